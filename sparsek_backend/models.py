@@ -1,4 +1,4 @@
-"""The small real model and the long real texts that the quickstart, the evaluation and the tests use.
+"""The small real model and the long real texts of the quickstart, the evaluation and the tests.
 
 Both come from PyPI packages, through the pip and the index settings of the user. A folder is built
 beside its destination and renamed into place when complete, with a marker file that holds the size
@@ -36,7 +36,7 @@ _SAFETENSORS_HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 
 
 class IncompleteFolderError(ValueError):
-    """A model or text folder is half-downloaded, half-converted or damaged; the message says how."""
+    """A model or text folder is half-made or damaged; the message says how and what to do."""
 
 
 @dataclass(frozen=True)
@@ -156,16 +156,19 @@ def _build_into(recipe: _Recipe, target: Path, progress: Progress) -> None:
         folder.rename(target)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
-    progress(f"{recipe.what} is ready in {target}")
+    progress(f"{recipe.what}: ready in {target}")
 
 
 def _build_model(wheel: Path, folder: Path, progress: Progress) -> None:
     from sparsek_backend.gguf_llama import convert
 
     gguf = wheel.parent / "model.gguf"
-    with zipfile.ZipFile(wheel) as archive, archive.open(_GGUF_IN_WHEEL) as source:
-        with gguf.open("wb") as sink:
-            shutil.copyfileobj(source, sink)
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(_GGUF_IN_WHEEL) as source,
+        gguf.open("wb") as sink,
+    ):
+        shutil.copyfileobj(source, sink)
     digest = _sha256(gguf)
     if digest != _GGUF_SHA256:
         raise ValueError(
@@ -252,7 +255,7 @@ def _marker_problem(folder: Path, recipe: _Recipe | None) -> str | None:
 
 
 def _refuse_foreign_files(target: Path, recipe: _Recipe) -> None:
-    """Only folders that this module made, or that look like its half-made model, are replaced."""
+    """Only folders that this module made, or that lie in its own cache, are replaced."""
     if (target / MARKER_NAME).exists() or target.parent == cache_root().absolute():
         return
     raise ValueError(
@@ -286,7 +289,7 @@ def _structure_problem(folder: Path) -> str | None:
 
 
 def _safetensors_problem(path: Path) -> str | None:
-    """Compare the file's length with what its header promises (format: 8-byte length, JSON, data)."""
+    """Compare the file's length with what its header (8-byte length, then JSON) promises."""
     if not path.is_file():
         return "is missing"
     size = path.stat().st_size
