@@ -1,0 +1,1 @@
+"""Dense and sink + sliding-window flash attention, forward and backward."""
