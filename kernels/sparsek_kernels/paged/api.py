@@ -1,1 +1,214 @@
 """Attention over a paged KV cache: write, select, attend.  Checks and dispatch only."""
+
+from __future__ import annotations
+
+import torch
+
+from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_tensor
+from .batch import PagedBatch
+from .eager import (
+    host_lengths,
+    paged_attention_eager,
+    plan_decodes,
+    select_decodes,
+    select_prefill,
+    write_kv_eager,
+)
+from .policy import CELL_SIZE, ScoreKind, SelectionPolicy
+
+
+def summary_vectors(page_size: int) -> int:
+    """Summary vectors per page and KV head.
+
+    Raises:
+        ValueError: the page does not hold whole cells.
+    """
+    if page_size < CELL_SIZE or page_size % CELL_SIZE:
+        raise ValueError(f"page_size: expected a multiple of {CELL_SIZE}, got {page_size}")
+    return page_size // CELL_SIZE
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_summary: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    *,
+    score_kind: ScoreKind = "cell_mean",
+) -> None:
+    """Store new keys and values in their pages and keep the pages' summaries current.
+
+    Summaries of every touched cell are recomputed from the keys in the page, so they carry no
+    accumulated rounding, and a cell that is still filling has the summary of what it holds.
+
+    Args:
+        key, value: ``[T, Hkv, D]``; the new tokens of a sequence are neighbours, in order.
+        k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``, any strides; written.
+        k_summary: ``[num_pages, Hkv, page_size // 16, D]``, any strides, written; or ``None``.
+        slot_mapping: ``[T]`` int64, ``page * page_size + offset``; -1 marks padding.
+        score_kind: what the summaries are (see :class:`SelectionPolicy`).
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+    heads, page_size, dim = _check_cache(k_cache, v_cache)
+    check_tensor("key", key, ("T", heads, dim), device=k_cache.device)
+    check_tensor("value", value, (key.shape[0], heads, v_cache.shape[-1]), device=k_cache.device)
+    check_tensor("slot_mapping", slot_mapping, ("T",), (torch.int64,), k_cache.device)
+    if slot_mapping.shape[0] > key.shape[0]:
+        raise ValueError(
+            f"slot_mapping: expected at most {key.shape[0]} entries, got {slot_mapping.shape[0]}"
+        )
+    _check_summary(k_summary, k_cache, page_size, score_kind)
+    tokens = slot_mapping.shape[0]
+    write_kv_eager(
+        key[:tokens], value[:tokens], k_cache, v_cache, k_summary, slot_mapping, score_kind
+    )
+
+
+def select_blocks(
+    q: torch.Tensor,
+    k_summary: torch.Tensor,
+    batch: PagedBatch,
+    policy: SelectionPolicy,
+    *,
+    page_size: int,
+    softmax_scale: float | None = None,
+) -> list[torch.Tensor]:
+    """Blocks that win by score, for inspection, metrics and tests.
+
+    Args:
+        q: ``[T, Hq, D]``.
+        k_summary: ``[num_pages, Hkv, page_size // 16, D]``.
+
+    Returns:
+        One ``[tiles, Hkv, scored_blocks]`` int64 tensor per request, ascending block indices;
+        rows of tiles that see everything are -1.  Decodes have a tile per token.
+
+    Raises:
+        ValueError: ``policy`` does not select blocks, or shapes do not fit.
+    """
+    if not policy.selects_blocks:
+        raise ValueError(f"policy: expected top_k >= 1, got top_k={policy.top_k}")
+    heads = k_summary.shape[1]
+    check_tensor("q", q, ("T", "Hq", k_summary.shape[-1]), FLOAT_DTYPES, k_summary.device)
+    check_heads(q.shape[1], heads)
+    _check_pages(policy, page_size)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    grouped = q.unflatten(1, (heads, -1))
+    lengths, counts = host_lengths(batch)
+    per_token = policy.per_token()
+    plan = plan_decodes(batch, per_token)
+    decoded = grouped.new_full(
+        (batch.num_decode_tokens, heads, policy.scored_blocks), -1, dtype=torch.int64
+    )
+    if plan.group is not None:
+        rows = grouped.index_select(0, plan.rows)
+        decoded[plan.rows] = select_decodes(rows, k_summary, plan, per_token, scale)
+    chosen = []
+    token = 0
+    for request, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        end = token + count
+        if request < batch.num_decodes:
+            chosen.append(decoded[token:end])
+            token = end
+            continue
+        tile = policy.query_tile
+        position = length - count
+        tiles = (length - 1) // tile - position // tile + 1 if count else 0
+        rows = grouped.new_full((tiles, heads, policy.scored_blocks), -1, dtype=torch.int64)
+        begin = next((p for p in range(position, length) if not policy.sees_all(p)), length)
+        if begin < length:
+            rows[begin // tile - position // tile :] = select_prefill(
+                grouped[token + begin - position : end],
+                begin,
+                k_summary,
+                batch.block_table[request : request + 1].long(),
+                policy,
+                scale,
+            )
+        chosen.append(rows)
+        token = end
+    return chosen
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: PagedBatch,
+    policy: SelectionPolicy,
+    *,
+    softmax_scale: float | None = None,
+    k_summary: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of new tokens over their sequences' pages under a selection policy.
+
+    The new tokens' keys and values are in the cache already (:func:`write_kv`).
+
+    Args:
+        q: ``[T, Hq, D]``, fp16/bf16/fp32; requests packed in the order of ``batch``.
+        k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``, any strides.
+        batch: the requests.
+        policy: what a query attends (docs/selection.md).
+        softmax_scale: default ``D ** -0.5``.
+        k_summary: ``[num_pages, Hkv, page_size // 16, D]``; needed when blocks are selected.
+        sinks: ``[Hq]`` learned logits that join the softmax denominator only.
+        out: ``[T, Hq, Dv]``, written and returned.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+    heads, page_size, dim = _check_cache(k_cache, v_cache)
+    check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, k_cache.device)
+    check_heads(q.shape[1], heads)
+    if k_cache.dtype != q.dtype:
+        raise TypeError(f"k_cache: expected the dtype of q, {q.dtype}, got {k_cache.dtype}")
+    if policy.selects_blocks and k_summary is None:
+        raise ValueError("k_summary: expected the page summaries when top_k >= 1, got None")
+    _check_summary(k_summary, k_cache, page_size, policy.score_kind)
+    _check_pages(policy, page_size)
+    if sinks is not None:
+        check_tensor("sinks", sinks, (q.shape[1],), device=q.device)
+    shape = (*q.shape[:2], v_cache.shape[-1])
+    if out is None:
+        out = q.new_empty(shape)
+    check_tensor("out", out, shape, (q.dtype,), q.device)
+    scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    paged_attention_eager(q, k_cache, v_cache, batch, policy, scale, k_summary, sinks, out)
+    return out
+
+
+def _check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[int, int, int]:
+    check_tensor("k_cache", k_cache, ("num_pages", "Hkv", "page_size", "D"))
+    pages, heads, page_size, dim = k_cache.shape
+    check_tensor(
+        "v_cache", v_cache, (pages, heads, page_size, "Dv"), (k_cache.dtype,), k_cache.device
+    )
+    return heads, page_size, dim
+
+
+def _check_summary(
+    k_summary: torch.Tensor | None, k_cache: torch.Tensor, page_size: int, score_kind: ScoreKind
+) -> None:
+    if k_summary is None:
+        return
+    pages, heads, _, dim = k_cache.shape
+    vectors = summary_vectors(page_size)
+    if score_kind == "min_max" and vectors % 2:
+        raise ValueError(
+            f"page_size: min_max summaries need a multiple of {2 * CELL_SIZE}, got {page_size}"
+        )
+    check_tensor("k_summary", k_summary, (pages, heads, vectors, dim), device=k_cache.device)
+
+
+def _check_pages(policy: SelectionPolicy, page_size: int) -> None:
+    size = policy.sel_block_size
+    if page_size % size and size % page_size:
+        raise ValueError(
+            f"page_size: expected a divisor or a multiple of sel_block_size={size}, got {page_size}"
+        )

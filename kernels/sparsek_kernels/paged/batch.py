@@ -56,7 +56,7 @@ class PagedBatch:
         return self.num_requests - self.num_decodes
 
     def derived(self, key: Hashable, build: Callable[[], _T]) -> _T:
-        """Index tensors made from this batch by ``build``, once for all layers that share ``key``."""
+        """Index tensors that ``build`` makes from this batch, once for all layers with ``key``."""
         if key not in self._derived:
             self._derived[key] = build()
         return cast(_T, self._derived[key])

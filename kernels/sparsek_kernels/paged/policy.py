@@ -10,7 +10,7 @@ selection.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 CELL_SIZE = 16
@@ -81,6 +81,10 @@ class SelectionPolicy:
                 f"sel_block_size: min_max scores need a multiple of {2 * CELL_SIZE}, "
                 f"got {self.sel_block_size}"
             )
+
+    def per_token(self) -> SelectionPolicy:
+        """The same rule with a selection of its own for every query: what decodes follow."""
+        return self if self.query_tile == 1 else replace(self, query_tile=1)
 
     @property
     def is_dense(self) -> bool:

@@ -1,0 +1,221 @@
+"""Oracle of paged attention: the rule of docs/selection.md, token by token, in float64.
+
+Plain torch on contiguous sequences, readable before fast.  Nothing here is imported by a kernel
+or by the CPU path, and nothing of theirs is imported here but the rule itself (``policy.py``).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .batch import PagedBatch
+from .policy import CELL_SIZE, SelectionPolicy
+
+
+def gather_sequence(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
+    """Rows of one sequence.  cache: ``[P, Hkv, page_size, D]``; returns ``[length, Hkv, D]``."""
+    page_size = cache.shape[2]
+    rows = [cache[int(pages[t // page_size]), :, t % page_size] for t in range(length)]
+    return torch.stack(rows) if rows else cache.new_empty(0, cache.shape[1], cache.shape[3])
+
+
+def summaries_reference(k: torch.Tensor, score_kind: str = "cell_mean") -> torch.Tensor:
+    """Summary vectors of a sequence's complete cells.
+
+    Args:
+        k: ``[N, Hkv, D]`` keys after RoPE.
+        score_kind: ``cell_mean``: one mean per 16 tokens; ``min_max``: minimum, then maximum, of
+            every 32 tokens.
+
+    Returns:
+        ``[N // 16 (rounded down to whole cells), Hkv, D]`` in the dtype of ``k``.
+    """
+    cell = CELL_SIZE if score_kind == "cell_mean" else 2 * CELL_SIZE
+    count = k.shape[0] // cell
+    cells = k[: count * cell].double().unflatten(0, (count, cell))
+    if score_kind == "cell_mean":
+        return cells.mean(1).to(k.dtype)
+    return torch.stack([cells.amin(1), cells.amax(1)], dim=1).flatten(0, 1).to(k.dtype)
+
+
+def block_logits_reference(
+    q: torch.Tensor, summaries: torch.Tensor, policy: SelectionPolicy, softmax_scale: float
+) -> torch.Tensor:
+    """Block logits of one query.  q: ``[Hq, D]``; returns ``[Hq, complete blocks]`` float64."""
+    group = q.shape[0] // summaries.shape[1]
+    vectors = summaries.double().repeat_interleave(group, dim=1)  # [cells, Hq, D]
+    query = q.double()
+    if policy.score_kind == "cell_mean":
+        cell_logits = torch.einsum("hd,chd->hc", query, vectors)
+        per_block = policy.sel_block_size // CELL_SIZE
+    else:
+        low, high = vectors[0::2], vectors[1::2]
+        cell_logits = torch.maximum(query * low, query * high).sum(-1).T
+        per_block = policy.sel_block_size // (2 * CELL_SIZE)
+    blocks = cell_logits.shape[1] // per_block
+    shaped = cell_logits[:, : blocks * per_block].unflatten(1, (blocks, per_block))
+    return shaped.amax(-1) * softmax_scale
+
+
+def block_scores_reference(
+    q: torch.Tensor,
+    summaries: torch.Tensor,
+    position: int,
+    policy: SelectionPolicy,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """Scores of the blocks before the query's own, summed over each GQA group.
+
+    Args:
+        q: ``[Hq, D]``, the query at ``position``.
+        summaries: ``[cells, Hkv, D]`` of the sequence.
+
+    Returns:
+        ``[Hkv, position // sel_block_size]`` float64.
+    """
+    own_block = position // policy.sel_block_size
+    logits = block_logits_reference(q, summaries, policy, softmax_scale)[:, :own_block]
+    probs = torch.softmax(logits, dim=-1)
+    return probs.unflatten(0, (summaries.shape[1], -1)).sum(1)
+
+
+def select_blocks_reference(
+    q: torch.Tensor,
+    summaries: torch.Tensor,
+    positions: list[int],
+    policy: SelectionPolicy,
+    softmax_scale: float,
+) -> list[list[int]] | None:
+    """Blocks that compete by score and win, for the queries of one tile.
+
+    Args:
+        q: ``[n, Hq, D]``, the tile's queries at ``positions``.
+        summaries: ``[cells, Hkv, D]``.
+
+    Returns:
+        For each KV head, ascending block indices; ``None`` where the tile sees everything.
+    """
+    if policy.sees_all(positions[0]):
+        return None
+    first, last = policy.candidate_range(positions[0])
+    num_kv_heads = summaries.shape[1]
+    total = torch.zeros(num_kv_heads, last, dtype=torch.float64)
+    for row, position in enumerate(positions):
+        scores = block_scores_reference(q[row], summaries, position, policy, softmax_scale)
+        total += scores[:, :last]
+    chosen = []
+    for head in range(num_kv_heads):
+        ranked = sorted(range(first, last), key=lambda b: (-float(total[head, b]), b))
+        chosen.append(sorted(ranked[: policy.scored_blocks]))
+    return chosen
+
+
+def visible_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: list[int],
+    policy: SelectionPolicy,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """Which keys each query sees.
+
+    Args:
+        q: ``[n, Hq, D]`` at ``positions`` (ascending, consecutive).
+        k: ``[N, Hkv, D]``.
+
+    Returns:
+        ``[n, Hkv, N]`` bool.
+    """
+    length, num_kv_heads = k.shape[0], k.shape[1]
+    key = torch.arange(length)
+    visible = torch.zeros(len(positions), num_kv_heads, length, dtype=torch.bool)
+    summaries = summaries_reference(k, policy.score_kind) if policy.selects_blocks else None
+    tiles: dict[int, list[int]] = {}
+    for row, position in enumerate(positions):
+        tiles.setdefault(position // policy.query_tile, []).append(row)
+    for rows in tiles.values():
+        tile_positions = [positions[row] for row in rows]
+        chosen: list[list[int]] | None = None
+        if summaries is not None:
+            chosen = select_blocks_reference(
+                q[rows], summaries, tile_positions, policy, softmax_scale
+            )
+        for row, position in zip(rows, tile_positions, strict=True):
+            causal = key <= position
+            if policy.sees_all(position):
+                visible[row] = causal
+                continue
+            if chosen is None:
+                window = policy.window_size or 0
+                visible[row] = causal & ((key < policy.num_sink) | (key > position - window))
+                continue
+            first_local, _ = policy.local_range(position)
+            block = key // policy.sel_block_size
+            forced = (block < policy.sink_blocks) | (block >= first_local)
+            for head in range(num_kv_heads):
+                selected = torch.isin(block, torch.tensor(chosen[head], dtype=torch.long))
+                visible[row, head] = causal & (forced | selected)
+    return visible
+
+
+def attend_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    softmax_scale: float,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Softmax attention under an explicit mask; a row that sees nothing gives zeros.
+
+    Args:
+        q: ``[n, Hq, D]``; k, v: ``[N, Hkv, D]``; visible: ``[n, Hkv, N]``.
+        sinks: ``[Hq]`` logits that join the denominator only.
+
+    Returns:
+        ``[n, Hq, Dv]`` float64.
+    """
+    group = q.shape[1] // k.shape[1]
+    keys = k.double().repeat_interleave(group, dim=1)
+    values = v.double().repeat_interleave(group, dim=1)
+    mask = visible.repeat_interleave(group, dim=1)
+    logits = torch.einsum("nhd,khd->nhk", q.double(), keys) * softmax_scale
+    logits = logits.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        extra = sinks.double()[None, :, None].expand(q.shape[0], -1, 1)
+        probs = torch.softmax(torch.cat([logits, extra], dim=-1), dim=-1)[..., :-1]
+    else:
+        probs = torch.softmax(logits, dim=-1)
+    probs = torch.where(mask.any(-1, keepdim=True), probs, 0.0)
+    return torch.einsum("nhk,khd->nhd", probs, values)
+
+
+def paged_attention_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: PagedBatch,
+    policy: SelectionPolicy,
+    *,
+    softmax_scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What :func:`sparsek_kernels.paged.paged_attention` must return, in float64.
+
+    Summaries are computed from K itself, so that this also checks the ones kept in the cache.
+    """
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    out = torch.zeros(*q.shape[:2], v_cache.shape[-1], dtype=torch.float64)
+    starts = batch.cu_seqlens_q.tolist()
+    for request, length in enumerate(batch.seq_lens.tolist()):
+        begin, end = starts[request], starts[request + 1]
+        if begin == end:
+            continue
+        rule = policy.per_token() if request < batch.num_decodes else policy
+        pages = batch.block_table[request]
+        k = gather_sequence(k_cache, pages, length)
+        v = gather_sequence(v_cache, pages, length)
+        positions = list(range(length - (end - begin), length))
+        visible = visible_reference(q[begin:end], k, positions, rule, scale)
+        out[begin:end] = attend_reference(q[begin:end], k, v, visible, scale, sinks)
+    return out

@@ -1,0 +1,389 @@
+"""The torch path of paged attention against the float64 oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsek_kernels.paged import (
+    PagedBatch,
+    SelectionPolicy,
+    paged_attention,
+    select_blocks,
+    summary_vectors,
+    write_kv,
+)
+from sparsek_kernels.paged.reference import (
+    gather_sequence,
+    paged_attention_reference,
+    select_blocks_reference,
+    summaries_reference,
+)
+
+POLICIES = {
+    "dense": SelectionPolicy(),
+    "sink_window": SelectionPolicy(num_sink=4, window_size=50),
+    "window": SelectionPolicy(window_size=37),
+    "topk": SelectionPolicy(num_sink=16, window_size=40, top_k=3, sel_block_size=32, query_tile=32),
+    "topk_token": SelectionPolicy(
+        num_sink=1, window_size=33, top_k=2, sel_block_size=16, query_tile=1
+    ),
+    "topk_wide_tile": SelectionPolicy(
+        num_sink=8, window_size=16, top_k=4, sel_block_size=16, query_tile=64
+    ),
+    "topk_dense_below": SelectionPolicy(
+        num_sink=16, window_size=16, top_k=2, sel_block_size=32, dense_below=128, query_tile=32
+    ),
+    "topk_min_max": SelectionPolicy(
+        num_sink=16,
+        window_size=40,
+        top_k=3,
+        sel_block_size=32,
+        query_tile=32,
+        score_kind="min_max",
+    ),
+}
+
+
+@dataclass
+class Case:
+    """A filled cache and the batch that reads it."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k_summary: torch.Tensor
+    batch: PagedBatch
+
+
+def make_case(
+    lengths: list[int],
+    queries: list[int],
+    num_decodes: int,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 32,
+    page_size: int = 32,
+    dtype: torch.dtype = torch.float32,
+    score_kind: str = "cell_mean",
+    layout: str = "interleaved",
+    seed: int = 0,
+    permute: int | None = None,
+) -> Case:
+    """Sequences written to shuffled pages of a cache whose unused part is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    needed = [-(-length // page_size) for length in lengths]
+    num_pages = sum(needed) + 3
+    vectors = summary_vectors(page_size)
+    if layout == "interleaved":
+        page_elements = kv_heads * page_size * 2 * dim
+        tail = kv_heads * vectors * dim
+        raw = torch.full((num_pages * (page_elements + tail),), float("nan"), dtype=dtype)
+        pitch = page_elements + tail
+        kv = raw.as_strided(
+            (num_pages, kv_heads, page_size, 2 * dim),
+            (pitch, page_size * 2 * dim, 2 * dim, 1),
+        )
+        k_cache, v_cache = kv[..., :dim], kv[..., dim:]
+        k_summary = raw.as_strided(
+            (num_pages, kv_heads, vectors, dim), (pitch, vectors * dim, dim, 1), page_elements
+        )
+    else:
+        shape = (num_pages, page_size, kv_heads, dim)
+        k_cache = torch.full(shape, float("nan"), dtype=dtype).transpose(1, 2)
+        v_cache = torch.full(shape, float("nan"), dtype=dtype).transpose(1, 2)
+        k_summary = torch.full((num_pages, kv_heads, vectors, dim), float("nan"), dtype=dtype)
+    order = torch.randperm(
+        num_pages, generator=torch.Generator().manual_seed(seed if permute is None else permute)
+    )
+    table = torch.zeros(len(lengths), max(needed) + 1, dtype=torch.int32)
+    used = 0
+    for request, count in enumerate(needed):
+        table[request, :count] = order[used : used + count]
+        used += count
+    for request, length in enumerate(lengths):
+        keys = torch.randn(length, kv_heads, dim, generator=generator).to(dtype)
+        values = torch.randn(length, kv_heads, dim, generator=generator).to(dtype)
+        position = torch.arange(length)
+        slots = table[request, position // page_size].long() * page_size + position % page_size
+        step = 1 + seed % 23  # appended in pieces: summaries of partial cells are rewritten
+        for begin in range(0, length, step * 7):
+            part = slice(begin, begin + step * 7)
+            write_kv(
+                keys[part],
+                values[part],
+                k_cache,
+                v_cache,
+                k_summary,
+                slots[part],
+                score_kind=score_kind,
+            )
+    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
+    q = 3.0 * torch.randn(int(starts[-1]), heads, dim, generator=generator)
+    batch = PagedBatch(
+        block_table=table,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        cu_seqlens_q=starts,
+        num_decodes=num_decodes,
+        num_decode_tokens=sum(queries[:num_decodes]),
+        decode_query_len=max([1, *queries[:num_decodes]]),
+        max_query_len=max(queries),
+        max_seq_len=max(lengths),
+    )
+    return Case(q.to(dtype), k_cache, v_cache, k_summary, batch)
+
+
+def run(case: Case, policy: SelectionPolicy, **options: object) -> torch.Tensor:
+    out = torch.full((*case.q.shape[:2], case.v_cache.shape[-1]), float("nan"), dtype=case.q.dtype)
+    return paged_attention(
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.batch,
+        policy,
+        k_summary=case.k_summary,
+        out=out,
+        **options,
+    )
+
+
+MIXED = ([200, 61, 300, 1, 129], [1, 3, 300, 1, 64], 2)
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "token_major"])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+def test_matches_oracle(policy: SelectionPolicy, layout: str) -> None:
+    case = make_case(*MIXED, score_kind=policy.score_kind, layout=layout)
+    expected = paged_attention_reference(case.q, case.k_cache, case.v_cache, case.batch, policy)
+    torch.testing.assert_close(run(case, policy).double(), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("group", [1, 3, 7])
+def test_pages_and_groups(page_size: int, group: int) -> None:
+    policy = SelectionPolicy(num_sink=64, window_size=70, top_k=2, query_tile=64)
+    case = make_case(
+        [450, 391, 64], [1, 391, 33], 1, heads=2 * group, kv_heads=2, page_size=page_size
+    )
+    sinks = torch.randn(2 * group, generator=torch.Generator().manual_seed(1))
+    expected = paged_attention_reference(
+        case.q, case.k_cache, case.v_cache, case.batch, policy, sinks=sinks
+    )
+    got = run(case, policy, sinks=sinks).double()
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dense", "sink_window", "topk_dense_below"])
+def test_learned_sinks(name: str) -> None:
+    case = make_case(*MIXED)
+    sinks = torch.tensor([3.0, -2.0, 0.0, 1.0])
+    expected = paged_attention_reference(
+        case.q, case.k_cache, case.v_cache, case.batch, POLICIES[name], sinks=sinks
+    )
+    got = run(case, POLICIES[name], sinks=sinks).double()
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_batch(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 260), min_size=1, max_size=4))
+    queries = [data.draw(st.integers(1, length)) for length in lengths]
+    num_decodes = 0
+    while num_decodes < len(queries) and queries[num_decodes] <= 3:
+        num_decodes += 1
+    num_decodes = data.draw(st.integers(0, num_decodes))
+    size = data.draw(st.sampled_from([16, 32, 64]))
+    policy = SelectionPolicy(
+        num_sink=data.draw(st.integers(0, 40)),
+        window_size=data.draw(st.integers(1, 90)),
+        top_k=data.draw(st.integers(0, 4)),
+        sel_block_size=size,
+        dense_below=data.draw(st.sampled_from([0, 100])),
+        query_tile=data.draw(st.sampled_from([1, 16, 64, 128])),
+    )
+    case = make_case(lengths, queries, num_decodes, page_size=data.draw(st.sampled_from([16, 64])))
+    expected = paged_attention_reference(case.q, case.k_cache, case.v_cache, case.batch, policy)
+    torch.testing.assert_close(run(case, policy).double(), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("score_kind", ["cell_mean", "min_max"])
+def test_selection_equals_oracle(score_kind: str) -> None:
+    policy = SelectionPolicy(
+        num_sink=16,
+        window_size=20,
+        top_k=3,
+        sel_block_size=32,
+        query_tile=32,
+        score_kind=score_kind,
+    )
+    lengths, queries, num_decodes = [300, 210, 333], [2, 190, 333], 1
+    case = make_case(lengths, queries, num_decodes, score_kind=score_kind)
+    chosen = select_blocks(
+        case.q, case.k_summary, case.batch, policy, page_size=case.k_cache.shape[2]
+    )
+    start = 0
+    for request, (length, count) in enumerate(zip(lengths, queries, strict=True)):
+        rule = policy.per_token() if request < num_decodes else policy
+        k = gather_sequence(case.k_cache, case.batch.block_table[request], length)
+        summaries = summaries_reference(k, score_kind)
+        first = (length - count) // rule.query_tile
+        for tile, rows in enumerate(chosen[request]):
+            low = max((first + tile) * rule.query_tile, length - count)
+            high = min((first + tile + 1) * rule.query_tile, length)
+            positions = list(range(low, high))
+            q = case.q[start + low - (length - count) : start + high - (length - count)]
+            expected = select_blocks_reference(
+                q, summaries, positions, rule, case.q.shape[-1] ** -0.5
+            )
+            if expected is None:
+                assert (rows == -1).all()
+            else:
+                assert rows.tolist() == expected
+        start += count
+
+
+def test_budget_over_context_is_dense() -> None:
+    case = make_case(*MIXED)
+    policy = SelectionPolicy(num_sink=64, window_size=64, top_k=8)
+    assert torch.equal(run(case, policy), run(case, SelectionPolicy()))
+
+
+@pytest.mark.parametrize("name", ["topk", "sink_window", "topk_token"])
+def test_page_permutation_changes_nothing(name: str) -> None:
+    first = run(make_case(*MIXED), POLICIES[name])
+    second = run(make_case(*MIXED, permute=99), POLICIES[name])
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", ["dense", "sink_window", "topk_token", "topk"])
+def test_chunks_on_tile_boundaries_change_nothing(name: str) -> None:
+    policy = POLICIES[name]
+    whole = make_case([320], [320], 0)
+    expected = run(whole, policy)
+    got = torch.empty_like(expected)
+    for end in (32, 96, 224, 320):
+        begin = {32: 0, 96: 32, 224: 96, 320: 224}[end]
+        batch = PagedBatch(
+            block_table=whole.batch.block_table,
+            seq_lens=torch.tensor([end], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, end - begin], dtype=torch.int32),
+            num_decodes=0,
+            num_decode_tokens=0,
+            decode_query_len=1,
+            max_query_len=end - begin,
+            max_seq_len=end,
+        )
+        part = Case(whole.q[begin:end], whole.k_cache, whole.v_cache, whole.k_summary, batch)
+        got[begin:end] = run(part, policy)
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_prefill_with_tile_one_equals_decodes() -> None:
+    policy = POLICIES["topk_token"]
+    whole = make_case([200], [200], 0)
+    expected = run(whole, policy)
+    for position in (17, 63, 64, 150, 199):
+        batch = PagedBatch(
+            block_table=whole.batch.block_table,
+            seq_lens=torch.tensor([position + 1], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
+            num_decodes=1,
+            num_decode_tokens=1,
+            decode_query_len=1,
+            max_query_len=1,
+            max_seq_len=position + 1,
+        )
+        row = Case(
+            whole.q[position : position + 1],
+            whole.k_cache,
+            whole.v_cache,
+            whole.k_summary,
+            batch,
+        )
+        torch.testing.assert_close(run(row, policy)[0], expected[position], atol=1e-6, rtol=1e-5)
+
+
+def test_padding_slots_are_skipped() -> None:
+    case = make_case([40], [1], 1)
+    before = case.k_cache.clone()
+    slots = torch.tensor([-1, -1], dtype=torch.int64)
+    new = torch.randn(2, 2, 32)
+    write_kv(new, new, case.k_cache, case.v_cache, case.k_summary, slots)
+    assert torch.equal(before.nan_to_num(7.0), case.k_cache.nan_to_num(7.0))
+
+
+def test_half_precision_within_twice_torch() -> None:
+    policy = POLICIES["topk"]
+    case = make_case(*MIXED, dtype=torch.bfloat16)
+    expected = paged_attention_reference(case.q, case.k_cache, case.v_cache, case.batch, policy)
+    error = (run(case, policy).double() - expected).abs().max()
+    assert error <= 2 * 2**-8 * expected.abs().max() + 1e-3
+
+
+def _arguments() -> dict[str, object]:
+    case = make_case([40, 70], [1, 70], 1)
+    return {
+        "q": case.q,
+        "k_cache": case.k_cache,
+        "v_cache": case.v_cache,
+        "batch": case.batch,
+        "policy": POLICIES["topk"],
+        "k_summary": case.k_summary,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"q": torch.zeros(71, 3, 32)}, ValueError, "q: expected a multiple of num_kv_heads=2"),
+        ({"q": torch.zeros(71, 4, 16)}, ValueError, r"q: expected shape \[T, Hq, 32\]"),
+        ({"q": torch.zeros(71, 4, 32, dtype=torch.float64)}, TypeError, "q: expected dtype"),
+        ({"q": torch.zeros(71, 4, 32, dtype=torch.float16)}, TypeError, "k_cache: expected"),
+        ({"q": [1]}, TypeError, "q: expected a torch.Tensor, got list"),
+        ({"k_summary": None}, ValueError, "k_summary: expected the page summaries"),
+        ({"k_summary": torch.zeros(1, 2, 2, 32)}, ValueError, "k_summary: expected shape"),
+        ({"sinks": torch.zeros(3)}, ValueError, "sinks: expected shape"),
+        ({"out": torch.zeros(1, 4, 32)}, ValueError, "out: expected shape"),
+        (
+            {"policy": SelectionPolicy(window_size=8, top_k=1, sel_block_size=48)},
+            ValueError,
+            "page_size: expected a divisor or a multiple",
+        ),
+    ],
+)
+def test_bad_arguments(change: dict[str, object], error: type[Exception], match: str) -> None:
+    arguments = {**_arguments(), **change}
+    with pytest.raises(error, match=match):
+        paged_attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"num_sink": -1}, "num_sink: expected an integer >= 0, got -1"),
+        ({"window_size": 0}, "window_size: expected an integer >= 1"),
+        ({"top_k": 2}, "window_size: expected an integer when"),
+        ({"window_size": 4, "sel_block_size": 24}, "sel_block_size: expected a multiple of 16"),
+        ({"query_tile": 0}, "query_tile: expected an integer >= 1"),
+    ],
+)
+def test_bad_policies(fields: dict[str, int], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        SelectionPolicy(**fields)
+
+
+def test_attended_tokens_equals_mask() -> None:
+    for policy in POLICIES.values():
+        case = make_case([300], [300], 0, score_kind=policy.score_kind)
+        k = gather_sequence(case.k_cache, case.batch.block_table[0], 300)
+        from sparsek_kernels.paged.reference import visible_reference
+
+        seen = visible_reference(case.q, k, list(range(300)), policy, 0.2).sum(-1)
+        for position in range(300):
+            assert (seen[position] == policy.attended_tokens(position)).all(), (policy, position)
