@@ -1,0 +1,1 @@
+"""`sparsek bench`: kernel and serving benchmarks with correctness gates and committed results."""

@@ -1,0 +1,169 @@
+"""`sparsek bench`: kernels, serving, comparisons and plots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from sparsek_backend.bench.compare import compare_rows
+from sparsek_backend.bench.machine import Machine, describe_machine, measure_ceilings
+from sparsek_backend.bench.plots import plot_csv
+from sparsek_backend.bench.registry import OURS, BenchOp, Case, all_ops
+from sparsek_backend.bench.report import print_bars, print_case, print_comparison
+from sparsek_backend.bench.results import Row, read_csv, write_csv
+from sparsek_backend.bench.runner import Settings, check_bars, run_case
+from sparsek_backend.bench.workload import load_workloads
+
+app = typer.Typer(help="Benchmarks: kernels, serving, comparisons.", no_args_is_help=True)
+console = Console(width=None)
+
+
+def fail(message: object) -> typer.Exit:
+    """Print one error line and return the exit to raise."""
+    Console(stderr=True).print(f"[red]error[/red] {message}", highlight=False)
+    return typer.Exit(2)
+
+
+@app.command("list")
+def list_ops() -> None:
+    """The registered ops and their parameters."""
+    for op in all_ops():
+        console.print(f"[bold]{op.name}[/bold]: {op.summary}")
+        console.print("  " + " ".join(f"{k}={v}" for k, v in op.defaults.items()))
+
+
+@app.command()
+def kernels(
+    out: Annotated[Path, typer.Option(help="Folder for the CSV and the plots.")],
+    yaml: Annotated[
+        list[Path] | None, typer.Option(help="Workload file; may be given several times.")
+    ] = None,
+    op: Annotated[list[str] | None, typer.Option(help="Only this op; repeatable.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="Only this workload; repeatable.")] = None,
+    spec: Annotated[list[str] | None, typer.Option(help="Only this batch spec.")] = None,
+    provider: Annotated[list[str] | None, typer.Option(help="Only this provider.")] = None,
+    device: Annotated[
+        str, typer.Option(help="cuda or cpu; auto takes CUDA if it is there.")
+    ] = "auto",
+    budget_ms: Annotated[float, typer.Option(help="Time for the samples of one case.")] = 400.0,
+    commit: Annotated[str, typer.Option(help="Commit to record where there is no git.")] = "",
+    name: Annotated[str, typer.Option(help="Stem of the result files.")] = "kernels",
+    plots: Annotated[bool, typer.Option(help="Draw PNGs from the CSV.")] = True,
+    check: Annotated[bool, typer.Option(help="Exit 1 when a bar is not met.")] = False,
+) -> None:
+    """Gate and time kernels over YAML workloads; exit 1 when a gate of ours is red."""
+    try:
+        chosen = _choose(yaml or _default_yaml(), op, case, spec)
+        settings = Settings(_device(device), budget_ms, tuple(provider or ()))
+        machine = describe_machine(settings.device)
+        if commit:
+            machine = Machine(**(machine.__dict__ | {"commit": commit}))
+        ceilings = measure_ceilings(
+            settings.device, list(dict.fromkeys(c.dtype() for _, c in chosen))
+        )
+    except (ValueError, ImportError) as error:
+        raise fail(error) from error
+    console.print(
+        f"{machine.gpu}: copy {ceilings.copy_tb_s:.3g} TB/s, read {ceilings.read_tb_s:.3g} TB/s, "
+        + ", ".join(f"{k} matmul {v:.4g} TFLOP/s" for k, v in ceilings.matmul_tflops.items())
+    )
+    path = out / f"{name}.csv"
+    rows: list[Row] = []
+    for bench_op, one in chosen:
+        try:
+            new = run_case(bench_op, one, settings, machine, ceilings)
+        except (ValueError, TypeError) as error:
+            raise fail(f"{bench_op.name} {one.name}: {error}") from error
+        if new:
+            rows += new
+            print_case(console, new)
+            write_csv(path, rows)
+    if not rows:
+        raise fail("no provider matches --provider")
+    results = check_bars(chosen, rows)
+    print_bars(console, results)
+    console.print(f"wrote {path}")
+    if plots:
+        for png in plot_csv(path, out):
+            console.print(f"wrote {png}")
+    broken = [
+        row for row in rows if row.provider == OURS and row.status in ("gate failed", "error")
+    ]
+    for row in broken:
+        console.print(f"[red]{row.status}[/red] {' '.join(row.key)}: {row.detail}")
+    if broken or (check and not all(result.met for result in results)):
+        raise typer.Exit(1)
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(help="Baseline CSV.")],
+    b: Annotated[Path, typer.Argument(help="CSV to judge.")],
+    tolerance: Annotated[float, typer.Option(help="Slower by more than this share fails.")] = 0.05,
+    provider: Annotated[str, typer.Option(help="Whose rows; 'all' for every one.")] = OURS,
+) -> None:
+    """Ratios of two result files; exit 1 on a regression beyond --tolerance."""
+    try:
+        comparison = compare_rows(
+            read_csv(a),
+            read_csv(b),
+            tolerance=tolerance,
+            provider=None if provider == "all" else provider,
+        )
+    except ValueError as error:
+        raise fail(error) from error
+    print_comparison(console, comparison)
+    if comparison.regressions:
+        console.print(f"[red]{len(comparison.regressions)} regressed[/red]")
+        raise typer.Exit(1)
+
+
+@app.command()
+def plot(
+    csv: Annotated[Path, typer.Argument(help="Result CSV.")],
+    out: Annotated[Path, typer.Option(help="Folder for the PNGs.")],
+) -> None:
+    """Draw the plots of a result file again."""
+    try:
+        for png in plot_csv(csv, out):
+            console.print(f"wrote {png}")
+    except (ValueError, ImportError) as error:
+        raise fail(error) from error
+
+
+def _choose(
+    files: list[Path], ops: list[str] | None, cases: list[str] | None, specs: list[str] | None
+) -> list[tuple[BenchOp, Case]]:
+    chosen = [
+        (workload.op, case)
+        for path in files
+        for workload in load_workloads(path)
+        if (not ops or workload.op.name in ops) and (not cases or workload.name in cases)
+        for case in workload.cases
+        if not specs or case.spec.text in specs
+    ]
+    if not chosen:
+        raise ValueError(f"no workload of {', '.join(map(str, files))} matches the filters")
+    return chosen
+
+
+def _default_yaml() -> list[Path]:
+    folder = Path(__file__).resolve().parents[2] / "benchmarks"
+    files = sorted(folder.glob("*.yaml"))
+    if not files:
+        raise ValueError("yaml: expected --yaml FILE, no workloads lie beside this installation")
+    return files
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cuda", "cpu"):
+        raise ValueError(f"device: expected auto, cuda or cpu, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: cuda was asked for, torch sees no CUDA GPU")
+    return torch.device(name)

@@ -1,0 +1,13 @@
+"""The ops that `sparsek bench kernels` measures; importing a module registers its ops."""
+
+from __future__ import annotations
+
+import importlib
+
+MODULES = ("sink_window",)
+
+
+def load() -> None:
+    """Register every op of this package."""
+    for module in MODULES:
+        importlib.import_module(f"{__name__}.{module}")

@@ -1,0 +1,166 @@
+"""Other implementations of sink + sliding-window attention, each at its best setting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from sparsek_backend.bench.registry import Unavailable
+
+if TYPE_CHECKING:
+    from torch.nn.attention import SDPBackend
+
+    from sparsek_backend.bench.ops.sink_window import Inputs
+
+MASK_LIMIT = 1 << 28
+"""Most entries of an explicit attention mask that `sdpa_mask` is asked to build."""
+
+
+def _refuse(inputs: Inputs, *, sinks: bool = True, packed: bool = True) -> None:
+    if sinks and inputs.sinks is not None:
+        raise Unavailable("no learned sink logits")
+    if packed and inputs.packed:
+        raise Unavailable("no packed batches")
+
+
+def _sdpa(
+    inputs: Inputs, backend: SDPBackend, mask: torch.Tensor | None, causal: bool
+) -> Callable[[], torch.Tensor]:
+    from torch.nn.attention import sdpa_kernel
+
+    q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
+    if mask is not None and inputs.group > 1:  # the masked backends take no grouped heads
+        k, v = (t.repeat_interleave(inputs.group, dim=1) for t in (k, v))
+
+    def call() -> torch.Tensor:
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        return out.transpose(1, 2)
+
+    return call
+
+
+def _sdpa_unmasked(inputs: Inputs, backend: SDPBackend) -> Callable[[], torch.Tensor]:
+    _refuse(inputs)
+    if inputs.rule.window_size is not None:
+        raise Unavailable("no sink or window mask without an N x N tensor")
+    if inputs.rule.causal and inputs.q.shape[1] != inputs.k.shape[1]:
+        raise Unavailable("causal attention is top-left aligned")
+    return _sdpa(inputs, backend, None, inputs.rule.causal)
+
+
+def sdpa_flash(inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """`scaled_dot_product_attention` with its flash backend (dense masks only)."""
+    from torch.nn.attention import SDPBackend
+
+    return _sdpa_unmasked(inputs, SDPBackend.FLASH_ATTENTION)
+
+
+def sdpa_cudnn(inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """`scaled_dot_product_attention` with its cuDNN backend (dense masks only)."""
+    from torch.nn.attention import SDPBackend
+
+    if inputs.q.device.type != "cuda":
+        raise Unavailable("cuDNN runs on CUDA GPUs only")
+    return _sdpa_unmasked(inputs, SDPBackend.CUDNN_ATTENTION)
+
+
+def sdpa_mask(inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """`scaled_dot_product_attention` with an explicit boolean mask, where that fits."""
+    from torch.nn.attention import SDPBackend
+
+    _refuse(inputs)
+    if inputs.rule.window_size is None:
+        raise Unavailable("dense masks are measured as sdpa_flash and sdpa_cudnn")
+    queries, keys = inputs.q.shape[1], inputs.k.shape[1]
+    if queries * keys > MASK_LIMIT:
+        raise Unavailable(f"its {queries} x {keys} mask is too large")
+    rows = torch.arange(queries, device=inputs.q.device) + (keys - queries)
+    mask = inputs.rule.visible(rows, torch.arange(keys, device=inputs.q.device))
+    is_cuda = inputs.q.device.type == "cuda"
+    backend = SDPBackend.EFFICIENT_ATTENTION if is_cuda else SDPBackend.MATH
+    return _sdpa(inputs, backend, mask, causal=False)
+
+
+def flex(inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """FlexAttention, compiled for the shape, its block mask built beforehand."""
+    if inputs.q.device.type != "cuda":
+        raise Unavailable("compiled FlexAttention is measured on CUDA GPUs only")
+    _refuse(inputs)
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
+    rule = inputs.rule
+    queries, keys = q.shape[2], k.shape[2]
+    shift, num_sink, window = keys - queries, rule.num_sink, rule.window_size
+
+    def mask_mod(
+        _b: torch.Tensor, _h: torch.Tensor, row: torch.Tensor, col: torch.Tensor
+    ) -> torch.Tensor:
+        at = row + shift
+        seen = col <= at
+        if window is not None:
+            seen = seen & ((col > at - window) | (col < num_sink))
+        return seen
+
+    torch._dynamo.reset()
+    block_mask = None
+    if rule.causal:
+        build = torch.compile(create_block_mask, dynamic=False)
+        block_mask = build(mask_mod, None, None, queries, keys, device=q.device)
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def call() -> torch.Tensor:
+        out: torch.Tensor = compiled(q, k, v, block_mask=block_mask, enable_gqa=inputs.group > 1)
+        return out.transpose(1, 2)
+
+    return call
+
+
+def fa3(inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """FlashAttention-3 as vLLM ships it: a window, no sink tokens, forward only."""
+    flash_attn_varlen_func = load_fa3(inputs.q)
+    rule = inputs.rule
+    window = [-1, -1] if rule.window_size is None else [rule.window_size - 1, 0]
+    q, k, v = (t.flatten(0, 1) for t in (inputs.q, inputs.k, inputs.v))
+    sinks = None if inputs.sinks is None else inputs.sinks.to(q.dtype)
+    max_q, max_k = max(inputs.query_lens), max(inputs.seq_lens)
+
+    def call() -> torch.Tensor:
+        out: torch.Tensor = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            max_seqlen_q=max_q,
+            cu_seqlens_q=inputs.cu_q,
+            max_seqlen_k=max_k,
+            cu_seqlens_k=inputs.cu_k,
+            causal=rule.causal,
+            window_size=window,
+            fa_version=3,
+            s_aux=sinks,
+        )
+        return out.view_as(inputs.q)
+
+    return call
+
+
+def load_fa3(tensor: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """vLLM's `flash_attn_varlen_func`; `Unavailable` where version 3 does not run."""
+    if tensor.device.type != "cuda":
+        raise Unavailable("FlashAttention-3 runs on CUDA GPUs only")
+    if torch.cuda.get_device_capability(tensor.device)[0] != 9:
+        raise Unavailable("FlashAttention-3 needs compute capability 9.x")
+    if tensor.dtype not in (torch.bfloat16, torch.float16):
+        raise Unavailable(f"FlashAttention-3 takes fp16 and bf16, not {tensor.dtype}")
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+    except ImportError as error:
+        raise Unavailable(f"vLLM's FlashAttention is not importable: {error}") from error
+    call: Callable[..., torch.Tensor] = flash_attn_varlen_func
+    return call

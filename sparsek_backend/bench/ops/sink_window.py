@@ -1,0 +1,326 @@
+"""Sink + sliding-window attention, forward and backward, against what people use today."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from sparsek_backend.bench.ops import peers
+from sparsek_backend.bench.oracle import HeadGrads, MaskRule, attend_head, compare
+from sparsek_backend.bench.registry import (
+    OURS,
+    BenchOp,
+    Case,
+    GateResult,
+    Outputs,
+    Param,
+    Provider,
+    Unavailable,
+    register,
+)
+
+DEFAULTS: dict[str, Param] = {
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "dtype": "bfloat16",
+    "num_sink": 0,
+    "window_size": None,
+    "causal": True,
+    "learned_sinks": False,
+    "seed": 0,
+}
+
+WINDOW_ALONE = "window without the sinks"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One case's tensors.  Varlen batches are packed: B = 1 and cumulative lengths.
+
+    Args:
+        q: [B, N, Hq, D].
+        k: [B, M, Hkv, D].
+        v: [B, M, Hkv, D].
+        dout: [B, N, Hq, D].
+        sinks: [Hq] learned logits, or None.
+        cu_q: [R + 1] int32.
+        cu_k: [R + 1] int32.
+        rule: the mask.
+        packed: whether the batch is packed (B = 1, several requests).
+        query_lens: query tokens of each request.
+        seq_lens: keys of each request.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    sinks: torch.Tensor | None
+    cu_q: torch.Tensor
+    cu_k: torch.Tensor
+    rule: MaskRule
+    packed: bool
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.q.shape[2] // self.k.shape[2]
+
+    @property
+    def softmax_scale(self) -> float:
+        """1 / sqrt(D)."""
+        return float(self.q.shape[3] ** -0.5)
+
+    def with_grad(self) -> Inputs:
+        """The same inputs as leaves that require gradients."""
+        return dataclasses.replace(
+            self,
+            q=self.q.detach().requires_grad_(),
+            k=self.k.detach().requires_grad_(),
+            v=self.v.detach().requires_grad_(),
+            sinks=None if self.sinks is None else self.sinks.detach().requires_grad_(),
+        )
+
+
+def make_inputs(case: Case, device: torch.device) -> Inputs:
+    """Draw a case's inputs in its dtype."""
+    spec = case.spec
+    packed = not spec.is_uniform
+    heads, kv_heads = case.int_param("num_heads"), case.int_param("num_kv_heads")
+    dim, dtype = case.int_param("head_dim"), case.dtype()
+    if heads % kv_heads:
+        raise ValueError(f"num_heads: expected a multiple of {kv_heads} KV heads, got {heads}")
+    batch = 1 if packed else spec.num_requests
+    queries = sum(spec.query_lens) if packed else spec.query_lens[0]
+    keys = sum(spec.seq_lens) if packed else spec.seq_lens[0]
+    generator = torch.Generator(device=device).manual_seed(case.int_param("seed"))
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(
+            dtype
+        )
+
+    def cumulative(lengths: tuple[int, ...]) -> torch.Tensor:
+        ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return ends.to(device)
+
+    rule = MaskRule(
+        case.int_param("num_sink"), case.opt_int_param("window_size"), bool(case.params["causal"])
+    )
+    return Inputs(
+        q=draw(batch, queries, heads, dim),
+        k=draw(batch, keys, kv_heads, dim),
+        v=draw(batch, keys, kv_heads, dim),
+        dout=draw(batch, queries, heads, dim),
+        sinks=draw(heads).float() if case.params["learned_sinks"] else None,
+        cu_q=cumulative(spec.query_lens),
+        cu_k=cumulative(spec.seq_lens),
+        rule=rule,
+        packed=packed,
+        query_lens=spec.query_lens,
+        seq_lens=spec.seq_lens,
+    )
+
+
+def pick_requests(inputs: Inputs) -> list[tuple[int, int]]:
+    """(request, KV head) pairs that the gate checks: all when small, else a few spread out."""
+    requests, heads = len(inputs.query_lens), inputs.k.shape[2]
+    if requests * heads <= 8 and sum(inputs.seq_lens) <= 4096:
+        return [(r, h) for r in range(requests) for h in range(heads)]
+    if requests == 1:
+        return [(0, heads - 1)]
+    return [(0, 0), (requests // 2, heads // 2), (requests - 1, heads - 1)]
+
+
+def _request(
+    tensor: torch.Tensor, cumulative: torch.Tensor, inputs: Inputs, index: int
+) -> torch.Tensor:
+    """[tokens, H, D] of one request."""
+    if not inputs.packed:
+        return tensor[index]
+    start, end = int(cumulative[index]), int(cumulative[index + 1])
+    return tensor[0, start:end]
+
+
+class Oracle:
+    """Exact and plain-torch results of the checked heads, computed once per mask."""
+
+    def __init__(self, inputs: Inputs, *, backward: bool) -> None:
+        self.inputs = inputs
+        self.backward = backward
+        self.picks = pick_requests(inputs)
+        self.results = functools.lru_cache(maxsize=2)(self._results)
+
+    def _results(self, rule: MaskRule, dtype: torch.dtype) -> list[HeadGrads]:
+        return [self._head(rule, dtype, request, head) for request, head in self.picks]
+
+    def _head(self, rule: MaskRule, dtype: torch.dtype, request: int, head: int) -> HeadGrads:
+        inputs = self.inputs
+        heads = slice(head * inputs.group, (head + 1) * inputs.group)
+        return attend_head(
+            _request(inputs.q, inputs.cu_q, inputs, request)[:, heads],
+            _request(inputs.k, inputs.cu_k, inputs, request)[:, head],
+            _request(inputs.v, inputs.cu_k, inputs, request)[:, head],
+            rule,
+            dtype=dtype,
+            softmax_scale=inputs.softmax_scale,
+            sinks=None if inputs.sinks is None else inputs.sinks[heads],
+            dout=_request(inputs.dout, inputs.cu_q, inputs, request)[:, heads]
+            if self.backward
+            else None,
+            chunk=max(64, min(1024, (1 << 25) // max(inputs.seq_lens))),
+        )
+
+    def gate(self, rule: MaskRule, outputs: Outputs) -> GateResult:
+        """Check `(out,)` or `(dq, dk, dv[, dsinks])` in the layout of the inputs."""
+        exact = self.results(rule, torch.float64)
+        plain = self.results(rule, self.inputs.q.dtype)
+        verdicts = []
+        for (request, head), oracle, reference in zip(self.picks, exact, plain, strict=True):
+            got = self._slices(outputs, request, head)
+            names = ("dq", "dk", "dv", "dsinks")[: len(got)] if self.backward else ("out",)
+            want = [_fields(result, self.backward)[: len(got)] for result in (oracle, reference)]
+            if len(self.inputs.query_lens) > 1 and "dsinks" in names:
+                got, names = got[:3], names[:3]
+                want = [fields[:3] for fields in want]
+            verdicts.append(compare(names, got, want[0], want[1]))
+        failed = [verdict for verdict in verdicts if not verdict.passed]
+        return failed[0] if failed else verdicts[-1]
+
+    def _slices(self, outputs: Outputs, request: int, head: int) -> list[torch.Tensor]:
+        inputs = self.inputs
+        heads = slice(head * inputs.group, (head + 1) * inputs.group)
+        if not self.backward:
+            return [_request(outputs[0], inputs.cu_q, inputs, request)[:, heads]]
+        sliced = [
+            _request(outputs[0], inputs.cu_q, inputs, request)[:, heads],
+            _request(outputs[1], inputs.cu_k, inputs, request)[:, head],
+            _request(outputs[2], inputs.cu_k, inputs, request)[:, head],
+        ]
+        return sliced + [grad[heads] for grad in outputs[3:]]
+
+
+def _fields(result: HeadGrads, backward: bool) -> list[torch.Tensor]:
+    fields = (result.dq, result.dk, result.dv, result.dsinks) if backward else (result.out,)
+    return [tensor for tensor in fields if tensor is not None]
+
+
+def cost(inputs: Inputs, rule: MaskRule, *, backward: bool) -> tuple[float, float]:
+    """FLOPs (4 D a visible pair and query head, 2.5 times that backward) and least bytes."""
+    pairs = sum(
+        rule.count_pairs(query_len, seq_len)
+        for query_len, seq_len in zip(inputs.query_lens, inputs.seq_lens, strict=True)
+    )
+    heads, dim = inputs.q.shape[2:]
+    flops = 4.0 * dim * heads * pairs * (2.5 if backward else 1.0)
+    q_bytes, kv_bytes = (t.numel() * t.element_size() for t in (inputs.q, inputs.k))
+    lse_bytes = inputs.q.numel() // dim * 4
+    forward_bytes = 2 * q_bytes + 2 * kv_bytes + lse_bytes
+    return flops, float(forward_bytes + 2 * q_bytes + 2 * kv_bytes if backward else forward_bytes)
+
+
+def _ours(inputs: Inputs) -> Callable[[], torch.Tensor]:
+    try:
+        from sparsek_kernels import sink_flash_attention
+    except ImportError as error:
+        raise Unavailable(f"sparsek_kernels has no sink_flash_attention: {error}") from error
+    rule = inputs.rule
+    cumulative = (inputs.cu_q, inputs.cu_k) if inputs.packed else (None, None)
+
+    def call() -> torch.Tensor:
+        result = sink_flash_attention(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            num_sink=rule.num_sink,
+            window_size=rule.window_size,
+            causal=rule.causal,
+            sinks=inputs.sinks,
+            cu_seqlens_q=cumulative[0],
+            cu_seqlens_k=cumulative[1],
+        )
+        return cast(torch.Tensor, result)
+
+    return call
+
+
+Maker = Callable[[Inputs], Callable[[], torch.Tensor]]
+
+
+def _forward(make: Maker, inputs: Inputs) -> Callable[[], Outputs]:
+    call = make(inputs)
+
+    def run() -> Outputs:
+        with torch.no_grad():
+            return (call(),)
+
+    return run
+
+
+def _backward(make: Maker, inputs: Inputs) -> Callable[[], Outputs]:
+    leaves = inputs.with_grad()
+    out = make(leaves)()
+    wanted = [leaves.q, leaves.k, leaves.v] + ([] if leaves.sinks is None else [leaves.sinks])
+
+    def run() -> Outputs:
+        return torch.autograd.grad(out, wanted, inputs.dout, retain_graph=True)
+
+    return run
+
+
+def _build(case: Case, device: torch.device, *, backward: bool) -> list[Provider]:
+    inputs = make_inputs(case, device)
+    oracle = Oracle(inputs, backward=backward)
+    wrap = _backward if backward else _forward
+
+    def provider(name: str, make: Maker, rule: MaskRule, note: str = "") -> Provider:
+        flops, num_bytes = cost(inputs, rule, backward=backward)
+        return Provider(
+            name=name,
+            prepare=lambda: wrap(make, inputs),
+            gate=lambda outputs: oracle.gate(rule, outputs),
+            flops=flops,
+            bytes=num_bytes,
+            note=note,
+            use_graph=not backward,
+        )
+
+    rule = inputs.rule
+    providers = [
+        provider(OURS, _ours, rule),
+        provider("sdpa_flash", peers.sdpa_flash, rule),
+        provider("sdpa_cudnn", peers.sdpa_cudnn, rule),
+        provider("sdpa_mask", peers.sdpa_mask, rule),
+        provider("flex", peers.flex, rule),
+    ]
+    if not backward:
+        alone = MaskRule(0, rule.window_size, rule.causal)
+        note = WINDOW_ALONE if rule.num_sink and rule.window_size is not None else ""
+        providers.append(provider("fa3", peers.fa3, alone, note))
+    return providers
+
+
+FORWARD = register(
+    BenchOp(
+        "sink_window_fwd",
+        "sink + sliding-window, causal and full attention, forward",
+        DEFAULTS,
+        functools.partial(_build, backward=False),
+    )
+)
+BACKWARD = register(
+    BenchOp(
+        "sink_window_bwd",
+        "the same, backward alone (dq, dk, dv and dsinks)",
+        DEFAULTS,
+        functools.partial(_build, backward=True),
+    )
+)

@@ -1,0 +1,158 @@
+"""What a benchmark op is: cases in, gated providers out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from sparsek_backend.bench.spec import BatchSpec
+
+OURS = "sparsek"
+"""Provider name of this project's kernels in every op."""
+
+Outputs = tuple[torch.Tensor, ...]
+Param = int | float | str | bool | None
+
+
+class Unavailable(Exception):
+    """A provider cannot run this case here; the message says why."""
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """Verdict of a correctness gate.
+
+    Args:
+        passed: whether the provider's output may be timed and compared.
+        detail: the worst error and its bound, or what failed.
+    """
+
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """One workload at one batch spec.
+
+    Args:
+        name: stable name of the workload, e.g. `sink4-w4096`.
+        spec: the batch.
+        params: the op's parameters, complete and checked.
+        bars: floors to report against at the longest spec of the workload: a provider's name maps
+            to the least speed-up of ours over it; `max_ms`, `min_tflops`, `min_roofline` bound
+            ours; `max_growth` bounds ours at the longest spec over the shortest.
+        timing: `cold`, `graph` or `eager` (see `sparsek_backend.bench.timing`).
+        providers: names to run, empty for all.
+    """
+
+    name: str
+    spec: BatchSpec
+    params: Mapping[str, Param]
+    bars: Mapping[str, float] = field(default_factory=dict)
+    timing: str = "cold"
+    providers: tuple[str, ...] = ()
+
+    def int_param(self, name: str) -> int:
+        """An integer parameter; TypeError if it is anything else."""
+        value = self.params[name]
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: expected an integer, got {value!r} in case {self.name!r}")
+        return value
+
+    def opt_int_param(self, name: str) -> int | None:
+        """An integer parameter or None."""
+        return None if self.params[name] is None else self.int_param(name)
+
+    def str_param(self, name: str) -> str:
+        """A string parameter; TypeError if it is anything else."""
+        value = self.params[name]
+        if not isinstance(value, str):
+            raise TypeError(f"{name}: expected a string, got {value!r} in case {self.name!r}")
+        return value
+
+    def dtype(self) -> torch.dtype:
+        """The parameter `dtype` as a torch dtype."""
+        name = self.str_param("dtype")
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype: expected a torch dtype such as 'bfloat16', got {name!r}")
+        return dtype
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One implementation on one case's inputs.
+
+    Args:
+        name: `sparsek` for ours.
+        prepare: everything that happens once (compiling, block masks, expanded heads); returns the
+            call that is timed.  Raises `Unavailable`.
+        gate: checks the outputs of that call against an fp64 oracle of what this provider computes.
+        flops: floating-point operations of what it computes.
+        bytes: least bytes to move: each input and output once.
+        note: how it differs from ours, if it does ("window without sinks").
+        use_graph: whether the call may be captured in a CUDA graph.
+        reads_only: whether the bytes are nearly all reads, so that the measured read bandwidth, not
+            the copy bandwidth, is its roofline.
+    """
+
+    name: str
+    prepare: Callable[[], Callable[[], Outputs]]
+    gate: Callable[[Outputs], GateResult]
+    flops: float
+    bytes: float
+    note: str = ""
+    use_graph: bool = True
+    reads_only: bool = False
+
+
+@dataclass(frozen=True)
+class BenchOp:
+    """A registered op.
+
+    Args:
+        name: as workloads name it.
+        summary: one line for `--list`.
+        defaults: every parameter and its default; workloads may set these and no others.
+        build: makes the inputs on a device and returns the providers over them.
+    """
+
+    name: str
+    summary: str
+    defaults: Mapping[str, Param]
+    build: Callable[[Case, torch.device], list[Provider]]
+
+
+_OPS: dict[str, BenchOp] = {}
+
+
+def register(op: BenchOp) -> BenchOp:
+    """Add an op to the registry; ValueError if the name is taken."""
+    if op.name in _OPS:
+        raise ValueError(f"op: {op.name!r} is registered already")
+    _OPS[op.name] = op
+    return op
+
+
+def get_op(name: str) -> BenchOp:
+    """The op of that name; ValueError that lists the known ones otherwise."""
+    load_ops()
+    if name not in _OPS:
+        raise ValueError(f"op: expected one of {', '.join(sorted(_OPS))}, got {name!r}")
+    return _OPS[name]
+
+
+def all_ops() -> list[BenchOp]:
+    """Every registered op, by name."""
+    load_ops()
+    return [_OPS[name] for name in sorted(_OPS)]
+
+
+def load_ops() -> None:
+    """Import the modules that register ops."""
+    from sparsek_backend.bench import ops
+
+    ops.load()

@@ -1,0 +1,100 @@
+"""Tables on the terminal: results, bars and comparisons."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from sparsek_backend.bench.compare import Comparison
+from sparsek_backend.bench.registry import OURS
+from sparsek_backend.bench.results import Row, speedup
+from sparsek_backend.bench.runner import BarResult
+
+_DASH = "-"
+
+
+def number(value: float | None, digits: str = ".4g") -> str:
+    """A number, or a dash where there is none."""
+    return _DASH if value is None else format(value, digits)
+
+
+def print_case(console: Console, rows: list[Row]) -> None:
+    """One case: its providers, and ours against each of them when both gates are green."""
+    head = rows[0]
+    table = Table(title=f"{head.op}  {head.case}  {head.spec}", title_justify="left")
+    for name in ("provider", "ms", "p20-p80", "TFLOP/s", "TB/s", "roofline", "extra MiB"):
+        table.add_column(name, justify="left" if name == "provider" else "right")
+    table.add_column("ours is")
+    table.add_column("gate")
+    ours = next((row for row in rows if row.provider == OURS), None)
+    ratios = speedup(rows, ours) if ours is not None else {}
+    for row in (row for row in rows if row.status != "unavailable"):
+        ratio = ratios.get(row.provider)
+        table.add_row(
+            row.provider,
+            number(row.ms),
+            f"{number(row.p20_ms)}-{number(row.p80_ms)}" if row.is_timed else _DASH,
+            number(row.tflops),
+            number(row.tb_s, ".3g"),
+            number(row.roofline, ".0%"),
+            number(row.peak_mib, ".1f"),
+            _DASH if ratio is None else _verdict(ratio),
+            (row.note and f"{_gate(row)} ({row.note})") or _gate(row),
+        )
+    console.print(table)
+    absent = [row for row in rows if row.status == "unavailable"]
+    if absent:
+        reasons = "; ".join(f"{row.provider} ({row.detail})" for row in absent)
+        console.print(f"[dim]not run: {reasons}[/dim]", highlight=False)
+
+
+def _verdict(ratio: float) -> str:
+    if ratio >= 1:
+        return f"[green]{ratio:.2f}x faster[/green]"
+    return f"[red]{1 / ratio:.2f}x slower[/red]"
+
+
+def _gate(row: Row) -> str:
+    if row.status == "ok":
+        return "[green]ok[/green]"
+    return f"[red]{row.status}[/red]: {row.detail}"
+
+
+def print_bars(console: Console, results: list[BarResult]) -> None:
+    """Which bars hold."""
+    if not results:
+        return
+    table = Table(title="bars", title_justify="left")
+    for name in ("op", "case", "spec", "bar", "wanted", "got", ""):
+        table.add_column(name)
+    for result in results:
+        table.add_row(
+            result.op,
+            result.case,
+            result.spec,
+            result.bar if result.bar.startswith(("max_", "min_")) else f"over {result.bar}",
+            number(result.wanted),
+            number(result.got),
+            "[green]met[/green]" if result.met else "[red]not met[/red]",
+        )
+    console.print(table)
+
+
+def print_comparison(console: Console, comparison: Comparison) -> None:
+    """Two result files side by side."""
+    table = Table(title="B against A (below 1 is faster)", title_justify="left")
+    for name in ("op", "case", "spec", "provider", "A ms", "B ms", "B / A", ""):
+        table.add_column(name)
+    for pair in comparison.pairs:
+        colour = "red" if pair.regressed else "green" if pair.ratio and pair.ratio < 1 else ""
+        table.add_row(
+            *pair.key,
+            number(pair.a_ms),
+            number(pair.b_ms),
+            number(pair.ratio, ".3f"),
+            f"[{colour}]{pair.verdict}[/{colour}]" if colour else pair.verdict,
+        )
+    console.print(table)
+    for name, keys in (("only in A", comparison.only_a), ("only in B", comparison.only_b)):
+        if keys:
+            console.print(f"{name}: " + ", ".join(" ".join(key) for key in keys))

@@ -1,0 +1,132 @@
+"""Result rows and their CSV file, which plots and comparisons read and nothing else."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Row:
+    """One provider on one case.  Numbers are None where nothing was timed.
+
+    Args:
+        op: registered op.
+        case: workload name.
+        spec: batch spec.
+        provider: who computed it; `sparsek` is ours.
+        status: `ok`, `gate failed`, `unavailable` or `error`; only `ok` rows are timed.
+        detail: the gate's worst error and bound, or why there is no time.
+        note: how the provider's work differs from ours.
+        ms: median milliseconds.
+        p20_ms: 20th percentile.
+        p80_ms: 80th percentile.
+        samples: timed samples.
+        method: how the time was taken.
+        tflops: TFLOP/s.
+        tb_s: TB/s of the least bytes to move.
+        roofline: least time by the measured limits over `ms`.
+        peak_mib: peak device memory beyond inputs and outputs, MiB.
+        params: the op's parameters, `name=value` joined by spaces.
+        copy_tb_s: measured copy bandwidth of the device.
+        matmul_tflops: measured matmul rate in the case's dtype.
+        gpu: device name.
+        driver: device driver.
+        torch: torch version.
+        triton: triton version.
+        vllm: vLLM version.
+        commit: commit of this project, `+` when it had local changes.
+    """
+
+    op: str
+    case: str
+    spec: str
+    provider: str
+    status: str
+    detail: str = ""
+    note: str = ""
+    ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    samples: int | None = None
+    method: str = ""
+    tflops: float | None = None
+    tb_s: float | None = None
+    roofline: float | None = None
+    peak_mib: float | None = None
+    params: str = ""
+    copy_tb_s: float | None = None
+    matmul_tflops: float | None = None
+    gpu: str = ""
+    driver: str = ""
+    torch: str = ""
+    triton: str = ""
+    vllm: str = ""
+    commit: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """What identifies a row within a file."""
+        return self.op, self.case, self.spec, self.provider
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the gate was green and a time was taken."""
+        return self.status == "ok" and self.ms is not None
+
+
+_NUMBERS = {
+    "ms", "p20_ms", "p80_ms", "tflops", "tb_s", "roofline", "peak_mib", "copy_tb_s", "matmul_tflops"
+}  # fmt: skip
+
+
+def write_csv(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows, numbers at five significant digits."""
+    names = [field.name for field in fields(Row)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(names)
+        for row in rows:
+            writer.writerow([_text(value) for value in asdict(row).values()])
+
+
+def read_csv(path: Path) -> list[Row]:
+    """Read rows that `write_csv` wrote.
+
+    Raises:
+        ValueError: the file is missing or its columns are not those of a result file.
+    """
+    if not path.is_file():
+        raise ValueError(f"results: expected a CSV file, got {str(path)!r} which does not exist")
+    names = {field.name for field in fields(Row)}
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        missing = names - set(reader.fieldnames or ())
+        if missing:
+            raise ValueError(f"results: {path} lacks the columns {sorted(missing)}")
+        return [_row({name: record[name] for name in names}) for record in reader]
+
+
+def speedup(rows: Iterable[Row], ours: Row) -> dict[str, float]:
+    """How many times faster ours is than each peer; empty unless both gates are green."""
+    if not ours.is_timed or ours.ms is None:
+        return {}
+    peers = [row for row in rows if row.key[:3] == ours.key[:3] and row.provider != ours.provider]
+    return {row.provider: row.ms / ours.ms for row in peers if row.is_timed and row.ms is not None}
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def _row(record: dict[str, str]) -> Row:
+    values: dict[str, object] = dict(record)
+    for name in _NUMBERS:
+        values[name] = float(record[name]) if record[name] else None
+    values["samples"] = int(record["samples"]) if record["samples"] else None
+    return Row(**values)  # type: ignore[arg-type]

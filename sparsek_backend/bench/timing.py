@@ -1,0 +1,171 @@
+"""Timing: interleaved providers, cold L2, CUDA graphs where a call can be captured."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+TIMINGS = ("cold", "graph", "eager")
+"""How a case is timed.
+
+* `cold`: one call per sample, L2 flushed before it, replayed from a CUDA graph where possible.
+* `graph`: many calls unrolled in one CUDA graph, its time divided by their number; caches warm.
+  What a latency-bound call costs inside a captured model.
+* `eager`: many calls back to back from Python, host overhead included; caches warm.
+"""
+
+_UNROLL = 50
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds per call over `samples` samples; `method` says how they were taken."""
+
+    median_ms: float
+    p20_ms: float
+    p80_ms: float
+    samples: int
+    method: str
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A call that can be timed: `fn` runs `calls` of the provider's calls."""
+
+    fn: Callable[[], object]
+    calls: int
+    method: str
+
+
+def make_timed(
+    fn: Callable[[], object], *, timing: str, device: torch.device, graph: bool
+) -> Timed:
+    """Wrap a provider's call for the chosen timing, capturing it in a CUDA graph if that is asked.
+
+    Raises:
+        RuntimeError: the call cannot be captured although `timing` is `graph`.
+    """
+    if device.type != "cuda":
+        return Timed(fn, 1, "wall clock")
+    if timing == "eager":
+        return Timed(_repeat(fn, _UNROLL), _UNROLL, "eager, warm L2")
+    calls = _UNROLL if timing == "graph" else 1
+    if timing == "cold" and not graph:
+        return Timed(fn, 1, "events, cold L2")
+    try:
+        replay = _capture(_repeat(fn, calls) if calls > 1 else fn)
+    except RuntimeError:
+        torch.cuda.synchronize()
+        if timing == "graph":
+            raise
+        return Timed(fn, 1, "events, cold L2")
+    return Timed(replay, calls, "graph, cold L2" if timing == "cold" else "graph, warm L2")
+
+
+def time_interleaved(
+    timed: Sequence[Timed],
+    *,
+    device: torch.device,
+    budget_ms: float = 400.0,
+    min_samples: int = 7,
+    max_samples: int = 60,
+) -> list[Timing]:
+    """Time several calls, one sample of each in turn, so that drift hits all of them alike.
+
+    Args:
+        timed: the calls.
+        device: where they run.
+        budget_ms: time to spend on samples of all calls together; `min_samples` wins over it.
+        min_samples: least samples of each.
+        max_samples: most samples of each.
+    """
+    clock = _CudaClock(device) if device.type == "cuda" else _WallClock()
+    for call in timed:
+        call.fn()
+    first = [clock.sample(call) for call in timed]
+    rounds = int(budget_ms / max(sum(first), 1e-3))
+    rounds = max(min_samples, min(rounds, max_samples))
+    samples: list[list[float]] = [[] for _ in timed]
+    for turn in range(rounds):
+        for offset in range(len(timed)):
+            index = (turn + offset) % len(timed)
+            samples[index].append(clock.sample(timed[index]))
+    return [
+        _summary([ms / call.calls for ms in values], call.method)
+        for call, values in zip(timed, samples, strict=True)
+    ]
+
+
+def _summary(values: list[float], method: str) -> Timing:
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return Timing(
+        median_ms=statistics.median(ordered),
+        p20_ms=ordered[round(0.2 * last)],
+        p80_ms=ordered[round(0.8 * last)],
+        samples=len(ordered),
+        method=method,
+    )
+
+
+def _repeat(fn: Callable[[], object], calls: int) -> Callable[[], object]:
+    def run() -> None:
+        for _ in range(calls):
+            fn()
+
+    return run
+
+
+def _capture(fn: Callable[[], object]) -> Callable[[], object]:
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        fn()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = fn()
+
+    def replay(_kept: object = kept) -> None:
+        graph.replay()
+
+    replay()
+    torch.cuda.synchronize()
+    return replay
+
+
+class _CudaClock:
+    """CUDA events around one call, after a write over far more than the L2 cache.
+
+    The write also keeps the device busy while the host prepares the call, so that what Python costs
+    does not appear as a gap.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+        self._scratch = torch.empty(max(size, 1 << 29), dtype=torch.int8, device=device)
+        self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def sample(self, call: Timed) -> float:
+        """Milliseconds of `call.fn()` on the device."""
+        self._scratch.zero_()
+        self._start.record()
+        call.fn()
+        self._end.record()
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end))
+
+
+class _WallClock:
+    """The host's clock around one call."""
+
+    def sample(self, call: Timed) -> float:
+        """Milliseconds of `call.fn()`."""
+        begin = time.perf_counter()
+        call.fn()
+        return (time.perf_counter() - begin) * 1e3

@@ -1,0 +1,250 @@
+"""`sparsek bench kernels`: gates, rows, bars, CSV, plots, comparisons."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from sparsek_backend.bench import registry, runner
+from sparsek_backend.bench.cli import app
+from sparsek_backend.bench.compare import compare_rows
+from sparsek_backend.bench.machine import Ceilings, Machine
+from sparsek_backend.bench.registry import BenchOp, Case, GateResult, Outputs, Provider, Unavailable
+from sparsek_backend.bench.results import Row, read_csv, speedup, write_csv
+from sparsek_backend.bench.spec import parse_spec
+from sparsek_backend.bench.workload import load_workloads, parse_workloads
+
+CPU = torch.device("cpu")
+MACHINE = Machine("gpu", "1", "2", "3", "4", "abc")
+CEILINGS = Ceilings(1.0, 1.0, {"float32": 10.0})
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def toy_op(ours: GateResult, peer: GateResult) -> BenchOp:
+    """An op of three providers: ours, a peer, and one that cannot run."""
+
+    def build(case: Case, device: torch.device) -> list[Provider]:
+        x = torch.ones(int(case.spec.total_query_tokens), device=device)
+
+        def provider(name: str, verdict: GateResult) -> Provider:
+            return Provider(name, lambda: lambda: (x + 1,), lambda _: verdict, 1e6, 1e3)
+
+        def absent() -> object:
+            raise Unavailable("not on this machine")
+
+        missing = Provider("absent", absent, lambda _: ours, 1.0, 1.0)  # type: ignore[arg-type]
+        return [provider("sparsek", ours), provider("peer", peer), missing]
+
+    return BenchOp("toy", "a toy", {"dtype": "float32", "scale": 1}, build)
+
+
+def toy_case(**bars: float) -> Case:
+    return Case("t", parse_spec("q64"), {"dtype": "float32", "scale": 1}, bars)
+
+
+GREEN, RED = GateResult(True, "fine"), GateResult(False, "out max error 3, bound 1")
+
+
+def run_toy(ours: GateResult, peer: GateResult, **bars: float) -> list[Row]:
+    settings = runner.Settings(CPU, budget_ms=2.0)
+    return runner.run_case(toy_op(ours, peer), toy_case(**bars), settings, MACHINE, CEILINGS)
+
+
+def test_green_rows_carry_times_rates_and_machine() -> None:
+    rows = {row.provider: row for row in run_toy(GREEN, GREEN)}
+    ours = rows["sparsek"]
+    assert ours.is_timed
+    assert ours.ms is not None
+    assert ours.p20_ms is not None
+    assert ours.p80_ms is not None
+    assert ours.p20_ms <= ours.ms <= ours.p80_ms
+    assert ours.tflops == pytest.approx(1e6 / ours.ms / 1e9)
+    assert ours.roofline == pytest.approx(max(1e6 / 10 / 1e9, 1e3 / 1e9) / ours.ms)
+    assert (ours.gpu, ours.commit) == ("gpu", "abc")
+    assert rows["absent"].status == "unavailable"
+    assert rows["absent"].detail == "not on this machine"
+    assert set(speedup(rows.values(), ours)) == {"peer"}
+
+
+@pytest.mark.parametrize(("ours", "peer"), [(RED, GREEN), (GREEN, RED)])
+def test_no_speedup_where_a_gate_is_red(ours: GateResult, peer: GateResult) -> None:
+    rows = run_toy(ours, peer)
+    mine = next(row for row in rows if row.provider == "sparsek")
+    assert speedup(rows, mine) == {}
+    red = next(row for row in rows if row.status == "gate failed")
+    assert red.ms is None
+    assert "bound 1" in red.detail
+    bars = runner.check_bars([(toy_op(ours, peer), toy_case(peer=0.0001))], rows)
+    assert [bar.met for bar in bars] == [False]
+
+
+def test_bars_are_judged_on_green_rows() -> None:
+    rows = run_toy(GREEN, GREEN)
+    case = toy_case(peer=1e-9, max_ms=1e9, min_tflops=1e12)
+    met = {bar.bar: bar.met for bar in runner.check_bars([(toy_op(GREEN, GREEN), case)], rows)}
+    assert met == {"peer": True, "max_ms": True, "min_tflops": False}
+
+
+def test_growth_is_longest_over_shortest() -> None:
+    op = toy_op(GREEN, GREEN)
+    cases = [
+        dataclasses.replace(toy_case(max_growth=4.2), spec=parse_spec(text))
+        for text in ("q32", "q128")
+    ]
+    rows = [
+        Row("toy", "t", spec, "sparsek", "ok", ms=ms) for spec, ms in (("q32", 1.0), ("q128", 4.5))
+    ]
+    (bar,) = runner.check_bars([(op, case) for case in cases], rows)
+    assert (bar.spec, bar.got, bar.met) == ("q128", 4.5, False)
+
+
+def test_an_exception_becomes_an_error_row() -> None:
+    def broken(_: Outputs) -> GateResult:
+        raise RuntimeError("no kernel\nimage")
+
+    op = toy_op(GREEN, GREEN)
+    bad = Provider("sparsek", lambda: lambda: (), broken, 1.0, 1.0)
+    op = dataclasses.replace(op, build=lambda case, device: [bad])
+    (row,) = runner.run_case(op, toy_case(), runner.Settings(CPU), MACHINE, CEILINGS)
+    assert (row.status, row.detail) == ("error", "RuntimeError: no kernel image")
+
+
+def test_csv_round_trip(tmp_path: Path) -> None:
+    rows = run_toy(GREEN, RED)
+    write_csv(tmp_path / "r.csv", rows)
+    back = read_csv(tmp_path / "r.csv")
+    assert [row.key for row in back] == [row.key for row in rows]
+    assert [row.status for row in back] == [row.status for row in rows]
+    assert back[0].ms == pytest.approx(rows[0].ms, rel=1e-4)
+    assert back[1].ms is None
+    (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="lacks the columns"):
+        read_csv(tmp_path / "bad.csv")
+
+
+def rows_of(*times: tuple[str, float | None]) -> list[Row]:
+    return [
+        Row("op", case, "q1", "sparsek", "ok" if ms else "gate failed", ms=ms) for case, ms in times
+    ]
+
+
+def test_compare_finds_regressions_and_lost_gates() -> None:
+    a = rows_of(("x", 1.0), ("y", 1.0), ("z", 1.0), ("gone", 1.0))
+    b = rows_of(("x", 1.04), ("y", 1.2), ("z", None), ("new", 1.0))
+    result = compare_rows(a, b, tolerance=0.05, provider="sparsek")
+    assert [pair.key[1] for pair in result.regressions] == ["y", "z"]
+    assert [key[1] for key in result.only_a] == ["gone"]
+    assert [key[1] for key in result.only_b] == ["new"]
+    with pytest.raises(ValueError, match="in common"):
+        compare_rows(a, b, tolerance=0.05, provider="peer")
+
+
+def test_compare_command_exits_by_tolerance(tmp_path: Path) -> None:
+    write_csv(tmp_path / "a.csv", rows_of(("x", 1.0)))
+    write_csv(tmp_path / "b.csv", rows_of(("x", 1.1)))
+    files = [str(tmp_path / "a.csv"), str(tmp_path / "b.csv")]
+    assert CliRunner().invoke(app, ["compare", *files]).exit_code == 1
+    assert CliRunner().invoke(app, ["compare", *files, "--tolerance", "0.2"]).exit_code == 0
+    assert CliRunner().invoke(app, ["compare", files[0], "/no/such.csv"]).exit_code == 2
+
+
+TINY = """
+defaults: {num_heads: 4, num_kv_heads: 2, head_dim: 16, dtype: float32}
+workloads:
+  - {op: sink_window_fwd, name: causal, specs: [q64], bars: {max_ms: 1000}}
+  - {op: sink_window_fwd, name: window, specs: [2q40s50], params: {num_sink: 2, window_size: 9}}
+  - {op: sink_window_bwd, name: window, specs: [q40], params: {num_sink: 2, window_size: 9}}
+  - op: sink_window_bwd
+    name: learned
+    specs: [3q5-40]
+    params: {num_sink: 2, window_size: 9, learned_sinks: true}
+"""
+
+
+def test_sink_window_runs_on_the_cpu_and_writes_csv_and_plots(tmp_path: Path) -> None:
+    (tmp_path / "w.yaml").write_text(TINY)
+    arguments = ["kernels", "--yaml", str(tmp_path / "w.yaml"), "--out", str(tmp_path / "out")]
+    arguments += ["--device", "cpu", "--budget-ms", "5", "--check", "--commit", "abc"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    rows = read_csv(tmp_path / "out" / "kernels.csv")
+    timed = {(row.op, row.case, row.provider) for row in rows if row.is_timed}
+    assert ("sink_window_fwd", "causal", "sparsek") in timed
+    assert ("sink_window_fwd", "causal", "sdpa_flash") in timed
+    assert ("sink_window_fwd", "window", "sdpa_mask") in timed
+    assert ("sink_window_bwd", "window", "sdpa_mask") in timed
+    assert ("sink_window_bwd", "learned", "sparsek") in timed
+    assert not [row for row in rows if row.status in ("error", "gate failed")]
+    assert {row.commit for row in rows} == {"abc"}
+    for op in ("sink_window_fwd", "sink_window_bwd"):
+        image = tmp_path / "out" / f"kernels_{op}.png"
+        assert image.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_kernel_is_red_and_exits_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sparsek_kernels
+
+    right = sparsek_kernels.sink_flash_attention
+    monkeypatch.setattr(
+        sparsek_kernels, "sink_flash_attention", lambda *a, **k: right(*a, **k) * 1.01
+    )
+    (tmp_path / "w.yaml").write_text(TINY)
+    arguments = [
+        "kernels",
+        "--yaml",
+        str(tmp_path / "w.yaml"),
+        "--out",
+        str(tmp_path),
+        "--no-plots",
+    ]
+    arguments += ["--case", "causal", "--device", "cpu", "--budget-ms", "5"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "gate failed" in result.output
+    assert "faster" not in result.output
+    assert "slower" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"op": "nope", "name": "x", "specs": ["q1"]}, "expected one of"),
+        ({"op": "sink_window_fwd", "name": "x"}, "needs 'op', 'name' and 'specs'"),
+        ({"op": "sink_window_fwd", "name": "x", "specs": ["z"]}, "workload 'x': spec: expected"),
+        (
+            {"op": "sink_window_fwd", "name": "x", "specs": ["q1"], "params": {"windw": 1}},
+            "unknown parameter 'windw'",
+        ),
+        ({"op": "sink_window_fwd", "name": "x", "specs": ["q1"], "sped": 1}, "unknown keys"),
+        ({"op": "sink_window_fwd", "name": "x", "specs": ["q1"], "timing": "hot"}, "timing"),
+    ],
+)
+def test_bad_workloads_name_what_is_wrong(entry: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_workloads({"workloads": [entry]}, source="w.yaml")
+
+
+def test_the_same_workload_twice_is_refused() -> None:
+    entry = {"op": "sink_window_fwd", "name": "x", "specs": ["q1"]}
+    with pytest.raises(ValueError, match="appears twice"):
+        parse_workloads({"workloads": [entry, entry]}, source="w.yaml")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "benchmarks").glob("*.yaml")), ids=lambda path: path.name
+)
+def test_committed_workloads_parse(path: Path) -> None:
+    workloads = load_workloads(path)
+    assert workloads
+    names = {op.name for op in registry.all_ops()}
+    assert {workload.op.name for workload in workloads} <= names
+
+
+def test_unknown_device_and_filter_exit_2(tmp_path: Path) -> None:
+    base = ["kernels", "--out", str(tmp_path)]
+    assert CliRunner().invoke(app, [*base, "--device", "tpu"]).exit_code == 2
+    assert CliRunner().invoke(app, [*base, "--case", "no-such-case"]).exit_code == 2
