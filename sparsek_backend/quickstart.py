@@ -1,0 +1,185 @@
+"""`python -m sparsek_backend.quickstart`: serve, ask, measure, stop (deploy/quickstart.sh)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from sparsek_backend import quickstart_client as client
+from sparsek_backend.models import cache_root, fetch_model, fetch_texts, verify_model
+from sparsek_backend.quickstart_server import HOST, Server, ServerError, check_port, vllm_command
+
+START_TIMEOUT_SECONDS = 600.0
+# Small enough that a document of 6,000 tokens is attended sparsely: 1,600 tokens per query.
+SETTINGS = {
+    "mode": "block_topk",
+    "num_sink": 64,
+    "window_size": 512,
+    "top_k": 16,
+    "dense_below": 1024,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the quickstart; return its exit status (0 when both answers are right)."""
+    options = _parse(arguments)
+    signal.signal(signal.SIGTERM, _stop_on_signal)
+    try:
+        return _run(options)
+    except (ServerError, ValueError, RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def serve_command(model: Path, name: str, port: int, gpu: bool) -> list[str]:
+    """Return the `vllm serve` command line; it is the one a user would type."""
+    command = [
+        *vllm_command(),
+        "serve",
+        str(model),
+        "--attention-backend",
+        "SPARSEK",
+        "--additional-config",
+        json.dumps({"sparsek": SETTINGS}),
+        "--served-model-name",
+        name,
+        "--host",
+        HOST,
+        "--port",
+        str(port),
+    ]
+    return command if gpu else [*command, "--enforce-eager"]
+
+
+def serve_environment(gpu: bool) -> dict[str, str]:
+    """Return variables for the server: offline, no usage reports, and a small KV cache on a CPU."""
+    wanted = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": HOST}
+    if not gpu:
+        wanted["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="quickstart", description=__doc__)
+    parser.add_argument("--port", type=int, default=8000, help="port on 127.0.0.1")
+    parser.add_argument("--keep", action="store_true", help="leave the server running")
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder")
+    options = parser.parse_args(arguments)
+    if not 1 <= options.port <= 65535:
+        parser.error(f"--port must be 1 to 65535, got {options.port}")
+    return options
+
+
+def _stop_on_signal(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _run(options: argparse.Namespace) -> int:
+    check_port(options.port)
+    if options.model is None:
+        model, name = fetch_model(progress=_say), "smollm2-135m-instruct"
+    else:
+        verify_model(options.model)
+        model, name = options.model, options.model.name
+    texts = fetch_texts(progress=_say)
+
+    gpu = _has_gpu()
+    command = serve_command(model, name, options.port, gpu)
+    log = cache_root() / f"serve-{options.port}.log"
+    _say(f"==> starting the server on the {'GPU' if gpu else 'CPU'} (log: {log})")
+    _say("    " + shlex.join(command))
+    server = Server(command, serve_environment(gpu), options.port, log)
+    keep = False
+    try:
+        seconds = server.wait_until_healthy(START_TIMEOUT_SECONDS, _say)
+        _say(f"    ready after {seconds:.0f} s")
+        right = _converse(server, name, texts, check_answers=options.model is None)
+        keep = bool(options.keep)
+    finally:
+        if not keep:
+            server.stop()
+    if keep:
+        _say_how_to_go_on(server, name)
+    else:
+        _say("==> the server is stopped")
+    return 0 if right else 1
+
+
+def _converse(server: Server, name: str, texts: Path, *, check_answers: bool) -> bool:
+    _say(f"\n==> chat: {client.CHAT_QUESTION}")
+    chat = _ask(server, name, client.CHAT_QUESTION)
+    _report(chat)
+
+    _say(f"\n==> a long document with one planted sentence: {client.PLANTED}")
+    _say(f"    {client.DOCUMENT_QUESTION}")
+    before = client.read_attended(server.url)
+    document = _ask(server, name, client.document_prompt(texts))
+    _report(document)
+    attended = client.read_attended(server.url) - before
+    _say(f"    attended {attended.share:.1%} of the KV that dense attention would read")
+
+    if not check_answers:
+        return True
+    wrong = [
+        f"expected {expected!r} in the answer {answer.text!r}"
+        for expected, answer in (
+            (client.CHAT_ANSWER, chat),
+            (client.DOCUMENT_ANSWER, document),
+        )
+        if expected not in answer.text
+    ]
+    for line in wrong:
+        print(f"error: {line}", file=sys.stderr)
+    return not wrong
+
+
+def _ask(server: Server, name: str, content: str) -> client.Answer:
+    print("    ", end="")
+    answer = client.ask(server.url, name, content, max_tokens=48, write=_write)
+    print(flush=True)
+    return answer
+
+
+def _report(answer: client.Answer) -> None:
+    _say(
+        f"    {answer.prompt_tokens} prompt tokens, first token after "
+        f"{answer.first_token_seconds:.2f} s, then {answer.tokens_per_second:.1f} tokens/s"
+    )
+
+
+def _say_how_to_go_on(server: Server, name: str) -> None:
+    body = {"model": name, "messages": [{"role": "user", "content": client.CHAT_QUESTION}]}
+    _say(f"\n==> the server goes on at {server.url}; talk to it:")
+    _say(
+        f"    curl -s {server.url}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps(body))}"
+    )
+    _say(f"    and stop it with: kill {server.pid}")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
