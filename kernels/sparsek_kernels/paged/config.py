@@ -1,0 +1,157 @@
+"""Launch configurations of the paged kernels: pure functions of shapes, dtype and architecture.
+
+The tables hold winners of offline sweeps; nothing is tuned at run time.  Architectures that were
+not swept take the portable row, whose tiles fit the smallest shared memory supported (99 KiB).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SPLIT_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How one kernel is launched.
+
+    Args:
+        block_h: query heads of a KV head's group in one program.
+        queries: query tokens in one program.
+        block_m: rows of the tile (``queries * block_h``, at least 16).
+        block_n: keys, or blocks to score, per iteration.
+        splits: programs that share a tile.
+        num_warps: warps per program.
+        num_stages: depth of the software pipeline.
+    """
+
+    block_h: int
+    queries: int
+    block_m: int
+    block_n: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two not below ``n >= 1``."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def choose_splits(programs: int, entries: int, slots: int, *, most: int = 32) -> int:
+    """Programs that share one tile, so that about ``slots`` of them run at once.
+
+    Args:
+        programs: programs without splitting.
+        entries: most pieces of work of one tile; each share gets at least two.
+        slots: programs that fill the device.
+    """
+    wanted = min(slots // max(programs, 1), entries // 2, most)
+    best = 1
+    for step in _SPLIT_STEPS:
+        if step <= wanted:
+            best = step
+    return best
+
+
+def is_hopper(arch: int) -> bool:
+    """Whether ``arch`` (as ``major * 10 + minor``) has the large shared memory of sm_90."""
+    return 90 <= arch < 120
+
+
+def decode_config(
+    *,
+    tiles: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    queries: int,
+    entries: int,
+    sel_block: int,
+    arch: int,
+    num_sms: int,
+) -> LaunchConfig:
+    """Split-KV decoding: all heads of a group and ``queries`` tokens in one tile."""
+    block_h = next_power_of_2(group)
+    queries = next_power_of_2(queries)
+    block_m = max(16, queries * block_h)
+    block_n = largest_part(sel_block, 64 if head_dim <= 128 else 32)
+    per_sm = 3 if is_hopper(arch) and head_dim <= 128 else 2
+    splits = choose_splits(tiles * num_kv_heads, entries, per_sm * num_sms)
+    return LaunchConfig(
+        block_h=block_h,
+        queries=queries,
+        block_m=block_m,
+        block_n=block_n,
+        splits=splits,
+        num_warps=4,
+        num_stages=3 if is_hopper(arch) else 2,
+    )
+
+
+def prefill_config(
+    *,
+    tiles: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    tile: int,
+    entries: int,
+    sel_block: int,
+    arch: int,
+    num_sms: int,
+) -> LaunchConfig:
+    """Prefill: about 128 rows, as many heads of the group as fit beside the tile's queries."""
+    rows = 128 if head_dim <= 128 else 64
+    if not is_hopper(arch):
+        rows = 64 if head_dim > 128 else 128
+    queries = largest_part(tile, 64)
+    block_h = max(1, min(next_power_of_2(group), rows // queries))
+    block_m = max(16, queries * block_h)
+    block_n = largest_part(sel_block, 64 if head_dim <= 128 else 32)
+    chunks = -(-group // block_h) * -(-tile // queries)
+    splits = choose_splits(tiles * num_kv_heads * chunks, entries // 4, num_sms, most=8)
+    return LaunchConfig(
+        block_h=block_h,
+        queries=queries,
+        block_m=block_m,
+        block_n=block_n,
+        splits=splits,
+        num_warps=8 if block_m >= 128 else 4,
+        num_stages=3 if is_hopper(arch) and head_dim <= 128 else 2,
+    )
+
+
+def score_config(
+    *,
+    tiles: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    votes: int,
+    max_blocks: int,
+    arch: int,
+    num_sms: int,
+) -> LaunchConfig:
+    """Scores of a prefill tile: rows are voting queries x heads, columns are blocks."""
+    rows = 256 if is_hopper(arch) and head_dim <= 128 else 64
+    queries = largest_part(votes, 64)
+    block_h = max(1, min(next_power_of_2(group), rows // queries))
+    block_m = max(16, queries * block_h)
+    block_n = 64 if head_dim <= 128 else 32
+    splits = choose_splits(tiles * num_kv_heads, max_blocks // block_n, num_sms, most=16)
+    return LaunchConfig(
+        block_h=block_h,
+        queries=queries,
+        block_m=block_m,
+        block_n=block_n,
+        splits=splits,
+        num_warps=8 if block_m >= 128 else 4,
+        num_stages=2,
+    )
+
+
+def largest_part(n: int, most: int) -> int:
+    """Largest power of two that divides ``n`` and is at most ``most``."""
+    return min(n & -n, most)

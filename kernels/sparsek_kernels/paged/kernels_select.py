@@ -1,0 +1,480 @@
+"""Choosing blocks by score: logits from page summaries, probabilities, exact top-n.
+
+The rule is docs/selection.md.  Logits are kept in base 2 (scaled by ``log2(e)``) throughout.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .kernels_tiles import TOP_K, tile_sees_all, tile_span
+
+
+@triton.jit
+def block_logits(
+    q,
+    q_low,
+    summary_ptr,
+    table_ptr,
+    offs_b,
+    mask_b,
+    offs_d,
+    mask_d,
+    stride_sp,
+    stride_sc,
+    PAGE_SIZE: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    MIN_MAX: tl.constexpr,
+):
+    """Unscaled logits of blocks ``offs_b``: maximum over a block's cells of ``q . summary``.
+
+    q: ``[BLOCK_M, BLOCK_D]``; ``MIN_MAX`` takes q's positive part in ``q`` and its negative part
+    in ``q_low``, so that ``q . max + q_low . min`` is the sum of coordinate-wise maxima.  One dot
+    per cell index keeps the maximum over cells elementwise.  Returns ``[BLOCK_M, BLOCK_B]``.
+    """
+    CELLS: tl.constexpr = SEL_BLOCK // 32 if MIN_MAX else SEL_BLOCK // 16
+    WIDTH: tl.constexpr = 32 if MIN_MAX else 16
+    mask = mask_b[:, None] & mask_d[None, :]  # [BLOCK_B, BLOCK_D]
+    for c in tl.static_range(CELLS):
+        position = offs_b * SEL_BLOCK + c * WIDTH
+        if c == 0 or PAGE_SIZE % SEL_BLOCK != 0:
+            page = tl.load(table_ptr + position // PAGE_SIZE, mask=mask_b, other=0).to(tl.int64)
+        vector = (position % PAGE_SIZE) // 16
+        row = page * stride_sp + vector * stride_sc
+        pointers = summary_ptr + row[:, None] + offs_d[None, :]
+        if MIN_MAX:
+            low = tl.load(pointers, mask=mask, other=0.0).to(q.dtype)
+            high = tl.load(pointers + stride_sc, mask=mask, other=0.0).to(q.dtype)
+            cell = tl.dot(q, tl.trans(high), input_precision="ieee")
+            cell = tl.dot(q_low, tl.trans(low), cell, input_precision="ieee")
+        else:
+            mean = tl.load(pointers, mask=mask, other=0.0).to(q.dtype)
+            cell = tl.dot(q, tl.trans(mean), input_precision="ieee")
+        if c == 0:
+            logits = cell
+        else:
+            logits = tl.maximum(logits, cell)
+    return logits
+
+
+@triton.jit
+def decode_logits_kernel(
+    logits_ptr,
+    q_ptr,
+    summary_ptr,
+    block_table_ptr,
+    seq_lens_ptr,
+    cu_seqlens_ptr,
+    qk_scale,
+    dense_below,
+    first_request,
+    stride_lt,
+    stride_lh,
+    stride_qt,
+    stride_qh,
+    stride_sp,
+    stride_sh,
+    stride_sc,
+    stride_br,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    SINK_BLOCKS: tl.constexpr,
+    REACH_BLOCKS: tl.constexpr,
+    SCORED_BLOCKS: tl.constexpr,
+    MIN_MAX: tl.constexpr,
+):
+    """Logits of ``BLOCK_B`` blocks for all decoded tokens of one request and one KV head.
+
+    Row ``j * BLOCK_H + h`` of the tile is token ``j``, query head ``h`` of the group.  Writes
+    ``[requests * QUERY_LEN, Hq, blocks]`` float32; blocks from a token's own on are left out.
+    """
+    chunk = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    local_request = tl.program_id(2)
+    request = first_request + local_request
+    seq_len = tl.load(seq_lens_ptr + request)
+    first_token = tl.load(cu_seqlens_ptr + request)
+    num_tokens = tl.load(cu_seqlens_ptr + request + 1) - first_token
+    num_blocks = (seq_len - 1) // SEL_BLOCK
+    if (chunk * BLOCK_B >= num_blocks) | (num_tokens <= 0):
+        return
+    full = tile_sees_all(
+        seq_len - 1, dense_below, TOP_K, 1, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
+    )
+    if full:
+        return
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_b = chunk * BLOCK_B + tl.arange(0, BLOCK_B)
+    mask_d = offs_d < HEAD_DIM
+    token = offs_m // BLOCK_H
+    member = offs_m % BLOCK_H
+    mask_m = (token < num_tokens) & (member < GROUP)
+    head = kv_head * GROUP + member
+    q_row = (first_token + token).to(tl.int64) * stride_qt + head * stride_qh
+    q = tl.load(
+        q_ptr + q_row[:, None] + offs_d[None, :],
+        mask=mask_m[:, None] & mask_d[None, :],
+        other=0.0,
+    )  # [BLOCK_M, BLOCK_D]
+    q_low = q
+    if MIN_MAX:
+        q_low = tl.minimum(q, 0.0).to(q.dtype)
+        q = tl.maximum(q, 0.0).to(q.dtype)
+    logits = block_logits(
+        q,
+        q_low,
+        summary_ptr + kv_head.to(tl.int64) * stride_sh,
+        block_table_ptr + request.to(tl.int64) * stride_br,
+        offs_b,
+        offs_b < num_blocks,
+        offs_d,
+        mask_d,
+        stride_sp,
+        stride_sc,
+        PAGE_SIZE,
+        SEL_BLOCK,
+        MIN_MAX,
+    )
+    slot = (local_request * QUERY_LEN + token).to(tl.int64)
+    out = logits_ptr + (slot * stride_lt + head * stride_lh)[:, None] + offs_b[None, :]
+    tl.store(out, logits * qk_scale, mask=mask_m[:, None] & (offs_b < num_blocks)[None, :])
+
+
+@triton.jit
+def write_top(
+    out_ptr,
+    score_ptr,
+    stride_sg,
+    num_blocks,
+    first,
+    last,
+    GROUP: tl.constexpr,
+    FROM_LOGITS: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the ``COUNT`` best of blocks ``[first, last)``, ascending; ties to the lower index.
+
+    Scores are non-negative floats, whose bits order as integers: the ``COUNT``-th largest is
+    found two bits at a time by counting, and winners are placed by one prefix sum.
+    """
+    offs = tl.arange(0, BLOCK)
+    if FROM_LOGITS:
+        score = tl.zeros([BLOCK], dtype=tl.float32)
+        for g in range(GROUP):
+            logit = tl.load(
+                score_ptr + g * stride_sg + offs, mask=offs < num_blocks, other=float("-inf")
+            )
+            weight = tl.exp2(logit - tl.max(logit, axis=0))
+            score += weight / tl.sum(weight, axis=0)
+    else:
+        score = tl.load(score_ptr + offs, mask=offs < num_blocks, other=0.0)
+    # NaN and negative scores count as zero: whatever q holds, COUNT valid blocks come out.
+    score = tl.where(score > 0.0, score, 0.0)
+    inside = (offs >= first) & (offs < last)
+    key = tl.where(inside, score.to(tl.int32, bitcast=True), -1)
+    count = tl.sum((key >= 0x40000000).to(tl.int32), axis=0)
+    threshold = tl.where(count >= COUNT, 0x40000000, 0)
+    count = tl.where(count >= COUNT, count, last - first)
+    shift = 28
+    while (shift >= 0) & (count != COUNT):
+        step = 1 << shift
+        one = (key >= threshold + step).to(tl.int64)
+        two = (key >= threshold + 2 * step).to(tl.int64)
+        three = (key >= threshold + 3 * step).to(tl.int64)
+        packed = tl.sum(one + (two << 20) + (three << 40), axis=0)
+        count_1 = (packed & 0xFFFFF).to(tl.int32)
+        count_2 = ((packed >> 20) & 0xFFFFF).to(tl.int32)
+        count_3 = (packed >> 40).to(tl.int32)
+        if count_3 >= COUNT:
+            threshold += 3 * step
+            count = count_3
+        elif count_2 >= COUNT:
+            threshold += 2 * step
+            count = count_2
+        elif count_1 >= COUNT:
+            threshold += step
+            count = count_1
+        shift -= 2
+    exact = count == COUNT
+    above = (key > threshold) | ((key == threshold) & exact)
+    equal = (key == threshold) & (not exact)
+    needed = COUNT - tl.sum(above.to(tl.int32), axis=0)
+    ranks = tl.cumsum(above.to(tl.int64) + (equal.to(tl.int64) << 32), axis=0)
+    rank_above = (ranks & 0xFFFFFFFF).to(tl.int32)
+    rank_equal = (ranks >> 32).to(tl.int32)
+    chosen = above | (equal & (rank_equal <= needed))
+    place = rank_above + tl.minimum(rank_equal, needed) - 1
+    tl.store(out_ptr + place, offs, mask=chosen)
+
+
+@triton.jit
+def top_blocks_kernel(
+    out_ptr,
+    score_ptr,
+    tiles_ptr,
+    seq_lens_ptr,
+    cu_seqlens_ptr,
+    dense_below,
+    first_tile,
+    out_tile,
+    stride_ot,
+    stride_oh,
+    stride_st,
+    stride_sh,
+    stride_sg,
+    FROM_TABLE: tl.constexpr,
+    TILES_PER_REQUEST: tl.constexpr,
+    POLICY_TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    SINK_BLOCKS: tl.constexpr,
+    REACH_BLOCKS: tl.constexpr,
+    SCORED_BLOCKS: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+):
+    """Selected blocks of one tile and KV head, from logits (decode) or from summed scores.
+
+    Tiles that see everything get -1.  ``MAX_BLOCKS`` bounds the blocks of any sequence; shorter
+    ones take a narrower path.
+    """
+    local = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    request, base, low, high, token_of_zero = tile_span(
+        first_tile + local,
+        tiles_ptr,
+        seq_lens_ptr,
+        cu_seqlens_ptr,
+        FROM_TABLE,
+        TILES_PER_REQUEST,
+        POLICY_TILE,
+    )
+    if high < low:
+        return
+    if FROM_TABLE:
+        out_row = (out_tile + first_tile + local).to(tl.int64)
+    else:
+        out_row = (out_tile + token_of_zero + low).to(tl.int64)
+    out = out_ptr + out_row * stride_ot + kv_head * stride_oh
+    full = tile_sees_all(
+        base,
+        dense_below,
+        TOP_K,
+        POLICY_TILE,
+        SEL_BLOCK,
+        SINK_BLOCKS,
+        REACH_BLOCKS,
+        SCORED_BLOCKS,
+    )
+    if full | (high < 0):
+        WIDTH: tl.constexpr = triton.next_power_of_2(SCORED_BLOCKS)
+        none = tl.arange(0, WIDTH)
+        tl.store(out + none, tl.full([WIDTH], -1, tl.int32), mask=none < SCORED_BLOCKS)
+        return
+    scores = score_ptr + local.to(tl.int64) * stride_st + kv_head * stride_sh
+    first = SINK_BLOCKS
+    last = base // SEL_BLOCK - REACH_BLOCKS
+    num_blocks = high // SEL_BLOCK
+    FROM_LOGITS: tl.constexpr = not FROM_TABLE
+    if (MAX_BLOCKS <= 1024) | (num_blocks <= 1024):
+        SMALL: tl.constexpr = 1024 if MAX_BLOCKS > 1024 else MAX_BLOCKS
+        write_top(
+            out,
+            scores,
+            stride_sg,
+            num_blocks,
+            first,
+            last,
+            GROUP,
+            FROM_LOGITS,
+            SCORED_BLOCKS,
+            SMALL,
+        )
+    elif (MAX_BLOCKS <= 4096) | (num_blocks <= 4096):
+        MEDIUM: tl.constexpr = 4096 if MAX_BLOCKS > 4096 else MAX_BLOCKS
+        write_top(
+            out,
+            scores,
+            stride_sg,
+            num_blocks,
+            first,
+            last,
+            GROUP,
+            FROM_LOGITS,
+            SCORED_BLOCKS,
+            MEDIUM,
+        )
+    else:
+        write_top(
+            out,
+            scores,
+            stride_sg,
+            num_blocks,
+            first,
+            last,
+            GROUP,
+            FROM_LOGITS,
+            SCORED_BLOCKS,
+            MAX_BLOCKS,
+        )
+
+
+@triton.jit
+def tile_scores_kernel(
+    scores_ptr,
+    state_ptr,
+    q_ptr,
+    summary_ptr,
+    tiles_ptr,
+    block_table_ptr,
+    seq_lens_ptr,
+    cu_seqlens_ptr,
+    qk_scale,
+    dense_below,
+    first_tile,
+    stride_qt,
+    stride_qh,
+    stride_sp,
+    stride_sh,
+    stride_sc,
+    stride_br,
+    stride_ot,
+    stride_oh,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    POLICY_TILE: tl.constexpr,
+    VOTE_STRIDE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    SINK_BLOCKS: tl.constexpr,
+    REACH_BLOCKS: tl.constexpr,
+    SCORED_BLOCKS: tl.constexpr,
+    MIN_MAX: tl.constexpr,
+    SECOND_PASS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """One prefill tile, KV head and share of the context, in one of two passes.
+
+    First pass: maximum and sum of ``2 ** logit`` per row (query, head), to ``state_ptr``
+    ``[tiles, Hkv, row chunks, SPLITS, 2, BLOCK_M]``.  Second pass: probabilities summed over the
+    rows, to ``scores_ptr`` ``[tiles, Hkv, blocks]``.  Neither keeps a row of logits.
+    """
+    local = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    request, base, low, high, token_of_zero = tile_span(
+        first_tile + local, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, True, 1, POLICY_TILE
+    )
+    if high < low:
+        return
+    full = tile_sees_all(
+        base, dense_below, TOP_K, POLICY_TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
+    )
+    if full:
+        return
+    num_blocks = high // SEL_BLOCK
+    per_split = tl.cdiv(tl.cdiv(num_blocks, SPLITS), BLOCK_B) * BLOCK_B
+    begin = split * per_split
+    end = tl.minimum(begin + per_split, num_blocks)
+
+    HEAD_CHUNKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
+    ROW_CHUNKS: tl.constexpr = HEAD_CHUNKS * ((POLICY_TILE // VOTE_STRIDE + QUERIES - 1) // QUERIES)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < HEAD_DIM
+    table = block_table_ptr + request.to(tl.int64) * stride_br
+    summary = summary_ptr + kv_head * stride_sh
+    state_row = (local * NUM_KV_HEADS + kv_head) * ROW_CHUNKS
+    scores = scores_ptr + local.to(tl.int64) * stride_ot + kv_head * stride_oh
+    for chunk in range(ROW_CHUNKS):
+        member = (chunk % HEAD_CHUNKS) * BLOCK_H + offs_m % BLOCK_H
+        vote = (chunk // HEAD_CHUNKS) * QUERIES + offs_m // BLOCK_H
+        position = base + vote * VOTE_STRIDE + VOTE_STRIDE - 1
+        mask_m = (offs_m < QUERIES * BLOCK_H) & (member < GROUP)
+        mask_m = mask_m & (position >= low) & (position <= high) & (position < base + POLICY_TILE)
+        own = tl.where(mask_m, position // SEL_BLOCK, 0)
+        q_row = (token_of_zero + position).to(tl.int64) * stride_qt
+        q_row += (kv_head * GROUP + member) * stride_qh
+        q = tl.load(
+            q_ptr + q_row[:, None] + offs_d[None, :],
+            mask=mask_m[:, None] & mask_d[None, :],
+            other=0.0,
+        )  # [BLOCK_M, BLOCK_D]
+        q_low = q
+        if MIN_MAX:
+            q_low = tl.minimum(q, 0.0).to(q.dtype)
+            q = tl.maximum(q, 0.0).to(q.dtype)
+        row_max = tl.full([BLOCK_M], -1.0e30, dtype=tl.float32)
+        row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+        state = state_ptr + (state_row + chunk) * SPLITS * 2 * BLOCK_M + offs_m
+        if SECOND_PASS:
+            for s in range(SPLITS):
+                part_max = tl.load(state + (2 * s) * BLOCK_M)
+                part_sum = tl.load(state + (2 * s + 1) * BLOCK_M)
+                new_max = tl.maximum(row_max, part_max)
+                row_sum = row_sum * tl.exp2(row_max - new_max)
+                row_sum += part_sum * tl.exp2(part_max - new_max)
+                row_max = new_max
+            # base-2 log of the denominator; rows that do not vote get probability zero
+            lse = tl.where(mask_m & (row_sum > 0.0), row_max + tl.log2(row_sum), 1.0e30)
+        for b in tl.range(begin, end, BLOCK_B, num_stages=NUM_STAGES):
+            offs_b = b + tl.arange(0, BLOCK_B)
+            mask_b = offs_b < end
+            logits = block_logits(
+                q,
+                q_low,
+                summary,
+                table,
+                offs_b,
+                mask_b,
+                offs_d,
+                mask_d,
+                stride_sp,
+                stride_sc,
+                PAGE_SIZE,
+                SEL_BLOCK,
+                MIN_MAX,
+            )
+            if SECOND_PASS:
+                prob = tl.exp2(logits * qk_scale - lse[:, None])
+                if SEL_BLOCK % POLICY_TILE != 0:
+                    prob = tl.where(offs_b[None, :] < own[:, None], prob, 0.0)
+                total = tl.sum(prob, axis=0)  # [BLOCK_B]
+                if ROW_CHUNKS > 1:
+                    earlier = tl.load(scores + offs_b, mask=mask_b & (chunk > 0), other=0.0)
+                    tl.debug_barrier()
+                    total += earlier
+                tl.store(scores + offs_b, total, mask=mask_b)
+            else:
+                if SEL_BLOCK % POLICY_TILE != 0:
+                    valid = offs_b[None, :] < own[:, None]
+                    logits = tl.where(valid, logits, float("-inf"))
+                elif b + BLOCK_B > end:
+                    logits = tl.where(mask_b[None, :], logits, float("-inf"))
+                new_max = tl.maximum(row_max, tl.max(logits, axis=1) * qk_scale)
+                row_sum = row_sum * tl.exp2(row_max - new_max)
+                row_sum += tl.sum(tl.exp2(logits * qk_scale - new_max[:, None]), axis=1)
+                row_max = new_max
+        if SECOND_PASS:
+            if ROW_CHUNKS > 1:
+                tl.debug_barrier()
+        else:
+            tl.store(state + (2 * split) * BLOCK_M, row_max)
+            tl.store(state + (2 * split + 1) * BLOCK_M, row_sum)
