@@ -1,0 +1,300 @@
+"""What a served model attends: the settings, where they come from, and what they mean per layer.
+
+:func:`resolve_config` merges four sources, field by field, in falling priority: the ``sparsek``
+section of ``--additional-config``, ``SPARSEK_*`` environment variables, the model's own
+configuration, and the defaults.  Everything invalid stops the start with a :class:`ConfigError`
+that names the field, its source, what was expected and the remedy.  docs/configuration.md lists
+the fields for users.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+)
+
+from sparsek_kernels.paged.policy import CELL_SIZE, ScoreKind, SelectionPolicy
+
+Mode = Literal["auto", "dense", "sink_window", "block_topk"]
+
+FLAG = "--additional-config"
+SECTION = "sparsek"
+ENV_PREFIX = "SPARSEK_"
+DEFAULTS = "defaults"
+MODEL_CONFIG = "the model's config"
+
+_KUBERNETES_LINKS = re.compile(r"SPARSEK(_\w+)?_(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?$")
+_FIELDS_OF_MODE: dict[str, frozenset[str]] = {
+    "dense": frozenset(),
+    "sink_window": frozenset({"num_sink", "window_size", "dense_below", "dense_layers"}),
+    "block_topk": frozenset(
+        {
+            "num_sink",
+            "window_size",
+            "sel_block_size",
+            "top_k",
+            "dense_below",
+            "dense_layers",
+            "score_kind",
+            "query_tile",
+        }
+    ),
+}
+
+
+class ConfigError(ValueError):
+    """A setting is unknown, invalid or contradictory; the message says which and what to do."""
+
+
+def _no_booleans(value: object) -> object:
+    """``true`` is an ``int`` to Python, but never a count of tokens."""
+    if isinstance(value, bool):
+        raise ValueError("expected an integer, got a boolean")
+    return value
+
+
+_Count = Annotated[NonNegativeInt, BeforeValidator(_no_booleans)]
+_Positive = Annotated[PositiveInt, BeforeValidator(_no_booleans)]
+
+
+class SparsityConfig(BaseModel):
+    """The settings of one engine.  Sizes are in tokens unless a field says otherwise.
+
+    Attributes:
+        mode: ``block_topk`` selects blocks by score, ``sink_window`` keeps sinks and window alone,
+            ``dense`` everything; ``auto`` is what the model's own config says, else ``block_topk``.
+        num_sink: first tokens that every query sees.
+        window_size: latest tokens that every query sees, its own included.
+        sel_block_size: tokens in a selected block; a multiple of 16.
+        top_k: blocks selected beyond sinks and window, per KV head.
+        dense_below: positions below this attend everything.
+        dense_layers: how many first layers attend everything, or a list of layer indices.
+        score_kind: ``cell_mean`` (the best 16-token mean of K) or ``min_max`` (Quest's bound).
+        query_tile: prefill queries that share one selection; 1 selects per token.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Mode = "auto"
+    num_sink: _Count = 64
+    window_size: _Positive = 512
+    sel_block_size: _Positive = 64
+    top_k: _Positive = 32
+    dense_below: _Count = 4096
+    dense_layers: _Count | tuple[_Count, ...] = 0
+    score_kind: ScoreKind = "cell_mean"
+    query_tile: _Positive = 64
+
+    def is_dense_layer(self, index: int) -> bool:
+        """Whether the layer with this index attends everything."""
+        if self.mode == "dense":
+            return True
+        if isinstance(self.dense_layers, int):
+            return index < self.dense_layers
+        return index in self.dense_layers
+
+    def policy_for(self, index: int) -> SelectionPolicy:
+        """Return the selection policy of the full-attention layer with this index."""
+        if self.is_dense_layer(index):
+            return SelectionPolicy()
+        if self.mode == "sink_window":
+            return SelectionPolicy(
+                num_sink=self.num_sink,
+                window_size=self.window_size,
+                dense_below=self.dense_below,
+            )
+        return SelectionPolicy(
+            num_sink=self.num_sink,
+            window_size=self.window_size,
+            top_k=self.top_k,
+            sel_block_size=self.sel_block_size,
+            dense_below=self.dense_below,
+            query_tile=self.query_tile,
+            score_kind=self.score_kind,
+        )
+
+
+FIELD_NAMES = tuple(SparsityConfig.model_fields)
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """Settings with the source of every field.
+
+    Args:
+        config: the merged settings; ``config.mode`` is never ``auto``.
+        sources: for each field, a phrase such as ``SPARSEK_TOP_K`` that says who set it.
+    """
+
+    config: SparsityConfig
+    sources: Mapping[str, str]
+
+
+def resolve_config(
+    additional: Mapping[str, Any] | None,
+    environ: Mapping[str, str],
+    model_sparse_config: Mapping[str, Any] | None = None,
+) -> ResolvedConfig:
+    """Merge the sources, field by field.
+
+    Args:
+        additional: the ``sparsek`` section of ``--additional-config``, or ``None``.
+        environ: environment variables; the ``SPARSEK_*`` ones are read.
+        model_sparse_config: the ``sparse_config`` section of the model's config (InfLLM-v2, as in
+            MiniCPM4), or ``None``.
+
+    Returns:
+        The merged settings and where each came from.
+
+    Raises:
+        ConfigError: unknown field, invalid value, or settings that contradict each other.
+    """
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(FIELD_NAMES, DEFAULTS)
+    for source, found in (
+        *_environment_settings(environ).items(),
+        *_section_settings(additional).items(),
+    ):
+        for name, value in found.items():
+            values[name] = value
+            sources[name] = source
+    mode = values.get("mode", "auto")
+    if mode in ("auto", "block_topk") and model_sparse_config:
+        for name, value in _infllm_settings(model_sparse_config).items():
+            if name not in values:
+                values[name] = value
+                sources[name] = MODEL_CONFIG
+    try:
+        config = SparsityConfig(**values)
+    except ValidationError as error:
+        raise ConfigError(_describe(error, sources)) from None
+    if config.mode == "auto":
+        config = config.model_copy(update={"mode": "block_topk"})
+    _check_agreement(config, sources)
+    return ResolvedConfig(config=config, sources=sources)
+
+
+def _section_settings(section: object) -> dict[str, dict[str, Any]]:
+    """Return the flag's settings, each under a phrase for its source."""
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            f"SPARSEK setting {FLAG} {SECTION!r}: expected an object such as "
+            f'{{"{SECTION}": {{"top_k": 16}}}}, got {type(section).__name__}'
+        )
+    source = f"{FLAG} '{{\"{SECTION}\": ...}}'"
+    for name in section:
+        if name not in FIELD_NAMES:
+            raise ConfigError(_unknown(str(name), source, FIELD_NAMES))
+    return {source: dict(section)} if section else {}
+
+
+def _environment_settings(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the settings of the ``SPARSEK_*`` variables, each under its variable's name."""
+    known = {ENV_PREFIX + name.upper(): name for name in FIELD_NAMES}
+    found: dict[str, dict[str, Any]] = {}
+    for variable in sorted(environ):
+        if not variable.startswith(ENV_PREFIX) or _KUBERNETES_LINKS.match(variable):
+            continue
+        if variable not in known:
+            raise ConfigError(_unknown(variable, "the environment", tuple(known)))
+        text = environ[variable].strip()
+        if text:
+            found[variable] = {known[variable]: _parse(known[variable], text)}
+    return found
+
+
+def _parse(name: str, text: str) -> object:
+    """Read an environment variable's text; what is no number stays text for the validator."""
+    if name == "dense_layers" and "," in text:
+        text = text if text.startswith("[") else f"[{text}]"
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _infllm_settings(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Map InfLLM-v2's ``sparse_config`` (arXiv 2506.07900, section 2.2) to ours.
+
+    Its ``topk`` counts the initial blocks but not the window's.  Scores stay ours: the mean of 16
+    tokens is InfLLM-v2's stride, its 32-token kernel is two of our cells.
+    """
+    try:
+        block = int(section.get("block_size", 64))
+        init_blocks = int(section.get("init_blocks", 1))
+        found = {
+            "mode": "block_topk",
+            "sel_block_size": block,
+            "num_sink": init_blocks * block,
+            "window_size": int(section.get("window_size", 2048)),
+            "top_k": max(int(section.get("topk", 64)) - init_blocks, 1),
+            "dense_below": int(section.get("dense_len", 8192)),
+        }
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"SPARSEK: sparse_config of {MODEL_CONFIG} does not read as InfLLM-v2 settings "
+            f"({error}); set the fields with {FLAG} and mode sink_window or dense, or correct "
+            "the model's config.json"
+        ) from None
+    return found
+
+
+def _unknown(name: str, source: str, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return (
+        f"SPARSEK setting {name} (from {source}) is unknown; {hint}"
+        f"expected one of {', '.join(known)}"
+    )
+
+
+def _describe(error: ValidationError, sources: Mapping[str, str]) -> str:
+    """One sentence per invalid field, joined."""
+    parts: dict[str, str] = {}
+    for item in error.errors(include_url=False):
+        name = str(item["loc"][0])
+        reason = item["msg"].removeprefix("Value error, ")
+        reason = reason[:1].lower() + reason[1:]
+        got = item["input"] if len(item["loc"]) == 1 or name not in parts else None
+        if name in parts:
+            continue
+        parts[name] = (
+            f"SPARSEK setting {name} (from {sources[name]}): {reason}, got {got!r}; "
+            f"remedy: correct or remove it (default {SparsityConfig.model_fields[name].default!r})"
+        )
+    return "; ".join(parts.values())
+
+
+def _check_agreement(config: SparsityConfig, sources: Mapping[str, str]) -> None:
+    """Refuse settings that the chosen mode would silently ignore, and impossible sizes."""
+    used = _FIELDS_OF_MODE[config.mode] | {"mode"}
+    for name in FIELD_NAMES:
+        if name not in used and sources[name] not in (DEFAULTS, MODEL_CONFIG):
+            raise ConfigError(
+                f"SPARSEK settings contradict each other: {name} (from {sources[name]}) has no "
+                f"effect in mode {config.mode!r} (from {sources['mode']}); remedy: remove {name}, "
+                f"or choose a mode that uses it"
+            )
+    if config.mode != "block_topk":
+        return
+    step = 2 * CELL_SIZE if config.score_kind == "min_max" else CELL_SIZE
+    if config.sel_block_size % step:
+        raise ConfigError(
+            f"SPARSEK setting sel_block_size (from {sources['sel_block_size']}): expected a "
+            f"multiple of {step} for score_kind {config.score_kind!r}, got "
+            f"{config.sel_block_size}; remedy: use 64"
+        )

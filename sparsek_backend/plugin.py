@@ -1,0 +1,40 @@
+"""The ``vllm.general_plugins`` entry point: makes ``--attention-backend SPARSEK`` a valid choice.
+
+vLLM calls :func:`register` in every process it starts (API server, engine core, workers), possibly
+several times.  Importing this module needs the standard library only; the backend itself is
+imported when an engine selects it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+BACKEND_NAME = "SPARSEK"
+BACKEND_PATH = "sparsek_backend.vllm_backend.backend.SparseKBackend"
+
+
+def register() -> None:
+    """Register the backend with the vLLM that is installed.  Idempotent.
+
+    Three things are added, each for this backend's name alone: a member of vLLM's backend enum, a
+    check of the settings and the model when an engine is configured, and, on the CPU platform
+    (which otherwise replaces every choice by its own backend), the selection of our class.
+
+    Raises:
+        ImportError: if vLLM is not installed.
+    """
+    from sparsek_backend.vllm_backend import compat
+
+    compat.ensure_member(BACKEND_NAME, BACKEND_PATH, backend_member)
+    compat.hook_platform(BACKEND_NAME, BACKEND_PATH)
+
+
+def backend_member() -> Any:
+    """Return vLLM's ``AttentionBackendEnum.SPARSEK``, adding it to the enum where it is missing.
+
+    Pickles of the member refer to this function: a spawned process unpickles its configuration
+    before vLLM loads any plugin there, and would otherwise not know the member.
+    """
+    from sparsek_backend.vllm_backend import compat
+
+    return compat.ensure_member(BACKEND_NAME, BACKEND_PATH, backend_member)

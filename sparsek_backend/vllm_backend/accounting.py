@@ -1,0 +1,55 @@
+"""How many keys a step's queries attend: pure arithmetic on positions, vectorised.
+
+The same numbers as :meth:`SelectionPolicy.attended_tokens`, for whole ranges of positions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from sparsek_kernels.paged.policy import SelectionPolicy
+
+Positions = npt.NDArray[np.int64]
+
+
+def attended(policy: SelectionPolicy, position: Positions) -> Positions:
+    """Return the keys that the query at each position attends."""
+    length = position + 1
+    if policy.is_dense:
+        return length
+    tile_start = position - position % policy.query_tile
+    sees_all = tile_start + policy.query_tile <= policy.dense_below
+    window = policy.window_size or 0
+    if not policy.selects_blocks:
+        return np.where(sees_all, length, np.minimum(length, policy.num_sink + window))
+    size = policy.sel_block_size
+    first_local = np.maximum(tile_start // size - policy.reach_blocks, 0)
+    candidates = first_local - np.minimum(policy.sink_blocks, first_local)
+    sees_all |= candidates <= policy.scored_blocks
+    fixed = (policy.sink_blocks + policy.scored_blocks) * size
+    return np.where(sees_all, length, length - first_local * size + fixed)
+
+
+def attended_by_requests(
+    policy: SelectionPolicy, seq_lens: Positions, query_lens: Positions, num_decodes: int
+) -> int:
+    """Return the keys that all new queries of a batch attend in one layer, for one head.
+
+    Args:
+        seq_lens: ``[R]`` keys of each request, its new tokens included.
+        query_lens: ``[R]`` new tokens of each request.
+        num_decodes: requests at the front that select per token.
+    """
+    cut = num_decodes
+    decodes = query_positions(seq_lens[:cut], query_lens[:cut])
+    prefills = query_positions(seq_lens[cut:], query_lens[cut:])
+    total = attended(policy.per_token(), decodes).sum() + attended(policy, prefills).sum()
+    return int(total)
+
+
+def query_positions(seq_lens: Positions, query_lens: Positions) -> Positions:
+    """Return the position of every new query of a batch, request after request."""
+    ends = np.cumsum(query_lens)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total) + np.repeat(seq_lens - ends, query_lens)

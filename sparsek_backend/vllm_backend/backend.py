@@ -1,0 +1,148 @@
+"""The backend class: what SPARSEK supports, and how its KV pages are laid out."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
+
+from sparsek_backend.plugin import BACKEND_NAME
+from sparsek_kernels.paged.api import summary_vectors
+
+from . import compat
+from .impl import SparseKImpl, engine_selects_blocks
+from .metadata import SparseKMetadataBuilder
+from .startup import with_remedy
+
+PREFERRED_PAGE_SIZE = 64
+"""Tokens: one selected block is one page, so that a block's K and V are contiguous per head."""
+
+
+def summary_bytes(spec: Any) -> int:
+    """Bytes that the summaries of one page take: one D-vector per 16 tokens and KV head."""
+    vectors: int = spec.num_kv_heads * summary_vectors(spec.block_size)
+    return int(vectors * spec.head_size * spec.dtype.itemsize)
+
+
+class SparseKBackend(AttentionBackend):
+    """vLLM's view of SparseK.  Both generations of the KV-cache interface are answered here."""
+
+    accept_output_buffer: bool = True
+    forward_includes_kv_cache_update: bool = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+    ]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name after ``--attention-backend``."""
+        return BACKEND_NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[SparseKImpl]:
+        """Return the per-layer implementation."""
+        return SparseKImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SparseKMetadataBuilder]:
+        """Return the builder of the per-step metadata."""
+        return SparseKMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """Return the page sizes: any multiple of 16 tokens."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Return the page size to use when the user names none."""
+        if default_block_size % PREFERRED_PAGE_SIZE == 0:
+            return default_block_size
+        return PREFERRED_PAGE_SIZE
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Whether a head dimension can be served."""
+        return 32 <= head_size <= 256 and head_size % 8 == 0
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Decoders, and encoder-only models through the SDPA fallback; no cross-attention."""
+        return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Whether the kernels run on a GPU (``None`` on CPU)."""
+        return capability is None or tuple(capability) >= (8, 0)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Learned sink logits."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """A model's own sliding window."""
+        return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Bidirectional prefixes, through the SDPA fallback."""
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        """False: to vLLM, sparse means an MLA model's own indexer."""
+        return False
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """Return why a configuration cannot be served, each reason with its remedy."""
+        reasons: list[str] = super().validate_configuration(*args, **kwargs)
+        return [with_remedy(reason) for reason in reasons]
+
+    # KV cache, vLLM 0.32 and later: logical [pages, Hkv, page_size, 2 * D].
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """Return layouts in which one head's tokens of a page are contiguous."""
+        return tuple(compat.head_major_layouts())
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Enlarge every page of a full-attention layer by its summaries, where layers select."""
+        if not (compat.is_full_attention(spec) and engine_selects_blocks()):
+            return spec
+        return compat.pad_page(spec, summary_bytes(spec))
+
+    # KV cache, vLLM before 0.32.
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """Return the logical shape of a layer's cache."""
+        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Return the physical order: pages outermost, then heads, so that pages can be padded."""
+        return (1, 0, 2, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str:
+        """Return vLLM's name for head-major pages."""
+        return "HND"
+
+    @staticmethod
+    def use_cascade_attention(*args: Any, **kwargs: Any) -> bool:
+        """Never: shared prefixes are ordinary pages here."""
+        return False

@@ -1,0 +1,323 @@
+"""The per-layer part: write new keys and values, attend.  One or a few kernel calls each."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from sparsek_backend.config import ResolvedConfig
+from sparsek_kernels.fallback import paged_fallback, sdpa_fallback
+from sparsek_kernels.paged.api import paged_attention, summary_vectors, write_kv
+from sparsek_kernels.paged.policy import SelectionPolicy
+
+from . import compat
+from .metadata import SparseKMetadata
+from .startup import engine_config
+from .stats import STATS
+
+
+@dataclass
+class _Engine:
+    """The engine whose layers are being built in this process, and whether any selects blocks."""
+
+    vllm_config: weakref.ref[Any]
+    resolved: ResolvedConfig
+    selects_blocks: bool = False
+
+
+_engine: _Engine | None = None
+
+
+def _current_engine() -> _Engine:
+    """Return the state shared by the layers of the engine that is being built."""
+    global _engine
+    vllm_config = get_current_vllm_config()
+    if _engine is None or _engine.vllm_config() is not vllm_config:
+        _engine = _Engine(weakref.ref(vllm_config), engine_config(vllm_config))
+    return _engine
+
+
+def engine_selects_blocks() -> bool:
+    """Whether a layer of the engine last built in this process selects blocks by score."""
+    return _engine is not None and _engine.selects_blocks
+
+
+@dataclass(frozen=True)
+class PageViews:
+    """One layer's cache: K, V and, where its pages have room for them, summaries.
+
+    Args:
+        keys, values: ``[pages, Hkv, page_size, D]`` views of the cache.
+        summary: ``[pages, Hkv, page_size // 16, D]`` view of the pages' tails, or ``None``.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    summary: torch.Tensor | None
+
+
+def view_pages(kv_cache: torch.Tensor, with_summary: bool) -> PageViews:
+    """Split a layer's cache ``[pages, Hkv, page_size, 2 * D]`` into K, V and summaries.
+
+    Raises:
+        ValueError: summaries are asked for and the pages have no room for them.
+    """
+    pages, heads, page_size, width = kv_cache.shape
+    dim = width // 2
+    keys, values = kv_cache[..., :dim], kv_cache[..., dim:]
+    if not with_summary:
+        return PageViews(keys, values, None)
+    vectors = summary_vectors(page_size)
+    used = heads * page_size * width
+    stride = kv_cache.stride(0)
+    if stride < used + heads * vectors * dim:
+        raise ValueError(
+            f"kv_cache: expected pages of at least {used + heads * vectors * dim} elements, so "
+            f"that block summaries fit behind K and V, got a page stride of {stride}"
+        )
+    summary = kv_cache.as_strided(
+        (pages, heads, vectors, dim),
+        (stride, vectors * dim, dim, 1),
+        kv_cache.storage_offset() + used,
+    )
+    return PageViews(keys, values, summary)
+
+
+class SparseKImpl(AttentionImpl):
+    """Attention of one layer.  Holds no state of any request: all of that is in the pages."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        use_alibi_sqrt: bool = False,
+    ) -> None:
+        if attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
+            raise NotImplementedError(
+                f"SPARSEK: attention type {attn_type} is not served; leave --attention-backend out"
+            )
+        if use_alibi_sqrt:
+            raise NotImplementedError(
+                "SPARSEK: ALiBi with square-root distances is not served; "
+                "leave --attention-backend out"
+            )
+        if sinks is not None and sinks.shape[0] != num_heads:
+            raise ValueError(f"sinks: expected {num_heads} logits, got {sinks.shape[0]}")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.attn_type = attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sliding_window = sliding_window
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes)
+        self.logits_soft_cap = logits_soft_cap or None
+        self.sinks = sinks
+        self.policy = self.own_policy()
+        self._engine = _current_engine()
+        compat.hook_kv_cache_spec(_customize_layer_spec)
+        if self.may_select and self._engine.resolved.config.mode == "block_topk":
+            self._engine.selects_blocks = True
+        self._pages: PageViews | None = None
+        self._pages_key: tuple[int, tuple[int, ...]] | None = None
+
+    @property
+    def fallback_reason(self) -> str | None:
+        """Why this layer's mask needs the SDPA fallback, or ``None``."""
+        if self.attn_type == AttentionType.ENCODER_ONLY:
+            return "encoder-only attention"
+        if self.alibi_slopes is not None:
+            return "ALiBi"
+        if self.logits_soft_cap is not None:
+            return "logits soft cap"
+        return None
+
+    @property
+    def may_select(self) -> bool:
+        """Whether the settings decide what this layer attends, rather than the model."""
+        return self.sliding_window is None and self.fallback_reason is None
+
+    def own_policy(self) -> SelectionPolicy:
+        """Return what the model itself lets this layer attend."""
+        if self.sliding_window is None:
+            return SelectionPolicy()
+        return SelectionPolicy(num_sink=0, window_size=self.sliding_window)
+
+    def bind(self, layer_index: int, page_size: int, full_attention: bool) -> SelectionPolicy:
+        """Fix the layer's policy, once its place in the model and its pages are known.
+
+        Args:
+            layer_index: position of the layer in the model.
+            page_size: tokens in one KV page.
+            full_attention: whether the layer's pages keep every token.
+
+        Returns:
+            The policy of every later :meth:`forward`.
+        """
+        policy = self.own_policy()
+        if self.may_select and full_attention:
+            policy = self._engine.resolved.config.policy_for(layer_index)
+        if not policy.selects_blocks:
+            size = policy.sel_block_size
+            if page_size % size and size % page_size:
+                policy = replace(policy, sel_block_size=math.gcd(page_size, size))
+        self.policy = policy
+        self._pages = self._pages_key = None
+        return policy
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write new tokens into their pages and keep the pages' summaries current.
+
+        Args:
+            key, value: ``[T, Hkv, D]``, padding rows allowed at the end.
+            kv_cache: ``[pages, Hkv, page_size, 2 * D]``.
+            slot_mapping: ``[T]`` int64, -1 for padding.
+        """
+        if self.attn_type == AttentionType.ENCODER_ONLY:
+            return
+        pages = self._views(kv_cache)
+        write_kv(
+            key,
+            value,
+            pages.keys,
+            pages.values,
+            pages.summary,
+            slot_mapping,
+            score_kind=self.policy.score_kind,
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: SparseKMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend the new tokens of a step; the keys of decoders are in the cache already.
+
+        Args:
+            query: ``[T, Hq, D]``; key, value: ``[T, Hkv, D]``.
+            kv_cache: ``[pages, Hkv, page_size, 2 * D]``.
+            attn_metadata: the step, or ``None`` while vLLM profiles.
+            output: ``[T, Hq, D]``, written.
+
+        Returns:
+            ``output``.
+
+        Raises:
+            NotImplementedError: quantised output was asked for.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError(
+                "output_scale: fused output quantisation is not supported; disable the "
+                "attention-quantisation fusion pass"
+            )
+        if attn_metadata is None:
+            return output.zero_()
+        STATS.forward_calls += 1
+        tokens = attn_metadata.num_actual_tokens
+        query, out = query[:tokens], output[:tokens]
+        if self.attn_type == AttentionType.ENCODER_ONLY:
+            self._forward_encoder(query, key[:tokens], value[:tokens], attn_metadata, out)
+            return output
+        pages = self._views(kv_cache)
+        reason = self.fallback_reason or attn_metadata.fallback_reason
+        if reason is None:
+            paged_attention(
+                query,
+                pages.keys,
+                pages.values,
+                attn_metadata.batch,
+                self.policy,
+                softmax_scale=self.scale,
+                k_summary=pages.summary,
+                sinks=self.sinks,
+                out=out,
+            )
+            return output
+        paged_fallback(
+            query,
+            pages.keys,
+            pages.values,
+            attn_metadata.batch,
+            causal=True,
+            softmax_scale=self.scale,
+            window_size=self.sliding_window,
+            alibi_slopes=self.alibi_slopes,
+            logits_soft_cap=self.logits_soft_cap,
+            sinks=self.sinks,
+            bidirectional_ranges=attn_metadata.bidirectional_ranges,
+            reason=reason,
+            out=out,
+        )
+        return output
+
+    def _forward_encoder(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: SparseKMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        offsets = metadata.query_offsets
+        if offsets is None:
+            raise ValueError("causal: expected False for encoder-only attention, got True")
+        sdpa_fallback(
+            query,
+            key,
+            value,
+            cu_seqlens_q=offsets,
+            cu_seqlens_k=offsets,
+            causal=False,
+            softmax_scale=self.scale,
+            window_size=self.sliding_window,
+            alibi_slopes=self.alibi_slopes,
+            logits_soft_cap=self.logits_soft_cap,
+            sinks=self.sinks,
+            reason="encoder-only attention",
+            out=out,
+        )
+
+    def _views(self, kv_cache: torch.Tensor) -> PageViews:
+        """Return the cache's views, made once for each cache tensor."""
+        key = (kv_cache.data_ptr(), kv_cache.shape)
+        if self._pages is None or self._pages_key != key:
+            self._pages = view_pages(kv_cache, self.policy.selects_blocks)
+            self._pages_key = key
+        return self._pages
+
+
+def _customize_layer_spec(layer: Any, spec: Any) -> Any:
+    """Give one of our layers' specs room for summaries (vLLM without ``customize_spec``)."""
+    if not isinstance(getattr(layer, "impl", None), SparseKImpl):
+        return spec
+    return layer.attn_backend.customize_spec(spec)

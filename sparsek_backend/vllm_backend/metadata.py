@@ -1,0 +1,208 @@
+"""What one engine step means for attention: built once, read by every layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.policy import SelectionPolicy
+
+from . import compat
+from .accounting import attended_by_requests
+from .report import describe_layers
+from .startup import check_page_size, engine_config
+from .stats import STATS
+
+logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level
+
+Int64 = np.typing.NDArray[np.int64]
+Ranges = tuple[Sequence[tuple[int, int]], ...]
+
+
+@dataclass(frozen=True)
+class SparseKMetadata(AttentionMetadata):
+    """One step of one group of layers.
+
+    Args:
+        batch: the requests and their pages; padding requests have length 0.
+        num_actual_tokens: query tokens without padding.
+        slot_mapping: ``[T]`` int64, where each new token is stored, -1 for padding.
+        causal: false for encoder-only models.
+        query_offsets: offsets of each request's query tokens, on the host; ``None`` when causal.
+        bidirectional_ranges: for each request, inclusive ranges of positions that attend each
+            other in both directions; ``None`` where no new token is in one.
+        attended_tokens: keys attended, summed over the step's queries and the group's layers.
+        context_tokens: keys that dense attention would attend.
+    """
+
+    batch: PagedBatch
+    num_actual_tokens: int
+    slot_mapping: torch.Tensor
+    causal: bool
+    query_offsets: tuple[int, ...] | None
+    bidirectional_ranges: Ranges | None
+    attended_tokens: int
+    context_tokens: int
+
+    @property
+    def attended_share(self) -> float:
+        """Attended keys over context keys of this step, 1.0 for an empty one."""
+        return self.attended_tokens / self.context_tokens if self.context_tokens else 1.0
+
+    @property
+    def fallback_reason(self) -> str | None:
+        """Why this step's mask needs the SDPA fallback, or ``None``."""
+        return "bidirectional prefix" if self.bidirectional_ranges else None
+
+
+class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
+    """Builds a step's metadata from vLLM's, without synchronising with the device."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    reorder_batch_threshold: int | None = 1
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self.on_host = device.type == "cpu"
+        self.policies = self._bind_layers(kv_cache_spec, layer_names, vllm_config)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return what can be captured: uniform batches, nothing where layers fall back to SDPA."""
+        layers = get_layers_from_vllm_config(vllm_config, Attention)
+        if any(getattr(layer.impl, "fallback_reason", None) for layer in layers.values()):
+            return AttentionCGSupport.NEVER
+        return cls._cudagraph_support
+
+    def _bind_layers(
+        self, spec: Any, layer_names: list[str], vllm_config: Any
+    ) -> Counter[SelectionPolicy]:
+        """Fix every layer's policy; returns how many layers follow each."""
+        resolved = engine_config(vllm_config)
+        full_attention = compat.is_full_attention(spec)
+        if full_attention:
+            check_page_size(resolved, spec.block_size)
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        indices: dict[tuple[SelectionPolicy, str | None], list[int]] = {}
+        policies: Counter[SelectionPolicy] = Counter()
+        for name, layer in layers.items():
+            index = extract_layer_index(name)
+            policy = layer.impl.bind(index, spec.block_size, full_attention)
+            policies[policy] += 1
+            indices.setdefault((policy, layer.impl.fallback_reason), []).append(index)
+        for (policy, reason), members in indices.items():
+            logger.info_once(
+                describe_layers(members, policy, reason, spec.block_size, self.device.type)
+            )
+        return policies
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: Any,
+        fast_build: bool = False,
+    ) -> SparseKMetadata:
+        """Build the metadata of one step.
+
+        Args:
+            common_prefix_len: ignored; shared prefixes are ordinary pages.
+            common_attn_metadata: vLLM's ``CommonAttentionMetadata``.
+            fast_build: ignored.
+
+        Raises:
+            NotImplementedError: causality that differs between requests.
+        """
+        common = common_attn_metadata
+        if not isinstance(common.causal, bool):
+            raise NotImplementedError(
+                "causal: expected one value for the whole batch, got a tensor; "
+                "leave --attention-backend out"
+            )
+        threshold = self.reorder_batch_threshold or 1
+        num_decodes, _, num_decode_tokens, _ = split_decodes_and_prefills(
+            common, decode_threshold=threshold
+        )
+        offsets = common.query_start_loc_cpu[: common.num_reqs + 1].numpy().astype(np.int64)
+        query_lens = np.diff(offsets)
+        seq_lens = compat.host_seq_lens(common, self.on_host)[: common.num_reqs]
+        seq_lens = seq_lens.numpy().astype(np.int64)
+        attended, context = self._count(seq_lens, query_lens, num_decodes)
+        batch = PagedBatch(
+            block_table=common.block_table_tensor,
+            seq_lens=common.seq_lens,
+            cu_seqlens_q=common.query_start_loc,
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decode_tokens,
+            decode_query_len=threshold,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            seq_lens_host=tuple(seq_lens.tolist()) if self.on_host else None,
+            query_lens_host=tuple(query_lens.tolist()) if self.on_host else None,
+        )
+        return SparseKMetadata(
+            batch=batch,
+            num_actual_tokens=common.num_actual_tokens,
+            slot_mapping=common.slot_mapping,
+            causal=common.causal,
+            query_offsets=None if common.causal else tuple(offsets.tolist()),
+            bidirectional_ranges=_live_ranges(common, seq_lens - query_lens),
+            attended_tokens=attended,
+            context_tokens=context,
+        )
+
+    def _count(self, seq_lens: Int64, query_lens: Int64, num_decodes: int) -> tuple[int, int]:
+        """Count attended and context keys over all layers of the group, and record them."""
+        attended = sum(
+            layers * attended_by_requests(policy, seq_lens, query_lens, num_decodes)
+            for policy, layers in self.policies.items()
+        )
+        dense = attended_by_requests(SelectionPolicy(), seq_lens, query_lens, num_decodes)
+        context = dense * self.policies.total()
+        line = STATS.record_step(attended, context)
+        if line:
+            logger.info(line)
+        return attended, context
+
+
+def _live_ranges(common: Any, first_position: Int64) -> Ranges | None:
+    """Return each request's bidirectional ranges, if a new token of the step is in any.
+
+    Args:
+        common: vLLM's metadata; its ranges are keyed by request.
+        first_position: ``[R]`` position of each request's first new token.
+    """
+    ranges = getattr(common, "mm_req_doc_ranges", None)
+    if not ranges:
+        return None
+    live = any(
+        high >= first_position[request]
+        for request, found in ranges.items()
+        for low, high in found
+        if low < high
+    )
+    if not live:
+        return None
+    return tuple(ranges.get(request, ()) for request in range(common.num_reqs))

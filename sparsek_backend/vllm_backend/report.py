@@ -1,0 +1,62 @@
+"""The lines that tell a user what was decided, one for each group of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+
+
+def describe_layers(
+    indices: Sequence[int],
+    policy: SelectionPolicy,
+    fallback_reason: str | None,
+    page_size: int,
+    device_type: str,
+) -> str:
+    """Return the log line of layers that share a policy.
+
+    Args:
+        indices: the layers' positions in the model.
+        policy: what they attend.
+        fallback_reason: why they use the SDPA fallback, or ``None``.
+        page_size: tokens in one KV page.
+        device_type: ``"cpu"`` or ``"cuda"``.
+    """
+    path = "CPU torch path" if device_type == "cpu" else "Triton kernels"
+    if fallback_reason is not None:
+        path = f"SDPA fallback ({fallback_reason})"
+    parts = [_describe_policy(policy)]
+    if policy.dense_below and not policy.is_dense:
+        parts.append(f"dense below {policy.dense_below}")
+    if policy.selects_blocks:
+        parts.append(f"{100 / (2 * CELL_SIZE):.1f} % summaries")
+    parts.append(f"pages of {page_size}")
+    parts.append(path)
+    return f"SPARSEK layers {format_ranges(indices)}: {', '.join(parts)}"
+
+
+def _describe_policy(policy: SelectionPolicy) -> str:
+    if policy.is_dense:
+        return "dense"
+    if not policy.selects_blocks:
+        if policy.num_sink == 0:
+            return f"the model's sliding window of {policy.window_size}"
+        return f"sink_window, {policy.num_sink} sink tokens + window {policy.window_size}"
+    sinks = policy.sink_blocks
+    return (
+        f"block_topk, {sinks} sink block{'' if sinks == 1 else 's'} + window "
+        f"{policy.window_size} + {policy.top_k} blocks of {policy.sel_block_size} per KV head"
+    )
+
+
+def format_ranges(indices: Sequence[int]) -> str:
+    """Write sorted integers as ranges: ``[0, 1, 2, 5]`` becomes ``0-2,5``."""
+    ordered = sorted(set(indices))
+    runs: list[list[int]] = []
+    for index in ordered:
+        if runs and index == runs[-1][1] + 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
