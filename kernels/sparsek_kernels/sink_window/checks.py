@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import MutableMapping
+from itertools import pairwise
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -13,7 +15,7 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*KERNEL_DTYPES, torch.float64)
 MAX_HEAD_DIM = 256
 
-_checked_offsets: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_checked_offsets: MutableMapping[torch.Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -75,7 +77,7 @@ def _check_offsets(name: str, offsets: torch.Tensor, total: int, device: torch.d
         raise ValueError(f"{name}: expected to start at 0, got {values[0]}")
     if values[-1] != total:
         raise ValueError(f"{name}: expected to end at the token count {total}, got {values[-1]}")
-    if any(lo > hi for lo, hi in zip(values[:-1], values[1:], strict=True)):
+    if any(lo > hi for lo, hi in pairwise(values)):
         raise ValueError(f"{name}: expected non-decreasing offsets, got {values}")
     _checked_offsets[offsets] = seen
 

@@ -6,6 +6,8 @@ at a time, so that a few thousand tokens fit into memory.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 
@@ -57,7 +59,7 @@ def _bounds(cu_seqlens: torch.Tensor | None, batch: int, length: int) -> list[tu
     if cu_seqlens is None:
         return [(b, slice(0, length)) for b in range(batch)]
     edges = cu_seqlens.tolist()
-    return [(0, slice(lo, hi)) for lo, hi in zip(edges[:-1], edges[1:], strict=True)]
+    return [(0, slice(lo, hi)) for lo, hi in pairwise(edges)]
 
 
 def sink_flash_attention_reference(
@@ -130,14 +132,15 @@ def sink_flash_attention_reference(
                 leaves.append(sinks[heads].to(dtype))
             with torch.enable_grad():
                 leaves = [leaf.detach().requires_grad_(dout is not None) for leaf in leaves]
-                o, l = _attend(*leaves[:3], mask, leaves[3] if sinks is not None else None, scale)
-            out[b, rows, heads] = o.detach().transpose(0, 1)
-            lse[b, heads, rows] = l.detach()
-            if dout is None:
+                extra = None if sinks is None else leaves[3]
+                head_out, head_lse = _attend(leaves[0], leaves[1], leaves[2], mask, extra, scale)
+            out[b, rows, heads] = head_out.detach().transpose(0, 1)
+            lse[b, heads, rows] = head_lse.detach()
+            if dout is None or (sinks is None and cols.start == cols.stop):
                 continue
-            outputs, upstream = [o], [dout[b, rows, heads].to(dtype).transpose(0, 1)]
+            outputs, upstream = [head_out], [dout[b, rows, heads].to(dtype).transpose(0, 1)]
             if dlse is not None:
-                outputs.append(l)
+                outputs.append(head_lse)
                 upstream.append(dlse[b, heads, rows].to(dtype))
             found = torch.autograd.grad(outputs, leaves, upstream)
             grads[0][b, rows, heads] = found[0].transpose(0, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -31,7 +32,7 @@ def _edges(cu_seqlens: torch.Tensor | None, batch: int, length: int) -> list[tup
     if cu_seqlens is None:
         return [(b, 0, length) for b in range(batch)]
     bounds = cu_seqlens.tolist()
-    return [(0, lo, hi) for lo, hi in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [(0, lo, hi) for lo, hi in pairwise(bounds)]
 
 
 def _blocks(
@@ -82,7 +83,8 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def _queries(x: torch.Tensor, block: _Block, num_kv_heads: int) -> torch.Tensor:
     """Rows of a ``[B, N, Hq, D]`` tensor as ``[Hkv, G * rows, D]`` in the compute dtype."""
     rows = x[block.batch, block.rows].to(_compute_dtype(x.dtype))
-    grouped = rows.unflatten(1, (num_kv_heads, -1))  # [rows, Hkv, G, D]
+    num_rows, num_heads, dim = rows.shape
+    grouped = rows.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, dim)
     return grouped.permute(1, 2, 0, 3).flatten(1, 2)
 
 
@@ -95,13 +97,17 @@ def _keys(x: torch.Tensor, block: _Block) -> torch.Tensor:
 
 def _ungroup(x: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Inverse of :func:`_queries`: ``[Hkv, G * rows, D]`` to ``[rows, Hq, D]``."""
-    return x.unflatten(1, (-1, num_rows)).permute(2, 0, 1, 3).flatten(1, 2)
+    num_kv_heads, grouped_rows, dim = x.shape
+    by_head = x.view(num_kv_heads, grouped_rows // num_rows, num_rows, dim)
+    return by_head.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, block: _Block, scale: float) -> torch.Tensor:
     scores = torch.matmul(q, k.transpose(1, 2)).mul_(scale)  # [Hkv, G * rows, keys]
     if block.visible is not None:
-        by_head = scores.unflatten(1, (-1, block.visible.shape[0]))
+        num_kv_heads, grouped_rows, num_keys = scores.shape
+        num_rows = block.visible.shape[0]
+        by_head = scores.view(num_kv_heads, grouped_rows // num_rows, num_rows, num_keys)
         by_head.masked_fill_(~block.visible, float("-inf"))
     return scores
 

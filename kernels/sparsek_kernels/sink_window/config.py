@@ -1,0 +1,131 @@
+"""Which kernel and which tile sizes serve a shape: pure functions of shape, dtype and GPU.
+
+Winners of ``benchmarks/tune_sink_window.py``; nothing is tuned at run time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class ProblemShape:
+    """Sizes of one call; for packed sequences ``num_q`` and ``num_k`` are token totals.
+
+    Args:
+        batch: fixed-length sequences, or 1.
+        num_q: query tokens.
+        num_k: key tokens.
+        num_heads: query heads.
+        num_kv_heads: key/value heads.
+        head_dim: elements of a head.
+        num_sink: leading keys that every query sees.
+        window_size: window, or ``None``.
+        causal: whether attention is causal.
+        num_seqs: packed sequences, or ``None`` for a fixed length.
+    """
+
+    batch: int
+    num_q: int
+    num_k: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_sink: int = 0
+    window_size: int | None = None
+    causal: bool = True
+    num_seqs: int | None = None
+
+    @property
+    def padded_dim(self) -> int:
+        """``head_dim`` rounded up to a power of two that tensor cores can use."""
+        return max(16, 1 << (self.head_dim - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Launch parameters of one kernel: rows and columns of a tile, warps, pipeline depth."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Everything that a launch needs beyond its tensors.
+
+    Args:
+        forward: tile of the forward kernel.
+        dkdv: tile of the key-major backward kernel (``block_n`` keys per program).
+        dq: tile of the query-major backward kernel.
+        sink: tile of the sink-key backward kernel (``block_n`` sink keys per program).
+        sink_block: sink keys per step of the query-major kernels.
+        hopper_forward: use the warp-specialised forward kernel of ``kernels_hopper_fwd``.
+        hopper_backward: use the fused backward kernel of ``kernels_hopper_bwd``.
+        precision: input precision of dot products.
+    """
+
+    forward: TileConfig
+    dkdv: TileConfig
+    dq: TileConfig
+    sink: TileConfig
+    sink_block: int
+    hopper_forward: bool = False
+    hopper_backward: bool = False
+    precision: str = "tf32"
+
+
+def _sink_block(num_sink: int, longest: int) -> int:
+    """Smallest power of two from 16 to ``longest`` that holds the sinks in one step."""
+    block = 16
+    while block < num_sink and block < longest:
+        block *= 2
+    return block
+
+
+def _fp32_config(shape: ProblemShape) -> LaunchConfig:
+    """IEEE products run on the plain fp32 units: small tiles, all state in registers."""
+    wide = shape.padded_dim > 128
+    tile = TileConfig(32, 16 if wide else 32, 4, 1)
+    return LaunchConfig(tile, tile, tile, tile, 16, precision="ieee")
+
+
+def _half_config(shape: ProblemShape, arch: int) -> LaunchConfig:
+    dim = shape.padded_dim
+    large_smem = arch in (80, 90, 100, 103)
+    if dim <= 64:
+        forward = TileConfig(128, 64, 4, 3 if large_smem else 2)
+        dkdv = TileConfig(64, 128, 4 if arch < 90 else 8, 2)
+        dq = TileConfig(128, 64, 4 if arch < 90 else 8, 2)
+    elif dim == 128:
+        forward = TileConfig(128, 64, 8, 3 if large_smem else 2)
+        dkdv = TileConfig(32, 128, 8, 2) if large_smem else TileConfig(32, 64, 4, 1)
+        dq = TileConfig(128, 64 if large_smem else 32, 8, 2 if large_smem else 1)
+    else:
+        forward = TileConfig(128 if large_smem else 64, 32, 8, 2 if large_smem else 1)
+        dkdv = TileConfig(32, 64 if large_smem else 32, 8, 1)
+        dq = TileConfig(64 if large_smem else 32, 32, 8, 1)
+    sink_block = _sink_block(shape.num_sink, 64 if dim <= 128 else 32)
+    sink = TileConfig(64 if dim <= 128 else 32, sink_block, 4, 1)
+    return LaunchConfig(forward, dkdv, dq, sink, sink_block)
+
+
+def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchConfig:
+    """Launch parameters for ``shape`` on compute capability ``arch`` (``90`` is 9.0).
+
+    Args:
+        shape: sizes and mask of the call.
+        dtype: dtype of q, k and v.
+        arch: ten times the compute capability; unknown values get the portable default.
+    """
+    if dtype == torch.float32:
+        return _fp32_config(shape)
+    config = _half_config(shape, arch)
+    if arch == 90 and shape.head_dim <= 64 and shape.num_q * shape.num_heads <= 8192:
+        # Few rows: smaller tiles so that every multiprocessor gets one.
+        config = replace(config, forward=TileConfig(64, 128, 4, 2))
+    return config

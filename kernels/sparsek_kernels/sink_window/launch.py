@@ -1,0 +1,350 @@
+"""Launches of the sink-window kernels: configuration, grids, strides and scratch tensors."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+
+from sparsek_kernels.common.launching import CompiledLaunch, launch
+from sparsek_kernels.common.sequences import tile_map_kernel
+from sparsek_kernels.sink_window.config import LaunchConfig, ProblemShape, select_config
+from sparsek_kernels.sink_window.kernels_bwd import (
+    sink_window_bwd_delta_kernel,
+    sink_window_bwd_dkdv_kernel,
+    sink_window_bwd_dq_kernel,
+)
+from sparsek_kernels.sink_window.kernels_bwd_sink import sink_window_bwd_sink_kernel
+from sparsek_kernels.sink_window.kernels_fwd import sink_window_fwd_kernel
+from sparsek_kernels.sink_window.spec import AttentionSpec
+
+_SINK_PROGRAMS = 264  # two per multiprocessor of the largest GPUs
+
+
+@lru_cache(maxsize=64)
+def device_arch(device: torch.device) -> int:
+    """Ten times the compute capability; CPU tensors (the interpreter) count as 80."""
+    if device.type != "cuda":
+        return 80
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+def problem_shape(
+    q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec, cu_seqlens_q: torch.Tensor | None
+) -> ProblemShape:
+    """Sizes of a call for :func:`select_config`."""
+    return ProblemShape(
+        batch=q.shape[0],
+        num_q=q.shape[1],
+        num_k=k.shape[1],
+        num_heads=q.shape[2],
+        num_kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        num_sink=spec.num_sink,
+        window_size=spec.window_size,
+        causal=spec.causal,
+        num_seqs=None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
+    )
+
+
+def tile_map(cu_seqlens: torch.Tensor, total: int, block: int) -> torch.Tensor:
+    """``[tiles, 2]`` int32 (sequence, block), one per block of a packed sequence, -1 padded.
+
+    The number of rows is an upper bound known on the host, so nothing waits for the device.
+    """
+    num_seqs = cu_seqlens.shape[0] - 1
+    num_tiles = total // block + num_seqs
+    tiles = torch.empty((num_tiles, 2), dtype=torch.int32, device=cu_seqlens.device)
+    tile_map_kernel[(num_seqs + 1,)](tiles, cu_seqlens, num_seqs, num_tiles, block, 256)
+    return tiles
+
+
+class _Call:
+    """What the launches of one call share."""
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        spec: AttentionSpec,
+        cu_seqlens_q: torch.Tensor | None,
+        cu_seqlens_k: torch.Tensor | None,
+        config: LaunchConfig | None,
+    ) -> None:
+        self.shape = problem_shape(q, k, spec, cu_seqlens_q)
+        self.config = config or select_config(self.shape, q.dtype, device_arch(q.device))
+        self.varlen = cu_seqlens_q is not None
+        self.cu_q = cu_seqlens_q if cu_seqlens_q is not None else q
+        self.cu_k = cu_seqlens_k if cu_seqlens_k is not None else q
+        self.num_seqs = self.shape.num_seqs if self.varlen else self.shape.batch
+        self.window = spec.window_size or 0
+        self.scalars = (spec.softmax_scale, spec.num_sink, self.window)
+        self.sizes = (self.shape.num_q, self.shape.num_k, self.shape.num_heads)
+        self.mask = {
+            "GROUP": self.shape.num_heads // self.shape.num_kv_heads,
+            "HEAD_DIM": self.shape.head_dim,
+            "CAUSAL": spec.causal,
+            "WINDOWED": spec.window_size is not None,
+        }
+
+    def query_grid(self, block: int) -> tuple[tuple[int, int, int], torch.Tensor]:
+        """Grid over query blocks and heads, and the tile map (a dummy for fixed lengths)."""
+        return self._grid(block, self.cu_q, self.shape.num_q, self.shape.num_heads)
+
+    def key_grid(self, block: int) -> tuple[tuple[int, int, int], torch.Tensor]:
+        """Grid over key blocks and KV heads, and the tile map."""
+        return self._grid(block, self.cu_k, self.shape.num_k, self.shape.num_kv_heads)
+
+    def _grid(
+        self, block: int, cu: torch.Tensor, total: int, heads: int
+    ) -> tuple[tuple[int, int, int], torch.Tensor]:
+        if self.varlen:
+            tiles = tile_map(cu, total, block)
+            return (tiles.shape[0], heads, 1), tiles
+        return (triton.cdiv(total, block), heads, self.shape.batch), cu
+
+
+def launch_forward(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    spec: AttentionSpec,
+    config: LaunchConfig | None = None,
+) -> CompiledLaunch | None:
+    """Run the forward kernel for checked arguments; ``lse`` is skipped when ``None``.
+
+    Returns a handle that replays the launch for tensors of the same shapes and strides (taking
+    the pointers of out, lse, q, k, v and sinks), where there is one.
+    """
+    if out.numel() == 0:
+        return None
+    call = _Call(q, k, spec, cu_seqlens_q, cu_seqlens_k, config)
+    tile = call.config.forward
+    grid, tiles = call.query_grid(tile.block_m)
+    return launch(
+        sink_window_fwd_kernel,
+        grid,
+        (
+            out,
+            lse if lse is not None else out,
+            q,
+            k,
+            v,
+            sinks if sinks is not None else q,
+            call.cu_q,
+            call.cu_k,
+            tiles,
+        ),
+        (*call.scalars, *out.stride(), *q.stride(), *k.stride(), *v.stride(), *call.sizes),
+        {
+            **call.mask,
+            "HAS_SINK_KEYS": spec.num_sink > 0,
+            "HAS_SINKS": sinks is not None,
+            "STORE_LSE": lse is not None,
+            "VARLEN": call.varlen,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_S": call.config.sink_block,
+            "BLOCK_D": call.shape.padded_dim,
+            "PRECISION": call.config.precision,
+            "NUM_STAGES": tile.num_stages,
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def row_dots(dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """``delta [B, Hq, N]`` fp32: row sums of ``out * dout``, less the gradient of the LSE."""
+    batch, num_q, num_heads, dim = out.shape
+    delta = torch.empty((batch, num_heads, num_q), dtype=torch.float32, device=out.device)
+    block_d = max(16, triton.next_power_of_2(dim))
+    block_m = max(1, 8192 // block_d)
+    sink_window_bwd_delta_kernel[(triton.cdiv(num_q, block_m), num_heads, batch)](
+        delta,
+        out,
+        dout,
+        dlse.contiguous() if dlse is not None else delta,
+        *out.stride(),
+        *dout.stride(),
+        num_q,
+        num_heads,
+        HEAD_DIM=dim,
+        HAS_DLSE=dlse is not None,
+        BLOCK_M=block_m,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
+    return delta
+
+
+def _sink_gradients(
+    call: _Call,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dq_acc: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unscaled ``dk`` and ``dv`` ``[sequences, Hkv, num_sink, D]`` from outside the window."""
+    shape, tile = call.shape, call.config.sink
+    sink_blocks = triton.cdiv(shape.num_sink, tile.block_n)
+    seqs = call.num_seqs or 0
+    longest = triton.cdiv(shape.num_q, 4 * tile.block_m)
+    programs = max(seqs * shape.num_kv_heads * sink_blocks, 1)
+    chunks = max(1, min(triton.cdiv(_SINK_PROGRAMS, programs), longest))
+    part = torch.empty(
+        (2, seqs, chunks, shape.num_kv_heads, shape.num_sink, shape.head_dim),
+        dtype=torch.float32,
+        device=q.device,
+    )
+    sink_window_bwd_sink_kernel[(chunks * sink_blocks, shape.num_kv_heads, seqs)](
+        part[0],
+        part[1],
+        dq_acc if dq_acc is not None else delta,
+        dout,
+        q,
+        k,
+        v,
+        lse,
+        delta,
+        call.cu_q,
+        call.cu_k,
+        *call.scalars,
+        *dout.stride(),
+        *q.stride(),
+        *k.stride(),
+        *v.stride(),
+        *call.sizes,
+        chunks,
+        sink_blocks,
+        GROUP=call.mask["GROUP"],
+        HEAD_DIM=shape.head_dim,
+        VARLEN=call.varlen,
+        WRITE_DQ=dq_acc is not None,
+        BLOCK_M=tile.block_m,
+        BLOCK_S=tile.block_n,
+        BLOCK_D=shape.padded_dim,
+        PRECISION=call.config.precision,
+        NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    total = part.sum(dim=2) if chunks > 1 else part[:, :, 0]
+    return total[0], total[1]
+
+
+def _portable_gradients(
+    call: _Call,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+) -> None:
+    """Key-major and query-major kernels, which recompute the probabilities twice."""
+    shape, config = call.shape, call.config
+    has_sink_keys = shape.num_sink > 0
+    sink_dk = sink_dv = delta
+    if has_sink_keys:
+        sink_dk, sink_dv = _sink_gradients(call, dout, q, k, v, lse, delta, None)
+    inputs: tuple[Any, ...] = (dout, q, k, v, lse, delta)
+    strides = (*dout.stride(), *q.stride(), *k.stride(), *v.stride())
+    tile = config.dkdv
+    grid, tiles = call.key_grid(tile.block_n)
+    sink_window_bwd_dkdv_kernel[grid](
+        dk,
+        dv,
+        *inputs,
+        sink_dk,
+        sink_dv,
+        call.cu_q,
+        call.cu_k,
+        tiles,
+        *call.scalars,
+        *dk.stride()[:3],
+        *dv.stride()[:3],
+        *strides,
+        *call.sizes,
+        **call.mask,
+        HAS_SINK_KEYS=has_sink_keys,
+        VARLEN=call.varlen,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=shape.padded_dim,
+        PRECISION=config.precision,
+        NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    tile = config.dq
+    grid, tiles = call.query_grid(tile.block_m)
+    sink_window_bwd_dq_kernel[grid](
+        dq,
+        *inputs,
+        call.cu_q,
+        call.cu_k,
+        tiles,
+        *call.scalars,
+        *dq.stride()[:3],
+        *strides,
+        *call.sizes,
+        **call.mask,
+        HAS_SINK_KEYS=has_sink_keys,
+        VARLEN=call.varlen,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_S=config.sink_block,
+        BLOCK_D=shape.padded_dim,
+        PRECISION=config.precision,
+        NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def launch_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    spec: AttentionSpec,
+    config: LaunchConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of q, k, v and sinks for checked arguments; bitwise reproducible."""
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dsinks = None
+    if q.numel() == 0 or k.numel() == 0:
+        dq.zero_()
+        dk.zero_()
+        dv.zero_()
+        if sinks is not None:
+            dsinks = torch.zeros_like(sinks)
+        return dq, dk, dv, dsinks
+    call = _Call(q, k, spec, cu_seqlens_q, cu_seqlens_k, config)
+    delta = row_dots(dout, dlse, out)
+    _portable_gradients(call, dq, dk, dv, dout, q, k, v, lse, delta)
+    if sinks is not None:
+        mass = torch.exp(sinks.to(torch.float32)[None, :, None] - lse)
+        dsinks = -(mass * delta).sum(dim=(0, 2)).to(sinks.dtype)
+    return dq, dk, dv, dsinks
