@@ -1,0 +1,1 @@
+"""`sparsek eval`: what a user loses by attending less, measured on his own model."""

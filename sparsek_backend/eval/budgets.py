@@ -1,0 +1,121 @@
+"""Budgets as users write them: `dense`, `block_topk:16`, `sink_window`, `window`, with settings.
+
+    budget  := mode [":" size] ("," setting "=" value)*
+    mode    := "dense" | "block_topk" | "sink_window" | "window"
+
+The size is `top_k` for `block_topk` and `window_size` for the others.  `window` is a sliding window
+without sink tokens, the negative control: it is what sparse attention must not be.  Every budget is
+sparse from the first token on unless it sets `dense_below`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sparsek_backend.config import ConfigError, resolve_config
+from sparsek_kernels.paged.policy import SelectionPolicy
+
+_MODES: dict[str, dict[str, Any]] = {
+    "block_topk": {"mode": "block_topk", "num_sink": 64, "window_size": 512, "top_k": 16},
+    "sink_window": {"mode": "sink_window", "num_sink": 4, "window_size": 512},
+    "window": {"mode": "sink_window", "num_sink": 0, "window_size": 512},
+}
+_SIZE = {"block_topk": "top_k", "sink_window": "window_size", "window": "window_size"}
+
+DEFAULT_BUDGETS = ("block_topk:16", "block_topk:8", "sink_window", "window")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What is attended in one run.
+
+    Args:
+        label: as the user wrote it.
+        settings: the `sparsek` section of vLLM's `additional_config`, or None for dense attention
+            by vLLM's own backend.
+    """
+
+    label: str
+    settings: Mapping[str, Any] | None
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether this is the reference."""
+        return self.settings is None
+
+    def policy(self) -> SelectionPolicy:
+        """The selection policy of a layer that is not kept dense."""
+        if self.settings is None:
+            return SelectionPolicy()
+        config = resolve_config(self.settings, {}).config
+        return config.model_copy(update={"dense_layers": 0}).policy_for(0)
+
+    def attended_share(self, length: int) -> float:
+        """Keys attended over keys before, mean over the positions of a text of `length` tokens."""
+        if self.is_dense:
+            return 1.0
+        policy = self.policy()
+        shares = (policy.attended_tokens(i) / (i + 1) for i in range(length))
+        return sum(shares) / length
+
+
+DENSE = Budget("dense", None)
+
+
+def parse_budget(text: str) -> Budget:
+    """Parse a budget.
+
+    Raises:
+        ValueError: unknown mode or setting, or a value that does not fit; the message names it.
+    """
+    head, *pairs = text.strip().split(",")
+    mode, _, size = head.partition(":")
+    if mode == "dense":
+        if size or pairs:
+            raise ValueError(f"budget: expected 'dense' alone, got {text!r}")
+        return DENSE
+    if mode not in _MODES:
+        raise ValueError(f"budget: expected dense, {', '.join(_MODES)} first, got {text!r}")
+    settings = dict(_MODES[mode])
+    if size:
+        if not size.isdigit() or not int(size):
+            raise ValueError(
+                f"budget: expected a positive integer after {mode + ':'!r}, got {text!r}"
+            )
+        settings[_SIZE[mode]] = int(size)
+    settings["dense_below"] = 0
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator or not name:
+            raise ValueError(f"budget: expected setting=value, got {pair!r} in {text!r}")
+        settings[name] = _value(value)
+    try:
+        resolve_config(settings, {})
+    except ConfigError as error:
+        raise ValueError(f"budget {text!r}: {error}") from error
+    return Budget(text.strip(), settings)
+
+
+def parse_budgets(texts: list[str]) -> list[Budget]:
+    """The budgets of a run: dense first, then the others in order, each once."""
+    budgets = [DENSE]
+    for text in texts:
+        budget = parse_budget(text)
+        if budget.is_dense:
+            continue
+        if budget.label in {other.label for other in budgets}:
+            raise ValueError(f"budget: {budget.label!r} is given twice")
+        budgets.append(budget)
+    if len(budgets) == 1:
+        raise ValueError("budget: expected at least one besides dense")
+    return budgets
+
+
+def _value(text: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

