@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-MODULES = ("sink_window",)
+MODULES = ("sink_window", "paged")
 
 
 def load() -> None:

@@ -1,0 +1,308 @@
+"""Offline sweeps of the paged kernels' launch configurations, and their times part by part.
+
+    python benchmarks/tune_paged.py check            # a few shapes against dense torch arithmetic
+    python benchmarks/tune_paged.py decode [--sweep]
+    python benchmarks/tune_paged.py prefill [--sweep]
+
+Winners go into ``sparsek_kernels/paged/config.py``; nothing is tuned at run time.  Calls are timed
+in a CUDA graph that chains several copies over different sequences, so that each reads cold memory
+as the layers of a model do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+from sparsek_kernels.paged import config as config_module  # noqa: E402
+from sparsek_kernels.paged import launch  # noqa: E402
+from sparsek_kernels.paged.batch import PagedBatch  # noqa: E402
+from sparsek_kernels.paged.config import LaunchConfig  # noqa: E402
+from sparsek_kernels.paged.policy import SelectionPolicy  # noqa: E402
+
+POLICY = SelectionPolicy(num_sink=64, window_size=512, top_k=32)
+HEADS, GROUP, DIM, PAGE = 8, 4, 128, 64
+READ_TBS = 4.59
+
+
+def make_cache(pages: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Head-major pages with their summaries in the tail, random values."""
+    body = HEADS * PAGE * 2 * DIM
+    tail = HEADS * (PAGE // 16) * DIM
+    buffer = torch.empty(pages, body + tail, device="cuda", dtype=torch.bfloat16)
+    step = max(1, 2**28 // (body + tail))
+    for first in range(0, pages, step):
+        buffer[first : first + step].normal_()
+    buffer[:, body:] *= 0.25
+    kv = buffer.as_strided(
+        (pages, HEADS, PAGE, 2 * DIM), (body + tail, PAGE * 2 * DIM, 2 * DIM, 1)
+    )
+    summary = buffer.as_strided(
+        (pages, HEADS, PAGE // 16, DIM), (body + tail, PAGE // 16 * DIM, DIM, 1), body
+    )
+    return kv[..., :DIM], kv[..., DIM:], summary
+
+
+def make_batch(
+    pages: int, lengths: list[tuple[int, int]], num_decodes: int, max_seq_len: int, seed: int
+) -> tuple[torch.Tensor, PagedBatch]:
+    gen = torch.Generator(device="cuda").manual_seed(seed)
+    width = -(-max_seq_len // PAGE)
+    table = torch.zeros(len(lengths), width, dtype=torch.int32, device="cuda")
+    order = torch.randperm(pages, generator=gen, device="cuda").to(torch.int32)
+    taken = 0
+    for row, (_, n) in enumerate(lengths):
+        count = -(-n // PAGE)
+        if taken + count > pages:
+            taken = 0
+        table[row, :count] = order[taken : taken + count]
+        taken += count
+    total = sum(t for t, _ in lengths)
+    q = torch.randn(total, HEADS * GROUP, DIM, generator=gen, device="cuda", dtype=torch.bfloat16)
+    cu = torch.tensor([0, *[t for t, _ in lengths]], device="cuda").cumsum(0).to(torch.int32)
+    batch = PagedBatch(
+        block_table=table,
+        seq_lens=torch.tensor([n for _, n in lengths], dtype=torch.int32, device="cuda"),
+        cu_seqlens_q=cu,
+        num_decodes=num_decodes,
+        num_decode_tokens=sum(t for t, _ in lengths[:num_decodes]),
+        decode_query_len=max([1, *[t for t, _ in lengths[:num_decodes]]]),
+        max_query_len=max(t for t, _ in lengths),
+        max_seq_len=max_seq_len,
+    )
+    return q, batch
+
+
+def time_graph(calls: list[Callable[[], object]], repeats: int = 30) -> float:
+    """Microseconds per call of a graph that runs ``calls`` one after another (median)."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    samples = []
+    graph.replay()
+    for _ in range(repeats):
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(samples)
+
+
+@contextmanager
+def patched(name: str, value: LaunchConfig | None) -> Iterator[None]:
+    """Make the launcher take ``value`` from the selector ``name``."""
+    if value is None:
+        yield
+        return
+    saved = getattr(launch, name)
+    setattr(launch, name, lambda **_: value)
+    try:
+        yield
+    finally:
+        setattr(launch, name, saved)
+
+
+DECODES = {"32x64k": (32, 65536), "32x8k": (32, 8192), "4x128k": (4, 131072), "1x128k": (1, 131072)}
+
+
+def decode_floor(requests: int, length: int) -> float:
+    """Microseconds to read the selected pages and the summaries at the measured rate."""
+    selected = POLICY.budget_blocks * POLICY.sel_block_size * 2 * DIM * 2
+    summaries = length // 16 * DIM * 2
+    return requests * HEADS * (selected + summaries) / READ_TBS / 1e6
+
+
+def decode_calls(
+    cache: tuple[torch.Tensor, ...], requests: int, length: int, copies: int
+) -> tuple[list[Callable[[], object]], list[Callable[[], object]], list[Callable[[], object]]]:
+    k_cache, v_cache, summary = cache
+    pages = k_cache.shape[0]
+    everything, select, attend = [], [], []
+    for copy in range(copies):
+        q, batch = make_batch(pages, [(1, length)] * requests, requests, length, copy)
+        out = torch.empty_like(q)
+        args = (q, summary, batch, POLICY)
+        selected = launch.select_blocks(*args, softmax_scale=DIM**-0.5, page_size=PAGE)
+        scales = (DIM**-0.5 * 1.4427, 1.0)
+        rule = POLICY.per_token()
+        everything.append(
+            lambda q=q, b=batch, o=out: launch.paged_attention(
+                q, k_cache, v_cache, b, POLICY, DIM**-0.5, summary, None, o
+            )
+        )
+        select.append(
+            lambda a=args: launch.select_blocks(*a, softmax_scale=DIM**-0.5, page_size=PAGE)
+        )
+        attend.append(
+            lambda q=q, b=batch, s=selected, o=out: launch.attend(
+                q, k_cache, v_cache, b, rule, s, None, o, scales, True
+            )
+        )
+    return everything, select, attend
+
+
+def run_decode(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) -> None:
+    cache = make_cache(256 if tiny else 32 * 1024 + 64)
+    configs: list[LaunchConfig | None] = [None]
+    if sweep:
+        configs += [
+            LaunchConfig(4, 1, 16, n, s, w, stages)
+            for s, (n, w, stages) in itertools.product(
+                (1, 2, 3, 4, 6, 8, 12, 16), ((64, 4, 3), (64, 4, 2), (64, 4, 4), (32, 4, 4), (64, 8, 3))
+            )
+        ]
+    configs = configs[pick[0] :: pick[1]]
+    for name, (requests, length) in DECODES.items():
+        floor = decode_floor(requests, length)
+        rows = []
+        for config in configs:
+            if config and config.splits > 4 and requests == 32:
+                continue
+            if config and config.splits < 3 and requests < 32:
+                continue
+            with patched("decode_config", config):
+                copies = 1 if tiny else (4 if requests == 32 else 16)
+                if tiny:
+                    length_here = 8192 if requests == 32 else 8192
+                    q, batch = make_batch(256, [(1, length_here)] * requests, requests, length, 0)
+                    out = torch.empty_like(q)
+                    launch.paged_attention(q, *cache[:2], batch, POLICY, 0.1, cache[2], None, out)
+                    continue
+                everything, select, attend = decode_calls(cache, requests, length, copies)
+                if config is None:
+                    print(
+                        f"{name}: all {time_graph(everything):.1f} us, select "
+                        f"{time_graph(select):.1f}, attend {time_graph(attend):.1f}, floor {floor:.1f}",
+                        flush=True,
+                    )
+                else:
+                    rows.append((time_graph(attend, 10), config))
+        for micros, config in sorted(rows, key=lambda r: r[0])[:6]:
+            print(
+                f"   {name} attend {micros:8.1f} us  n={config.block_n} splits={config.splits} "
+                f"warps={config.num_warps} stages={config.num_stages}",
+                flush=True,
+            )
+
+
+def run_prefill(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) -> None:
+    chunk, length = 16384, 131072
+    cache = make_cache(64 if tiny else 2048)
+    pages = cache[0].shape[0]
+    scores: list[LaunchConfig | None] = [None]
+    attends: list[LaunchConfig | None] = [None]
+    if sweep:
+        scores += [
+            LaunchConfig(h, 64, 64 * h, n, 1, w, s)
+            for h, n, w, s in (
+                (4, 64, 8, 2), (4, 64, 16, 2), (2, 64, 8, 2), (2, 64, 8, 3), (2, 64, 4, 2),
+                (2, 128, 8, 2), (4, 128, 16, 1), (2, 64, 4, 3), (4, 32, 8, 3), (4, 64, 8, 1),
+                (2, 128, 8, 1), (4, 32, 8, 4),
+            )
+        ]  # fmt: skip
+        attends += [
+            LaunchConfig(h, 64, 64 * h, n, 1, w, s)
+            for h, n, w, s in (
+                (2, 64, 8, 2), (2, 64, 8, 3), (2, 64, 8, 4), (2, 64, 4, 2), (2, 64, 4, 3),
+                (4, 64, 8, 2), (4, 64, 8, 3), (4, 64, 16, 2), (4, 64, 16, 3), (1, 64, 4, 2),
+                (1, 64, 4, 3), (2, 32, 4, 3), (4, 32, 8, 3),
+            )
+        ]  # fmt: skip
+    scores, attends = scores[pick[0] :: pick[1]], attends[pick[0] :: pick[1]]
+    lengths = [4096] if tiny else [length]
+    if not tiny and not sweep:
+        lengths = list(range(chunk, length + 1, chunk))
+    total = {"all": 0.0, "select": 0.0, "attend": 0.0}
+    for now in lengths:
+        new = min(chunk, now)
+        q, batch = make_batch(pages, [(new, now)], 0, now if not tiny else length, 0)
+        out = torch.empty_like(q)
+
+        def select(q: torch.Tensor = q, batch: PagedBatch = batch) -> torch.Tensor:
+            return launch.select_blocks(
+                q, cache[2], batch, POLICY, softmax_scale=DIM**-0.5, page_size=PAGE
+            )
+
+        selected = select()
+
+        def attend(q=q, batch=batch, selected=selected, out=out) -> None:
+            launch.attend(
+                q, cache[0], cache[1], batch, POLICY, selected, None, out, (0.1275, 1.0), False
+            )
+
+        def everything(q=q, batch=batch, out=out) -> None:
+            launch.paged_attention(
+                q, cache[0], cache[1], batch, POLICY, DIM**-0.5, cache[2], None, out
+            )
+
+        for kind, fn, options in (("score_config", select, scores), ("prefill_config", attend, attends)):
+            for config in options:
+                with patched(kind, config):
+                    try:
+                        if tiny:
+                            fn()
+                            torch.cuda.synchronize()
+                            continue
+                        micros = time_graph([fn], 5)
+                    except Exception as error:  # a configuration that does not fit is a result
+                        print(f"   {kind} {config}: {type(error).__name__} {str(error)[:80]}")
+                        continue
+                    if sweep:
+                        print(f"   {kind} {micros / 1e3:7.3f} ms {config}", flush=True)
+                    else:
+                        total["select" if fn is select else "attend"] += micros / 1e3
+        if not sweep and not tiny:
+            micros = time_graph([everything], 5)
+            total["all"] += micros / 1e3
+            print(f"prefill to {now}: {micros / 1e3:.2f} ms", flush=True)
+    if not tiny and not sweep:
+        print("prefill of 128k in 16k chunks, ms per layer:", total, flush=True)
+
+
+def _compile(job: tuple[str, int, int]) -> None:
+    kind, index, count = job
+    fn = run_decode if kind == "decode" else run_prefill
+    fn(True, tiny=True, pick=(index, count))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", nargs="+", choices=("decode", "prefill"))
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--processes", type=int, default=14)
+    args = parser.parse_args()
+    begin = time.time()
+    if args.processes > 1:
+        jobs = [(kind, i, args.processes) for kind in args.what for i in range(args.processes)]
+        with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+            pool.map(_compile, jobs, chunksize=1)
+        print(f"compiled in {time.time() - begin:.0f} s", flush=True)
+    for kind in args.what:
+        fn = run_decode if kind == "decode" else run_prefill
+        fn(False)
+        if args.sweep:
+            fn(True)
+    print(f"{time.time() - begin:.0f} s; {config_module.__name__}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

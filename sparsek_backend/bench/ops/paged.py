@@ -1,0 +1,417 @@
+"""Serving ops: decode with selection, selection alone, and a prompt prefilled in chunks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from sparsek_backend.bench.ops.paged_inputs import (
+    DEFAULTS,
+    PagedInputs,
+    attend_tile,
+    block_scores,
+    make_inputs,
+    wrong_selection,
+)
+from sparsek_backend.bench.ops.peers import load_fa3
+from sparsek_backend.bench.oracle import compare
+from sparsek_backend.bench.registry import (
+    OURS,
+    BenchOp,
+    Case,
+    GateResult,
+    Outputs,
+    Provider,
+    Unavailable,
+    register,
+)
+from sparsek_kernels.paged.api import paged_attention, select_blocks
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+
+DENSE = SelectionPolicy()
+_GATHER_LIMIT = 1 << 18
+"""Most keys over all requests that `sdpa_gather` is asked to gather."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Query rows that share one selection, on one KV head."""
+
+    request: int
+    head: int
+    rows: range
+    positions: range
+
+
+def _spread(count: int, most: int = 3) -> list[int]:
+    return sorted({round(i * (count - 1) / max(min(most, count) - 1, 1)) for i in range(most)})
+
+
+def decode_tiles(inputs: PagedInputs) -> list[Tile]:
+    """The last token of a few requests, a KV head each."""
+    ends = [sum(inputs.query_lens[: r + 1]) for r in range(len(inputs.query_lens))]
+    heads = inputs.k_cache.shape[1]
+    return [
+        Tile(
+            request,
+            turn % heads,
+            range(ends[request] - 1, ends[request]),
+            range(inputs.seq_lens[request] - 1, inputs.seq_lens[request]),
+        )
+        for turn, request in enumerate(_spread(len(ends)))
+    ]
+
+
+def prefill_tiles(inputs: PagedInputs) -> list[Tile]:
+    """A few whole tiles of the only request."""
+    size = inputs.policy.query_tile
+    tiles = inputs.seq_lens[0] // size
+    heads = inputs.k_cache.shape[1]
+    return [
+        Tile(0, turn % heads, *(2 * [range(tile * size, (tile + 1) * size)]))
+        for turn, tile in enumerate(_spread(tiles, 4))
+    ]
+
+
+def gate_tiles(
+    inputs: PagedInputs,
+    tiles: Sequence[Tile],
+    policy: SelectionPolicy,
+    out: torch.Tensor | None,
+    *,
+    decode: bool,
+) -> GateResult:
+    """Check a few tiles: the selection by exact scores, then the output over that selection.
+
+    Args:
+        inputs: the case.
+        tiles: what to check.
+        policy: what the provider attends; dense for dense peers.
+        out: [T, Hq, D], or None where selection alone is checked.
+        decode: whether the tiles are decodes.
+    """
+    verdict = GateResult(False, "no tile was checked")
+    for tile in tiles:
+        position = tile.positions[-1]
+        chosen = torch.empty(0, dtype=torch.int64)
+        if policy.selects_blocks and not policy.sees_all(position):
+            chosen = _chosen(inputs, tile, policy, decode=decode)
+            scores = block_scores(inputs, tile.request, tile.head, tile.rows, tile.positions)
+            if wrong := wrong_selection(chosen, scores, policy, position):
+                return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
+            verdict = GateResult(True, "selection is the best by exact score")
+        if out is None:
+            continue
+        heads = slice(tile.head * inputs.group, (tile.head + 1) * inputs.group)
+        exact, plain = (
+            attend_tile(
+                inputs, tile.request, tile.head, tile.rows, tile.positions, chosen, policy, dtype
+            )
+            for dtype in (torch.float64, inputs.q.dtype)
+        )
+        got = out[tile.rows.start : tile.rows.stop, heads]
+        verdict = compare(["out"], [got], [exact], [plain])
+        if not verdict.passed:
+            return verdict
+    return verdict
+
+
+def _chosen(
+    inputs: PagedInputs, tile: Tile, policy: SelectionPolicy, *, decode: bool
+) -> torch.Tensor:
+    """What our kernels choose for one tile, asked for by itself."""
+    alone = PagedInputs(
+        inputs.q[tile.rows.start : tile.rows.stop],
+        inputs.k_cache,
+        inputs.v_cache,
+        inputs.k_summary,
+        inputs.block_table[tile.request : tile.request + 1],
+        (len(tile.rows),),
+        (tile.positions[-1] + 1,),
+        policy,
+    )
+    batch = alone.batch(alone.query_lens, alone.seq_lens, int(decode))
+    chosen = select_blocks(alone.q, alone.k_summary, batch, policy, page_size=alone.page_size)
+    return chosen[0][-1, tile.head].long().cpu()
+
+
+def attended_pairs(policy: SelectionPolicy, positions: Sequence[int] | range) -> int:
+    """Visible (query, key) pairs of one head."""
+    if policy.is_dense:
+        return sum(position + 1 for position in positions)
+    return sum(policy.attended_tokens(position) for position in positions)
+
+
+def _decode_positions(inputs: PagedInputs) -> list[int]:
+    return [
+        position
+        for query_len, seq_len in zip(inputs.query_lens, inputs.seq_lens, strict=True)
+        for position in range(seq_len - query_len, seq_len)
+    ]
+
+
+def decode_cost(inputs: PagedInputs, policy: SelectionPolicy) -> tuple[float, float]:
+    """FLOPs and least bytes: attended K and V, scored summaries, queries and outputs."""
+    positions = _decode_positions(inputs)
+    kv_heads, dim = inputs.k_cache.shape[1], inputs.q.shape[2]
+    width = inputs.q.element_size()
+    pairs = attended_pairs(policy, positions)
+    flops = 4.0 * dim * inputs.q.shape[1] * pairs
+    last = [seq_len - 1 for seq_len in inputs.seq_lens]
+    kv_bytes = 2.0 * dim * kv_heads * width * attended_pairs(policy, last)
+    cell_bytes = 0.0
+    if policy.selects_blocks:
+        cells = [p // CELL_SIZE for p in positions if not policy.sees_all(p)]
+        flops += 2.0 * dim * inputs.q.shape[1] * sum(cells)
+        scored = sum(p // CELL_SIZE for p in last if not policy.sees_all(p))
+        cell_bytes = float(dim * kv_heads * width * scored)
+    return flops, kv_bytes + cell_bytes + 2.0 * inputs.q.numel() * width
+
+
+def _ours_decode(inputs: PagedInputs, policy: SelectionPolicy) -> Callable[[], Outputs]:
+    batch = inputs.batch(inputs.query_lens, inputs.seq_lens, len(inputs.seq_lens))
+    out = torch.empty_like(inputs.q)
+
+    def call() -> Outputs:
+        paged_attention(
+            inputs.q,
+            inputs.k_cache,
+            inputs.v_cache,
+            batch,
+            policy,
+            k_summary=inputs.k_summary,
+            out=out,
+        )
+        return (out,)
+
+    return call
+
+
+def _fa3(
+    inputs: PagedInputs, chunks: Sequence[tuple[int, int]] | None = None
+) -> Callable[[], Outputs]:
+    """FlashAttention-3 over the same pages: the whole step, or one request in chunks."""
+    flash_attn_varlen_func = load_fa3(inputs.q)
+    out = torch.empty_like(inputs.q)
+    k, v = inputs.k_cache.transpose(1, 2), inputs.v_cache.transpose(1, 2)
+    steps = []
+    if chunks is None:
+        batch = inputs.batch(inputs.query_lens, inputs.seq_lens, 0)
+        steps.append((batch, slice(0, inputs.q.shape[0])))
+    for start, end in chunks or ():
+        steps.append((inputs.batch((end - start,), (end,), 0), slice(start, end)))
+
+    def call() -> Outputs:
+        for batch, rows in steps:
+            flash_attn_varlen_func(
+                inputs.q[rows],
+                k,
+                v,
+                max_seqlen_q=batch.max_query_len,
+                cu_seqlens_q=batch.cu_seqlens_q,
+                max_seqlen_k=batch.max_seq_len,
+                seqused_k=batch.seq_lens,
+                block_table=batch.block_table,
+                causal=True,
+                fa_version=3,
+                out=out[rows],
+            )
+        return (out,)
+
+    return call
+
+
+def _sdpa_gather(inputs: PagedInputs) -> Callable[[], Outputs]:
+    """Dense decode without a paged kernel: gather every page, then SDPA."""
+    if sum(inputs.seq_lens) > _GATHER_LIMIT:
+        raise Unavailable(f"gathering {sum(inputs.seq_lens)} keys is too large")
+    if len(set(inputs.seq_lens)) > 1 or set(inputs.query_lens) != {1}:
+        raise Unavailable("one query token and equal lengths only")
+    length = inputs.seq_lens[0]
+    table = inputs.block_table.long()
+
+    def call() -> Outputs:
+        k, v = (
+            cache[table].transpose(1, 2).flatten(2, 3)[:, :, :length]
+            for cache in (inputs.k_cache, inputs.v_cache)
+        )
+        out = F.scaled_dot_product_attention(inputs.q[:, :, None], k, v, enable_gqa=True)
+        return (out[:, :, 0],)
+
+    return call
+
+
+def _build_decode(case: Case, device: torch.device) -> list[Provider]:
+    inputs = make_inputs(case, device)
+    tiles = decode_tiles(inputs)
+    sparse = inputs.policy.per_token()
+
+    def provider(
+        name: str, prepare: Callable[[], Callable[[], Outputs]], policy: SelectionPolicy
+    ) -> Provider:
+        flops, num_bytes = decode_cost(inputs, policy)
+        return Provider(
+            name=name,
+            prepare=prepare,
+            gate=lambda outputs: gate_tiles(inputs, tiles, policy, outputs[0], decode=True),
+            flops=flops,
+            bytes=num_bytes,
+            note="dense" if policy.is_dense and not sparse.is_dense else "",
+            reads_only=True,
+        )
+
+    return [
+        provider(OURS, lambda: _ours_decode(inputs, inputs.policy), sparse),
+        provider("sparsek_dense", lambda: _ours_decode(inputs, DENSE), DENSE),
+        provider("fa3", lambda: _fa3(inputs), DENSE),
+        provider("sdpa_gather", lambda: _sdpa_gather(inputs), DENSE),
+    ]
+
+
+def _torch_select(inputs: PagedInputs) -> Callable[[], Outputs]:
+    """Scores and top-n in plain torch, equal lengths: the [requests, heads, cells] scores go
+    through memory."""
+    policy = inputs.policy.per_token()
+    if len(set(inputs.seq_lens)) > 1 or set(inputs.query_lens) != {1}:
+        raise Unavailable("one query token and equal lengths only")
+    if policy.score_kind != "cell_mean":
+        raise Unavailable("cell means only")
+    position = inputs.seq_lens[0] - 1
+    if policy.sees_all(position):
+        raise Unavailable("the budget covers the context: nothing is selected")
+    first, last = policy.candidate_range(position)
+    own = position // policy.sel_block_size
+    table = inputs.block_table.long()
+    heads = inputs.k_cache.shape[1]
+    q = torch.unflatten(inputs.q, 1, (heads, -1))  # [R, H, G, D]
+
+    def call() -> Outputs:
+        cells = inputs.k_summary[table].transpose(1, 2).flatten(2, 3)  # [R, H, cells, D]
+        logits = (q @ cells.transpose(2, 3)).float() * inputs.softmax_scale
+        per_block = policy.sel_block_size // CELL_SIZE
+        blocks = torch.unflatten(logits[..., : own * per_block], -1, (own, per_block)).amax(-1)
+        scores = blocks.softmax(-1).sum(2)
+        return (scores[..., first:last].topk(policy.scored_blocks).indices + first,)
+
+    return call
+
+
+def _build_select(case: Case, device: torch.device) -> list[Provider]:
+    inputs = make_inputs(case, device)
+    policy = inputs.policy.per_token()
+    batch = inputs.batch(inputs.query_lens, inputs.seq_lens, len(inputs.seq_lens))
+    positions = _decode_positions(inputs)
+    if any(policy.sees_all(position) for position in positions):
+        raise ValueError(f"spec: {case.spec.text} is within the budget, nothing would be selected")
+    cells = sum(position // CELL_SIZE for position in positions)
+    flops = 2.0 * cells * inputs.q.shape[1] * inputs.q.shape[2]
+    num_bytes = float(cells * inputs.k_cache.shape[1] * inputs.q.shape[2] * inputs.q.element_size())
+
+    def ours() -> Callable[[], Outputs]:
+        def call() -> Outputs:
+            return tuple(
+                select_blocks(inputs.q, inputs.k_summary, batch, policy, page_size=inputs.page_size)
+            )
+
+        return call
+
+    def gate(outputs: Outputs) -> GateResult:
+        rows = torch.cat([part.reshape(-1, *part.shape[-2:]) for part in outputs]).long().cpu()
+        for tile in decode_tiles(inputs):
+            scores = block_scores(inputs, tile.request, tile.head, tile.rows, tile.positions)
+            chosen = rows[tile.rows[-1], tile.head]
+            if wrong := wrong_selection(chosen, scores, policy, tile.positions[-1]):
+                return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
+        return GateResult(True, "selection is the best by exact score")
+
+    return [
+        Provider(OURS, ours, gate, flops, num_bytes, reads_only=True),
+        Provider("torch", lambda: _torch_select(inputs), gate, flops, num_bytes, reads_only=True),
+    ]
+
+
+def _build_prefill(case: Case, device: torch.device) -> list[Provider]:
+    if case.spec.num_requests != 1 or case.spec.query_lens != case.spec.seq_lens:
+        raise ValueError(f"spec: expected one whole prompt such as q128k, got {case.spec.text!r}")
+    inputs = make_inputs(case, device)
+    length, chunk = inputs.seq_lens[0], case.int_param("chunk")
+    bounds = [(start, min(start + chunk, length)) for start in range(0, length, chunk)]
+    if chunk % inputs.policy.query_tile:
+        raise ValueError(
+            f"chunk: expected a multiple of query_tile {inputs.policy.query_tile}, got {chunk}"
+        )
+    tiles = prefill_tiles(inputs)
+
+    def ours(policy: SelectionPolicy) -> Callable[[], Outputs]:
+        steps = [(inputs.batch((end - start,), (end,), 0), start, end) for start, end in bounds]
+        out = torch.empty_like(inputs.q)
+
+        def call() -> Outputs:
+            for batch, start, end in steps:
+                paged_attention(
+                    inputs.q[start:end],
+                    inputs.k_cache,
+                    inputs.v_cache,
+                    batch,
+                    policy,
+                    k_summary=inputs.k_summary,
+                    out=out[start:end],
+                )
+            return (out,)
+
+        return call
+
+    def provider(
+        name: str, prepare: Callable[[], Callable[[], Outputs]], policy: SelectionPolicy
+    ) -> Provider:
+        kv_bytes = 2.0 * inputs.k_cache.shape[1] * length * inputs.q.shape[2]
+        num_bytes = (kv_bytes + 2.0 * inputs.q.numel()) * inputs.q.element_size()
+        pairs = attended_pairs(policy, range(length))
+        flops = 4.0 * inputs.q.shape[2] * inputs.q.shape[1] * pairs
+        if policy.selects_blocks:
+            flops += 2.0 * inputs.q.shape[2] * inputs.q.shape[1] * scored_cells(policy, length)
+        return Provider(
+            name=name,
+            prepare=prepare,
+            gate=lambda outputs: gate_tiles(inputs, tiles, policy, outputs[0], decode=False),
+            flops=flops,
+            bytes=num_bytes,
+            note="dense" if policy.is_dense else "",
+        )
+
+    return [
+        provider(OURS, functools.partial(ours, inputs.policy), inputs.policy),
+        provider("fa3", lambda: _fa3(inputs), DENSE),
+        provider("fa3_chunked", lambda: _fa3(inputs, bounds), DENSE),
+    ]
+
+
+def scored_cells(policy: SelectionPolicy, length: int) -> int:
+    """Cells that the queries of a whole prompt score: those before each query's own block."""
+    per_block, size = policy.sel_block_size // CELL_SIZE, policy.sel_block_size
+    blocks = ceil_div(length, size)
+    return sum(
+        block * per_block * min(size, length - block * size)
+        for block in range(blocks)
+        if not policy.sees_all(block * size)
+    )
+
+
+DECODE = register(
+    BenchOp("paged_decode", "a decode step, selection included", DEFAULTS, _build_decode)
+)
+SELECT = register(
+    BenchOp("paged_select", "the block selection of a decode step alone", DEFAULTS, _build_select)
+)
+PREFILL = register(
+    BenchOp(
+        "paged_prefill",
+        "one prompt prefilled in chunks, selection included",
+        {**DEFAULTS, "chunk": 16384},
+        _build_prefill,
+    )
+)

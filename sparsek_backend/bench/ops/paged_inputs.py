@@ -1,0 +1,236 @@
+"""Paged inputs of the serving ops, and an fp64 oracle that checks a few tiles of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sparsek_backend.bench.oracle import MaskRule, attend_head
+from sparsek_backend.bench.registry import Case, Param
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+
+DEFAULTS: dict[str, Param] = {
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "dtype": "bfloat16",
+    "page_size": 64,
+    "num_sink": 64,
+    "window_size": 512,
+    "top_k": 32,
+    "sel_block_size": 64,
+    "query_tile": 64,
+    "score_kind": "cell_mean",
+    "dense_below": 0,
+    "seed": 0,
+}
+
+_PAGES_AT_A_TIME = 1 << 12
+
+
+@dataclass(frozen=True)
+class PagedInputs:
+    """A filled cache and the queries over it.
+
+    Args:
+        q: [T, Hq, D], packed.
+        k_cache: [P, Hkv, page_size, D], a strided view of the pages.
+        v_cache: likewise.
+        k_summary: [P, Hkv, page_size // 16, D], a strided view of the tail of each page.
+        block_table: [R, max pages] int32, pages in random order.
+        query_lens: new tokens of each request.
+        seq_lens: keys of each request.
+        policy: what a query attends.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k_summary: torch.Tensor
+    block_table: torch.Tensor
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    policy: SelectionPolicy
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self.k_cache.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.q.shape[1] // self.k_cache.shape[1]
+
+    @property
+    def softmax_scale(self) -> float:
+        """1 / sqrt(D)."""
+        return float(self.q.shape[2] ** -0.5)
+
+    def batch(
+        self, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], decodes: int
+    ) -> PagedBatch:
+        """A step over the first requests of the block table."""
+        device = self.q.device
+        ends = torch.tensor((0, *query_lens), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return PagedBatch(
+            block_table=self.block_table[: len(seq_lens)],
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            cu_seqlens_q=ends.to(device),
+            num_decodes=decodes,
+            num_decode_tokens=sum(query_lens[:decodes]),
+            decode_query_len=max(query_lens[:decodes], default=1),
+            max_query_len=max(query_lens),
+            max_seq_len=max(seq_lens),
+            seq_lens_host=seq_lens,
+            query_lens_host=query_lens,
+        )
+
+    def keys_of(self, request: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one request and KV head, contiguous: [seq_len, D] each."""
+        length = self.seq_lens[request]
+        pages = self.block_table[request, : ceil_div(length, self.page_size)].long()
+        k, v = (cache[pages, head].flatten(0, 1)[:length] for cache in (self.k_cache, self.v_cache))
+        return k, v
+
+
+def make_inputs(case: Case, device: torch.device) -> PagedInputs:
+    """Random pages in random order, and their summaries.
+
+    Random keys give every head a selection of its own: no block is shared by luck.
+    """
+    policy = SelectionPolicy(
+        num_sink=case.int_param("num_sink"),
+        window_size=case.int_param("window_size"),
+        top_k=case.int_param("top_k"),
+        sel_block_size=case.int_param("sel_block_size"),
+        dense_below=case.int_param("dense_below"),
+        query_tile=case.int_param("query_tile"),
+        score_kind="min_max" if case.str_param("score_kind") == "min_max" else "cell_mean",
+    )
+    heads, dim, page = (case.int_param(n) for n in ("num_kv_heads", "head_dim", "page_size"))
+    counts = [ceil_div(length, page) for length in case.spec.seq_lens]
+    generator = torch.Generator(device=device).manual_seed(case.int_param("seed"))
+    cells = page // CELL_SIZE
+    kv_size, tail_size = heads * page * 2 * dim, heads * cells * dim
+    pages = torch.empty(sum(counts), kv_size + tail_size, device=device, dtype=case.dtype())
+    kv = pages[:, :kv_size].view(-1, heads, page, 2 * dim)
+    k_cache, v_cache = kv[..., :dim], kv[..., dim:]
+    k_summary = pages[:, kv_size:].view(-1, heads, cells, dim)
+    for start in range(0, len(pages), _PAGES_AT_A_TIME):
+        part = slice(start, start + _PAGES_AT_A_TIME)
+        kv[part] = torch.randn(kv[part].shape, generator=generator, device=device).to(pages.dtype)
+        k_summary[part] = _summaries(k_cache[part], policy)
+    order = torch.randperm(len(pages), generator=generator, device=device).to(torch.int32)
+    table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
+    for request, own in enumerate(torch.split(order, counts)):
+        table[request, : len(own)] = own
+    tokens = case.spec.total_query_tokens
+    shape = (tokens, case.int_param("num_heads"), dim)
+    return PagedInputs(
+        q=torch.randn(shape, generator=generator, device=device).to(pages.dtype),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k_summary=k_summary,
+        block_table=table,
+        query_lens=case.spec.query_lens,
+        seq_lens=case.spec.seq_lens,
+        policy=policy,
+    )
+
+
+def _summaries(keys: torch.Tensor, policy: SelectionPolicy) -> torch.Tensor:
+    """[P, Hkv, page_size, D] to [P, Hkv, page_size // 16, D]."""
+    if policy.score_kind == "cell_mean":
+        return torch.unflatten(keys, 2, (-1, CELL_SIZE)).float().mean(3).to(keys.dtype)
+    ranges = torch.unflatten(keys, 2, (-1, 2 * CELL_SIZE))
+    return torch.stack([ranges.amin(3), ranges.amax(3)], dim=3).flatten(2, 3)
+
+
+def block_scores(
+    inputs: PagedInputs, request: int, head: int, rows: range, positions: range
+) -> torch.Tensor:
+    """Exact score of every block for one tile and KV head: [blocks before the last position's].
+
+    Args:
+        inputs: the case.
+        request: whose summaries.
+        head: KV head.
+        rows: the tile's rows of `q`.
+        positions: their positions in the sequence.
+    """
+    policy, size = inputs.policy, inputs.policy.sel_block_size
+    pages = inputs.block_table[request, : ceil_div(inputs.seq_lens[request], inputs.page_size)]
+    cells = inputs.k_summary[pages.long(), head].flatten(0, 1).double()  # [cells, D]
+    q = inputs.q[rows.start : rows.stop, head * inputs.group : (head + 1) * inputs.group].double()
+    if policy.score_kind == "cell_mean":
+        logits, per_block = q @ cells.T, size // CELL_SIZE
+    else:
+        low, high = cells[0::2], cells[1::2]
+        logits = q.clamp(min=0) @ high.T + q.clamp(max=0) @ low.T
+        per_block = size // (2 * CELL_SIZE)
+    blocks = logits.shape[-1] // per_block
+    logits = torch.unflatten(logits[..., : blocks * per_block], -1, (blocks, per_block)).amax(-1)
+    logits = logits * inputs.softmax_scale  # [rows, G, blocks]
+    own = torch.tensor([p // size for p in positions], device=q.device)
+    later = torch.arange(blocks, device=q.device)[None, :] >= own[:, None]
+    probs = logits.masked_fill(later[:, None, :], float("-inf")).softmax(-1).nan_to_num(0.0)
+    return probs.sum((0, 1))
+
+
+def wrong_selection(
+    chosen: torch.Tensor, scores: torch.Tensor, policy: SelectionPolicy, position: int
+) -> str:
+    """Why a tile's chosen blocks are not the best by exact score, or an empty string.
+
+    Blocks whose exact scores differ by less than one per cent may stand in for each other: the
+    summaries' products are rounded to fp32 in one order or another.
+    """
+    first, last = policy.candidate_range(position)
+    blocks = chosen[chosen >= 0]
+    if blocks.numel() != policy.scored_blocks or len(set(blocks.tolist())) != blocks.numel():
+        return f"{blocks.tolist()} are not {policy.scored_blocks} distinct blocks"
+    if int(blocks.min()) < first or int(blocks.max()) >= last:
+        return f"{blocks.tolist()} leave the candidates {first} to {last - 1}"
+    least = float(scores[first:last].topk(policy.scored_blocks).values[-1])
+    worst = float(scores[blocks.to(scores.device)].min())
+    return "" if worst >= 0.99 * least else f"a block of score {worst:.3e} beat {least:.3e}"
+
+
+def attend_tile(
+    inputs: PagedInputs,
+    request: int,
+    head: int,
+    rows: range,
+    positions: range,
+    chosen: torch.Tensor,
+    policy: SelectionPolicy,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Attention of one tile over sinks, chosen and local blocks in `dtype`: [rows, G, D]."""
+    k, v = inputs.keys_of(request, head)
+    heads = slice(head * inputs.group, (head + 1) * inputs.group)
+    q = inputs.q[rows.start : rows.stop, heads]
+    size = policy.sel_block_size
+    outputs = []
+    for index, position in enumerate(positions):
+        if policy.sees_all(position):
+            seen = torch.arange(position + 1)
+        else:
+            local = range(*policy.local_range(position))
+            blocks = sorted({*range(policy.sink_blocks), *local, *chosen[chosen >= 0].tolist()})
+            seen = torch.cat([torch.arange(b * size, (b + 1) * size) for b in blocks])
+            seen = seen[seen <= position]
+        seen = seen.to(q.device)
+        result = attend_head(
+            q[index : index + 1],
+            k[seen],
+            v[seen],
+            MaskRule(causal=False),
+            dtype=dtype,
+            softmax_scale=inputs.softmax_scale,
+        )
+        outputs.append(result.out)
+    return torch.cat(outputs)
