@@ -80,7 +80,7 @@ def sdpa_fallback(
         raise ValueError(
             f"cu_seqlens_k: expected {len(cu_seqlens_q)} offsets, got {len(cu_seqlens_k)}"
         )
-    _count(reason)
+    count_fallback(reason)
     if out is None:
         out = q.new_empty(*q.shape[:2], v.shape[2])
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
@@ -127,7 +127,7 @@ def paged_fallback(
         q: ``[T, Hq, D]``; k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``; the rest as in
             :func:`sdpa_fallback`.
     """
-    _count(reason)
+    count_fallback(reason)
     if out is None:
         out = q.new_empty(*q.shape[:2], v_cache.shape[3])
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
@@ -153,7 +153,8 @@ def paged_fallback(
     return out
 
 
-def _count(reason: str) -> None:
+def count_fallback(reason: str) -> None:
+    """Count one call that no kernel supports; the first one of a reason is logged."""
     if not _calls[reason]:
         logger.warning("SPARSEK serves %s through SDPA: no kernel supports it", reason)
     _calls[reason] += 1
