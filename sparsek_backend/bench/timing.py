@@ -130,7 +130,7 @@ def _capture(fn: Callable[[], object]) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         kept = fn()
 
-    def replay(_kept: object = kept) -> None:
+    def replay(_kept: object = (fn, kept)) -> None:  # the graph reads memory that `fn` owns
         graph.replay()
 
     replay()
