@@ -1,0 +1,199 @@
+"""Ahead-of-time compilation of what the launchers would launch, with no GPU.
+
+Run as a script it prints one JSON line per kernel: registers, spilled bytes, shared memory.  It is
+a process of its own because kernels decorated under ``TRITON_INTERPRET=1`` cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from problems import make_problem
+from sparsek_kernels.paged import launch
+from sparsek_kernels.paged.policy import SelectionPolicy
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+KERNELS = (
+    "write_kv_kernel",
+    "decode_logits_kernel",
+    "top_blocks_kernel",
+    "tile_scores_kernel",
+    "attend_kernel",
+)
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
+
+
+@dataclasses.dataclass
+class Recorded:
+    """One launch: the kernel, its arguments and its compile options."""
+
+    name: str
+    kernel: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def record(action: Callable[[], object], arch: int, num_sms: int) -> list[Recorded]:
+    """Run a launcher with its kernels replaced by recorders."""
+    seen: list[Recorded] = []
+    saved = {name: getattr(launch, name) for name in KERNELS}
+    traits = launch._traits
+
+    class Spy:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            def call(*args: Any, **kwargs: Any) -> None:
+                seen.append(Recorded(self.name, saved[self.name], args, kwargs))
+
+            return call
+
+    try:
+        launch._traits = lambda device: (arch, num_sms)
+        for name in KERNELS:
+            setattr(launch, name, Spy(name))
+        action()
+    finally:
+        launch._traits = traits
+        for name, kernel in saved.items():
+            setattr(launch, name, kernel)
+    return seen
+
+
+def compile_launch(launched: Recorded, arch: int) -> dict[str, Any]:
+    """Compile one recorded launch as the just-in-time path would specialise it."""
+    names = launched.kernel.arg_names
+    options = {k: v for k, v in launched.kwargs.items() if k not in names}
+    bound = dict(zip(names, launched.args, strict=False))
+    bound |= {k: v for k, v in launched.kwargs.items() if k in names}
+    constexpr_names = {p.name for p in launched.kernel.params if p.is_constexpr}
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attrs: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, name in enumerate(names):
+        value = bound[name]
+        if name in constexpr_names:
+            signature[name] = "constexpr"
+            constants[name] = value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = TYPES[value.dtype]
+            attrs[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        elif value == 1:
+            signature[name] = "constexpr"
+            constants[name] = 1
+        else:
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0:
+                attrs[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(launched.kernel, signature, constants, attrs)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    usage = resource_usage(compiled.asm["cubin"])
+    return {
+        "kernel": launched.name,
+        "arch": arch,
+        "shared": compiled.metadata.shared,
+        "warps": compiled.metadata.num_warps,
+        "wgmma": "wgmma" in compiled.asm["ptx"],
+        **usage,
+    }
+
+
+def resource_usage(cubin: bytes) -> dict[str, int]:
+    """Registers and local-memory bytes per thread, as the disassembler reports them."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise ValueError(f"cuobjdump output: expected REG and STACK, got {text!r}")
+    return {"registers": int(found[1]), "stack": int(found[2])}
+
+
+def launches(arch: int, dtype: torch.dtype, head_dim: int, group: int) -> list[Recorded]:
+    """Everything that a step with decodes and prefills launches, for each kind of policy."""
+    topk = SelectionPolicy(num_sink=64, window_size=512, top_k=32)
+    policies = [topk, SelectionPolicy(), SelectionPolicy(num_sink=4, window_size=1024)]
+    sms = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148}[arch]
+    problem = make_problem(
+        [(1, 65), (64, 130)],
+        num_decodes=1,
+        heads=8,
+        group=group,
+        dim=head_dim,
+        page_size=64,
+        dtype=dtype,
+        max_seq_len=131072,
+    )
+    seen: list[Recorded] = []
+    for policy in policies:
+
+        def step(policy: SelectionPolicy = policy) -> None:
+            launch.paged_attention(
+                problem.q,
+                problem.k_cache,
+                problem.v_cache,
+                problem.batch,
+                policy,
+                head_dim**-0.5,
+                problem.k_summary,
+                None,
+                torch.empty_like(problem.q),
+            )
+
+        seen += record(step, arch, sms)
+    seen += record(
+        lambda: launch.write_kv(
+            problem.keys[0],
+            problem.values[0],
+            problem.k_cache,
+            problem.v_cache,
+            problem.k_summary,
+            problem.slots[0],
+        ),
+        arch,
+        sms,
+    )
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--arch", type=int, default=90)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--group", type=int, default=4)
+    parser.add_argument("--only", default="")
+    args = parser.parse_args()
+    seen = launches(args.arch, getattr(torch, args.dtype), args.head_dim, args.group)
+    for launched in seen:
+        if args.only in launched.name:
+            print(json.dumps(compile_launch(launched, args.arch)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

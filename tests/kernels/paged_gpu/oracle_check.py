@@ -1,0 +1,108 @@
+"""Filling caches through the write kernel and comparing attention with the float64 oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from problems import Problem
+from sparsek_kernels.paged import launch
+from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.reference import paged_attention_reference, summaries_reference
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def fill(problem: Problem, score_kind: str, cuts: tuple[float, ...] = (0.37, 0.71, 1.0)) -> None:
+    """Write every request's rows in several batches, with padding slots between."""
+    done = [0] * len(problem.keys)
+    for cut in cuts:
+        keys, values, slots = [], [], []
+        for row, k in enumerate(problem.keys):
+            end = int(k.shape[0] * cut)
+            keys.append(k[done[row] : end])
+            values.append(problem.values[row][done[row] : end])
+            slots.append(problem.slots[row][done[row] : end])
+            done[row] = end
+        pad = torch.full((2,), -1, dtype=torch.int64, device=problem.q.device)
+        nothing = torch.full_like(problem.keys[0][:1], float("nan")).expand(2, -1, -1)
+        launch.write_kv(
+            torch.cat([*keys, nothing]),
+            torch.cat([*values, nothing]),
+            problem.k_cache,
+            problem.v_cache,
+            problem.k_summary,
+            torch.cat([*slots, pad]),
+            score_kind=score_kind,
+        )
+
+
+def check_cache(problem: Problem, score_kind: str) -> None:
+    """Rows are stored exactly; summaries of complete cells equal the oracle's; the rest is NaN."""
+    page_size = problem.k_cache.shape[2]
+    for k, v, slot in zip(problem.keys, problem.values, problem.slots, strict=True):
+        page, row = slot // page_size, slot % page_size
+        torch.testing.assert_close(problem.k_cache[page, :, row], k, rtol=0, atol=0)
+        torch.testing.assert_close(problem.v_cache[page, :, row], v, rtol=0, atol=0)
+        expected = summaries_reference(k, score_kind)
+        stored = problem.k_summary[page, :, row // 16][::16][: expected.shape[0]]
+        rounding = torch.finfo(k.dtype).eps
+        torch.testing.assert_close(stored, expected, rtol=rounding, atol=rounding)
+    used = torch.cat([slot // page_size for slot in problem.slots]).unique()
+    spare = torch.ones(problem.k_cache.shape[0], dtype=torch.bool, device=problem.q.device)
+    spare[used] = False
+    assert problem.k_cache[spare].isnan().all()
+    assert problem.k_summary[spare].isnan().all()
+
+
+def attend(
+    problem: Problem, policy: SelectionPolicy, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Output of the kernels; rows nobody wrote stay NaN."""
+    out = torch.full_like(problem.q, float("nan"))
+    launch.paged_attention(
+        problem.q,
+        problem.k_cache,
+        problem.v_cache,
+        problem.batch,
+        policy,
+        problem.q.shape[-1] ** -0.5,
+        problem.k_summary,
+        sinks,
+        out,
+    )
+    return out
+
+
+def expected(
+    problem: Problem, policy: SelectionPolicy, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The oracle's output, computed on the CPU."""
+    batch = dataclasses.replace(
+        problem.batch,
+        block_table=problem.batch.block_table.cpu(),
+        seq_lens=problem.batch.seq_lens.cpu(),
+        cu_seqlens_q=problem.batch.cu_seqlens_q.cpu(),
+    )
+    return paged_attention_reference(
+        problem.q.cpu(),
+        problem.k_cache.cpu(),
+        problem.v_cache.cpu(),
+        batch,
+        policy,
+        sinks=None if sinks is None else sinks.cpu(),
+    )
+
+
+def check(
+    problem: Problem, policy: SelectionPolicy, sinks: torch.Tensor | None = None
+) -> None:
+    """Kernels against the oracle, at the dtype's tolerance, every row written."""
+    fill(problem, policy.score_kind)
+    check_cache(problem, policy.score_kind)
+    got = attend(problem, policy, sinks).double().cpu()
+    want = expected(problem, policy, sinks)
+    assert got.isfinite().all()
+    error = (got - want).abs().max().item()
+    limit = TOLERANCE[problem.q.dtype]
+    assert error <= limit, f"largest error {error:.3g} over the limit {limit:.3g}"

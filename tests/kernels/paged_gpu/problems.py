@@ -1,0 +1,108 @@
+"""Random paged problems for the Triton kernels, small on the CPU and large on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from sparsek_kernels.paged.batch import PagedBatch
+
+
+@dataclass
+class Problem:
+    """A filled cache (pages permuted, unused ones poisoned with NaN) and a batch over it."""
+
+    q: torch.Tensor  # [T, Hq, D]
+    k_cache: torch.Tensor  # [P, Hkv, page_size, D]
+    v_cache: torch.Tensor
+    k_summary: torch.Tensor  # [P, Hkv, page_size // 16, D]
+    batch: PagedBatch
+    keys: list[torch.Tensor]  # per request [N, Hkv, D]
+    values: list[torch.Tensor]
+    slots: list[torch.Tensor]  # per request [N]
+
+
+def make_caches(
+    pages: int,
+    heads: int,
+    page_size: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: str,
+    head_major: bool,
+    cache_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One buffer per page: K beside V per token, then the summaries; all poisoned with NaN."""
+    dtype = cache_dtype or dtype
+    body = heads * page_size * 2 * dim
+    tail = heads * (page_size // 16) * dim
+    buffer = torch.full((pages, body + tail), float("nan"), device=device).to(dtype)
+    if head_major:
+        body_strides = (body + tail, page_size * 2 * dim, 2 * dim, 1)
+    else:
+        body_strides = (body + tail, 2 * dim, heads * 2 * dim, 1)
+    kv = buffer.as_strided((pages, heads, page_size, 2 * dim), body_strides)
+    summary = buffer.as_strided(
+        (pages, heads, page_size // 16, dim),
+        (body + tail, (page_size // 16) * dim, dim, 1),
+        body,
+    )
+    return kv[..., :dim], kv[..., dim:], summary
+
+
+def make_problem(
+    lengths: list[tuple[int, int]],
+    *,
+    num_decodes: int = 0,
+    heads: int = 2,
+    group: int = 2,
+    dim: int = 32,
+    page_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    head_major: bool = False,
+    seed: int = 0,
+    decode_query_len: int | None = None,
+    spare_pages: int = 3,
+    query_gain: float = 3.0,
+    max_seq_len: int | None = None,
+) -> Problem:
+    """``lengths``: (new tokens, sequence length) of each request; decodes first."""
+    gen = torch.Generator(device=device).manual_seed(seed)
+    counts = [-(-n // page_size) for _, n in lengths]
+    pages = sum(counts) + spare_pages
+    k_cache, v_cache, k_summary = make_caches(
+        pages, heads, page_size, dim, dtype, device, head_major
+    )
+    order = torch.randperm(pages, generator=gen, device=device)[: sum(counts)]
+    table = torch.zeros(len(lengths), max([*counts, 1]) + 2, dtype=torch.int32, device=device)
+    taken = 0
+    keys, values, slots = [], [], []
+    for row, (_, n) in enumerate(lengths):
+        mine = order[taken : taken + counts[row]]
+        taken += counts[row]
+        table[row, : counts[row]] = mine.to(torch.int32)
+        k = torch.randn(n, heads, dim, generator=gen, device=device).to(dtype)
+        v = torch.randn(n, heads, dim, generator=gen, device=device).to(dtype)
+        position = torch.arange(n, device=device)
+        slot = mine[position // page_size] * page_size + position % page_size
+        keys.append(k)
+        values.append(v)
+        slots.append(slot)
+    total = sum(t for t, _ in lengths)
+    q = torch.randn(total, heads * group, dim, generator=gen, device=device) * query_gain
+    cu = torch.tensor([0, *[t for t, _ in lengths]], dtype=torch.int32, device=device)
+    decode_counts = [t for t, _ in lengths[:num_decodes]]
+    batch = PagedBatch(
+        block_table=table,
+        seq_lens=torch.tensor([n for _, n in lengths], dtype=torch.int32, device=device),
+        cu_seqlens_q=cu.cumsum(0).to(torch.int32),
+        num_decodes=num_decodes,
+        num_decode_tokens=sum(decode_counts),
+        decode_query_len=decode_query_len or max([*decode_counts, 1]),
+        max_query_len=max(t for t, _ in lengths),
+        max_seq_len=max_seq_len or max(n for _, n in lengths),
+        seq_lens_host=tuple(n for _, n in lengths),
+        query_lens_host=tuple(t for t, _ in lengths),
+    )
+    return Problem(q.to(dtype), k_cache, v_cache, k_summary, batch, keys, values, slots)

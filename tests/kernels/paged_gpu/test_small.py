@@ -1,0 +1,121 @@
+"""Every paged kernel at tiny shapes, in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import oracle_check
+import pytest
+import torch
+from problems import make_problem
+from sparsek_kernels.paged import launch
+from sparsek_kernels.paged.policy import SelectionPolicy
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOP_K = SelectionPolicy(num_sink=4, window_size=40, top_k=3, sel_block_size=32, query_tile=32)
+WINDOW = SelectionPolicy(num_sink=3, window_size=50)
+DENSE = SelectionPolicy()
+
+CASES = {
+    "dense-decode": ([(1, 70), (1, 33)], DENSE, {"num_decodes": 2}),
+    "dense-prefill-whole": ([(40, 70), (17, 17)], DENSE, {"group": 3}),
+    "dense-speculative": ([(3, 70), (2, 130)], DENSE, {"num_decodes": 2, "page_size": 32}),
+    "window-mixed": ([(1, 150), (40, 170)], WINDOW, {"num_decodes": 1, "page_size": 32}),
+    "window-dense-below": (
+        [(1, 90), (70, 190)],
+        replace(WINDOW, dense_below=160, query_tile=16),
+        {"num_decodes": 1},
+    ),
+    "topk-decode": ([(1, 350), (2, 433), (1, 20)], TOP_K, {"num_decodes": 3, "group": 3}),
+    "topk-prefill": ([(100, 350)], TOP_K, {"page_size": 32}),
+    "topk-mixed": (
+        [(2, 301), (1, 40), (77, 390), (30, 30)],
+        TOP_K,
+        {"num_decodes": 2, "page_size": 64, "dim": 40},
+    ),
+    "topk-tile-1": (
+        [(2, 301), (9, 390)],
+        replace(TOP_K, query_tile=1, dense_below=386),
+        {"num_decodes": 1, "page_size": 128},
+    ),
+    "topk-tile-over-block": (
+        [(133, 390)],
+        replace(TOP_K, query_tile=64, sel_block_size=48),
+        {"page_size": 48},
+    ),
+    "topk-min-max": (
+        [(2, 301), (70, 390)],
+        replace(TOP_K, score_kind="min_max"),
+        {"num_decodes": 1, "page_size": 64},
+    ),
+    "topk-wide-group": ([(40, 200)], replace(TOP_K, query_tile=16), {"heads": 1, "group": 8}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_oracle(name: str) -> None:
+    lengths, policy, options = CASES[name]
+    oracle_check.check(make_problem(lengths, device=DEVICE, **options), policy)
+
+
+@pytest.mark.parametrize("policy", [TOP_K, WINDOW], ids=["topk", "window"])
+def test_learned_sinks(policy: SelectionPolicy) -> None:
+    problem = make_problem([(1, 150), (20, 140)], num_decodes=1, device=DEVICE, head_major=True)
+    sinks = torch.tensor([-1.0, 0.5, 2.0, 6.0], device=DEVICE)
+    oracle_check.check(problem, policy, sinks)
+
+
+def test_budget_over_context_equals_dense() -> None:
+    problem = make_problem([(1, 150), (40, 140)], num_decodes=1, device=DEVICE)
+    oracle_check.fill(problem, "cell_mean")
+    everything = oracle_check.attend(problem, replace(TOP_K, top_k=64))
+    assert torch.equal(everything, oracle_check.attend(problem, DENSE)) or torch.allclose(
+        everything, oracle_check.attend(problem, DENSE), atol=1e-6, rtol=0
+    )
+
+
+def test_equal_scores_go_to_the_lower_index() -> None:
+    problem = make_problem([(1, 640)], num_decodes=1, device=DEVICE)
+    problem.keys[0] = torch.ones_like(problem.keys[0])
+    oracle_check.fill(problem, "cell_mean")
+    chosen = launch.select_blocks(
+        problem.q,
+        problem.k_summary,
+        problem.batch,
+        TOP_K,
+        softmax_scale=0.1,
+        page_size=16,
+    )
+    assert chosen.tolist() == [[list(range(1, 1 + TOP_K.scored_blocks))] * 2]
+
+
+def test_scores_of_nan_queries_stay_in_range() -> None:
+    problem = make_problem([(1, 640), (40, 600)], num_decodes=1, device=DEVICE)
+    oracle_check.fill(problem, "cell_mean")
+    problem.q.fill_(float("nan"))
+    chosen = launch.select_blocks(
+        problem.q,
+        problem.k_summary,
+        problem.batch,
+        TOP_K,
+        softmax_scale=0.1,
+        page_size=16,
+    )
+    assert ((chosen[:3] >= 1) & (chosen[:3] < 20)).all()
+
+
+def test_padded_requests_write_zeros_or_nothing() -> None:
+    problem = make_problem([(1, 150), (1, 40)], num_decodes=2, device=DEVICE)
+    oracle_check.fill(problem, "cell_mean")
+    problem.batch.seq_lens[1] = 0
+    out = oracle_check.attend(problem, TOP_K)
+    assert out[0].isfinite().all()
+    assert (out[1] == 0).all()
+
+
+def test_scratch_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem([(1, 350), (1, 433), (60, 400)], num_decodes=2, device=DEVICE)
+    oracle_check.fill(problem, "cell_mean")
+    whole = oracle_check.attend(problem, TOP_K)
+    monkeypatch.setattr(launch, "_SCRATCH_ELEMENTS", 64)
+    assert torch.allclose(whole, oracle_check.attend(problem, TOP_K), atol=1e-6, rtol=0)
