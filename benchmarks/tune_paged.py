@@ -46,9 +46,7 @@ def make_cache(pages: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     for first in range(0, pages, step):
         buffer[first : first + step].normal_()
     buffer[:, body:] *= 0.25
-    kv = buffer.as_strided(
-        (pages, HEADS, PAGE, 2 * DIM), (body + tail, PAGE * 2 * DIM, 2 * DIM, 1)
-    )
+    kv = buffer.as_strided((pages, HEADS, PAGE, 2 * DIM), (body + tail, PAGE * 2 * DIM, 2 * DIM, 1))
     summary = buffer.as_strided(
         (pages, HEADS, PAGE // 16, DIM), (body + tail, PAGE // 16 * DIM, DIM, 1), body
     )
@@ -167,7 +165,8 @@ def run_decode(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) 
         configs += [
             LaunchConfig(4, 1, 16, n, s, w, stages)
             for s, (n, w, stages) in itertools.product(
-                (1, 2, 3, 4, 6, 8, 12, 16), ((64, 4, 3), (64, 4, 2), (64, 4, 4), (32, 4, 4), (64, 8, 3))
+                (1, 2, 3, 4, 6, 8, 12, 16),
+                ((64, 4, 3), (64, 4, 2), (64, 4, 4), (32, 4, 4), (64, 8, 3)),
             )
         ]
     configs = configs[pick[0] :: pick[1]]
@@ -254,7 +253,10 @@ def run_prefill(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1))
                 q, cache[0], cache[1], batch, POLICY, DIM**-0.5, cache[2], None, out
             )
 
-        for kind, fn, options in (("score_config", select, scores), ("prefill_config", attend, attends)):
+        for kind, fn, options in (
+            ("score_config", select, scores),
+            ("prefill_config", attend, attends),
+        ):
             for config in options:
                 with patched(kind, config):
                     try:

@@ -49,57 +49,55 @@ def import_pyplot() -> Any:
 
 def _figure(pyplot: Any, op: str, rows: list[Row]) -> Any:
     cases = list(dict.fromkeys((row.case, row.spec) for row in rows))
-    providers = sorted({row.provider for row in rows}, key=lambda name: (name != OURS, name))
-    colours = dict(zip(providers, _COLOURS * len(providers), strict=False))
-    by_key = {row.key[1:]: row for row in rows}
-    height = 1.2 + 0.28 * len(cases) * (len(providers) + 1)
+    names = sorted({row.provider for row in rows}, key=lambda name: (name != OURS, name))
+    colours = dict(zip(names, _COLOURS * len(names), strict=False))
     figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(14, max(height, 3.5)), layout="constrained", sharey=True
+        1,
+        2,
+        figsize=(14, 1.6 + 0.24 * (len(rows) + len(cases))),
+        layout="constrained",
+        sharey=True,
     )
-    step = 1.0 / (len(providers) + 1)
-    for index, provider in enumerate(providers):
-        drawn = [(y, by_key[(*case, provider)]) for y, case in enumerate(cases)
-                 if (*case, provider) in by_key]  # fmt: skip
-        if not drawn:
-            continue
-        offsets = [y + index * step for y, _ in drawn]
-        times = [row.ms or 0.0 for _, row in drawn]
-        spread = [
-            [max(ms - (row.p20_ms or ms), 0) for ms, (_, row) in zip(times, drawn, strict=True)],
-            [max((row.p80_ms or ms) - ms, 0) for ms, (_, row) in zip(times, drawn, strict=True)],
-        ]
-        label = provider + next((f" ({row.note})" for _, row in drawn if row.note), "")
-        left.barh(offsets, times, step, xerr=spread, color=colours[provider], label=label)
-        for y, ms, (_, row) in zip(offsets, times, drawn, strict=True):
-            rate = f"{row.tflops:.0f} TFLOP/s" if (row.tflops or 0) > 1 else f"{row.tb_s:.2g} TB/s"
-            left.text(ms, y, f" {ms:.3g} ms, {rate}", va="center", fontsize=7)
-        _draw_ratios(right, drawn, offsets, step, by_key, rows, colours[provider])
+    ticks, y = [], 0
+    for case in cases:
+        group = sorted(
+            (row for row in rows if (row.case, row.spec) == case),
+            key=lambda row: names.index(row.provider),
+        )
+        ratios = {}
+        if group[0].provider == OURS:
+            ratios = speedup(group, group[0])
+        ticks.append(y + (len(group) - 1) / 2)
+        for row in group:
+            _draw_time(left, y, row, colours[row.provider])
+            if row.provider in ratios:
+                _draw_ratio(right, y, ratios[row.provider], colours[row.provider])
+            y += 1
+        y += 1
     left.set_xscale("log")
-    left.margins(x=0.25)
+    left.margins(x=0.3)
+    right.margins(x=0.1)
     left.set_xlabel("milliseconds, median with p20 and p80 (less is better)")
-    left.set_yticks([y + 0.5 - step for y in range(len(cases))])
-    left.set_yticklabels([f"{case}\n{spec}" for case, spec in cases], fontsize=8)
+    left.set_yticks(ticks, [f"{case}\n{spec}" for case, spec in cases], fontsize=8)
     left.invert_yaxis()
-    left.legend(fontsize=7, loc="lower right")
     right.axvline(1.0, color="black", linewidth=1)
-    right.set_xlabel("peer's time / ours (left of 1: ours is slower)")
+    right.set_xlabel("peer's time / ours (hatched, left of 1: ours is slower)")
+    notes = {row.provider: f" ({row.note})" for row in rows if row.note}
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
+    labels = [name + notes.get(name, "") for name in names]
+    figure.legend(handles, labels, fontsize=8, ncols=4, loc="outside lower center")
     figure.suptitle(f"{op}: {rows[0].gpu}, torch {rows[0].torch}, commit {rows[0].commit}")
     return figure
 
 
-def _draw_ratios(
-    axes: Any,
-    drawn: list[tuple[int, Row]],
-    offsets: list[float],
-    step: float,
-    by_key: dict[tuple[str, str, str], Row],
-    rows: list[Row],
-    colour: str,
-) -> None:
-    for y, (_, row) in zip(offsets, drawn, strict=True):
-        ours = by_key.get((row.case, row.spec, OURS))
-        ratio = None if ours is None else speedup(rows, ours).get(row.provider)
-        if ratio is None:
-            continue
-        axes.barh([y], [ratio], step, color=colour, hatch="" if ratio >= 1 else "///")
-        axes.text(ratio, y, f" {ratio:.2f}x", va="center", fontsize=7)
+def _draw_time(axes: Any, y: int, row: Row, colour: str) -> None:
+    ms = row.ms or 0.0
+    low, high = row.p20_ms or ms, row.p80_ms or ms
+    axes.barh([y], [ms], 0.9, xerr=[[max(ms - low, 0)], [max(high - ms, 0)]], color=colour)
+    rate = f"{row.tflops:.0f} TFLOP/s" if (row.tflops or 0) >= 50 else f"{row.tb_s:.2g} TB/s"
+    axes.text(max(high, ms), y, f"  {ms:.3g} ms, {rate}", va="center", fontsize=7)
+
+
+def _draw_ratio(axes: Any, y: int, ratio: float, colour: str) -> None:
+    axes.barh([y], [ratio], 0.9, color=colour, hatch="" if ratio >= 1 else "///")
+    axes.text(ratio, y, f" {ratio:.2f}x", va="center", fontsize=7)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 PASSKEY_NEEDLE = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
-PASSKEY_QUESTION = "\n\nWhat is the pass key? The pass key is"
+PASSKEY_QUESTION = "\n\nThe pass key is"
 
 
 class Scorer(Protocol):
@@ -123,9 +123,9 @@ def run_passkey(
             rng = random.Random(f"{seed} {length} {depth}")
             key = str(rng.randrange(10000, 100000))
             prompt = passkey_prompt(scorer, texts, length=length, depth=depth, key=key, rng=rng)
-            answer = scorer.generate(prompt, 12)
             target = scorer.tokenize(f" {key}")
             logprobs = scorer.prompt_logprobs([*prompt, *target])[-len(target) :]
+            answer = scorer.generate(prompt, 12)  # the prompt's pages are cached by now
             found = re.search(r"\d+", answer)
             correct = found is not None and found[0] == key
             scores.append(

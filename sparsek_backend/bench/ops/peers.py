@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,8 +16,21 @@ if TYPE_CHECKING:
 
     from sparsek_backend.bench.ops.sink_window import Inputs
 
+
+@dataclass(frozen=True)
+class Call:
+    """A call that can be timed, and how its output becomes [B, N, Hq, D] for the gate."""
+
+    run: Callable[[], torch.Tensor]
+    view: Callable[[torch.Tensor], torch.Tensor] = lambda out: out
+
+
 MASK_LIMIT = 1 << 28
 """Most entries of an explicit attention mask that `sdpa_mask` is asked to build."""
+
+
+def _heads_inside(out: torch.Tensor) -> torch.Tensor:
+    return out.transpose(1, 2)
 
 
 def _refuse(inputs: Inputs, *, sinks: bool = True, packed: bool = True) -> None:
@@ -27,25 +41,33 @@ def _refuse(inputs: Inputs, *, sinks: bool = True, packed: bool = True) -> None:
 
 
 def _sdpa(
-    inputs: Inputs, backend: SDPBackend, mask: torch.Tensor | None, causal: bool
-) -> Callable[[], torch.Tensor]:
+    inputs: Inputs, backend: SDPBackend | None, mask: torch.Tensor | None, causal: bool
+) -> Call:
     from torch.nn.attention import sdpa_kernel
 
     q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
     if mask is not None and inputs.group > 1:  # the masked backends take no grouped heads
         k, v = (t.repeat_interleave(inputs.group, dim=1) for t in (k, v))
 
+    grouped = q.shape[1] != k.shape[1]
+
     def call() -> torch.Tensor:
-        with sdpa_kernel(backend):
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
-            )
-        return out.transpose(1, 2)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
+        )
 
-    return call
+    if backend is None:
+        return Call(call, _heads_inside)
+    chosen = [backend]
+
+    def restricted() -> torch.Tensor:
+        with sdpa_kernel(chosen):
+            return call()
+
+    return Call(restricted, _heads_inside)
 
 
-def _sdpa_unmasked(inputs: Inputs, backend: SDPBackend) -> Callable[[], torch.Tensor]:
+def _sdpa_unmasked(inputs: Inputs, backend: SDPBackend | None) -> Call:
     _refuse(inputs)
     if inputs.rule.window_size is not None:
         raise Unavailable("no sink or window mask without an N x N tensor")
@@ -54,14 +76,19 @@ def _sdpa_unmasked(inputs: Inputs, backend: SDPBackend) -> Callable[[], torch.Te
     return _sdpa(inputs, backend, None, inputs.rule.causal)
 
 
-def sdpa_flash(inputs: Inputs) -> Callable[[], torch.Tensor]:
+def sdpa(inputs: Inputs) -> Call:
+    """`scaled_dot_product_attention` as it comes, which picks a backend (dense masks only)."""
+    return _sdpa_unmasked(inputs, None)
+
+
+def sdpa_flash(inputs: Inputs) -> Call:
     """`scaled_dot_product_attention` with its flash backend (dense masks only)."""
     from torch.nn.attention import SDPBackend
 
     return _sdpa_unmasked(inputs, SDPBackend.FLASH_ATTENTION)
 
 
-def sdpa_cudnn(inputs: Inputs) -> Callable[[], torch.Tensor]:
+def sdpa_cudnn(inputs: Inputs) -> Call:
     """`scaled_dot_product_attention` with its cuDNN backend (dense masks only)."""
     from torch.nn.attention import SDPBackend
 
@@ -70,7 +97,7 @@ def sdpa_cudnn(inputs: Inputs) -> Callable[[], torch.Tensor]:
     return _sdpa_unmasked(inputs, SDPBackend.CUDNN_ATTENTION)
 
 
-def sdpa_mask(inputs: Inputs) -> Callable[[], torch.Tensor]:
+def sdpa_mask(inputs: Inputs) -> Call:
     """`scaled_dot_product_attention` with an explicit boolean mask, where that fits."""
     from torch.nn.attention import SDPBackend
 
@@ -87,7 +114,7 @@ def sdpa_mask(inputs: Inputs) -> Callable[[], torch.Tensor]:
     return _sdpa(inputs, backend, mask, causal=False)
 
 
-def flex(inputs: Inputs) -> Callable[[], torch.Tensor]:
+def flex(inputs: Inputs) -> Call:
     """FlexAttention, compiled for the shape, its block mask built beforehand."""
     if inputs.q.device.type != "cuda":
         raise Unavailable("compiled FlexAttention is measured on CUDA GPUs only")
@@ -117,12 +144,12 @@ def flex(inputs: Inputs) -> Callable[[], torch.Tensor]:
 
     def call() -> torch.Tensor:
         out: torch.Tensor = compiled(q, k, v, block_mask=block_mask, enable_gqa=inputs.group > 1)
-        return out.transpose(1, 2)
+        return out
 
-    return call
+    return Call(call, _heads_inside)
 
 
-def fa3(inputs: Inputs) -> Callable[[], torch.Tensor]:
+def fa3(inputs: Inputs) -> Call:
     """FlashAttention-3 as vLLM ships it: a window, no sink tokens, forward only."""
     flash_attn_varlen_func = load_fa3(inputs.q)
     rule = inputs.rule
@@ -145,9 +172,9 @@ def fa3(inputs: Inputs) -> Callable[[], torch.Tensor]:
             fa_version=3,
             s_aux=sinks,
         )
-        return out.view_as(inputs.q)
+        return out
 
-    return call
+    return Call(call, lambda out: out.view_as(inputs.q))
 
 
 def load_fa3(tensor: torch.Tensor) -> Callable[..., torch.Tensor]:

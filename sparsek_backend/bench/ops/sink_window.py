@@ -11,6 +11,7 @@ from typing import cast
 import torch
 
 from sparsek_backend.bench.ops import peers
+from sparsek_backend.bench.ops.peers import Call
 from sparsek_backend.bench.oracle import HeadGrads, MaskRule, attend_head, compare
 from sparsek_backend.bench.registry import (
     OURS,
@@ -227,7 +228,7 @@ def cost(inputs: Inputs, rule: MaskRule, *, backward: bool) -> tuple[float, floa
     return flops, float(forward_bytes + 2 * q_bytes + 2 * kv_bytes if backward else forward_bytes)
 
 
-def _ours(inputs: Inputs) -> Callable[[], torch.Tensor]:
+def _ours(inputs: Inputs) -> Call:
     try:
         from sparsek_kernels import sink_flash_attention
     except ImportError as error:
@@ -249,29 +250,18 @@ def _ours(inputs: Inputs) -> Callable[[], torch.Tensor]:
         )
         return cast(torch.Tensor, result)
 
-    return call
+    return Call(call)
 
 
-Maker = Callable[[Inputs], Callable[[], torch.Tensor]]
+Maker = Callable[[Inputs], Call]
 
 
-def _forward(make: Maker, inputs: Inputs) -> Callable[[], Outputs]:
-    call = make(inputs)
-
-    def run() -> Outputs:
-        with torch.no_grad():
-            return (call(),)
-
-    return run
-
-
-def _backward(make: Maker, inputs: Inputs) -> Callable[[], Outputs]:
-    leaves = inputs.with_grad()
-    out = make(leaves)()
+def _backward(call: Call, leaves: Inputs) -> Callable[[], Outputs]:
+    out = call.view(call.run())
     wanted = [leaves.q, leaves.k, leaves.v] + ([] if leaves.sinks is None else [leaves.sinks])
 
     def run() -> Outputs:
-        return torch.autograd.grad(out, wanted, inputs.dout, retain_graph=True)
+        return torch.autograd.grad(out, wanted, leaves.dout, retain_graph=True)
 
     return run
 
@@ -279,14 +269,27 @@ def _backward(make: Maker, inputs: Inputs) -> Callable[[], Outputs]:
 def _build(case: Case, device: torch.device, *, backward: bool) -> list[Provider]:
     inputs = make_inputs(case, device)
     oracle = Oracle(inputs, backward=backward)
-    wrap = _backward if backward else _forward
 
     def provider(name: str, make: Maker, rule: MaskRule, note: str = "") -> Provider:
         flops, num_bytes = cost(inputs, rule, backward=backward)
+        views: list[Callable[[torch.Tensor], torch.Tensor]] = []
+
+        def prepare() -> Callable[[], Outputs]:
+            leaves = inputs.with_grad() if backward else inputs
+            call = make(leaves)
+            if backward:
+                return _backward(call, leaves)
+            views.append(call.view)
+            return lambda: (call.run(),)
+
+        def gate(outputs: Outputs) -> GateResult:
+            viewed = outputs if backward else tuple(views[-1](out) for out in outputs)
+            return oracle.gate(rule, viewed)
+
         return Provider(
             name=name,
-            prepare=lambda: wrap(make, inputs),
-            gate=lambda outputs: oracle.gate(rule, outputs),
+            prepare=prepare,
+            gate=gate,
             flops=flops,
             bytes=num_bytes,
             note=note,
@@ -296,6 +299,7 @@ def _build(case: Case, device: torch.device, *, backward: bool) -> list[Provider
     rule = inputs.rule
     providers = [
         provider(OURS, _ours, rule),
+        provider("sdpa", peers.sdpa, rule),
         provider("sdpa_flash", peers.sdpa_flash, rule),
         provider("sdpa_cudnn", peers.sdpa_cudnn, rule),
         provider("sdpa_mask", peers.sdpa_mask, rule),
