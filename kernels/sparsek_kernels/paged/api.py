@@ -5,15 +5,11 @@ from __future__ import annotations
 import torch
 
 from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_tensor
+
 from .batch import PagedBatch
-from .eager import (
-    host_lengths,
-    paged_attention_eager,
-    plan_decodes,
-    select_decodes,
-    select_prefill,
-    write_kv_eager,
-)
+from .eager import PagedOperands, host_lengths, paged_attention_eager, plan_decodes, plan_prefill
+from .eager_select import select_tiles, select_tokens
+from .eager_write import write_kv_eager
 from .policy import CELL_SIZE, ScoreKind, SelectionPolicy
 
 
@@ -104,9 +100,10 @@ def select_blocks(
     decoded = grouped.new_full(
         (batch.num_decode_tokens, heads, policy.scored_blocks), -1, dtype=torch.int64
     )
-    if plan.group is not None:
+    if plan.scoring is not None:
         rows = grouped.index_select(0, plan.rows)
-        decoded[plan.rows] = select_decodes(rows, k_summary, plan, per_token, scale)
+        picked = select_tokens(rows, k_summary, plan.scoring, per_token, scale)
+        decoded[plan.rows] = picked.sort(dim=-1).values
     chosen = []
     token = 0
     for request, (length, count) in enumerate(zip(lengths, counts, strict=True)):
@@ -119,16 +116,18 @@ def select_blocks(
         position = length - count
         tiles = (length - 1) // tile - position // tile + 1 if count else 0
         rows = grouped.new_full((tiles, heads, policy.scored_blocks), -1, dtype=torch.int64)
-        begin = next((p for p in range(position, length) if not policy.sees_all(p)), length)
+        prefill = plan_prefill(batch, request, policy, max(tiles, 1))
+        begin = prefill.dense_end
         if begin < length:
-            rows[begin // tile - position // tile :] = select_prefill(
+            picked = select_tiles(
                 grouped[token + begin - position : end],
                 begin,
                 k_summary,
-                batch.block_table[request : request + 1].long(),
+                prefill.summaries,
                 policy,
                 scale,
             )
+            rows[begin // tile - position // tile :] = picked.sort(dim=-1).values
         chosen.append(rows)
         token = end
     return chosen
@@ -179,7 +178,8 @@ def paged_attention(
         out = q.new_empty(shape)
     check_tensor("out", out, shape, (q.dtype,), q.device)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
-    paged_attention_eager(q, k_cache, v_cache, batch, policy, scale, k_summary, sinks, out)
+    operands = PagedOperands(k_cache, v_cache, k_summary, sinks, scale)
+    paged_attention_eager(q, operands, batch, policy, out)
     return out
 
 

@@ -7,59 +7,28 @@ tensors that depend on the batch alone are built once per step and shared by all
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 
 from .batch import PagedBatch
-from .gather import join_kv, read_blocks, read_sequence, read_summaries
-from .policy import CELL_SIZE, SelectionPolicy, ceil_div
+from .eager_select import (
+    SummaryIndex,
+    TokenScoring,
+    plan_tokens,
+    select_tiles,
+    select_tokens,
+)
+from .gather import RunReader, block_reader, join_kv, locate_blocks, pick_blocks, read_sequence
+from .policy import SelectionPolicy, ceil_div
 
 _GATHER_ELEMENTS = 1 << 22
 """Elements of K that one group of tiles may gather: bounds scratch, keeps it near the caches."""
-_QUERY_ROWS = 512
-"""Queries that a dense prefill or a scoring pass handles at once."""
-
-
-def write_kv_eager(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k_summary: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
-    score_kind: str,
-) -> None:
-    """Torch form of :func:`sparsek_kernels.paged.write_kv`."""
-    page_size = k_cache.shape[2]
-    slots = slot_mapping[: key.shape[0]]
-    if bool((slots < 0).any()):
-        keep = slots >= 0
-        slots, key, value = slots[keep], key[keep], value[keep]
-    if slots.numel() == 0:
-        return
-    pages, offsets = slots // page_size, slots % page_size
-    k_cache[pages, :, offsets] = key.to(k_cache.dtype)
-    v_cache[pages, :, offsets] = value.to(v_cache.dtype)
-    if k_summary is None:
-        return
-    cell_size = CELL_SIZE if score_kind == "cell_mean" else 2 * CELL_SIZE
-    cells, which = torch.unique(slots // cell_size, return_inverse=True)
-    filled = torch.zeros_like(cells).scatter_reduce_(0, which, slots % cell_size + 1, "amax")
-    per_page = page_size // cell_size
-    cell_pages, cell_index = cells // per_page, cells % per_page
-    rows = k_cache.unflatten(2, (per_page, cell_size))[cell_pages, :, cell_index].float()
-    written = (torch.arange(cell_size) < filled[:, None])[:, None, :, None]
-    if score_kind == "cell_mean":
-        total = rows.masked_fill_(~written, 0.0).sum(2)
-        k_summary[cell_pages, :, cell_index] = (total / filled[:, None, None]).to(k_summary.dtype)
-        return
-    low = rows.masked_fill(~written, float("inf")).amin(2)
-    high = rows.masked_fill(~written, float("-inf")).amax(2)
-    k_summary[cell_pages, :, 2 * cell_index] = low.to(k_summary.dtype)
-    k_summary[cell_pages, :, 2 * cell_index + 1] = high.to(k_summary.dtype)
+_DENSE_ROWS = 512
+"""Queries that a dense prefill with a prefix handles at once: bounds its mask."""
 
 
 def attend(
@@ -98,43 +67,40 @@ def attend(
     return out.view(tiles, heads, group, rows, v.shape[-1])
 
 
-def block_logits(
-    q: torch.Tensor, summaries: torch.Tensor, policy: SelectionPolicy, softmax_scale: float
-) -> torch.Tensor:
-    """q: ``[R, Hkv, M, D]`` float32; summaries: ``[R, Hkv, c, D]``; ``[R, Hkv, M, blocks]``."""
-    if policy.score_kind == "cell_mean":
-        logits = torch.matmul(q, summaries.mT)
-        cell_size = CELL_SIZE
-    else:
-        low, high = summaries[:, :, 0::2], summaries[:, :, 1::2]
-        logits = torch.matmul(q.clamp(max=0.0), low.mT) + torch.matmul(q.clamp(min=0.0), high.mT)
-        cell_size = 2 * CELL_SIZE
-    per_block = policy.sel_block_size // cell_size
-    return logits.unflatten(-1, (-1, per_block)).amax(-1).mul_(softmax_scale)
-
-
-def top_blocks(scores: torch.Tensor, first: int, last: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` best candidates, ascending; ties go to the lower index.
-
-    Args:
-        scores: ``[T, Hkv, blocks]`` (overwritten); candidates of tile t: ``[first, last[t])``.
-    """
-    index = torch.arange(scores.shape[-1])
-    outside = (index < first) | (index >= last[:, None])
-    scores.masked_fill_(outside[:, None], float("-inf"))
-    ranked = torch.sort(scores, dim=-1, descending=True, stable=True).indices
-    return ranked[..., :count].sort(dim=-1).values
-
-
 @dataclass(frozen=True)
 class TileGroup:
-    """Tiles with equally many blocks to attend; index tensors only."""
+    """Tiles that attend equally many blocks: selected ones, then sinks, then local ones.
 
-    table: torch.Tensor  # [T, W] int64
-    forced: torch.Tensor  # [T, sinks + locals] int64, sink blocks first
-    num_sink_blocks: int
-    bias: torch.Tensor  # [T or 1, 1, Q, n] over sink, selected, local columns
-    stale: torch.Tensor | None  # [T, last columns] bool: keys past the sequence's end
+    Args:
+        table: ``[1 or T, W]`` int64 page table rows.
+        forced: ``[T, 1, sinks + locals]`` int64 blocks.
+        bias: ``[1 or T, 1, Q, n]``, 0 or -inf, over the keys in the order above.
+        stale: ``[T, 1, last keys, 1]`` bool, keys past the sequence's end; or ``None``.
+        num_blocks: blocks of the longest sequence.
+    """
+
+    table: torch.Tensor
+    forced: torch.Tensor
+    bias: torch.Tensor
+    stale: torch.Tensor | None
+    num_blocks: int
+    _located: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict, repr=False
+    )
+
+    def names(
+        self, reader: RunReader, selected: torch.Tensor | None, sel_block_size: int
+    ) -> torch.Tensor:
+        """Runs to read, ``[T, Hkv, n]``.  selected: ``[T, Hkv, s]`` blocks, or ``None``."""
+        located = self._located.get(reader.geometry)
+        if located is None:
+            every = locate_blocks(reader, self.table, self.num_blocks, sel_block_size)
+            blocks = self.forced.clamp(max=self.num_blocks - 1).expand(-1, reader.heads, -1)
+            located = self._located.setdefault(reader.geometry, (every, pick_blocks(every, blocks)))
+        every, forced = located
+        if selected is None:
+            return forced
+        return torch.cat([pick_blocks(every, selected), forced], dim=-1)
 
 
 def make_tile_group(
@@ -147,48 +113,44 @@ def make_tile_group(
     """Index tensors for ``T`` tiles of ``rows`` queries that do not see everything.
 
     Args:
-        table: ``[T, W]``; first_position: ``[T]`` position of each tile's first query;
+        table: ``[1 or T, W]``; first_position: ``[T]`` position of each tile's first query;
         seq_lens: ``[T]``.
     """
     size = policy.sel_block_size
     window = policy.window_size or 1
+    tiles = first_position.shape[0]
     if policy.selects_blocks:
         tile_start = first_position - first_position % policy.query_tile
         first_local = (tile_start // size - policy.reach_blocks).clamp_(min=0)
-        span = policy.reach_blocks + max(ceil_div(policy.query_tile, size), 1)
+        span = policy.reach_blocks + ceil_div(policy.query_tile, size)
     else:
         first_local = (first_position - window + 1).clamp_(min=0) // size
         span = ceil_div(window + rows - 2, size) + 1
-    sink_columns = torch.arange(policy.sink_blocks).expand(table.shape[0], -1)
-    local = first_local[:, None] + torch.arange(span)
+    sink = torch.arange(policy.sink_blocks).expand(tiles, -1)
+    forced = torch.cat([sink, first_local[:, None] + torch.arange(span)], dim=1)
+    keys = (forced[:, :, None] * size + torch.arange(size)).flatten(1)  # [T, forced keys]
+    key = keys[:, None, :]
     query = (first_position[:, None] + torch.arange(rows))[:, :, None]
-    within = torch.arange(size)
-    key_local = (local[:, :, None] * size + within).flatten(1)[:, None, :]
-    seen_local = key_local <= query
-    sink_tokens = policy.sink_blocks * size
+    seen = key <= query
+    selected_keys = 0
     if policy.selects_blocks:
-        seen_sink = torch.ones(1, 1, sink_tokens + policy.scored_blocks * size, dtype=torch.bool)
+        selected_keys = policy.scored_blocks * size
     else:
-        key_sink = torch.arange(sink_tokens)
-        seen_sink = (key_sink < policy.num_sink)[None, None, :]
-        seen_local = seen_local & (key_local > query - window) & (key_local >= policy.num_sink)
-    seen = torch.cat([seen_sink.expand(*seen_local.shape[:2], -1), seen_local], dim=-1)
-    bias = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
-    if bias.shape[0] > 1 and bool((bias == bias[:1]).all()):
+        is_sink = torch.arange(keys.shape[1]) < policy.sink_blocks * size
+        within = (key > query - window) & (key >= policy.num_sink)
+        seen &= torch.where(is_sink, key < policy.num_sink, within)
+    bias = torch.zeros(tiles, rows, selected_keys + keys.shape[1])
+    bias[..., selected_keys:].masked_fill_(~seen, float("-inf"))
+    if tiles > 1 and bool((bias == bias[:1]).all()):
         bias = bias[:1]
-    key_local = key_local[:, 0, :]
-    key_other = torch.zeros(1, seen.shape[-1] - key_local.shape[1], dtype=torch.long)
-    if not policy.selects_blocks:  # otherwise the sink blocks are complete
-        key_other[0] = torch.arange(sink_tokens)
-    keys = torch.cat([key_other.expand(table.shape[0], -1), key_local], dim=1)
     stale = keys >= seq_lens[:, None]
-    stale_columns = stale.any(0).nonzero()
+    stale_keys = stale.any(0).nonzero()
     return TileGroup(
         table=table,
-        forced=torch.cat([sink_columns, local], dim=1),
-        num_sink_blocks=policy.sink_blocks,
+        forced=forced.unsqueeze(1),
         bias=bias.unsqueeze(1),
-        stale=stale[:, int(stale_columns[0]) :] if stale_columns.numel() else None,
+        stale=stale[:, None, int(stale_keys[0]) :, None] if stale_keys.numel() else None,
+        num_blocks=int((seq_lens.max() - 1) // size) + 1,
     )
 
 
@@ -202,30 +164,22 @@ def attend_tiles(
     softmax_scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of tiles over their sink, selected and local blocks.
+    """Attention of tiles over their selected, sink and local blocks.
 
     Args:
         q: ``[T, Hkv, G, Q, D]``.
         selected: ``[T, Hkv, scored_blocks]`` int64, or ``None``.
     """
-    heads = q.shape[1]
-    forced = group.forced.unsqueeze(1).expand(-1, heads, -1)
-    if selected is None:
-        blocks = forced
-    else:
-        cut = group.num_sink_blocks
-        blocks = torch.cat([forced[..., :cut], selected, forced[..., cut:]], dim=-1)
+    size = policy.sel_block_size
     joined = join_kv(k_cache, v_cache)
-    caches = (joined,) if joined is not None else (k_cache, v_cache)
-    gathered = [read_blocks(cache, group.table, blocks, policy.sel_block_size) for cache in caches]
-    if group.stale is not None:
-        columns = group.stale.shape[1]
-        for rows in gathered:
-            rows[:, :, -columns:].masked_fill_(group.stale[:, None, :, None], 0.0)
-    if joined is not None:
-        k, v = gathered[0].chunk(2, dim=-1)
-    else:
-        k, v = gathered
+    gathered = []
+    for cache in (k_cache, v_cache) if joined is None else (joined,):
+        reader = block_reader(cache, size)
+        rows = reader.read(group.names(reader, selected, size)).flatten(2, 3)
+        if group.stale is not None:
+            rows[:, :, -group.stale.shape[2] :].masked_fill_(group.stale, 0.0)
+        gathered.append(rows)
+    k, v = gathered if joined is None else gathered[0].chunk(2, dim=-1)
     return attend(q, k, v, group.bias, softmax_scale, sinks)
 
 
@@ -257,8 +211,8 @@ def attend_dense(
         )
         return out[0].transpose(0, 1).unflatten(1, (heads, group))
     parts = []
-    for begin in range(0, count, _QUERY_ROWS):
-        end = min(begin + _QUERY_ROWS, count)
+    for begin in range(0, count, _DENSE_ROWS):
+        end = min(begin + _DENSE_ROWS, count)
         keys = length - count + end
         bias = None
         if end - begin > 1:
@@ -280,16 +234,26 @@ def _read_kv(
     return k, v
 
 
+def host_lengths(batch: PagedBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sequence and query lengths as integers (on the CPU they are there already)."""
+
+    def read() -> tuple[tuple[int, ...], tuple[int, ...]]:
+        counts = tuple(b - a for a, b in pairwise(batch.cu_seqlens_q.tolist()))
+        return tuple(batch.seq_lens.tolist()), counts
+
+    if batch.seq_lens_host is not None and batch.query_lens_host is not None:
+        return batch.seq_lens_host, batch.query_lens_host
+    return batch.derived("host lengths", read)
+
+
 @dataclass(frozen=True)
 class DecodePlan:
-    """Decoded tokens of a step: those that see everything, and those that select."""
+    """Decoded tokens of a step: those that see everything, and those that do not."""
 
     dense: tuple[tuple[int, int, int, int], ...]  # (request, first token, end token, keys seen)
     rows: torch.Tensor  # [T] int64 tokens that do not see everything
     group: TileGroup | None
-    own_block: torch.Tensor  # [T]
-    last_candidate: torch.Tensor  # [T]
-    num_blocks: int  # complete blocks that any of them scores
+    scoring: TokenScoring | None
 
 
 def plan_decodes(batch: PagedBatch, rule: SelectionPolicy) -> DecodePlan:
@@ -312,65 +276,16 @@ def plan_decodes(batch: PagedBatch, rule: SelectionPolicy) -> DecodePlan:
                 requests.append(request)
                 positions.append(position)
         token += count
-    position = torch.tensor(positions, dtype=torch.long)
-    group = None
-    if rows:
-        which = torch.tensor(requests)
-        group = make_tile_group(
-            batch.block_table.index_select(0, which).long(),
-            position,
-            1,
-            batch.seq_lens.index_select(0, which).long(),
-            rule,
-        )
-    own_block = position // rule.sel_block_size
+    if not rows:
+        return DecodePlan(tuple(dense), torch.empty(0, dtype=torch.long), None, None)
+    where, which = torch.tensor(positions), torch.tensor(requests)
+    table = batch.block_table.index_select(0, which).long()
     return DecodePlan(
         dense=tuple(dense),
-        rows=torch.tensor(rows, dtype=torch.long),
-        group=group,
-        own_block=own_block,
-        last_candidate=(own_block - rule.reach_blocks).clamp_(min=0),
-        num_blocks=int(own_block.max()) if rows else 0,
+        rows=torch.tensor(rows),
+        group=make_tile_group(table, where, 1, batch.seq_lens.index_select(0, which).long(), rule),
+        scoring=plan_tokens(table, where, rule) if rule.selects_blocks else None,
     )
-
-
-def host_lengths(batch: PagedBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sequence and query lengths as integers (on the CPU they are there already)."""
-
-    def read() -> tuple[tuple[int, ...], tuple[int, ...]]:
-        starts = batch.cu_seqlens_q.tolist()
-        counts = tuple(b - a for a, b in pairwise(starts))
-        return tuple(batch.seq_lens.tolist()), counts
-
-    if batch.seq_lens_host is not None and batch.query_lens_host is not None:
-        return batch.seq_lens_host, batch.query_lens_host
-    return batch.derived("host lengths", read)
-
-
-def select_decodes(
-    q: torch.Tensor,
-    k_summary: torch.Tensor,
-    plan: DecodePlan,
-    rule: SelectionPolicy,
-    softmax_scale: float,
-) -> torch.Tensor:
-    """Blocks chosen for the selecting tokens of ``plan``.
-
-    Args:
-        q: ``[T, Hkv, G, D]``.
-
-    Returns:
-        ``[T, Hkv, scored_blocks]`` int64, ascending.
-    """
-    if plan.group is None:
-        raise ValueError("plan: expected at least one selecting token, got none")
-    vectors = plan.num_blocks * rule.sel_block_size // CELL_SIZE
-    summaries = read_summaries(k_summary, plan.group.table, vectors)
-    logits = block_logits(q.float(), summaries, rule, softmax_scale)
-    own = plan.own_block[:, None, None, None]
-    logits.masked_fill_(torch.arange(plan.num_blocks) >= own, float("-inf"))
-    scores = torch.softmax(logits, dim=-1).sum(2)
-    return top_blocks(scores, rule.sink_blocks, plan.last_candidate, rule.scored_blocks)
 
 
 @dataclass(frozen=True)
@@ -379,7 +294,8 @@ class PrefillPlan:
 
     dense_end: int  # first query position that does not see everything
     tile: int
-    groups: tuple[tuple[int, TileGroup], ...]  # (position of the group's first tile, tiles)
+    groups: tuple[tuple[int, int, TileGroup], ...]  # (position of the first tile, tiles, group)
+    summaries: SummaryIndex
 
 
 def plan_prefill(
@@ -388,8 +304,7 @@ def plan_prefill(
     """Index tensors of the prefill of ``request`` in groups of at most ``group_tiles`` tiles."""
     lengths, counts = host_lengths(batch)
     length = lengths[request]
-    position = length - counts[request]
-    low, high = position, length
+    low, high = length - counts[request], length
     while low < high:  # sees_all never becomes true again once it is false
         middle = (low + high) // 2
         low, high = (middle + 1, high) if policy.sees_all(middle) else (low, middle)
@@ -401,138 +316,91 @@ def plan_prefill(
         count = min(group_tiles, ceil_div(length - start, tile))
         firsts = start + tile * torch.arange(count)
         lens = torch.full((count,), length)
-        groups.append((start, make_tile_group(table.expand(count, -1), firsts, tile, lens, policy)))
+        groups.append((start, count, make_tile_group(table, firsts, tile, lens, policy)))
         start += count * tile
-    return PrefillPlan(dense_end=low, tile=tile, groups=tuple(groups))
+    blocks = (length - 1) // policy.sel_block_size
+    return PrefillPlan(low, tile, tuple(groups), SummaryIndex(table, blocks))
 
 
-def select_prefill(
-    q: torch.Tensor,
-    position: int,
-    k_summary: torch.Tensor,
-    pages: torch.Tensor,
-    policy: SelectionPolicy,
-    softmax_scale: float,
-) -> torch.Tensor:
-    """Blocks chosen for consecutive tiles.
+@dataclass(frozen=True)
+class PagedOperands:
+    """The tensors of one layer's call."""
 
-    Args:
-        q: ``[n, Hkv, G, D]``, queries from ``position`` on.
-        pages: ``[1, W]`` int64.
-
-    Returns:
-        ``[tiles, Hkv, scored_blocks]`` int64 for the tiles that hold the queries.
-    """
-    count, heads, group, _ = q.shape
-    tile, size = policy.query_tile, policy.sel_block_size
-    blocks = (position + count - 1) // size
-    summaries = read_summaries(k_summary, pages, blocks * size // CELL_SIZE)
-    first_tile = position // tile
-    tiles = (position + count - 1) // tile - first_tile + 1
-    scores = torch.zeros(tiles, heads, blocks)
-    for begin in range(0, count, _QUERY_ROWS):
-        rows = q[begin : begin + _QUERY_ROWS].float()
-        where = position + begin + torch.arange(rows.shape[0])
-        flat = rows.permute(1, 2, 0, 3).reshape(1, heads, -1, rows.shape[-1])
-        logits = block_logits(flat, summaries, policy, softmax_scale)
-        logits = logits.view(heads, group, rows.shape[0], blocks)
-        future = torch.arange(blocks) >= (where // size)[:, None]
-        probs = torch.softmax(logits.masked_fill_(future, float("-inf")), dim=-1).sum(1)
-        scores.index_add_(0, where // tile - first_tile, probs.transpose(0, 1))
-    starts = (first_tile + torch.arange(tiles)) * tile
-    last = (starts // size - policy.reach_blocks).clamp_(min=0)
-    return top_blocks(scores, policy.sink_blocks, last, policy.scored_blocks)
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k_summary: torch.Tensor | None
+    sinks: torch.Tensor | None
+    softmax_scale: float
 
 
 def paged_attention_eager(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    operands: PagedOperands,
     batch: PagedBatch,
     policy: SelectionPolicy,
-    softmax_scale: float,
-    k_summary: torch.Tensor | None,
-    sinks: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     """Torch form of :func:`sparsek_kernels.paged.paged_attention`; writes ``out``."""
-    heads = k_cache.shape[1]
+    heads = operands.k_cache.shape[1]
     grouped = q.unflatten(1, (heads, -1))
     result = out.unflatten(1, (heads, -1))
     if batch.num_decodes:
-        _decode(
-            grouped,
-            k_cache,
-            v_cache,
-            batch,
-            policy.per_token(),
-            softmax_scale,
-            k_summary,
-            sinks,
-            result,
-        )
-    lengths, counts = host_lengths(batch)
+        _decode(grouped, operands, batch, policy.per_token(), result)
+    _, counts = host_lengths(batch)
     token = sum(counts[: batch.num_decodes])
     for request in range(batch.num_decodes, batch.num_requests):
-        count = counts[request]
-        if count:
-            _prefill(
-                grouped[token : token + count],
-                k_cache,
-                v_cache,
-                batch,
-                request,
-                lengths[request],
-                policy,
-                softmax_scale,
-                k_summary,
-                sinks,
-                result[token : token + count],
-            )
-        token += count
+        part = slice(token, token + counts[request])
+        if counts[request]:
+            _prefill(grouped[part], operands, batch, request, policy, result[part])
+        token = part.stop
 
 
 def _decode(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    operands: PagedOperands,
     batch: PagedBatch,
     rule: SelectionPolicy,
-    softmax_scale: float,
-    k_summary: torch.Tensor | None,
-    sinks: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
+    scale, sinks = operands.softmax_scale, operands.sinks
     plan = batch.derived(("decode", rule), lambda: plan_decodes(batch, rule))
     for request, begin, end, length in plan.dense:
         pages = batch.block_table[request].long()
-        k, v = _read_kv(k_cache, v_cache, pages, length)
-        out[begin:end] = attend_dense(q[begin:end], k, v, softmax_scale, sinks)
+        k, v = _read_kv(operands.k_cache, operands.v_cache, pages, length)
+        out[begin:end] = attend_dense(q[begin:end], k, v, scale, sinks)
     if plan.group is None:
         return
-    rows = q if plan.rows.numel() == q.shape[0] else q.index_select(0, plan.rows)
+    every = plan.rows.numel() == q.shape[0]
+    rows = q if every else q.index_select(0, plan.rows)
     selected = None
-    if rule.selects_blocks and k_summary is not None:
-        selected = select_decodes(rows, k_summary, plan, rule, softmax_scale)
+    if plan.scoring is not None and operands.k_summary is not None:
+        selected = select_tokens(rows, operands.k_summary, plan.scoring, rule, scale)
     attended = attend_tiles(
-        rows.unsqueeze(3), k_cache, v_cache, plan.group, selected, rule, softmax_scale, sinks
-    )
-    out[plan.rows] = attended.squeeze(3)
+        rows.unsqueeze(3),
+        operands.k_cache,
+        operands.v_cache,
+        plan.group,
+        selected,
+        rule,
+        scale,
+        sinks,
+    ).squeeze(3)
+    if every:
+        out.copy_(attended)
+    else:
+        out[plan.rows] = attended
 
 
 def _prefill(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    operands: PagedOperands,
     batch: PagedBatch,
     request: int,
-    length: int,
     policy: SelectionPolicy,
-    softmax_scale: float,
-    k_summary: torch.Tensor | None,
-    sinks: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
+    k_cache, v_cache = operands.k_cache, operands.v_cache
+    scale, sinks = operands.softmax_scale, operands.sinks
     heads, dim = k_cache.shape[1], k_cache.shape[-1]
     per_tile = heads * dim * (policy.budget_blocks + 1) * policy.sel_block_size
     group_tiles = max(_GATHER_ELEMENTS // per_tile, 1)
@@ -540,26 +408,24 @@ def _prefill(
         ("prefill", request, policy, group_tiles),
         lambda: plan_prefill(batch, request, policy, group_tiles),
     )
-    pages = batch.block_table[request : request + 1].long()
+    lengths, _ = host_lengths(batch)
+    length = lengths[request]
     start = length - q.shape[0]
     if plan.dense_end > start:
         count = plan.dense_end - start
-        k, v = _read_kv(k_cache, v_cache, pages[0], plan.dense_end)
-        out[:count] = attend_dense(q[:count], k, v, softmax_scale, sinks)
-    tile = plan.tile
-    for first, group in plan.groups:
-        tiles = group.table.shape[0]
+        pages = batch.block_table[request].long()
+        k, v = _read_kv(k_cache, v_cache, pages, plan.dense_end)
+        out[:count] = attend_dense(q[:count], k, v, scale, sinks)
+    for first, tiles, group in plan.groups:
         begin = max(first, plan.dense_end, start)
-        end = min(first + tiles * tile, length)
+        end = min(first + tiles * plan.tile, length)
         rows = q[begin - start : end - start]
         selected = None
-        if policy.selects_blocks and k_summary is not None:
-            selected = select_prefill(rows, begin, k_summary, pages, policy, softmax_scale)
-        padded = q.new_zeros(tiles * tile, *q.shape[1:])
+        if policy.selects_blocks and operands.k_summary is not None:
+            selected = select_tiles(rows, begin, operands.k_summary, plan.summaries, policy, scale)
+        padded = q.new_zeros(tiles * plan.tile, *q.shape[1:])
         padded[begin - first : end - first] = rows
-        padded = padded.unflatten(0, (tiles, tile)).permute(0, 2, 3, 1, 4)
-        attended = attend_tiles(
-            padded, k_cache, v_cache, group, selected, policy, softmax_scale, sinks
-        )
+        padded = padded.unflatten(0, (tiles, plan.tile)).permute(0, 2, 3, 1, 4)
+        attended = attend_tiles(padded, k_cache, v_cache, group, selected, policy, scale, sinks)
         attended = attended.permute(0, 3, 1, 2, 4).flatten(0, 1)
         out[begin - start : end - start] = attended[begin - first : end - first]

@@ -1,15 +1,15 @@
-"""Reading blocks of a paged cache into contiguous tensors, for the torch path.
+"""Reading runs of a paged cache into contiguous tensors, for the torch path.
 
-A page of the cache is usually one run of memory per KV head, but pages need not be adjacent (their
-tails hold summaries) and K and V of a token may sit side by side.  Where the strides allow it the
-cache is viewed as equal runs of memory ("units") and read with one ``index_select``, which copies
-whole runs; any other layout goes through advanced indexing.
+A *run* is consecutive tokens of one KV head inside one page.  Pages need not be adjacent (their
+tails hold summaries), and K and V of a token may sit side by side.  Where the strides allow it,
+the cache is viewed as equal pieces of memory ("units") and runs are read with one ``index_select``
+that copies whole pieces; any other layout goes through advanced indexing.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Hashable
 
 import torch
 
@@ -32,79 +32,102 @@ def join_kv(k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor | None
     )
 
 
-@dataclass(frozen=True)
-class BlockReader:
-    """Reads runs of ``run_tokens`` tokens of one KV head.
+class RunReader:
+    """Reads runs of ``run_tokens`` tokens, named by integers that :meth:`locate` hands out.
 
-    ``run_tokens`` divides the page size; run ``r`` of page ``p`` holds the page's tokens from
-    ``r * run_tokens``.
-    """
-
-    cache: torch.Tensor
-    run_tokens: int
-
-    def read(self, pages: torch.Tensor, runs: torch.Tensor | None) -> torch.Tensor:
-        """Gather runs for every KV head.
-
-        Args:
-            pages: ``[..., Hkv, n]`` int64 physical pages.
-            runs: likewise, run within the page; ``None`` when a page is one run.
-
-        Returns:
-            ``[..., Hkv, n, run_tokens, D]``, freshly allocated.
-        """
-        cache = self.cache
-        heads, page_size, dim = cache.shape[1:]
-        head = torch.arange(heads).view(heads, 1)
-        run_elements = self.run_tokens * dim
-        contiguous = cache.stride(3) == 1 and cache.stride(2) == dim
-        unit = math.gcd(run_elements, cache.stride(0), cache.stride(1), cache.storage_offset())
-        if contiguous and unit >= dim:
-            storage_units = cache.untyped_storage().nbytes() // cache.element_size() // unit
-            flat = cache.as_strided((storage_units, unit), (unit, 1), 0)
-            index = pages * (cache.stride(0) // unit) + head * (cache.stride(1) // unit)
-            if runs is not None:
-                index = index + runs * (run_elements // unit)
-            index = index + cache.storage_offset() // unit
-            per_run = run_elements // unit
-            if per_run > 1:
-                index = index.unsqueeze(-1) + torch.arange(per_run)
-            rows = flat.index_select(0, index.flatten())
-            return rows.view(*pages.shape, self.run_tokens, dim)
-        split = cache.unflatten(2, (page_size // self.run_tokens, self.run_tokens))
-        run = torch.zeros_like(pages) if runs is None else runs
-        return split[pages, head.expand_as(pages), run]
-
-
-def read_blocks(
-    cache: torch.Tensor, table: torch.Tensor, blocks: torch.Tensor, sel_block_size: int
-) -> torch.Tensor:
-    """Gather selection blocks by logical index.
+    The integers depend on the cache's geometry alone (:attr:`geometry`), so that layers of one
+    geometry can share them.
 
     Args:
-        cache: ``[P, Hkv, page_size, D]``.
-        table: ``[T, W]`` int64 page table row of each tile.
-        blocks: ``[T, Hkv, n]`` int64 logical blocks; ones past the table read its last page.
-        sel_block_size: tokens per block; divides the page size or is a multiple of it.
+        cache: ``[P, Hkv, page_size, D]``, any strides.
+        run_tokens: tokens of a run; divides the page size.
+    """
+
+    def __init__(self, cache: torch.Tensor, run_tokens: int) -> None:
+        _, self.heads, self.page_size, self.dim = cache.shape
+        self.run_tokens = run_tokens
+        self.runs_per_page = self.page_size // run_tokens
+        self._cache = cache
+        page_stride, head_stride, token_stride, last = cache.stride()
+        offset = cache.storage_offset()
+        run_elements = run_tokens * self.dim
+        unit = math.gcd(run_elements, page_stride, head_stride, offset)
+        self.geometry: Hashable = (cache.shape[1:], cache.stride(), offset, run_tokens)
+        self._flat: torch.Tensor | None = None
+        if last == 1 and token_stride == self.dim and unit >= self.dim:
+            units = cache.untyped_storage().nbytes() // cache.element_size() // unit
+            self._flat = cache.as_strided((units, unit), (unit, 1), 0)
+            self._units_per_run = run_elements // unit
+            self._page_units, self._head_units = page_stride // unit, head_stride // unit
+            self._offset_units = offset // unit
+
+    def locate(self, pages: torch.Tensor, runs: torch.Tensor | int = 0) -> torch.Tensor:
+        """Name runs of every KV head.
+
+        Args:
+            pages: ``[T, 1 or Hkv, n]`` int64 physical pages.
+            runs: likewise, run within the page.
+
+        Returns:
+            ``[T, Hkv, n]`` int64.
+        """
+        head = torch.arange(self.heads).view(self.heads, 1)
+        if self._flat is None:
+            return (pages * self.heads + head) * self.runs_per_page + runs
+        start = pages * self._page_units + head * self._head_units + self._offset_units
+        return start + runs * self._units_per_run
+
+    def read(self, names: torch.Tensor) -> torch.Tensor:
+        """Copy runs.  names: ``[...]`` of :meth:`locate`; returns ``[..., run_tokens, D]``."""
+        shape = (*names.shape, self.run_tokens, self.dim)
+        if self._flat is not None:
+            if self._units_per_run > 1:
+                names = names.unsqueeze(-1) + torch.arange(self._units_per_run)
+            return self._flat.index_select(0, names.flatten()).view(shape)
+        split = self._cache.unflatten(2, (self.runs_per_page, self.run_tokens))
+        place = names // self.runs_per_page
+        return split[place // self.heads, place % self.heads, names % self.runs_per_page]
+
+
+def block_reader(cache: torch.Tensor, sel_block_size: int) -> RunReader:
+    """Reader whose runs make up blocks: a block in one run, or in several whole pages."""
+    return RunReader(cache, min(sel_block_size, cache.shape[2]))
+
+
+def locate_blocks(
+    reader: RunReader, table: torch.Tensor, num_blocks: int, sel_block_size: int
+) -> torch.Tensor:
+    """Name the runs of the first ``num_blocks`` blocks of sequences.
+
+    Args:
+        table: ``[T, W]`` int64 page table rows; blocks past them name the last page.
 
     Returns:
-        ``[T, Hkv, n * sel_block_size, D]``.
+        ``[T, Hkv, num_blocks, runs per block]`` int64.
     """
-    page_size = cache.shape[2]
-    tiles, heads, count = blocks.shape
-    if page_size >= sel_block_size:
-        per_page = page_size // sel_block_size
-        logical = blocks // per_page
-        runs = blocks % per_page if per_page > 1 else None
-        reader = BlockReader(cache, sel_block_size)
-    else:
-        per_block = sel_block_size // page_size
-        logical = (blocks.unsqueeze(-1) * per_block + torch.arange(per_block)).flatten(2)
-        runs = None
-        reader = BlockReader(cache, page_size)
-    logical = logical.clamp_(max=table.shape[1] - 1)
-    pages = torch.gather(table.unsqueeze(1).expand(-1, heads, -1), 2, logical)
-    return reader.read(pages, runs).view(tiles, heads, count * sel_block_size, cache.shape[-1])
+    per_block = sel_block_size // reader.run_tokens
+    run = torch.arange(num_blocks * per_block)
+    logical = (run // reader.runs_per_page).clamp_(max=table.shape[1] - 1)
+    pages = table.index_select(1, logical).unsqueeze(1)
+    return reader.locate(pages, run % reader.runs_per_page).unflatten(2, (num_blocks, per_block))
+
+
+def pick_blocks(located: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Names of chosen blocks' runs.
+
+    Args:
+        located: ``[1 or T, Hkv, num_blocks, runs per block]`` of :func:`locate_blocks`.
+        blocks: ``[T, Hkv, n]`` int64.
+
+    Returns:
+        ``[T, Hkv, n * runs per block]``.
+    """
+    per_block = located.shape[-1]
+    source = located.expand(blocks.shape[0], -1, -1, -1)
+    if per_block == 1:
+        return source.squeeze(-1).gather(2, blocks)
+    index = blocks.unsqueeze(-1).expand(-1, -1, -1, per_block)
+    return source.gather(2, index).flatten(2)
 
 
 def read_sequence(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
@@ -117,27 +140,7 @@ def read_sequence(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torc
     Returns:
         ``[Hkv, length, D]`` (a view of a fresh copy).
     """
-    heads, page_size, dim = cache.shape[1:]
-    count = -(-length // page_size)
-    index = pages[:count].expand(heads, count)
-    rows = BlockReader(cache, page_size).read(index, None)
-    return rows.view(heads, count * page_size, dim)[:, :length]
-
-
-def read_summaries(k_summary: torch.Tensor, table: torch.Tensor, num_vectors: int) -> torch.Tensor:
-    """Summary vectors of sequences.
-
-    Args:
-        k_summary: ``[P, Hkv, vectors per page, D]``.
-        table: ``[R, W]`` int64 page table rows.
-        num_vectors: vectors wanted of each sequence.
-
-    Returns:
-        ``[R, Hkv, num_vectors, D]`` float32.
-    """
-    heads, per_page, dim = k_summary.shape[1:]
-    requests = table.shape[0]
-    count = -(-num_vectors // per_page)
-    pages = table[:, :count].unsqueeze(1).expand(requests, heads, count)
-    rows = BlockReader(k_summary, per_page).read(pages, None)
-    return rows.view(requests, heads, count * per_page, dim)[:, :, :num_vectors].float()
+    reader = RunReader(cache, cache.shape[2])
+    count = -(-length // reader.page_size)
+    rows = reader.read(reader.locate(pages[:count].view(1, 1, count)))
+    return rows.view(reader.heads, -1, reader.dim)[:, :length]

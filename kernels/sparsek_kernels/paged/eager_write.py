@@ -1,0 +1,49 @@
+"""Torch form of the cache write: keys, values and the summaries of the cells they touch."""
+
+from __future__ import annotations
+
+import torch
+
+from .policy import CELL_SIZE
+
+
+def write_kv_eager(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_summary: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    score_kind: str,
+) -> None:
+    """Torch form of :func:`sparsek_kernels.paged.write_kv`."""
+    page_size = k_cache.shape[2]
+    slots = slot_mapping[: key.shape[0]]
+    if bool((slots < 0).any()):
+        keep = slots >= 0
+        slots, key, value = slots[keep], key[keep], value[keep]
+    if slots.numel() == 0:
+        return
+    pages, offsets = slots // page_size, slots % page_size
+    k_cache[pages, :, offsets] = key.to(k_cache.dtype)
+    v_cache[pages, :, offsets] = value.to(v_cache.dtype)
+    if k_summary is None:
+        return
+    cell_size = CELL_SIZE if score_kind == "cell_mean" else 2 * CELL_SIZE
+    filled = offsets % cell_size + 1
+    if slots.numel() > 1:  # keep the last token of each cell: it knows how much the cell holds
+        last = filled == cell_size
+        last[:-1] |= slots[1:] != slots[:-1] + 1
+        last[-1] = True
+        pages, offsets, filled = pages[last], offsets[last], filled[last]
+    cell = offsets // cell_size
+    rows = k_cache.unflatten(2, (-1, cell_size))[pages, :, cell].float()
+    written = (torch.arange(cell_size) < filled[:, None])[:, None, :, None]
+    if score_kind == "cell_mean":
+        total = rows.masked_fill_(~written, 0.0).sum(2)
+        k_summary[pages, :, cell] = (total / filled[:, None, None]).to(k_summary.dtype)
+        return
+    low = rows.masked_fill(~written, float("inf")).amin(2)
+    high = rows.masked_fill(~written, float("-inf")).amax(2)
+    k_summary[pages, :, 2 * cell] = low.to(k_summary.dtype)
+    k_summary[pages, :, 2 * cell + 1] = high.to(k_summary.dtype)
