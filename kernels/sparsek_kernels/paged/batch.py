@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 import torch
@@ -60,3 +60,35 @@ class PagedBatch:
         if key not in self._derived:
             self._derived[key] = build()
         return cast(_T, self._derived[key])
+
+    def part(self, first: int, last: int) -> PagedBatch:
+        """The requests ``first .. last - 1``; query tokens keep their offsets in the whole batch.
+
+        Args:
+            first: at ``num_decodes`` or after it, or 0 with ``last == num_decodes``.
+            last: one past the last request.
+
+        Raises:
+            ValueError: decodes and prefills would be mixed.
+        """
+        if first < self.num_decodes and (first, last) != (0, self.num_decodes):
+            raise ValueError(
+                f"first, last: expected all {self.num_decodes} decodes or prefills only, "
+                f"got {first}, {last}"
+            )
+        decodes = first < self.num_decodes
+        key = ("part", first, last)
+        return self.derived(
+            key,
+            lambda: replace(
+                self,
+                block_table=self.block_table[first:last],
+                seq_lens=self.seq_lens[first:last],
+                cu_seqlens_q=self.cu_seqlens_q[first : last + 1],
+                num_decodes=self.num_decodes if decodes else 0,
+                num_decode_tokens=self.num_decode_tokens if decodes else 0,
+                seq_lens_host=self.seq_lens_host[first:last] if self.seq_lens_host else None,
+                query_lens_host=self.query_lens_host[first:last] if self.query_lens_host else None,
+                _derived={},
+            ),
+        )

@@ -347,7 +347,7 @@ def paged_attention_eager(
     if batch.num_decodes:
         _decode(grouped, operands, batch, policy.per_token(), result)
     _, counts = host_lengths(batch)
-    token = sum(counts[: batch.num_decodes])
+    token = int(batch.cu_seqlens_q[batch.num_decodes])
     for request in range(batch.num_decodes, batch.num_requests):
         part = slice(token, token + counts[request])
         if counts[request]:

@@ -1,0 +1,124 @@
+"""Prefills that attend everything, through the FlashAttention that vLLM ships.
+
+A prompt within the budget has nothing to gain from selection and must lose nothing either: it
+takes the fastest dense kernel on the machine, over the same pages.  Where vLLM has no
+FlashAttention for a layer, SparseK's own dense path serves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.policy import SelectionPolicy
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring requests of a step that take the same path.
+
+    Args:
+        batch: the requests.
+        dense: whether all of them see everything (or slide a window without sinks).
+        max_query_len, max_seq_len: bounds over the run, on the host.
+    """
+
+    batch: PagedBatch
+    dense: bool
+    max_query_len: int
+    max_seq_len: int
+
+
+def is_flash_mask(policy: SelectionPolicy) -> bool:
+    """Whether FlashAttention has this policy's mask at any length."""
+    return policy.is_dense or (policy.num_sink == 0 and not policy.selects_blocks)
+
+
+def split_runs(
+    batch: PagedBatch,
+    policy: SelectionPolicy,
+    seq_lens: Sequence[int],
+    query_lens: Sequence[int],
+) -> tuple[Run, ...]:
+    """Split a step into its decodes and runs of dense and sparse prefills.
+
+    Args:
+        seq_lens, query_lens: of every request, on the host, exact for prefills.
+    """
+    always = is_flash_mask(policy)
+    runs = []
+    if batch.num_decodes:
+        runs.append(Run(batch.part(0, batch.num_decodes), False, 0, 0))
+    first = batch.num_decodes
+    while first < batch.num_requests:
+        dense = always or policy.sees_all(max(seq_lens[first] - 1, 0))
+        last = first + 1
+        while last < batch.num_requests and dense == (
+            always or policy.sees_all(max(seq_lens[last] - 1, 0))
+        ):
+            last += 1
+        runs.append(
+            Run(
+                batch=batch.part(first, last),
+                dense=dense,
+                max_query_len=max(query_lens[first:last]),
+                max_seq_len=max(seq_lens[first:last]),
+            )
+        )
+        first = last
+    return tuple(runs)
+
+
+class FlashPrefill:
+    """vLLM's FlashAttention over our pages.
+
+    Args:
+        attend: ``flash_attn_varlen_func``.
+        version: its ``fa_version``.
+    """
+
+    def __init__(self, attend: Callable[..., Any], version: int) -> None:
+        self._attend = attend
+        self.version = version
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        run: Run,
+        *,
+        softmax_scale: float,
+        window_size: int | None,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend the queries of ``run``.
+
+        Args:
+            q: ``[T, Hq, D]`` of the whole step; out likewise, written for the run.
+            k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``.
+            window_size: latest keys a query sees, or ``None`` for all.
+            sinks: ``[Hq]`` learned logits, or ``None``.
+        """
+        left = -1 if window_size is None else window_size - 1
+        self._attend(
+            q=q,
+            k=k_cache.transpose(1, 2),
+            v=v_cache.transpose(1, 2),
+            out=out,
+            cu_seqlens_q=run.batch.cu_seqlens_q,
+            max_seqlen_q=run.max_query_len,
+            seqused_k=run.batch.seq_lens,
+            max_seqlen_k=run.max_seq_len,
+            softmax_scale=softmax_scale,
+            causal=True,
+            window_size=[left, 0 if left >= 0 else -1],
+            block_table=run.batch.block_table,
+            fa_version=self.version,
+            s_aux=sinks,
+        )
