@@ -121,7 +121,7 @@ def _repeat(fn: Callable[[], object], calls: int) -> Callable[[], object]:
 
 
 def _capture(fn: Callable[[], object]) -> Callable[[], object]:
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         fn()
@@ -148,8 +148,8 @@ class _CudaClock:
     def __init__(self, device: torch.device) -> None:
         size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
         self._scratch = torch.empty(max(size, 1 << 29), dtype=torch.int8, device=device)
-        self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
 
     def sample(self, call: Timed) -> float:
         """Milliseconds of `call.fn()` on the device."""
