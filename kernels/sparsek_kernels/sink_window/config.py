@@ -64,8 +64,9 @@ class LaunchConfig:
         dq: tile of the query-major backward kernel.
         sink: tile of the sink-key backward kernel (``block_n`` sink keys per program).
         sink_block: sink keys per step of the query-major kernels.
-        hopper_forward: use the warp-specialised forward kernel of ``kernels_hopper_fwd``.
-        hopper_backward: use the fused backward kernel of ``kernels_hopper_bwd``.
+        hopper_forward: tile of the warp-specialised forward kernel, where that one is used.
+        hopper_backward: tile of the fused backward kernel, where that one is used.
+        ping_pong: whether the two warpgroups of ``hopper_forward`` take turns.
         precision: input precision of dot products.
     """
 
@@ -74,8 +75,9 @@ class LaunchConfig:
     dq: TileConfig
     sink: TileConfig
     sink_block: int
-    hopper_forward: bool = False
-    hopper_backward: bool = False
+    hopper_forward: TileConfig | None = None
+    hopper_backward: TileConfig | None = None
+    ping_pong: bool = True
     precision: str = "tf32"
 
 
@@ -125,7 +127,17 @@ def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchC
     if dtype == torch.float32:
         return _fp32_config(shape)
     config = _half_config(shape, arch)
-    if arch == 90 and shape.head_dim <= 64 and shape.num_q * shape.num_heads <= 8192:
+    dim = shape.padded_dim
+    rows = shape.num_q * shape.num_heads * shape.batch
+    if arch != 90:
+        return config
+    if rows <= 8192:
         # Few rows: smaller tiles so that every multiprocessor gets one.
-        config = replace(config, forward=TileConfig(64, 128, 4, 2))
-    return config
+        return replace(config, forward=TileConfig(64, 128 if dim <= 64 else 64, 4, 2))
+    if shape.head_dim not in (64, 128) or shape.num_sink > 64:
+        return config
+    return replace(
+        config,
+        hopper_forward=TileConfig(128, 128, 4, 2),
+        hopper_backward=TileConfig(64, 128, 8, 2),
+    )

@@ -20,7 +20,7 @@ from sparsek_kernels.common.softmax import softmax_finish, softmax_init, softmax
 def _attend_blocks(
     acc,
     m,
-    l,
+    total,
     q,
     k_ptr,
     v_ptr,
@@ -76,10 +76,10 @@ def _attend_blocks(
                     pos[:, None], key[None, :], num_sink, window_size, CAUSAL, WINDOWED, True
                 )
             scores = tl.where(seen, scores, float("-inf"))
-        m, l, p, alpha = softmax_step(m, l, scores, scale_log2, PHASE != 0)
+        m, total, p, alpha = softmax_step(m, total, scores, scale_log2, PHASE != 0)
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # [BLOCK_M, BLOCK_D]
-    return acc, m, l
+    return acc, m, total
 
 
 @triton.jit
@@ -171,35 +171,39 @@ def sink_window_fwd_kernel(
     sink_logit = 0.0
     if HAS_SINKS:
         sink_logit = tl.load(sinks_ptr + head).to(tl.float32)
-    m, l = softmax_init(sink_logit, BLOCK_M, HAS_SINKS)
+    m, total = softmax_init(sink_logit, BLOCK_M, HAS_SINKS)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)  # [BLOCK_M, BLOCK_D]
     scale_log2 = scale * 1.4426950408889634
 
     if HAS_SINK_KEYS:
         sink_end = tl.minimum(num_sink, start)
-        acc, m, l = _attend_blocks(
-            acc, m, l, q, k_base, v_base, scale_log2, stride_kt, stride_kd, stride_vt, stride_vd, pos,
+        acc, m, total = _attend_blocks(
+            acc, m, total, q, k_base, v_base, scale_log2,
+            stride_kt, stride_kd, stride_vt, stride_vd, pos,
             0, tl.cdiv(sink_end, BLOCK_S), sink_end, num_sink, window_size,
             2, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_S, BLOCK_D, PRECISION, 1,
         )  # fmt: skip
     if WINDOWED:
-        acc, m, l = _attend_blocks(
-            acc, m, l, q, k_base, v_base, scale_log2, stride_kt, stride_kd, stride_vt, stride_vd, pos,
+        acc, m, total = _attend_blocks(
+            acc, m, total, q, k_base, v_base, scale_log2,
+            stride_kt, stride_kd, stride_vt, stride_vd, pos,
             start, n_left, k_len, num_sink, window_size,
             1, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_D, PRECISION, 1,
         )  # fmt: skip
-    acc, m, l = _attend_blocks(
-        acc, m, l, q, k_base, v_base, scale_log2, stride_kt, stride_kd, stride_vt, stride_vd, pos,
+    acc, m, total = _attend_blocks(
+        acc, m, total, q, k_base, v_base, scale_log2,
+            stride_kt, stride_kd, stride_vt, stride_vd, pos,
         start + n_left * BLOCK_N, n_full - n_left, k_len, num_sink, window_size,
         0, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_D, PRECISION, NUM_STAGES,
     )  # fmt: skip
-    acc, m, l = _attend_blocks(
-        acc, m, l, q, k_base, v_base, scale_log2, stride_kt, stride_kd, stride_vt, stride_vd, pos,
+    acc, m, total = _attend_blocks(
+        acc, m, total, q, k_base, v_base, scale_log2,
+            stride_kt, stride_kd, stride_vt, stride_vd, pos,
         start + n_full * BLOCK_N, n_all - n_full, k_len, num_sink, window_size,
         1, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_D, PRECISION, 1,
     )  # fmt: skip
 
-    inv_l, lse = softmax_finish(m, l)
+    inv_l, lse = softmax_finish(m, total)
     acc = acc * inv_l[:, None]
     out_base = out_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
     out_ptrs = out_base + q_rows[:, None] * stride_ot + offs_d[None, :] * stride_od

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 
 from sparsek_kernels.common.launching import CompiledLaunch, launch
-from sparsek_kernels.common.sequences import tile_map_kernel
-from sparsek_kernels.sink_window.config import LaunchConfig, ProblemShape, select_config
+from sparsek_kernels.sink_window.calls import Call
+from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig
 from sparsek_kernels.sink_window.kernels_bwd import (
     sink_window_bwd_delta_kernel,
     sink_window_bwd_dkdv_kernel,
@@ -18,93 +17,14 @@ from sparsek_kernels.sink_window.kernels_bwd import (
 )
 from sparsek_kernels.sink_window.kernels_bwd_sink import sink_window_bwd_sink_kernel
 from sparsek_kernels.sink_window.kernels_fwd import sink_window_fwd_kernel
+from sparsek_kernels.sink_window.launch_hopper import (
+    backward_hopper,
+    describable,
+    forward_hopper,
+)
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
 _SINK_PROGRAMS = 264  # two per multiprocessor of the largest GPUs
-
-
-@lru_cache(maxsize=64)
-def device_arch(device: torch.device) -> int:
-    """Ten times the compute capability; CPU tensors (the interpreter) count as 80."""
-    if device.type != "cuda":
-        return 80
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
-
-
-def problem_shape(
-    q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec, cu_seqlens_q: torch.Tensor | None
-) -> ProblemShape:
-    """Sizes of a call for :func:`select_config`."""
-    return ProblemShape(
-        batch=q.shape[0],
-        num_q=q.shape[1],
-        num_k=k.shape[1],
-        num_heads=q.shape[2],
-        num_kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        num_sink=spec.num_sink,
-        window_size=spec.window_size,
-        causal=spec.causal,
-        num_seqs=None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
-    )
-
-
-def tile_map(cu_seqlens: torch.Tensor, total: int, block: int) -> torch.Tensor:
-    """``[tiles, 2]`` int32 (sequence, block), one per block of a packed sequence, -1 padded.
-
-    The number of rows is an upper bound known on the host, so nothing waits for the device.
-    """
-    num_seqs = cu_seqlens.shape[0] - 1
-    num_tiles = total // block + num_seqs
-    tiles = torch.empty((num_tiles, 2), dtype=torch.int32, device=cu_seqlens.device)
-    tile_map_kernel[(num_seqs + 1,)](tiles, cu_seqlens, num_seqs, num_tiles, block, 256)
-    return tiles
-
-
-class _Call:
-    """What the launches of one call share."""
-
-    def __init__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        spec: AttentionSpec,
-        cu_seqlens_q: torch.Tensor | None,
-        cu_seqlens_k: torch.Tensor | None,
-        config: LaunchConfig | None,
-    ) -> None:
-        self.shape = problem_shape(q, k, spec, cu_seqlens_q)
-        self.config = config or select_config(self.shape, q.dtype, device_arch(q.device))
-        self.varlen = cu_seqlens_q is not None
-        self.cu_q = cu_seqlens_q if cu_seqlens_q is not None else q
-        self.cu_k = cu_seqlens_k if cu_seqlens_k is not None else q
-        self.num_seqs = self.shape.num_seqs if self.varlen else self.shape.batch
-        self.window = spec.window_size or 0
-        self.scalars = (spec.softmax_scale, spec.num_sink, self.window)
-        self.sizes = (self.shape.num_q, self.shape.num_k, self.shape.num_heads)
-        self.mask = {
-            "GROUP": self.shape.num_heads // self.shape.num_kv_heads,
-            "HEAD_DIM": self.shape.head_dim,
-            "CAUSAL": spec.causal,
-            "WINDOWED": spec.window_size is not None,
-        }
-
-    def query_grid(self, block: int) -> tuple[tuple[int, int, int], torch.Tensor]:
-        """Grid over query blocks and heads, and the tile map (a dummy for fixed lengths)."""
-        return self._grid(block, self.cu_q, self.shape.num_q, self.shape.num_heads)
-
-    def key_grid(self, block: int) -> tuple[tuple[int, int, int], torch.Tensor]:
-        """Grid over key blocks and KV heads, and the tile map."""
-        return self._grid(block, self.cu_k, self.shape.num_k, self.shape.num_kv_heads)
-
-    def _grid(
-        self, block: int, cu: torch.Tensor, total: int, heads: int
-    ) -> tuple[tuple[int, int, int], torch.Tensor]:
-        if self.varlen:
-            tiles = tile_map(cu, total, block)
-            return (tiles.shape[0], heads, 1), tiles
-        return (triton.cdiv(total, block), heads, self.shape.batch), cu
 
 
 def launch_forward(
@@ -126,7 +46,11 @@ def launch_forward(
     """
     if out.numel() == 0:
         return None
-    call = _Call(q, k, spec, cu_seqlens_q, cu_seqlens_k, config)
+    call = Call(q, k, spec, cu_seqlens_q, cu_seqlens_k, config)
+    hopper = call.config.hopper_forward
+    if hopper is not None and k.numel() and describable(q, k, v):
+        forward_hopper(call, hopper, out, lse, q, k, v, sinks, spec)
+        return None
     tile = call.config.forward
     grid, tiles = call.query_grid(tile.block_m)
     return launch(
@@ -187,7 +111,7 @@ def row_dots(dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor) -
 
 
 def _sink_gradients(
-    call: _Call,
+    call: Call,
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -245,7 +169,7 @@ def _sink_gradients(
 
 
 def _portable_gradients(
-    call: _Call,
+    call: Call,
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
@@ -317,6 +241,32 @@ def _portable_gradients(
     )
 
 
+def _fused_gradients(
+    call: Call,
+    tile: TileConfig,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+) -> None:
+    """One kernel for all three gradients, with ``dq`` summed in fp32 in memory."""
+    shape = call.shape
+    dims = (shape.batch, shape.num_heads, shape.num_q, shape.head_dim)
+    sink_grads = None
+    if shape.num_sink:
+        dq_acc = torch.empty(dims, dtype=torch.float32, device=q.device)
+        sink_grads = _sink_gradients(call, dout, q, k, v, lse, delta, dq_acc)
+    else:
+        dq_acc = torch.zeros(dims, dtype=torch.float32, device=q.device)
+    backward_hopper(call, tile, dq_acc, dk, dv, dout, q, k, v, lse, delta, sink_grads)
+    torch.mul(dq_acc.transpose(1, 2), call.scalars[0], out=dq)
+
+
 def launch_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -341,9 +291,13 @@ def launch_backward(
         if sinks is not None:
             dsinks = torch.zeros_like(sinks)
         return dq, dk, dv, dsinks
-    call = _Call(q, k, spec, cu_seqlens_q, cu_seqlens_k, config)
+    call = Call(q, k, spec, cu_seqlens_q, cu_seqlens_k, config)
     delta = row_dots(dout, dlse, out)
-    _portable_gradients(call, dq, dk, dv, dout, q, k, v, lse, delta)
+    hopper = call.config.hopper_backward
+    if hopper is not None and describable(q, k, v, dout):
+        _fused_gradients(call, hopper, dq, dk, dv, dout, q, k, v, lse, delta)
+    else:
+        _portable_gradients(call, dq, dk, dv, dout, q, k, v, lse, delta)
     if sinks is not None:
         mass = torch.exp(sinks.to(torch.float32)[None, :, None] - lse)
         dsinks = -(mass * delta).sum(dim=(0, 2)).to(sinks.dtype)

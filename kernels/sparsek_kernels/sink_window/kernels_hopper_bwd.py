@@ -1,0 +1,520 @@
+"""Fused backward kernel for Hopper: dk, dv and dq in one pass over the scores (Gluon).
+
+The maths is that of :mod:`kernels_bwd`; here scores and probabilities are computed once, five
+matrix products per tile instead of seven.  A program owns ``BLOCK_N`` keys of one KV head, keeps
+``dk`` and ``dv`` in registers and walks the query blocks of the whole GQA group whose window meets
+its keys.  Its share of ``dq`` is added to an fp32 accumulator in memory by the copy engine.
+
+The additions to one query block happen in ascending order of key blocks: a program adds only once
+the block before it has announced its own addition in ``order``.  The result is therefore bitwise
+reproducible.  Programs take their key block from a ticket counter, in the same ascending order, so
+that whoever is waited for has always started.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from sparsek_kernels.common.masks import visible, window_query_blocks
+from sparsek_kernels.common.sequences import sequence_bounds
+
+LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
+
+
+@builtin
+def tma_add(tensor_desc, coord, src, _semantic=None):
+    """Add a shared-memory tile to a descriptor's tensor with the copy engine."""
+    from triton._C.libtriton import ir
+
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle
+    )
+
+
+@gluon.jit
+def _load_flag(ptr):
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1]; fence.proxy.async;",
+        "=r,l",
+        [ptr.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _store_flag(ptr, value):
+    """Wait for this warp's copies to be complete in memory, then announce ``value``."""
+    return gl.inline_asm_elementwise(
+        """cp.async.bulk.wait_group 0;
+        fence.proxy.async;
+        st.release.gpu.global.b32 [$1], $2;
+        mov.b32 $0, $2;""",
+        "=r,l,r",
+        [ptr.to(gl.int64), value],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _task(
+    task,
+    tiles_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    num_q,
+    num_k,
+    num_heads,
+    num_blocks,
+    window_size,
+    GROUP: gl.constexpr,
+    VARLEN: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """Sequence, KV head, key block and query blocks of a task: key blocks ascend fastest."""
+    block = task % num_blocks
+    rest = task // num_blocks
+    kv_head = rest % (num_heads // GROUP)
+    seq = rest // (num_heads // GROUP)
+    if VARLEN:
+        slot = block.to(gl.int64) * 2
+        seq = gl.load(tiles_ptr + slot)
+        block = gl.load(tiles_ptr + slot + 1)
+    valid = seq >= 0
+    seq = gl.maximum(seq, 0)
+    batch, q_start, q_len, k_start, k_len = sequence_bounds(
+        seq, cu_q_ptr, cu_k_ptr, num_q, num_k, VARLEN
+    )
+    n_first = block * BLOCK_N
+    n_last = gl.minimum(n_first + BLOCK_N, k_len) - 1
+    start, m_left, m_full, m_all = window_query_blocks(
+        n_first, n_last, q_len, k_len, window_size, BLOCK_M, BLOCK_M, CAUSAL, WINDOWED
+    )
+    m_all = gl.where(valid, m_all, 0)
+    return seq, batch, kv_head, block, q_start, q_len, k_start, k_len, start, m_left, m_full, m_all
+
+
+@gluon.jit
+def _load_partition(
+    q_desc,
+    dout_desc,
+    k_desc,
+    v_desc,
+    lse_desc,
+    delta_desc,
+    q_smem,
+    dout_smem,
+    k_smem,
+    v_smem,
+    lse_smem,
+    delta_smem,
+    kv_full,
+    q_full,
+    q_empty,
+    g_full,
+    g_empty,
+    batch,
+    kv_head,
+    block,
+    q_start,
+    k_start,
+    start,
+    m_all,
+    q_batch_rows,
+    g_batch_rows,
+    k_batch_rows,
+    v_batch_rows,
+    q_head_cols,
+    g_head_cols,
+    k_head_cols,
+    v_head_cols,
+    num_q,
+    num_heads,
+    GROUP: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Issue the loads: k and v once, then q, dout, lse and delta of each query block."""
+    if m_all > 0:
+        key = k_start + block * BLOCK_N
+        mbarrier.expect(kv_full, 2 * k_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            k_desc, [batch * k_batch_rows + key, kv_head * k_head_cols], kv_full, k_smem
+        )
+        tma.async_copy_global_to_shared(
+            v_desc, [batch * v_batch_rows + key, kv_head * v_head_cols], kv_full, v_smem
+        )
+    for step in range(GROUP * m_all):
+        head = kv_head * GROUP + step // m_all
+        row = q_start + start + (step % m_all) * BLOCK_M
+        flat = (batch * num_heads + head) * num_q + row
+        stage = step % STAGES
+        free = ((step // STAGES) & 1) ^ 1
+        mbarrier.wait(q_empty.index(stage), free)
+        mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 4 * BLOCK_M)
+        tma.async_copy_global_to_shared(
+            q_desc, [batch * q_batch_rows + row, head * q_head_cols], q_full.index(stage),
+            q_smem.index(stage),
+        )  # fmt: skip
+        tma.async_copy_global_to_shared(
+            lse_desc, [flat], q_full.index(stage), lse_smem.index(stage)
+        )
+        mbarrier.wait(g_empty.index(stage), free)
+        mbarrier.expect(g_full.index(stage), dout_desc.block_type.nbytes + 4 * BLOCK_M)
+        tma.async_copy_global_to_shared(
+            dout_desc, [batch * g_batch_rows + row, head * g_head_cols], g_full.index(stage),
+            dout_smem.index(stage),
+        )  # fmt: skip
+        tma.async_copy_global_to_shared(
+            delta_desc, [flat], g_full.index(stage), delta_smem.index(stage)
+        )
+
+
+@gluon.jit
+def _add_partition(
+    dq_desc,
+    dq_smem,
+    dq_full,
+    dq_empty,
+    order_ptr,
+    seq,
+    batch,
+    kv_head,
+    block,
+    q_start,
+    q_len,
+    k_len,
+    start,
+    m_all,
+    order_blocks,
+    window_size,
+    num_q,
+    num_heads,
+    GROUP: gl.constexpr,
+    VARLEN: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """Add each ``dq`` tile to memory when its turn has come."""
+    offset = k_len - q_len
+    for step in range(GROUP * m_all):
+        head = batch * num_heads + kv_head * GROUP + step // m_all
+        row = start + (step % m_all) * BLOCK_M
+        flag = head.to(gl.int64) * order_blocks + row // BLOCK_M
+        if VARLEN:
+            flag += q_start // BLOCK_M + seq
+        first_block = 0
+        if CAUSAL and WINDOWED:
+            # The first key block whose last query block is not before this one.
+            reach = row + offset - window_size - BLOCK_N + 2
+            first_block = gl.maximum((reach + BLOCK_N - 1) // BLOCK_N, 0)
+        mbarrier.wait(dq_full, step & 1)
+        if block > first_block:
+            seen = _load_flag(order_ptr + flag)
+            while seen != block:
+                seen = _load_flag(order_ptr + flag)
+        tma_add(dq_desc, [head * num_q + q_start + row, 0], dq_smem)
+        tma.store_wait(0)
+        mbarrier.arrive(dq_empty, count=1)
+        _store_flag(order_ptr + flag, block + 1)
+
+
+@gluon.jit
+def _zero_tail(buffer, num_valid, HELD: gl.constexpr, COLS: gl.constexpr):
+    """Clear rows from ``num_valid`` on: they may hold NaN of a neighbouring sequence."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLS, COLS // 8], [8, 1], [1, 0])
+    row = gl.arange(0, HELD, gl.SliceLayout(1, LAYOUT))
+    held = buffer.load(LAYOUT)
+    buffer.store(gl.where((row < num_valid)[:, None], held, gl.zeros_like(held)))
+
+
+@gluon.jit
+def _compute_partition(
+    dk_ptr,
+    dv_ptr,
+    sink_dk_ptr,
+    sink_dv_ptr,
+    q_smem,
+    dout_smem,
+    k_smem,
+    v_smem,
+    ds_smem,
+    dq_smem,
+    lse_smem,
+    delta_smem,
+    kv_full,
+    q_full,
+    q_empty,
+    g_full,
+    g_empty,
+    dq_full,
+    dq_empty,
+    seq,
+    batch,
+    kv_head,
+    block,
+    q_len,
+    k_start,
+    k_len,
+    start,
+    m_left,
+    m_full,
+    m_all,
+    scale,
+    num_sink,
+    window_size,
+    stride_dkb,
+    stride_dkt,
+    stride_dkh,
+    num_heads,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    HAS_SINK_KEYS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Two warpgroups, 64 keys each: transposed scores, their gradients, and four products."""
+    dtype: gl.constexpr = q_smem.dtype
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_M, 16])
+    KV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HEAD_DIM, 16])
+    Q_WARPS: gl.constexpr = BLOCK_M // 16
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [Q_WARPS, 8 // Q_WARPS], [16, HEAD_DIM * Q_WARPS // 8, 16]
+    )
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, KV_LAYOUT, 2)
+    STORE_LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [8, 1], [1, 0]
+    )
+    COL_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    offset = k_len - q_len
+    n_first = block * BLOCK_N
+    key = n_first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, S_LAYOUT))
+    dk = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, KV_LAYOUT)
+    dv = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, KV_LAYOUT)
+    zero_s = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, S_LAYOUT)
+    zero_q = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, DQ_LAYOUT)
+    scale_log2 = scale * LOG2_E
+    steps = GROUP * m_all
+    s = zero_s
+    if steps > 0:
+        mbarrier.wait(kv_full, 0)
+        if n_first + BLOCK_N > k_len:
+            _zero_tail(k_smem, k_len - n_first, BLOCK_N, HEAD_DIM)
+            _zero_tail(v_smem, k_len - n_first, BLOCK_N, HEAD_DIM)
+            fence_async_shared()
+            gl.thread_barrier()
+        mbarrier.wait(q_full.index(0), 0)
+        token = warpgroup_mma(
+            k_smem, q_smem.index(0).permute((1, 0)), zero_s, use_acc=False, is_async=True
+        )
+        s = warpgroup_mma_wait(0, deps=[token])
+    for step in range(steps):
+        stage = step % STAGES
+        phase = (step // STAGES) & 1
+        m_block = step % m_all
+        row_first = start + m_block * BLOCK_M
+        lse = lse_smem.index(stage).load(COL_LAYOUT) * LOG2_E
+        mbarrier.wait(g_full.index(stage), phase)
+        if row_first + BLOCK_M > q_len:
+            _zero_tail(q_smem.index(stage), q_len - row_first, BLOCK_M, HEAD_DIM)
+            _zero_tail(dout_smem.index(stage), q_len - row_first, BLOCK_M, HEAD_DIM)
+            fence_async_shared()
+            gl.thread_barrier()
+        dp_token = warpgroup_mma(
+            v_smem, dout_smem.index(stage).permute((1, 0)), zero_s, use_acc=False, is_async=True
+        )
+        p = gl.exp2(s * scale_log2 - lse[None, :])  # [BLOCK_N, BLOCK_M]
+        if (m_block < m_left) | (m_block >= m_full):
+            row = row_first + gl.arange(0, BLOCK_M, COL_LAYOUT)
+            seen = visible(
+                (row + offset)[None, :], key[:, None], 0, window_size, CAUSAL, WINDOWED, False
+            )
+            p = gl.where(seen & (row < q_len)[None, :] & (key < k_len)[:, None], p, 0.0)
+        p_half = gl.convert_layout(p.to(dtype), P_LAYOUT)
+        dv_token = warpgroup_mma(p_half, dout_smem.index(stage), dv, is_async=True)
+        delta = delta_smem.index(stage).load(COL_LAYOUT)
+        dp = warpgroup_mma_wait(1, deps=[dp_token])
+        ds = (p * (dp - delta[None, :])).to(dtype)  # [BLOCK_N, BLOCK_M]
+        ds_smem.store(ds)
+        fence_async_shared()
+        gl.thread_barrier()
+        dq_token = warpgroup_mma(
+            ds_smem.permute((1, 0)), k_smem, zero_q, use_acc=False, is_async=True
+        )
+        dk_token = warpgroup_mma(ds_smem, q_smem.index(stage), dk, is_async=True)
+        # The next scores start before this step's products are waited for.
+        after = gl.minimum(step + 1, steps - 1)
+        mbarrier.wait(q_full.index(after % STAGES), (after // STAGES) & 1)
+        s_token = warpgroup_mma(
+            k_smem, q_smem.index(after % STAGES).permute((1, 0)), zero_s, use_acc=False,
+            is_async=True,
+        )  # fmt: skip
+        dv, p_half, dq = warpgroup_mma_wait(2, deps=[dv_token, p_half, dq_token])
+        mbarrier.arrive(g_empty.index(stage), count=1)
+        mbarrier.wait(dq_empty, (step & 1) ^ 1)
+        dq_smem.store(dq)
+        fence_async_shared()
+        mbarrier.arrive(dq_full, count=1)
+        dk, s = warpgroup_mma_wait(0, deps=[dk_token, s_token])
+        mbarrier.arrive(q_empty.index(stage), count=1)
+
+    if n_first < k_len:
+        kept = gl.convert_layout(dk, STORE_LAYOUT)
+        kept_v = gl.convert_layout(dv, STORE_LAYOUT)
+        out_key = n_first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, STORE_LAYOUT))
+        col = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, STORE_LAYOUT))
+        if HAS_SINK_KEYS and n_first < num_sink:
+            sink_head = seq.to(gl.int64) * (num_heads // GROUP) + kv_head
+            sink_row = (sink_head * num_sink + out_key)[:, None] * HEAD_DIM + col[None, :]
+            mask_sink = (out_key < gl.minimum(num_sink, k_len))[:, None]
+            kept += gl.load(sink_dk_ptr + sink_row, mask=mask_sink, other=0.0)
+            kept_v += gl.load(sink_dv_ptr + sink_row, mask=mask_sink, other=0.0)
+        base = batch.to(gl.int64) * stride_dkb + kv_head.to(gl.int64) * stride_dkh
+        out_row = (k_start + out_key).to(gl.int64)[:, None] * stride_dkt + col[None, :]
+        mask = (out_key < k_len)[:, None]
+        gl.store(dk_ptr + base + out_row, (kept * scale).to(dk_ptr.dtype.element_ty), mask=mask)
+        gl.store(dv_ptr + base + out_row, kept_v.to(dv_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def sink_window_hopper_bwd_kernel(
+    dk_ptr,
+    dv_ptr,
+    order_ptr,
+    ticket_ptr,
+    dq_desc,
+    q_desc,
+    dout_desc,
+    k_desc,
+    v_desc,
+    lse_desc,
+    delta_desc,
+    sink_dk_ptr,
+    sink_dv_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    tiles_ptr,
+    scale,
+    num_sink,
+    window_size,
+    stride_dkb,
+    stride_dkt,
+    stride_dkh,
+    q_batch_rows,
+    g_batch_rows,
+    k_batch_rows,
+    v_batch_rows,
+    q_head_cols,
+    g_head_cols,
+    k_head_cols,
+    v_head_cols,
+    num_q,
+    num_k,
+    num_heads,
+    num_blocks,
+    order_blocks,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    HAS_SINK_KEYS: gl.constexpr,
+    VARLEN: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Grid: one program per key block, KV head and sequence.
+
+    ``*_desc`` describe q, dout, k and v as matrices ``[tokens, heads * D]``, lse and delta as flat
+    arrays, and the fp32 ``dq`` accumulator ``[B, Hq, N, D]`` as ``[B * Hq * N, D]``.  ``dk`` and
+    ``dv`` share their strides.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, HEAD_DIM], q_desc.layout)
+    dout_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, HEAD_DIM], dout_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, HEAD_DIM], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, HEAD_DIM], v_desc.layout)
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
+    ds_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], DS_LAYOUT)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M, HEAD_DIM], dq_desc.layout)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], bar)
+    dq_full = gl.allocate_shared_memory(gl.int64, [1], bar)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    g_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    mbarrier.init(kv_full, count=1)
+    mbarrier.init(dq_full, count=1)
+    mbarrier.init(dq_empty, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+        mbarrier.init(g_full.index(i), count=1)
+        mbarrier.init(g_empty.index(i), count=1)
+    task = gl.atomic_add(ticket_ptr, 1)
+    (
+        seq, batch, kv_head, block, q_start, q_len, k_start, k_len, start, m_left, m_full, m_all,
+    ) = _task(
+        task, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_q, num_k, num_heads, num_blocks,
+        window_size, GROUP, VARLEN, CAUSAL, WINDOWED, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (
+                _compute_partition,
+                (
+                    dk_ptr, dv_ptr, sink_dk_ptr, sink_dv_ptr, q_smem, dout_smem, k_smem, v_smem,
+                    ds_smem, dq_smem, lse_smem, delta_smem, kv_full, q_full, q_empty, g_full,
+                    g_empty, dq_full, dq_empty, seq, batch, kv_head, block, q_len, k_start, k_len,
+                    start, m_left, m_full, m_all, scale, num_sink, window_size, stride_dkb,
+                    stride_dkt, stride_dkh, num_heads,
+                    GROUP, HEAD_DIM, CAUSAL, WINDOWED, HAS_SINK_KEYS, BLOCK_M, BLOCK_N, STAGES,
+                ),
+            ),
+            (
+                _load_partition,
+                (
+                    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, q_smem, dout_smem,
+                    k_smem, v_smem, lse_smem, delta_smem, kv_full, q_full, q_empty, g_full,
+                    g_empty, batch, kv_head, block, q_start, k_start, start, m_all, q_batch_rows,
+                    g_batch_rows, k_batch_rows, v_batch_rows, q_head_cols, g_head_cols,
+                    k_head_cols, v_head_cols, num_q, num_heads,
+                    GROUP, BLOCK_M, BLOCK_N, STAGES,
+                ),
+            ),
+            (
+                _add_partition,
+                (
+                    dq_desc, dq_smem, dq_full, dq_empty, order_ptr, seq, batch, kv_head, block,
+                    q_start, q_len, k_len, start, m_all, order_blocks, window_size, num_q,
+                    num_heads, GROUP, VARLEN, CAUSAL, WINDOWED, BLOCK_M, BLOCK_N,
+                ),
+            ),
+        ],
+        [1, 1],
+        [24, 24],
+    )  # fmt: skip

@@ -1,0 +1,614 @@
+"""Forward kernel for Hopper: one loading warp, two warpgroups that compute (Gluon).
+
+The maths is that of :mod:`kernels_fwd`.  A persistent program takes tiles of ``2 x 64`` query rows
+of one head.  The loading warp streams K and V through shared memory with TMA; each computing
+warpgroup owns 64 rows.  While the tensor cores work on ``q k_j`` and ``p_{j-1} v_{j-1}``, the
+softmax of the other warpgroup runs (FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from sparsek_kernels.common.masks import visible, window_key_blocks
+from sparsek_kernels.common.sequences import sequence_bounds
+
+ROWS: gl.constexpr = gl.constexpr(64)
+LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _tile_index(step, num_tiles):
+    """Tile of this program's ``step``-th turn: every second pass runs backwards, so that long
+    and short tiles even out."""
+    pid = gl.program_id(0)
+    width = gl.num_programs(0)
+    lane = gl.where(step % 2 == 0, pid, width - 1 - pid)
+    return step * width + lane
+
+
+@gluon.jit
+def _tile_place(
+    tile,
+    tiles_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    num_q,
+    num_k,
+    num_blocks,
+    num_heads,
+    window_size,
+    GROUP: gl.constexpr,
+    VARLEN: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """Sequence, head, rows and key blocks of a tile; the first key block is never skipped.
+
+    Heads of a group are neighbours, then query blocks from the last to the first, then KV heads:
+    what runs together shares K and V in L2.
+    """
+    g = tile % GROUP
+    rest = tile // GROUP
+    block = num_blocks - 1 - rest % num_blocks
+    rest = rest // num_blocks
+    kv_head = rest % (num_heads // GROUP)
+    seq = rest // (num_heads // GROUP)
+    if VARLEN:
+        slot = block.to(gl.int64) * 2
+        seq = gl.load(tiles_ptr + slot)
+        block = gl.load(tiles_ptr + slot + 1)
+    valid = seq >= 0
+    seq = gl.maximum(seq, 0)
+    batch, q_start, q_len, k_start, k_len = sequence_bounds(
+        seq, cu_q_ptr, cu_k_ptr, num_q, num_k, VARLEN
+    )
+    row = block * (2 * ROWS)
+    offset = k_len - q_len
+    p_last = gl.minimum(row + 2 * ROWS, q_len) - 1 + offset
+    start, n_left, n_full, n_all = window_key_blocks(
+        row + offset, p_last, k_len, window_size, BLOCK_N, CAUSAL, WINDOWED
+    )
+    n_all = gl.maximum(n_all, 1)
+    return (
+        valid,
+        batch,
+        kv_head * GROUP + g,
+        kv_head,
+        q_start,
+        q_len,
+        k_start,
+        k_len,
+        row,
+        start,
+        n_left,
+        n_full,
+        n_all,
+    )
+
+
+@gluon.jit
+def _load_partition(
+    q_desc,
+    k_desc,
+    v_desc,
+    sink_k_desc,
+    sink_v_desc,
+    q_smem,
+    k_smem,
+    v_smem,
+    sink_k_smem,
+    sink_v_smem,
+    bars,
+    tiles_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    window_size,
+    q_batch_rows,
+    k_batch_rows,
+    v_batch_rows,
+    q_head_cols,
+    k_head_cols,
+    v_head_cols,
+    num_q,
+    num_k,
+    num_heads,
+    num_blocks,
+    num_tiles,
+    GROUP: gl.constexpr,
+    HAS_SINK_KEYS: gl.constexpr,
+    VARLEN: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Issue every TMA load of this program's tiles, as buffers become free."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty, _turn = bars
+    count = 0
+    steps = gl.cdiv(num_tiles, gl.num_programs(0))
+    done = 0
+    for step in range(steps):
+        tile = _tile_index(step, num_tiles)
+        if tile < num_tiles:
+            (
+                valid, batch, head, kv_head, q_start, _q_len, k_start, _k_len, row, start,
+                _n_left, _n_full, n_all,
+            ) = _tile_place(
+                tile, tiles_ptr, cu_q_ptr, cu_k_ptr, num_q, num_k, num_blocks, num_heads,
+                window_size, GROUP, VARLEN, CAUSAL, WINDOWED, BLOCK_N,
+            )  # fmt: skip
+            if valid:
+                q_row = batch * q_batch_rows + q_start + row
+                k_row = batch * k_batch_rows + k_start
+                v_row = batch * v_batch_rows + k_start
+                k_col = kv_head * k_head_cols
+                v_col = kv_head * v_head_cols
+                for i in gl.static_range(2):
+                    mbarrier.wait(q_empty.index(i), (done & 1) ^ 1)
+                    mbarrier.expect(q_full.index(i), q_desc.block_type.nbytes)
+                    tma.async_copy_global_to_shared(
+                        q_desc, [q_row + i * ROWS, head * q_head_cols], q_full.index(i),
+                        q_smem.index(i),
+                    )  # fmt: skip
+                if HAS_SINK_KEYS:
+                    mbarrier.wait(sink_empty, (done & 1) ^ 1)
+                    mbarrier.expect(sink_full, 2 * sink_k_desc.block_type.nbytes)
+                    tma.async_copy_global_to_shared(
+                        sink_k_desc, [k_row, k_col], sink_full, sink_k_smem
+                    )
+                    tma.async_copy_global_to_shared(
+                        sink_v_desc, [v_row, v_col], sink_full, sink_v_smem
+                    )
+                for j in range(n_all):
+                    stage = count % STAGES
+                    free = ((count // STAGES) & 1) ^ 1
+                    key = start + j * BLOCK_N
+                    mbarrier.wait(k_empty.index(stage), free)
+                    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+                    tma.async_copy_global_to_shared(
+                        k_desc, [k_row + key, k_col], k_full.index(stage), k_smem.index(stage)
+                    )
+                    mbarrier.wait(v_empty.index(stage), free)
+                    mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+                    tma.async_copy_global_to_shared(
+                        v_desc, [v_row + key, v_col], v_full.index(stage), v_smem.index(stage)
+                    )
+                    count += 1
+                done += 1
+
+
+@gluon.jit
+def _softmax(s, m, total, scale_log2, MASKED: gl.constexpr):
+    """As ``common.softmax.softmax_step``."""
+    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # [ROWS]
+    m_ref = m_new
+    if MASKED:
+        m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)
+    p = gl.exp2(s * scale_log2 - m_ref[:, None])  # [ROWS, BLOCK_N]
+    alpha = gl.exp2(m - m_ref)  # [ROWS]
+    return p, m_new, total * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def _mask(
+    s,
+    pos,
+    first_key,
+    k_len,
+    num_sink,
+    window_size,
+    CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
+):
+    key = first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
+    seen = (key < k_len)[None, :] & visible(
+        pos[:, None], key[None, :], num_sink, window_size, CAUSAL, WINDOWED, True
+    )
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def _anchor(total, ptr):
+    """Keep the softmax above the next wait for the tensor cores.
+
+    The assembler is free to sink arithmetic below the wait, which would leave the tensor cores
+    idle meanwhile.  A store that never happens (``total`` is no negative number) depends on ``total`` and
+    may not be moved.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred never;
+        setp.lt.f32 never, $1, 0f00000000;
+        @never st.global.f32 [$2], $1;
+        mov.b32 $0, $1;
+        }""",
+        "=r,r,l",
+        [total, ptr.to(gl.int64)],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _zero_tail(buffer, num_valid, ROWS_HELD: gl.constexpr, COLS: gl.constexpr):
+    """Clear rows from ``num_valid`` on: they may hold NaN of a neighbouring sequence.
+
+    Every warpgroup that reads the buffer does this for itself and writes the same bytes.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLS, COLS // 8], [4, 1], [1, 0])
+    row = gl.arange(0, ROWS_HELD, gl.SliceLayout(1, LAYOUT))
+    held = buffer.load(LAYOUT)
+    buffer.store(gl.where((row < num_valid)[:, None], held, gl.zeros_like(held)))
+    fence_async_shared()
+
+
+@gluon.jit
+def _compute_blocks(
+    acc,
+    p,
+    m,
+    total,
+    count,
+    first,
+    last,
+    q_buf,
+    k_smem,
+    v_smem,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    turn,
+    turn_count,
+    lse_ptr,
+    pos,
+    start,
+    k_len,
+    num_sink,
+    window_size,
+    scale_log2,
+    MASKED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr,
+    INDEX: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr,
+    P_LAYOUT: gl.constexpr,
+):
+    """Blocks ``first .. last``; ``p`` holds the weights of the block before, not yet applied."""
+    for j in range(first, last):
+        stage = count % STAGES
+        before = (count - 1) % STAGES
+        if PING_PONG:
+            mbarrier.wait(turn.index(INDEX), turn_count & 1)
+        mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+        zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+        s_token = warpgroup_mma(
+            q_buf, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+        )
+        mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
+        acc_token = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
+        if PING_PONG:
+            mbarrier.arrive(turn.index(1 - INDEX), count=1)
+            turn_count += 1
+        s = warpgroup_mma_wait(1, deps=[s_token])
+        if MASKED:
+            s = _mask(
+                s, pos, start + j * BLOCK_N, k_len, num_sink, window_size, CAUSAL, WINDOWED,
+                BLOCK_N, S_LAYOUT,
+            )  # fmt: skip
+        weights, m, total, alpha = _softmax(s, m, total, scale_log2, MASKED)
+        p_next = gl.convert_layout(weights.to(v_smem.dtype), P_LAYOUT)
+        total = _anchor(total, lse_ptr)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        acc, p, p_next = warpgroup_mma_wait(0, deps=[acc_token, p, p_next])
+        mbarrier.arrive(v_empty.index(before), count=1)
+        p = p_next
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        count += 1
+    return acc, p, m, total, count, turn_count
+
+
+@gluon.jit
+def _compute_partition(
+    out_ptr,
+    lse_ptr,
+    q_smem,
+    k_smem,
+    v_smem,
+    sink_k_smem,
+    sink_v_smem,
+    bars,
+    sinks_ptr,
+    tiles_ptr,
+    cu_q_ptr,
+    cu_k_ptr,
+    scale_log2,
+    num_sink,
+    window_size,
+    stride_ob,
+    stride_ot,
+    stride_oh,
+    num_q,
+    num_k,
+    num_heads,
+    num_blocks,
+    num_tiles,
+    GROUP: gl.constexpr,
+    HAS_SINK_KEYS: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    STORE_LSE: gl.constexpr,
+    VARLEN: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_S: gl.constexpr,
+    STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr,
+    INDEX: gl.constexpr,
+):
+    """One warpgroup: rows ``INDEX * 64 ..`` of each tile, from scores to output."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty, turn = bars
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    SINK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_S, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    STORE_LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0]
+    )
+    count = 0
+    turn_count = 0
+    done = 0
+    steps = gl.cdiv(num_tiles, gl.num_programs(0))
+    for step in range(steps):
+        tile = _tile_index(step, num_tiles)
+        if tile < num_tiles:
+            (
+                valid, batch, head, _kv_head, q_start, q_len, _k_start, k_len, row, start,
+                n_left, n_full, n_all,
+            ) = _tile_place(
+                tile, tiles_ptr, cu_q_ptr, cu_k_ptr, num_q, num_k, num_blocks, num_heads,
+                window_size, GROUP, VARLEN, CAUSAL, WINDOWED, BLOCK_N,
+            )  # fmt: skip
+            if valid:
+                rows = row + INDEX * ROWS + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+                pos = rows + (k_len - q_len)
+                if HAS_SINKS:
+                    logit = gl.load(sinks_ptr + head).to(gl.float32) * 1.4426950408889634
+                    m = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT) + logit
+                    total = gl.where(m == float("-inf"), 0.0, 1.0)
+                else:
+                    m = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
+                    total = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT)
+                acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT)
+                q_buf = q_smem.index(INDEX)
+                stage = count % STAGES
+                mbarrier.wait(q_full.index(INDEX), done & 1)
+                if HAS_SINK_KEYS:
+                    mbarrier.wait(sink_full, done & 1)
+                    sink_zero = gl.zeros([ROWS, BLOCK_S], gl.float32, SINK_LAYOUT)
+                    sink_token = warpgroup_mma(
+                        q_buf, sink_k_smem.permute((1, 0)), sink_zero, use_acc=False, is_async=True
+                    )
+                mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+                zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+                s_token = warpgroup_mma(
+                    q_buf, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+                )
+                if HAS_SINK_KEYS:
+                    sink_s = warpgroup_mma_wait(1, deps=[sink_token])
+                    sink_key = gl.arange(0, BLOCK_S, layout=gl.SliceLayout(0, SINK_LAYOUT))
+                    sink_seen = (sink_key < gl.minimum(num_sink, start))[None, :]
+                    sink_s = gl.where(sink_seen, sink_s, float("-inf"))
+                    m = gl.convert_layout(m, gl.SliceLayout(1, SINK_LAYOUT))
+                    total = gl.convert_layout(total, gl.SliceLayout(1, SINK_LAYOUT))
+                    sink_w, m, total, _alpha = _softmax(sink_s, m, total, scale_log2, True)
+                    m = gl.convert_layout(m, ROW_LAYOUT)
+                    total = gl.convert_layout(total, ROW_LAYOUT)
+                    if k_len < BLOCK_S:
+                        _zero_tail(sink_v_smem, k_len, BLOCK_S, HEAD_DIM)
+                    sink_p = gl.convert_layout(sink_w.to(v_smem.dtype), P_LAYOUT)
+                    acc_token = warpgroup_mma(
+                        sink_p, sink_v_smem, acc, use_acc=False, is_async=True
+                    )
+                    s = warpgroup_mma_wait(1, deps=[s_token])
+                else:
+                    s = warpgroup_mma_wait(0, deps=[s_token])
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                s = _mask(
+                    s, pos, start, k_len, num_sink, window_size, CAUSAL, WINDOWED, BLOCK_N,
+                    S_LAYOUT,
+                )  # fmt: skip
+                weights, m, total, alpha = _softmax(s, m, total, scale_log2, True)
+                if HAS_SINK_KEYS:
+                    acc, sink_p = warpgroup_mma_wait(0, deps=[acc_token, sink_p])
+                    mbarrier.arrive(sink_empty, count=1)
+                    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+                p = gl.convert_layout(weights.to(v_smem.dtype), P_LAYOUT)
+                count += 1
+
+                if WINDOWED:
+                    acc, p, m, total, count, turn_count = _compute_blocks(
+                        acc, p, m, total, count, 1, n_left, q_buf, k_smem, v_smem,
+                        k_full, k_empty, v_full, v_empty, turn, turn_count, lse_ptr, pos,
+                        start, k_len,
+                        num_sink, window_size, scale_log2,
+                        True, CAUSAL, WINDOWED, BLOCK_N, STAGES, PING_PONG, INDEX,
+                        S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                    )  # fmt: skip
+                acc, p, m, total, count, turn_count = _compute_blocks(
+                    acc, p, m, total, count, gl.maximum(n_left, 1), n_full, q_buf, k_smem, v_smem,
+                    k_full, k_empty, v_full, v_empty, turn, turn_count, lse_ptr, pos,
+                        start, k_len,
+                    num_sink, window_size, scale_log2,
+                    False, CAUSAL, WINDOWED, BLOCK_N, STAGES, PING_PONG, INDEX,
+                    S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                )  # fmt: skip
+                acc, p, m, total, count, turn_count = _compute_blocks(
+                    acc, p, m, total, count, gl.maximum(n_full, 1), n_all, q_buf, k_smem, v_smem,
+                    k_full, k_empty, v_full, v_empty, turn, turn_count, lse_ptr, pos,
+                        start, k_len,
+                    num_sink, window_size, scale_log2,
+                    True, CAUSAL, WINDOWED, BLOCK_N, STAGES, PING_PONG, INDEX,
+                    S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                )  # fmt: skip
+
+                mbarrier.arrive(q_empty.index(INDEX), count=1)
+                before = (count - 1) % STAGES
+                mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
+                v_tail = k_len - (start + (n_all - 1) * BLOCK_N)
+                if v_tail < BLOCK_N:
+                    _zero_tail(v_smem.index(before), v_tail, BLOCK_N, HEAD_DIM)
+                acc_token = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
+                empty = total == 0.0
+                lse = gl.where(empty, float("-inf"), (m + gl.log2(total)) * LN_2)
+                inv_l = 1.0 / gl.where(empty, 1.0, total)
+                lse_rows = rows + q_start
+                if STORE_LSE:
+                    lse_base = lse_ptr + (batch.to(gl.int64) * num_heads + head) * num_q
+                    gl.store(lse_base + lse_rows, lse, mask=rows < q_len)
+                acc = warpgroup_mma_wait(0, deps=[acc_token])
+                mbarrier.arrive(v_empty.index(before), count=1)
+                acc = acc * gl.convert_layout(inv_l, gl.SliceLayout(1, O_LAYOUT))[:, None]
+                stored = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), STORE_LAYOUT)
+                out_row = row + INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, STORE_LAYOUT))
+                col = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, STORE_LAYOUT))
+                head_out = out_ptr + batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
+                offs = (q_start + out_row).to(gl.int64)[:, None] * stride_ot + col[None, :]
+                gl.store(head_out + offs, stored, mask=(out_row < q_len)[:, None])
+                done += 1
+
+
+@gluon.jit
+def sink_window_hopper_fwd_kernel(
+    out_ptr,
+    lse_ptr,
+    q_desc,
+    k_desc,
+    v_desc,
+    sink_k_desc,
+    sink_v_desc,
+    sinks_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    tiles_ptr,
+    scale_log2,
+    num_sink,
+    window_size,
+    stride_ob,
+    stride_ot,
+    stride_oh,
+    q_batch_rows,
+    k_batch_rows,
+    v_batch_rows,
+    q_head_cols,
+    k_head_cols,
+    v_head_cols,
+    num_q,
+    num_k,
+    num_heads,
+    num_blocks,
+    num_tiles,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    HAS_SINK_KEYS: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    STORE_LSE: gl.constexpr,
+    VARLEN: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_S: gl.constexpr,
+    STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):
+    """Grid: one program per multiprocessor, each taking ``num_tiles / programs`` tiles.
+
+    ``*_desc`` describe q, k and v as matrices ``[tokens, heads * D]``; ``*_batch_rows`` and
+    ``*_head_cols`` are the distances between sequences and heads in them.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], v_desc.layout)
+    sink_k_smem = k_smem.index(0)
+    sink_v_smem = v_smem.index(0)
+    if HAS_SINK_KEYS:
+        sink_k_smem = gl.allocate_shared_memory(dtype, [BLOCK_S, HEAD_DIM], sink_k_desc.layout)
+        sink_v_smem = gl.allocate_shared_memory(dtype, [BLOCK_S, HEAD_DIM], sink_v_desc.layout)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    sink_full = gl.allocate_shared_memory(gl.int64, [1], bar)
+    sink_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+        mbarrier.init(turn.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=2)
+    mbarrier.init(sink_full, count=1)
+    mbarrier.init(sink_empty, count=2)
+    if PING_PONG:
+        mbarrier.arrive(turn.index(0), count=1)
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty, turn)
+    gl.warp_specialize(
+        [
+            (
+                _compute_partition,
+                (
+                    out_ptr, lse_ptr, q_smem, k_smem, v_smem, sink_k_smem, sink_v_smem, bars,
+                    sinks_ptr, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, scale_log2, num_sink,
+                    window_size, stride_ob, stride_ot, stride_oh, num_q, num_k, num_heads,
+                    num_blocks, num_tiles, GROUP, HAS_SINK_KEYS, HAS_SINKS, STORE_LSE, VARLEN,
+                    CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_S, STAGES, PING_PONG, 0,
+                ),
+            ),
+            (
+                _compute_partition,
+                (
+                    out_ptr, lse_ptr, q_smem, k_smem, v_smem, sink_k_smem, sink_v_smem, bars,
+                    sinks_ptr, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, scale_log2, num_sink,
+                    window_size, stride_ob, stride_ot, stride_oh, num_q, num_k, num_heads,
+                    num_blocks, num_tiles, GROUP, HAS_SINK_KEYS, HAS_SINKS, STORE_LSE, VARLEN,
+                    CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_S, STAGES, PING_PONG, 1,
+                ),
+            ),
+            (
+                _load_partition,
+                (
+                    q_desc, k_desc, v_desc, sink_k_desc, sink_v_desc, q_smem, k_smem, v_smem,
+                    sink_k_smem, sink_v_smem, bars, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+                    window_size, q_batch_rows, k_batch_rows, v_batch_rows, q_head_cols,
+                    k_head_cols, v_head_cols, num_q, num_k, num_heads, num_blocks, num_tiles,
+                    GROUP, HAS_SINK_KEYS, VARLEN, CAUSAL, WINDOWED, BLOCK_N, STAGES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

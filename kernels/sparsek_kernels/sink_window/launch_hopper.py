@@ -1,0 +1,186 @@
+"""Launches of the Hopper kernels: tensor descriptors, persistent grid, scratch tensors."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sparsek_kernels.sink_window.calls import Call
+from sparsek_kernels.sink_window.config import TileConfig
+from sparsek_kernels.sink_window.kernels_hopper_bwd import sink_window_hopper_bwd_kernel
+from sparsek_kernels.sink_window.kernels_hopper_fwd import sink_window_hopper_fwd_kernel
+from sparsek_kernels.sink_window.spec import AttentionSpec
+
+_LOG2_E = 1.4426950408889634
+
+
+@lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def describable(*tensors: torch.Tensor) -> bool:
+    """Whether the copy engine can address each ``[B, N, H, D]`` tensor as one matrix."""
+    for x in tensors:
+        step = 16 // x.element_size()
+        batch, tokens, _, head = x.stride()[:4]
+        if x.stride(3) != 1 or x.data_ptr() % 16 or tokens % step or head % step or tokens == 0:
+            return False
+        if x.shape[0] > 1 and batch % tokens:
+            return False
+    return True
+
+
+def _describe(x: torch.Tensor, rows: int) -> tuple[TensorDescriptor, int, int]:
+    """Descriptor of tiles of ``rows`` tokens of one head; rows per sequence, columns per head."""
+    batch, tokens, heads, dim = x.shape
+    batch_rows = x.stride(0) // x.stride(1) if batch > 1 else 0
+    shape = [(batch - 1) * batch_rows + tokens, (heads - 1) * x.stride(2) + dim]
+    layout = NVMMASharedLayout.get_default_for([rows, dim], _ELEMENT[x.dtype])
+    descriptor = TensorDescriptor(x, shape, [x.stride(1), 1], [rows, dim], layout)
+    return descriptor, batch_rows, x.stride(2)
+
+
+def _describe_flat(x: torch.Tensor, count: int) -> TensorDescriptor:
+    layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    return TensorDescriptor(x.view(-1), [x.numel()], [1], [count], layout)
+
+
+_ELEMENT = {
+    torch.float16: triton.language.float16,
+    torch.bfloat16: triton.language.bfloat16,
+    torch.float32: triton.language.float32,
+}
+
+
+def forward_hopper(
+    call: Call,
+    tile: TileConfig,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    spec: AttentionSpec,
+) -> None:
+    """Run the warp-specialised forward kernel."""
+    shape = call.shape
+    (blocks, heads, batch), tiles = call.query_grid(tile.block_m)
+    num_tiles = blocks * heads * batch
+    sink_block = call.config.sink_block
+    q_desc, q_rows, q_cols = _describe(q, tile.block_m // 2)
+    k_desc, k_rows, k_cols = _describe(k, tile.block_n)
+    v_desc, v_rows, v_cols = _describe(v, tile.block_n)
+    sink_k_desc, sink_v_desc = k_desc, v_desc
+    if shape.num_sink:
+        sink_k_desc, sink_v_desc = _describe(k, sink_block)[0], _describe(v, sink_block)[0]
+    sink_window_hopper_fwd_kernel[(min(num_tiles, _multiprocessors(q.device)),)](
+        out,
+        lse if lse is not None else out,
+        q_desc,
+        k_desc,
+        v_desc,
+        sink_k_desc,
+        sink_v_desc,
+        sinks if sinks is not None else q,
+        call.cu_q,
+        call.cu_k,
+        tiles,
+        spec.softmax_scale * _LOG2_E,
+        shape.num_sink,
+        call.window,
+        *out.stride()[:3],
+        q_rows,
+        k_rows,
+        v_rows,
+        q_cols,
+        k_cols,
+        v_cols,
+        *call.sizes,
+        blocks,
+        num_tiles,
+        **call.mask,
+        HAS_SINK_KEYS=shape.num_sink > 0,
+        HAS_SINKS=sinks is not None,
+        STORE_LSE=lse is not None,
+        VARLEN=call.varlen,
+        BLOCK_N=tile.block_n,
+        BLOCK_S=sink_block,
+        STAGES=tile.num_stages,
+        PING_PONG=call.config.ping_pong,
+        num_warps=tile.num_warps,
+    )
+
+
+def backward_hopper(
+    call: Call,
+    tile: TileConfig,
+    dq_acc: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    sink_grads: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """Run the fused backward kernel: fill ``dk`` and ``dv``, add to ``dq_acc [B, Hq, N, D]``."""
+    shape = call.shape
+    (blocks, heads, batch), tiles = call.key_grid(tile.block_n)
+    order_blocks = shape.num_q // tile.block_m + (shape.num_seqs or 0) + 1
+    # Key blocks announced per query block, and the ticket counter behind them.
+    order = torch.zeros(
+        shape.batch * shape.num_heads * order_blocks + 4, dtype=torch.int32, device=q.device
+    )
+    ticket = order[-4:]
+    q_desc, q_rows, q_cols = _describe(q, tile.block_m)
+    g_desc, g_rows, g_cols = _describe(dout, tile.block_m)
+    k_desc, k_rows, k_cols = _describe(k, tile.block_n)
+    v_desc, v_rows, v_cols = _describe(v, tile.block_n)
+    dq_desc, _, _ = _describe(dq_acc.view(1, -1, 1, shape.head_dim), tile.block_m)
+    sink_dk, sink_dv = sink_grads if sink_grads is not None else (delta, delta)
+    sink_window_hopper_bwd_kernel[(blocks * heads * batch,)](
+        dk,
+        dv,
+        order,
+        ticket,
+        dq_desc,
+        q_desc,
+        g_desc,
+        k_desc,
+        v_desc,
+        _describe_flat(lse, tile.block_m),
+        _describe_flat(delta, tile.block_m),
+        sink_dk,
+        sink_dv,
+        call.cu_q,
+        call.cu_k,
+        tiles,
+        *call.scalars,
+        *dk.stride()[:3],
+        q_rows,
+        g_rows,
+        k_rows,
+        v_rows,
+        q_cols,
+        g_cols,
+        k_cols,
+        v_cols,
+        *call.sizes,
+        blocks,
+        order_blocks,
+        **call.mask,
+        HAS_SINK_KEYS=sink_grads is not None,
+        VARLEN=call.varlen,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+    )
