@@ -209,7 +209,7 @@ def attend_dense(
             scale=softmax_scale,
             enable_gqa=group > 1,
         )
-        return out[0].transpose(0, 1).unflatten(1, (heads, group))
+        return out[0].transpose(0, 1).reshape(count, heads, group, -1)
     parts = []
     for begin in range(0, count, _DENSE_ROWS):
         end = min(begin + _DENSE_ROWS, count)

@@ -59,7 +59,8 @@ def block_logits(
         logits = torch.matmul(query.clamp(max=0.0), low.mT)
         logits += torch.matmul(query.clamp(min=0.0), high.mT)
         cell_size = 2 * CELL_SIZE
-    return logits.unflatten(-1, (-1, policy.sel_block_size // cell_size)).amax(-1)
+    cells = logits.view(*logits.shape[:3], -1, policy.sel_block_size // cell_size)
+    return cells.amax(-1)
 
 
 def best_blocks(scores: torch.Tensor, outside: torch.Tensor, count: int) -> torch.Tensor:

@@ -75,7 +75,7 @@ class RunReader:
         if self._flat is None:
             return (pages * self.heads + head) * self.runs_per_page + runs
         start = pages * self._page_units + head * self._head_units + self._offset_units
-        return start + runs * self._units_per_run
+        return torch.add(start, runs * self._units_per_run)
 
     def read(self, names: torch.Tensor) -> torch.Tensor:
         """Copy runs.  names: ``[...]`` of :meth:`locate`; returns ``[..., run_tokens, D]``."""
@@ -83,10 +83,13 @@ class RunReader:
         if self._flat is not None:
             if self._units_per_run > 1:
                 names = names.unsqueeze(-1) + torch.arange(self._units_per_run)
-            return self._flat.index_select(0, names.flatten()).view(shape)
+            return torch.index_select(self._flat, 0, names.flatten()).view(shape)
         split = self._cache.unflatten(2, (self.runs_per_page, self.run_tokens))
         place = names // self.runs_per_page
-        return split[place // self.heads, place % self.heads, names % self.runs_per_page]
+        rows: torch.Tensor = split[
+            place // self.heads, place % self.heads, names % self.runs_per_page
+        ]
+        return rows
 
 
 def block_reader(cache: torch.Tensor, sel_block_size: int) -> RunReader:
@@ -109,7 +112,8 @@ def locate_blocks(
     run = torch.arange(num_blocks * per_block)
     logical = (run // reader.runs_per_page).clamp_(max=table.shape[1] - 1)
     pages = table.index_select(1, logical).unsqueeze(1)
-    return reader.locate(pages, run % reader.runs_per_page).unflatten(2, (num_blocks, per_block))
+    names = reader.locate(pages, run % reader.runs_per_page)
+    return names.view(*names.shape[:2], num_blocks, per_block)
 
 
 def pick_blocks(located: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ def summaries_reference(k: torch.Tensor, score_kind: str = "cell_mean") -> torch
     """
     cell = CELL_SIZE if score_kind == "cell_mean" else 2 * CELL_SIZE
     count = k.shape[0] // cell
-    cells = k[: count * cell].double().unflatten(0, (count, cell))
+    cells = k[: count * cell].double().view(count, cell, *k.shape[1:])
     if score_kind == "cell_mean":
         return cells.mean(1).to(k.dtype)
     return torch.stack([cells.amin(1), cells.amax(1)], dim=1).flatten(0, 1).to(k.dtype)
@@ -53,7 +53,7 @@ def block_logits_reference(
         cell_logits = torch.maximum(query * low, query * high).sum(-1).T
         per_block = policy.sel_block_size // (2 * CELL_SIZE)
     blocks = cell_logits.shape[1] // per_block
-    shaped = cell_logits[:, : blocks * per_block].unflatten(1, (blocks, per_block))
+    shaped = cell_logits[:, : blocks * per_block].reshape(-1, blocks, per_block)
     return shaped.amax(-1) * softmax_scale
 
 
@@ -76,7 +76,7 @@ def block_scores_reference(
     own_block = position // policy.sel_block_size
     logits = block_logits_reference(q, summaries, policy, softmax_scale)[:, :own_block]
     probs = torch.softmax(logits, dim=-1)
-    return probs.unflatten(0, (summaries.shape[1], -1)).sum(1)
+    return probs.reshape(summaries.shape[1], -1, own_block).sum(1)
 
 
 def select_blocks_reference(
