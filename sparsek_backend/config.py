@@ -258,7 +258,7 @@ def _unknown(name: str, source: str, known: tuple[str, ...]) -> str:
     hint = f"did you mean {close[0]}? " if close else ""
     return (
         f"SPARSEK setting {name} (from {source}) is unknown; {hint}"
-        f"expected one of {', '.join(known)}"
+        f"expected one of {', '.join(known)}; remedy: correct or remove it"
     )
 
 

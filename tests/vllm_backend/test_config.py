@@ -1,0 +1,157 @@
+"""Settings: where they come from, what wins, and what every mistake is answered with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sparsek_backend.config import (
+    FIELD_NAMES,
+    ConfigError,
+    SparsityConfig,
+    resolve_config,
+)
+from sparsek_kernels.paged.policy import SelectionPolicy
+
+INFLLM = {
+    "kernel_size": 32,
+    "kernel_stride": 16,
+    "init_blocks": 1,
+    "block_size": 64,
+    "window_size": 2048,
+    "topk": 64,
+    "dense_len": 8192,
+    "use_nope": False,
+}
+
+
+def test_defaults() -> None:
+    resolved = resolve_config(None, {})
+    config = resolved.config
+    assert config.mode == "block_topk"
+    assert (config.num_sink, config.window_size, config.top_k) == (64, 512, 32)
+    assert (config.sel_block_size, config.dense_below, config.query_tile) == (64, 4096, 64)
+    assert set(resolved.sources.values()) == {"defaults"}
+
+
+def test_every_source_and_its_priority() -> None:
+    environ = {"SPARSEK_TOP_K": "16", "SPARSEK_WINDOW_SIZE": "256", "HOME": "/", "SPARSEK_MODE": ""}
+    resolved = resolve_config({"top_k": 8}, environ, INFLLM)
+    config, sources = resolved.config, resolved.sources
+    assert config.top_k == 8
+    assert "--additional-config" in sources["top_k"]
+    assert config.window_size == 256
+    assert sources["window_size"] == "SPARSEK_WINDOW_SIZE"
+    assert config.dense_below == 8192
+    assert sources["dense_below"] == "the model's config"
+    assert config.query_tile == 64
+    assert sources["query_tile"] == "defaults"
+
+
+def test_infllm_section_becomes_block_selection() -> None:
+    policy = resolve_config(None, {}, INFLLM).config.policy_for(0)
+    assert policy == SelectionPolicy(
+        num_sink=64, window_size=2048, top_k=63, sel_block_size=64, dense_below=8192
+    )
+
+
+def test_infllm_section_is_ignored_when_the_user_chooses_another_mode() -> None:
+    resolved = resolve_config({"mode": "sink_window"}, {}, INFLLM)
+    assert resolved.config.window_size == 512
+
+
+def test_unreadable_infllm_section() -> None:
+    with pytest.raises(ConfigError, match=r"sparse_config of the model's config.*remedy|set the f"):
+        resolve_config(None, {}, {"block_size": "many"})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("2", 2), ("0,1,5", (0, 1, 5)), ("[3]", (3,)), (" 4 ", 4)]
+)
+def test_dense_layers_from_the_environment(text: str, value: object) -> None:
+    assert resolve_config(None, {"SPARSEK_DENSE_LAYERS": text}).config.dense_layers == value
+
+
+def test_kubernetes_service_links_are_no_settings() -> None:
+    links = {
+        "SPARSEK_PORT": "tcp://10.0.0.1:8000",
+        "SPARSEK_SERVICE_HOST": "10.0.0.1",
+        "SPARSEK_SERVICE_PORT_HTTP": "8000",
+        "SPARSEK_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "SPARSEK_SERVER_SERVICE_HOST": "10.0.0.1",
+    }
+    assert resolve_config(None, links).config == resolve_config(None, {}).config
+
+
+BAD: list[tuple[str, Any, dict[str, str], tuple[str, ...]]] = [
+    ("unknown", {"topk": 4}, {}, ("topk", "--additional-config", "did you mean top_k")),
+    ("unknown-env", None, {"SPARSEK_TOPK": "4"}, ("SPARSEK_TOPK", "did you mean SPARSEK_TOP_K")),
+    ("unknown-mode", {"mode": "nsa"}, {}, ("mode", "block_topk", "'nsa'", "remedy")),
+    ("negative", {"num_sink": -1}, {}, ("num_sink", "greater than or equal to 0", "-1", "remedy")),
+    ("zero-window", {"window_size": 0}, {}, ("window_size", "greater than 0", "got 0")),
+    ("zero-top-k", {"top_k": 0}, {}, ("top_k", "greater than 0")),
+    ("text", None, {"SPARSEK_TOP_K": "many"}, ("SPARSEK_TOP_K", "integer", "'many'")),
+    ("fraction", {"top_k": 2.5}, {}, ("top_k", "integer", "2.5")),
+    ("boolean", {"top_k": True}, {}, ("top_k", "integer", "True")),
+    ("block-size", {"sel_block_size": 24}, {}, ("sel_block_size", "multiple of 16", "24")),
+    (
+        "min-max-block",
+        {"sel_block_size": 48, "score_kind": "min_max"},
+        {},
+        ("sel_block_size", "multiple of 32", "min_max"),
+    ),
+    ("score", {"score_kind": "mean"}, {}, ("score_kind", "cell_mean", "'mean'")),
+    ("layers", {"dense_layers": [0, -2]}, {}, ("dense_layers", "got")),
+    ("section", ["top_k"], {}, ("--additional-config", "object", "list")),
+    (
+        "contradiction",
+        {"mode": "sink_window", "top_k": 4},
+        {},
+        ("contradict", "top_k", "sink_window", "remedy"),
+    ),
+    (
+        "contradiction-env",
+        {"mode": "dense"},
+        {"SPARSEK_WINDOW_SIZE": "64"},
+        ("contradict", "SPARSEK_WINDOW_SIZE", "dense", "--additional-config"),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("section", "environ", "words"), [case[1:] for case in BAD], ids=[case[0] for case in BAD]
+)
+def test_mistakes_are_named(section: Any, environ: dict[str, str], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_config(section, environ)
+    message = str(caught.value)
+    assert message.startswith("SPARSEK setting")
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_several_mistakes_in_one_message() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_config({"top_k": -1, "window_size": "x"}, {})
+    assert "top_k" in str(caught.value)
+    assert "window_size" in str(caught.value)
+
+
+def test_policies_per_layer() -> None:
+    config = SparsityConfig(mode="block_topk", dense_layers=2)
+    assert [config.policy_for(layer).is_dense for layer in range(4)] == [True, True, False, False]
+    config = SparsityConfig(mode="sink_window", num_sink=4, window_size=100, dense_layers=(1,))
+    assert config.policy_for(1) == SelectionPolicy()
+    assert config.policy_for(0) == SelectionPolicy(num_sink=4, window_size=100, dense_below=4096)
+    assert SparsityConfig(mode="dense").policy_for(7) == SelectionPolicy()
+
+
+def test_fields_are_documented() -> None:
+    from pathlib import Path
+
+    text = Path(__file__).parents[2].joinpath("docs/configuration.md").read_text(encoding="utf-8")
+    for name in FIELD_NAMES:
+        assert f"`{name}`" in text
+        assert f"SPARSEK_{name.upper()}" in text

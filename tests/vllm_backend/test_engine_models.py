@@ -1,0 +1,101 @@
+"""Every kind of attention in a real engine, against CPU_ATTN: kernels' masks and fallbacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek_kernels.fallback import fallback_counts
+from tests.vllm_backend.engines import counted_forwards, engine, generate, requires_cpu_vllm
+from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
+
+pytestmark = [pytest.mark.engine, requires_cpu_vllm, pytest.mark.usefixtures("registered")]
+
+LENGTHS = (1, 33, 150, 290)
+MAX_LEN = 320
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS
+    ]
+
+
+def decode(model: Path, backend: str, prompts: list[list[int]], **options: Any) -> torch.Tensor:
+    """Log-probabilities of each prompt's tokens and of 8 greedy tokens, in one row."""
+    with (
+        counted_forwards() as calls,
+        engine(
+            model,
+            backend,
+            {"mode": "dense"} if backend == "SPARSEK" else None,
+            max_model_len=MAX_LEN,
+            max_num_batched_tokens=128,
+            skip_tokenizer_init=True,
+            **options,
+        ) as llm,
+    ):
+        outputs = generate(llm, prompts, together=True, max_tokens=8, logprobs=0, prompt_logprobs=0)
+    assert calls[backend] > 0
+    assert calls.total() == calls[backend]
+    values = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        found = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+        values += [entry[token].logprob for token, entry in found]
+        values += [
+            entry[token].logprob
+            for token, entry in zip(
+                output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True
+            )
+        ]
+    return torch.tensor(values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("mha", None),
+        ("mqa", None),
+        ("head_dim_80", None),
+        ("sliding", None),
+        ("soft_cap", "logits soft cap"),
+        ("alibi", "ALiBi"),
+    ],
+)
+def test_decoders(kind: str, reason: str | None, prompts: list[list[int]], tmp_path: Path) -> None:
+    model = make_tiny_model(kind, tmp_path)
+    before = fallback_counts()
+    found = decode(model, "SPARSEK", prompts)
+    after = fallback_counts()
+    torch.testing.assert_close(found, decode(model, "CPU_ATTN", prompts), atol=2e-4, rtol=0)
+    grown = {name for name, count in after.items() if count > before.get(name, 0)}
+    assert grown == ({reason} if reason else set())
+
+
+@pytest.mark.parametrize("kind", ["encoder", "sliding_encoder"])
+def test_encoder_only_models(kind: str, prompts: list[list[int]], tmp_path: Path) -> None:
+    model = make_tiny_model(kind, tmp_path)
+    found: dict[str, torch.Tensor] = {}
+    before = fallback_counts().get("encoder-only attention", 0)
+    for backend in ("SPARSEK", "CPU_ATTN"):
+        with (
+            counted_forwards() as calls,
+            engine(
+                model,
+                backend,
+                runner="pooling",
+                max_model_len=MAX_LEN,
+                skip_tokenizer_init=True,
+            ) as llm,
+        ):
+            requests = [{"prompt_token_ids": ids} for ids in prompts]
+            outputs = llm.embed(requests, use_tqdm=False)
+        assert set(calls) == {backend}
+        found[backend] = torch.tensor([output.outputs.embedding for output in outputs])
+    torch.testing.assert_close(found["SPARSEK"], found["CPU_ATTN"], atol=1e-4, rtol=0)
+    assert fallback_counts()["encoder-only attention"] > before

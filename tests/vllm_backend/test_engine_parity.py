@@ -1,0 +1,117 @@
+"""Budget >= context is dense attention: SPARSEK's tokens are CPU_ATTN's, however a request is served.
+
+fp32, SmolLM2-135M, 24 prompts of 1 to 3000 tokens; prefill in chunks of 64 tokens, in a pool of
+KV pages that is too small for the concurrent requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm_backend.engines import (
+    counted_forwards,
+    counted_preemptions,
+    engine,
+    generate,
+    model_runner,
+    requires_cpu_vllm,
+    tokens,
+)
+
+pytestmark = [pytest.mark.engine, requires_cpu_vllm, pytest.mark.usefixtures("registered")]
+
+LENGTHS = (
+    *(1, 2, 15, 16, 17, 31, 63, 64, 65, 100, 127, 128, 129, 191, 256, 300, 383, 512, 640, 777),
+    *(1000, 1500, 2049, 3000),
+)
+MAX_LEN = 3072
+
+
+@pytest.fixture(scope="module")
+def prompts(text_ids: list[int]) -> list[list[int]]:
+    return [text_ids[150 * i : 150 * i + length] for i, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def expected(smollm2: Path, prompts: list[list[int]]) -> list[Any]:
+    """CPU_ATTN's answers with logprobs, and a check that it answered."""
+    with (
+        counted_forwards() as calls,
+        engine(smollm2, "CPU_ATTN", max_model_len=MAX_LEN, max_num_batched_tokens=2048) as llm,
+    ):
+        outputs = generate(llm, prompts, together=True, logprobs=5)
+    assert calls["CPU_ATTN"] > 0
+    assert calls["SPARSEK"] == 0
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def small_pool(smollm2: Path) -> Iterator[Any]:
+    """SPARSEK with chunks of 64 tokens and 32 pages of 128 tokens; budget >= context."""
+    settings = {"dense_below": 0, "top_k": 64}
+    with engine(
+        smollm2,
+        "SPARSEK",
+        settings,
+        max_model_len=MAX_LEN,
+        max_num_batched_tokens=64,
+        num_gpu_blocks_override=32,
+    ) as llm:
+        yield llm
+
+
+def test_sequential_in_chunks(
+    small_pool: Any, prompts: list[list[int]], expected: list[Any]
+) -> None:
+    with counted_forwards() as calls:
+        outputs = generate(small_pool, prompts, together=False, logprobs=5)
+    assert tokens(outputs) == tokens(expected)
+    layers = len(model_runner(small_pool).kv_caches)
+    assert calls["SPARSEK"] >= layers * sum(-(-length // 64) for length in LENGTHS)
+    assert calls["CPU_ATTN"] == 0
+    worst = max(
+        abs(entry.logprob - theirs[token].logprob)
+        for output, reference in zip(outputs, expected, strict=True)
+        for ours, theirs in zip(
+            output.outputs[0].logprobs, reference.outputs[0].logprobs, strict=True
+        )
+        for token, entry in ours.items()
+        if token in theirs
+    )
+    assert worst < 1e-3
+
+
+def test_concurrent_with_preemption_and_prefix_hits(
+    small_pool: Any, prompts: list[list[int]], expected: list[Any]
+) -> None:
+    """The longest run first, together, so that they evict each other; then all of them again."""
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))[:8]
+    with counted_preemptions(small_pool) as counter:
+        outputs = generate(small_pool, [prompts[i] for i in order], together=True)
+    assert counter["preempted"] > 0
+    assert tokens(outputs) == tokens([expected[i] for i in order])
+    short = [i for i in range(len(prompts)) if 129 <= len(prompts[i]) <= 777]
+    outputs = generate(small_pool, [prompts[i] for i in short], together=True)
+    again = generate(small_pool, [prompts[i] for i in short], together=True)
+    assert sum(output.num_cached_tokens for output in again) >= 128
+    assert tokens(outputs) == tokens(again) == tokens([expected[i] for i in short])
+
+
+def test_prompt_logprobs(smollm2: Path, text_ids: list[int]) -> None:
+    """Every position of a prompt, prefilled at once, against CPU_ATTN."""
+    prompt = text_ids[:700]
+    found = []
+    for backend in ("CPU_ATTN", "SPARSEK"):
+        with engine(smollm2, backend, max_model_len=1024, max_num_batched_tokens=1024) as llm:
+            (output,) = generate(llm, [prompt], together=True, max_tokens=1, prompt_logprobs=0)
+        found.append(
+            [
+                entry[token].logprob
+                for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+            ]
+        )
+    assert max(abs(a - b) for a, b in zip(*found, strict=True)) < 1e-3

@@ -1,0 +1,164 @@
+"""Registration: our name is known everywhere it must be, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import pickle
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsek_backend.plugin import BACKEND_NAME, BACKEND_PATH, backend_member, register
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+
+def run_fresh(code: str) -> str:
+    """Run code in a fresh interpreter that has loaded no plugin; returns its output."""
+    env_path = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'kernels')!r}]\n"
+    done = subprocess.run(
+        [sys.executable, "-c", env_path + code], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_importing_the_plugin_is_light() -> None:
+    code = (
+        "import sparsek_backend.plugin\n"
+        "print(sorted({'torch', 'vllm', 'pydantic', 'transformers'} & set(sys.modules)))"
+    )
+    assert run_fresh(code) == "[]"
+
+
+def test_registering_does_not_import_the_backend() -> None:
+    code = (
+        "from sparsek_backend.plugin import register\n"
+        "register()\n"
+        "heavy = ('sparsek_backend.vllm_backend.backend', 'vllm.model_executor.layers.attention')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    assert run_fresh(code) == "[]"
+
+
+def test_entry_point_resolves() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert '"vllm.general_plugins"]\nsparsek = "sparsek_backend.plugin:register"' in text
+    entry = EntryPoint("sparsek", "sparsek_backend.plugin:register", "vllm.general_plugins")
+    assert entry.load() is register
+
+
+def test_member_is_known_by_name_and_leads_to_the_class() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from sparsek_backend.vllm_backend.backend import SparseKBackend
+
+    member = AttentionBackendEnum["SPARSEK"]
+    assert member is backend_member()
+    assert member.get_path() == BACKEND_PATH
+    assert member.get_class() is SparseKBackend
+    assert SparseKBackend.get_name() == BACKEND_NAME
+
+
+def test_registering_again_changes_nothing() -> None:
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    def state() -> tuple[Any, ...]:
+        platform = type(current_platform)
+        return (
+            list(AttentionBackendEnum.__members__),
+            id(AttentionBackendEnum[BACKEND_NAME]),
+            platform.get_attn_backend_cls,
+            platform.check_and_update_config,
+        )
+
+    before = state()
+    register()
+    register()
+    assert state() == before
+
+
+def test_old_registry_without_register_gets_the_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM before 0.32 has no ``AttentionBackendEnum.register``."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from sparsek_backend.vllm_backend import compat
+
+    monkeypatch.delattr(AttentionBackendEnum, "register")
+    path = "somewhere.Else"
+    member = compat.ensure_member("SPARSEK_OLD", path, backend_member)
+    try:
+        assert AttentionBackendEnum["SPARSEK_OLD"] is member
+        assert AttentionBackendEnum(path) is member
+        assert member.get_path() == path
+        assert member in list(AttentionBackendEnum)
+    finally:
+        member.clear_override()
+        del AttentionBackendEnum._member_map_["SPARSEK_OLD"]
+        del AttentionBackendEnum._value2member_map_[path]
+        AttentionBackendEnum._member_names_.remove("SPARSEK_OLD")
+        type.__delattr__(AttentionBackendEnum, "SPARSEK_OLD")
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_member_pickles_by_reference(protocol: int) -> None:
+    data = pickle.dumps(backend_member(), protocol=protocol)
+    assert b"backend_member" in data
+    assert BACKEND_PATH.encode() not in data
+    assert pickle.loads(data) is backend_member()
+
+
+def test_member_survives_copies() -> None:
+    member = backend_member()
+    assert copy.copy(member) is member
+    assert copy.deepcopy({"backend": member})["backend"] is member
+
+
+def test_fresh_process_unpickles_before_plugins_load() -> None:
+    data = pickle.dumps(backend_member())
+    code = (
+        "import pickle\n"
+        f"member = pickle.loads({data!r})\n"
+        "from vllm.v1.attention.backends.registry import AttentionBackendEnum\n"
+        "print(member is AttentionBackendEnum['SPARSEK'])"
+    )
+    assert run_fresh(code) == "True"
+
+
+def _name_of(member: Any) -> str:
+    return str(member.name)
+
+
+def test_member_reaches_a_spawned_process() -> None:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        assert pool.apply(_name_of, (backend_member(),)) == "SPARSEK"
+
+
+def test_other_backends_are_selected_as_before() -> None:
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    if not current_platform.is_cpu():
+        pytest.skip("the CPU platform's selection")
+    config = AttentionSelectorConfig(64, __import__("torch").float32, "auto", None)
+    for name in ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN"):
+        chosen = current_platform.get_attn_backend_cls(AttentionBackendEnum[name], config)
+        assert chosen == AttentionBackendEnum.CPU_ATTN.get_path()
+    assert current_platform.get_attn_backend_cls(None, config) == (
+        AttentionBackendEnum.CPU_ATTN.get_path()
+    )
+    assert current_platform.get_attn_backend_cls(backend_member(), config) == BACKEND_PATH
+    chosen = current_platform.get_attn_backend_cls(
+        selected_backend=backend_member(), attn_selector_config=config, num_heads=4
+    )
+    assert chosen == BACKEND_PATH

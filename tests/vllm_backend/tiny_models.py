@@ -1,0 +1,96 @@
+"""Small random models of every kind of attention, as Hugging Face folders.
+
+Weights are larger than a trained model's initialisation, so that a wrong mask changes the logits
+far beyond rounding.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+HEAD_DIM = 32
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+DECODER = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": False,
+}
+
+
+def _configs() -> dict[str, Any]:
+    from transformers import (
+        BertConfig,
+        BloomConfig,
+        Gemma2Config,
+        LlamaConfig,
+        MistralConfig,
+        ModernBertConfig,
+    )
+
+    return {
+        "llama": LlamaConfig(**COMMON, **DECODER),
+        "mha": LlamaConfig(**COMMON, **{**DECODER, "num_key_value_heads": 4}),
+        "mqa": LlamaConfig(**COMMON, **{**DECODER, "num_key_value_heads": 1}),
+        "head_dim_80": LlamaConfig(**COMMON, **{**DECODER, "head_dim": 80}),
+        "sliding": MistralConfig(**COMMON, **DECODER, sliding_window=48),
+        "soft_cap": Gemma2Config(
+            **COMMON,
+            **DECODER,
+            sliding_window=48,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=30.0,
+            query_pre_attn_scalar=HEAD_DIM,
+        ),
+        "alibi": BloomConfig(**COMMON, hidden_size=128, n_layer=2, n_head=4),
+        "encoder": BertConfig(
+            **COMMON,
+            hidden_size=128,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=512,
+        ),
+        "sliding_encoder": ModernBertConfig(
+            **COMMON,
+            hidden_size=128,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=512,
+            local_attention=32,
+            global_attn_every_n_layers=3,
+            cls_token_id=1,
+            sep_token_id=2,
+        ),
+    }
+
+
+def make_tiny_model(name: str, folder: Path) -> Path:
+    """Write a random model of the named kind into ``folder`` and return it."""
+    import torch
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    config = _configs()[name]
+    kind = AutoModel if "encoder" in name else AutoModelForCausalLM
+    state = torch.random.get_rng_state()
+    torch.manual_seed(7)
+    model = kind.from_config(config).float()
+    torch.random.set_rng_state(state)
+    model.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert written["vocab_size"] == VOCABULARY
+    return folder
