@@ -158,49 +158,84 @@ def decode_calls(
     return everything, select, attend
 
 
+def time_cold(call: Callable[[], object], repeats: int = 20) -> float:
+    """Microseconds of one graph replay after the L2 cache was overwritten (median)."""
+    flush = torch.empty(1 << 29, dtype=torch.int8, device="cuda")
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    samples = []
+    for _ in range(repeats):
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        flush.zero_()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(samples)
+
+
+LOGITS_SWEEP = [
+    LaunchConfig(4, 1, 16, n, steps, w, stages)
+    for n, steps, w, stages in itertools.product((16, 32, 64), (1, 2, 4, 8), (4,), (2, 3, 4))
+    if steps > 1 or stages == 2
+] + [LaunchConfig(4, 1, 16, 64, steps, 8, 2) for steps in (1, 2, 4)]
+DECODE_SWEEP = [
+    LaunchConfig(4, 1, 16, n, s, w, stages)
+    for s, (n, w, stages) in itertools.product(
+        (1, 2, 3, 4, 6, 8, 12, 16), ((64, 4, 2), (64, 4, 1), (32, 4, 2), (64, 8, 2), (64, 2, 2))
+    )
+]
+
+
 def run_decode(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) -> None:
     cache = make_cache(256 if tiny else 32 * 1024 + 64)
-    configs: list[LaunchConfig | None] = [None]
-    if sweep:
-        configs += [
-            LaunchConfig(4, 1, 16, n, s, w, stages)
-            for s, (n, w, stages) in itertools.product(
-                (1, 2, 3, 4, 6, 8, 12, 16),
-                ((64, 4, 3), (64, 4, 2), (64, 4, 4), (32, 4, 4), (64, 8, 3)),
-            )
-        ]
-    configs = configs[pick[0] :: pick[1]]
     for name, (requests, length) in DECODES.items():
-        floor = decode_floor(requests, length)
-        rows = []
-        for config in configs:
-            if config and config.splits > 4 and requests == 32:
+        if tiny:
+            if name in ("32x8k", "4x128k") and sweep:
                 continue
-            if config and config.splits < 3 and requests < 32:
-                continue
-            with patched("decode_config", config):
-                copies = 1 if tiny else (4 if requests == 32 else 16)
-                if tiny:
-                    length_here = 8192 if requests == 32 else 8192
-                    q, batch = make_batch(256, [(1, length_here)] * requests, requests, length, 0)
-                    out = torch.empty_like(q)
+            q, batch = make_batch(256, [(1, 8192)] * requests, requests, length, 0)
+            out = torch.empty_like(q)
+            swept = [("logits_config", c) for c in LOGITS_SWEEP]
+            swept += [("decode_config", c) for c in DECODE_SWEEP]
+            chosen = swept[pick[0] :: pick[1]] if name == "32x64k" else [("decode_config", None)]
+            for kind, config in chosen:
+                with patched(kind, config):
                     launch.paged_attention(q, *cache[:2], batch, POLICY, 0.1, cache[2], None, out)
+            continue
+        floor = decode_floor(requests, length)
+        copies = 4 if requests == 32 else 16
+        everything, select, attend = decode_calls(cache, requests, length, copies)
+        print(
+            f"{name}: all {time_graph(everything):.1f} us (cold, one replay "
+            f"{time_cold(everything[0]):.1f}), select {time_graph(select):.1f}, "
+            f"attend {time_graph(attend):.1f}, floor {floor:.1f}",
+            flush=True,
+        )
+        if not sweep:
+            continue
+        for kind, calls, configs in (
+            ("logits_config", select, LOGITS_SWEEP),
+            ("decode_config", attend, DECODE_SWEEP),
+        ):
+            rows = []
+            for config in configs:
+                few = kind == "decode_config" and config.splits < 6
+                many = kind == "decode_config" and config.splits > 4
+                if (few and requests < 32) or (many and requests == 32):
                     continue
-                everything, select, attend = decode_calls(cache, requests, length, copies)
-                if config is None:
-                    print(
-                        f"{name}: all {time_graph(everything):.1f} us, select "
-                        f"{time_graph(select):.1f}, attend {time_graph(attend):.1f}, floor {floor:.1f}",
-                        flush=True,
-                    )
-                else:
-                    rows.append((time_graph(attend, 10), config))
-        for micros, config in sorted(rows, key=lambda r: r[0])[:6]:
-            print(
-                f"   {name} attend {micros:8.1f} us  n={config.block_n} splits={config.splits} "
-                f"warps={config.num_warps} stages={config.num_stages}",
-                flush=True,
-            )
+                with patched(kind, config):
+                    rows.append((time_graph(calls, 7), config))
+            for micros, config in sorted(rows, key=lambda r: r[0])[:7]:
+                print(
+                    f"   {name} {kind} {micros:8.1f} us  n={config.block_n} "
+                    f"splits={config.splits} warps={config.num_warps} stages={config.num_stages}",
+                    flush=True,
+                )
 
 
 def run_prefill(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) -> None:
@@ -213,17 +248,14 @@ def run_prefill(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1))
         scores += [
             LaunchConfig(h, 64, 64 * h, n, 1, w, s)
             for h, n, w, s in (
-                (4, 64, 8, 2), (4, 64, 16, 2), (2, 64, 8, 2), (2, 64, 8, 3), (2, 64, 4, 2),
-                (2, 128, 8, 2), (4, 128, 16, 1), (2, 64, 4, 3), (4, 32, 8, 3), (4, 64, 8, 1),
-                (2, 128, 8, 1), (4, 32, 8, 4),
+                (4, 64, 8, 2), (4, 64, 16, 2), (4, 32, 8, 3), (4, 32, 8, 2), (2, 64, 8, 2),
             )
         ]  # fmt: skip
         attends += [
             LaunchConfig(h, 64, 64 * h, n, 1, w, s)
             for h, n, w, s in (
-                (2, 64, 8, 2), (2, 64, 8, 3), (2, 64, 8, 4), (2, 64, 4, 2), (2, 64, 4, 3),
-                (4, 64, 8, 2), (4, 64, 8, 3), (4, 64, 16, 2), (4, 64, 16, 3), (1, 64, 4, 2),
-                (1, 64, 4, 3), (2, 32, 4, 3), (4, 32, 8, 3),
+                (4, 64, 16, 2), (4, 64, 16, 1), (4, 32, 16, 2), (2, 64, 8, 2), (1, 64, 4, 2),
+                (2, 64, 8, 1), (4, 32, 16, 3),
             )
         ]  # fmt: skip
     scores, attends = scores[pick[0] :: pick[1]], attends[pick[0] :: pick[1]]
@@ -300,7 +332,8 @@ def main() -> None:
         print(f"compiled in {time.time() - begin:.0f} s", flush=True)
     for kind in args.what:
         fn = run_decode if kind == "decode" else run_prefill
-        fn(False)
+        if kind == "prefill" or not args.sweep:
+            fn(False)
         if args.sweep:
             fn(True)
     print(f"{time.time() - begin:.0f} s; {config_module.__name__}", flush=True)

@@ -20,7 +20,7 @@ class LaunchConfig:
         queries: query tokens in one program.
         block_m: rows of the tile (``queries * block_h``, at least 16).
         block_n: keys, or blocks to score, per iteration.
-        splits: programs that share a tile.
+        splits: programs that share a tile (block logits: iterations of one program).
         num_warps: warps per program.
         num_stages: depth of the software pipeline.
     """
@@ -86,7 +86,7 @@ def decode_config(
         block_n=block_n,
         splits=splits,
         num_warps=4,
-        num_stages=3 if is_hopper(arch) else 2,
+        num_stages=2,
     )
 
 
@@ -102,10 +102,8 @@ def prefill_config(
     arch: int,
     num_sms: int,
 ) -> LaunchConfig:
-    """Prefill: about 128 rows, as many heads of the group as fit beside the tile's queries."""
-    rows = 128 if head_dim <= 128 else 64
-    if not is_hopper(arch):
-        rows = 64 if head_dim > 128 else 128
+    """Prefill: as many heads of the group beside the tile's queries as shared memory allows."""
+    rows = 64 if head_dim > 128 else 256 if is_hopper(arch) else 128
     queries = largest_part(tile, 64)
     block_h = max(1, min(next_power_of_2(group), rows // queries))
     block_m = max(16, queries * block_h)
@@ -118,7 +116,37 @@ def prefill_config(
         block_m=block_m,
         block_n=block_n,
         splits=splits,
-        num_warps=8 if block_m >= 128 else 4,
+        num_warps=max(4, block_m // 16),
+        num_stages=2,
+    )
+
+
+def logits_config(
+    *,
+    requests: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    queries: int,
+    max_blocks: int,
+    arch: int,
+    num_sms: int,
+) -> LaunchConfig:
+    """Block logits of decodes: longer runs per program where there are programs to spare."""
+    block_h = next_power_of_2(group)
+    queries = next_power_of_2(queries)
+    block_n = 32
+    runs = requests * num_kv_heads * -(-max_blocks // block_n)
+    steps = 1
+    while steps < 8 and runs // (2 * steps) >= 4 * num_sms:
+        steps *= 2
+    return LaunchConfig(
+        block_h=block_h,
+        queries=queries,
+        block_m=max(16, queries * block_h),
+        block_n=block_n,
+        splits=steps,
+        num_warps=4,
         num_stages=3 if is_hopper(arch) and head_dim <= 128 else 2,
     )
 
@@ -129,14 +157,14 @@ def score_config(
     num_kv_heads: int,
     group: int,
     head_dim: int,
-    votes: int,
+    tile: int,
     max_blocks: int,
     arch: int,
     num_sms: int,
 ) -> LaunchConfig:
-    """Scores of a prefill tile: rows are voting queries x heads, columns are blocks."""
+    """Scores of a prefill tile: rows are queries x heads, columns are blocks."""
     rows = 256 if is_hopper(arch) and head_dim <= 128 else 64
-    queries = largest_part(votes, 64)
+    queries = largest_part(tile, 64)
     block_h = max(1, min(next_power_of_2(group), rows // queries))
     block_m = max(16, queries * block_h)
     block_n = 64 if head_dim <= 128 else 32

@@ -196,6 +196,7 @@ def attend_kernel(
     SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """``QUERIES`` queries x ``BLOCK_H`` heads of a KV head over one share of the tile's blocks.
 
@@ -215,6 +216,9 @@ def attend_kernel(
     request, base, tile_low, tile_high, token_of_zero = tile_span(
         tile, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, FROM_TABLE, TILES_PER_REQUEST, TILE
     )
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     low = tl.maximum(tile_low, base + query_chunk * QUERIES)
     high = tl.minimum(tile_high, base + query_chunk * QUERIES + QUERIES - 1)
     if high < low:

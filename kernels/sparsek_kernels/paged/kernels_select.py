@@ -85,19 +85,25 @@ def decode_logits_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    STEPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     SINK_BLOCKS: tl.constexpr,
     REACH_BLOCKS: tl.constexpr,
     SCORED_BLOCKS: tl.constexpr,
     MIN_MAX: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Logits of ``BLOCK_B`` blocks for all decoded tokens of one request and one KV head.
+    """Logits of ``BLOCK_B * STEPS`` blocks for all decoded tokens of one request and one KV head.
 
     Row ``j * BLOCK_H + h`` of the tile is token ``j``, query head ``h`` of the group.  Writes
     ``[requests * QUERY_LEN, Hq, blocks]`` float32; blocks from a token's own on are left out.
     """
-    chunk = tl.program_id(0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    begin = tl.program_id(0) * (BLOCK_B * STEPS)
     kv_head = tl.program_id(1)
     local_request = tl.program_id(2)
     request = first_request + local_request
@@ -105,7 +111,7 @@ def decode_logits_kernel(
     first_token = tl.load(cu_seqlens_ptr + request)
     num_tokens = tl.load(cu_seqlens_ptr + request + 1) - first_token
     num_blocks = (seq_len - 1) // SEL_BLOCK
-    if (chunk * BLOCK_B >= num_blocks) | (num_tokens <= 0):
+    if (begin >= num_blocks) | (num_tokens <= 0):
         return
     full = tile_sees_all(
         seq_len - 1, dense_below, TOP_K, 1, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
@@ -114,7 +120,6 @@ def decode_logits_kernel(
         return
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    offs_b = chunk * BLOCK_B + tl.arange(0, BLOCK_B)
     mask_d = offs_d < HEAD_DIM
     token = offs_m // BLOCK_H
     member = offs_m % BLOCK_H
@@ -130,24 +135,28 @@ def decode_logits_kernel(
     if MIN_MAX:
         q_low = tl.minimum(q, 0.0).to(q.dtype)
         q = tl.maximum(q, 0.0).to(q.dtype)
-    logits = block_logits(
-        q,
-        q_low,
-        summary_ptr + kv_head.to(tl.int64) * stride_sh,
-        block_table_ptr + request.to(tl.int64) * stride_br,
-        offs_b,
-        offs_b < num_blocks,
-        offs_d,
-        mask_d,
-        stride_sp,
-        stride_sc,
-        PAGE_SIZE,
-        SEL_BLOCK,
-        MIN_MAX,
-    )
     slot = (local_request * QUERY_LEN + token).to(tl.int64)
-    out = logits_ptr + (slot * stride_lt + head * stride_lh)[:, None] + offs_b[None, :]
-    tl.store(out, logits * qk_scale, mask=mask_m[:, None] & (offs_b < num_blocks)[None, :])
+    out = logits_ptr + (slot * stride_lt + head * stride_lh)[:, None]
+    end = tl.minimum(begin + BLOCK_B * STEPS, num_blocks)
+    for b in tl.range(begin, end, BLOCK_B, num_stages=NUM_STAGES):
+        offs_b = b + tl.arange(0, BLOCK_B)
+        logits = block_logits(
+            q,
+            q_low,
+            summary_ptr + kv_head.to(tl.int64) * stride_sh,
+            block_table_ptr + request.to(tl.int64) * stride_br,
+            offs_b,
+            offs_b < end,
+            offs_d,
+            mask_d,
+            stride_sp,
+            stride_sc,
+            PAGE_SIZE,
+            SEL_BLOCK,
+            MIN_MAX,
+        )
+        mask = mask_m[:, None] & (offs_b < end)[None, :]
+        tl.store(out + offs_b[None, :], logits * qk_scale, mask=mask)
 
 
 @triton.jit
@@ -165,30 +174,39 @@ def write_top(
 ):
     """Write the ``COUNT`` best of blocks ``[first, last)``, ascending; ties to the lower index.
 
-    Scores are non-negative floats, whose bits order as integers: the ``COUNT``-th largest is
-    found two bits at a time by counting, and winners are placed by one prefix sum.
+    Scores are non-negative floats, whose bits order as integers: the ``COUNT``-th largest is found
+    by counting, a quarter of the range at a time, and winners are placed by one prefix sum.
     """
     offs = tl.arange(0, BLOCK)
     if FROM_LOGITS:
+        WIDE: tl.constexpr = triton.next_power_of_2(GROUP)
+        STEP: tl.constexpr = WIDE if WIDE < 4 else 4
         score = tl.zeros([BLOCK], dtype=tl.float32)
-        for g in range(GROUP):
+        for first_head in tl.static_range(0, GROUP, STEP):
+            head = first_head + tl.arange(0, STEP)
+            live = (head < GROUP)[:, None]
             logit = tl.load(
-                score_ptr + g * stride_sg + offs, mask=offs < num_blocks, other=float("-inf")
-            )
-            weight = tl.exp2(logit - tl.max(logit, axis=0))
-            score += weight / tl.sum(weight, axis=0)
+                score_ptr + head[:, None] * stride_sg + offs[None, :],
+                mask=live & (offs < num_blocks)[None, :],
+                other=float("-inf"),
+            )  # [STEP, BLOCK]
+            top = tl.max(logit, axis=1)
+            weight = tl.exp2(logit - tl.where(head < GROUP, top, 0.0)[:, None])
+            total = tl.sum(weight, axis=1)
+            weight = weight / tl.where(head < GROUP, total, 1.0)[:, None]
+            score += tl.sum(weight, axis=0)
     else:
         score = tl.load(score_ptr + offs, mask=offs < num_blocks, other=0.0)
     # NaN and negative scores count as zero: whatever q holds, COUNT valid blocks come out.
     score = tl.where(score > 0.0, score, 0.0)
     inside = (offs >= first) & (offs < last)
     key = tl.where(inside, score.to(tl.int32, bitcast=True), -1)
-    count = tl.sum((key >= 0x40000000).to(tl.int32), axis=0)
-    threshold = tl.where(count >= COUNT, 0x40000000, 0)
-    count = tl.where(count >= COUNT, count, last - first)
-    shift = 28
-    while (shift >= 0) & (count != COUNT):
-        step = 1 << shift
+    # The answer lies in [threshold, threshold + span]; `count` keys reach the threshold.
+    threshold = tl.min(tl.where(inside, key, 0x7FFFFFFF), axis=0)
+    span = tl.max(key, axis=0) - threshold
+    count = last - first
+    while (span > 0) & (count != COUNT):
+        step = span // 4 + 1
         one = (key >= threshold + step).to(tl.int64)
         two = (key >= threshold + 2 * step).to(tl.int64)
         three = (key >= threshold + 3 * step).to(tl.int64)
@@ -196,16 +214,16 @@ def write_top(
         count_1 = (packed & 0xFFFFF).to(tl.int32)
         count_2 = ((packed >> 20) & 0xFFFFF).to(tl.int32)
         count_3 = (packed >> 40).to(tl.int32)
-        if count_3 >= COUNT:
-            threshold += 3 * step
-            count = count_3
-        elif count_2 >= COUNT:
-            threshold += 2 * step
-            count = count_2
-        elif count_1 >= COUNT:
-            threshold += step
-            count = count_1
-        shift -= 2
+        steps = (
+            (count_1 >= COUNT).to(tl.int32)
+            + (count_2 >= COUNT).to(tl.int32)
+            + (count_3 >= COUNT).to(tl.int32)
+        )
+        count = tl.where(steps == 1, count_1, count)
+        count = tl.where(steps == 2, count_2, count)
+        count = tl.where(steps == 3, count_3, count)
+        threshold += steps * step
+        span = tl.where(steps == 3, span - 3 * step, step - 1)
     exact = count == COUNT
     above = (key > threshold) | ((key == threshold) & exact)
     equal = (key == threshold) & (not exact)
@@ -242,6 +260,7 @@ def top_blocks_kernel(
     REACH_BLOCKS: tl.constexpr,
     SCORED_BLOCKS: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Selected blocks of one tile and KV head, from logits (decode) or from summed scores.
 
@@ -259,6 +278,9 @@ def top_blocks_kernel(
         TILES_PER_REQUEST,
         POLICY_TILE,
     )
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if high < low:
         return
     if FROM_TABLE:
@@ -327,154 +349,3 @@ def top_blocks_kernel(
             SCORED_BLOCKS,
             MAX_BLOCKS,
         )
-
-
-@triton.jit
-def tile_scores_kernel(
-    scores_ptr,
-    state_ptr,
-    q_ptr,
-    summary_ptr,
-    tiles_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    qk_scale,
-    dense_below,
-    first_tile,
-    stride_qt,
-    stride_qh,
-    stride_sp,
-    stride_sh,
-    stride_sc,
-    stride_br,
-    stride_ot,
-    stride_oh,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    POLICY_TILE: tl.constexpr,
-    VOTE_STRIDE: tl.constexpr,
-    QUERIES: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    SINK_BLOCKS: tl.constexpr,
-    REACH_BLOCKS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr,
-    MIN_MAX: tl.constexpr,
-    SECOND_PASS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
-    """One prefill tile, KV head and share of the context, in one of two passes.
-
-    First pass: maximum and sum of ``2 ** logit`` per row (query, head), to ``state_ptr``
-    ``[tiles, Hkv, row chunks, SPLITS, 2, BLOCK_M]``.  Second pass: probabilities summed over the
-    rows, to ``scores_ptr`` ``[tiles, Hkv, blocks]``.  Neither keeps a row of logits.
-    """
-    local = tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    request, base, low, high, token_of_zero = tile_span(
-        first_tile + local, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, True, 1, POLICY_TILE
-    )
-    if high < low:
-        return
-    full = tile_sees_all(
-        base, dense_below, TOP_K, POLICY_TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
-    )
-    if full:
-        return
-    num_blocks = high // SEL_BLOCK
-    per_split = tl.cdiv(tl.cdiv(num_blocks, SPLITS), BLOCK_B) * BLOCK_B
-    begin = split * per_split
-    end = tl.minimum(begin + per_split, num_blocks)
-
-    HEAD_CHUNKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
-    ROW_CHUNKS: tl.constexpr = HEAD_CHUNKS * ((POLICY_TILE // VOTE_STRIDE + QUERIES - 1) // QUERIES)
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < HEAD_DIM
-    table = block_table_ptr + request.to(tl.int64) * stride_br
-    summary = summary_ptr + kv_head * stride_sh
-    state_row = (local * NUM_KV_HEADS + kv_head) * ROW_CHUNKS
-    scores = scores_ptr + local.to(tl.int64) * stride_ot + kv_head * stride_oh
-    for chunk in range(ROW_CHUNKS):
-        member = (chunk % HEAD_CHUNKS) * BLOCK_H + offs_m % BLOCK_H
-        vote = (chunk // HEAD_CHUNKS) * QUERIES + offs_m // BLOCK_H
-        position = base + vote * VOTE_STRIDE + VOTE_STRIDE - 1
-        mask_m = (offs_m < QUERIES * BLOCK_H) & (member < GROUP)
-        mask_m = mask_m & (position >= low) & (position <= high) & (position < base + POLICY_TILE)
-        own = tl.where(mask_m, position // SEL_BLOCK, 0)
-        q_row = (token_of_zero + position).to(tl.int64) * stride_qt
-        q_row += (kv_head * GROUP + member) * stride_qh
-        q = tl.load(
-            q_ptr + q_row[:, None] + offs_d[None, :],
-            mask=mask_m[:, None] & mask_d[None, :],
-            other=0.0,
-        )  # [BLOCK_M, BLOCK_D]
-        q_low = q
-        if MIN_MAX:
-            q_low = tl.minimum(q, 0.0).to(q.dtype)
-            q = tl.maximum(q, 0.0).to(q.dtype)
-        row_max = tl.full([BLOCK_M], -1.0e30, dtype=tl.float32)
-        row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-        state = state_ptr + (state_row + chunk) * SPLITS * 2 * BLOCK_M + offs_m
-        if SECOND_PASS:
-            for s in range(SPLITS):
-                part_max = tl.load(state + (2 * s) * BLOCK_M)
-                part_sum = tl.load(state + (2 * s + 1) * BLOCK_M)
-                new_max = tl.maximum(row_max, part_max)
-                row_sum = row_sum * tl.exp2(row_max - new_max)
-                row_sum += part_sum * tl.exp2(part_max - new_max)
-                row_max = new_max
-            # base-2 log of the denominator; rows that do not vote get probability zero
-            lse = tl.where(mask_m & (row_sum > 0.0), row_max + tl.log2(row_sum), 1.0e30)
-        for b in tl.range(begin, end, BLOCK_B, num_stages=NUM_STAGES):
-            offs_b = b + tl.arange(0, BLOCK_B)
-            mask_b = offs_b < end
-            logits = block_logits(
-                q,
-                q_low,
-                summary,
-                table,
-                offs_b,
-                mask_b,
-                offs_d,
-                mask_d,
-                stride_sp,
-                stride_sc,
-                PAGE_SIZE,
-                SEL_BLOCK,
-                MIN_MAX,
-            )
-            if SECOND_PASS:
-                prob = tl.exp2(logits * qk_scale - lse[:, None])
-                if SEL_BLOCK % POLICY_TILE != 0:
-                    prob = tl.where(offs_b[None, :] < own[:, None], prob, 0.0)
-                total = tl.sum(prob, axis=0)  # [BLOCK_B]
-                if ROW_CHUNKS > 1:
-                    earlier = tl.load(scores + offs_b, mask=mask_b & (chunk > 0), other=0.0)
-                    tl.debug_barrier()
-                    total += earlier
-                tl.store(scores + offs_b, total, mask=mask_b)
-            else:
-                if SEL_BLOCK % POLICY_TILE != 0:
-                    valid = offs_b[None, :] < own[:, None]
-                    logits = tl.where(valid, logits, float("-inf"))
-                elif b + BLOCK_B > end:
-                    logits = tl.where(mask_b[None, :], logits, float("-inf"))
-                new_max = tl.maximum(row_max, tl.max(logits, axis=1) * qk_scale)
-                row_sum = row_sum * tl.exp2(row_max - new_max)
-                row_sum += tl.sum(tl.exp2(logits * qk_scale - new_max[:, None]), axis=1)
-                row_max = new_max
-        if SECOND_PASS:
-            if ROW_CHUNKS > 1:
-                tl.debug_barrier()
-        else:
-            tl.store(state + (2 * split) * BLOCK_M, row_max)
-            tl.store(state + (2 * split + 1) * BLOCK_M, row_sum)

@@ -9,25 +9,29 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import triton
 
 from .batch import PagedBatch
 from .config import (
     LaunchConfig,
     decode_config,
-    largest_part,
+    is_hopper,
+    logits_config,
     next_power_of_2,
     prefill_config,
     score_config,
 )
 from .kernels_attend import attend_kernel
-from .kernels_select import decode_logits_kernel, tile_scores_kernel, top_blocks_kernel
+from .kernels_select import decode_logits_kernel, top_blocks_kernel
+from .kernels_tile_scores import tile_scores_kernel, tile_scores_once_kernel
 from .kernels_write import write_kv_kernel
 from .policy import CELL_SIZE, SelectionPolicy, ceil_div
 
 _LOG2E = 1.4426950408889634
 _SCRATCH_ELEMENTS = 1 << 24
 """Most float32 elements (64 MiB) of one scratch tensor of scores; larger steps go in batches."""
+
+_PARKED_ELEMENTS = 1 << 27
+"""Most fp16 elements (256 MiB) that single-pass scoring may park."""
 
 _DENSE_TILE = 64
 
@@ -43,6 +47,12 @@ def device_traits(index: int) -> tuple[int, int]:
 
 def _traits(device: torch.device) -> tuple[int, int]:
     return device_traits(device.index or 0)
+
+
+def _overlap(device: torch.device) -> dict[str, bool]:
+    """Compile and launch options that let a kernel start while its predecessor drains."""
+    use = device.type == "cuda" and is_hopper(_traits(device)[0])
+    return {"OVERLAP": True, "launch_pdl": True} if use else {"OVERLAP": False}
 
 
 _workspaces: dict[tuple[torch.device, str, int], torch.Tensor] = {}
@@ -111,8 +121,6 @@ def write_kv(
     )
 
 
-
-
 def prefill_tiles(batch: PagedBatch, tile: int, num_tokens: int) -> torch.Tensor:
     """Device table of the prefills' tiles: ``[bound, 2]`` int32, request (or -1) and base."""
     bound = (num_tokens - batch.num_decode_tokens) // tile + 2 * batch.num_prefills
@@ -149,7 +157,6 @@ def select_blocks(
     softmax_scale: float,
     page_size: int,
     k_scale: float = 1.0,
-    vote_stride: int = 1,
 ) -> torch.Tensor:
     """Selected blocks ``[tiles, Hkv, scored_blocks]`` int32; -1 where a tile sees everything.
 
@@ -168,7 +175,7 @@ def select_blocks(
     if batch.num_decodes:
         _select_decodes(out, q, k_summary, batch, policy, scale, page_size)
     if tiles is not None:
-        _select_tiles(out, q, k_summary, batch, policy, tiles, scale, page_size, vote_stride)
+        _select_tiles(out, q, k_summary, batch, policy, tiles, scale, page_size)
     return out
 
 
@@ -190,10 +197,18 @@ def _select_decodes(
     per_request = length * num_heads * width
     step = max(min(_SCRATCH_ELEMENTS // per_request, batch.num_decodes), 1)
     logits = workspace(q.device, "logits", step * per_request, torch.float32)
-    block_h = next_power_of_2(group)
-    block_m = max(16, next_power_of_2(length) * block_h)
-    block_b = 64 if dim <= 128 else 32
-    chunks = ceil_div(max_blocks, block_b)
+    arch, num_sms = _traits(q.device)
+    config = logits_config(
+        requests=step,
+        num_kv_heads=heads,
+        group=group,
+        head_dim=dim,
+        queries=length,
+        max_blocks=max_blocks,
+        arch=arch,
+        num_sms=num_sms,
+    )
+    chunks = ceil_div(max_blocks, config.block_n * config.splits)
     for first in range(0, batch.num_decodes, step):
         requests = min(step, batch.num_decodes - first)
         decode_logits_kernel[(chunks, heads, requests)](
@@ -216,16 +231,19 @@ def _select_decodes(
             QUERY_LEN=length,
             HEAD_DIM=dim,
             BLOCK_D=next_power_of_2(dim),
-            BLOCK_H=block_h,
-            BLOCK_M=block_m,
-            BLOCK_B=block_b,
+            BLOCK_H=config.block_h,
+            BLOCK_M=config.block_m,
+            BLOCK_B=config.block_n,
+            STEPS=config.splits,
             PAGE_SIZE=page_size,
             SEL_BLOCK=policy.sel_block_size,
             SINK_BLOCKS=policy.sink_blocks,
             REACH_BLOCKS=policy.reach_blocks,
             SCORED_BLOCKS=policy.scored_blocks,
             MIN_MAX=policy.score_kind == "min_max",
-            num_warps=4,
+            NUM_STAGES=config.num_stages,
+            num_warps=config.num_warps,
+            **_overlap(q.device),
         )
         _top_blocks(
             out,
@@ -275,7 +293,8 @@ def _top_blocks(
         REACH_BLOCKS=policy.reach_blocks,
         SCORED_BLOCKS=policy.scored_blocks,
         MAX_BLOCKS=next_power_of_2(max(max_blocks, 16)),
-        num_warps=4 if max_blocks <= 4096 else 16,
+        num_warps=8 if max_blocks <= 4096 else 16,
+        **_overlap(out.device),
     )
 
 
@@ -288,7 +307,6 @@ def _select_tiles(
     tiles: torch.Tensor,
     qk_scale: float,
     page_size: int,
-    vote_stride: int,
 ) -> None:
     heads = k_summary.shape[1]
     num_heads, dim = q.shape[1:]
@@ -296,7 +314,6 @@ def _select_tiles(
     max_blocks = _max_blocks(batch, policy.sel_block_size)
     width = ceil_div(max_blocks, 16) * 16
     arch, num_sms = _traits(q.device)
-    votes = policy.query_tile // vote_stride
     count = tiles.shape[0]
     step = max(min(_SCRATCH_ELEMENTS // (heads * width), count), 1)
     config = score_config(
@@ -304,56 +321,28 @@ def _select_tiles(
         num_kv_heads=heads,
         group=group,
         head_dim=dim,
-        votes=votes,
+        tile=policy.query_tile,
         max_blocks=max_blocks,
         arch=arch,
         num_sms=num_sms,
     )
-    chunks = ceil_div(group, config.block_h) * ceil_div(votes, config.queries)
     scores = workspace(q.device, "scores", step * heads * width, torch.float32)
-    state_size = step * heads * chunks * config.splits * 2 * config.block_m
-    state = workspace(q.device, "score state", state_size, torch.float32)
     for first in range(0, count, step):
         here = min(step, count - first)
-        for second_pass in (False, True):
-            tile_scores_kernel[(here, heads, config.splits)](
-                scores,
-                state,
-                q,
-                k_summary,
-                tiles,
-                batch.block_table,
-                batch.seq_lens,
-                batch.cu_seqlens_q,
-                qk_scale,
-                policy.dense_below,
-                first,
-                *q.stride()[:2],
-                *k_summary.stride()[:3],
-                batch.block_table.stride(0),
-                heads * width,
-                width,
-                NUM_KV_HEADS=heads,
-                GROUP=group,
-                HEAD_DIM=dim,
-                BLOCK_D=next_power_of_2(dim),
-                POLICY_TILE=policy.query_tile,
-                VOTE_STRIDE=vote_stride,
-                QUERIES=config.queries,
-                BLOCK_H=config.block_h,
-                BLOCK_M=config.block_m,
-                BLOCK_B=config.block_n,
-                SPLITS=config.splits,
-                PAGE_SIZE=page_size,
-                SEL_BLOCK=policy.sel_block_size,
-                SINK_BLOCKS=policy.sink_blocks,
-                REACH_BLOCKS=policy.reach_blocks,
-                SCORED_BLOCKS=policy.scored_blocks,
-                MIN_MAX=policy.score_kind == "min_max",
-                SECOND_PASS=second_pass,
-                NUM_STAGES=config.num_stages,
-                num_warps=config.num_warps,
-            )
+        _score_tiles(
+            scores,
+            q,
+            k_summary,
+            batch,
+            policy,
+            tiles,
+            qk_scale,
+            page_size,
+            first,
+            here,
+            width,
+            config,
+        )
         _top_blocks(
             out,
             scores,
@@ -366,6 +355,95 @@ def _select_tiles(
             (heads * width, width, 0),
             group,
             max_blocks,
+        )
+
+
+def _score_tiles(
+    scores: torch.Tensor,
+    q: torch.Tensor,
+    k_summary: torch.Tensor,
+    batch: PagedBatch,
+    policy: SelectionPolicy,
+    tiles: torch.Tensor,
+    qk_scale: float,
+    page_size: int,
+    first: int,
+    count: int,
+    width: int,
+    config: LaunchConfig,
+) -> None:
+    heads = k_summary.shape[1]
+    num_heads, dim = q.shape[1:]
+    group = num_heads // heads
+    strides = (
+        *q.stride()[:2],
+        *k_summary.stride()[:3],
+        batch.block_table.stride(0),
+        heads * width,
+        width,
+    )
+    shape = {
+        "NUM_KV_HEADS": heads,
+        "GROUP": group,
+        "HEAD_DIM": dim,
+        "BLOCK_D": next_power_of_2(dim),
+        "POLICY_TILE": policy.query_tile,
+        "QUERIES": config.queries,
+        "BLOCK_H": config.block_h,
+        "BLOCK_M": config.block_m,
+        "BLOCK_B": config.block_n,
+        "PAGE_SIZE": page_size,
+        "SEL_BLOCK": policy.sel_block_size,
+        "SINK_BLOCKS": policy.sink_blocks,
+        "REACH_BLOCKS": policy.reach_blocks,
+        "SCORED_BLOCKS": policy.scored_blocks,
+        "MIN_MAX": policy.score_kind == "min_max",
+        "NUM_STAGES": config.num_stages,
+        "num_warps": config.num_warps,
+    }
+    where = (tiles, batch.block_table, batch.seq_lens, batch.cu_seqlens_q)
+    _, num_sms = _traits(q.device)
+    programs = min(num_sms, count * heads)
+    steps = ceil_div(width, config.block_n)
+    parked_size = programs * steps * config.block_m * config.block_n
+    if config.splits == 1 and parked_size <= _PARKED_ELEMENTS:
+        parked = workspace(q.device, "parked", parked_size, torch.float16)
+        maxima = workspace(
+            q.device, "parked maxima", programs * steps * config.block_m, torch.float32
+        )
+        tile_scores_once_kernel[(programs,)](
+            scores,
+            parked,
+            maxima,
+            q,
+            k_summary,
+            *where,
+            qk_scale,
+            policy.dense_below,
+            first,
+            count,
+            steps,
+            *strides,
+            **shape,
+        )
+        return
+    chunks = ceil_div(group, config.block_h) * ceil_div(policy.query_tile, config.queries)
+    state_size = count * heads * chunks * config.splits * 2 * config.block_m
+    state = workspace(q.device, "score state", state_size, torch.float32)
+    for second_pass in (False, True):
+        tile_scores_kernel[(count, heads, config.splits)](
+            scores,
+            state,
+            q,
+            k_summary,
+            *where,
+            qk_scale,
+            policy.dense_below,
+            first,
+            *strides,
+            SPLITS=config.splits,
+            SECOND_PASS=second_pass,
+            **shape,
         )
 
 
@@ -520,7 +598,5 @@ def attend(
         NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **(_overlap(q.device) if topk else {"OVERLAP": False}),
     )
-
-
-__all__ = ["attend", "largest_part", "paged_attention", "select_blocks", "write_kv"]

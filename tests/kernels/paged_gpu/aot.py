@@ -19,16 +19,18 @@ from typing import Any
 import torch
 import triton
 from problems import make_problem
-from sparsek_kernels.paged import launch
-from sparsek_kernels.paged.policy import SelectionPolicy
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from sparsek_kernels.paged import launch
+from sparsek_kernels.paged.policy import SelectionPolicy
 
 KERNELS = (
     "write_kv_kernel",
     "decode_logits_kernel",
     "top_blocks_kernel",
     "tile_scores_kernel",
+    "tile_scores_once_kernel",
     "attend_kernel",
 )
 TYPES = {
@@ -140,7 +142,7 @@ def launches(arch: int, dtype: torch.dtype, head_dim: int, group: int) -> list[R
     policies = [topk, SelectionPolicy(), SelectionPolicy(num_sink=4, window_size=1024)]
     sms = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148}[arch]
     problem = make_problem(
-        [(1, 65), (64, 130)],
+        [(1, 65), (2304, 2400)],
         num_decodes=1,
         heads=8,
         group=group,

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 from problems import Problem
+
 from sparsek_kernels.paged import launch
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import paged_attention_reference, summaries_reference
@@ -94,9 +95,7 @@ def expected(
     )
 
 
-def check(
-    problem: Problem, policy: SelectionPolicy, sinks: torch.Tensor | None = None
-) -> None:
+def check(problem: Problem, policy: SelectionPolicy, sinks: torch.Tensor | None = None) -> None:
     """Kernels against the oracle, at the dtype's tolerance, every row written."""
     fill(problem, policy.score_kind)
     check_cache(problem, policy.score_kind)

@@ -8,6 +8,7 @@ import oracle_check
 import pytest
 import torch
 from problems import Problem, make_problem
+
 from sparsek_kernels.paged import launch
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -178,9 +179,7 @@ def test_a_million_tokens_of_context() -> None:
     )
     q = torch.randn(101, heads * 2, dim, device="cuda", dtype=torch.bfloat16)
     out = torch.full_like(q, float("nan"))
-    launch.paged_attention(
-        q, k_cache, v_cache, batch, policy, dim**-0.5, summary, None, out
-    )
+    launch.paged_attention(q, k_cache, v_cache, batch, policy, dim**-0.5, summary, None, out)
     chosen = launch.select_blocks(
         q, summary, batch, policy, softmax_scale=dim**-0.5, page_size=page_size
     )

@@ -8,6 +8,7 @@ import oracle_check
 import pytest
 import torch
 from problems import make_problem
+
 from sparsek_kernels.paged import launch
 from sparsek_kernels.paged.policy import SelectionPolicy
 
