@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +18,9 @@ from sparsek_backend.bench.registry import OURS, BenchOp, Case, all_ops
 from sparsek_backend.bench.report import print_bars, print_case, print_comparison
 from sparsek_backend.bench.results import Row, read_csv, write_csv
 from sparsek_backend.bench.runner import Settings, check_bars, run_case
+from sparsek_backend.bench.serve import ServePlan, parse_cases, run_serve, serve_table, write_serve
 from sparsek_backend.bench.workload import load_workloads
+from sparsek_backend.config import resolve_config
 
 app = typer.Typer(help="Benchmarks: kernels, serving, comparisons.", no_args_is_help=True)
 console = Console(width=None)
@@ -59,9 +63,7 @@ def kernels(
     try:
         chosen = _choose(yaml or _default_yaml(), op, case, spec)
         settings = Settings(_device(device), budget_ms, tuple(provider or ()))
-        machine = describe_machine(settings.device)
-        if commit:
-            machine = Machine(**(machine.__dict__ | {"commit": commit}))
+        machine = _machine(settings.device, commit)
         ceilings = measure_ceilings(
             settings.device, list(dict.fromkeys(c.dtype() for _, c in chosen))
         )
@@ -97,6 +99,86 @@ def kernels(
         console.print(f"[red]{row.status}[/red] {' '.join(row.key)}: {row.detail}")
     if broken or (check and not all(result.met for result in results)):
         raise typer.Exit(1)
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str, typer.Option(help="Model folder, or a shape without weights: llama-3.1-8b, tiny.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for CSV and JSON.")],
+    context: Annotated[list[str] | None, typer.Option(help="Prompt tokens: 2k, 8k.")] = None,
+    requests: Annotated[
+        list[int] | None, typer.Option(help="Requests that decode together.")
+    ] = None,
+    sparsek: Annotated[
+        str, typer.Option(help="Our settings as JSON; default settings if {}.")
+    ] = "{}",
+    baseline: Annotated[
+        str | None,
+        typer.Option(help="vLLM backend to compare with; vLLM's own choice if left out."),
+    ] = None,
+    output_tokens: Annotated[int, typer.Option(help="Tokens generated per request.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Samples per case and round.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Engines of each backend, in turn.")] = 1,
+    dtype: Annotated[str, typer.Option(help="dtype of the engine.")] = "auto",
+    batched_tokens: Annotated[
+        int | None, typer.Option(help="max_num_batched_tokens of the engine.")
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="gpu_memory_utilization of the engine.")
+    ] = None,
+    eager: Annotated[bool, typer.Option(help="enforce_eager: no compilation, no graphs.")] = False,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs per engine.")] = 1,
+    name: Annotated[str, typer.Option(help="Stem of the result files.")] = "serve",
+    commit: Annotated[str, typer.Option(help="Commit to record where there is no git.")] = "",
+) -> None:
+    """TTFT and TPOT in vLLM: its own backend against SPARSEK, each in processes of its own."""
+    engine: dict[str, object] = {"dtype": dtype, "tensor_parallel_size": tensor_parallel}
+    if batched_tokens is not None:
+        engine["max_num_batched_tokens"] = batched_tokens
+    if gpu_memory is not None:
+        engine["gpu_memory_utilization"] = gpu_memory
+    if eager:
+        engine["enforce_eager"] = True
+    try:
+        plan = ServePlan(
+            model=model,
+            cases=parse_cases(context or ["2k"], requests or [1]),
+            settings=_settings(sparsek),
+            baseline=baseline,
+            output_tokens=output_tokens,
+            repeats=repeats,
+            rounds=rounds,
+            engine=engine,
+        )
+        rows = run_serve(plan, _machine(_device("auto"), commit), _say)
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise fail(error) from error
+    console.print(serve_table(rows))
+    for path in write_serve(out, name, rows):
+        console.print(f"wrote {path}")
+
+
+def _say(line: str) -> None:
+    console.print(f"[dim]{line}[/dim]", highlight=False)
+
+
+def _settings(text: str) -> dict[str, object]:
+    """Our settings from JSON, checked before any engine starts."""
+    try:
+        settings = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"sparsek: expected a JSON object, got {text!r}: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"sparsek: expected a JSON object, got {text!r}")
+    resolve_config(settings, {})
+    return settings
+
+
+def _machine(device: torch.device, commit: str) -> Machine:
+    machine = describe_machine(device)
+    return dataclasses.replace(machine, commit=commit) if commit else machine
 
 
 @app.command()

@@ -1,15 +1,19 @@
-"""An in-process vLLM engine with a chosen attention backend, for workers of `eval` and `bench`."""
+"""A vLLM engine with a chosen attention backend, for the workers of `eval` and `bench`."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import importlib.metadata
 import os
+import shutil
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from sparsek_backend.plugin import BACKEND_NAME, register
-
-MIB = 1 << 20
 
 
 def open_engine(
@@ -18,13 +22,18 @@ def open_engine(
     settings: Mapping[str, Any] | None,
     max_model_len: int,
     max_num_seqs: int,
+    baseline: str | None = None,
+    in_process: bool = True,
     **arguments: Any,
 ) -> Any:
-    """A `vllm.LLM` in this process.
+    """A `vllm.LLM`.
 
     Args:
         model: model folder or name.
-        settings: the `sparsek` settings, or None for vLLM's own choice of backend.
+        settings: the `sparsek` settings, or None for another backend.
+        baseline: that other backend; None is vLLM's own choice.
+        in_process: whether the engine core runs in this process, so that its counters can be read
+            here; False is how a server runs it.
         max_model_len: tokens of the longest request, its answer included.
         max_num_seqs: concurrent requests.
         **arguments: further arguments of `vllm.LLM`.
@@ -32,7 +41,7 @@ def open_engine(
     Raises:
         ImportError: vLLM is not installed; the message has the install command.
     """
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     try:
@@ -46,7 +55,7 @@ def open_engine(
     for name in [name for name in os.environ if name.startswith("SPARSEK_")]:
         del os.environ[name]  # the settings given are the whole of them
     register()
-    chosen: dict[str, Any] = {}
+    chosen: dict[str, Any] = {} if baseline is None else {"attention_backend": baseline}
     if settings is not None:
         chosen["attention_backend"] = BACKEND_NAME
         chosen["additional_config"] = {"sparsek": dict(settings)}
@@ -61,6 +70,25 @@ def open_engine(
         disable_log_stats=False,
         **chosen,
         **arguments,
+    )
+
+
+def ensure_entry_point() -> None:
+    """Let the processes that vLLM starts find the plugin, also from a checkout on PYTHONPATH."""
+    found = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if any(entry.name == "sparsek" for entry in found):
+        return
+    folder = Path(tempfile.mkdtemp(prefix="sparsek-plugin-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    metadata = folder / "sparsek_backend-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: sparsek-backend\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nsparsek = sparsek_backend.plugin:register\n"
+    )
+    sys.path.insert(0, str(folder))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        path for path in (str(folder), os.environ.get("PYTHONPATH", "")) if path
     )
 
 

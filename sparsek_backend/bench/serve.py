@@ -1,0 +1,242 @@
+"""`sparsek bench serve`: time to first token and per output token in vLLM, two backends."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from sparsek_backend.bench.machine import Machine
+from sparsek_backend.bench.shapes import SHAPES, write_shape
+from sparsek_backend.bench.spec import parse_spec
+from sparsek_backend.eval.workers import run_worker
+from sparsek_backend.plugin import BACKEND_NAME
+
+WORKER = "sparsek_backend.bench.serve_worker"
+SILENCE_LIMIT = 1800.0
+"""Seconds that a worker may stay silent before it counts as hung."""
+
+
+@dataclass(frozen=True)
+class ServeCase:
+    """Concurrent requests of one context length."""
+
+    context: int
+    requests: int
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """What to measure.
+
+    Args:
+        model: model folder or name, or a name of `SHAPES`.
+        cases: contexts and concurrency.
+        settings: our `sparsek` settings; empty for the defaults.
+        baseline: vLLM backend to compare with, None for vLLM's own choice.
+        output_tokens: tokens generated per request.
+        repeats: samples per case and round.
+        rounds: engines are started in turn, this often; the order alternates.
+        engine: further arguments of `vllm.LLM`.
+        seed: of the prompts.
+    """
+
+    model: str
+    cases: tuple[ServeCase, ...]
+    settings: Mapping[str, Any]
+    baseline: str | None
+    output_tokens: int
+    repeats: int
+    rounds: int
+    engine: Mapping[str, Any]
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class ServeRow:
+    """One backend on one case; times in milliseconds."""
+
+    backend: str
+    model: str
+    context: int
+    requests: int
+    ttft_ms: float
+    ttft_p20_ms: float
+    ttft_p80_ms: float
+    tpot_ms: float
+    tpot_p20_ms: float
+    tpot_p80_ms: float
+    samples: int
+    attended_share: float
+    kv_cache_tokens: int
+    settings: str
+    gpu: str
+    driver: str
+    torch: str
+    triton: str
+    vllm: str
+    commit: str
+
+
+def parse_cases(contexts: Sequence[str], requests: Sequence[int]) -> tuple[ServeCase, ...]:
+    """Cross contexts (`2k`, `128k`) with concurrencies.
+
+    Raises:
+        ValueError: a context that is no size, or fewer than one request.
+    """
+    cases = []
+    for text in contexts:
+        try:
+            length = parse_spec(f"q{text}").seq_lens[0]
+        except ValueError as error:
+            raise ValueError(f"context: expected a size such as 8k, got {text!r}") from error
+        for count in requests:
+            if count < 1:
+                raise ValueError(f"requests: expected a positive integer, got {count}")
+            cases.append(ServeCase(length, count))
+    return tuple(cases)
+
+
+def run_serve(
+    plan: ServePlan, machine: Machine, on_progress: Callable[[str], None]
+) -> list[ServeRow]:
+    """Measure both backends in turn, each in processes of its own.
+
+    Raises:
+        ValueError: unknown model.
+        WorkerError: an engine failed; the message names the backend.
+    """
+    if plan.output_tokens < 2:
+        raise ValueError(f"output_tokens: expected at least 2, got {plan.output_tokens}")
+    names = (plan.baseline or "vLLM's own", BACKEND_NAME)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory(prefix="sparsek-shape-") as folder:
+        engine = dict(plan.engine)
+        model = plan.model
+        if plan.model in SHAPES:
+            model = str(write_shape(plan.model, Path(folder)))
+            engine["load_format"] = "dummy"
+        elif not Path(model).is_dir():
+            raise ValueError(
+                f"model: expected a folder or one of {', '.join(SHAPES)}, got {model!r}"
+            )
+        for turn in range(plan.rounds):
+            for name in names if turn % 2 == 0 else names[::-1]:
+                ours = name == BACKEND_NAME
+                job = {
+                    "model": model,
+                    "settings": dict(plan.settings) if ours else None,
+                    "baseline": None if ours else plan.baseline,
+                    "cases": [asdict(case) for case in plan.cases],
+                    "output_tokens": plan.output_tokens,
+                    "repeats": plan.repeats,
+                    "engine": engine,
+                    "seed": plan.seed + turn,
+                }
+                label = f"{name}, round {turn + 1}"
+                on_progress(f"{label}: starting the engine")
+                found[name].append(
+                    run_worker(
+                        WORKER,
+                        job,
+                        label=label,
+                        on_progress=functools.partial(_tell, on_progress, label),
+                        timeout=SILENCE_LIMIT,
+                    )
+                )
+    return [
+        _row(plan, machine, name, index, found[name])
+        for index in range(len(plan.cases))
+        for name in names
+    ]
+
+
+def _tell(on_progress: Callable[[str], None], label: str, line: str) -> None:
+    on_progress(f"{label}: {line}")
+
+
+def _row(
+    plan: ServePlan, machine: Machine, name: str, index: int, rounds: list[dict[str, Any]]
+) -> ServeRow:
+    case = plan.cases[index]
+    ttft = sorted(1e3 * t for one in rounds for t in one["cases"][index]["ttft_s"])
+    tpot = sorted(1e3 * t for one in rounds for t in one["cases"][index]["tpot_s"])
+    settings = " ".join(f"{key}={value}" for key, value in plan.settings.items())
+    return ServeRow(
+        backend=name,
+        model=Path(plan.model).name,
+        context=case.context,
+        requests=case.requests,
+        ttft_ms=statistics.median(ttft),
+        ttft_p20_ms=_quantile(ttft, 0.2),
+        ttft_p80_ms=_quantile(ttft, 0.8),
+        tpot_ms=statistics.median(tpot),
+        tpot_p20_ms=_quantile(tpot, 0.2),
+        tpot_p80_ms=_quantile(tpot, 0.8),
+        samples=len(ttft),
+        attended_share=rounds[0]["attended_share"],
+        kv_cache_tokens=rounds[0]["kv_cache_tokens"],
+        settings=(settings or "defaults") if name == BACKEND_NAME else "",
+        **machine.__dict__,
+    )
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    return ordered[round(share * (len(ordered) - 1))]
+
+
+def write_serve(out: Path, name: str, rows: Sequence[ServeRow]) -> list[Path]:
+    """Write NAME.csv and NAME.json; returns their paths."""
+    out.mkdir(parents=True, exist_ok=True)
+    table, full = out / f"{name}.csv", out / f"{name}.json"
+    records = [asdict(row) for row in rows]
+    with table.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
+        writer.writeheader()
+        for record in records:
+            writer.writerow(
+                {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in record.items()}
+            )
+    full.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    return [table, full]
+
+
+def serve_table(rows: Sequence[ServeRow]) -> Table:
+    """Both backends side by side, gains and losses alike."""
+    table = Table(title="end to end in vLLM", title_justify="left")
+    for name in ("case", "backend", "TTFT ms", "p20-p80", "TPOT ms", "p20-p80", "TTFT", "TPOT"):
+        table.add_column(name)
+    base: dict[tuple[int, int], ServeRow] = {}
+    for row in rows:
+        case = (row.context, row.requests)
+        reference = base.setdefault(case, row)
+        gains = ["", ""]
+        if reference is not row:
+            gains = [
+                _gain(reference.ttft_ms / row.ttft_ms),
+                _gain(reference.tpot_ms / row.tpot_ms),
+            ]
+        table.add_row(
+            f"{row.requests} x {row.context}",
+            row.backend,
+            f"{row.ttft_ms:.4g}",
+            f"{row.ttft_p20_ms:.4g}-{row.ttft_p80_ms:.4g}",
+            f"{row.tpot_ms:.4g}",
+            f"{row.tpot_p20_ms:.4g}-{row.tpot_p80_ms:.4g}",
+            *gains,
+        )
+    return table
+
+
+def _gain(ratio: float) -> str:
+    if ratio >= 1:
+        return f"[green]{ratio:.2f}x faster[/green]"
+    return f"[red]{1 / ratio:.2f}x slower[/red]"

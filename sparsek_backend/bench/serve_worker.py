@@ -1,0 +1,132 @@
+"""Worker of `sparsek bench serve`: one backend's engine in a process of its own.
+
+TTFT: one request of fresh random tokens at a time, from its arrival to its first token.
+TPOT: the requests of a case together, their prompts in the prefix cache already, so that all of
+them decode at once; per request (last - first token) / (tokens - 1).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from sparsek_backend.eval.engine import close_engine, ensure_entry_point, open_engine
+from sparsek_backend.eval.workers import report_progress, serve_job
+
+FIRST_TOKEN_ID = 100
+"""Prompts draw token ids from here on: the lowest are special tokens."""
+
+
+def read_stats(_worker: Any) -> tuple[int, float]:
+    """Runs in vLLM's worker process: forward calls and attended share of our backend there."""
+    from sparsek_backend.vllm_backend.stats import STATS
+
+    return STATS.forward_calls, STATS.attended_share
+
+
+class Bench:
+    """One engine and its measurements."""
+
+    def __init__(self, engine: Any, vocab_size: int, seed: int) -> None:
+        self._engine = engine
+        self._vocab_size = vocab_size
+        self._random = random.Random(seed)
+
+    def prompt(self, length: int) -> list[int]:
+        """Random token ids that no earlier prompt shares a page with."""
+        return self._random.choices(range(FIRST_TOKEN_ID, self._vocab_size), k=length)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[Any]:
+        """Requests sent together; their finished outputs."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs: list[Any] = self._engine.generate(requests, params, use_tqdm=False)
+        return outputs
+
+    def ttft(self, length: int) -> float:
+        """Seconds to the first token of one fresh prompt."""
+        output = self.generate([self.prompt(length)], 1)[0]
+        return float(output.metrics.first_token_latency)
+
+    def tpot(self, prompts: list[list[int]], max_tokens: int) -> list[float]:
+        """Seconds per output token of each request, all decoding together."""
+        outputs = self.generate(prompts, max_tokens)
+        times = []
+        for output in outputs:
+            metrics = output.metrics
+            times.append((metrics.last_token_ts - metrics.first_token_ts) / (max_tokens - 1))
+        return times
+
+
+def work(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Open the engine, measure every case."""
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # read_stats is sent by reference
+    ensure_entry_point()
+    cases = job["cases"]
+    longest = max(case["context"] for case in cases) + job["output_tokens"]
+    engine = open_engine(
+        job["model"],
+        settings=job["settings"],
+        baseline=job["baseline"],
+        in_process=False,
+        max_model_len=longest,
+        max_num_seqs=max(8, *(case["requests"] for case in cases)),
+        skip_tokenizer_init=True,
+        **job["engine"],
+    )
+    report_progress("engine ready")
+    try:
+        config = engine.llm_engine.vllm_config
+        cache = config.cache_config
+        capacity = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+        bench = Bench(engine, config.model_config.get_vocab_size(), job["seed"])
+        results = [_measure(bench, case, job, capacity) for case in cases]
+        forward_calls, attended_share = 0, 1.0
+        if job["settings"] is not None:
+            forward_calls, attended_share = engine.collective_rpc(read_stats)[0]
+            if not forward_calls:
+                raise RuntimeError("SPARSEK was chosen, but its forward never ran")
+        return {
+            "cases": results,
+            "kv_cache_tokens": capacity,
+            "forward_calls": forward_calls,
+            "attended_share": attended_share,
+        }
+    finally:
+        close_engine(engine)
+
+
+def _measure(
+    bench: Bench, case: Mapping[str, Any], job: Mapping[str, Any], capacity: int
+) -> dict[str, Any]:
+    context, requests, tokens = case["context"], case["requests"], job["output_tokens"]
+    label = f"{requests} x {context}"
+    needed = requests * (context + tokens)
+    if needed > capacity:
+        raise RuntimeError(
+            f"{label}: its requests need {needed} tokens of KV cache, the engine has {capacity}; "
+            "ask for fewer requests, or more memory with --gpu-memory"
+        )
+    bench.generate([bench.prompt(context)], 2)
+    report_progress(f"{label}: warm")
+    ttft = []
+    for _ in range(job["repeats"]):
+        ttft.append(bench.ttft(context))
+        report_progress(f"{label}: first token after {ttft[-1]:.3f} s")
+    prompts = [bench.prompt(context) for _ in range(requests)]
+    bench.generate(prompts, 4)
+    tpot: list[float] = []
+    for _ in range(job["repeats"]):
+        tpot += bench.tpot(prompts, tokens)
+        report_progress(f"{label}: {1e3 * tpot[-1]:.2f} ms per token")
+    return {"context": context, "requests": requests, "ttft_s": ttft, "tpot_s": tpot}
+
+
+if __name__ == "__main__":
+    serve_job(work)
