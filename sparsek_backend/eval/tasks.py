@@ -75,7 +75,7 @@ def pick_texts(
     Raises:
         ValueError: fewer than `count` texts are long enough.
     """
-    likely = [entry for entry in texts if len(entry[1]) >= 3 * length]
+    likely = [entry for entry in texts if len(entry[1]) >= length]
     order = sorted(range(len(likely)), key=lambda i: (i * count % max(len(likely), 1), i))
     picked: list[tuple[str, list[int]]] = []
     longest = 0

@@ -1,0 +1,115 @@
+"""Scoring a server: what is sent, what is read, and every way it can fail."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from sparsek_backend.eval.cli import app
+from sparsek_backend.eval.served import ServedScorer, ServerError
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    """The three routes that the evaluation uses, over a byte-level model."""
+
+    logprobs = True
+
+    def do_GET(self) -> None:
+        self._send({"data": [{"id": "served"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            assert body["add_special_tokens"] is False
+            self._send({"tokens": list(body["prompt"].encode())})
+            return
+        if len(body["prompt"]) > 5000:
+            self._send({"error": "too long for this model"}, 400)
+            return
+        choice: dict[str, Any] = {"text": " 12345. ok"}
+        if "prompt_logprobs" in body and self.logprobs:
+            tokens = body["prompt"]
+            choice["prompt_logprobs"] = [None] + [{str(t): {"logprob": -t}} for t in tokens[1:]]
+        self._send({"choices": [choice]})
+
+    def _send(self, answer: object, status: int = 200) -> None:
+        data = json.dumps(answer).encode()
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        """Keep the test's output clean."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_is_scored_through_its_api(url: str) -> None:
+    scorer = ServedScorer(url)
+    assert scorer.model == "served"
+    assert scorer.tokenize("ab") == [97, 98]
+    assert scorer.prompt_logprobs([5, 6, 7]) == [-6.0, -7.0]
+    assert scorer.generate([1, 2], 4) == " 12345. ok"
+
+
+def test_what_can_go_wrong_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ServerError, match="expected a URL"):
+        ServedScorer("127.0.0.1:8000")
+    with pytest.raises(ServerError, match="no OpenAI server answers"):
+        ServedScorer("http://127.0.0.1:1/v1")
+    with pytest.raises(ServerError, match="expected one of"):
+        ServedScorer(url, "other")
+    with pytest.raises(ServerError, match="status 400"):
+        ServedScorer(url).generate([0] * 6000, 1)
+    monkeypatch.setattr(Endpoint, "logprobs", False)
+    with pytest.raises(ServerError, match="no prompt_logprobs"):
+        ServedScorer(url).prompt_logprobs([1, 2])
+
+
+def test_the_command_scores_servers(url: str, tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for index in range(3):
+        (folder / f"{index}.txt").write_text("some words of text. " * 100)
+    arguments = ["--base-url", f"dense={url}", "--base-url", f"sparse={url}"]
+    arguments += ["--texts-folder", str(folder), "--texts", "2", "--length", "500"]
+    result = CliRunner().invoke(app, [*arguments, "--depth", "0.5", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    document = json.loads((tmp_path / "out" / "quality.json").read_text())
+    assert [row["budget"] for row in document["summary"]] == ["dense", "sparse"]
+    assert document["summary"][1]["delta_nll"] == 0.0
+    assert (tmp_path / "out" / "quality.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--base-url", "http://127.0.0.1:1/v1"], "no OpenAI server answers"),
+        (["--base-url", "http://x/v1", "--budget", "window"], "drop --model and --budget"),
+        (["--budget", "blocks"], "expected dense"),
+        (["--texts", "0", "--no-passkey"], "nothing to measure"),
+        (["--depth", "2"], "from 0 to 1"),
+    ],
+)
+def test_bad_arguments_exit_2_with_one_message(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("words " * 1000)
+    result = CliRunner().invoke(app, [*arguments, "--texts-folder", str(tmp_path)])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())

@@ -1,0 +1,60 @@
+"""Worker processes: progress, results, crashes that name their job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparsek_backend.eval.workers import WorkerError, run_worker
+
+SCRIPT = """
+import os, sys, time
+from sparsek_backend.eval.workers import report_progress, serve_job
+
+def work(job):
+    print("a log line", flush=True)
+    report_progress("halfway")
+    if job["do"] == "raise":
+        raise RuntimeError("out of memory")
+    if job["do"] == "die":
+        os.kill(os.getpid(), 9)
+    if job["do"] == "hang":
+        time.sleep(60)
+    return {"answer": job["value"] + 1}
+
+if __name__ == "__main__":
+    serve_job(work)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "some_worker.py").write_text(SCRIPT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "some_worker"
+
+
+def test_a_worker_reports_and_answers(module: str) -> None:
+    lines: list[str] = []
+    result = run_worker(
+        module, {"do": "work", "value": 1}, label="budget 'x'", on_progress=lines.append
+    )
+    assert result == {"answer": 2}
+    assert lines == ["halfway"]
+
+
+@pytest.mark.parametrize(
+    ("do", "message"),
+    [("raise", r"budget 'x'.*status 1(.|\n)*out of memory"), ("die", r"budget 'x'.*status -9")],
+)
+def test_a_crash_names_its_job_and_shows_its_log(module: str, do: str, message: str) -> None:
+    with pytest.raises(WorkerError, match=message):
+        run_worker(module, {"do": do}, label="budget 'x'", on_progress=lambda _: None)
+
+
+def test_a_silent_worker_is_ended(module: str) -> None:
+    with pytest.raises(WorkerError, match="budget 'x'"):
+        run_worker(
+            module, {"do": "hang"}, label="budget 'x'", on_progress=lambda _: None, timeout=5
+        )
