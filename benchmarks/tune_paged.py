@@ -135,13 +135,13 @@ def decode_calls(
     k_cache, v_cache, summary = cache
     pages = k_cache.shape[0]
     everything, select, attend = [], [], []
+    scales = (DIM**-0.5 * 1.4427, 1.0)
+    rule = POLICY.per_token()
     for copy in range(copies):
         q, batch = make_batch(pages, [(1, length)] * requests, requests, length, copy)
         out = torch.empty_like(q)
         args = (q, summary, batch, POLICY)
         selected = launch.select_blocks(*args, softmax_scale=DIM**-0.5, page_size=PAGE)
-        scales = (DIM**-0.5 * 1.4427, 1.0)
-        rule = POLICY.per_token()
         everything.append(
             lambda q=q, b=batch, o=out: launch.paged_attention(
                 q, k_cache, v_cache, b, POLICY, DIM**-0.5, summary, None, o

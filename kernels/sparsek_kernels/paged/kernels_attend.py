@@ -112,10 +112,7 @@ def attend_entries(
             rows = keys % PAGE_SIZE
         k_rows = page * stride_kp + rows * stride_kt  # [BLOCK_N]
         v_rows = page * stride_vp + rows * stride_vt
-        if MASKED:
-            mask = (keys <= high)[:, None] & mask_d[None, :]
-        else:
-            mask = mask_d[None, :]
+        mask = (keys <= high)[:, None] & mask_d[None, :] if MASKED else mask_d[None, :]
         if MASKED or HEAD_DIM != BLOCK_D:
             k = tl.load(k_ptr + k_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
             v = tl.load(v_ptr + v_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)

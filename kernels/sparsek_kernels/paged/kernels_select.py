@@ -51,7 +51,7 @@ def block_logits(
         else:
             mean = tl.load(pointers, mask=mask, other=0.0).to(q.dtype)
             cell = tl.dot(q, tl.trans(mean), input_precision="ieee")
-        if c == 0:
+        if c == 0:  # noqa: SIM108 (the name is unbound in the other branch)
             logits = cell
         else:
             logits = tl.maximum(logits, cell)
@@ -269,7 +269,7 @@ def top_blocks_kernel(
     """
     local = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
-    request, base, low, high, token_of_zero = tile_span(
+    _request, base, low, high, token_of_zero = tile_span(
         first_tile + local,
         tiles_ptr,
         seq_lens_ptr,

@@ -120,3 +120,13 @@ def test_scratch_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = oracle_check.attend(problem, TOP_K)
     monkeypatch.setattr(launch, "_SCRATCH_ELEMENTS", 64)
     assert torch.allclose(whole, oracle_check.attend(problem, TOP_K), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("num_sms", [4, 64], ids=["whole", "split"])
+def test_two_pass_scores_equal_single_pass(monkeypatch: pytest.MonkeyPatch, num_sms: int) -> None:
+    problem = make_problem([(100, 700)], device=DEVICE)
+    oracle_check.fill(problem, "cell_mean")
+    single = oracle_check.attend(problem, TOP_K)
+    monkeypatch.setattr(launch, "_PARKED_ELEMENTS", 0)
+    monkeypatch.setattr(launch, "_traits", lambda device: (80, num_sms))
+    assert torch.allclose(single, oracle_check.attend(problem, TOP_K), atol=1e-6, rtol=0)
