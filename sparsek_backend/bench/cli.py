@@ -10,6 +10,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from sparsek_backend.bench.compare import compare_rows
 from sparsek_backend.bench.machine import Machine, describe_machine, measure_ceilings
@@ -28,7 +29,7 @@ console = Console(width=None)
 
 def fail(message: object) -> typer.Exit:
     """Print one error line and return the exit to raise."""
-    Console(stderr=True).print(f"[red]error[/red] {message}", highlight=False)
+    Console(stderr=True).print(f"[red]error[/red] {escape(str(message))}", highlight=False)
     return typer.Exit(2)
 
 
@@ -96,7 +97,7 @@ def kernels(
         row for row in rows if row.provider == OURS and row.status in ("gate failed", "error")
     ]
     for row in broken:
-        console.print(f"[red]{row.status}[/red] {' '.join(row.key)}: {row.detail}")
+        console.print(f"[red]{row.status}[/red] {' '.join(row.key)}: {escape(row.detail)}")
     if broken or (check and not all(result.met for result in results)):
         raise typer.Exit(1)
 
@@ -161,7 +162,7 @@ def serve(
 
 
 def _say(line: str) -> None:
-    console.print(f"[dim]{line}[/dim]", highlight=False)
+    console.print(f"[dim]{escape(line)}[/dim]", highlight=False)
 
 
 def _settings(text: str) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from sparsek_backend.bench.compare import Comparison
@@ -45,7 +46,7 @@ def print_case(console: Console, rows: list[Row]) -> None:
     absent = [row for row in rows if row.status == "unavailable"]
     if absent:
         reasons = "; ".join(f"{row.provider} ({row.detail})" for row in absent)
-        console.print(f"[dim]not run: {reasons}[/dim]", highlight=False)
+        console.print(f"[dim]not run: {escape(reasons)}[/dim]", highlight=False)
 
 
 def _verdict(ratio: float) -> str:
@@ -57,7 +58,7 @@ def _verdict(ratio: float) -> str:
 def _gate(row: Row) -> str:
     if row.status == "ok":
         return "[green]ok[/green]"
-    return f"[red]{row.status}[/red]: {row.detail}"
+    return f"[red]{row.status}[/red]: {escape(row.detail)}"
 
 
 def print_bars(console: Console, results: list[BarResult]) -> None:

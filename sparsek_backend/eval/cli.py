@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sparsek_backend.eval.budgets import DEFAULT_BUDGETS, Budget, parse_budgets
@@ -28,7 +29,7 @@ SILENCE_LIMIT = 1800.0
 """Seconds that a worker may stay silent before it counts as hung."""
 
 
-@app.callback(invoke_without_command=True)
+@app.command()
 def evaluate(
     model: Annotated[
         str | None,
@@ -93,7 +94,7 @@ def evaluate(
             engine = {} if gpu_memory is None else {"gpu_memory_utilization": gpu_memory}
             results = _run_local(what, budgets, job, dtype, engine)
     except (ValueError, ImportError, RuntimeError) as error:
-        Console(stderr=True).print(f"[red]error[/red] {error}", highlight=False, markup=True)
+        Console(stderr=True).print(f"[red]error[/red] {escape(str(error))}", highlight=False)
         raise typer.Exit(2) from error
     console.print(summary_table(results))
     details = {
