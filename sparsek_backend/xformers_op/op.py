@@ -1,0 +1,329 @@
+"""SparseK as an xFormers operator pair: ``memory_efficient_attention(..., op=(FwOp, BwOp))``.
+
+The bias decides the path: bands run on ``sink_flash_attention``, decoding over padded or paged
+keys on the paged kernels, tensor biases and dropout in torch (:mod:`dense`).  Anything else is
+refused through ``not_supported_reasons``.  CPU tensors take the same way through the kernels'
+torch path.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from sparsek_backend.xformers_op.biases import SinkWindowMask
+from sparsek_backend.xformers_op.compat import (
+    AttentionBwOpBase,
+    AttentionFwOpBase,
+    Context,
+    Gradients,
+    Inputs,
+    accept_grouped_gradients,
+    register_names,
+)
+from sparsek_backend.xformers_op.dense import (
+    biased_attention_bwd,
+    biased_attention_fwd,
+    sdpa_with_bias,
+    visible_keys,
+)
+from sparsek_backend.xformers_op.native import native_backward, native_forward
+from sparsek_backend.xformers_op.paged import page_size_of, paged_forward
+from sparsek_backend.xformers_op.plan import (
+    BACKWARD_TYPES,
+    FORWARD_TYPES,
+    Interval,
+    MaskPlan,
+    bias_reasons,
+    plan_of,
+)
+from sparsek_kernels.fallback import count_fallback
+from sparsek_kernels.sink_window.checks import KERNEL_DTYPES, MAX_HEAD_DIM
+
+_OWN_TYPES = (SinkWindowMask, torch.nn.Parameter)
+
+
+def _xformers_types(types: tuple[type, ...]) -> tuple[type, ...]:
+    return tuple(kind for kind in types if kind not in _OWN_TYPES)
+
+
+def _reasons(op: Any, inp: Inputs, types: tuple[type, ...]) -> list[str]:
+    """Why ``op`` cannot take these inputs; empty when it can."""
+    q, k, v = inp.query, inp.key, inp.value
+    if type(inp) is not Inputs:
+        return [f"inputs are {type(inp).__name__} (quantised keys are not supported)"]
+    found: list[str] = list(
+        op.shape_not_supported_reasons(Mq=q.shape[1], Mkv=k.shape[1], K=q.shape[-1], Kv=v.shape[-1])
+    )
+    if q.device.type not in op.SUPPORTED_DEVICES:
+        found.append(f"device={q.device.type} (supported: {op.SUPPORTED_DEVICES})")
+    elif q.device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(q.device)
+        if capability < op.CUDA_MINIMUM_COMPUTE_CAPABILITY:
+            found.append(f"compute capability {capability} < {op.CUDA_MINIMUM_COMPUTE_CAPABILITY}")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in op.SUPPORTED_DTYPES:
+        found.append(
+            f"dtypes {q.dtype}, {k.dtype}, {v.dtype} "
+            f"(expected one of {sorted(map(str, op.SUPPORTED_DTYPES))} for all three)"
+        )
+    if inp.output_dtype is not None and inp.output_dtype is not q.dtype:
+        found.append(f"output_dtype={inp.output_dtype} differs from the inputs' {q.dtype}")
+    if getattr(inp, "quantize_pv_to_fp8", False) or getattr(inp, "quantize_qk_to_fp8", False):
+        found.append("FP8 quantisation was asked for")
+    if inp.scale is not None and not (math.isfinite(inp.scale) and inp.scale > 0.0):
+        found.append(f"scale={inp.scale} (expected a finite number > 0)")
+    if type(inp.attn_bias) not in types:
+        found.append(f"attn_bias type is {type(inp.attn_bias)}")
+    else:
+        found += bias_reasons(inp)
+    return found
+
+
+def _fallback_reason(inp: Inputs, plan: MaskPlan) -> str | None:
+    """What sends these inputs to torch instead of a kernel."""
+    if inp.p != 0.0:
+        return "xFormers attention with dropout"
+    if plan.bias is not None:
+        return "xFormers attention with a tensor bias"
+    if plan.outruns_window:
+        return "an xFormers local mask with more queries than keys"
+    return None
+
+
+def runs_kernels(inp: Inputs) -> bool:
+    """Whether these supported inputs run on SparseK's kernels (else in torch operations)."""
+    return _fallback_reason(inp, plan_of(inp.attn_bias)) is None
+
+
+def _fold(inp: Inputs, share_kv: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value as ``[B, tokens, heads, dim]``.
+
+    With ``share_kv`` keys that are expanded over the query heads (MQA, GQA) keep one head per
+    group; a gradient needs them expanded.
+    """
+    q, k, v = inp.query, inp.key, inp.value
+    if q.dim() == 5:
+        shared = share_kv and k.stride(3) == 0 and v.stride(3) == 0
+        k, v = (x[:, :, :, 0] if shared else x.flatten(2, 3) for x in (k, v))
+        return q.flatten(2, 3), k, v
+    if share_kv and q.shape[2] > 1 and k.stride(2) == 0 and v.stride(2) == 0:
+        k, v = k[:, :, :1], v[:, :, :1]
+    return q, k, v
+
+
+def _fold_bias(plan: MaskPlan) -> torch.Tensor | None:
+    """The additive tensor as ``[B, H, N, M]``."""
+    bias = plan.bias
+    return bias.flatten(1, 2) if bias is not None and bias.dim() == 5 else bias
+
+
+def _pieces(plan: MaskPlan, num_q: int, num_k: int) -> list[tuple[Interval, Interval]]:
+    """Query and key ranges of each sequence for the torch path."""
+    if plan.segments is None:
+        return [((0, num_q), (0, num_k))]
+    segments = plan.segments
+    return list(zip(segments.query_intervals(), segments.key_intervals(), strict=True))
+
+
+def _dense_forward(
+    inp: Inputs, plan: MaskPlan, needs_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Output, log-sum-exp and random seed of the torch path."""
+    q, k, v = _fold(inp, share_kv=False)
+    bias, band, scale = _fold_bias(plan), plan.band, inp.scale_float
+    seed = torch.randint(1 << 62, (), dtype=torch.int64) if inp.p != 0.0 else None
+    pieces = _pieces(plan, q.shape[1], k.shape[1])
+    if not needs_lse and seed is None and plan.segments is None:
+        seen = None
+        if band.causal:
+            shift = band.shift(q.shape[1], k.shape[1])
+            seen = visible_keys(
+                0, q.shape[1], k.shape[1], shift, band.window_size, band.num_sink, q.device
+            )
+        return sdpa_with_bias(q, k, v, bias, seen, scale), None, None
+    parts = [
+        biased_attention_fwd(
+            q[:, q_lo:q_hi],
+            k[:, k_lo:k_hi],
+            v[:, k_lo:k_hi],
+            bias,
+            seed,
+            index,
+            band.causal,
+            band.shift(q_hi - q_lo, k_hi - k_lo),
+            band.window_size,
+            band.num_sink,
+            inp.p,
+            scale,
+        )
+        for index, ((q_lo, q_hi), (k_lo, k_hi)) in enumerate(pieces)
+    ]
+    out = torch.cat([part[0] for part in parts], dim=1)
+    return out, torch.cat([part[1] for part in parts], dim=2), seed
+
+
+def _dense_backward(
+    ctx: Context, inp: Inputs, plan: MaskPlan, grad: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    q, k, v = _fold(inp, share_kv=False)
+    bias, band = _fold_bias(plan), plan.band
+    out = ctx.out.reshape(*q.shape[:3], v.shape[3])
+    dout = grad.reshape(out.shape)
+    bias_grad = bias is not None and inp.attn_bias.requires_grad
+    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    dbias = None
+    for index, ((q_lo, q_hi), (k_lo, k_hi)) in enumerate(_pieces(plan, q.shape[1], k.shape[1])):
+        rows, keys = slice(q_lo, q_hi), slice(k_lo, k_hi)
+        dq[:, rows], dk[:, keys], dv[:, keys], dbias = biased_attention_bwd(
+            dout[:, rows],
+            q[:, rows],
+            k[:, keys],
+            v[:, keys],
+            out[:, rows],
+            lse[:, :, rows],
+            bias,
+            ctx.rng_state,
+            index,
+            band.causal,
+            band.shift(q_hi - q_lo, k_hi - k_lo),
+            band.window_size,
+            band.num_sink,
+            inp.p,
+            inp.scale_float,
+            bias_grad,
+        )
+    return dq, dk, dv, dbias.view(inp.attn_bias.shape) if bias_grad and dbias is not None else None
+
+
+class FwOp(AttentionFwOpBase):  # type: ignore[misc]
+    """Forward operator on SparseK's kernels.
+
+    Natively: no bias; causal masks aligned to either corner; causal local masks; the
+    block-diagonal family; padded, gappy and paged keys (forward only); :class:`SinkWindowMask`.
+    In torch, logged once and counted: tensor biases, dropout.  Inputs are BMK, BMHK or BMGHK,
+    fp16, bf16 or fp32, on CUDA or the CPU.
+
+    ``SUPPORTED_ATTN_BIAS_TYPES`` lists xFormers' own types; ``SinkWindowMask`` and
+    ``torch.nn.Parameter`` are accepted beside them.
+    """
+
+    OPERATOR = torch.ops.sparsek.sink_flash_fwd
+    SUPPORTED_DEVICES = {"cuda", "cpu"}  # noqa: RUF012
+    CUDA_MINIMUM_COMPUTE_CAPABILITY = (8, 0)
+    SUPPORTED_DTYPES = set(KERNEL_DTYPES)
+    SUPPORTED_MAX_K = MAX_HEAD_DIM
+    SUPPORTED_MIN_K = 1
+    SUPPORTED_ATTN_BIAS_TYPES = _xformers_types(FORWARD_TYPES)
+    SUPPORTS_DROPOUT = True
+    SUPPORTS_CUSTOM_SCALE = True
+    SUPPORTS_DIFFERENT_VALUE_EMBED = True
+    SUPPORTS_PARTIAL = True
+    SUPPORTS_BMGHK = True
+    VARLEN_LSE_PACKED = True
+    NAME = "sparsekF"
+
+    @classmethod
+    def not_supported_reasons(cls, d: Inputs) -> list[str]:
+        """Why these inputs are refused; empty when they are supported."""
+        return _reasons(cls, d, FORWARD_TYPES)
+
+    @classmethod
+    def apply(cls, inp: Inputs, needs_gradient: bool) -> tuple[torch.Tensor, Context | None]:
+        """Output shaped as the query (``value``'s head dim) and, for a gradient, its context.
+
+        The context's ``lse`` is the natural logarithm of the softmax denominator, ``[B, H, M]``
+        or ``[B, G, H, M]``, packed along M for packed sequences, fp32.
+        """
+        with torch.no_grad():
+            out, lse, seed = cls._run(inp, needs_gradient)
+        out = out.reshape(*inp.query.shape[:-1], inp.value.shape[-1])
+        if inp.is_partial:
+            out = out.to(inp.get_output_dtype())
+        if not needs_gradient or lse is None:
+            return out, None
+        if inp.query.dim() == 5:
+            lse = lse.unflatten(1, inp.query.shape[2:4])
+        backward = BwOp if type(inp.attn_bias) in BACKWARD_TYPES else None
+        return out, Context(out=out, lse=lse, op_bw=backward, rng_state=seed)
+
+    @classmethod
+    def _run(
+        cls, inp: Inputs, needs_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        plan = plan_of(inp.attn_bias)
+        reason = _fallback_reason(inp, plan)
+        if reason is not None:
+            if not torch.compiler.is_compiling():
+                count_fallback(reason)
+            return _dense_forward(inp, plan, needs_lse)
+        q, k, v = _fold(inp, share_kv=True)
+        if not needs_lse and plan.segments is not None:
+            page_size = page_size_of(plan)
+            if page_size is not None:
+                segments = plan.segments
+                out = paged_forward(q, k, v, plan, segments, page_size, inp.scale_float)
+                return out, None, None
+        out, lse = native_forward(q, k, v, plan, inp.scale_float)
+        return out, lse, None
+
+
+class BwOp(AttentionBwOpBase):  # type: ignore[misc]
+    """Backward operator of :class:`FwOp`: gradients of q, k, v and of a tensor bias."""
+
+    OPERATOR = torch.ops.sparsek.sink_flash_bwd
+    SUPPORTED_DEVICES = FwOp.SUPPORTED_DEVICES
+    CUDA_MINIMUM_COMPUTE_CAPABILITY = FwOp.CUDA_MINIMUM_COMPUTE_CAPABILITY
+    SUPPORTED_DTYPES = FwOp.SUPPORTED_DTYPES
+    SUPPORTED_MAX_K = FwOp.SUPPORTED_MAX_K
+    SUPPORTED_MIN_K = FwOp.SUPPORTED_MIN_K
+    SUPPORTED_ATTN_BIAS_TYPES = _xformers_types(BACKWARD_TYPES)
+    SUPPORTS_ATTN_BIAS_GRAD = True
+    SUPPORTS_DROPOUT = True
+    SUPPORTS_CUSTOM_SCALE = True
+    SUPPORTS_DIFFERENT_VALUE_EMBED = True
+    SUPPORTS_BMGHK = True
+    VARLEN_LSE_PACKED = True
+    NAME = "sparsekB"
+
+    @classmethod
+    def not_supported_reasons(cls, d: Inputs) -> list[str]:
+        """Why these inputs are refused; empty when they are supported."""
+        return _reasons(cls, d, BACKWARD_TYPES)
+
+    @classmethod
+    def apply(cls, ctx: Context, inp: Inputs, grad: torch.Tensor) -> Gradients:
+        """Gradients shaped as the inputs, for the upstream gradient ``grad`` of the output.
+
+        Raises:
+            NotImplementedError: the bias is one of those for decoding, which have no gradient.
+        """
+        if type(inp.attn_bias) not in BACKWARD_TYPES:
+            raise NotImplementedError(
+                f"attn_bias: {type(inp.attn_bias).__name__} has no gradient "
+                "(padded, gappy and paged keys are for decoding); use a BlockDiagonal mask"
+            )
+        plan = plan_of(inp.attn_bias)
+        q, k, v = _fold(inp, share_kv=False)
+        lse = ctx.lse.flatten(1, -2)[..., : q.shape[1]]
+        dbias = None
+        with torch.no_grad():
+            if _fallback_reason(inp, plan) is None:
+                out = ctx.out.reshape(*q.shape[:3], v.shape[3]).to(q.dtype)
+                dq, dk, dv = native_backward(
+                    grad.reshape(out.shape), q, k, v, out, lse, plan, inp.scale_float
+                )
+            else:
+                dq, dk, dv, dbias = _dense_backward(ctx, inp, plan, grad, lse)
+        return Gradients(
+            dq=dq.reshape(inp.query.shape),
+            dk=dk.reshape(inp.key.shape),
+            dv=dv.reshape(inp.value.shape),
+            db=dbias,
+        )
+
+
+register_names(FwOp, BwOp)
+accept_grouped_gradients()

@@ -1,0 +1,76 @@
+"""Decoding biases on the paged kernels: keys stay where they are, nothing is gathered."""
+
+from __future__ import annotations
+
+import torch
+
+from sparsek_backend.xformers_op.plan import MaskPlan, Segments
+from sparsek_kernels.paged.api import paged_attention
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+
+_PAGE_OF_PADDED_KEYS = 64  # tokens; halved until it divides the padding
+_LONGEST_DECODE = 8  # query tokens of a sequence
+
+
+def page_size_of(plan: MaskPlan) -> int | None:
+    """Tokens per page if the paged kernels can serve this plan, else ``None``.
+
+    They know one mask, causal and aligned to the last key, and return no log-sum-exp.  A sequence
+    with one query needs no causality.
+    """
+    segments, band = plan.segments, plan.band
+    if segments is None or segments.packed_keys or band.top_left:
+        return None
+    if not band.causal and segments.q_info.max_seqlen > 1:
+        return None
+    if segments.block_table is not None:
+        gaps = not hasattr(segments.k_info, "padding")
+        if gaps and any(segments.k_info.seqstart_py[: segments.block_table.shape[0]]):
+            return None
+        return segments.page_size if segments.page_size % CELL_SIZE == 0 else None
+    size = _PAGE_OF_PADDED_KEYS
+    padding = getattr(segments.k_info, "padding", 0)
+    while size >= CELL_SIZE and padding % size:
+        size //= 2
+    return size if padding and size >= CELL_SIZE else None
+
+
+def paged_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: MaskPlan,
+    segments: Segments,
+    page_size: int,
+    scale: float,
+) -> torch.Tensor:
+    """Output ``[1, N, Hq, Dv]`` for ``q [1, N, Hq, D]`` and ``k, v [1, M, Hkv, ...]``."""
+    info = segments.k_info
+    sequences = len(info.seqlen_py)
+    table = segments.block_table
+    if table is None:
+        pages = info.padding // page_size
+        table = torch.arange(sequences * pages, dtype=torch.int32, device=q.device)
+        table = table.view(sequences, pages)
+    longest_q = segments.q_info.max_seqlen
+    decodes = sequences if longest_q <= _LONGEST_DECODE else 0
+    batch = PagedBatch(
+        block_table=table,
+        seq_lens=info.seqlen,
+        cu_seqlens_q=segments.q_info.seqstart,
+        num_decodes=decodes,
+        num_decode_tokens=q.shape[1] if decodes else 0,
+        decode_query_len=longest_q if decodes else 1,
+        max_query_len=longest_q,
+        max_seq_len=table.shape[1] * page_size,
+        seq_lens_host=tuple(info.seqlen_py),
+        query_lens_host=tuple(hi - lo for lo, hi in segments.query_intervals()),
+    )
+    fits = 64 % page_size == 0 or page_size % 64 == 0
+    policy = SelectionPolicy(
+        window_size=plan.band.window_size, sel_block_size=64 if fits else page_size
+    )
+    caches = [x[0, : x.shape[1] // page_size * page_size] for x in (k, v)]
+    k_cache, v_cache = (x.unflatten(0, (-1, page_size)).transpose(1, 2) for x in caches)
+    return paged_attention(q[0], k_cache, v_cache, batch, policy, softmax_scale=scale)[None]

@@ -1,0 +1,264 @@
+"""What an xFormers bias means, in the terms of SparseK's kernels.
+
+Every supported bias is a *band* (full, causal, or sinks + window, aligned to the first or to the
+last key) over the whole batch or over packed sequences, with an optional additive tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparsek_backend.xformers_op.biases import SinkWindowMask
+from sparsek_backend.xformers_op.compat import Inputs, attn_bias
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Band:
+    """Which keys ``j`` a query ``i`` of a sequence with N queries and M keys sees.
+
+    Args:
+        causal: whether ``j <= i + shift``.
+        top_left: ``shift`` is 0, else ``M - N`` (bottom-right aligned).
+        window_size: also ``j > i + shift - window_size``; ``None`` for no such bound.
+        num_sink: keys below this are exempt from ``window_size``.
+    """
+
+    causal: bool = False
+    top_left: bool = False
+    window_size: int | None = None
+    num_sink: int = 0
+
+    def shift(self, num_q: int, num_k: int) -> int:
+        """Position of query 0 on the axis of the keys."""
+        return 0 if self.top_left else num_k - num_q
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Sequences packed along the token axis of a batch of one.
+
+    Args:
+        q_info: xFormers' description of the query lengths, on host and device.
+        k_info: likewise for the keys.
+        packed_keys: whether the keys lie back to back (else gaps, padding or pages between them).
+        block_table: ``[S, max_pages]`` int32 physical pages of each sequence, or ``None``.
+        page_size: tokens in a page.
+    """
+
+    q_info: Any
+    k_info: Any
+    packed_keys: bool = True
+    block_table: torch.Tensor | None = None
+    page_size: int = 0
+
+    def query_intervals(self) -> list[Interval]:
+        """Half-open token ranges of the sequences' queries."""
+        starts = self.q_info.seqstart_py
+        return list(zip(starts[:-1], starts[1:], strict=True))
+
+    def key_intervals(self) -> list[Interval]:
+        """Half-open ranges of the sequences' keys: in the tensor, or in the sequence if paged."""
+        starts = self.k_info.seqstart_py
+        if self.packed_keys:
+            return list(zip(starts[:-1], starts[1:], strict=True))
+        lengths = self.k_info.seqlen_py
+        if self.block_table is None:
+            return [(lo, lo + n) for lo, n in zip(starts, lengths, strict=False)]
+        if hasattr(self.k_info, "padding"):
+            return [(0, n) for n in lengths]
+        return list(zip(starts, lengths, strict=False))
+
+    @property
+    def same_lengths(self) -> bool:
+        """Whether every sequence is known to have as many keys as queries."""
+        if not self.packed_keys:
+            return False
+        return self.q_info is self.k_info or self.q_info.seqstart_py == self.k_info.seqstart_py
+
+
+@dataclass(frozen=True)
+class MaskPlan:
+    """A bias as a band, sequences (``None``: the batch is not packed) and an additive tensor."""
+
+    band: Band
+    segments: Segments | None = None
+    bias: torch.Tensor | None = None
+
+    @property
+    def outruns_window(self) -> bool:
+        """Whether a top-left aligned window meets a sequence with more queries than keys.
+
+        Its last queries see the end of the keys through a window that no kernel call describes.
+        """
+        band = self.band
+        if not band.top_left or band.window_size is None or self.segments is None:
+            return False
+        if self.segments.same_lengths:
+            return False
+        pairs = zip(self.segments.query_intervals(), self.segments.key_intervals(), strict=True)
+        return any(q_hi - q_lo > k_hi - k_lo for (q_lo, q_hi), (k_lo, k_hi) in pairs)
+
+
+def _full(_: Any) -> Band:
+    return Band()
+
+
+def _causal(_: Any) -> Band:
+    return Band(causal=True)
+
+
+def _top_left(_: Any) -> Band:
+    return Band(causal=True, top_left=True)
+
+
+def _local(bias: Any) -> Band:
+    return Band(causal=True, window_size=bias._window_size)
+
+
+def _top_left_local(bias: Any) -> Band:
+    return Band(causal=True, top_left=True, window_size=bias._window_size)
+
+
+def _left_window(bias: Any) -> Band:
+    return Band(causal=True, window_size=bias.window_left + 1)
+
+
+def _sink_window(bias: SinkWindowMask) -> Band:
+    return Band(causal=True, window_size=bias.window_size, num_sink=bias.num_sink)
+
+
+_BandRule = Callable[[Any], Band]
+
+
+def _by_type(rules: dict[str, _BandRule]) -> dict[type, _BandRule]:
+    """Rules of the bias classes that this xFormers has."""
+    return {getattr(attn_bias, name): rule for name, rule in rules.items() if _has(name)}
+
+
+def _has(name: str) -> bool:
+    return hasattr(attn_bias, name)
+
+
+_BATCHED: dict[type, _BandRule] = {
+    type(None): _full,
+    torch.Tensor: _full,
+    torch.nn.Parameter: _full,
+    SinkWindowMask: _sink_window,
+    **_by_type(
+        {
+            "LowerTriangularMask": _top_left,
+            "LowerTriangularMaskWithTensorBias": _top_left,
+            "LowerTriangularFromBottomRightMask": _causal,
+            "LowerTriangularFromBottomRightLocalAttentionMask": _local,
+            "LocalAttentionFromBottomRightMask": _left_window,
+        }
+    ),
+}
+_PACKED = _by_type(
+    {
+        "BlockDiagonalMask": _full,
+        "BlockDiagonalCausalMask": _top_left,
+        "BlockDiagonalCausalFromBottomRightMask": _causal,
+        "BlockDiagonalCausalLocalAttentionMask": _top_left_local,
+        "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _local,
+    }
+)
+_SPREAD = _by_type(
+    {
+        "BlockDiagonalPaddedKeysMask": _full,
+        "BlockDiagonalCausalWithOffsetPaddedKeysMask": _causal,
+        "BlockDiagonalLocalAttentionPaddedKeysMask": _left_window,
+        "BlockDiagonalCausalLocalAttentionPaddedKeysMask": _local,
+        "BlockDiagonalGappyKeysMask": _full,
+        "BlockDiagonalCausalWithOffsetGappyKeysMask": _causal,
+        "BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask": _left_window,
+    }
+)
+_PAGED = _by_type(
+    {
+        "PagedBlockDiagonalPaddedKeysMask": _full,
+        "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": _causal,
+        "PagedBlockDiagonalCausalLocalPaddedKeysMask": _local,
+        "PagedBlockDiagonalGappyKeysMask": _full,
+        "PagedBlockDiagonalCausalWithOffsetGappyKeysMask": _causal,
+    }
+)
+
+BACKWARD_TYPES = (*_BATCHED, *_PACKED)
+"""Bias types that have gradients; the others are for decoding."""
+
+FORWARD_TYPES = (*BACKWARD_TYPES, *_SPREAD, *_PAGED)
+
+
+def plan_of(bias: Any) -> MaskPlan:
+    """Translate a bias of a supported type.
+
+    Raises:
+        NotImplementedError: the type is not one of ``FORWARD_TYPES`` (exact match).
+    """
+    kind = type(bias)
+    if kind in _BATCHED:
+        tensor = bias if isinstance(bias, torch.Tensor) else getattr(bias, "_bias", None)
+        return MaskPlan(_BATCHED[kind](bias), bias=tensor)
+    if kind in _PACKED:
+        return MaskPlan(_PACKED[kind](bias), Segments(bias.q_seqinfo, bias.k_seqinfo))
+    if kind in _SPREAD:
+        segments = Segments(bias.q_seqinfo, bias.k_seqinfo, packed_keys=False)
+        return MaskPlan(_SPREAD[kind](bias), segments)
+    if kind in _PAGED:
+        segments = Segments(
+            bias.q_seqinfo, bias.k_seqinfo, False, bias.block_tables, bias.page_size
+        )
+        return MaskPlan(_PAGED[kind](bias), segments)
+    raise NotImplementedError(f"attn_bias: expected a supported type, got {kind.__name__}")
+
+
+def bias_reasons(inp: Inputs) -> list[str]:
+    """Why the bias of these inputs, of a supported type, cannot be served as it is."""
+    bias = inp.attn_bias
+    reasons = []
+    if getattr(bias, "window_right", 0) != 0:
+        reasons.append(f"window_right={bias.window_right}: only windows to the left (0)")
+    plan = plan_of(bias)
+    if plan.bias is not None:
+        reasons += _tensor_reasons(inp, plan.bias)
+    segments = plan.segments
+    if segments is None:
+        return reasons
+    if inp.query.shape[0] != 1 or inp.key.shape[0] != 1:
+        reasons.append("batch size is not 1 with packed sequences")
+    if segments.q_info.seqstart_py[-1] != inp.query.shape[1]:
+        reasons.append(
+            f"attn_bias covers {segments.q_info.seqstart_py[-1]} queries, "
+            f"query has {inp.query.shape[1]}"
+        )
+    if segments.packed_keys and segments.k_info.seqstart_py[-1] != inp.key.shape[1]:
+        reasons.append(
+            f"attn_bias covers {segments.k_info.seqstart_py[-1]} keys, key has {inp.key.shape[1]}"
+        )
+    if inp.p != 0.0 and segments.block_table is not None:
+        reasons.append("dropout with paged keys")
+    return reasons
+
+
+def _tensor_reasons(inp: Inputs, bias: torch.Tensor) -> list[str]:
+    reasons = []
+    if not bias.is_floating_point():
+        reasons.append(f"attn_bias dtype is {bias.dtype} (expected a floating dtype)")
+    if bias.device != inp.query.device:
+        reasons.append(f"attn_bias is on {bias.device}, query on {inp.query.device}")
+    expected = (inp.query.shape[0], *inp.query.shape[2:-1], inp.query.shape[1], inp.key.shape[1])
+    if tuple(bias.shape) != expected:
+        reasons.append(f"attn_bias has shape {tuple(bias.shape)} (expected {expected})")
+    if bias.requires_grad and bias is not inp.attn_bias:
+        reasons.append(
+            "xFormers passes no gradient to the tensor of a LowerTriangularMaskWithTensorBias: "
+            "detach it, or add the causal mask to it and pass the sum as a tensor"
+        )
+    return reasons
