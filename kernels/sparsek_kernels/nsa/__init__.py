@@ -1,0 +1,1 @@
+"""Native sparse attention: compression, selection, selected attention and gates."""

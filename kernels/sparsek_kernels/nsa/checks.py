@@ -1,0 +1,157 @@
+"""Argument checks of native sparse attention: each failure names what came and what was due."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import MutableMapping
+from itertools import pairwise
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from sparsek_kernels.checks import check_heads, check_tensor
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (*KERNEL_DTYPES, torch.float64)
+MAX_HEAD_DIM = 256
+MAX_GROUP = 64
+
+_checked_offsets: MutableMapping[torch.Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
+
+
+def check_offsets(name: str, offsets: torch.Tensor, total: int, device: torch.device) -> None:
+    """Check packed-sequence offsets; their values once per tensor, never while compiling.
+
+    Raises:
+        TypeError: no int32 tensor.
+        ValueError: wrong shape, device, or offsets that do not ascend from 0 to ``total``.
+    """
+    check_tensor(name, offsets, ("sequences + 1",), (torch.int32,), device)
+    if offsets.shape[0] < 2:
+        raise ValueError(f"{name}: expected at least one sequence, got {offsets.shape[0]} offsets")
+    if torch.compiler.is_compiling():
+        return
+    if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    seen = (offsets._version, total)
+    if _checked_offsets.get(offsets) == seen:
+        return
+    values = offsets.tolist()
+    if values[0] != 0 or values[-1] != total or any(lo > hi for lo, hi in pairwise(values)):
+        raise ValueError(
+            f"{name}: expected non-decreasing offsets from 0 to the token count {total}, "
+            f"got {values}"
+        )
+    _checked_offsets[offsets] = seen
+
+
+def check_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """The factor of ``q . k``, ``head_dim ** -0.5`` by default.
+
+    Raises:
+        ValueError: not a finite number above zero.
+    """
+    scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"softmax_scale: expected a finite number > 0, got {softmax_scale}")
+    return scale
+
+
+def check_query(q: object) -> torch.Tensor:
+    """A query tensor ``[B, N, Hq, D]``.
+
+    Raises:
+        TypeError: no tensor, or a dtype that is not supported.
+        ValueError: a wrong rank or head size.
+    """
+    tensor = check_tensor("q", q, ("B", "N", "Hq", "D"), DTYPES)
+    if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(f"q: expected head_dim from 1 to {MAX_HEAD_DIM}, got {tensor.shape[3]}")
+    return tensor
+
+
+def check_like_keys(name: str, x: object, q: torch.Tensor, rows: int | str = "M") -> torch.Tensor:
+    """A key or value tensor ``[B, rows, Hkv, D]`` that goes with ``q``.
+
+    Raises:
+        TypeError: no tensor, or another dtype than ``q``.
+        ValueError: a shape or device that does not go with ``q``.
+        NotImplementedError: more query heads per KV head than the kernels take.
+    """
+    tensor = check_tensor(name, x, (q.shape[0], rows, "Hkv", q.shape[3]), (q.dtype,), q.device)
+    group = check_heads(q.shape[2], tensor.shape[2])
+    if group > MAX_GROUP:
+        raise NotImplementedError(
+            f"q: expected at most {MAX_GROUP} query heads per KV head, got {group}; "
+            "repeat k and v to shrink the group"
+        )
+    return tensor
+
+
+def check_lengths(q: torch.Tensor, num_keys: int, cu_seqlens: torch.Tensor | None) -> None:
+    """Queries are the last tokens of the keys; packed sequences have as many of both.
+
+    Raises:
+        ValueError: more queries than keys, or packed inputs that differ or are batched.
+    """
+    if cu_seqlens is None:
+        if q.shape[1] > num_keys:
+            raise ValueError(
+                f"q: expected at most as many tokens as keys, {num_keys}, got {q.shape[1]}"
+            )
+        return
+    if q.shape[0] != 1:
+        raise ValueError(f"q: expected batch size 1 with cu_seqlens, got {q.shape[0]}")
+    if q.shape[1] != num_keys:
+        raise ValueError(
+            f"q: expected as many tokens as keys with cu_seqlens, {num_keys}, got {q.shape[1]}"
+        )
+    check_offsets("cu_seqlens", cu_seqlens, num_keys, q.device)
+
+
+def check_indices(
+    block_indices: object,
+    q: torch.Tensor,
+    num_kv_heads: int,
+    num_keys: int,
+    sel_block_size: int,
+    cu_seqlens: torch.Tensor | None,
+    values: bool,
+) -> torch.Tensor:
+    """Selected blocks ``[B, N, Hkv, S]`` int32; ``values`` also checks what they hold.
+
+    Raises:
+        TypeError: no int32 tensor.
+        ValueError: a wrong shape; with ``values``, an index out of range or a duplicate.
+    """
+    indices = check_tensor(
+        "block_indices",
+        block_indices,
+        (q.shape[0], q.shape[1], num_kv_heads, "S"),
+        (torch.int32,),
+        q.device,
+    )
+    if not values or indices.numel() == 0:
+        return indices
+    limit = torch.full((1, 1), -(-num_keys // sel_block_size), device=q.device)
+    if cu_seqlens is not None:
+        token = torch.arange(num_keys, dtype=torch.int32, device=q.device)
+        seq = torch.searchsorted(cu_seqlens[1:], token, right=True)
+        lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+        limit = (-(-lengths // sel_block_size))[seq][None]
+    wrong = (indices < -1) | (indices >= limit[..., None, None])
+    if bool(wrong.any()):
+        at = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"block_indices: expected -1 or a block of the sequence, "
+            f"got {int(indices[tuple(at)])} at {at}"
+        )
+    ordered = indices.sort(dim=-1).values
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    if bool(twice.any()):
+        at = twice.nonzero()[0].tolist()
+        raise ValueError(
+            f"block_indices: expected distinct blocks, got {int(ordered[..., 1:][tuple(at)])} "
+            f"twice at {at[:3]}"
+        )
+    return indices

@@ -1,0 +1,323 @@
+"""Native sparse attention in torch operations, for CPU tensors and for fp64.
+
+Queries are handled some at a time, so that nothing of size tokens x keys is held, and gradients
+are written out rather than recorded.  Half-precision inputs are computed in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from sparsek_kernels.nsa.sequences import Span, spans
+from sparsek_kernels.nsa.spec import NSASpec
+
+_CHUNK_ELEMENTS = 1 << 22  # elements of the largest intermediate, whatever the shapes
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Precision of the arithmetic for inputs of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _chunks(rows: slice, per_row: int) -> Iterator[slice]:
+    step = max(_CHUNK_ELEMENTS // max(per_row, 1), 1)
+    for lo in range(rows.start, rows.stop, step):
+        yield slice(lo, min(lo + step, rows.stop))
+
+
+def _by_head(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """``[n, Hq, D]`` as ``[Hkv, G, n, D]`` in the compute dtype."""
+    grouped = x.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+    return grouped.to(compute_dtype(x.dtype))
+
+
+def _position(rows: slice, span: Span, device: torch.device) -> torch.Tensor:
+    """Position of each query row within its sequence."""
+    first = (span.keys.stop - span.keys.start) - span.rows.stop
+    return torch.arange(rows.start, rows.stop, device=device) + first
+
+
+def mean_pool_forward(
+    x: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None, spec: NSASpec
+) -> None:
+    """Fill ``out [B, C, Hkv, D]`` with the means of the compressed blocks of ``x``."""
+    out.zero_()
+    size, stride = spec.cmp_block_size, spec.cmp_stride
+    for span in spans(cu_seqlens, x.shape[0], x.shape[1], x.shape[1], size, stride):
+        if span.compressed.stop > span.compressed.start:
+            tokens = x[span.batch, span.keys].to(compute_dtype(x.dtype))
+            means = tokens.unfold(0, size, stride).mean(dim=-1)
+            out[span.batch, span.compressed] = means.to(out.dtype)
+
+
+def mean_pool_backward(
+    dout: torch.Tensor, dx: torch.Tensor, cu_seqlens: torch.Tensor | None, spec: NSASpec
+) -> None:
+    """Fill ``dx [B, M, Hkv, D]``: each block's gradient, divided among its tokens."""
+    compute = compute_dtype(dout.dtype)
+    total = torch.zeros(dx.shape, dtype=compute, device=dx.device)
+    size, stride = spec.cmp_block_size, spec.cmp_stride
+    for span in spans(cu_seqlens, dx.shape[0], dx.shape[1], dx.shape[1], size, stride):
+        count = span.compressed.stop - span.compressed.start
+        if count == 0:
+            continue
+        part = dout[span.batch, span.compressed].to(compute) / size
+        for token in range(size):
+            first = span.keys.start + token
+            total[span.batch, first : first + (count - 1) * stride + 1 : stride] += part
+    dx.copy_(total)
+
+
+def _compressed_scores(
+    q: torch.Tensor, k_cmp: torch.Tensor, rows: slice, span: Span, spec: NSASpec, scale: float
+) -> torch.Tensor:
+    """``[Hkv, G, n, C]`` scores, ``-inf`` where the block is not all in the past."""
+    keys = k_cmp[span.batch, span.compressed].to(compute_dtype(q.dtype))
+    heads = _by_head(q[span.batch, rows], k_cmp.shape[2])
+    scores = torch.matmul(heads, keys.permute(1, 2, 0)[:, None]) * scale
+    last = torch.arange(keys.shape[0], device=q.device) * spec.cmp_stride + spec.cmp_block_size - 1
+    hidden = last[None] > _position(rows, span, q.device)[:, None]
+    return scores.masked_fill_(hidden, float("-inf"))
+
+
+def _compressed_chunks(
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    seq_len: int,
+    cu_seqlens: torch.Tensor | None,
+    spec: NSASpec,
+) -> Iterator[tuple[Span, slice]]:
+    size, stride = spec.cmp_block_size, spec.cmp_stride
+    for span in spans(cu_seqlens, q.shape[0], q.shape[1], seq_len, size, stride):
+        width = span.compressed.stop - span.compressed.start
+        for rows in _chunks(span.rows, q.shape[2] * max(width, 1)):
+            yield span, rows
+
+
+def compressed_forward(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    v_cmp: torch.Tensor,
+    seq_len: int,
+    cu_seqlens: torch.Tensor | None,
+    spec: NSASpec,
+    scale: float,
+) -> None:
+    """Fill ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]`` of the compressed branch."""
+    out.zero_()
+    lse.fill_(float("-inf"))
+    for span, rows in _compressed_chunks(q, k_cmp, seq_len, cu_seqlens, spec):
+        if span.compressed.stop == span.compressed.start:
+            continue
+        scores = _compressed_scores(q, k_cmp, rows, span, spec, scale)
+        total = torch.logsumexp(scores, dim=-1)  # [Hkv, G, n]
+        finite = total.masked_fill(total == float("-inf"), 0.0)
+        probs = torch.exp(scores - finite[..., None])
+        values = v_cmp[span.batch, span.compressed].to(scores.dtype).transpose(0, 1)
+        found = torch.matmul(probs, values[:, None])  # [Hkv, G, n, D]
+        out[span.batch, rows] = found.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
+        lse[span.batch, :, rows] = total.flatten(0, 1).to(lse.dtype)
+
+
+def compressed_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    v_cmp: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    seq_len: int,
+    cu_seqlens: torch.Tensor | None,
+    spec: NSASpec,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k_cmp and v_cmp."""
+    compute = compute_dtype(q.dtype)
+    num_kv_heads = k_cmp.shape[2]
+    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.zeros(x.shape, dtype=compute, device=q.device) for x in (k_cmp, v_cmp))
+    for span, rows in _compressed_chunks(q, k_cmp, seq_len, cu_seqlens, spec):
+        if span.compressed.stop == span.compressed.start:
+            continue
+        scores = _compressed_scores(q, k_cmp, rows, span, spec, scale)
+        norm = lse[span.batch, :, rows].to(compute).unflatten(0, (num_kv_heads, -1))
+        probs = torch.exp(scores - norm.masked_fill(norm == float("-inf"), 0.0)[..., None])
+        upstream = _by_head(dout[span.batch, rows], num_kv_heads)
+        delta = (upstream * _by_head(out[span.batch, rows], num_kv_heads)).sum(-1)
+        if dlse is not None:
+            delta = delta - dlse[span.batch, :, rows].to(compute).unflatten(0, (num_kv_heads, -1))
+        keys, values = (
+            x[span.batch, span.compressed].to(compute).transpose(0, 1)[:, None]
+            for x in (k_cmp, v_cmp)
+        )
+        dscores = torch.matmul(upstream, values.transpose(2, 3)).sub_(delta[..., None])
+        dscores.mul_(probs).mul_(scale)
+        found = torch.matmul(dscores, keys)
+        dq[span.batch, rows] = found.permute(2, 0, 1, 3).flatten(1, 2).to(dq.dtype)
+        heads = _by_head(q[span.batch, rows], num_kv_heads)
+        part_k = torch.matmul(dscores.transpose(2, 3), heads).sum(1)
+        part_v = torch.matmul(probs.transpose(2, 3), upstream).sum(1)
+        dk[span.batch, span.compressed] += part_k.transpose(0, 1)
+        dv[span.batch, span.compressed] += part_v.transpose(0, 1)
+    return dq, dk.to(k_cmp.dtype), dv.to(v_cmp.dtype)
+
+
+def _fold_scores(mass: torch.Tensor, num_blocks: int, spec: NSASpec) -> torch.Tensor:
+    """``[..., C]`` probabilities to ``[..., num_blocks]`` block scores (equation 9).
+
+    A compressed block that starts in selection block ``j`` shares all of its strides with ``j``
+    but the ones that spill into ``j + 1``.
+    """
+    per_block = spec.cells_per_sel
+    missing = num_blocks * per_block - mass.shape[-1]
+    cells = torch.nn.functional.pad(mass, (0, missing)).unflatten(-1, (num_blocks, per_block))
+    start = torch.arange(per_block, device=mass.device)
+    spill = (start + spec.cells_per_cmp - per_block).clamp(min=0).to(mass.dtype)
+    spilled = (cells * spill).sum(-1)
+    own = (cells * (spec.cells_per_cmp - spill)).sum(-1)
+    return own + torch.nn.functional.pad(spilled[..., :-1], (1, 0))
+
+
+def select_forward(
+    block_indices: torch.Tensor,
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    lse: torch.Tensor,
+    seq_len: int,
+    cu_seqlens: torch.Tensor | None,
+    spec: NSASpec,
+    scale: float,
+) -> None:
+    """Fill ``block_indices [B, N, Hkv, top_n]``: ascending, ``-1`` after the last."""
+    block_indices.fill_(-1)
+    num_kv_heads = k_cmp.shape[2]
+    for span, rows in _compressed_chunks(q, k_cmp, seq_len, cu_seqlens, spec):
+        num_blocks = spec.num_selectable(span.keys.stop - span.keys.start)
+        scores = _compressed_scores(q, k_cmp, rows, span, spec, scale)
+        norm = lse[span.batch, :, rows].to(scores.dtype).unflatten(0, (num_kv_heads, -1))
+        norm = norm.masked_fill(norm == float("-inf"), 0.0)
+        mass = torch.exp(scores - norm[..., None]).sum(1)  # [Hkv, n, C]
+        ranked = _fold_scores(mass, num_blocks, spec)
+        own = _position(rows, span, q.device)[:, None] // spec.sel_block_size
+        block = torch.arange(num_blocks, device=q.device)[None]
+        forced = (block < spec.num_init_blocks) | (block > own - spec.num_local_blocks)
+        ranked = ranked.masked_fill(forced, float("inf")).masked_fill(block > own, -1.0)
+        order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices
+        best = order[..., : spec.top_n]
+        best = best.masked_fill(best > own, num_blocks).sort(dim=-1).values
+        best = best.masked_fill(best == num_blocks, -1)
+        block_indices[span.batch, rows, :, : best.shape[-1]] = best.transpose(0, 1).int()
+
+
+def _selected_chunks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    block_indices: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    sel_block_size: int,
+) -> Iterator[tuple[Span, slice, torch.Tensor, torch.Tensor]]:
+    """Spans, query rows, the keys ``[n, Hkv, K]`` that they meet, and which of those count."""
+    ordered = block_indices.sort(dim=-1, descending=True).values
+    within = torch.arange(sel_block_size, device=q.device)
+    for span in spans(cu_seqlens, q.shape[0], q.shape[1], k.shape[1]):
+        chosen = ordered[span.batch, span.rows]
+        width = int((chosen >= 0).sum(-1).max()) if chosen.numel() else 0
+        per_row = k.shape[2] * max(width, 1) * sel_block_size * q.shape[3]
+        for rows in _chunks(span.rows, per_row):
+            blocks = ordered[span.batch, rows, :, :width].long()  # [n, Hkv, width]
+            token = (blocks[..., None] * sel_block_size + within).flatten(2)
+            position = _position(rows, span, q.device)[:, None, None]
+            counts = (token >= 0) & (token <= position)
+            yield span, rows, token.masked_fill(~counts, 0) + span.keys.start, counts
+
+
+def _gather(x: torch.Tensor, batch: int, token: torch.Tensor) -> torch.Tensor:
+    """Rows of ``x [B, M, Hkv, D]`` as ``[n, Hkv, K, D]`` in the compute dtype."""
+    head = torch.arange(x.shape[2], device=x.device)[None, :, None]
+    return x[batch][token, head].to(compute_dtype(x.dtype))
+
+
+def _grouped(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """``[n, Hq, D]`` as ``[n, Hkv, G, D]`` in the compute dtype."""
+    return x.unflatten(1, (num_kv_heads, -1)).to(compute_dtype(x.dtype))
+
+
+def selected_forward(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_indices: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    sel_block_size: int,
+    scale: float,
+) -> None:
+    """Fill ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]`` of attention inside chosen blocks."""
+    out.zero_()
+    lse.fill_(float("-inf"))
+    num_kv_heads = k.shape[2]
+    for span, rows, token, counts in _selected_chunks(
+        q, k, block_indices, cu_seqlens, sel_block_size
+    ):
+        if token.shape[-1] == 0:
+            continue
+        heads = _grouped(q[span.batch, rows], num_kv_heads)
+        scores = torch.matmul(heads, _gather(k, span.batch, token).transpose(2, 3)) * scale
+        scores.masked_fill_(~counts[:, :, None], float("-inf"))
+        total = torch.logsumexp(scores, dim=-1)  # [n, Hkv, G]
+        finite = total.masked_fill(total == float("-inf"), 0.0)
+        probs = torch.exp(scores - finite[..., None])
+        found = torch.matmul(probs, _gather(v, span.batch, token))
+        out[span.batch, rows] = found.flatten(1, 2).to(out.dtype)
+        lse[span.batch, :, rows] = total.flatten(1, 2).T.to(lse.dtype)
+
+
+def selected_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    block_indices: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    sel_block_size: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v."""
+    compute = compute_dtype(q.dtype)
+    num_kv_heads = k.shape[2]
+    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.zeros(x.shape, dtype=compute, device=q.device) for x in (k, v))
+    for span, rows, token, counts in _selected_chunks(
+        q, k, block_indices, cu_seqlens, sel_block_size
+    ):
+        if token.shape[-1] == 0:
+            continue
+        heads = _grouped(q[span.batch, rows], num_kv_heads)
+        upstream = _grouped(dout[span.batch, rows], num_kv_heads)
+        keys, values = (_gather(x, span.batch, token) for x in (k, v))
+        norm = lse[span.batch, :, rows].to(compute).T.unflatten(1, (num_kv_heads, -1))
+        norm = norm.masked_fill(norm == float("-inf"), 0.0)
+        scores = torch.matmul(heads, keys.transpose(2, 3)) * scale
+        probs = torch.exp(scores - norm[..., None]).masked_fill(~counts[:, :, None], 0.0)
+        delta = (upstream * _grouped(out[span.batch, rows], num_kv_heads)).sum(-1)
+        if dlse is not None:
+            delta = delta - dlse[span.batch, :, rows].to(compute).T.unflatten(1, (num_kv_heads, -1))
+        dscores = torch.matmul(upstream, values.transpose(2, 3)).sub_(delta[..., None])
+        dscores.mul_(probs).mul_(scale)
+        dq[span.batch, rows] = torch.matmul(dscores, keys).flatten(1, 2).to(dq.dtype)
+        head = torch.arange(num_kv_heads, device=q.device)[None, :, None].expand_as(token)
+        for total, part in (
+            (dk, torch.matmul(dscores.transpose(2, 3), heads)),
+            (dv, torch.matmul(probs.transpose(2, 3), upstream)),
+        ):
+            total[span.batch].index_put_((token, head), part, accumulate=True)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
