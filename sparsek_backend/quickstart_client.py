@@ -16,9 +16,10 @@ CHAT_QUESTION = "What is the capital of France?"
 CHAT_ANSWER = "Paris"
 DOCUMENT_NAME = "1862-Lincoln-1.txt"
 DOCUMENT_CHARACTERS = 26_000
-PLANTED = "The secret pass key is 71482. Remember it: 71482 is the pass key."
-DOCUMENT_QUESTION = "What is the secret pass key in the document above? Answer with the number."
-DOCUMENT_ANSWER = "71482"
+PLANTED = "The lighthouse keeper's name is Matilda Grey."
+PLANTED_AT = 0.7  # of the document: some 1,600 tokens before the question, outside the window
+DOCUMENT_QUESTION = "What is the lighthouse keeper's name in the document above?"
+DOCUMENT_ANSWER = "Matilda Grey"
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ def document_prompt(folder: Path) -> str:
         folder: the texts, as :func:`sparsek_backend.models.fetch_texts` returns them.
     """
     text = (folder / DOCUMENT_NAME).read_text(encoding="utf-8")[:DOCUMENT_CHARACTERS]
-    middle = text.index("\n", len(text) // 3)
-    return f"{text[:middle]}\n\n{PLANTED}\n\n{text[middle:]}\n\n{DOCUMENT_QUESTION}"
+    cut = text.index("\n", int(len(text) * PLANTED_AT))
+    return f"{text[:cut]}\n\n{PLANTED}\n\n{text[cut:]}\n\n{DOCUMENT_QUESTION}"
 
 
 def ask(
