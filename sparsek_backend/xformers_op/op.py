@@ -9,7 +9,7 @@ torch path.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -211,9 +211,9 @@ class FwOp(AttentionFwOpBase):  # type: ignore[misc]
     """
 
     OPERATOR = torch.ops.sparsek.sink_flash_fwd
-    SUPPORTED_DEVICES = {"cuda", "cpu"}  # noqa: RUF012
+    SUPPORTED_DEVICES: ClassVar = {"cuda", "cpu"}
     CUDA_MINIMUM_COMPUTE_CAPABILITY = (8, 0)
-    SUPPORTED_DTYPES = set(KERNEL_DTYPES)
+    SUPPORTED_DTYPES: ClassVar = set(KERNEL_DTYPES)
     SUPPORTED_MAX_K = MAX_HEAD_DIM
     SUPPORTED_MIN_K = 1
     SUPPORTED_ATTN_BIAS_TYPES = _xformers_types(FORWARD_TYPES)

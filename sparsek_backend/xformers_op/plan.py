@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -60,13 +61,13 @@ class Segments:
     def query_intervals(self) -> list[Interval]:
         """Half-open token ranges of the sequences' queries."""
         starts = self.q_info.seqstart_py
-        return list(zip(starts[:-1], starts[1:], strict=True))
+        return list(pairwise(starts))
 
     def key_intervals(self) -> list[Interval]:
         """Half-open ranges of the sequences' keys: in the tensor, or in the sequence if paged."""
         starts = self.k_info.seqstart_py
         if self.packed_keys:
-            return list(zip(starts[:-1], starts[1:], strict=True))
+            return list(pairwise(starts))
         lengths = self.k_info.seqlen_py
         if self.block_table is None:
             return [(lo, lo + n) for lo, n in zip(starts, lengths, strict=False)]
