@@ -6,6 +6,7 @@ Nothing of vLLM is imported at module level: the plugin imports this module in e
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -156,3 +157,30 @@ def host_seq_lens(common: Any, on_host: bool) -> Any:
         return bound
     counts = common.query_start_loc_cpu.diff()
     return counts.new_full(counts.shape, common.max_seq_len)
+
+
+def flash_attention(head_size: int, has_sinks: bool) -> tuple[Callable[..., Any], int] | None:
+    """Return vLLM's FlashAttention function and version for a layer, or ``None`` without one.
+
+    Args:
+        head_size: the layer's head dimension.
+        has_sinks: whether the layer has learned sink logits.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return None
+    try:
+        from vllm.v1.attention.backends import fa_utils, flash_attn
+    except ImportError:  # a build of vLLM without its FlashAttention extension
+        return None
+    if not flash_attn.FlashAttentionBackend.supports_head_size(head_size):
+        return None
+    known = inspect.signature(fa_utils.get_flash_attn_version).parameters
+    wanted = {"head_size": head_size, "has_sinks": has_sinks}
+    version = fa_utils.get_flash_attn_version(
+        **{name: value for name, value in wanted.items() if name in known}
+    )
+    if version is None or (has_sinks and not fa_utils.flash_attn_supports_sinks()):
+        return None
+    return fa_utils.flash_attn_varlen_func, int(version)

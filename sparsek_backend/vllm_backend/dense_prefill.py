@@ -32,6 +32,11 @@ class Run:
     max_query_len: int
     max_seq_len: int
 
+    @classmethod
+    def whole(cls, batch: PagedBatch) -> Run:
+        """A step that one call serves."""
+        return cls(batch, False, batch.max_query_len, batch.max_seq_len)
+
 
 def is_flash_mask(policy: SelectionPolicy) -> bool:
     """Whether FlashAttention has this policy's mask at any length."""
@@ -52,7 +57,7 @@ def split_runs(
     always = is_flash_mask(policy)
     runs = []
     if batch.num_decodes:
-        runs.append(Run(batch.part(0, batch.num_decodes), False, 0, 0))
+        runs.append(Run.whole(batch.part(0, batch.num_decodes)))
     first = batch.num_decodes
     while first < batch.num_requests:
         dense = always or policy.sees_all(max(seq_lens[first] - 1, 0))

@@ -17,6 +17,7 @@ from sparsek_kernels.paged.api import paged_attention, summary_vectors, write_kv
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 from . import compat
+from .dense_prefill import FlashPrefill, Run
 from .metadata import SparseKMetadata
 from .startup import engine_config
 from .stats import STATS
@@ -130,6 +131,7 @@ class SparseKImpl(AttentionImpl):
         self.logits_soft_cap = logits_soft_cap or None
         self.sinks = sinks
         self.policy = self.own_policy()
+        self.flash = self._find_flash()
         self._engine = _current_engine()
         compat.hook_kv_cache_spec(_customize_layer_spec)
         if self.may_select and self._engine.resolved.config.mode == "block_topk":
@@ -152,6 +154,12 @@ class SparseKImpl(AttentionImpl):
     def may_select(self) -> bool:
         """Whether the settings decide what this layer attends, rather than the model."""
         return self.sliding_window is None and self.fallback_reason is None
+
+    def _find_flash(self) -> FlashPrefill | None:
+        if self.fallback_reason is not None or torch.get_default_dtype() == torch.float32:
+            return None
+        found = compat.flash_attention(self.head_size, self.sinks is not None)
+        return None if found is None else FlashPrefill(*found)
 
     def own_policy(self) -> SelectionPolicy:
         """Return what the model itself lets this layer attend."""
@@ -251,17 +259,8 @@ class SparseKImpl(AttentionImpl):
         pages = self._views(kv_cache)
         reason = self.fallback_reason or attn_metadata.fallback_reason
         if reason is None:
-            paged_attention(
-                query,
-                pages.keys,
-                pages.values,
-                attn_metadata.batch,
-                self.policy,
-                softmax_scale=self.scale,
-                k_summary=pages.summary,
-                sinks=self.sinks,
-                out=out,
-            )
+            for run in attn_metadata.runs(self.policy):
+                self._attend_run(run, query, pages, out)
             return output
         paged_fallback(
             query,
@@ -279,6 +278,33 @@ class SparseKImpl(AttentionImpl):
             out=out,
         )
         return output
+
+    def _attend_run(
+        self, run: Run, query: torch.Tensor, pages: PageViews, out: torch.Tensor
+    ) -> None:
+        if run.dense and self.flash is not None:
+            self.flash(
+                query,
+                pages.keys,
+                pages.values,
+                run,
+                softmax_scale=self.scale,
+                window_size=self.sliding_window,
+                sinks=self.sinks,
+                out=out,
+            )
+            return
+        paged_attention(
+            query,
+            pages.keys,
+            pages.values,
+            run.batch,
+            self.policy,
+            softmax_scale=self.scale,
+            k_summary=pages.summary,
+            sinks=self.sinks,
+            out=out,
+        )
 
     def _forward_encoder(
         self,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,6 +25,7 @@ from sparsek_kernels.paged.policy import SelectionPolicy
 
 from . import compat
 from .accounting import attended_by_requests
+from .dense_prefill import Run, split_runs
 from .report import describe_layers
 from .startup import check_page_size, engine_config
 from .stats import STATS
@@ -49,6 +50,8 @@ class SparseKMetadata(AttentionMetadata):
             other in both directions; ``None`` where no new token is in one.
         attended_tokens: keys attended, summed over the step's queries and the group's layers.
         context_tokens: keys that dense attention would attend.
+        split: for each policy, the step's decodes and runs of dense and sparse prefills; empty
+            where one call serves them all.
     """
 
     batch: PagedBatch
@@ -59,6 +62,11 @@ class SparseKMetadata(AttentionMetadata):
     bidirectional_ranges: Ranges | None
     attended_tokens: int
     context_tokens: int
+    split: Mapping[SelectionPolicy, tuple[Run, ...]] = field(default_factory=dict)
+
+    def runs(self, policy: SelectionPolicy) -> tuple[Run, ...]:
+        """Return the parts of the step that layers with ``policy`` attend one by one."""
+        return self.split.get(policy) or (Run.whole(self.batch),)
 
     @property
     def attended_share(self) -> float:
@@ -87,6 +95,7 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.on_host = device.type == "cpu"
+        self.has_flash = False
         self.policies = self._bind_layers(kv_cache_spec, layer_names, vllm_config)
 
     @classmethod
@@ -106,16 +115,18 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
         if full_attention:
             check_page_size(resolved, spec.block_size)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        indices: dict[tuple[SelectionPolicy, str | None], list[int]] = {}
+        indices: dict[tuple[SelectionPolicy, str | None, int | None], list[int]] = {}
         policies: Counter[SelectionPolicy] = Counter()
         for name, layer in layers.items():
             index = extract_layer_index(name)
             policy = layer.impl.bind(index, spec.block_size, full_attention)
             policies[policy] += 1
-            indices.setdefault((policy, layer.impl.fallback_reason), []).append(index)
-        for (policy, reason), members in indices.items():
+            version = None if layer.impl.flash is None else layer.impl.flash.version
+            self.has_flash |= version is not None
+            indices.setdefault((policy, layer.impl.fallback_reason, version), []).append(index)
+        for (policy, reason, version), members in indices.items():
             logger.info_once(
-                describe_layers(members, policy, reason, spec.block_size, self.device.type)
+                describe_layers(members, policy, reason, spec.block_size, self.device.type, version)
             )
         return policies
 
@@ -162,6 +173,10 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
             seq_lens_host=tuple(seq_lens.tolist()) if self.on_host else None,
             query_lens_host=tuple(query_lens.tolist()) if self.on_host else None,
         )
+        split = {}
+        if self.has_flash and batch.num_prefills:
+            lens, counts = seq_lens.tolist(), query_lens.tolist()
+            split = {policy: split_runs(batch, policy, lens, counts) for policy in self.policies}
         return SparseKMetadata(
             batch=batch,
             num_actual_tokens=common.num_actual_tokens,
@@ -171,6 +186,7 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
             bidirectional_ranges=_live_ranges(common, seq_lens - query_lens),
             attended_tokens=attended,
             context_tokens=context,
+            split=split,
         )
 
     def _count(self, seq_lens: Int64, query_lens: Int64, num_decodes: int) -> tuple[int, int]:

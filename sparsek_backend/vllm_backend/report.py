@@ -13,6 +13,7 @@ def describe_layers(
     fallback_reason: str | None,
     page_size: int,
     device_type: str,
+    flash_version: int | None = None,
 ) -> str:
     """Return the log line of layers that share a policy.
 
@@ -22,8 +23,11 @@ def describe_layers(
         fallback_reason: why they use the SDPA fallback, or ``None``.
         page_size: tokens in one KV page.
         device_type: ``"cpu"`` or ``"cuda"``.
+        flash_version: vLLM's FlashAttention that serves dense prefills, or ``None``.
     """
     path = "CPU torch path" if device_type == "cpu" else "Triton kernels"
+    if flash_version is not None:
+        path += f", FlashAttention {flash_version} for dense prefills"
     if fallback_reason is not None:
         path = f"SDPA fallback ({fallback_reason})"
     parts = [_describe_policy(policy)]
