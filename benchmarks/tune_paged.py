@@ -252,10 +252,10 @@ def run_prefill(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1))
             )
         ]  # fmt: skip
         attends += [
-            LaunchConfig(h, 64, 64 * h, n, 1, w, s)
-            for h, n, w, s in (
-                (4, 64, 16, 2), (4, 64, 16, 1), (4, 32, 16, 2), (2, 64, 8, 2), (1, 64, 4, 2),
-                (2, 64, 8, 1), (4, 32, 16, 3),
+            LaunchConfig(h, 64, 64 * h, n, 1, w, s, r)
+            for h, n, w, s, r in (
+                (4, 64, 16, 2, 0), (2, 64, 8, 2, 128), (1, 64, 4, 2, 168), (1, 64, 4, 2, 128),
+                (2, 64, 8, 1, 128), (4, 32, 16, 3, 0), (2, 64, 8, 3, 128), (2, 32, 8, 3, 128),
             )
         ]  # fmt: skip
     scores, attends = scores[pick[0] :: pick[1]], attends[pick[0] :: pick[1]]

@@ -59,6 +59,14 @@ def write_kv(
         )
     _check_summary(k_summary, k_cache, page_size, score_kind)
     tokens = slot_mapping.shape[0]
+    if k_cache.is_cuda:
+        from . import launch
+
+        _check_triton_layout(key=key, value=value, k_cache=k_cache, v_cache=v_cache)
+        launch.write_kv(
+            key, value, k_cache, v_cache, k_summary, slot_mapping, score_kind=score_kind
+        )
+        return
     write_kv_eager(
         key[:tokens], value[:tokens], k_cache, v_cache, k_summary, slot_mapping, score_kind
     )
@@ -95,6 +103,8 @@ def select_blocks(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     grouped = q.unflatten(1, (heads, -1))
     lengths, counts = host_lengths(batch)
+    if q.is_cuda:
+        return _select_on_gpu(q, k_summary, batch, policy, scale, page_size)
     per_token = policy.per_token()
     plan = plan_decodes(batch, per_token)
     decoded = grouped.new_full(
@@ -181,6 +191,44 @@ def paged_attention(
     operands = PagedOperands(k_cache, v_cache, k_summary, sinks, scale)
     paged_attention_eager(q, operands, batch, policy, out)
     return out
+
+
+def _select_on_gpu(
+    q: torch.Tensor,
+    k_summary: torch.Tensor,
+    batch: PagedBatch,
+    policy: SelectionPolicy,
+    scale: float,
+    page_size: int,
+) -> list[torch.Tensor]:
+    from . import launch
+
+    rows = launch.select_blocks(
+        q, k_summary, batch, policy, softmax_scale=scale, page_size=page_size
+    ).long()
+    chosen = []
+    begin = 0
+    for request, (length, count) in enumerate(zip(*host_lengths(batch), strict=True)):
+        tile = 1 if request < batch.num_decodes else policy.query_tile
+        tiles = (length - 1) // tile - (length - count) // tile + 1 if count else 0
+        chosen.append(rows[begin : begin + tiles])
+        begin += tiles
+    return chosen
+
+
+def _check_triton_layout(**tensors: torch.Tensor) -> None:
+    """The Triton kernels read head vectors as whole runs of memory, K and V of one width."""
+    for name, tensor in tensors.items():
+        if tensor.stride(-1) != 1:
+            raise NotImplementedError(
+                f"{name}: on a GPU the last dimension must be contiguous, got strides "
+                f"{tuple(tensor.stride())}; pass {name}.contiguous()"
+            )
+    if "v_cache" in tensors and tensors["v_cache"].shape[-1] != tensors["k_cache"].shape[-1]:
+        raise NotImplementedError(
+            f"v_cache: on a GPU V must be as wide as K, {tensors['k_cache'].shape[-1]}, got "
+            f"{tensors['v_cache'].shape[-1]}; pad V with zeros"
+        )
 
 
 def _check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[int, int, int]:

@@ -23,6 +23,8 @@ class LaunchConfig:
         splits: programs that share a tile (block logits: iterations of one program).
         num_warps: warps per program.
         num_stages: depth of the software pipeline.
+        max_registers: registers per thread, so that more programs share a multiprocessor; 0 leaves
+            that to the compiler.
     """
 
     block_h: int
@@ -32,6 +34,7 @@ class LaunchConfig:
     splits: int
     num_warps: int
     num_stages: int
+    max_registers: int = 0
 
 
 def next_power_of_2(n: int) -> int:

@@ -598,5 +598,6 @@ def attend(
         NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.max_registers or None,
         **(_overlap(q.device) if topk else {"OVERLAP": False}),
     )
