@@ -1,11 +1,23 @@
 """SparseK's kernels behind xFormers' ``memory_efficient_attention``.
 
-Import this with the ``xformers`` extra installed; the names below are all there is to know.
+Needs the ``xformers`` extra.  docs/drop_ins.md shows each name in use.
 """
 
 from __future__ import annotations
 
 from sparsek_backend.xformers_op.biases import SinkWindowMask
+from sparsek_backend.xformers_op.install import Installation, install, installed, uninstall
+from sparsek_backend.xformers_op.legacy import AttentionMask, SparseKAttention
 from sparsek_backend.xformers_op.op import BwOp, FwOp
 
-__all__ = ["BwOp", "FwOp", "SinkWindowMask"]
+__all__ = [
+    "AttentionMask",
+    "BwOp",
+    "FwOp",
+    "Installation",
+    "SinkWindowMask",
+    "SparseKAttention",
+    "install",
+    "installed",
+    "uninstall",
+]
