@@ -79,7 +79,7 @@ def kernels(
     for bench_op, one in chosen:
         try:
             new = run_case(bench_op, one, settings, machine, ceilings)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             raise fail(f"{bench_op.name} {one.name}: {error}") from error
         if new:
             rows += new

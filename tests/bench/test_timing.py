@@ -1,0 +1,60 @@
+"""Timing: turns, quantiles, and CUDA graphs that keep their inputs alive."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from sparsek_backend.bench.timing import Timed, make_timed, time_interleaved
+
+CPU = torch.device("cpu")
+
+
+def test_providers_take_turns() -> None:
+    order: list[str] = []
+
+    def call(name: str) -> Timed:
+        return Timed(lambda: order.append(name), 1, "test")
+
+    timings = time_interleaved(
+        [call("a"), call("b")], device=CPU, budget_ms=0.0, min_samples=4, max_samples=4
+    )
+    assert order[:4] == ["a", "b", "a", "b"]  # warm-up and first estimate
+    assert order[4:] == ["a", "b", "b", "a"] * 2
+    assert [timing.samples for timing in timings] == [4, 4]
+
+
+def test_calls_unrolled_in_one_sample_are_divided() -> None:
+    x = torch.randn(256, 256)
+
+    def many() -> None:
+        for _ in range(20):
+            x @ x
+
+    one, twenty = time_interleaved(
+        [Timed(lambda: x @ x, 1, "one"), Timed(many, 20, "twenty")], device=CPU, budget_ms=50.0
+    )
+    assert one.p20_ms <= one.median_ms <= one.p80_ms
+    assert twenty.median_ms < 5 * one.median_ms
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("timing", ["cold", "graph"])
+def test_a_graph_outlives_the_call_it_was_captured_from(timing: str) -> None:
+    device = torch.device("cuda")
+    out = torch.zeros(1 << 20, device=device)
+
+    def prepare() -> Callable[[], object]:
+        source = torch.full((1 << 20,), 3.0, device=device)
+        return lambda: out.copy_(source)
+
+    timed = make_timed(prepare(), timing=timing, device=device, graph=True)
+    gc.collect()
+    torch.full((1 << 20,), -1.0, device=device)  # lands in freed memory, if there is any
+    out.zero_()
+    timed.fn()
+    assert "graph" in timed.method
+    assert float(out.min()) == 3.0
