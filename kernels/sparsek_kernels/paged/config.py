@@ -20,7 +20,7 @@ class LaunchConfig:
         queries: query tokens in one program.
         block_m: rows of the tile (``queries * block_h``, at least 16).
         block_n: keys, or blocks to score, per iteration.
-        splits: programs that share a tile (block logits: iterations of one program).
+        splits: programs that share a tile.
         num_warps: warps per program.
         num_stages: depth of the software pipeline.
         max_registers: registers per thread, so that more programs share a multiprocessor; 0 leaves
@@ -124,33 +124,19 @@ def prefill_config(
     )
 
 
-def logits_config(
-    *,
-    requests: int,
-    num_kv_heads: int,
-    group: int,
-    head_dim: int,
-    queries: int,
-    max_blocks: int,
-    arch: int,
-    num_sms: int,
-) -> LaunchConfig:
-    """Block logits of decodes: longer runs per program where there are programs to spare."""
+def logits_config(*, group: int, head_dim: int, queries: int, cells: int) -> LaunchConfig:
+    """Block logits of decodes: about 128 cells (32 KiB at 16 bits and 128 dimensions) a program."""
     block_h = next_power_of_2(group)
     queries = next_power_of_2(queries)
-    block_n = 32
-    runs = requests * num_kv_heads * -(-max_blocks // block_n)
-    steps = 1
-    while steps < 8 and runs // (2 * steps) >= 4 * num_sms:
-        steps *= 2
+    columns = 128 if head_dim <= 128 else 64
     return LaunchConfig(
         block_h=block_h,
         queries=queries,
         block_m=max(16, queries * block_h),
-        block_n=block_n,
-        splits=steps,
+        block_n=max(16, columns // next_power_of_2(cells)),
+        splits=1,
         num_warps=4,
-        num_stages=3 if is_hopper(arch) and head_dim <= 128 else 2,
+        num_stages=1,
     )
 
 
@@ -161,6 +147,7 @@ def score_config(
     group: int,
     head_dim: int,
     tile: int,
+    cells: int,
     max_blocks: int,
     arch: int,
     num_sms: int,
@@ -170,7 +157,7 @@ def score_config(
     queries = largest_part(tile, 64)
     block_h = max(1, min(next_power_of_2(group), rows // queries))
     block_m = max(16, queries * block_h)
-    block_n = 64 if head_dim <= 128 else 32
+    block_n = max(16, (128 if head_dim <= 128 else 64) // next_power_of_2(cells))
     splits = choose_splits(tiles * num_kv_heads, max_blocks // block_n, num_sms, most=16)
     return LaunchConfig(
         block_h=block_h,

@@ -12,50 +12,80 @@ from .kernels_tiles import TOP_K, tile_sees_all, tile_span
 
 
 @triton.jit
-def block_logits(
-    q,
-    q_low,
-    summary_ptr,
+def cell_positions(
+    first_block,
+    BLOCK_B: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    MIN_MAX: tl.constexpr,
+):
+    """Blocks and first positions of the cells of ``BLOCK_B`` blocks, cells of a kind together.
+
+    Column ``n`` is block ``n % BLOCK_B``, cell ``n // BLOCK_B`` of it (the last one repeated up to a
+    power of two), so that the maximum over cells stays within a thread.  Returns two ``[COLUMNS]``.
+    """
+    CELLS: tl.constexpr = SEL_BLOCK // 32 if MIN_MAX else SEL_BLOCK // 16
+    WIDTH: tl.constexpr = 32 if MIN_MAX else 16
+    COLUMNS: tl.constexpr = triton.next_power_of_2(CELLS) * BLOCK_B
+    columns = tl.arange(0, COLUMNS)
+    block = first_block + columns % BLOCK_B
+    cell = tl.minimum(columns // BLOCK_B, CELLS - 1)
+    return block, block * SEL_BLOCK + cell * WIDTH
+
+
+@triton.jit
+def cell_pages(
     table_ptr,
-    offs_b,
-    mask_b,
-    offs_d,
-    mask_d,
-    stride_sp,
-    stride_sc,
+    first_block,
+    end,
+    BLOCK_B: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     MIN_MAX: tl.constexpr,
 ):
-    """Unscaled logits of blocks ``offs_b``: maximum over a block's cells of ``q . summary``.
+    """Physical pages of the cells of blocks ``[first_block, min(first_block + BLOCK_B, end))``."""
+    block, position = cell_positions(first_block, BLOCK_B, SEL_BLOCK, MIN_MAX)
+    return tl.load(table_ptr + position // PAGE_SIZE, mask=block < end, other=0)
+
+
+@triton.jit
+def block_logits(
+    q,
+    q_low,
+    summary_ptr,
+    page,
+    first_block,
+    end,
+    offs_d,
+    mask_d,
+    stride_sp,
+    stride_sc,
+    BLOCK_B: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    MIN_MAX: tl.constexpr,
+):
+    """Unscaled logits of ``BLOCK_B`` blocks: maximum over a block's cells of ``q . summary``.
 
     q: ``[BLOCK_M, BLOCK_D]``; ``MIN_MAX`` takes q's positive part in ``q`` and its negative part
-    in ``q_low``, so that ``q . max + q_low . min`` is the sum of coordinate-wise maxima.  One dot
-    per cell index keeps the maximum over cells elementwise.  Returns ``[BLOCK_M, BLOCK_B]``.
+    in ``q_low``, so that ``q . max + q_low . min`` is the sum of coordinate-wise maxima.
+    page: from :func:`cell_pages`.  Returns ``[BLOCK_M, BLOCK_B]``; columns from ``end`` on hold
+    no meaning.
     """
-    CELLS: tl.constexpr = SEL_BLOCK // 32 if MIN_MAX else SEL_BLOCK // 16
-    WIDTH: tl.constexpr = 32 if MIN_MAX else 16
-    mask = mask_b[:, None] & mask_d[None, :]  # [BLOCK_B, BLOCK_D]
-    for c in tl.static_range(CELLS):
-        position = offs_b * SEL_BLOCK + c * WIDTH
-        if c == 0 or PAGE_SIZE % SEL_BLOCK != 0:
-            page = tl.load(table_ptr + position // PAGE_SIZE, mask=mask_b, other=0).to(tl.int64)
-        vector = (position % PAGE_SIZE) // 16
-        row = page * stride_sp + vector * stride_sc
-        pointers = summary_ptr + row[:, None] + offs_d[None, :]
-        if MIN_MAX:
-            low = tl.load(pointers, mask=mask, other=0.0).to(q.dtype)
-            high = tl.load(pointers + stride_sc, mask=mask, other=0.0).to(q.dtype)
-            cell = tl.dot(q, tl.trans(high), input_precision="ieee")
-            cell = tl.dot(q_low, tl.trans(low), cell, input_precision="ieee")
-        else:
-            mean = tl.load(pointers, mask=mask, other=0.0).to(q.dtype)
-            cell = tl.dot(q, tl.trans(mean), input_precision="ieee")
-        if c == 0:  # noqa: SIM108 (the name is unbound in the other branch)
-            logits = cell
-        else:
-            logits = tl.maximum(logits, cell)
-    return logits
+    block, position = cell_positions(first_block, BLOCK_B, SEL_BLOCK, MIN_MAX)
+    mask = (block < end)[:, None] & mask_d[None, :]  # [COLUMNS, BLOCK_D]
+    vector = (position % PAGE_SIZE) // 16
+    row = page.to(tl.int64) * stride_sp + vector * stride_sc
+    pointers = summary_ptr + row[:, None] + offs_d[None, :]
+    if MIN_MAX:
+        low = tl.load(pointers, mask=mask, other=0.0).to(q.dtype)
+        high = tl.load(pointers + stride_sc, mask=mask, other=0.0).to(q.dtype)
+        logits = tl.dot(q, tl.trans(high), input_precision="ieee")
+        logits = tl.dot(q_low, tl.trans(low), logits, input_precision="ieee")
+    else:
+        mean = tl.load(pointers, mask=mask, other=0.0).to(q.dtype)
+        logits = tl.dot(q, tl.trans(mean), input_precision="ieee")
+    shaped = tl.reshape(logits, [logits.shape[0], logits.shape[1] // BLOCK_B, BLOCK_B])
+    return tl.max(shaped, axis=1)
 
 
 @triton.jit
@@ -67,6 +97,7 @@ def decode_logits_kernel(
     seq_lens_ptr,
     cu_seqlens_ptr,
     qk_scale,
+    table_width,
     dense_below,
     first_request,
     stride_lt,
@@ -85,17 +116,15 @@ def decode_logits_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    STEPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     SINK_BLOCKS: tl.constexpr,
     REACH_BLOCKS: tl.constexpr,
     SCORED_BLOCKS: tl.constexpr,
     MIN_MAX: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Logits of ``BLOCK_B * STEPS`` blocks for all decoded tokens of one request and one KV head.
+    """Logits of ``BLOCK_B`` blocks for all decoded tokens of one request and one KV head.
 
     Row ``j * BLOCK_H + h`` of the tile is token ``j``, query head ``h`` of the group.  Writes
     ``[requests * QUERY_LEN, Hq, blocks]`` float32; blocks from a token's own on are left out.
@@ -103,10 +132,14 @@ def decode_logits_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    begin = tl.program_id(0) * (BLOCK_B * STEPS)
+    begin = tl.program_id(0) * BLOCK_B
     kv_head = tl.program_id(1)
     local_request = tl.program_id(2)
     request = first_request + local_request
+    # looked up before the lengths are known: a load less to wait for, never followed past the end
+    table = block_table_ptr + request.to(tl.int64) * stride_br
+    table_blocks = (table_width * PAGE_SIZE) // SEL_BLOCK
+    page = cell_pages(table, begin, table_blocks, BLOCK_B, PAGE_SIZE, SEL_BLOCK, MIN_MAX)
     seq_len = tl.load(seq_lens_ptr + request)
     first_token = tl.load(cu_seqlens_ptr + request)
     num_tokens = tl.load(cu_seqlens_ptr + request + 1) - first_token
@@ -137,26 +170,25 @@ def decode_logits_kernel(
         q = tl.maximum(q, 0.0).to(q.dtype)
     slot = (local_request * QUERY_LEN + token).to(tl.int64)
     out = logits_ptr + (slot * stride_lt + head * stride_lh)[:, None]
-    end = tl.minimum(begin + BLOCK_B * STEPS, num_blocks)
-    for b in tl.range(begin, end, BLOCK_B, num_stages=NUM_STAGES):
-        offs_b = b + tl.arange(0, BLOCK_B)
-        logits = block_logits(
-            q,
-            q_low,
-            summary_ptr + kv_head.to(tl.int64) * stride_sh,
-            block_table_ptr + request.to(tl.int64) * stride_br,
-            offs_b,
-            offs_b < end,
-            offs_d,
-            mask_d,
-            stride_sp,
-            stride_sc,
-            PAGE_SIZE,
-            SEL_BLOCK,
-            MIN_MAX,
-        )
-        mask = mask_m[:, None] & (offs_b < end)[None, :]
-        tl.store(out + offs_b[None, :], logits * qk_scale, mask=mask)
+    logits = block_logits(
+        q,
+        q_low,
+        summary_ptr + kv_head.to(tl.int64) * stride_sh,
+        page,
+        begin,
+        num_blocks,
+        offs_d,
+        mask_d,
+        stride_sp,
+        stride_sc,
+        BLOCK_B,
+        PAGE_SIZE,
+        SEL_BLOCK,
+        MIN_MAX,
+    )
+    offs_b = begin + tl.arange(0, BLOCK_B)
+    mask = mask_m[:, None] & (offs_b < num_blocks)[None, :]
+    tl.store(out + offs_b[None, :], logits * qk_scale, mask=mask)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels_select import block_logits
+from .kernels_select import block_logits, cell_pages
 from .kernels_tiles import TOP_K, tile_sees_all, tile_span
 
 
@@ -148,23 +148,29 @@ def tile_scores_once_kernel(
             )
             row_max = tl.full([BLOCK_M], -1.0e30, dtype=tl.float32)
             row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+            page = cell_pages(table, 0, num_blocks, BLOCK_B, PAGE_SIZE, SEL_BLOCK, MIN_MAX)
             for b in tl.range(0, num_blocks, BLOCK_B, num_stages=NUM_STAGES):
-                offs_b = b + offs_k
+                next_page = cell_pages(
+                    table, b + BLOCK_B, num_blocks, BLOCK_B, PAGE_SIZE, SEL_BLOCK, MIN_MAX
+                )
                 logits = block_logits(
                     q,
                     q_low,
                     summary,
-                    table,
-                    offs_b,
-                    offs_b < num_blocks,
+                    page,
+                    b,
+                    num_blocks,
                     offs_d,
                     mask_d,
                     stride_sp,
                     stride_sc,
+                    BLOCK_B,
                     PAGE_SIZE,
                     SEL_BLOCK,
                     MIN_MAX,
                 )
+                page = next_page
+                offs_b = b + offs_k
                 if SEL_BLOCK % POLICY_TILE != 0:
                     valid = offs_b[None, :] < own[:, None]
                 else:
@@ -180,7 +186,7 @@ def tile_scores_once_kernel(
             # base-2 log of the denominator; rows without a query get probability zero
             lse = tl.where(mask_m & (row_sum > 0.0), row_max + tl.log2(row_sum), 1.0e30)
             tl.debug_barrier()
-            for b in tl.range(0, num_blocks, BLOCK_B, num_stages=3):
+            for b in tl.range(0, num_blocks, BLOCK_B, num_stages=4):
                 step = b // BLOCK_B
                 weights = tl.load(parked + step * (BLOCK_M * BLOCK_B)).to(tl.float32)
                 scale = tl.exp2(tl.load(parked_max + step * BLOCK_M) - lse)
@@ -298,24 +304,28 @@ def tile_scores_kernel(
                 row_max = new_max
             # base-2 log of the denominator; rows without a query get probability zero
             lse = tl.where(mask_m & (row_sum > 0.0), row_max + tl.log2(row_sum), 1.0e30)
+        page = cell_pages(table, begin, end, BLOCK_B, PAGE_SIZE, SEL_BLOCK, MIN_MAX)
         for b in tl.range(begin, end, BLOCK_B, num_stages=NUM_STAGES):
-            offs_b = b + tl.arange(0, BLOCK_B)
-            mask_b = offs_b < end
+            next_page = cell_pages(table, b + BLOCK_B, end, BLOCK_B, PAGE_SIZE, SEL_BLOCK, MIN_MAX)
             logits = block_logits(
                 q,
                 q_low,
                 summary,
-                table,
-                offs_b,
-                mask_b,
+                page,
+                b,
+                end,
                 offs_d,
                 mask_d,
                 stride_sp,
                 stride_sc,
+                BLOCK_B,
                 PAGE_SIZE,
                 SEL_BLOCK,
                 MIN_MAX,
             )
+            page = next_page
+            offs_b = b + tl.arange(0, BLOCK_B)
+            mask_b = offs_b < end
             if SECOND_PASS:
                 prob = tl.exp2(logits * qk_scale - lse[:, None])
                 if SEL_BLOCK % POLICY_TILE != 0:

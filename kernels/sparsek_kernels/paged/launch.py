@@ -148,6 +148,11 @@ def _max_blocks(batch: PagedBatch, sel_block: int) -> int:
     return max(ceil_div(batch.max_seq_len, sel_block), 1)
 
 
+def _cells(policy: SelectionPolicy) -> int:
+    width = 2 * CELL_SIZE if policy.score_kind == "min_max" else CELL_SIZE
+    return policy.sel_block_size // width
+
+
 def select_blocks(
     q: torch.Tensor,
     k_summary: torch.Tensor,
@@ -197,18 +202,8 @@ def _select_decodes(
     per_request = length * num_heads * width
     step = max(min(_SCRATCH_ELEMENTS // per_request, batch.num_decodes), 1)
     logits = workspace(q.device, "logits", step * per_request, torch.float32)
-    arch, num_sms = _traits(q.device)
-    config = logits_config(
-        requests=step,
-        num_kv_heads=heads,
-        group=group,
-        head_dim=dim,
-        queries=length,
-        max_blocks=max_blocks,
-        arch=arch,
-        num_sms=num_sms,
-    )
-    chunks = ceil_div(max_blocks, config.block_n * config.splits)
+    config = logits_config(group=group, head_dim=dim, queries=length, cells=_cells(policy))
+    chunks = ceil_div(max_blocks, config.block_n)
     for first in range(0, batch.num_decodes, step):
         requests = min(step, batch.num_decodes - first)
         decode_logits_kernel[(chunks, heads, requests)](
@@ -219,6 +214,7 @@ def _select_decodes(
             batch.seq_lens,
             batch.cu_seqlens_q,
             qk_scale,
+            batch.block_table.shape[1],
             policy.dense_below,
             first,
             num_heads * width,
@@ -234,14 +230,12 @@ def _select_decodes(
             BLOCK_H=config.block_h,
             BLOCK_M=config.block_m,
             BLOCK_B=config.block_n,
-            STEPS=config.splits,
             PAGE_SIZE=page_size,
             SEL_BLOCK=policy.sel_block_size,
             SINK_BLOCKS=policy.sink_blocks,
             REACH_BLOCKS=policy.reach_blocks,
             SCORED_BLOCKS=policy.scored_blocks,
             MIN_MAX=policy.score_kind == "min_max",
-            NUM_STAGES=config.num_stages,
             num_warps=config.num_warps,
             **_overlap(q.device),
         )
@@ -322,6 +316,7 @@ def _select_tiles(
         group=group,
         head_dim=dim,
         tile=policy.query_tile,
+        cells=_cells(policy),
         max_blocks=max_blocks,
         arch=arch,
         num_sms=num_sms,
