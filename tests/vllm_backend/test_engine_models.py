@@ -90,7 +90,6 @@ def test_encoder_only_models(kind: str, prompts: list[list[int]], tmp_path: Path
                 backend,
                 runner="pooling",
                 max_model_len=MAX_LEN,
-                skip_tokenizer_init=True,
             ) as llm,
         ):
             requests = [{"prompt_token_ids": ids} for ids in prompts]

@@ -1,4 +1,4 @@
-"""Budget >= context is dense attention: SPARSEK's tokens are CPU_ATTN's, however a request is served.
+"""Budget >= context is dense attention: SPARSEK's tokens equal CPU_ATTN's, however served.
 
 fp32, SmolLM2-135M, 24 prompts of 1 to 3000 tokens; prefill in chunks of 64 tokens, in a pool of
 KV pages that is too small for the concurrent requests.
@@ -29,6 +29,7 @@ LENGTHS = (
     *(1000, 1500, 2049, 3000),
 )
 MAX_LEN = 3072
+PROBE = LENGTHS.index(777)
 
 
 @pytest.fixture(scope="module")
@@ -36,21 +37,39 @@ def prompts(text_ids: list[int]) -> list[list[int]]:
     return [text_ids[150 * i : 150 * i + length] for i, length in enumerate(LENGTHS)]
 
 
+def prompt_logprobs(llm: Any, prompt: list[int]) -> list[float]:
+    """Log-probability of every token of a prompt but the first."""
+    (output,) = generate(llm, [prompt], together=True, max_tokens=1, prompt_logprobs=0)
+    found = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+    return [entry[token].logprob for token, entry in found]
+
+
 @pytest.fixture(scope="module")
-def expected(smollm2: Path, prompts: list[list[int]]) -> list[Any]:
+def reference(smollm2: Path, prompts: list[list[int]]) -> tuple[list[Any], list[float]]:
     """CPU_ATTN's answers with logprobs, and a check that it answered."""
     with (
         counted_forwards() as calls,
         engine(smollm2, "CPU_ATTN", max_model_len=MAX_LEN, max_num_batched_tokens=2048) as llm,
     ):
         outputs = generate(llm, prompts, together=True, logprobs=5)
+        probe = prompt_logprobs(llm, prompts[PROBE])
     assert calls["CPU_ATTN"] > 0
     assert calls["SPARSEK"] == 0
-    return outputs
+    return outputs, probe
 
 
 @pytest.fixture(scope="module")
-def small_pool(smollm2: Path) -> Iterator[Any]:
+def expected(reference: tuple[list[Any], list[float]]) -> list[Any]:
+    return reference[0]
+
+
+@pytest.fixture(scope="module")
+def expected_prompt(reference: tuple[list[Any], list[float]]) -> list[float]:
+    return reference[1]
+
+
+@pytest.fixture(scope="module")
+def small_pool(smollm2: Path, expected: list[Any]) -> Iterator[Any]:
     """SPARSEK with chunks of 64 tokens and 32 pages of 128 tokens; budget >= context."""
     settings = {"dense_below": 0, "top_k": 64}
     with engine(
@@ -101,17 +120,8 @@ def test_concurrent_with_preemption_and_prefix_hits(
     assert tokens(outputs) == tokens(again) == tokens([expected[i] for i in short])
 
 
-def test_prompt_logprobs(smollm2: Path, text_ids: list[int]) -> None:
-    """Every position of a prompt, prefilled at once, against CPU_ATTN."""
-    prompt = text_ids[:700]
-    found = []
-    for backend in ("CPU_ATTN", "SPARSEK"):
-        with engine(smollm2, backend, max_model_len=1024, max_num_batched_tokens=1024) as llm:
-            (output,) = generate(llm, [prompt], together=True, max_tokens=1, prompt_logprobs=0)
-        found.append(
-            [
-                entry[token].logprob
-                for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
-            ]
-        )
-    assert max(abs(a - b) for a, b in zip(*found, strict=True)) < 1e-3
+def test_prompt_logprobs_in_chunks(
+    small_pool: Any, prompts: list[list[int]], expected_prompt: list[float]
+) -> None:
+    found = prompt_logprobs(small_pool, prompts[PROBE])
+    assert max(abs(a - b) for a, b in zip(found, expected_prompt, strict=True)) < 1e-3

@@ -1,4 +1,4 @@
-"""The sparse regime in a real engine: what must not change a token, and what is reported."""
+"""The sparse regime in a real engine: what must not change a token."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.reference import visible_reference
 from tests.vllm_backend.engines import (
     counted_preemptions,
     engine,
@@ -33,7 +31,7 @@ SPARSE = {
     "top_k": 3,
     "query_tile": 1,
 }
-LENGTHS = (1100, 700, 40, 513, 900, 300, 640, 257)
+LENGTHS = (1100, 700, 40, 513, 300)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +48,16 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def llm(tiny: Path) -> Iterator[Any]:
+def dense(tiny: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """What dense attention answers; its engine ends before another one starts."""
+    with engine(
+        tiny, "SPARSEK", {"mode": "dense"}, max_model_len=1200, skip_tokenizer_init=True
+    ) as llm:
+        return tokens(generate(llm, prompts, together=True))
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Path, dense: list[list[int]]) -> Iterator[Any]:
     """A small pool of pages of 32 tokens, prefill in one chunk unless a test says otherwise."""
     with engine(
         tiny,
@@ -59,7 +66,7 @@ def llm(tiny: Path) -> Iterator[Any]:
         max_model_len=1200,
         max_num_batched_tokens=1200,
         block_size=32,
-        num_gpu_blocks_override=64,
+        num_gpu_blocks_override=61,
         skip_tokenizer_init=True,
     ) as llm:
         yield llm
@@ -71,19 +78,13 @@ def alone(llm: Any, prompts: list[list[int]]) -> list[list[int]]:
     return tokens(generate(llm, prompts, together=False))
 
 
-def test_selection_matters(tiny: Path, prompts: list[list[int]], alone: list[list[int]]) -> None:
-    """The negative control: dense attention gives other tokens, so equality below means something."""
-    with engine(
-        tiny, "SPARSEK", {"mode": "dense"}, max_model_len=1200, skip_tokenizer_init=True
-    ) as dense:
-        assert tokens(generate(dense, prompts, together=True)) != alone
+def test_selection_matters(dense: list[list[int]], alone: list[list[int]]) -> None:
+    """The negative control: the sparse regime answers differently, so equality below counts."""
+    assert dense != alone
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_page_placement(
-    llm: Any, prompts: list[list[int]], alone: list[list[int]], seed: int
-) -> None:
-    shuffle_free_pages(llm, seed)
+def test_page_placement(llm: Any, prompts: list[list[int]], alone: list[list[int]]) -> None:
+    shuffle_free_pages(llm, seed=1)
     assert tokens(generate(llm, prompts, together=False)) == alone
 
 
@@ -92,7 +93,7 @@ def test_batch_composition_and_preemption(
 ) -> None:
     assert llm.reset_prefix_cache()
     with counted_preemptions(llm) as counter:
-        outputs = generate(llm, prompts, together=True, max_tokens=200)
+        outputs = generate(llm, prompts, together=True, max_tokens=40)
     assert counter["preempted"] > 0
     assert [found[:16] for found in tokens(outputs)] == alone
 
@@ -128,46 +129,3 @@ def test_summaries_live_in_accounted_page_bytes(llm: Any) -> None:
     assert runner.kv_caches[0].untyped_storage().nbytes() == (
         runner.kv_cache_config.num_blocks * len(runner.kv_caches) * spec.page_size_bytes
     )
-
-
-def test_attended_share_at_8k(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sink block, window 512, 16 blocks: at most 20 % of 8k, as the reference counts it."""
-    from sparsek_backend.vllm_backend.metadata import SparseKMetadataBuilder
-
-    steps = []
-    build = SparseKMetadataBuilder.build
-
-    def keeping(self: Any, *args: Any, **kwargs: Any) -> Any:
-        metadata = build(self, *args, **kwargs)
-        steps.append(metadata)
-        return metadata
-
-    monkeypatch.setattr(SparseKMetadataBuilder, "build", keeping)
-    policy = SelectionPolicy(num_sink=64, window_size=512, top_k=16)
-    settings = {"num_sink": 64, "window_size": 512, "top_k": 16, "dense_below": 0}
-    context = 8185
-    prompt = torch.randint(3, VOCABULARY, (context,)).tolist()
-    with engine(
-        tiny,
-        "SPARSEK",
-        settings,
-        max_model_len=8300,
-        max_num_batched_tokens=8300,
-        skip_tokenizer_init=True,
-    ) as llm:
-        generate(llm, [prompt], together=True, max_tokens=12)
-    decodes = [step for step in steps if step.batch.max_query_len == 1]
-    assert len(decodes) == 11
-    layers = 2
-    generator = torch.Generator().manual_seed(0)
-    k = torch.randn(context + 12, 2, 8, generator=generator)
-    for offset, step in enumerate(decodes):
-        position = context + offset
-        q = torch.randn(1, 4, 8, generator=generator)
-        visible = visible_reference(
-            q, k[: position + 1], [position], policy.per_token(), softmax_scale=8**-0.5
-        )
-        counts = set(visible.sum(-1).flatten().tolist())
-        assert counts == {step.attended_tokens / layers}
-        assert step.context_tokens == layers * (position + 1)
-        assert step.attended_share <= 0.20

@@ -1,0 +1,59 @@
+"""The attended share that an engine reports, against a count from the reference's selection."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.reference import visible_reference
+from tests.vllm_backend.engines import engine, generate, requires_cpu_vllm
+from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
+
+pytestmark = [pytest.mark.engine, requires_cpu_vllm, pytest.mark.usefixtures("registered")]
+
+
+def test_attended_share_at_8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sink block, window 512, 16 blocks: at most 20 % of 8k, as the reference counts it."""
+    from sparsek_backend.vllm_backend.metadata import SparseKMetadataBuilder
+
+    steps = []
+    build = SparseKMetadataBuilder.build
+
+    def keeping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        metadata = build(self, *args, **kwargs)
+        steps.append(metadata)
+        return metadata
+
+    monkeypatch.setattr(SparseKMetadataBuilder, "build", keeping)
+    policy = SelectionPolicy(num_sink=64, window_size=512, top_k=16)
+    settings = {"num_sink": 64, "window_size": 512, "top_k": 16, "dense_below": 0}
+    context = 8185
+    prompt = torch.randint(3, VOCABULARY, (context,)).tolist()
+    with engine(
+        make_tiny_model("llama", tmp_path),
+        "SPARSEK",
+        settings,
+        max_model_len=8300,
+        max_num_batched_tokens=8300,
+        skip_tokenizer_init=True,
+    ) as llm:
+        generate(llm, [prompt], together=True, max_tokens=12)
+    decodes = [step for step in steps if step.batch.max_query_len == 1]
+    assert len(decodes) == 11
+    layers = 2
+    generator = torch.Generator().manual_seed(0)
+    k = torch.randn(context + 12, 2, 8, generator=generator)
+    for offset, step in enumerate(decodes):
+        position = context + offset
+        q = torch.randn(1, 4, 8, generator=generator)
+        visible = visible_reference(
+            q, k[: position + 1], [position], policy.per_token(), softmax_scale=8**-0.5
+        )
+        counts = set(visible.sum(-1).flatten().tolist())
+        assert counts == {step.attended_tokens / layers}
+        assert step.context_tokens == layers * (position + 1)
+        assert step.attended_share <= 0.20
