@@ -6,6 +6,7 @@ import torch
 
 from sparsek_kernels.sink_window import ops
 from sparsek_kernels.sink_window.checks import check_arguments
+from sparsek_kernels.sink_window.replay import remember, replay, replay_key
 
 
 def sink_flash_attention(
@@ -62,6 +63,13 @@ def sink_flash_attention(
         (arXiv 2309.17453), section 3; Dao, "FlashAttention-2" (arXiv 2307.08691), algorithms 1
         and 2.
     """
+    key = None
+    if cu_seqlens_q is None and out is None and not torch.compiler.is_compiling():
+        key = replay_key(q, k, v, num_sink, window_size, causal, sinks, softmax_scale, return_lse)
+        if key is not None:
+            replayed = replay(key, q, k, v, return_lse)
+            if replayed is not None:
+                return replayed
     spec = check_arguments(
         q,
         k,
@@ -75,6 +83,12 @@ def sink_flash_attention(
         cu_seqlens_k=cu_seqlens_k,
         out=out,
     )
+    if key is not None:
+        out, lse = ops.empty_outputs(q, return_lse)
+        launch = ops.forward_into(out, lse, q, k, v, sinks, None, None, spec)
+        if launch is not None:
+            remember(key, launch)
+        return out if lse is None else (out, lse)
     scalars = (spec.num_sink, spec.window_size, spec.causal, spec.softmax_scale)
     if out is not None:
         lse = ops.sink_flash_fwd_out(out, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *scalars)

@@ -66,6 +66,7 @@ class LaunchConfig:
         sink_block: sink keys per step of the query-major kernels.
         hopper_forward: tile of the warp-specialised forward kernel, where that one is used.
         hopper_backward: tile of the fused backward kernel, where that one is used.
+        heads_together: KV heads that ``hopper_backward`` works on side by side.
         ping_pong: whether the two warpgroups of ``hopper_forward`` take turns.
         precision: input precision of dot products.
     """
@@ -77,6 +78,7 @@ class LaunchConfig:
     sink_block: int
     hopper_forward: TileConfig | None = None
     hopper_backward: TileConfig | None = None
+    heads_together: int = 1
     ping_pong: bool = True
     precision: str = "tf32"
 
@@ -107,6 +109,10 @@ def _half_config(shape: ProblemShape, arch: int) -> LaunchConfig:
         forward = TileConfig(128, 64, 8, 3 if large_smem else 2)
         dkdv = TileConfig(32, 128, 8, 2) if large_smem else TileConfig(32, 64, 4, 1)
         dq = TileConfig(128, 64 if large_smem else 32, 8, 2 if large_smem else 1)
+        if arch == 90:
+            forward = TileConfig(128, 128, 8, 2)
+            dkdv = TileConfig(64, 128, 8, 2)
+            dq = TileConfig(128, 64, 8, 3)
     else:
         forward = TileConfig(128 if large_smem else 64, 32, 8, 2 if large_smem else 1)
         dkdv = TileConfig(32, 64 if large_smem else 32, 8, 1)
@@ -139,5 +145,6 @@ def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchC
     return replace(
         config,
         hopper_forward=TileConfig(128, 128, 4, 2),
-        hopper_backward=TileConfig(64, 128, 8, 2),
+        hopper_backward=TileConfig(64, 128, 8, 3),
+        heads_together=1 if shape.window_size is not None else 8,
     )

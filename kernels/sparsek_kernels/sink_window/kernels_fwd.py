@@ -200,7 +200,7 @@ def sink_window_fwd_kernel(
         acc, m, total, q, k_base, v_base, scale_log2,
             stride_kt, stride_kd, stride_vt, stride_vd, pos,
         start + n_full * BLOCK_N, n_all - n_full, k_len, num_sink, window_size,
-        1, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_D, PRECISION, 1,
+        1, CAUSAL, False, HEAD_DIM, BLOCK_N, BLOCK_D, PRECISION, 1,
     )  # fmt: skip
 
     inv_l, lse = softmax_finish(m, total)

@@ -5,10 +5,12 @@ matrix products per tile instead of seven.  A program owns ``BLOCK_N`` keys of o
 ``dk`` and ``dv`` in registers and walks the query blocks of the whole GQA group whose window meets
 its keys.  Its share of ``dq`` is added to an fp32 accumulator in memory by the copy engine.
 
-The additions to one query block happen in ascending order of key blocks: a program adds only once
-the block before it has announced its own addition in ``order``.  The result is therefore bitwise
-reproducible.  Programs take their key block from a ticket counter, in the same ascending order, so
-that whoever is waited for has always started.
+The additions to one query block happen in a fixed order of key blocks: a program adds only once the
+block before it has announced its own addition in ``order``, so results are bitwise reproducible.
+Programs take their key block from a ticket counter in the same order, so whoever is waited for has
+always started.  Query blocks ascend.  With a window key blocks descend: a program then reaches a
+query block just after its predecessor did, and none has to wait.  Without a window they ascend, so
+that the longest loops start first.
 """
 
 from triton.experimental import gluon
@@ -19,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -77,6 +80,7 @@ def _task(
     num_k,
     num_heads,
     num_blocks,
+    heads_together,
     window_size,
     GROUP: gl.constexpr,
     VARLEN: gl.constexpr,
@@ -85,9 +89,17 @@ def _task(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """Sequence, KV head, key block and query blocks of a task: key blocks ascend fastest."""
-    block = task % num_blocks
-    rest = task // num_blocks
+    """Sequence, KV head, key block and query blocks of a task.
+
+    ``heads_together`` KV heads run side by side: fastest, then key blocks, then the other heads.
+    """
+    lane = task % heads_together
+    rest = task // heads_together
+    block = rest % num_blocks
+    rest = rest // num_blocks
+    if WINDOWED:
+        block = num_blocks - 1 - block
+    rest = rest * heads_together + lane
     kv_head = rest % (num_heads // GROUP)
     seq = rest // (num_heads // GROUP)
     if VARLEN:
@@ -114,8 +126,8 @@ def _load_partition(
     dout_desc,
     k_desc,
     v_desc,
-    lse_desc,
-    delta_desc,
+    lse_ptr,
+    delta_ptr,
     q_smem,
     dout_smem,
     k_smem,
@@ -131,6 +143,7 @@ def _load_partition(
     kv_head,
     block,
     q_start,
+    q_len,
     k_start,
     start,
     m_all,
@@ -147,7 +160,8 @@ def _load_partition(
     GROUP: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    G_STAGES: gl.constexpr,
 ):
     """Issue the loads: k and v once, then q, dout, lse and delta of each query block."""
     if m_all > 0:
@@ -159,30 +173,32 @@ def _load_partition(
         tma.async_copy_global_to_shared(
             v_desc, [batch * v_batch_rows + key, kv_head * v_head_cols], kv_full, v_smem
         )
+    LANES: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
     for step in range(GROUP * m_all):
         head = kv_head * GROUP + step // m_all
-        row = q_start + start + (step % m_all) * BLOCK_M
-        flat = (batch * num_heads + head) * num_q + row
-        stage = step % STAGES
-        free = ((step // STAGES) & 1) ^ 1
-        mbarrier.wait(q_empty.index(stage), free)
-        mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 4 * BLOCK_M)
+        first = start + (step % m_all) * BLOCK_M
+        row = q_start + first
+        stage = step % Q_STAGES
+        mbarrier.wait(q_empty.index(stage), ((step // Q_STAGES) & 1) ^ 1)
+        mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(
             q_desc, [batch * q_batch_rows + row, head * q_head_cols], q_full.index(stage),
             q_smem.index(stage),
         )  # fmt: skip
-        tma.async_copy_global_to_shared(
-            lse_desc, [flat], q_full.index(stage), lse_smem.index(stage)
-        )
-        mbarrier.wait(g_empty.index(stage), free)
-        mbarrier.expect(g_full.index(stage), dout_desc.block_type.nbytes + 4 * BLOCK_M)
+        stage = step % G_STAGES
+        mbarrier.wait(g_empty.index(stage), ((step // G_STAGES) & 1) ^ 1)
+        mbarrier.expect(g_full.index(stage), dout_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(
             dout_desc, [batch * g_batch_rows + row, head * g_head_cols], g_full.index(stage),
             dout_smem.index(stage),
         )  # fmt: skip
-        tma.async_copy_global_to_shared(
-            delta_desc, [flat], g_full.index(stage), delta_smem.index(stage)
-        )
+        offs = gl.arange(0, BLOCK_M, LANES)
+        flat = (batch.to(gl.int64) * num_heads + head) * num_q + row + offs
+        lse = gl.load(lse_ptr + flat, mask=first + offs < q_len, other=0.0)
+        delta = gl.load(delta_ptr + flat, mask=first + offs < q_len, other=0.0)
+        lse_smem.index(stage).store(lse * LOG2_E)
+        delta_smem.index(stage).store(delta)
+        mbarrier.arrive(g_full.index(stage), count=1)
 
 
 @gluon.jit
@@ -202,12 +218,10 @@ def _add_partition(
     start,
     m_all,
     order_blocks,
-    window_size,
     num_q,
     num_heads,
     GROUP: gl.constexpr,
     VARLEN: gl.constexpr,
-    CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -220,20 +234,21 @@ def _add_partition(
         flag = head.to(gl.int64) * order_blocks + row // BLOCK_M
         if VARLEN:
             flag += q_start // BLOCK_M + seq
-        first_block = 0
-        if CAUSAL and WINDOWED:
-            # The first key block whose last query block is not before this one.
-            reach = row + offset - window_size - BLOCK_N + 2
-            first_block = gl.maximum((reach + BLOCK_N - 1) // BLOCK_N, 0)
+        if WINDOWED:
+            # Blocks add from the last that these rows see to the first.
+            last_block = (gl.minimum(row + BLOCK_M, q_len) - 1 + offset) // BLOCK_N
+            turn = last_block - block
+        else:
+            turn = block
         mbarrier.wait(dq_full, step & 1)
-        if block > first_block:
+        if turn > 0:
             seen = _load_flag(order_ptr + flag)
-            while seen != block:
+            while seen != turn:
                 seen = _load_flag(order_ptr + flag)
         tma_add(dq_desc, [head * num_q + q_start + row, 0], dq_smem)
         tma.store_wait(0)
         mbarrier.arrive(dq_empty, count=1)
-        _store_flag(order_ptr + flag, block + 1)
+        _store_flag(order_ptr + flag, turn + 1)
 
 
 @gluon.jit
@@ -291,7 +306,8 @@ def _compute_partition(
     HAS_SINK_KEYS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    G_STAGES: gl.constexpr,
 ):
     """Two warpgroups, 64 keys each: transposed scores, their gradients, and four products."""
     dtype: gl.constexpr = q_smem.dtype
@@ -316,6 +332,7 @@ def _compute_partition(
     scale_log2 = scale * LOG2_E
     steps = GROUP * m_all
     s = zero_s
+    dk_token = warpgroup_mma_init(dk)
     if steps > 0:
         mbarrier.wait(kv_full, 0)
         if n_first + BLOCK_N > k_len:
@@ -324,25 +341,23 @@ def _compute_partition(
             fence_async_shared()
             gl.thread_barrier()
         mbarrier.wait(q_full.index(0), 0)
-        token = warpgroup_mma(
-            k_smem, q_smem.index(0).permute((1, 0)), zero_s, use_acc=False, is_async=True
-        )
-        s = warpgroup_mma_wait(0, deps=[token])
+        s = warpgroup_mma(k_smem, q_smem.index(0).permute((1, 0)), zero_s, use_acc=False)
     for step in range(steps):
-        stage = step % STAGES
-        phase = (step // STAGES) & 1
+        # In flight: dk of the step before.
+        q_stage = step % Q_STAGES
+        g_stage = step % G_STAGES
         m_block = step % m_all
         row_first = start + m_block * BLOCK_M
-        lse = lse_smem.index(stage).load(COL_LAYOUT) * LOG2_E
-        mbarrier.wait(g_full.index(stage), phase)
+        mbarrier.wait(g_full.index(g_stage), (step // G_STAGES) & 1)
         if row_first + BLOCK_M > q_len:
-            _zero_tail(q_smem.index(stage), q_len - row_first, BLOCK_M, HEAD_DIM)
-            _zero_tail(dout_smem.index(stage), q_len - row_first, BLOCK_M, HEAD_DIM)
+            _zero_tail(q_smem.index(q_stage), q_len - row_first, BLOCK_M, HEAD_DIM)
+            _zero_tail(dout_smem.index(g_stage), q_len - row_first, BLOCK_M, HEAD_DIM)
             fence_async_shared()
             gl.thread_barrier()
         dp_token = warpgroup_mma(
-            v_smem, dout_smem.index(stage).permute((1, 0)), zero_s, use_acc=False, is_async=True
+            v_smem, dout_smem.index(g_stage).permute((1, 0)), zero_s, use_acc=False, is_async=True
         )
+        lse = lse_smem.index(g_stage).load(COL_LAYOUT)
         p = gl.exp2(s * scale_log2 - lse[None, :])  # [BLOCK_N, BLOCK_M]
         if (m_block < m_left) | (m_block >= m_full):
             row = row_first + gl.arange(0, BLOCK_M, COL_LAYOUT)
@@ -351,49 +366,54 @@ def _compute_partition(
             )
             p = gl.where(seen & (row < q_len)[None, :] & (key < k_len)[:, None], p, 0.0)
         p_half = gl.convert_layout(p.to(dtype), P_LAYOUT)
-        dv_token = warpgroup_mma(p_half, dout_smem.index(stage), dv, is_async=True)
-        delta = delta_smem.index(stage).load(COL_LAYOUT)
-        dp = warpgroup_mma_wait(1, deps=[dp_token])
-        ds = (p * (dp - delta[None, :])).to(dtype)  # [BLOCK_N, BLOCK_M]
-        ds_smem.store(ds)
+        dv_token = warpgroup_mma(p_half, dout_smem.index(g_stage), dv, is_async=True)
+        delta = delta_smem.index(g_stage).load(COL_LAYOUT)
+        dk, dp = warpgroup_mma_wait(1, deps=[dk_token, dp_token])
+        if step > 0:
+            mbarrier.arrive(q_empty.index((step - 1) % Q_STAGES), count=1)
+        ds_smem.store((p * (dp - delta[None, :])).to(dtype))  # [BLOCK_N, BLOCK_M]
         fence_async_shared()
         gl.thread_barrier()
         dq_token = warpgroup_mma(
             ds_smem.permute((1, 0)), k_smem, zero_q, use_acc=False, is_async=True
         )
-        dk_token = warpgroup_mma(ds_smem, q_smem.index(stage), dk, is_async=True)
-        # The next scores start before this step's products are waited for.
         after = gl.minimum(step + 1, steps - 1)
-        mbarrier.wait(q_full.index(after % STAGES), (after // STAGES) & 1)
+        mbarrier.wait(q_full.index(after % Q_STAGES), (after // Q_STAGES) & 1)
         s_token = warpgroup_mma(
-            k_smem, q_smem.index(after % STAGES).permute((1, 0)), zero_s, use_acc=False,
+            k_smem, q_smem.index(after % Q_STAGES).permute((1, 0)), s, use_acc=False,
             is_async=True,
         )  # fmt: skip
+        dk_token = warpgroup_mma(ds_smem, q_smem.index(q_stage), dk, is_async=True)
         dv, p_half, dq = warpgroup_mma_wait(2, deps=[dv_token, p_half, dq_token])
-        mbarrier.arrive(g_empty.index(stage), count=1)
+        mbarrier.arrive(g_empty.index(g_stage), count=1)
         mbarrier.wait(dq_empty, (step & 1) ^ 1)
         dq_smem.store(dq)
         fence_async_shared()
         mbarrier.arrive(dq_full, count=1)
-        dk, s = warpgroup_mma_wait(0, deps=[dk_token, s_token])
-        mbarrier.arrive(q_empty.index(stage), count=1)
+        s = warpgroup_mma_wait(1, deps=[s_token])
 
+    dk = warpgroup_mma_wait(0, deps=[dk_token])
     if n_first < k_len:
-        kept = gl.convert_layout(dk, STORE_LAYOUT)
-        kept_v = gl.convert_layout(dv, STORE_LAYOUT)
+        if HAS_SINK_KEYS and n_first < num_sink:
+            kv_key = n_first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, KV_LAYOUT))
+            kv_col = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, KV_LAYOUT))
+            sink_head = seq.to(gl.int64) * (num_heads // GROUP) + kv_head
+            sink_row = (sink_head * num_sink + kv_key)[:, None] * HEAD_DIM + kv_col[None, :]
+            mask_sink = (kv_key < gl.minimum(num_sink, k_len))[:, None]
+            dk += gl.load(sink_dk_ptr + sink_row, mask=mask_sink, other=0.0)
+            dv += gl.load(sink_dv_ptr + sink_row, mask=mask_sink, other=0.0)
+        # k and v are no longer needed: their buffers turn the rows around for wide stores.
+        gl.thread_barrier()
+        k_smem.store((dk * scale).to(dtype))
+        v_smem.store(dv.to(dtype))
+        gl.thread_barrier()
         out_key = n_first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, STORE_LAYOUT))
         col = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, STORE_LAYOUT))
-        if HAS_SINK_KEYS and n_first < num_sink:
-            sink_head = seq.to(gl.int64) * (num_heads // GROUP) + kv_head
-            sink_row = (sink_head * num_sink + out_key)[:, None] * HEAD_DIM + col[None, :]
-            mask_sink = (out_key < gl.minimum(num_sink, k_len))[:, None]
-            kept += gl.load(sink_dk_ptr + sink_row, mask=mask_sink, other=0.0)
-            kept_v += gl.load(sink_dv_ptr + sink_row, mask=mask_sink, other=0.0)
         base = batch.to(gl.int64) * stride_dkb + kv_head.to(gl.int64) * stride_dkh
         out_row = (k_start + out_key).to(gl.int64)[:, None] * stride_dkt + col[None, :]
         mask = (out_key < k_len)[:, None]
-        gl.store(dk_ptr + base + out_row, (kept * scale).to(dk_ptr.dtype.element_ty), mask=mask)
-        gl.store(dv_ptr + base + out_row, kept_v.to(dv_ptr.dtype.element_ty), mask=mask)
+        gl.store(dk_ptr + base + out_row, k_smem.load(STORE_LAYOUT), mask=mask)
+        gl.store(dv_ptr + base + out_row, v_smem.load(STORE_LAYOUT), mask=mask)
 
 
 @gluon.jit
@@ -407,8 +427,8 @@ def sink_window_hopper_bwd_kernel(
     dout_desc,
     k_desc,
     v_desc,
-    lse_desc,
-    delta_desc,
+    lse_ptr,
+    delta_ptr,
     sink_dk_ptr,
     sink_dv_ptr,
     cu_seqlens_q_ptr,
@@ -433,6 +453,7 @@ def sink_window_hopper_bwd_kernel(
     num_heads,
     num_blocks,
     order_blocks,
+    heads_together,
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -441,46 +462,48 @@ def sink_window_hopper_bwd_kernel(
     VARLEN: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    G_STAGES: gl.constexpr,
 ):
     """Grid: one program per key block, KV head and sequence.
 
-    ``*_desc`` describe q, dout, k and v as matrices ``[tokens, heads * D]``, lse and delta as flat
-    arrays, and the fp32 ``dq`` accumulator ``[B, Hq, N, D]`` as ``[B * Hq * N, D]``.  ``dk`` and
-    ``dv`` share their strides.
+    ``*_desc`` describe q, dout, k and v as matrices ``[tokens, heads * D]``, and the fp32 ``dq``
+    accumulator ``[B, Hq, N, D]`` as ``[B * Hq * N, D]``.  ``dk`` and ``dv`` share their strides.
     """
     dtype: gl.constexpr = q_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, HEAD_DIM], q_desc.layout)
-    dout_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, HEAD_DIM], dout_desc.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [Q_STAGES, BLOCK_M, HEAD_DIM], q_desc.layout)
+    dout_smem = gl.allocate_shared_memory(dtype, [G_STAGES, BLOCK_M, HEAD_DIM], dout_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, HEAD_DIM], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, HEAD_DIM], v_desc.layout)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     ds_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], DS_LAYOUT)
     dq_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M, HEAD_DIM], dq_desc.layout)
-    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
+    ROW_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse_smem = gl.allocate_shared_memory(gl.float32, [G_STAGES, BLOCK_M], ROW_LAYOUT)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [G_STAGES, BLOCK_M], ROW_LAYOUT)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     kv_full = gl.allocate_shared_memory(gl.int64, [1], bar)
     dq_full = gl.allocate_shared_memory(gl.int64, [1], bar)
     dq_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    g_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bar)
+    g_full = gl.allocate_shared_memory(gl.int64, [G_STAGES, 1], bar)
+    g_empty = gl.allocate_shared_memory(gl.int64, [G_STAGES, 1], bar)
     mbarrier.init(kv_full, count=1)
     mbarrier.init(dq_full, count=1)
     mbarrier.init(dq_empty, count=1)
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
-        mbarrier.init(g_full.index(i), count=1)
+    for i in gl.static_range(G_STAGES):
+        mbarrier.init(g_full.index(i), count=2)
         mbarrier.init(g_empty.index(i), count=1)
     task = gl.atomic_add(ticket_ptr, 1)
     (
         seq, batch, kv_head, block, q_start, q_len, k_start, k_len, start, m_left, m_full, m_all,
     ) = _task(
         task, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_q, num_k, num_heads, num_blocks,
-        window_size, GROUP, VARLEN, CAUSAL, WINDOWED, BLOCK_M, BLOCK_N,
+        heads_together, window_size, GROUP, VARLEN, CAUSAL, WINDOWED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -492,26 +515,28 @@ def sink_window_hopper_bwd_kernel(
                     g_empty, dq_full, dq_empty, seq, batch, kv_head, block, q_len, k_start, k_len,
                     start, m_left, m_full, m_all, scale, num_sink, window_size, stride_dkb,
                     stride_dkt, stride_dkh, num_heads,
-                    GROUP, HEAD_DIM, CAUSAL, WINDOWED, HAS_SINK_KEYS, BLOCK_M, BLOCK_N, STAGES,
+                    GROUP, HEAD_DIM, CAUSAL, WINDOWED, HAS_SINK_KEYS, BLOCK_M, BLOCK_N,
+                    Q_STAGES, G_STAGES,
                 ),
             ),
             (
                 _load_partition,
                 (
-                    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, q_smem, dout_smem,
+                    q_desc, dout_desc, k_desc, v_desc, lse_ptr, delta_ptr, q_smem, dout_smem,
                     k_smem, v_smem, lse_smem, delta_smem, kv_full, q_full, q_empty, g_full,
-                    g_empty, batch, kv_head, block, q_start, k_start, start, m_all, q_batch_rows,
-                    g_batch_rows, k_batch_rows, v_batch_rows, q_head_cols, g_head_cols,
+                    g_empty, batch, kv_head, block, q_start, q_len, k_start, start, m_all,
+                    q_batch_rows, g_batch_rows, k_batch_rows, v_batch_rows, q_head_cols,
+                    g_head_cols,
                     k_head_cols, v_head_cols, num_q, num_heads,
-                    GROUP, BLOCK_M, BLOCK_N, STAGES,
+                    GROUP, BLOCK_M, BLOCK_N, Q_STAGES, G_STAGES,
                 ),
             ),
             (
                 _add_partition,
                 (
                     dq_desc, dq_smem, dq_full, dq_empty, order_ptr, seq, batch, kv_head, block,
-                    q_start, q_len, k_len, start, m_all, order_blocks, window_size, num_q,
-                    num_heads, GROUP, VARLEN, CAUSAL, WINDOWED, BLOCK_M, BLOCK_N,
+                    q_start, q_len, k_len, start, m_all, order_blocks, num_q,
+                    num_heads, GROUP, VARLEN, WINDOWED, BLOCK_M, BLOCK_N,
                 ),
             ),
         ],

@@ -210,10 +210,12 @@ def _mask(
     BLOCK_N: gl.constexpr,
     S_LAYOUT: gl.constexpr,
 ):
+    """Scores with ``-inf`` where a row does not see a key; rows past the end do not matter."""
     key = first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
-    seen = (key < k_len)[None, :] & visible(
-        pos[:, None], key[None, :], num_sink, window_size, CAUSAL, WINDOWED, True
-    )
+    if CAUSAL:
+        seen = visible(pos[:, None], key[None, :], num_sink, window_size, True, WINDOWED, True)
+    else:
+        seen = (key < k_len)[None, :]
     return gl.where(seen, s, float("-inf"))
 
 
@@ -222,7 +224,7 @@ def _anchor(total, ptr):
     """Keep the softmax above the next wait for the tensor cores.
 
     The assembler is free to sink arithmetic below the wait, which would leave the tensor cores
-    idle meanwhile.  A store that never happens (``total`` is no negative number) depends on ``total`` and
+    idle meanwhile.  A store that never happens (``total`` is not negative) depends on it and
     may not be moved.
     """
     return gl.inline_asm_elementwise(
@@ -465,7 +467,7 @@ def _compute_partition(
                     k_full, k_empty, v_full, v_empty, turn, turn_count, lse_ptr, pos,
                         start, k_len,
                     num_sink, window_size, scale_log2,
-                    True, CAUSAL, WINDOWED, BLOCK_N, STAGES, PING_PONG, INDEX,
+                    True, CAUSAL, False, BLOCK_N, STAGES, PING_PONG, INDEX,
                     S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
 

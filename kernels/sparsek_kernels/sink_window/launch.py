@@ -11,9 +11,12 @@ from sparsek_kernels.common.launching import CompiledLaunch, launch
 from sparsek_kernels.sink_window.calls import Call
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig
 from sparsek_kernels.sink_window.kernels_bwd import (
-    sink_window_bwd_delta_kernel,
     sink_window_bwd_dkdv_kernel,
     sink_window_bwd_dq_kernel,
+)
+from sparsek_kernels.sink_window.kernels_bwd_rows import (
+    sink_window_bwd_delta_kernel,
+    sink_window_bwd_finish_kernel,
 )
 from sparsek_kernels.sink_window.kernels_bwd_sink import sink_window_bwd_sink_kernel
 from sparsek_kernels.sink_window.kernels_fwd import sink_window_fwd_kernel
@@ -264,7 +267,20 @@ def _fused_gradients(
     else:
         dq_acc = torch.zeros(dims, dtype=torch.float32, device=q.device)
     backward_hopper(call, tile, dq_acc, dk, dv, dout, q, k, v, lse, delta, sink_grads)
-    torch.mul(dq_acc.transpose(1, 2), call.scalars[0], out=dq)
+    rows = 8192 // shape.padded_dim
+    grid = (triton.cdiv(shape.num_q, rows), shape.num_heads, shape.batch)
+    sink_window_bwd_finish_kernel[grid](
+        dq,
+        dq_acc,
+        call.scalars[0],
+        *dq.stride()[:3],
+        shape.num_q,
+        shape.num_heads,
+        HEAD_DIM=shape.head_dim,
+        BLOCK_M=rows,
+        BLOCK_D=shape.padded_dim,
+        num_warps=4,
+    )
 
 
 def launch_backward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -27,7 +28,7 @@ def describable(*tensors: torch.Tensor) -> bool:
     """Whether the copy engine can address each ``[B, N, H, D]`` tensor as one matrix."""
     for x in tensors:
         step = 16 // x.element_size()
-        batch, tokens, _, head = x.stride()[:4]
+        batch, tokens, head, _ = x.stride()
         if x.stride(3) != 1 or x.data_ptr() % 16 or tokens % step or head % step or tokens == 0:
             return False
         if x.shape[0] > 1 and batch % tokens:
@@ -43,11 +44,6 @@ def _describe(x: torch.Tensor, rows: int) -> tuple[TensorDescriptor, int, int]:
     layout = NVMMASharedLayout.get_default_for([rows, dim], _ELEMENT[x.dtype])
     descriptor = TensorDescriptor(x, shape, [x.stride(1), 1], [rows, dim], layout)
     return descriptor, batch_rows, x.stride(2)
-
-
-def _describe_flat(x: torch.Tensor, count: int) -> TensorDescriptor:
-    layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return TensorDescriptor(x.view(-1), [x.numel()], [1], [count], layout)
 
 
 _ELEMENT = {
@@ -156,8 +152,8 @@ def backward_hopper(
         g_desc,
         k_desc,
         v_desc,
-        _describe_flat(lse, tile.block_m),
-        _describe_flat(delta, tile.block_m),
+        lse,
+        delta,
         sink_dk,
         sink_dv,
         call.cu_q,
@@ -176,11 +172,13 @@ def backward_hopper(
         *call.sizes,
         blocks,
         order_blocks,
+        math.gcd(heads * batch, call.config.heads_together),
         **call.mask,
         HAS_SINK_KEYS=sink_grads is not None,
         VARLEN=call.varlen,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        STAGES=tile.num_stages,
+        Q_STAGES=tile.num_stages,
+        G_STAGES=2,
         num_warps=tile.num_warps,
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sparsek_kernels.sink_window.checks import KERNEL_DTYPES
 from sparsek_kernels.sink_window.spec import AttentionSpec
 from sparsek_kernels.sink_window.torch_path import torch_backward, torch_forward
+
+if TYPE_CHECKING:
+    from sparsek_kernels.common.launching import CompiledLaunch
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -21,6 +24,16 @@ def runs_kernels(q: torch.Tensor) -> bool:
     return q.is_cuda and q.dtype in KERNEL_DTYPES
 
 
+def empty_outputs(
+    q: torch.Tensor, with_lse: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Uninitialised output ``[B, N, Hq, D]`` and log-sum-exp ``[B, Hq, N]``, contiguous."""
+    lse = None
+    if with_lse:
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=lse_dtype(q.dtype))
+    return q.new_empty(q.shape), lse
+
+
 def forward_into(
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -31,16 +44,20 @@ def forward_into(
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     spec: AttentionSpec,
-) -> None:
-    """Run the forward pass for checked arguments, writing ``out`` and, if given, ``lse``."""
+) -> CompiledLaunch | None:
+    """Run the forward pass for checked arguments, writing ``out`` and, if given, ``lse``.
+
+    Returns the launch where it can be replayed.
+    """
     if runs_kernels(q):
         from sparsek_kernels.sink_window.launch import launch_forward
 
-        launch_forward(out, lse, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, spec)
-        return
+        with torch.cuda.device(q.device):
+            return launch_forward(out, lse, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, spec)
     if lse is None:
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=lse_dtype(q.dtype))
     torch_forward(q, k, v, spec, sinks, cu_seqlens_q, cu_seqlens_k, out, lse)
+    return None
 
 
 @torch.library.custom_op("sparsek::sink_flash_fwd", mutates_args=())
@@ -142,9 +159,10 @@ def sink_flash_bwd(
     if runs_kernels(q):
         from sparsek_kernels.sink_window.launch import launch_backward
 
-        found = launch_backward(
-            dout, dlse, q, k, v, out, lse, sinks, cu_seqlens_q, cu_seqlens_k, spec
-        )
+        with torch.cuda.device(q.device):
+            found = launch_backward(
+                dout, dlse, q, k, v, out, lse, sinks, cu_seqlens_q, cu_seqlens_k, spec
+            )
     else:
         found = torch_backward(
             dout, dlse, q, k, v, out, lse, spec, sinks, cu_seqlens_q, cu_seqlens_k
