@@ -188,6 +188,22 @@ def paged_attention(
         out = q.new_empty(shape)
     check_tensor("out", out, shape, (q.dtype,), q.device)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    if q.is_cuda:
+        from . import launch
+
+        _check_triton_layout(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+        launch.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            batch,
+            policy,
+            softmax_scale=scale,
+            k_summary=k_summary,
+            sinks=sinks,
+            out=out,
+        )
+        return out
     operands = PagedOperands(k_cache, v_cache, k_summary, sinks, scale)
     paged_attention_eager(q, operands, batch, policy, out)
     return out
