@@ -1,0 +1,186 @@
+"""A KV cache that keeps sinks and a window: bounded memory, however long the text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from sparsek_backend.transformers_op.policy import settings_of
+
+
+class SinkWindowLayer(DynamicLayer):  # type: ignore[misc]
+    """One layer's first ``num_sink`` and last ``window_size - 1`` keys and values.
+
+    What ``update`` returns is sinks, window and the new tokens, so that attention over it with the
+    same ``num_sink`` and ``window_size`` is exactly attention over the whole text.
+
+    With ``inv_freq``, sinks follow the window: their rotary position is moved forward by as many
+    tokens as were dropped, so that no query sees a key farther away than the cache is long
+    (Xiao et al., arXiv 2309.17453, section 3.2: positions within the cache).
+
+    Args:
+        num_sink: leading tokens to keep.
+        window_size: latest tokens that a query sees, its own included.
+        inv_freq: ``[rotary_dim / 2]`` rotary frequencies, for the half-split layout of Llama and
+            its descendants; ``None`` leaves keys as they are.
+    """
+
+    is_croppable = False
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(
+        self, num_sink: int, window_size: int, inv_freq: torch.Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.num_sink = num_sink
+        self.window_size = window_size
+        self.inv_freq = inv_freq
+        self.cumulative_length = 0
+        self._sink_keys: torch.Tensor | None = None  # as they came
+
+    @property
+    def held(self) -> int:
+        """Tokens in the cache now."""
+        return min(self.cumulative_length, self.num_sink + self.window_size - 1)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append ``[B, H, N, D]`` states; returns what the new tokens attend."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys = torch.cat([self.keys, key_states], dim=-2)
+        values = torch.cat([self.values, value_states], dim=-2)
+        self.cumulative_length += key_states.shape[-2]
+        if self._sink_keys is None or self._sink_keys.shape[-2] < self.num_sink:
+            self._sink_keys = keys[..., : self.num_sink, :].clone()
+        excess = keys.shape[-2] - (self.num_sink + self.window_size - 1)
+        if excess <= 0:
+            self.keys, self.values = keys, values
+            return keys, values
+        first = self.num_sink + excess
+        dropped = self.cumulative_length - self.num_sink - self.window_size + 1
+        sinks = self._moved(dropped)
+        self.keys = torch.cat([sinks, keys[..., first:, :]], dim=-2)
+        self.values = torch.cat([values[..., : self.num_sink, :], values[..., first:, :]], dim=-2)
+        return keys, values
+
+    def _moved(self, distance: int) -> torch.Tensor:
+        """The sinks' keys, ``distance`` positions later."""
+        keys = self._sink_keys
+        if keys is None:
+            raise RuntimeError("SinkWindowLayer: expected update() before its keys are moved")
+        if self.inv_freq is None or distance == 0:
+            return keys
+        frequency = self.inv_freq.to(device=keys.device, dtype=torch.float32)
+        angle = distance * frequency.double()
+        cos, sin = (f(angle).float().repeat(2) for f in (torch.cos, torch.sin))
+        rotary = keys[..., : cos.shape[0]].float()
+        low, high = rotary.chunk(2, dim=-1)
+        turned = rotary * cos + torch.cat([-high, low], dim=-1) * sin
+        return torch.cat([turned.to(keys.dtype), keys[..., cos.shape[0] :]], dim=-1)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that the next ``update`` returns for ``query_length`` tokens, and offset 0."""
+        return self.held + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens seen so far: what the position of the next token is counted from."""
+        return self.cumulative_length
+
+    def get_max_length(self) -> int:
+        """Most tokens that the layer holds."""
+        return self.num_sink + self.window_size - 1
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self._sink_keys = None
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Follow the beams."""
+        super().reorder_cache(beam_idx)
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence ``repeats`` times."""
+        super().batch_repeat_interleave(repeats)
+        if self._sink_keys is not None:
+            self._sink_keys = self._sink_keys.repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences of ``indices``."""
+        super().batch_select_indices(indices)
+        self._select(indices)
+
+    def _select(self, indices: torch.Tensor) -> None:
+        if self._sink_keys is not None:
+            self._sink_keys = self._sink_keys[indices.to(self._sink_keys.device)]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse: dropped keys cannot come back.
+
+        Raises:
+            NotImplementedError: always, unless nothing is to be removed.
+        """
+        if tokens_to_remove:
+            raise NotImplementedError(
+                "SinkWindowCache: tokens cannot be taken back (speculative and contrastive "
+                "decoding need that); use a DynamicCache"
+            )
+
+
+class SinkWindowCache(Cache):  # type: ignore[misc]
+    """``past_key_values`` of constant size for a model in sink-window mode.
+
+    Args:
+        model: a Transformers model with ``attn_implementation="sparsek"``, configured with
+            ``mode="sink_window", dense_below=0`` and no dense layers: its ``num_sink`` and
+            ``window_size`` are the cache's.
+        move_sinks: let the sinks follow the window (see :class:`SinkWindowLayer`), which texts
+            longer than the model's training context need.
+
+    Raises:
+        ValueError: the model is in another mode, has layers that attend more than the cache keeps,
+            or has no rotary frequencies to move sinks by.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, move_sinks: bool = True) -> None:
+        config: Any = model.config
+        config = config.get_text_config(decoder=True)
+        settings = settings_of(config)
+        if settings.mode != "sink_window":
+            raise ValueError(
+                f"model: expected mode 'sink_window', got {settings.mode!r}; call "
+                "configure(model, mode='sink_window', num_sink=..., window_size=..., dense_below=0)"
+            )
+        layers = config.num_hidden_layers
+        if settings.dense_below or any(settings.is_dense_layer(i) for i in range(layers)):
+            raise ValueError(
+                "model: expected dense_below=0 and no dense layers with a bounded cache, got "
+                f"dense_below={settings.dense_below}, dense_layers={settings.dense_layers}"
+            )
+        types = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if types != {"full_attention"}:
+            raise ValueError(f"model: expected full_attention layers only, got {sorted(types)}")
+        inv_freq = _inv_freq(model) if move_sinks else None
+        super().__init__(
+            layers=[
+                SinkWindowLayer(settings.num_sink, settings.window_size, inv_freq)
+                for _ in range(layers)
+            ]
+        )
+
+
+def _inv_freq(model: torch.nn.Module) -> torch.Tensor:
+    """The rotary frequencies of a model that has one set of them."""
+    found = [x for name, x in model.named_buffers() if name.endswith("rotary_emb.inv_freq")]
+    if len(found) != 1:
+        raise ValueError(
+            f"move_sinks: expected one rotary embedding in the model, got {len(found)}; pass "
+            "move_sinks=False"
+        )
+    return found[0]

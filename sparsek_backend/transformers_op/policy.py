@@ -1,0 +1,76 @@
+"""What a Transformers model attends: its settings, and the selection policy of each layer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from sparsek_backend.config import SparsityConfig, resolve_config
+from sparsek_kernels.paged.policy import SelectionPolicy
+
+_FIELD = "sparsek"
+
+_policies: WeakKeyDictionary[torch.nn.Module, tuple[object, SelectionPolicy]] = WeakKeyDictionary()
+
+
+def configure(model: torch.nn.Module, **settings: Any) -> SparsityConfig:
+    """Choose what a model attends with ``attn_implementation="sparsek"``.
+
+    The settings are stored as ``model.config.sparsek``, so ``save_pretrained`` keeps them.  Fields
+    that are not given come from ``SPARSEK_*`` variables, the model's own sparse configuration and
+    the defaults, as they do for vLLM.
+
+    Args:
+        model: a Transformers model.
+        settings: fields of :class:`sparsek_backend.config.SparsityConfig`; without any, the stored
+            settings are cleared.
+
+    Returns:
+        The merged settings.
+
+    Raises:
+        ConfigError: unknown field, invalid value, or settings that contradict each other.
+        TypeError: ``model`` has no Transformers configuration.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "_attn_implementation"):
+        raise TypeError(f"model: expected a Transformers model, got {type(model).__name__}")
+    resolved = _resolve(settings, config)
+    setattr(_text_config(config), _FIELD, dict(settings))
+    return resolved
+
+
+def _text_config(config: Any) -> Any:
+    """The configuration that the decoder layers of a (multi-modal) model see."""
+    return config.get_text_config(decoder=True)
+
+
+def _resolve(settings: Mapping[str, Any] | None, config: Any) -> SparsityConfig:
+    own = getattr(config, "sparse_config", None)
+    return resolve_config(settings or None, os.environ, own).config
+
+
+def settings_of(config: Any) -> SparsityConfig:
+    """Merge the settings stored in a model's configuration with the other sources."""
+    return _resolve(getattr(config, _FIELD, None), config)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def policy_of(module: torch.nn.Module, sliding_window: int | None) -> SelectionPolicy:
+    """Policy of one attention layer: its model's own window, or SparseK's settings.
+
+    Settings are resolved once per layer, and again when the stored ones change.
+    """
+    if sliding_window is not None:
+        return SelectionPolicy(window_size=sliding_window)
+    stored = getattr(module.config, _FIELD, None)
+    known = _policies.get(module)
+    if known is None or known[0] != stored:
+        index = getattr(module, "layer_idx", None)
+        policy = settings_of(module.config).policy_for(0 if index is None else index)
+        known = _policies[module] = (None if stored is None else dict(stored), policy)
+    return known[1]

@@ -1,0 +1,145 @@
+"""Block top-k over contiguous keys: as pages for the paged kernels, as indices for gradients."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from sparsek_kernels.nsa.api import selected_attention
+from sparsek_kernels.paged import (
+    PagedBatch,
+    SelectionPolicy,
+    paged_attention,
+    select_blocks,
+    summary_vectors,
+    write_kv,
+)
+from sparsek_kernels.paged.policy import ceil_div
+
+
+def _paged(
+    k: torch.Tensor, v: torch.Tensor, num_q: int, policy: SelectionPolicy
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedBatch]:
+    """Keys ``[B, M, Hkv, D]`` and values as pages of one block, with their summaries."""
+    batch, num_k, heads, _ = k.shape
+    size = policy.sel_block_size
+    pages = ceil_div(num_k, size)
+    k_cache, v_cache = (x.new_zeros(batch * pages, heads, size, x.shape[3]) for x in (k, v))
+    summary = k.new_zeros(batch * pages, heads, summary_vectors(size), k.shape[3])
+    slots = torch.arange(batch * pages * size, device=k.device).view(batch, -1)[:, :num_k]
+    write_kv(
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        k_cache,
+        v_cache,
+        summary,
+        slots.flatten(),
+        score_kind=policy.score_kind,
+    )
+    decodes = batch if num_q == 1 else 0
+    table = torch.arange(batch * pages, dtype=torch.int32, device=k.device)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * num_q
+    described = PagedBatch(
+        block_table=table.view(batch, pages),
+        seq_lens=torch.full((batch,), num_k, dtype=torch.int32, device=k.device),
+        cu_seqlens_q=starts,
+        num_decodes=decodes,
+        num_decode_tokens=decodes,
+        decode_query_len=1,
+        max_query_len=num_q,
+        max_seq_len=num_k,
+        seq_lens_host=(num_k,) * batch,
+        query_lens_host=(num_q,) * batch,
+    )
+    return k_cache, v_cache, summary, described
+
+
+def attend_selected(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    policy: SelectionPolicy,
+    softmax_scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention ``[B, N, Hq, D]`` of the last N tokens to the blocks that they select."""
+    with torch.no_grad():
+        k_cache, v_cache, summary, batch = _paged(k, v, q.shape[1], policy)
+        out = paged_attention(
+            q.flatten(0, 1),
+            k_cache,
+            v_cache,
+            batch,
+            policy,
+            softmax_scale=softmax_scale,
+            k_summary=summary,
+            sinks=sinks,
+        )
+    return out.view(*q.shape[:2], *out.shape[1:])
+
+
+def block_indices(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    policy: SelectionPolicy,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """Every block that each query attends: ``[B, N, Hkv, S]`` int32, -1 for none.
+
+    The queries are the last N tokens, and none of them sees everything.
+    """
+    batch, num_q = q.shape[:2]
+    num_k, heads = k.shape[1], k.shape[2]
+    size, tile = policy.sel_block_size, policy.query_tile
+    with torch.no_grad():
+        k_cache, _, summary, described = _paged(k, v, num_q, policy)
+        per_request = select_blocks(
+            q.flatten(0, 1).to(k_cache.dtype),
+            summary,
+            described,
+            policy,
+            page_size=size,
+            softmax_scale=softmax_scale,
+        )
+        position = torch.arange(num_k - num_q, num_k, device=q.device)
+        tile_of_row = position if num_q == 1 else position // tile
+        tile_of_row = tile_of_row - tile_of_row[0]
+        chosen = torch.stack([rows[tile_of_row] for rows in per_request])  # [B, N, Hkv, top]
+        start = position if num_q == 1 else position // tile * tile
+        first_local = (start // size - policy.reach_blocks).clamp_min(0)
+        sink = torch.arange(policy.sink_blocks, device=q.device)
+        sink = torch.where(sink < first_local[:, None], sink, -1)
+        span = policy.reach_blocks + 1 + ceil_div(tile - 1, size)
+        local = first_local[:, None] + torch.arange(span, device=q.device)
+        local = torch.where(local <= (position // size)[:, None], local, -1)
+        fixed = torch.cat([sink, local], dim=1)[None, :, None].expand(batch, -1, heads, -1)
+        return torch.cat([fixed, chosen], dim=3).to(torch.int32)
+
+
+def attend_selected_with_gradient(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    policy: SelectionPolicy,
+    softmax_scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """:func:`attend_selected` with gradients of q, k, v and sinks; the selection has none."""
+    indices = block_indices(q, k, v, policy, softmax_scale)
+    found = selected_attention(
+        q,
+        k,
+        v,
+        indices,
+        sel_block_size=policy.sel_block_size,
+        softmax_scale=softmax_scale,
+        return_lse=True,
+    )
+    out, lse = cast(tuple[torch.Tensor, torch.Tensor], found)
+    if sinks is None:
+        return out
+    # exp(lse) / (exp(lse) + exp(sink)): what a sink leaves of each softmax weight
+    share = torch.sigmoid(lse - sinks.float()[None, :, None]).transpose(1, 2)
+    return (out * share[..., None]).to(q.dtype)
