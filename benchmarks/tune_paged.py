@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from sparsek_kernels.paged import config as config_module  # noqa: E402
-from sparsek_kernels.paged import launch  # noqa: E402
+from sparsek_kernels.paged import launch, launch_select  # noqa: E402
 from sparsek_kernels.paged.batch import PagedBatch  # noqa: E402
 from sparsek_kernels.paged.config import LaunchConfig  # noqa: E402
 from sparsek_kernels.paged.policy import SelectionPolicy  # noqa: E402
@@ -106,17 +106,18 @@ def time_graph(calls: list[Callable[[], object]], repeats: int = 30) -> float:
 
 
 @contextmanager
-def patched(name: str, value: LaunchConfig | None) -> Iterator[None]:
+def patched(name: str, value: LaunchConfig | int | None) -> Iterator[None]:
     """Make the launcher take ``value`` from the selector ``name``."""
     if value is None:
         yield
         return
-    saved = getattr(launch, name)
-    setattr(launch, name, lambda **_: value)
+    module = launch if hasattr(launch, name) else launch_select
+    saved = getattr(module, name)
+    setattr(module, name, lambda *_, **__: value)
     try:
         yield
     finally:
-        setattr(launch, name, saved)
+        setattr(module, name, saved)
 
 
 DECODES = {"32x64k": (32, 65536), "32x8k": (32, 8192), "4x128k": (4, 131072), "1x128k": (1, 131072)}
@@ -180,16 +181,16 @@ def time_cold(call: Callable[[], object], repeats: int = 20) -> float:
 
 
 LOGITS_SWEEP = [
-    LaunchConfig(4, 1, 16, n, steps, w, stages)
-    for n, steps, w, stages in itertools.product((16, 32, 64), (1, 2, 4, 8), (4,), (2, 3, 4))
-    if steps > 1 or stages == 2
-] + [LaunchConfig(4, 1, 16, 64, steps, 8, 2) for steps in (1, 2, 4)]
+    LaunchConfig(4, 1, 16, n, 1, w, 1) for n, w in itertools.product((16, 32, 64), (2, 4, 8))
+]
 DECODE_SWEEP = [
-    LaunchConfig(4, 1, 16, n, s, w, stages)
-    for s, (n, w, stages) in itertools.product(
-        (1, 2, 3, 4, 6, 8, 12, 16), ((64, 4, 2), (64, 4, 1), (32, 4, 2), (64, 8, 2), (64, 2, 2))
+    LaunchConfig(4, 1, 16, n, s, w, stages, registers)
+    for s, (n, w, stages, registers) in itertools.product(
+        (1, 2, 3, 4, 8, 10, 12, 14, 16, 20, 24),
+        ((64, 4, 2, 168), (64, 4, 2, 128), (64, 2, 2, 0), (64, 4, 2, 0), (64, 8, 2, 0)),
     )
 ]
+TOP_SWEEP = [4, 8, 16]
 
 
 def run_decode(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) -> None:
@@ -202,7 +203,10 @@ def run_decode(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) 
             out = torch.empty_like(q)
             swept = [("logits_config", c) for c in LOGITS_SWEEP]
             swept += [("decode_config", c) for c in DECODE_SWEEP]
+            swept += [("top_warps", c) for c in TOP_SWEEP]
             chosen = swept[pick[0] :: pick[1]] if name == "32x64k" else [("decode_config", None)]
+            if name == "1x128k":
+                chosen = [("top_warps", c) for c in TOP_SWEEP]
             for kind, config in chosen:
                 with patched(kind, config):
                     launch.paged_attention(q, *cache[:2], batch, POLICY, 0.1, cache[2], None, out)
@@ -218,6 +222,15 @@ def run_decode(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) 
         )
         if not sweep:
             continue
+        for warps in TOP_SWEEP:
+            with patched("top_warps", warps):
+                print(
+                    f"   {name} top_warps {warps}: select {time_graph(select):.1f} us", flush=True
+                )
+        kernel = launch_select.top_blocks_kernel
+        launch_select.top_blocks_kernel = {(requests, HEADS): lambda *_, **__: None}
+        print(f"   {name} logits alone {time_graph(select):.1f} us", flush=True)
+        launch_select.top_blocks_kernel = kernel
         for kind, calls, configs in (
             ("logits_config", select, LOGITS_SWEEP),
             ("decode_config", attend, DECODE_SWEEP),
@@ -233,7 +246,8 @@ def run_decode(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) 
             for micros, config in sorted(rows, key=lambda r: r[0])[:7]:
                 print(
                     f"   {name} {kind} {micros:8.1f} us  n={config.block_n} "
-                    f"splits={config.splits} warps={config.num_warps} stages={config.num_stages}",
+                    f"splits={config.splits} warps={config.num_warps} stages={config.num_stages} "
+                    f"registers={config.max_registers}",
                     flush=True,
                 )
 
@@ -246,16 +260,15 @@ def run_prefill(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1))
     attends: list[LaunchConfig | None] = [None]
     if sweep:
         scores += [
-            LaunchConfig(h, 64, 64 * h, n, 1, w, s)
-            for h, n, w, s in (
-                (4, 64, 8, 2), (4, 64, 16, 2), (4, 32, 8, 3), (4, 32, 8, 2), (2, 64, 8, 2),
+            LaunchConfig(4, 64, 256, n, 1, w, s)
+            for n, w, s in (
+                (32, 8, 2), (32, 8, 3), (32, 8, 4), (16, 8, 3), (16, 8, 4), (32, 16, 3), (16, 8, 5),
             )
         ]  # fmt: skip
         attends += [
             LaunchConfig(h, 64, 64 * h, n, 1, w, s, r)
             for h, n, w, s, r in (
-                (4, 64, 16, 2, 0), (2, 64, 8, 2, 128), (1, 64, 4, 2, 168), (1, 64, 4, 2, 128),
-                (2, 64, 8, 1, 128), (4, 32, 16, 3, 0), (2, 64, 8, 3, 128), (2, 32, 8, 3, 128),
+                (4, 64, 16, 2, 0), (2, 64, 8, 2, 128), (2, 64, 8, 2, 120), (2, 32, 8, 2, 128),
             )
         ]  # fmt: skip
     scores, attends = scores[pick[0] :: pick[1]], attends[pick[0] :: pick[1]]

@@ -90,6 +90,7 @@ def decode_config(
         splits=splits,
         num_warps=4,
         num_stages=2,
+        max_registers=168 if is_hopper(arch) and head_dim <= 128 and block_m == 16 else 0,
     )
 
 
@@ -106,7 +107,7 @@ def prefill_config(
     num_sms: int,
 ) -> LaunchConfig:
     """Prefill: as many heads of the group beside the tile's queries as shared memory allows."""
-    rows = 64 if head_dim > 128 else 256 if is_hopper(arch) else 128
+    rows = 64 if head_dim > 128 else 256 if 90 <= arch < 100 else 128
     queries = largest_part(tile, 64)
     block_h = max(1, min(next_power_of_2(group), rows // queries))
     block_m = max(16, queries * block_h)
@@ -168,6 +169,11 @@ def score_config(
         num_warps=8 if block_m >= 128 else 4,
         num_stages=2,
     )
+
+
+def top_warps(max_blocks: int) -> int:
+    """Warps that share one row of scores."""
+    return 8 if max_blocks <= 4096 else 16
 
 
 def largest_part(n: int, most: int) -> int:

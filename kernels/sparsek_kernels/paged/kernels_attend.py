@@ -13,19 +13,25 @@ def entry_start(
     entry,
     selected_ptr,
     num_front,
+    first_selected,
     num_selected,
     first_local,
     SEL_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_SELECTION: tl.constexpr,
 ):
-    """First position of the ``BLOCK_N`` keys of list entry ``entry``."""
+    """First position of the ``BLOCK_N`` keys of list entry ``entry``.
+
+    Selected blocks are entries ``[first_selected, first_selected + num_selected)``; those before
+    and after count up from zero, then from ``first_local`` (see ``tile_list``).
+    """
     PARTS: tl.constexpr = SEL_BLOCK // BLOCK_N
     t = entry // PARTS
-    block = tl.where(t < num_front, t, first_local + t - num_front - num_selected)
+    later = tl.where(t >= first_selected, num_selected, 0)
+    block = tl.where(t < num_front, t, first_local + t - num_front - later)
     if HAS_SELECTION:
-        chosen = (t >= num_front) & (t < num_front + num_selected)
-        index = tl.load(selected_ptr + t - num_front, mask=chosen, other=0)
+        chosen = (t >= first_selected) & (t < first_selected + num_selected)
+        index = tl.load(selected_ptr + t - first_selected, mask=chosen, other=0)
         block = tl.where(chosen, tl.maximum(index, 0), block)
     return block * SEL_BLOCK + (entry % PARTS) * BLOCK_N
 
@@ -45,6 +51,7 @@ def attend_entries(
     entry_begin,
     entry_end,
     num_front,
+    first_selected,
     num_selected,
     first_local,
     high,
@@ -79,6 +86,7 @@ def attend_entries(
         entry_begin,
         selected_ptr,
         num_front,
+        first_selected,
         num_selected,
         first_local,
         SEL_BLOCK,
@@ -95,6 +103,7 @@ def attend_entries(
             tl.minimum(entry + 1, last_entry),
             selected_ptr,
             num_front,
+            first_selected,
             num_selected,
             first_local,
             SEL_BLOCK,
@@ -213,12 +222,18 @@ def attend_kernel(
     request, base, tile_low, tile_high, token_of_zero = tile_span(
         tile, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, FROM_TABLE, TILES_PER_REQUEST, TILE
     )
-    if OVERLAP:
+    HAS_SELECTION: tl.constexpr = (MODE != DENSE) and (MODE != SINK_WINDOW) and (SCORED_BLOCKS > 0)
+    # Decodes take the selected blocks last: what is attended anyway is read while the kernel that
+    # selects, launched before this one, is still at work.
+    SELECTED_LAST: tl.constexpr = HAS_SELECTION and not FROM_TABLE
+    if OVERLAP and not SELECTED_LAST:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     low = tl.maximum(tile_low, base + query_chunk * QUERIES)
     high = tl.minimum(tile_high, base + query_chunk * QUERIES + QUERIES - 1)
     if high < low:
+        if OVERLAP and SELECTED_LAST:
+            tl.extra.cuda.gdc_wait()
         return
     policy_start = low // POLICY_TILE * POLICY_TILE
     full = tile_sees_all(
@@ -247,8 +262,13 @@ def attend_kernel(
     num_entries = (count - 1) * PARTS + (high % SEL_BLOCK) // BLOCK_N + 1
     num_entries = tl.where(count > 0, num_entries, 0)
     num_plain = tl.maximum(num_entries - (high // BLOCK_N - low // BLOCK_N + 1), 0)
+    first_selected = num_front
     if MODE == SINK_WINDOW:
         num_plain = 0
+    if SELECTED_LAST:
+        first_selected = count - num_selected
+        num_entries = count * PARTS
+        num_forced = first_selected * PARTS
     per_split = tl.cdiv(num_entries, SPLITS)
     entry_begin = split * per_split
     entry_end = tl.minimum(entry_begin + per_split, num_entries)
@@ -280,8 +300,12 @@ def attend_kernel(
     table = block_table_ptr + request.to(tl.int64) * stride_br
     k_head = k_ptr + kv_head * stride_kh
     v_head = v_ptr + kv_head * stride_vh
-    HAS_SELECTION: tl.constexpr = (MODE != DENSE) and (MODE != SINK_WINDOW) and (SCORED_BLOCKS > 0)
-    if MODE != SINK_WINDOW:
+    # plain entries, then masked ones; decodes: masked (forced) ones, then plain (selected) ones
+    if SELECTED_LAST:
+        middle = tl.minimum(tl.maximum(num_forced, entry_begin), entry_end)
+    else:
+        middle = tl.minimum(tl.maximum(num_plain, entry_begin), entry_end)
+    if not SELECTED_LAST and MODE != SINK_WINDOW:
         acc, row_max, row_sum = attend_entries(
             acc,
             row_max,
@@ -294,8 +318,9 @@ def attend_kernel(
             table,
             selected,
             entry_begin,
-            tl.minimum(entry_end, num_plain),
+            middle,
             num_front,
+            first_selected,
             num_selected,
             first_local,
             high,
@@ -316,40 +341,116 @@ def attend_kernel(
             False,
             NUM_STAGES,
         )
-    acc, row_max, row_sum = attend_entries(
-        acc,
-        row_max,
-        row_sum,
-        q,
-        position,
-        dense_row,
-        k_head,
-        v_head,
-        table,
-        selected,
-        tl.maximum(entry_begin, num_plain),
-        entry_end,
-        num_front,
-        num_selected,
-        first_local,
-        high,
-        window,
-        num_sink,
-        qk_scale,
-        stride_kp,
-        stride_kt,
-        stride_vp,
-        stride_vt,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_N,
-        SEL_BLOCK,
-        PAGE_SIZE,
-        HAS_SELECTION,
-        True,
-        MODE == SINK_WINDOW,
-        NUM_STAGES if MODE == SINK_WINDOW else 1,
-    )
+    if SELECTED_LAST:
+        acc, row_max, row_sum = attend_entries(
+            acc,
+            row_max,
+            row_sum,
+            q,
+            position,
+            dense_row,
+            k_head,
+            v_head,
+            table,
+            selected,
+            entry_begin,
+            middle,
+            num_front,
+            first_selected,
+            num_selected,
+            first_local,
+            high,
+            window,
+            num_sink,
+            qk_scale,
+            stride_kp,
+            stride_kt,
+            stride_vp,
+            stride_vt,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_N,
+            SEL_BLOCK,
+            PAGE_SIZE,
+            HAS_SELECTION,
+            True,
+            False,
+            NUM_STAGES,
+        )
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        acc, row_max, row_sum = attend_entries(
+            acc,
+            row_max,
+            row_sum,
+            q,
+            position,
+            dense_row,
+            k_head,
+            v_head,
+            table,
+            selected,
+            middle,
+            entry_end,
+            num_front,
+            first_selected,
+            num_selected,
+            first_local,
+            high,
+            window,
+            num_sink,
+            qk_scale,
+            stride_kp,
+            stride_kt,
+            stride_vp,
+            stride_vt,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_N,
+            SEL_BLOCK,
+            PAGE_SIZE,
+            HAS_SELECTION,
+            False,
+            False,
+            NUM_STAGES,
+        )
+    else:
+        acc, row_max, row_sum = attend_entries(
+            acc,
+            row_max,
+            row_sum,
+            q,
+            position,
+            dense_row,
+            k_head,
+            v_head,
+            table,
+            selected,
+            middle,
+            entry_end,
+            num_front,
+            first_selected,
+            num_selected,
+            first_local,
+            high,
+            window,
+            num_sink,
+            qk_scale,
+            stride_kp,
+            stride_kt,
+            stride_vp,
+            stride_vt,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_N,
+            SEL_BLOCK,
+            PAGE_SIZE,
+            HAS_SELECTION,
+            True,
+            MODE == SINK_WINDOW,
+            NUM_STAGES if MODE == SINK_WINDOW else 1,
+        )
 
     mask_out = mask_m[:, None] & mask_d[None, :]
     if SPLITS > 1:

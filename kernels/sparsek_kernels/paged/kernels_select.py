@@ -20,8 +20,8 @@ def cell_positions(
 ):
     """Blocks and first positions of the cells of ``BLOCK_B`` blocks, cells of a kind together.
 
-    Column ``n`` is block ``n % BLOCK_B``, cell ``n // BLOCK_B`` of it (the last one repeated up to a
-    power of two), so that the maximum over cells stays within a thread.  Returns two ``[COLUMNS]``.
+    Column ``n`` is block ``n % BLOCK_B``, cell ``n // BLOCK_B`` of it (the last one repeated up to
+    a power of two): a maximum over cells then stays within a thread.  Returns two ``[COLUMNS]``.
     """
     CELLS: tl.constexpr = SEL_BLOCK // 32 if MIN_MAX else SEL_BLOCK // 16
     WIDTH: tl.constexpr = 32 if MIN_MAX else 16
@@ -192,6 +192,12 @@ def decode_logits_kernel(
 
 
 @triton.jit
+def lower_and_higher(low_a, high_a, low_b, high_b):
+    """Combine of a joint minimum and maximum."""
+    return tl.minimum(low_a, low_b), tl.maximum(high_a, high_b)
+
+
+@triton.jit
 def write_top(
     out_ptr,
     score_ptr,
@@ -234,8 +240,8 @@ def write_top(
     inside = (offs >= first) & (offs < last)
     key = tl.where(inside, score.to(tl.int32, bitcast=True), -1)
     # The answer lies in [threshold, threshold + span]; `count` keys reach the threshold.
-    threshold = tl.min(tl.where(inside, key, 0x7FFFFFFF), axis=0)
-    span = tl.max(key, axis=0) - threshold
+    threshold, highest = tl.reduce((tl.where(inside, key, 0x7FFFFFFF), key), 0, lower_and_higher)
+    span = highest - threshold
     count = last - first
     while (span > 0) & (count != COUNT):
         step = span // 4 + 1
@@ -256,13 +262,17 @@ def write_top(
         count = tl.where(steps == 3, count_3, count)
         threshold += steps * step
         span = tl.where(steps == 3, span - 3 * step, step - 1)
+    # `exact`: just COUNT keys reach the threshold; else it is the COUNT-th largest key itself, and
+    # as many of the keys equal to it as places are left win, the first ones.
     exact = count == COUNT
     above = (key > threshold) | ((key == threshold) & exact)
     equal = (key == threshold) & (not exact)
-    needed = COUNT - tl.sum(above.to(tl.int32), axis=0)
     ranks = tl.cumsum(above.to(tl.int64) + (equal.to(tl.int64) << 32), axis=0)
     rank_above = (ranks & 0xFFFFFFFF).to(tl.int32)
     rank_equal = (ranks >> 32).to(tl.int32)
+    needed = COUNT
+    if not exact:
+        needed = COUNT - tl.sum(above.to(tl.int32), axis=0)
     chosen = above | (equal & (rank_equal <= needed))
     place = rank_above + tl.minimum(rank_equal, needed) - 1
     tl.store(out_ptr + place, offs, mask=chosen)

@@ -22,17 +22,17 @@ from problems import make_problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsek_kernels.paged import launch
+from sparsek_kernels.paged import launch, launch_select, runtime
 from sparsek_kernels.paged.policy import SelectionPolicy
 
-KERNELS = (
-    "write_kv_kernel",
-    "decode_logits_kernel",
-    "top_blocks_kernel",
-    "tile_scores_kernel",
-    "tile_scores_once_kernel",
-    "attend_kernel",
-)
+KERNELS = {
+    "write_kv_kernel": launch,
+    "attend_kernel": launch,
+    "decode_logits_kernel": launch_select,
+    "top_blocks_kernel": launch_select,
+    "tile_scores_kernel": launch_select,
+    "tile_scores_once_kernel": launch_select,
+}
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -56,8 +56,8 @@ class Recorded:
 def record(action: Callable[[], object], arch: int, num_sms: int) -> list[Recorded]:
     """Run a launcher with its kernels replaced by recorders."""
     seen: list[Recorded] = []
-    saved = {name: getattr(launch, name) for name in KERNELS}
-    traits = launch._traits
+    saved = {name: getattr(module, name) for name, module in KERNELS.items()}
+    traits = runtime.traits
 
     class Spy:
         def __init__(self, name: str) -> None:
@@ -70,14 +70,14 @@ def record(action: Callable[[], object], arch: int, num_sms: int) -> list[Record
             return call
 
     try:
-        launch._traits = lambda device: (arch, num_sms)
-        for name in KERNELS:
-            setattr(launch, name, Spy(name))
+        runtime.traits = lambda device: (arch, num_sms)
+        for name, module in KERNELS.items():
+            setattr(module, name, Spy(name))
         action()
     finally:
-        launch._traits = traits
+        runtime.traits = traits
         for name, kernel in saved.items():
-            setattr(launch, name, kernel)
+            setattr(KERNELS[name], name, kernel)
     return seen
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from problems import make_problem
 
-from sparsek_kernels.paged import launch
+from sparsek_kernels.paged import launch, launch_select, runtime
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -118,7 +118,7 @@ def test_scratch_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem([(1, 350), (1, 433), (60, 400)], num_decodes=2, device=DEVICE)
     oracle_check.fill(problem, "cell_mean")
     whole = oracle_check.attend(problem, TOP_K)
-    monkeypatch.setattr(launch, "_SCRATCH_ELEMENTS", 64)
+    monkeypatch.setattr(launch_select, "_SCRATCH_ELEMENTS", 64)
     assert torch.allclose(whole, oracle_check.attend(problem, TOP_K), atol=1e-6, rtol=0)
 
 
@@ -127,6 +127,6 @@ def test_two_pass_scores_equal_single_pass(monkeypatch: pytest.MonkeyPatch, num_
     problem = make_problem([(100, 700)], device=DEVICE)
     oracle_check.fill(problem, "cell_mean")
     single = oracle_check.attend(problem, TOP_K)
-    monkeypatch.setattr(launch, "_PARKED_ELEMENTS", 0)
-    monkeypatch.setattr(launch, "_traits", lambda device: (80, num_sms))
+    monkeypatch.setattr(launch_select, "_PARKED_ELEMENTS", 0)
+    monkeypatch.setattr(runtime, "traits", lambda device: (80, num_sms))
     assert torch.allclose(single, oracle_check.attend(problem, TOP_K), atol=1e-6, rtol=0)
