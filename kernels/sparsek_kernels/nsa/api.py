@@ -362,9 +362,10 @@ def nsa_attention(
     for name, gate in (("g_cmp", g_cmp), ("g_slc", g_slc), ("g_swa", g_swa)):
         gates.append(check_tensor(name, gate, tuple(q.shape[:3]), DTYPES, q.device))
     length = k.shape[1]
-    blocks = {"cmp_block_size": cmp_block_size, "cmp_stride": cmp_stride}
     if k_cmp is None or v_cmp is None:
-        k_cmp, v_cmp = nsa_compress(k, v, cu_seqlens=cu_seqlens, **blocks)
+        k_cmp, v_cmp = nsa_compress(
+            k, v, cmp_block_size=cmp_block_size, cmp_stride=cmp_stride, cu_seqlens=cu_seqlens
+        )
     _check_compressed(q, {"k_cmp": k_cmp, "v_cmp": v_cmp}, spec, length, cu_seqlens)
     scale = check_scale(softmax_scale, q.shape[3])
     fields = ops.spec_list(spec)

@@ -35,7 +35,7 @@ class PhiWeights(NamedTuple):
     b2: torch.Tensor
 
 
-def _stride_starts(
+def stride_starts(
     cu_seqlens: torch.Tensor, rows: int, spec: NSASpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """First token of each compressed row of a packed batch, and whether the row is used."""
@@ -65,7 +65,7 @@ def phi_compress(
         for part in range(parts):
             total = total + cells[:, part : part + rows] @ by_part[part]
     else:
-        start, used = _stride_starts(cu_seqlens, num_tokens // stride, spec)
+        start, used = stride_starts(cu_seqlens, num_tokens // stride, spec)
         within = torch.arange(stride, device=x.device)
         total = constant.expand(batch, start.shape[0], num_heads, hidden)
         for part in range(parts):

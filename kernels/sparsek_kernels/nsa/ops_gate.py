@@ -19,7 +19,7 @@ def gate(
     g_slc: torch.Tensor,
     g_swa: torch.Tensor,
 ) -> torch.Tensor:
-    """Sum over branches of ``g[..., None] * out``: outputs ``[B, N, Hq, D]``, gates ``[B, N, Hq]``."""
+    """Gated sum of three branches: outputs ``[B, N, Hq, D]``, gates ``[B, N, Hq]``."""
     out = torch.empty(out_cmp.shape, dtype=out_cmp.dtype, device=out_cmp.device)
     if runs_kernels(out_cmp):
         from sparsek_kernels.nsa import launch_gate

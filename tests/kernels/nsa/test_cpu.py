@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -114,10 +115,7 @@ def test_compression_and_its_gradients(problem: Any, lengths: Any, learned: bool
     edges = [0, case.k.shape[1]] if case.cu_seqlens is None else case.cu_seqlens.tolist()
     copies = None if weights is None else [w.detach().requires_grad_() for w in weights]
     phi = None if copies is None else (lambda x: ref.phi_reference(x, *copies))
-    parts = [
-        ref.compress_reference(again[0, lo:hi], 8, 4, phi)
-        for lo, hi in zip(edges[:-1], edges[1:], strict=True)
-    ]
+    parts = [ref.compress_reference(again[0, lo:hi], 8, 4, phi) for lo, hi in pairwise(edges)]
     expected = torch.cat(parts)
     count = expected.shape[0]
     torch.testing.assert_close(found[0, :count], expected)

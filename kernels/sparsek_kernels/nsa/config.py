@@ -1,0 +1,138 @@
+"""Which kernel and which tile sizes serve a shape: pure functions of shape, dtype and GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_PART_BYTES = 1 << 30  # what one chunk's partial outputs may take
+_MAX_CHUNKS = 16
+
+
+@dataclass(frozen=True)
+class ProblemShape:
+    """Sizes of one call; for packed sequences the token counts are totals.
+
+    Args:
+        batch: fixed-length sequences, or 1.
+        num_q: query tokens.
+        num_k: key tokens.
+        num_heads: query heads.
+        num_kv_heads: KV heads.
+        head_dim: elements of a head.
+    """
+
+    batch: int
+    num_q: int
+    num_k: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def padded_dim(self) -> int:
+        """``head_dim`` rounded up to a power of two that tensor cores can use."""
+        return max(16, 1 << (self.head_dim - 1).bit_length())
+
+    @property
+    def padded_group(self) -> int:
+        """``group`` rounded up to a power of two."""
+        return 1 << (self.group - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Launch parameters of one kernel: rows and columns of a tile, warps, pipeline depth."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Everything that the launches need beyond their tensors.
+
+    Args:
+        compressed: queries and compressed keys of the forward kernel.
+        compressed_dq: likewise of the query-major backward kernel.
+        compressed_dkdv: likewise of the key-major backward kernel.
+        select: rows (tokens times heads) and selection blocks per step of the selection kernel.
+        selected: rows per step of the block-major forward kernel.
+        selected_bwd: rows per step of the block-major backward kernel.
+        tokens: rows of a program of the token-major kernel.
+        token_major: whether the forward pass is token-major.
+        chunk_rows: tokens whose parts are held at once.
+        item_entries: most queries that one block-major program serves.
+        precision: input precision of dot products.
+    """
+
+    compressed: TileConfig
+    compressed_dq: TileConfig
+    compressed_dkdv: TileConfig
+    select: TileConfig
+    selected: TileConfig
+    selected_bwd: TileConfig
+    tokens: TileConfig
+    token_major: bool
+    chunk_rows: int
+    item_entries: int
+    precision: str = "tf32"
+
+
+def _chunk_rows(shape: ProblemShape, slots: int, itemsize: int) -> int:
+    rows = shape.batch * shape.num_q
+    fits = _PART_BYTES // max(shape.num_heads * slots * shape.head_dim * itemsize, 1)
+    return max(min(rows, max(fits, -(-rows // _MAX_CHUNKS))), 1)
+
+
+def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int) -> LaunchConfig:
+    """Launch parameters for ``shape`` on compute capability ``arch`` (``90`` is 9.0).
+
+    Args:
+        shape: sizes of the call.
+        slots: blocks per token.
+        dtype: dtype of q, k and v.
+        arch: ten times the compute capability; unknown values get the portable default.
+    """
+    rows = shape.batch * shape.num_q
+    token_major = rows * shape.num_kv_heads <= 2048
+    chunk_rows = _chunk_rows(shape, slots, 4 if dtype == torch.float32 else 2)
+    item_entries = max(2048 // shape.padded_group, 32)
+    if dtype == torch.float32:
+        small = TileConfig(32, 32 if shape.padded_dim <= 128 else 16, 4, 1)
+        return LaunchConfig(
+            compressed=small,
+            compressed_dq=small,
+            compressed_dkdv=small,
+            select=TileConfig(32, 16, 4, 1),
+            selected=small,
+            selected_bwd=small,
+            tokens=small,
+            token_major=token_major,
+            chunk_rows=chunk_rows,
+            item_entries=item_entries,
+            precision="ieee",
+        )
+    wide = shape.padded_dim > 128
+    stages = 3 if arch >= 80 and not wide else 2
+    hopper = arch >= 90
+    return LaunchConfig(
+        compressed=TileConfig(128, 32 if wide else 64, 8, stages),
+        compressed_dq=TileConfig(64 if wide else 128, 32 if wide else 64, 8, 2),
+        compressed_dkdv=TileConfig(32 if wide else 64, 64 if wide else 128, 8, 1 if wide else 2),
+        select=TileConfig(64 if wide else 128, 16, 4 if not hopper else 8, 2),
+        selected=TileConfig(64 if wide else 128, 64, 8 if wide else 4, 2),
+        selected_bwd=TileConfig(32 if wide else 64, 64, 8, 1),
+        tokens=TileConfig(32, 64, 4, 1),
+        token_major=token_major,
+        chunk_rows=chunk_rows,
+        item_entries=item_entries,
+    )

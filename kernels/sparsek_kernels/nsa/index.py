@@ -1,0 +1,130 @@
+"""The selection turned inside out: for each block, the queries that chose it.
+
+Built with sorting and prefix sums on the device; the host never learns a count.  Rows of q are
+cut into a few chunks so that what a chunk writes stays small, and a chunk's (KV head, block) pairs
+into items of at most ``item_entries`` queries, which are what one program serves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class InverseIndex:
+    """Queries by block.
+
+    Key ``(chunk * Hkv + kv_head) * num_blocks + block`` numbers a pair of a chunk; blocks are
+    numbered through all sequences of the batch.
+
+    Args:
+        entries: ``[B * N * Hkv * S]`` int32 positions in ``block_indices``, sorted by key, rows
+            ascending; positions that hold -1 come last.
+        entry_offsets: ``[keys + 1]`` int32, where a key's entries start.
+        item_offsets: ``[keys + 1]`` int32, where a key's items start.
+        item_keys: ``[items]`` int32, the key of each item (an upper bound of items).
+        block_seq: ``[num_blocks]`` int32, the sequence of each block.
+        cu_blocks: ``[sequences + 1]`` int32, the first block of each sequence.
+        chunk_rows: rows of ``[B * N]`` in a chunk.
+        num_chunks: chunks.
+        num_blocks: blocks of the batch (an upper bound when packed).
+        chunk_items: an upper bound of the items of one chunk.
+        item_entries: most entries of an item.
+    """
+
+    entries: torch.Tensor
+    entry_offsets: torch.Tensor
+    item_offsets: torch.Tensor
+    item_keys: torch.Tensor
+    block_seq: torch.Tensor
+    cu_blocks: torch.Tensor
+    chunk_rows: int
+    num_chunks: int
+    num_blocks: int
+    chunk_items: int
+    item_entries: int
+
+
+def _block_tables(
+    batch: int,
+    num_k: int,
+    cu_seqlens: torch.Tensor | None,
+    sel_block_size: int,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """``cu_blocks``, ``block_seq`` and the number of blocks."""
+    if cu_seqlens is None:
+        per_seq = -(-num_k // sel_block_size)
+        cu_blocks = torch.arange(batch + 1, dtype=torch.int32, device=device) * per_seq
+        num_blocks = per_seq * batch
+    else:
+        counts = -(-(cu_seqlens[1:] - cu_seqlens[:-1]) // sel_block_size)
+        cu_blocks = torch.zeros_like(cu_seqlens)
+        cu_blocks[1:] = torch.cumsum(counts, 0, dtype=torch.int32)
+        num_blocks = num_k // sel_block_size + cu_seqlens.shape[0] - 1
+    block = torch.arange(num_blocks, dtype=torch.int32, device=device)
+    seq = torch.searchsorted(cu_blocks[1:], block, right=True, out_int32=True)
+    return cu_blocks, seq.clamp_(max=cu_blocks.shape[0] - 2), num_blocks
+
+
+def build_index(
+    block_indices: torch.Tensor,
+    num_k: int,
+    cu_seqlens: torch.Tensor | None,
+    sel_block_size: int,
+    chunk_rows: int,
+    item_entries: int,
+) -> InverseIndex:
+    """Invert ``block_indices [B, N, Hkv, S]``; deterministic, no synchronisation.
+
+    Args:
+        block_indices: contiguous int32, -1 for none.
+        num_k: keys per sequence, or in all when packed.
+        cu_seqlens: offsets of packed sequences.
+        sel_block_size: tokens of a block.
+        chunk_rows: rows of ``[B * N]`` that a chunk has.
+        item_entries: most queries that an item has.
+    """
+    batch, num_q, num_kv_heads, slots = block_indices.shape
+    device = block_indices.device
+    cu_blocks, block_seq, num_blocks = _block_tables(
+        batch, num_k, cu_seqlens, sel_block_size, device
+    )
+    rows = batch * num_q
+    num_chunks = -(-rows // chunk_rows)
+    num_keys = num_chunks * num_kv_heads * num_blocks
+    row = torch.arange(rows, dtype=torch.int32, device=device)
+    if cu_seqlens is None:
+        seq = row // num_q
+    else:
+        seq = torch.searchsorted(cu_seqlens[1:], row, right=True, out_int32=True)
+    head = torch.arange(num_kv_heads, dtype=torch.int32, device=device)
+    base = (row // chunk_rows * num_kv_heads)[:, None] + head  # [rows, Hkv]
+    base = base * num_blocks + cu_blocks[seq][:, None]
+    chosen = block_indices.view(rows, num_kv_heads, slots)
+    keys = torch.where(chosen >= 0, base[..., None] + chosen, num_keys).view(-1)
+    ordered, entries = torch.sort(keys, stable=True)
+    edges = torch.arange(num_keys + 1, dtype=torch.int32, device=device)
+    entry_offsets = torch.searchsorted(ordered, edges, out_int32=True)
+    counts = entry_offsets[1:] - entry_offsets[:-1]
+    item_offsets = torch.zeros_like(entry_offsets)
+    item_offsets[1:] = torch.cumsum(-(-counts // item_entries), 0, dtype=torch.int32)
+    chunk_entries = min(chunk_rows, rows) * num_kv_heads * slots
+    chunk_items = chunk_entries // item_entries + min(num_kv_heads * num_blocks, chunk_entries)
+    item = torch.arange(num_chunks * chunk_items, dtype=torch.int32, device=device)
+    item_keys = torch.searchsorted(item_offsets[1:], item, right=True, out_int32=True)
+    return InverseIndex(
+        entries=entries.to(torch.int32),
+        entry_offsets=entry_offsets,
+        item_offsets=item_offsets,
+        item_keys=item_keys,
+        block_seq=block_seq,
+        cu_blocks=cu_blocks,
+        chunk_rows=chunk_rows,
+        num_chunks=num_chunks,
+        num_blocks=num_blocks,
+        chunk_items=chunk_items,
+        item_entries=item_entries,
+    )

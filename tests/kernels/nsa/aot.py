@@ -1,0 +1,147 @@
+"""Ahead-of-time compilation of what the NSA launchers would launch, with no GPU; a script.
+
+Prints one JSON line per kernel: registers, stack bytes (spills), shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sparsek_kernels.nsa import (
+    launch_common,
+    launch_compress,
+    launch_compressed,
+    launch_gate,
+    launch_select,
+    launch_selected,
+)
+from sparsek_kernels.nsa.spec import NSASpec
+
+MODULES = (launch_compress, launch_compressed, launch_gate, launch_select, launch_selected)
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+}
+Launch = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
+
+
+class Spy:
+    """Takes the place of a kernel and notes its launches."""
+
+    def __init__(self, name: str, kernel: Any, seen: list[Launch]) -> None:
+        self.name, self.kernel, self.seen = name, kernel, seen
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            self.seen.append((self.name, self.kernel, args, kwargs))
+
+        return call
+
+
+def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch]:
+    """Every kernel of a forward and backward pass, at the tile sizes of ``arch``."""
+    seen: list[Launch] = []
+    for module in MODULES:
+        for name in [n for n in vars(module) if re.fullmatch(r"nsa_\w+_kernel", n)]:
+            setattr(module, name, Spy(name, getattr(module, name), seen))
+    launch_common.device_arch = lambda device: arch
+    launch_compressed.row_dots = lambda dout, dlse, out: out.new_empty(1, dtype=torch.float32)
+    launch_selected.row_dots = launch_compressed.row_dots
+    spec, scale, tokens = NSASpec(), 0.1, 4096
+    q = torch.empty(1, tokens, group, dim, dtype=dtype)
+    k = torch.empty(1, tokens, 1, dim, dtype=dtype)
+    cmp = torch.empty(1, spec.num_compressed(tokens), 1, dim, dtype=dtype)
+    lse = torch.empty(1, group, tokens)
+    indices = torch.zeros(1, tokens, 1, spec.top_n, dtype=torch.int32)
+    gates = [torch.empty(1, tokens, group) for _ in range(3)]
+    launch_compress.mean_pool_forward(k, cmp, None, spec)
+    launch_compress.mean_pool_backward(cmp, k, None, spec)
+    launch_compressed.forward(q, lse, q, cmp, cmp, tokens, None, spec, scale)
+    launch_compressed.backward(q, None, q, cmp, cmp, q, lse, tokens, None, spec, scale)
+    launch_select.select(indices, q, cmp, lse, tokens, None, spec, scale)
+    for rows in (tokens, 1):
+        launch_selected.forward(
+            q[:, :rows], lse, q[:, :rows], k, k, indices[:, :rows], None, 64, scale
+        )
+    launch_selected.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
+    launch_gate.forward(q, [q] * 3, gates)
+    launch_gate.backward([q] * 3 + gates, q, [q] * 3, gates)
+    return list({name: (name, *rest) for name, *rest in seen}.values())
+
+
+def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
+    """Compile one launch as the just-in-time path would specialise it."""
+    name, kernel, args, kwargs = launch
+    names = kernel.arg_names
+    options = {key: value for key, value in kwargs.items() if key not in names}
+    bound = dict(zip(names, args, strict=False))
+    bound |= {key: value for key, value in kwargs.items() if key in names}
+    constexprs = {p.name for p in kernel.params if p.is_constexpr}
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attrs: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, arg in enumerate(names):
+        value = bound[arg]
+        if arg in constexprs or (isinstance(value, int) and value == 1):
+            signature[arg], constants[arg] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[arg] = TYPES[value.dtype]
+            attrs[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[arg] = "fp32"
+        else:
+            signature[arg] = "i32"
+            if value % 16 == 0:
+                attrs[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attrs)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if usage is None:
+        raise ValueError(f"cuobjdump output: expected REG and STACK, got {text!r}")
+    return {
+        "kernel": name,
+        "arch": arch,
+        "registers": int(usage[1]),
+        "stack": int(usage[2]),
+        "shared": compiled.metadata.shared,
+        "warps": compiled.metadata.num_warps,
+        "wgmma": "wgmma" in compiled.asm["ptx"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--arch", type=int, default=90)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--group", type=int, default=16)
+    parser.add_argument("--only", default="")
+    args = parser.parse_args()
+    for launch in launches(args.arch, getattr(torch, args.dtype), args.dim, args.group):
+        if args.only in launch[0]:
+            print(json.dumps(compile_launch(launch, args.arch)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""Every NSA kernel against the oracle, stage by stage; a script, because the interpreter and the
+compiler cannot serve one process.
+
+    TRITON_INTERPRET=1 python kernel_cases.py --device cpu       tiny shapes, no GPU
+    python kernel_cases.py --device cuda --size gpu              the same cases at real sizes
+
+Prints one line per check and exits 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+
+from sparsek_kernels.nsa import (
+    launch_compress,
+    launch_compressed,
+    launch_gate,
+    launch_select,
+    launch_selected,
+)
+from sparsek_kernels.nsa import reference as ref
+from sparsek_kernels.nsa.launch_common import launch_config, problem_shape
+from sparsek_kernels.nsa.sequences import compressed_rows
+from sparsek_kernels.nsa.spec import NSASpec
+
+SMALL = NSASpec(8, 4, 16, 5)
+FULL = NSASpec()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape: tokens (a list packs sequences), query and KV heads, head size, rules."""
+
+    name: str
+    lengths: int | tuple[int, ...]
+    heads: tuple[int, int]
+    dim: int
+    spec: NSASpec = SMALL
+    dtype: torch.dtype = torch.float32
+    batch: int = 1
+    num_q: int | None = None
+    strided: bool = False
+
+
+TINY = [
+    Case("group4", 61, (4, 1), 16),
+    Case("group1-packed", (1, 40, 5, 0, 33), (2, 2), 16),
+    Case("group7-dim24-strided", 50, (7, 1), 24, strided=True),
+    Case("batch2-last-queries", 70, (4, 2), 16, batch=2, num_q=9),
+    Case("no-overlap-fp16", 80, (2, 1), 32, NSASpec(16, 16, 16, 4), torch.float16),
+    Case("three-cells", 70, (3, 1), 16, NSASpec(8, 8, 24, 3, 1, 1)),
+    Case("shorter-than-a-block", 7, (4, 1), 16),
+    Case("free-selection", 66, (4, 1), 16, NSASpec(8, 4, 8, 4, 0, 0)),
+]
+BF16 = torch.bfloat16
+GPU = [
+    Case("g16", 4096, (32, 2), 128, FULL, BF16),
+    Case("g8", 2048, (16, 2), 128, FULL, BF16),
+    Case("g4", 4096, (16, 4), 128, FULL, BF16),
+    Case("g7-dim64", 1531, (14, 2), 64, FULL, BF16),
+    Case("g2-fp16", 2048, (4, 2), 64, FULL, torch.float16),
+    Case("g1", 3000, (2, 2), 128, FULL, BF16),
+    Case("g12-dim96", 1100, (12, 1), 96, FULL, BF16),
+    Case("packed", (1, 1000, 31, 0, 64, 65, 2200), (16, 2), 128, FULL, BF16),
+    Case("batch2-strided", 1111, (8, 2), 64, FULL, BF16, batch=2, strided=True),
+    Case("fp32", 700, (8, 2), 64, FULL, torch.float32),
+    Case("last-queries", 3000, (16, 2), 128, FULL, BF16, num_q=77),
+    Case("dim256", 700, (4, 1), 256, FULL, BF16),
+]
+
+
+class Judge:
+    """Collects verdicts: errors against fp64 at most twice those of torch in the same dtype."""
+
+    def __init__(self, case: str) -> None:
+        self.case = case
+        self.failed = 0
+
+    def error(
+        self, what: str, ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor
+    ) -> None:
+        live = exact.isfinite()
+        same = torch.equal(live, ours.isfinite().to(live.device))
+        ours, plain, exact = (x.double()[live] for x in (ours, plain, exact))
+        size = float(exact.square().mean().sqrt()) if exact.numel() else 0.0
+        floor = 2e-6 * (size + 1e-3)
+        rms, bound = (
+            float((x - exact).square().mean().sqrt()) if exact.numel() else 0.0
+            for x in (ours, plain)
+        )
+        worst, limit = (
+            float((x - exact).abs().max()) if exact.numel() else 0.0 for x in (ours, plain)
+        )
+        good = same and rms <= 2 * bound + floor and worst <= 3 * limit + 20 * floor
+        self.say(good, what, f"rms {rms:.2e} (torch {bound:.2e}) max {worst:.2e} ({limit:.2e})")
+
+    def say(self, good: bool, what: str, detail: str) -> None:
+        self.failed += not good
+        print(f"{'ok  ' if good else 'FAIL'} {self.case:22} {what:24} {detail}", flush=True)
+
+
+def gradients(
+    function: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    inputs: tuple[torch.Tensor, ...],
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    """Outputs and input gradients of ``function`` in ``dtype``."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    out, lse = function(*leaves)
+    total = (out * dout.to(dtype)).sum()
+    total = total + (torch.where(lse.isfinite(), lse, 0.0) * dlse.to(dtype)).sum()
+    grads: tuple[torch.Tensor | None, ...] = (None,) * len(leaves)
+    if total.requires_grad:
+        grads = torch.autograd.grad(total, leaves, allow_unused=True)
+    found = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
+    return [out.detach(), lse.detach(), *found]
+
+
+def run(case: Case, device: str) -> int:
+    """Check every stage of one case; the number of failures."""
+    torch.manual_seed(0)
+    judge, spec, dtype = Judge(case.name), case.spec, case.dtype
+    packed = not isinstance(case.lengths, int)
+    lengths = case.lengths if packed else (case.lengths,)
+    total = sum(lengths)
+    cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device) if packed else None
+    num_q = case.num_q or total
+
+    def draw(rows: int, heads: int) -> torch.Tensor:
+        shape = (case.batch, rows, heads, case.dim)
+        if case.strided:
+            shape = (case.batch, heads, rows, case.dim)
+        x = torch.randn(shape).to(dtype).to(device)
+        return x.transpose(1, 2) if case.strided else x
+
+    q, dout = draw(num_q, case.heads[0]), draw(num_q, case.heads[0])
+    k, v = draw(total, case.heads[1]), draw(total, case.heads[1])
+    dlse = torch.randn(case.batch, case.heads[0], num_q).to(device)
+    scale = case.dim**-0.5
+    group = case.heads[0] // case.heads[1]
+    edges = cu.tolist() if cu is not None else [0, total]
+    bounds = list(pairwise(edges)) if packed else [(0, total)] * case.batch
+
+    # compression
+    def pooled(x: torch.Tensor) -> torch.Tensor:
+        parts = [
+            ref.compress_reference(
+                x[0 if packed else b, lo:hi], spec.cmp_block_size, spec.cmp_stride
+            )
+            for b, (lo, hi) in enumerate(bounds)
+        ]
+        return torch.cat(parts)[None] if packed else torch.stack(parts)
+
+    rows = compressed_rows(cu, total, spec.cmp_block_size, spec.cmp_stride)
+    k_cmp = torch.full((case.batch, rows, *k.shape[2:]), float("nan"), dtype=dtype, device=device)
+    v_cmp = k_cmp.clone()
+    launch_compress.mean_pool_forward(k, k_cmp, cu, spec)
+    launch_compress.mean_pool_forward(v, v_cmp, cu, spec)
+    used = pooled(k.double()).shape[1]
+    judge.error("mean pool", k_cmp[:, :used], pooled(k), pooled(k.double()))
+    judge.say(bool((k_cmp[:, used:] == 0).all()), "mean pool tail", "zeros")
+    dcmp = torch.randn(k_cmp.shape).to(dtype).to(device)
+    dx = torch.full_like(k, float("nan"), memory_format=torch.contiguous_format)
+    launch_compress.mean_pool_backward(dcmp, dx, cu, spec)
+    leaf = k.double().requires_grad_()
+    (exact,) = torch.autograd.grad(pooled(leaf), leaf, dcmp[:, :used].double())
+    judge.error("mean pool backward", dx, exact.to(dtype), exact)
+
+    # compressed attention
+    def split(x: torch.Tensor, b: int) -> tuple[torch.Tensor, int, slice]:
+        lo, hi = bounds[b]
+        if packed:
+            first = sum(spec.num_compressed(n) for n in lengths[:b])
+            return x[0, lo:hi], hi - lo, slice(first, first + spec.num_compressed(hi - lo))
+        return x[b], total, slice(0, spec.num_compressed(total))
+
+    def join(
+        parts: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if packed:
+            return torch.cat([p[0] for p in parts])[None], torch.cat([p[1] for p in parts], 1)[None]
+        return torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts])
+
+    probs: list[torch.Tensor] = []
+
+    def compressed(q: torch.Tensor, kc: torch.Tensor, vc: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts = []
+        probs.clear()
+        for b in range(len(bounds)):
+            part, length, at = split(q, b)
+            i = 0 if packed else b
+            seen = ref.compressed_mask(
+                part.shape[0], length, at.stop - at.start, spec.cmp_block_size, spec.cmp_stride
+            ).to(device)
+            found = ref.masked_attention(part, kc[i, at], vc[i, at], seen, scale)
+            probs.append(found[2].detach())
+            parts.append(found[:2])
+        return join(parts)
+
+    out = torch.full(q.shape, float("nan"), dtype=dtype, device=device)
+    lse = torch.full(dlse.shape, float("nan"), dtype=torch.float32, device=device)
+    launch_compressed.forward(out, lse, q, k_cmp, v_cmp, total, cu, spec, scale)
+    plain = gradients(compressed, (q, k_cmp, v_cmp), dout, dlse, dtype)
+    exact_all = gradients(compressed, (q, k_cmp, v_cmp), dout, dlse, torch.float64)
+    judge.error("compressed out", out, plain[0], exact_all[0])
+    judge.error("compressed lse", lse, exact_all[1].to(dtype), exact_all[1])
+    dead = lse == float("-inf")
+    found = launch_compressed.backward(
+        dout, dlse.masked_fill(dead, 0.0), q, k_cmp, v_cmp, out, lse, total, cu, spec, scale
+    )
+    for name, ours, low, high in zip(
+        ("dq", "dk_cmp", "dv_cmp"), found, plain[2:], exact_all[2:], strict=True
+    ):
+        judge.error(f"compressed {name}", ours, low, high)
+
+    # selection
+    shape = (case.batch, num_q, case.heads[1], spec.top_n)
+    indices = torch.full(shape, -7, dtype=torch.int32, device=device)
+    launch_select.select(indices, q, k_cmp, lse, total, cu, spec, scale)
+    equal, lost = [], 0.0
+    for b in range(len(bounds)):
+        _, length, _ = split(q, b)
+        lo = bounds[b][0] if packed else 0
+        scores = ref.block_scores(
+            probs[b].cpu(), spec.num_selectable(length), case.heads[1], spec.cmp_block_size,
+            spec.cmp_stride, spec.sel_block_size,
+        )  # fmt: skip
+        want = ref.select_reference(
+            scores, length, spec.sel_block_size, spec.top_n, spec.num_init_blocks,
+            spec.num_local_blocks,
+        )  # fmt: skip
+        have = indices[0 if packed else b, lo : lo + want.shape[0]].cpu()
+        equal.append((have == want).flatten())
+        if want.numel():
+            wanted, found_mass = (
+                torch.where(x >= 0, scores.transpose(0, 1).gather(2, x.clamp(min=0).long()), 0.0)
+                for x in (want, have)
+            )
+            lost = max(lost, float((wanted.sum(-1) - found_mass.sum(-1)).abs().max()))
+    share = float(torch.cat(equal).double().mean())
+    near = 1e-5 if dtype == torch.float32 else 2e-3
+    judge.say(share > 0.98 and lost < near, "selection", f"equal {share:.4f}, mass lost {lost:.1e}")
+
+    # selected attention, both designs, on the selection just made
+    def selected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts = []
+        for b in range(len(bounds)):
+            part, length, _ = split(q, b)
+            chosen = split(indices, b)[0]
+            lo, hi = bounds[b]
+            i = 0 if packed else b
+            mask = ref.selected_mask(chosen.cpu(), length, spec.sel_block_size, group).to(device)
+            parts.append(ref.masked_attention(part, k[i, lo:hi], v[i, lo:hi], mask, scale)[:2])
+        return join(parts)
+
+    plain = gradients(selected, (q, k, v), dout, dlse, dtype)
+    exact_all = gradients(selected, (q, k, v), dout, dlse, torch.float64)
+    base = launch_config(q, problem_shape(q, case.heads[1], total), spec.top_n)
+    rows_all = case.batch * num_q
+    chunked = replace(
+        base, token_major=False, chunk_rows=-(-rows_all // 3), item_entries=max(rows_all // 9, 5)
+    )
+    designs = {
+        "token-major": replace(base, token_major=True),
+        "block-major": replace(base, token_major=False),
+        "block-major chunks": chunked,
+    }
+    for design, config in designs.items():
+        out.fill_(float("nan"))
+        lse.fill_(float("nan"))
+        launch_selected.forward(out, lse, q, k, v, indices, cu, spec.sel_block_size, scale, config)
+        judge.error(f"{design} out", out, plain[0], exact_all[0])
+        judge.error(f"{design} lse", lse, exact_all[1].to(dtype), exact_all[1])
+    for design in ("block-major", "block-major chunks"):
+        found = launch_selected.backward(
+            *(dout, dlse, q, k, v, out, lse, indices, cu, spec.sel_block_size, scale),
+            designs[design],
+        )
+        for name, ours, low, high in zip(
+            ("dq", "dk", "dv"), found, plain[2:], exact_all[2:], strict=True
+        ):
+            judge.error(f"{design} {name}", ours, low, high)
+
+    # gates
+    branches = [torch.randn(q.shape).to(dtype).to(device) for _ in range(3)]
+    gates = [torch.rand(q.shape[:3]).to(device) for _ in range(3)]
+    launch_gate.forward(out, branches, gates)
+    leaves = [x.double().requires_grad_() for x in (*branches, *gates)]
+    exact = sum(b * g[..., None] for b, g in zip(leaves[:3], leaves[3:], strict=True))
+    judge.error("gate", out, exact.detach().to(dtype), exact.detach())
+    grads = [torch.full_like(x, float("nan")) for x in (*branches, *gates)]
+    launch_gate.backward(grads, dout, branches, gates)
+    for i, want in enumerate(torch.autograd.grad(exact, leaves, dout.double())):
+        judge.error(f"gate gradient {i}", grads[i], want.to(grads[i].dtype), want)
+    return judge.failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--size", choices=["tiny", "gpu"], default="tiny")
+    parser.add_argument("--only", default="")
+    args = parser.parse_args()
+    cases = TINY if args.size == "tiny" else GPU
+    failed = sum(run(case, args.device) for case in cases if args.only in case.name)
+    print(f"{failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
