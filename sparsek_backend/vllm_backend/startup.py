@@ -103,8 +103,8 @@ def check_page_size(resolved: ResolvedConfig, page_size: int) -> None:
 
 _REMEDIES = {
     "head_size": "use a model whose head size is a multiple of 8 from 32 to 256",
-    "dtype": "--dtype bfloat16, float16 or float32",
     "kv_cache_dtype": "--kv-cache-dtype auto",
+    "dtype": "--dtype bfloat16, float16 or float32",
     "block_size": "--block-size 64, or another multiple of 16",
     "MLA": "leave --attention-backend out: vLLM's MLA backends serve this model",
     "sparse": "leave --attention-backend out: the model brings its own sparse attention",

@@ -79,7 +79,7 @@ class TokenScoring:
     """Scoring of single tokens, each a tile of its own (decodes)."""
 
     index: SummaryIndex
-    future: torch.Tensor  # [T, 1, 1, blocks] 0 or -inf: the token's own block and later ones
+    future: torch.Tensor  # [T, 1, 1, blocks] bool: the token's own block and later ones
     outside: torch.Tensor  # [T, 1, blocks] bool
 
 
@@ -89,8 +89,7 @@ def plan_tokens(
     """Index tensors to score ``T`` tokens.  table: ``[T, W]``; positions: ``[T]``."""
     own = positions // rule.sel_block_size
     block = torch.arange(int(own.max()))
-    future = torch.zeros(own.shape[0], block.shape[0])
-    future.masked_fill_(block >= own[:, None], float("-inf"))
+    future = block >= own[:, None]
     outside = (block < rule.sink_blocks) | (block >= own[:, None] - rule.reach_blocks)
     return TokenScoring(
         index=SummaryIndex(table, block.shape[0]),
@@ -108,7 +107,8 @@ def select_tokens(
 ) -> torch.Tensor:
     """Blocks of single tokens.  q: ``[T, Hkv, G, D]``; returns ``[T, Hkv, scored_blocks]``."""
     summaries = plan.index.read(k_summary, rule.sel_block_size)
-    logits = block_logits(q, summaries, rule, softmax_scale).add_(plan.future)
+    logits = block_logits(q, summaries, rule, softmax_scale)
+    logits.masked_fill_(plan.future, float("-inf"))  # blocks past the end may hold NaN
     scores = torch.softmax(logits, dim=-1).sum(2)
     return best_blocks(scores, plan.outside, rule.scored_blocks)
 

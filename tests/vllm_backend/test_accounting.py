@@ -1,0 +1,127 @@
+"""Counts of attended keys, and what is told about them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsek_backend.vllm_backend.accounting import (
+    attended,
+    attended_by_requests,
+    query_positions,
+)
+from sparsek_backend.vllm_backend.report import describe_layers, format_ranges
+from sparsek_backend.vllm_backend.stats import LOG_INTERVAL, EngineStats
+from sparsek_kernels.fallback import count_fallback
+from sparsek_kernels.paged.policy import SelectionPolicy
+
+policies = st.one_of(
+    st.just(SelectionPolicy()),
+    st.builds(
+        SelectionPolicy,
+        num_sink=st.integers(0, 200),
+        window_size=st.integers(1, 700),
+        top_k=st.sampled_from([0, 1, 2, 7, 32]),
+        sel_block_size=st.sampled_from([16, 32, 64, 128]),
+        dense_below=st.sampled_from([0, 1, 100, 1024]),
+        query_tile=st.sampled_from([1, 16, 64, 100]),
+    ),
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(policies, st.lists(st.integers(0, 20_000), max_size=20))
+def test_vectorised_counts_equal_the_policy(policy: SelectionPolicy, positions: list[int]) -> None:
+    found = attended(policy, np.array(positions, dtype=np.int64))
+    assert found.tolist() == [policy.attended_tokens(position) for position in positions]
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    policies,
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 90)), max_size=6),
+    st.integers(0, 6),
+)
+def test_batches(policy: SelectionPolicy, requests: list[tuple[int, int]], decodes: int) -> None:
+    decodes = min(decodes, len(requests))
+    seq_lens = np.array([before + new for before, new in requests], dtype=np.int64)
+    query_lens = np.array([new for _, new in requests], dtype=np.int64)
+    expected = sum(
+        (policy.per_token() if index < decodes else policy).attended_tokens(position)
+        for index, (before, new) in enumerate(requests)
+        for position in range(before, before + new)
+    )
+    assert attended_by_requests(policy, seq_lens, query_lens, decodes) == expected
+
+
+def test_positions() -> None:
+    found = query_positions(np.array([5, 3, 9]), np.array([2, 0, 3]))
+    assert found.tolist() == [3, 4, 6, 7, 8]
+
+
+def test_share_of_an_8k_decode() -> None:
+    policy = SelectionPolicy(num_sink=64, window_size=512, top_k=16)
+    assert policy.per_token().attended_tokens(8191) / 8192 <= 0.20
+
+
+def test_totals_share_and_log_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("sparsek_backend.vllm_backend.stats._make_counters", lambda: {})
+    stats = EngineStats(_last_log=0.0)
+    assert stats.attended_share == 1.0
+    assert stats.record_step(50, 100) is None
+    clock[0] = LOG_INTERVAL + 1
+    line = stats.record_step(50, 300)
+    assert line is not None
+    assert "25.0 %" in line
+    assert stats.record_step(1, 2) is None
+    clock[0] *= 2
+    line = stats.record_step(99, 98)
+    assert line is not None
+    assert "attended 100.0 % of the context (since start 40.0 %)" in line
+    assert (stats.steps, stats.attended_tokens, stats.context_tokens) == (4, 200, 500)
+
+
+def test_prometheus_counters() -> None:
+    prometheus = pytest.importorskip("prometheus_client")
+    from sparsek_backend.vllm_backend.stats import STATS
+
+    def sample(name: str, labels: dict[str, str] | None = None) -> float:
+        return prometheus.REGISTRY.get_sample_value(name, labels) or 0.0
+
+    STATS.record_step(0, 0)
+    reason = "a test's reason"
+    before = sample("sparsek_attended_tokens_total"), sample("sparsek_context_tokens_total")
+    count_fallback(reason)
+    STATS.record_step(3, 7)
+    assert sample("sparsek_attended_tokens_total") == before[0] + 3
+    assert sample("sparsek_context_tokens_total") == before[1] + 7
+    assert sample("sparsek_fallback_total", {"reason": reason}) == 1
+    STATS.record_step(0, 0)
+    assert sample("sparsek_fallback_total", {"reason": reason}) == 1
+
+
+def test_ranges_of_layers() -> None:
+    assert format_ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert format_ranges([4]) == "4"
+    assert format_ranges([]) == ""
+
+
+def test_the_line_per_layer_group() -> None:
+    policy = SelectionPolicy(num_sink=64, window_size=512, top_k=32, dense_below=4096)
+    assert describe_layers(range(30), policy, None, 128, "cpu") == (
+        "SPARSEK layers 0-29: block_topk, 1 sink block + window 512 + 32 blocks of 64 per KV head, "
+        "dense below 4096, 3.1 % summaries, pages of 128, CPU torch path"
+    )
+    window = SelectionPolicy(num_sink=4, window_size=512)
+    assert "sink_window, 4 sink tokens + window 512" in describe_layers(
+        [0], window, None, 64, "cuda"
+    )
+    assert "the model's sliding window of 48" in describe_layers(
+        [1], SelectionPolicy(num_sink=0, window_size=48), None, 64, "cpu"
+    )
+    line = describe_layers([3], SelectionPolicy(), "ALiBi", 64, "cpu")
+    assert line == "SPARSEK layers 3: dense, pages of 64, SDPA fallback (ALiBi)"

@@ -1,0 +1,342 @@
+"""One layer without an engine: pages, metadata, dispatch, and what never leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek_kernels.fallback import fallback_counts, sdpa_fallback
+from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.reference import paged_attention_reference
+from tests.vllm_backend.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+PAGE, HEADS, KV_HEADS, DIM = 32, 4, 2, 32
+SETTINGS = {
+    "dense_below": 0,
+    "num_sink": 16,
+    "window_size": 32,
+    "sel_block_size": 32,
+    "top_k": 2,
+    "query_tile": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def vllm_config(registered: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    model: Path = make_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+    return EngineArgs(
+        model=str(model),
+        attention_backend="SPARSEK",
+        dtype="float32",
+        block_size=PAGE,
+        additional_config={"sparsek": SETTINGS},
+    ).create_engine_config()
+
+
+@contextmanager
+def building(config: Any) -> Iterator[Any]:
+    """As while vLLM builds a model; its layers are forgotten afterwards."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(config):
+        yield config
+    config.compilation_config.static_forward_context.clear()
+
+
+@pytest.fixture
+def current(vllm_config: Any) -> Iterator[Any]:
+    with building(vllm_config) as config:
+        yield config
+
+
+def make_layer(index: int = 0, **options: Any) -> Any:
+    """vLLM's own attention layer, as a model builds it."""
+    from vllm.model_executor.layers.attention import Attention
+
+    from sparsek_backend.vllm_backend.backend import SparseKBackend
+
+    return Attention(
+        HEADS,
+        DIM,
+        DIM**-0.5,
+        num_kv_heads=KV_HEADS,
+        prefix=f"model.layers.{index}.attn",
+        attn_backend=SparseKBackend,
+        **options,
+    )
+
+
+def make_spec(layer: Any, config: Any) -> Any:
+    from vllm.v1.worker.utils import customize_attention_spec
+
+    return customize_attention_spec(layer.attn_backend, layer.get_kv_cache_spec(config))
+
+
+def make_builder(layer: Any, config: Any) -> Any:
+    from sparsek_backend.vllm_backend.metadata import SparseKMetadataBuilder
+
+    spec = make_spec(layer, config)
+    return SparseKMetadataBuilder(spec, [layer.layer_name], config, torch.device("cpu")), spec
+
+
+def make_cache(spec: Any, pages: int) -> torch.Tensor:
+    """A layer's cache as vLLM lays it out, every byte NaN."""
+    stride = spec.page_size_bytes // 4
+    raw = torch.full((pages * stride,), float("nan"))
+    return raw.as_strided((pages, KV_HEADS, PAGE, 2 * DIM), (stride, PAGE * 2 * DIM, 2 * DIM, 1))
+
+
+def make_step(seq_lens: list[int], query_lens: list[int], pages: int, **fields: Any) -> Any:
+    """vLLM's metadata of a step whose pages are taken from the end of the pool."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    offsets = torch.tensor([0, *query_lens]).cumsum(0).int()
+    free = iter(range(pages - 1, 0, -1))
+    table = torch.zeros(len(seq_lens), pages, dtype=torch.int32)
+    slots = []
+    for row, (length, new) in enumerate(zip(seq_lens, query_lens, strict=True)):
+        for page in range(-(-length // PAGE)):
+            table[row, page] = next(free)
+        positions = torch.arange(length - new, length)
+        slots.append(table[row, positions // PAGE].long() * PAGE + positions % PAGE)
+    return CommonAttentionMetadata(
+        query_start_loc=offsets,
+        query_start_loc_cpu=offsets,
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        num_reqs=len(seq_lens),
+        num_actual_tokens=sum(query_lens),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        block_table_tensor=table,
+        slot_mapping=torch.cat(slots),
+        **fields,
+    )
+
+
+def run(layer: Any, builder: Any, cache: torch.Tensor, step: Any, seed: int = 0) -> Any:
+    """Write and attend as vLLM does, with padding rows; returns metadata, q, k, v and output."""
+    generator = torch.Generator().manual_seed(seed)
+    padded = step.num_actual_tokens + 3
+    q = torch.randn(padded, HEADS, DIM, generator=generator)
+    k = torch.randn(padded, KV_HEADS, DIM, generator=generator)
+    v = torch.randn(padded, KV_HEADS, DIM, generator=generator)
+    output = torch.full_like(q, float("nan"))
+    slots = torch.cat([step.slot_mapping, torch.full((3,), -1)])
+    metadata = builder.build(0, step)
+    layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
+    assert layer.impl.forward(layer, q, k, v, cache, metadata, output) is output
+    real = step.num_actual_tokens
+    assert output[real:].isnan().all()
+    return metadata, q[:real], k[:real], v[:real], output[:real]
+
+
+def test_step_with_decodes_prefills_and_padding(current: Any) -> None:
+    layer = make_layer()
+    builder, spec = make_builder(layer, current)
+    cache = make_cache(spec, 64)
+    run(layer, builder, cache, make_step([299, 220], [299, 220], 64), seed=1)
+    step = make_step([300, 221, 400], [1, 1, 400], 64)
+    metadata, q, _, _, output = run(layer, builder, cache, step)
+    batch = metadata.batch
+    assert (batch.num_decodes, batch.num_prefills, batch.num_decode_tokens) == (2, 1, 2)
+    assert batch.seq_lens_host == (300, 221, 400)
+    assert batch.query_lens_host == (1, 1, 400)
+    policy = layer.impl.policy
+    assert policy.selects_blocks
+    expected = paged_attention_reference(q, cache[..., :DIM], cache[..., DIM:], batch, policy)
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
+    share = policy.per_token().attended_tokens(299) + policy.per_token().attended_tokens(220)
+    share += sum(policy.attended_tokens(position) for position in range(400))
+    assert metadata.attended_tokens == share
+    assert metadata.context_tokens == 300 + 221 + 400 * 401 // 2
+    assert metadata.attended_share == share / metadata.context_tokens
+
+
+def test_metadata_is_frozen(current: Any) -> None:
+    layer = make_layer()
+    builder, _ = make_builder(layer, current)
+    metadata = builder.build(0, make_step([40], [40], 4))
+    with pytest.raises(AttributeError):
+        metadata.causal = False
+
+
+def test_profiling_without_metadata(current: Any) -> None:
+    layer = make_layer()
+    q, output = torch.randn(3, HEADS, DIM), torch.full((3, HEADS, DIM), float("nan"))
+    layer.impl.forward(layer, q, q, q, torch.tensor([]), None, output)
+    assert (output == 0).all()
+
+
+def test_pages_have_room_for_summaries_only_where_layers_select(current: Any) -> None:
+    from sparsek_backend.vllm_backend.backend import summary_bytes
+
+    layer = make_layer()
+    spec = make_spec(layer, current)
+    assert summary_bytes(spec) == KV_HEADS * (PAGE // 16) * DIM * 4
+    assert spec.page_size_bytes == spec.unpadded_page_size_bytes + summary_bytes(spec)
+    sliding = make_layer(1, per_layer_sliding_window=48)
+    window = make_spec(sliding, current)
+    assert window.page_size_padded is None
+
+
+def test_pages_keep_their_size_where_no_layer_selects(vllm_config: Any) -> None:
+    dense = replace(vllm_config, additional_config={"sparsek": {"mode": "dense"}})
+    with building(dense):
+        layer = make_layer()
+        builder, spec = make_builder(layer, dense)
+        assert spec.page_size_padded is None
+        assert layer.impl.policy.is_dense
+        cache = make_cache(spec, 8)
+        run(layer, builder, cache, make_step([70], [70], 8))
+
+
+def test_a_cache_without_room_is_refused() -> None:
+    from sparsek_backend.vllm_backend.impl import view_pages
+
+    cache = torch.zeros(4, KV_HEADS, PAGE, 2 * DIM)
+    assert view_pages(cache, with_summary=False).summary is None
+    with pytest.raises(ValueError, match=r"kv_cache: expected pages of at least"):
+        view_pages(cache, with_summary=True)
+
+
+def test_old_vllm_pads_through_the_layer(current: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM before 0.32 has no ``customize_spec``: the layer's own method is wrapped."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionBackend
+
+    from sparsek_backend.vllm_backend import compat
+    from sparsek_backend.vllm_backend.backend import summary_bytes
+
+    monkeypatch.setattr(Attention, "get_kv_cache_spec", Attention.get_kv_cache_spec)
+    monkeypatch.setattr(Attention, compat._HOOKED, None, raising=False)
+    monkeypatch.delattr(Attention, compat._HOOKED)
+    monkeypatch.delattr(AttentionBackend, "customize_spec")
+    layer = make_layer()
+    spec = layer.get_kv_cache_spec(current)
+    assert spec.page_size_bytes == spec.unpadded_page_size_bytes + summary_bytes(spec)
+    del layer.impl
+    assert layer.get_kv_cache_spec(current).page_size_padded is None
+    monkeypatch.undo()
+
+
+def test_old_cache_interface() -> None:
+    from sparsek_backend.vllm_backend.backend import SparseKBackend
+
+    assert SparseKBackend.get_kv_cache_shape(7, 64, 8, 128) == (7, 8, 64, 256)
+    order = SparseKBackend.get_kv_cache_stride_order()
+    layered = SparseKBackend.get_kv_cache_stride_order(include_num_layers_dimension=True)
+    assert order == (0, 1, 2, 3)
+    assert sorted(layered) == [0, 1, 2, 3, 4]
+    assert layered[0] != 0
+    assert not SparseKBackend.use_cascade_attention()
+
+
+def test_window_and_sinks_of_the_model(current: Any) -> None:
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    layer = make_layer(per_layer_sliding_window=48, sinks=sinks)
+    builder, spec = make_builder(layer, current)
+    assert layer.impl.policy == SelectionPolicy(window_size=48, sel_block_size=64)
+    cache = make_cache(spec, 32)
+    metadata, q, k, v, output = run(layer, builder, cache, make_step([150, 33], [150, 33], 32))
+    assert metadata.batch.num_decodes == 0
+    offsets = [0, 150, 183]
+    expected = sdpa_fallback(
+        q,
+        k,
+        v,
+        reason="a test",
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets,
+        window_size=48,
+        sinks=sinks,
+    )
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_bidirectional_prefix_is_served_by_the_fallback(current: Any) -> None:
+    layer = make_layer()
+    builder, spec = make_builder(layer, current)
+    cache = make_cache(spec, 32)
+    ranges = {1: [(5, 60), (70, 79)]}
+    step = make_step([50, 90], [50, 90], 32, mm_req_doc_ranges=ranges)
+    before = fallback_counts().get("bidirectional prefix", 0)
+    metadata, q, k, v, output = run(layer, builder, cache, step)
+    assert fallback_counts()["bidirectional prefix"] == before + 1
+    assert metadata.bidirectional_ranges == ((), [(5, 60), (70, 79)])
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+    for rows, found in ((slice(0, 50), ()), (slice(50, 140), ranges[1])):
+        length = rows.stop - rows.start
+        seen = torch.ones(length, length, dtype=torch.bool).tril()
+        for low, high in found:
+            seen[low : high + 1, low : high + 1] = True
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            *(x[rows].transpose(0, 1) for x in (q, k, v)), attn_mask=seen
+        )
+        torch.testing.assert_close(output[rows], expected.transpose(0, 1), atol=1e-5, rtol=1e-5)
+
+
+def test_prefixes_that_are_past_need_no_fallback(current: Any) -> None:
+    layer = make_layer()
+    builder, _ = make_builder(layer, current)
+    step = make_step([90], [1], 32, mm_req_doc_ranges={0: [(5, 60), (70, 70)]})
+    assert builder.build(0, step).bidirectional_ranges is None
+    step = make_step([90], [40], 32, mm_req_doc_ranges={0: [(5, 60)]})
+    assert builder.build(0, step).bidirectional_ranges == ([(5, 60)],)
+
+
+def test_per_request_causality_is_refused(current: Any) -> None:
+    layer = make_layer()
+    builder, _ = make_builder(layer, current)
+    step = make_step([40], [40], 4)
+    step.causal = torch.tensor([True])
+    with pytest.raises(NotImplementedError, match="causal"):
+        builder.build(0, step)
+
+
+def test_quantised_output_is_refused(current: Any) -> None:
+    layer = make_layer()
+    q = torch.zeros(1, HEADS, DIM)
+    with pytest.raises(NotImplementedError, match="output_scale"):
+        layer.impl.forward(layer, q, q, q, q, None, q, output_scale=torch.ones(1))
+
+
+def test_cuda_graphs_except_for_fallbacks(current: Any) -> None:
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    from sparsek_backend.vllm_backend.metadata import SparseKMetadataBuilder
+
+    layer = make_layer()
+    spec = make_spec(layer, current)
+    support = SparseKMetadataBuilder.get_cudagraph_support
+    assert support(current, spec) is AttentionCGSupport.UNIFORM_BATCH
+    make_layer(1, logits_soft_cap=30.0)
+    assert support(current, spec) is AttentionCGSupport.NEVER
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["bounds", "none"])
+def test_device_metadata_needs_no_device_lengths(current: Any, known: bool) -> None:
+    """On a GPU nothing is read back: lengths come from the scheduler's upper bounds."""
+    layer = make_layer()
+    builder, _ = make_builder(layer, current)
+    builder.on_host = False
+    step = make_step([90, 50], [1, 50], 32)
+    step.seq_lens_cpu_upper_bound = step.seq_lens.clone() if known else None
+    step.seq_lens = SimpleNamespace(shape=(2,))
+    metadata = builder.build(0, step)
+    assert metadata.batch.seq_lens_host is None
+    assert metadata.batch.query_lens_host is None
+    assert metadata.batch.num_decodes == 1
+    assert metadata.context_tokens >= 90 + 50 * 51 // 2
+    if known:
+        assert metadata.context_tokens == 90 + 50 * 51 // 2

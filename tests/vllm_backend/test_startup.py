@@ -1,0 +1,249 @@
+"""What cannot be served stops the start, with one message that has the reason and the remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek_backend.config import ConfigError, resolve_config
+from tests.vllm_backend.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+GOOD = {
+    "head_size": 64,
+    "dtype": torch.bfloat16,
+    "kv_cache_dtype": "auto",
+    "block_size": 64,
+    "use_mla": False,
+    "has_sink": False,
+    "use_sparse": False,
+    "use_mm_prefix": False,
+    "use_per_head_quant_scales": False,
+    "device_capability": None,
+    "attn_type": "decoder",
+}
+
+
+def reasons(**changes: Any) -> list[str]:
+    from sparsek_backend.vllm_backend.backend import SparseKBackend
+
+    return SparseKBackend.validate_configuration(**{**GOOD, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"head_size": size} for size in (32, 40, 64, 80, 96, 112, 128, 192, 256)),
+        *({"dtype": dtype} for dtype in (torch.float16, torch.bfloat16, torch.float32)),
+        *({"block_size": size} for size in (None, 16, 48, 64, 128, 256)),
+        {"kv_cache_dtype": "bfloat16"},
+        {"has_sink": True},
+        {"has_sliding_window": True},
+        {"use_mm_prefix": True},
+        {"attn_type": "encoder_only"},
+        {"device_capability": (9, 0)},
+        {"device_capability": (8, 0)},
+    ],
+    ids=str,
+)
+def test_served(changes: dict[str, Any]) -> None:
+    assert reasons(**changes) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"head_size": 16}, "head_size"),
+        ({"head_size": 100}, "head_size"),
+        ({"head_size": 512}, "head_size"),
+        ({"dtype": torch.float64}, "dtype"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"block_size": 24}, "block_size"),
+        ({"use_mla": True}, "MLA"),
+        ({"use_sparse": True}, "sparse"),
+        ({"use_per_head_quant_scales": True}, "per-head quant scales"),
+        ({"attn_type": "encoder_decoder"}, "encoder_decoder"),
+        ({"attn_type": "encoder"}, "attention type encoder"),
+        ({"use_non_causal": True}, "non-causal"),
+        ({"device_capability": (7, 5)}, "compute capability"),
+    ],
+    ids=str,
+)
+def test_refused_with_a_remedy(changes: dict[str, Any], words: str) -> None:
+    (reason,) = reasons(**changes)
+    assert words in reason
+    assert "remedy:" in reason
+
+
+def test_the_backend_is_no_sparse_mla_backend() -> None:
+    from sparsek_backend.vllm_backend.backend import SparseKBackend
+
+    assert not SparseKBackend.is_sparse()
+    assert not SparseKBackend.is_mla()
+    assert SparseKBackend.get_preferred_block_size(16) == 64
+    assert SparseKBackend.get_preferred_block_size(128) == 128
+
+
+def test_several_reasons_are_all_told() -> None:
+    from sparsek_backend.vllm_backend.startup import refuse_if_invalid
+
+    selection = {name: value for name, value in GOOD.items() if name != "device_capability"}
+    with pytest.raises(ValueError, match=r"SPARSEK cannot serve.*head_size.*MLA") as caught:
+        refuse_if_invalid({**selection, "head_size": 576, "use_mla": True})
+    assert str(caught.value).count("remedy:") == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "page_size", "words"),
+    [
+        ({"sel_block_size": 64}, 48, ("sel_block_size", "48", "--block-size 64")),
+        ({"score_kind": "min_max"}, 16, ("score_kind", "multiple of 32", "cell_mean")),
+    ],
+    ids=["nesting", "min-max"],
+)
+def test_pages_that_do_not_fit(
+    settings: dict[str, Any], page_size: int, words: tuple[str, ...]
+) -> None:
+    from sparsek_backend.vllm_backend.startup import check_page_size
+
+    with pytest.raises(ConfigError) as caught:
+        check_page_size(resolve_config(settings, {}), page_size)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 192])
+def test_pages_that_fit(page_size: int) -> None:
+    from sparsek_backend.vllm_backend.startup import check_page_size
+
+    check_page_size(resolve_config(None, {}), page_size)
+    check_page_size(resolve_config({"mode": "sink_window"}, {}), 48)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+def configure(model: Path, **options: Any) -> Any:
+    """Everything that vLLM decides about an engine before it starts one."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    backend = options.pop("attention_backend", "SPARSEK")
+    args = EngineArgs(model=str(model), attention_backend=backend, **options)
+    return args.create_engine_config()
+
+
+def test_a_good_engine_is_configured(llama: Path) -> None:
+    config = configure(llama, additional_config={"sparsek": {"top_k": 4}})
+    assert config.attention_config.backend.name == "SPARSEK"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"additional_config": {"sparsek": {"topk": 4}}}, ("topk", "did you mean top_k")),
+        ({"additional_config": {"sparsek": {"window_size": 0}}}, ("window_size", "got 0")),
+        ({"block_size": 48}, ("sel_block_size", "48")),
+        ({"kv_cache_dtype": "fp8"}, ("kv_cache_dtype", "--kv-cache-dtype auto")),
+    ],
+    ids=["unknown", "invalid", "page", "fp8"],
+)
+def test_settings_stop_the_start(
+    llama: Path, options: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ValueError, match="SPARSEK") as caught:
+        configure(llama, **options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_settings_from_the_environment_stop_the_start(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSEK_TOP_K", "-3")
+    with pytest.raises(ValueError, match=r"top_k \(from SPARSEK_TOP_K\).*-3"):
+        configure(llama)
+
+
+def test_other_backends_ignore_our_settings(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEK_TOP_K", "-3")
+    options = {"additional_config": {"sparsek": {"topk": 4}}}
+    assert configure(llama, attention_backend=None, **options) is not None
+    assert configure(llama, attention_backend="CPU_ATTN", **options) is not None
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> Path:
+    folder.joinpath("config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def test_odd_head_size_is_refused(llama: Path, tmp_path: Path) -> None:
+    config = json.loads(llama.joinpath("config.json").read_text(encoding="utf-8"))
+    _write_config(tmp_path, {**config, "head_dim": 20})
+    with pytest.raises(ValueError, match=r"SPARSEK cannot serve.*head_size.*remedy"):
+        configure(tmp_path, skip_tokenizer_init=True)
+
+
+def test_mla_models_are_refused(tmp_path: Path) -> None:
+    from transformers import DeepseekV2Config
+
+    config = DeepseekV2Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=32,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        architectures=["DeepseekV2ForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"SPARSEK cannot serve.*MLA not supported.*remedy"):
+        configure(tmp_path, skip_tokenizer_init=True)
+
+
+def test_encoder_decoder_models_are_refused(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    from sparsek_backend.vllm_backend.startup import check_engine
+
+    model = SimpleNamespace(is_encoder_decoder=True, hf_text_config=None, hf_config=None)
+    engine = SimpleNamespace(additional_config={}, model_config=model)
+    with pytest.raises(ValueError, match=r"cross-attention is not served"):
+        check_engine(engine)
+
+
+def test_model_config_section_is_read(tmp_path: Path, llama: Path) -> None:
+    from sparsek_backend.vllm_backend.startup import engine_config
+
+    config = json.loads(llama.joinpath("config.json").read_text(encoding="utf-8"))
+    section = {"block_size": 32, "window_size": 128, "topk": 9, "init_blocks": 1, "dense_len": 256}
+    _write_config(tmp_path, {**config, "sparse_config": section})
+    resolved = engine_config(configure(tmp_path, skip_tokenizer_init=True))
+    found = resolved.config
+    assert (found.sel_block_size, found.window_size, found.top_k) == (32, 128, 8)
+    assert resolved.sources["top_k"] == "the model's config"
+
+
+def test_implementation_refuses_what_it_cannot_mask() -> None:
+    from sparsek_backend.vllm_backend.impl import SparseKImpl
+
+    with pytest.raises(NotImplementedError, match="encoder_decoder"):
+        SparseKImpl(4, 64, 1.0, 4, attn_type="encoder_decoder")
+    with pytest.raises(NotImplementedError, match="square-root"):
+        SparseKImpl(4, 64, 1.0, 4, use_alibi_sqrt=True)
+    with pytest.raises(ValueError, match="expected 4 logits, got 3"):
+        SparseKImpl(4, 64, 1.0, 4, sinks=torch.zeros(3))
