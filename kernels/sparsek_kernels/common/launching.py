@@ -17,8 +17,14 @@ class CompiledLaunch:
     """
 
     def __init__(
-        self, compiled: Any, grid: tuple[int, int, int], tail: tuple[Any, ...], device: int
+        self,
+        compiled: Any,
+        grid: tuple[int, int, int],
+        num_pointers: int,
+        tail: tuple[Any, ...],
+        device: int,
     ) -> None:
+        self.num_pointers = num_pointers
         self._run = compiled.run
         self._head = (compiled.function, compiled.packed_metadata, None, None, None)
         self._grid = grid
@@ -47,8 +53,9 @@ def launch(
     compiled = kernel[grid](
         *pointers, *scalars, **constexprs, num_warps=num_warps, num_stages=num_stages
     )
-    hooked = knobs.runtime.launch_enter_hook is not None
+    hook = knobs.runtime.launch_enter_hook
+    hooked = hook is not None and bool(getattr(hook, "calls", True))
     if compiled is None or hooked or not pointers[0].is_cuda:
         return None
     tail = (*scalars, *constexprs.values())
-    return CompiledLaunch(compiled, grid, tail, pointers[0].device.index)
+    return CompiledLaunch(compiled, grid, len(pointers), tail, pointers[0].device.index)

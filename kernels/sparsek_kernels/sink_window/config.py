@@ -66,8 +66,8 @@ class LaunchConfig:
         sink_block: sink keys per step of the query-major kernels.
         hopper_forward: tile of the warp-specialised forward kernel, where that one is used.
         hopper_backward: tile of the fused backward kernel, where that one is used.
+        small_keys: keys per warpgroup of ``kernels_hopper_small``, 0 where that one is not used.
         heads_together: KV heads that ``hopper_backward`` works on side by side.
-        ping_pong: whether the two warpgroups of ``hopper_forward`` take turns.
         precision: input precision of dot products.
     """
 
@@ -78,8 +78,8 @@ class LaunchConfig:
     sink_block: int
     hopper_forward: TileConfig | None = None
     hopper_backward: TileConfig | None = None
+    small_keys: int = 0
     heads_together: int = 1
-    ping_pong: bool = True
     precision: str = "tf32"
 
 
@@ -133,18 +133,22 @@ def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchC
     if dtype == torch.float32:
         return _fp32_config(shape)
     config = _half_config(shape, arch)
-    dim = shape.padded_dim
     rows = shape.num_q * shape.num_heads * shape.batch
     if arch != 90:
         return config
     if rows <= 8192:
-        # Few rows: smaller tiles so that every multiprocessor gets one.
-        return replace(config, forward=TileConfig(64, 128 if dim <= 64 else 64, 4, 2))
+        # Few rows: smaller tiles, so that every multiprocessor gets one.
+        config = replace(config, forward=TileConfig(64, 64, 4, 3))
+        half = max(64, 1 << ((shape.num_k + 1) // 2 - 1).bit_length())
+        fits = shape.head_dim in (64, 128) and half * shape.head_dim <= 256 * 64
+        return replace(config, small_keys=half) if fits and shape.num_seqs is None else config
     if shape.head_dim not in (64, 128) or shape.num_sink > 64:
         return config
+    # Short windows are mostly edge: narrow blocks waste less of them.
+    short = shape.window_size is not None and shape.window_size <= 2048
     return replace(
         config,
-        hopper_forward=TileConfig(128, 128, 4, 2),
+        hopper_forward=TileConfig(128, 64, 4, 3) if short else TileConfig(128, 128, 4, 2),
         hopper_backward=TileConfig(64, 128, 8, 3),
         heads_together=1 if shape.window_size is not None else 8,
     )

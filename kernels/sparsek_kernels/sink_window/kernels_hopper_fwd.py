@@ -2,8 +2,8 @@
 
 The maths is that of :mod:`kernels_fwd`.  A persistent program takes tiles of ``2 x 64`` query rows
 of one head.  The loading warp streams K and V through shared memory with TMA; each computing
-warpgroup owns 64 rows.  While the tensor cores work on ``q k_j`` and ``p_{j-1} v_{j-1}``, the
-softmax of the other warpgroup runs (FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2).
+warpgroup owns 64 rows and issues ``q k_j`` and ``p_{j-1} v_{j-1}`` together, so that the softmax of
+block ``j`` overlaps the second product (FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2).
 """
 
 from triton.experimental import gluon
@@ -11,178 +11,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.common.masks import visible, window_key_blocks
-from sparsek_kernels.common.sequences import sequence_bounds
+from sparsek_kernels.common.masks import visible
+from sparsek_kernels.sink_window.kernels_hopper_fwd_load import (
+    ROWS,
+    load_partition,
+    tile_index,
+    tile_place,
+)
 
-ROWS: gl.constexpr = gl.constexpr(64)
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
-
-
-@gluon.jit
-def _tile_index(step, num_tiles):
-    """Tile of this program's ``step``-th turn: every second pass runs backwards, so that long
-    and short tiles even out."""
-    pid = gl.program_id(0)
-    width = gl.num_programs(0)
-    lane = gl.where(step % 2 == 0, pid, width - 1 - pid)
-    return step * width + lane
-
-
-@gluon.jit
-def _tile_place(
-    tile,
-    tiles_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    num_q,
-    num_k,
-    num_blocks,
-    num_heads,
-    window_size,
-    GROUP: gl.constexpr,
-    VARLEN: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):
-    """Sequence, head, rows and key blocks of a tile; the first key block is never skipped.
-
-    Heads of a group are neighbours, then query blocks from the last to the first, then KV heads:
-    what runs together shares K and V in L2.
-    """
-    g = tile % GROUP
-    rest = tile // GROUP
-    block = num_blocks - 1 - rest % num_blocks
-    rest = rest // num_blocks
-    kv_head = rest % (num_heads // GROUP)
-    seq = rest // (num_heads // GROUP)
-    if VARLEN:
-        slot = block.to(gl.int64) * 2
-        seq = gl.load(tiles_ptr + slot)
-        block = gl.load(tiles_ptr + slot + 1)
-    valid = seq >= 0
-    seq = gl.maximum(seq, 0)
-    batch, q_start, q_len, k_start, k_len = sequence_bounds(
-        seq, cu_q_ptr, cu_k_ptr, num_q, num_k, VARLEN
-    )
-    row = block * (2 * ROWS)
-    offset = k_len - q_len
-    p_last = gl.minimum(row + 2 * ROWS, q_len) - 1 + offset
-    start, n_left, n_full, n_all = window_key_blocks(
-        row + offset, p_last, k_len, window_size, BLOCK_N, CAUSAL, WINDOWED
-    )
-    n_all = gl.maximum(n_all, 1)
-    return (
-        valid,
-        batch,
-        kv_head * GROUP + g,
-        kv_head,
-        q_start,
-        q_len,
-        k_start,
-        k_len,
-        row,
-        start,
-        n_left,
-        n_full,
-        n_all,
-    )
-
-
-@gluon.jit
-def _load_partition(
-    q_desc,
-    k_desc,
-    v_desc,
-    sink_k_desc,
-    sink_v_desc,
-    q_smem,
-    k_smem,
-    v_smem,
-    sink_k_smem,
-    sink_v_smem,
-    bars,
-    tiles_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    window_size,
-    q_batch_rows,
-    k_batch_rows,
-    v_batch_rows,
-    q_head_cols,
-    k_head_cols,
-    v_head_cols,
-    num_q,
-    num_k,
-    num_heads,
-    num_blocks,
-    num_tiles,
-    GROUP: gl.constexpr,
-    HAS_SINK_KEYS: gl.constexpr,
-    VARLEN: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Issue every TMA load of this program's tiles, as buffers become free."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty, _turn = bars
-    count = 0
-    steps = gl.cdiv(num_tiles, gl.num_programs(0))
-    done = 0
-    for step in range(steps):
-        tile = _tile_index(step, num_tiles)
-        if tile < num_tiles:
-            (
-                valid, batch, head, kv_head, q_start, _q_len, k_start, _k_len, row, start,
-                _n_left, _n_full, n_all,
-            ) = _tile_place(
-                tile, tiles_ptr, cu_q_ptr, cu_k_ptr, num_q, num_k, num_blocks, num_heads,
-                window_size, GROUP, VARLEN, CAUSAL, WINDOWED, BLOCK_N,
-            )  # fmt: skip
-            if valid:
-                q_row = batch * q_batch_rows + q_start + row
-                k_row = batch * k_batch_rows + k_start
-                v_row = batch * v_batch_rows + k_start
-                k_col = kv_head * k_head_cols
-                v_col = kv_head * v_head_cols
-                for i in gl.static_range(2):
-                    mbarrier.wait(q_empty.index(i), (done & 1) ^ 1)
-                    mbarrier.expect(q_full.index(i), q_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(
-                        q_desc, [q_row + i * ROWS, head * q_head_cols], q_full.index(i),
-                        q_smem.index(i),
-                    )  # fmt: skip
-                if HAS_SINK_KEYS:
-                    mbarrier.wait(sink_empty, (done & 1) ^ 1)
-                    mbarrier.expect(sink_full, 2 * sink_k_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(
-                        sink_k_desc, [k_row, k_col], sink_full, sink_k_smem
-                    )
-                    tma.async_copy_global_to_shared(
-                        sink_v_desc, [v_row, v_col], sink_full, sink_v_smem
-                    )
-                for j in range(n_all):
-                    stage = count % STAGES
-                    free = ((count // STAGES) & 1) ^ 1
-                    key = start + j * BLOCK_N
-                    mbarrier.wait(k_empty.index(stage), free)
-                    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(
-                        k_desc, [k_row + key, k_col], k_full.index(stage), k_smem.index(stage)
-                    )
-                    mbarrier.wait(v_empty.index(stage), free)
-                    mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(
-                        v_desc, [v_row + key, v_col], v_full.index(stage), v_smem.index(stage)
-                    )
-                    count += 1
-                done += 1
 
 
 @gluon.jit
@@ -271,8 +112,6 @@ def _compute_blocks(
     k_empty,
     v_full,
     v_empty,
-    turn,
-    turn_count,
     lse_ptr,
     pos,
     start,
@@ -285,7 +124,6 @@ def _compute_blocks(
     WINDOWED: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    PING_PONG: gl.constexpr,
     INDEX: gl.constexpr,
     S_LAYOUT: gl.constexpr,
     O_LAYOUT: gl.constexpr,
@@ -295,8 +133,6 @@ def _compute_blocks(
     for j in range(first, last):
         stage = count % STAGES
         before = (count - 1) % STAGES
-        if PING_PONG:
-            mbarrier.wait(turn.index(INDEX), turn_count & 1)
         mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
         zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
         s_token = warpgroup_mma(
@@ -304,9 +140,6 @@ def _compute_blocks(
         )
         mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
         acc_token = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
-        if PING_PONG:
-            mbarrier.arrive(turn.index(1 - INDEX), count=1)
-            turn_count += 1
         s = warpgroup_mma_wait(1, deps=[s_token])
         if MASKED:
             s = _mask(
@@ -322,7 +155,7 @@ def _compute_blocks(
         p = p_next
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
         count += 1
-    return acc, p, m, total, count, turn_count
+    return acc, p, m, total, count
 
 
 @gluon.jit
@@ -361,11 +194,10 @@ def _compute_partition(
     BLOCK_N: gl.constexpr,
     BLOCK_S: gl.constexpr,
     STAGES: gl.constexpr,
-    PING_PONG: gl.constexpr,
     INDEX: gl.constexpr,
 ):
     """One warpgroup: rows ``INDEX * 64 ..`` of each tile, from scores to output."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty, turn = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty = bars
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SINK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_S, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -375,16 +207,15 @@ def _compute_partition(
         [1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0]
     )
     count = 0
-    turn_count = 0
     done = 0
     steps = gl.cdiv(num_tiles, gl.num_programs(0))
     for step in range(steps):
-        tile = _tile_index(step, num_tiles)
+        tile = tile_index(step, num_tiles)
         if tile < num_tiles:
             (
                 valid, batch, head, _kv_head, q_start, q_len, _k_start, k_len, row, start,
                 n_left, n_full, n_all,
-            ) = _tile_place(
+            ) = tile_place(
                 tile, tiles_ptr, cu_q_ptr, cu_k_ptr, num_q, num_k, num_blocks, num_heads,
                 window_size, GROUP, VARLEN, CAUSAL, WINDOWED, BLOCK_N,
             )  # fmt: skip
@@ -446,28 +277,28 @@ def _compute_partition(
                 count += 1
 
                 if WINDOWED:
-                    acc, p, m, total, count, turn_count = _compute_blocks(
+                    acc, p, m, total, count = _compute_blocks(
                         acc, p, m, total, count, 1, n_left, q_buf, k_smem, v_smem,
-                        k_full, k_empty, v_full, v_empty, turn, turn_count, lse_ptr, pos,
+                        k_full, k_empty, v_full, v_empty, lse_ptr, pos,
                         start, k_len,
                         num_sink, window_size, scale_log2,
-                        True, CAUSAL, WINDOWED, BLOCK_N, STAGES, PING_PONG, INDEX,
+                        True, CAUSAL, WINDOWED, BLOCK_N, STAGES, INDEX,
                         S_LAYOUT, O_LAYOUT, P_LAYOUT,
                     )  # fmt: skip
-                acc, p, m, total, count, turn_count = _compute_blocks(
+                acc, p, m, total, count = _compute_blocks(
                     acc, p, m, total, count, gl.maximum(n_left, 1), n_full, q_buf, k_smem, v_smem,
-                    k_full, k_empty, v_full, v_empty, turn, turn_count, lse_ptr, pos,
+                    k_full, k_empty, v_full, v_empty, lse_ptr, pos,
                         start, k_len,
                     num_sink, window_size, scale_log2,
-                    False, CAUSAL, WINDOWED, BLOCK_N, STAGES, PING_PONG, INDEX,
+                    False, CAUSAL, WINDOWED, BLOCK_N, STAGES, INDEX,
                     S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
-                acc, p, m, total, count, turn_count = _compute_blocks(
+                acc, p, m, total, count = _compute_blocks(
                     acc, p, m, total, count, gl.maximum(n_full, 1), n_all, q_buf, k_smem, v_smem,
-                    k_full, k_empty, v_full, v_empty, turn, turn_count, lse_ptr, pos,
+                    k_full, k_empty, v_full, v_empty, lse_ptr, pos,
                         start, k_len,
                     num_sink, window_size, scale_log2,
-                    True, CAUSAL, False, BLOCK_N, STAGES, PING_PONG, INDEX,
+                    True, CAUSAL, False, BLOCK_N, STAGES, INDEX,
                     S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
 
@@ -538,7 +369,6 @@ def sink_window_hopper_fwd_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_S: gl.constexpr,
     STAGES: gl.constexpr,
-    PING_PONG: gl.constexpr,
 ):
     """Grid: one program per multiprocessor, each taking ``num_tiles / programs`` tiles.
 
@@ -557,7 +387,6 @@ def sink_window_hopper_fwd_kernel(
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
@@ -567,7 +396,6 @@ def sink_window_hopper_fwd_kernel(
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
-        mbarrier.init(turn.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -575,9 +403,7 @@ def sink_window_hopper_fwd_kernel(
         mbarrier.init(v_empty.index(i), count=2)
     mbarrier.init(sink_full, count=1)
     mbarrier.init(sink_empty, count=2)
-    if PING_PONG:
-        mbarrier.arrive(turn.index(0), count=1)
-    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty, turn)
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty)
     gl.warp_specialize(
         [
             (
@@ -587,7 +413,7 @@ def sink_window_hopper_fwd_kernel(
                     sinks_ptr, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, scale_log2, num_sink,
                     window_size, stride_ob, stride_ot, stride_oh, num_q, num_k, num_heads,
                     num_blocks, num_tiles, GROUP, HAS_SINK_KEYS, HAS_SINKS, STORE_LSE, VARLEN,
-                    CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_S, STAGES, PING_PONG, 0,
+                    CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_S, STAGES, 0,
                 ),
             ),
             (
@@ -597,11 +423,11 @@ def sink_window_hopper_fwd_kernel(
                     sinks_ptr, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, scale_log2, num_sink,
                     window_size, stride_ob, stride_ot, stride_oh, num_q, num_k, num_heads,
                     num_blocks, num_tiles, GROUP, HAS_SINK_KEYS, HAS_SINKS, STORE_LSE, VARLEN,
-                    CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_S, STAGES, PING_PONG, 1,
+                    CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_S, STAGES, 1,
                 ),
             ),
             (
-                _load_partition,
+                load_partition,
                 (
                     q_desc, k_desc, v_desc, sink_k_desc, sink_v_desc, q_smem, k_smem, v_smem,
                     sink_k_smem, sink_v_smem, bars, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
