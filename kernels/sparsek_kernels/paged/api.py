@@ -33,6 +33,8 @@ def write_kv(
     slot_mapping: torch.Tensor,
     *,
     score_kind: ScoreKind = "cell_mean",
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Store new keys and values in their pages and keep the pages' summaries current.
 
@@ -45,11 +47,14 @@ def write_kv(
         k_summary: ``[num_pages, Hkv, page_size // 16, D]``, any strides, written; or ``None``.
         slot_mapping: ``[T]`` int64, ``page * page_size + offset``; -1 marks padding.
         score_kind: what the summaries are (see :class:`SelectionPolicy`).
+        k_scale, v_scale: of an fp8 (e4m3) cache, which holds ``key / k_scale``.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
+        NotImplementedError: an fp8 cache on a CPU.
     """
     heads, page_size, dim = _check_cache(k_cache, v_cache)
+    _check_cache_dtype(k_cache, key.dtype, k_scale, v_scale)
     check_tensor("key", key, ("T", heads, dim), device=k_cache.device)
     check_tensor("value", value, (key.shape[0], heads, v_cache.shape[-1]), device=k_cache.device)
     check_tensor("slot_mapping", slot_mapping, ("T",), (torch.int64,), k_cache.device)
@@ -64,7 +69,15 @@ def write_kv(
 
         _check_triton_layout(key=key, value=value, k_cache=k_cache, v_cache=v_cache)
         launch.write_kv(
-            key, value, k_cache, v_cache, k_summary, slot_mapping, score_kind=score_kind
+            key,
+            value,
+            k_cache,
+            v_cache,
+            k_summary,
+            slot_mapping,
+            score_kind=score_kind,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
         return
     write_kv_eager(
@@ -154,6 +167,8 @@ def paged_attention(
     k_summary: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """Causal attention of new tokens over their sequences' pages under a selection policy.
 
@@ -168,15 +183,16 @@ def paged_attention(
         k_summary: ``[num_pages, Hkv, page_size // 16, D]``; needed when blocks are selected.
         sinks: ``[Hq]`` learned logits that join the softmax denominator only.
         out: ``[T, Hq, Dv]``, written and returned.
+        k_scale, v_scale: factors of an fp8 (e4m3) cache and its summaries.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
+        NotImplementedError: an fp8 cache on a CPU.
     """
     heads, page_size, dim = _check_cache(k_cache, v_cache)
     check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, k_cache.device)
     check_heads(q.shape[1], heads)
-    if k_cache.dtype != q.dtype:
-        raise TypeError(f"k_cache: expected the dtype of q, {q.dtype}, got {k_cache.dtype}")
+    _check_cache_dtype(k_cache, q.dtype, k_scale, v_scale)
     if policy.selects_blocks and k_summary is None:
         raise ValueError("k_summary: expected the page summaries when top_k >= 1, got None")
     _check_summary(k_summary, k_cache, page_size, policy.score_kind)
@@ -230,6 +246,25 @@ def _select_on_gpu(
         chosen.append(rows[begin : begin + tiles])
         begin += tiles
     return chosen
+
+
+def _check_cache_dtype(
+    k_cache: torch.Tensor, dtype: torch.dtype, k_scale: float, v_scale: float
+) -> None:
+    if k_cache.dtype == dtype:
+        if k_scale != 1.0 or v_scale != 1.0:
+            raise ValueError(
+                f"k_scale, v_scale: expected 1.0 for a {dtype} cache, got {k_scale} and {v_scale}"
+            )
+        return
+    if k_cache.dtype != torch.float8_e4m3fn:
+        raise TypeError(
+            f"k_cache: expected the dtype of q, {dtype}, or float8_e4m3fn, got {k_cache.dtype}"
+        )
+    if not k_cache.is_cuda:
+        raise NotImplementedError(f"k_cache: fp8 caches need a GPU; on a CPU use {dtype}")
+    if torch.cuda.get_device_capability(k_cache.device) < (8, 9):
+        raise NotImplementedError(f"k_cache: fp8 caches need sm_89 or later; use {dtype}")
 
 
 def _check_triton_layout(**tensors: torch.Tensor) -> None:

@@ -13,7 +13,8 @@ from .batch import PagedBatch
 from .config import LaunchConfig, decode_config, next_power_of_2, prefill_config
 from .kernels_attend import attend_kernel
 from .kernels_write import write_kv_kernel
-from .launch_select import prefill_tiles, select_blocks
+from .launch_select import prefill_tiles
+from .launch_select import select_blocks as select_blocks
 from .policy import CELL_SIZE, SelectionPolicy, ceil_div
 from .runtime import LOG2E, overlap_options, workspace
 

@@ -14,7 +14,12 @@ from sparsek_kernels.paged.reference import paged_attention_reference, summaries
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def fill(problem: Problem, score_kind: str, cuts: tuple[float, ...] = (0.37, 0.71, 1.0)) -> None:
+def fill(
+    problem: Problem,
+    score_kind: str,
+    cuts: tuple[float, ...] = (0.37, 0.71, 1.0),
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> None:
     """Write every request's rows in several batches, with padding slots between."""
     done = [0] * len(problem.keys)
     for cut in cuts:
@@ -35,6 +40,8 @@ def fill(problem: Problem, score_kind: str, cuts: tuple[float, ...] = (0.37, 0.7
             problem.k_summary,
             torch.cat([*slots, pad]),
             score_kind=score_kind,
+            k_scale=scales[0],
+            v_scale=scales[1],
         )
 
 

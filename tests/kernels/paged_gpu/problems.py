@@ -67,13 +67,14 @@ def make_problem(
     spare_pages: int = 3,
     query_gain: float = 3.0,
     max_seq_len: int | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> Problem:
     """``lengths``: (new tokens, sequence length) of each request; decodes first."""
     gen = torch.Generator(device=device).manual_seed(seed)
     counts = [-(-n // page_size) for _, n in lengths]
     pages = sum(counts) + spare_pages
     k_cache, v_cache, k_summary = make_caches(
-        pages, heads, page_size, dim, dtype, device, head_major
+        pages, heads, page_size, dim, dtype, device, head_major, cache_dtype
     )
     order = torch.randperm(pages, generator=gen, device=device)[: sum(counts)]
     table = torch.zeros(len(lengths), max([*counts, 1]) + 2, dtype=torch.int32, device=device)

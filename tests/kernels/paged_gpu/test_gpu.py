@@ -75,6 +75,52 @@ def test_min_max_scores() -> None:
     oracle_check.check(problem, replace(TOP_K, score_kind="min_max"))
 
 
+def test_fp8_cache() -> None:
+    """Selection on fp8 summaries is checked through what it attends: the oracle reads the cache."""
+    problem = mixed(page_size=64, dim=128, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
+    oracle_check.fill(problem, "cell_mean", scales=(0.5, 0.25))
+    wide = replace(
+        problem,
+        k_cache=(problem.k_cache.float() * 0.5).bfloat16(),
+        v_cache=(problem.v_cache.float() * 0.25).bfloat16(),
+    )
+    for policy in (SelectionPolicy(), WINDOW, replace(TOP_K, top_k=40)):
+        out = torch.full_like(problem.q, float("nan"))
+        launch.paged_attention(
+            problem.q,
+            problem.k_cache,
+            problem.v_cache,
+            problem.batch,
+            policy,
+            128**-0.5,
+            problem.k_summary,
+            None,
+            out,
+            k_scale=0.5,
+            v_scale=0.25,
+        )
+        want = oracle_check.expected(wide, policy)
+        assert (out.double().cpu() - want).abs().max() < 3e-2
+    few = replace(TOP_K, top_k=6)
+    chosen = launch.select_blocks(
+        problem.q,
+        problem.k_summary,
+        problem.batch,
+        few,
+        softmax_scale=128**-0.5,
+        page_size=64,
+        k_scale=0.5,
+    )
+    exact = mixed(page_size=64, dim=128, dtype=torch.bfloat16)
+    oracle_check.fill(exact, "cell_mean")
+    reference = launch.select_blocks(
+        exact.q, exact.k_summary, exact.batch, few, softmax_scale=128**-0.5, page_size=64
+    )
+    valid = reference[: problem.batch.num_decode_tokens]
+    same = (chosen[: valid.shape[0]][..., None] == valid[..., None, :]).any(-1).float().mean()
+    assert same > 0.7
+
+
 def test_batch_composition_does_not_change_a_request() -> None:
     problem = mixed(page_size=64, dim=128, dtype=torch.bfloat16, group=4)
     oracle_check.fill(problem, "cell_mean")
