@@ -95,6 +95,11 @@ class SparseKBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """False: connectors move K and V, and would leave the pages' summaries behind."""
+        return False
+
+    @classmethod
     def is_sparse(cls) -> bool:
         """False: to vLLM, sparse means an MLA model's own indexer."""
         return False

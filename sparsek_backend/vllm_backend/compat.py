@@ -97,11 +97,12 @@ def selected_backends(vllm_config: Any) -> tuple[Any, ...]:
     return (attention.backend, *per_kind.values())
 
 
-def hook_kv_cache_spec(customize: Callable[[Any, Any], Any]) -> None:
+def hook_kv_cache_spec(customize: Callable[[Any, Any, int], Any]) -> None:
     """Where backends have no ``customize_spec``, wrap the layer method that makes the spec.
 
     Args:
-        customize: called with the layer and its spec; returns the spec to use.
+        customize: called with the layer, its spec and the engine's page size in tokens; returns
+            the spec to use.
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.backend import AttentionBackend
@@ -113,7 +114,9 @@ def hook_kv_cache_spec(customize: Callable[[Any, Any], Any]) -> None:
     @functools.wraps(original)
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
         spec = original(self, vllm_config)
-        return spec if spec is None else customize(self, spec)
+        if spec is None:
+            return None
+        return customize(self, spec, vllm_config.cache_config.block_size)
 
     Attention.get_kv_cache_spec = get_kv_cache_spec
     setattr(Attention, _HOOKED, True)
@@ -129,6 +132,11 @@ def head_major_layouts() -> Sequence[Any]:
 def pad_page(spec: Any, tail_bytes: int) -> Any:
     """Return ``spec`` with ``tail_bytes`` more in every page, which vLLM then accounts for."""
     return replace(spec, page_size_padded=spec.unpadded_page_size_bytes + tail_bytes)
+
+
+def with_page_size(spec: Any, page_size: int) -> Any:
+    """Return ``spec`` with pages of ``page_size`` tokens."""
+    return replace(spec, block_size=page_size)
 
 
 def is_full_attention(spec: Any) -> bool:

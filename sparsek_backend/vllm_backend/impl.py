@@ -342,8 +342,14 @@ class SparseKImpl(AttentionImpl):
         return self._pages
 
 
-def _customize_layer_spec(layer: Any, spec: Any) -> Any:
-    """Give one of our layers' specs room for summaries (vLLM without ``customize_spec``)."""
+def _customize_layer_spec(layer: Any, spec: Any, page_size: int) -> Any:
+    """Fit one of our layers' specs to padded pages (vLLM without ``customize_spec``).
+
+    That vLLM starts window layers from its smallest page and pads it to the largest one of the
+    model, which would waste most of each page: they get pages of as many tokens as the others.
+    """
     if not isinstance(getattr(layer, "impl", None), SparseKImpl):
         return spec
+    if engine_selects_blocks() and not compat.is_full_attention(spec):
+        spec = compat.with_page_size(spec, page_size)
     return layer.attn_backend.customize_spec(spec)

@@ -146,7 +146,20 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
         Raises:
             NotImplementedError: causality that differs between requests.
         """
-        common = common_attn_metadata
+        metadata = self._assemble(common_attn_metadata)
+        line = STATS.record_step(metadata.attended_tokens, metadata.context_tokens)
+        if line:
+            logger.info(line)
+        return metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> SparseKMetadata:
+        """Build the metadata of a made-up step that is captured: short contexts, not counted."""
+        metadata = self._assemble(common_attn_metadata)
+        metadata.batch.seq_lens.fill_(common_attn_metadata.max_query_len)
+        return metadata
+
+    def _assemble(self, common: Any) -> SparseKMetadata:
+        """Translate vLLM's ``CommonAttentionMetadata``."""
         if not isinstance(common.causal, bool):
             raise NotImplementedError(
                 "causal: expected one value for the whole batch, got a tensor; "
@@ -190,17 +203,13 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
         )
 
     def _count(self, seq_lens: Int64, query_lens: Int64, num_decodes: int) -> tuple[int, int]:
-        """Count attended and context keys over all layers of the group, and record them."""
+        """Count attended and context keys over all layers of the group."""
         attended = sum(
             layers * attended_by_requests(policy, seq_lens, query_lens, num_decodes)
             for policy, layers in self.policies.items()
         )
         dense = attended_by_requests(SelectionPolicy(), seq_lens, query_lens, num_decodes)
-        context = dense * self.policies.total()
-        line = STATS.record_step(attended, context)
-        if line:
-            logger.info(line)
-        return attended, context
+        return attended, dense * self.policies.total()
 
 
 def _live_ranges(common: Any, first_position: Int64) -> Ranges | None:

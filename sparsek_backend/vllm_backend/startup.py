@@ -113,6 +113,7 @@ _REMEDIES = {
     "per-head quant scales": "use a checkpoint without per-head KV scales",
     "non-causal": "leave --attention-backend out",
     "R-SWA": "leave --attention-backend out",
+    "KV connector": "remove --kv-transfer-config: block summaries do not travel with K and V",
     "PCP": "--prefill-context-parallel-size 1",
     "DCP": "--decode-context-parallel-size 1",
     "batch invariance": "unset VLLM_BATCH_INVARIANT",

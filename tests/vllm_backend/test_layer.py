@@ -225,6 +225,8 @@ def test_old_vllm_pads_through_the_layer(current: Any, monkeypatch: pytest.Monke
     layer = make_layer()
     spec = layer.get_kv_cache_spec(current)
     assert spec.page_size_bytes == spec.unpadded_page_size_bytes + summary_bytes(spec)
+    window = make_layer(1, per_layer_sliding_window=48).get_kv_cache_spec(current)
+    assert (window.block_size, window.page_size_padded) == (PAGE, None)
     del layer.impl
     assert layer.get_kv_cache_spec(current).page_size_padded is None
     monkeypatch.undo()
@@ -309,6 +311,20 @@ def test_quantised_output_is_refused(current: Any) -> None:
     q = torch.zeros(1, HEADS, DIM)
     with pytest.raises(NotImplementedError, match="output_scale"):
         layer.impl.forward(layer, q, q, q, q, None, q, output_scale=torch.ones(1))
+
+
+def test_capturing_a_graph_is_short_and_not_counted(current: Any) -> None:
+    from sparsek_backend.vllm_backend.stats import STATS
+
+    layer = make_layer()
+    builder, _ = make_builder(layer, current)
+    before = STATS.steps, STATS.context_tokens
+    step = make_step([512, 512], [3, 3], 40)
+    metadata = builder.build_for_cudagraph_capture(step)
+    assert (STATS.steps, STATS.context_tokens) == before
+    assert metadata.batch.seq_lens.data_ptr() == step.seq_lens.data_ptr()
+    assert step.seq_lens.tolist() == [3, 3]
+    assert metadata.batch.max_seq_len == 512
 
 
 def test_cuda_graphs_except_for_fallbacks(current: Any) -> None:

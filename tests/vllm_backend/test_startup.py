@@ -70,6 +70,8 @@ def test_served(changes: dict[str, Any]) -> None:
         ({"attn_type": "encoder_decoder"}, "encoder_decoder"),
         ({"attn_type": "encoder"}, "attention type encoder"),
         ({"use_non_causal": True}, "non-causal"),
+        ({"use_kv_connector": True}, "KV connector"),
+        ({"use_pcp": True}, "PCP"),
         ({"device_capability": (7, 5)}, "compute capability"),
     ],
     ids=str,
