@@ -1,0 +1,116 @@
+"""SPARSEK on a GPU: FlashAttention's tokens within the budget, and tokens that do not depend on how
+they are scheduled beyond it.  SmolLM2-135M on real text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm_backend.engines import engine, generate, tokens
+
+pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.usefixtures("registered")]
+
+LENGTHS = (
+    *(1, 2, 15, 16, 17, 31, 63, 64, 65, 100, 127, 128, 129, 191, 256, 300, 383, 512, 640, 777),
+    *(1000, 1500, 2049, 3000),
+)
+PROBE = LENGTHS.index(1500)
+LIMITS: dict[str, Any] = {"max_model_len": 4096, "gpu_memory_utilization": 0.15}
+BUDGET_OVER_CONTEXT = {"dense_below": 0, "top_k": 64}
+SPARSE = {"dense_below": 0, "top_k": 6, "window_size": 128, "query_tile": 1}
+
+
+@pytest.fixture(scope="module")
+def prompts(text_ids: list[int]) -> list[list[int]]:
+    return [text_ids[150 * i : 150 * i + length] for i, length in enumerate(LENGTHS)]
+
+
+def serve(
+    model: Path,
+    prompts: list[list[int]],
+    backend: str,
+    settings: dict[str, Any] | None,
+    **options: Any,
+) -> tuple[list[list[int]], list[float]]:
+    """Greedy tokens of all prompts served together, and the probe's prompt log-probabilities."""
+    options = {**LIMITS, **options}
+    with engine(model, backend, settings, **options) as llm:
+        found = tokens(generate(llm, prompts, together=True))
+        (output,) = generate(llm, [prompts[PROBE]], together=True, max_tokens=1, prompt_logprobs=0)
+    pairs = zip(prompts[PROBE][1:], output.prompt_logprobs[1:], strict=True)
+    return found, [entry[token].logprob for token, entry in pairs]
+
+
+@pytest.fixture(scope="module")
+def flash(smollm2: Path, prompts: list[list[int]]) -> tuple[list[list[int]], list[float]]:
+    return serve(smollm2, prompts, "FLASH_ATTN", None, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def exact(smollm2: Path, prompts: list[list[int]]) -> list[float]:
+    """The probe's log-probabilities in float32, by Transformers' own attention."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).cuda()
+    ids = torch.tensor([prompts[PROBE]], device="cuda")
+    with torch.no_grad():
+        logprobs = model(ids).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
+
+
+def mean_distance(found: list[float], expected: list[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(found, expected, strict=True)) / len(expected)
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_budget_over_context_equals_flash(
+    smollm2: Path,
+    prompts: list[list[int]],
+    flash: tuple[list[list[int]], list[float]],
+    exact: list[float],
+    eager: bool,
+) -> None:
+    found, logprobs = serve(
+        smollm2, prompts, "SPARSEK", BUDGET_OVER_CONTEXT, dtype="bfloat16", enforce_eager=eager
+    )
+    ours, theirs = mean_distance(logprobs, exact), mean_distance(flash[1], exact)
+    print(f"mean |d logprob| against fp32: SPARSEK {ours:.5f}, FLASH_ATTN {theirs:.5f}")
+    assert ours <= 1.5 * theirs
+    assert found == flash[0]
+
+
+@pytest.fixture(scope="module")
+def sparse(smollm2: Path, prompts: list[list[int]]) -> tuple[list[list[int]], list[float]]:
+    return serve(smollm2, prompts, "SPARSEK", SPARSE, enable_prefix_caching=False)
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "graphs": {"enforce_eager": False},
+    "prefix caching": {"enable_prefix_caching": True},
+    "chunks of 512": {"max_num_batched_tokens": 512},
+    "preempting pool": {"num_gpu_blocks_override": 64, "max_num_batched_tokens": 512},
+    "speculating": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 4,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_scheduling_changes_no_token(
+    smollm2: Path,
+    prompts: list[list[int]],
+    sparse: tuple[list[list[int]], list[float]],
+    options: dict[str, Any],
+) -> None:
+    found, _ = serve(
+        smollm2, prompts, "SPARSEK", SPARSE, **{"enable_prefix_caching": False, **options}
+    )
+    assert found == sparse[0]
