@@ -313,7 +313,9 @@ def launch_backward(
     call = Call(q, k, spec, cu_seqlens_q, cu_seqlens_k, config)
     delta = row_dots(dout, dlse, out)
     hopper = call.config.hopper_backward
-    if hopper is not None and describable(q, k, v, dout):
+    if hopper is not None and describable(q, k, v):
+        if not describable(dout):
+            dout = dout.contiguous()  # such as the expanded gradient of a sum
         _fused_gradients(call, hopper, dq, dk, dv, dout, q, k, v, lse, delta)
     else:
         _portable_gradients(call, dq, dk, dv, dout, q, k, v, lse, delta)

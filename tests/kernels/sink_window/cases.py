@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+
 from sparsek_kernels.sink_window.config import LaunchConfig
 from sparsek_kernels.sink_window.launch import launch_backward, launch_forward
 from sparsek_kernels.sink_window.reference import sink_flash_attention_reference

@@ -1,0 +1,61 @@
+"""The portable kernels in Triton's interpreter; started by ``test_interpreter.py``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig
+from tests.kernels.sink_window.cases import Case, check
+
+SMALL = TileConfig(16, 16, 4, 1)
+CONFIG = LaunchConfig(SMALL, TileConfig(16, 32, 4, 1), SMALL, SMALL, 16, precision="ieee")
+SLOW = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+
+CASES = [
+    Case(50, 50, 2, 1, 16),
+    Case(37, 70, 3, 1, 20, batch=2),
+    Case(70, 37, 2, 2, 16, causal=True),
+    Case(33, 65, 4, 1, 32, causal=False, sinks=True),
+    Case(1, 64, 8, 1, 16, num_sink=4, window=20),
+    Case(63, 63, 2, 1, 16, num_sink=20, window=5, sinks=True),
+    Case(64, 64, 2, 2, 16, window=1),
+    Case(48, 48, 2, 1, 16, window=17, num_sink=3, dtype=torch.bfloat16),
+    Case(48, 48, 2, 1, 16, window=17, num_sink=3, dtype=torch.float16, sinks=True),
+    Case(heads=2, dim=16, lens=((0, 0), (33, 10), (7, 33), (0, 5), (9, 0), (40, 40))),
+    Case(heads=2, dim=16, num_sink=4, window=9, sinks=True, lens=((0, 0), (1, 1), (20, 33))),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(case: Case) -> None:
+    check(case, config=CONFIG)
+
+
+@SLOW
+@given(
+    nq=st.integers(1, 70),
+    nk=st.integers(1, 70),
+    group=st.sampled_from([1, 3]),
+    dim=st.sampled_from([16, 24, 40]),
+    num_sink=st.integers(0, 40),
+    window=st.none() | st.integers(1, 80),
+    sinks=st.booleans(),
+)
+def test_shapes(
+    nq: int, nk: int, group: int, dim: int, num_sink: int, window: int | None, sinks: bool
+) -> None:
+    case = Case(nq, nk, group, 1, dim, num_sink=num_sink, window=window, sinks=sinks)
+    check(case, config=CONFIG)
+
+
+@SLOW
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=4),
+    num_sink=st.integers(0, 20),
+    window=st.none() | st.integers(1, 40),
+)
+def test_packed_shapes(lens: list[tuple[int, int]], num_sink: int, window: int | None) -> None:
+    check(Case(heads=2, dim=16, num_sink=num_sink, window=window, lens=tuple(lens)), config=CONFIG)
