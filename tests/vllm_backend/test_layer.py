@@ -78,9 +78,12 @@ def make_layer(index: int = 0, **options: Any) -> Any:
 
 
 def make_spec(layer: Any, config: Any) -> Any:
-    from vllm.v1.worker.utils import customize_attention_spec
+    from vllm.v1.worker import utils
 
-    return customize_attention_spec(layer.attn_backend, layer.get_kv_cache_spec(config))
+    spec = layer.get_kv_cache_spec(config)
+    if hasattr(utils, "customize_attention_spec"):  # vLLM 0.32 and later
+        spec = utils.customize_attention_spec(layer.attn_backend, spec)
+    return spec
 
 
 def make_builder(layer: Any, config: Any) -> Any:
@@ -221,7 +224,7 @@ def test_old_vllm_pads_through_the_layer(current: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(Attention, "get_kv_cache_spec", Attention.get_kv_cache_spec)
     monkeypatch.setattr(Attention, compat._HOOKED, None, raising=False)
     monkeypatch.delattr(Attention, compat._HOOKED)
-    monkeypatch.delattr(AttentionBackend, "customize_spec")
+    monkeypatch.delattr(AttentionBackend, "customize_spec", raising=False)
     layer = make_layer()
     spec = layer.get_kv_cache_spec(current)
     assert spec.page_size_bytes == spec.unpadded_page_size_bytes + summary_bytes(spec)
