@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.engine, requires_cpu_vllm, pytest.mark.usefixtures("re
 
 LENGTHS = (1, 33, 150, 290)
 MAX_LEN = 320
+COVERING = {"dense_below": 0, "top_k": 16, "window_size": 32, "sel_block_size": 32}
+"""Block selection with summaries, and a budget that covers every context here."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def decode(model: Path, backend: str, prompts: list[list[int]], **options: Any) 
         engine(
             model,
             backend,
-            {"mode": "dense"} if backend == "SPARSEK" else None,
+            COVERING if backend == "SPARSEK" else None,
             max_model_len=MAX_LEN,
             max_num_batched_tokens=128,
             skip_tokenizer_init=True,
@@ -63,6 +65,7 @@ def decode(model: Path, backend: str, prompts: list[list[int]], **options: Any) 
         ("mqa", None),
         ("head_dim_80", None),
         ("sliding", None),
+        ("hybrid", None),
         ("soft_cap", "logits soft cap"),
         ("alibi", "ALiBi"),
     ],

@@ -35,6 +35,7 @@ def _configs() -> dict[str, Any]:
         BertConfig,
         BloomConfig,
         Gemma2Config,
+        Gemma3TextConfig,
         LlamaConfig,
         MistralConfig,
         ModernBertConfig,
@@ -46,6 +47,13 @@ def _configs() -> dict[str, Any]:
         "mqa": LlamaConfig(**COMMON, **{**DECODER, "num_key_value_heads": 1}),
         "head_dim_80": LlamaConfig(**COMMON, **{**DECODER, "head_dim": 80}),
         "sliding": MistralConfig(**COMMON, **DECODER, sliding_window=48),
+        "hybrid": Gemma3TextConfig(
+            **COMMON,
+            **{**DECODER, "num_hidden_layers": 3},
+            sliding_window=48,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            query_pre_attn_scalar=HEAD_DIM,
+        ),
         "soft_cap": Gemma2Config(
             **COMMON,
             **DECODER,
