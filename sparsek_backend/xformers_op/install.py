@@ -16,7 +16,6 @@ from typing import Any
 
 from sparsek_backend.xformers_op.compat import Inputs, dispatch_module, fmha_module
 from sparsek_backend.xformers_op.op import BwOp, FwOp, runs_kernels
-from sparsek_backend.xformers_op.plan import FORWARD_TYPES
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class _Patch:
 
 def _prefers(inp: Inputs) -> bool:
     """Whether SparseK's kernels should come first for these inputs."""
-    return type(inp.attn_bias) in FORWARD_TYPES and runs_kernels(inp)
+    return FwOp.supports(inp) and runs_kernels(inp)
 
 
 def _wrap_forward(original: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:

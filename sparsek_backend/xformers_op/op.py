@@ -171,7 +171,7 @@ def _dense_backward(
     bias, band = _fold_bias(plan), plan.band
     out = ctx.out.reshape(*q.shape[:3], v.shape[3])
     dout = grad.reshape(out.shape)
-    bias_grad = bias is not None and inp.attn_bias.requires_grad
+    bias_grad = isinstance(inp.attn_bias, torch.Tensor) and inp.attn_bias.requires_grad
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     dbias = None

@@ -1,0 +1,63 @@
+"""torch.compile(fullgraph=True) through xFormers with the pair, named or installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.xformers_op.cases import BATCHED, DEVICES, PACKED, ab, assert_close, fmha, inputs
+
+from sparsek_backend.xformers_op import BwOp, FwOp, install  # isort: skip
+
+
+@pytest.mark.parametrize("op", [(FwOp, BwOp), (FwOp, None), None], ids=["pair", "forward", "none"])
+@pytest.mark.parametrize("name", ["none", "causal", "sink-window", "diagonal", "tensor"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_full_graph(name: str, op: Any, device: str) -> None:
+    if name in BATCHED:
+        make, num_q, num_k = BATCHED[name]
+    elif name in PACKED:
+        make, lengths_q, lengths_k = PACKED[name]
+        num_q, num_k = sum(lengths_q), sum(lengths_k)
+    else:
+        make, num_q, num_k = (lambda d: torch.randn(1, 3, 20, 24, device=d)), 20, 24
+    tensors = [x.requires_grad_() for x in inputs(num_q, num_k, device=device)]
+    bias = make(tensors[0].device)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = fmha.memory_efficient_attention(q, k, v, bias, op=op)
+        return out
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, dynamic=False, backend="aot_eager")
+    with install():
+        wanted, found = attend(*tensors), compiled(*tensors)
+        grads = torch.autograd.grad(found.sin().sum(), tensors)
+        wanted_grads = torch.autograd.grad(wanted.sin().sum(), tensors)
+    assert_close("out", found, wanted, 1e-6)
+    for grad, want in zip(grads, wanted_grads, strict=True):
+        assert_close("grad", grad, want, 1e-5)
+
+
+def test_checkpointing_recomputes_the_same() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    tensors = [x.requires_grad_() for x in inputs(33, 33)]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = fmha.memory_efficient_attention(
+            q, k, v, ab.LowerTriangularMask(), op=(FwOp, BwOp)
+        )
+        return out
+
+    for reentrant in (False, True):
+        out = checkpoint(attend, *tensors, use_reentrant=reentrant)
+        found = torch.autograd.grad(out.sum(), tensors) if not reentrant else None
+        if found is None:
+            out.sum().backward()
+            found = tuple(x.grad for x in tensors)
+        wanted = torch.autograd.grad(attend(*tensors).sum(), tensors)
+        for grad, want in zip(found, wanted, strict=True):
+            assert torch.equal(grad, want)

@@ -1,0 +1,106 @@
+"""What the pair does not support it refuses with a reason, and never computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.xformers_op.cases import DECODING, ab, fmha, inputs
+
+from sparsek_backend.xformers_op import BwOp, FwOp, SinkWindowMask  # isort: skip
+
+
+class _Derived(SinkWindowMask):
+    """A subclass may mean anything: types match exactly."""
+
+
+def _reasons(op: Any = FwOp, *, dtype: torch.dtype = torch.float32, **fields: Any) -> list[str]:
+    shape = {"dim": fields.pop("dim", 16), "value_dim": fields.pop("value_dim", None)}
+    q, k, v = inputs(64, 64, dtype=dtype, **shape)
+    found: list[str] = op.not_supported_reasons(fmha.Inputs(q, k, v, **fields))
+    return found
+
+
+def _with_gradient() -> Any:
+    return ab.LowerTriangularMaskWithTensorBias(torch.zeros(1, 3, 64, 64, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"attn_bias": ab.LocalAttentionFromBottomRightMask(3, 1)}, "window_right=1"),
+        ({"attn_bias": _Derived(1, 2)}, "attn_bias type"),
+        ({"attn_bias": _with_gradient()}, "passes no gradient"),
+        ({"attn_bias": torch.zeros(1, 3, 64, 64, dtype=torch.int32)}, "floating"),
+        ({"attn_bias": ab.BlockDiagonalMask.from_seqlens([60])}, "covers 60 queries"),
+        ({"attn_bias": ab.BlockDiagonalMask.from_seqlens([64], [60])}, "covers 60 keys"),
+        ({"dtype": torch.float64}, "torch.float64"),
+        ({"dim": 320}, "> 256"),
+        ({"value_dim": 320}, "> 256"),
+        ({"output_dtype": torch.float16}, "output_dtype"),
+        ({"scale": -1.0}, "scale=-1.0"),
+        ({"scale": float("nan")}, "scale=nan"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_reasons(fields: dict[str, Any], words: str) -> None:
+    for op in (FwOp, BwOp):
+        reasons = _reasons(op, **fields)
+        assert any(words in reason for reason in reasons), reasons
+
+
+def test_dropout_over_pages_is_refused() -> None:
+    make, num_q, rows = DECODING["paged-causal"]
+    q, k, v = inputs(num_q, rows)
+    found = FwOp.not_supported_reasons(fmha.Inputs(q, k, v, make(q.device), p=0.1))
+    assert found == ["dropout with paged keys"]
+
+
+def test_quantised_inputs_are_refused() -> None:
+    class Quantised(fmha.Inputs):  # type: ignore[misc]
+        pass
+
+    q, k, v = inputs(64, 64)
+    assert "Quantised" in FwOp.not_supported_reasons(Quantised(q, k, v))[0]
+
+
+def test_xformers_raises_with_our_reason() -> None:
+    q, k, v = inputs(64, 64)
+    with pytest.raises(ValueError, match="window_right=1"):
+        fmha.memory_efficient_attention(
+            q, k, v, ab.LocalAttentionFromBottomRightMask(3, 1), op=(FwOp, BwOp)
+        )
+
+
+def test_decoding_biases_have_no_gradient() -> None:
+    make, num_q, rows = DECODING["padded-causal"]
+    q, k, v = inputs(num_q, rows)
+    bias = make(q.device)
+    assert any("attn_bias type" in reason for reason in _reasons(BwOp, attn_bias=bias))
+    out = fmha.memory_efficient_attention(q.requires_grad_(), k, v, bias, op=(FwOp, BwOp))
+    with pytest.raises(NotImplementedError, match="for decoding"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((-1, 4), ValueError),
+        ((0, 0), ValueError),
+        ((True, 4), TypeError),
+        ((0, 2.0), TypeError),
+    ],
+)
+def test_sink_window_mask_checks_its_fields(
+    arguments: tuple[Any, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=r"num_sink|window_size"):
+        SinkWindowMask(*arguments)
+
+
+def test_sink_window_mask_by_hand() -> None:
+    seen = SinkWindowMask(1, 2).materialize((3, 5)).isfinite().int().tolist()
+    assert seen == [[1, 1, 1, 0, 0], [1, 0, 1, 1, 0], [1, 0, 0, 1, 1]]
+    assert SinkWindowMask(1, 2).materialize((2, 4, 3, 5), dtype=torch.float16).shape == (2, 4, 3, 5)
