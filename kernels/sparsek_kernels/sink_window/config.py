@@ -105,14 +105,14 @@ def _half_config(shape: ProblemShape, arch: int) -> LaunchConfig:
         forward = TileConfig(128, 64, 4, 3 if large_smem else 2)
         dkdv = TileConfig(64, 128, 4 if arch < 90 else 8, 2)
         dq = TileConfig(128, 64, 4 if arch < 90 else 8, 2)
+    elif dim == 128 and arch == 90:
+        forward = TileConfig(128, 128, 8, 2)
+        dkdv = TileConfig(64, 128, 8, 2)
+        dq = TileConfig(128, 64, 8, 3)
     elif dim == 128:
         forward = TileConfig(128, 64, 8, 3 if large_smem else 2)
-        dkdv = TileConfig(32, 128, 8, 2) if large_smem else TileConfig(32, 64, 4, 1)
-        dq = TileConfig(128, 64 if large_smem else 32, 8, 2 if large_smem else 1)
-        if arch == 90:
-            forward = TileConfig(128, 128, 8, 2)
-            dkdv = TileConfig(64, 128, 8, 2)
-            dq = TileConfig(128, 64, 8, 3)
+        dkdv = TileConfig(64, 64, 8, 2)
+        dq = TileConfig(64, 64, 8, 2)
     else:
         forward = TileConfig(128 if large_smem else 64, 32, 8, 2 if large_smem else 1)
         dkdv = TileConfig(32, 64 if large_smem else 32, 8, 1)

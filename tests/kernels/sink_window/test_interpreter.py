@@ -1,4 +1,4 @@
-"""Kernels in the interpreter, in a process of its own: the choice is made when Triton is imported."""
+"""Kernels in the interpreter, in a process of its own: Triton decides when it is imported."""
 
 from __future__ import annotations
 

@@ -1,0 +1,38 @@
+"""The smallest and an odd-sized case of each kernel, for ``compute-sanitizer``.
+
+compute-sanitizer --tool memcheck python tests/kernels/sink_window/sanitize.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[3]), str(Path(__file__).parents[3] / "kernels")]
+
+import torch
+
+from sparsek_kernels.sink_window.config import ProblemShape, select_config
+from tests.kernels.sink_window.cases import Case, kernels, make
+
+CASES = [
+    Case(1, 1, 1, 1, 64, dtype=torch.bfloat16, window=1, num_sink=1, sinks=True),
+    Case(161, 193, 2, 1, 64, 2, dtype=torch.bfloat16, window=67, num_sink=5, sinks=True),
+    Case(heads=2, dim=64, dtype=torch.bfloat16, lens=((0, 0), (33, 70), (130, 65)), window=20),
+]
+
+if __name__ == "__main__":
+    for case in CASES:
+        long = ProblemShape(
+            1, 65536, 65536, case.heads, case.kv_heads, case.dim, case.num_sink, case.window,
+            True, len(case.lens) or None,
+        )  # fmt: skip
+        hopper = select_config(long, case.dtype, 90)
+        small = dataclasses.replace(hopper, hopper_forward=None, small_keys=128)
+        portable = dataclasses.replace(hopper, hopper_forward=None, hopper_backward=None)
+        tensors = make(case, "cuda")
+        for config in (portable, hopper, small) if not case.lens else (portable, hopper):
+            kernels(case, tensors, config)
+        torch.cuda.synchronize()
+        print(f"ran {case}", flush=True)
