@@ -6,10 +6,6 @@ compute-sanitizer --tool memcheck python tests/kernels/sink_window/sanitize.py
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parents[3]), str(Path(__file__).parents[3] / "kernels")]
 
 import torch
 

@@ -13,8 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[3]
 MATRIX = ("_fwd_kernel", "_dkdv_kernel", "_dq_kernel", "hopper_bwd_kernel")
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-# Bytes of stack a thread may have: loop invariants, never accumulators.  The portable dk/dv kernel on
-# Hopper holds two fp32 accumulators of 64 registers and gains more from its wide tile than it loses.
+# Bytes of stack a thread may have: loop invariants, never accumulators.  The portable dk/dv kernel
+# on Hopper holds two fp32 accumulators of 64 registers and gains more from its wide tile than it
+# loses.
 STACK = {"default": 160, ("sink_window_bwd_dkdv_kernel", 90): 512}
 
 

@@ -1,4 +1,4 @@
-"""The kernels on a GPU at real sizes: the whole grid of shapes, strides, offsets, reproducibility."""
+"""The kernels on a GPU at real sizes: the grid of shapes, strides, offsets, reproducibility."""
 
 from __future__ import annotations
 
