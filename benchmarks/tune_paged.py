@@ -160,8 +160,8 @@ def decode_calls(
 
 
 def time_cold(call: Callable[[], object], repeats: int = 20) -> float:
-    """Microseconds of one graph replay after the L2 cache was overwritten (median)."""
-    flush = torch.empty(1 << 29, dtype=torch.int8, device="cuda")
+    """Microseconds of one graph replay after the L2 cache was filled with other, clean data."""
+    flush = torch.zeros(1 << 28, dtype=torch.int32, device="cuda")
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -171,7 +171,7 @@ def time_cold(call: Callable[[], object], repeats: int = 20) -> float:
     for _ in range(repeats):
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
-        flush.zero_()
+        flush.amax()
         begin.record()
         graph.replay()
         end.record()
@@ -180,14 +180,12 @@ def time_cold(call: Callable[[], object], repeats: int = 20) -> float:
     return statistics.median(samples)
 
 
-LOGITS_SWEEP = [
-    LaunchConfig(4, 1, 16, n, 1, w, 1) for n, w in itertools.product((16, 32, 64), (2, 4, 8))
-]
+LOGITS_SWEEP = [LaunchConfig(4, 1, 16, n, 1, w, 1) for n, w in itertools.product((16, 32), (2, 4))]
 DECODE_SWEEP = [
     LaunchConfig(4, 1, 16, n, s, w, stages, registers)
     for s, (n, w, stages, registers) in itertools.product(
-        (1, 2, 3, 4, 8, 10, 12, 14, 16, 20, 24),
-        ((64, 4, 2, 168), (64, 4, 2, 128), (64, 2, 2, 0), (64, 4, 2, 0), (64, 8, 2, 0)),
+        (1, 2, 3, 12, 16, 20),
+        ((64, 4, 2, 128), (64, 2, 2, 0), (64, 4, 2, 0)),
     )
 ]
 TOP_SWEEP = [4, 8, 16]
@@ -212,6 +210,9 @@ def run_decode(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) 
                     launch.paged_attention(q, *cache[:2], batch, POLICY, 0.1, cache[2], None, out)
             continue
         floor = decode_floor(requests, length)
+        if name == "32x64k":
+            nothing = torch.zeros(1, device="cuda")
+            print(f"empty call, cold: {time_cold(nothing.zero_):.1f} us", flush=True)
         copies = 4 if requests == 32 else 16
         everything, select, attend = decode_calls(cache, requests, length, copies)
         print(
@@ -261,15 +262,11 @@ def run_prefill(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1))
     if sweep:
         scores += [
             LaunchConfig(4, 64, 256, n, 1, w, s)
-            for n, w, s in (
-                (32, 8, 2), (32, 8, 3), (32, 8, 4), (16, 8, 3), (16, 8, 4), (32, 16, 3), (16, 8, 5),
-            )
-        ]  # fmt: skip
+            for n, w, s in ((32, 8, 3), (32, 8, 4), (64, 16, 2))
+        ]
         attends += [
             LaunchConfig(h, 64, 64 * h, n, 1, w, s, r)
-            for h, n, w, s, r in (
-                (4, 64, 16, 2, 0), (2, 64, 8, 2, 128), (2, 64, 8, 2, 120), (2, 32, 8, 2, 128),
-            )
+            for h, n, w, s, r in ((4, 64, 16, 2, 0), (2, 64, 8, 2, 128))
         ]  # fmt: skip
     scores, attends = scores[pick[0] :: pick[1]], attends[pick[0] :: pick[1]]
     lengths = [4096] if tiny else [length]

@@ -80,17 +80,17 @@ def decode_config(
     queries = next_power_of_2(queries)
     block_m = max(16, queries * block_h)
     block_n = largest_part(sel_block, 64 if head_dim <= 128 else 32)
-    per_sm = 3 if is_hopper(arch) and head_dim <= 128 else 2
-    splits = choose_splits(tiles * num_kv_heads, entries, per_sm * num_sms)
+    programs = tiles * num_kv_heads
+    narrow = is_hopper(arch) and head_dim <= 128 and block_m == 16
+    splits = choose_splits(programs, entries, (4 if narrow else 2) * num_sms)
     return LaunchConfig(
         block_h=block_h,
         queries=queries,
         block_m=block_m,
         block_n=block_n,
         splits=splits,
-        num_warps=4,
+        num_warps=2 if narrow and programs >= 32 else 4,
         num_stages=2,
-        max_registers=168 if is_hopper(arch) and head_dim <= 128 and block_m == 16 else 0,
     )
 
 
@@ -106,8 +106,8 @@ def prefill_config(
     arch: int,
     num_sms: int,
 ) -> LaunchConfig:
-    """Prefill: as many heads of the group beside the tile's queries as shared memory allows."""
-    rows = 64 if head_dim > 128 else 256 if 90 <= arch < 100 else 128
+    """Prefill: two heads of the group beside 64 queries, two programs per multiprocessor."""
+    rows = 64 if head_dim > 128 else 128
     queries = largest_part(tile, 64)
     block_h = max(1, min(next_power_of_2(group), rows // queries))
     block_m = max(16, queries * block_h)
@@ -122,6 +122,7 @@ def prefill_config(
         splits=splits,
         num_warps=max(4, block_m // 16),
         num_stages=2,
+        max_registers=128 if 90 <= arch < 100 and block_m == 128 else 0,
     )
 
 
@@ -167,7 +168,7 @@ def score_config(
         block_n=block_n,
         splits=splits,
         num_warps=8 if block_m >= 128 else 4,
-        num_stages=2,
+        num_stages=3 if is_hopper(arch) else 2,
     )
 
 

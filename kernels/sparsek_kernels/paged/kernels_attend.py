@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparsek_kernels.common.split_kv import add_splits
+
 from .kernels_tiles import DENSE, SINK_WINDOW, page_of, tile_list, tile_sees_all, tile_span
 
 
@@ -467,30 +469,16 @@ def attend_kernel(
         if ticket != SPLITS - 1:
             return
         tl.store(ticket_ptr + place, 0)
-        row_max = tl.full([BLOCK_M], -1.0e30, dtype=tl.float32)
-        for s in tl.static_range(SPLITS):
-            part_max = tl.load(
-                states + (2 * s) * BLOCK_M, mask=mask_m, other=-1.0e30, cache_modifier=".cg"
-            )
-            row_max = tl.maximum(row_max, part_max)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-        row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-        for s in tl.static_range(SPLITS):
-            part_max = tl.load(
-                states + (2 * s) * BLOCK_M, mask=mask_m, other=-1.0e30, cache_modifier=".cg"
-            )
-            part_sum = tl.load(
-                states + (2 * s + 1) * BLOCK_M, mask=mask_m, other=0.0, cache_modifier=".cg"
-            )
-            part = tl.load(
-                parts + s * BLOCK_M * BLOCK_D,
-                mask=mask_out & (s * per_split < num_entries),
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            weight = tl.exp2(part_max - row_max)
-            row_sum += part_sum * weight
-            acc += part * weight[:, None]
+        row_max, row_sum, acc = add_splits(
+            parts,
+            states,
+            mask_m,
+            mask_out,
+            tl.cdiv(num_entries, tl.maximum(per_split, 1)),
+            BLOCK_M,
+            BLOCK_D,
+            SPLITS,
+        )
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=member < GROUP, other=0.0).to(tl.float32)
         sink = sink * 1.4426950408889634

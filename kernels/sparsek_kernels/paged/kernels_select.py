@@ -213,7 +213,7 @@ def write_top(
     """Write the ``COUNT`` best of blocks ``[first, last)``, ascending; ties to the lower index.
 
     Scores are non-negative floats, whose bits order as integers: the ``COUNT``-th largest is found
-    by counting, a quarter of the range at a time, and winners are placed by one prefix sum.
+    by counting, a third of the range at a time, and winners are placed by one prefix sum.
     """
     offs = tl.arange(0, BLOCK)
     if FROM_LOGITS:
@@ -231,7 +231,7 @@ def write_top(
             top = tl.max(logit, axis=1)
             weight = tl.exp2(logit - tl.where(head < GROUP, top, 0.0)[:, None])
             total = tl.sum(weight, axis=1)
-            weight = weight / tl.where(head < GROUP, total, 1.0)[:, None]
+            weight = weight * tl.where(head < GROUP, 1.0 / total, 0.0)[:, None]
             score += tl.sum(weight, axis=0)
     else:
         score = tl.load(score_ptr + offs, mask=offs < num_blocks, other=0.0)
@@ -244,32 +244,32 @@ def write_top(
     span = highest - threshold
     count = last - first
     while (span > 0) & (count != COUNT):
-        step = span // 4 + 1
-        one = (key >= threshold + step).to(tl.int64)
-        two = (key >= threshold + 2 * step).to(tl.int64)
-        three = (key >= threshold + 3 * step).to(tl.int64)
-        packed = tl.sum(one + (two << 20) + (three << 40), axis=0)
-        count_1 = (packed & 0xFFFFF).to(tl.int32)
-        count_2 = ((packed >> 20) & 0xFFFFF).to(tl.int32)
-        count_3 = (packed >> 40).to(tl.int32)
-        steps = (
-            (count_1 >= COUNT).to(tl.int32)
-            + (count_2 >= COUNT).to(tl.int32)
-            + (count_3 >= COUNT).to(tl.int32)
-        )
-        count = tl.where(steps == 1, count_1, count)
-        count = tl.where(steps == 2, count_2, count)
-        count = tl.where(steps == 3, count_3, count)
+        step = span // 3 + 1
+        upper = key >= threshold + 2 * step
+        lower = key >= threshold + step
+        if BLOCK < 32768:  # two counts in one sum
+            packed = tl.sum(lower.to(tl.int32) + (upper.to(tl.int32) << 16), axis=0)
+            count_1 = packed & 0xFFFF
+            count_2 = packed >> 16
+        else:
+            count_1 = tl.sum(lower.to(tl.int32), axis=0)
+            count_2 = tl.sum(upper.to(tl.int32), axis=0)
+        steps = (count_1 >= COUNT).to(tl.int32) + (count_2 >= COUNT).to(tl.int32)
+        count = tl.where(steps == 2, count_2, tl.where(steps == 1, count_1, count))
         threshold += steps * step
-        span = tl.where(steps == 3, span - 3 * step, step - 1)
+        span = tl.where(steps == 2, span - 2 * step, step - 1)
     # `exact`: just COUNT keys reach the threshold; else it is the COUNT-th largest key itself, and
     # as many of the keys equal to it as places are left win, the first ones.
     exact = count == COUNT
     above = (key > threshold) | ((key == threshold) & exact)
     equal = (key == threshold) & (not exact)
-    ranks = tl.cumsum(above.to(tl.int64) + (equal.to(tl.int64) << 32), axis=0)
-    rank_above = (ranks & 0xFFFFFFFF).to(tl.int32)
-    rank_equal = (ranks >> 32).to(tl.int32)
+    if BLOCK < 32768:
+        ranks = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
+        rank_above = ranks & 0xFFFF
+        rank_equal = ranks >> 16
+    else:
+        rank_above = tl.cumsum(above.to(tl.int32), axis=0)
+        rank_equal = tl.cumsum(equal.to(tl.int32), axis=0)
     needed = COUNT
     if not exact:
         needed = COUNT - tl.sum(above.to(tl.int32), axis=0)
