@@ -1,0 +1,118 @@
+"""Time launch configurations of sink-window attention on this GPU.
+
+    PYTHONPATH=.:kernels python benchmarks/tune_sink_window.py [--head-dim 128] [--pass forward]
+
+Prints one line per candidate and shape, fastest first.  The winners are written into
+``sparsek_kernels/sink_window/config.py`` by hand; nothing is tuned at run time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from sparsek_kernels.sink_window.calls import device_arch
+from sparsek_kernels.sink_window.config import (
+    LaunchConfig,
+    ProblemShape,
+    TileConfig,
+    select_config,
+)
+from sparsek_kernels.sink_window.launch import launch_backward, launch_forward
+from sparsek_kernels.sink_window.spec import AttentionSpec
+
+SHAPES = {
+    "sink4-w4096": (131072, 4, 4096),
+    "sink64-w1024": (131072, 64, 1024),
+    "causal": (32768, 0, None),
+}
+
+
+def milliseconds(run: Callable[[], object], repeats: int = 7) -> float:
+    """Median time of ``run`` on the device, after one call to compile and warm up."""
+    run()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def forward_candidates(base: LaunchConfig) -> Iterator[tuple[str, LaunchConfig]]:
+    """Tiles of the Hopper and of the portable forward kernel."""
+    if base.hopper_forward is not None:
+        for keys, stages in ((128, 2), (64, 3), (64, 4)):
+            tile = TileConfig(128, keys, 4, stages)
+            yield f"hopper 128x{keys} stages {stages}", replace(base, hopper_forward=tile)
+    plain = replace(base, hopper_forward=None)
+    for rows, keys, warps, stages in ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)):
+        tile = TileConfig(rows, keys, warps, stages)
+        name = f"portable {rows}x{keys} warps {warps} stages {stages}"
+        yield name, replace(plain, forward=tile)
+
+
+def backward_candidates(base: LaunchConfig) -> Iterator[tuple[str, LaunchConfig]]:
+    """Head interleaving of the fused kernel, tiles of the portable pair."""
+    if base.hopper_backward is not None:
+        for together in (1, 2, 4, 8):
+            yield f"fused, {together} heads together", replace(base, heads_together=together)
+    plain = replace(base, hopper_backward=None)
+    for rows, keys, warps in ((64, 128, 8), (64, 64, 8), (32, 128, 8)):
+        tile = TileConfig(rows, keys, warps, 2)
+        yield f"portable dk/dv {rows}x{keys} warps {warps}", replace(plain, dkdv=tile)
+
+
+def tune(name: str, head_dim: int, which: str) -> None:
+    """Time every candidate of one shape."""
+    tokens, num_sink, window = SHAPES[name]
+    q, dout = (
+        torch.randn(1, tokens, 32, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    )
+    k, v = (
+        torch.randn(1, tokens, 8, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    )
+    out = torch.empty_like(q)
+    lse = torch.empty(1, 32, tokens, device="cuda")
+    spec = AttentionSpec(num_sink, window, True, head_dim**-0.5)
+    shape = ProblemShape(1, tokens, tokens, 32, 8, head_dim, num_sink, window)
+    base = select_config(shape, q.dtype, device_arch(q.device))
+    launch_forward(out, lse, q, k, v, None, None, None, spec, base)
+    if which == "forward":
+        runs = {
+            label: lambda config=config: launch_forward(
+                out, lse, q, k, v, None, None, None, spec, config
+            )
+            for label, config in forward_candidates(base)
+        }
+    else:
+        runs = {
+            label: lambda config=config: launch_backward(
+                dout, None, q, k, v, out, lse, None, None, None, spec, config
+            )
+            for label, config in backward_candidates(base)
+        }
+    times = {label: milliseconds(run) for label, run in runs.items()}
+    for label, ms in sorted(times.items(), key=lambda item: item[1]):
+        print(f"{name:14s} d{head_dim:<4d} {which:9s} {ms:8.2f} ms  {label}", flush=True)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--pass", dest="which", choices=["forward", "backward"], default="forward")
+    parser.add_argument("--shape", choices=list(SHAPES), action="append")
+    options = parser.parse_args()
+    for name in options.shape or SHAPES:
+        tune(name, options.head_dim, options.which)
+
+
+if __name__ == "__main__":
+    main()
