@@ -253,6 +253,41 @@ def run_decode(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) 
                 )
 
 
+def run_peer() -> None:
+    """FlashAttention 3 as vLLM ships it, on the same caches, timed in the same two ways."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    cache = make_cache(32 * 1024 + 64)
+    views = [part.transpose(1, 2) for part in cache[:2]]
+    shapes = {name: [(1, length)] * count for name, (count, length) in DECODES.items()}
+    shapes["16k of 128k"] = [(16384, 131072)]
+    for name, lengths in shapes.items():
+        decodes = len(lengths) if lengths[0][0] == 1 else 0
+        calls = []
+        for copy in range(4 if decodes else 1):
+            q, batch = make_batch(
+                cache[0].shape[0], lengths, decodes, max(n for _, n in lengths), copy
+            )
+            calls.append(
+                lambda q=q, b=batch: flash_attn_varlen_func(
+                    q,
+                    *views,
+                    max_seqlen_q=b.max_query_len,
+                    cu_seqlens_q=b.cu_seqlens_q,
+                    max_seqlen_k=b.max_seq_len,
+                    seqused_k=b.seq_lens,
+                    block_table=b.block_table,
+                    causal=True,
+                    fa_version=3,
+                )
+            )
+        print(
+            f"FA3 {name}: {time_graph(calls, 7):.1f} us (cold, one replay "
+            f"{time_cold(calls[0], 7):.1f})",
+            flush=True,
+        )
+
+
 def run_prefill(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) -> None:
     chunk, length = 16384, 131072
     cache = make_cache(64 if tiny else 2048)
@@ -330,17 +365,21 @@ def _compile(job: tuple[str, int, int]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", nargs="+", choices=("decode", "prefill"))
+    parser.add_argument("what", nargs="+", choices=("decode", "prefill", "peer"))
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--processes", type=int, default=14)
     args = parser.parse_args()
     begin = time.time()
     if args.processes > 1:
-        jobs = [(kind, i, args.processes) for kind in args.what for i in range(args.processes)]
+        kinds = [kind for kind in args.what if kind != "peer"]
+        jobs = [(kind, i, args.processes) for kind in kinds for i in range(args.processes)]
         with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
             pool.map(_compile, jobs, chunksize=1)
         print(f"compiled in {time.time() - begin:.0f} s", flush=True)
     for kind in args.what:
+        if kind == "peer":
+            run_peer()
+            continue
         fn = run_decode if kind == "decode" else run_prefill
         if kind == "prefill" or not args.sweep:
             fn(False)
