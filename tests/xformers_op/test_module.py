@@ -109,6 +109,8 @@ def test_contract_of_the_components_package() -> None:
     components = pytest.importorskip(
         "xformers.components.attention", reason="xFormers > 0.0.33 has no components package"
     )
+    if not hasattr(components, "build_attention"):
+        pytest.skip("xFormers > 0.0.33 has no attention registry")
     assert isinstance(module, components.Attention)
     built = components.build_attention(
         {"name": "sparsek", "dropout": 0.0, "causal": True, "num_sink": 1, "window_size": 4}

@@ -1,0 +1,315 @@
+"""attn_implementation="sparsek" against SDPA with the mask written out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.transformers_op.tiny import logits, make_model, tokens, visible
+
+import sparsek_backend.transformers_op as sparsek  # isort: skip
+from sparsek_backend.config import ConfigError  # isort: skip
+from sparsek_backend.transformers_op import sequences, topk  # isort: skip
+from sparsek_kernels.fallback import fallback_counts  # isort: skip
+from sparsek_kernels.paged.policy import SelectionPolicy  # isort: skip
+
+TOLERANCE = 1e-5
+SPARSE: dict[str, Any] = {
+    "mode": "block_topk",
+    "dense_below": 0,
+    "num_sink": 64,
+    "window_size": 64,
+    "top_k": 1,
+}
+
+
+def _worst(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"mode": "dense"},
+        SPARSE | {"top_k": 8},
+        {"mode": "sink_window", "num_sink": 4, "window_size": 400, "dense_below": 0},
+        {"mode": "sink_window", "num_sink": 4, "window_size": 16, "dense_below": 512},
+    ],
+    ids=["defaults", "dense", "topk", "window", "dense-below"],
+)
+def test_budget_that_covers_the_context_equals_sdpa(settings: dict[str, Any]) -> None:
+    model, ids = make_model(), tokens(2, 300)
+    wanted = logits(model, "sdpa", ids)
+    sparsek.configure(model, **settings)
+    assert _worst(logits(model, "sparsek", ids), wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("dense_below", [0, 64, 100, 128])
+def test_sink_window_is_exact(dense_below: int) -> None:
+    model, ids = make_model(), tokens(2, 200)
+    tiled = dense_below // 64 * 64
+    mask = visible(200, 4, 32, tiled).expand(2, -1, -1, -1)
+    wanted = logits(model, "sdpa", ids, attention_mask=mask)
+    sparsek.configure(
+        model, mode="sink_window", num_sink=4, window_size=32, dense_below=dense_below
+    )
+    assert _worst(logits(model, "sparsek", ids), wanted) < TOLERANCE
+    assert _worst(logits(model, "sdpa", ids), wanted) > 100 * TOLERANCE
+
+
+def test_dense_layers_stay_dense() -> None:
+    model, ids = make_model(), tokens(1, 300)
+    dense = logits(model, "sdpa", ids)
+    sparsek.configure(model, **SPARSE, dense_layers=2)
+    assert _worst(logits(model, "sparsek", ids), dense) < TOLERANCE
+    sparsek.configure(model, **SPARSE, dense_layers=1)
+    assert _worst(logits(model, "sparsek", ids), dense) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("query_tile", [1, 16, 64])
+def test_training_attends_what_inference_attends(query_tile: int) -> None:
+    model, ids = make_model(), tokens(2, 300)
+    sparsek.configure(model, **SPARSE, query_tile=query_tile)
+    without = logits(model, "sparsek", ids)
+    with_gradient = model(ids).logits
+    assert with_gradient.requires_grad
+    assert _worst(with_gradient, without) < TOLERANCE
+    assert _worst(without, logits(model, "sdpa", ids)) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SPARSE,
+        {"mode": "sink_window", "num_sink": 4, "window_size": 32, "dense_below": 64},
+    ],
+    ids=["topk", "window"],
+)
+def test_gradients_equal_those_of_the_mask(settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    policy_fields = {k: v for k, v in settings.items() if k != "mode"}
+    policy = SelectionPolicy(**policy_fields)
+    q = torch.randn(1, 200, 6, 16, dtype=torch.float32, requires_grad=True)
+    k, v = (torch.randn(1, 200, 2, 16, requires_grad=True) for _ in range(2))
+    sinks = torch.randn(6, requires_grad=True)
+    scale = 0.25
+    out = sequences.attend(q, k, v, policy, scale, sinks)
+    seen = visible(200, 4, 32, 64)[0].expand(2, -1, -1)
+    if policy.selects_blocks:
+        first = sequences.rows_that_see_all(policy, 200, 200)
+        chosen = topk.block_indices(q[:, first:], k, v, policy, scale)[0]  # [N, Hkv, S]
+        seen = torch.ones(2, 200, 200, dtype=torch.bool).tril()
+        for row in range(first, 200):
+            for head in range(2):
+                blocks = chosen[row - first, head].tolist()
+                assert len({b for b in blocks if b >= 0}) == sum(b >= 0 for b in blocks)
+                inside = torch.isin(torch.arange(200) // 64, torch.tensor(blocks))
+                seen[head, row] &= inside
+    scores = torch.einsum("nhgd,mhd->hgnm", q[0].unflatten(1, (2, 3)), k[0]) * scale
+    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    column = sinks.view(2, 3, 1, 1).expand(-1, -1, 200, 1)
+    probs = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+    wanted = torch.einsum("hgnm,mhd->nhgd", probs, v[0]).flatten(1, 2)[None]
+    assert _worst(out, wanted) < TOLERANCE
+    upstream = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (q, k, v, sinks), upstream)
+    wanted_grads = torch.autograd.grad(wanted, (q, k, v, sinks), upstream)
+    for grad, want in zip(grads, wanted_grads, strict=True):
+        assert _worst(grad, want) < 1e-4
+
+
+def test_generation_selects_per_token() -> None:
+    model, ids = make_model(), tokens(2, 300)
+    sparsek.configure(model, **SPARSE, query_tile=1)
+    model.set_attn_implementation("sparsek")
+    long = model.generate(ids, max_new_tokens=12, do_sample=False)
+    # with one query per tile, the cached steps equal one pass over the whole text
+    with torch.no_grad():
+        again = model(long[:, :-1]).logits[:, 299:].argmax(-1)
+    assert torch.equal(again, long[:, 300:])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("mode", ["dense", "sink_window", "block_topk"])
+def test_padding_changes_nothing(side: str, mode: str) -> None:
+    model, ids = make_model(), tokens(2, 260)
+    settings = {
+        "dense": {"mode": "dense"},
+        "sink_window": {
+            "mode": "sink_window",
+            "num_sink": 4,
+            "window_size": 32,
+            "dense_below": 0,
+        },
+        "block_topk": SPARSE,
+    }[mode]
+    sparsek.configure(model, **settings)
+    alone = logits(model, "sparsek", ids[:1, :200])
+    mask = torch.ones(2, 260, dtype=torch.long)
+    row = torch.zeros(1, 260, dtype=torch.long)
+    real = slice(60, 260) if side == "left" else slice(0, 200)
+    row[:, real] = ids[:1, :200]
+    mask[0] = 0
+    mask[0, real] = 1
+    position = (mask.cumsum(-1) - 1).clamp_min(0)
+    batch = torch.cat([row, ids[1:]])
+    found = logits(model, "sparsek", batch, attention_mask=mask, position_ids=position)
+    assert _worst(found[:1, real], alone) < TOLERANCE
+    assert _worst(found[1:], logits(model, "sparsek", ids[1:])) < TOLERANCE
+
+
+def test_padded_generation_equals_sdpa() -> None:
+    model, ids = make_model(), tokens(2, 60)
+    mask = torch.ones(2, 60, dtype=torch.long)
+    mask[0, :25] = 0
+    arguments = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
+    model.set_attn_implementation("sdpa")
+    wanted = model.generate(ids, **arguments)
+    model.set_attn_implementation("sparsek")
+    assert torch.equal(model.generate(ids, **arguments), wanted)
+
+
+def test_packed_sequences_do_not_mix() -> None:
+    model, ids = make_model(), tokens(1, 150)
+    position = torch.cat([torch.arange(50), torch.arange(100)])[None]
+    sparsek.configure(model, mode="sink_window", num_sink=4, window_size=32, dense_below=0)
+    before = dict(fallback_counts())
+    found = logits(model, "sparsek", ids, position_ids=position, use_cache=False)
+    parts = [logits(model, "sparsek", ids[:, :50]), logits(model, "sparsek", ids[:, 50:])]
+    assert _worst(found, torch.cat(parts, dim=1)) < TOLERANCE
+    assert fallback_counts() == before, "packed sequences run on the kernels"
+
+
+def test_custom_masks_are_served_exactly_and_counted() -> None:
+    model, ids = make_model(), tokens(2, 60)
+    mask = torch.rand(2, 1, 60, 60) > 0.5
+    mask |= torch.eye(60, dtype=torch.bool)
+    reason = "a custom mask in Transformers"
+    before = fallback_counts().get(reason, 0)
+    wanted = logits(model, "sdpa", ids, attention_mask=mask)
+    assert _worst(logits(model, "sparsek", ids, attention_mask=mask), wanted) < TOLERANCE
+    assert fallback_counts()[reason] == before + 2
+
+
+def test_static_cache_is_served_exactly() -> None:
+    model, ids = make_model(), tokens(2, 60)
+    arguments = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
+    model.set_attn_implementation("sdpa")
+    wanted = model.generate(ids, max_new_tokens=8, do_sample=False)
+    model.set_attn_implementation("sparsek")
+    assert torch.equal(model.generate(ids, disable_compile=True, **arguments), wanted)
+
+
+class _Layer(torch.nn.Module):
+    """What the attention function reads of a layer."""
+
+    def __init__(self, config: Any, *, causal: bool = True) -> None:
+        super().__init__()
+        self.config, self.layer_idx, self.is_causal = config, 0, causal
+
+
+def _call(layer: _Layer, **arguments: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    q = torch.randn(2, 6, 40, 16)
+    k, v = (torch.randn(2, 2, 40, 16) for _ in range(2))
+    out, weights = sparsek.sparsek_attention(layer, q, k, v, None, **arguments)
+    assert weights is None
+    return out, [q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)]
+
+
+def _eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    scores = q @ k.mT / 4
+    cap = options.get("softcap")
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    if options.get("causal", True):
+        scores = scores.masked_fill(~visible(40, 0, options.get("window", 40))[0], float("-inf"))
+    sinks = options.get("sinks")
+    if sinks is not None:
+        column = sinks.view(1, -1, 1, 1).expand(2, -1, 40, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    probs = scores.softmax(-1)[..., :40]
+    return (probs @ v).transpose(1, 2)
+
+
+def test_options_of_the_attention_function() -> None:
+    config = make_model().config
+    layer, full = _Layer(config), _Layer(config, causal=False)
+    sinks = torch.randn(6)
+    cases: list[tuple[_Layer, dict[str, Any], dict[str, Any]]] = [
+        (layer, {"s_aux": sinks}, {"sinks": sinks}),
+        (layer, {"sliding_window": 7}, {"window": 7}),
+        (layer, {"sliding_window": 7, "s_aux": sinks}, {"window": 7, "sinks": sinks}),
+        (full, {}, {"causal": False}),
+        (layer, {"is_causal": False}, {"causal": False}),
+        (layer, {"softcap": 2.0}, {"softcap": 2.0}),
+    ]
+    for module, arguments, options in cases:
+        out, tensors = _call(module, **arguments)
+        assert _worst(out, _eager(*tensors, **options)) < TOLERANCE, arguments
+
+
+def test_dropout_keeps_the_mean() -> None:
+    layer = _Layer(make_model().config)
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 6, 40, 16), torch.randn(2, 2, 40, 16)
+    out, _ = sparsek.sparsek_attention(layer, q, k, torch.ones(2, 2, 40, 16), None, dropout=0.3)
+    assert abs(out.mean().item() - 1.0) < 0.05
+    assert out.std().item() > 0.01
+
+
+def test_value_head_dim_may_differ() -> None:
+    layer = _Layer(make_model().config)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 6, 40, 16), torch.randn(2, 6, 40, 16), torch.randn(2, 6, 40, 8)
+    out, _ = sparsek.sparsek_attention(layer, q, k, v, None)
+    assert _worst(out, _eager(q, k, v)) < TOLERANCE
+
+
+def test_continuous_batching_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="continuous batching"):
+        _call(_Layer(make_model().config), cache=object())
+
+
+def test_settings_are_checked_and_kept(tmp_path: Any) -> None:
+    model = make_model()
+    with pytest.raises(ConfigError, match="did you mean top_k"):
+        sparsek.configure(model, topk=3)
+    with pytest.raises(TypeError, match="model"):
+        sparsek.configure(torch.nn.Linear(2, 2), mode="dense")
+    assert sparsek.configure(model, **SPARSE).top_k == 1
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, attn_implementation="sparsek")
+    ids = tokens(1, 300)
+    assert _worst(logits(again, "sparsek", ids), logits(model, "sparsek", ids)) < TOLERANCE
+    sparsek.configure(model)
+    assert _worst(logits(model, "sparsek", ids), logits(model, "sdpa", ids)) < TOLERANCE
+
+
+def test_environment_variables_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEK_MODE", "sink_window")
+    monkeypatch.setenv("SPARSEK_WINDOW_SIZE", "16")
+    monkeypatch.setenv("SPARSEK_NUM_SINK", "2")
+    monkeypatch.setenv("SPARSEK_DENSE_BELOW", "0")
+    model, ids = make_model(), tokens(1, 100)
+    wanted = logits(model, "sdpa", ids, attention_mask=visible(100, 2, 16))
+    assert _worst(logits(model, "sparsek", ids), wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("fault", ["window", "scale"])
+def test_planted_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = sequences.sink_flash_attention
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        if fault == "window" and kwargs["window_size"] is not None:
+            kwargs["window_size"] += 1
+        if fault == "scale":
+            kwargs["softmax_scale"] *= 1.05
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(sequences, "sink_flash_attention", faulty)
+    with pytest.raises(AssertionError):
+        test_sink_window_is_exact(64)
