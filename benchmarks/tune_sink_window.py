@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
+
 from sparsek_kernels.sink_window.calls import device_arch
 from sparsek_kernels.sink_window.config import (
     LaunchConfig,
