@@ -55,7 +55,9 @@ def sparsek_mask(
             "attention_mask: a SinkWindowCache that has dropped keys serves batches without "
             "padding and plain causal masks only; use equally long sequences or a DynamicCache"
         )
-    if plain and isinstance(q_offset, int):
+    # A static cache has room for keys to come, so its last key is not the last query's.
+    aligned = isinstance(q_offset, int) and q_offset + q_length >= kv_offset + kv_length
+    if plain and aligned:
         if padding is None:
             return None
         return padding[:, kv_offset : kv_offset + kv_length]
