@@ -1,0 +1,245 @@
+"""Native sparse attention against its peers on one GPU: whole passes, stages, memory.
+
+    python benchmarks/nsa.py --csv nsa.csv --case 64x4:64k --case 32x8:64k
+
+A case is ``query heads x KV heads : tokens``.  Every number is the median of repeated runs with a
+cold L2; ours is checked against the fp64 oracle at the case's heads first, and a failed check stops
+the run.  Peers that are not installed are left out: flash-linear-attention (``fla``; no window
+branch) and torch's dense attention (``cudnn``, ``flash``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.testing import do_bench
+
+from sparsek_kernels import (
+    compressed_attention,
+    nsa_attention,
+    nsa_compress,
+    nsa_select,
+    selected_attention,
+    sink_flash_attention,
+)
+from sparsek_kernels.nsa.reference import nsa_reference
+
+DIM = 128
+Row = dict[str, str | float]
+
+
+def median_ms(function: Callable[[], object]) -> float:
+    """Median time of one call; the cache is flushed before each."""
+    return float(do_bench(function, warmup=20, rep=120, return_mode="median"))
+
+
+def inputs(heads: int, kv_heads: int, tokens: int, kind: str) -> list[torch.Tensor]:
+    """q, k, v and three gates.  ``correlated`` queries drift slowly, as a trained model's do."""
+    torch.manual_seed(0)
+
+    def draw(count: int) -> torch.Tensor:
+        return torch.randn(1, tokens, count, DIM, device="cuda", dtype=torch.bfloat16)
+
+    q, k, v = draw(heads), draw(kv_heads), draw(kv_heads)
+    if kind == "correlated":
+        anchors = torch.randn(1, tokens // 256 + 2, kv_heads, 1, DIM, device="cuda")
+        weight = (torch.arange(tokens, device="cuda") % 256 / 256).view(1, -1, 1, 1, 1)
+        at = torch.arange(tokens, device="cuda") // 256
+        drift = anchors[:, at] * (1 - weight) + anchors[:, at + 1] * weight
+        grouped = q.unflatten(2, (kv_heads, -1))
+        q = (0.5 * grouped + 2.0 * drift).to(torch.bfloat16).flatten(2, 3)
+        texture = torch.randn(1, tokens // 64 + 1, kv_heads, DIM, device="cuda")
+        k = (0.7 * k + texture[:, torch.arange(tokens, device="cuda") // 64]).to(torch.bfloat16)
+    gates = [torch.rand(1, tokens, heads, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    return [q, k, v, *gates]
+
+
+def gate(heads: int, kv_heads: int) -> None:
+    """Stop unless a short call agrees with the oracle, outputs and gradients."""
+    tensors = inputs(heads, kv_heads, 768, "random")
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out, indices = nsa_attention(*leaves, return_block_indices=True)
+    upstream = torch.randn_like(out)
+    grads = torch.autograd.grad(out, leaves, upstream)
+    exact = [x.double().cpu().requires_grad_() for x in tensors]
+    want = nsa_reference(*exact, block_indices=indices.cpu())
+    wanted = torch.autograd.grad(want.out, exact, upstream.double().cpu())
+    for name, have, need in zip(
+        ("out", "dq", "dk", "dv", "dg_cmp", "dg_slc", "dg_swa"),
+        (out, *grads),
+        (want.out, *wanted),
+        strict=True,
+    ):
+        error = float((have.double().cpu() - need).norm() / need.norm())
+        if not error < 1e-2:
+            raise SystemExit(f"{heads}x{kv_heads}: {name} is off by {error:.2e} (relative)")
+
+
+def random_selection(tokens: int, kv_heads: int, slots: int = 16) -> torch.Tensor:
+    """Distinct causal blocks drawn evenly, the forced ones included."""
+    own = torch.arange(tokens, device="cuda").view(1, -1, 1) // 64
+    ranks = torch.rand(1, tokens, kv_heads, tokens // 64, device="cuda", dtype=torch.float16)
+    block = torch.arange(tokens // 64, device="cuda")
+    ranks.masked_fill_((block > own[..., None]), -1.0)
+    ranks.masked_fill_((block == 0) | ((block > own[..., None] - 2) & (block <= own[..., None])), 2)
+    best = ranks.topk(slots, dim=-1)
+    return torch.where(best.values >= 0, best.indices, -1).int()
+
+
+def stages(tensors: list[torch.Tensor], kind: str) -> list[tuple[str, Callable[[], object]]]:
+    """The forward stages and, for the two attention branches, their backward."""
+    q, k, v, *_ = tensors
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    k_cmp, v_cmp = (x.detach().requires_grad_() for x in nsa_compress(k, v))
+    out_cmp, lse = compressed_attention(q, k_cmp, v_cmp)
+    chosen = {"own": nsa_select(q, k_cmp, lse=lse)}
+    if kind == "random" and q.shape[1] <= 65536:
+        chosen["random"] = random_selection(q.shape[1], k.shape[2])
+    dout = torch.randn_like(out_cmp)
+    found: list[tuple[str, Callable[[], object]]] = [
+        ("compress", lambda: nsa_compress(k.detach(), v.detach())),
+        ("compressed fwd", lambda: compressed_attention(
+            q.detach(), k_cmp.detach(), v_cmp.detach())),
+        ("select", lambda: nsa_select(q, k_cmp, lse=lse)),
+        ("sliding fwd", lambda: sink_flash_attention(
+            q.detach(), k.detach(), v.detach(), window_size=512)),
+        ("compressed bwd", lambda: torch.autograd.grad(
+            out_cmp, (q, k_cmp, v_cmp), dout, retain_graph=True)),
+    ]  # fmt: skip
+    out_swa = sink_flash_attention(q, k, v, window_size=512)
+    found.append(
+        ("sliding bwd", lambda: torch.autograd.grad(out_swa, (q, k, v), dout, retain_graph=True))
+    )
+    for name, indices in chosen.items():
+        out = selected_attention(q, k, v, indices)
+
+        def forward(indices: torch.Tensor = indices) -> object:
+            return selected_attention(q.detach(), k.detach(), v.detach(), indices)
+
+        def backward(out: torch.Tensor = out) -> object:
+            return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+        found += [(f"selected fwd ({name})", forward), (f"selected bwd ({name})", backward)]
+    return found
+
+
+def load_fla() -> Callable[..., torch.Tensor]:
+    """``fla.ops.nsa.parallel_nsa`` without importing the models beside it."""
+    for name in ("fla", "fla.ops"):
+        if name not in sys.modules:
+            folder = Path(*name.split("."))
+            places = [str(Path(p) / folder) for p in sys.path if (Path(p) / folder).is_dir()]
+            if not places:
+                raise ModuleNotFoundError("fla: pip install fla-core==0.6.0 einops")
+            module = types.ModuleType(name)
+            module.__path__ = places
+            sys.modules[name] = module
+    function: Callable[..., torch.Tensor] = importlib.import_module(
+        "fla.ops.nsa.parallel"
+    ).parallel_nsa
+    return function
+
+
+def providers(
+    tensors: list[torch.Tensor], wanted: list[str]
+) -> dict[str, Callable[..., torch.Tensor]]:
+    """Whole passes by name; each takes q, k, v and the gates."""
+    heads, kv_heads = tensors[0].shape[2], tensors[1].shape[2]
+
+    def dense(backend: SDPBackend) -> Callable[..., torch.Tensor]:
+        def run(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: torch.Tensor
+        ) -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return torch.nn.functional.scaled_dot_product_attention(
+                    *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+                ).transpose(1, 2)
+
+        return run
+
+    found: dict[str, Callable[..., torch.Tensor]] = {"sparsek": nsa_attention}
+    if "cudnn" in wanted:
+        found["cudnn"] = dense(SDPBackend.CUDNN_ATTENTION)
+    if "flash" in wanted:
+        found["flash"] = dense(SDPBackend.FLASH_ATTENTION)
+    if "fla" in wanted and heads // kv_heads >= 16:
+        try:
+            fla = load_fla()
+        except ModuleNotFoundError as missing:
+            print(f"fla left out: {missing}", file=sys.stderr)
+        else:
+            found["fla"] = lambda q, k, v, a, b, c: fla(q, k, v, a, b, None, block_counts=16)
+    return found
+
+
+def measure(case: str, kind: str, peers: list[str], with_stages: bool) -> list[Row]:
+    """Rows of one case."""
+    heads, rest = case.split("x")
+    kv_heads, length = rest.split(":")
+    tokens = int(length[:-1]) * 1024 if length.endswith("k") else int(length)
+    gate(int(heads), int(kv_heads))
+    tensors = inputs(int(heads), int(kv_heads), tokens, kind)
+    rows: list[Row] = []
+
+    def add(provider: str, what: str, ms: float, extra: float = 0.0) -> None:
+        rows.append({"case": case, "queries": kind, "provider": provider, "what": what,
+                     "ms": round(ms, 3), "peak_mib": round(extra)})  # fmt: skip
+        print(
+            f"{case:12} {kind:10} {provider:8} {what:24} {ms:9.3f} ms {extra:9.0f} MiB", flush=True
+        )
+
+    for name, function in providers(tensors, peers).items():
+        try:
+            with torch.no_grad():
+                add(name, "forward", median_ms(lambda f=function: f(*tensors)))
+            leaves = [x.clone().requires_grad_() for x in tensors]
+            base = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            out = function(*leaves)
+            dout = torch.randn_like(out)
+            used = [x for x in leaves if name != "fla" or x is not leaves[5]]
+            used = used[:3] if name in ("cudnn", "flash") else used
+            run = lambda o=out, u=used, g=dout: torch.autograd.grad(o, u, g, retain_graph=True)  # noqa: E731
+            run()
+            peak = (torch.cuda.max_memory_allocated() - base) / 2**20
+            add(name, "backward", median_ms(run), peak)
+            del out, run, leaves, used
+        except Exception as problem:  # a peer that cannot run this case is a row of its own
+            if name == "sparsek":
+                raise
+            print(f"{case} {name}: {type(problem).__name__}: {str(problem)[:200]}", flush=True)
+        torch.cuda.empty_cache()
+    if with_stages:
+        for what, run in stages(tensors, kind):
+            add("sparsek", what, median_ms(run))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", action="append", required=True, help="HEADSxKV:TOKENS")
+    parser.add_argument("--queries", choices=["random", "correlated"], default="random")
+    parser.add_argument("--peers", default="fla,cudnn,flash")
+    parser.add_argument("--stages", action="store_true")
+    parser.add_argument("--csv")
+    args = parser.parse_args()
+    rows: list[Row] = []
+    for case in args.case:
+        rows += measure(case, args.queries, args.peers.split(","), args.stages)
+    if args.csv:
+        with open(args.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

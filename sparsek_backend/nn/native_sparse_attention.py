@@ -1,0 +1,283 @@
+"""Native sparse attention as a layer: projections, rotary embedding, compression, gates."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from sparsek_backend.nn.cache import NSACache
+from sparsek_backend.nn.config import NSAConfig
+from sparsek_backend.nn.rotary import rotate
+from sparsek_kernels import nsa_attention, nsa_compress
+from sparsek_kernels.nsa.compress import PhiWeights
+from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
+
+
+class CompressionMLP(nn.Module):
+    """The learnable map of equation 7: an encoding of the place inside a block, then an MLP.
+
+    Parameters: ``position [l, D]``, ``w1 [l * D, F]``, ``b1 [F]``, ``w2 [F, D]``, ``b2 [D]``.
+
+    Args:
+        cmp_block_size: tokens of a block, l.
+        head_dim: elements of a head, D.
+        hidden_size: width of the hidden layer, F.
+        device: where the parameters live.
+        dtype: their dtype.
+    """
+
+    def __init__(
+        self,
+        cmp_block_size: int,
+        head_dim: int,
+        hidden_size: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        wide = cmp_block_size * head_dim
+
+        def make(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.position = make(cmp_block_size, head_dim)
+        self.w1 = make(wide, hidden_size)
+        self.b1 = make(hidden_size)
+        self.w2 = make(hidden_size, head_dim)
+        self.b2 = make(head_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw fresh weights: variance-preserving matrices, small encoding, zero biases."""
+        nn.init.normal_(self.position, std=0.02)
+        for weight in (self.w1, self.w2):
+            nn.init.normal_(weight, std=weight.shape[0] ** -0.5)
+        for bias in (self.b1, self.b2):
+            nn.init.zeros_(bias)
+
+    def weights(self, dtype: torch.dtype) -> PhiWeights:
+        """The parameters in the dtype of the tokens they meet (they differ under autocast)."""
+        return PhiWeights(
+            *(x.to(dtype) for x in (self.position, self.w1, self.b1, self.w2, self.b2))
+        )
+
+
+class NativeSparseAttention(nn.Module):
+    """Causal self-attention whose cost grows with the budget, not with the context.
+
+    Compressed keys are made from unrotated keys and rotated by the position of their first token.
+    Works under ``torch.compile``, autocast, activation checkpointing and ``fully_shard``.
+
+    State: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj`` (``weight``, and ``bias`` with ``bias=
+    True``), ``gate_in``, ``gate_out`` (``weight`` and ``bias``) and, with ``compression="mlp"``,
+    ``phi_k`` and ``phi_v`` (:class:`CompressionMLP`).  Without ``shared_kv``, ``k_proj`` and
+    ``v_proj`` stack the compressed, selected and sliding branch, in this order.  ``gate_out``
+    stacks the gates of the heads of each branch likewise.
+
+    Args:
+        hidden_size: elements of a token.
+        num_heads: query heads.
+        num_kv_heads: KV heads, a divisor of ``num_heads``.
+        head_dim: elements of a head, even with a rotary embedding; ``hidden_size // num_heads``
+            when ``None``.
+        config: everything else, :class:`NSAConfig`.
+        bias: whether the four projections have biases.
+        device: where the parameters live.
+        dtype: their dtype.
+
+    Raises:
+        ValueError: sizes that do not fit together; the message names the argument.
+
+    Source:
+        arXiv 2502.11089.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int | None = None,
+        *,
+        config: NSAConfig | None = None,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads: expected a multiple of num_kv_heads={num_kv_heads}, got {num_heads}"
+            )
+        if head_dim is None:
+            if hidden_size % num_heads:
+                raise ValueError(
+                    f"hidden_size: expected a multiple of num_heads={num_heads} without head_dim, "
+                    f"got {hidden_size}"
+                )
+            head_dim = hidden_size // num_heads
+        self.config = config or NSAConfig()
+        if self.config.rope_theta is not None and head_dim % 2:
+            raise ValueError(
+                f"head_dim: expected an even size with a rotary embedding, got {head_dim}"
+            )
+        self.hidden_size, self.head_dim = hidden_size, head_dim
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.num_branches = 1 if self.config.shared_kv else 3
+
+        def linear(wide: int, narrow: int, with_bias: bool) -> nn.Linear:
+            return nn.Linear(wide, narrow, bias=with_bias, device=device, dtype=dtype)
+
+        kv_size = self.num_branches * num_kv_heads * head_dim
+        self.q_proj = linear(hidden_size, num_heads * head_dim, bias)
+        self.k_proj = linear(hidden_size, kv_size, bias)
+        self.v_proj = linear(hidden_size, kv_size, bias)
+        self.o_proj = linear(num_heads * head_dim, hidden_size, bias)
+        gate_size = self.config.gate_hidden_size or max(hidden_size // 8, 16)
+        self.gate_in = linear(hidden_size, gate_size, True)
+        self.gate_out = linear(gate_size, 3 * num_heads, True)
+        self.phi_k: CompressionMLP | None = None
+        self.phi_v: CompressionMLP | None = None
+        if self.config.compression == "mlp":
+            size, hidden = self.config.cmp_block_size, self.config.cmp_hidden_size or head_dim
+            self.phi_k = CompressionMLP(size, head_dim, hidden, device, dtype)
+            self.phi_v = CompressionMLP(size, head_dim, hidden, device, dtype)
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, "
+            f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, config={self.config}"
+        )
+
+    def new_cache(
+        self,
+        batch: int,
+        max_len: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> NSACache:
+        """An empty cache for ``batch`` sequences of up to ``max_len`` tokens."""
+        weight = self.q_proj.weight
+        return NSACache(
+            self.config.spec,
+            batch,
+            max_len,
+            self.num_kv_heads,
+            self.head_dim,
+            self.config.shared_kv,
+            device or weight.device,
+            dtype or weight.dtype,
+        )
+
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        theta = self.config.rope_theta
+        return x if theta is None else rotate(x, positions, theta)
+
+    def _branches(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """``[B, N, branches * Hkv * D]`` as ``[B, N, Hkv, D]`` for each of the three branches."""
+        split = x.unflatten(-1, (self.num_branches, self.num_kv_heads, self.head_dim)).unbind(2)
+        return [split[0]] * 3 if self.num_branches == 1 else list(split)
+
+    def _compress(
+        self, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, first_block: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compressed keys, rotated, and values of unrotated tokens."""
+        size, stride = self.config.cmp_block_size, self.config.cmp_stride
+        k_cmp, v_cmp = nsa_compress(
+            k,
+            v,
+            phi_k=None if self.phi_k is None else self.phi_k.weights(k.dtype),
+            phi_v=None if self.phi_v is None else self.phi_v.weights(v.dtype),
+            cmp_block_size=size,
+            cmp_stride=stride,
+            cu_seqlens=cu_seqlens,
+        )
+        block = torch.arange(k_cmp.shape[1], device=k.device)
+        if cu_seqlens is not None:
+            offsets = compressed_cu_seqlens(cu_seqlens, size, stride)
+            seq = torch.searchsorted(offsets[1:], block.int(), right=True)
+            block = block - offsets[seq.clamp(max=offsets.shape[0] - 2)]
+        return self._rotate(k_cmp, (block + first_block) * stride), v_cmp
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+        cache: NSACache | None = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            hidden_states: ``[B, N, hidden_size]``.
+            cu_seqlens: ``[sequences + 1]`` int32 offsets of packed sequences (B = 1); positions
+                start anew in each.
+            cache: earlier tokens of the same sequences, to which these N are appended; without
+                ``cu_seqlens`` and without gradients.
+
+        Returns:
+            ``[B, N, hidden_size]``.
+
+        Raises:
+            ValueError: a wrong shape, ``cache`` with ``cu_seqlens``, or a full cache.
+        """
+        if hidden_states.dim() != 3 or hidden_states.shape[2] != self.hidden_size:
+            raise ValueError(
+                f"hidden_states: expected shape [B, N, {self.hidden_size}], "
+                f"got {list(hidden_states.shape)}"
+            )
+        if cache is not None and cu_seqlens is not None:
+            raise ValueError("cache: expected None with cu_seqlens, got a cache")
+        num_tokens = hidden_states.shape[1]
+        positions = torch.arange(num_tokens, device=hidden_states.device)
+        if cu_seqlens is not None:
+            seq = torch.searchsorted(cu_seqlens[1:], positions.int(), right=True)
+            positions = positions - cu_seqlens[seq]
+        if cache is not None:
+            positions = positions + cache.length
+        q = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
+        q = self._rotate(q, positions)
+        keys = self._branches(self.k_proj(hidden_states))
+        values = self._branches(self.v_proj(hidden_states))
+        k_slc = self._rotate(keys[1], positions)
+        k_swa = k_slc if self.config.shared_kv else self._rotate(keys[2], positions)
+        v_slc, v_swa = values[1], values[2]
+        if cache is None:
+            k_cmp, v_cmp = self._compress(keys[0], values[0], cu_seqlens, 0)
+        else:
+            first_block = cache.compressed_length
+            cache.append_compressed(
+                *self._compress(*cache.take_pending(keys[0], values[0]), None, first_block)
+            )
+            cache.append_tokens((k_slc, v_slc), (k_swa, v_swa))
+            k_cmp, v_cmp = cache.compressed[:, :, : cache.compressed_length]
+            k_slc, v_slc = cache.selected[:, :, : cache.length]
+            reach = max(cache.length - num_tokens - self.config.window_size + 1, 0)
+            k_swa, v_swa = cache.sliding[:, :, reach : cache.length]
+        hidden = nn.functional.silu(self.gate_in(hidden_states))
+        gates = torch.sigmoid(self.gate_out(hidden)).unflatten(-1, (3, self.num_heads)).unbind(2)
+        spec = self.config.spec
+        out = nsa_attention(
+            q,
+            k_slc,
+            v_slc,
+            gates[0],
+            gates[1],
+            gates[2],
+            k_cmp=k_cmp,
+            v_cmp=v_cmp,
+            k_swa=k_swa,
+            v_swa=v_swa,
+            cmp_block_size=spec.cmp_block_size,
+            cmp_stride=spec.cmp_stride,
+            sel_block_size=spec.sel_block_size,
+            top_n=spec.top_n,
+            num_init_blocks=spec.num_init_blocks,
+            num_local_blocks=spec.num_local_blocks,
+            window_size=self.config.window_size,
+            cu_seqlens=cu_seqlens,
+        )
+        if not isinstance(out, torch.Tensor):
+            raise TypeError(f"nsa_attention: expected a tensor, got {type(out).__name__}")
+        projected: torch.Tensor = self.o_proj(out.flatten(2))
+        return projected

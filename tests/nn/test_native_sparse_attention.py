@@ -1,0 +1,201 @@
+"""The NSA layer on the CPU: oracle, packing, cache, compilation, autocast, checkpointing."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from sparsek_backend.nn import NativeSparseAttention, NSAConfig
+from sparsek_backend.nn.rotary import rotate
+from sparsek_kernels.nsa import reference as ref
+
+SMALL = {"cmp_block_size": 8, "cmp_stride": 4, "sel_block_size": 8, "top_n": 4, "window_size": 10}
+
+
+def layer(dtype: torch.dtype = torch.float64, **options: object) -> NativeSparseAttention:
+    torch.manual_seed(0)
+    config = NSAConfig.from_dict({**SMALL, **options})
+    return NativeSparseAttention(24, 4, 2, 8, config=config, dtype=dtype)
+
+
+def tokens(count: int, batch: int = 1, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(batch, count, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def oracle(module: NativeSparseAttention, x: torch.Tensor) -> torch.Tensor:
+    """The layer written out over the oracle's pieces, one sequence."""
+    config, n = module.config, x.shape[1]
+    at = torch.arange(n)
+    q = rotate(module.q_proj(x).view(n, 4, 8)[None], at, 10000.0)[0]
+    parts = 1 if config.shared_kv else 3
+    keys = module.k_proj(x).view(n, parts, 2, 8).unbind(1)
+    values = module.v_proj(x).view(n, parts, 2, 8).unbind(1)
+    keys, values = (list(t) * 3 if parts == 1 else t for t in (keys, values))
+    phis = [None, None]
+    if module.phi_k is not None and module.phi_v is not None:
+        phis = [
+            lambda t, p=p: ref.phi_reference(t, p.position, p.w1, p.b1, p.w2, p.b2)
+            for p in (module.phi_k, module.phi_v)
+        ]
+    k_cmp = ref.compress_reference(keys[0], 8, 4, phis[0])
+    v_cmp = ref.compress_reference(values[0], 8, 4, phis[1])
+    k_cmp = rotate(k_cmp[None], torch.arange(len(k_cmp)) * 4, 10000.0)[0]
+    k_slc, k_swa = (rotate(k[None], at, 10000.0)[0] for k in keys[1:])
+    scale = 8**-0.5
+    seen = ref.compressed_mask(n, n, len(k_cmp), 8, 4)
+    o_cmp, _, probs = ref.masked_attention(q, k_cmp, v_cmp, seen, scale)
+    scores = ref.block_scores(probs.detach(), -(-n // 8), 2, 8, 4, 8)
+    chosen = ref.select_reference(scores, n, 8, config.top_n, 1, 2)
+    mask = ref.selected_mask(chosen, n, 8, 2)
+    o_slc = ref.masked_attention(q, k_slc, values[1], mask, scale)[0]
+    window = ref.sliding_mask(n, n, config.window_size)
+    o_swa = ref.masked_attention(q, k_swa, values[2], window, scale)[0]
+    hidden = torch.nn.functional.silu(module.gate_in(x[0]))
+    gates = torch.sigmoid(module.gate_out(hidden)).view(n, 3, 4, 1)
+    out = gates[:, 0] * o_cmp + gates[:, 1] * o_slc + gates[:, 2] * o_swa
+    return module.o_proj(out.flatten(1))[None]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own-kv", "shared-kv"])
+@pytest.mark.parametrize("compression", ["mlp", "mean"])
+@pytest.mark.parametrize("count", [5, 61])
+def test_layer_is_the_paper(shared: bool, compression: str, count: int) -> None:
+    module = layer(shared_kv=shared, compression=compression)
+    x = tokens(count)
+    ours, theirs = module(x), oracle(module, x)
+    torch.testing.assert_close(ours, theirs)
+    upstream = torch.randn_like(ours)
+    named = dict(module.named_parameters())
+    found = torch.autograd.grad(ours, list(named.values()), upstream, allow_unused=True)
+    wanted = torch.autograd.grad(theirs, list(named.values()), upstream, allow_unused=True)
+    for name, have, need in zip(named, found, wanted, strict=True):
+        zero = torch.zeros_like(named[name])
+        have, need = (zero if g is None else g for g in (have, need))
+        torch.testing.assert_close(have, need, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_gradcheck() -> None:
+    module = layer()
+    x = tokens(26).requires_grad_()
+    assert torch.autograd.gradcheck(module, (x,), atol=1e-6, fast_mode=True)
+    names = ["k_proj.weight", "gate_in.weight", "phi_k.w2", "phi_v.position"]
+    some = [module.get_parameter(name) for name in names]
+    fixed = x.detach()
+
+    def run(*changed: torch.Tensor) -> torch.Tensor:
+        given = dict(zip(names, changed, strict=True))
+        return torch.func.functional_call(module, given, (fixed,)).sum(-1)
+
+    assert torch.autograd.gradcheck(run, some, atol=1e-6, fast_mode=True)
+
+
+def test_packed_sequences_do_not_meet() -> None:
+    module = layer()
+    x = tokens(70)
+    edges = [0, 1, 30, 30, 37, 70]
+    packed = module(x, cu_seqlens=torch.tensor(edges, dtype=torch.int32))
+    for lo, hi in pairwise(edges):
+        if hi > lo:
+            torch.testing.assert_close(packed[:, lo:hi], module(x[:, lo:hi]))
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own-kv", "shared-kv"])
+@pytest.mark.parametrize("steps", [[40, 1, 1, 1, 5, 1], [1] * 20, [3, 46]], ids=str)
+def test_decoding_equals_prefill(shared: bool, steps: list[int]) -> None:
+    module = layer(shared_kv=shared)
+    x = tokens(sum(steps), batch=2)
+    cache = module.new_cache(2, sum(steps))
+    with torch.no_grad():
+        parts = [module(part, cache=cache) for part in x.split(steps, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), module(x))
+        with pytest.raises(ValueError, match="cache: expected at most"):
+            module(x[:, :1], cache=cache)
+
+
+def test_compiled_layer() -> None:
+    module = layer(torch.float32)
+    x = tokens(40, dtype=torch.float32)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    expected = module(x)
+    torch.testing.assert_close(compiled(x), expected)
+    compiled(x).sum().backward()
+    found = module.k_proj.weight.grad
+    module.zero_grad()
+    expected.sum().backward()
+    torch.testing.assert_close(found, module.k_proj.weight.grad)
+
+
+def test_autocast_trains_in_bf16() -> None:
+    module = layer(torch.float32)
+    x = tokens(40, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = module(x)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.dtype == torch.float32
+        assert parameter.grad.isfinite().all(), name
+    error = (out.float() - module(x)).norm() / out.float().norm()
+    assert error < 0.05
+
+
+def test_checkpointing_gives_the_same_gradients() -> None:
+    module = layer()
+    x = tokens(40).requires_grad_()
+    (plain,) = torch.autograd.grad(module(x).sum(), x)
+    again = checkpoint(module, x, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(again.sum(), x)[0], plain)
+
+
+def test_state_dict_is_stable() -> None:
+    module = layer()
+    names = {
+        *("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"),
+        *("gate_in.weight", "gate_in.bias", "gate_out.weight", "gate_out.bias"),
+        *(f"phi_{x}.{y}" for x in "kv" for y in ("position", "w1", "b1", "w2", "b2")),
+    }
+    assert set(module.state_dict()) == names
+    assert module.k_proj.weight.shape == (3 * 2 * 8, 24)
+    other = layer(shared_kv=False)
+    other.load_state_dict(module.state_dict())
+    torch.testing.assert_close(other(tokens(20)), module(tokens(20)))
+    assert NSAConfig.from_dict(module.config.to_dict()) == module.config
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cmp_stride": 3}, "cmp_block_size: expected a multiple of cmp_stride=3"),
+        ({"sel_block_size": 10}, "sel_block_size: expected a multiple"),
+        ({"top_n": 2}, "top_n: expected at least the 3 forced blocks"),
+        ({"window_size": 0}, "window_size: expected an integer >= 1"),
+        ({"compression": "max"}, "compression: expected 'mlp' or 'mean'"),
+        ({"blocks": 1}, "nsa: expected fields of"),
+        ({"rope_theta": -1.0}, "rope_theta"),
+    ],
+)
+def test_bad_config(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NSAConfig.from_dict({**SMALL, **options})
+
+
+def test_bad_module_arguments() -> None:
+    with pytest.raises(ValueError, match="num_heads: expected a multiple of num_kv_heads=3"):
+        NativeSparseAttention(24, 4, 3)
+    with pytest.raises(ValueError, match="hidden_size: expected a multiple of num_heads"):
+        NativeSparseAttention(25, 4, 2)
+    with pytest.raises(ValueError, match="head_dim: expected an even size"):
+        NativeSparseAttention(24, 4, 2, 7)
+    module = layer()
+    with pytest.raises(ValueError, match="hidden_states: expected shape"):
+        module(torch.zeros(3, 24, dtype=torch.float64))
+    with pytest.raises(ValueError, match="cache: expected None with cu_seqlens"):
+        module(
+            tokens(4),
+            cu_seqlens=torch.tensor([0, 4], dtype=torch.int32),
+            cache=module.new_cache(1, 4),
+        )
