@@ -180,7 +180,10 @@ def time_cold(call: Callable[[], object], repeats: int = 20) -> float:
     return statistics.median(samples)
 
 
-LOGITS_SWEEP = [LaunchConfig(4, 1, 16, n, 1, w, 1) for n, w in itertools.product((16, 32), (2, 4))]
+LOGITS_SWEEP = [
+    LaunchConfig(4, 1, 16, 32, splits, 4, stages)
+    for splits, stages in itertools.product((8, 16, 32, 64), (1, 2, 3))
+]
 DECODE_SWEEP = [
     LaunchConfig(4, 1, 16, n, s, w, stages, registers)
     for s, (n, w, stages, registers) in itertools.product(

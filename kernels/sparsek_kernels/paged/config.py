@@ -126,19 +126,32 @@ def prefill_config(
     )
 
 
-def logits_config(*, group: int, head_dim: int, queries: int, cells: int) -> LaunchConfig:
-    """Block logits of decodes: about 128 cells (32 KiB at 16 bits and 128 dimensions) a program."""
+def logits_config(
+    *,
+    requests: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    queries: int,
+    cells: int,
+    num_sms: int,
+) -> LaunchConfig:
+    """Block logits of decodes: about 128 cells (32 KiB at 16 bits and 128 dimensions) at a time.
+
+    ``splits`` is the most programs that share a context: enough to fill the device several times.
+    """
     block_h = next_power_of_2(group)
     queries = next_power_of_2(queries)
     columns = 128 if head_dim <= 128 else 64
+    wanted = max(32 * num_sms // (requests * num_kv_heads), 1)
     return LaunchConfig(
         block_h=block_h,
         queries=queries,
         block_m=max(16, queries * block_h),
         block_n=max(16, columns // next_power_of_2(cells)),
-        splits=1,
+        splits=1 << (wanted.bit_length() - 1),
         num_warps=4,
-        num_stages=1,
+        num_stages=2,
     )
 
 

@@ -122,12 +122,15 @@ def decode_logits_kernel(
     REACH_BLOCKS: tl.constexpr,
     SCORED_BLOCKS: tl.constexpr,
     MIN_MAX: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Logits of ``BLOCK_B`` blocks for all decoded tokens of one request and one KV head.
+    """Logits of all decoded tokens of one request and one KV head, for a share of the blocks.
 
-    Row ``j * BLOCK_H + h`` of the tile is token ``j``, query head ``h`` of the group.  Writes
-    ``[requests * QUERY_LEN, Hq, blocks]`` float32; blocks from a token's own on are left out.
+    A program takes every ``num_programs(0)``-th run of ``BLOCK_B`` blocks, so that the grid need
+    not grow with the longest context allowed.  Row ``j * BLOCK_H + h`` of the tile is token ``j``,
+    query head ``h`` of the group.  Writes ``[requests * QUERY_LEN, Hq, blocks]`` float32; blocks
+    from a token's own on are left out.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -170,25 +173,32 @@ def decode_logits_kernel(
         q = tl.maximum(q, 0.0).to(q.dtype)
     slot = (local_request * QUERY_LEN + token).to(tl.int64)
     out = logits_ptr + (slot * stride_lt + head * stride_lh)[:, None]
-    logits = block_logits(
-        q,
-        q_low,
-        summary_ptr + kv_head.to(tl.int64) * stride_sh,
-        page,
-        begin,
-        num_blocks,
-        offs_d,
-        mask_d,
-        stride_sp,
-        stride_sc,
-        BLOCK_B,
-        PAGE_SIZE,
-        SEL_BLOCK,
-        MIN_MAX,
-    )
-    offs_b = begin + tl.arange(0, BLOCK_B)
-    mask = mask_m[:, None] & (offs_b < num_blocks)[None, :]
-    tl.store(out + offs_b[None, :], logits * qk_scale, mask=mask)
+    summary = summary_ptr + kv_head.to(tl.int64) * stride_sh
+    stride = tl.num_programs(0) * BLOCK_B
+    for first in tl.range(begin, num_blocks, stride, num_stages=NUM_STAGES):
+        next_page = cell_pages(
+            table, first + stride, num_blocks, BLOCK_B, PAGE_SIZE, SEL_BLOCK, MIN_MAX
+        )
+        logits = block_logits(
+            q,
+            q_low,
+            summary,
+            page,
+            first,
+            num_blocks,
+            offs_d,
+            mask_d,
+            stride_sp,
+            stride_sc,
+            BLOCK_B,
+            PAGE_SIZE,
+            SEL_BLOCK,
+            MIN_MAX,
+        )
+        page = next_page
+        offs_b = first + tl.arange(0, BLOCK_B)
+        mask = mask_m[:, None] & (offs_b < num_blocks)[None, :]
+        tl.store(out + offs_b[None, :], logits * qk_scale, mask=mask)
 
 
 @triton.jit

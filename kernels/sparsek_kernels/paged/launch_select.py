@@ -100,8 +100,16 @@ def _select_decodes(
     per_request = length * num_heads * width
     step = max(min(_SCRATCH_ELEMENTS // per_request, batch.num_decodes), 1)
     logits = workspace(q.device, "logits", step * per_request, torch.float32)
-    config = logits_config(group=group, head_dim=dim, queries=length, cells=_cells(policy))
-    chunks = ceil_div(max_blocks, config.block_n)
+    config = logits_config(
+        requests=step,
+        num_kv_heads=heads,
+        group=group,
+        head_dim=dim,
+        queries=length,
+        cells=_cells(policy),
+        num_sms=runtime.traits(q.device)[1],
+    )
+    chunks = min(ceil_div(max_blocks, config.block_n), config.splits)
     for first in range(0, batch.num_decodes, step):
         requests = min(step, batch.num_decodes - first)
         decode_logits_kernel[(chunks, heads, requests)](
@@ -134,6 +142,7 @@ def _select_decodes(
             REACH_BLOCKS=policy.reach_blocks,
             SCORED_BLOCKS=policy.scored_blocks,
             MIN_MAX=policy.score_kind == "min_max",
+            NUM_STAGES=config.num_stages,
             num_warps=config.num_warps,
             **overlap_options(q.device),
         )
