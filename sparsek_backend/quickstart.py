@@ -9,7 +9,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -137,10 +137,17 @@ def _converse(server: Server, name: str, texts: Path, *, check_answers: bool) ->
     _say(f"\n==> a long document with one planted sentence: {client.PLANTED}")
     _say(f"    {client.DOCUMENT_QUESTION}")
     before = client.read_attended(server.url)
-    document = _ask(server, name, client.document_prompt(texts))
+    marks: list[client.Attended] = []
+    document = _ask(
+        server,
+        name,
+        client.document_prompt(texts),
+        on_first=lambda: marks.append(client.read_attended(server.url)),
+    )
     _report(document)
-    attended = client.read_attended(server.url) - before
-    _say(f"    attended {attended.share:.1%} of the KV that dense attention would read")
+    after = client.read_attended(server.url)
+    for part, counted in _parts(before, marks, after):
+        _say(f"    attended {counted.share:.1%} of what dense attention reads for the {part}")
 
     if not check_answers:
         return True
@@ -157,9 +164,28 @@ def _converse(server: Server, name: str, texts: Path, *, check_answers: bool) ->
     return not wrong
 
 
-def _ask(server: Server, name: str, content: str) -> client.Answer:
+def _parts(
+    before: client.Attended, marks: list[client.Attended], after: client.Attended
+) -> list[tuple[str, client.Attended]]:
+    """Split what was counted at the answer's first piece; an answer of one token has no part."""
+    if not marks or after.context == marks[0].context:
+        return [("prompt", after - before)]
+    return [("prompt", marks[0] - before), ("answer", after - marks[0])]
+
+
+def _ask(
+    server: Server, name: str, content: str, on_first: Callable[[], object] | None = None
+) -> client.Answer:
+    """Ask, print the answer as it comes, and run ``on_first`` when its first piece is there."""
+    waiting = [] if on_first is None else [on_first]
+
+    def write(text: str) -> None:
+        print(text, end="", flush=True)
+        if waiting:
+            waiting.pop()()
+
     print("    ", end="")
-    answer = client.ask(server.url, name, content, max_tokens=48, write=_write)
+    answer = client.ask(server.url, name, content, max_tokens=48, write=write)
     print(flush=True)
     return answer
 
@@ -185,10 +211,6 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _write(text: str) -> None:
-    print(text, end="", flush=True)
 
 
 def _say(text: str) -> None:

@@ -102,6 +102,15 @@ def test_no_growth_means_that_another_backend_served(url: str) -> None:
         _ = (counted - counted).share
 
 
+def test_prompt_and_answer_are_counted_apart() -> None:
+    counts = [quickstart_client.Attended(*pair) for pair in ((10, 10), (60, 110), (70, 150))]
+    parts = quickstart._parts(counts[0], [counts[1]], counts[2])
+    assert [(name, counted.share) for name, counted in parts] == [("prompt", 0.5), ("answer", 0.25)]
+    for marks in ([], [counts[2]]):
+        ((name, counted),) = quickstart._parts(counts[0], marks, counts[2])
+        assert (name, counted.attended, counted.context) == ("prompt", 60, 140)
+
+
 def test_speed_excludes_the_first_token() -> None:
     answer = quickstart_client.Answer("x", 1, 11, first_token_seconds=1.0, total_seconds=3.0)
     assert answer.tokens_per_second == 5.0
