@@ -1,0 +1,111 @@
+"""The small real model through Transformers: equality, quality bars, endless text, examples.
+
+Lengths are cut to what two cores do in seconds; benchmarks/endless.py runs the full ones.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek_backend.models import fetch_model, fetch_texts
+
+pytest.importorskip("transformers", reason="Transformers is not installed (the eval extra)")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import sparsek_backend.transformers_op as sparsek
+from sparsek_backend.transformers_op import SinkWindowCache, sequences
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "drop_ins.md"
+LENGTH = 1024
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    loaded = AutoModelForCausalLM.from_pretrained(
+        fetch_model(), dtype=torch.float32, attn_implementation="sparsek"
+    )
+    return loaded.eval()
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    tokenizer = AutoTokenizer.from_pretrained(fetch_model())
+    longest = max(fetch_texts().glob("*.txt"), key=lambda path: path.stat().st_size)
+    found: torch.Tensor = tokenizer(
+        longest.read_text(), return_tensors="pt", truncation=True, max_length=LENGTH
+    ).input_ids
+    return found
+
+
+def _run(model: Any, ids: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, float]:
+    """Logits and the NLL of the second half, in nats per token."""
+    sparsek.configure(model, **settings)
+    with torch.no_grad():
+        logits = model(ids).logits[0]
+    half = ids.shape[1] // 2
+    nll = torch.nn.functional.cross_entropy(logits[half - 1 : -1], ids[0, half:]).item()
+    return logits, nll
+
+
+def test_equality_and_quality_bars(model: Any, ids: torch.Tensor) -> None:
+    model.set_attn_implementation("sdpa")
+    wanted, dense = _run(model, ids)
+    model.set_attn_implementation("sparsek")
+    found, _ = _run(model, ids, mode="block_topk", num_sink=64, top_k=16, dense_below=0)
+    assert (found - wanted).abs().max().item() < 1e-3, "the budget covers the context"
+    small = {"window_size": 128, "dense_below": 0}
+    _, topk = _run(model, ids, mode="block_topk", num_sink=64, top_k=6, **small)
+    _, sinks = _run(model, ids, mode="sink_window", num_sink=4, **small)
+    _, window = _run(model, ids, mode="sink_window", num_sink=0, **small)
+    assert topk - dense < 0.05
+    assert sinks - dense < 0.2
+    assert window - dense > 0.3, "the control: without sinks quality is lost"
+    assert topk < sinks < window
+
+
+def test_streaming_with_sinks_holds_and_without_does_not(model: Any, ids: torch.Tensor) -> None:
+    nll = {}
+    for num_sink in (4, 0):
+        sparsek.configure(
+            model, mode="sink_window", num_sink=num_sink, window_size=128, dense_below=0
+        )
+        cache = SinkWindowCache(model)
+        parts = []
+        with torch.no_grad():
+            for part in ids.split(64, dim=1):
+                parts.append(model(part, past_key_values=cache).logits[0])
+                assert cache.layers[0].keys.shape[2] <= num_sink + 127
+        losses = torch.nn.functional.cross_entropy(
+            torch.cat(parts)[:-1], ids[0, 1:], reduction="none"
+        )
+        nll[num_sink] = losses.view(-1)[LENGTH // 2 :].mean().item()
+    assert nll[0] - nll[4] > 0.3
+
+
+@pytest.mark.parametrize("name", ["LENGTH = 8000", "SinkWindowCache"])
+def test_example_runs_on_our_kernels(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+    (code,) = (block for block in blocks if name in block and "transformers" in block)
+    code = code.replace("LENGTH = 8000", f"LENGTH = {LENGTH}").replace(
+        "max_new_tokens=16", "max_new_tokens=3"
+    )
+    calls = []
+    for function in ("sink_flash_attention", "attend_selected"):
+        real = getattr(sequences, function)
+
+        def spy(*args: Any, _real: Any = real, _name: str = function, **kwargs: Any) -> Any:
+            calls.append(_name)
+            return _real(*args, **kwargs)
+
+        monkeypatch.setattr(sequences, function, spy)
+    exec(compile(code, f"drop_ins.md: {name}", "exec"), {"__name__": "example"})
+    wanted = "attend_selected" if name.startswith("LENGTH") else "sink_flash_attention"
+    assert calls.count(wanted) >= 30, "every layer"
