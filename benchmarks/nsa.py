@@ -78,7 +78,7 @@ def gate(heads: int, kv_heads: int) -> None:
         (want.out, *wanted),
         strict=True,
     ):
-        error = float((have.double().cpu() - need).norm() / need.norm())
+        error = float((have.detach().double().cpu() - need.detach()).norm() / need.detach().norm())
         if not error < 1e-2:
             raise SystemExit(f"{heads}x{kv_heads}: {name} is off by {error:.2e} (relative)")
 
@@ -141,6 +141,7 @@ def load_fla() -> Callable[..., torch.Tensor]:
                 raise ModuleNotFoundError("fla: pip install fla-core==0.6.0 einops")
             module = types.ModuleType(name)
             module.__path__ = places
+            module.__version__ = "0.6.0"
             sys.modules[name] = module
     function: Callable[..., torch.Tensor] = importlib.import_module(
         "fla.ops.nsa.parallel"

@@ -1,4 +1,4 @@
-"""Choosing blocks: compressed-attention mass, block scores and a running top-n, all on chip.
+"""Choosing blocks: compressed-attention mass, block scores, and the best blocks of each token.
 
 With ``p = exp(scale q . k_c - lse)``, ``R = l / d`` and ``K = l' / d`` (arXiv 2502.11089,
 equations 9 and 10), a compressed block that starts at stride ``m`` of selection block ``j`` shares
@@ -7,14 +7,48 @@ equations 9 and 10), a compressed block that starts at stride ``m`` of selection
     mass_c = sum of p over the heads of the group
     score_j = sum_m (R - spill(m)) mass_{jK + m} + sum_m spill(m) mass_{(j - 1) K + m}
 
-Scores are not negative, so their bits order as integers; with the complement of the block index
-below them, one 64-bit comparison ranks by score and then by lower index.
+Scores of some thousand tokens at a time pass through a scratch tensor of ``[tokens, Hkv, blocks]``,
+16 or more times smaller than the probabilities; a second kernel picks each token's best.
 """
 
 import triton
 import triton.language as tl
 
-from sparsek_kernels.nsa.kernels_tiles import compressed_visible, locate_tile
+from sparsek_kernels.nsa.kernels_tiles import compressed_visible
+
+
+@triton.jit
+def locate_rows(
+    tile,
+    seq,
+    tiles_ptr,
+    cu_rows_ptr,
+    cu_seqlens_ptr,
+    cu_cmp_ptr,
+    first_row,
+    num_rows,
+    offset,
+    num_cmp,
+    VARLEN: tl.constexpr,
+):
+    """``(seq, tile, batch, q_start, q_len, c_start, c_len, offset)`` of a tile of a launch's rows.
+
+    A launch serves rows ``first_row ..`` of q.  Packed: ``cu_rows`` are the sequences' offsets
+    clipped to those rows, sequence -1 is unused.  ``offset + row - q_start`` is a position.
+    """
+    if VARLEN:
+        seq = tl.load(tiles_ptr + tile.to(tl.int64) * 2)
+        tile = tl.load(tiles_ptr + tile.to(tl.int64) * 2 + 1)
+        known = tl.maximum(seq, 0)
+        q_start = tl.load(cu_rows_ptr + known)
+        q_len = tl.load(cu_rows_ptr + known + 1) - q_start
+        c_start = tl.load(cu_cmp_ptr + known)
+        c_len = tl.load(cu_cmp_ptr + known + 1) - c_start
+        skipped = q_start - tl.load(cu_seqlens_ptr + known)
+        return seq, tile, seq * 0, q_start, q_len, c_start, c_len, skipped
+    else:
+        start = seq * 0 + first_row
+        return seq, tile, seq, start, num_rows, seq * 0, num_cmp, offset + first_row
 
 
 @triton.jit
@@ -76,11 +110,12 @@ def _block_scores(
 
 
 @triton.jit
-def nsa_select_kernel(
-    indices_ptr,
+def nsa_block_scores_kernel(
+    scores_ptr,
     q_ptr,
     k_ptr,
     lse_ptr,
+    cu_rows_ptr,
     cu_seqlens_ptr,
     cu_cmp_ptr,
     tiles_ptr,
@@ -93,17 +128,18 @@ def nsa_select_kernel(
     stride_kt,
     stride_kh,
     stride_kd,
+    first_row,
+    num_rows,
     num_q,
     offset,
     num_heads,
     num_cmp,
+    num_blocks,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CMP_BLOCK: tl.constexpr,
     CMP_STRIDE: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
-    TOP_N: tl.constexpr,
-    NUM_INIT: tl.constexpr,
     NUM_LOCAL: tl.constexpr,
     VARLEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -111,31 +147,24 @@ def nsa_select_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_O: tl.constexpr,
     PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
     """One program: ``BLOCK_T`` neighbouring tokens of one KV head, all heads of the group.
 
-    Candidates are the blocks from ``NUM_INIT`` on that lie before the ``NUM_LOCAL`` latest;
-    ``TOP_N - NUM_INIT - NUM_LOCAL`` of them are kept in ``BLOCK_S`` running slots.  Writes
-    contiguous ``[B, N, Hkv, TOP_N]`` int32, ascending, -1 after the last.
+    Writes fp32 ``[B, num_rows, Hkv, num_blocks]`` for blocks before the ``NUM_LOCAL`` latest;
+    the rest of the scratch is left as it is.  The last tokens start first.
     """
-    FREE: tl.constexpr = TOP_N - NUM_INIT - NUM_LOCAL
     CELLS: tl.constexpr = SEL_BLOCK // CMP_STRIDE
     kv_head = tl.program_id(1)
-    seq, tile, batch, q_start, q_len, c_start, offset = locate_tile(
-        tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(2),
-        tiles_ptr, cu_seqlens_ptr, cu_cmp_ptr, num_q, offset, VARLEN,
+    seq, tile, batch, q_start, q_len, c_start, c_len, offset = locate_rows(
+        tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(2), tiles_ptr, cu_rows_ptr,
+        cu_seqlens_ptr, cu_cmp_ptr, first_row, num_rows, offset, num_cmp, VARLEN,
     )  # fmt: skip
     if seq < 0:
         return
-    c_len = num_cmp
-    if VARLEN:
-        c_len = tl.load(cu_cmp_ptr + seq + 1) - c_start
     batch = batch.to(tl.int64)
     offs_r = tl.arange(0, BLOCK_T * BLOCK_G)  # [BLOCK_T * BLOCK_G]
-    offs_t = tile * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
     offs_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     local = tile * BLOCK_T + offs_r // BLOCK_G
     member = offs_r % BLOCK_G
@@ -152,56 +181,86 @@ def nsa_select_kernel(
     lse = tl.load(lse_ptr + stat, mask=mask_r, other=float("inf"))  # [BLOCK_T * BLOCK_G]
     lse = tl.where(lse == float("-inf"), float("inf"), lse) * 1.4426950408889634
     seen = compressed_visible(local + offset, CMP_BLOCK, CMP_STRIDE)  # [BLOCK_T * BLOCK_G]
-    own = (offs_t + offset) // SEL_BLOCK  # [BLOCK_T]
     last = tl.minimum(tile * BLOCK_T + BLOCK_T, q_len) - 1 + offset
     end = last // SEL_BLOCK - NUM_LOCAL + 1
-    best = tl.full([BLOCK_T, BLOCK_S], -1, dtype=tl.int64)  # [BLOCK_T, BLOCK_S]
-    if FREE > 0:
-        k_base = k_ptr + batch * stride_kb + kv_head.to(tl.int64) * stride_kh
-        k_base += c_start.to(tl.int64) * stride_kt
-        carry = tl.zeros([BLOCK_T], dtype=tl.float32)  # [BLOCK_T]
-        for first in tl.range(0, end, BLOCK_B):
-            score, carry = _block_scores(
-                q, k_base, lse, seen, carry, first, c_len, scale * 1.4426950408889634,
-                stride_kt, stride_kd, HEAD_DIM, CELLS, CMP_BLOCK // CMP_STRIDE, NUM_LOCAL < 2,
-                BLOCK_T, BLOCK_G, BLOCK_B, BLOCK_C, BLOCK_D, PRECISION,
-            )  # fmt: skip
-            block = first + tl.arange(0, BLOCK_B)[:, None]  # [BLOCK_B, 1]
-            ok = (block >= NUM_INIT) & (block <= own[None, :] - NUM_LOCAL)
-            # NaN counts as zero: whatever q holds, valid blocks come out.
-            bits = tl.where(score > 0.0, score, 0.0).to(tl.int32, bitcast=True).to(tl.int64)
-            rank = tl.where(ok, (bits << 32) | (0x7FFFFFFF - block), -1)  # [BLOCK_B, BLOCK_T]
-            rank = tl.trans(rank)
-            fresh = tl.max(rank, 1) > tl.min(best, 1)  # [BLOCK_T]
-            if tl.max(fresh.to(tl.int32), 0) > 0:
-                found = tl.flip(tl.topk(rank, BLOCK_S), 1)  # [BLOCK_T, BLOCK_S], ascending
-                best = tl.sort(tl.maximum(best, found), descending=True)
-    slot = tl.arange(0, BLOCK_S)[None, :]  # [1, BLOCK_S]
-    taken = (best >= 0) & (slot < FREE)
-    block = tl.where(taken, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), 0x7FFFFFFF)
-    block = tl.sort(block)  # [BLOCK_T, BLOCK_S]
-    num_taken = tl.sum(taken.to(tl.int32), 1)  # [BLOCK_T]
+    k_base = k_ptr + batch * stride_kb + kv_head.to(tl.int64) * stride_kh
+    k_base += c_start.to(tl.int64) * stride_kt
+    offs_t = tile * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
+    out_row = (batch * num_rows + q_start - first_row + offs_t) * tl.num_programs(1) + kv_head
+    out = scores_ptr + out_row[None, :] * num_blocks
+    carry = tl.zeros([BLOCK_T], dtype=tl.float32)  # [BLOCK_T]
+    for first in tl.range(0, end, BLOCK_B, num_stages=NUM_STAGES):
+        score, carry = _block_scores(
+            q, k_base, lse, seen, carry, first, c_len, scale * 1.4426950408889634,
+            stride_kt, stride_kd, HEAD_DIM, CELLS, CMP_BLOCK // CMP_STRIDE, NUM_LOCAL < 2,
+            BLOCK_T, BLOCK_G, BLOCK_B, BLOCK_C, BLOCK_D, PRECISION,
+        )  # fmt: skip
+        block = first + tl.arange(0, BLOCK_B)[:, None]  # [BLOCK_B, 1]
+        tl.store(out + block, score, mask=(block < num_blocks) & (offs_t < q_len)[None, :])
 
-    mask_t = offs_t < q_len
-    out_row = ((batch * num_q + q_start + offs_t) * tl.num_programs(1) + kv_head) * TOP_N
-    out = indices_ptr + out_row[:, None]
-    num_init = tl.minimum(own + 1, NUM_INIT)  # [BLOCK_T]
+
+@triton.jit
+def nsa_top_blocks_kernel(
+    indices_ptr,
+    scores_ptr,
+    token_seq_ptr,
+    cu_seqlens_ptr,
+    first_row,
+    num_rows,
+    num_q,
+    offset,
+    num_blocks,
+    SEL_BLOCK: tl.constexpr,
+    TOP_N: tl.constexpr,
+    NUM_INIT: tl.constexpr,
+    NUM_LOCAL: tl.constexpr,
+    VARLEN: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+):
+    """One program: one token and KV head.
+
+    Candidates are the blocks from ``NUM_INIT`` on that lie before the ``NUM_LOCAL`` latest; the
+    ``TOP_N - NUM_INIT - NUM_LOCAL`` best of them and the forced blocks are written ascending, -1
+    after the last, to contiguous ``[B, N, Hkv, TOP_N]`` int32.  The score of the worst winner comes
+    from a partial sort, and one prefix sum places the winners; among equals the lower indices win.
+    """
+    FREE: tl.constexpr = TOP_N - NUM_INIT - NUM_LOCAL
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    token = first_row + row
+    if VARLEN:
+        seq = tl.load(token_seq_ptr + token)
+        pos = token - tl.load(cu_seqlens_ptr + seq)
+    else:
+        pos = token + offset
+    own = pos // SEL_BLOCK
+    num_init = tl.minimum(own + 1, NUM_INIT)
     first_local = tl.maximum(own - NUM_LOCAL + 1, num_init)
     num_local = own + 1 - first_local
-    offs_o = tl.arange(0, BLOCK_O)[None, :]  # [1, BLOCK_O]
-    scored_end = (num_init + num_taken)[:, None]
+    num_free = tl.minimum(first_local - num_init, FREE)
+    out = indices_ptr + ((batch * num_q + token) * tl.num_programs(1) + kv_head) * TOP_N
     # Everything but the scored blocks follows from the position alone.
-    rest = tl.where(
-        offs_o < num_init[:, None],
-        offs_o,
-        tl.where(
-            offs_o < scored_end + num_local[:, None],
-            first_local[:, None] + offs_o - scored_end,
-            -1,
-        ),
-    )
-    by_rule = (offs_o < num_init[:, None]) | (offs_o >= scored_end)
-    tl.store(out + offs_o, rest, mask=mask_t[:, None] & by_rule & (offs_o < TOP_N))
-    if FREE > 0:
-        scored = (slot < num_taken[:, None]) & mask_t[:, None]
-        tl.store(out + num_init[:, None] + slot, block, mask=scored)
+    offs_o = tl.arange(0, BLOCK_O)  # [BLOCK_O]
+    after = offs_o - num_init - num_free
+    rest = tl.where(offs_o < num_init, offs_o, tl.where(after < num_local, first_local + after, -1))
+    by_rule = (offs_o < num_init) | (after >= 0)
+    tl.store(out + offs_o, rest, mask=by_rule & (offs_o < TOP_N))
+    if num_free > 0:
+        block = tl.arange(0, BLOCK_B)  # [BLOCK_B]
+        inside = (block >= num_init) & (block < first_local)
+        at = ((batch * num_rows + row) * tl.num_programs(1) + kv_head) * num_blocks
+        score = tl.load(scores_ptr + at + block, mask=inside, other=0.0)  # [BLOCK_B]
+        # NaN counts as zero: whatever q holds, valid blocks come out.
+        score = tl.where(inside, tl.where(score > 0.0, score, 0.0), -1.0)
+        best = tl.topk(score, BLOCK_S)  # [BLOCK_S], descending
+        offs_s = tl.arange(0, BLOCK_S)
+        worst = tl.sum(tl.where(offs_s == num_free - 1, best, 0.0), 0)
+        above = score > worst
+        equal = inside & (score == worst)
+        room = num_free - tl.sum(above.to(tl.int32), 0)
+        won = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
+        place = tl.cumsum(won.to(tl.int32), 0) - 1
+        tl.store(out + num_init + place, block, mask=won)

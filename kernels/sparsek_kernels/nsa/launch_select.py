@@ -1,14 +1,17 @@
-"""Launch of block selection."""
+"""Launches of block selection: scores of some tokens at a time, then their best blocks."""
 
 from __future__ import annotations
 
 import torch
 import triton
 
-from sparsek_kernels.nsa.kernels_select import nsa_select_kernel
+from sparsek_kernels.nsa.kernels_select import nsa_block_scores_kernel, nsa_top_blocks_kernel
 from sparsek_kernels.nsa.launch_common import launch_config, problem_shape, tile_grid
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
 from sparsek_kernels.nsa.spec import NSASpec
+
+_SCRATCH_SCORES = 1 << 24  # block scores held at once
+_LEAST_ROWS = 2048  # tokens of a launch, however many blocks there are
 
 
 def select(
@@ -27,50 +30,87 @@ def select(
     shape = problem_shape(q, k_cmp.shape[2], seq_len)
     config = launch_config(q, shape, spec.top_n)
     block_g = shape.padded_group
-    block_t = max(config.select.block_m // block_g, 1)
-    if block_t * block_g < 16:
-        block_t = 16 // block_g
-    free = max(spec.top_n - spec.num_init_blocks - spec.num_local_blocks, 1)
-    block_s = triton.next_power_of_2(free)
+    block_t = max(max(config.select.block_m, 16) // block_g, 1)
     block_c = triton.next_power_of_2(spec.cells_per_sel)
-    block_b = max(config.select.block_n, block_s, 16 // block_c)
-    cu = cu_cmp = q
+    block_b = max(config.select.block_n, 16 // block_c)
+    num_blocks = spec.num_selectable(seq_len)
+    free = spec.top_n - spec.num_init_blocks - spec.num_local_blocks
+    scored = free > 0 and k_cmp.shape[1] > 0
+    per_row = shape.batch * shape.num_kv_heads * num_blocks
+    step = min(max(_SCRATCH_SCORES // per_row, _LEAST_ROWS), shape.num_q)
+    scores = torch.empty((per_row * step if scored else 1,), dtype=torch.float32, device=q.device)
+    cu = cu_cmp = token_seq = q
     if cu_seqlens is not None:
         cu = cu_seqlens
         cu_cmp = compressed_cu_seqlens(cu_seqlens, spec.cmp_block_size, spec.cmp_stride)
-    grid, tiles = tile_grid(cu_seqlens, shape.num_q, block_t, shape.num_kv_heads, shape.batch)
-    nsa_select_kernel[grid](
-        block_indices,
-        q,
-        k_cmp,
-        lse.contiguous(),
-        cu,
-        cu_cmp,
-        cu if tiles is None else tiles,
-        scale,
-        *q.stride(),
-        *k_cmp.stride(),
-        shape.num_q,
-        seq_len - shape.num_q,
-        shape.num_heads,
-        k_cmp.shape[1],
-        GROUP=shape.group,
-        HEAD_DIM=shape.head_dim,
-        CMP_BLOCK=spec.cmp_block_size,
-        CMP_STRIDE=spec.cmp_stride,
-        SEL_BLOCK=spec.sel_block_size,
-        TOP_N=spec.top_n,
-        NUM_INIT=spec.num_init_blocks,
-        NUM_LOCAL=spec.num_local_blocks,
-        VARLEN=cu_seqlens is not None,
-        BLOCK_T=block_t,
-        BLOCK_G=block_g,
-        BLOCK_B=block_b,
-        BLOCK_C=block_c,
-        BLOCK_D=shape.padded_dim,
-        BLOCK_S=block_s,
-        BLOCK_O=triton.next_power_of_2(spec.top_n),
-        PRECISION=config.precision,
-        num_warps=config.select.num_warps,
-        num_stages=config.select.num_stages,
-    )
+        row = torch.arange(shape.num_q, dtype=torch.int32, device=q.device)
+        token_seq = torch.searchsorted(cu_seqlens[1:], row, right=True, out_int32=True)
+    lse = lse.contiguous()
+    offset = seq_len - shape.num_q
+    for first in range(0, shape.num_q, step):
+        rows = min(step, shape.num_q - first)
+        cu_rows = None if cu_seqlens is None else cu_seqlens.clamp(first, first + rows)
+        if scored:
+            grid, tiles = tile_grid(cu_rows, rows, block_t, shape.num_kv_heads, shape.batch)
+            nsa_block_scores_kernel[grid](
+                scores,
+                q,
+                k_cmp,
+                lse,
+                cu if cu_rows is None else cu_rows,
+                cu,
+                cu_cmp,
+                cu if tiles is None else tiles,
+                scale,
+                *q.stride(),
+                *k_cmp.stride(),
+                first,
+                rows,
+                shape.num_q,
+                offset,
+                shape.num_heads,
+                k_cmp.shape[1],
+                num_blocks,
+                GROUP=shape.group,
+                HEAD_DIM=shape.head_dim,
+                CMP_BLOCK=spec.cmp_block_size,
+                CMP_STRIDE=spec.cmp_stride,
+                SEL_BLOCK=spec.sel_block_size,
+                NUM_LOCAL=spec.num_local_blocks,
+                VARLEN=cu_seqlens is not None,
+                BLOCK_T=block_t,
+                BLOCK_G=block_g,
+                BLOCK_B=block_b,
+                BLOCK_C=block_c,
+                BLOCK_D=shape.padded_dim,
+                PRECISION=config.precision,
+                NUM_STAGES=config.select.num_stages,
+                num_warps=config.select.num_warps,
+                num_stages=config.select.num_stages,
+            )
+        # Causality bounds the blocks that these rows can reach.
+        reach = num_blocks
+        if cu_seqlens is None:
+            reach = min(num_blocks, (first + rows - 1 + offset) // spec.sel_block_size + 1)
+        block_s = max(triton.next_power_of_2(max(free, 1)), 2)
+        width = max(triton.next_power_of_2(reach), block_s, 64)
+        nsa_top_blocks_kernel[(rows, shape.num_kv_heads, shape.batch)](
+            block_indices,
+            scores,
+            token_seq,
+            cu,
+            first,
+            rows,
+            shape.num_q,
+            offset,
+            num_blocks,
+            SEL_BLOCK=spec.sel_block_size,
+            TOP_N=spec.top_n,
+            NUM_INIT=spec.num_init_blocks,
+            NUM_LOCAL=spec.num_local_blocks,
+            VARLEN=cu_seqlens is not None,
+            BLOCK_B=width,
+            BLOCK_S=block_s,
+            BLOCK_O=triton.next_power_of_2(spec.top_n),
+            num_warps=1 if width <= 1024 else min(width // 1024, 16),
+        )
