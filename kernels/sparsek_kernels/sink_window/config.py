@@ -66,7 +66,6 @@ class LaunchConfig:
         sink_block: sink keys per step of the query-major kernels.
         hopper_forward: tile of the warp-specialised forward kernel, where that one is used.
         hopper_backward: tile of the fused backward kernel, where that one is used.
-        small_keys: keys per warpgroup of ``kernels_hopper_small``, 0 where that one is not used.
         heads_together: KV heads that ``hopper_backward`` works on side by side.
         precision: input precision of dot products.
     """
@@ -78,7 +77,6 @@ class LaunchConfig:
     sink_block: int
     hopper_forward: TileConfig | None = None
     hopper_backward: TileConfig | None = None
-    small_keys: int = 0
     heads_together: int = 1
     precision: str = "tf32"
 
@@ -111,7 +109,7 @@ def _half_config(shape: ProblemShape, arch: int) -> LaunchConfig:
         dq = TileConfig(128, 64, 8, 3)
     elif dim == 128:
         forward = TileConfig(128, 64, 8, 3 if large_smem else 2)
-        dkdv = TileConfig(64, 64, 8, 2)
+        dkdv = TileConfig(64, 64, 8, 2 if arch < 90 else 1)
         dq = TileConfig(64, 64, 8, 2)
     else:
         forward = TileConfig(128 if large_smem else 64, 32, 8, 2 if large_smem else 1)
@@ -138,17 +136,14 @@ def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchC
         return config
     if rows <= 8192:
         # Few rows: smaller tiles, so that every multiprocessor gets one.
-        config = replace(config, forward=TileConfig(64, 64, 4, 3))
-        half = max(64, 1 << ((shape.num_k + 1) // 2 - 1).bit_length())
-        fits = shape.head_dim in (64, 128) and half * shape.head_dim <= 256 * 64
-        return replace(config, small_keys=half) if fits and shape.num_seqs is None else config
+        return replace(config, forward=TileConfig(64, 64, 4, 3))
     if shape.head_dim not in (64, 128) or shape.num_sink > 64:
         return config
-    # Short windows are mostly edge: narrow blocks waste less of them.
-    short = shape.window_size is not None and shape.window_size <= 2048
+    # A short window is mostly edge, and many sinks take the room of the wide blocks' buffers.
+    narrow = shape.window_size is not None and shape.window_size <= 1024 and shape.num_sink > 16
     return replace(
         config,
-        hopper_forward=TileConfig(128, 64, 4, 3) if short else TileConfig(128, 128, 4, 2),
+        hopper_forward=TileConfig(128, 64, 4, 3) if narrow else TileConfig(128, 128, 4, 2),
         hopper_backward=TileConfig(64, 128, 8, 3),
         heads_together=1 if shape.window_size is not None else 8,
     )

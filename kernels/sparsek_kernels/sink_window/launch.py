@@ -24,7 +24,6 @@ from sparsek_kernels.sink_window.launch_hopper import (
     backward_hopper,
     describable,
     forward_hopper,
-    forward_small,
 )
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
@@ -55,8 +54,6 @@ def launch_forward(
     if hopper is not None and k.numel() and describable(q, k, v):
         forward_hopper(call, hopper, out, lse, q, k, v, sinks, spec)
         return None
-    if call.config.small_keys and k.numel() and describable(q, k, v):
-        return forward_small(call, out, lse, q, k, v, sinks)
     tile = call.config.forward
     grid, tiles = call.query_grid(tile.block_m)
     return launch(

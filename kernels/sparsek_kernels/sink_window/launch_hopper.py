@@ -10,12 +10,10 @@ import triton
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sparsek_kernels.common.launching import CompiledLaunch, launch
 from sparsek_kernels.sink_window.calls import Call
 from sparsek_kernels.sink_window.config import TileConfig
 from sparsek_kernels.sink_window.kernels_hopper_bwd import sink_window_hopper_bwd_kernel
 from sparsek_kernels.sink_window.kernels_hopper_fwd import sink_window_hopper_fwd_kernel
-from sparsek_kernels.sink_window.kernels_hopper_small import sink_window_hopper_small_fwd_kernel
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
 _LOG2_E = 1.4426950408889634
@@ -111,34 +109,6 @@ def forward_hopper(
         BLOCK_S=sink_block,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
-    )
-
-
-def forward_small(
-    call: Call,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-) -> CompiledLaunch | None:
-    """Run the single-step forward kernel; the handle takes out, lse, q, k, v and sinks."""
-    shape, keys = call.shape, call.config.small_keys
-    strides = [stride for x in (out, q, k, v) for stride in x.stride()[:3]]
-    return launch(
-        sink_window_hopper_small_fwd_kernel,
-        (triton.cdiv(shape.num_q, 64), shape.num_heads, shape.batch),
-        (out, lse if lse is not None else out, q, k, v, sinks if sinks is not None else q),
-        (*call.scalars, *strides, *call.sizes),
-        {
-            **call.mask,
-            "HAS_SINKS": sinks is not None,
-            "STORE_LSE": lse is not None,
-            "EVEN": not shape.causal and shape.num_k == 2 * keys,
-            "KEYS": keys,
-        },
-        num_warps=4,
     )
 
 

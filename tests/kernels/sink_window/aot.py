@@ -27,7 +27,6 @@ from sparsek_kernels.sink_window.config import ProblemShape, select_config
 from sparsek_kernels.sink_window.kernels_fwd import sink_window_fwd_kernel
 from sparsek_kernels.sink_window.kernels_hopper_bwd import sink_window_hopper_bwd_kernel
 from sparsek_kernels.sink_window.kernels_hopper_fwd import sink_window_hopper_fwd_kernel
-from sparsek_kernels.sink_window.kernels_hopper_small import sink_window_hopper_small_fwd_kernel
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MASK = {"GROUP": 4, "CAUSAL": True, "WINDOWED": True}
@@ -159,8 +158,6 @@ def hopper(dim: int, window: int) -> None:
         "G_STAGES": 2,
     }  # fmt: skip
     report(sink_window_hopper_bwd_kernel, 90, backward, tile.num_warps, tiles=tiles)
-    small = {**shared, "EVEN": False, "KEYS": 256 * 64 // dim}
-    report(sink_window_hopper_small_fwd_kernel, 90, small, 4)
 
 
 if __name__ == "__main__":

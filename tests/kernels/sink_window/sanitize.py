@@ -25,10 +25,9 @@ if __name__ == "__main__":
             True, len(case.lens) or None,
         )  # fmt: skip
         hopper = select_config(long, case.dtype, 90)
-        small = dataclasses.replace(hopper, hopper_forward=None, small_keys=128)
         portable = dataclasses.replace(hopper, hopper_forward=None, hopper_backward=None)
         tensors = make(case, "cuda")
-        for config in (portable, hopper, small) if not case.lens else (portable, hopper):
+        for config in (portable, hopper):
             kernels(case, tensors, config)
         torch.cuda.synchronize()
         print(f"ran {case}", flush=True)

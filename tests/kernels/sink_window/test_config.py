@@ -49,8 +49,6 @@ def test_every_shape_has_a_launchable_configuration(
         # The fused kernel takes every sink key in one block.
         assert config.sink.block_n >= num_sink or window is None
         assert config.sink_block >= num_sink
-    if config.small_keys:
-        assert 2 * config.small_keys >= num_k
 
 
 def test_hopper_kernels_serve_hopper_only() -> None:
@@ -60,17 +58,16 @@ def test_hopper_kernels_serve_hopper_only() -> None:
         config = select_config(LONG, torch.bfloat16, arch)
         assert config.hopper_forward is None
         assert config.hopper_backward is None
-        assert not select_config(SMALL, torch.float16, arch).small_keys
 
 
 def test_fp32_is_computed_in_fp32() -> None:
     assert select_config(LONG, torch.float32, 90).precision == "ieee"
 
 
-def test_small_problems_take_the_single_step_kernel() -> None:
-    assert select_config(SMALL, torch.float16, 90).small_keys == 256
-    assert select_config(replace(SMALL, num_k=513), torch.float16, 90).small_keys == 0
-    assert select_config(replace(SMALL, num_seqs=2), torch.float16, 90).small_keys == 0
+def test_small_problems_get_small_tiles() -> None:
+    config = select_config(SMALL, torch.float16, 90)
+    assert config.hopper_forward is None
+    assert config.forward.block_m == 64
 
 
 @pytest.mark.parametrize("sinks", [65, 500])

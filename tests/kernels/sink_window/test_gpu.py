@@ -240,5 +240,5 @@ def test_selected_configuration_of_a_long_problem_runs_the_hopper_kernels() -> N
     if device_arch(torch.device("cuda")) != 90:
         pytest.skip("needs a Hopper GPU")
     case = Case(128, 128, 4, 1, 128, dtype=BF16, window=64)
-    assert with_hopper(case).hopper_forward == TileConfig(128, 64, 4, 3)
+    assert with_hopper(case).hopper_forward == TileConfig(128, 128, 4, 2)
     assert with_hopper(case).hopper_backward is not None
