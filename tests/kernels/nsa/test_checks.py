@@ -1,0 +1,226 @@
+"""Bad input to the NSA functions: each error names the argument, the rule and the value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek_kernels.nsa.api import (
+    compressed_attention,
+    nsa_attention,
+    nsa_compress,
+    nsa_select,
+    selected_attention,
+)
+from sparsek_kernels.nsa.compress import PhiWeights
+from sparsek_kernels.nsa.config import ProblemShape, select_config
+from sparsek_kernels.nsa.index import build_index
+from sparsek_kernels.nsa.spec import NSASpec
+
+Q = torch.zeros(1, 70, 4, 8)
+K = torch.zeros(1, 70, 2, 8)
+GATES = [torch.zeros(1, 70, 4) for _ in range(3)]
+INDICES = torch.zeros(1, 70, 2, 1, dtype=torch.int32)
+CMP = torch.zeros(1, 3, 2, 8)
+
+
+def cu(*offsets: int) -> torch.Tensor:
+    return torch.tensor(offsets, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        (
+            {"sel_block_size": 40},
+            ValueError,
+            "sel_block_size: expected a multiple of cmp_stride=16",
+        ),
+        (
+            {"cmp_block_size": 24},
+            ValueError,
+            "cmp_block_size: expected a multiple of cmp_stride=16",
+        ),
+        ({"sel_block_size": 16}, ValueError, "sel_block_size: expected at least cmp_block_size=32"),
+        ({"top_n": 2}, ValueError, "top_n: expected at least the 3 forced blocks"),
+        ({"cmp_stride": 0}, ValueError, "cmp_stride: expected an integer >= 1, got 0"),
+        ({"num_init_blocks": -1}, ValueError, "num_init_blocks: expected an integer >= 0"),
+        ({"top_n": 1.5}, TypeError, "top_n: expected an int, got float"),
+    ],
+)
+def test_block_sizes(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        NSASpec(**fields)
+    with pytest.raises(error, match=message):
+        nsa_attention(Q, K, K, *GATES, **fields)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: nsa_attention(None, K, K, *GATES), TypeError, "q: expected a torch.Tensor"),
+        (lambda: nsa_attention(Q[0], K, K, *GATES), ValueError, "q: expected shape"),
+        (lambda: nsa_attention(Q.int(), K, K, *GATES), TypeError, "q: expected dtype"),
+        (lambda: nsa_attention(Q[:, :, :3], K, K, *GATES), ValueError, "q: expected a multiple"),
+        (lambda: nsa_attention(Q, K.half(), K, *GATES), TypeError, "k: expected dtype"),
+        (lambda: nsa_attention(Q, K[:, :9], K, *GATES), ValueError, "q: expected at most as many"),
+        (lambda: nsa_attention(Q, K, K[:, :9], *GATES), ValueError, "v: expected shape"),
+        (
+            lambda: nsa_attention(Q, K, K, GATES[0][0], *GATES[1:]),
+            ValueError,
+            "g_cmp: expected shape",
+        ),
+        (lambda: nsa_attention(Q, K, K, *GATES, k_cmp=CMP), ValueError, "v_cmp: expected a tensor"),
+        (lambda: nsa_attention(Q, K, K, *GATES, k_swa=K), ValueError, "v_swa: expected a tensor"),
+        (
+            lambda: nsa_attention(Q, K, K, *GATES, k_cmp=CMP[:, :2], v_cmp=CMP),
+            ValueError,
+            "k_cmp: expected shape",
+        ),
+        (
+            lambda: nsa_attention(Q, K, K, *GATES, softmax_scale=float("nan")),
+            ValueError,
+            "softmax_scale: expected a finite number",
+        ),
+        (
+            lambda: nsa_attention(Q, K, K, *GATES, cu_seqlens=cu(0, 60)),
+            ValueError,
+            "cu_seqlens: expected non-decreasing offsets from 0 to the token count 70",
+        ),
+        (
+            lambda: nsa_attention(Q, K, K, *GATES, cu_seqlens=cu(0, 50, 40, 70)),
+            ValueError,
+            "cu_seqlens: expected non-decreasing",
+        ),
+        (
+            lambda: nsa_attention(Q, K, K, *GATES, cu_seqlens=cu(0, 70).long()),
+            TypeError,
+            "cu_seqlens: expected dtype torch.int32",
+        ),
+        (
+            lambda: selected_attention(
+                Q.expand(2, -1, -1, -1),
+                K.expand(2, -1, -1, -1),
+                K.expand(2, -1, -1, -1),
+                INDICES.expand(2, -1, -1, -1),
+                cu_seqlens=cu(0, 70),
+            ),
+            ValueError,
+            "q: expected batch size 1",
+        ),
+        (
+            lambda: selected_attention(Q, K, K, INDICES.long()),
+            TypeError,
+            "block_indices: expected dtype torch.int32",
+        ),
+        (
+            lambda: selected_attention(Q, K, K, INDICES[:, :, :1]),
+            ValueError,
+            "block_indices: expected shape",
+        ),
+        (
+            lambda: selected_attention(Q, K, K, INDICES + 2, check=True),
+            ValueError,
+            "block_indices: expected -1 or a block of the sequence, got 2",
+        ),
+        (
+            lambda: selected_attention(Q, K, K, INDICES - 2, check=True),
+            ValueError,
+            "block_indices: expected -1 or a block of the sequence, got -2",
+        ),
+        (
+            lambda: selected_attention(Q, K, K, INDICES + 1, cu_seqlens=cu(0, 10, 70), check=True),
+            ValueError,
+            "block_indices: expected -1 or a block of the sequence, got 1",
+        ),
+        (
+            lambda: selected_attention(Q, K, K, INDICES.expand(-1, -1, -1, 2), check=True),
+            ValueError,
+            "block_indices: expected distinct blocks, got 0 twice",
+        ),
+        (
+            lambda: selected_attention(Q, K, K, INDICES, sel_block_size=0),
+            ValueError,
+            "sel_block_size: expected an integer >= 1",
+        ),
+        (lambda: nsa_select(Q, CMP[:, :2]), ValueError, "k_cmp: expected shape"),
+        (
+            lambda: nsa_select(Q, CMP, lse=torch.zeros(1, 4, 69)),
+            ValueError,
+            "lse: expected shape",
+        ),
+        (
+            lambda: compressed_attention(Q, CMP, CMP[..., :4]),
+            ValueError,
+            "v_cmp: expected shape",
+        ),
+        (
+            lambda: nsa_compress(K, K, phi_k=PhiWeights(*(torch.zeros(4, 8) for _ in range(5)))),
+            ValueError,
+            "phi_k.position: expected shape",
+        ),
+        (
+            lambda: selected_attention(
+                torch.zeros(1, 4, 128, 8),
+                torch.zeros(1, 4, 1, 8),
+                torch.zeros(1, 4, 1, 8),
+                torch.zeros(1, 4, 1, 1, dtype=torch.int32),
+            ),
+            NotImplementedError,
+            "q: expected at most 64 query heads per KV head, got 128",
+        ),
+    ],
+)
+def test_arguments(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 7, 8, 12, 16])
+@pytest.mark.parametrize("dim", [16, 64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_config_is_a_pure_function(group: int, dim: int, dtype: torch.dtype) -> None:
+    for arch in (75, 80, 90, 100, 120):
+        for tokens in (1, 1000, 1 << 20):
+            shape = ProblemShape(1, tokens, tokens, 4 * group, 4, dim)
+            config = select_config(shape, 16, dtype, arch)
+            assert config == select_config(shape, 16, dtype, arch)
+            assert 1 <= config.chunk_rows <= tokens
+            assert -(-tokens // config.chunk_rows) <= 16
+            assert config.token_major == (tokens * 4 <= 2048)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_index_inverts_the_selection(packed: bool) -> None:
+    torch.manual_seed(0)
+    batch, rows, heads, slots, size = (1, 60, 2, 3, 8) if packed else (2, 30, 2, 3, 8)
+    offsets = cu(0, 17, 17, 60) if packed else None
+    seq_of = [0] * 17 + [2] * 43
+    chosen = torch.rand(batch, rows, heads, 8).argsort(-1)[..., :slots].int()
+    limit = 3 if packed else 4
+    chosen = torch.where((chosen < limit) & (torch.rand(chosen.shape) < 0.7), chosen, -1)
+    index = build_index(chosen, rows, offsets, size, chunk_rows=25, item_entries=5)
+    found = set()
+    flat = chosen.flatten().tolist()
+    for chunk in range(index.num_chunks):
+        for head in range(heads):
+            for block in range(index.num_blocks):
+                key = (chunk * heads + head) * index.num_blocks + block
+                lo, hi = index.entry_offsets[key : key + 2].tolist()
+                first, last = index.item_offsets[key : key + 2].tolist()
+                assert last - first == -(-(hi - lo) // 5)
+                assert (index.item_keys[first:last] == key).all()
+                entries = index.entries[lo:hi].tolist()
+                assert entries == sorted(entries)
+                local = block - int(index.cu_blocks[index.block_seq[block]])
+                for entry in entries:
+                    row, at_head = entry // (heads * slots), entry // slots % heads
+                    seq = seq_of[row] if packed else row // rows
+                    assert (row // 25, at_head) == (chunk, head)
+                    assert flat[entry] == local
+                    assert int(index.block_seq[block]) == seq
+                    found.add(entry)
+    assert found == {i for i, block in enumerate(flat) if block >= 0}
+    assert len(found) == int((chosen >= 0).sum())

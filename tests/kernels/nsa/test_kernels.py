@@ -1,0 +1,77 @@
+"""NSA kernels without a GPU: interpreted against the oracle, and compiled ahead of time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+KERNELS = {
+    *("nsa_mean_pool_fwd_kernel", "nsa_mean_pool_bwd_kernel", "nsa_compressed_fwd_kernel"),
+    *("nsa_compressed_bwd_dq_kernel", "nsa_compressed_bwd_dkdv_kernel"),
+    *("nsa_block_scores_kernel", "nsa_top_blocks_kernel", "nsa_selected_part_kernel"),
+    *("nsa_selected_combine_kernel", "nsa_selected_tokens_kernel", "nsa_selected_bwd_part_kernel"),
+    *("nsa_selected_bwd_dq_kernel", "nsa_selected_bwd_dkdv_kernel"),
+    *("nsa_gate_fwd_kernel", "nsa_gate_bwd_kernel"),
+}
+
+
+def run_script(name: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a script beside this file in a process of its own."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    return subprocess.run(
+        [sys.executable, str(HERE / name), *args],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, **env},
+        check=False,
+    )
+
+
+def test_interpreted_kernels_agree_with_the_oracle() -> None:
+    done = run_script("kernel_cases.py", TRITON_INTERPRET="1")
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
+    assert done.returncode == 0, "\n".join(failed) + done.stderr[-2000:]
+    assert sum(line.startswith("ok") for line in done.stdout.splitlines()) > 200
+
+
+@pytest.mark.parametrize(
+    ("arch", "group", "dim"),
+    [(80, 4, 128), (90, 16, 128), (90, 4, 128), (90, 1, 64), (100, 16, 128)],
+)
+def test_kernels_compile_without_spilling(arch: int, group: int, dim: int) -> None:
+    done = run_script(
+        "aot.py",
+        "--arch",
+        str(arch),
+        "--group",
+        str(group),
+        "--dim",
+        str(dim),
+        TRITON_INTERPRET="0",
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = {row["kernel"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert set(rows) == KERNELS
+    limit = 163 if arch == 80 else 227
+    for name, row in rows.items():
+        assert row["stack"] <= 64, f"{name} spills {row['stack']} bytes"
+        assert row["shared"] <= limit * 1024, f"{name} needs {row['shared']} bytes of shared memory"
+    if arch == 90 and group > 1:
+        for name in ("nsa_compressed_fwd_kernel", "nsa_selected_part_kernel"):
+            assert rows[name]["wgmma"], f"{name} misses the Hopper matrix unit"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_kernels_on_the_gpu() -> None:
+    done = run_script("kernel_cases.py", "--device", "cuda", "--size", "gpu", TRITON_INTERPRET="0")
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
+    assert done.returncode == 0, "\n".join(failed) + done.stderr[-2000:]
