@@ -128,14 +128,12 @@ def backward(
     batch, rows, num_kv_heads, head_dim = k_cmp.shape
     key_tiles = call.cu
     key_grid = (triton.cdiv(rows, tile.block_n), shape.num_heads, batch)
-    make = torch.empty
+    part_shape = (2, num_kv_heads, shape.group, batch, rows, head_dim)
+    parts = torch.empty(part_shape, dtype=torch.float32, device=q.device)
     if call.cu_cmp is not None:
-        make = torch.zeros  # rows past the last sequence's blocks belong to no tile
+        parts.zero_()  # rows past the last sequence's blocks belong to no tile
         key_grid, found = tile_grid(call.cu_cmp, rows, tile.block_n, shape.num_heads, 1)
         key_tiles = key_tiles if found is None else found
-    parts = make(
-        (2, num_kv_heads, shape.group, batch, rows, head_dim), dtype=torch.float32, device=q.device
-    )
     nsa_compressed_bwd_dkdv_kernel[key_grid](
         parts[0],
         parts[1],

@@ -51,9 +51,9 @@ def mean_pool(
     rows = compressed_rows(cu_seqlens, x.shape[1], rules.cmp_block_size, rules.cmp_stride)
     out = x.new_empty((x.shape[0], rows, *x.shape[2:]))
     if runs_kernels(x):
-        from sparsek_kernels.nsa import launch_compress
+        from sparsek_kernels.nsa.launch_compress import mean_pool_forward
 
-        launch_compress.mean_pool_forward(x, out, cu_seqlens, rules)
+        mean_pool_forward(x, out, cu_seqlens, rules)
     else:
         torch_path.mean_pool_forward(x, out, cu_seqlens, rules)
     return out
@@ -72,9 +72,9 @@ def mean_pool_bwd(
     """Gradient of the pooled tensor's input, ``[B, num_tokens, Hkv, D]``."""
     dx = dout.new_empty((dout.shape[0], num_tokens, *dout.shape[2:]))
     if runs_kernels(dout):
-        from sparsek_kernels.nsa import launch_compress
+        from sparsek_kernels.nsa.launch_compress import mean_pool_backward
 
-        launch_compress.mean_pool_backward(dout, dx, cu_seqlens, NSASpec(*spec))
+        mean_pool_backward(dout, dx, cu_seqlens, NSASpec(*spec))
     else:
         torch_path.mean_pool_backward(dout, dx, cu_seqlens, NSASpec(*spec))
     return dx
@@ -118,9 +118,9 @@ def compressed_fwd(
     out, lse = _new_like(q), _new_lse(q)
     args = (out, lse, q, k_cmp, v_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
     if runs_kernels(q):
-        from sparsek_kernels.nsa import launch_compressed
+        from sparsek_kernels.nsa.launch_compressed import forward
 
-        launch_compressed.forward(*args)
+        forward(*args)
     else:
         torch_path.compressed_forward(*args)
     return out, lse
@@ -159,9 +159,9 @@ def compressed_bwd(
         *(seq_len, cu_seqlens, NSASpec(*spec), softmax_scale),
     )
     if runs_kernels(q):
-        from sparsek_kernels.nsa import launch_compressed
+        from sparsek_kernels.nsa.launch_compressed import backward
 
-        return launch_compressed.backward(*args)
+        return backward(*args)
     return torch_path.compressed_backward(*args)
 
 
@@ -224,9 +224,9 @@ def select(
     found = torch.empty(shape, dtype=torch.int32, device=q.device)
     args = (found, q, k_cmp, lse, seq_len, cu_seqlens, rules, softmax_scale)
     if runs_kernels(q):
-        from sparsek_kernels.nsa import launch_select
+        from sparsek_kernels.nsa.launch_select import select as launch
 
-        launch_select.select(*args)
+        launch(*args)
     else:
         torch_path.select_forward(*args)
     return found
@@ -263,9 +263,9 @@ def selected_fwd(
     out, lse = _new_like(q), _new_lse(q)
     args = (out, lse, q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
     if runs_kernels(q):
-        from sparsek_kernels.nsa import launch_selected
+        from sparsek_kernels.nsa.launch_selected import forward
 
-        launch_selected.forward(*args)
+        forward(*args)
     else:
         torch_path.selected_forward(*args)
     return out, lse
@@ -304,9 +304,9 @@ def selected_bwd(
         *(block_indices, cu_seqlens, sel_block_size, softmax_scale),
     )
     if runs_kernels(q):
-        from sparsek_kernels.nsa import launch_selected
+        from sparsek_kernels.nsa.launch_selected import backward
 
-        return launch_selected.backward(*args)
+        return backward(*args)
     return torch_path.selected_backward(*args)
 
 

@@ -22,9 +22,9 @@ def gate(
     """Gated sum of three branches: outputs ``[B, N, Hq, D]``, gates ``[B, N, Hq]``."""
     out = torch.empty(out_cmp.shape, dtype=out_cmp.dtype, device=out_cmp.device)
     if runs_kernels(out_cmp):
-        from sparsek_kernels.nsa import launch_gate
+        from sparsek_kernels.nsa.launch_gate import forward
 
-        launch_gate.forward(out, (out_cmp, out_slc, out_swa), (g_cmp, g_slc, g_swa))
+        forward(out, (out_cmp, out_slc, out_swa), (g_cmp, g_slc, g_swa))
         return out
     compute = compute_dtype(out.dtype)
     total = torch.zeros(out.shape, dtype=compute, device=out.device)
@@ -59,9 +59,9 @@ def gate_bwd(
     branches, weights = (out_cmp, out_slc, out_swa), (g_cmp, g_slc, g_swa)
     found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (*branches, *weights)]
     if runs_kernels(out_cmp):
-        from sparsek_kernels.nsa import launch_gate
+        from sparsek_kernels.nsa.launch_gate import backward
 
-        launch_gate.backward(found, dout, branches, weights)
+        backward(found, dout, branches, weights)
     else:
         compute = compute_dtype(out_cmp.dtype)
         upstream = dout.to(compute)
@@ -93,7 +93,8 @@ def _gate_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 
 
 def _gate_backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-    return gate_bwd(dout, *ctx.saved_tensors)
+    grads: tuple[Any, ...] = gate_bwd(dout, *ctx.saved_tensors)
+    return grads
 
 
 gate.register_autograd(_gate_backward, setup_context=_gate_context)

@@ -29,14 +29,15 @@ def _chunks(rows: slice, per_row: int) -> Iterator[slice]:
 
 def _by_head(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """``[n, Hq, D]`` as ``[Hkv, G, n, D]`` in the compute dtype."""
-    grouped = x.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+    grouped = x.reshape(x.shape[0], num_kv_heads, -1, x.shape[2]).permute(1, 2, 0, 3)
     return grouped.to(compute_dtype(x.dtype))
 
 
 def _position(rows: slice, span: Span, device: torch.device) -> torch.Tensor:
     """Position of each query row within its sequence."""
     first = (span.keys.stop - span.keys.start) - span.rows.stop
-    return torch.arange(rows.start, rows.stop, device=device) + first
+    position: torch.Tensor = torch.arange(rows.start, rows.stop, device=device) + first
+    return position
 
 
 def mean_pool_forward(
@@ -180,7 +181,8 @@ def _fold_scores(mass: torch.Tensor, num_blocks: int, spec: NSASpec) -> torch.Te
     spill = (start + spec.cells_per_cmp - per_block).clamp(min=0).to(mass.dtype)
     spilled = (cells * spill).sum(-1)
     own = (cells * (spec.cells_per_cmp - spill)).sum(-1)
-    return own + torch.nn.functional.pad(spilled[..., :-1], (1, 0))
+    scores: torch.Tensor = own + torch.nn.functional.pad(spilled[..., :-1], (1, 0))
+    return scores
 
 
 def select_forward(
@@ -244,7 +246,8 @@ def _gather(x: torch.Tensor, batch: int, token: torch.Tensor) -> torch.Tensor:
 
 def _grouped(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """``[n, Hq, D]`` as ``[n, Hkv, G, D]`` in the compute dtype."""
-    return x.unflatten(1, (num_kv_heads, -1)).to(compute_dtype(x.dtype))
+    grouped = x.reshape(x.shape[0], num_kv_heads, -1, x.shape[2])
+    return grouped.to(compute_dtype(x.dtype))
 
 
 def selected_forward(
