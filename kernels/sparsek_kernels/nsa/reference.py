@@ -97,7 +97,8 @@ def block_scores(
                 i = sel_block_size // cmp_stride * j - m - n
                 if 1 <= i <= num_cmp:
                     scores[..., j - 1] += probs[..., i - 1]
-    return scores.view(num_kv_heads, -1, *scores.shape[1:]).sum(dim=1)
+    group = scores.shape[0] // num_kv_heads
+    return scores.view(num_kv_heads, group, *scores.shape[1:]).sum(dim=1)
 
 
 def select_reference(

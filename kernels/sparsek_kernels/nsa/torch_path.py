@@ -29,7 +29,8 @@ def _chunks(rows: slice, per_row: int) -> Iterator[slice]:
 
 def _by_head(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """``[n, Hq, D]`` as ``[Hkv, G, n, D]`` in the compute dtype."""
-    grouped = x.reshape(x.shape[0], num_kv_heads, -1, x.shape[2]).permute(1, 2, 0, 3)
+    group = x.shape[1] // num_kv_heads
+    grouped = x.reshape(x.shape[0], num_kv_heads, group, x.shape[2]).permute(1, 2, 0, 3)
     return grouped.to(compute_dtype(x.dtype))
 
 
@@ -246,7 +247,8 @@ def _gather(x: torch.Tensor, batch: int, token: torch.Tensor) -> torch.Tensor:
 
 def _grouped(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """``[n, Hq, D]`` as ``[n, Hkv, G, D]`` in the compute dtype."""
-    grouped = x.reshape(x.shape[0], num_kv_heads, -1, x.shape[2])
+    group = x.shape[1] // num_kv_heads
+    grouped = x.reshape(x.shape[0], num_kv_heads, group, x.shape[2])
     return grouped.to(compute_dtype(x.dtype))
 
 
