@@ -1,6 +1,6 @@
 """The small real model through Transformers: equality, quality bars, endless text, examples.
 
-bf16, except for equality, and lengths that two cores do in seconds; benchmarks/endless.py runs more.
+bf16 except for equality, at lengths that two cores do in seconds; benchmarks/endless.py does more.
 """
 
 from __future__ import annotations
