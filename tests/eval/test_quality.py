@@ -17,7 +17,7 @@ LIMITS = {"block_topk:16": (-0.02, 0.02), "sink_window": (-0.02, 0.10), "window"
 def test_added_nll_stays_within_its_bars() -> None:
     job = Job(
         texts_folder=str(fetch_texts()),
-        num_texts=2,
+        num_texts=1,
         length=4096,
         passkey_lengths=(),
         passkey_depths=(),
