@@ -280,6 +280,8 @@ def sink_window_hopper_bwd_kernel(
         mbarrier.init(g_full.index(i), count=2)
         mbarrier.init(g_empty.index(i), count=1)
     task = gl.atomic_add(ticket_ptr, 1)
+    # The ticket reaches the other warps through shared memory that the fork below writes again.
+    gl.thread_barrier()
     (
         seq, batch, kv_head, block, q_start, q_len, k_start, k_len, start, m_left, m_full, m_all,
     ) = place_task(
