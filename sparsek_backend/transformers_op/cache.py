@@ -83,8 +83,13 @@ class SinkWindowLayer(DynamicLayer):  # type: ignore[misc]
         turned = rotary * cos + torch.cat([-high, low], dim=-1) * sin
         return torch.cat([turned.to(keys.dtype), keys[..., cos.shape[0] :]], dim=-1)
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that the next ``update`` returns for ``query_length`` tokens, and offset 0."""
+    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
+        """Keys that the next ``update`` returns for ``query_length`` tokens, and offset 0.
+
+        Transformers before 5.5 pass the tokens' positions instead of their number.
+        """
+        if isinstance(query_length, torch.Tensor):
+            query_length = query_length.shape[0]
         return self.held + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -94,6 +99,10 @@ class SinkWindowLayer(DynamicLayer):  # type: ignore[misc]
     def get_max_length(self) -> int:
         """Most tokens that the layer holds."""
         return self.num_sink + self.window_size - 1
+
+    def get_max_cache_shape(self) -> int:
+        """:meth:`get_max_length` by its name before Transformers 5.16."""
+        return self.get_max_length()
 
     def reset(self) -> None:
         """Forget everything."""

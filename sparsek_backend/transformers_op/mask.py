@@ -11,14 +11,15 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 def sparsek_mask(
     batch_size: int,
-    q_length: int,
-    kv_length: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     allow_is_causal_skip: bool = True,
     local_size: int | None = None,
+    cache_position: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
     """Describe the visible keys as little as possible; kernels know causality and windows.
@@ -33,6 +34,8 @@ def sparsek_mask(
         attention_mask: ``[batch_size, tokens]`` bool, False marks padding.
         allow_is_causal_skip: False where more than causality, a window and padding is asked for.
         local_size: the window of a sliding layer.
+        cache_position: positions of the new tokens, from Transformers that pass these instead of
+            ``q_length`` and ``q_offset`` (before 5.5).
         kwargs: the rest of what Transformers passes to mask functions.
 
     Returns:
@@ -43,6 +46,12 @@ def sparsek_mask(
     Raises:
         NotImplementedError: padding, or a custom mask, over a cache that dropped keys.
     """
+    queries = {"q_length": q_length, "q_offset": q_offset}
+    if cache_position is not None:
+        queries = {"cache_position": cache_position}
+        q_length, q_offset = cache_position.shape[0], int(cache_position[0])
+    elif q_length is None:
+        raise TypeError("q_length: expected an integer where cache_position is not given")
     plain = allow_is_causal_skip and (
         mask_function is causal_mask_function or local_size is not None
     )
@@ -64,9 +73,8 @@ def sparsek_mask(
     # Without its own skip: SDPA reads "no mask" over a longer static cache as aligned to the left.
     full: torch.Tensor | None = sdpa_mask(
         batch_size=batch_size,
-        q_length=q_length,
         kv_length=kv_length,
-        q_offset=q_offset,
+        **queries,
         kv_offset=kv_offset,
         mask_function=mask_function,
         attention_mask=attention_mask,
