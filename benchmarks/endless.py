@@ -45,9 +45,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     folder = fetch_model()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sparsek")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="sparsek"
+    )
     model = model.to(device).eval()
     configure(
         model,
