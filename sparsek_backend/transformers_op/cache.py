@@ -106,7 +106,9 @@ class SinkWindowLayer(DynamicLayer):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything."""
-        super().reset()
+        self.keys = self.values = torch.empty(0)
+        self.is_initialized = False
+        self.cumulative_length = 0
         self._sink_keys = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
