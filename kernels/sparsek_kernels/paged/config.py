@@ -163,16 +163,23 @@ def score_config(
     head_dim: int,
     tile: int,
     cells: int,
+    vectors: int,
     max_blocks: int,
     arch: int,
     num_sms: int,
 ) -> LaunchConfig:
-    """Scores of a prefill tile: rows are queries x heads, columns are blocks."""
-    rows = 256 if is_hopper(arch) and head_dim <= 128 else 64
+    """Scores of a prefill tile: rows are queries x heads, columns are cells.
+
+    Args:
+        cells: cells of a block.
+        vectors: summary vectors of a cell: 1, or 2 for ``min_max``, which also splits q in two.
+    """
+    rows = 256 // vectors if is_hopper(arch) and head_dim <= 128 else 64
     queries = largest_part(tile, 64)
     block_h = max(1, min(next_power_of_2(group), rows // queries))
     block_m = max(16, queries * block_h)
     block_n = max(16, (128 if head_dim <= 128 else 64) // next_power_of_2(cells))
+    stages = 3 - vectors + (1 if is_hopper(arch) and head_dim <= 128 else 0)
     splits = choose_splits(tiles * num_kv_heads, max_blocks // block_n, num_sms, most=16)
     return LaunchConfig(
         block_h=block_h,
@@ -181,7 +188,7 @@ def score_config(
         block_n=block_n,
         splits=splits,
         num_warps=8 if block_m >= 128 else 4,
-        num_stages=3 if is_hopper(arch) else 2,
+        num_stages=stages,
     )
 
 

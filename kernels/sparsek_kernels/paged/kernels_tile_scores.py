@@ -106,6 +106,16 @@ def tile_scores_once_kernel(
     parked = parked_ptr + pid.to(tl.int64) * max_steps * BLOCK_M * BLOCK_B
     parked += offs_m[:, None] * BLOCK_B + offs_k[None, :]
     parked_max = parked_max_ptr + pid.to(tl.int64) * max_steps * BLOCK_M + offs_m
+    # parked steps are read back several at a time
+    STEPS: tl.constexpr = 64 // BLOCK_B if BLOCK_B < 64 else 1
+    WIDE: tl.constexpr = STEPS * BLOCK_B
+    offs_w = tl.arange(0, WIDE)
+    offs_s = tl.arange(0, STEPS)
+    parked_wide = parked_ptr + pid.to(tl.int64) * max_steps * BLOCK_M * BLOCK_B
+    parked_wide += offs_m[:, None] * BLOCK_B
+    parked_wide += ((offs_w // BLOCK_B) * (BLOCK_M * BLOCK_B) + offs_w % BLOCK_B)[None, :]
+    parked_maxima = parked_max_ptr + pid.to(tl.int64) * max_steps * BLOCK_M
+    parked_maxima += offs_m[:, None] + offs_s[None, :] * BLOCK_M
     for work in range(pid, num_tiles * NUM_KV_HEADS, tl.num_programs(0)):
         local = work % num_tiles
         kv_head = (work // num_tiles).to(tl.int64)
@@ -186,12 +196,22 @@ def tile_scores_once_kernel(
             # base-2 log of the denominator; rows without a query get probability zero
             lse = tl.where(mask_m & (row_sum > 0.0), row_max + tl.log2(row_sum), 1.0e30)
             tl.debug_barrier()
-            for b in tl.range(0, num_blocks, BLOCK_B, num_stages=4):
-                step = b // BLOCK_B
-                weights = tl.load(parked + step * (BLOCK_M * BLOCK_B)).to(tl.float32)
-                scale = tl.exp2(tl.load(parked_max + step * BLOCK_M) - lse)
-                total = tl.sum(weights * scale[:, None], axis=0)  # [BLOCK_B]
-                offs_b = b + offs_k
+            for b in tl.range(0, num_blocks, WIDE, num_stages=4):
+                first_step = b // BLOCK_B
+                offs_b = b + offs_w
+                weights = tl.load(
+                    parked_wide + first_step * (BLOCK_M * BLOCK_B),
+                    mask=(b + offs_w // BLOCK_B * BLOCK_B < num_blocks)[None, :],
+                    other=0.0,
+                ).to(tl.float32)  # [BLOCK_M, WIDE]
+                maxima = tl.load(
+                    parked_maxima + first_step * BLOCK_M,
+                    mask=((first_step + offs_s) * BLOCK_B < num_blocks)[None, :],
+                    other=-1.0e30,
+                )  # [BLOCK_M, STEPS]
+                scale = tl.exp2(maxima - lse[:, None])
+                shaped = tl.reshape(weights, [BLOCK_M, STEPS, BLOCK_B]) * scale[:, :, None]
+                total = tl.reshape(tl.sum(shaped, axis=0), [WIDE])
                 if ROW_CHUNKS > 1:
                     add_scores(scores + offs_b, total, offs_b < num_blocks, chunk == 0)
                 else:

@@ -224,6 +224,7 @@ def _select_tiles(
         head_dim=dim,
         tile=policy.query_tile,
         cells=_cells(policy),
+        vectors=2 if policy.score_kind == "min_max" else 1,
         max_blocks=max_blocks,
         arch=arch,
         num_sms=num_sms,

@@ -136,9 +136,11 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
     return {"registers": int(found[1]), "stack": int(found[2])}
 
 
-def launches(arch: int, dtype: torch.dtype, head_dim: int, group: int) -> list[Recorded]:
+def launches(
+    arch: int, dtype: torch.dtype, head_dim: int, group: int, score_kind: str = "cell_mean"
+) -> list[Recorded]:
     """Everything that a step with decodes and prefills launches, for each kind of policy."""
-    topk = SelectionPolicy(num_sink=64, window_size=512, top_k=32)
+    topk = SelectionPolicy(num_sink=64, window_size=512, top_k=32, score_kind=score_kind)
     policies = [topk, SelectionPolicy(), SelectionPolicy(num_sink=4, window_size=1024)]
     sms = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148}[arch]
     problem = make_problem(
@@ -176,6 +178,7 @@ def launches(arch: int, dtype: torch.dtype, head_dim: int, group: int) -> list[R
             problem.v_cache,
             problem.k_summary,
             problem.slots[0],
+            score_kind=score_kind,
         ),
         arch,
         sms,
@@ -190,8 +193,11 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--only", default="")
+    parser.add_argument("--score-kind", default="cell_mean")
     args = parser.parse_args()
-    seen = launches(args.arch, getattr(torch, args.dtype), args.head_dim, args.group)
+    seen = launches(
+        args.arch, getattr(torch, args.dtype), args.head_dim, args.group, args.score_kind
+    )
     for launched in seen:
         if args.only in launched.name:
             print(json.dumps(compile_launch(launched, args.arch)), flush=True)
