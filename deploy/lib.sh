@@ -89,7 +89,7 @@ make_venv() {
         die "$python could not make $VENV: install its venv module (sudo apt-get install python3-venv) or set SK_VENV to a folder that you may write"
 }
 
-pip_install() { "$VENV/bin/python" -m pip install --disable-pip-version-check "$@"; }
+pip_install() { "$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@"; }
 
 has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 
