@@ -86,6 +86,12 @@ def bench(context: typer.Context) -> None:
     _delegate("sparsek_backend.bench.cli", "bench", context.args)
 
 
+@app.command("train-demo", context_settings=_PASS_THROUGH)
+def train_demo(context: typer.Context) -> None:
+    """Train a small natively sparse transformer and its dense twin on long-range recall."""
+    _delegate("sparsek_backend.nn.demo.cli", "bench", context.args)
+
+
 def _delegate(module: str, command: str, arguments: list[str]) -> None:
     try:
         target = import_module(module).app

@@ -126,7 +126,9 @@ def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int
     hopper = arch >= 90
     return LaunchConfig(
         compressed=TileConfig(128, 32 if wide else 64, 8, stages),
-        compressed_dq=TileConfig(64 if wide else 128, 32 if wide else 64, 8, 2),
+        compressed_dq=TileConfig(128, 64, 8, 2)
+        if hopper and not wide
+        else TileConfig(64, 32, 4, 2),
         compressed_dkdv=TileConfig(32 if wide else 64, 64 if wide else 128, 8, 1 if wide else 2),
         select=TileConfig(64 if wide else 128, 16, 4 if not hopper else 8, 2),
         selected=TileConfig(64 if wide else 128, 64, 8 if wide else 4, 2),

@@ -309,6 +309,8 @@ def main() -> int:
     parser.add_argument("--size", choices=["tiny", "gpu"], default="tiny")
     parser.add_argument("--only", default="")
     args = parser.parse_args()
+    if args.device == "cpu":
+        torch.set_num_threads(1)
     cases = TINY if args.size == "tiny" else GPU
     failed = sum(run(case, args.device) for case in cases if args.only in case.name)
     print(f"{failed} failed")

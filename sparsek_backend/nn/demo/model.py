@@ -1,0 +1,110 @@
+"""A small causal transformer whose attention is native sparse or dense, otherwise alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+
+from sparsek_backend.nn.config import NSAConfig
+from sparsek_backend.nn.native_sparse_attention import NativeSparseAttention
+from sparsek_backend.nn.rotary import rotate
+
+AttentionKind = Literal["nsa", "dense"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the transformer.
+
+    Args:
+        hidden_size: elements of a token.
+        num_layers: blocks.
+        num_heads: query heads.
+        num_kv_heads: KV heads.
+        head_dim: elements of a head.
+        nsa: settings of the sparse attention.
+    """
+
+    hidden_size: int = 256
+    num_layers: int = 4
+    num_heads: int = 16
+    num_kv_heads: int = 1
+    head_dim: int = 64
+    nsa: NSAConfig = field(default_factory=NSAConfig)
+
+
+class DenseAttention(nn.Module):
+    """Causal attention with the projections and the rotary embedding of its sparse twin."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        wide, narrow = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, wide, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, narrow, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, narrow, bias=False)
+        self.o_proj = nn.Linear(wide, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B, N, hidden]`` to the same shape."""
+        config = self.config
+        positions = torch.arange(x.shape[1], device=x.device)
+        theta = config.nsa.rope_theta or 10000.0
+        q = rotate(self.q_proj(x).unflatten(-1, (-1, config.head_dim)), positions, theta)
+        k = rotate(self.k_proj(x).unflatten(-1, (-1, config.head_dim)), positions, theta)
+        v = self.v_proj(x).unflatten(-1, (-1, config.head_dim))
+        out = nn.functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+        )
+        projected: torch.Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return projected
+
+
+class Block(nn.Module):
+    """Pre-norm attention and a gated MLP."""
+
+    def __init__(self, config: ModelConfig, kind: AttentionKind) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.attention_norm = nn.RMSNorm(size)
+        self.attention: nn.Module
+        if kind == "nsa":
+            self.attention = NativeSparseAttention(
+                size, config.num_heads, config.num_kv_heads, config.head_dim, config=config.nsa
+            )
+        else:
+            self.attention = DenseAttention(config)
+        self.mlp_norm = nn.RMSNorm(size)
+        self.up = nn.Linear(size, 4 * size, bias=False)
+        self.down = nn.Linear(2 * size, size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B, N, hidden]`` to the same shape."""
+        x = x + self.attention(self.attention_norm(x))
+        gate, value = self.up(self.mlp_norm(x)).chunk(2, dim=-1)
+        mixed: torch.Tensor = x + self.down(nn.functional.silu(gate) * value)
+        return mixed
+
+
+class RecallModel(nn.Module):
+    """Embedding, blocks, norm, and the embedding again as the head."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int, kind: AttentionKind) -> None:
+        super().__init__()
+        if kind not in ("nsa", "dense"):
+            raise ValueError(f"kind: expected 'nsa' or 'dense', got {kind!r}")
+        self.embedding = nn.Embedding(vocab_size, config.hidden_size)
+        nn.init.normal_(self.embedding.weight, std=config.hidden_size**-0.5)
+        self.blocks = nn.ModuleList(Block(config, kind) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """``[B, N]`` tokens to ``[B, N, vocab]`` logits."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = nn.functional.linear(self.norm(x), self.embedding.weight)
+        return logits

@@ -1,0 +1,240 @@
+"""Training, measuring and resuming the demo's models."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsek_backend.nn.demo.data import IGNORED, RecallTask, make_batch
+from sparsek_backend.nn.demo.model import AttentionKind, ModelConfig, RecallModel
+
+_EVAL_STEP = 1 << 30  # batches from here on are never trained on
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """A run of the demo; two runs with the same values give the same losses.
+
+    Args:
+        task: sizes of the task.
+        model: sizes of the model.
+        steps: optimiser steps.
+        tokens_per_step: tokens of a batch; its sequences are as many as fit.
+        min_length: tokens of a sequence at the start.
+        max_length: tokens at the end; the length doubles at even intervals in between.
+        learning_rate: peak, after a warm-up of a twentieth of the steps; cosine to a tenth.
+        seed: of the weights and the data.
+        save_every: steps from one checkpoint to the next.
+    """
+
+    task: RecallTask = field(default_factory=RecallTask)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    steps: int = 2000
+    tokens_per_step: int = 65536
+    min_length: int = 512
+    max_length: int = 8192
+    learning_rate: float = 1e-3
+    seed: int = 0
+    save_every: int = 100
+
+    def __post_init__(self) -> None:
+        if self.min_length < self.task.min_length:
+            raise ValueError(
+                f"min_length: expected at least {self.task.min_length}, got {self.min_length}"
+            )
+        if self.max_length < self.min_length:
+            raise ValueError(
+                f"max_length: expected at least min_length={self.min_length}, got {self.max_length}"
+            )
+        for name in ("steps", "tokens_per_step", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected an integer >= 1, got {getattr(self, name)}")
+
+    def length_at(self, step: int) -> int:
+        """Tokens of a sequence at a step."""
+        stages = int(math.log2(self.max_length / self.min_length)) + 1
+        stage = min(step * stages // self.steps, stages - 1)
+        return min(self.min_length << stage, self.max_length)
+
+    def batch_at(self, step: int) -> int:
+        """Sequences of a batch at a step."""
+        return max(self.tokens_per_step // self.length_at(step), 1)
+
+    def rate_at(self, step: int) -> float:
+        """Learning rate of a step."""
+        warm = max(self.steps // 20, 1)
+        if step < warm:
+            return self.learning_rate * (step + 1) / warm
+        done = (step - warm) / max(self.steps - warm, 1)
+        return self.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+@dataclass
+class RunResult:
+    """What one model of the demo did.
+
+    Args:
+        kind: its attention.
+        losses: loss of every step.
+        recall: by sequence length and then by distance bucket (its upper end), the share of
+            questions answered right; bucket ``passkey`` holds the passkey's questions.
+        resumed_at: step at which this process took over.
+    """
+
+    kind: AttentionKind
+    losses: list[float]
+    recall: dict[int, dict[str, float]]
+    resumed_at: int
+
+
+class Trainer:
+    """One model, its optimiser and its checkpoint.
+
+    Args:
+        config: the run.
+        kind: the attention.
+        folder: where the checkpoint lives.
+        device: where to train; bf16 autocast on CUDA, fp32 on the CPU.
+
+    Raises:
+        ValueError: the folder holds a checkpoint of a different run.
+    """
+
+    def __init__(
+        self, config: DemoConfig, kind: AttentionKind, folder: Path, device: torch.device
+    ) -> None:
+        self.config, self.kind, self.device = config, kind, device
+        self.path = folder / f"{kind}.pt"
+        torch.manual_seed(config.seed)
+        self.model = RecallModel(config.model, config.task.vocab_size, kind).to(device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
+        )
+        self.losses: list[float] = []
+        if self.path.exists():
+            self._load()
+        self.resumed_at = len(self.losses)
+
+    def _load(self) -> None:
+        saved = torch.load(self.path, map_location=self.device, weights_only=True)
+        mine = asdict(self.config)
+        changed = sorted(key for key in mine if saved["config"].get(key) != mine[key])
+        if changed:
+            raise ValueError(
+                f"{self.path}: expected a checkpoint of the same run, but {', '.join(changed)} "
+                "differ; choose another folder"
+            )
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.losses = list(saved["losses"])
+
+    def _save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        torch.save(
+            {
+                "config": asdict(self.config),
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "losses": self.losses,
+            },
+            partial,
+        )
+        partial.replace(self.path)
+
+    def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
+            logits: torch.Tensor = self.model(tokens)
+        return logits
+
+    def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self._logits(tokens).float()
+        return torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED
+        )
+
+    def step(self) -> float:
+        """One optimiser step; its loss."""
+        config, step = self.config, len(self.losses)
+        batch = make_batch(
+            config.task, config.batch_at(step), config.length_at(step), config.seed, step
+        )
+        loss = self._loss(batch.tokens.to(self.device), batch.targets.to(self.device))
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.rate_at(step)
+        self.optimizer.step()
+        self.losses.append(float(loss.detach()))
+        done = len(self.losses)
+        if done % config.save_every == 0 or done == config.steps:
+            self._save()
+        return self.losses[-1]
+
+    def run(self, report: Callable[[int, float], None] | None = None) -> None:
+        """Train up to the last step, reporting (steps done, loss) after each."""
+        while len(self.losses) < self.config.steps:
+            loss = self.step()
+            if report is not None:
+                report(len(self.losses), loss)
+
+    @torch.no_grad()
+    def recall(self, length: int, batches: int) -> dict[str, float]:
+        """Share of right answers by distance bucket (``<=2^k`` tokens) and for the passkey."""
+        config = self.config
+        asked: dict[str, int] = defaultdict(int)
+        right: dict[str, int] = defaultdict(int)
+        count = max(config.tokens_per_step // length, 1)
+        for index in range(batches):
+            batch = make_batch(config.task, count, length, config.seed, _EVAL_STEP + index)
+            guess = self._logits(batch.tokens.to(self.device)).argmax(-1).cpu()
+            live = batch.targets != IGNORED
+            good = (guess == batch.targets)[live].tolist()
+            for hit, far, key in zip(
+                good, batch.distance[live].tolist(), batch.passkey[live].tolist(), strict=True
+            ):
+                names = [f"<={1 << max(far - 1, 0).bit_length()}", "all"]
+                for name in [*names, "passkey"] if key else names:
+                    asked[name] += 1
+                    right[name] += hit
+        return {name: right[name] / asked[name] for name in sorted(asked, key=_bucket_order)}
+
+    def step_time(self, length: int, repeats: int = 3) -> float:
+        """Milliseconds of a forward and backward pass over one sequence of ``length`` tokens."""
+        batch = make_batch(self.config.task, 1, length, self.config.seed, _EVAL_STEP)
+        tokens, targets = batch.tokens.to(self.device), batch.targets.to(self.device)
+        times = []
+        for _ in range(repeats + 1):
+            self._synchronize()
+            start = time.perf_counter()
+            self._loss(tokens, targets).backward()
+            self.model.zero_grad(set_to_none=True)
+            self._synchronize()
+            times.append((time.perf_counter() - start) * 1e3)
+        return sorted(times[1:])[repeats // 2]
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def result(self, lengths: list[int], batches: int) -> RunResult:
+        """Losses, and recall at each length."""
+        recall = {length: self.recall(length, batches) for length in lengths}
+        return RunResult(self.kind, self.losses, recall, self.resumed_at)
+
+
+def _bucket_order(name: str) -> tuple[int, int]:
+    return (0, int(name[2:])) if name.startswith("<=") else (1, len(name))
+
+
+def summary(results: list[RunResult], times: dict[str, dict[int, float]]) -> dict[str, Any]:
+    """Everything that the demo measured, as plain values for JSON."""
+    return {"runs": [asdict(result) for result in results], "step_ms": times}
