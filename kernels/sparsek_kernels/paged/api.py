@@ -207,7 +207,8 @@ def paged_attention(
     if q.is_cuda:
         from . import launch
 
-        _check_triton_layout(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+        table = batch.block_table
+        _check_triton_layout(q=q, k_cache=k_cache, v_cache=v_cache, out=out, block_table=table)
         launch.paged_attention(
             q,
             k_cache,
@@ -268,7 +269,7 @@ def _check_cache_dtype(
 
 
 def _check_triton_layout(**tensors: torch.Tensor) -> None:
-    """The Triton kernels read head vectors as whole runs of memory, K and V of one width."""
+    """The Triton kernels read rows as whole runs of memory, K and V of one width."""
     for name, tensor in tensors.items():
         if tensor.stride(-1) != 1:
             raise NotImplementedError(

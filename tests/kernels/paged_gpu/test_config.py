@@ -1,0 +1,105 @@
+"""Launch configurations are pure functions of shapes; their invariants hold for any shape."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsek_kernels.paged.config import (
+    LaunchConfig,
+    choose_splits,
+    decode_config,
+    largest_part,
+    logits_config,
+    next_power_of_2,
+    prefill_config,
+    score_config,
+    top_warps,
+)
+
+ARCHS = st.sampled_from([75, 80, 86, 89, 90, 100, 120])
+SHAPES = {
+    "tiles": st.integers(1, 4096),
+    "num_kv_heads": st.sampled_from([1, 2, 3, 8, 16]),
+    "group": st.integers(1, 16),
+    "head_dim": st.sampled_from([64, 80, 96, 128, 256]),
+    "arch": ARCHS,
+    "num_sms": st.sampled_from([20, 84, 108, 132, 148]),
+}
+BLOCKS = st.sampled_from([16, 32, 48, 64, 128, 192])
+
+
+def check(config: LaunchConfig, group: int) -> None:
+    for value in (config.block_h, config.block_m, config.block_n, config.queries):
+        assert value == next_power_of_2(value)
+    assert config.block_m >= 16
+    assert config.block_m >= config.queries * config.block_h
+    assert config.block_h < 2 * group
+    assert config.splits >= 1
+    assert config.num_warps in (2, 4, 8, 16)
+    assert config.num_warps * 32 * config.max_registers <= 65536
+
+
+@given(**SHAPES, queries=st.integers(1, 8), entries=st.integers(1, 16384), sel_block=BLOCKS)
+def test_decode(**shape: int) -> None:
+    config = decode_config(**shape)
+    check(config, shape["group"])
+    assert config == decode_config(**shape)
+    assert shape["sel_block"] % config.block_n == 0
+    assert config.queries >= shape["queries"]
+    assert config.block_h >= shape["group"]
+    assert config.splits == 1 or config.splits * 2 <= shape["entries"]
+
+
+@given(
+    **SHAPES,
+    tile=st.sampled_from([1, 16, 48, 64, 128, 256]),
+    entries=st.integers(1, 16384),
+    sel_block=BLOCKS,
+)
+def test_prefill(**shape: int) -> None:
+    config = prefill_config(**shape)
+    check(config, shape["group"])
+    assert shape["tile"] % config.queries == 0
+    assert shape["sel_block"] % config.block_n == 0
+
+
+@given(
+    **SHAPES,
+    tile=st.sampled_from([1, 16, 48, 64, 128, 256]),
+    cells=st.integers(1, 12),
+    vectors=st.sampled_from([1, 2]),
+    max_blocks=st.integers(1, 16384),
+)
+def test_scores(**shape: int) -> None:
+    config = score_config(**shape)
+    check(config, shape["group"])
+    assert shape["tile"] % config.queries == 0
+    assert config.block_n >= 16
+
+
+@given(
+    requests=st.integers(1, 1024),
+    num_kv_heads=st.integers(1, 16),
+    group=st.integers(1, 16),
+    head_dim=st.sampled_from([64, 128, 256]),
+    queries=st.integers(1, 8),
+    cells=st.integers(1, 12),
+    num_sms=st.sampled_from([20, 132]),
+)
+def test_logits(**shape: int) -> None:
+    config = logits_config(**shape)
+    check(config, shape["group"])
+    programs = shape["requests"] * shape["num_kv_heads"]
+    assert config.splits == 1 or config.splits * programs <= 32 * shape["num_sms"]
+
+
+@given(programs=st.integers(0, 10000), entries=st.integers(0, 20000), slots=st.integers(1, 1000))
+def test_splits_leave_each_share_some_work(programs: int, entries: int, slots: int) -> None:
+    splits = choose_splits(programs, entries, slots)
+    assert splits == 1 or (splits * 2 <= entries and splits * programs <= slots)
+
+
+def test_small_helpers() -> None:
+    assert [largest_part(n, 64) for n in (1, 16, 48, 64, 192, 256)] == [1, 16, 16, 64, 64, 64]
+    assert top_warps(1024) < top_warps(16384)
