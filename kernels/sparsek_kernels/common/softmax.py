@@ -28,7 +28,7 @@ def softmax_init(sink_logit, BLOCK_M: tl.constexpr, HAS_SINK: tl.constexpr):
 def softmax_step(m, total, scores, scale_log2, MASKED: tl.constexpr):
     """Fold a block of raw scores in; masked scores are ``-inf``.
 
-    Returns the new ``m`` and ``total``, the weights of the block and the factor for the old ``acc``.
+    Returns the new ``m`` and ``total``, the block's weights and the factor for the old ``acc``.
     """
     m_new = tl.maximum(m, tl.max(scores, 1) * scale_log2)  # [BLOCK_M]
     # A row that has seen no key yet has m_new = -inf, and -inf - -inf is NaN.

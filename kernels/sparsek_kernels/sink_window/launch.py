@@ -299,23 +299,20 @@ def launch_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of q, k, v and sinks for checked arguments; bitwise reproducible."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    dsinks = None
     if q.numel() == 0 or k.numel() == 0:
-        dq.zero_()
-        dk.zero_()
-        dv.zero_()
-        if sinks is not None:
-            dsinks = torch.zeros_like(sinks)
-        return dq, dk, dv, dsinks
-    call = Call(q, k, spec, cu_seqlens_q, cu_seqlens_k, config)
-    delta = row_dots(dout, dlse, out)
-    hopper = call.config.hopper_backward
-    if hopper is not None and describable(q, k, v):
-        if not describable(dout):
-            dout = dout.contiguous()  # such as the expanded gradient of a sum
-        _fused_gradients(call, hopper, dq, dk, dv, dout, q, k, v, lse, delta)
-    else:
-        _portable_gradients(call, dq, dk, dv, dout, q, k, v, lse, delta)
+        for grad in (dq, dk, dv):
+            grad.zero_()
+    delta = row_dots(dout, dlse, out) if q.numel() else torch.zeros_like(lse)
+    if q.numel() and k.numel():
+        call = Call(q, k, spec, cu_seqlens_q, cu_seqlens_k, config)
+        hopper = call.config.hopper_backward
+        if hopper is not None and describable(q, k, v):
+            if not describable(dout):
+                dout = dout.contiguous()  # such as the expanded gradient of a sum
+            _fused_gradients(call, hopper, dq, dk, dv, dout, q, k, v, lse, delta)
+        else:
+            _portable_gradients(call, dq, dk, dv, dout, q, k, v, lse, delta)
+    dsinks = None
     if sinks is not None:
         mass = torch.exp(sinks.to(torch.float32)[None, :, None] - lse)
         dsinks = -(mass * delta).sum(dim=(0, 2)).to(sinks.dtype)

@@ -25,6 +25,8 @@ CASES = [
     Case(1, 64, 8, 1, 16, num_sink=4, window=20),
     Case(63, 63, 2, 1, 16, num_sink=20, window=5, sinks=True),
     Case(64, 64, 2, 2, 16, window=1),
+    Case(5, 0, 2, 2, 16, sinks=True),
+    Case(0, 5, 2, 2, 16, sinks=True),
     Case(48, 48, 2, 1, 16, window=17, num_sink=3, dtype=torch.float16, sinks=True),
     Case(heads=2, dim=16, lens=((0, 0), (33, 10), (7, 33), (0, 5), (9, 0), (40, 40))),
     Case(heads=2, dim=16, num_sink=4, window=9, sinks=True, lens=((0, 0), (1, 1), (20, 33))),
