@@ -89,7 +89,7 @@ def bench(context: typer.Context) -> None:
 @app.command("train-demo", context_settings=_PASS_THROUGH)
 def train_demo(context: typer.Context) -> None:
     """Train a small natively sparse transformer and its dense twin on long-range recall."""
-    _delegate("sparsek_backend.nn.demo.cli", "bench", context.args)
+    _delegate("sparsek_backend.nn.demo.cli", "train-demo", context.args)
 
 
 def _delegate(module: str, command: str, arguments: list[str]) -> None:

@@ -210,7 +210,7 @@ def nsa_selected_combine_kernel(
     mask_q = mask_r[:, None] & (offs_d < HEAD_DIM)[None, :]
     wide = local.to(tl.int64)
     slot = (wide * num_kv_heads + kv_head) * SLOTS  # slots of this launch's parts
-    chosen_ptrs = indices_ptr + first_row.to(tl.int64) * num_kv_heads * SLOTS + slot
+    chosen_ptrs = indices_ptr + ((wide + first_row) * num_kv_heads + kv_head) * SLOTS
     m = tl.full([BLOCK_T * BLOCK_G], float("-inf"), dtype=tl.float32)
     for s in range(SLOTS):
         chosen = tl.load(chosen_ptrs + s, mask=mask_r, other=-1)

@@ -159,7 +159,7 @@ def nsa_selected_bwd_dq_kernel(
     mask_q = mask_r[:, None] & (offs_d < HEAD_DIM)[None, :]
     wide = local.to(tl.int64)
     slot = (wide * num_kv_heads + kv_head) * SLOTS
-    chosen_ptrs = indices_ptr + first_row.to(tl.int64) * num_kv_heads * SLOTS + slot
+    chosen_ptrs = indices_ptr + ((wide + first_row) * num_kv_heads + kv_head) * SLOTS
     acc = tl.zeros([BLOCK_T * BLOCK_G, BLOCK_D], dtype=tl.float32)
     for s in tl.range(SLOTS, num_stages=4):
         chosen = tl.load(chosen_ptrs + s, mask=mask_r, other=-1)

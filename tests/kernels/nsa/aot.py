@@ -70,17 +70,17 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     gates = [torch.empty(1, tokens, group) for _ in range(3)]
     launch_compress.mean_pool_forward(k, cmp, None, spec)
     launch_compress.mean_pool_backward(cmp, k, None, spec)
-    launch_compressed.forward(q, lse, q, cmp, cmp, tokens, None, spec, scale)
     launch_compressed.backward(q, None, q, cmp, cmp, q, lse, tokens, None, spec, scale)
-    launch_select.select(indices, q, cmp, lse, tokens, None, spec, scale)
     for rows in (tokens, 1):
-        launch_selected.forward(
-            q[:, :rows], lse, q[:, :rows], k, k, indices[:, :rows], None, 64, scale
-        )
+        few, found = q[:, :rows], indices[:, :rows]
+        launch_compressed.forward(few, lse, few, cmp, cmp, tokens, None, spec, scale)
+        launch_select.select(found, few, cmp, lse, tokens, None, spec, scale)
+        launch_selected.forward(few, lse, few, k, k, found, None, 64, scale)
     launch_selected.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
     launch_gate.forward(q, [q] * 3, gates)
     launch_gate.backward([q] * 3 + gates, q, [q] * 3, gates)
-    return list({name: (name, *rest) for name, *rest in seen}.values())
+    # Once for many tokens and once for a decoded one, told apart by their first argument.
+    return list({(launch[0], launch[2][0].shape[:2]): launch for launch in seen}.values())
 
 
 def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:

@@ -58,15 +58,16 @@ def test_kernels_compile_without_spilling(arch: int, group: int, dim: int) -> No
         TRITON_INTERPRET="0",
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    rows = {row["kernel"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert set(rows) == KERNELS
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {row["kernel"] for row in rows} == KERNELS
     limit = 163 if arch == 80 else 227
-    for name, row in rows.items():
+    hopper = ("nsa_compressed_fwd_kernel", "nsa_selected_part_kernel", "nsa_block_scores_kernel")
+    for row in rows:
+        name = row["kernel"]
         assert row["stack"] <= 64, f"{name} spills {row['stack']} bytes"
         assert row["shared"] <= limit * 1024, f"{name} needs {row['shared']} bytes of shared memory"
-    if arch == 90 and group > 1:
-        for name in ("nsa_compressed_fwd_kernel", "nsa_selected_part_kernel"):
-            assert rows[name]["wgmma"], f"{name} misses the Hopper matrix unit"
+        if arch == 90 and group > 1 and name in hopper:
+            assert row["wgmma"], f"{name} misses the Hopper matrix unit"
 
 
 @pytest.mark.gpu
