@@ -22,11 +22,16 @@ if [ ${#failed[@]} -gt 0 ]; then
     say "failed so far: ${failed[*]}; the tests run all the same"
 fi
 
-selection=()
-has_gpu || selection=(-m "not gpu")
+# Without a GPU, two workers of one thread each; a file's tests stay together, so that the engine
+# they share is started once.
+options=()
+if ! has_gpu; then
+    options=(-m "not gpu" -n 2 --dist loadfile)
+    export OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
+fi
 printf '==> pytest\n'
 status=0
-"$VENV/bin/python" -m pytest ${selection[@]+"${selection[@]}"} "$@" || status=$?
+"$VENV/bin/python" -m pytest ${options[@]+"${options[@]}"} "$@" || status=$?
 if [ "$status" -eq 0 ] && [ ${#failed[@]} -gt 0 ]; then
     status=1
 fi
