@@ -8,6 +8,11 @@ import torch
 
 _PART_BYTES = 1 << 30  # what one chunk's partial outputs may take
 _MAX_CHUNKS = 16
+_LARGE_SHARED_MEMORY = (80, 90, 100, 103)  # architectures with 160 KiB and more per program
+_TILED = (
+    *("compressed", "compressed_dq", "compressed_dkdv"),
+    *("select", "selected", "selected_bwd", "tokens"),
+)
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,44 @@ def _chunk_rows(shape: ProblemShape, slots: int, itemsize: int) -> int:
     return max(min(rows, max(fits, -(-rows // _MAX_CHUNKS))), 1)
 
 
+def _tiles(dim: int, dtype: torch.dtype, arch: int) -> dict[str, TileConfig]:
+    """Tiles of every kernel for a padded head size."""
+    if dtype == torch.float32:  # IEEE products run on the plain fp32 units: all state in registers
+        small = TileConfig(32, 32 if dim <= 128 else 16, 4, 1)
+        tiles = dict.fromkeys(_TILED, small)
+        return {**tiles, "select": TileConfig(32, 16, 4, 1)}
+    if dim > 128:
+        return {
+            "compressed": TileConfig(64, 32, 4, 1),
+            "compressed_dq": TileConfig(64, 32, 8, 1),
+            "compressed_dkdv": TileConfig(32, 32, 8, 1),
+            "select": TileConfig(64, 16, 8, 1),
+            "selected": TileConfig(32, 64, 4, 1),
+            "selected_bwd": TileConfig(16, 64, 8, 1),
+            "tokens": TileConfig(16, 64, 8, 1),
+        }
+    if arch not in _LARGE_SHARED_MEMORY:
+        return {
+            "compressed": TileConfig(64, 32, 4, 2),
+            "compressed_dq": TileConfig(64, 32, 4, 1),
+            "compressed_dkdv": TileConfig(32, 64, 8, 1),
+            "select": TileConfig(64, 16, 4, 1),
+            "selected": TileConfig(64, 64, 4, 1),
+            "selected_bwd": TileConfig(32, 64, 8, 1),
+            "tokens": TileConfig(32, 64, 4, 1),
+        }
+    hopper = arch >= 90
+    return {
+        "compressed": TileConfig(128, 64, 8, 3),
+        "compressed_dq": TileConfig(128, 64, 8, 2) if hopper else TileConfig(64, 32, 4, 2),
+        "compressed_dkdv": TileConfig(64, 128, 8, 2),
+        "select": TileConfig(128, 16, 8 if hopper else 4, 2),
+        "selected": TileConfig(128, 64, 4, 2),
+        "selected_bwd": TileConfig(64, 64, 8, 3 if hopper else 1),
+        "tokens": TileConfig(32, 64, 4, 1),
+    }
+
+
 def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int) -> LaunchConfig:
     """Launch parameters for ``shape`` on compute capability ``arch`` (``90`` is 9.0).
 
@@ -106,35 +149,10 @@ def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int
     token_major = rows * shape.num_kv_heads <= 2048
     chunk_rows = _chunk_rows(shape, slots, 4 if dtype == torch.float32 else 2)
     item_entries = max(2048 // shape.padded_group, 32)
-    if dtype == torch.float32:
-        small = TileConfig(32, 32 if shape.padded_dim <= 128 else 16, 4, 1)
-        return LaunchConfig(
-            compressed=small,
-            compressed_dq=small,
-            compressed_dkdv=small,
-            select=TileConfig(32, 16, 4, 1),
-            selected=small,
-            selected_bwd=small,
-            tokens=small,
-            token_major=token_major,
-            chunk_rows=chunk_rows,
-            item_entries=item_entries,
-            precision="ieee",
-        )
-    wide = shape.padded_dim > 128
-    stages = 3 if arch >= 80 and not wide else 2
-    hopper = arch >= 90
     return LaunchConfig(
-        compressed=TileConfig(128, 32 if wide else 64, 8, stages),
-        compressed_dq=TileConfig(128, 64, 8, 2)
-        if hopper and not wide
-        else TileConfig(64, 32, 4, 2),
-        compressed_dkdv=TileConfig(32 if wide else 64, 64 if wide else 128, 8, 1 if wide else 2),
-        select=TileConfig(64 if wide else 128, 16, 4 if not hopper else 8, 2),
-        selected=TileConfig(64 if wide else 128, 64, 8 if wide else 4, 2),
-        selected_bwd=TileConfig(32 if wide else 64, 64, 8, 1),
-        tokens=TileConfig(32, 64, 4, 1),
+        **_tiles(shape.padded_dim, dtype, arch),
         token_major=token_major,
         chunk_rows=chunk_rows,
         item_entries=item_entries,
+        precision="ieee" if dtype == torch.float32 else "tf32",
     )

@@ -44,7 +44,7 @@ def test_interpreted_kernels_agree_with_the_oracle() -> None:
 
 @pytest.mark.parametrize(
     ("arch", "group", "dim"),
-    [(80, 4, 128), (90, 16, 128), (90, 4, 128), (90, 1, 64), (100, 16, 128)],
+    [(80, 4, 128), (86, 4, 128), (90, 16, 128), (90, 4, 128), (90, 1, 64), (100, 16, 128)],
 )
 def test_kernels_compile_without_spilling(arch: int, group: int, dim: int) -> None:
     done = run_script(
@@ -60,7 +60,7 @@ def test_kernels_compile_without_spilling(arch: int, group: int, dim: int) -> No
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert {row["kernel"] for row in rows} == KERNELS
-    limit = 163 if arch == 80 else 227
+    limit = {80: 163, 86: 99}.get(arch, 227)
     hopper = ("nsa_compressed_fwd_kernel", "nsa_selected_part_kernel", "nsa_block_scores_kernel")
     for row in rows:
         name = row["kernel"]
