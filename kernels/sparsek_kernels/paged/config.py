@@ -174,8 +174,12 @@ def score_config(
         cells: cells of a block.
         vectors: summary vectors of a cell: 1, or 2 for ``min_max``, which also splits q in two.
     """
-    rows = 256 // vectors if is_hopper(arch) and head_dim <= 128 else 64
-    queries = largest_part(tile, 64)
+    rows = 64
+    if is_hopper(arch) and head_dim <= 128:
+        rows = 256 // vectors
+    elif head_dim > 128:
+        rows = 64 // vectors
+    queries = largest_part(tile, min(rows, 64))
     block_h = max(1, min(next_power_of_2(group), rows // queries))
     block_m = max(16, queries * block_h)
     block_n = max(16, (128 if head_dim <= 128 else 64) // next_power_of_2(cells))

@@ -170,6 +170,10 @@ def launches(
             )
 
         seen += record(step, arch, sms)
+        if policy is topk:  # a step with few tiles, or a very long context
+            parked, launch_select._PARKED_ELEMENTS = launch_select._PARKED_ELEMENTS, 0
+            seen += [r for r in record(step, arch, sms) if r.name == "tile_scores_kernel"]
+            launch_select._PARKED_ELEMENTS = parked
     seen += record(
         lambda: launch.write_kv(
             problem.keys[0],
