@@ -26,6 +26,7 @@ from sparsek_kernels.paged.policy import SelectionPolicy
 from . import compat
 from .accounting import attended_by_requests
 from .dense_prefill import Run, split_runs
+from .orphans import end_with_server
 from .report import describe_layers
 from .startup import check_page_size, engine_config
 from .stats import STATS
@@ -96,6 +97,7 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.on_host = device.type == "cpu"
         self.has_flash = False
+        end_with_server()
         self.policies = self._bind_layers(kv_cache_spec, layer_names, vllm_config)
 
     @classmethod

@@ -7,6 +7,7 @@ KV pages that is too small for the concurrent requests.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ LENGTHS = (
 )
 MAX_LEN = 3072
 PROBE = LENGTHS.index(777)
+EVICTED = [LENGTHS.index(length) for length in (640, 512, 383, 256, 128, 127, 1000, 777)]
+LONG_ANSWER = 96
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +47,17 @@ def prompt_logprobs(llm: Any, prompt: list[int]) -> list[float]:
     return [entry[token].logprob for token, entry in found]
 
 
+@dataclass(frozen=True)
+class Reference:
+    """What CPU_ATTN answers: to every prompt, to one prompt's tokens, at length to some."""
+
+    outputs: list[Any]
+    probe: list[float]
+    long: list[list[int]]
+
+
 @pytest.fixture(scope="module")
-def reference(smollm2: Path, prompts: list[list[int]]) -> tuple[list[Any], list[float]]:
+def reference(smollm2: Path, prompts: list[list[int]]) -> Reference:
     """CPU_ATTN's answers with logprobs, and a check that it answered."""
     with (
         counted_forwards() as calls,
@@ -53,19 +65,25 @@ def reference(smollm2: Path, prompts: list[list[int]]) -> tuple[list[Any], list[
     ):
         outputs = generate(llm, prompts, together=True, logprobs=5)
         probe = prompt_logprobs(llm, prompts[PROBE])
+        long = generate(llm, [prompts[i] for i in EVICTED], together=True, max_tokens=LONG_ANSWER)
     assert calls["CPU_ATTN"] > 0
     assert calls["SPARSEK"] == 0
-    return outputs, probe
+    return Reference(outputs, probe, tokens(long))
 
 
 @pytest.fixture(scope="module")
-def expected(reference: tuple[list[Any], list[float]]) -> list[Any]:
-    return reference[0]
+def expected(reference: Reference) -> list[Any]:
+    return reference.outputs
 
 
 @pytest.fixture(scope="module")
-def expected_prompt(reference: tuple[list[Any], list[float]]) -> list[float]:
-    return reference[1]
+def expected_prompt(reference: Reference) -> list[float]:
+    return reference.probe
+
+
+@pytest.fixture(scope="module")
+def expected_long(reference: Reference) -> list[list[int]]:
+    return reference.long
 
 
 @pytest.fixture(scope="module")
@@ -104,20 +122,29 @@ def test_sequential_in_chunks(
     assert worst < 1e-3
 
 
-def test_concurrent_with_preemption_and_prefix_hits(
-    small_pool: Any, prompts: list[list[int]], expected: list[Any]
+def test_eight_at_once(small_pool: Any, prompts: list[list[int]], expected: list[Any]) -> None:
+    outputs = generate(small_pool, prompts, together=True)
+    assert tokens(outputs) == tokens(expected)
+
+
+def test_preemption(
+    small_pool: Any, prompts: list[list[int]], expected_long: list[list[int]]
 ) -> None:
-    """The longest run first, together, so that they evict each other; then all of them again."""
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))[:8]
+    """Eight prompts fill all 31 usable pages, then six of them need one more."""
     with counted_preemptions(small_pool) as counter:
-        outputs = generate(small_pool, [prompts[i] for i in order], together=True)
+        outputs = generate(
+            small_pool, [prompts[i] for i in EVICTED], together=True, max_tokens=LONG_ANSWER
+        )
     assert counter["preempted"] > 0
-    assert tokens(outputs) == tokens([expected[i] for i in order])
-    short = [i for i in range(len(prompts)) if 129 <= len(prompts[i]) <= 777]
-    outputs = generate(small_pool, [prompts[i] for i in short], together=True)
-    again = generate(small_pool, [prompts[i] for i in short], together=True)
-    assert sum(output.num_cached_tokens for output in again) >= 128
-    assert tokens(outputs) == tokens(again) == tokens([expected[i] for i in short])
+    assert tokens(outputs) == expected_long
+
+
+def test_prefix_hits(small_pool: Any, prompts: list[list[int]], expected: list[Any]) -> None:
+    cached = [LENGTHS.index(length) for length in (129, 300, 640)]
+    generate(small_pool, [prompts[i] for i in cached], together=True)
+    again = generate(small_pool, [prompts[i] for i in cached], together=True)
+    assert [output.num_cached_tokens for output in again] == [128, 256, 512]
+    assert tokens(again) == tokens([expected[i] for i in cached])
 
 
 def test_prompt_logprobs_in_chunks(

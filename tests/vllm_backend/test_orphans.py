@@ -1,0 +1,63 @@
+"""An engine whose server was killed is ended; nothing else is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sparsek_backend.vllm_backend import orphans
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+
+WORKER = f"""
+import sys, time
+sys.path[:0] = [{str(ROOT)!r}]
+from sparsek_backend.vllm_backend import orphans
+orphans.POLL_SECONDS = 0.05
+orphans.end_with_server()
+orphans.end_with_server()
+print(orphans.engine_process(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_that_is_no_engine_watches_nothing() -> None:
+    assert orphans.engine_process() is None
+    orphans.end_with_server()
+    assert orphans._watched == set()
+
+
+def test_parents() -> None:
+    assert orphans.parent_of(os.getpid()) == os.getppid()
+    assert orphans.parent_of(2**22 + 1) is None
+
+
+def test_engine_ends_after_its_server_is_killed() -> None:
+    """A shell stands for the server; the engine is a Python process with vLLM's title."""
+    line = f'exec -a VLLM::EngineCore "{sys.executable}" -u -c "$WORKER"'
+    server = subprocess.Popen(
+        ["bash", "-c", f"({line}) & wait"],
+        env={**os.environ, "WORKER": WORKER, "PYTHONHOME": ""},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdout is not None
+    engine = int(server.stdout.readline())
+    assert orphans.parent_of(engine) is not None
+    time.sleep(0.3)
+    assert orphans.parent_of(engine) is not None
+    os.kill(server.pid, signal.SIGKILL)
+    server.wait(10)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and orphans.parent_of(engine) is not None:
+        time.sleep(0.05)
+    server.stdout.close()
+    assert orphans.parent_of(engine) is None
