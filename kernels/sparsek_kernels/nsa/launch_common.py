@@ -1,4 +1,4 @@
-"""What the launches of native sparse attention share: shapes, configuration, grids, row sums."""
+"""What the launches of native sparse attention share: shapes, configuration, grids."""
 
 from __future__ import annotations
 
@@ -45,10 +45,3 @@ def tile_grid(
     tiles = torch.empty((num_tiles, 2), dtype=torch.int32, device=cu_seqlens.device)
     tile_map_kernel[(num_seqs + 1,)](tiles, cu_seqlens, num_seqs, num_tiles, block, 256)
     return (num_tiles, heads, 1), tiles
-
-
-def row_dots(dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """``delta [B, Hq, N]`` fp32: row sums of ``out * dout``, less the gradient of the LSE."""
-    from sparsek_kernels.sink_window.launch import row_dots as shared
-
-    return shared(dout, dlse, out)

@@ -11,9 +11,10 @@ from sparsek_kernels.nsa.kernels_compressed_bwd import (
     nsa_compressed_bwd_dkdv_kernel,
     nsa_compressed_bwd_dq_kernel,
 )
-from sparsek_kernels.nsa.launch_common import launch_config, problem_shape, row_dots, tile_grid
+from sparsek_kernels.nsa.launch_common import launch_config, problem_shape, tile_grid
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
 from sparsek_kernels.nsa.spec import NSASpec
+from sparsek_kernels.sink_window.launch import row_dots
 
 
 class _Call:

@@ -20,7 +20,8 @@ from sparsek_kernels.nsa.kernels_selected_bwd import (
     nsa_selected_bwd_part_kernel,
 )
 from sparsek_kernels.nsa.kernels_selected_tokens import nsa_selected_tokens_kernel
-from sparsek_kernels.nsa.launch_common import launch_config, problem_shape, row_dots, tile_grid
+from sparsek_kernels.nsa.launch_common import launch_config, problem_shape, tile_grid
+from sparsek_kernels.sink_window.launch import row_dots
 
 MAX_SEL_BLOCK = 128
 """Largest selection block that the kernels hold on chip."""
