@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from sparsek_backend.config import FLAG, SECTION, ConfigError, ResolvedConfig, resolve_config
+from sparsek_backend.models import verify_model
 from sparsek_kernels.paged.policy import CELL_SIZE
 
 
@@ -31,6 +33,7 @@ def check_engine(vllm_config: Any) -> None:
 
     Raises:
         ConfigError: invalid settings.
+        IncompleteFolderError: the model's folder is half-downloaded or damaged.
         ValueError: the model, its dtype or its KV cache cannot be served.
     """
     resolved = engine_config(vllm_config)
@@ -58,6 +61,9 @@ def check_engine(vllm_config: Any) -> None:
         )
     if page_size is not None:
         check_page_size(resolved, page_size)
+    folder = Path(model.model)
+    if vllm_config.load_config.load_format in ("auto", "safetensors") and folder.is_dir():
+        verify_model(folder)
 
 
 def refuse_if_invalid(selection: Mapping[str, Any]) -> None:

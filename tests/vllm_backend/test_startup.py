@@ -137,6 +137,7 @@ def configure(model: Path, **options: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     backend = options.pop("attention_backend", "SPARSEK")
+    options = {"load_format": "dummy", **options}
     args = EngineArgs(model=str(model), attention_backend=backend, **options)
     return args.create_engine_config()
 
@@ -178,6 +179,20 @@ def test_other_backends_ignore_our_settings(llama: Path, monkeypatch: pytest.Mon
     options = {"additional_config": {"sparsek": {"topk": 4}}}
     assert configure(llama, attention_backend=None, **options) is not None
     assert configure(llama, attention_backend="CPU_ATTN", **options) is not None
+
+
+def test_half_downloaded_models_are_refused(llama: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    for path in llama.iterdir():
+        tmp_path.joinpath(path.name).write_bytes(path.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    save_file({"weight": torch.zeros(64)}, weights)
+    assert configure(tmp_path, load_format="auto") is not None
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"not complete: model.safetensors has \d+ of \d+ bytes"):
+        configure(tmp_path, load_format="auto")
+    assert configure(tmp_path, load_format="auto", attention_backend="CPU_ATTN") is not None
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> Path:
