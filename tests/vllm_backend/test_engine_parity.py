@@ -23,7 +23,12 @@ from tests.vllm_backend.engines import (
     tokens,
 )
 
-pytestmark = [pytest.mark.engine, requires_cpu_vllm, pytest.mark.usefixtures("registered")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(1500),
+    requires_cpu_vllm,
+    pytest.mark.usefixtures("registered"),
+]
 
 LENGTHS = (
     *(1, 2, 15, 16, 17, 31, 63, 64, 65, 100, 127, 128, 129, 191, 256, 300, 383, 512, 640, 777),
