@@ -33,6 +33,7 @@ def work(rank: int, world: int, port: int) -> None:
     out.sum().backward()
     for name, parameter in layer.named_parameters():
         torch.testing.assert_close(parameter.grad.full_tensor(), grads[name], rtol=1e-4, atol=1e-5)
+    dist.barrier()  # no rank may go while another still talks to it
     dist.destroy_process_group()
 
 
