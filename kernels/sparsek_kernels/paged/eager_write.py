@@ -19,6 +19,9 @@ def write_kv_eager(
     """Torch form of :func:`sparsek_kernels.paged.write_kv`."""
     page_size = k_cache.shape[2]
     slots = slot_mapping[: key.shape[0]]
+    if slots.numel() == 1 and k_summary is not None and score_kind == "cell_mean":
+        _write_one(key[0], value[0], k_cache, v_cache, k_summary, int(slots[0]))
+        return
     if bool((slots < 0).any()):
         keep = slots >= 0
         slots, key, value = slots[keep], key[keep], value[keep]
@@ -47,3 +50,22 @@ def write_kv_eager(
     high = rows.masked_fill(~written, float("-inf")).amax(2)
     k_summary[pages, :, 2 * cell] = low.to(k_summary.dtype)
     k_summary[pages, :, 2 * cell + 1] = high.to(k_summary.dtype)
+
+
+def _write_one(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_summary: torch.Tensor,
+    slot: int,
+) -> None:
+    """A single decoded token, key and value ``[Hkv, D]``: slices instead of index tensors."""
+    if slot < 0:
+        return
+    page, offset = divmod(slot, k_cache.shape[2])
+    k_cache[page, :, offset] = key
+    v_cache[page, :, offset] = value
+    cell = offset // CELL_SIZE
+    rows = k_cache[page, :, cell * CELL_SIZE : offset + 1]
+    k_summary[page, :, cell] = rows.mean(1, dtype=torch.float32)
