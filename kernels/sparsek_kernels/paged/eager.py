@@ -84,9 +84,16 @@ class TileGroup:
     bias: torch.Tensor
     stale: torch.Tensor | None
     num_blocks: int
+    _bias: dict[torch.dtype, torch.Tensor] = field(default_factory=dict, repr=False)
     _located: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict, repr=False
     )
+
+    def bias_as(self, dtype: torch.dtype) -> torch.Tensor:
+        """:attr:`bias` in the dtype of the queries."""
+        if dtype not in self._bias:
+            self._bias[dtype] = self.bias.to(dtype)
+        return self._bias[dtype]
 
     def names(
         self, reader: RunReader, selected: torch.Tensor | None, sel_block_size: int
@@ -180,7 +187,7 @@ def attend_tiles(
             rows[:, :, -group.stale.shape[2] :].masked_fill_(group.stale, 0.0)
         gathered.append(rows)
     k, v = gathered if joined is None else gathered[0].chunk(2, dim=-1)
-    return attend(q, k, v, group.bias, softmax_scale, sinks)
+    return attend(q, k, v, group.bias_as(q.dtype), softmax_scale, sinks)
 
 
 def attend_dense(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from functools import cache
 
 import torch
 
@@ -30,6 +31,11 @@ def join_kv(k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor | None
     return k_cache.as_strided(
         (*k_cache.shape[:-1], 2 * dim), k_cache.stride(), k_cache.storage_offset()
     )
+
+
+@cache
+def _counting(count: int) -> torch.Tensor:
+    return torch.arange(count)
 
 
 class RunReader:
@@ -82,7 +88,7 @@ class RunReader:
         shape = (*names.shape, self.run_tokens, self.dim)
         if self._flat is not None:
             if self._units_per_run > 1:
-                names = names.unsqueeze(-1) + torch.arange(self._units_per_run)
+                names = names.unsqueeze(-1) + _counting(self._units_per_run)
             return torch.index_select(self._flat, 0, names.flatten()).view(shape)
         split = self._cache.unflatten(2, (self.runs_per_page, self.run_tokens))
         place = names // self.runs_per_page
