@@ -139,21 +139,23 @@ def _capture(fn: Callable[[], object]) -> Callable[[], object]:
 
 
 class _CudaClock:
-    """CUDA events around one call, after a write over far more than the L2 cache.
+    """CUDA events around one call, after a read of far more than the L2 cache holds.
 
-    The write also keeps the device busy while the host prepares the call, so that what Python costs
-    does not appear as a gap.
+    It is a read because a write would leave the cache full of lines that the timed call has to wait
+    for on their way to memory.  It also keeps the device busy while the host prepares the call, so
+    that what Python costs does not appear as a gap.
     """
 
     def __init__(self, device: torch.device) -> None:
         size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
-        self._scratch = torch.empty(max(size, 1 << 29), dtype=torch.int8, device=device)
+        self._scratch = torch.zeros(max(size, 1 << 29) // 4, dtype=torch.float32, device=device)
+        self._total = torch.zeros((), dtype=torch.float32, device=device)
         self._start = torch.cuda.Event(enable_timing=True)
         self._end = torch.cuda.Event(enable_timing=True)
 
     def sample(self, call: Timed) -> float:
         """Milliseconds of `call.fn()` on the device."""
-        self._scratch.zero_()
+        torch.sum(self._scratch, dim=0, out=self._total)
         self._start.record()
         call.fn()
         self._end.record()
