@@ -8,21 +8,15 @@ import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 
 from sparsek_backend.plugin import BACKEND_NAME
-from sparsek_kernels.paged.api import summary_vectors
 
 from . import compat
-from .impl import SparseKImpl, engine_selects_blocks
+from .impl import SparseKImpl, engine_dtype, engine_selects_blocks
 from .metadata import SparseKMetadataBuilder
+from .pages import FP8_KV_CACHE, summary_bytes
 from .startup import with_remedy
 
 PREFERRED_PAGE_SIZE = 64
 """Tokens: one selected block is one page, so that a block's K and V are contiguous per head."""
-
-
-def summary_bytes(spec: Any) -> int:
-    """Bytes that the summaries of one page take: one D-vector per 16 tokens and KV head."""
-    vectors: int = spec.num_kv_heads * summary_vectors(spec.block_size)
-    return int(vectors * spec.head_size * spec.dtype.itemsize)
 
 
 class SparseKBackend(AttentionBackend):
@@ -35,7 +29,12 @@ class SparseKBackend(AttentionBackend):
         torch.bfloat16,
         torch.float32,
     ]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [
+        "auto",
+        "float16",
+        "bfloat16",
+        *FP8_KV_CACHE,
+    ]
 
     @staticmethod
     def get_name() -> str:
@@ -105,6 +104,30 @@ class SparseKBackend(AttentionBackend):
         return False
 
     @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """Return why settings that are served alone are not together; ``None`` if they are."""
+        if kv_cache_dtype not in FP8_KV_CACHE:
+            return None
+        if device_capability is None:
+            return "fp8 kv_cache_dtype not supported on a CPU"
+        if tuple(device_capability) < (8, 9):
+            return "fp8 kv_cache_dtype needs compute capability 8.9"
+        if use_mm_prefix:
+            return "fp8 kv_cache_dtype not supported with bidirectional prefixes"
+        return None
+
+    @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
         """Return why a configuration cannot be served, each reason with its remedy."""
         reasons: list[str] = super().validate_configuration(*args, **kwargs)
@@ -122,7 +145,7 @@ class SparseKBackend(AttentionBackend):
         """Enlarge every page of a full-attention layer by its summaries, where layers select."""
         if not (compat.is_full_attention(spec) and engine_selects_blocks()):
             return spec
-        return compat.pad_page(spec, summary_bytes(spec))
+        return compat.pad_page(spec, summary_bytes(spec, engine_dtype()))
 
     # KV cache, vLLM before 0.32.
 

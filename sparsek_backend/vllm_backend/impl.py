@@ -13,12 +13,13 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from sparsek_backend.config import ResolvedConfig
 from sparsek_kernels.fallback import paged_fallback, sdpa_fallback
-from sparsek_kernels.paged.api import paged_attention, summary_vectors, write_kv
+from sparsek_kernels.paged.api import paged_attention, write_kv
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 from . import compat
 from .dense_prefill import FlashPrefill, Run
 from .metadata import SparseKMetadata
+from .pages import FP8_KV_CACHE, PageViews, summary_dtype, view_pages
 from .startup import engine_config
 from .stats import STATS
 
@@ -49,45 +50,13 @@ def engine_selects_blocks() -> bool:
     return _engine is not None and _engine.selects_blocks
 
 
-@dataclass(frozen=True)
-class PageViews:
-    """One layer's cache: K, V and, where its pages have room for them, summaries.
-
-    Args:
-        keys, values: ``[pages, Hkv, page_size, D]`` views of the cache.
-        summary: ``[pages, Hkv, page_size // 16, D]`` view of the pages' tails, or ``None``.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    summary: torch.Tensor | None
-
-
-def view_pages(kv_cache: torch.Tensor, with_summary: bool) -> PageViews:
-    """Split a layer's cache ``[pages, Hkv, page_size, 2 * D]`` into K, V and summaries.
-
-    Raises:
-        ValueError: summaries are asked for and the pages have no room for them.
-    """
-    pages, heads, page_size, width = kv_cache.shape
-    dim = width // 2
-    keys, values = kv_cache[..., :dim], kv_cache[..., dim:]
-    if not with_summary:
-        return PageViews(keys, values, None)
-    vectors = summary_vectors(page_size)
-    used = heads * page_size * width
-    stride = kv_cache.stride(0)
-    if stride < used + heads * vectors * dim:
-        raise ValueError(
-            f"kv_cache: expected pages of at least {used + heads * vectors * dim} elements, so "
-            f"that block summaries fit behind K and V, got a page stride of {stride}"
-        )
-    summary = kv_cache.as_strided(
-        (pages, heads, vectors, dim),
-        (stride, vectors * dim, dim, 1),
-        kv_cache.storage_offset() + used,
-    )
-    return PageViews(keys, values, summary)
+def engine_dtype() -> torch.dtype:
+    """Return the dtype of the model of the engine last built in this process."""
+    vllm_config = None if _engine is None else _engine.vllm_config()
+    if vllm_config is None:
+        return torch.get_default_dtype()
+    dtype: torch.dtype = vllm_config.model_config.dtype
+    return dtype
 
 
 class SparseKImpl(AttentionImpl):
@@ -124,15 +93,22 @@ class SparseKImpl(AttentionImpl):
         self.scale = float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
+        self.has_fp8_cache = kv_cache_dtype in FP8_KV_CACHE
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sliding_window = sliding_window
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes)
         self.logits_soft_cap = logits_soft_cap or None
         self.sinks = sinks
+        if self.has_fp8_cache and self.fallback_reason is not None:
+            raise NotImplementedError(
+                f"SPARSEK: {self.fallback_reason} is served by torch SDPA, which reads no fp8 KV "
+                "cache; use --kv-cache-dtype auto"
+            )
         self.policy = self.own_policy()
         self.flash = self._find_flash()
         self._engine = _current_engine()
+        self.dtype = engine_dtype()
         compat.hook_kv_cache_spec(_customize_layer_spec)
         if self.may_select and self._engine.resolved.config.mode == "block_topk":
             self._engine.selects_blocks = True
@@ -156,7 +132,10 @@ class SparseKImpl(AttentionImpl):
         return self.sliding_window is None and self.fallback_reason is None
 
     def _find_flash(self) -> FlashPrefill | None:
+        """FlashAttention for dense prefills; over an fp8 cache it would round the queries too."""
         if self.fallback_reason is not None or torch.get_default_dtype() == torch.float32:
+            return None
+        if self.has_fp8_cache:
             return None
         found = compat.flash_attention(self.head_size, self.sinks is not None)
         return None if found is None else FlashPrefill(*found)
@@ -207,6 +186,7 @@ class SparseKImpl(AttentionImpl):
         if self.attn_type == AttentionType.ENCODER_ONLY:
             return
         pages = self._views(kv_cache)
+        k_scale, v_scale = self._scales(layer)
         write_kv(
             key,
             value,
@@ -215,6 +195,8 @@ class SparseKImpl(AttentionImpl):
             pages.summary,
             slot_mapping,
             score_kind=self.policy.score_kind,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
 
     def forward(
@@ -259,8 +241,9 @@ class SparseKImpl(AttentionImpl):
         pages = self._views(kv_cache)
         reason = self.fallback_reason or attn_metadata.fallback_reason
         if reason is None:
+            scales = self._scales(layer)
             for run in attn_metadata.runs(self.policy):
-                self._attend_run(run, query, pages, out)
+                self._attend_run(run, query, pages, scales, out)
             return output
         paged_fallback(
             query,
@@ -279,8 +262,19 @@ class SparseKImpl(AttentionImpl):
         )
         return output
 
+    def _scales(self, layer: Any) -> tuple[float, float]:
+        """Return what the layer's cached K and V are multiples of; the cache is fp8 or it is 1."""
+        if not self.has_fp8_cache:
+            return 1.0, 1.0
+        return float(layer._k_scale_float), float(layer._v_scale_float)
+
     def _attend_run(
-        self, run: Run, query: torch.Tensor, pages: PageViews, out: torch.Tensor
+        self,
+        run: Run,
+        query: torch.Tensor,
+        pages: PageViews,
+        scales: tuple[float, float],
+        out: torch.Tensor,
     ) -> None:
         if run.dense and self.flash is not None:
             self.flash(
@@ -304,6 +298,8 @@ class SparseKImpl(AttentionImpl):
             k_summary=pages.summary,
             sinks=self.sinks,
             out=out,
+            k_scale=scales[0],
+            v_scale=scales[1],
         )
 
     def _forward_encoder(
@@ -337,7 +333,8 @@ class SparseKImpl(AttentionImpl):
         """Return the cache's views, made once for each cache tensor."""
         key = (kv_cache.data_ptr(), kv_cache.shape)
         if self._pages is None or self._pages_key != key:
-            self._pages = view_pages(kv_cache, self.policy.selects_blocks)
+            summaries = summary_dtype(kv_cache.dtype, self.dtype)
+            self._pages = view_pages(kv_cache, summaries if self.policy.selects_blocks else None)
             self._pages_key = key
         return self._pages
 

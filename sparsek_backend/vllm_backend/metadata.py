@@ -21,12 +21,13 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 
 from . import compat
 from .accounting import attended_by_requests
 from .dense_prefill import Run, split_runs
 from .orphans import end_with_server
+from .pages import summary_dtype
 from .report import describe_layers
 from .startup import check_page_size, engine_config
 from .stats import STATS
@@ -117,7 +118,7 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
         if full_attention:
             check_page_size(resolved, spec.block_size)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        indices: dict[tuple[SelectionPolicy, str | None, int | None], list[int]] = {}
+        indices: dict[tuple[SelectionPolicy, str | None, int | None, bool], list[int]] = {}
         policies: Counter[SelectionPolicy] = Counter()
         for name, layer in layers.items():
             index = extract_layer_index(name)
@@ -125,10 +126,22 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
             policies[policy] += 1
             version = None if layer.impl.flash is None else layer.impl.flash.version
             self.has_flash |= version is not None
-            indices.setdefault((policy, layer.impl.fallback_reason, version), []).append(index)
-        for (policy, reason, version), members in indices.items():
+            key = (policy, layer.impl.fallback_reason, version, layer.impl.has_fp8_cache)
+            indices.setdefault(key, []).append(index)
+        summaries = summary_dtype(spec.dtype, vllm_config.model_config.dtype)
+        share = summaries.itemsize / (2 * CELL_SIZE * spec.dtype.itemsize)
+        for (policy, reason, version, fp8_cache), members in indices.items():
             logger.info_once(
-                describe_layers(members, policy, reason, spec.block_size, self.device.type, version)
+                describe_layers(
+                    members,
+                    policy,
+                    reason,
+                    spec.block_size,
+                    self.device.type,
+                    version,
+                    summary_share=share,
+                    fp8_cache=fp8_cache,
+                )
             )
         return policies
 

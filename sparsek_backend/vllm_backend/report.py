@@ -14,6 +14,8 @@ def describe_layers(
     page_size: int,
     device_type: str,
     flash_version: int | None = None,
+    summary_share: float = 1 / (2 * CELL_SIZE),
+    fp8_cache: bool = False,
 ) -> str:
     """Return the log line of layers that share a policy.
 
@@ -24,6 +26,8 @@ def describe_layers(
         page_size: tokens in one KV page.
         device_type: ``"cpu"`` or ``"cuda"``.
         flash_version: vLLM's FlashAttention that serves dense prefills, or ``None``.
+        summary_share: bytes of the summaries over bytes of K and V.
+        fp8_cache: whether K and V are stored as fp8.
     """
     path = "CPU torch path" if device_type == "cpu" else "Triton kernels"
     if flash_version is not None:
@@ -34,8 +38,8 @@ def describe_layers(
     if policy.dense_below and not policy.is_dense:
         parts.append(f"dense below {policy.dense_below}")
     if policy.selects_blocks:
-        parts.append(f"{100 / (2 * CELL_SIZE):.1f} % summaries")
-    parts.append(f"pages of {page_size}")
+        parts.append(f"{100 * summary_share:.1f} % summaries")
+    parts.append(f"pages of {page_size}{' in fp8' if fp8_cache else ''}")
     parts.append(path)
     return f"SPARSEK layers {format_ranges(indices)}: {', '.join(parts)}"
 

@@ -75,9 +75,12 @@ def refuse_if_invalid(selection: Mapping[str, Any]) -> None:
     Raises:
         ValueError: every reason with its remedy.
     """
+    from vllm.platforms import current_platform
+
     from .backend import SparseKBackend
 
-    reasons = SparseKBackend.validate_configuration(device_capability=None, **selection)
+    capability = current_platform.get_device_capability()
+    reasons = SparseKBackend.validate_configuration(device_capability=capability, **selection)
     if reasons:
         raise ValueError(_refusal(reasons))
 

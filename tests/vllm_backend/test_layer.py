@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,133 +13,33 @@ import torch
 from sparsek_kernels.fallback import fallback_counts, sdpa_fallback
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import paged_attention_reference
-from tests.vllm_backend.tiny_models import make_tiny_model
+from tests.vllm_backend.layers import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    PAGE,
+    building,
+    make_builder,
+    make_cache,
+    make_config,
+    make_layer,
+    make_spec,
+    make_step,
+    run,
+)
 
 pytestmark = pytest.mark.usefixtures("registered")
-
-PAGE, HEADS, KV_HEADS, DIM = 32, 4, 2, 32
-SETTINGS = {
-    "dense_below": 0,
-    "num_sink": 16,
-    "window_size": 32,
-    "sel_block_size": 32,
-    "top_k": 2,
-    "query_tile": 32,
-}
 
 
 @pytest.fixture(scope="module")
 def vllm_config(registered: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    model: Path = make_tiny_model("llama", tmp_path_factory.mktemp("llama"))
-    return EngineArgs(
-        model=str(model),
-        attention_backend="SPARSEK",
-        dtype="float32",
-        block_size=PAGE,
-        additional_config={"sparsek": SETTINGS},
-    ).create_engine_config()
-
-
-@contextmanager
-def building(config: Any) -> Iterator[Any]:
-    """As while vLLM builds a model; its layers are forgotten afterwards."""
-    from vllm.config import set_current_vllm_config
-
-    with set_current_vllm_config(config):
-        yield config
-    config.compilation_config.static_forward_context.clear()
+    return make_config(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture
 def current(vllm_config: Any) -> Iterator[Any]:
     with building(vllm_config) as config:
         yield config
-
-
-def make_layer(index: int = 0, **options: Any) -> Any:
-    """vLLM's own attention layer, as a model builds it."""
-    from vllm.model_executor.layers.attention import Attention
-
-    from sparsek_backend.vllm_backend.backend import SparseKBackend
-
-    return Attention(
-        HEADS,
-        DIM,
-        DIM**-0.5,
-        num_kv_heads=KV_HEADS,
-        prefix=f"model.layers.{index}.attn",
-        attn_backend=SparseKBackend,
-        **options,
-    )
-
-
-def make_spec(layer: Any, config: Any) -> Any:
-    from vllm.v1.worker import utils
-
-    spec = layer.get_kv_cache_spec(config)
-    if hasattr(utils, "customize_attention_spec"):  # vLLM 0.32 and later
-        spec = utils.customize_attention_spec(layer.attn_backend, spec)
-    return spec
-
-
-def make_builder(layer: Any, config: Any) -> Any:
-    from sparsek_backend.vllm_backend.metadata import SparseKMetadataBuilder
-
-    spec = make_spec(layer, config)
-    return SparseKMetadataBuilder(spec, [layer.layer_name], config, torch.device("cpu")), spec
-
-
-def make_cache(spec: Any, pages: int) -> torch.Tensor:
-    """A layer's cache as vLLM lays it out, every byte NaN."""
-    stride = spec.page_size_bytes // 4
-    raw = torch.full((pages * stride,), float("nan"))
-    return raw.as_strided((pages, KV_HEADS, PAGE, 2 * DIM), (stride, PAGE * 2 * DIM, 2 * DIM, 1))
-
-
-def make_step(seq_lens: list[int], query_lens: list[int], pages: int, **fields: Any) -> Any:
-    """vLLM's metadata of a step whose pages are taken from the end of the pool."""
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
-    offsets = torch.tensor([0, *query_lens]).cumsum(0).int()
-    free = iter(range(pages - 1, 0, -1))
-    table = torch.zeros(len(seq_lens), pages, dtype=torch.int32)
-    slots = []
-    for row, (length, new) in enumerate(zip(seq_lens, query_lens, strict=True)):
-        for page in range(-(-length // PAGE)):
-            table[row, page] = next(free)
-        positions = torch.arange(length - new, length)
-        slots.append(table[row, positions // PAGE].long() * PAGE + positions % PAGE)
-    return CommonAttentionMetadata(
-        query_start_loc=offsets,
-        query_start_loc_cpu=offsets,
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-        num_reqs=len(seq_lens),
-        num_actual_tokens=sum(query_lens),
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-        block_table_tensor=table,
-        slot_mapping=torch.cat(slots),
-        **fields,
-    )
-
-
-def run(layer: Any, builder: Any, cache: torch.Tensor, step: Any, seed: int = 0) -> Any:
-    """Write and attend as vLLM does, with padding rows; returns metadata, q, k, v and output."""
-    generator = torch.Generator().manual_seed(seed)
-    padded = step.num_actual_tokens + 3
-    q = torch.randn(padded, HEADS, DIM, generator=generator)
-    k = torch.randn(padded, KV_HEADS, DIM, generator=generator)
-    v = torch.randn(padded, KV_HEADS, DIM, generator=generator)
-    output = torch.full_like(q, float("nan"))
-    slots = torch.cat([step.slot_mapping, torch.full((3,), -1)])
-    metadata = builder.build(0, step)
-    layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
-    assert layer.impl.forward(layer, q, k, v, cache, metadata, output) is output
-    real = step.num_actual_tokens
-    assert output[real:].isnan().all()
-    return metadata, q[:real], k[:real], v[:real], output[:real]
 
 
 def test_step_with_decodes_prefills_and_padding(current: Any) -> None:
@@ -182,12 +80,13 @@ def test_profiling_without_metadata(current: Any) -> None:
 
 
 def test_pages_have_room_for_summaries_only_where_layers_select(current: Any) -> None:
-    from sparsek_backend.vllm_backend.backend import summary_bytes
+    from sparsek_backend.vllm_backend.pages import summary_bytes
 
     layer = make_layer()
     spec = make_spec(layer, current)
-    assert summary_bytes(spec) == KV_HEADS * (PAGE // 16) * DIM * 4
-    assert spec.page_size_bytes == spec.unpadded_page_size_bytes + summary_bytes(spec)
+    tail = summary_bytes(spec, torch.float32)
+    assert tail == KV_HEADS * (PAGE // 16) * DIM * 4
+    assert spec.page_size_bytes == spec.unpadded_page_size_bytes + tail
     sliding = make_layer(1, per_layer_sliding_window=48)
     window = make_spec(sliding, current)
     assert window.page_size_padded is None
@@ -205,12 +104,12 @@ def test_pages_keep_their_size_where_no_layer_selects(vllm_config: Any) -> None:
 
 
 def test_a_cache_without_room_is_refused() -> None:
-    from sparsek_backend.vllm_backend.impl import view_pages
+    from sparsek_backend.vllm_backend.pages import view_pages
 
     cache = torch.zeros(4, KV_HEADS, PAGE, 2 * DIM)
-    assert view_pages(cache, with_summary=False).summary is None
+    assert view_pages(cache, None).summary is None
     with pytest.raises(ValueError, match=r"kv_cache: expected pages of at least"):
-        view_pages(cache, with_summary=True)
+        view_pages(cache, torch.float32)
 
 
 def test_old_vllm_pads_through_the_layer(current: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +118,7 @@ def test_old_vllm_pads_through_the_layer(current: Any, monkeypatch: pytest.Monke
     from vllm.v1.attention.backend import AttentionBackend
 
     from sparsek_backend.vllm_backend import compat
-    from sparsek_backend.vllm_backend.backend import summary_bytes
+    from sparsek_backend.vllm_backend.pages import summary_bytes
 
     monkeypatch.setattr(Attention, "get_kv_cache_spec", Attention.get_kv_cache_spec)
     monkeypatch.setattr(Attention, compat._HOOKED, None, raising=False)
@@ -227,7 +126,8 @@ def test_old_vllm_pads_through_the_layer(current: Any, monkeypatch: pytest.Monke
     monkeypatch.delattr(AttentionBackend, "customize_spec", raising=False)
     layer = make_layer()
     spec = layer.get_kv_cache_spec(current)
-    assert spec.page_size_bytes == spec.unpadded_page_size_bytes + summary_bytes(spec)
+    tail = summary_bytes(spec, torch.float32)
+    assert spec.page_size_bytes == spec.unpadded_page_size_bytes + tail
     window = make_layer(1, per_layer_sliding_window=48).get_kv_cache_spec(current)
     assert (window.block_size, window.page_size_padded) == (PAGE, None)
     del layer.impl

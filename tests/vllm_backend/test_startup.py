@@ -62,7 +62,6 @@ def test_served(changes: dict[str, Any]) -> None:
         ({"head_size": 100}, "head_size"),
         ({"head_size": 512}, "head_size"),
         ({"dtype": torch.float64}, "dtype"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
         ({"block_size": 24}, "block_size"),
         ({"use_mla": True}, "MLA"),
         ({"use_sparse": True}, "sparse"),
@@ -153,7 +152,7 @@ def test_a_good_engine_is_configured(llama: Path) -> None:
         ({"additional_config": {"sparsek": {"topk": 4}}}, ("topk", "did you mean top_k")),
         ({"additional_config": {"sparsek": {"window_size": 0}}}, ("window_size", "got 0")),
         ({"block_size": 48}, ("sel_block_size", "48")),
-        ({"kv_cache_dtype": "fp8"}, ("kv_cache_dtype", "--kv-cache-dtype auto")),
+        ({"kv_cache_dtype": "fp8"}, ("kv_cache_dtype", "CPU", "--kv-cache-dtype auto")),
     ],
     ids=["unknown", "invalid", "page", "fp8"],
 )

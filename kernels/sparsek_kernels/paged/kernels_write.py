@@ -44,7 +44,7 @@ def write_kv_kernel(
     The token that comes last of its cell in this batch also writes the cell's summary: the mean of
     the cell's rows up to its own (``CELL`` = 16), or their minimum and maximum (``CELL`` = 32).
     Rows of this batch are read from the inputs, since their own programs may not have stored them
-    yet; earlier rows come from the cache.
+    yet, and rounded as those store them; earlier rows come from the cache.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
@@ -90,9 +90,8 @@ def write_kv_kernel(
                 mask=mask3 & (live & ~fresh)[:, None, None],
                 other=0.0,
             )
-            rows = tl.where(
-                fresh[:, None, None], new.to(tl.float32) * k_inv_scale, old.to(tl.float32)
-            )
+            new = (new.to(tl.float32) * k_inv_scale).to(k_cache_ptr.dtype.element_ty)
+            rows = tl.where(fresh[:, None, None], new.to(tl.float32), old.to(tl.float32))
             base = summary_ptr + page * stride_sp + head * stride_sh + offs_d[None, :]
             kind = summary_ptr.dtype.element_ty
             cell = row // CELL

@@ -1,0 +1,115 @@
+"""fp8 (e4m3) caches with summaries in the model's dtype, in the interpreter or on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import oracle_check
+import pytest
+import torch
+from problems import Problem, make_problem
+
+from sparsek_kernels.paged import launch
+from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.reference import summaries_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOP_K = SelectionPolicy(num_sink=4, window_size=20, top_k=2, sel_block_size=32, query_tile=32)
+SCALES = (0.0371, 0.25)
+LENGTHS = [(1, 140), (35, 165), (21, 21)]
+PIECES = (0.05, 0.37, 0.39, 1.0)
+on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter rounds fp8 in its own way")
+
+
+@cache
+def make(score_kind: str = "cell_mean", cuts: tuple[float, ...] = PIECES) -> Problem:
+    """A filled fp8 cache whose summaries are float32."""
+    problem = make_problem(
+        LENGTHS, num_decodes=1, page_size=32, device=DEVICE, cache_dtype=torch.float8_e4m3fn
+    )
+    summary = torch.full(problem.k_summary.shape, float("nan"), device=DEVICE)
+    problem = replace(problem, k_summary=summary)
+    oracle_check.fill(problem, score_kind, cuts, SCALES)
+    return problem
+
+
+def widened(problem: Problem) -> Problem:
+    """The same cache in float32: what its values stand for."""
+    return replace(
+        problem,
+        k_cache=problem.k_cache.float() * SCALES[0],
+        v_cache=problem.v_cache.float() * SCALES[1],
+    )
+
+
+@on_gpu
+def test_rows_are_the_nearest_fp8_values() -> None:
+    problem = make()
+    for rows, cache, scale in (
+        (problem.keys, problem.k_cache, SCALES[0]),
+        (problem.values, problem.v_cache, SCALES[1]),
+    ):
+        for found, slot in zip(rows, problem.slots, strict=True):
+            page, row = slot // 32, slot % 32
+            expected = (found / scale).to(torch.float8_e4m3fn)
+            stored = cache.view(torch.uint8)[page, :, row].view(torch.float8_e4m3fn)
+            error = (stored.float() - expected.float()).abs()
+            assert (error <= expected.float().abs() / 8).all()
+            assert (error == 0).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("score_kind", ["cell_mean", "min_max"])
+def test_summaries_are_of_the_stored_rows_however_they_came(score_kind: str) -> None:
+    whole, pieces = make(score_kind, (1.0,)), make(score_kind)
+    assert torch.equal(whole.k_cache.view(torch.uint8), pieces.k_cache.view(torch.uint8))
+    assert torch.equal(whole.k_summary.nan_to_num(), pieces.k_summary.nan_to_num())
+    for slot in whole.slots:
+        page, row = slot // 32, slot % 32
+        stored = whole.k_cache.view(torch.uint8)[page, :, row].view(torch.float8_e4m3fn).float()
+        expected = summaries_reference(stored, score_kind)
+        found = whole.k_summary[page, :, row // 16][::16][: expected.shape[0]]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SelectionPolicy(),
+        SelectionPolicy(num_sink=3, window_size=50),
+        TOP_K,
+        replace(TOP_K, query_tile=1),
+        replace(TOP_K, score_kind="min_max"),
+    ],
+    ids=["dense", "window", "top_k", "top_k-tile-1", "min_max"],
+)
+def test_against_oracle(policy: SelectionPolicy) -> None:
+    problem = make(policy.score_kind)
+    out = torch.full_like(problem.q, float("nan"))
+    launch.paged_attention(
+        problem.q,
+        problem.k_cache,
+        problem.v_cache,
+        problem.batch,
+        policy,
+        problem.q.shape[-1] ** -0.5,
+        problem.k_summary,
+        None,
+        out,
+        k_scale=SCALES[0],
+        v_scale=SCALES[1],
+    )
+    want = oracle_check.expected(widened(problem), policy)
+    assert (out.double().cpu() - want).abs().max() <= 1e-4
+
+
+@on_gpu
+def test_too_large_values_are_clipped() -> None:
+    problem = make_problem([(1, 20)], device=DEVICE, cache_dtype=torch.float8_e4m3fn)
+    problem.keys[0][3, 0, 5] = 1e5
+    problem.keys[0][4, 1, 6] = -1e5
+    oracle_check.fill(problem, "cell_mean")
+    assert problem.k_cache.float().nan_to_num().abs().max() == 448.0
+    stored = problem.slots[0]
+    rows = problem.k_cache.view(torch.uint8)[stored // 16, :, stored % 16]
+    assert rows.view(torch.float8_e4m3fn).float().isfinite().all()

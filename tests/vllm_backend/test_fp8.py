@@ -1,0 +1,193 @@
+"""An fp8 KV cache: pages, scales, what is refused, and a layer on a GPU against the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from sparsek_kernels.paged.reference import paged_attention_reference
+from tests.vllm_backend.layers import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    PAGE,
+    building,
+    make_builder,
+    make_cache,
+    make_config,
+    make_layer,
+    make_spec,
+    make_step,
+)
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+GPU = {"device_capability": (9, 0)}
+
+
+@pytest.fixture(scope="module")
+def vllm_config(registered: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_config(tmp_path_factory.mktemp("llama"), dtype="bfloat16")
+
+
+@pytest.fixture
+def current(vllm_config: Any) -> Iterator[Any]:
+    with building(vllm_config) as config:
+        yield config
+
+
+def make_fp8_layer(config: Any, index: int = 0, **options: Any) -> Any:
+    cache_config = dataclasses.replace(config.cache_config, cache_dtype="fp8")
+    return make_layer(index, cache_config=cache_config, **options)
+
+
+def scaled(layer: Any, k_scale: float, v_scale: float) -> Any:
+    """Set the scales as loading a checkpoint does."""
+    layer._k_scale_float, layer._v_scale_float = k_scale, v_scale
+    return layer
+
+
+def test_summaries_take_a_sixteenth_of_fp8_pages(current: Any) -> None:
+    layer = make_fp8_layer(current)
+    spec = make_spec(layer, current)
+    keys_and_values = KV_HEADS * PAGE * 2 * DIM
+    assert spec.dtype.itemsize == 1
+    assert spec.page_size_bytes == keys_and_values + keys_and_values // 16
+
+
+def test_views_of_fp8_pages(current: Any) -> None:
+    from sparsek_backend.vllm_backend.pages import view_pages
+
+    spec = make_spec(make_fp8_layer(current), current)
+    cache = make_cache(spec, 5)
+    views = view_pages(cache, torch.bfloat16)
+    assert views.keys.dtype == views.values.dtype == torch.float8_e4m3fn
+    assert views.summary is not None
+    assert views.summary.dtype == torch.bfloat16
+    assert views.summary.shape == (5, KV_HEADS, PAGE // 16, DIM)
+    views.summary.fill_(1.0)
+    assert (cache == 255).all()
+    raw = cache.as_strided((5, spec.page_size_bytes), (spec.page_size_bytes, 1))
+    tail = raw[:, KV_HEADS * PAGE * 2 * DIM :].contiguous().view(torch.bfloat16)
+    assert (tail == 1.0).all()
+
+
+def test_the_line_of_an_fp8_cache(current: Any) -> None:
+    from sparsek_backend.vllm_backend import metadata
+
+    layer = make_fp8_layer(current)
+    with mock.patch.object(metadata.logger, "info_once") as told:
+        make_builder(layer, current)
+    (line,) = told.call_args.args
+    assert f"6.2 % summaries, pages of {PAGE} in fp8" in line
+
+
+def test_scales_of_the_layer_reach_the_kernels(current: Any) -> None:
+    from sparsek_backend.vllm_backend import impl
+
+    layer = scaled(make_fp8_layer(current), 0.5, 0.25)
+    builder, spec = make_builder(layer, current)
+    cache = make_cache(spec, 8)
+    step = make_step([40], [40], 8)
+    q = torch.zeros(40, HEADS, DIM, dtype=torch.bfloat16)
+    k = torch.zeros(40, KV_HEADS, DIM, dtype=torch.bfloat16)
+    with (
+        mock.patch.object(impl, "write_kv") as write,
+        mock.patch.object(impl, "paged_attention") as attend,
+    ):
+        layer.impl.do_kv_cache_update(layer, k, k, cache, step.slot_mapping)
+        layer.impl.forward(layer, q, k, k, cache, builder.build(0, step), q.clone())
+    for call in (write, attend):
+        assert (call.call_args.kwargs["k_scale"], call.call_args.kwargs["v_scale"]) == (0.5, 0.25)
+    assert layer.impl.flash is None
+
+
+def test_scales_mean_nothing_to_other_caches(current: Any) -> None:
+    layer = scaled(make_layer(), 0.5, 0.25)
+    assert layer.impl._scales(layer) == (1.0, 1.0)
+
+
+def reasons(**changes: Any) -> list[str]:
+    from sparsek_backend.vllm_backend.backend import SparseKBackend
+    from tests.vllm_backend.test_startup import GOOD
+
+    return SparseKBackend.validate_configuration(**{**GOOD, **changes})
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
+def test_served_on_a_gpu(name: str) -> None:
+    assert reasons(kv_cache_dtype=name, **GPU) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "on a CPU"),
+        ({"kv_cache_dtype": "fp8", "device_capability": (8, 6)}, "compute capability 8.9"),
+        ({"kv_cache_dtype": "fp8", "use_mm_prefix": True, **GPU}, "bidirectional prefixes"),
+        ({"kv_cache_dtype": "fp8_e5m2", **GPU}, "kv_cache_dtype not supported"),
+    ],
+    ids=["cpu", "ampere", "prefix", "e5m2"],
+)
+def test_refused_with_a_remedy(changes: dict[str, Any], words: str) -> None:
+    (reason,) = reasons(**changes)
+    assert words in reason
+    assert "remedy: --kv-cache-dtype auto" in reason
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"logits_soft_cap": 30.0}, "logits soft cap"), ({"alibi_slopes": [0.5] * HEADS}, "ALiBi")],
+    ids=["soft-cap", "alibi"],
+)
+def test_fallbacks_refuse_fp8(current: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"{words}.*--kv-cache-dtype auto"):
+        make_fp8_layer(current, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sliding", [None, 48], ids=["block_topk", "sliding"])
+def test_a_layer_against_the_oracle(
+    sliding: int | None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """float32 queries and summaries, so that what is selected is what the oracle selects."""
+    config = make_config(tmp_path_factory.mktemp("llama"))
+    with building(config):
+        options = {} if sliding is None else {"per_layer_sliding_window": sliding}
+        layer = scaled(make_fp8_layer(config, **options), 0.02, 0.03)
+        builder, spec = make_builder(layer, config, "cuda")
+        cache = make_cache(spec, 64, "cuda")
+        generator = torch.Generator("cuda").manual_seed(3)
+
+        def random(tokens: int, heads: int) -> torch.Tensor:
+            return torch.randn(tokens, heads, DIM, device="cuda", generator=generator)
+
+        def take(step: Any) -> tuple[Any, torch.Tensor, torch.Tensor]:
+            tokens = step.num_actual_tokens
+            q, k, v = random(tokens, HEADS), random(tokens, KV_HEADS), random(tokens, KV_HEADS)
+            output = torch.full_like(q, float("nan"))
+            metadata = builder.build(0, step)
+            layer.impl.do_kv_cache_update(layer, k, v, cache, step.slot_mapping)
+            layer.impl.forward(layer, q, k, v, cache, metadata, output)
+            return metadata.batch, q, output
+
+        take(make_step([299, 220], [299, 220], 64, "cuda"))
+        batch, q, output = take(make_step([300, 221, 400], [1, 1, 400], 64, "cuda"))
+        policy = layer.impl.policy
+    assert policy.selects_blocks == (sliding is None)
+    stored = cache.cpu().view(torch.float8_e4m3fn).float()
+    host = dataclasses.replace(
+        batch,
+        block_table=batch.block_table.cpu(),
+        seq_lens=batch.seq_lens.cpu(),
+        cu_seqlens_q=batch.cu_seqlens_q.cpu(),
+    )
+    expected = paged_attention_reference(
+        q.cpu(), stored[..., :DIM] * 0.02, stored[..., DIM:] * 0.03, host, policy
+    )
+    assert (output.double().cpu() - expected).abs().max() <= 1e-4
