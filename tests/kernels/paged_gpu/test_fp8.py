@@ -46,14 +46,14 @@ def widened(problem: Problem) -> Problem:
 @on_gpu
 def test_rows_are_the_nearest_fp8_values() -> None:
     problem = make()
-    for rows, cache, scale in (
+    for rows, pages, scale in (
         (problem.keys, problem.k_cache, SCALES[0]),
         (problem.values, problem.v_cache, SCALES[1]),
     ):
         for found, slot in zip(rows, problem.slots, strict=True):
             page, row = slot // 32, slot % 32
             expected = (found / scale).to(torch.float8_e4m3fn)
-            stored = cache.view(torch.uint8)[page, :, row].view(torch.float8_e4m3fn)
+            stored = pages.view(torch.uint8)[page, :, row].view(torch.float8_e4m3fn)
             error = (stored.float() - expected.float()).abs()
             assert (error <= expected.float().abs() / 8).all()
             assert (error == 0).float().mean() > 0.999
