@@ -69,9 +69,12 @@ def test_learned_sinks(policy: SelectionPolicy) -> None:
 def test_budget_over_context_equals_dense() -> None:
     problem = make_problem([(1, 150), (40, 140)], num_decodes=1, device=DEVICE)
     oracle_check.fill(problem, "cell_mean")
-    everything = oracle_check.attend(problem, replace(TOP_K, top_k=64))
-    assert torch.equal(everything, oracle_check.attend(problem, DENSE)) or torch.allclose(
-        everything, oracle_check.attend(problem, DENSE), atol=1e-6, rtol=0
+    everything = SelectionPolicy(num_sink=4, window_size=40, top_k=64)
+    torch.testing.assert_close(
+        oracle_check.attend(problem, everything),
+        oracle_check.attend(problem, DENSE),
+        atol=0.0,
+        rtol=0.0,
     )
 
 
