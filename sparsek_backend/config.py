@@ -136,10 +136,87 @@ class ResolvedConfig:
     Args:
         config: the merged settings; ``config.mode`` is never ``auto``.
         sources: for each field, a phrase such as ``SPARSEK_TOP_K`` that says who set it.
+        infllm: what the model's own selection is, where the settings follow it.
     """
 
     config: SparsityConfig
     sources: Mapping[str, str]
+    infllm: InfLLMSelection | None = None
+
+
+@dataclass(frozen=True)
+class InfLLMSelection:
+    """InfLLM-v2's ``sparse_config`` (arXiv 2509.24663; MiniCPM4 and 4.1).
+
+    A query attends ``topk + window_size // block_size`` blocks: the initial ones, its own and the
+    ``window_size // block_size`` before it, and the best-scoring of the rest.  It attends
+    everything while the sequence has fewer than ``dense_len`` tokens.
+
+    Args:
+        block_size, window_size, dense_len: in tokens.
+        init_blocks: first blocks, always attended; ``topk`` counts them.
+        topk: blocks attended beyond the window's.
+        kernel_size, kernel_stride: tokens of the overlapping means of K that are scored.
+        use_nope: whether scores are of queries and keys without positions.
+    """
+
+    block_size: int
+    window_size: int
+    dense_len: int
+    init_blocks: int
+    topk: int
+    kernel_size: int
+    kernel_stride: int
+    use_nope: bool
+
+    @classmethod
+    def read(cls, section: Mapping[str, Any]) -> InfLLMSelection:
+        """Read the section of a model's config; absent fields have InfLLM-v2's defaults.
+
+        Raises:
+            ConfigError: a field is no number.
+        """
+        defaults = {
+            "block_size": 64,
+            "window_size": 2048,
+            "dense_len": 8192,
+            "init_blocks": 1,
+            "topk": 64,
+            "kernel_size": 32,
+            "kernel_stride": 16,
+        }
+        try:
+            numbers = {name: int(section.get(name, value)) for name, value in defaults.items()}
+            if numbers["block_size"] < 1:
+                raise ValueError(f"block_size is {numbers['block_size']}")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"SPARSEK: sparse_config of {MODEL_CONFIG} does not read as InfLLM-v2 settings "
+                f"({error}); set the fields with {FLAG} and mode sink_window or dense, or correct "
+                "the model's config.json"
+            ) from None
+        return cls(**numbers, use_nope=bool(section.get("use_nope", False)))
+
+    @property
+    def local_blocks(self) -> int:
+        """Blocks before a query's own that its window covers."""
+        return self.window_size // self.block_size
+
+    @property
+    def total_blocks(self) -> int:
+        """Blocks that a query attends."""
+        return self.topk + self.local_blocks
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields of :class:`SparsityConfig` that attend the same number of blocks."""
+        return {
+            "mode": "block_topk",
+            "sel_block_size": self.block_size,
+            "num_sink": self.init_blocks * self.block_size,
+            "window_size": max(self.local_blocks * self.block_size, 1),
+            "top_k": max(self.total_blocks - self.init_blocks - max(self.local_blocks, 1), 1),
+            "dense_below": max(self.dense_len, 0),
+        }
 
 
 def resolve_config(
@@ -171,8 +248,10 @@ def resolve_config(
             values[name] = value
             sources[name] = source
     mode = values.get("mode", "auto")
+    infllm = None
     if mode in ("auto", "block_topk") and model_sparse_config:
-        for name, value in _infllm_settings(model_sparse_config).items():
+        infllm = InfLLMSelection.read(model_sparse_config)
+        for name, value in infllm.settings().items():
             if name not in values:
                 values[name] = value
                 sources[name] = MODEL_CONFIG
@@ -183,7 +262,7 @@ def resolve_config(
     if config.mode == "auto":
         config = config.model_copy(update={"mode": "block_topk"})
     _check_agreement(config, sources)
-    return ResolvedConfig(config=config, sources=sources)
+    return ResolvedConfig(config=config, sources=sources, infllm=infllm)
 
 
 def _section_settings(section: object) -> dict[str, dict[str, Any]]:
@@ -225,32 +304,6 @@ def _parse(name: str, text: str) -> object:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
-
-
-def _infllm_settings(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Map InfLLM-v2's ``sparse_config`` (arXiv 2506.07900, section 2.2) to ours.
-
-    Its ``topk`` counts the initial blocks but not the window's.  Scores stay ours: the mean of 16
-    tokens is InfLLM-v2's stride, its 32-token kernel is two of our cells.
-    """
-    try:
-        block = int(section.get("block_size", 64))
-        init_blocks = int(section.get("init_blocks", 1))
-        found = {
-            "mode": "block_topk",
-            "sel_block_size": block,
-            "num_sink": init_blocks * block,
-            "window_size": int(section.get("window_size", 2048)),
-            "top_k": max(int(section.get("topk", 64)) - init_blocks, 1),
-            "dense_below": int(section.get("dense_len", 8192)),
-        }
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"SPARSEK: sparse_config of {MODEL_CONFIG} does not read as InfLLM-v2 settings "
-            f"({error}); set the fields with {FLAG} and mode sink_window or dense, or correct "
-            "the model's config.json"
-        ) from None
-    return found
 
 
 def _unknown(name: str, source: str, known: tuple[str, ...]) -> str:

@@ -28,7 +28,7 @@ from .accounting import attended_by_requests
 from .dense_prefill import Run, split_runs
 from .orphans import end_with_server
 from .pages import summary_dtype
-from .report import describe_layers
+from .report import describe_layers, describe_model_selection
 from .startup import check_page_size, engine_config
 from .stats import STATS
 
@@ -130,6 +130,8 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
             indices.setdefault(key, []).append(index)
         summaries = summary_dtype(spec.dtype, vllm_config.model_config.dtype)
         share = summaries.itemsize / (2 * CELL_SIZE * spec.dtype.itemsize)
+        if resolved.infllm is not None and any(policy.selects_blocks for policy in policies):
+            logger.info_once(describe_model_selection(resolved.infllm, resolved.config))
         for (policy, reason, version, fp8_cache), members in indices.items():
             logger.info_once(
                 describe_layers(

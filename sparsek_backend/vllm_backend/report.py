@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sparsek_backend.config import InfLLMSelection, SparsityConfig
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 
 
@@ -42,6 +43,24 @@ def describe_layers(
     parts.append(f"pages of {page_size}{' in fp8' if fp8_cache else ''}")
     parts.append(path)
     return f"SPARSEK layers {format_ranges(indices)}: {', '.join(parts)}"
+
+
+def describe_model_selection(model: InfLLMSelection, config: SparsityConfig) -> str:
+    """Return the log line that says how the model's own selection and the one served differ."""
+    scored = f"means of {model.kernel_size} tokens every {model.kernel_stride}"
+    if model.use_nope:
+        scored += ", without positions"
+    served = {
+        "cell_mean": f"the best mean of {CELL_SIZE} tokens",
+        "min_max": f"the bounds of {2 * CELL_SIZE} tokens",
+    }[config.score_kind]
+    shared = "per query" if config.query_tile == 1 else f"per {config.query_tile} prefill queries"
+    return (
+        f"SPARSEK follows the model's sparse_config (InfLLM-v2): {model.init_blocks} initial, "
+        f"{model.local_blocks} + 1 local, {model.total_blocks} blocks of {model.block_size} in "
+        f"all. Blocks are scored by {served} of rotated keys, {shared}; the model was trained with "
+        f"{scored}, per query"
+    )
 
 
 def _describe_policy(policy: SelectionPolicy) -> str:

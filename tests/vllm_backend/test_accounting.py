@@ -7,12 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparsek_backend.config import resolve_config
 from sparsek_backend.vllm_backend.accounting import (
     attended,
     attended_by_requests,
     query_positions,
 )
-from sparsek_backend.vllm_backend.report import describe_layers, format_ranges
+from sparsek_backend.vllm_backend.report import (
+    describe_layers,
+    describe_model_selection,
+    format_ranges,
+)
 from sparsek_backend.vllm_backend.stats import LOG_INTERVAL, EngineStats
 from sparsek_kernels.fallback import count_fallback
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -125,3 +130,18 @@ def test_the_line_per_layer_group() -> None:
     )
     line = describe_layers([3], SelectionPolicy(), "ALiBi", 64, "cpu")
     assert line == "SPARSEK layers 3: dense, pages of 64, SDPA fallback (ALiBi)"
+
+
+def test_the_line_of_a_model_with_its_own_selection() -> None:
+    resolved = resolve_config(None, {}, {"kernel_size": 32, "kernel_stride": 16})
+    assert resolved.infllm is not None
+    assert describe_model_selection(resolved.infllm, resolved.config) == (
+        "SPARSEK follows the model's sparse_config (InfLLM-v2): 1 initial, 32 + 1 local, 96 blocks "
+        "of 64 in all. Blocks are scored by the best mean of 16 tokens of rotated keys, per 64 "
+        "prefill queries; the model was trained with means of 32 tokens every 16, per query"
+    )
+    nope = resolve_config({"query_tile": 1, "score_kind": "min_max"}, {}, {"use_nope": True})
+    assert nope.infllm is not None
+    line = describe_model_selection(nope.infllm, nope.config)
+    assert "the bounds of 32 tokens of rotated keys, per query" in line
+    assert "every 16, without positions, per query" in line

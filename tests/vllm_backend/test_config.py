@@ -56,9 +56,43 @@ def test_infllm_section_becomes_block_selection() -> None:
     )
 
 
+@pytest.mark.parametrize("window", [2048, 2000, 512, 64, 40, 0])
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize(("topk", "init_blocks"), [(64, 1), (16, 2), (8, 0)])
+def test_infllm_attends_as_many_blocks_as_the_model(
+    window: int, block: int, topk: int, init_blocks: int
+) -> None:
+    """Counted as InfLLM-v2's kernels mark them: initial, own, and ``window // block`` before it."""
+    section = {
+        "window_size": window,
+        "block_size": block,
+        "topk": topk,
+        "init_blocks": init_blocks,
+        "dense_len": 0,
+    }
+    policy = resolve_config(None, {}, section).config.policy_for(0).per_token()
+    local = window // block
+    for position in (200 * block, 200 * block + 1, 201 * block - 1):
+        own = position // block
+        forced = {*range(init_blocks), *range(own - local, own + 1)}
+        first, last = policy.local_range(position)
+        assert {*range(policy.sink_blocks), *range(first, last)} == forced
+        assert len(forced) + policy.scored_blocks == topk + local
+
+
+def test_infllm_dense_length() -> None:
+    """The model attends everything while a sequence has fewer than ``dense_len`` tokens."""
+    policy = resolve_config(None, {}, INFLLM).config.policy_for(0)
+    assert all(policy.sees_all(position) for position in range(8192))
+    assert not policy.sees_all(8192)
+    pure = resolve_config(None, {}, {**INFLLM, "dense_len": -1}).config
+    assert pure.dense_below == 0
+
+
 def test_infllm_section_is_ignored_when_the_user_chooses_another_mode() -> None:
     resolved = resolve_config({"mode": "sink_window"}, {}, INFLLM)
     assert resolved.config.window_size == 512
+    assert resolved.infllm is None
 
 
 def test_unreadable_infllm_section() -> None:

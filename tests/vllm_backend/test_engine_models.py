@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from sparsek_kernels.fallback import fallback_counts
-from tests.vllm_backend.engines import counted_forwards, engine, generate, requires_cpu_vllm
+from sparsek_kernels.paged.policy import SelectionPolicy
+from tests.vllm_backend.engines import (
+    counted_forwards,
+    engine,
+    generate,
+    model_runner,
+    requires_cpu_vllm,
+)
 from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
 
 pytestmark = [pytest.mark.engine, requires_cpu_vllm, pytest.mark.usefixtures("registered")]
@@ -63,6 +70,7 @@ def decode(model: Path, backend: str, prompts: list[list[int]], **options: Any) 
     [
         ("mha", None),
         ("mqa", None),
+        ("minicpm", None),
         ("head_dim_80", None),
         ("sliding", None),
         ("hybrid", None),
@@ -78,6 +86,37 @@ def test_decoders(kind: str, reason: str | None, prompts: list[list[int]], tmp_p
     torch.testing.assert_close(found, decode(model, "CPU_ATTN", prompts), atol=2e-4, rtol=0)
     grown = {name for name, count in after.items() if count > before.get(name, 0)}
     assert grown == ({reason} if reason else set())
+
+
+def test_minicpm_takes_its_own_selection(prompts: list[list[int]], tmp_path: Path) -> None:
+    from sparsek_backend.vllm_backend.stats import STATS
+
+    model = make_tiny_model("minicpm", tmp_path)
+    before = STATS.attended_tokens, STATS.context_tokens
+    with engine(
+        model,
+        "SPARSEK",
+        max_model_len=MAX_LEN,
+        max_num_batched_tokens=128,
+        skip_tokenizer_init=True,
+    ) as llm:
+        generate(llm, prompts[-1:], together=False, max_tokens=8)
+        context = model_runner(llm).vllm_config.compilation_config.static_forward_context
+        policies = {layer.impl.policy for layer in context.values()}
+        layers = len(context)
+    assert policies == {
+        SelectionPolicy(
+            num_sink=32, window_size=64, top_k=3, sel_block_size=32, dense_below=128, query_tile=64
+        )
+    }
+    (policy,) = policies
+    positions = range(LENGTHS[-1] + 7)
+    expected = sum(
+        (policy if position < LENGTHS[-1] else policy.per_token()).attended_tokens(position)
+        for position in positions
+    )
+    assert STATS.attended_tokens - before[0] == layers * expected
+    assert STATS.context_tokens - before[1] == layers * sum(p + 1 for p in positions)
 
 
 @pytest.mark.parametrize("kind", ["encoder", "sliding_encoder"])

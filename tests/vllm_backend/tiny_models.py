@@ -6,6 +6,7 @@ far beyond rounding.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,20 @@ DECODER = {
     "tie_word_embeddings": True,
 }
 
+SPARSE_CONFIG = {
+    "kernel_size": 32,
+    "kernel_stride": 16,
+    "init_blocks": 1,
+    "block_size": 32,
+    "window_size": 64,
+    "topk": 4,
+    "dense_len": 128,
+    "use_nope": False,
+}
+"""InfLLM-v2's section, as MiniCPM4 and 4.1 have it, for short sequences."""
+_ARCHITECTURES = {"minicpm": "MiniCPMForCausalLM"}
+"""Models whose weights have Llama's names, and which only vLLM knows."""
+
 
 def _configs() -> dict[str, Any]:
     from transformers import (
@@ -43,6 +58,14 @@ def _configs() -> dict[str, Any]:
 
     return {
         "llama": LlamaConfig(**COMMON, **DECODER),
+        "minicpm": LlamaConfig(
+            **COMMON,
+            **DECODER,
+            scale_emb=2.0,
+            scale_depth=1.4,
+            dim_model_base=64,
+            sparse_config=SPARSE_CONFIG,
+        ),
         "mha": LlamaConfig(**COMMON, **{**DECODER, "num_key_value_heads": 4}),
         "mqa": LlamaConfig(**COMMON, **{**DECODER, "num_key_value_heads": 1}),
         "head_dim_80": LlamaConfig(**COMMON, **{**DECODER, "head_dim": 80}),
@@ -99,6 +122,11 @@ def make_tiny_model(name: str, folder: Path) -> Path:
     torch.random.set_rng_state(state)
     model.save_pretrained(folder)
     _write_tokenizer(folder)
+    if name in _ARCHITECTURES:
+        path = folder / "config.json"
+        written = json.loads(path.read_text(encoding="utf-8"))
+        written["architectures"] = [_ARCHITECTURES[name]]
+        path.write_text(json.dumps(written), encoding="utf-8")
     return folder
 
 
