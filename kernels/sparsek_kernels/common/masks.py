@@ -80,6 +80,19 @@ def window_query_blocks(
 
 
 @triton.jit
+def last_key(pos, KEY_BLOCK: tl.constexpr, KEY_STRIDE: tl.constexpr):
+    """Last key that a query at token ``pos`` sees, -1 for none.
+
+    Key ``c`` stands for tokens ``c KEY_STRIDE .. c KEY_STRIDE + KEY_BLOCK - 1`` and is seen once
+    all of them are in the past.
+    """
+    if KEY_BLOCK == 1:
+        return pos
+    else:
+        return tl.maximum(pos + 1 - KEY_BLOCK + KEY_STRIDE, 0) // KEY_STRIDE - 1
+
+
+@triton.jit
 def visible(
     pos,
     key,
