@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
 
 from sparsek_kernels.fallback import fallback_counts
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -84,6 +85,14 @@ def test_decoders(kind: str, reason: str | None, prompts: list[list[int]], tmp_p
     found = decode(model, "SPARSEK", prompts)
     after = fallback_counts()
     torch.testing.assert_close(found, decode(model, "CPU_ATTN", prompts), atol=2e-4, rtol=0)
+    if reason:
+        (family,) = (one for one in REGISTRY.collect() if one.name == "sparsek_fallback")
+        (sample,) = (
+            one
+            for one in family.samples
+            if one.labels == {"reason": reason} and one.name.endswith("_total")
+        )
+        assert sample.value > 0
     grown = {name for name, count in after.items() if count > before.get(name, 0)}
     assert grown == ({reason} if reason else set())
 
