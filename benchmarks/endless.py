@@ -34,6 +34,14 @@ def _tokens(tokenizer: object, count: int) -> torch.Tensor:
     return torch.tensor([ids[:count]])
 
 
+def _memory_mib(device: str) -> float:
+    """Memory in use: of the GPU's tensors, else of the process."""
+    if device == "cuda":
+        return torch.cuda.memory_allocated() / 2**20
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
 def main() -> int:
     """Stream, print a line per 2000 tokens, write a JSON summary."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -59,7 +67,9 @@ def main() -> int:
     )
     ids = _tokens(AutoTokenizer.from_pretrained(folder), arguments.tokens).to(device)
     cache = SinkWindowCache(model, move_sinks=not arguments.fixed_sinks)
-    losses: list[torch.Tensor] = []
+    nll = torch.empty(ids.shape[1] - 1)  # in one piece: small ones between logits pin the heap
+    seen = 0
+    memory: list[float] = []
     held: list[int] = []
     previous: torch.Tensor | None = None
     with torch.no_grad():
@@ -70,17 +80,17 @@ def main() -> int:
                 targets = part[0]
             else:
                 last, targets = logits[-1:], part[0, 1:]
-            losses.append(
-                torch.nn.functional.cross_entropy(logits[:-1], targets, reduction="none").cpu()
-            )
-            previous = last
+            loss = torch.nn.functional.cross_entropy(logits[:-1], targets, reduction="none")
+            nll[seen : seen + loss.numel()] = loss
+            seen += loss.numel()
+            previous = last.clone()  # not a view that keeps all logits
             held.append(cache.layers[0].keys.shape[2])
-            seen = sum(x.numel() for x in losses)
-            if seen // 2000 > (seen - losses[-1].numel()) // 2000:
-                recent = torch.cat(losses)[-2000:].mean().item()
+            memory.append(_memory_mib(device))
+            if seen // 2000 > (seen - loss.numel()) // 2000:
+                recent = nll[max(seen - 2000, 0) : seen].mean().item()
                 print(f"{seen} tokens: perplexity {math.exp(recent):.2f}, cache {held[-1]}")
                 sys.stdout.flush()
-    nll = torch.cat(losses)
+    early = memory[: -(-4000 // arguments.chunk)]
     first, rest = nll[:4000].mean().item(), nll[4000:].mean().item()
     summary = {
         "num_sink": arguments.num_sink,
@@ -93,7 +103,8 @@ def main() -> int:
         "ratio": round(math.exp(rest - first), 4),
         "perplexity_last_2000": round(math.exp(nll[-2000:].mean().item()), 3),
         "most_tokens_held": max(held),
-        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "most_memory_mib_first_4000": round(max(early), 1),
+        "most_memory_mib_after": round(max(memory[len(early) :], default=0.0), 1),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
     }
     print(json.dumps(summary))

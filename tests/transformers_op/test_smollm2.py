@@ -95,16 +95,16 @@ def test_streaming_with_sinks_holds_and_without_does_not(model: Any, ids: torch.
     assert nll[0] - nll[4] > 0.3
 
 
-@pytest.mark.parametrize("name", ["LENGTH = 8000", "SinkWindowCache"])
-def test_example_runs_on_our_kernels(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def _run_example(
+    name: str, monkeypatch: pytest.MonkeyPatch, replacements: dict[str, str]
+) -> list[str]:
+    """Run the document's example that contains ``name``; the kernels' entry points it reached."""
     blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
     (code,) = (block for block in blocks if name in block and "transformers" in block)
-    code = code.replace("LENGTH = 8000", f"LENGTH = {LENGTH}").replace(
-        "max_new_tokens=16", "max_new_tokens=3"
-    )
-    calls = []
+    for old, new in replacements.items():
+        assert old in code or name not in old
+        code = code.replace(old, new)
+    calls: list[str] = []
     for function in ("sink_flash_attention", "attend_selected"):
         real = getattr(sequences, function)
 
@@ -114,5 +114,81 @@ def test_example_runs_on_our_kernels(
 
         monkeypatch.setattr(sequences, function, spy)
     exec(compile(code, f"drop_ins.md: {name}", "exec"), {"__name__": "example"})
+    return calls
+
+
+EXAMPLES = ["LENGTH = 8000", "SinkWindowCache"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs_on_our_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorter = {"LENGTH = 8000": f"LENGTH = {LENGTH}", "max_new_tokens=16": "max_new_tokens=3"}
+    calls = _run_example(name, monkeypatch, shorter)
     wanted = "attend_selected" if name.startswith("LENGTH") else "sink_flash_attention"
     assert calls.count(wanted) >= 30, "every layer"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs_as_it_stands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _run_example(name, monkeypatch, {})
+    wanted = "attend_selected" if name.startswith("LENGTH") else "sink_flash_attention"
+    assert calls.count(wanted) >= 30, "every layer"
+
+
+@pytest.mark.gpu
+def test_long_budget_that_covers_the_context_equals_sdpa() -> None:
+    tokens = _long_texts(1)[0]
+    found = {}
+    for dtype, implementation in (
+        (torch.float64, "sdpa"),
+        (torch.float32, "sdpa"),
+        (torch.float32, "sparsek"),
+    ):
+        model = AutoModelForCausalLM.from_pretrained(
+            fetch_model(), dtype=dtype, attn_implementation=implementation
+        )
+        model = model.cuda().eval()
+        sparsek.configure(
+            model, mode="block_topk", num_sink=64, window_size=64, top_k=64, dense_below=0
+        )
+        with torch.no_grad():
+            found[dtype, implementation] = model(tokens.cuda()).logits.double()
+    exact = found.pop((torch.float64, "sdpa"))
+    sdpa, ours = ((x - exact).abs().max().item() for x in found.values())
+    assert exact.abs().max().item() > 10
+    assert ours <= 2 * sdpa + 1e-4
+    assert ours < 1e-2
+
+
+@pytest.mark.gpu
+def test_quality_bars_at_4096() -> None:
+    model = AutoModelForCausalLM.from_pretrained(
+        fetch_model(), dtype=torch.float32, attn_implementation="sparsek"
+    )
+    model = model.cuda().eval()
+    texts = [x.cuda() for x in _long_texts(4)]
+
+    def nll(**settings: Any) -> float:
+        return sum(_nll(model, x, dense_below=0, **settings) for x in texts) / len(texts)
+
+    dense = nll(mode="dense")
+    change = {
+        "top-k": nll(mode="block_topk", num_sink=64, window_size=512, top_k=16) - dense,
+        "sinks": nll(mode="sink_window", num_sink=4, window_size=512) - dense,
+        "window": nll(mode="sink_window", num_sink=0, window_size=512) - dense,
+    }
+    print(f"dense {dense:.4f}, changes {change}")
+    assert change["top-k"] <= 0.02
+    assert change["sinks"] <= 0.10
+    assert change["window"] >= 0.3, "the control: without sinks quality is lost"
+
+
+def _long_texts(count: int) -> list[torch.Tensor]:
+    """``[1, 4096]`` token ids of the longest texts."""
+    tokenizer = AutoTokenizer.from_pretrained(fetch_model())
+    files = sorted(fetch_texts().glob("*.txt"), key=lambda path: -path.stat().st_size)
+    return [
+        tokenizer(path.read_text(), return_tensors="pt", truncation=True, max_length=4096).input_ids
+        for path in files[:count]
+    ]
