@@ -22,11 +22,13 @@ def check_tensor(
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
-    wanted = "[" + ", ".join(str(size) for size in shape) + "]"
-    matches = value.dim() == len(shape) and all(
-        isinstance(size, str) or size == have for size, have in zip(shape, value.shape, strict=True)
-    )
+    matches = value.dim() == len(shape)
+    if matches:
+        for size, have in zip(shape, value.shape, strict=True):
+            if size != have and not isinstance(size, str):
+                matches = False
     if not matches:
+        wanted = "[" + ", ".join(str(size) for size in shape) + "]"
         raise ValueError(f"{name}: expected shape {wanted}, got {list(value.shape)}")
     if dtypes is not None and value.dtype not in dtypes:
         names = ", ".join(str(dtype) for dtype in dtypes)

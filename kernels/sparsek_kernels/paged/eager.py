@@ -74,14 +74,17 @@ class TileGroup:
     Args:
         table: ``[1 or T, W]`` int64 page table rows.
         forced: ``[T, 1, sinks + locals]`` int64 blocks.
-        bias: ``[1 or T, 1, Q, n]``, 0 or -inf, over the keys in the order above.
+        num_keys: keys of a tile, up to the last one that any query sees.
+        bias: ``[1 or T, 1, Q, num_keys]``, 0 or -inf, over the keys in the order above; ``None``
+            where every query sees them all.
         stale: ``[T, 1, last keys, 1]`` bool, keys past the sequence's end; or ``None``.
         num_blocks: blocks of the longest sequence.
     """
 
     table: torch.Tensor
     forced: torch.Tensor
-    bias: torch.Tensor
+    num_keys: int
+    bias: torch.Tensor | None
     stale: torch.Tensor | None
     num_blocks: int
     _bias: dict[torch.dtype, torch.Tensor] = field(default_factory=dict, repr=False)
@@ -89,8 +92,10 @@ class TileGroup:
         default_factory=dict, repr=False
     )
 
-    def bias_as(self, dtype: torch.dtype) -> torch.Tensor:
+    def bias_as(self, dtype: torch.dtype) -> torch.Tensor | None:
         """:attr:`bias` in the dtype of the queries."""
+        if self.bias is None:
+            return None
         if dtype not in self._bias:
             self._bias[dtype] = self.bias.to(dtype)
         return self._bias[dtype]
@@ -146,16 +151,21 @@ def make_tile_group(
         is_sink = torch.arange(keys.shape[1]) < policy.sink_blocks * size
         within = (key > query - window) & (key >= policy.num_sink)
         seen &= torch.where(is_sink, key < policy.num_sink, within)
-    bias = torch.zeros(tiles, rows, selected_keys + keys.shape[1])
-    bias[..., selected_keys:].masked_fill_(~seen, float("-inf"))
-    if tiles > 1 and bool((bias == bias[:1]).all()):
-        bias = bias[:1]
+    used = int(seen.any(0).any(0).nonzero()[-1]) + 1
+    keys, seen = keys[:, :used], seen[..., :used]
+    bias = None
+    if not seen.all():
+        bias = torch.zeros(tiles, rows, selected_keys + used)
+        bias[..., selected_keys:].masked_fill_(~seen, float("-inf"))
+        if tiles > 1 and bool((bias == bias[:1]).all()):
+            bias = bias[:1]
     stale = keys >= seq_lens[:, None]
     stale_keys = stale.any(0).nonzero()
     return TileGroup(
         table=table,
         forced=forced.unsqueeze(1),
-        bias=bias.unsqueeze(1),
+        num_keys=selected_keys + used,
+        bias=None if bias is None else bias.unsqueeze(1),
         stale=stale[:, None, int(stale_keys[0]) :, None] if stale_keys.numel() else None,
         num_blocks=int((seq_lens.max() - 1) // size) + 1,
     )
@@ -183,6 +193,7 @@ def attend_tiles(
     for cache in (k_cache, v_cache) if joined is None else (joined,):
         reader = block_reader(cache, size)
         rows = reader.read(group.names(reader, selected, size)).flatten(2, 3)
+        rows = rows[:, :, : group.num_keys]
         if group.stale is not None:
             rows[:, :, -group.stale.shape[2] :].masked_fill_(group.stale, 0.0)
         gathered.append(rows)

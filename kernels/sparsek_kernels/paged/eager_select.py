@@ -79,7 +79,7 @@ class TokenScoring:
     """Scoring of single tokens, each a tile of its own (decodes)."""
 
     index: SummaryIndex
-    future: torch.Tensor  # [T, 1, 1, blocks] bool: the token's own block and later ones
+    future: torch.Tensor | None  # [T, 1, 1, blocks] bool: a token's own block and later ones
     outside: torch.Tensor  # [T, 1, blocks] bool
 
 
@@ -93,7 +93,7 @@ def plan_tokens(
     outside = (block < rule.sink_blocks) | (block >= own[:, None] - rule.reach_blocks)
     return TokenScoring(
         index=SummaryIndex(table, block.shape[0]),
-        future=future[:, None, None],
+        future=future[:, None, None] if future.any() else None,
         outside=outside[:, None],
     )
 
@@ -108,7 +108,8 @@ def select_tokens(
     """Blocks of single tokens.  q: ``[T, Hkv, G, D]``; returns ``[T, Hkv, scored_blocks]``."""
     summaries = plan.index.read(k_summary, rule.sel_block_size)
     logits = block_logits(q, summaries, rule, softmax_scale)
-    logits.masked_fill_(plan.future, float("-inf"))  # blocks past the end may hold NaN
+    if plan.future is not None:
+        logits.masked_fill_(plan.future, float("-inf"))  # blocks past the end may hold NaN
     scores = torch.softmax(logits, dim=-1).sum(2)
     return best_blocks(scores, plan.outside, rule.scored_blocks)
 
