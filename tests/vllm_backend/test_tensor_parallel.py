@@ -1,0 +1,61 @@
+"""Two ranks give the tokens of one, and both select blocks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek_backend.bench.serve_worker import read_stats
+from sparsek_backend.eval.engine import ensure_entry_point
+from tests.vllm_backend.engines import engine, generate, requires_cpu_vllm, tokens
+from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
+
+pytestmark = [pytest.mark.engine, requires_cpu_vllm, pytest.mark.usefixtures("registered")]
+
+SETTINGS = {
+    "dense_below": 0,
+    "num_sink": 16,
+    "window_size": 32,
+    "sel_block_size": 32,
+    "top_k": 2,
+    "query_tile": 1,
+}
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks in processes of their own, on a machine with one NUMA node."""
+    before = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "1")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", before or "")
+    ensure_entry_point()
+
+
+def test_tokens_of_two_ranks(two_ranks: None, tmp_path: Path) -> None:
+    model = make_tiny_model("llama", tmp_path)
+    generator = torch.Generator().manual_seed(6)
+    prompts = [
+        torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        for length in (1, 33, 150, 400)
+    ]
+    options: dict[str, Any] = {
+        "max_model_len": 512,
+        "max_num_batched_tokens": 128,
+        "skip_tokenizer_init": True,
+    }
+    with engine(model, "SPARSEK", SETTINGS, **options) as llm:
+        expected = tokens(generate(llm, prompts, together=True))
+    with engine(model, "SPARSEK", SETTINGS, tensor_parallel_size=2, **options) as llm:
+        found = tokens(generate(llm, prompts, together=True))
+        ranks = llm.collective_rpc(read_stats)
+    assert found == expected
+    assert len(ranks) == 2
+    for forward_calls, attended_share in ranks:
+        assert forward_calls > 0
+        assert attended_share < 0.7
