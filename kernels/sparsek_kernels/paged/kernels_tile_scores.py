@@ -92,7 +92,8 @@ def tile_scores_once_kernel(
 ):
     """A program takes every ``num_programs``-th pair of tile and KV head.
 
-    ``parked_ptr``: ``[programs, max_steps, BLOCK_M, BLOCK_B]`` fp16, values in ``[0, 1]``;
+    ``parked_ptr``: ``[programs, max_steps, BLOCK_M, BLOCK_B]``, values in ``[0, 1]``; fp32 for fp32
+    queries, so that what they select does not show which kernel scored them, else fp16;
     ``parked_max_ptr``: ``[programs, max_steps, BLOCK_M]`` fp32, the maxima they refer to.  Neither
     grows with the step's tokens.
     """
@@ -191,7 +192,9 @@ def tile_scores_once_kernel(
                 row_sum = row_sum * tl.exp2(row_max - new_max) + tl.sum(weights, axis=1)
                 row_max = new_max
                 step = b // BLOCK_B
-                tl.store(parked + step * (BLOCK_M * BLOCK_B), weights.to(tl.float16))
+                tl.store(
+                    parked + step * (BLOCK_M * BLOCK_B), weights.to(parked_ptr.dtype.element_ty)
+                )
                 tl.store(parked_max + step * BLOCK_M, row_max)
             # base-2 log of the denominator; rows without a query get probability zero
             lse = tl.where(mask_m & (row_sum > 0.0), row_max + tl.log2(row_sum), 1.0e30)

@@ -310,7 +310,8 @@ def _score_tiles(
     steps = ceil_div(width, config.block_n)
     parked_size = programs * steps * config.block_m * config.block_n
     if config.splits == 1 and parked_size <= _PARKED_ELEMENTS:
-        parked = workspace(q.device, "parked", parked_size, torch.float16)
+        kind = torch.float32 if q.dtype == torch.float32 else torch.float16
+        parked = workspace(q.device, f"parked {kind}", parked_size, kind)
         maxima = workspace(
             q.device, "parked maxima", programs * steps * config.block_m, torch.float32
         )
