@@ -91,6 +91,9 @@ def place_task(
     batch, q_start, q_len, k_start, k_len = sequence_bounds(
         seq, cu_q_ptr, cu_k_ptr, num_q, num_k, VARLEN
     )
+    if VARLEN:
+        # A tile beyond the last sequence owns no keys, and so stores no gradients.
+        k_len = gl.where(valid, k_len, 0)
     n_first = block * BLOCK_N
     n_last = gl.minimum(n_first + BLOCK_N, k_len) - 1
     start, m_left, m_full, m_all = window_query_blocks(
