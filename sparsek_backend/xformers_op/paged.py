@@ -11,16 +11,19 @@ from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 
 _PAGE_OF_PADDED_KEYS = 64  # tokens; halved until it divides the padding
 _LONGEST_DECODE = 8  # query tokens of a sequence
+_SHORTEST_HEAD = 16  # what a matrix product takes
 
 
-def page_size_of(plan: MaskPlan) -> int | None:
+def page_size_of(plan: MaskPlan, head_dim: int, value_dim: int) -> int | None:
     """Tokens per page if the paged kernels can serve this plan, else ``None``.
 
-    They know one mask, causal and aligned to the last key, and return no log-sum-exp.  A sequence
-    with one query needs no causality.
+    They know one mask, causal and aligned to the last key, values as wide as keys, and return no
+    log-sum-exp.  A sequence with one query needs no causality.
     """
     segments, band = plan.segments, plan.band
     if segments is None or segments.packed_keys or band.top_left:
+        return None
+    if head_dim != value_dim or head_dim < _SHORTEST_HEAD:
         return None
     if not band.causal and segments.q_info.max_seqlen > 1:
         return None

@@ -79,6 +79,24 @@ def test_tensor_bias_without_gradient_masks_whole_rows(device: str) -> None:
     assert (out[0, 4, 1] == 0).all()
 
 
+@pytest.mark.parametrize(
+    "lengths", [(512, 1024, 256, 768), (500, 1000, 1, 700)], ids=["whole", "odd"]
+)
+@pytest.mark.parametrize("kind", ["diagonal", "causal", "local"])
+def test_packed_training_at_length(kind: str, lengths: tuple[int, ...], device: str) -> None:
+    """Long enough for the kernels of large problems, with and without a tile to spare."""
+    if device == "cpu":
+        lengths = tuple(n // 8 for n in lengths)
+    mask: Any = ab.BlockDiagonalMask.from_seqlens(lengths, device=torch.device(device))
+    if kind == "causal":
+        mask = mask.make_causal()
+    elif kind == "local":
+        mask = mask.make_local_attention(200)
+    total = sum(lengths)
+    q, k, v = inputs(total, total, heads=(8,), dim=128, dtype=torch.bfloat16, device=device)
+    check_pair(q, k, v, mask)
+
+
 def test_causal_mask_with_tensor_bias(device: str) -> None:
     q, k, v = inputs(20, 33, device=device)
     check_pair(q, k, v, ab.LowerTriangularMaskWithTensorBias(torch.randn(1, 3, 20, 33).to(device)))
@@ -120,6 +138,16 @@ def test_decoding_biases(name: str, device: str) -> None:
     out, lse = fmha.memory_efficient_attention_partial(q, *poisoned, bias, op=FwOp)
     assert_close("partial", out, wanted, 2e-5)
     assert_close("lse", lse, wanted_lse, 2e-5)
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(16, 24), (32, 16), (3, 3), (8, 8), (80, 80)])
+@pytest.mark.parametrize("name", ["padded-causal", "paged-causal", "paged-causal-decode"])
+def test_decoding_head_dims(name: str, dim: int, value_dim: int, device: str) -> None:
+    make, num_q, rows = DECODING[name]
+    q, k, v = inputs(num_q, rows, dim=dim, value_dim=value_dim, device=device)
+    bias = make(q.device)
+    found = fmha.memory_efficient_attention_forward(q, k, v, bias, op=FwOp)
+    assert_close("out", found, reference(q, k, v, bias)[0], 2e-5)
 
 
 @pytest.mark.parametrize("name", ["padded-causal", "paged-causal-decode"])
@@ -206,7 +234,9 @@ def test_low_level_backward(device: str) -> None:
         assert_close(name, a, b, 1e-4)
 
 
-@pytest.mark.parametrize("bias", [None, ab.LowerTriangularMask(), "diagonal"], ids=str)
+@pytest.mark.parametrize(
+    "bias", [None, ab.LowerTriangularMask(), "diagonal"], ids=["none", "causal", "diagonal"]
+)
 def test_dropout(bias: Any, device: str) -> None:
     p = 0.3
     q, k, v = (x.requires_grad_() for x in inputs(64, 64, heads=(2,), device=device))
