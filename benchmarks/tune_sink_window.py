@@ -29,6 +29,7 @@ SHAPES = {
     "sink4-w4096": (131072, 4, 4096),
     "sink64-w1024": (131072, 64, 1024),
     "causal": (32768, 0, None),
+    "causal-4k": (4096, 0, None),
 }
 
 
@@ -52,6 +53,8 @@ def forward_candidates(base: LaunchConfig) -> Iterator[tuple[str, LaunchConfig]]
         for keys, stages in ((128, 2), (64, 3), (64, 4)):
             tile = TileConfig(128, keys, 4, stages)
             yield f"hopper 128x{keys} stages {stages}", replace(base, hopper_forward=tile)
+        for together in (1, 2, 4, 8):
+            yield f"hopper, {together} heads together", replace(base, forward_together=together)
     plain = replace(base, hopper_forward=None)
     for rows, keys, warps, stages in ((128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)):
         tile = TileConfig(rows, keys, warps, stages)
@@ -63,7 +66,7 @@ def backward_candidates(base: LaunchConfig) -> Iterator[tuple[str, LaunchConfig]
     """Head interleaving of the fused kernel, tiles of the portable pair."""
     if base.hopper_backward is not None:
         for together in (1, 2, 4, 8):
-            yield f"fused, {together} heads together", replace(base, heads_together=together)
+            yield f"fused, {together} heads together", replace(base, backward_together=together)
     plain = replace(base, hopper_backward=None)
     for rows, keys, warps in ((64, 128, 8), (64, 64, 8), (32, 128, 8)):
         tile = TileConfig(rows, keys, warps, 2)

@@ -45,13 +45,15 @@ def launch(
     *,
     num_warps: int,
     num_stages: int = 1,
+    **options: Any,
 ) -> CompiledLaunch | None:
     """Launch ``kernel`` and return a replayable handle (``None`` in the interpreter).
 
-    ``constexprs`` must be in the order of the kernel's signature, after the scalars.
+    ``constexprs`` must be in the order of the kernel's signature, after the scalars; ``options``
+    are further options of the compiler.
     """
     compiled = kernel[grid](
-        *pointers, *scalars, **constexprs, num_warps=num_warps, num_stages=num_stages
+        *pointers, *scalars, **constexprs, num_warps=num_warps, num_stages=num_stages, **options
     )
     hook = knobs.runtime.launch_enter_hook
     hooked = hook is not None and bool(getattr(hook, "calls", True))

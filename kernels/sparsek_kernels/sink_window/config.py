@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+_L2_BYTES = 32 << 20  # what K and V may take of the 50 MB of a Hopper GPU
+_ACCUMULATOR_BYTES = 512 << 20
+
 
 @dataclass(frozen=True)
 class ProblemShape:
@@ -66,7 +69,10 @@ class LaunchConfig:
         sink_block: sink keys per step of the query-major kernels.
         hopper_forward: tile of the warp-specialised forward kernel, where that one is used.
         hopper_backward: tile of the fused backward kernel, where that one is used.
-        heads_together: KV heads that ``hopper_backward`` works on side by side.
+        hopper_small: tile of the kernel for few rows, where that one is used; ``block_n`` keys for
+            each of ``num_warps // 4`` warpgroups.
+        forward_together: KV heads that ``hopper_forward`` works on side by side.
+        backward_together: likewise ``hopper_backward``.
         precision: input precision of dot products.
     """
 
@@ -77,7 +83,9 @@ class LaunchConfig:
     sink_block: int
     hopper_forward: TileConfig | None = None
     hopper_backward: TileConfig | None = None
-    heads_together: int = 1
+    hopper_small: TileConfig | None = None
+    forward_together: int = 1
+    backward_together: int = 1
     precision: str = "tf32"
 
 
@@ -120,6 +128,26 @@ def _half_config(shape: ProblemShape, arch: int) -> LaunchConfig:
     return LaunchConfig(forward, dkdv, dq, sink, sink_block)
 
 
+def _small_tile(shape: ProblemShape) -> TileConfig | None:
+    """Tile of the kernel that attends to all keys at once, for problems that fit."""
+    if shape.window_size is not None or shape.num_seqs is not None:
+        return None
+    if shape.head_dim == 64 and 128 < shape.num_k <= 512:
+        return TileConfig(64, 64 if shape.num_k <= 256 else 128, 16, 1)
+    return None
+
+
+def _together(shape: ProblemShape) -> int:
+    """KV heads whose K and V stay in L2 together: the more, the better long and short query blocks
+    even out.  Query blocks of a window are all alike, and heads one after another read less."""
+    if shape.window_size is not None:
+        return 1
+    keys = shape.num_k // max(shape.num_seqs or 1, 1)
+    heads = shape.num_kv_heads * shape.batch
+    most = min(heads, _L2_BYTES // max(keys * shape.head_dim * 4, 1))
+    return next((x for x in range(most, 1, -1) if heads % x == 0), 1)
+
+
 def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchConfig:
     """Launch parameters for ``shape`` on compute capability ``arch`` (``90`` is 9.0).
 
@@ -136,7 +164,7 @@ def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchC
         return config
     if rows <= 8192:
         # Few rows: smaller tiles, so that every multiprocessor gets one.
-        return replace(config, forward=TileConfig(64, 64, 4, 3))
+        return replace(config, forward=TileConfig(64, 64, 4, 3), hopper_small=_small_tile(shape))
     if shape.head_dim not in (64, 128) or shape.num_sink > 64:
         return config
     # A short window is mostly edge, and many sinks take the room of the wide blocks' buffers.
@@ -145,5 +173,25 @@ def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchC
         config,
         hopper_forward=TileConfig(128, 64, 4, 3) if narrow else TileConfig(128, 128, 4, 2),
         hopper_backward=TileConfig(64, 128, 8, 3),
-        heads_together=1 if shape.window_size is not None else 8,
+        forward_together=_together(shape),
+        backward_together=1 if shape.window_size is not None else 8,
     )
+
+
+def accumulator_parts(shape: ProblemShape) -> list[tuple[slice, slice, slice]]:
+    """Sequences, query heads and KV heads of each launch of the fused backward kernel.
+
+    They follow one another, so that the fp32 ``dq`` of all heads need not be in memory at once.
+    """
+    group = shape.num_heads // shape.num_kv_heads
+    head = group * shape.num_q * shape.head_dim * 4
+    heads = min(shape.num_kv_heads, max(1, _ACCUMULATOR_BYTES // max(head, 1)))
+    heads = -(-shape.num_kv_heads // -(-shape.num_kv_heads // heads))  # parts of like size
+    batch = 1
+    if heads == shape.num_kv_heads:
+        batch = max(1, _ACCUMULATOR_BYTES // max(head * heads, 1))
+    return [
+        (slice(b, b + batch), slice(h * group, (h + heads) * group), slice(h, h + heads))
+        for b in range(0, shape.batch, batch)
+        for h in range(0, shape.num_kv_heads, heads)
+    ]

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.common.masks import visible
+from sparsek_kernels.common.masks import last_key, visible
 from sparsek_kernels.sink_window.kernels_hopper_bwd_memory import (
     LOG2_E,
     add_partition,
@@ -89,6 +89,8 @@ def _compute_partition(
     BLOCK_N: gl.constexpr,
     Q_STAGES: gl.constexpr,
     G_STAGES: gl.constexpr,
+    KEY_BLOCK: gl.constexpr,
+    KEY_STRIDE: gl.constexpr,
 ):
     """Two warpgroups, 64 keys each: transposed scores, their gradients, and four products."""
     dtype: gl.constexpr = q_smem.dtype
@@ -103,7 +105,7 @@ def _compute_partition(
         [1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [8, 1], [1, 0]
     )
     COL_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    offset = k_len - q_len
+    offset = k_len - q_len if KEY_BLOCK == 1 else q_len * 0
     n_first = block * BLOCK_N
     key = n_first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, S_LAYOUT))
     dk = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, KV_LAYOUT)
@@ -142,9 +144,8 @@ def _compute_partition(
         p = gl.exp2(s * scale_log2 - lse[None, :])  # [BLOCK_N, BLOCK_M]
         if (m_block < m_left) | (m_block >= m_full):
             row = row_first + gl.arange(0, BLOCK_M, COL_LAYOUT)
-            seen = visible(
-                (row + offset)[None, :], key[:, None], 0, window_size, CAUSAL, WINDOWED, False
-            )
+            pos = last_key(row + offset, KEY_BLOCK, KEY_STRIDE)
+            seen = visible(pos[None, :], key[:, None], 0, window_size, CAUSAL, WINDOWED, False)
             p = gl.where(seen & (row < q_len)[None, :] & (key < k_len)[:, None], p, 0.0)
         p_half = gl.convert_layout(p.to(dtype), P_LAYOUT)
         dv_token = warpgroup_mma(p_half, dout_smem.index(g_stage), dv, is_async=True)
@@ -245,11 +246,14 @@ def sink_window_hopper_bwd_kernel(
     BLOCK_N: gl.constexpr,
     Q_STAGES: gl.constexpr,
     G_STAGES: gl.constexpr,
+    KEY_BLOCK: gl.constexpr = 1,
+    KEY_STRIDE: gl.constexpr = 1,
 ):
     """Grid: one program per key block, KV head and sequence.
 
     ``*_desc`` describe q, dout, k and v as matrices ``[tokens, heads * D]``, and the fp32 ``dq``
     accumulator ``[B, Hq, N, D]`` as ``[B * Hq * N, D]``.  ``dk`` and ``dv`` share their strides.
+    ``KEY_BLOCK`` and ``KEY_STRIDE`` are those of the forward kernel.
     """
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [Q_STAGES, BLOCK_M, HEAD_DIM], q_desc.layout)
@@ -287,6 +291,7 @@ def sink_window_hopper_bwd_kernel(
     ) = place_task(
         task, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_q, num_k, num_heads, num_blocks,
         heads_together, window_size, GROUP, VARLEN, CAUSAL, WINDOWED, BLOCK_M, BLOCK_N,
+        KEY_BLOCK, KEY_STRIDE,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -299,7 +304,7 @@ def sink_window_hopper_bwd_kernel(
                     start, m_left, m_full, m_all, scale, num_sink, window_size, stride_dkb,
                     stride_dkt, stride_dkh, num_heads,
                     GROUP, HEAD_DIM, CAUSAL, WINDOWED, HAS_SINK_KEYS, BLOCK_M, BLOCK_N,
-                    Q_STAGES, G_STAGES,
+                    Q_STAGES, G_STAGES, KEY_BLOCK, KEY_STRIDE,
                 ),
             ),
             (

@@ -68,6 +68,8 @@ def place_task(
     WINDOWED: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    KEY_BLOCK: gl.constexpr,
+    KEY_STRIDE: gl.constexpr,
 ):
     """Sequence, KV head, key block and query blocks of a task.
 
@@ -96,9 +98,11 @@ def place_task(
         k_len = gl.where(valid, k_len, 0)
     n_first = block * BLOCK_N
     n_last = gl.minimum(n_first + BLOCK_N, k_len) - 1
+    # In tokens: the last one that a key stands for.
     start, m_left, m_full, m_all = window_query_blocks(
-        n_first, n_last, q_len, k_len, window_size, BLOCK_M, BLOCK_M, CAUSAL, WINDOWED
-    )
+        n_first * KEY_STRIDE + KEY_BLOCK - 1, n_last * KEY_STRIDE + KEY_BLOCK - 1, q_len,
+        k_len if KEY_BLOCK == 1 else q_len, window_size, BLOCK_M, BLOCK_M, CAUSAL, WINDOWED,
+    )  # fmt: skip
     m_all = gl.where(valid, m_all, 0)
     return seq, batch, kv_head, block, q_start, q_len, k_start, k_len, start, m_left, m_full, m_all
 

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.common.masks import visible
+from sparsek_kernels.common.masks import last_key, visible
 from sparsek_kernels.sink_window.kernels_hopper_fwd_load import (
     ROWS,
     load_partition,
@@ -84,16 +84,29 @@ def _anchor(total, ptr):
 
 
 @gluon.jit
-def _zero_tail(buffer, num_valid, ROWS_HELD: gl.constexpr, COLS: gl.constexpr):
+def _zero_tail(
+    buffer,
+    num_valid,
+    both_done,
+    phase,
+    ROWS_HELD: gl.constexpr,
+    COLS: gl.constexpr,
+    INDEX: gl.constexpr,
+):
     """Clear rows from ``num_valid`` on: they may hold NaN of a neighbouring sequence.
 
-    Every warpgroup that reads the buffer does this for itself and writes the same bytes.
+    Each of the two warpgroups that read the buffer clears its half and waits for the other.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLS, COLS // 8], [4, 1], [1, 0])
-    row = gl.arange(0, ROWS_HELD, gl.SliceLayout(1, LAYOUT))
-    held = buffer.load(LAYOUT)
-    buffer.store(gl.where((row < num_valid)[:, None], held, gl.zeros_like(held)))
+    HALF: gl.constexpr = ROWS_HELD // 2
+    half = buffer.slice(INDEX * HALF, HALF)
+    row = INDEX * HALF + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
+    held = half.load(LAYOUT)
+    half.store(gl.where((row < num_valid)[:, None], held, gl.zeros_like(held)))
     fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(both_done, count=1)
+    mbarrier.wait(both_done, phase & 1)
 
 
 @gluon.jit
@@ -183,6 +196,7 @@ def _compute_partition(
     num_heads,
     num_blocks,
     num_tiles,
+    heads_together,
     GROUP: gl.constexpr,
     HAS_SINK_KEYS: gl.constexpr,
     HAS_SINKS: gl.constexpr,
@@ -195,9 +209,11 @@ def _compute_partition(
     BLOCK_S: gl.constexpr,
     STAGES: gl.constexpr,
     INDEX: gl.constexpr,
+    KEY_BLOCK: gl.constexpr,
+    KEY_STRIDE: gl.constexpr,
 ):
     """One warpgroup: rows ``INDEX * 64 ..`` of each tile, from scores to output."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty, tail_done = bars
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SINK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_S, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -208,6 +224,7 @@ def _compute_partition(
     )
     count = 0
     done = 0
+    tails = 0
     steps = gl.cdiv(num_tiles, gl.num_programs(0))
     for step in range(steps):
         tile = tile_index(step, num_tiles)
@@ -217,11 +234,13 @@ def _compute_partition(
                 n_left, n_full, n_all,
             ) = tile_place(
                 tile, tiles_ptr, cu_q_ptr, cu_k_ptr, num_q, num_k, num_blocks, num_heads,
-                window_size, GROUP, VARLEN, CAUSAL, WINDOWED, BLOCK_N,
+                heads_together, window_size, GROUP, VARLEN, CAUSAL, WINDOWED, BLOCK_N,
+                KEY_BLOCK, KEY_STRIDE,
             )  # fmt: skip
             if valid:
                 rows = row + INDEX * ROWS + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-                pos = rows + (k_len - q_len)
+                offset = k_len - q_len if KEY_BLOCK == 1 else q_len * 0
+                pos = last_key(rows + offset, KEY_BLOCK, KEY_STRIDE)
                 if HAS_SINKS:
                     logit = gl.load(sinks_ptr + head).to(gl.float32) * 1.4426950408889634
                     m = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT) + logit
@@ -255,7 +274,8 @@ def _compute_partition(
                     m = gl.convert_layout(m, ROW_LAYOUT)
                     total = gl.convert_layout(total, ROW_LAYOUT)
                     if k_len < BLOCK_S:
-                        _zero_tail(sink_v_smem, k_len, BLOCK_S, HEAD_DIM)
+                        _zero_tail(sink_v_smem, k_len, tail_done, tails, BLOCK_S, HEAD_DIM, INDEX)
+                        tails += 1
                     sink_p = gl.convert_layout(sink_w.to(v_smem.dtype), P_LAYOUT)
                     acc_token = warpgroup_mma(
                         sink_p, sink_v_smem, acc, use_acc=False, is_async=True
@@ -307,7 +327,10 @@ def _compute_partition(
                 mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
                 v_tail = k_len - (start + (n_all - 1) * BLOCK_N)
                 if v_tail < BLOCK_N:
-                    _zero_tail(v_smem.index(before), v_tail, BLOCK_N, HEAD_DIM)
+                    _zero_tail(
+                        v_smem.index(before), v_tail, tail_done, tails, BLOCK_N, HEAD_DIM, INDEX
+                    )
+                    tails += 1
                 acc_token = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
                 empty = total == 0.0
                 lse = gl.where(empty, float("-inf"), (m + gl.log2(total)) * LN_2)
@@ -369,11 +392,15 @@ def sink_window_hopper_fwd_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_S: gl.constexpr,
     STAGES: gl.constexpr,
+    KEY_BLOCK: gl.constexpr = 1,
+    KEY_STRIDE: gl.constexpr = 1,
+    heads_together=1,
 ):
     """Grid: one program per multiprocessor, each taking ``num_tiles / programs`` tiles.
 
     ``*_desc`` describe q, k and v as matrices ``[tokens, heads * D]``; ``*_batch_rows`` and
-    ``*_head_cols`` are the distances between sequences and heads in them.
+    ``*_head_cols`` are the distances between sequences and heads in them.  With ``KEY_BLOCK``
+    above 1 keys stand for blocks of tokens (:func:`last_key`), and the first query is at token 0.
     """
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], q_desc.layout)
@@ -403,7 +430,9 @@ def sink_window_hopper_fwd_kernel(
         mbarrier.init(v_empty.index(i), count=2)
     mbarrier.init(sink_full, count=1)
     mbarrier.init(sink_empty, count=2)
-    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty)
+    tail_done = gl.allocate_shared_memory(gl.int64, [1], bar)
+    mbarrier.init(tail_done, count=2)
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty, tail_done)
     gl.warp_specialize(
         [
             (
@@ -412,8 +441,9 @@ def sink_window_hopper_fwd_kernel(
                     out_ptr, lse_ptr, q_smem, k_smem, v_smem, sink_k_smem, sink_v_smem, bars,
                     sinks_ptr, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, scale_log2, num_sink,
                     window_size, stride_ob, stride_ot, stride_oh, num_q, num_k, num_heads,
-                    num_blocks, num_tiles, GROUP, HAS_SINK_KEYS, HAS_SINKS, STORE_LSE, VARLEN,
-                    CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_S, STAGES, 0,
+                    num_blocks, num_tiles, heads_together, GROUP, HAS_SINK_KEYS, HAS_SINKS,
+                    STORE_LSE, VARLEN, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_S, STAGES, 0,
+                    KEY_BLOCK, KEY_STRIDE,
                 ),
             ),
             (
@@ -422,8 +452,9 @@ def sink_window_hopper_fwd_kernel(
                     out_ptr, lse_ptr, q_smem, k_smem, v_smem, sink_k_smem, sink_v_smem, bars,
                     sinks_ptr, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, scale_log2, num_sink,
                     window_size, stride_ob, stride_ot, stride_oh, num_q, num_k, num_heads,
-                    num_blocks, num_tiles, GROUP, HAS_SINK_KEYS, HAS_SINKS, STORE_LSE, VARLEN,
-                    CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_S, STAGES, 1,
+                    num_blocks, num_tiles, heads_together, GROUP, HAS_SINK_KEYS, HAS_SINKS,
+                    STORE_LSE, VARLEN, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_S, STAGES, 1,
+                    KEY_BLOCK, KEY_STRIDE,
                 ),
             ),
             (
@@ -433,7 +464,8 @@ def sink_window_hopper_fwd_kernel(
                     sink_k_smem, sink_v_smem, bars, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
                     window_size, q_batch_rows, k_batch_rows, v_batch_rows, q_head_cols,
                     k_head_cols, v_head_cols, num_q, num_k, num_heads, num_blocks, num_tiles,
-                    GROUP, HAS_SINK_KEYS, VARLEN, CAUSAL, WINDOWED, BLOCK_N, STAGES,
+                    heads_together, GROUP, HAS_SINK_KEYS, VARLEN, CAUSAL, WINDOWED, BLOCK_N,
+                    STAGES, KEY_BLOCK, KEY_STRIDE,
                 ),
             ),
         ],

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from sparsek_kernels.common.masks import window_key_blocks
+from sparsek_kernels.common.masks import last_key, window_key_blocks
 from sparsek_kernels.common.sequences import sequence_bounds
 
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -30,22 +30,27 @@ def tile_place(
     num_k,
     num_blocks,
     num_heads,
+    heads_together,
     window_size,
     GROUP: gl.constexpr,
     VARLEN: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    KEY_BLOCK: gl.constexpr,
+    KEY_STRIDE: gl.constexpr,
 ):
     """Sequence, head, rows and key blocks of a tile; the first key block is never skipped.
 
-    Heads of a group are neighbours, then query blocks from the last to the first, then KV heads:
-    what runs together shares K and V in L2.
+    Heads of a group are neighbours, then ``heads_together`` KV heads, then query blocks from the
+    last to the first, then the other KV heads: what runs together shares K and V in L2.
     """
     g = tile % GROUP
     rest = tile // GROUP
+    lane = rest % heads_together
+    rest = rest // heads_together
     block = num_blocks - 1 - rest % num_blocks
-    rest = rest // num_blocks
+    rest = (rest // num_blocks) * heads_together + lane
     kv_head = rest % (num_heads // GROUP)
     seq = rest // (num_heads // GROUP)
     if VARLEN:
@@ -58,10 +63,11 @@ def tile_place(
         seq, cu_q_ptr, cu_k_ptr, num_q, num_k, VARLEN
     )
     row = block * (2 * ROWS)
-    offset = k_len - q_len
-    p_last = gl.minimum(row + 2 * ROWS, q_len) - 1 + offset
+    offset = k_len - q_len if KEY_BLOCK == 1 else q_len * 0
+    p_first = last_key(row + offset, KEY_BLOCK, KEY_STRIDE)
+    p_last = last_key(gl.minimum(row + 2 * ROWS, q_len) - 1 + offset, KEY_BLOCK, KEY_STRIDE)
     start, n_left, n_full, n_all = window_key_blocks(
-        row + offset, p_last, k_len, window_size, BLOCK_N, CAUSAL, WINDOWED
+        p_first, p_last, k_len, window_size, BLOCK_N, CAUSAL, WINDOWED
     )
     n_all = gl.maximum(n_all, 1)
     return (
@@ -109,6 +115,7 @@ def load_partition(
     num_heads,
     num_blocks,
     num_tiles,
+    heads_together,
     GROUP: gl.constexpr,
     HAS_SINK_KEYS: gl.constexpr,
     VARLEN: gl.constexpr,
@@ -116,9 +123,11 @@ def load_partition(
     WINDOWED: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    KEY_BLOCK: gl.constexpr,
+    KEY_STRIDE: gl.constexpr,
 ):
     """Issue every TMA load of this program's tiles, as buffers become free."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty, _tail_done = bars
     count = 0
     steps = gl.cdiv(num_tiles, gl.num_programs(0))
     done = 0
@@ -130,7 +139,8 @@ def load_partition(
                 _n_left, _n_full, n_all,
             ) = tile_place(
                 tile, tiles_ptr, cu_q_ptr, cu_k_ptr, num_q, num_k, num_blocks, num_heads,
-                window_size, GROUP, VARLEN, CAUSAL, WINDOWED, BLOCK_N,
+                heads_together, window_size, GROUP, VARLEN, CAUSAL, WINDOWED, BLOCK_N,
+                KEY_BLOCK, KEY_STRIDE,
             )  # fmt: skip
             if valid:
                 q_row = batch * q_batch_rows + q_start + row

@@ -9,7 +9,7 @@ import triton
 
 from sparsek_kernels.common.launching import CompiledLaunch, launch
 from sparsek_kernels.sink_window.calls import Call
-from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig
+from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig, accumulator_parts
 from sparsek_kernels.sink_window.kernels_bwd import (
     sink_window_bwd_dkdv_kernel,
     sink_window_bwd_dq_kernel,
@@ -22,8 +22,10 @@ from sparsek_kernels.sink_window.kernels_bwd_sink import sink_window_bwd_sink_ke
 from sparsek_kernels.sink_window.kernels_fwd import sink_window_fwd_kernel
 from sparsek_kernels.sink_window.launch_hopper import (
     backward_hopper,
+    copyable,
     describable,
     forward_hopper,
+    forward_small,
 )
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
@@ -54,6 +56,9 @@ def launch_forward(
     if hopper is not None and k.numel() and describable(q, k, v):
         forward_hopper(call, hopper, out, lse, q, k, v, sinks, spec)
         return None
+    small = call.config.hopper_small
+    if small is not None and copyable(out, q, k, v):
+        return forward_small(call, small, out, lse, q, k, v, sinks, spec)
     tile = call.config.forward
     grid, tiles = call.query_grid(tile.block_m)
     return launch(
@@ -257,7 +262,10 @@ def _fused_gradients(
     lse: torch.Tensor,
     delta: torch.Tensor,
 ) -> None:
-    """One kernel for all three gradients, with ``dq`` summed in fp32 in memory."""
+    """One kernel for all three gradients, with ``dq`` summed in fp32 in memory.
+
+    ``lse`` and ``delta`` are contiguous: of several sequences there are all heads.
+    """
     shape = call.shape
     dims = (shape.batch, shape.num_heads, shape.num_q, shape.head_dim)
     sink_grads = None
@@ -309,7 +317,21 @@ def launch_backward(
         if hopper is not None and describable(q, k, v):
             if not describable(dout):
                 dout = dout.contiguous()  # such as the expanded gradient of a sum
-            _fused_gradients(call, hopper, dq, dk, dv, dout, q, k, v, lse, delta)
+            for seqs, heads, kv_heads in accumulator_parts(call.shape):
+                q_part, k_part = q[seqs, :, heads], k[seqs, :, kv_heads]
+                _fused_gradients(
+                    Call(q_part, k_part, spec, cu_seqlens_q, cu_seqlens_k, call.config),
+                    hopper,
+                    dq[seqs, :, heads],
+                    dk[seqs, :, kv_heads],
+                    dv[seqs, :, kv_heads],
+                    dout[seqs, :, heads],
+                    q_part,
+                    k_part,
+                    v[seqs, :, kv_heads],
+                    lse[seqs, heads],
+                    delta[seqs, heads],
+                )
         else:
             _portable_gradients(call, dq, dk, dv, dout, q, k, v, lse, delta)
     dsinks = None

@@ -10,10 +10,12 @@ import triton
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sparsek_kernels.common.launching import CompiledLaunch, launch
 from sparsek_kernels.sink_window.calls import Call
 from sparsek_kernels.sink_window.config import TileConfig
 from sparsek_kernels.sink_window.kernels_hopper_bwd import sink_window_hopper_bwd_kernel
 from sparsek_kernels.sink_window.kernels_hopper_fwd import sink_window_hopper_fwd_kernel
+from sparsek_kernels.sink_window.kernels_hopper_small import sink_window_hopper_small_kernel
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
 _LOG2_E = 1.4426950408889634
@@ -108,7 +110,60 @@ def forward_hopper(
         BLOCK_N=tile.block_n,
         BLOCK_S=sink_block,
         STAGES=tile.num_stages,
+        heads_together=math.gcd(shape.num_kv_heads * batch, call.config.forward_together),
         num_warps=tile.num_warps,
+    )
+
+
+def copyable(*tensors: torch.Tensor) -> bool:
+    """Whether copies of 16 bytes fit the heads of ``[B, N, H, D]`` tensors of 16-bit elements."""
+    return all(
+        x.stride(3) == 1 and x.data_ptr() % 16 == 0 and not any(s % 8 for s in x.stride()[:3])
+        for x in tensors
+    )
+
+
+def forward_small(
+    call: Call,
+    tile: TileConfig,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    spec: AttentionSpec,
+) -> CompiledLaunch | None:
+    """Run the kernel for few rows, without waiting for the kernel ahead of it to end."""
+    grid, _ = call.query_grid(tile.block_m)
+    return launch(
+        sink_window_hopper_small_kernel,
+        grid,
+        (
+            out,
+            lse if lse is not None else out,
+            q,
+            k,
+            v,
+            sinks if sinks is not None else q,
+        ),
+        (
+            spec.softmax_scale * _LOG2_E,
+            *(stride // 8 for x in (out, q, k, v) for stride in x.stride()[:3]),
+            *call.sizes,
+        ),
+        {
+            "GROUP": call.mask["GROUP"],
+            "HEAD_DIM": call.shape.head_dim,
+            "CAUSAL": spec.causal,
+            "HAS_SINKS": sinks is not None,
+            "STORE_LSE": lse is not None,
+            "BLOCK_N": tile.block_n,
+            "CHUNKS": tile.num_stages,
+            "SPLITS": tile.num_warps // 4,
+        },
+        num_warps=4,
+        launch_pdl=True,
     )
 
 
@@ -171,7 +226,7 @@ def backward_hopper(
         *call.sizes,
         blocks,
         order_blocks,
-        math.gcd(heads * batch, call.config.heads_together),
+        math.gcd(heads * batch, call.config.backward_together),
         **call.mask,
         HAS_SINK_KEYS=sink_grads is not None,
         VARLEN=call.varlen,

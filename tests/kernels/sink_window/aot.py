@@ -27,6 +27,7 @@ from sparsek_kernels.sink_window.config import ProblemShape, select_config
 from sparsek_kernels.sink_window.kernels_fwd import sink_window_fwd_kernel
 from sparsek_kernels.sink_window.kernels_hopper_bwd import sink_window_hopper_bwd_kernel
 from sparsek_kernels.sink_window.kernels_hopper_fwd import sink_window_hopper_fwd_kernel
+from sparsek_kernels.sink_window.kernels_hopper_small import sink_window_hopper_small_kernel
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MASK = {"GROUP": 4, "CAUSAL": True, "WINDOWED": True}
@@ -134,7 +135,7 @@ def hopper(dim: int, window: int) -> None:
     config = select_config(shape, torch.bfloat16, 90)
     shared = {
         **MASK, "HEAD_DIM": dim, "HAS_SINK_KEYS": True, "HAS_SINKS": True, "STORE_LSE": True,
-        "VARLEN": True, "BLOCK_S": 64,
+        "VARLEN": True, "BLOCK_S": 64, "KEY_BLOCK": 1, "KEY_STRIDE": 1,
     }  # fmt: skip
     tile = config.hopper_forward
     if tile is None or config.hopper_backward is None:
@@ -160,9 +161,23 @@ def hopper(dim: int, window: int) -> None:
     report(sink_window_hopper_bwd_kernel, 90, backward, tile.num_warps, tiles=tiles)
 
 
+def small(keys: int) -> None:
+    """What runs on Hopper for few rows."""
+    shape = ProblemShape(1, keys, keys, 8, 2, 64, causal=True)
+    tile = select_config(shape, torch.bfloat16, 90).hopper_small
+    if tile is None:
+        raise RuntimeError(f"no kernel for few rows is selected for {shape}")
+    options = {
+        **MASK, "HEAD_DIM": 64, "HAS_SINKS": True, "STORE_LSE": True, "BLOCK_N": tile.block_n,
+        "CHUNKS": tile.num_stages, "SPLITS": tile.num_warps // 4, "HALF_EXP": False,
+    }  # fmt: skip
+    report(sink_window_hopper_small_kernel, 90, options, 4)
+
+
 if __name__ == "__main__":
     target = int(sys.argv[1])
     portable(target, 128)
     if target == 90:
         hopper(128, 4096)
         hopper(64, 1024)
+        small(512)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsek_kernels.sink_window.config import ProblemShape, select_config
+from sparsek_kernels.sink_window.config import ProblemShape, accumulator_parts, select_config
 
 LONG = ProblemShape(1, 131072, 131072, 32, 8, 128, num_sink=4, window_size=4096)
 SMALL = ProblemShape(1, 512, 512, 8, 8, 64, causal=False)
@@ -68,6 +68,55 @@ def test_small_problems_get_small_tiles() -> None:
     config = select_config(SMALL, torch.float16, 90)
     assert config.hopper_forward is None
     assert config.forward.block_m == 64
+    small = config.hopper_small
+    assert small is not None
+    assert small.block_n * small.num_stages * small.num_warps // 4 >= SMALL.num_k
+    for other in (
+        replace(SMALL, num_k=513),
+        replace(SMALL, head_dim=128),
+        replace(SMALL, causal=True, window_size=64),
+        replace(SMALL, num_seqs=2),
+    ):
+        assert select_config(other, torch.float16, 90).hopper_small is None
+    assert select_config(SMALL, torch.float16, 100).hopper_small is None
+    assert select_config(SMALL, torch.float32, 90).hopper_small is None
+
+
+def test_heads_run_together_while_their_keys_fit_the_cache() -> None:
+    causal = replace(LONG, num_sink=0, window_size=None)
+    for tokens, together in ((4096, 8), (16384, 4), (32768, 2), (131072, 1)):
+        shape = replace(causal, num_q=tokens, num_k=tokens)
+        assert select_config(shape, torch.bfloat16, 90).forward_together == together
+    assert select_config(LONG, torch.bfloat16, 90).forward_together == 1
+    odd = replace(causal, num_q=12000, num_k=12000, num_heads=12, num_kv_heads=6)
+    assert select_config(odd, torch.bfloat16, 90).forward_together == 3
+
+
+@given(
+    batch=st.integers(1, 9),
+    num_q=st.integers(1, 1 << 20),
+    kv_heads=st.integers(1, 40),
+    group=st.integers(1, 8),
+)
+def test_accumulator_parts_cover_every_head_once(
+    batch: int, num_q: int, kv_heads: int, group: int
+) -> None:
+    shape = ProblemShape(batch, num_q, num_q, kv_heads * group, kv_heads, 128)
+    seen = [
+        (b, h)
+        for seqs, heads, kv in accumulator_parts(shape)
+        for b in range(batch)[seqs]
+        for h in range(kv_heads)[kv]
+        if range(kv_heads * group)[heads]
+        == range(kv_heads * group)[kv.start * group :][: len(range(kv_heads)[kv]) * group]
+    ]
+    assert seen == [(b, h) for b in range(batch) for h in range(kv_heads)]
+    for seqs, heads, _ in accumulator_parts(shape):
+        count = len(range(batch)[seqs])
+        part = count * len(range(kv_heads * group)[heads])
+        # Rows of several sequences are contiguous only with all their heads.
+        assert count == 1 or part == count * kv_heads * group
+        assert part * num_q * 512 <= 1 << 29 or part == group
 
 
 @pytest.mark.parametrize("sinks", [65, 500])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sparsek_kernels import sink_flash_attention
+from sparsek_kernels.sink_window import launch
 from sparsek_kernels.sink_window.calls import device_arch
 from sparsek_kernels.sink_window.config import LaunchConfig, ProblemShape, TileConfig, select_config
 from sparsek_kernels.sink_window.reference import sink_flash_attention_reference
@@ -92,6 +93,10 @@ def test_portable_kernels(case: Case) -> None:
 
 SMALL = [
     Case(512, 512, 8, 8, 64, causal=False, dtype=FP16),
+    Case(512, 512, 6, 2, 64, 2, dtype=BF16, sinks=True),
+    Case(77, 450, 4, 2, 64, 2, causal=False, dtype=BF16, sinks=True),
+    Case(200, 200, 3, 1, 64, 3, causal=False, dtype=BF16),
+    Case(200, 131, 2, 1, 64, dtype=FP16),
     Case(300, 511, 4, 2, 64, 2, dtype=BF16),
     Case(100, 256, 4, 1, 128, dtype=BF16, window=70, num_sink=3, sinks=True),
     Case(1, 1, 2, 2, 64, dtype=BF16, sinks=True),
@@ -102,6 +107,17 @@ SMALL = [
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_small_problems(case: Case) -> None:
     check(case, "cuda")
+
+
+def test_a_small_problem_runs_the_kernel_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    if device_arch(torch.device("cuda")) != 90:
+        pytest.skip("needs a Hopper GPU")
+    launches = []
+    small = launch.forward_small
+    monkeypatch.setattr(launch, "forward_small", lambda *a: launches.append(small(*a)))
+    case = SMALL[0]
+    kernels(case, make(case, "cuda"))
+    assert len(launches) == 1
 
 
 @pytest.mark.parametrize("window", [None, 600])
