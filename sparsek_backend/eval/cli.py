@@ -68,6 +68,10 @@ def evaluate(
     gpu_memory: Annotated[
         float | None, typer.Option(help="gpu_memory_utilization of the local engine.")
     ] = None,
+    kv_cache_gib: Annotated[
+        float | None,
+        typer.Option(help="Size of the local engine's KV cache, on a GPU that others use too."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the passkeys and their filler.")] = 0,
 ) -> None:
     """Perplexity and passkey retrieval, dense against sparse: a table, CSV, JSON and a plot."""
@@ -91,7 +95,11 @@ def evaluate(
             what = ", ".join(base_url)
         else:
             what = model or str(_default_model())
-            engine = {} if gpu_memory is None else {"gpu_memory_utilization": gpu_memory}
+            engine: dict[str, Any] = {}
+            if gpu_memory is not None:
+                engine["gpu_memory_utilization"] = gpu_memory
+            if kv_cache_gib is not None:
+                engine["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
             results = _run_local(what, budgets, job, dtype, engine)
     except (ValueError, ImportError, RuntimeError) as error:
         Console(stderr=True).print(f"[red]error[/red] {escape(str(error))}", highlight=False)
