@@ -7,12 +7,16 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsek_backend.transformers_op.policy import policy_of
 from sparsek_backend.transformers_op.sequences import attend, attend_packed
 from sparsek_kernels import sink_flash_attention
 from sparsek_kernels.fallback import count_fallback, sdpa_fallback
 from sparsek_kernels.paged.policy import SelectionPolicy
+
+# Without cuDNN: under a mask its gradients can be NaN (pytorch issue 196678).
+_MASKED_SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def sparsek_attention(
@@ -220,9 +224,10 @@ def _dense(
         shape = (batch, q.shape[2], num_q)
         column = sinks.to(bias.dtype)[None, :, None, None].expand(*shape, 1)
         bias = torch.cat([bias.expand(*shape, num_k), column], dim=-1)
-    out = F.scaled_dot_product_attention(
-        heads[0], heads[1], heads[2], attn_mask=bias, dropout_p=dropout, scale=scale
-    )
+    with sdpa_kernel(_MASKED_SDPA):
+        out = F.scaled_dot_product_attention(
+            heads[0], heads[1], heads[2], attn_mask=bias, dropout_p=dropout, scale=scale
+        )
     return out.masked_fill(dead, 0.0).transpose(1, 2)
 
 

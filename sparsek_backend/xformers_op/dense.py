@@ -11,8 +11,11 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _CHUNK_SCORES = 1 << 24  # scores held at once
+# cuDNN's may differ in the last bit from call to call.
+_REPRODUCIBLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def _chunks(q: torch.Tensor, num_k: int) -> Iterator[tuple[int, int, int]]:
@@ -242,9 +245,10 @@ def sdpa_with_bias(
     if seen is not None:
         mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device) if mask is None else mask
         mask = mask.masked_fill(~seen, float("-inf"))
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale
-    ).transpose(1, 2)
+    with sdpa_kernel(_REPRODUCIBLE):
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale
+        ).transpose(1, 2)
     if mask is None:
         return out
     dead = (mask == float("-inf")).all(dim=-1)  # [B, H, N] or [N]
