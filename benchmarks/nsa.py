@@ -4,8 +4,11 @@
 
 A case is ``query heads x KV heads : tokens``.  Every number is the median of repeated runs with a
 cold L2; ours is checked against the fp64 oracle at the case's heads first, and a failed check stops
-the run.  Peers that are not installed are left out: flash-linear-attention (``fla``; no window
-branch) and torch's dense attention (``cudnn``, ``flash``).
+the run.  Peers that cannot be imported are left out: flash-linear-attention (``fla``),
+mdy666/Scalable-Flash-Native-Sparse-Attention (``mdy666``: ``flash_nsa`` on the path),
+XunhaoLai/native-sparse-attention-triton (``xunhaolai``: ``native_sparse_attention`` on the path)
+and torch's dense attention (``cudnn``, ``flash``).  The sparse peers run without a window branch,
+which they take from FlashAttention; ours is timed with its own.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib
+import importlib.util
 import sys
 import types
 from collections.abc import Callable
@@ -20,6 +24,7 @@ from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 from triton.testing import do_bench
 
 from sparsek_kernels import (
@@ -69,16 +74,17 @@ def gate(heads: int, kv_heads: int) -> None:
     out, indices = nsa_attention(*leaves, return_block_indices=True)
     upstream = torch.randn_like(out)
     grads = torch.autograd.grad(out, leaves, upstream)
-    exact = [x.double().cpu().requires_grad_() for x in tensors]
-    want = nsa_reference(*exact, block_indices=indices.cpu())
-    wanted = torch.autograd.grad(want.out, exact, upstream.double().cpu())
+    exact = [x.double().requires_grad_() for x in tensors]
+    with torch.device("cuda"):
+        want = nsa_reference(*exact, block_indices=indices)
+    wanted = torch.autograd.grad(want.out, exact, upstream.double())
     for name, have, need in zip(
         ("out", "dq", "dk", "dv", "dg_cmp", "dg_slc", "dg_swa"),
         (out, *grads),
         (want.out, *wanted),
         strict=True,
     ):
-        error = float((have.detach().double().cpu() - need.detach()).norm() / need.detach().norm())
+        error = float((have.detach().double() - need.detach()).norm() / need.detach().norm())
         if not error < 1e-2:
             raise SystemExit(f"{heads}x{kv_heads}: {name} is off by {error:.2e} (relative)")
 
@@ -131,6 +137,31 @@ def stages(tensors: list[torch.Tensor], kind: str) -> list[tuple[str, Callable[[
     return found
 
 
+def kernel_times(tensors: list[torch.Tensor]) -> list[tuple[str, float]]:
+    """Time of every kernel of one forward and one backward pass, over all its launches."""
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out = nsa_attention(*leaves)
+    dout = torch.randn_like(out)
+    torch.autograd.grad(out, leaves, dout)
+    found: list[tuple[str, float]] = []
+    for name in ("forward", "backward"):
+        if name == "backward":
+            out = nsa_attention(*leaves)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            if name == "forward":
+                out = nsa_attention(*leaves)
+            else:
+                torch.autograd.grad(out, leaves, dout)
+            torch.cuda.synchronize()
+        spent = {x.key: x.device_time_total / 1e3 for x in seen.key_averages()}
+        found.append((f"{name}, all kernels", sum(spent.values())))
+        for kernel, ms in sorted(spent.items(), key=lambda item: -item[1]):
+            if ms > 0.02:
+                found.append((f"{name}: {kernel[:70]}", ms))
+    return found
+
+
 def load_fla() -> Callable[..., torch.Tensor]:
     """``fla.ops.nsa.parallel_nsa`` without importing the models beside it."""
     for name in ("fla", "fla.ops"):
@@ -149,11 +180,55 @@ def load_fla() -> Callable[..., torch.Tensor]:
     return function
 
 
+def load_mdy666(tokens: int) -> Callable[..., torch.Tensor]:
+    """Compression, selection, selected attention and the fused gate of ``flash_nsa``."""
+    if importlib.util.find_spec("pkg_resources") is None:  # all that is used of it
+        stub = types.ModuleType("pkg_resources")
+        stub.parse_version = lambda text: tuple(int(x) for x in text.split("+")[0].split("."))
+        sys.modules["pkg_resources"] = stub
+    nsa = importlib.import_module("flash_nsa")
+    gate = importlib.import_module("flash_nsa.ops.combine").fused_sigmoid_combine
+    cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
+    scale = DIM**-0.5
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *g: torch.Tensor) -> torch.Tensor:
+        q, k, v, a, b = (x[0] for x in (q, k, v, *g[:2]))
+        nsa.NSAHelper.init_cu_seqlens(cu_seqlens)
+        k_cmp, v_cmp = nsa.mean_pooling(k), nsa.mean_pooling(v)
+        out_cmp, lse = nsa.compress_attn(q, k_cmp, v_cmp, sm_scale=scale)
+        found, _ = nsa.slc_topk_indices(
+            q, k_cmp, lse, sm_scale=scale, maybe_efficient_version=True, scale_slc_p=True
+        )
+        out_slc = nsa.select_attn(q, k, v, found, sm_scale=scale)
+        # The gate wants a third branch; it gets one that was there before and needs no gradient.
+        return gate(out_cmp, out_slc, out_cmp.detach(), torch.stack((a, b, b), -1))[None]
+
+    return run
+
+
+def load_xunhaolai(tokens: int) -> Callable[..., torch.Tensor]:
+    """Compression, selection and selected attention of ``native_sparse_attention``, torch gates."""
+    ops = importlib.import_module("native_sparse_attention.ops")
+    cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *g: torch.Tensor) -> torch.Tensor:
+        q, k, v, a, b = (x[0] for x in (q, k, v, *g[:2]))
+        k_cmp, cu_cmp = ops.avgpool_compress(k, None, cu_seqlens, 32, 16)
+        v_cmp, _ = ops.avgpool_compress(v, None, cu_seqlens, 32, 16)
+        out_cmp, found = ops.compressed_attention(
+            q, k_cmp, v_cmp, 32, 16, 64, 16, cu_seqlens, cu_cmp, tokens, k_cmp.shape[0]
+        )
+        out_slc = ops.topk_sparse_attention(q, k, v, found, 64, cu_seqlens)
+        return (out_cmp * a[..., None] + out_slc * b[..., None])[None]
+
+    return run
+
+
 def providers(
     tensors: list[torch.Tensor], wanted: list[str]
 ) -> dict[str, Callable[..., torch.Tensor]]:
     """Whole passes by name; each takes q, k, v and the gates."""
-    heads, kv_heads = tensors[0].shape[2], tensors[1].shape[2]
+    tokens, heads, kv_heads = *tensors[0].shape[1:3], tensors[1].shape[2]
 
     def dense(backend: SDPBackend) -> Callable[..., torch.Tensor]:
         def run(
@@ -166,80 +241,103 @@ def providers(
 
         return run
 
+    def fla() -> Callable[..., torch.Tensor]:
+        if heads // kv_heads < 16:
+            raise ModuleNotFoundError("fla wants groups of 16")
+        function = load_fla()
+        return lambda q, k, v, a, b, c: function(q, k, v, a, b, None, block_counts=16)
+
+    loaders: dict[str, Callable[[], Callable[..., torch.Tensor]]] = {
+        "cudnn": lambda: dense(SDPBackend.CUDNN_ATTENTION),
+        "flash": lambda: dense(SDPBackend.FLASH_ATTENTION),
+        "fla": fla,
+        "mdy666": lambda: load_mdy666(tokens),
+        "xunhaolai": lambda: load_xunhaolai(tokens),
+    }
     found: dict[str, Callable[..., torch.Tensor]] = {"sparsek": nsa_attention}
-    if "cudnn" in wanted:
-        found["cudnn"] = dense(SDPBackend.CUDNN_ATTENTION)
-    if "flash" in wanted:
-        found["flash"] = dense(SDPBackend.FLASH_ATTENTION)
-    if "fla" in wanted and heads // kv_heads >= 16:
+    for name in wanted:
         try:
-            fla = load_fla()
+            found[name] = loaders[name]()
         except ModuleNotFoundError as missing:
-            print(f"fla left out: {missing}", file=sys.stderr)
-        else:
-            found["fla"] = lambda q, k, v, a, b, c: fla(q, k, v, a, b, None, block_counts=16)
+            print(f"{name} left out: {missing}", file=sys.stderr)
     return found
 
 
-def measure(case: str, kind: str, peers: list[str], with_stages: bool) -> list[Row]:
+def measure(
+    case: str,
+    kind: str,
+    peers: list[str],
+    with_stages: bool,
+    with_kernels: bool,
+    add: Callable[[Row], None],
+) -> None:
     """Rows of one case."""
     heads, rest = case.split("x")
     kv_heads, length = rest.split(":")
     tokens = int(length[:-1]) * 1024 if length.endswith("k") else int(length)
     gate(int(heads), int(kv_heads))
     tensors = inputs(int(heads), int(kv_heads), tokens, kind)
-    rows: list[Row] = []
 
-    def add(provider: str, what: str, ms: float, extra: float = 0.0) -> None:
-        rows.append({"case": case, "queries": kind, "provider": provider, "what": what,
-                     "ms": round(ms, 3), "peak_mib": round(extra)})  # fmt: skip
-        print(
-            f"{case:12} {kind:10} {provider:8} {what:24} {ms:9.3f} ms {extra:9.0f} MiB", flush=True
-        )
+    def note(provider: str, what: str, ms: float, peak: float | None = None) -> None:
+        row = {"case": case, "queries": kind, "provider": provider, "what": what}
+        add({**row, "ms": round(ms, 3), "peak_mib": "" if peak is None else round(peak)})
 
     for name, function in providers(tensors, peers).items():
         try:
             with torch.no_grad():
-                add(name, "forward", median_ms(lambda f=function: f(*tensors)))
+                note(name, "forward", median_ms(lambda f=function: f(*tensors)))
             leaves = [x.clone().requires_grad_() for x in tensors]
+            torch.cuda.synchronize()
             base = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             out = function(*leaves)
             dout = torch.randn_like(out)
-            used = [x for x in leaves if name != "fla" or x is not leaves[5]]
-            used = used[:3] if name in ("cudnn", "flash") else used
+            used = leaves[: {"sparsek": 6, "cudnn": 3, "flash": 3}.get(name, 5)]
             run = lambda o=out, u=used, g=dout: torch.autograd.grad(o, u, g, retain_graph=True)  # noqa: E731
             run()
-            peak = (torch.cuda.max_memory_allocated() - base) / 2**20
-            add(name, "backward", median_ms(run), peak)
+            # Beyond the inputs, the output, its gradient and the gradients of the inputs.
+            kept = sum(x.numel() * x.element_size() for x in (out, dout, *used))
+            peak = (torch.cuda.max_memory_allocated() - base - kept) / 2**20
+            note(name, "backward", median_ms(run), peak)
             del out, run, leaves, used
-        except Exception as problem:  # a peer that cannot run this case is a row of its own
+        except Exception as problem:  # a peer that cannot run this case is a line of its own
             if name == "sparsek":
                 raise
             print(f"{case} {name}: {type(problem).__name__}: {str(problem)[:200]}", flush=True)
         torch.cuda.empty_cache()
     if with_stages:
         for what, run in stages(tensors, kind):
-            add("sparsek", what, median_ms(run))
-    return rows
+            note("sparsek", what, median_ms(run))
+    if with_kernels:
+        for what, ms in kernel_times(tensors):
+            note("sparsek", what, ms)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", action="append", required=True, help="HEADSxKV:TOKENS")
-    parser.add_argument("--queries", choices=["random", "correlated"], default="random")
-    parser.add_argument("--peers", default="fla,cudnn,flash")
+    parser.add_argument(
+        "--case", action="append", required=True, help="HEADSxKV:TOKENS, @correlated for such"
+    )
+    parser.add_argument("--peers", default="fla,mdy666,xunhaolai,cudnn,flash")
     parser.add_argument("--stages", action="store_true")
-    parser.add_argument("--csv")
+    parser.add_argument("--kernels", action="store_true", help="time of each kernel, once")
+    parser.add_argument("--csv", help="rows are appended as they are measured")
     args = parser.parse_args()
-    rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        print(*(f"{x!s:<12}" for x in row.values()), flush=True)
+        if args.csv:
+            fresh = not Path(args.csv).exists()
+            with open(args.csv, "a", newline="") as file:
+                writer = csv.DictWriter(file, fieldnames=list(row))
+                if fresh:
+                    writer.writeheader()
+                writer.writerow(row)
+
     for case in args.case:
-        rows += measure(case, args.queries, args.peers.split(","), args.stages)
-    if args.csv:
-        with open(args.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        shape, _, kind = case.partition("@")
+        peers = args.peers.split(",") if args.peers else []
+        measure(shape, kind or "random", peers, args.stages, args.kernels, add)
 
 
 if __name__ == "__main__":

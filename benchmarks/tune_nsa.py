@@ -20,14 +20,16 @@ from sparsek_kernels.nsa.spec import NSASpec
 
 DIM = 128
 TILES: dict[str, list[tuple[int, int, int, int]]] = {
+    "hopper": [(128, 128, 4, 2), (128, 64, 4, 3)],
     "compressed": [(128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3), (128, 128, 8, 3)],
     "compressed_dq": [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2)],
     "compressed_dkdv": [(64, 128, 8, 2), (64, 64, 4, 2), (128, 64, 8, 2), (64, 128, 8, 3)],
-    "select": [(128, 16, 8, 2), (128, 16, 4, 2), (128, 32, 8, 2), (64, 32, 4, 2), (128, 32, 8, 3)],
-    "selected": [(128, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3)],
+    "select": [(128, 16, 4, 3), (128, 16, 4, 2), (128, 16, 4, 4), (64, 16, 4, 3), (128, 32, 8, 2)],
+    "selected": [(64, 64, 4, 1), (64, 64, 4, 2), (128, 64, 4, 1), (128, 64, 4, 2), (128, 64, 8, 1)],
+    "combine": [(64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 2), (128, 64, 8, 3)],
     "selected_bwd": [
-        *((64, 64, 8, 1), (64, 64, 8, 2), (64, 64, 4, 1), (128, 64, 8, 1)),
-        *((128, 64, 8, 2), (64, 64, 8, 3), (32, 64, 4, 2)),
+        *((32, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 1), (64, 64, 4, 2)),
+        *((64, 64, 8, 1), (128, 64, 8, 1), (128, 64, 8, 2)),  # 128 rows: rows first
     ],
 }
 SCALARS: dict[str, list[tuple[str, float]]] = {
@@ -81,11 +83,13 @@ def stages(heads: int, kv_heads: int, tokens: int) -> dict[str, Callable[[], obj
     for prepare in (compressed, select, selected):
         prepare()
     return {
+        "hopper": compressed,
         "compressed": compressed,
         "compressed_dq": backward,
         "compressed_dkdv": backward,
         "select": select,
         "selected": selected,
+        "combine": selected,
         "selected_bwd": selected_bwd,
     }
 
@@ -104,12 +108,16 @@ def main() -> None:
         todo = todo[first::step]
     for stage, changes in todo:
 
-        def choose(*given: Any, changes: dict[str, Any] = changes) -> Any:
+        def choose(
+            *given: Any, changes: dict[str, Any] = changes, portable: bool = "compressed" in stage
+        ) -> Any:
             base = select_config(*given)
             fields = {
                 name: value if isinstance(value, TileConfig) else int(getattr(base, name) * value)
                 for name, value in changes.items()
             }
+            if portable:
+                base = replace(base, hopper=None, hopper_bwd=None)
             return replace(base, token_major=False, **fields)
 
         launch_common.select_config = choose

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-_PART_BYTES = 1 << 30  # what one chunk's partial outputs may take
-_MAX_CHUNKS = 16
+_PART_BYTES = 1 << 31  # what one chunk's partial outputs may take
+_MAX_CHUNKS = 8
 _LARGE_SHARED_MEMORY = (80, 90, 100, 103)  # architectures with 160 KiB and more per program
 _TILED = (
     *("compressed", "compressed_dq", "compressed_dkdv"),
-    *("select", "selected", "selected_bwd", "tokens"),
+    *("select", "selected", "combine", "selected_bwd", "tokens"),
 )
 
 
@@ -71,12 +71,16 @@ class LaunchConfig:
         compressed_dkdv: likewise of the key-major backward kernel.
         select: rows (tokens times heads) and selection blocks per step of the selection kernel.
         selected: rows per step of the block-major forward kernel.
-        selected_bwd: rows per step of the block-major backward kernel.
+        combine: rows of a program that adds up what that kernel wrote.
+        selected_bwd: rows per step of the block-major backward kernel; from 128 rows on its scores
+            are kept rows first.
         tokens: rows of a program of the token-major kernel.
         token_major: whether the forward pass is token-major.
         chunk_rows: tokens whose parts are held at once.
         item_entries: most queries that one block-major program serves.
         precision: input precision of dot products.
+        hopper: tile of the warp-specialised compressed forward kernel, where that one is used.
+        hopper_bwd: tile of the fused compressed backward kernel, where that one is used.
     """
 
     compressed: TileConfig
@@ -84,12 +88,15 @@ class LaunchConfig:
     compressed_dkdv: TileConfig
     select: TileConfig
     selected: TileConfig
+    combine: TileConfig
     selected_bwd: TileConfig
     tokens: TileConfig
     token_major: bool
     chunk_rows: int
     item_entries: int
     precision: str = "tf32"
+    hopper: TileConfig | None = None
+    hopper_bwd: TileConfig | None = None
 
 
 def _chunk_rows(shape: ProblemShape, slots: int, itemsize: int) -> int:
@@ -111,6 +118,7 @@ def _tiles(dim: int, dtype: torch.dtype, arch: int) -> dict[str, TileConfig]:
             "compressed_dkdv": TileConfig(32, 32, 8, 1),
             "select": TileConfig(64, 16, 8, 1),
             "selected": TileConfig(32, 64, 4, 1),
+            "combine": TileConfig(32, 64, 4, 2),
             "selected_bwd": TileConfig(16, 64, 8, 1),
             "tokens": TileConfig(16, 64, 8, 1),
         }
@@ -121,6 +129,7 @@ def _tiles(dim: int, dtype: torch.dtype, arch: int) -> dict[str, TileConfig]:
             "compressed_dkdv": TileConfig(32, 64, 8, 1),
             "select": TileConfig(64, 16, 4, 1),
             "selected": TileConfig(64, 64, 4, 1),
+            "combine": TileConfig(32, 64, 4, 2),
             "selected_bwd": TileConfig(32, 64, 8, 1),
             "tokens": TileConfig(32, 64, 4, 1),
         }
@@ -129,9 +138,10 @@ def _tiles(dim: int, dtype: torch.dtype, arch: int) -> dict[str, TileConfig]:
         "compressed": TileConfig(128, 64, 8, 3),
         "compressed_dq": TileConfig(128, 64, 8, 2) if hopper else TileConfig(64, 32, 4, 2),
         "compressed_dkdv": TileConfig(64, 128, 8, 2),
-        "select": TileConfig(128, 16, 8 if hopper else 4, 2),
-        "selected": TileConfig(128, 64, 4, 2),
-        "selected_bwd": TileConfig(64, 64, 8, 3 if hopper else 1),
+        "select": TileConfig(128, 16, 4, 3 if hopper else 2),
+        "selected": TileConfig(64, 64, 4, 1),
+        "combine": TileConfig(64, 64, 4, 3),
+        "selected_bwd": TileConfig(32, 64, 4, 2) if hopper else TileConfig(64, 64, 8, 1),
         "tokens": TileConfig(32, 64, 4, 1),
     }
 
@@ -149,10 +159,20 @@ def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int
     token_major = rows * shape.num_kv_heads <= 2048
     chunk_rows = _chunk_rows(shape, slots, 4 if dtype == torch.float32 else 2)
     item_entries = max(2048 // shape.padded_group, 32)
+    # Those kernels know no earlier tokens than the queries.
+    hopper = (
+        arch == 90
+        and dtype != torch.float32
+        and shape.head_dim in (64, 128)
+        and shape.num_q == shape.num_k
+        and rows * shape.num_heads > 8192
+    )
     return LaunchConfig(
         **_tiles(shape.padded_dim, dtype, arch),
         token_major=token_major,
         chunk_rows=chunk_rows,
         item_entries=item_entries,
         precision="ieee" if dtype == torch.float32 else "tf32",
+        hopper=TileConfig(128, 128, 4, 2) if hopper else None,
+        hopper_bwd=TileConfig(64, 128, 8, 3) if hopper else None,
     )

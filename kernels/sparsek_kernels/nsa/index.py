@@ -22,6 +22,7 @@ class InverseIndex:
     Args:
         entries: ``[B * N * Hkv * S]`` int32 positions in ``block_indices``, sorted by key, rows
             ascending; positions that hold -1 come last.
+        entry_rows: int32, the row of q, within its batch, of each entry.
         entry_offsets: ``[keys + 1]`` int32, where a key's entries start.
         item_offsets: ``[keys + 1]`` int32, where a key's items start.
         item_keys: ``[items]`` int32, the key of each item (an upper bound of items).
@@ -35,6 +36,7 @@ class InverseIndex:
     """
 
     entries: torch.Tensor
+    entry_rows: torch.Tensor
     entry_offsets: torch.Tensor
     item_offsets: torch.Tensor
     item_keys: torch.Tensor
@@ -76,6 +78,7 @@ def build_index(
     sel_block_size: int,
     chunk_rows: int,
     item_entries: int,
+    far_only: bool = False,
 ) -> InverseIndex:
     """Invert ``block_indices [B, N, Hkv, S]``; deterministic, no synchronisation.
 
@@ -86,6 +89,8 @@ def build_index(
         sel_block_size: tokens of a block.
         chunk_rows: rows of ``[B * N]`` that a chunk has.
         item_entries: most queries that an item has.
+        far_only: leave out blocks that are near to their query: its own, the one before and the
+            first of the sequence (and blocks of the future).
     """
     batch, num_q, num_kv_heads, slots = block_indices.shape
     device = block_indices.device
@@ -98,13 +103,19 @@ def build_index(
     row = torch.arange(rows, dtype=torch.int32, device=device)
     if cu_seqlens is None:
         seq = row // num_q
+        pos = row % num_q + (num_k - num_q)
     else:
         seq = torch.searchsorted(cu_seqlens[1:], row, right=True, out_int32=True)
+        pos = row - cu_seqlens[seq]
     head = torch.arange(num_kv_heads, dtype=torch.int32, device=device)
     base = (row // chunk_rows * num_kv_heads)[:, None] + head  # [rows, Hkv]
     base = base * num_blocks + cu_blocks[seq][:, None]
     chosen = block_indices.view(rows, num_kv_heads, slots)
-    keys = torch.where(chosen >= 0, base[..., None] + chosen, num_keys).view(-1)
+    listed = chosen >= 0
+    if far_only:
+        own = pos // sel_block_size
+        listed = (chosen > 0) & (chosen < (own - 1)[:, None, None])
+    keys = torch.where(listed, base[..., None] + chosen, num_keys).view(-1)
     ordered, entries = torch.sort(keys, stable=True)
     edges = torch.arange(num_keys + 1, dtype=torch.int32, device=device)
     entry_offsets = torch.searchsorted(ordered, edges, out_int32=True)
@@ -115,8 +126,11 @@ def build_index(
     chunk_items = chunk_entries // item_entries + min(num_kv_heads * num_blocks, chunk_entries)
     item = torch.arange(num_chunks * chunk_items, dtype=torch.int32, device=device)
     item_keys = torch.searchsorted(item_offsets[1:], item, right=True, out_int32=True)
+    entries = entries.to(torch.int32)
+    entry_rows = entries // (num_kv_heads * slots)
     return InverseIndex(
-        entries=entries.to(torch.int32),
+        entries=entries,
+        entry_rows=entry_rows if batch == 1 else entry_rows % num_q,
         entry_offsets=entry_offsets,
         item_offsets=item_offsets,
         item_keys=item_keys,

@@ -57,7 +57,6 @@ def _block_scores(
     k_ptr,
     lse,
     seen,
-    carry,
     first_block,
     c_len,
     scale_log2,
@@ -74,10 +73,10 @@ def _block_scores(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Scores ``[BLOCK_B, BLOCK_T]`` of selection blocks from ``first_block`` on.
+    """``(own, spilled)`` scores ``[BLOCK_B, BLOCK_T]`` of selection blocks from ``first_block`` on.
 
-    ``BLOCK_C`` rows of keys stand for each block, ``CELLS`` of them in use.  ``carry`` is what
-    the block before ``first_block`` spills; the second result is what the last one here does.
+    ``BLOCK_C`` rows of keys stand for each block, ``CELLS`` of them in use.  Rows of q count the
+    heads of a token ``BLOCK_T`` apart, so that a thread holds all of them.
     """
     offs_k = tl.arange(0, BLOCK_B * BLOCK_C)  # [BLOCK_B * BLOCK_C]
     offs_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
@@ -89,24 +88,17 @@ def _block_scores(
         mask=mask_k[:, None] & (offs_d < HEAD_DIM)[None, :],
         other=0.0,
     )  # [BLOCK_B * BLOCK_C, BLOCK_D]
-    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [keys, BLOCK_T * BLOCK_G]
+    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [keys, BLOCK_G * BLOCK_T]
     p = tl.exp2(scores * scale_log2 - lse[None, :])
-    counts = mask_k[:, None]
     if MASKED:
-        counts = counts & (key[:, None] < seen[None, :])
-    p = tl.where(counts, p, 0.0)
-    mass = tl.sum(tl.reshape(p, [BLOCK_B * BLOCK_C, BLOCK_T, BLOCK_G]), 2)
+        p = tl.where(key[:, None] < seen[None, :], p, 0.0)
+    mass = tl.sum(tl.reshape(p, [BLOCK_B * BLOCK_C, BLOCK_G, BLOCK_T]), 1)
     mass = tl.reshape(mass, [BLOCK_B, BLOCK_C, BLOCK_T])
-    spill = tl.maximum(tl.arange(0, BLOCK_C) + (REACH - CELLS), 0).to(tl.float32)  # [BLOCK_C]
-    spilled = tl.sum(mass * spill[None, :, None], 1)  # [BLOCK_B, BLOCK_T]
-    own = tl.sum(mass * (REACH - spill)[None, :, None], 1)  # [BLOCK_B, BLOCK_T]
-    if REACH > 1:
-        offs_b = tl.arange(0, BLOCK_B)[:, None]
-        before = tl.broadcast_to(tl.maximum(offs_b - 1, 0), [BLOCK_B, BLOCK_T])
-        shifted = tl.gather(spilled, before, 0)  # [BLOCK_B, BLOCK_T]
-        own += tl.where(offs_b == 0, carry[None, :], shifted)
-        carry = tl.sum(tl.where(offs_b == BLOCK_B - 1, spilled, 0.0), 0)  # [BLOCK_T]
-    return own, carry
+    offs_c = tl.arange(0, BLOCK_C)
+    spill = tl.where(offs_c < CELLS, tl.maximum(offs_c + (REACH - CELLS), 0), 0).to(tl.float32)
+    share = tl.where(offs_c < CELLS, REACH, 0).to(tl.float32) - spill  # [BLOCK_C]
+    own = tl.sum(mass * share[None, :, None], 1)  # [BLOCK_B, BLOCK_T]
+    return own, tl.sum(mass * spill[None, :, None], 1)
 
 
 @triton.jit
@@ -152,10 +144,12 @@ def nsa_block_scores_kernel(
 ):
     """One program: ``BLOCK_T`` neighbouring tokens of one KV head, all heads of the group.
 
-    Writes fp32 ``[B, num_rows, Hkv, num_blocks]`` for blocks before the ``NUM_LOCAL`` latest;
-    the rest of the scratch is left as it is.  The last tokens start first.
+    Writes fp32 ``[B, num_rows, Hkv, num_blocks, 2]``, what a block gets from its own keys and from
+    the block before, for blocks before the ``NUM_LOCAL`` latest; without overlap the last dimension
+    is missing.  The rest of the scratch is left as it is.  The last tokens start first.
     """
     CELLS: tl.constexpr = SEL_BLOCK // CMP_STRIDE
+    REACH: tl.constexpr = CMP_BLOCK // CMP_STRIDE
     kv_head = tl.program_id(1)
     seq, tile, batch, q_start, q_len, c_start, c_len, offset = locate_rows(
         tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(2), tiles_ptr, cu_rows_ptr,
@@ -166,8 +160,8 @@ def nsa_block_scores_kernel(
     batch = batch.to(tl.int64)
     offs_r = tl.arange(0, BLOCK_T * BLOCK_G)  # [BLOCK_T * BLOCK_G]
     offs_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    local = tile * BLOCK_T + offs_r // BLOCK_G
-    member = offs_r % BLOCK_G
+    local = tile * BLOCK_T + offs_r % BLOCK_T
+    member = offs_r // BLOCK_T
     mask_r = (local < q_len) & (member < GROUP)
     head = kv_head * GROUP + member
     rows = (q_start + local).to(tl.int64)
@@ -187,16 +181,35 @@ def nsa_block_scores_kernel(
     k_base += c_start.to(tl.int64) * stride_kt
     offs_t = tile * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
     out_row = (batch * num_rows + q_start - first_row + offs_t) * tl.num_programs(1) + kv_head
-    out = scores_ptr + out_row[None, :] * num_blocks
-    carry = tl.zeros([BLOCK_T], dtype=tl.float32)  # [BLOCK_T]
+    mask_t = (offs_t < q_len)[None, :]
     for first in tl.range(0, end, BLOCK_B, num_stages=NUM_STAGES):
-        score, carry = _block_scores(
-            q, k_base, lse, seen, carry, first, c_len, scale * 1.4426950408889634,
-            stride_kt, stride_kd, HEAD_DIM, CELLS, CMP_BLOCK // CMP_STRIDE, NUM_LOCAL < 2,
+        own, spilled = _block_scores(
+            q, k_base, lse, seen, first, c_len, scale * 1.4426950408889634,
+            stride_kt, stride_kd, HEAD_DIM, CELLS, REACH, NUM_LOCAL < 2,
             BLOCK_T, BLOCK_G, BLOCK_B, BLOCK_C, BLOCK_D, PRECISION,
         )  # fmt: skip
         block = first + tl.arange(0, BLOCK_B)[:, None]  # [BLOCK_B, 1]
-        tl.store(out + block, score, mask=(block < num_blocks) & (offs_t < q_len)[None, :])
+        mask = (block < num_blocks) & mask_t
+        at = out_row[None, :] * num_blocks + block
+        if REACH > 1:
+            tl.store(scores_ptr + 2 * at, own, mask=mask)
+            tl.store(scores_ptr + 2 * at + 3, spilled, mask=mask & (block + 1 < num_blocks))
+        else:
+            tl.store(scores_ptr + at, own, mask=mask)
+
+
+@triton.jit
+def _counted(flags, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Running count of flags ``[ROWS, COLS]`` in row-major order, the element's own included.
+
+    Two small matrix products: a scan along the registers of one warp takes thousands of steps.
+    """
+    ones = tl.where(flags, 1.0, 0.0).to(tl.float16)  # [ROWS, COLS]
+    rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
+    upper = tl.where(cols[:, None] <= cols[None, :], 1.0, 0.0).to(tl.float16)  # [COLS, COLS]
+    lower = tl.where(rows[None, :] < rows[:, None], 1.0, 0.0).to(tl.float16)  # [ROWS, ROWS]
+    before = tl.sum(tl.dot(lower, ones), 1)  # [ROWS]
+    return (tl.dot(ones, upper) + before[:, None]).to(tl.int32)  # [ROWS, COLS]
 
 
 @triton.jit
@@ -214,17 +227,18 @@ def nsa_top_blocks_kernel(
     TOP_N: tl.constexpr,
     NUM_INIT: tl.constexpr,
     NUM_LOCAL: tl.constexpr,
+    SPILLS: tl.constexpr,
     VARLEN: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ):
     """One program: one token and KV head.
 
     Candidates are the blocks from ``NUM_INIT`` on that lie before the ``NUM_LOCAL`` latest; the
     ``TOP_N - NUM_INIT - NUM_LOCAL`` best of them and the forced blocks are written ascending, -1
-    after the last, to contiguous ``[B, N, Hkv, TOP_N]`` int32.  The score of the worst winner comes
-    from a partial sort, and one prefix sum places the winners; among equals the lower indices win.
+    after the last, to contiguous ``[B, N, Hkv, TOP_N]`` int32.  The score of the worst winner is
+    found by bisection, and a running count places the winners; among equals the lower indices win.
     """
     FREE: tl.constexpr = TOP_N - NUM_INIT - NUM_LOCAL
     row = tl.program_id(0)
@@ -249,18 +263,40 @@ def nsa_top_blocks_kernel(
     by_rule = (offs_o < num_init) | (after >= 0)
     tl.store(out + offs_o, rest, mask=by_rule & (offs_o < TOP_N))
     if num_free > 0:
-        block = tl.arange(0, BLOCK_B)  # [BLOCK_B]
-        inside = (block >= num_init) & (block < first_local)
+        COLS: tl.constexpr = BLOCK_B // BLOCK_R
+        block = tl.arange(0, BLOCK_R)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+        inside = (block >= num_init) & (block < first_local)  # [BLOCK_R, COLS]
         at = ((batch * num_rows + row) * tl.num_programs(1) + kv_head) * num_blocks
-        score = tl.load(scores_ptr + at + block, mask=inside, other=0.0)  # [BLOCK_B]
-        # NaN counts as zero: whatever q holds, valid blocks come out.
-        score = tl.where(inside, tl.where(score > 0.0, score, 0.0), -1.0)
-        best = tl.topk(score, BLOCK_S)  # [BLOCK_S], descending
-        offs_s = tl.arange(0, BLOCK_S)
-        worst = tl.sum(tl.where(offs_s == num_free - 1, best, 0.0), 0)
-        above = score > worst
-        equal = inside & (score == worst)
-        room = num_free - tl.sum(above.to(tl.int32), 0)
-        won = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
-        place = tl.cumsum(won.to(tl.int32), 0) - 1
+        if SPILLS:
+            side = tl.arange(0, 2)[None, None, :]
+            pair = tl.load(
+                scores_ptr + 2 * (at + block)[:, :, None] + side,
+                mask=inside[:, :, None],
+                other=0.0,
+            )  # [BLOCK_R, COLS, 2]
+            score = tl.sum(tl.where((block[:, :, None] == 0) & (side == 1), 0.0, pair), 2)
+        else:
+            score = tl.load(scores_ptr + at + block, mask=inside, other=0.0)
+        # NaN counts as zero: whatever q holds, valid blocks come out.  The bits of numbers that
+        # are not negative are ordered as the numbers are.
+        bits = tl.where(score > 0.0, score, 0.0).to(tl.int32, bitcast=True)
+        bits = tl.where(inside, bits, -1)  # [BLOCK_R, COLS]
+        best = tl.max(bits, 0)  # [COLS]
+        # As many scores as there are columns lie at or above the least of these maxima.
+        least = tl.min(best, 0) if COLS >= FREE else -1
+        above = tl.max(best, 0) + 1
+        count = tl.sum((bits >= least).to(tl.int32))
+        while (count != num_free) & (above - least > 1):
+            middle = least + (above - least) // 2
+            found = tl.sum((bits >= middle).to(tl.int32))
+            enough = found >= num_free
+            least = tl.where(enough, middle, least)
+            count = tl.where(enough, found, count)
+            above = tl.where(enough, above, middle)
+        won = bits >= least
+        if count != num_free:
+            equal = bits == least
+            room = num_free - tl.sum((bits > least).to(tl.int32))
+            won = (bits > least) | (equal & (_counted(equal, BLOCK_R, COLS) <= room))
+        place = _counted(won, BLOCK_R, COLS) - 1
         tl.store(out + num_init + place, block, mask=won)

@@ -7,10 +7,16 @@ inside block ``s`` and ``o_s`` the attention output over that block alone,
 
 (split-softmax, as in flash decoding).  A block's K and V are read once for all the queries that
 chose it, wherever they are; the parts are summed by a second kernel without atomics.
+
+Blocks near a query, which are its own, the one before and the first of the sequence, have no parts:
+neighbouring queries share them, so the second kernel attends to them itself.  All others lie in the
+past as a whole and need no mask.
 """
 
 import triton
 import triton.language as tl
+
+from sparsek_kernels.common.softmax import softmax_init, softmax_step
 
 
 @triton.jit
@@ -59,11 +65,9 @@ def locate_item(
 @triton.jit
 def load_entries(
     entries_ptr,
+    entry_rows_ptr,
     entry,
     entry_end,
-    num_q,
-    num_kv_heads,
-    SLOTS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -77,7 +81,7 @@ def load_entries(
     member = offs_r % BLOCK_G
     mask = (at < entry_end) & (member < GROUP)
     slot = tl.load(entries_ptr + at, mask=mask, other=0)  # [BLOCK_E * BLOCK_G]
-    row = slot // (num_kv_heads * SLOTS) % num_q
+    row = tl.load(entry_rows_ptr + at, mask=mask, other=0)
     return slot, row, member, mask
 
 
@@ -91,6 +95,7 @@ def nsa_selected_part_kernel(
     item_keys_ptr,
     item_offsets_ptr,
     entries_ptr,
+    entry_rows_ptr,
     entry_offsets_ptr,
     block_seq_ptr,
     cu_blocks_ptr,
@@ -131,9 +136,10 @@ def nsa_selected_part_kernel(
 ):
     """One program: up to ``ITEM`` queries that chose one block, ``BLOCK_E`` of them at a time.
 
-    Writes ``part[slot - first_slot, member]`` (head vectors) and the base-2 log-sum-exp.
+    Writes ``part[slot - first_slot, member]`` (head vectors) and the base-2 log-sum-exp.  No block
+    is near to its queries.
     """
-    live, kv_head, batch, k_start, k_len, block, entry, entry_end, shift = locate_item(
+    live, kv_head, batch, k_start, k_len, block, entry, entry_end, _shift = locate_item(
         item_keys_ptr, item_offsets_ptr, entry_offsets_ptr, block_seq_ptr, cu_blocks_ptr,
         cu_seqlens_ptr, first_key, num_keys, num_blocks, num_kv_heads, offset, num_k, ITEM, VARLEN,
     )  # fmt: skip
@@ -153,30 +159,40 @@ def nsa_selected_part_kernel(
     v_base = v_ptr + batch * stride_vb + wide_head * stride_vh
     v = tl.load(v_base + keys * stride_vt + offs_d[None, :] * stride_vd, mask=mask_k, other=0.0)
     scale_log2 = scale * 1.4426950408889634
+    slot, row, member, mask_r = load_entries(
+        entries_ptr, entry_rows_ptr, entry, entry_end, GROUP, BLOCK_E, BLOCK_G
+    )
     for start in tl.range(entry, entry_end, BLOCK_E, num_stages=NUM_STAGES):
-        slot, row, member, mask_r = load_entries(
-            entries_ptr, start, entry_end, num_q, num_kv_heads, SLOTS, GROUP, BLOCK_E, BLOCK_G
-        )
         mask_q = mask_r[:, None] & mask_d[None, :]
         head = (kv_head * GROUP + member).to(tl.int64)
         q_row = batch * stride_qb + row.to(tl.int64) * stride_qt + head * stride_qh
         q = tl.load(
             q_ptr + q_row[:, None] + offs_d[None, :] * stride_qd, mask=mask_q, other=0.0
         )  # [BLOCK_E * BLOCK_G, BLOCK_D]
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-        seen = inside[None, :] & (key_pos[None, :] <= (row + shift)[:, None])
-        scores = tl.where(seen, scores, float("-inf"))  # [BLOCK_E * BLOCK_G, BLOCK_N]
-        m = tl.max(scores, 1)  # [BLOCK_E * BLOCK_G]
-        m_ref = tl.where(m == float("-inf"), 0.0, m)
-        p = tl.exp2(scores - m_ref[:, None])
-        denom = tl.sum(p, 1)  # [BLOCK_E * BLOCK_G]
-        acc = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)  # [BLOCK_E * BLOCK_G, BLOCK_D]
-        acc = acc * (1.0 / tl.where(denom > 0.0, denom, 1.0))[:, None]
-        lse = tl.where(denom > 0.0, m_ref + tl.log2(denom), float("-inf"))
         at = (slot - first_slot).to(tl.int64) * GROUP + member
+        mask_now = mask_r
+        # The next entries are known before their rows are asked for.
+        slot, row, member, mask_r = load_entries(
+            entries_ptr, entry_rows_ptr, start + BLOCK_E, entry_end, GROUP, BLOCK_E, BLOCK_G
+        )
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_E * BLOCK_G, BLOCK_N]
+        if SEL_BLOCK < BLOCK_N:
+            scores = tl.where((offs_n < SEL_BLOCK)[None, :], scores, float("-inf"))
+        m = tl.max(scores, 1) * scale_log2  # [BLOCK_E * BLOCK_G]
+        p = tl.exp2(scores * scale_log2 - m[:, None])
+        denom = tl.sum(p, 1)  # [BLOCK_E * BLOCK_G]
+        p = p * (1.0 / denom)[:, None]
+        acc = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)  # [BLOCK_E * BLOCK_G, BLOCK_D]
         part_ptrs = part_ptr + at[:, None] * HEAD_DIM + offs_d[None, :]
-        tl.store(part_ptrs, acc.to(part_ptr.dtype.element_ty), mask=mask_q)
-        tl.store(part_lse_ptr + at, lse, mask=mask_r)
+        mask_out = mask_now[:, None] & mask_d[None, :]
+        tl.store(part_ptrs, acc.to(part_ptr.dtype.element_ty), mask=mask_out)
+        tl.store(part_lse_ptr + at, m + tl.log2(denom), mask=mask_now)
+
+
+@triton.jit
+def is_near(block, own):
+    """Whether a query in block ``own`` has no part for ``block``, future blocks included."""
+    return (block == 0) | (block >= own - 1)
 
 
 @triton.jit
@@ -185,55 +201,156 @@ def nsa_selected_combine_kernel(
     lse_ptr,
     part_ptr,
     part_lse_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
     indices_ptr,
+    cu_rows_ptr,
+    cu_first_ptr,
+    tiles_ptr,
+    scale,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_qd,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_kd,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_vd,
     first_row,
     num_rows,
     num_q,
+    num_k,
+    offset,
     num_kv_heads,
     GROUP: tl.constexpr,
     SLOTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    MAPPED: tl.constexpr,
+    VARLEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
-    """One program: the parts of ``BLOCK_T`` tokens of one KV head become outputs.
+    """One program: ``BLOCK_T`` neighbouring tokens of one KV head; near blocks and parts together.
 
-    Tokens are rows ``first_row ..`` of ``[B * N]``; ``out`` and ``lse`` are contiguous.
+    Tokens are rows ``first_row ..`` of ``[B * N]``; ``out`` and ``lse`` are contiguous.  With
+    several sequences ``tiles`` maps programs to (sequence, tile), ``cu_first`` holds the sequences'
+    first rows and ``cu_rows`` the same clipped to this launch.
     """
+    tile = tl.program_id(0)
     kv_head = tl.program_id(1)
+    start = first_row
+    end = first_row + num_rows
+    batch = kv_head * 0
+    k_start = 0
+    k_len = num_k
+    base_row = 0
+    if MAPPED:
+        seq = tl.load(tiles_ptr + tile.to(tl.int64) * 2)
+        tile = tl.load(tiles_ptr + tile.to(tl.int64) * 2 + 1)
+        if seq < 0:
+            return
+        start = tl.load(cu_rows_ptr + seq)
+        end = tl.load(cu_rows_ptr + seq + 1)
+        base_row = tl.load(cu_first_ptr + seq)
+        if VARLEN:
+            k_start = base_row
+            k_len = tl.load(cu_first_ptr + seq + 1) - base_row
+        else:
+            batch = seq
+    start += tile * BLOCK_T
+    shift = offset - base_row
+    wide_head = kv_head.to(tl.int64)
     offs_r = tl.arange(0, BLOCK_T * BLOCK_G)
-    local = tl.program_id(0) * BLOCK_T + offs_r // BLOCK_G
+    row = start + offs_r // BLOCK_G
     member = offs_r % BLOCK_G
-    mask_r = (local < num_rows) & (member < GROUP)
+    mask_r = (row < end) & (member < GROUP)
     offs_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    mask_q = mask_r[:, None] & (offs_d < HEAD_DIM)[None, :]
-    wide = local.to(tl.int64)
-    slot = (wide * num_kv_heads + kv_head) * SLOTS  # slots of this launch's parts
-    chosen_ptrs = indices_ptr + ((wide + first_row) * num_kv_heads + kv_head) * SLOTS
-    m = tl.full([BLOCK_T * BLOCK_G], float("-inf"), dtype=tl.float32)
+    mask_d = offs_d < HEAD_DIM
+    mask_q = mask_r[:, None] & mask_d[None, :]
+    pos = row + shift
+    own = pos // SEL_BLOCK
+    wide_row = row.to(tl.int64)
+    head = (kv_head * GROUP + member).to(tl.int64)
+    offs_t = start + tl.arange(0, BLOCK_T)  # [BLOCK_T]
+    offs_s = tl.arange(0, BLOCK_S)  # [BLOCK_S]
+    choice = (offs_t.to(tl.int64) * num_kv_heads + kv_head) * SLOTS
+    chosen_all = tl.load(
+        indices_ptr + choice[:, None] + offs_s[None, :],
+        mask=(offs_t < end)[:, None] & (offs_s < SLOTS)[None, :],
+        other=-1,
+    )  # [BLOCK_T, BLOCK_S]
+
+    q_row = wide_row
+    if not VARLEN:
+        q_row = wide_row - base_row
+    batch = batch.to(tl.int64)
+    q_row = batch * stride_qb + q_row * stride_qt + head * stride_qh
+    q = tl.load(q_ptr + q_row[:, None] + offs_d[None, :] * stride_qd, mask=mask_q, other=0.0)
+    k_base = k_ptr + batch * stride_kb + wide_head * stride_kh
+    v_base = v_ptr + batch * stride_vb + wide_head * stride_vh
+    offs_n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    scale_log2 = scale * 1.4426950408889634
+    m, total = softmax_init(0.0, BLOCK_T * BLOCK_G, False)
+    acc = tl.zeros([BLOCK_T * BLOCK_G, BLOCK_D], dtype=tl.float32)
+    low = tl.maximum((start + shift) // SEL_BLOCK - 1, 0)
+    high = (tl.minimum(start + BLOCK_T, end) - 1 + shift) // SEL_BLOCK
+    # The first block, then those from low to high.
+    for step in tl.range(tl.where(low > 0, 0, 1), high - low + 2, num_stages=2):
+        block = tl.where(step == 0, 0, low + step - 1)
+        holds = tl.max((chosen_all == block).to(tl.int32), 1)  # [BLOCK_T]
+        holds = tl.broadcast_to(holds[:, None], [BLOCK_T, BLOCK_G])
+        holds = (tl.reshape(holds, [BLOCK_T * BLOCK_G]) > 0) & is_near(block, own)
+        key = block * SEL_BLOCK + offs_n  # [BLOCK_N]
+        inside = (offs_n < SEL_BLOCK) & (key < k_len)
+        mask_k = inside[:, None] & mask_d[None, :]
+        at = (k_start + key).to(tl.int64)[:, None]
+        k = tl.load(k_base + at * stride_kt + offs_d[None, :] * stride_kd, mask=mask_k, other=0.0)
+        v = tl.load(v_base + at * stride_vt + offs_d[None, :] * stride_vd, mask=mask_k, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        seen = inside[None, :] & holds[:, None] & (key[None, :] <= pos[:, None])
+        scores = tl.where(seen, scores, float("-inf"))  # [BLOCK_T * BLOCK_G, BLOCK_N]
+        m, total, p, alpha = softmax_step(m, total, scores, scale_log2, True)
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+
+    slot = ((wide_row - first_row) * num_kv_heads + kv_head) * SLOTS  # of this launch's parts
+    chosen_ptrs = indices_ptr + (wide_row * num_kv_heads + kv_head) * SLOTS
+    m_all = m
     for s in range(SLOTS):
         chosen = tl.load(chosen_ptrs + s, mask=mask_r, other=-1)
+        far = mask_r & (chosen >= 0) & (is_near(chosen, own) == 0)
         at = (slot + s) * GROUP + member
-        part_lse = tl.load(part_lse_ptr + at, mask=mask_r & (chosen >= 0), other=float("-inf"))
-        m = tl.maximum(m, part_lse)
-    m_ref = tl.where(m == float("-inf"), 0.0, m)
-    total = tl.zeros([BLOCK_T * BLOCK_G], dtype=tl.float32)
-    acc = tl.zeros([BLOCK_T * BLOCK_G, BLOCK_D], dtype=tl.float32)
-    for s in tl.range(SLOTS, num_stages=4):
+        part_lse = tl.load(part_lse_ptr + at, mask=far, other=float("-inf"))
+        m_all = tl.maximum(m_all, part_lse)
+    m_ref = tl.where(m_all == float("-inf"), 0.0, m_all)
+    alpha = tl.exp2(m - m_ref)
+    total = total * alpha
+    acc = acc * alpha[:, None]
+    for s in tl.range(SLOTS, num_stages=NUM_STAGES):
         chosen = tl.load(chosen_ptrs + s, mask=mask_r, other=-1)
+        far = mask_r & (chosen >= 0) & (is_near(chosen, own) == 0)
         at = (slot + s) * GROUP + member
-        part_lse = tl.load(part_lse_ptr + at, mask=mask_r & (chosen >= 0), other=float("-inf"))
+        part_lse = tl.load(part_lse_ptr + at, mask=far, other=float("-inf"))
         weight = tl.exp2(part_lse - m_ref)
         total += weight
         part_ptrs = part_ptr + at[:, None] * HEAD_DIM + offs_d[None, :]
-        part = tl.load(part_ptrs, mask=mask_q & (chosen >= 0)[:, None], other=0.0)
+        part = tl.load(part_ptrs, mask=far[:, None] & mask_d[None, :], other=0.0)
         acc += part.to(tl.float32) * weight[:, None]
     acc = acc * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
     lse = tl.where(total > 0.0, (m_ref + tl.log2(total)) * 0.6931471805599453, float("-inf"))
-    row = wide + first_row
-    head = kv_head * GROUP + member
-    out_ptrs = out_ptr + (row * num_kv_heads * GROUP + head)[:, None] * HEAD_DIM + offs_d[None, :]
+    out_row = (wide_row * num_kv_heads * GROUP + head)[:, None] * HEAD_DIM
+    out_ptrs = out_ptr + out_row + offs_d[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_q)
-    stat = (row // num_q * num_kv_heads * GROUP + head) * num_q + row % num_q
+    stat = (wide_row // num_q * num_kv_heads * GROUP + head) * num_q + wide_row % num_q
     tl.store(lse_ptr + stat, lse, mask=mask_r)

@@ -30,6 +30,7 @@ def nsa_selected_bwd_part_kernel(
     item_keys_ptr,
     item_offsets_ptr,
     entries_ptr,
+    entry_rows_ptr,
     entry_offsets_ptr,
     block_seq_ptr,
     cu_blocks_ptr,
@@ -71,8 +72,12 @@ def nsa_selected_bwd_part_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
 ):
     """One program: up to ``ITEM`` queries that chose one block, ``BLOCK_E`` of them at a time.
+
+    ``ROWS_FIRST`` keeps the scores of many rows as ``[rows, BLOCK_N]``, which spreads ``dk`` and
+    ``dv`` over more warps; otherwise they are ``[BLOCK_N, rows]`` and need no transposition.
 
     Writes fp32 ``dk_part[item, BLOCK_N]``, ``dv_part`` alike, and ``dq_part[slot - first_slot,
     member]`` in its own dtype, unscaled.
@@ -99,10 +104,10 @@ def nsa_selected_bwd_part_kernel(
     scale_log2 = scale * 1.4426950408889634
     dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)  # [BLOCK_N, BLOCK_D]
     dv = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)  # [BLOCK_N, BLOCK_D]
+    slot, row, member, mask_r = load_entries(
+        entries_ptr, entry_rows_ptr, entry, entry_end, GROUP, BLOCK_E, BLOCK_G
+    )
     for start in tl.range(entry, entry_end, BLOCK_E, num_stages=NUM_STAGES):
-        slot, row, member, mask_r = load_entries(
-            entries_ptr, start, entry_end, num_q, num_kv_heads, SLOTS, GROUP, BLOCK_E, BLOCK_G
-        )
         mask_q = mask_r[:, None] & mask_d[None, :]
         head = (kv_head * GROUP + member).to(tl.int64)
         wide_row = row.to(tl.int64)
@@ -116,15 +121,30 @@ def nsa_selected_bwd_part_kernel(
         lse = tl.load(lse_ptr + stat, mask=mask_r, other=float("inf"))
         lse = tl.where(lse == float("-inf"), float("inf"), lse) * 1.4426950408889634
         delta = tl.load(delta_ptr + stat, mask=mask_r, other=0.0)
-        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, rows]
-        seen = inside[:, None] & (key_pos[:, None] <= (row + shift)[None, :])
-        p = tl.where(seen, tl.exp2(scores * scale_log2 - lse[None, :]), 0.0)
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # [BLOCK_N, rows]
-        ds = (p * (dp - delta[None, :])).to(q.dtype)
-        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-        dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION)  # [rows, BLOCK_D]
+        pos = row + shift
         at = (slot - first_slot).to(tl.int64) * GROUP + member
+        # The next entries are known before their rows are asked for.
+        slot, row, member, mask_r = load_entries(
+            entries_ptr, entry_rows_ptr, start + BLOCK_E, entry_end, GROUP, BLOCK_E, BLOCK_G
+        )
+        if ROWS_FIRST:
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [rows, BLOCK_N]
+            seen = inside[None, :] & (key_pos[None, :] <= pos[:, None])
+            p = tl.where(seen, tl.exp2(scores * scale_log2 - lse[:, None]), 0.0)
+            dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # [rows, BLOCK_N]
+            ds = (p * (dp - delta[:, None])).to(q.dtype)
+            dq = tl.dot(ds, k, input_precision=PRECISION)  # [rows, BLOCK_D]
+            dv = tl.dot(tl.trans(p.to(dout.dtype)), dout, dv, input_precision=PRECISION)
+            dk = tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION)
+        else:
+            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, rows]
+            seen = inside[:, None] & (key_pos[:, None] <= pos[None, :])
+            p = tl.where(seen, tl.exp2(scores * scale_log2 - lse[None, :]), 0.0)
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+            dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)  # [BLOCK_N, rows]
+            ds = (p * (dp - delta[None, :])).to(q.dtype)
+            dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+            dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION)  # [rows, BLOCK_D]
         dq_ptrs = dq_part_ptr + at[:, None] * HEAD_DIM + offs_d[None, :]
         tl.store(dq_ptrs, dq.to(dq_part_ptr.dtype.element_ty), mask=mask_q)
     at = tl.program_id(0).to(tl.int64) * BLOCK_N + offs_n

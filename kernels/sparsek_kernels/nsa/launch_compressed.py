@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import triton
 
-from sparsek_kernels.nsa.config import TileConfig
+from sparsek_kernels.nsa import launch_compressed_hopper
+from sparsek_kernels.nsa.config import LaunchConfig, TileConfig
 from sparsek_kernels.nsa.kernels_compressed import nsa_compressed_fwd_kernel
 from sparsek_kernels.nsa.kernels_compressed_bwd import (
     nsa_compressed_bwd_dkdv_kernel,
@@ -15,6 +16,7 @@ from sparsek_kernels.nsa.launch_common import launch_config, problem_shape, tile
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.sink_window.launch import row_dots
+from sparsek_kernels.sink_window.launch_hopper import describable
 
 
 class _Call:
@@ -27,9 +29,10 @@ class _Call:
         seq_len: int,
         cu_seqlens: torch.Tensor | None,
         spec: NSASpec,
+        config: LaunchConfig | None,
     ) -> None:
         self.shape = problem_shape(q, k_cmp.shape[2], seq_len)
-        self.config = launch_config(q, self.shape, spec.top_n)
+        self.config = config or launch_config(q, self.shape, spec.top_n)
         self.cu_seqlens = cu_seqlens
         self.cu_cmp: torch.Tensor | None = None
         if cu_seqlens is not None:
@@ -72,11 +75,18 @@ def forward(
     cu_seqlens: torch.Tensor | None,
     spec: NSASpec,
     scale: float,
+    config: LaunchConfig | None = None,
 ) -> None:
     """Fill contiguous ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]``."""
     if out.numel() == 0:
         return
-    call = _Call(q, k_cmp, seq_len, cu_seqlens, spec)
+    call = _Call(q, k_cmp, seq_len, cu_seqlens, spec, config)
+    hopper = call.config.hopper
+    if hopper is not None and k_cmp.numel() and describable(q, k_cmp, v_cmp):
+        launch_compressed_hopper.forward(
+            *(out, lse, q, k_cmp, v_cmp, cu_seqlens, call.cu_cmp, call.shape, hopper, spec, scale)
+        )
+        return
     tile = call.config.compressed
     grid, tiles = call.query_grid(tile.block_m)
     nsa_compressed_fwd_kernel[grid](
@@ -110,14 +120,21 @@ def backward(
     cu_seqlens: torch.Tensor | None,
     spec: NSASpec,
     scale: float,
+    config: LaunchConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k_cmp and v_cmp; bitwise reproducible."""
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k_cmp, v_cmp))
     if q.numel() == 0 or k_cmp.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    call = _Call(q, k_cmp, seq_len, cu_seqlens, spec)
+        return torch.zeros_like(q), torch.zeros_like(k_cmp), torch.zeros_like(v_cmp)
+    call = _Call(q, k_cmp, seq_len, cu_seqlens, spec, config)
     shape = call.shape
     delta = row_dots(dout, dlse, out)
+    hopper = call.config.hopper_bwd
+    if hopper is not None and describable(q, k_cmp, v_cmp):
+        return launch_compressed_hopper.backward(
+            *(dout, q, k_cmp, v_cmp, lse, delta, cu_seqlens, call.cu_cmp, shape, hopper),
+            *(spec, scale),
+        )
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k_cmp, v_cmp))
     inputs = (dout, q, k_cmp, v_cmp, lse, delta, call.cu, call.cmp)
     strides = (*dout.stride(), *q.stride(), *k_cmp.stride(), *v_cmp.stride())
     tile = call.config.compressed_dq

@@ -10,7 +10,7 @@ from sparsek_kernels.nsa.launch_common import launch_config, problem_shape, tile
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
 from sparsek_kernels.nsa.spec import NSASpec
 
-_SCRATCH_SCORES = 1 << 24  # block scores held at once
+_SCRATCH_SCORES = 1 << 25  # block scores held at once
 _LEAST_ROWS = 2048  # tokens of a launch, however many blocks there are
 
 
@@ -36,10 +36,12 @@ def select(
     num_blocks = spec.num_selectable(seq_len)
     free = spec.top_n - spec.num_init_blocks - spec.num_local_blocks
     scored = free > 0 and k_cmp.shape[1] > 0
-    per_row = shape.batch * shape.num_kv_heads * num_blocks
+    spills = spec.cells_per_cmp > 1
+    per_row = shape.batch * shape.num_kv_heads * num_blocks * (2 if spills else 1)
     step = min(max(_SCRATCH_SCORES // per_row, _LEAST_ROWS), shape.num_q)
     scores = torch.empty((per_row * step if scored else 1,), dtype=torch.float32, device=q.device)
-    cu = cu_cmp = token_seq = q
+    cu = cu_cmp = q
+    token_seq: torch.Tensor | None = None
     if cu_seqlens is not None:
         cu = cu_seqlens
         cu_cmp = compressed_cu_seqlens(cu_seqlens, spec.cmp_block_size, spec.cmp_stride)
@@ -88,29 +90,49 @@ def select(
                 num_warps=config.select.num_warps,
                 num_stages=config.select.num_stages,
             )
-        # Causality bounds the blocks that these rows can reach.
-        reach = num_blocks
-        if cu_seqlens is None:
-            reach = min(num_blocks, (first + rows - 1 + offset) // spec.sel_block_size + 1)
-        block_s = max(triton.next_power_of_2(max(free, 1)), 2)
-        width = max(triton.next_power_of_2(reach), block_s, 64)
-        nsa_top_blocks_kernel[(rows, shape.num_kv_heads, shape.batch)](
-            block_indices,
-            scores,
-            token_seq,
-            cu,
-            first,
-            rows,
-            shape.num_q,
-            offset,
-            num_blocks,
-            SEL_BLOCK=spec.sel_block_size,
-            TOP_N=spec.top_n,
-            NUM_INIT=spec.num_init_blocks,
-            NUM_LOCAL=spec.num_local_blocks,
-            VARLEN=cu_seqlens is not None,
-            BLOCK_B=width,
-            BLOCK_S=block_s,
-            BLOCK_O=triton.next_power_of_2(spec.top_n),
-            num_warps=1 if width <= 1024 else min(width // 1024, 16),
-        )
+        choose(
+            block_indices, scores, token_seq, cu_seqlens, first, rows, offset, spec, num_blocks,
+            spills,
+        )  # fmt: skip
+
+
+def choose(
+    block_indices: torch.Tensor,
+    scores: torch.Tensor,
+    token_seq: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    first: int,
+    rows: int,
+    offset: int,
+    spec: NSASpec,
+    num_blocks: int,
+    spills: bool,
+) -> None:
+    """The best blocks of rows ``first .. first + rows - 1`` from their scores."""
+    batch, num_q, num_kv_heads, _ = block_indices.shape
+    # Causality bounds the blocks that these rows can reach.
+    reach = num_blocks
+    if cu_seqlens is None:
+        reach = min(num_blocks, (first + rows - 1 + offset) // spec.sel_block_size + 1)
+    width = max(triton.next_power_of_2(reach), 256)
+    nsa_top_blocks_kernel[(rows, num_kv_heads, batch)](
+        block_indices,
+        scores,
+        block_indices if token_seq is None else token_seq,
+        block_indices if cu_seqlens is None else cu_seqlens,
+        first,
+        rows,
+        num_q,
+        offset,
+        num_blocks,
+        SEL_BLOCK=spec.sel_block_size,
+        TOP_N=spec.top_n,
+        NUM_INIT=spec.num_init_blocks,
+        NUM_LOCAL=spec.num_local_blocks,
+        SPILLS=spills,
+        VARLEN=cu_seqlens is not None,
+        BLOCK_B=width,
+        BLOCK_R=1 << (width.bit_length() // 2),
+        BLOCK_O=triton.next_power_of_2(spec.top_n),
+        num_warps=max(min(width // 512, 16), 1),
+    )

@@ -65,8 +65,8 @@ class _Call:
         """Tokens in a tile of ``rows`` rows (tokens times padded heads), 16 rows at least."""
         return max(max(rows, 16) // self.shape.padded_group, 1)
 
-    def index(self) -> InverseIndex:
-        """The inverse of the selection."""
+    def index(self, far_only: bool = False) -> InverseIndex:
+        """The inverse of the selection, or of the part that is not near to its queries."""
         return build_index(
             self.indices,
             self.shape.num_k,
@@ -74,6 +74,7 @@ class _Call:
             self.sel_block_size,
             self.config.chunk_rows,
             self.config.item_entries,
+            far_only,
         )
 
     def chunks(self, index: InverseIndex) -> Iterator[tuple[int, int, int]]:
@@ -90,6 +91,7 @@ class _Call:
             index.item_keys,
             index.item_offsets,
             index.entries,
+            index.entry_rows,
             index.entry_offsets,
             index.block_seq,
             index.cu_blocks,
@@ -177,12 +179,15 @@ def _forward_blocks(
     v: torch.Tensor,
     scale: float,
 ) -> None:
-    shape, tile = call.shape, call.config.selected
-    index = call.index()
+    shape, tile, merge = call.shape, call.config.selected, call.config.combine
+    index = call.index(far_only=True)
     slots = index.chunk_rows * shape.num_kv_heads * call.slots
     part = torch.empty((slots, shape.group, shape.head_dim), dtype=q.dtype, device=q.device)
     part_lse = torch.empty((slots, shape.group), dtype=torch.float32, device=q.device)
-    block_t = call.rows_to_tokens(32)
+    block_t = call.rows_to_tokens(merge.block_m)
+    cu_first = call.cu_seqlens
+    if cu_first is None and shape.batch > 1:
+        cu_first = torch.arange(shape.batch + 1, dtype=torch.int32, device=q.device) * shape.num_q
     for first_row, num_rows, first_key in call.chunks(index):
         nsa_selected_part_kernel[(index.chunk_items,)](
             part,
@@ -198,19 +203,40 @@ def _forward_blocks(
             *call.item_sizes(index, first_row, first_key),
             **call.item_options(index, tile),
         )
-        nsa_selected_combine_kernel[(triton.cdiv(num_rows, block_t), shape.num_kv_heads)](
+        cu_rows = None if cu_first is None else cu_first.clamp(first_row, first_row + num_rows)
+        grid, tiles = tile_grid(cu_rows, num_rows, block_t, shape.num_kv_heads, 1)
+        nsa_selected_combine_kernel[grid](
             out,
             lse,
             part,
             part_lse,
+            q,
+            k,
+            v,
             call.indices,
+            q if cu_rows is None else cu_rows,
+            q if cu_first is None else cu_first,
+            q if tiles is None else tiles,
+            scale,
+            *q.stride(),
+            *k.stride(),
+            *v.stride(),
             first_row,
             num_rows,
             shape.num_q,
+            shape.num_k,
+            0 if call.varlen else shape.num_k - shape.num_q,
             shape.num_kv_heads,
             **call.heads,
+            SEL_BLOCK=call.sel_block_size,
+            MAPPED=cu_first is not None,
+            VARLEN=call.varlen,
             BLOCK_T=block_t,
-            num_warps=4,
+            BLOCK_S=triton.next_power_of_2(call.slots),
+            BLOCK_N=call.block_n,
+            PRECISION=call.config.precision,
+            NUM_STAGES=merge.num_stages,
+            num_warps=merge.num_warps,
         )
 
 
@@ -286,6 +312,7 @@ def backward(
             *v.stride(),
             *call.item_sizes(index, first_row, first_key),
             **call.item_options(index, tile),
+            ROWS_FIRST=tile.block_m >= 128,
         )
         nsa_selected_bwd_dq_kernel[(triton.cdiv(num_rows, block_t), shape.num_kv_heads)](
             dq,

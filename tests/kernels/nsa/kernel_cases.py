@@ -25,6 +25,7 @@ from sparsek_kernels.nsa import (
     launch_selected,
 )
 from sparsek_kernels.nsa import reference as ref
+from sparsek_kernels.nsa.config import TileConfig
 from sparsek_kernels.nsa.launch_common import launch_config, problem_shape
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
@@ -73,6 +74,16 @@ GPU = [
     Case("last-queries", 3000, (16, 2), 128, FULL, BF16, num_q=77),
     Case("dim256", 700, (4, 1), 256, FULL, BF16),
 ]
+
+
+def fits_hopper(case: Case) -> bool:
+    """Whether the warp-specialised kernels could serve a case, however small, on this GPU."""
+    return (
+        torch.cuda.get_device_capability() == (9, 0)
+        and case.dtype != torch.float32
+        and case.dim in (64, 128)
+        and case.num_q is None
+    )
 
 
 class Judge:
@@ -207,19 +218,29 @@ def run(case: Case, device: str) -> int:
 
     out = torch.full(q.shape, float("nan"), dtype=dtype, device=device)
     lse = torch.full(dlse.shape, float("nan"), dtype=torch.float32, device=device)
-    launch_compressed.forward(out, lse, q, k_cmp, v_cmp, total, cu, spec, scale)
+    base = launch_config(q, problem_shape(q, case.heads[1], total), spec.top_n)
     plain = gradients(compressed, (q, k_cmp, v_cmp), dout, dlse, dtype)
     exact_all = gradients(compressed, (q, k_cmp, v_cmp), dout, dlse, torch.float64)
-    judge.error("compressed out", out, plain[0], exact_all[0])
-    judge.error("compressed lse", lse, exact_all[1].to(dtype), exact_all[1])
-    dead = lse == float("-inf")
-    found = launch_compressed.backward(
-        dout, dlse.masked_fill(dead, 0.0), q, k_cmp, v_cmp, out, lse, total, cu, spec, scale
-    )
-    for name, ours, low, high in zip(
-        ("dq", "dk_cmp", "dv_cmp"), found, plain[2:], exact_all[2:], strict=True
-    ):
-        judge.error(f"compressed {name}", ours, low, high)
+    kinds = {"portable ": replace(base, hopper=None, hopper_bwd=None)}
+    if device == "cuda" and (base.hopper is not None or fits_hopper(case)):
+        kinds["hopper "] = replace(
+            base, hopper=TileConfig(128, 128, 4, 2), hopper_bwd=TileConfig(64, 128, 8, 3)
+        )
+    for kind, config in kinds.items():
+        out.fill_(float("nan"))
+        lse.fill_(float("nan"))
+        launch_compressed.forward(out, lse, q, k_cmp, v_cmp, total, cu, spec, scale, config)
+        judge.error(f"{kind}compressed out", out, plain[0], exact_all[0])
+        judge.error(f"{kind}compressed lse", lse, exact_all[1].to(dtype), exact_all[1])
+        dead = lse == float("-inf")
+        found = launch_compressed.backward(
+            *(dout, dlse.masked_fill(dead, 0.0), q, k_cmp, v_cmp, out, lse, total, cu, spec),
+            *(scale, config),
+        )
+        for name, ours, low, high in zip(
+            ("dq", "dk_cmp", "dv_cmp"), found, plain[2:], exact_all[2:], strict=True
+        ):
+            judge.error(f"{kind}compressed {name}", ours, low, high)
 
     # selection
     shape = (case.batch, num_q, case.heads[1], spec.top_n)
@@ -263,7 +284,6 @@ def run(case: Case, device: str) -> int:
 
     plain = gradients(selected, (q, k, v), dout, dlse, dtype)
     exact_all = gradients(selected, (q, k, v), dout, dlse, torch.float64)
-    base = launch_config(q, problem_shape(q, case.heads[1], total), spec.top_n)
     rows_all = case.batch * num_q
     chunked = replace(
         base, token_major=False, chunk_rows=-(-rows_all // 3), item_entries=max(rows_all // 9, 5)
@@ -279,7 +299,10 @@ def run(case: Case, device: str) -> int:
         launch_selected.forward(out, lse, q, k, v, indices, cu, spec.sel_block_size, scale, config)
         judge.error(f"{design} out", out, plain[0], exact_all[0])
         judge.error(f"{design} lse", lse, exact_all[1].to(dtype), exact_all[1])
-    for design in ("block-major", "block-major chunks"):
+    designs["rows first"] = replace(
+        designs["block-major"], selected_bwd=replace(base.selected_bwd, block_m=128, num_warps=8)
+    )
+    for design in ("block-major", "block-major chunks", "rows first"):
         found = launch_selected.backward(
             *(dout, dlse, q, k, v, out, lse, indices, cu, spec.sel_block_size, scale),
             designs[design],
@@ -303,6 +326,34 @@ def run(case: Case, device: str) -> int:
     return judge.failed
 
 
+def run_best(num_blocks: int, num_init: int, spills: bool, device: str) -> int:
+    """Check the choice of the best blocks alone: many ties, zeros and NaN, wide rows."""
+    torch.manual_seed(num_blocks)
+    name = f"best of {num_blocks}{'' if spills else ' apart'}"
+    judge, rows, top_n, block = Judge(name), 5, 16, 64
+    length = num_blocks * block
+    scores = torch.randint(0, 9, (rows, num_blocks, 2 if spills else 1)).float() / 4
+    scores[0] += torch.rand(scores[0].shape)
+    scores[1, ::3] = float("nan")
+    scores[2, 20:] = 0.0
+    scores[:, 0, 1:] = float("nan")  # nothing lies before the first block: never written
+    found = torch.full((1, rows, 1, top_n), -7, dtype=torch.int32, device=device)
+    launch_select.choose(
+        found, scores.to(device), None, None, 0, rows, length - rows,
+        NSASpec(32, 16, block, top_n, num_init, 2), num_blocks, spills,
+    )  # fmt: skip
+    scores[:, 0, 1:] = 0.0
+    total = torch.nan_to_num(scores.sum(-1), nan=0.0)
+    own = num_blocks - 1
+    total[:, :num_init] = total[:, own - 1 :] = -1.0
+    free = top_n - num_init - 2
+    best = total.sort(dim=1, descending=True, stable=True).indices[:, :free]
+    forced = torch.tensor([*range(num_init), own - 1, own]).expand(rows, -1)
+    want = torch.cat((best, forced), 1).sort(1).values.int()
+    judge.say(torch.equal(found[0, :, 0].cpu(), want), "selection", f"{rows} rows")
+    return judge.failed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
@@ -313,6 +364,10 @@ def main() -> int:
         torch.set_num_threads(1)
     cases = TINY if args.size == "tiny" else GPU
     failed = sum(run(case, args.device) for case in cases if args.only in case.name)
+    if args.only in "best":
+        for num_blocks in (40, 300, 1100) if args.device == "cpu" else (40, 300, 1100, 16384):
+            for num_init, spills in ((1, True), (0, True), (1, False)):
+                failed += run_best(num_blocks, num_init, spills, args.device)
     print(f"{failed} failed")
     return 1 if failed else 0
 

@@ -190,10 +190,21 @@ def test_config_is_a_pure_function(group: int, dim: int, dtype: torch.dtype) -> 
             assert 1 <= config.chunk_rows <= tokens
             assert -(-tokens // config.chunk_rows) <= 16
             assert config.token_major == (tokens * 4 <= 2048)
+            half = dtype == torch.bfloat16
+            wanted = arch == 90 and half and dim in (64, 128) and tokens * 4 * group > 8192
+            assert (config.hopper is not None) == (config.hopper_bwd is not None) == wanted
 
 
+def test_hopper_kernels_serve_whole_sequences_only() -> None:
+    last = ProblemShape(1, 4096, 8192, 16, 4, 128)
+    whole = ProblemShape(1, 8192, 8192, 16, 4, 128)
+    assert select_config(last, 16, torch.bfloat16, 90).hopper is None
+    assert select_config(whole, 16, torch.bfloat16, 90).hopper is not None
+
+
+@pytest.mark.parametrize("far_only", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_index_inverts_the_selection(packed: bool) -> None:
+def test_index_inverts_the_selection(packed: bool, far_only: bool) -> None:
     torch.manual_seed(0)
     batch, rows, heads, slots, size = (1, 60, 2, 3, 8) if packed else (2, 30, 2, 3, 8)
     offsets = cu(0, 17, 17, 60) if packed else None
@@ -201,9 +212,12 @@ def test_index_inverts_the_selection(packed: bool) -> None:
     chosen = torch.rand(batch, rows, heads, 8).argsort(-1)[..., :slots].int()
     limit = 3 if packed else 4
     chosen = torch.where((chosen < limit) & (torch.rand(chosen.shape) < 0.7), chosen, -1)
-    index = build_index(chosen, rows, offsets, size, chunk_rows=25, item_entries=5)
+    index = build_index(chosen, rows, offsets, size, 25, 5, far_only)
     found = set()
     flat = chosen.flatten().tolist()
+    starts = torch.tensor([(0, 17, 17)[seq] for seq in seq_of]) if packed else torch.zeros(rows)
+    own = ((torch.arange(rows) - starts) // size).view(1, rows, 1, 1)
+    far = (chosen > 0) & (chosen < own - 1) if far_only else chosen >= 0
     for chunk in range(index.num_chunks):
         for head in range(heads):
             for block in range(index.num_blocks):
@@ -220,7 +234,8 @@ def test_index_inverts_the_selection(packed: bool) -> None:
                     seq = seq_of[row] if packed else row // rows
                     assert (row // 25, at_head) == (chunk, head)
                     assert flat[entry] == local
+                    assert int(index.entry_rows[lo + entries.index(entry)]) == row % rows
                     assert int(index.block_seq[block]) == seq
                     found.add(entry)
-    assert found == {i for i, block in enumerate(flat) if block >= 0}
-    assert len(found) == int((chosen >= 0).sum())
+    assert found == set(far.flatten().nonzero().flatten().tolist())
+    assert found or far_only

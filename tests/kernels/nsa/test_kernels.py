@@ -70,6 +70,17 @@ def test_kernels_compile_without_spilling(arch: int, group: int, dim: int) -> No
             assert row["wgmma"], f"{name} misses the Hopper matrix unit"
 
 
+def test_hopper_kernels_of_compressed_attention_compile() -> None:
+    done = run_script("aot_hopper.py", TRITON_INTERPRET="0")
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 6
+    for row in rows:
+        assert row["stack"] <= 64, f"{row['kernel']} spills {row['stack']} bytes"
+        assert row["shared"] <= 227 * 1024
+        assert row["hgmma"], f"{row['kernel']} misses the Hopper matrix unit"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_kernels_on_the_gpu() -> None:

@@ -1,0 +1,205 @@
+"""Attention over compressed blocks on Hopper: the warp-specialised kernels of the sliding window.
+
+There a key stands for one token, here for a block of them; nothing else differs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+
+from sparsek_kernels.nsa.config import ProblemShape, TileConfig
+from sparsek_kernels.nsa.launch_common import tile_grid
+from sparsek_kernels.nsa.spec import NSASpec
+from sparsek_kernels.sink_window.kernels_bwd_rows import sink_window_bwd_finish_kernel
+from sparsek_kernels.sink_window.kernels_hopper_bwd import sink_window_hopper_bwd_kernel
+from sparsek_kernels.sink_window.kernels_hopper_fwd import sink_window_hopper_fwd_kernel
+from sparsek_kernels.sink_window.launch_hopper import _describe, _multiprocessors, describable
+
+_LOG2_E = 1.4426950408889634
+_LEAST_PROGRAMS = 1024  # key tiles of the backward pass, whose work differs, should even out
+_HEADS_TOGETHER = 16
+
+
+def kernel_rules(shape: ProblemShape, spec: NSASpec, varlen: bool) -> dict[str, int | bool]:
+    return {
+        "HEAD_DIM": shape.head_dim,
+        "CAUSAL": True,
+        "WINDOWED": False,
+        "HAS_SINK_KEYS": False,
+        "VARLEN": varlen,
+        "KEY_BLOCK": spec.cmp_block_size,
+        "KEY_STRIDE": spec.cmp_stride,
+    }
+
+
+def forward(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    v_cmp: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    cu_cmp: torch.Tensor | None,
+    shape: ProblemShape,
+    tile: TileConfig,
+    spec: NSASpec,
+    scale: float,
+) -> None:
+    """Fill contiguous ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]``."""
+    (blocks, heads, batch), tiles = tile_grid(
+        cu_seqlens, shape.num_q, tile.block_m, shape.num_heads, shape.batch
+    )
+    num_tiles = blocks * heads * batch
+    q_desc, q_rows, q_cols = _describe(q, tile.block_m // 2)
+    k_desc, k_rows, k_cols = _describe(k_cmp, tile.block_n)
+    v_desc, v_rows, v_cols = _describe(v_cmp, tile.block_n)
+    sink_window_hopper_fwd_kernel[(min(num_tiles, _multiprocessors(q.device)),)](
+        out,
+        lse,
+        q_desc,
+        k_desc,
+        v_desc,
+        k_desc,
+        v_desc,
+        q,
+        q if cu_seqlens is None else cu_seqlens,
+        q if cu_cmp is None else cu_cmp,
+        q if tiles is None else tiles,
+        scale * _LOG2_E,
+        0,
+        0,
+        *out.stride()[:3],
+        q_rows,
+        k_rows,
+        v_rows,
+        q_cols,
+        k_cols,
+        v_cols,
+        shape.num_q,
+        k_cmp.shape[1],
+        shape.num_heads,
+        blocks,
+        num_tiles,
+        heads_together=1,
+        **kernel_rules(shape, spec, cu_seqlens is not None),
+        GROUP=shape.group,
+        HAS_SINKS=False,
+        STORE_LSE=True,
+        BLOCK_N=tile.block_n,
+        BLOCK_S=16,
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+    )
+
+
+def _share(group: int, programs: int) -> int:
+    """Query heads of a group that one program serves: few enough to make many programs."""
+    share = group
+    while programs * (group // share) < _LEAST_PROGRAMS and share > 1:
+        share = max(x for x in range(1, share) if group % x == 0)
+    return share
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    v_cmp: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    cu_cmp: torch.Tensor | None,
+    shape: ProblemShape,
+    tile: TileConfig,
+    spec: NSASpec,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k_cmp and v_cmp; bitwise reproducible."""
+    if not describable(dout):
+        dout = dout.contiguous()
+    batch, rows, num_kv_heads, head_dim = k_cmp.shape
+    share = _share(shape.group, triton.cdiv(rows, tile.block_n) * num_kv_heads * batch)
+    parts = shape.group // share
+    # Each part of a group gets keys, values and gradients of its own.
+    k, v = (x.repeat_interleave(parts, 2) if parts > 1 else x for x in (k_cmp, v_cmp))
+    heads = num_kv_heads * parts
+    new = torch.empty if cu_cmp is None else torch.zeros  # packed: rows of no sequence
+    dk, dv = (new(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    dims = (batch, shape.num_heads, shape.num_q, head_dim)
+    dq_acc = torch.zeros(dims, dtype=torch.float32, device=q.device)
+    (blocks, _, _), tiles = tile_grid(cu_cmp, rows, tile.block_n, heads, batch)
+    seqs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    order_blocks = shape.num_q // tile.block_m + seqs + 1
+    # Key blocks announced per query block, and the ticket counter behind them.
+    order = torch.zeros(
+        batch * shape.num_heads * order_blocks + 4, dtype=torch.int32, device=q.device
+    )
+    q_desc, q_rows, q_cols = _describe(q, tile.block_m)
+    g_desc, g_rows, g_cols = _describe(dout, tile.block_m)
+    k_desc, k_rows, k_cols = _describe(k, tile.block_n)
+    v_desc, v_rows, v_cols = _describe(v, tile.block_n)
+    dq_desc, _, _ = _describe(dq_acc.view(1, -1, 1, head_dim), tile.block_m)
+    sink_window_hopper_bwd_kernel[(blocks * heads * batch,)](
+        dk,
+        dv,
+        order,
+        order[-4:],
+        dq_desc,
+        q_desc,
+        g_desc,
+        k_desc,
+        v_desc,
+        lse,
+        delta,
+        delta,
+        delta,
+        q if cu_seqlens is None else cu_seqlens,
+        q if cu_cmp is None else cu_cmp,
+        q if tiles is None else tiles,
+        scale,
+        0,
+        0,
+        *dk.stride()[:3],
+        q_rows,
+        g_rows,
+        k_rows,
+        v_rows,
+        q_cols,
+        g_cols,
+        k_cols,
+        v_cols,
+        shape.num_q,
+        rows,
+        shape.num_heads,
+        blocks,
+        order_blocks,
+        math.gcd(heads * batch, _HEADS_TOGETHER),
+        **kernel_rules(shape, spec, cu_seqlens is not None),
+        GROUP=share,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        Q_STAGES=tile.num_stages,
+        G_STAGES=2,
+        num_warps=tile.num_warps,
+    )
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    step = 8192 // shape.padded_dim
+    sink_window_bwd_finish_kernel[(triton.cdiv(shape.num_q, step), shape.num_heads, batch)](
+        dq,
+        dq_acc,
+        scale,
+        *dq.stride()[:3],
+        shape.num_q,
+        shape.num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_M=step,
+        BLOCK_D=shape.padded_dim,
+        num_warps=4,
+    )
+    if parts > 1:
+        split = (batch, rows, num_kv_heads, parts, head_dim)
+        dk, dv = (x.view(split).sum(3, dtype=torch.float32).to(x.dtype) for x in (dk, dv))
+    return dq, dk, dv
