@@ -1,6 +1,7 @@
 """Time launch configurations of sink-window attention on this GPU.
 
     PYTHONPATH=.:kernels python benchmarks/tune_sink_window.py [--head-dim 128] [--pass forward]
+    PYTHONPATH=.:kernels python benchmarks/tune_sink_window.py --pass few-rows
 
 Prints one line per candidate and shape, fastest first.  The winners are written into
 ``sparsek_kernels/sink_window/config.py`` by hand; nothing is tuned at run time.
@@ -15,6 +16,7 @@ from dataclasses import replace
 
 import torch
 
+from sparsek_kernels.sink_window import config as configurations
 from sparsek_kernels.sink_window.calls import device_arch
 from sparsek_kernels.sink_window.config import (
     LaunchConfig,
@@ -25,11 +27,14 @@ from sparsek_kernels.sink_window.config import (
 from sparsek_kernels.sink_window.launch import launch_backward, launch_forward
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
+CALLS = 50
+PASSES = ("forward", "backward", "few-rows")
 SHAPES = {
     "sink4-w4096": (131072, 4, 4096),
     "sink64-w1024": (131072, 64, 1024),
     "causal": (32768, 0, None),
     "causal-4k": (4096, 0, None),
+    "w128": (32768, 0, 128),
 }
 
 
@@ -45,6 +50,17 @@ def milliseconds(run: Callable[[], object], repeats: int = 7) -> float:
         end.synchronize()
         times.append(begin.elapsed_time(end))
     return statistics.median(times)
+
+
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """``CALLS`` of them in one CUDA graph."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            run()
+    return graph.replay
 
 
 def forward_candidates(base: LaunchConfig) -> Iterator[tuple[str, LaunchConfig]]:
@@ -71,6 +87,38 @@ def backward_candidates(base: LaunchConfig) -> Iterator[tuple[str, LaunchConfig]
     for rows, keys, warps in ((64, 128, 8), (64, 64, 8), (32, 128, 8)):
         tile = TileConfig(rows, keys, warps, 2)
         yield f"portable dk/dv {rows}x{keys} warps {warps}", replace(plain, dkdv=tile)
+
+
+def tune_few_rows() -> None:
+    """Time the kernels for full attention of 512 tokens and 8 heads, inside a CUDA graph."""
+    q, k, v = (torch.randn(1, 512, 8, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+    out = torch.empty_like(q)
+    spec = AttentionSpec(0, None, False, 64**-0.5)
+    shape = ProblemShape(1, 512, 512, 8, 8, 64, causal=False)
+    base = select_config(shape, q.dtype, device_arch(q.device))
+    portable = replace(base, hopper_small=None)
+    candidates = {
+        f"portable 64x{keys} stages 3": replace(portable, forward=TileConfig(64, keys, 4, 3))
+        for keys in (64, 128)
+    }
+    if base.hopper_small is not None:
+        for keys, blocks in ((256, 1), (128, 2), (64, 4)):
+            name = f"2 warpgroups, {blocks} blocks of {keys} keys each"
+            candidates[name] = replace(base, hopper_small=TileConfig(64, keys, 4, blocks))
+    for label, config in candidates.items():
+        run = captured(
+            lambda config=config: launch_forward(out, None, q, k, v, None, None, None, spec, config)
+        )
+        print(f"few-rows {milliseconds(run, 60) / CALLS * 1e3:8.2f} us  {label}", flush=True)
+
+
+def tune_parts(run: Callable[[], object], name: str) -> None:
+    """Time the backward pass with ``dq`` accumulated in parts of several sizes."""
+    selected = configurations.ACCUMULATOR_BYTES
+    for mib in (4096, 1024, 512, 256):
+        configurations.ACCUMULATOR_BYTES = mib << 20
+        print(f"{name:14s} backward {milliseconds(run):8.2f} ms  dq in parts of {mib} MiB")
+    configurations.ACCUMULATOR_BYTES = selected
 
 
 def tune(name: str, head_dim: int, which: str) -> None:
@@ -102,6 +150,7 @@ def tune(name: str, head_dim: int, which: str) -> None:
             )
             for label, config in backward_candidates(base)
         }
+        tune_parts(next(iter(runs.values())), name)
     times = {label: milliseconds(run) for label, run in runs.items()}
     for label, ms in sorted(times.items(), key=lambda item: item[1]):
         print(f"{name:14s} d{head_dim:<4d} {which:9s} {ms:8.2f} ms  {label}", flush=True)
@@ -111,9 +160,12 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--pass", dest="which", choices=["forward", "backward"], default="forward")
+    parser.add_argument("--pass", dest="which", choices=PASSES, default="forward")
     parser.add_argument("--shape", choices=list(SHAPES), action="append")
     options = parser.parse_args()
+    if options.which == "few-rows":
+        tune_few_rows()
+        return
     for name in options.shape or SHAPES:
         tune(name, options.head_dim, options.which)
 

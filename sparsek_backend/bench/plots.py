@@ -86,7 +86,8 @@ def _figure(pyplot: Any, op: str, rows: list[Row]) -> Any:
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
     labels = [name + notes.get(name, "") for name in names]
     figure.legend(handles, labels, fontsize=8, ncols=4, loc="outside lower center")
-    figure.suptitle(f"{op}: {rows[0].gpu}, torch {rows[0].torch}, commit {rows[0].commit}")
+    commits = ", ".join(dict.fromkeys(row.commit for row in rows))
+    figure.suptitle(f"{op}: {rows[0].gpu}, torch {rows[0].torch}, commit {commits}")
     return figure
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 _L2_BYTES = 32 << 20  # what K and V may take of the 50 MB of a Hopper GPU
-_ACCUMULATOR_BYTES = 512 << 20
+ACCUMULATOR_BYTES = 512 << 20  # of dq in fp32, in one launch of the fused backward kernel
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class LaunchConfig:
         sink_block: sink keys per step of the query-major kernels.
         hopper_forward: tile of the warp-specialised forward kernel, where that one is used.
         hopper_backward: tile of the fused backward kernel, where that one is used.
-        hopper_small: tile of the kernel for few rows, where that one is used; ``block_n`` keys for
-            each of ``num_warps // 4`` warpgroups.
+        hopper_small: tile of the kernel for few rows, where that one is used; each of its two
+            warpgroups takes ``num_stages`` blocks of keys.
         forward_together: KV heads that ``hopper_forward`` works on side by side.
         backward_together: likewise ``hopper_backward``.
         precision: input precision of dot products.
@@ -133,7 +133,7 @@ def _small_tile(shape: ProblemShape) -> TileConfig | None:
     if shape.window_size is not None or shape.num_seqs is not None:
         return None
     if shape.head_dim == 64 and 128 < shape.num_k <= 512:
-        return TileConfig(64, 64 if shape.num_k <= 256 else 128, 16, 1)
+        return TileConfig(64, 128, 4, 2)
     return None
 
 
@@ -167,14 +167,20 @@ def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchC
         return replace(config, forward=TileConfig(64, 64, 4, 3), hopper_small=_small_tile(shape))
     if shape.head_dim not in (64, 128) or shape.num_sink > 64:
         return config
+    window = shape.window_size
     # A short window is mostly edge, and many sinks take the room of the wide blocks' buffers.
-    narrow = shape.window_size is not None and shape.window_size <= 1024 and shape.num_sink > 16
+    narrow = window is not None and window <= 1024 and shape.num_sink > 16
+    hopper: TileConfig | None = TileConfig(128, 64, 4, 3) if narrow else TileConfig(128, 128, 4, 2)
+    if shape.head_dim == 64 and window is not None and window <= 128:
+        # So few keys that small tiles, which hardly load more than they need, are faster.
+        hopper = None
+        config = replace(config, forward=TileConfig(64, 64, 4, 3))
     return replace(
         config,
-        hopper_forward=TileConfig(128, 64, 4, 3) if narrow else TileConfig(128, 128, 4, 2),
+        hopper_forward=hopper,
         hopper_backward=TileConfig(64, 128, 8, 3),
         forward_together=_together(shape),
-        backward_together=1 if shape.window_size is not None else 8,
+        backward_together=1 if window is not None else 8,
     )
 
 
@@ -185,11 +191,11 @@ def accumulator_parts(shape: ProblemShape) -> list[tuple[slice, slice, slice]]:
     """
     group = shape.num_heads // shape.num_kv_heads
     head = group * shape.num_q * shape.head_dim * 4
-    heads = min(shape.num_kv_heads, max(1, _ACCUMULATOR_BYTES // max(head, 1)))
+    heads = min(shape.num_kv_heads, max(1, ACCUMULATOR_BYTES // max(head, 1)))
     heads = -(-shape.num_kv_heads // -(-shape.num_kv_heads // heads))  # parts of like size
     batch = 1
     if heads == shape.num_kv_heads:
-        batch = max(1, _ACCUMULATOR_BYTES // max(head * heads, 1))
+        batch = max(1, ACCUMULATOR_BYTES // max(head * heads, 1))
     return [
         (slice(b, b + batch), slice(h * group, (h + heads) * group), slice(h, h + heads))
         for b in range(0, shape.batch, batch)

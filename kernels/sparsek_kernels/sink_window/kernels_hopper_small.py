@@ -1,13 +1,13 @@
 """Forward kernel for problems that take a few microseconds on Hopper (Gluon).
 
-The maths is that of :mod:`kernels_fwd` without a window.  So few rows leave no time for a loop over
-key blocks, so a program splits the keys of its 64 query rows among warpgroups.  Each attends to its
-part in one step, and the parts are joined in shared memory:
+The maths is that of :mod:`kernels_fwd` without a window.  What counts is the length of one program,
+so two warpgroups attend to half of the keys each, and the halves are joined in shared memory:
 
     lse = log sum_s exp(lse_s),   out = sum_s exp(lse_s - lse) out_s
 
-All loads are issued at once.  The kernel may be started before the one ahead of it in the stream
-has ended (programmatic dependent launch): it waits before it touches memory.
+All loads are issued at once, in the order of their use.  The kernel may be started before the one
+ahead of it in the stream has ended (programmatic dependent launch): it waits before it touches
+memory.
 """
 
 from triton.experimental import gluon
@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 ROWS: gl.constexpr = gl.constexpr(64)
+SPLITS: gl.constexpr = gl.constexpr(2)
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
@@ -62,8 +63,6 @@ def _split_partition(
     STORE_LSE: gl.constexpr,
     BLOCK_N: gl.constexpr,
     CHUNKS: gl.constexpr,
-    SPLITS: gl.constexpr,
-    HALF_EXP: gl.constexpr,
     INDEX: gl.constexpr,
 ):
     """One warpgroup: ``CHUNKS`` blocks of keys, then an equal share of the joined rows."""
@@ -146,13 +145,7 @@ def _split_partition(
             s = gl.where((seen_key < num_k)[None, :], s, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # [ROWS]
         m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)
-        if HALF_EXP:
-            x = (s * scale_log2 - m_ref[:, None]).to(gl.float16)
-            p = gl.inline_asm_elementwise(
-                "ex2.approx.f16x2 $0, $1;", "=r,r", [x], dtype=gl.float16, is_pure=True, pack=2
-            )
-        else:
-            p = gl.exp2(s * scale_log2 - m_ref[:, None])  # [ROWS, BLOCK_N]
+        p = gl.exp2(s * scale_log2 - m_ref[:, None])  # [ROWS, BLOCK_N]
         p_half = gl.convert_layout(p.to(dtype), P_LAYOUT)
         if c > 0:
             alpha = gl.exp2(m - m_ref)
@@ -164,7 +157,7 @@ def _split_partition(
             p_half, v_smem.index(INDEX * CHUNKS + c), acc, use_acc=c > 0, is_async=True
         )
         p_before = p_half
-        total += gl.sum(p.to(gl.float32), 1)
+        total += gl.sum(p, 1)
         m = m_new
     max_smem.index(INDEX).store(m)
     sum_smem.index(INDEX).store(total)
@@ -235,8 +228,6 @@ def sink_window_hopper_small_kernel(
     STORE_LSE: gl.constexpr,
     BLOCK_N: gl.constexpr,
     CHUNKS: gl.constexpr,
-    SPLITS: gl.constexpr,
-    HALF_EXP: gl.constexpr = False,
 ):
     """Grid ``(query blocks, heads, batch)``: 64 query rows and up to ``SPLITS * CHUNKS * BLOCK_N``
     keys.
@@ -266,59 +257,23 @@ def sink_window_hopper_small_kernel(
         octet_kb, octet_kt, octet_kh, octet_vb, octet_vt, octet_vh,
     )  # fmt: skip
     sizes = (num_q, num_k, num_heads)
-    if SPLITS == 2:
-        gl.warp_specialize(
-            [
+    gl.warp_specialize(
+        [
+            (
+                _split_partition,
                 (
-                    _split_partition,
-                    (
-                        pointers, buffers, strides, sizes, scale_log2, GROUP, HEAD_DIM, CAUSAL,
-                        HAS_SINKS, STORE_LSE, BLOCK_N, CHUNKS, SPLITS, HALF_EXP, 0,
-                    ),
+                    pointers, buffers, strides, sizes, scale_log2, GROUP, HEAD_DIM, CAUSAL,
+                    HAS_SINKS, STORE_LSE, BLOCK_N, CHUNKS, 0,
                 ),
+            ),
+            (
+                _split_partition,
                 (
-                    _split_partition,
-                    (
-                        pointers, buffers, strides, sizes, scale_log2, GROUP, HEAD_DIM, CAUSAL,
-                        HAS_SINKS, STORE_LSE, BLOCK_N, CHUNKS, SPLITS, HALF_EXP, 1,
-                    ),
+                    pointers, buffers, strides, sizes, scale_log2, GROUP, HEAD_DIM, CAUSAL,
+                    HAS_SINKS, STORE_LSE, BLOCK_N, CHUNKS, 1,
                 ),
-            ],
-            [4],
-            [240],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    _split_partition,
-                    (
-                        pointers, buffers, strides, sizes, scale_log2, GROUP, HEAD_DIM, CAUSAL,
-                        HAS_SINKS, STORE_LSE, BLOCK_N, CHUNKS, SPLITS, HALF_EXP, 0,
-                    ),
-                ),
-                (
-                    _split_partition,
-                    (
-                        pointers, buffers, strides, sizes, scale_log2, GROUP, HEAD_DIM, CAUSAL,
-                        HAS_SINKS, STORE_LSE, BLOCK_N, CHUNKS, SPLITS, HALF_EXP, 1,
-                    ),
-                ),
-                (
-                    _split_partition,
-                    (
-                        pointers, buffers, strides, sizes, scale_log2, GROUP, HEAD_DIM, CAUSAL,
-                        HAS_SINKS, STORE_LSE, BLOCK_N, CHUNKS, SPLITS, HALF_EXP, 2,
-                    ),
-                ),
-                (
-                    _split_partition,
-                    (
-                        pointers, buffers, strides, sizes, scale_log2, GROUP, HEAD_DIM, CAUSAL,
-                        HAS_SINKS, STORE_LSE, BLOCK_N, CHUNKS, SPLITS, HALF_EXP, 3,
-                    ),
-                ),
-            ],
-            [4, 4, 4],
-            [128, 128, 128],
-        )  # fmt: skip
+            ),
+        ],
+        [4],
+        [240],
+    )  # fmt: skip

@@ -160,9 +160,8 @@ def forward_small(
             "STORE_LSE": lse is not None,
             "BLOCK_N": tile.block_n,
             "CHUNKS": tile.num_stages,
-            "SPLITS": tile.num_warps // 4,
         },
-        num_warps=4,
+        num_warps=tile.num_warps,
         launch_pdl=True,
     )
 

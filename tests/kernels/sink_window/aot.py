@@ -169,9 +169,9 @@ def small(keys: int) -> None:
         raise RuntimeError(f"no kernel for few rows is selected for {shape}")
     options = {
         **MASK, "HEAD_DIM": 64, "HAS_SINKS": True, "STORE_LSE": True, "BLOCK_N": tile.block_n,
-        "CHUNKS": tile.num_stages, "SPLITS": tile.num_warps // 4, "HALF_EXP": False,
+        "CHUNKS": tile.num_stages,
     }  # fmt: skip
-    report(sink_window_hopper_small_kernel, 90, options, 4)
+    report(sink_window_hopper_small_kernel, 90, options, tile.num_warps)
 
 
 if __name__ == "__main__":
