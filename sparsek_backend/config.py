@@ -46,6 +46,7 @@ _FIELDS_OF_MODE: dict[str, frozenset[str]] = {
             "sel_block_size",
             "top_k",
             "dense_below",
+            "dense_last",
             "dense_layers",
             "score_kind",
             "query_tile",
@@ -80,6 +81,8 @@ class SparsityConfig(BaseModel):
         sel_block_size: tokens in a selected block; a multiple of 16.
         top_k: blocks selected beyond sinks and window, per KV head.
         dense_below: positions below this attend everything.
+        dense_last: last queries of every prefill chunk that attend everything: a prompt's question
+            sits there.  Without effect on selection per token (``query_tile`` 1).
         dense_layers: how many first layers attend everything, or a list of layer indices.
         score_kind: ``cell_mean`` (the best 16-token mean of K) or ``min_max`` (Quest's bound).
         query_tile: prefill queries that share one selection; 1 selects per token.
@@ -93,6 +96,7 @@ class SparsityConfig(BaseModel):
     sel_block_size: _Positive = 64
     top_k: _Positive = 32
     dense_below: _Count = 4096
+    dense_last: _Count = 64
     dense_layers: _Count | tuple[_Count, ...] = 0
     score_kind: ScoreKind = "cell_mean"
     query_tile: _Positive = 64
@@ -121,6 +125,7 @@ class SparsityConfig(BaseModel):
             top_k=self.top_k,
             sel_block_size=self.sel_block_size,
             dense_below=self.dense_below,
+            dense_last=self.dense_last if self.query_tile > 1 else 0,
             query_tile=self.query_tile,
             score_kind=self.score_kind,
         )
@@ -216,6 +221,7 @@ class InfLLMSelection:
             "window_size": max(self.local_blocks * self.block_size, 1),
             "top_k": max(self.total_blocks - self.init_blocks - max(self.local_blocks, 1), 1),
             "dense_below": max(self.dense_len, 0),
+            "dense_last": 0,
         }
 
 

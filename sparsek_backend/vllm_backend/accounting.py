@@ -45,6 +45,9 @@ def attended_by_requests(
     decodes = query_positions(seq_lens[:cut], query_lens[:cut])
     prefills = query_positions(seq_lens[cut:], query_lens[cut:])
     total = attended(policy.per_token(), decodes).sum() + attended(policy, prefills).sum()
+    if policy.dense_last:
+        last = query_positions(seq_lens[cut:], np.minimum(query_lens[cut:], policy.dense_last))
+        total += (last + 1 - attended(policy, last)).sum()
     return int(total)
 
 

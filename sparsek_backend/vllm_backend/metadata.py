@@ -201,7 +201,7 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
             max_query_len=common.max_query_len,
             max_seq_len=common.max_seq_len,
             seq_lens_host=tuple(seq_lens.tolist()) if self.on_host else None,
-            query_lens_host=tuple(query_lens.tolist()) if self.on_host else None,
+            query_lens_host=tuple(query_lens.tolist()),
         )
         split = {}
         if self.has_flash and batch.num_prefills:

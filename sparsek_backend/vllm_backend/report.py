@@ -38,6 +38,8 @@ def describe_layers(
     parts = [_describe_policy(policy)]
     if policy.dense_below and not policy.is_dense:
         parts.append(f"dense below {policy.dense_below}")
+    if policy.dense_last:
+        parts.append(f"last {policy.dense_last} prefill queries dense")
     if policy.selects_blocks:
         parts.append(f"{100 * summary_share:.1f} % summaries")
     parts.append(f"pages of {page_size}{' in fp8' if fp8_cache else ''}")

@@ -31,6 +31,7 @@ policies = st.one_of(
         top_k=st.sampled_from([0, 1, 2, 7, 32]),
         sel_block_size=st.sampled_from([16, 32, 64, 128]),
         dense_below=st.sampled_from([0, 1, 100, 1024]),
+        dense_last=st.sampled_from([0, 1, 64]),
         query_tile=st.sampled_from([1, 16, 64, 100]),
     ),
 )
@@ -53,11 +54,12 @@ def test_batches(policy: SelectionPolicy, requests: list[tuple[int, int]], decod
     decodes = min(decodes, len(requests))
     seq_lens = np.array([before + new for before, new in requests], dtype=np.int64)
     query_lens = np.array([new for _, new in requests], dtype=np.int64)
-    expected = sum(
-        (policy.per_token() if index < decodes else policy).attended_tokens(position)
-        for index, (before, new) in enumerate(requests)
-        for position in range(before, before + new)
-    )
+    expected = 0
+    for index, (before, new) in enumerate(requests):
+        rule = policy.per_token() if index < decodes else policy
+        for position in range(before, before + new):
+            last = position >= before + new - rule.dense_last
+            expected += position + 1 if last else rule.attended_tokens(position)
     assert attended_by_requests(policy, seq_lens, query_lens, decodes) == expected
 
 

@@ -205,25 +205,43 @@ def paged_attention(
     check_tensor("out", out, shape, (q.dtype,), q.device)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     if q.is_cuda:
-        from . import launch
-
         table = batch.block_table
         _check_triton_layout(q=q, k_cache=k_cache, v_cache=v_cache, out=out, block_table=table)
-        launch.paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            batch,
-            policy,
-            softmax_scale=scale,
-            k_summary=k_summary,
-            sinks=sinks,
-            out=out,
-        )
-        return out
-    operands = PagedOperands(k_cache, v_cache, k_summary, sinks, scale)
-    paged_attention_eager(q, operands, batch, policy, out)
+    operands = PagedOperands(k_cache, v_cache, k_summary, sinks, scale, k_scale, v_scale)
+    _attend(q, operands, batch, policy, out)
+    if policy.dense_last and batch.num_prefills and not policy.sees_all(batch.max_seq_len - 1):
+        rows, tails = batch.tails(policy.dense_last)
+        last = out.new_empty(rows.shape[0], *out.shape[1:])
+        _attend(q.index_select(0, rows), operands, tails, SelectionPolicy(), last)
+        out.index_copy_(0, rows, last)
     return out
+
+
+def _attend(
+    q: torch.Tensor,
+    operands: PagedOperands,
+    batch: PagedBatch,
+    policy: SelectionPolicy,
+    out: torch.Tensor,
+) -> None:
+    if not q.is_cuda:
+        paged_attention_eager(q, operands, batch, policy, out)
+        return
+    from . import launch
+
+    launch.paged_attention(
+        q,
+        operands.k_cache,
+        operands.v_cache,
+        batch,
+        policy,
+        softmax_scale=operands.softmax_scale,
+        k_summary=operands.k_summary,
+        sinks=operands.sinks,
+        out=out,
+        k_scale=operands.k_scale,
+        v_scale=operands.v_scale,
+    )
 
 
 def _select_on_gpu(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TypeVar, cast
 
 import torch
@@ -30,7 +31,9 @@ class PagedBatch:
         max_seq_len: an upper bound of ``seq_lens``.
         seq_lens_host: ``seq_lens`` on the host where the caller has them; the CPU path needs
             them, CUDA kernels never do.
-        query_lens_host: likewise, query tokens of each request.
+        query_lens_host: likewise, query tokens of each request; :meth:`tails` needs them, and
+            waits for the device where they are missing.
+        first_row: ``cu_seqlens_q[0]``; above 0 in a :meth:`part` of a batch.
     """
 
     block_table: torch.Tensor
@@ -43,6 +46,7 @@ class PagedBatch:
     max_seq_len: int
     seq_lens_host: tuple[int, ...] | None = None
     query_lens_host: tuple[int, ...] | None = None
+    first_row: int = 0
     _derived: dict[Hashable, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -77,10 +81,11 @@ class PagedBatch:
                 f"got {first}, {last}"
             )
         decodes = first < self.num_decodes
-        key = ("part", first, last)
-        return self.derived(
-            key,
-            lambda: replace(
+
+        def build() -> PagedBatch:
+            lens = self.query_lens_host
+            before = int(self.cu_seqlens_q[first]) if lens is None else sum(lens[:first])
+            return replace(
                 self,
                 block_table=self.block_table[first:last],
                 seq_lens=self.seq_lens[first:last],
@@ -88,7 +93,52 @@ class PagedBatch:
                 num_decodes=self.num_decodes if decodes else 0,
                 num_decode_tokens=self.num_decode_tokens if decodes else 0,
                 seq_lens_host=self.seq_lens_host[first:last] if self.seq_lens_host else None,
-                query_lens_host=self.query_lens_host[first:last] if self.query_lens_host else None,
+                query_lens_host=lens and lens[first:last],
+                first_row=before if lens is None else self.first_row + before,
                 _derived={},
-            ),
+            )
+
+        return self.derived(("part", first, last), build)
+
+    def tails(self, count: int) -> tuple[torch.Tensor, PagedBatch]:
+        """The last ``count`` query tokens of every prefill, as a batch of their own.
+
+        Returns:
+            ``[T]`` int64, the tokens' rows in the whole batch, and the batch: prefills only.
+        """
+        return self.derived(("tails", count), lambda: self._tails(count))
+
+    def _tails(self, count: int) -> tuple[torch.Tensor, PagedBatch]:
+        device = self.seq_lens.device
+        lens = self.query_lens_host
+        if lens is None:
+            lens = tuple(self.cu_seqlens_q.diff().tolist())
+        members = [r for r in range(self.num_decodes, self.num_requests) if lens[r]]
+        kept = [min(lens[r], count) for r in members]
+        ends = list(accumulate(lens, initial=self.first_row))[1:]
+        rows = [
+            row
+            for r, size in zip(members, kept, strict=True)
+            for row in range(ends[r] - size, ends[r])
+        ]
+
+        def put(values: list[int], dtype: torch.dtype) -> torch.Tensor:
+            host = torch.tensor(values, dtype=dtype)
+            if device.type == "cuda":
+                host = host.pin_memory()
+            return host.to(device, non_blocking=True)
+
+        which = put(members, torch.int64)
+        known = self.seq_lens_host
+        return put(rows, torch.int64), PagedBatch(
+            block_table=self.block_table.index_select(0, which),
+            seq_lens=self.seq_lens.index_select(0, which),
+            cu_seqlens_q=put([0, *accumulate(kept)], torch.int32),
+            num_decodes=0,
+            num_decode_tokens=0,
+            decode_query_len=1,
+            max_query_len=max(kept, default=0),
+            max_seq_len=self.max_seq_len,
+            seq_lens_host=None if known is None else tuple(known[r] for r in members),
+            query_lens_host=tuple(kept),
         )

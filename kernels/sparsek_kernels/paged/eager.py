@@ -349,6 +349,8 @@ class PagedOperands:
     k_summary: torch.Tensor | None
     sinks: torch.Tensor | None
     softmax_scale: float
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 def paged_attention_eager(

@@ -45,8 +45,11 @@ class SelectionPolicy:
             them, so that the number of blocks attended never depends on alignment.
         sel_block_size: tokens in a block; a multiple of ``CELL_SIZE``.
         dense_below: queries of a tile whose last position is below this see every earlier key.
+        dense_last: last queries of every prefill (of every chunk of one) that see every earlier key.
+            They are the ones that a prompt's answer hangs on, and few enough to cost little.
         query_tile: query positions that share one selection.  1 makes prefill select exactly as
-            decode does, which makes tokens independent of chunking and preemption.
+            decode does, which (without ``dense_last``) makes tokens independent of chunking and
+            preemption.
         score_kind: ``cell_mean`` scores a block by its best 16-token mean of K, ``min_max`` by
             the upper bound that the coordinate-wise range of K allows (Quest, arXiv 2406.10774).
     """
@@ -56,11 +59,13 @@ class SelectionPolicy:
     top_k: int = 0
     sel_block_size: int = 64
     dense_below: int = 0
+    dense_last: int = 0
     query_tile: int = 64
     score_kind: ScoreKind = "cell_mean"
 
     def __post_init__(self) -> None:
-        for name, low in (("num_sink", 0), ("top_k", 0), ("dense_below", 0), ("query_tile", 1)):
+        lowest = {"num_sink": 0, "top_k": 0, "dense_below": 0, "dense_last": 0, "query_tile": 1}
+        for name, low in lowest.items():
             value = getattr(self, name)
             if value < low:
                 raise ValueError(f"{name}: expected an integer >= {low}, got {value}")
@@ -84,7 +89,9 @@ class SelectionPolicy:
 
     def per_token(self) -> SelectionPolicy:
         """The same rule with a selection of its own for every query: what decodes follow."""
-        return self if self.query_tile == 1 else replace(self, query_tile=1)
+        if self.query_tile == 1 and not self.dense_last:
+            return self
+        return replace(self, query_tile=1, dense_last=0)
 
     @property
     def is_dense(self) -> bool:
@@ -143,7 +150,10 @@ class SelectionPolicy:
         return last - first <= self.scored_blocks
 
     def attended_tokens(self, position: int) -> int:
-        """Keys that the query at ``position`` attends: a function of position alone."""
+        """Keys that the query at ``position`` attends: a function of position alone.
+
+        Queries that ``dense_last`` exempts attend ``position + 1`` keys instead.
+        """
         length = position + 1
         if self.sees_all(position):
             return length

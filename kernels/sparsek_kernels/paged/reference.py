@@ -217,5 +217,7 @@ def paged_attention_reference(
         v = gather_sequence(v_cache, pages, length)
         positions = list(range(length - (end - begin), length))
         visible = visible_reference(q[begin:end], k, positions, rule, scale)
+        for row in range(max(end - begin - rule.dense_last, 0), end - begin):
+            visible[row] = torch.arange(length) <= positions[row]
         out[begin:end] = attend_reference(q[begin:end], k, v, visible, scale, sinks)
     return out

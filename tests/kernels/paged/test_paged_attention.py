@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -205,6 +205,7 @@ def test_any_batch(data: st.DataObject) -> None:
         top_k=data.draw(st.integers(0, 4)),
         sel_block_size=size,
         dense_below=data.draw(st.sampled_from([0, 100])),
+        dense_last=data.draw(st.sampled_from([0, 8, 70])),
         query_tile=data.draw(st.sampled_from([1, 16, 64, 128])),
     )
     case = make_case(lengths, queries, num_decodes, page_size=data.draw(st.sampled_from([16, 64])))
@@ -246,6 +247,25 @@ def test_selection_equals_oracle(score_kind: str) -> None:
             else:
                 assert rows.tolist() == expected
         start += count
+
+
+def test_last_queries_of_parts_see_everything() -> None:
+    lengths, queries, num_decodes = [300, 210, 333, 64], [1, 190, 40, 64], 1
+    case = make_case(lengths, queries, num_decodes)
+    policy = SelectionPolicy(
+        num_sink=16, window_size=20, top_k=2, sel_block_size=32, query_tile=32, dense_last=10
+    )
+    whole = run(case, policy)
+    for first, last in ((0, 1), (1, 2), (2, 4)):
+        part = case.batch.part(first, last)
+        rows = slice(sum(queries[:first]), sum(queries[:last]))
+        out = torch.zeros_like(whole)
+        paged_attention(
+            case.q, case.k_cache, case.v_cache, part, policy, k_summary=case.k_summary, out=out
+        )
+        assert torch.equal(out[rows], whole[rows])
+    unknown = replace(case.batch, seq_lens_host=None, query_lens_host=None, _derived={})
+    assert torch.equal(run(replace(case, batch=unknown), policy), whole)
 
 
 def test_budget_over_context_is_dense() -> None:
