@@ -45,8 +45,8 @@ class SelectionPolicy:
             them, so that the number of blocks attended never depends on alignment.
         sel_block_size: tokens in a block; a multiple of ``CELL_SIZE``.
         dense_below: queries of a tile whose last position is below this see every earlier key.
-        dense_last: last queries of every prefill (of every chunk of one) that see every earlier key.
-            They are the ones that a prompt's answer hangs on, and few enough to cost little.
+        dense_last: last queries of every prefill, or chunk of one, that see every earlier key: few
+            enough to cost little, and the ones that a prompt's answer hangs on.
         query_tile: query positions that share one selection.  1 makes prefill select exactly as
             decode does, which (without ``dense_last``) makes tokens independent of chunking and
             preemption.
