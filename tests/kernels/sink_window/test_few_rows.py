@@ -1,0 +1,54 @@
+"""The launch of the kernel for few rows, as far as it can be seen without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek_kernels.sink_window import launch_hopper
+from sparsek_kernels.sink_window.calls import Call
+from sparsek_kernels.sink_window.config import ProblemShape, select_config
+from sparsek_kernels.sink_window.kernels_hopper_small import sink_window_hopper_small_kernel
+from sparsek_kernels.sink_window.spec import AttentionSpec
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_replayed_launch_has_every_argument_in_its_place(
+    monkeypatch: pytest.MonkeyPatch, sinks: bool
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(launch_hopper, "launch", lambda *args, **_options: calls.append(args))
+    q, k, v = (torch.zeros(1, 512, heads, 64, dtype=torch.float16) for heads in (8, 2, 2))
+    shape = ProblemShape(1, 512, 512, 8, 2, 64, causal=False)
+    config = select_config(shape, q.dtype, 90)
+    assert config.hopper_small is not None
+    spec = AttentionSpec(0, None, False, 0.125)
+    launch_hopper.forward_small(
+        Call(q, k, spec, None, None, config),
+        config.hopper_small,
+        torch.empty_like(q),
+        None,
+        q,
+        k,
+        v,
+        torch.zeros(8) if sinks else None,
+        spec,
+    )
+    ((kernel, grid, pointers, scalars, constexprs),) = calls
+    assert kernel is sink_window_hopper_small_kernel
+    assert grid == (8, 8, 1)
+    # A replay passes every argument by position, constexprs too, and knows no defaults.
+    names = kernel.arg_names
+    assert len(pointers) + len(scalars) + len(constexprs) == len(names)
+    assert all(name.endswith("_ptr") for name in names[: len(pointers)])
+    assert names[-len(constexprs) :] == list(constexprs)
+
+
+def test_copies_need_aligned_heads() -> None:
+    x = torch.zeros(2, 10, 3, 72, dtype=torch.float16)[..., :64]
+    assert launch_hopper.copyable(x)
+    assert not launch_hopper.copyable(x.transpose(2, 3))
+    assert not launch_hopper.copyable(torch.zeros(1, 10, 3, 68, dtype=torch.float16)[..., :64])
+    assert not launch_hopper.copyable(x[..., 1:])
