@@ -9,7 +9,7 @@ import pytest
 import torch
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import launch
+from sparsek_kernels.paged import launch, paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.policy import SelectionPolicy
 
@@ -68,6 +68,22 @@ def test_speculative_and_sinks() -> None:
     sinks = torch.randn(8, device="cuda")
     for policy in POLICIES.values():
         oracle_check.check(problem, policy, sinks)
+
+
+def test_last_queries_see_everything() -> None:
+    problem = mixed(page_size=64, dim=128, dtype=torch.bfloat16)
+    oracle_check.fill(problem, "cell_mean")
+    policy = replace(TOP_K, dense_last=70)
+    got = paged_attention(
+        problem.q,
+        problem.k_cache,
+        problem.v_cache,
+        problem.batch,
+        policy,
+        k_summary=problem.k_summary,
+    )
+    error = (got.double().cpu() - oracle_check.expected(problem, policy)).abs().max().item()
+    assert error <= oracle_check.TOLERANCE[torch.bfloat16]
 
 
 def test_min_max_scores() -> None:
