@@ -63,7 +63,13 @@ def attend(
         )
     rest = q[:, dense:]
     if policy.selects_blocks:
-        parts.append(attend_selected_with_gradient(rest, k, v, policy, softmax_scale, sinks))
+        last = min(policy.dense_last, num_q - dense) if num_q > 1 else 0
+        if last < num_q - dense:
+            parts.append(
+                attend_selected_with_gradient(rest, k, v, policy, softmax_scale, sinks, last)
+            )
+        if last:
+            parts.append(_flash(q[:, -last:], k, v, SelectionPolicy(), softmax_scale, sinks))
     else:
         parts.append(_flash(rest, k, v, policy, softmax_scale, sinks))
     return torch.cat(parts, dim=1)

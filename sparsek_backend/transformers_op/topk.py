@@ -125,9 +125,15 @@ def attend_selected_with_gradient(
     policy: SelectionPolicy,
     softmax_scale: float,
     sinks: torch.Tensor | None,
+    leave_out: int = 0,
 ) -> torch.Tensor:
-    """:func:`attend_selected` with gradients of q, k, v and sinks; the selection has none."""
+    """:func:`attend_selected` with gradients of q, k, v and sinks; the selection has none.
+
+    The last ``leave_out`` queries take part in the selection of their tile and get no output.
+    """
     indices = block_indices(q, k, v, policy, softmax_scale)
+    if leave_out:
+        q, k, v, indices = (x[:, :-leave_out] for x in (q, k, v, indices))
     found = selected_attention(
         q,
         k,

@@ -69,15 +69,20 @@ def test_dense_layers_stay_dense() -> None:
     assert _worst(logits(model, "sparsek", ids), dense) > 100 * TOLERANCE
 
 
+@pytest.mark.parametrize("dense_last", [0, 10, 64, 400])
 @pytest.mark.parametrize("query_tile", [1, 16, 64])
-def test_training_attends_what_inference_attends(query_tile: int) -> None:
+def test_training_attends_what_inference_attends(query_tile: int, dense_last: int) -> None:
     model, ids = make_model(), tokens(2, 300)
-    sparsek.configure(model, **SPARSE, query_tile=query_tile)
+    sparsek.configure(model, **SPARSE, query_tile=query_tile, dense_last=dense_last)
     without = logits(model, "sparsek", ids)
     with_gradient = model(ids).logits
     assert with_gradient.requires_grad
     assert _worst(with_gradient, without) < TOLERANCE
-    assert _worst(without, logits(model, "sdpa", ids)) > 100 * TOLERANCE
+    dense = _worst(without, logits(model, "sdpa", ids))
+    if dense_last > 300 and query_tile > 1:
+        assert dense < TOLERANCE
+    else:
+        assert dense > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize(
