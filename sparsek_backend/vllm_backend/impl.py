@@ -266,7 +266,13 @@ class SparseKImpl(AttentionImpl):
         """Return what the layer's cached K and V are multiples of; the cache is fp8 or it is 1."""
         if not self.has_fp8_cache:
             return 1.0, 1.0
-        return float(layer._k_scale_float), float(layer._v_scale_float)
+        k_scale, v_scale = float(layer._k_scale_float), float(layer._v_scale_float)
+        if not (k_scale > 0.0 and v_scale > 0.0):
+            raise ValueError(
+                f"k_scale, v_scale: expected positive numbers, got {k_scale} and {v_scale}; "
+                "correct the checkpoint's, or use --kv-cache-dtype auto"
+            )
+        return k_scale, v_scale
 
     def _attend_run(
         self,

@@ -1,9 +1,13 @@
-"""An fp8 KV cache: pages, scales, what is refused, and a layer on a GPU against the oracle."""
+"""An fp8 KV cache: pages, scales, what is refused, and a layer's kernels against the oracle."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -16,6 +20,7 @@ from tests.vllm_backend.layers import (
     HEADS,
     KV_HEADS,
     PAGE,
+    SETTINGS,
     building,
     make_builder,
     make_cache,
@@ -150,22 +155,90 @@ def test_fallbacks_refuse_fp8(current: Any, options: dict[str, Any], words: str)
         make_fp8_layer(current, **options)
 
 
-@pytest.mark.gpu
+def test_scales_that_mean_nothing_are_refused(current: Any) -> None:
+    layer = scaled(make_fp8_layer(current), 0.0, 1.0)
+    with pytest.raises(ValueError, match=r"k_scale, v_scale: expected positive.*got 0.0 and 1.0"):
+        layer.impl._scales(layer)
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Let layers on a CPU launch the Triton kernels, which run in Triton's interpreter."""
+    from sparsek_backend.vllm_backend import impl
+    from sparsek_kernels.paged import launch
+
+    def attend(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: Any,
+        policy: Any,
+        *,
+        softmax_scale: float,
+        k_summary: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+        **scales: float,
+    ) -> None:
+        launch.paged_attention(
+            q, k_cache, v_cache, batch, policy, softmax_scale, k_summary, sinks, out, **scales
+        )
+
+    with (
+        mock.patch.object(impl, "write_kv", launch.write_kv),
+        mock.patch.object(impl, "paged_attention", attend),
+    ):
+        yield
+
+
+INTERPRET = "TRITON_INTERPRET"
+DEVICES = [
+    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param(
+        "cpu",
+        marks=pytest.mark.skipif(INTERPRET not in os.environ, reason="in the test below"),
+    ),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the layers itself")
+def test_layers_in_the_interpreter() -> None:
+    """Triton decides between interpreter and compiler when it is imported."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu"),
+            *(__file__, "-k", "test_a_layer_against_the_oracle"),
+        ],
+        env={**os.environ, INTERPRET: "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "2 passed" in done.stdout
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sliding", [None, 48], ids=["block_topk", "sliding"])
 def test_a_layer_against_the_oracle(
-    sliding: int | None, tmp_path_factory: pytest.TempPathFactory
+    device: str, sliding: int | None, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """float32 queries and summaries, so that what is selected is what the oracle selects."""
-    config = make_config(tmp_path_factory.mktemp("llama"))
-    with building(config):
+    prompts, new, last = ([299, 220], 400, 64) if device == "cuda" else ([170, 140], 130, 0)
+    config = make_config(
+        tmp_path_factory.mktemp("llama"),
+        additional_config={"sparsek": {**SETTINGS, "dense_last": last}},
+    )
+    with building(config), interpreted() if device == "cpu" else nullcontext():
         options = {} if sliding is None else {"per_layer_sliding_window": sliding}
         layer = scaled(make_fp8_layer(config, **options), 0.02, 0.03)
-        builder, spec = make_builder(layer, config, "cuda")
-        cache = make_cache(spec, 64, "cuda")
-        generator = torch.Generator("cuda").manual_seed(3)
+        builder, spec = make_builder(layer, config, device)
+        cache = make_cache(spec, 64, device)
+        generator = torch.Generator(device).manual_seed(3)
 
         def random(tokens: int, heads: int) -> torch.Tensor:
-            return torch.randn(tokens, heads, DIM, device="cuda", generator=generator)
+            return torch.randn(tokens, heads, DIM, device=device, generator=generator)
 
         def take(step: Any) -> tuple[Any, torch.Tensor, torch.Tensor]:
             tokens = step.num_actual_tokens
@@ -176,10 +249,12 @@ def test_a_layer_against_the_oracle(
             layer.impl.forward(layer, q, k, v, cache, metadata, output)
             return metadata.batch, q, output
 
-        take(make_step([299, 220], [299, 220], 64, "cuda"))
-        batch, q, output = take(make_step([300, 221, 400], [1, 1, 400], 64, "cuda"))
+        take(make_step(prompts, prompts, 64, device))
+        lengths = [*(length + 1 for length in prompts), new]
+        batch, q, output = take(make_step(lengths, [1, 1, new], 64, device))
         policy = layer.impl.policy
     assert policy.selects_blocks == (sliding is None)
+    assert not policy.sees_all(lengths[0] - 1)
     stored = cache.cpu().view(torch.float8_e4m3fn).float()
     host = dataclasses.replace(
         batch,

@@ -137,9 +137,17 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def launches(
-    arch: int, dtype: torch.dtype, head_dim: int, group: int, score_kind: str = "cell_mean"
+    arch: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    score_kind: str = "cell_mean",
+    fp8_cache: bool = False,
 ) -> list[Recorded]:
-    """Everything that a step with decodes and prefills launches, for each kind of policy."""
+    """Everything that a step with decodes and prefills launches, for each kind of policy.
+
+    The summaries of an fp8 cache have the queries' dtype.
+    """
     topk = SelectionPolicy(num_sink=64, window_size=512, top_k=32, score_kind=score_kind)
     policies = [topk, SelectionPolicy(), SelectionPolicy(num_sink=4, window_size=1024)]
     sms = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148}[arch]
@@ -152,7 +160,11 @@ def launches(
         page_size=64,
         dtype=dtype,
         max_seq_len=131072,
+        cache_dtype=torch.float8_e4m3fn if fp8_cache else None,
     )
+    if fp8_cache:
+        summary = torch.empty(problem.k_summary.shape, dtype=dtype)
+        problem = dataclasses.replace(problem, k_summary=summary)
     seen: list[Recorded] = []
     for policy in policies:
 
@@ -198,9 +210,15 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--only", default="")
     parser.add_argument("--score-kind", default="cell_mean")
+    parser.add_argument("--fp8-cache", action="store_true")
     args = parser.parse_args()
     seen = launches(
-        args.arch, getattr(torch, args.dtype), args.head_dim, args.group, args.score_kind
+        args.arch,
+        getattr(torch, args.dtype),
+        args.head_dim,
+        args.group,
+        args.score_kind,
+        args.fp8_cache,
     )
     for launched in seen:
         if args.only in launched.name:

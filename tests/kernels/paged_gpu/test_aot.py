@@ -18,12 +18,21 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
-def test_compiles_with_few_spills(arch: int) -> None:
+@pytest.mark.parametrize(
+    ("arch", "options", "most_stack"),
+    [
+        (80, (), 160),
+        (90, (), 160),
+        (100, (), 160),
+        (90, ("--fp8-cache",), 224),  # K and V are widened in registers
+    ],
+    ids=["sm80", "sm90", "sm100", "sm90-fp8"],
+)
+def test_compiles_with_few_spills(arch: int, options: tuple[str, ...], most_stack: int) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(HERE)])
     done = subprocess.run(
-        [sys.executable, str(HERE / "aot.py"), "--arch", str(arch)],
+        [sys.executable, str(HERE / "aot.py"), "--arch", str(arch), *options],
         capture_output=True,
         text=True,
         env=environment,
@@ -41,5 +50,5 @@ def test_compiles_with_few_spills(arch: int) -> None:
     }
     limit = {80: 163, 90: 227, 100: 227}[arch] * 1024
     for row in rows:
-        assert row["stack"] <= 160, row
+        assert row["stack"] <= most_stack, row
         assert row["shared"] <= limit, row
