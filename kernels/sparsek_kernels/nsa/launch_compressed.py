@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from sparsek_kernels.common.descriptors import describable
 from sparsek_kernels.nsa import launch_compressed_hopper
 from sparsek_kernels.nsa.config import LaunchConfig, TileConfig
 from sparsek_kernels.nsa.kernels_compressed import nsa_compressed_fwd_kernel
@@ -16,7 +17,6 @@ from sparsek_kernels.nsa.launch_common import launch_config, problem_shape, tile
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.sink_window.launch import row_dots
-from sparsek_kernels.sink_window.launch_hopper import describable
 
 
 class _Call:

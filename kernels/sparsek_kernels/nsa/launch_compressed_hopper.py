@@ -10,13 +10,13 @@ import math
 import torch
 import triton
 
+from sparsek_kernels.common.descriptors import describable, describe, multiprocessors
 from sparsek_kernels.nsa.config import ProblemShape, TileConfig
 from sparsek_kernels.nsa.launch_common import tile_grid
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.sink_window.kernels_bwd_rows import sink_window_bwd_finish_kernel
 from sparsek_kernels.sink_window.kernels_hopper_bwd import sink_window_hopper_bwd_kernel
 from sparsek_kernels.sink_window.kernels_hopper_fwd import sink_window_hopper_fwd_kernel
-from sparsek_kernels.sink_window.launch_hopper import _describe, _multiprocessors, describable
 
 _LOG2_E = 1.4426950408889634
 _LEAST_PROGRAMS = 1024  # key tiles of the backward pass, whose work differs, should even out
@@ -53,10 +53,10 @@ def forward(
         cu_seqlens, shape.num_q, tile.block_m, shape.num_heads, shape.batch
     )
     num_tiles = blocks * heads * batch
-    q_desc, q_rows, q_cols = _describe(q, tile.block_m // 2)
-    k_desc, k_rows, k_cols = _describe(k_cmp, tile.block_n)
-    v_desc, v_rows, v_cols = _describe(v_cmp, tile.block_n)
-    sink_window_hopper_fwd_kernel[(min(num_tiles, _multiprocessors(q.device)),)](
+    q_desc, q_rows, q_cols = describe(q, tile.block_m // 2)
+    k_desc, k_rows, k_cols = describe(k_cmp, tile.block_n)
+    v_desc, v_rows, v_cols = describe(v_cmp, tile.block_n)
+    sink_window_hopper_fwd_kernel[(min(num_tiles, multiprocessors(q.device)),)](
         out,
         lse,
         q_desc,
@@ -137,11 +137,11 @@ def backward(
     order = torch.zeros(
         batch * shape.num_heads * order_blocks + 4, dtype=torch.int32, device=q.device
     )
-    q_desc, q_rows, q_cols = _describe(q, tile.block_m)
-    g_desc, g_rows, g_cols = _describe(dout, tile.block_m)
-    k_desc, k_rows, k_cols = _describe(k, tile.block_n)
-    v_desc, v_rows, v_cols = _describe(v, tile.block_n)
-    dq_desc, _, _ = _describe(dq_acc.view(1, -1, 1, head_dim), tile.block_m)
+    q_desc, q_rows, q_cols = describe(q, tile.block_m)
+    g_desc, g_rows, g_cols = describe(dout, tile.block_m)
+    k_desc, k_rows, k_cols = describe(k, tile.block_n)
+    v_desc, v_rows, v_cols = describe(v, tile.block_n)
+    dq_desc, _, _ = describe(dq_acc.view(1, -1, 1, head_dim), tile.block_m)
     sink_window_hopper_bwd_kernel[(blocks * heads * batch,)](
         dk,
         dv,

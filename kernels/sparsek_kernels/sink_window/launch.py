@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import triton
 
+from sparsek_kernels.common.descriptors import describable
 from sparsek_kernels.common.launching import CompiledLaunch, launch
 from sparsek_kernels.sink_window.calls import Call
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig, accumulator_parts
@@ -23,7 +24,6 @@ from sparsek_kernels.sink_window.kernels_fwd import sink_window_fwd_kernel
 from sparsek_kernels.sink_window.launch_hopper import (
     backward_hopper,
     copyable,
-    describable,
     forward_hopper,
     forward_small,
 )

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
-import triton
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sparsek_kernels.common.descriptors import describe, multiprocessors
 from sparsek_kernels.common.launching import CompiledLaunch, launch
 from sparsek_kernels.sink_window.calls import Call
 from sparsek_kernels.sink_window.config import TileConfig
@@ -19,40 +16,6 @@ from sparsek_kernels.sink_window.kernels_hopper_small import sink_window_hopper_
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
 _LOG2_E = 1.4426950408889634
-
-
-@lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def describable(*tensors: torch.Tensor) -> bool:
-    """Whether the copy engine can address each ``[B, N, H, D]`` tensor as one matrix."""
-    for x in tensors:
-        step = 16 // x.element_size()
-        batch, tokens, head, _ = x.stride()
-        if x.stride(3) != 1 or x.data_ptr() % 16 or tokens % step or head % step or tokens == 0:
-            return False
-        if x.shape[0] > 1 and batch % tokens:
-            return False
-    return True
-
-
-def _describe(x: torch.Tensor, rows: int) -> tuple[TensorDescriptor, int, int]:
-    """Descriptor of tiles of ``rows`` tokens of one head; rows per sequence, columns per head."""
-    batch, tokens, heads, dim = x.shape
-    batch_rows = x.stride(0) // x.stride(1) if batch > 1 else 0
-    shape = [(batch - 1) * batch_rows + tokens, (heads - 1) * x.stride(2) + dim]
-    layout = NVMMASharedLayout.get_default_for([rows, dim], _ELEMENT[x.dtype])
-    descriptor = TensorDescriptor(x, shape, [x.stride(1), 1], [rows, dim], layout)
-    return descriptor, batch_rows, x.stride(2)
-
-
-_ELEMENT = {
-    torch.float16: triton.language.float16,
-    torch.bfloat16: triton.language.bfloat16,
-    torch.float32: triton.language.float32,
-}
 
 
 def forward_hopper(
@@ -71,13 +34,13 @@ def forward_hopper(
     (blocks, heads, batch), tiles = call.query_grid(tile.block_m)
     num_tiles = blocks * heads * batch
     sink_block = call.config.sink_block
-    q_desc, q_rows, q_cols = _describe(q, tile.block_m // 2)
-    k_desc, k_rows, k_cols = _describe(k, tile.block_n)
-    v_desc, v_rows, v_cols = _describe(v, tile.block_n)
+    q_desc, q_rows, q_cols = describe(q, tile.block_m // 2)
+    k_desc, k_rows, k_cols = describe(k, tile.block_n)
+    v_desc, v_rows, v_cols = describe(v, tile.block_n)
     sink_k_desc, sink_v_desc = k_desc, v_desc
     if shape.num_sink:
-        sink_k_desc, sink_v_desc = _describe(k, sink_block)[0], _describe(v, sink_block)[0]
-    sink_window_hopper_fwd_kernel[(min(num_tiles, _multiprocessors(q.device)),)](
+        sink_k_desc, sink_v_desc = describe(k, sink_block)[0], describe(v, sink_block)[0]
+    sink_window_hopper_fwd_kernel[(min(num_tiles, multiprocessors(q.device)),)](
         out,
         lse if lse is not None else out,
         q_desc,
@@ -189,11 +152,11 @@ def backward_hopper(
         shape.batch * shape.num_heads * order_blocks + 4, dtype=torch.int32, device=q.device
     )
     ticket = order[-4:]
-    q_desc, q_rows, q_cols = _describe(q, tile.block_m)
-    g_desc, g_rows, g_cols = _describe(dout, tile.block_m)
-    k_desc, k_rows, k_cols = _describe(k, tile.block_n)
-    v_desc, v_rows, v_cols = _describe(v, tile.block_n)
-    dq_desc, _, _ = _describe(dq_acc.view(1, -1, 1, shape.head_dim), tile.block_m)
+    q_desc, q_rows, q_cols = describe(q, tile.block_m)
+    g_desc, g_rows, g_cols = describe(dout, tile.block_m)
+    k_desc, k_rows, k_cols = describe(k, tile.block_n)
+    v_desc, v_rows, v_cols = describe(v, tile.block_n)
+    dq_desc, _, _ = describe(dq_acc.view(1, -1, 1, shape.head_dim), tile.block_m)
     sink_dk, sink_dv = sink_grads if sink_grads is not None else (delta, delta)
     sink_window_hopper_bwd_kernel[(blocks * heads * batch,)](
         dk,
