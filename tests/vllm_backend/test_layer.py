@@ -58,7 +58,9 @@ def test_step_with_decodes_prefills_and_padding(current: Any) -> None:
     expected = paged_attention_reference(q, cache[..., :DIM], cache[..., DIM:], batch, policy)
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
     share = policy.per_token().attended_tokens(299) + policy.per_token().attended_tokens(220)
-    share += sum(policy.attended_tokens(position) for position in range(400))
+    dense = 400 - policy.dense_last
+    share += sum(policy.attended_tokens(position) for position in range(dense))
+    share += sum(position + 1 for position in range(dense, 400))
     assert metadata.attended_tokens == share
     assert metadata.context_tokens == 300 + 221 + 400 * 401 // 2
     assert metadata.attended_share == share / metadata.context_tokens
@@ -254,7 +256,7 @@ def test_device_metadata_needs_no_device_lengths(current: Any, known: bool) -> N
     step.seq_lens = SimpleNamespace(shape=(2,))
     metadata = builder.build(0, step)
     assert metadata.batch.seq_lens_host is None
-    assert metadata.batch.query_lens_host is None
+    assert metadata.batch.query_lens_host == (1, 50)
     assert metadata.batch.num_decodes == 1
     assert metadata.context_tokens >= 90 + 50 * 51 // 2
     if known:
