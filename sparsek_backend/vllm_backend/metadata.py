@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from sparsek_kernels.paged import native_decode
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 
@@ -97,6 +98,8 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.on_host = device.type == "cpu"
+        if self.on_host:
+            native_decode.library()  # built before the first request
         self.has_flash = False
         end_with_server()
         self.policies = self._bind_layers(kv_cache_spec, layer_names, vllm_config)

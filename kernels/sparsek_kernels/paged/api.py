@@ -6,8 +6,8 @@ import torch
 
 from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_tensor
 
-from .batch import PagedBatch
-from .eager import PagedOperands, host_lengths, paged_attention_eager, plan_decodes, plan_prefill
+from .batch import PagedBatch, host_lengths
+from .eager import PagedOperands, paged_attention_eager, plan_decodes, plan_prefill
 from .eager_select import select_tiles, select_tokens
 from .eager_write import write_kv_eager
 from .policy import CELL_SIZE, ScoreKind, SelectionPolicy

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 
-from .batch import PagedBatch
+from . import native_decode
+from .batch import PagedBatch, host_lengths
 from .eager_select import (
     SummaryIndex,
     TokenScoring,
@@ -252,18 +252,6 @@ def _read_kv(
     return k, v
 
 
-def host_lengths(batch: PagedBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sequence and query lengths as integers (on the CPU they are there already)."""
-
-    def read() -> tuple[tuple[int, ...], tuple[int, ...]]:
-        counts = tuple(b - a for a, b in pairwise(batch.cu_seqlens_q.tolist()))
-        return tuple(batch.seq_lens.tolist()), counts
-
-    if batch.seq_lens_host is not None and batch.query_lens_host is not None:
-        return batch.seq_lens_host, batch.query_lens_host
-    return batch.derived("host lengths", read)
-
-
 @dataclass(frozen=True)
 class DecodePlan:
     """Decoded tokens of a step: those that see everything, and those that do not."""
@@ -364,7 +352,19 @@ def paged_attention_eager(
     heads = operands.k_cache.shape[1]
     grouped = q.unflatten(1, (heads, -1))
     result = out.unflatten(1, (heads, -1))
-    if batch.num_decodes:
+    if batch.num_decodes and native_decode.supports(q, operands.k_cache, operands.v_cache):
+        native_decode.decode(
+            q[: batch.num_decode_tokens],
+            operands.k_cache,
+            operands.v_cache,
+            operands.k_summary,
+            batch,
+            policy.per_token(),
+            operands.softmax_scale,
+            operands.sinks,
+            out[: batch.num_decode_tokens],
+        )
+    elif batch.num_decodes:
         _decode(grouped, operands, batch, policy.per_token(), result)
     _, counts = host_lengths(batch)
     token = int(batch.cu_seqlens_q[batch.num_decodes])

@@ -1,0 +1,233 @@
+"""Decoding on a CPU in one call of a C function, built on its first use.
+
+The torch path (``eager.py``) copies the blocks that a token attends and takes about fifty calls
+for a layer.  Where a C compiler is at hand (Triton needs one as well), decodes over bfloat16 and
+float32 caches go through ``decode.c`` instead: the same rule, float32 arithmetic, no copies of K
+and V.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from .batch import PagedBatch, host_lengths
+from .policy import SelectionPolicy
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("decode.c")
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+_MOST_DIM, _MOST_GROUP = 256, 64
+_PIECES_PER_THREAD = 4
+"""Pieces of work for each thread, so that none waits long for the last."""
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("page", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("row", ctypes.c_int64),
+        ("is_bf16", ctypes.c_int64),
+    )
+
+
+class _Decode(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("tokens", "heads", "group", "dim", "page_size")),
+        *((name, ctypes.c_int64) for name in ("block_size", "min_max", "splits")),
+        *((name, ctypes.c_int64) for name in ("max_blocks", "max_picks")),
+        ("q", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("k", _Rows),
+        ("v", _Rows),
+        ("summary", _Rows),
+        ("table", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64),
+        ("plan", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("chosen", ctypes.c_void_p),
+        ("waiting", ctypes.c_void_p),
+        ("parts", ctypes.c_void_p),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled function, or ``None`` where it cannot be built: the log then says why.
+
+    The library is kept in ``$XDG_CACHE_HOME/sparsek`` under a name that depends on the source, the
+    compiler and the processor.
+    """
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc"))), None)
+    if compiler is None:
+        logger.warning("no C compiler (cc, gcc): decoding on the CPU takes the slower torch path")
+        return None
+    try:
+        return _build(compiler)
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("decoding on the CPU takes the slower torch path: %s", error)
+        return None
+
+
+def _build(compiler: str) -> ctypes.CDLL:
+    processor = Path("/proc/cpuinfo")
+    flags = processor.read_text().split("\n\n")[0] if processor.exists() else ""
+    flags = "".join(line for line in flags.splitlines() if line.startswith(("model name", "flags")))
+    parts = (_SOURCE.read_text(), compiler, flags, *_FLAGS)
+    name = f"decode-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsek"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        folder = Path(tempfile.mkdtemp(prefix="sparsek-"))
+    path = folder / name
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / name
+            command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE), "-lm"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            if done.returncode:
+                raise OSError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
+            made.replace(path)
+    found = ctypes.CDLL(str(path))
+    found.sparsek_decode.argtypes = (ctypes.c_void_p,)
+    found.sparsek_decode.restype = None
+    return found
+
+
+def supports(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+    """Whether the C function decodes these tensors; the torch path does where it does not."""
+    dtype, dim = k_cache.dtype, k_cache.shape[-1]
+    return (
+        q.device.type == "cpu"
+        and dtype in (torch.bfloat16, torch.float32)
+        and v_cache.dtype == dtype
+        and k_cache.shape == v_cache.shape
+        and k_cache.stride(-1) == v_cache.stride(-1) == 1
+        and k_cache.shape[2] % 16 == 0
+        and dim <= _MOST_DIM
+        and q.shape[1] // k_cache.shape[1] <= _MOST_GROUP
+        and library() is not None
+    )
+
+
+def plan_tokens(batch: PagedBatch, rule: SelectionPolicy) -> torch.Tensor:
+    """Blocks that each decoded token attends: ``[0, front)``, the best ``picks``, ``[local, own]``.
+
+    Args:
+        batch: the decodes in front of it.
+        rule: per token.
+
+    Returns:
+        ``[T, 7]`` int64: request, position, front, picks, local, and a range of keys not seen.
+    """
+    lengths, counts = host_lengths(batch)
+    rows = [
+        (request, *_blocks_of(rule, position))
+        for request in range(batch.num_decodes)
+        for position in range(lengths[request] - counts[request], lengths[request])
+    ]
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 7)
+
+
+def _blocks_of(rule: SelectionPolicy, position: int) -> tuple[int, int, int, int, int, int]:
+    own = position // rule.sel_block_size
+    if rule.sees_all(position):
+        return position, own + 1, 0, own + 1, 0, 0
+    if rule.selects_blocks:
+        first, local = rule.candidate_range(position)
+        return position, first, rule.scored_blocks, local, 0, 0
+    start = position + 1 - (rule.window_size or 0)
+    local = start // rule.sel_block_size
+    return position, min(rule.sink_blocks, local), 0, local, rule.num_sink, start
+
+
+def _rows(cache: torch.Tensor) -> _Rows:
+    page, head, row, _ = cache.stride()
+    return _Rows(cache.data_ptr(), page, head, row, cache.dtype == torch.bfloat16)
+
+
+def decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_summary: torch.Tensor | None,
+    batch: PagedBatch,
+    rule: SelectionPolicy,
+    softmax_scale: float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Attention of the decodes of a batch; the arguments are those of ``paged_attention``.
+
+    Args:
+        q: ``[T, Hq, D]``, the decoded tokens; out likewise, written.
+        rule: per token.
+    """
+    built = library()
+    if built is None:
+        raise RuntimeError("decode: expected a C compiler, found none; ask supports() first")
+    plan, max_blocks, max_picks = batch.derived(("native", rule), lambda: _sized_plan(batch, rule))
+    tokens, num_heads, dim = q.shape
+    heads, group = k_cache.shape[1], num_heads // k_cache.shape[1]
+    units = tokens * heads
+    if not units:
+        return
+    splits = max(_PIECES_PER_THREAD * torch.get_num_threads() // units, 1)
+    table = batch.block_table
+    scaled = q.float() * softmax_scale
+    result = torch.empty_like(scaled)
+    sink_logits = None if sinks is None else sinks.float().contiguous()
+    num_logits = units * (group + 1) * max_blocks if max_picks else 0
+    num_parts = units * splits * group * (dim + 2)
+    scratch = torch.empty(num_logits + num_parts + units * (max_picks + 1))
+    place = scratch.data_ptr()
+    arguments = _Decode(
+        tokens,
+        heads,
+        group,
+        dim,
+        k_cache.shape[2],
+        rule.sel_block_size,
+        rule.score_kind == "min_max",
+        splits,
+        max_blocks,
+        max_picks,
+        scaled.data_ptr(),
+        result.data_ptr(),
+        _rows(k_cache),
+        _rows(v_cache),
+        _rows(k_cache if k_summary is None else k_summary),
+        table.data_ptr(),
+        table.stride(0),
+        plan.data_ptr(),
+        None if sink_logits is None else sink_logits.data_ptr(),
+        place,
+        place + 4 * (num_logits + num_parts),
+        place + 4 * (num_logits + num_parts + units * max_picks),
+        place + 4 * num_logits,
+    )
+    built.sparsek_decode(ctypes.addressof(arguments))
+    out.copy_(result)
+
+
+def _sized_plan(batch: PagedBatch, rule: SelectionPolicy) -> tuple[torch.Tensor, int, int]:
+    plan = plan_tokens(batch, rule)
+    if not plan.numel():
+        return plan, 0, 0
+    return plan, int(plan[:, 1].max()) // rule.sel_block_size, int(plan[:, 3].max())

@@ -1,0 +1,186 @@
+"""The C decode against the oracle and the torch path, and what happens without a compiler."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsek_kernels.paged import PagedBatch, SelectionPolicy, native_decode, paged_attention
+from sparsek_kernels.paged.api import write_kv
+from sparsek_kernels.paged.reference import paged_attention_reference
+
+needs_compiler = pytest.mark.skipif(
+    native_decode.library() is None, reason="no C compiler: the torch path decodes"
+)
+
+
+class Problem:
+    """Decodes over pages in random order, unwritten rows NaN, K and V side by side or apart."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        *,
+        queries: int = 1,
+        heads: int = 2,
+        group: int = 3,
+        dim: int = 64,
+        page_size: int = 32,
+        dtype: torch.dtype = torch.float32,
+        score_kind: str = "cell_mean",
+        together: bool = True,
+        seed: int = 0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        counts = [math.ceil(length / page_size) for length in lengths]
+        pages = sum(counts) + 2
+        rows = torch.full((pages, heads, page_size, 2 * dim), math.nan).to(dtype)
+        if together:
+            self.k_cache, self.v_cache = rows[..., :dim], rows[..., dim:]
+        else:
+            self.k_cache = torch.full((pages, page_size, heads, dim), math.nan).to(dtype)
+            self.k_cache = self.k_cache.transpose(1, 2)
+            self.v_cache = rows[..., dim:].clone()
+        self.k_summary = torch.full((pages, heads, page_size // 16, dim), math.nan).to(dtype)
+        order = torch.randperm(pages, generator=generator)
+        table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+        start = 0
+        for request, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            own = order[start : start + count]
+            table[request, :count] = own
+            start += count
+            k, v = (torch.randn(length, heads, dim, generator=generator).to(dtype) for _ in "kv")
+            at = torch.arange(length)
+            slots = own[at // page_size] * page_size + at % page_size
+            write_kv(k, v, self.k_cache, self.v_cache, self.k_summary, slots, score_kind=score_kind)
+        new = [min(queries, length) for length in lengths]
+        offsets = torch.tensor([0, *new]).cumsum(0)
+        self.q = torch.randn(int(offsets[-1]), heads * group, dim, generator=generator).to(dtype)
+        self.batch = PagedBatch(
+            block_table=table,
+            seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            cu_seqlens_q=offsets.int(),
+            num_decodes=len(lengths),
+            num_decode_tokens=int(offsets[-1]),
+            decode_query_len=queries,
+            max_query_len=queries,
+            max_seq_len=max(lengths),
+            seq_lens_host=tuple(lengths),
+            query_lens_host=tuple(new),
+        )
+
+    def attend(self, policy: SelectionPolicy, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        return paged_attention(
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.batch,
+            policy,
+            k_summary=self.k_summary,
+            sinks=sinks,
+        )
+
+    def expected(self, policy: SelectionPolicy, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        return paged_attention_reference(
+            self.q, self.k_cache, self.v_cache, self.batch, policy, sinks=sinks
+        )
+
+
+@needs_compiler
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_against_the_oracle(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(["cell_mean", "min_max"]))
+    problem = Problem(
+        data.draw(st.lists(st.integers(1, 500), min_size=1, max_size=4)),
+        queries=data.draw(st.sampled_from([1, 1, 4])),
+        heads=data.draw(st.integers(1, 3)),
+        group=data.draw(st.sampled_from([1, 3, 4, 16])),
+        dim=data.draw(st.sampled_from([16, 64, 80, 128, 256])),
+        page_size=data.draw(st.sampled_from([32, 64, 128])),
+        score_kind=kind,
+        together=data.draw(st.booleans()),
+        seed=data.draw(st.integers(0, 99)),
+    )
+    window = data.draw(st.sampled_from([None, 1, 20, 70]))
+    policy = SelectionPolicy(
+        num_sink=0 if window is None else data.draw(st.integers(0, 70)),
+        window_size=window,
+        top_k=0 if window is None else data.draw(st.integers(0, 4)),
+        sel_block_size=data.draw(st.sampled_from([32, 64])),
+        dense_below=data.draw(st.sampled_from([0, 200])),
+        score_kind=kind,
+    )
+    sinks = data.draw(st.sampled_from([None, -1.0, 3.0]))
+    logits = None if sinks is None else torch.full((problem.q.shape[1],), sinks)
+    assert native_decode.supports(problem.q, problem.k_cache, problem.v_cache)
+    torch.testing.assert_close(
+        problem.attend(policy, logits).double(),
+        problem.expected(policy, logits),
+        atol=2e-5,
+        rtol=1e-4,
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bfloat16_equals_the_torch_path(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem([900, 64, 33], dtype=torch.bfloat16, page_size=64)
+    policy = SelectionPolicy(num_sink=64, window_size=100, top_k=3)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = problem.attend(policy)
+    finally:
+        torch.set_num_threads(before)
+    exact = problem.expected(policy)
+    monkeypatch.setattr(native_decode, "library", lambda: None)
+    torch_path = problem.attend(policy)
+    assert (found - exact).abs().max() <= 2 * (torch_path - exact).abs().max()
+
+
+@needs_compiler
+def test_ties_go_to_the_lower_block() -> None:
+    problem = Problem([640], heads=1, group=1)
+    for cache in (problem.k_cache, problem.k_summary):
+        cache.fill_(0.25)
+    policy = SelectionPolicy(num_sink=32, window_size=32, top_k=3, sel_block_size=32)
+    got, want = problem.attend(policy), problem.expected(policy)
+    torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=1e-5)
+
+
+def test_without_a_compiler_the_torch_path_decodes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    native_decode.library.cache_clear()
+    try:
+        problem = Problem([300, 20])
+        policy = SelectionPolicy(num_sink=16, window_size=40, top_k=2, sel_block_size=32)
+        with caplog.at_level(logging.WARNING):
+            found = problem.attend(policy)
+    finally:
+        native_decode.library.cache_clear()
+    assert "no C compiler" in caplog.text
+    torch.testing.assert_close(found.double(), problem.expected(policy), atol=2e-5, rtol=1e-4)
+
+
+def test_a_compiler_that_fails_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: object
+) -> None:
+    monkeypatch.setenv("CC", "false")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native_decode.library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert native_decode.library() is None
+    finally:
+        native_decode.library.cache_clear()
+    assert "torch path" in caplog.text
+    assert "false" in caplog.text
