@@ -208,12 +208,18 @@ def paged_attention(
         table = batch.block_table
         _check_triton_layout(q=q, k_cache=k_cache, v_cache=v_cache, out=out, block_table=table)
     operands = PagedOperands(k_cache, v_cache, k_summary, sinks, scale, k_scale, v_scale)
-    _attend(q, operands, batch, policy, out)
-    if policy.dense_last and batch.num_prefills and not policy.sees_all(batch.max_seq_len - 1):
-        rows, tails = batch.tails(policy.dense_last)
-        last = out.new_empty(rows.shape[0], *out.shape[1:])
-        _attend(q.index_select(0, rows), operands, tails, SelectionPolicy(), last)
-        out.index_copy_(0, rows, last)
+    if not policy.dense_last or not batch.num_prefills or policy.sees_all(batch.max_seq_len - 1):
+        _attend(q, operands, batch, policy, out)
+        return out
+    rows, tails = batch.tails(policy.dense_last)
+    if tails.num_prefill_tokens == batch.num_prefill_tokens:  # nothing is left to select for
+        if batch.num_decodes:
+            _attend(q, operands, batch.part(0, batch.num_decodes), policy, out)
+    else:
+        _attend(q, operands, batch, policy, out)
+    last = out.new_empty(rows.shape[0], *out.shape[1:])
+    _attend(q.index_select(0, rows), operands, tails, SelectionPolicy(), last)
+    out.index_copy_(0, rows, last)
     return out
 
 

@@ -59,6 +59,18 @@ class PagedBatch:
         """Requests that prefill."""
         return self.num_requests - self.num_decodes
 
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        """Query tokens of each request; waits for the device where the host does not have them."""
+        if self.query_lens_host is not None:
+            return self.query_lens_host
+        return self.derived("query lens", lambda: tuple(self.cu_seqlens_q.diff().tolist()))
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Query tokens of the prefills (see :attr:`query_lens`)."""
+        return sum(self.query_lens[self.num_decodes :])
+
     def derived(self, key: Hashable, build: Callable[[], _T]) -> _T:
         """Index tensors that ``build`` makes from this batch, once for all layers with ``key``."""
         if key not in self._derived:
@@ -110,9 +122,7 @@ class PagedBatch:
 
     def _tails(self, count: int) -> tuple[torch.Tensor, PagedBatch]:
         device = self.seq_lens.device
-        lens = self.query_lens_host
-        if lens is None:
-            lens = tuple(self.cu_seqlens_q.diff().tolist())
+        lens = self.query_lens
         members = [r for r in range(self.num_decodes, self.num_requests) if lens[r]]
         kept = [min(lens[r], count) for r in members]
         ends = list(accumulate(lens, initial=self.first_row))[1:]
