@@ -30,7 +30,7 @@ def describe_layers(
         summary_share: bytes of the summaries over bytes of K and V.
         fp8_cache: whether K and V are stored as fp8.
     """
-    path = "CPU torch path" if device_type == "cpu" else "Triton kernels"
+    path = "CPU path" if device_type == "cpu" else "Triton kernels"
     if flash_version is not None:
         path += f", FlashAttention {flash_version} for dense prefills"
     if fallback_reason is not None:
