@@ -37,7 +37,9 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     ensure_entry_point()
 
 
-def test_tokens_of_two_ranks(two_ranks: None, tmp_path: Path) -> None:
+def test_tokens_of_two_ranks(
+    two_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_tiny_model("llama", tmp_path)
     generator = torch.Generator().manual_seed(6)
     prompts = [
@@ -51,6 +53,7 @@ def test_tokens_of_two_ranks(two_ranks: None, tmp_path: Path) -> None:
     }
     with engine(model, "SPARSEK", SETTINGS, **options) as llm:
         expected = tokens(generate(llm, prompts, together=True))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")  # two ranks share one NUMA node
     with engine(model, "SPARSEK", SETTINGS, tensor_parallel_size=2, **options) as llm:
         found = tokens(generate(llm, prompts, together=True))
         ranks = llm.collective_rpc(read_stats)
