@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TypeVar, cast
 
 import torch
@@ -157,10 +157,7 @@ class PagedBatch:
 def host_lengths(batch: PagedBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sequence and query lengths as integers (on the CPU they are there already)."""
 
-    def read() -> tuple[tuple[int, ...], tuple[int, ...]]:
-        counts = tuple(b - a for a, b in pairwise(batch.cu_seqlens_q.tolist()))
-        return tuple(batch.seq_lens.tolist()), counts
-
-    if batch.seq_lens_host is not None and batch.query_lens_host is not None:
-        return batch.seq_lens_host, batch.query_lens_host
-    return batch.derived("host lengths", read)
+    lengths = batch.seq_lens_host
+    if lengths is None:
+        lengths = batch.derived("sequence lengths", lambda: tuple(batch.seq_lens.tolist()))
+    return lengths, batch.query_lens

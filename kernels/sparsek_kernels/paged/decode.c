@@ -169,14 +169,17 @@ ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t he
             prefetch(&a->v, page * a->v.page + head * a->v.head + row * a->v.row, run, dim);
         }
         int64_t end = min64((block + 1) * size, token->position + 1);
-        for (int64_t key = block * size; key < end; key += run) {
+        for (int64_t key = block * size; key < end;) {
             const int64_t page = pages[key / a->page_size], row = key % a->page_size;
-            const int64_t keys = min64(run, end - key);
+            const int64_t keys = min64(run, min64(end - key, a->page_size - row));
             const int64_t k_at = page * a->k.page + head * a->k.head + row * a->k.row;
             const int64_t v_at = page * a->v.page + head * a->v.head + row * a->v.row;
             const int64_t hidden_from = min64(max64(token->sinks_end - key, 0), keys);
             const int64_t hidden_to = min64(token->window_start - key, keys);
-            if (hidden_from == 0 && hidden_to == keys) continue;
+            if (hidden_from == 0 && hidden_to == keys) {
+                key += keys;
+                continue;
+            }
             for (int64_t j = 0; j < keys; j++) widen(&a->k, k_at + j * a->k.row, dim, tile + j * dim);
             for (int64_t g = 0; g < group; g++) {
                 for (int64_t j = 0; j < keys; j++)
@@ -201,6 +204,7 @@ ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t he
                 state[dim] = top;
                 state[dim + 1] = state[dim + 1] * keep + total;
             }
+            key += keys;
         }
     }
 }

@@ -352,7 +352,9 @@ def paged_attention_eager(
     heads = operands.k_cache.shape[1]
     grouped = q.unflatten(1, (heads, -1))
     result = out.unflatten(1, (heads, -1))
-    if batch.num_decodes and native_decode.supports(q, operands.k_cache, operands.v_cache):
+    if batch.num_decodes and native_decode.supports(
+        q, operands.k_cache, operands.v_cache, operands.k_summary, batch.block_table
+    ):
         native_decode.decode(
             q[: batch.num_decode_tokens],
             operands.k_cache,

@@ -26,7 +26,15 @@ from .policy import SelectionPolicy
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("decode.c")
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-strict-aliasing",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+)
 _MOST_DIM, _MOST_GROUP = 256, 64
 _PIECES_PER_THREAD = 4
 """Pieces of work for each thread, so that none waits long for the last."""
@@ -110,15 +118,24 @@ def _build(compiler: str) -> ctypes.CDLL:
     return found
 
 
-def supports(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+def supports(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_summary: torch.Tensor | None,
+    block_table: torch.Tensor,
+) -> bool:
     """Whether the C function decodes these tensors; the torch path does where it does not."""
     dtype, dim = k_cache.dtype, k_cache.shape[-1]
+    summary = k_cache if k_summary is None else k_summary
     return (
         q.device.type == "cpu"
         and dtype in (torch.bfloat16, torch.float32)
-        and v_cache.dtype == dtype
+        and v_cache.dtype == summary.dtype == dtype
+        and block_table.dtype == torch.int32
+        and block_table.stride(-1) == 1
         and k_cache.shape == v_cache.shape
-        and k_cache.stride(-1) == v_cache.stride(-1) == 1
+        and k_cache.stride(-1) == v_cache.stride(-1) == summary.stride(-1) == 1
         and k_cache.shape[2] % 16 == 0
         and dim <= _MOST_DIM
         and q.shape[1] // k_cache.shape[1] <= _MOST_GROUP

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -118,7 +119,9 @@ def test_against_the_oracle(data: st.DataObject) -> None:
     )
     sinks = data.draw(st.sampled_from([None, -1.0, 3.0]))
     logits = None if sinks is None else torch.full((problem.q.shape[1],), sinks)
-    assert native_decode.supports(problem.q, problem.k_cache, problem.v_cache)
+    assert native_decode.supports(
+        problem.q, problem.k_cache, problem.v_cache, problem.k_summary, problem.batch.block_table
+    )
     torch.testing.assert_close(
         problem.attend(policy, logits).double(),
         problem.expected(policy, logits),
@@ -142,6 +145,23 @@ def test_bfloat16_equals_the_torch_path(threads: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(native_decode, "library", lambda: None)
     torch_path = problem.attend(policy)
     assert (found - exact).abs().max() <= 2 * (torch_path - exact).abs().max()
+
+
+@needs_compiler
+def test_blocks_of_pages_that_no_power_of_two_divides() -> None:
+    problem = Problem([1500, 97], page_size=96)
+    policy = SelectionPolicy(num_sink=4, window_size=200, top_k=2, sel_block_size=192)
+    got, want = problem.attend(policy), problem.expected(policy)
+    torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-4)
+
+
+def test_a_table_of_another_dtype_gives_the_same() -> None:
+    problem = Problem([500, 40])
+    policy = SelectionPolicy(num_sink=4, window_size=50, top_k=2, sel_block_size=32)
+    expected = problem.attend(policy)
+    wide = problem.batch.block_table.long()
+    problem.batch = replace(problem.batch, block_table=wide, _derived={})
+    torch.testing.assert_close(problem.attend(policy), expected, atol=2e-5, rtol=1e-4)
 
 
 @needs_compiler
