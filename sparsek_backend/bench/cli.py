@@ -107,7 +107,7 @@ def serve(
     model: Annotated[
         str, typer.Option(help="Model folder, or a shape without weights: llama-3.1-8b, tiny.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder for CSV and JSON.")],
+    out: Annotated[Path, typer.Option(help="Folder for CSV, JSON and plot.")],
     context: Annotated[list[str] | None, typer.Option(help="Prompt tokens: 2k, 8k.")] = None,
     requests: Annotated[
         list[int] | None, typer.Option(help="Requests that decode together.")

@@ -15,6 +15,7 @@ from typing import Any
 from rich.table import Table
 
 from sparsek_backend.bench.machine import Machine
+from sparsek_backend.bench.serve_plot import plot_serve
 from sparsek_backend.bench.shapes import SHAPES, write_shape
 from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.eval.workers import run_worker
@@ -194,7 +195,7 @@ def _quantile(ordered: list[float], share: float) -> float:
 
 
 def write_serve(out: Path, name: str, rows: Sequence[ServeRow]) -> list[Path]:
-    """Write NAME.csv and NAME.json; returns their paths."""
+    """Write NAME.csv, NAME.json and, with matplotlib, NAME.png; returns their paths."""
     out.mkdir(parents=True, exist_ok=True)
     table, full = out / f"{name}.csv", out / f"{name}.json"
     records = [asdict(row) for row in rows]
@@ -206,7 +207,11 @@ def write_serve(out: Path, name: str, rows: Sequence[ServeRow]) -> list[Path]:
                 {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in record.items()}
             )
     full.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    return [table, full]
+    try:
+        plot_serve(records, drawn := out / f"{name}.png")
+    except ImportError:
+        return [table, full]
+    return [table, full, drawn]
 
 
 def serve_table(rows: Sequence[ServeRow]) -> Table:

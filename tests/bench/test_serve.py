@@ -65,7 +65,8 @@ def test_both_backends_run_in_turn_and_become_rows(
     assert rows[1].tpot_ms == pytest.approx(5.0)
     assert rows[0].ttft_ms == pytest.approx(1050.0)
     assert rows[0].samples == 4
-    table, full = write_serve(tmp_path, "serve", rows)
+    table, full, drawn = write_serve(tmp_path, "serve", rows)
+    assert drawn.read_bytes().startswith(b"\x89PNG")
     with table.open(newline="") as file:
         assert [float(row["tpot_ms"]) for row in csv.DictReader(file)] == [10, 5, 10, 5]
     assert json.loads(full.read_text())[1]["settings"] == "top_k=4"
