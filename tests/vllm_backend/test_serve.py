@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2"
 MAX_LEN = 1024
+GPU_SHARE = "0.2"
 START_SECONDS = 300
 
 pytestmark = pytest.mark.serve
@@ -86,6 +88,7 @@ def command(model: Path, port: int, *extra: str) -> list[str]:
         *start,
         *("--attention-backend", "SPARSEK", "--host", "127.0.0.1", "--port", str(port)),
         *("--served-model-name", MODEL, "--max-model-len", str(MAX_LEN), "--enforce-eager"),
+        *(("--gpu-memory-utilization", GPU_SHARE) if torch.cuda.is_available() else ()),
         *extra,
     ]
 
