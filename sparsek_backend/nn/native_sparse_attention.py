@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -199,27 +202,23 @@ class NativeSparseAttention(nn.Module):
             block = block - offsets[seq.clamp(max=offsets.shape[0] - 2)]
         return self._rotate(k_cmp, (block + first_block) * stride), v_cmp
 
-    def forward(
+    def attention_inputs(
         self,
         hidden_states: torch.Tensor,
         *,
         cu_seqlens: torch.Tensor | None = None,
         cache: NSACache | None = None,
-    ) -> torch.Tensor:
-        """Attend.
+    ) -> dict[str, Any]:
+        """Everything that :func:`sparsek_kernels.nsa_attention` is called with.
 
         Args:
-            hidden_states: ``[B, N, hidden_size]``.
-            cu_seqlens: ``[sequences + 1]`` int32 offsets of packed sequences (B = 1); positions
-                start anew in each.
-            cache: earlier tokens of the same sequences, to which these N are appended; without
-                ``cu_seqlens`` and without gradients.
+            hidden_states: see :meth:`forward`, as the others; a cache is appended to.
 
         Returns:
-            ``[B, N, hidden_size]``.
+            Keyword arguments: queries, the keys and values of the branches, gates and sizes.
 
         Raises:
-            ValueError: a wrong shape, ``cache`` with ``cu_seqlens``, or a full cache.
+            ValueError: see :meth:`forward`.
         """
         if hidden_states.dim() != 3 or hidden_states.shape[2] != self.hidden_size:
             raise ValueError(
@@ -256,26 +255,39 @@ class NativeSparseAttention(nn.Module):
             k_swa, v_swa = cache.sliding[:, :, reach : cache.length]
         hidden = nn.functional.silu(self.gate_in(hidden_states))
         gates = torch.sigmoid(self.gate_out(hidden)).unflatten(-1, (3, self.num_heads)).unbind(2)
-        spec = self.config.spec
+        return {
+            **{"q": q, "k": k_slc, "v": v_slc},
+            **{"g_cmp": gates[0], "g_slc": gates[1], "g_swa": gates[2]},
+            **{"k_cmp": k_cmp, "v_cmp": v_cmp, "k_swa": k_swa, "v_swa": v_swa},
+            **asdict(self.config.spec),
+            "window_size": self.config.window_size,
+            "cu_seqlens": cu_seqlens,
+        }
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+        cache: NSACache | None = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            hidden_states: ``[B, N, hidden_size]``.
+            cu_seqlens: ``[sequences + 1]`` int32 offsets of packed sequences (B = 1); positions
+                start anew in each.
+            cache: earlier tokens of the same sequences, to which these N are appended; without
+                ``cu_seqlens`` and without gradients.
+
+        Returns:
+            ``[B, N, hidden_size]``.
+
+        Raises:
+            ValueError: a wrong shape, ``cache`` with ``cu_seqlens``, or a full cache.
+        """
         out = nsa_attention(
-            q,
-            k_slc,
-            v_slc,
-            gates[0],
-            gates[1],
-            gates[2],
-            k_cmp=k_cmp,
-            v_cmp=v_cmp,
-            k_swa=k_swa,
-            v_swa=v_swa,
-            cmp_block_size=spec.cmp_block_size,
-            cmp_stride=spec.cmp_stride,
-            sel_block_size=spec.sel_block_size,
-            top_n=spec.top_n,
-            num_init_blocks=spec.num_init_blocks,
-            num_local_blocks=spec.num_local_blocks,
-            window_size=self.config.window_size,
-            cu_seqlens=cu_seqlens,
+            **self.attention_inputs(hidden_states, cu_seqlens=cu_seqlens, cache=cache)
         )
         if not isinstance(out, torch.Tensor):
             raise TypeError(f"nsa_attention: expected a tensor, got {type(out).__name__}")

@@ -1,7 +1,11 @@
-"""Two processes train one NSA layer under ``fully_shard``; a script that ``test_sharding`` runs."""
+"""Processes train one NSA layer under ``fully_shard``; a script that ``test_sharding`` runs.
+
+python sharded_layer.py {cpu,cuda} PROCESSES PORT
+"""
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 
@@ -9,34 +13,49 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from sparsek_backend.nn import NativeSparseAttention, NSAConfig
 
+SMALL = NSAConfig(8, 4, 8, top_n=4, window_size=10)
+REAL = NSAConfig(top_n=4, window_size=100, cmp_hidden_size=32)
 
-def work(rank: int, world: int, port: int) -> None:
-    """Compare output and gradients of one rank with those of an unsharded layer."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+
+def compare(rank: int, world: int, device: str, dtype: torch.dtype) -> None:
+    """Compare output and gradients of one rank with those of an unsharded layer in ``dtype``."""
     torch.manual_seed(0)
-    config = NSAConfig(8, 4, 8, top_n=4, window_size=10)
-    layer = NativeSparseAttention(24, 4, 2, 8, config=config)
-    x = torch.randn(world, 40, 24)
-    plain = [layer(part[None]) for part in x]
+    config, dim, count = (REAL, 32, 700) if device == "cuda" else (SMALL, 8, 40)
+    layer = NativeSparseAttention(3 * dim, 4, 2, dim, config=config, device=device)
+    x = torch.randn(world, count, 3 * dim).to(device, dtype)
+    whole = copy.deepcopy(layer).to(dtype)
+    plain = [whole(part[None]) for part in x]
     (sum(out.sum() for out in plain) / world).backward()
-    grads = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
-    layer.zero_grad()
-    fully_shard(layer, mesh=init_device_mesh("cpu", (world,)))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    fully_shard(layer, mesh=init_device_mesh(device, (world,)), mp_policy=policy)
     out = layer(x[rank : rank + 1])
     torch.testing.assert_close(out, plain[rank])
     out.sum().backward()
+    bound = 1e-5 if dtype == torch.float32 else 1e-2
     for name, parameter in layer.named_parameters():
-        torch.testing.assert_close(parameter.grad.full_tensor(), grads[name], rtol=1e-4, atol=1e-5)
+        have, need = parameter.grad.full_tensor(), whole.get_parameter(name).grad.float()
+        error = float((have - need).norm() / need.norm())
+        assert error < bound, f"{name}: {error:.2e}"
+
+
+def work(rank: int, world: int, device: str, port: int) -> None:
+    """One rank."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world)
+    for dtype in (torch.float32, torch.bfloat16):
+        compare(rank, world, device, dtype)
     dist.barrier()  # no rank may go while another still talks to it
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    mp.spawn(work, args=(2, int(sys.argv[1])), nprocs=2)
+    kind, processes, free_port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    mp.spawn(work, args=(processes, kind, free_port), nprocs=processes)
     print("sharded layer agrees")

@@ -1,4 +1,4 @@
-"""The NSA layer under FSDP2, in two processes on the CPU."""
+"""The NSA layer under FSDP2: two processes on the CPU, one and two GPUs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,31 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
 
-def test_fully_sharded_layer() -> None:
+
+def on_gpus(count: int) -> object:
+    """A case that needs that many GPUs."""
+    missing = torch.cuda.device_count() < count
+    skip = pytest.mark.skipif(missing, reason=f"needs {count} CUDA GPUs")
+    return pytest.param("cuda", count, marks=[pytest.mark.gpu, skip], id=f"{count}-gpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "processes"), [pytest.param("cpu", 2, id="cpu"), on_gpus(1), on_gpus(2)]
+)
+def test_fully_sharded_layer(device: str, processes: int) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     here = Path(__file__).parent
     path = os.pathsep.join([str(here.parents[1]), str(here.parents[1] / "kernels")])
     done = subprocess.run(
-        [sys.executable, str(here / "sharded_layer.py"), str(port)],
+        [sys.executable, str(here / "sharded_layer.py"), device, str(processes), str(port)],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

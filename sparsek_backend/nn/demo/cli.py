@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -17,7 +17,8 @@ from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.demo.data import RecallTask
 from sparsek_backend.nn.demo.model import AttentionKind, ModelConfig
 from sparsek_backend.nn.demo.plots import plot_all
-from sparsek_backend.nn.demo.train import DemoConfig, RunResult, Trainer, summary
+from sparsek_backend.nn.demo.selections import overlap, save_inputs, trained_inputs
+from sparsek_backend.nn.demo.train import DemoConfig, RunResult, Trainer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -32,6 +33,8 @@ TINY = DemoConfig(
     max_length=128,
     save_every=5,
 )
+_RECALL_BATCHES = 16
+_SAVED_KV_HEADS = 4
 
 
 def _configs(size: str) -> DemoConfig:
@@ -41,19 +44,43 @@ def _configs(size: str) -> DemoConfig:
     return sizes[size]
 
 
+def _kinds(models: str) -> list[AttentionKind]:
+    kinds: list[AttentionKind] = []
+    for name in models.split(","):
+        if name == "nsa":
+            kinds.append("nsa")
+        elif name == "dense":
+            kinds.append("dense")
+        else:
+            raise typer.BadParameter(f"--models: expected nsa and dense, got {name!r}")
+    return kinds
+
+
 def _table(results: list[RunResult]) -> Table:
-    table = Table("attention", "length", "last loss", "recall", "passkey")
+    table = Table("attention", "length", "last loss", "recall", "passkey", "step, ms")
     for result in results:
         last = sum(result.losses[-10:]) / len(result.losses[-10:])
-        for length, recall in result.recall.items():
+        for length in sorted({*result.recall, *result.step_ms}):
+            recall = result.recall.get(length, {})
             table.add_row(
                 result.kind,
                 str(length),
-                f"{last:.3f}",
-                f"{recall['all']:.3f}",
-                f"{recall['passkey']:.3f}",
+                f"{last:.4f}" if recall else "",
+                *(f"{recall[name]:.2%}" if recall else "" for name in ("all", "passkey")),
+                f"{result.step_ms[length]:.1f}" if length in result.step_ms else "",
             )
     return table
+
+
+def _summary(config: DemoConfig, device: torch.device, results: list[RunResult]) -> dict[str, Any]:
+    """Everything that the demo measured, as plain values for JSON."""
+    on_gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
+        "torch": torch.__version__,
+        "config": asdict(config),
+        "runs": [asdict(result) for result in results],
+    }
 
 
 @app.command()
@@ -64,53 +91,52 @@ def train_demo(
     size: Annotated[str, typer.Option(help="`small` (minutes on a GPU) or `tiny`.")] = "small",
     steps: Annotated[int | None, typer.Option(help="Optimiser steps of each model.")] = None,
     max_length: Annotated[int | None, typer.Option(help="Longest training sequence.")] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
     seed: Annotated[int, typer.Option(help="Of the weights and the data.")] = 0,
     device: Annotated[str, typer.Option(help="`cuda`, `cpu` or `auto`.")] = "auto",
     models: Annotated[str, typer.Option(help="Which to train, comma-separated.")] = "nsa,dense",
     time_lengths: Annotated[
         str, typer.Option(help="Lengths at which to time a step, comma-separated; empty for none.")
     ] = "",
+    save_inputs_to: Annotated[
+        Path | None,
+        typer.Option(
+            "--save-inputs", help="File for the trained sparse layers' inputs and selections."
+        ),
+    ] = None,
+    save_length: Annotated[int, typer.Option(help="Tokens of the sequences saved.")] = 8192,
 ) -> None:
     """Train a sparse transformer and its dense twin on recall; resumes where it stopped."""
     console = Console()
     where = device
     if device == "auto":
         where = "cuda" if torch.cuda.is_available() else "cpu"
-    kinds: list[AttentionKind] = []
-    for name in models.split(","):
-        if name == "nsa":
-            kinds.append("nsa")
-        elif name == "dense":
-            kinds.append("dense")
-        else:
-            raise typer.BadParameter(f"--models: expected nsa and dense, got {name!r}")
+    options = {"steps": steps, "max_length": max_length, "save_every": save_every}
+    given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
+    results: list[RunResult] = []
     try:
-        config = replace(_configs(size), seed=seed)
-        if steps is not None:
-            config = replace(config, steps=steps)
-        if max_length is not None:
-            config = replace(config, max_length=max_length)
-        results, times = _train(config, kinds, out, torch.device(where), time_lengths, console)
+        config = replace(_configs(size), seed=seed, **given)
+        for kind in _kinds(models):
+            trainer = Trainer(config, kind, out, torch.device(where))
+            _train(trainer, console)
+            results.append(_measure(trainer, time_lengths))
+            if kind == "nsa" and save_inputs_to is not None:
+                sequences = max(_SAVED_KV_HEADS // config.model.num_layers, 1)
+                save_inputs(trainer, save_inputs_to, save_length, sequences)
+                console.print(f"wrote {save_inputs_to}")
     except ValueError as error:
         console.print(f"[red]error:[/red] {error}")
         raise typer.Exit(1) from error
-    (out / "results.json").write_text(json.dumps(summary(results, times), indent=1))
+    summary = _summary(config, torch.device(where), results)
+    (out / "results.json").write_text(json.dumps(summary) + "\n")
     console.print(_table(results))
-    for path in plot_all(results, times, out):
+    for path in [out / "results.json", *plot_all(results, out)]:
         console.print(f"wrote {path}")
 
 
-def _train(
-    config: DemoConfig,
-    kinds: list[AttentionKind],
-    out: Path,
-    device: torch.device,
-    time_lengths: str,
-    console: Console,
-) -> tuple[list[RunResult], dict[str, dict[int, float]]]:
-    lengths = [int(part) for part in time_lengths.split(",") if part]
-    results: list[RunResult] = []
-    times: dict[str, dict[int, float]] = {}
+def _train(trainer: Trainer, console: Console) -> None:
+    """Run to the last step behind a progress bar, with a line at each checkpoint."""
+    config = trainer.config
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -119,19 +145,32 @@ def _train(
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        for kind in kinds:
-            trainer = Trainer(config, kind, out, device)
-            bar = progress.add_task(
-                kind, total=config.steps, completed=trainer.resumed_at, loss=float("nan")
-            )
+        bar = progress.add_task(
+            trainer.kind, total=config.steps, completed=trainer.resumed_at, loss=float("nan")
+        )
 
-            def report(done: int, loss: float, bar: int = int(bar)) -> None:
-                for task in progress.tasks:
-                    if int(task.id) == bar:
-                        progress.update(task.id, completed=done, loss=loss)
+        def report(done: int, loss: float) -> None:
+            progress.update(bar, completed=done, loss=loss)
+            if done % config.save_every == 0:
+                length = config.length_at(done - 1)
+                progress.console.print(
+                    f"{trainer.kind} step {done}/{config.steps}, {length} tokens: loss {loss:.4f}"
+                )
 
-            trainer.run(report)
-            results.append(trainer.result([config.min_length, config.max_length], batches=4))
-            if lengths:
-                times[kind] = {length: trainer.step_time(length) for length in lengths}
-    return results, times
+        trainer.run(report)
+
+
+def _measure(trainer: Trainer, time_lengths: str) -> RunResult:
+    config = trainer.config
+    lengths = sorted({config.min_length, config.max_length})
+    result = RunResult(
+        trainer.kind,
+        trainer.losses,
+        {length: trainer.recall(length, _RECALL_BATCHES) for length in lengths},
+        trainer.resumed_at,
+        {int(part): trainer.step_time(int(part)) for part in time_lengths.split(",") if part},
+    )
+    if trainer.kind == "nsa":
+        inputs = trained_inputs(trainer, config.max_length, 1)
+        result.overlap = overlap(inputs["block_indices"])
+    return result

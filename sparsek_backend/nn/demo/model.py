@@ -29,10 +29,10 @@ class ModelConfig:
     """
 
     hidden_size: int = 256
-    num_layers: int = 4
+    num_layers: int = 2
     num_heads: int = 16
     num_kv_heads: int = 1
-    head_dim: int = 64
+    head_dim: int = 128
     nsa: NSAConfig = field(default_factory=NSAConfig)
 
 
@@ -90,20 +90,27 @@ class Block(nn.Module):
 
 
 class RecallModel(nn.Module):
-    """Embedding, blocks, norm, and the embedding again as the head."""
+    """Embedding, blocks, norm, and the embedding again as the head.
+
+    Every token is embedded together with the one before it, as short convolutions do, so that a
+    value knows its key from the start: what is left to learn is attention over a distance.
+    """
 
     def __init__(self, config: ModelConfig, vocab_size: int, kind: AttentionKind) -> None:
         super().__init__()
         if kind not in ("nsa", "dense"):
             raise ValueError(f"kind: expected 'nsa' or 'dense', got {kind!r}")
         self.embedding = nn.Embedding(vocab_size, config.hidden_size)
-        nn.init.normal_(self.embedding.weight, std=config.hidden_size**-0.5)
+        self.previous = nn.Embedding(vocab_size, config.hidden_size)
+        for table in (self.embedding, self.previous):
+            nn.init.normal_(table.weight, std=config.hidden_size**-0.5)
         self.blocks = nn.ModuleList(Block(config, kind) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[B, N]`` tokens to ``[B, N, vocab]`` logits."""
-        x = self.embedding(tokens)
+        before = nn.functional.pad(self.previous(tokens[:, :-1]), (0, 0, 1, 0))
+        x = self.embedding(tokens) + before
         for block in self.blocks:
             x = block(x)
         logits: torch.Tensor = nn.functional.linear(self.norm(x), self.embedding.weight)

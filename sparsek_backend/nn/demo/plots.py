@@ -8,6 +8,7 @@ from typing import Any
 from sparsek_backend.nn.demo.train import RunResult
 
 COLOURS = {"nsa": "#1b6ca8", "dense": "#e07a1f"}
+NAMES = {"nsa": "native sparse attention", "dense": "dense attention"}
 
 
 def _pyplot() -> Any:
@@ -23,45 +24,64 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def plot_all(
-    results: list[RunResult], times: dict[str, dict[int, float]], folder: Path
-) -> list[Path]:
+def plot_all(results: list[RunResult], folder: Path) -> list[Path]:
     """Write ``loss.png``, ``recall.png`` and, with times, ``step_time.png``; their paths."""
     pyplot = _pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-
-    def save(figure: Any, axes: Any, name: str) -> None:
+    draws = {"loss": _draw_loss, "recall": _draw_recall}
+    if any(result.step_ms for result in results):
+        draws["step_time"] = _draw_step_time
+    for name, draw in draws.items():
+        figure, axes = pyplot.subplots(figsize=(6.4, 4.2))
+        for result in results:
+            draw(axes, result)
+        axes.grid(True, which="major", alpha=0.3)
         axes.legend()
         figure.tight_layout()
-        figure.savefig(folder / name, dpi=130)
+        figure.savefig(folder / f"{name}.png", dpi=120)
         pyplot.close(figure)
-        written.append(folder / name)
-
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    for result in results:
-        axes.plot(result.losses, color=COLOURS[result.kind], label=result.kind, linewidth=1)
-    axes.set(xlabel="step", ylabel="loss (nats)", title="Training loss")
-    save(figure, axes, "loss.png")
-
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    for result in results:
-        length = max(result.recall)
-        buckets = {k: v for k, v in result.recall[length].items() if k.startswith("<=")}
-        ends = [int(name[2:]) for name in buckets]
-        label = f"{result.kind}, {length} tokens"
-        axes.plot(ends, list(buckets.values()), "o-", color=COLOURS[result.kind], label=label)
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="distance (tokens)", ylabel="recall", ylim=(-0.02, 1.02), title="Recall")
-    save(figure, axes, "recall.png")
-
-    if times:
-        figure, axes = pyplot.subplots(figsize=(6, 4))
-        for kind, by_length in times.items():
-            lengths, values = list(by_length), list(by_length.values())
-            axes.plot(lengths, values, "o-", color=COLOURS[kind], label=kind)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set(xlabel="length (tokens)", ylabel="forward + backward (ms)", title="Step time")
-        save(figure, axes, "step_time.png")
+        written.append(folder / f"{name}.png")
     return written
+
+
+def _draw_loss(axes: Any, result: RunResult) -> None:
+    """Losses of single steps, and their running mean."""
+    colour, losses = COLOURS[result.kind], result.losses
+    span = max(len(losses) // 75, 1)
+    means = [sum(losses[max(i - span, 0) : i + 1]) / (min(i, span) + 1) for i in range(len(losses))]
+    axes.plot(losses, color=colour, linewidth=0.5, alpha=0.35)
+    axes.plot(means, color=colour, label=NAMES[result.kind])
+    axes.set_yscale("log")
+    axes.set(xlabel="step", ylabel="loss (nats per answer)", title="Training loss")
+
+
+def _draw_recall(axes: Any, result: RunResult) -> None:
+    """Recall by distance at the longest length measured."""
+    length = max(result.recall)
+    recall = result.recall[length]
+    buckets = {int(name[2:]): share for name, share in recall.items() if name.startswith("<=")}
+    label = f"{NAMES[result.kind]}, {recall['all']:.1%} overall"
+    axes.plot(list(buckets), list(buckets.values()), "o-", color=COLOURS[result.kind], label=label)
+    axes.set_xscale("log", base=2)
+    axes.set(
+        xlabel="tokens between pair and question, at most",
+        ylabel="share of right answers",
+        ylim=(-0.02, 1.02),
+        title=f"Recall in {length} tokens",
+    )
+
+
+def _draw_step_time(axes: Any, result: RunResult) -> None:
+    """Step time by length, both axes logarithmic."""
+    lengths, times = list(result.step_ms), list(result.step_ms.values())
+    axes.plot(lengths, times, "o-", color=COLOURS[result.kind], label=NAMES[result.kind])
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set(
+        xlabel="sequence length (tokens)",
+        ylabel="forward + backward (ms)",
+        title="A training step of equally many tokens",
+    )

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from sparsek_backend.nn.demo.data import IGNORED, RecallTask, make_batch
 from sparsek_backend.nn.demo.model import AttentionKind, ModelConfig, RecallModel
 
-_EVAL_STEP = 1 << 30  # batches from here on are never trained on
+EVAL_STEP = 1 << 30
+"""Batches of this step and later ones are never trained on."""
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Within it, torch takes the algorithms whose gradients repeat bit for bit."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
 @dataclass(frozen=True)
@@ -28,7 +43,8 @@ class DemoConfig:
         steps: optimiser steps.
         tokens_per_step: tokens of a batch; its sequences are as many as fit.
         min_length: tokens of a sequence at the start.
-        max_length: tokens at the end; the length doubles at even intervals in between.
+        max_length: tokens at the end; the length doubles at even intervals up to three fifths of
+            the steps and stays there.
         learning_rate: peak, after a warm-up of a twentieth of the steps; cosine to a tenth.
         seed: of the weights and the data.
         save_every: steps from one checkpoint to the next.
@@ -36,7 +52,7 @@ class DemoConfig:
 
     task: RecallTask = field(default_factory=RecallTask)
     model: ModelConfig = field(default_factory=ModelConfig)
-    steps: int = 2000
+    steps: int = 1500
     tokens_per_step: int = 65536
     min_length: int = 512
     max_length: int = 8192
@@ -59,8 +75,8 @@ class DemoConfig:
 
     def length_at(self, step: int) -> int:
         """Tokens of a sequence at a step."""
-        stages = int(math.log2(self.max_length / self.min_length)) + 1
-        stage = min(step * stages // self.steps, stages - 1)
+        doublings = math.ceil(math.log2(self.max_length / self.min_length))
+        stage = min(step * 5 * doublings // (3 * self.steps), doublings)
         return min(self.min_length << stage, self.max_length)
 
     def batch_at(self, step: int) -> int:
@@ -86,12 +102,16 @@ class RunResult:
         recall: by sequence length and then by distance bucket (its upper end), the share of
             questions answered right; bucket ``passkey`` holds the passkey's questions.
         resumed_at: step at which this process took over.
+        step_ms: by sequence length, milliseconds of a forward and backward pass.
+        overlap: of a sparse model, how much neighbouring tokens agree on their blocks.
     """
 
     kind: AttentionKind
     losses: list[float]
     recall: dict[int, dict[str, float]]
     resumed_at: int
+    step_ms: dict[int, float] = field(default_factory=dict)
+    overlap: dict[str, float] = field(default_factory=dict)
 
 
 class Trainer:
@@ -149,13 +169,14 @@ class Trainer:
         )
         partial.replace(self.path)
 
-    def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """``[B, N]`` tokens on the device to ``[B, N, vocab]`` logits, autocast as in training."""
         with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
             logits: torch.Tensor = self.model(tokens)
         return logits
 
     def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = self._logits(tokens).float()
+        logits = self.logits(tokens).float()
         return torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED
         )
@@ -166,13 +187,14 @@ class Trainer:
         batch = make_batch(
             config.task, config.batch_at(step), config.length_at(step), config.seed, step
         )
-        loss = self._loss(batch.tokens.to(self.device), batch.targets.to(self.device))
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = config.rate_at(step)
-        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        with deterministic():
+            loss = self._loss(batch.tokens.to(self.device), batch.targets.to(self.device))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
         self.losses.append(float(loss.detach()))
         done = len(self.losses)
         if done % config.save_every == 0 or done == config.steps:
@@ -194,8 +216,8 @@ class Trainer:
         right: dict[str, int] = defaultdict(int)
         count = max(config.tokens_per_step // length, 1)
         for index in range(batches):
-            batch = make_batch(config.task, count, length, config.seed, _EVAL_STEP + index)
-            guess = self._logits(batch.tokens.to(self.device)).argmax(-1).cpu()
+            batch = make_batch(config.task, count, length, config.seed, EVAL_STEP + index)
+            guess = self.logits(batch.tokens.to(self.device)).argmax(-1).cpu()
             live = batch.targets != IGNORED
             good = (guess == batch.targets)[live].tolist()
             for hit, far, key in zip(
@@ -207,34 +229,29 @@ class Trainer:
                     right[name] += hit
         return {name: right[name] / asked[name] for name in sorted(asked, key=_bucket_order)}
 
-    def step_time(self, length: int, repeats: int = 3) -> float:
-        """Milliseconds of a forward and backward pass over one sequence of ``length`` tokens."""
-        batch = make_batch(self.config.task, 1, length, self.config.seed, _EVAL_STEP)
+    def step_time(self, length: int, repeats: int = 5) -> float:
+        """Milliseconds of a forward and backward pass over ``tokens_per_step`` tokens.
+
+        They are cut into sequences of ``length`` tokens, one at least; median of ``repeats``.
+        """
+        config = self.config
+        count = max(config.tokens_per_step // length, 1)
+        batch = make_batch(config.task, count, length, config.seed, EVAL_STEP)
         tokens, targets = batch.tokens.to(self.device), batch.targets.to(self.device)
         times = []
-        for _ in range(repeats + 1):
+        for _ in range(repeats + 2):
             self._synchronize()
             start = time.perf_counter()
             self._loss(tokens, targets).backward()
-            self.model.zero_grad(set_to_none=True)
             self._synchronize()
             times.append((time.perf_counter() - start) * 1e3)
-        return sorted(times[1:])[repeats // 2]
+            self.model.zero_grad(set_to_none=True)
+        return sorted(times[2:])[repeats // 2]
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def result(self, lengths: list[int], batches: int) -> RunResult:
-        """Losses, and recall at each length."""
-        recall = {length: self.recall(length, batches) for length in lengths}
-        return RunResult(self.kind, self.losses, recall, self.resumed_at)
-
 
 def _bucket_order(name: str) -> tuple[int, int]:
     return (0, int(name[2:])) if name.startswith("<=") else (1, len(name))
-
-
-def summary(results: list[RunResult], times: dict[str, dict[int, float]]) -> dict[str, Any]:
-    """Everything that the demo measured, as plain values for JSON."""
-    return {"runs": [asdict(result) for result in results], "step_ms": times}

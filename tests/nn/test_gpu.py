@@ -1,0 +1,142 @@
+"""The NSA layer on a GPU: kernels against torch operations, compilation, autocast, checkpointing.
+
+Layers in fp32 and in half precision run the kernels, in fp64 torch operations.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from sparsek_backend.nn import NativeSparseAttention, NSAConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+HIDDEN = 256
+
+
+def layer(heads: int, kv_heads: int, dim: int = 64, **options: object) -> NativeSparseAttention:
+    torch.manual_seed(0)
+    config = NSAConfig.from_dict({"cmp_hidden_size": 64, **options})
+    return NativeSparseAttention(HIDDEN, heads, kv_heads, dim, config=config, device="cuda")
+
+
+def tokens(count: int, batch: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, count, HIDDEN, generator=generator).cuda()
+
+
+def run(
+    module: NativeSparseAttention, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """Output, and gradients of the input and of every parameter, in fp64."""
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    x = x.detach().requires_grad_()
+    out = module(x, cu_seqlens=cu_seqlens)
+    generator = torch.Generator().manual_seed(2)
+    upstream = torch.randn(out.shape, generator=generator).to(out)
+    grads = torch.autograd.grad(out, (x, *parameters), upstream)
+    found = dict(zip(("out", "x", *names), (out, *grads), strict=True))
+    return {name: value.detach().double() for name, value in found.items()}
+
+
+def distances(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Relative root-mean-square error of each tensor; the absolute one where it should be zero."""
+
+    def far(have: torch.Tensor, want: torch.Tensor) -> float:
+        return float((have.cpu() - want.cpu()).norm() / (want.cpu().norm() or 1.0))
+
+    return {name: far(found[name], want) for name, want in wanted.items()}
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1), (7, 1), (16, 2), (16, 1)], ids=str)
+@pytest.mark.parametrize("count", [31, 1537])
+def test_fp32_kernels_agree_with_fp64(heads: tuple[int, int], count: int) -> None:
+    module = layer(*heads)
+    x = tokens(count)
+    far = distances(run(module, x), run(copy.deepcopy(module).double(), x.double()))
+    assert max(far.values()) < 1e-4, far
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own-kv", "shared-kv"])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1), (7, 1), (16, 2), (16, 1)], ids=str)
+def test_bf16_is_as_exact_as_torch(heads: tuple[int, int], shared: bool) -> None:
+    module = layer(*heads, shared_kv=shared).bfloat16()
+    x = tokens(1111, batch=2).bfloat16()
+    wanted = run(copy.deepcopy(module).double(), x.double())
+    ours = distances(run(module, x), wanted)
+    theirs = distances(run(copy.deepcopy(module).cpu(), x.cpu()), wanted)
+    for name, far in ours.items():
+        assert far <= 2 * theirs[name] + 1e-3, f"{name}: {far:.2e}, torch {theirs[name]:.2e}"
+
+
+@pytest.mark.parametrize("compression", ["mlp", "mean"])
+def test_packed_sequences_do_not_meet(compression: str) -> None:
+    module = layer(16, 2, compression=compression)
+    edges = [0, 1, 32, 32, 97, 1400, 2601]
+    x = tokens(edges[-1])
+    packed = module(x, cu_seqlens=torch.tensor(edges, dtype=torch.int32, device="cuda"))
+    for lo, hi in pairwise(edges):
+        if hi > lo:
+            alone = module(x[:, lo:hi])
+            torch.testing.assert_close(packed[:, lo:hi], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_repeat_bit_for_bit() -> None:
+    module = layer(16, 1, dim=128).bfloat16()
+    x = tokens(3000).bfloat16()
+    first, second = run(module, x), run(module, x)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_decoding_equals_prefill() -> None:
+    module = layer(16, 2)
+    steps = [1500, 1, 1, 64, 1]
+    x = tokens(sum(steps), batch=2)
+    cache = module.new_cache(2, sum(steps))
+    with torch.no_grad():
+        parts = [module(part, cache=cache) for part in x.split(steps, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), module(x), rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_layer() -> None:
+    module = layer(16, 1).bfloat16()
+    x = tokens(1500).bfloat16()
+    wanted = run(copy.deepcopy(module).double(), x.double())
+    eager = distances(run(module, x), wanted)
+    torch._dynamo.reset()
+    module.compile(fullgraph=True)
+    compiled = distances(run(module, x), wanted)
+    for name, far in eager.items():
+        assert compiled[name] <= 2 * far + 1e-3, f"{name}: {compiled[name]:.2e}, eager {far:.2e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_runs_in_half_precision(dtype: torch.dtype) -> None:
+    module = layer(16, 1)
+    x = tokens(1500)
+    wanted = run(copy.deepcopy(module).double(), x.double())
+    with torch.autocast("cuda", dtype):
+        assert module(x).dtype == dtype
+        far = distances(run(module, x), wanted)
+    plain = distances(run(copy.deepcopy(module).to(dtype), x.to(dtype)), wanted)
+    for name, value in far.items():
+        assert value <= 2 * plain[name] + 1e-3, f"{name}: {value:.2e}, plain {plain[name]:.2e}"
+    assert all(p.dtype == torch.float32 for p in module.parameters())
+
+
+def test_checkpointing_gives_the_same_gradients() -> None:
+    module = layer(16, 1).bfloat16()
+    x = tokens(1500).bfloat16().requires_grad_()
+    plain = torch.autograd.grad(module(x).sum(), [x, *module.parameters()])
+    again = checkpoint(module, x, use_reentrant=False)
+    found = torch.autograd.grad(again.sum(), [x, *module.parameters()])
+    for have, need in zip(found, plain, strict=True):
+        assert torch.equal(have, need)
