@@ -301,7 +301,21 @@ def nsa_selected_combine_kernel(
     v_base = v_ptr + batch * stride_vb + wide_head * stride_vh
     offs_n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     scale_log2 = scale * 1.4426950408889634
-    m, total = softmax_init(0.0, BLOCK_T * BLOCK_G, False)
+    slot = ((wide_row - first_row) * num_kv_heads + kv_head) * SLOTS  # of this launch's parts
+    chosen_ptrs = indices_ptr + (wide_row * num_kv_heads + kv_head) * SLOTS
+    listed = tl.load(
+        chosen_ptrs[:, None] + offs_s[None, :],
+        mask=mask_r[:, None] & (offs_s < SLOTS)[None, :],
+        other=-1,
+    )  # [BLOCK_T * BLOCK_G, BLOCK_S]
+    far_lse = tl.load(
+        part_lse_ptr + (slot[:, None] + offs_s[None, :]) * GROUP + member[:, None],
+        mask=(listed >= 0) & (is_near(listed, own[:, None]) == 0),
+        other=float("-inf"),
+    )  # [BLOCK_T * BLOCK_G, BLOCK_S]
+    # The softmax over near blocks starts from the parts' maximum, so the parts need no rescaling.
+    _, total = softmax_init(0.0, BLOCK_T * BLOCK_G, False)
+    m = tl.max(far_lse, 1)
     acc = tl.zeros([BLOCK_T * BLOCK_G, BLOCK_D], dtype=tl.float32)
     low = tl.maximum((start + shift) // SEL_BLOCK - 1, 0)
     high = (tl.minimum(start + BLOCK_T, end) - 1 + shift) // SEL_BLOCK
@@ -324,19 +338,7 @@ def nsa_selected_combine_kernel(
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
-    slot = ((wide_row - first_row) * num_kv_heads + kv_head) * SLOTS  # of this launch's parts
-    chosen_ptrs = indices_ptr + (wide_row * num_kv_heads + kv_head) * SLOTS
-    m_all = m
-    for s in range(SLOTS):
-        chosen = tl.load(chosen_ptrs + s, mask=mask_r, other=-1)
-        far = mask_r & (chosen >= 0) & (is_near(chosen, own) == 0)
-        at = (slot + s) * GROUP + member
-        part_lse = tl.load(part_lse_ptr + at, mask=far, other=float("-inf"))
-        m_all = tl.maximum(m_all, part_lse)
-    m_ref = tl.where(m_all == float("-inf"), 0.0, m_all)
-    alpha = tl.exp2(m - m_ref)
-    total = total * alpha
-    acc = acc * alpha[:, None]
+    m_ref = tl.where(m == float("-inf"), 0.0, m)
     for s in tl.range(SLOTS, num_stages=NUM_STAGES):
         chosen = tl.load(chosen_ptrs + s, mask=mask_r, other=-1)
         far = mask_r & (chosen >= 0) & (is_near(chosen, own) == 0)

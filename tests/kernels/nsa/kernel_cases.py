@@ -358,13 +358,15 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", choices=["tiny", "gpu"], default="tiny")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="cases with this in their names")
+    parser.add_argument("--part", default="0/1", help="I/N: cases I, I + N, ...")
     args = parser.parse_args()
     if args.device == "cpu":
         torch.set_num_threads(1)
+    first, step = (int(x) for x in args.part.split("/"))
     cases = TINY if args.size == "tiny" else GPU
-    failed = sum(run(case, args.device) for case in cases if args.only in case.name)
-    if args.only in "best":
+    failed = sum(run(case, args.device) for case in cases[first::step] if args.only in case.name)
+    if args.only in "best" and first == 0:
         for num_blocks in (40, 300, 1100) if args.device == "cpu" else (40, 300, 1100, 16384):
             for num_init, spills in ((1, True), (0, True), (1, False)):
                 failed += run_best(num_blocks, num_init, spills, args.device)

@@ -83,7 +83,9 @@ def test_hopper_kernels_of_compressed_attention_compile() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_kernels_on_the_gpu() -> None:
-    done = run_script("kernel_cases.py", "--device", "cuda", "--size", "gpu", TRITON_INTERPRET="0")
+@pytest.mark.parametrize("part", range(12))
+def test_kernels_on_the_gpu(part: int) -> None:
+    args = ("--device", "cuda", "--size", "gpu", "--part", f"{part}/12")
+    done = run_script("kernel_cases.py", *args, TRITON_INTERPRET="0")
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert done.returncode == 0, "\n".join(failed) + done.stderr[-2000:]
