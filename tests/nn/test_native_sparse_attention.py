@@ -15,10 +15,12 @@ from sparsek_kernels.nsa import reference as ref
 SMALL = {"cmp_block_size": 8, "cmp_stride": 4, "sel_block_size": 8, "top_n": 4, "window_size": 10}
 
 
-def layer(dtype: torch.dtype = torch.float64, **options: object) -> NativeSparseAttention:
+def layer(
+    dtype: torch.dtype = torch.float64, heads: tuple[int, int] = (4, 2), **options: object
+) -> NativeSparseAttention:
     torch.manual_seed(0)
     config = NSAConfig.from_dict({**SMALL, **options})
-    return NativeSparseAttention(24, 4, 2, 8, config=config, dtype=dtype)
+    return NativeSparseAttention(24, *heads, 8, config=config, dtype=dtype)
 
 
 def tokens(count: int, batch: int = 1, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -77,19 +79,22 @@ def test_layer_is_the_paper(shared: bool, compression: str, count: int) -> None:
         torch.testing.assert_close(have, need, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_gradcheck() -> None:
-    module = layer()
-    x = tokens(26).requires_grad_()
-    assert torch.autograd.gradcheck(module, (x,), atol=1e-6, fast_mode=True)
-    names = ["k_proj.weight", "gate_in.weight", "phi_k.w2", "phi_v.position"]
-    some = [module.get_parameter(name) for name in names]
-    fixed = x.detach()
+@pytest.mark.parametrize("edges", [[0, 29], [0, 5, 5, 6, 31]], ids=["one", "packed"])
+@pytest.mark.parametrize("heads", [(2, 2), (2, 1), (4, 1), (7, 1), (16, 2), (16, 1)], ids=str)
+def test_gradcheck(heads: tuple[int, int], edges: list[int]) -> None:
+    module = layer(heads=heads)
+    cu_seqlens = torch.tensor(edges, dtype=torch.int32) if len(edges) > 2 else None
+    x = tokens(edges[-1])
+    names, parameters = zip(*module.named_parameters(), strict=True)
 
-    def run(*changed: torch.Tensor) -> torch.Tensor:
+    def run(hidden: torch.Tensor, *changed: torch.Tensor) -> torch.Tensor:
         given = dict(zip(names, changed, strict=True))
-        return torch.func.functional_call(module, given, (fixed,)).sum(-1)
+        out: torch.Tensor = torch.func.functional_call(
+            module, given, (hidden,), {"cu_seqlens": cu_seqlens}
+        )
+        return out
 
-    assert torch.autograd.gradcheck(run, some, atol=1e-6, fast_mode=True)
+    assert torch.autograd.gradcheck(run, (x.requires_grad_(), *parameters), fast_mode=True)
 
 
 def test_packed_sequences_do_not_meet() -> None:
