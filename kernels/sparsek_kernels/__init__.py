@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sparsek_kernels.block_sparse.api import block_sparse_attention as block_sparse_attention
     from sparsek_kernels.nsa.api import compressed_attention as compressed_attention
     from sparsek_kernels.nsa.api import nsa_attention as nsa_attention
     from sparsek_kernels.nsa.api import nsa_compress as nsa_compress
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "PagedBatch": "sparsek_kernels.paged.batch",
     "SelectionPolicy": "sparsek_kernels.paged.policy",
+    "block_sparse_attention": "sparsek_kernels.block_sparse.api",
     "compressed_attention": "sparsek_kernels.nsa.api",
     "nsa_attention": "sparsek_kernels.nsa.api",
     "nsa_compress": "sparsek_kernels.nsa.api",
@@ -39,6 +41,7 @@ _EXPORTS = {
 __all__ = [
     "PagedBatch",
     "SelectionPolicy",
+    "block_sparse_attention",
     "compressed_attention",
     "nsa_attention",
     "nsa_compress",

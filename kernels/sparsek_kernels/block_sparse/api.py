@@ -1,0 +1,73 @@
+"""Public function of block-sparse attention: checks and dispatch only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparsek_kernels.block_sparse import ops
+from sparsek_kernels.block_sparse.checks import check_arguments
+
+
+def block_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pattern: Any,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention over the listed blocks of a pattern; differentiable in q, k and v.
+
+    Query ``i`` sees key ``j`` when the pattern lists block ``(i // block_size, j // block_size)``
+    and, with ``causal``, ``j <= i + M - N`` (bottom-right aligned).  A query that sees no key
+    gives zeros.  Work is proportional to the number of listed blocks; under causality those that
+    lie wholly in the future are skipped.
+
+    The P patterns serve ``Hq / P`` consecutive query heads each: P is 1 (all heads alike), Hkv
+    (the heads of a GQA group alike; small blocks are fastest so, as one program then serves
+    several heads) or Hq (every head its own), or any other divisor of Hq.
+
+    CUDA tensors run Triton kernels, without atomics: the same bits every time.  CPU tensors, and
+    fp64 anywhere, run the same arithmetic in torch operations.
+
+    Args:
+        q: ``[B, N, Hq, D]``, fp16, bf16, fp32 or fp64, any strides, D from 1 to 256.
+        k: ``[B, M, Hkv, D]``, Hq a multiple of Hkv.
+        v: ``[B, M, Hkv, D]``.
+        pattern: a ``sparsek_backend.patterns.BlockSparsePattern``, a :class:`BlockStructure`, or
+            any object with ``block_size`` (16 to 128, a multiple of 16), ``crow_indices`` and
+            ``col_indices`` as described there, of ``ceil(N / block_size)`` rows.
+        causal: whether a query is limited to keys up to its own position.
+        softmax_scale: factor of ``q . k``, ``D ** -0.5`` by default.
+        return_lse: also return the log-sum-exp.
+
+    Returns:
+        The output ``[B, N, Hq, D]`` and, with ``return_lse``, the natural logarithm of the softmax
+        denominator ``[B, Hq, N]`` in fp32 (``-inf`` where it is empty).  Both are differentiable.
+
+    Raises:
+        TypeError: an argument of a wrong type or dtype.
+        ValueError: a wrong shape, device or value; the message names the argument.
+
+    Source:
+        Child et al., "Generating Long Sequences with Sparse Transformers" (arXiv 1904.10509),
+        section 5; Dao, "FlashAttention-2" (arXiv 2307.08691), algorithms 1 and 2.
+    """
+    structure, scale = check_arguments(q, k, v, pattern, softmax_scale)
+    out, lse = ops.block_sparse_fwd(
+        q,
+        k,
+        v,
+        structure.crow_indices,
+        structure.col_indices,
+        structure.ccol_indices,
+        structure.row_indices,
+        structure.block_size,
+        causal,
+        scale,
+    )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,134 @@
+"""Tile sizes for a shape: a pure function of sizes, dtype and GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ProblemShape:
+    """Sizes of one call.
+
+    Args:
+        num_heads: query heads.
+        num_kv_heads: key/value heads.
+        head_dim: elements of a head.
+        block_size: tokens along a side of a block.
+        num_patterns: patterns, which share the query heads evenly.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    num_patterns: int = 1
+
+    @property
+    def padded_dim(self) -> int:
+        """``head_dim`` rounded up to a power of two that tensor cores can use."""
+        return max(16, _power_of_two(self.head_dim))
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def pattern_heads(self) -> int:
+        """Query heads per pattern."""
+        return self.num_heads // self.num_patterns
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Launch parameters of one kernel.
+
+    Args:
+        rows: tokens that a program owns of a block, dividing the block.
+        pack: heads of a group that it owns.
+        own: ``rows x pack`` rounded up to a power of two.
+        step: tokens of the other side that it takes at a time.
+        num_warps: warps.
+        num_stages: pipeline depth.
+    """
+
+    rows: int
+    pack: int
+    own: int
+    step: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Tiles of the three kernels and the input precision of their dot products."""
+
+    forward: TileConfig
+    dkdv: TileConfig
+    dq: TileConfig
+    precision: str = "tf32"
+
+
+def _power_of_two(x: int) -> int:
+    return 1 << (x - 1).bit_length()
+
+
+def _rows(block_size: int, most: int) -> int:
+    """Largest share of a block, its size over an integer, that is at most ``most``."""
+    shares = (block_size // n for n in range(1, block_size + 1) if block_size % n == 0)
+    return next(share for share in shares if share <= most)
+
+
+def _query_tile(
+    shape: ProblemShape, own: int, step: int, num_warps: int, num_stages: int
+) -> TileConfig:
+    """Tile of up to ``own`` query rows: a share of a block, or a block of several heads."""
+    rows = _rows(shape.block_size, own)
+    # A pack must not cross from one pattern to the next.
+    shared = shape.group if shape.pattern_heads % shape.group == 0 else 1
+    packs = -(-shared // max(own // rows, 1))
+    pack = -(-shared // packs)
+    size = max(_power_of_two(rows * pack), 16)
+    return TileConfig(rows, pack, size, step, num_warps if size > 64 else 4, num_stages)
+
+
+def _key_tile(
+    shape: ProblemShape, own: int, step: int, num_warps: int, num_stages: int
+) -> TileConfig:
+    rows = _rows(shape.block_size, own)
+    size = max(_power_of_two(rows), 16)
+    return TileConfig(rows, 1, size, step, num_warps if size >= 64 else 4, num_stages)
+
+
+def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchConfig:
+    """Launch parameters for ``shape`` on compute capability ``arch`` (``90`` is 9.0).
+
+    Args:
+        shape: sizes of the call.
+        dtype: dtype of q, k and v.
+        arch: ten times the compute capability; unknown values get the portable default.
+    """
+    dim = shape.padded_dim
+    if dtype == torch.float32:
+        # IEEE products run on the plain fp32 units: small tiles, all state in registers.
+        own, step = 32, 16 if dim > 128 else 32
+        query, key = (make(shape, own, step, 4, 1) for make in (_query_tile, _key_tile))
+        return LaunchConfig(query, key, query, "ieee")
+    large_smem = arch in (80, 90, 100, 103)
+    if dim <= 64:
+        forward = _query_tile(shape, 128, 64, 4, 3 if large_smem else 2)
+        dkdv = _key_tile(shape, 128, 64, 4 if arch < 90 else 8, 2)
+        dq = _query_tile(shape, 128, 64, 4 if arch < 90 else 8, 2)
+    elif dim == 128:
+        wide = arch == 90 and shape.block_size == 128
+        forward = _query_tile(shape, 128, 128 if wide else 64, 8, 3 if large_smem else 2)
+        dkdv = _key_tile(shape, 128 if arch == 90 else 64, 64, 8, 2 if arch == 90 else 1)
+        dq = _query_tile(shape, 128 if arch == 90 else 64, 64, 8, 2)
+    else:
+        forward = _query_tile(shape, 128 if large_smem else 64, 32, 8, 2 if large_smem else 1)
+        dkdv = _key_tile(shape, 64 if large_smem else 32, 32, 8, 1)
+        dq = _query_tile(shape, 64 if large_smem else 32, 32, 8, 1)
+    return LaunchConfig(forward, dkdv, dq)

@@ -1,0 +1,136 @@
+"""Block-sparse attention in torch operations, for CPU tensors and for fp64.
+
+One row of blocks at a time against the keys that it lists, so that work is proportional to the
+listed blocks; the gradient is written out rather than recorded.  Half-precision inputs are
+computed in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+
+@dataclass(frozen=True)
+class _BlockRow:
+    """One row of blocks: the query heads and tokens that own it, and the keys it lists."""
+
+    heads: slice
+    tokens: slice
+    kv_heads: torch.Tensor  # [heads]
+    keys: torch.Tensor  # [keys]
+    hidden: torch.Tensor | None  # [tokens, keys], None where every key is seen
+
+
+def _block_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    crow_indices: torch.Tensor,
+    col_indices: torch.Tensor,
+    block_size: int,
+    causal: bool,
+) -> Iterator[_BlockRow]:
+    num_q, num_heads, num_k = q.shape[1], q.shape[2], k.shape[1]
+    per_pattern = num_heads // crow_indices.shape[0]
+    offset = num_k - num_q
+    within = torch.arange(block_size, device=q.device)
+    for pattern, offsets in enumerate(crow_indices.tolist()):
+        heads = slice(pattern * per_pattern, (pattern + 1) * per_pattern)
+        kv_heads = torch.arange(heads.start, heads.stop, device=q.device)
+        kv_heads = kv_heads // (num_heads // k.shape[2])
+        for row, (begin, end) in enumerate(pairwise(offsets)):
+            tokens = slice(row * block_size, min((row + 1) * block_size, num_q))
+            keys = (col_indices[begin:end, None].long() * block_size + within).flatten()
+            keys = keys[keys < (min(tokens.stop + offset, num_k) if causal else num_k)]
+            hidden = None
+            if causal:
+                position = torch.arange(tokens.start, tokens.stop, device=q.device) + offset
+                hidden = keys[None, :] > position[:, None]
+            if keys.shape[0]:
+                yield _BlockRow(heads, tokens, kv_heads, keys, hidden)
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _queries(x: torch.Tensor, row: _BlockRow) -> torch.Tensor:
+    """The row's part of a ``[B, N, Hq, D]`` tensor as ``[B, heads, tokens, D]``."""
+    return x[:, row.tokens, row.heads].to(_compute_dtype(x.dtype)).transpose(1, 2)
+
+
+def _keys(x: torch.Tensor, row: _BlockRow) -> torch.Tensor:
+    """The row's part of a ``[B, M, Hkv, D]`` tensor as ``[B, heads, keys, D]``."""
+    listed = x[:, row.keys].to(_compute_dtype(x.dtype)).transpose(1, 2)
+    return listed[:, row.kv_heads]
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, row: _BlockRow, scale: float) -> torch.Tensor:
+    scores = torch.matmul(q, k.mT).mul_(scale)  # [B, heads, tokens, keys]
+    return scores if row.hidden is None else scores.masked_fill_(row.hidden, float("-inf"))
+
+
+def torch_forward(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    crow_indices: torch.Tensor,
+    col_indices: torch.Tensor,
+    block_size: int,
+    causal: bool,
+    softmax_scale: float,
+) -> None:
+    """Fill ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]`` for valid arguments."""
+    out.zero_()
+    lse.fill_(float("-inf"))
+    for row in _block_rows(q, k, crow_indices, col_indices, block_size, causal):
+        scores = _scores(_queries(q, row), _keys(k, row), row, softmax_scale)
+        row_lse = torch.logsumexp(scores, dim=3, keepdim=True)
+        probs = scores.sub_(row_lse.masked_fill(row_lse == float("-inf"), 0.0)).exp_()
+        attended = torch.matmul(probs, _keys(v, row)).transpose(1, 2)
+        out[:, row.tokens, row.heads] = attended.to(out.dtype)
+        lse[:, row.heads, row.tokens] = row_lse[..., 0].to(lse.dtype)
+
+
+def torch_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    crow_indices: torch.Tensor,
+    col_indices: torch.Tensor,
+    block_size: int,
+    causal: bool,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v, from the output and log-sum-exp of the forward pass."""
+    compute = _compute_dtype(q.dtype)
+    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.zeros(x.shape, dtype=compute, device=x.device) for x in (k, v))
+    delta = (dout.to(compute) * out.to(compute)).sum(dim=3).transpose(1, 2)  # [B, Hq, N]
+    if dlse is not None:
+        delta = delta - dlse
+    finite_lse = lse.masked_fill(lse == float("-inf"), 0.0).to(compute)
+    for row in _block_rows(q, k, crow_indices, col_indices, block_size, causal):
+        row_q, row_dout, keys, values = (
+            _queries(q, row), _queries(dout, row), _keys(k, row), _keys(v, row)
+        )  # fmt: skip
+        row_lse, row_delta = (x[:, row.heads, row.tokens, None] for x in (finite_lse, delta))
+        probs = _scores(row_q, keys, row, softmax_scale).sub_(row_lse).exp_()
+        dscores = torch.matmul(row_dout, values.mT).sub_(row_delta).mul_(probs)
+        dscores.mul_(softmax_scale)
+        dq[:, row.tokens, row.heads] = torch.matmul(dscores, keys).transpose(1, 2).to(dq.dtype)
+        for total, weights, rows in ((dk, dscores, row_q), (dv, probs, row_dout)):
+            part = torch.matmul(weights.mT, rows)  # [B, heads, keys, D]
+            shared = part.new_zeros(part.shape[0], k.shape[2], *part.shape[2:])
+            shared.index_add_(1, row.kv_heads, part)
+            total[:, row.keys] += shared.transpose(1, 2)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)

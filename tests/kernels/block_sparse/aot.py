@@ -1,0 +1,44 @@
+"""Ahead-of-time compilation of every kernel, with no GPU; started by ``test_aot.py``.
+
+Prints one JSON line per kernel, block size and head size.  It is a process of its own because
+kernels imported for the interpreter cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from sparsek_kernels.block_sparse import kernels_bwd
+from sparsek_kernels.block_sparse.config import ProblemShape, select_config
+from sparsek_kernels.block_sparse.kernels_fwd import block_sparse_fwd_kernel
+from tests.kernels.sink_window.aot import INTEGERS, report
+
+INTEGERS |= {"crow", "col", "ccol", "row"}
+
+
+def compile_all(arch: int, dim: int, block: int) -> None:
+    """Compile the kernels of one shape as :func:`select_config` has them."""
+    shape = ProblemShape(32, 8, dim, block, 8)
+    config = select_config(shape, torch.bfloat16, arch)
+    shared = {
+        "GROUP": shape.group, "HEAD_DIM": dim, "BLOCK_D": shape.padded_dim, "CAUSAL": True,
+        "BLOCK": block, "PRECISION": config.precision, **{f"stride_{x}d": 1 for x in "oqkvg"},
+    }  # fmt: skip
+    for kernel, tile, is_query in (
+        (block_sparse_fwd_kernel, config.forward, True),
+        (kernels_bwd.block_sparse_bwd_dq_kernel, config.dq, True),
+        (kernels_bwd.block_sparse_bwd_dkdv_kernel, config.dkdv, False),
+    ):
+        sizes = {
+            "PACK": tile.pack, "ROWS": tile.rows, "NUM_STAGES": tile.num_stages,
+            "BLOCK_M": tile.own if is_query else tile.step,
+            "BLOCK_N": tile.step if is_query else tile.own,
+        }  # fmt: skip
+        report(kernel, arch, {**shared, **sizes}, tile.num_warps, tile.num_stages)
+
+
+if __name__ == "__main__":
+    for sizes in ((128, 128), (128, 64), (64, 48)):
+        compile_all(int(sys.argv[1]), *sizes)

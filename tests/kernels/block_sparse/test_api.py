@@ -1,0 +1,222 @@
+"""The public function on CPU: values, gradients, operators, compilation and every refusal."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsek_kernels import block_sparse_attention
+from sparsek_kernels.block_sparse import structure
+from sparsek_kernels.block_sparse.structure import BlockStructure
+from tests.kernels.block_sparse.cases import Case, make, oracle, problems, structure_of_mask
+
+CASES = [
+    Case(70, 70, 4, 2, 8, 2),
+    Case(70, 70, 4, 2, 8, 2, causal=True),
+    Case(50, 90, 6, 2, 8, block=32, patterns=2, causal=True),
+    Case(90, 50, 6, 2, 8, patterns=6, causal=True),
+    Case(60, 60, 4, 4, 8, patterns=2, density=1.0),
+    Case(60, 60, 4, 4, 8, density=0.0),
+    Case(0, 40, 2, 2, 8),
+    Case(40, 0, 2, 2, 8),
+]
+
+
+def run(t: Any, causal: bool) -> dict[str, torch.Tensor]:
+    """Output, LSE and gradients of the public function."""
+    leaves = [x.detach().requires_grad_() for x in (t.q, t.k, t.v)]
+    out, lse = block_sparse_attention(*leaves, t.structure, causal=causal, return_lse=True)
+    dlse = t.dlse.masked_fill(lse == float("-inf"), 0.0).to(lse.dtype)
+    grads = torch.autograd.grad((out, lse), leaves, (t.dout, dlse))
+    found = (out.detach(), lse.detach(), *grads)
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), found, strict=True))
+
+
+def check(case: Case) -> None:
+    t = make(case)
+    bad = problems(run(t, case.causal), oracle(case, t, torch.float64), oracle(case, t, case.dtype))
+    assert not bad, f"{case}: " + "; ".join(bad)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+def test_matches_the_oracle(case: Case, dtype: torch.dtype) -> None:
+    check(Case(**{**vars(case), "dtype": dtype}))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    nq=st.integers(0, 100),
+    nk=st.integers(0, 100),
+    heads=st.sampled_from([(2, 2, 1), (4, 2, 2), (6, 2, 3), (6, 2, 6)]),
+    block=st.sampled_from([16, 48]),
+    density=st.floats(0, 1),
+    causal=st.booleans(),
+)
+def test_shapes(
+    nq: int, nk: int, heads: tuple[int, int, int], block: int, density: float, causal: bool
+) -> None:
+    check(Case(nq, nk, heads[0], heads[1], 8, 1, block, heads[2], density, causal, torch.float64))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradcheck(causal: bool) -> None:
+    t = make(Case(34, 50, 2, 1, 4, causal=causal, dtype=torch.float64))
+    leaves = [x.detach().clone().requires_grad_() for x in (t.q, t.k, t.v)]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return block_sparse_attention(q, k, v, t.structure, causal=causal)
+
+    assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
+
+
+def test_all_blocks_equal_dense_attention() -> None:
+    t = make(Case(70, 70, 4, 2, 8, 2, causal=True, dtype=torch.float64))
+    everything = structure_of_mask(torch.ones(1, 5, 5, dtype=torch.bool), 16)
+    out = block_sparse_attention(t.q, t.k, t.v, everything, causal=True)
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (t.q, t.k, t.v)), is_causal=True, enable_gqa=True
+    ).transpose(1, 2)
+    torch.testing.assert_close(out, dense)
+
+
+def test_rows_without_keys() -> None:
+    t = make(Case(48, 48, 2, 1, 8))
+    t.structure = structure_of_mask(torch.tensor([[[1, 0, 0], [0, 0, 0], [1, 1, 1]]]).bool(), 16)
+    found = run(t, causal=False)
+    assert (found["out"][:, 16:32] == 0).all()
+    assert (found["dq"][:, 16:32] == 0).all()
+    assert found["lse"][:, :, 16:32].isneginf().all()
+    assert found["lse"][:, :, 32:].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_without_graph_breaks(backend: str) -> None:
+    t = make(Case(40, 40, 2, 1, 8))
+    leaves = [x.detach().clone().requires_grad_() for x in (t.q, t.k, t.v)]
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out, lse = block_sparse_attention(q, k, v, t.structure, causal=True, return_lse=True)
+        return out.pow(2).sum() + lse.clamp(min=-9).sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
+    want = torch.autograd.grad(loss(*leaves), leaves)
+    found = torch.autograd.grad(compiled(*leaves), leaves)
+    torch.testing.assert_close(found, want)
+
+
+def test_operators_pass_torchs_own_checks() -> None:
+    t = make(Case(40, 40, 2, 1, 8, dtype=torch.float64))
+    s = t.structure
+    indices = (s.crow_indices, s.col_indices, s.ccol_indices, s.row_indices)
+    leaves = [x.detach().clone().requires_grad_() for x in (t.q, t.k, t.v)]
+    torch.library.opcheck(
+        torch.ops.sparsek.block_sparse_fwd.default, (*leaves, *indices, 16, True, 0.3)
+    )
+
+
+def test_strided_inputs_are_read_and_not_changed() -> None:
+    t = make(Case(50, 50, 4, 2, 8, 2, causal=True, dtype=torch.float64))
+    before = [x.clone() for x in (t.q, t.k, t.v)]
+    want = run(t, causal=True)
+    for x, y in zip((t.q, t.k, t.v), before, strict=True):
+        assert torch.equal(x, y)
+    t.q, t.k, t.v, t.dout = (
+        x.transpose(1, 3).contiguous().transpose(1, 3) for x in (t.q, t.k, t.v, t.dout)
+    )
+    for name, value in run(t, causal=True).items():
+        torch.testing.assert_close(value, want[name])
+
+
+def plain(s: BlockStructure, **changes: Any) -> SimpleNamespace:
+    """An object that has the attributes of a pattern and nothing else."""
+    fields = {"block_size": s.block_size, "crow_indices": s.crow_indices}
+    return SimpleNamespace(**{**fields, "col_indices": s.col_indices, **changes})
+
+
+def test_takes_any_object_with_bsr_attributes() -> None:
+    t = make(Case(50, 70, 2, 1, 8))
+    want = block_sparse_attention(t.q, t.k, t.v, t.structure)
+    one_row = plain(t.structure, crow_indices=t.structure.crow_indices[0])
+    for pattern in (plain(t.structure), one_row):
+        torch.testing.assert_close(block_sparse_attention(t.q, t.k, t.v, pattern), want)
+
+
+def test_such_an_object_is_transposed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    t = make(Case(50, 70, 2, 1, 8))
+    built = []
+    real = structure._transpose
+    monkeypatch.setattr(structure, "_transpose", lambda *a: built.append(1) or real(*a))
+    pattern = plain(t.structure)
+    first = block_sparse_attention(t.q, t.k, t.v, pattern)
+    assert torch.equal(block_sparse_attention(t.q, t.k, t.v, pattern), first)
+    assert len(built) == 1
+    pattern.col_indices = pattern.col_indices.clone()
+    pattern.col_indices[-1] = 4 - pattern.col_indices[-1].clamp(max=0)
+    block_sparse_attention(t.q, t.k, t.v, pattern)
+    assert len(built) == 2, "a changed pattern is another one"
+
+
+def test_structures_of_dropped_objects_are_dropped() -> None:
+    gc.collect()
+    held = len(structure._structures)
+    t = make(Case(50, 70, 2, 1, 8))
+    block_sparse_attention(t.q, t.k, t.v, plain(t.structure))
+    assert len(structure._structures) == held + 1
+    del t
+    gc.collect()
+    assert len(structure._structures) == held
+
+
+z = torch.zeros
+GRID = structure_of_mask(torch.ones(1, 3, 3, dtype=torch.bool), 16)
+REFUSED: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
+    ("not a tensor", TypeError, "q: expected a torch.Tensor, got list", {"q": [1]}),
+    ("rank", ValueError, r"q: expected shape \[B, N, Hq, D\]", {"q": z(40, 4, 8)}),
+    ("dtype", TypeError, "q: expected dtype", {"q": z(1, 40, 4, 8, dtype=torch.int8)}),
+    ("mixed dtypes", TypeError, "k: expected dtype torch.float32", {"k": z(1, 40, 2, 8).half()}),
+    ("devices", ValueError, "v: expected device cpu", {"v": z(1, 40, 2, 8, device="meta")}),
+    ("batch", ValueError, "k: expected shape", {"k": z(2, 40, 2, 8)}),
+    ("head_dim", ValueError, "k: expected shape", {"k": z(1, 40, 2, 4)}),
+    ("k and v", ValueError, "v: expected shape", {"v": z(1, 39, 2, 8)}),
+    ("groups", ValueError, "q: expected a multiple of num_kv_heads=2", {"q": z(1, 40, 5, 8)}),
+    (
+        "large head_dim",
+        ValueError,
+        "q: expected head_dim from 1 to 256, got 320",
+        {name: z(1, 40, 1, 320) for name in "qkv"},
+    ),
+    ("scale", ValueError, "softmax_scale: expected a finite", {"softmax_scale": float("nan")}),
+    ("rows", ValueError, "pattern: expected 4 x 3 blocks of 16", {"q": z(1, 50, 4, 8)}),
+    ("columns", ValueError, "pattern: expected 3 x 4 blocks", {x: z(1, 50, 2, 8) for x in "kv"}),
+    (
+        "patterns",
+        ValueError,
+        "pattern: expected a number of patterns that divides 4 query heads, got 3",
+        {"pattern": structure_of_mask(torch.ones(3, 3, 3, dtype=torch.bool), 16)},
+    ),
+    ("no pattern", TypeError, "pattern: expected a BlockSparsePattern", {"pattern": 3}),
+    (
+        "list of offsets",
+        TypeError,
+        "crow_indices: expected a tensor, got list",
+        {"pattern": plain(GRID, crow_indices=[0, 1, 2, 3])},
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "changes"), [r[1:] for r in REFUSED],
+                         ids=[r[0] for r in REFUSED])  # fmt: skip
+def test_refuses(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
+    fine = {"q": z(1, 40, 4, 8), "k": z(1, 40, 2, 8), "v": z(1, 40, 2, 8), "pattern": GRID}
+    block_sparse_attention(**fine)
+    with pytest.raises(error, match=message):
+        block_sparse_attention(**{**fine, **changes})
