@@ -1,8 +1,11 @@
-"""Rotary position embedding (arXiv 2104.09864) in the half-split layout of Llama checkpoints."""
+"""Rotary position embedding of layers, by the base of its frequencies."""
 
 from __future__ import annotations
 
 import torch
+
+from sparsek_kernels.nsa.rotary import rotary_frequencies
+from sparsek_kernels.nsa.rotary import rotate as rotate_by
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
@@ -17,12 +20,6 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tens
     Returns:
         The rotated tensor in the dtype of ``x``.
     """
-    half = x.shape[-1] // 2
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    index = torch.arange(half, device=x.device, dtype=compute)
-    frequency = torch.pow(torch.tensor(theta, dtype=compute, device=x.device), -index / half)
-    angle = positions.to(compute)[..., None] * frequency  # [(B,) N, D / 2]
-    cos, sin = angle.cos()[..., None, :], angle.sin()[..., None, :]
-    first, second = x.to(compute).split(half, dim=-1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return turned.to(x.dtype)
+    frequencies = rotary_frequencies(x.shape[-1], theta, dtype=compute, device=x.device)
+    return rotate_by(x, positions, frequencies)

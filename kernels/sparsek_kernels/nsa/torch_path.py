@@ -169,7 +169,7 @@ def compressed_backward(
     return dq, dk.to(k_cmp.dtype), dv.to(v_cmp.dtype)
 
 
-def _fold_scores(mass: torch.Tensor, num_blocks: int, spec: NSASpec) -> torch.Tensor:
+def fold_scores(mass: torch.Tensor, num_blocks: int, spec: NSASpec) -> torch.Tensor:
     """``[..., C]`` probabilities to ``[..., num_blocks]`` block scores (equation 9).
 
     A compressed block that starts in selection block ``j`` shares all of its strides with ``j``
@@ -184,6 +184,21 @@ def _fold_scores(mass: torch.Tensor, num_blocks: int, spec: NSASpec) -> torch.Te
     own = (cells * (spec.cells_per_cmp - spill)).sum(-1)
     scores: torch.Tensor = own + torch.nn.functional.pad(spilled[..., :-1], (1, 0))
     return scores
+
+
+def best_blocks(scores: torch.Tensor, own: torch.Tensor, spec: NSASpec) -> torch.Tensor:
+    """Forced blocks and those with the best ``scores [..., J]``: ascending, ``-1`` after the last.
+
+    ``own [..., 1]`` is the block of the query; at most ``top_n`` indices come out.
+    """
+    num_blocks = scores.shape[-1]
+    block = torch.arange(num_blocks, device=scores.device)
+    forced = (block < spec.num_init_blocks) | (block > own - spec.num_local_blocks)
+    ranked = scores.masked_fill(forced, float("inf")).masked_fill(block > own, -1.0)
+    order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices
+    best = order[..., : spec.top_n]
+    best = best.masked_fill(best > own, num_blocks).sort(dim=-1).values
+    return best.masked_fill(best == num_blocks, -1)
 
 
 def select_forward(
@@ -205,15 +220,8 @@ def select_forward(
         norm = lse[span.batch, :, rows].to(scores.dtype).unflatten(0, (num_kv_heads, -1))
         norm = norm.masked_fill(norm == float("-inf"), 0.0)
         mass = torch.exp(scores - norm[..., None]).sum(1)  # [Hkv, n, C]
-        ranked = _fold_scores(mass, num_blocks, spec)
         own = _position(rows, span, q.device)[:, None] // spec.sel_block_size
-        block = torch.arange(num_blocks, device=q.device)[None]
-        forced = (block < spec.num_init_blocks) | (block > own - spec.num_local_blocks)
-        ranked = ranked.masked_fill(forced, float("inf")).masked_fill(block > own, -1.0)
-        order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices
-        best = order[..., : spec.top_n]
-        best = best.masked_fill(best > own, num_blocks).sort(dim=-1).values
-        best = best.masked_fill(best == num_blocks, -1)
+        best = best_blocks(fold_scores(mass, num_blocks, spec), own, spec)
         block_indices[span.batch, rows, :, : best.shape[-1]] = best.transpose(0, 1).int()
 
 

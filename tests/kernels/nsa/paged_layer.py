@@ -1,4 +1,4 @@
-"""A :class:`NativeSparseAttention` layer served from pages, to be compared with the layer itself."""
+"""A :class:`NativeSparseAttention` layer served from pages, to be compared with itself."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ class PagedLayer:
         tail = raw[:, heads * layer.num_branches * page_size * 2 * dim :]
         tail = tail.unflatten(1, (heads, cells, 2 * dim))
         self.tokens = tokens.flatten(1, 2)
-        views = [
-            x for i in range(layer.num_branches) for x in tokens[:, i].split(dim, dim=-1)
-        ]
+        views = [x for i in range(layer.num_branches) for x in tokens[:, i].split(dim, dim=-1)]
         views = views * 3 if layer.num_branches == 1 else views
         self.pages = NSAPages(*views, *tail.split(dim, dim=-1))
         turns = None
@@ -66,7 +64,9 @@ class PagedLayer:
         self.tables[new] = self.tables[old][:pages]
         self.lengths[new] = pages * self.page_size
 
-    def step(self, hidden: dict[str, torch.Tensor], decode_query_len: int = 1) -> list[torch.Tensor]:
+    def step(
+        self, hidden: dict[str, torch.Tensor], decode_query_len: int = 1
+    ) -> list[torch.Tensor]:
         """Append the tokens ``[n, hidden]`` of each sequence; returns what the layer returns.
 
         Sequences with at most ``decode_query_len`` tokens come first, as in an engine.
@@ -127,18 +127,27 @@ class PagedLayer:
         k = torch.cat([k[:, :raw], turn(k[:, raw:])], dim=1)
         cache = self.tokens.split(layer.head_dim, dim=-1)
         write_kv(k, v, *cache, None, slots)
-        compress_new_blocks(self.pages, batch, config.spec, self.compression)
-        out = nsa_paged_attention(
+        self.compress(batch)
+        out = self.attend(q, batch)
+        hidden = torch.nn.functional.silu(layer.gate_in(x))
+        gates = torch.sigmoid(layer.gate_out(hidden)).unflatten(-1, (3, layer.num_heads, 1))
+        return layer.o_proj((out * gates).sum(1).flatten(1))
+
+    def compress(self, batch: PagedBatch) -> None:
+        """Store the blocks that the step completes."""
+        compress_new_blocks(self.pages, batch, self.layer.config.spec, self.compression)
+
+    def attend(self, q: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """The three branches of the step's tokens ``q [T, Hq, D]``."""
+        config = self.layer.config
+        return nsa_paged_attention(
             q,
             self.pages,
             batch,
             config.spec,
             window_size=config.window_size,
-            out=torch.full((x.shape[0], 3, *q.shape[1:]), float("nan")).to(q),
+            out=torch.full((q.shape[0], 3, *q.shape[1:]), float("nan")).to(q),
         )
-        hidden = torch.nn.functional.silu(layer.gate_in(x))
-        gates = torch.sigmoid(layer.gate_out(hidden)).unflatten(-1, (3, layer.num_heads, 1))
-        return layer.o_proj((out * gates).sum(1).flatten(1))
 
 
 SMALL = NSAConfig(

@@ -70,9 +70,7 @@ def test_decode_equals_the_contiguous_cache() -> None:
     page_size=st.sampled_from([16, 32, 80]),
     seed=st.integers(0, 1000),
 )
-def test_chunks_and_page_order_change_nothing(
-    chunks: list[int], page_size: int, seed: int
-) -> None:
+def test_chunks_and_page_order_change_nothing(chunks: list[int], page_size: int, seed: int) -> None:
     layer = make_layer()
     tokens = make_tokens(sum(chunks), layer, seed)
     order = torch.randperm(20, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -165,6 +163,6 @@ def test_bad_arguments() -> None:
         nsa_paged_attention(q[..., :8], pages, batch, SMALL.spec, **options)
     with pytest.raises(ValueError, match="out: expected shape"):
         nsa_paged_attention(q, pages, batch, SMALL.spec, **options, out=torch.empty(3, 2, 4, 16))
+    views = replace(pages, v_cmp=pages.v_cmp[:, :1])
     with pytest.raises(ValueError, match="v_cmp: expected shape"):
-        views = replace(pages, v_cmp=pages.v_cmp[:, :1])
         nsa_paged_attention(q, views, batch, SMALL.spec, **options)

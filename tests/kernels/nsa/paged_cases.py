@@ -1,0 +1,109 @@
+"""The kernels of the paged decode step against the layer, in Triton's interpreter.
+
+A script, because the interpreter and the compiler cannot serve one process:
+
+    TRITON_INTERPRET=1 python paged_cases.py
+
+Prints one line per case and exits 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+
+import torch
+
+from sparsek_backend.nn import NSAConfig
+from sparsek_kernels import PagedBatch
+from sparsek_kernels.nsa import launch_paged
+from sparsek_kernels.nsa.paged import compress_new_blocks
+from tests.kernels.nsa.paged_layer import SMALL, PagedLayer, make_layer, make_tokens
+
+
+class KernelLayer(PagedLayer):
+    """Prefills in torch operations, decodes with the kernels, all on the CPU."""
+
+    def compress(self, batch: PagedBatch) -> None:
+        spec = self.layer.config.spec
+        if batch.num_decodes:
+            decodes = batch.part(0, batch.num_decodes)
+            launch_paged.compress_decoded(self.pages, decodes, spec, self.compression)
+        if batch.num_prefills:
+            prefills = batch.part(batch.num_decodes, batch.num_requests)
+            compress_new_blocks(self.pages, prefills, spec, self.compression)
+
+    def attend(self, q: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        out = super().attend(q, batch)
+        if batch.num_decodes:
+            rows = slice(0, batch.num_decode_tokens)
+            out[rows, :2] = float("nan")
+            spec, scale = self.layer.config.spec, q.shape[-1] ** -0.5
+            launch_paged.decode(out[rows], q[rows], self.pages, batch, spec, scale)
+        return out
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences of some lengths, prefilled but for the last tokens, which are decoded."""
+
+    name: str
+    lengths: tuple[int, ...]
+    config: NSAConfig = SMALL
+    heads: tuple[int, int] = (4, 2)
+    dim: int = 16
+    page_size: int = 32
+    decoded: int = 6
+    query_len: int = 1
+
+
+WIDE = NSAConfig(cmp_block_size=8, cmp_stride=4, sel_block_size=32, top_n=5, window_size=20)
+CASES = [
+    Case("ragged", (170, 9, 33, 64)),
+    Case("from the first token", (12,), decoded=12),
+    Case("shared K and V", (150,), replace(SMALL, shared_kv=True)),
+    Case("mean", (150,), replace(SMALL, compression="mean")),
+    Case("shared mean", (150,), replace(SMALL, compression="mean", shared_kv=True)),
+    Case("no positions, group of 3", (150,), replace(SMALL, rope_theta=None), (3, 1)),
+    Case("head size 24, pages of 48", (170, 50), heads=(2, 2), dim=24, page_size=48),
+    Case("no overlap", (170,), replace(SMALL, cmp_block_size=16, cmp_stride=16)),
+    Case("four strides", (230,), replace(WIDE, cmp_block_size=16, cmp_hidden_size=40)),
+    Case("no initial block", (170,), replace(SMALL, num_init_blocks=0, num_local_blocks=1)),
+    Case("speculating", (171, 40), decoded=6, query_len=3),
+    Case("several programs a token", (1100,), heads=(2, 1), decoded=2),
+]
+
+
+def error(case: Case) -> float:
+    """Greatest difference between the layer's outputs and those of the kernels."""
+    layer = make_layer(case.config, case.heads, case.dim)
+    tokens = [make_tokens(length, layer, i) for i, length in enumerate(case.lengths)]
+    paged = KernelLayer(layer, case.page_size, 40)
+    for i, rows in enumerate(tokens):
+        if rows.shape[0] > case.decoded:
+            paged.step({str(i): rows[: -case.decoded]}, decode_query_len=0)
+    worst = 0.0
+    for first in range(-case.decoded, 0, case.query_len):
+        last = (first + case.query_len) or None
+        found = paged.step(
+            {str(i): rows[first:last] for i, rows in enumerate(tokens)}, case.query_len
+        )
+        for rows, out in zip(tokens, found, strict=True):
+            gap = (out - layer(rows[None])[0, first:last]).abs().max()
+            worst = max(worst, float(gap.nan_to_num(float("inf"))))
+    return worst
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    failed = 0
+    for case in CASES:
+        worst = error(case)
+        good = worst <= 2e-5
+        failed += not good
+        print(f"{'ok' if good else 'FAIL'} {case.name}: {worst:.2g}", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Kernels of the paged decode step: interpreted, compiled ahead of time, and run on a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsek_backend.nn import NSAConfig
+from tests.kernels.nsa.paged_layer import PagedLayer, make_layer, make_tokens
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+
+
+def run_script(name: str, *args: str, interpret: bool) -> subprocess.CompletedProcess[str]:
+    """Run a script beside this file in a process of its own."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    return subprocess.run(
+        [sys.executable, str(HERE / name), *args],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": str(int(interpret))},
+        check=False,
+    )
+
+
+def test_interpreted_decode_equals_the_layer() -> None:
+    done = run_script("paged_cases.py", interpret=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert sum(line.startswith("ok") for line in done.stdout.splitlines()) == 12
+
+
+@pytest.mark.parametrize(
+    ("arch", "group", "dim", "dtype"),
+    [(80, 4, 128, "bfloat16"), (90, 16, 128, "bfloat16"), (90, 1, 64, "float32"),
+     (100, 8, 256, "float16")],
+)  # fmt: skip
+def test_kernels_compile_without_spilling(arch: int, group: int, dim: int, dtype: str) -> None:
+    done = run_script("paged_aot.py", str(arch), str(group), str(dim), dtype, interpret=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {row["kernel"] for row in rows} == {
+        "nsa_paged_compress_kernel",
+        "nsa_paged_compressed_kernel",
+        "nsa_paged_scores_kernel",
+    }
+    for row in rows:
+        assert row["stack"] <= 64, f"{row['kernel']} spills {row['stack']} bytes"
+        assert row["shared"] <= 99 * 1024, f"{row['kernel']} needs {row['shared']} bytes"
+
+
+GPU: dict[str, tuple[NSAConfig, tuple[int, int], int, torch.dtype]] = {
+    "bf16": (NSAConfig(), (16, 4), 128, torch.bfloat16),
+    "bf16, group of 16, shared K and V": (
+        NSAConfig(shared_kv=True),
+        (16, 1),
+        128,
+        torch.bfloat16,
+    ),
+    "fp16, means": (NSAConfig(compression="mean"), (6, 2), 64, torch.float16),
+    "fp32": (NSAConfig(top_n=5, window_size=100), (8, 2), 64, torch.float32),
+    "fp32, shared means": (
+        NSAConfig(top_n=5, shared_kv=True, compression="mean"),
+        (4, 4),
+        80,
+        torch.float32,
+    ),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("config", "heads", "dim", "dtype"), GPU.values(), ids=GPU.keys())
+def test_gpu_equals_the_layer_in_fp64(
+    config: NSAConfig, heads: tuple[int, int], dim: int, dtype: torch.dtype
+) -> None:
+    """Chunks, decodes of several requests at once, and a page order, at real sizes."""
+    if dtype != torch.float32:
+        config = replace(config, top_n=64)  # every block: rounding cannot change the selection
+    exact = make_layer(config, heads, dim, dtype=torch.float64)
+    layer = make_layer(config, heads, dim, dtype=dtype, device="cuda")
+    order = torch.randperm(400, generator=torch.Generator().manual_seed(5)).tolist()
+    paged = PagedLayer(layer, 64, 400, order)
+    lengths = {"a": 2500, "b": 33, "c": 1000, "d": 64}
+    tokens = {name: make_tokens(n, layer, n) for name, n in lengths.items()}
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in lengths}
+    for name, rows in tokens.items():
+        for chunk in rows[:-20].split(777):
+            parts[name] += paged.step({name: chunk})
+    for first in range(-20, 0):
+        last = (first + 1) or None
+        found = paged.step({name: rows[first:last] for name, rows in tokens.items()})
+        for name, out in zip(lengths, found, strict=True):
+            parts[name].append(out)
+    for name, rows in tokens.items():
+        expected = exact(rows.double().cpu()[None])[0]
+        theirs = (layer(rows[None])[0].double().cpu() - expected).abs()
+        ours = (torch.cat(parts[name]).double().cpu() - expected).abs()
+        assert ours.max() <= 2 * theirs.max() + 1e-5
+        assert ours.square().mean().sqrt() <= 1.5 * theirs.square().mean().sqrt() + 1e-6
