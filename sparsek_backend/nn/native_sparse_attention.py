@@ -51,10 +51,17 @@ class CompressionMLP(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw fresh weights: variance-preserving matrices, small encoding, zero biases."""
+        """Draw fresh weights: variance-preserving matrices, small encoding, zero biases.
+
+        All places of a block start with one matrix, so that what keys learn at one place holds at
+        the others.
+        """
         nn.init.normal_(self.position, std=0.02)
         for weight in (self.w1, self.w2):
             nn.init.normal_(weight, std=weight.shape[0] ** -0.5)
+        places, size = self.position.shape
+        with torch.no_grad():
+            self.w1.copy_(self.w1[:size].repeat(places, 1))
         for bias in (self.b1, self.b2):
             nn.init.zeros_(bias)
 
