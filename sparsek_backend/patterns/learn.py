@@ -1,0 +1,184 @@
+"""Learning a pattern: attention mass per block, and the fewest blocks that hold most of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from sparsek_backend.patterns.pattern import BlockSparsePattern
+from sparsek_backend.patterns.ranking import blocks_holding
+from sparsek_kernels.block_sparse.structure import check_block_size
+from sparsek_kernels.checks import check_heads, check_tensor
+
+Heads = Literal["query", "kv", "all"]
+Scope = Literal["row", "head"]
+
+
+class BlockMass:
+    """How much attention each key block gets from each query block, on average over samples.
+
+    Args:
+        block_size: tokens along a side of a block.
+        causal: whether queries see earlier keys only (bottom-right aligned).
+        softmax_scale: factor of ``q . k``, ``D ** -0.5`` by default.
+    """
+
+    def __init__(
+        self, block_size: int, *, causal: bool = True, softmax_scale: float | None = None
+    ) -> None:
+        check_block_size(block_size)
+        self.block_size = block_size
+        self.causal = causal
+        self.softmax_scale = softmax_scale
+        self._total: torch.Tensor | None = None
+        self._samples = 0
+        self._shape: tuple[int, int, int, int] | None = None
+
+    @torch.no_grad()
+    def add(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        """Count samples.  Dense attention of one row of blocks at a time, in fp32.
+
+        Args:
+            q: ``[B, N, Hq, D]``, any floating dtype.
+            k: ``[B, M, Hkv, D]``.
+
+        Raises:
+            ValueError: sizes that do not fit each other or the samples before.
+        """
+        check_tensor("q", q, ("B", "N", "Hq", "D"))
+        check_tensor("k", k, (q.shape[0], "M", "Hkv", q.shape[3]), device=q.device)
+        group = check_heads(q.shape[2], k.shape[2])
+        shape = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+        if self._shape not in (None, shape):
+            raise ValueError(
+                "q: expected queries, keys, heads and KV heads as in the samples before, "
+                f"{self._shape}, got {shape}"
+            )
+        self._shape = shape
+        num_q, num_k, size = q.shape[1], k.shape[1], self.block_size
+        scale = q.shape[3] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        keys = k.float().permute(0, 2, 3, 1).repeat_interleave(group, 1)  # [B, Hq, D, M]
+        key = torch.arange(num_k, device=q.device)
+        rows = []
+        for first in range(0, num_q, size):
+            block = q[:, first : first + size].float().transpose(1, 2)  # [B, Hq, rows, D]
+            scores = torch.matmul(block, keys).mul_(scale)
+            if self.causal:
+                at = torch.arange(first, first + block.shape[2], device=q.device) + num_k - num_q
+                scores.masked_fill_(key > at[:, None], float("-inf"))
+            probs = scores.softmax(-1).nan_to_num(0.0).sum((0, 2)) / block.shape[2]  # [Hq, M]
+            rows.append(F.pad(probs, (0, -num_k % size)).unflatten(1, (-1, size)).sum(2))
+        total = torch.stack(rows, 1)
+        self._total = total if self._total is None else self._total + total
+        self._samples += q.shape[0]
+
+    def mean(self) -> torch.Tensor:
+        """``[Hq, R, C]`` fp32: the share of a query block's attention that each key block gets.
+
+        Raises:
+            ValueError: no sample was added.
+        """
+        if self._total is None:
+            raise ValueError("samples: expected at least one, got none")
+        return self._total / self._samples
+
+    def pattern(
+        self, share: float = 0.95, *, scope: Scope = "row", heads: Heads = "kv"
+    ) -> BlockSparsePattern:
+        """The fewest blocks that hold ``share`` of the mass; their masses become its weights.
+
+        Args:
+            share: above 0 and up to 1.
+            scope: ``row`` holds the share in every row of blocks; ``head`` over all rows of a
+                head, so that rows with scattered attention get more blocks and others fewer (at
+                least one).
+            heads: who shares a pattern, by the mean mass: the query heads of a ``kv`` head,
+                ``all``, or each ``query`` head on its own.
+
+        Raises:
+            ValueError: an argument out of range, or no samples.
+        """
+        if not 0.0 < share <= 1.0:
+            raise ValueError(f"share: expected a number above 0 and up to 1, got {share}")
+        if scope not in ("row", "head"):
+            raise ValueError(f"scope: expected 'row' or 'head', got {scope!r}")
+        mass = self.mean()
+        groups = {"query": mass.shape[0], "all": 1, "kv": self._shape[3] if self._shape else 1}
+        if heads not in groups:
+            raise ValueError(f"heads: expected 'query', 'kv' or 'all', got {heads!r}")
+        mass = mass.unflatten(0, (groups[heads], -1)).mean(1)  # [P, R, C]
+        if scope == "row":
+            kept = blocks_holding(mass.flatten(0, 1)[:, None], share).view_as(mass)
+        else:
+            kept = blocks_holding(mass, share)
+        return BlockSparsePattern.from_mask(kept, self.block_size, mass=mass)
+
+
+def learn_pattern(
+    samples: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    block_size: int,
+    share: float = 0.95,
+    scope: Scope = "row",
+    heads: Heads = "kv",
+    causal: bool = True,
+    softmax_scale: float | None = None,
+) -> BlockSparsePattern:
+    """Learn one layer's pattern from its queries and keys.
+
+    Args:
+        samples: pairs of q ``[B, N, Hq, D]`` and k ``[B, M, Hkv, D]``, after their position
+            embedding, all of the same lengths.
+        block_size: tokens along a side of a block.
+        share: of the attention mass that the pattern holds; see :meth:`BlockMass.pattern` for
+            this, ``scope`` and ``heads``.
+        causal: whether queries see earlier keys only.
+        softmax_scale: factor of ``q . k``, ``D ** -0.5`` by default.
+
+    Raises:
+        ValueError: no samples, sizes that differ, or an argument out of range.
+    """
+    mass = BlockMass(block_size, causal=causal, softmax_scale=softmax_scale)
+    for q, k in samples:
+        mass.add(q, k)
+    return mass.pattern(share, scope=scope, heads=heads)
+
+
+def learn_model_patterns(
+    model: Any,
+    batches: Iterable[torch.Tensor],
+    *,
+    block_size: int,
+    share: float = 0.95,
+    scope: Scope = "row",
+    heads: Heads = "kv",
+) -> dict[int, BlockSparsePattern]:
+    """Learn a pattern for every layer of a causal Transformers model, from what it attends.
+
+    Args:
+        model: a Transformers model whose layers call its attention functions.
+        batches: token ids ``[B, N]`` without padding, all of the same length.
+        block_size: tokens along a side of a block.
+        share: of the attention mass that a pattern holds; see :meth:`BlockMass.pattern` for this,
+            ``scope`` and ``heads``.
+
+    Returns:
+        Patterns by layer index.
+
+    Raises:
+        ModuleNotFoundError: Transformers is missing; the message has the install command.
+        NotImplementedError: a layer with a sliding window or another mask.
+        ValueError: no batches, or lengths that differ.
+    """
+    from sparsek_backend.patterns.recorder import recorded_mass
+
+    masses = recorded_mass(model, batches, block_size)
+    if not masses:
+        raise ValueError("batches: expected at least one, got none")
+    return {
+        layer: mass.pattern(share, scope=scope, heads=heads)
+        for layer, mass in sorted(masses.items())
+    }

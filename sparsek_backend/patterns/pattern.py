@@ -1,0 +1,374 @@
+"""A block-sparse attention pattern and the ways to make one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparsek_backend.patterns import storage
+from sparsek_backend.patterns.ranking import heaviest_blocks
+from sparsek_kernels.block_sparse.structure import BlockStructure, indices_of_mask
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockSparsePattern(BlockStructure):
+    """Which key blocks each query block attends: P patterns over one R x C grid of blocks.
+
+    P is 1 (all heads alike) or divides the query heads: pattern ``p`` serves heads ``p Hq / P``
+    and on.  Query block ``r`` holds queries ``r block_size`` and on, key block ``c`` likewise, so
+    the pattern fits ``ceil(N / block_size) x ceil(M / block_size)`` blocks.  Causality is no part
+    of it: ``block_sparse_attention(..., causal=True)`` cuts the diagonal blocks.
+
+    Args:
+        block_size: tokens along a side of a block: 16 to 128, a multiple of 16.
+        shape: ``(R, C)``, query and key blocks.
+        crow_indices: ``[P, R + 1]`` int32; offsets into ``col_indices``, from 0 to nnz.
+        col_indices: ``[nnz]`` int32, ascending in each row.
+        weights: ``[nnz]`` fp32, the attention mass of each block where it was learned.
+
+    Raises:
+        TypeError: a wrong type or dtype.
+        ValueError: sizes, offsets or columns that make no pattern; the message names the argument.
+    """
+
+    weights: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weights is None:
+            return
+        if not isinstance(self.weights, torch.Tensor) or self.weights.dtype != torch.float32:
+            got = getattr(self.weights, "dtype", type(self.weights).__name__)
+            raise TypeError(f"weights: expected a float32 tensor, got {got}")
+        if self.weights.shape != self.col_indices.shape:
+            raise ValueError(
+                f"weights: expected shape {tuple(self.col_indices.shape)}, one per block, "
+                f"got {tuple(self.weights.shape)}"
+            )
+        if self.weights.device != self.device:
+            raise ValueError(f"weights: expected device {self.device}, got {self.weights.device}")
+
+    @classmethod
+    def from_mask(
+        cls, mask: Any, block_size: int, *, mass: torch.Tensor | None = None
+    ) -> BlockSparsePattern:
+        """The blocks that a dense mask marks.
+
+        Args:
+            mask: ``[R, C]`` or ``[P, R, C]`` bool, a tensor or anything ``torch.as_tensor`` takes.
+            block_size: tokens along a side of a block.
+            mass: weight of every block of the grid, in the shape of ``mask``.
+
+        Raises:
+            TypeError: ``mask`` is not boolean.
+            ValueError: ``mask`` or ``mass`` has another shape.
+        """
+        blocks = torch.as_tensor(mask)
+        if blocks.dtype != torch.bool:
+            raise TypeError(f"mask: expected dtype torch.bool, got {blocks.dtype}")
+        if blocks.dim() not in (2, 3):
+            raise ValueError(f"mask: expected shape [R, C] or [P, R, C], got {list(blocks.shape)}")
+        if mass is not None and mass.shape != blocks.shape:
+            raise ValueError(
+                f"mass: expected the shape of mask, {list(blocks.shape)}, got {list(mass.shape)}"
+            )
+        weights = None if mass is None else mass[blocks].float()
+        if blocks.dim() == 2:
+            blocks = blocks[None]
+        shape = (blocks.shape[1], blocks.shape[2])
+        return cls(block_size, shape, *indices_of_mask(blocks), weights)
+
+    @classmethod
+    def from_scipy(cls, matrix: Any, block_size: int | None = None) -> BlockSparsePattern:
+        """The structure of scipy sparse matrices; their values do not matter.
+
+        Args:
+            matrix: one matrix, or a sequence of them, one per pattern.  The blocks of a BSR matrix
+                become the pattern's blocks; in any other format, and in BSR with blocks of one
+                element, each stored entry stands for a block.
+            block_size: tokens along a side of a block; may be left out where BSR blocks say it.
+
+        Raises:
+            TypeError: not a scipy sparse matrix.
+            ValueError: blocks that are not square or not of ``block_size``, no block size at all,
+                or matrices of several shapes.
+        """
+        matrices = list(matrix) if isinstance(matrix, list | tuple) else [matrix]
+        if not matrices:
+            raise ValueError("matrix: expected at least one scipy sparse matrix, got none")
+        masks = []
+        for item in matrices:
+            if not hasattr(item, "tocsr"):
+                raise TypeError(
+                    f"matrix: expected a scipy sparse matrix, got {type(item).__name__}"
+                )
+            sides = getattr(item, "blocksize", (1, 1))
+            if sides != (1, 1):
+                if sides[0] != sides[1] or block_size not in (None, sides[0]):
+                    wanted = "square blocks" if block_size is None else f"blocks of {block_size}"
+                    raise ValueError(f"matrix: expected {wanted}, got BSR blocks of {sides}")
+                block_size = int(sides[0])
+            masks.append(_marked(item, sides))
+        if block_size is None:
+            raise ValueError("block_size: expected an int for a matrix without blocks, got None")
+        shapes = [list(mask.shape) for mask in masks]
+        if any(shape != shapes[0] for shape in shapes):
+            raise ValueError(f"matrix: expected blocks of one shape, got {shapes}")
+        return cls.from_mask(torch.stack(masks), block_size)
+
+    @classmethod
+    def from_edges(
+        cls, edges: Iterable[tuple[int, int]], shape: tuple[int, int], block_size: int
+    ) -> BlockSparsePattern:
+        """One pattern of ``(query block, key block)`` pairs, in any order; repeats count once.
+
+        Raises:
+            ValueError: an edge is no pair of blocks of the grid.
+        """
+        pairs = list(edges)
+        mask = torch.zeros(_check_shape(shape), dtype=torch.bool)
+        if pairs:
+            index = torch.as_tensor(pairs)
+            valid = index.dim() == 2 and index.shape[1] == 2 and not index.is_floating_point()
+            if not valid or index.lt(0).any() or index.ge(torch.tensor(shape)).any():
+                raise ValueError(
+                    f"edges: expected pairs of blocks within {shape[0]} x {shape[1]}, "
+                    f"got {pairs[:4]}{' ...' if len(pairs) > 4 else ''}"
+                )
+            mask[index[:, 0], index[:, 1]] = True
+        return cls.from_mask(mask, block_size)
+
+    @classmethod
+    def from_graph(
+        cls, graph: Any, block_size: int, *, self_loops: bool = True
+    ) -> BlockSparsePattern:
+        """One pattern from a networkx graph over the blocks ``0 .. n - 1``.
+
+        An edge ``(u, v)`` lets query block ``u`` attend key block ``v``; an undirected one works
+        both ways.
+
+        Args:
+            graph: a graph whose nodes are these integers.
+            block_size: tokens along a side of a block.
+            self_loops: also let every block attend itself.
+
+        Raises:
+            TypeError: not a networkx graph.
+            ValueError: other nodes than ``0 .. n - 1``.
+        """
+        if not hasattr(graph, "edges") or not hasattr(graph, "is_directed"):
+            raise TypeError(f"graph: expected a networkx graph, got {type(graph).__name__}")
+        size = graph.number_of_nodes()
+        if set(graph.nodes) != set(range(size)):
+            raise ValueError(
+                f"graph: expected the {size} blocks 0 to {size - 1} as nodes, "
+                f"got {list(graph.nodes)[:8]}"
+            )
+        edges = [(u, v) for u, v, *_ in graph.edges]
+        if not graph.is_directed():
+            edges += [(v, u) for u, v in edges]
+        if self_loops:
+            edges += [(u, u) for u in range(size)]
+        return cls.from_edges(edges, (size, size), block_size)
+
+    @classmethod
+    def local(
+        cls, shape: tuple[int, int], block_size: int, *, window: int, sinks: int = 0
+    ) -> BlockSparsePattern:
+        """Sinks and a sliding window, in blocks (Xiao et al., arXiv 2309.17453).
+
+        Args:
+            shape: ``(R, C)``; the last query block sits at the last key block.
+            window: latest key blocks that a query block attends, its own included.
+            sinks: first key blocks, attended by every later query block.
+        """
+        _check_count("window", window, 1)
+        _check_count("sinks", sinks, 0)
+        row, col = _grid(shape)
+        return cls.from_mask((col <= row) & ((col > row - window) | (col < sinks)), block_size)
+
+    @classmethod
+    def strided(
+        cls, shape: tuple[int, int], block_size: int, *, stride: int, window: int = 1
+    ) -> BlockSparsePattern:
+        """A window and every ``stride``-th block before it (Child et al., arXiv 1904.10509).
+
+        Args:
+            shape: ``(R, C)``; the last query block sits at the last key block.
+            stride: distance, in blocks, between the attended blocks.
+            window: latest key blocks that a query block attends, its own included.
+        """
+        _check_count("stride", stride, 1)
+        _check_count("window", window, 1)
+        row, col = _grid(shape)
+        far = (row - col) % stride == 0
+        return cls.from_mask((col <= row) & (far | (col > row - window)), block_size)
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> BlockSparsePattern:
+        """Read a file that :meth:`save` wrote, checked as any new pattern is.
+
+        Raises:
+            ImportError: safetensors is missing; the message has the install command.
+            ValueError: the file is damaged, no pattern, or of a later version.
+        """
+        return cls(**storage.read(Path(path), device))
+
+    def save(self, path: str | Path) -> None:
+        """Write the pattern to a safetensors file.
+
+        Raises:
+            ImportError: safetensors is missing; the message has the install command.
+        """
+        tensors = {"crow_indices": self.crow_indices, "col_indices": self.col_indices}
+        if self.weights is not None:
+            tensors["weights"] = self.weights
+        storage.write(Path(path), tensors, self.block_size, self.shape)
+
+    @property
+    def density(self) -> float:
+        """Share of all ``P x R x C`` blocks that is listed."""
+        return self.num_blocks / max(self.num_patterns * self.shape[0] * self.shape[1], 1)
+
+    def mask(self) -> torch.Tensor:
+        """The pattern as a dense block mask ``[P, R, C]`` bool."""
+        return self._dense(torch.ones_like(self.col_indices, dtype=torch.bool))
+
+    def mass(self) -> torch.Tensor:
+        """The weights as ``[P, R, C]`` fp32, 0 where no block is listed.
+
+        Raises:
+            ValueError: the pattern has no weights.
+        """
+        if self.weights is None:
+            raise ValueError("weights: expected a learned pattern, got one without weights")
+        return self._dense(self.weights)
+
+    def prune(self, *, density: float) -> BlockSparsePattern:
+        """Keep the heaviest blocks of each pattern.
+
+        The heaviest block of every row stays, so that no query loses all its keys.
+
+        Args:
+            density: share of the R x C blocks of each pattern to keep, if it has as many.
+
+        Raises:
+            ValueError: the pattern has no weights, or ``density`` is out of range.
+        """
+        mass, mask = self.mass(), self.mask()
+        grid = self.shape[0] * self.shape[1]
+        rows = int(mask.any(2).sum(1).max())
+        if not rows <= density * grid <= grid:
+            raise ValueError(
+                f"density: expected {rows / max(grid, 1):.4g} (a block for each row) to 1, "
+                f"got {density}"
+            )
+        kept = heaviest_blocks(mass, mask, int(density * grid))
+        return self.from_mask(kept, self.block_size, mass=mass)
+
+    def union(self, other: BlockSparsePattern) -> BlockSparsePattern:
+        """The blocks of either pattern; where both have weights, the larger ones.
+
+        Raises:
+            ValueError: another block size, grid or device, or other patterns than the same number
+                or one for all.
+        """
+        for name in ("block_size", "shape", "device"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                raise ValueError(f"other: expected {name} {ours}, got {theirs}")
+        if self.num_patterns != other.num_patterns and 1 not in (
+            self.num_patterns,
+            other.num_patterns,
+        ):
+            raise ValueError(
+                f"other: expected 1 or {self.num_patterns} patterns, got {other.num_patterns}"
+            )
+        mass = None
+        if self.weights is not None and other.weights is not None:
+            mass = torch.maximum(self.mass(), other.mass())
+        return self.from_mask(self.mask() | other.mask(), self.block_size, mass=mass)
+
+    def to(self, device: torch.device | str) -> BlockSparsePattern:
+        """The pattern on ``device``; itself where it is there already."""
+        target = torch.empty(0, device=device).device
+        if target == self.device:
+            return self
+        weights = None if self.weights is None else self.weights.to(target)
+        return BlockSparsePattern(
+            self.block_size,
+            self.shape,
+            self.crow_indices.to(target),
+            self.col_indices.to(target),
+            weights,
+        )
+
+    def show(self, patterns: Sequence[int] | None = None) -> Figure:
+        """Draw the patterns, darker where a block weighs more; ``figure.savefig(path)`` keeps it.
+
+        Args:
+            patterns: which ones; the first 16 by default.
+
+        Raises:
+            ImportError: matplotlib is missing; the message has the install command.
+        """
+        from sparsek_backend.patterns.plot import draw
+
+        return draw(self, patterns)
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in self.__rich_repr__())
+        return f"BlockSparsePattern({fields})"
+
+    def __rich_repr__(self) -> Iterator[tuple[str, object]]:
+        yield "patterns", self.num_patterns
+        yield "shape", self.shape
+        yield "block_size", self.block_size
+        yield "density", round(self.density, 4)
+        yield "learned", self.weights is not None
+        yield "device", str(self.device)
+
+    def _dense(self, values: torch.Tensor) -> torch.Tensor:
+        """``[P, R, C]`` with a value at every listed block, 0 elsewhere."""
+        dense = values.new_zeros(self.num_patterns * self.shape[0], self.shape[1])
+        rows = torch.repeat_interleave(self.crow_indices.diff(dim=1).flatten())
+        dense[rows, self.col_indices.long()] = values
+        return dense.view(self.num_patterns, *self.shape)
+
+
+def _marked(matrix: Any, sides: tuple[int, int]) -> torch.Tensor:
+    """Dense bool mask of the stored blocks (or entries) of a scipy sparse matrix."""
+    if sides == (1, 1):
+        matrix = matrix.tocsr()
+    rows, cols = (int(n) // side for n, side in zip(matrix.shape, sides, strict=True))
+    mask = torch.zeros(rows, cols, dtype=torch.bool)
+    counts = torch.as_tensor(matrix.indptr).diff()
+    mask[torch.repeat_interleave(counts), torch.as_tensor(matrix.indices).long()] = True
+    return mask
+
+
+def _check_shape(shape: Any) -> tuple[int, int]:
+    sizes = tuple(shape) if isinstance(shape, Sequence) else ()
+    if len(sizes) != 2 or any(type(n) is not int or n < 0 for n in sizes):
+        raise ValueError(f"shape: expected (query blocks, key blocks), got {shape!r}")
+    return sizes
+
+
+def _check_count(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < low:
+        raise ValueError(f"{name}: expected an integer >= {low}, got {value}")
+
+
+def _grid(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Place of each query block among the key blocks ``[R, 1]``, and key blocks ``[1, C]``."""
+    rows, cols = _check_shape(shape)
+    return torch.arange(rows)[:, None] + (cols - rows), torch.arange(cols)[None, :]

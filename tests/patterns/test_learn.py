@@ -1,0 +1,154 @@
+"""Patterns from attention statistics: what is counted, and what is kept of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsek_backend.patterns import BlockMass, learn_model_patterns, learn_pattern
+from sparsek_backend.patterns.ranking import blocks_holding
+from sparsek_kernels import block_sparse_attention
+
+
+def samples(n: int = 50, m: int = 70, count: int = 2, seed: int = 0) -> list[Any]:
+    """Pairs of q ``[2, n, 4, 8]`` and k ``[2, m, 2, 8]``, sharp enough to have heavy blocks."""
+    torch.manual_seed(seed)
+    return [(3 * torch.randn(2, n, 4, 8), torch.randn(2, m, 2, 8)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("n", "m"), [(50, 70), (64, 64), (40, 20)])
+def test_mass_is_the_mean_attention_of_a_block(causal: bool, n: int, m: int) -> None:
+    mass = BlockMass(16, causal=causal)
+    probs = []
+    for q, k in samples(n, m):
+        mass.add(q, k)
+        scores = torch.einsum("bnhd,bmhd->bhnm", q, k.repeat_interleave(2, 2)) * 8**-0.5
+        if causal:
+            scores = scores.masked_fill(~torch.ones(n, m).tril(m - n).bool(), float("-inf"))
+        probs.append(scores.softmax(-1).nan_to_num(0.0).mean(0))
+    mean = torch.stack(probs).mean(0)  # [4, n, m]
+    found = mass.mean()
+    assert found.shape == (4, -(-n // 16), -(-m // 16))
+    for r in range(found.shape[1]):
+        for c in range(found.shape[2]):
+            block = mean[:, 16 * r : 16 * r + 16, 16 * c : 16 * c + 16]
+            torch.testing.assert_close(found[:, r, c], block.sum(2).mean(1))
+
+
+@given(
+    size=st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5)),
+    share=st.floats(0.01, 1.0),
+    seed=st.integers(0, 99),
+)
+def test_no_fewer_blocks_hold_the_share(
+    size: tuple[int, int, int], share: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    mass = torch.rand(size, generator=generator).pow(3)
+    kept = blocks_holding(mass, share)
+    for p in range(size[0]):
+        held, total = mass[p][kept[p]].double().sum(), mass[p].double().sum()
+        assert held >= share * total - 1e-12
+        assert kept[p].any(1).all()
+        assert kept[p].gather(1, mass[p].argmax(1, keepdim=True)).all()
+        most = mass[p].amax(1)
+        others = mass[p][kept[p] & (mass[p] < most[:, None])]
+        if others.numel():
+            assert held - others.min() < share * total, "the lightest one is not needed"
+
+
+def test_blocks_without_mass_are_never_kept() -> None:
+    mass = torch.tensor([[[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.5, 0.0, 0.5]]])
+    assert torch.equal(blocks_holding(mass, 1.0), mass > 0)
+
+
+@pytest.mark.parametrize("scope", ["row", "head"])
+@pytest.mark.parametrize(("heads", "patterns"), [("query", 4), ("kv", 2), ("all", 1)])
+def test_a_learned_pattern_holds_its_share(scope: Any, heads: Any, patterns: int) -> None:
+    pattern = learn_pattern(samples(64, 64), block_size=16, share=0.8, scope=scope, heads=heads)
+    assert pattern.num_patterns == patterns
+    held = pattern.mass().sum(2)  # of 1 for each row
+    assert (held >= 0.8 - 1e-5).all() if scope == "row" else (held.mean(1) >= 0.8 - 1e-5).all()
+    assert pattern.density < 0.62, "fewer than the blocks of a triangle"
+    assert not pattern.mask().triu(1).any()
+
+
+def test_whole_share_is_dense_attention() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 60, h, 8) for h in (4, 2, 2))
+    pattern = learn_pattern([(q, k)], block_size=16, share=1.0)
+    out = block_sparse_attention(q, k, v, pattern, causal=True)
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+    ).transpose(1, 2)
+    torch.testing.assert_close(out, dense)
+
+
+def test_layers_of_a_model() -> None:
+    tiny = pytest.importorskip("tests.transformers_op.tiny")
+    model = tiny.make_model()
+    before = model.config._attn_implementation
+    ids = tiny.tokens(2, 80)
+    patterns = learn_model_patterns(model, [ids, tiny.tokens(1, 80, seed=2)], block_size=16)
+    assert model.config._attn_implementation == before
+    assert sorted(patterns) == [0, 1]
+    assert all(p.num_patterns == 2 and p.shape == (5, 5) for p in patterns.values())
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        first, second = (
+            model(x, output_attentions=True).attentions for x in (ids, tiny.tokens(1, 80, seed=2))
+        )
+    whole = learn_model_patterns(model, [ids, tiny.tokens(1, 80, seed=2)], block_size=16, share=1.0)
+    for layer, pattern in whole.items():
+        probs = torch.cat([first[layer], second[layer]]).mean(0)  # [6, 80, 80]
+        blocks = probs.unflatten(2, (5, 16)).sum(3).unflatten(1, (5, 16)).mean(2)
+        torch.testing.assert_close(
+            pattern.mass(), blocks.unflatten(0, (2, 3)).mean(1), atol=1e-5, rtol=1e-4
+        )
+
+
+def test_sliding_layers_of_a_model_are_refused() -> None:
+    tiny = pytest.importorskip("tests.transformers_op.tiny")
+    from transformers import MistralConfig, MistralForCausalLM
+
+    model = MistralForCausalLM(
+        MistralConfig(
+            vocab_size=tiny.VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=1, sliding_window=8,
+        )
+    )  # fmt: skip
+    with pytest.raises(NotImplementedError, match="model: patterns are learned from plain causal"):
+        learn_model_patterns(model, [tiny.tokens(1, 40)], block_size=16)
+    assert model.config._attn_implementation == "sdpa"
+
+
+((Q, K),) = samples(count=1)
+REFUSED: list[tuple[str, list[Any], dict[str, Any]]] = [
+    ("samples: expected at least one, got none", [], {}),
+    ("q: expected queries, keys, heads and KV heads as in", [(Q, K), (Q[:, 1:], K)], {}),
+    ("q: expected shape", [(Q[0], K)], {}),
+    ("k: expected shape", [(Q, K[..., :4])], {}),
+    ("q: expected a multiple of num_kv_heads=2", [(Q[:, :, :3], K)], {}),
+    ("share: expected a number above 0 and up to 1, got 0", [(Q, K)], {"share": 0}),
+    ("share: expected a number above 0 and up to 1, got 1.5", [(Q, K)], {"share": 1.5}),
+    ("scope: expected 'row' or 'head', got 'all'", [(Q, K)], {"scope": "all"}),
+    ("heads: expected 'query', 'kv' or 'all', got 'row'", [(Q, K)], {"heads": "row"}),
+    ("block_size: expected a multiple of 16", [(Q, K)], {"block_size": 20}),
+]
+
+
+@pytest.mark.parametrize(("message", "data", "changes"), REFUSED, ids=[r[0] for r in REFUSED])
+def test_refuses(message: str, data: list[Any], changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=message):
+        learn_pattern(data, **{"block_size": 16, **changes})
+
+
+def test_a_model_needs_batches() -> None:
+    tiny = pytest.importorskip("tests.transformers_op.tiny")
+    with pytest.raises(ValueError, match="batches: expected at least one, got none"):
+        learn_model_patterns(tiny.make_model(), [], block_size=16)
