@@ -25,9 +25,10 @@ from pydantic import (
     ValidationError,
 )
 
+from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.paged.policy import CELL_SIZE, ScoreKind, SelectionPolicy
 
-Mode = Literal["auto", "dense", "sink_window", "block_topk"]
+Mode = Literal["auto", "dense", "sink_window", "block_topk", "nsa"]
 
 FLAG = "--additional-config"
 SECTION = "sparsek"
@@ -38,6 +39,7 @@ MODEL_CONFIG = "the model's config"
 _KUBERNETES_LINKS = re.compile(r"SPARSEK(_\w+)?_(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?$")
 _FIELDS_OF_MODE: dict[str, frozenset[str]] = {
     "dense": frozenset(),
+    "nsa": frozenset(),
     "sink_window": frozenset({"num_sink", "window_size", "dense_below", "dense_layers"}),
     "block_topk": frozenset(
         {
@@ -75,7 +77,8 @@ class SparsityConfig(BaseModel):
 
     Attributes:
         mode: ``block_topk`` selects blocks by score, ``sink_window`` keeps sinks and window alone,
-            ``dense`` everything; ``auto`` is what the model's own config says, else ``block_topk``.
+            ``dense`` everything, ``nsa`` what a natively sparse model's config says; ``auto`` is
+            what the model's own config says, else ``block_topk``.
         num_sink: first tokens that every query sees.
         window_size: latest tokens that every query sees, its own included.
         sel_block_size: tokens in a selected block; a multiple of 16.
@@ -142,11 +145,13 @@ class ResolvedConfig:
         config: the merged settings; ``config.mode`` is never ``auto``.
         sources: for each field, a phrase such as ``SPARSEK_TOP_K`` that says who set it.
         infllm: what the model's own selection is, where the settings follow it.
+        nsa: settings of a natively sparse model; mode ``nsa`` and no other goes with them.
     """
 
     config: SparsityConfig
     sources: Mapping[str, str]
     infllm: InfLLMSelection | None = None
+    nsa: NSAConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -229,6 +234,7 @@ def resolve_config(
     additional: Mapping[str, Any] | None,
     environ: Mapping[str, str],
     model_sparse_config: Mapping[str, Any] | None = None,
+    model_nsa: Mapping[str, Any] | None = None,
 ) -> ResolvedConfig:
     """Merge the sources, field by field.
 
@@ -237,6 +243,7 @@ def resolve_config(
         environ: environment variables; the ``SPARSEK_*`` ones are read.
         model_sparse_config: the ``sparse_config`` section of the model's config (InfLLM-v2, as in
             MiniCPM4), or ``None``.
+        model_nsa: the ``nsa`` section of the model's config, or ``None``.
 
     Returns:
         The merged settings and where each came from.
@@ -254,6 +261,9 @@ def resolve_config(
             values[name] = value
             sources[name] = source
     mode = values.get("mode", "auto")
+    nsa = _read_nsa(mode, sources["mode"], model_nsa)
+    if nsa is not None:
+        mode = values["mode"] = "nsa"
     infllm = None
     if mode in ("auto", "block_topk") and model_sparse_config:
         infllm = InfLLMSelection.read(model_sparse_config)
@@ -268,7 +278,36 @@ def resolve_config(
     if config.mode == "auto":
         config = config.model_copy(update={"mode": "block_topk"})
     _check_agreement(config, sources)
-    return ResolvedConfig(config=config, sources=sources, infllm=infllm)
+    return ResolvedConfig(config=config, sources=sources, infllm=infllm, nsa=nsa)
+
+
+def _read_nsa(mode: object, source: str, section: Mapping[str, Any] | None) -> NSAConfig | None:
+    """Read the model's ``nsa`` section, with which mode ``nsa`` goes and no other.
+
+    Raises:
+        ConfigError: the mode and the model do not go together, or the section is invalid.
+    """
+    if section is None:
+        if mode == "nsa":
+            raise ConfigError(
+                f"SPARSEK setting mode (from {source}): 'nsa' needs a model trained with native "
+                f"sparse attention, and {MODEL_CONFIG} has no nsa section; remedy: leave mode out, "
+                "which selects blocks (block_topk) for other models"
+            )
+        return None
+    if mode not in ("auto", "nsa"):
+        raise ConfigError(
+            f"SPARSEK setting mode (from {source}): expected 'nsa' or 'auto' for a model with an "
+            f"nsa section, whose weights no other mode can use, got {mode!r}; remedy: leave mode "
+            "out"
+        )
+    try:
+        return NSAConfig.from_dict(section)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"SPARSEK: the nsa section of {MODEL_CONFIG} is invalid: {error}; remedy: correct the "
+            "model's config.json (docs/nsa.md lists the fields)"
+        ) from None
 
 
 def _section_settings(section: object) -> dict[str, dict[str, Any]]:

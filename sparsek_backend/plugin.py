@@ -11,6 +11,8 @@ from typing import Any
 
 BACKEND_NAME = "SPARSEK"
 BACKEND_PATH = "sparsek_backend.vllm_backend.backend.SparseKBackend"
+NSA_ARCHITECTURE = "NSALlamaForCausalLM"
+NSA_MODEL_PATH = "sparsek_backend.vllm_backend.nsa_model:NSALlamaForCausalLM"
 
 
 def register() -> None:
@@ -18,7 +20,8 @@ def register() -> None:
 
     Three things are added, each for this backend's name alone: a member of vLLM's backend enum, a
     check of the settings and the model when an engine is configured, and, on the CPU platform
-    (which otherwise replaces every choice by its own backend), the selection of our class.
+    (which otherwise replaces every choice by its own backend), the selection of our class.  The
+    fourth is the model class of natively sparse checkpoints, by name.
 
     Raises:
         ImportError: if vLLM is not installed.
@@ -27,6 +30,7 @@ def register() -> None:
 
     compat.ensure_member(BACKEND_NAME, BACKEND_PATH, backend_member)
     compat.hook_platform(BACKEND_NAME, BACKEND_PATH)
+    compat.register_model(NSA_ARCHITECTURE, NSA_MODEL_PATH)
 
 
 def backend_member() -> Any:

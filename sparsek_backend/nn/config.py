@@ -73,6 +73,11 @@ class NSAConfig:
             self.num_local_blocks,
         )
 
+    @property
+    def num_branches(self) -> int:
+        """Pairs of K and V: one for each branch, or one for all."""
+        return 1 if self.shared_kv else 3
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> NSAConfig:
         """Read a config section.

@@ -133,7 +133,7 @@ class NativeSparseAttention(nn.Module):
             )
         self.hidden_size, self.head_dim = hidden_size, head_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.num_branches = 1 if self.config.shared_kv else 3
+        self.num_branches = self.config.num_branches
 
         def linear(wide: int, narrow: int, with_bias: bool) -> nn.Linear:
             return nn.Linear(wide, narrow, bias=with_bias, device=device, dtype=dtype)

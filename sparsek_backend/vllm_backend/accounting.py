@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 Positions = npt.NDArray[np.int64]
@@ -29,6 +30,20 @@ def attended(policy: SelectionPolicy, position: Positions) -> Positions:
     sees_all |= candidates <= policy.scored_blocks
     fixed = (policy.sink_blocks + policy.scored_blocks) * size
     return np.where(sees_all, length, length - first_local * size + fixed)
+
+
+def nsa_attended(config: NSAConfig, position: Positions) -> Positions:
+    """Return the keys of all branches that a natively sparse query at each position attends.
+
+    Compressed keys count as one each, so a short context may count more than once.
+    """
+    spec, length = config.spec, position + 1
+    compressed = np.maximum(length - spec.cmp_block_size + spec.cmp_stride, 0) // spec.cmp_stride
+    own = position // spec.sel_block_size
+    earlier = np.minimum(own, spec.top_n - 1) * spec.sel_block_size
+    selected = earlier + position % spec.sel_block_size + 1
+    total: Positions = compressed + selected + np.minimum(length, config.window_size)
+    return total
 
 
 def attended_by_requests(

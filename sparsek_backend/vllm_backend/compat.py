@@ -97,6 +97,14 @@ def selected_backends(vllm_config: Any) -> tuple[Any, ...]:
     return (attention.backend, *per_kind.values())
 
 
+def register_model(architecture: str, path: str) -> None:
+    """Let vLLM import ``path`` (``module:class``) for checkpoints of this architecture."""
+    from vllm import ModelRegistry
+
+    if architecture not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(architecture, path)
+
+
 def hook_kv_cache_spec(customize: Callable[[Any, Any, int], Any]) -> None:
     """Where backends have no ``customize_spec``, wrap the layer method that makes the spec.
 
@@ -165,6 +173,15 @@ def host_seq_lens(common: Any, on_host: bool) -> Any:
         return bound
     counts = common.query_start_loc_cpu.diff()
     return counts.new_full(counts.shape, common.max_seq_len)
+
+
+def prefill_seq_lens(common: Any) -> Any:
+    """Return the requests' lengths as a CPU tensor that is exact for prefills.
+
+    Waits for the device where vLLM keeps no such lengths on the host.
+    """
+    bound = common.seq_lens_cpu_upper_bound
+    return common.seq_lens.cpu() if bound is None else bound
 
 
 def flash_attention(head_size: int, has_sinks: bool) -> tuple[Callable[..., Any], int] | None:

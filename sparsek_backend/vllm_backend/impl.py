@@ -12,6 +12,7 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from sparsek_backend.config import ResolvedConfig
+from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.fallback import paged_fallback, sdpa_fallback
 from sparsek_kernels.paged.api import paged_attention, write_kv
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -57,6 +58,17 @@ def engine_dtype() -> torch.dtype:
         return torch.get_default_dtype()
     dtype: torch.dtype = vllm_config.model_config.dtype
     return dtype
+
+
+def engine_nsa() -> NSAConfig:
+    """Return the ``nsa`` section of the model of the engine last built in this process.
+
+    Raises:
+        RuntimeError: that engine serves another kind of model.
+    """
+    if _engine is None or _engine.resolved.nsa is None:
+        raise RuntimeError("nsa: expected an engine of a model with an nsa section")
+    return _engine.resolved.nsa
 
 
 class SparseKImpl(AttentionImpl):

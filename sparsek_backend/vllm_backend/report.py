@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sparsek_backend.config import InfLLMSelection, SparsityConfig
+from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 
 
@@ -45,6 +46,33 @@ def describe_layers(
     parts.append(f"pages of {page_size}{' in fp8' if fp8_cache else ''}")
     parts.append(path)
     return f"SPARSEK layers {format_ranges(indices)}: {', '.join(parts)}"
+
+
+def describe_nsa_layers(
+    indices: Sequence[int],
+    config: NSAConfig,
+    page_size: int,
+    device_type: str,
+    compressed_share: float,
+) -> str:
+    """Return the log line of natively sparse layers.
+
+    Args:
+        indices: the layers' positions in the model.
+        config: the model's ``nsa`` section.
+        page_size: tokens in one KV page.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        compressed_share: bytes of compressed keys and values over bytes of K and V.
+    """
+    path = "CPU path" if device_type == "cpu" else "Triton kernels"
+    shared = ", one K and V for all branches" if config.shared_kv else ""
+    return (
+        f"SPARSEK layers {format_ranges(indices)}: nsa, {config.compression} of "
+        f"{config.cmp_block_size} tokens every {config.cmp_stride} + {config.top_n} blocks of "
+        f"{config.sel_block_size} ({config.num_init_blocks} initial, {config.num_local_blocks} "
+        f"local) + window {config.window_size}{shared}, {100 * compressed_share:.1f} % compressed, "
+        f"pages of {page_size}, {path}"
+    )
 
 
 def describe_model_selection(model: InfLLMSelection, config: SparsityConfig) -> str:

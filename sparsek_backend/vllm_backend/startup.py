@@ -9,7 +9,12 @@ from typing import Any
 
 from sparsek_backend.config import FLAG, SECTION, ConfigError, ResolvedConfig, resolve_config
 from sparsek_backend.models import verify_model
+from sparsek_backend.nn.config import NSAConfig
+from sparsek_backend.plugin import BACKEND_NAME, NSA_ARCHITECTURE
+from sparsek_kernels.nsa.paged_cache import check_paged_spec
 from sparsek_kernels.paged.policy import CELL_SIZE
+
+from .compat import selected_backends
 
 
 def engine_config(vllm_config: Any) -> ResolvedConfig:
@@ -24,8 +29,31 @@ def engine_config(vllm_config: Any) -> ResolvedConfig:
             f"SPARSEK setting {FLAG}: expected a JSON object, got {type(additional).__name__}"
         )
     return resolve_config(
-        (additional or {}).get(SECTION), os.environ, _model_sparse_config(vllm_config.model_config)
+        (additional or {}).get(SECTION),
+        os.environ,
+        _model_section(vllm_config.model_config, "sparse_config"),
+        _model_section(vllm_config.model_config, "nsa"),
     )
+
+
+def nsa_of_served_model(vllm_config: Any) -> NSAConfig:
+    """Return the settings of a natively sparse model that is being built.
+
+    Raises:
+        ConfigError: its config has no ``nsa`` section, or SPARSEK was not chosen.
+    """
+    resolved = engine_config(vllm_config)
+    if resolved.nsa is None:
+        raise ConfigError(
+            f"SPARSEK: {NSA_ARCHITECTURE} needs an nsa section in the model's config.json; "
+            "docs/nsa.md shows one"
+        )
+    if not any(getattr(x, "name", "") == BACKEND_NAME for x in selected_backends(vllm_config)):
+        raise ConfigError(
+            f"SPARSEK: {NSA_ARCHITECTURE} needs --attention-backend {BACKEND_NAME}, which this "
+            "engine was started without"
+        )
+    return resolved.nsa
 
 
 def check_engine(vllm_config: Any) -> None:
@@ -44,6 +72,8 @@ def check_engine(vllm_config: Any) -> None:
         raise ValueError(_refusal(["attention type encoder_decoder not supported"]))
     cache = vllm_config.cache_config
     page_size = cache.block_size if cache.user_specified_block_size else None
+    if resolved.nsa is not None:
+        _check_nsa(model, vllm_config)
     if not getattr(model, "is_attention_free", False):
         refuse_if_invalid(
             {
@@ -92,6 +122,15 @@ def check_page_size(resolved: ResolvedConfig, page_size: int) -> None:
         ConfigError: they do not, or a page cannot hold the summaries that the settings need.
     """
     config = resolved.config
+    if resolved.nsa is not None:
+        try:
+            check_paged_spec(resolved.nsa.spec, page_size)
+        except ValueError as error:
+            raise ConfigError(
+                f"SPARSEK cannot serve the nsa section of the model's config: {error}; remedy: "
+                "--block-size with a common multiple of cmp_stride and sel_block_size, where the "
+                "page is what does not fit"
+            ) from None
     if config.mode != "block_topk":
         return
     size = config.sel_block_size
@@ -143,10 +182,34 @@ def _refusal(reasons: list[str]) -> str:
     return f"SPARSEK cannot serve this model: {'; '.join(worded)}"
 
 
-def _model_sparse_config(model_config: Any) -> Mapping[str, Any] | None:
-    """Return the ``sparse_config`` section of the model's own config, if it has one."""
+def _check_nsa(model: Any, vllm_config: Any) -> None:
+    """Check what goes with a model's ``nsa`` section.
+
+    Raises:
+        ValueError: another architecture, or a KV cache or weights that cannot be served.
+    """
+    if NSA_ARCHITECTURE not in model.architectures:
+        raise ValueError(
+            f"architectures: expected {NSA_ARCHITECTURE} in a config with an nsa section, got "
+            f"{model.architectures}; remedy: correct the model's config.json"
+        )
+    dtype = vllm_config.cache_config.cache_dtype
+    if dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
+        raise ValueError(
+            f"kv_cache_dtype: expected auto for a model with an nsa section, got {dtype}; remedy: "
+            "--kv-cache-dtype auto"
+        )
+    if model.quantization is not None:
+        raise ValueError(
+            f"quantization: expected none for a model with an nsa section, got "
+            f"{model.quantization}; remedy: serve the checkpoint in 16 bits"
+        )
+
+
+def _model_section(model_config: Any, section_name: str) -> Mapping[str, Any] | None:
+    """Return a section of the model's own config, if it has one."""
     for name in ("hf_text_config", "hf_config"):
-        section = getattr(getattr(model_config, name, None), "sparse_config", None)
+        section = getattr(getattr(model_config, name, None), section_name, None)
         if isinstance(section, Mapping):
             return section
     return None

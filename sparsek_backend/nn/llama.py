@@ -1,0 +1,159 @@
+"""A Llama-shaped language model with native sparse attention, to train here and to serve in vLLM.
+
+Its folder (``save_pretrained``) is what ``vllm serve FOLDER --attention-backend SPARSEK`` reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsek_backend.nn.cache import NSACache
+from sparsek_backend.nn.config import NSAConfig
+from sparsek_backend.nn.native_sparse_attention import NativeSparseAttention
+
+ARCHITECTURE = "NSALlamaForCausalLM"
+"""Under this name vLLM finds the model class that serves such a folder."""
+
+
+@dataclass(frozen=True)
+class NSALlamaConfig:
+    """Sizes, under the names that they have in Hugging Face's Llama configs.
+
+    Args:
+        vocab_size: tokens of the vocabulary.
+        hidden_size: elements of a token.
+        intermediate_size: width of the MLP.
+        num_hidden_layers: layers.
+        num_attention_heads: query heads.
+        num_key_value_heads: KV heads.
+        head_dim: elements of a head.
+        max_position_embeddings: longest sequence to be served.
+        rms_norm_eps: added to the mean square.
+        tie_word_embeddings: whether the embedding is the output head too.
+        nsa: settings of the attention.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    nsa: NSAConfig = field(default_factory=NSAConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        """``config.json`` of a checkpoint."""
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            **asdict(self),
+        }
+
+
+class _MLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, config: NSALlamaConfig) -> None:
+        super().__init__()
+        wide, narrow = config.intermediate_size, config.hidden_size
+        self.gate_proj = nn.Linear(narrow, wide, bias=False)
+        self.up_proj = nn.Linear(narrow, wide, bias=False)
+        self.down_proj = nn.Linear(wide, narrow, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = self.down_proj(
+            nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)
+        )
+        return mixed
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: NSALlamaConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        self.self_attn = NativeSparseAttention(
+            size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config=config.nsa,
+        )
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+        self.mlp = _MLP(config)
+
+    def forward(self, x: torch.Tensor, cache: NSACache | None) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cache=cache)
+        mixed: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return mixed
+
+
+class _Model(nn.Module):
+    def __init__(self, config: NSALlamaConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        nn.init.normal_(self.embed_tokens.weight, std=config.hidden_size**-0.5)
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class NSALlamaForCausalLM(nn.Module):
+    """RMSNorm, native sparse attention, SwiGLU; names of parameters as in Llama checkpoints.
+
+    Args:
+        config: sizes.
+    """
+
+    def __init__(self, config: NSALlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = _Model(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def new_caches(self, batch: int, max_len: int) -> list[NSACache]:
+        """Empty caches of all layers for ``batch`` sequences of up to ``max_len`` tokens."""
+        layers = [x for x in self.modules() if isinstance(x, NativeSparseAttention)]
+        return [layer.new_cache(batch, max_len) for layer in layers]
+
+    def forward(
+        self, tokens: torch.Tensor, caches: Sequence[NSACache] | None = None
+    ) -> torch.Tensor:
+        """Logits ``[B, N, vocab]`` of tokens ``[B, N]``, which are appended to ``caches``."""
+        x = self.model.embed_tokens(tokens)
+        for index, layer in enumerate(self.model.layers):
+            x = layer(x, None if caches is None else caches[index])
+        logits: torch.Tensor = self.lm_head(self.model.norm(x))
+        return logits
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write ``config.json`` and ``model.safetensors``.
+
+        Raises:
+            ImportError: safetensors is not installed.
+        """
+        try:
+            from safetensors.torch import save_file
+        except ImportError as error:
+            raise ImportError("safetensors is not installed; pip install safetensors") from error
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {name: x.detach().cpu().contiguous() for name, x in self.state_dict().items()}
+        if self.config.tie_word_embeddings:
+            del state["lm_head.weight"]
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        dtype = str(self.lm_head.weight.dtype).removeprefix("torch.")
+        values = {**self.config.to_dict(), "dtype": dtype}
+        (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,48 @@
+"""The Llama-shaped model: decoding over caches, and the folder that it saves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsek_backend.nn import NSAConfig, NSALlamaConfig, NSALlamaForCausalLM
+
+NSA = NSAConfig(8, 4, 16, 5, window_size=20, gate_hidden_size=16)
+
+
+def make(tied: bool = False) -> NSALlamaForCausalLM:
+    torch.manual_seed(0)
+    config = NSALlamaConfig(64, 32, 48, 2, 4, 2, 8, tie_word_embeddings=tied, nsa=NSA)
+    return NSALlamaForCausalLM(config).requires_grad_(False)
+
+
+def test_decoding_equals_the_whole() -> None:
+    model = make()
+    tokens = torch.randint(64, (2, 120))
+    expected = model(tokens)
+    caches = model.new_caches(2, 120)
+    found = [model(part, caches) for part in tokens.split([90, 1, 1, 28], dim=1)]
+    torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_saved_folder(tied: bool, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = make(tied)
+    model.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert values["architectures"] == ["NSALlamaForCausalLM"]
+    assert NSAConfig.from_dict(values["nsa"]) == NSA
+    state = load_file(tmp_path / "model.safetensors")
+    assert ("lm_head.weight" in state) is not tied
+    assert "model.layers.1.self_attn.phi_k.w1" in state
+    again = make(tied)
+    for weight in again.parameters():
+        weight.zero_()
+    again.load_state_dict(state, strict=not tied)
+    tokens = torch.randint(64, (1, 40))
+    assert torch.equal(again(tokens), model(tokens))

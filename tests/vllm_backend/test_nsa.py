@@ -1,0 +1,204 @@
+"""Natively sparse checkpoints in a real engine on a CPU: the torch module's own tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek_backend.nn import NSALlamaConfig
+from tests.vllm_backend.engines import (
+    counted_preemptions,
+    engine,
+    generate,
+    model_runner,
+    requires_cpu_vllm,
+    scheduler,
+    shuffle_free_pages,
+    tokens,
+)
+from tests.vllm_backend.nsa_models import CONFIG, VARIANTS, complete, make_model
+
+pytestmark = [pytest.mark.engine, requires_cpu_vllm, pytest.mark.usefixtures("registered")]
+
+LENGTHS = (600, 7, 16, 129, 333)
+OPTIONS: dict[str, Any] = {
+    "max_model_len": 800,
+    "max_num_batched_tokens": 800,
+    "block_size": 32,
+    "num_gpu_blocks_override": 41,
+    "skip_tokenizer_init": True,
+}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        torch.randint(3, CONFIG.vocab_size, (length,), generator=generator).tolist()
+        for length in LENGTHS
+    ]
+
+
+@pytest.fixture(scope="module", params=VARIANTS.values(), ids=VARIANTS.keys())
+def served(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    prompts: list[list[int]],
+) -> Iterator[tuple[Any, list[list[int]]]]:
+    """An engine of a variant, and what the module answers."""
+    folder = tmp_path_factory.mktemp("nsa")
+    model = make_model(request.param, folder)
+    expected = [complete(model, prompt, 16) for prompt in prompts]
+    with engine(folder, "SPARSEK", **OPTIONS) as llm:
+        yield llm, expected
+
+
+def test_whole_prefill(served: tuple[Any, list[list[int]]], prompts: list[list[int]]) -> None:
+    from sparsek_backend.vllm_backend.nsa import NSAImpl
+    from sparsek_backend.vllm_backend.stats import STATS
+
+    llm, expected = served
+    before = STATS.forward_calls, STATS.attended_tokens
+    assert tokens(generate(llm, prompts, together=False)) == expected
+    assert STATS.forward_calls > before[0]
+    assert STATS.attended_tokens > before[1]
+    layers = model_runner(llm).vllm_config.compilation_config.static_forward_context.values()
+    assert all(type(layer.impl) is NSAImpl for layer in layers)
+
+
+def test_selection_and_compression_matter(
+    prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The negative control: without either the module answers differently, so equality counts."""
+    folder = tmp_path_factory.mktemp("nsa")
+    model = make_model(CONFIG, folder)
+    answer = complete(model, prompts[0], 16)
+    every = make_model(replace(CONFIG, nsa=replace(CONFIG.nsa, top_n=64)), folder)
+    assert complete(every, prompts[0], 16) != answer
+    for layer in model.model.layers:
+        layer.self_attn.gate_out.bias[: CONFIG.num_attention_heads] = -30.0
+    assert complete(model, prompts[0], 16) != answer
+
+
+@pytest.mark.parametrize("chunk", [64, 37])
+def test_chunked_prefill_beside_decodes(
+    served: tuple[Any, list[list[int]]], prompts: list[list[int]], chunk: int
+) -> None:
+    llm, expected = served
+    shuffle_free_pages(llm, seed=chunk)
+    target = scheduler(llm)
+    before = target.max_num_scheduled_tokens
+    target.max_num_scheduled_tokens = chunk
+    try:
+        assert tokens(generate(llm, prompts, together=True)) == expected
+    finally:
+        target.max_num_scheduled_tokens = before
+
+
+def test_prefix_hits(served: tuple[Any, list[list[int]]], prompts: list[list[int]]) -> None:
+    llm, expected = served
+    assert llm.reset_prefix_cache()
+    other = [*prompts[0][:200], *prompts[4]]
+    generate(llm, [other], together=False)
+    outputs = generate(llm, prompts[:1], together=False)
+    assert outputs[0].num_cached_tokens == 192
+    assert tokens(outputs) == expected[:1]
+
+
+def test_preemption(served: tuple[Any, list[list[int]]], prompts: list[list[int]]) -> None:
+    llm, expected = served
+    assert llm.reset_prefix_cache()
+    with counted_preemptions(llm) as counter:
+        outputs = generate(llm, prompts[:1] * 2 + prompts[3:], together=True, max_tokens=60)
+    assert counter["preempted"] > 0
+    found = [answer[:16] for answer in tokens(outputs)]
+    assert found == expected[:1] * 2 + expected[3:]
+
+
+def test_compressed_rows_live_in_accounted_page_bytes(
+    served: tuple[Any, list[list[int]]],
+) -> None:
+    runner = model_runner(served[0])
+    (group,) = runner.kv_cache_config.kv_cache_groups
+    spec = group.kv_cache_spec
+    nsa = runner.model_config.hf_config.nsa
+    branches = 1 if nsa["shared_kv"] else 3
+    extra = spec.page_size_bytes - spec.unpadded_page_size_bytes
+    assert extra * branches * nsa["cmp_stride"] == spec.unpadded_page_size_bytes
+
+
+REFUSED: dict[str, tuple[NSALlamaConfig, dict[str, Any], dict[str, Any], str]] = {
+    "another mode": (
+        CONFIG,
+        {"mode": "block_topk"},
+        {},
+        "SPARSEK setting mode .* got 'block_topk'",
+    ),
+    "another mode's field": (CONFIG, {"top_k": 3}, {}, "top_k .* has no effect in mode 'nsa'"),
+    "page": (CONFIG, {}, {"block_size": 16 * 3}, "sel_block_size: expected a multiple of 16"),
+    "forced blocks": (
+        replace(CONFIG, nsa=replace(CONFIG.nsa, top_n=3)),
+        {},
+        {},
+        "top_n: expected more than the 3 forced",
+    ),
+    "kv cache": (CONFIG, {}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "options", "message"), REFUSED.values(), ids=REFUSED.keys()
+)
+def test_refusals(
+    config: NSALlamaConfig,
+    settings: dict[str, Any],
+    options: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    make_model(config, tmp_path)
+    options = {"block_size": 32, **options}
+    arguments = EngineArgs(
+        model=str(tmp_path),
+        attention_backend="SPARSEK",
+        additional_config={"sparsek": settings},
+        skip_tokenizer_init=True,
+        dtype="float32",
+        **options,
+    )
+    with pytest.raises(Exception, match=message):
+        arguments.create_engine_config()
+
+
+def test_refused_configs(tmp_path: Path) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    make_model(CONFIG, tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+
+    def configure(**changes: Any) -> None:
+        path.write_text(json.dumps({**values, **changes}), encoding="utf-8")
+        EngineArgs(
+            model=str(tmp_path), attention_backend="SPARSEK", skip_tokenizer_init=True
+        ).create_engine_config()
+
+    with pytest.raises(Exception, match=r"nsa section .* invalid: nsa: expected fields .* window"):
+        configure(nsa={"window": 3})
+    with pytest.raises(Exception, match="architectures: expected NSALlamaForCausalLM"):
+        configure(architectures=["LlamaForCausalLM"])
+
+
+def test_needs_the_flag(tmp_path: Path) -> None:
+    make_model(CONFIG, tmp_path)
+    with pytest.raises(Exception, match="needs --attention-backend SPARSEK"):  # noqa: SIM117
+        with engine(tmp_path, "CPU_ATTN", **OPTIONS):
+            pass

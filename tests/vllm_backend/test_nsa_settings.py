@@ -1,0 +1,67 @@
+"""Settings, counts and log lines of natively sparse models, without an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparsek_backend.config import ConfigError, resolve_config
+from sparsek_backend.nn import NSAConfig
+from sparsek_backend.vllm_backend.accounting import nsa_attended
+from sparsek_backend.vllm_backend.report import describe_nsa_layers
+
+SECTION = {"top_n": 8, "window_size": 256}
+
+
+@pytest.mark.parametrize("additional", [None, {"mode": "auto"}, {"mode": "nsa"}])
+def test_the_models_section_decides(additional: dict[str, Any] | None) -> None:
+    resolved = resolve_config(additional, {}, None, SECTION)
+    assert resolved.config.mode == "nsa"
+    assert resolved.nsa == NSAConfig(top_n=8, window_size=256)
+
+
+def test_other_models_have_none() -> None:
+    assert resolve_config(None, {}).nsa is None
+
+
+REFUSED: dict[str, tuple[dict[str, Any] | None, dict[str, str], dict[str, Any] | None, str]] = {
+    "no section": ({"mode": "nsa"}, {}, None, "setting mode .* has no nsa section"),
+    "other mode": (None, {"SPARSEK_MODE": "dense"}, SECTION, r"mode \(from SPARSEK_MODE\)"),
+    "ignored field": ({"window_size": 64}, {}, SECTION, "window_size .* no effect in mode 'nsa'"),
+    "unknown field": (None, {}, {"topn": 3}, "nsa section .* got topn"),
+    "bad value": (None, {}, {"cmp_stride": 5}, "cmp_block_size: expected a multiple"),
+}
+
+
+@pytest.mark.parametrize(
+    ("additional", "environ", "section", "message"), REFUSED.values(), ids=REFUSED.keys()
+)
+def test_refusals(
+    additional: dict[str, Any] | None,
+    environ: dict[str, str],
+    section: dict[str, Any] | None,
+    message: str,
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_config(additional, environ, None, section)
+
+
+def test_attended_keys_are_those_of_the_rule() -> None:
+    config = NSAConfig(8, 4, 16, 5, window_size=20)
+    spec = config.spec
+    for position in range(200):
+        own = position // 16
+        blocks = range(own + 1) if own < 5 else [*range(4), own]  # any four earlier ones
+        selected = sum(min(16, position + 1 - 16 * block) for block in blocks)
+        expected = spec.num_compressed(position + 1) + selected + min(position + 1, 20)
+        assert nsa_attended(config, np.array([position]))[0] == expected
+
+
+def test_log_line() -> None:
+    line = describe_nsa_layers([0, 1, 2], NSAConfig(shared_kv=True), 64, "cuda", 1 / 16)
+    assert line == (
+        "SPARSEK layers 0-2: nsa, mlp of 32 tokens every 16 + 16 blocks of 64 (1 initial, 2 local) "
+        "+ window 512, one K and V for all branches, 6.2 % compressed, pages of 64, Triton kernels"
+    )
