@@ -1,4 +1,6 @@
-"""A mask plan as calls of ``sink_flash_attention`` and of its backward operator."""
+"""A mask plan as calls of ``sink_flash_attention`` and of its backward operator, or of those of
+``block_sparse_attention``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from sparsek_backend.xformers_op.plan import Interval, MaskPlan, Segments
-from sparsek_kernels import sink_flash_attention
+from sparsek_kernels import block_sparse_attention, sink_flash_attention
+from sparsek_kernels.block_sparse.ops import block_sparse_bwd
 from sparsek_kernels.sink_window.ops import sink_flash_bwd
 
 _Selection = slice | torch.Tensor | None
@@ -152,6 +155,17 @@ def native_forward(
     value_dim = v.shape[-1]
     width = max(q.shape[-1], value_dim)
     q, k, v = (_widen(x, width) for x in (q, k, v))
+    if plan.pattern is not None:
+        out, lse = block_sparse_attention(
+            q,
+            k,
+            v,
+            plan.pattern,
+            causal=plan.band.causal,
+            softmax_scale=scale,
+            return_lse=True,
+        )
+        return out[..., :value_dim], lse
     calls = kernel_calls(plan, q.shape[1], k.shape[1])
     if len(calls) == 1 and calls[0].rows is None:
         out, lse = _call(calls[0], q, k, v, plan, scale)
@@ -208,9 +222,26 @@ def native_backward(
     q, k, v, out, dout = (_widen(x, width) for x in (q, k, v, out, dout))
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
-    calls = kernel_calls(plan, q.shape[1], k.shape[1])
+    calls = [] if plan.pattern is not None else kernel_calls(plan, q.shape[1], k.shape[1])
     whole = len(calls) == 1 and calls[0].rows is None and calls[0].keys is None
-    if whole:
+    if plan.pattern is not None:
+        dq, dk, dv = block_sparse_bwd(
+            dout,
+            None,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            plan.pattern.crow_indices,
+            plan.pattern.col_indices,
+            plan.pattern.ccol_indices,
+            plan.pattern.row_indices,
+            plan.pattern.block_size,
+            plan.band.causal,
+            scale,
+        )
+    elif whole:
         dq, dk, dv = _call_backward(calls[0], dout, q, k, v, out, lse, plan, scale)
     else:
         dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)

@@ -1,7 +1,8 @@
 """SparseK as an xFormers operator pair: ``memory_efficient_attention(..., op=(FwOp, BwOp))``.
 
-The bias decides the path: bands run on ``sink_flash_attention``, decoding over padded or paged
-keys on the paged kernels, tensor biases and dropout in torch (:mod:`dense`).  Anything else is
+The bias decides the path: bands run on ``sink_flash_attention``, patterns on
+``block_sparse_attention``, decoding over padded or paged keys on the paged kernels, tensor biases
+and dropout in torch (:mod:`dense`).  Anything else is
 refused through ``not_supported_reasons``.  CPU tensors take the same way through the kernels'
 torch path.
 """
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from sparsek_backend.xformers_op.biases import SinkWindowMask
+from sparsek_backend.xformers_op.biases import BlockSparseMask, SinkWindowMask
 from sparsek_backend.xformers_op.compat import (
     AttentionBwOpBase,
     AttentionFwOpBase,
@@ -42,7 +43,7 @@ from sparsek_backend.xformers_op.plan import (
 from sparsek_kernels.fallback import count_fallback
 from sparsek_kernels.sink_window.checks import KERNEL_DTYPES, MAX_HEAD_DIM
 
-_OWN_TYPES = (SinkWindowMask, torch.nn.Parameter)
+_OWN_TYPES = (SinkWindowMask, BlockSparseMask, torch.nn.Parameter)
 
 
 def _xformers_types(types: tuple[type, ...]) -> tuple[type, ...]:
@@ -202,12 +203,13 @@ class FwOp(AttentionFwOpBase):  # type: ignore[misc]
     """Forward operator on SparseK's kernels.
 
     Natively: no bias; causal masks aligned to either corner; causal local masks; the
-    block-diagonal family; padded, gappy and paged keys (forward only); :class:`SinkWindowMask`.
+    block-diagonal family; padded, gappy and paged keys (forward only); :class:`SinkWindowMask`,
+    :class:`BlockSparseMask`.
     In torch, logged once and counted: tensor biases, dropout.  Inputs are BMK, BMHK or BMGHK,
     fp16, bf16 or fp32, on CUDA or the CPU.
 
-    ``SUPPORTED_ATTN_BIAS_TYPES`` lists xFormers' own types; ``SinkWindowMask`` and
-    ``torch.nn.Parameter`` are accepted beside them.
+    ``SUPPORTED_ATTN_BIAS_TYPES`` lists xFormers' own types; ``SinkWindowMask``, ``BlockSparseMask``
+    and ``torch.nn.Parameter`` are accepted beside them.
     """
 
     OPERATOR = torch.ops.sparsek.sink_flash_fwd

@@ -1,7 +1,8 @@
 """What an xFormers bias means, in the terms of SparseK's kernels.
 
 Every supported bias is a *band* (full, causal, or sinks + window, aligned to the first or to the
-last key) over the whole batch or over packed sequences, with an optional additive tensor.
+last key) over the whole batch or over packed sequences, with an optional additive tensor or, over
+the whole batch, a block-sparse pattern.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
 
-from sparsek_backend.xformers_op.biases import SinkWindowMask
+from sparsek_backend.patterns import BlockSparsePattern
+from sparsek_backend.xformers_op.biases import BlockSparseMask, SinkWindowMask
 from sparsek_backend.xformers_op.compat import Inputs, attn_bias
+from sparsek_kernels.block_sparse.checks import misfit
 
 Interval = tuple[int, int]
 
@@ -85,11 +89,14 @@ class Segments:
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """A bias as a band, sequences (``None``: the batch is not packed) and an additive tensor."""
+    """A bias as a band, sequences (``None``: the batch is not packed), an additive tensor and a
+    block-sparse pattern within the band.
+    """
 
     band: Band
     segments: Segments | None = None
     bias: torch.Tensor | None = None
+    pattern: BlockSparsePattern | None = None
 
     @property
     def outruns_window(self) -> bool:
@@ -134,6 +141,10 @@ def _sink_window(bias: SinkWindowMask) -> Band:
     return Band(causal=True, window_size=bias.window_size, num_sink=bias.num_sink)
 
 
+def _block_sparse(bias: BlockSparseMask) -> Band:
+    return Band(causal=bias.causal)
+
+
 _BandRule = Callable[[Any], Band]
 
 
@@ -151,6 +162,7 @@ _BATCHED: dict[type, _BandRule] = {
     torch.Tensor: _full,
     torch.nn.Parameter: _full,
     SinkWindowMask: _sink_window,
+    BlockSparseMask: _block_sparse,
     **_by_type(
         {
             "LowerTriangularMask": _top_left,
@@ -206,7 +218,8 @@ def plan_of(bias: Any) -> MaskPlan:
     kind = type(bias)
     if kind in _BATCHED:
         tensor = bias if isinstance(bias, torch.Tensor) else getattr(bias, "_bias", None)
-        return MaskPlan(_BATCHED[kind](bias), bias=tensor)
+        pattern = bias.pattern if kind is BlockSparseMask else None
+        return MaskPlan(_BATCHED[kind](bias), bias=tensor, pattern=pattern)
     if kind in _PACKED:
         return MaskPlan(_PACKED[kind](bias), Segments(bias.q_seqinfo, bias.k_seqinfo))
     if kind in _SPREAD:
@@ -229,6 +242,8 @@ def bias_reasons(inp: Inputs) -> list[str]:
     plan = plan_of(bias)
     if plan.bias is not None:
         reasons += _tensor_reasons(inp, plan.bias)
+    if plan.pattern is not None:
+        reasons += _pattern_reasons(inp, plan.pattern)
     segments = plan.segments
     if segments is None:
         return reasons
@@ -262,4 +277,14 @@ def _tensor_reasons(inp: Inputs, bias: torch.Tensor) -> list[str]:
             "xFormers passes no gradient to the tensor of a LowerTriangularMaskWithTensorBias: "
             "detach it, or add the causal mask to it and pass the sum as a tensor"
         )
+    return reasons
+
+
+def _pattern_reasons(inp: Inputs, pattern: BlockSparsePattern) -> list[str]:
+    q = inp.query
+    heads = prod(q.shape[2:-1])
+    reason = misfit(pattern, q.shape[1], inp.key.shape[1], heads, q.device)
+    reasons = [] if reason is None else [f"pattern: {reason}"]
+    if inp.p != 0.0:
+        reasons.append("dropout with a block-sparse pattern")
     return reasons

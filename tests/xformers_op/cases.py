@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ pytest.importorskip("xformers", reason="xFormers is not installed (the xformers 
 
 from xformers.ops import fmha
 
-from sparsek_backend.xformers_op import BwOp, FwOp, SinkWindowMask
+from sparsek_backend.patterns import BlockSparsePattern
+from sparsek_backend.xformers_op import BlockSparseMask, BwOp, FwOp, SinkWindowMask
 
 ab = fmha.attn_bias
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -26,6 +28,14 @@ Make = Callable[[torch.device], Any]
 
 def _diagonal(q: list[int], k: list[int], device: torch.device) -> Any:
     return ab.BlockDiagonalMask.from_seqlens(q, k, device=device)
+
+
+def _blocks(rows: int, cols: int, device: torch.device, causal: bool, patterns: int = 1) -> Any:
+    """Half of the blocks of 16, the same every time; the first row and column see nothing."""
+    generator = torch.Generator().manual_seed(5)
+    mask = torch.rand(patterns, rows, cols, generator=generator) < 0.5
+    mask[:, 0], mask[:, :, 0] = False, False
+    return BlockSparseMask(BlockSparsePattern.from_mask(mask.to(device), 16), causal)
 
 
 BATCHED: dict[str, tuple[Make, int, int]] = {
@@ -42,6 +52,9 @@ BATCHED: dict[str, tuple[Make, int, int]] = {
     "left-window": (lambda d: ab.LocalAttentionFromBottomRightMask(6, 0), 33, 70),
     "sink-window": (lambda d: SinkWindowMask(3, 8), 33, 70),
     "sink-window-empty": (lambda d: SinkWindowMask(0, 1), 65, 65),
+    "block-sparse": (lambda d: _blocks(3, 5, d, False), 33, 70),
+    "block-sparse-causal": (lambda d: _blocks(3, 5, d, True), 33, 70),
+    "block-sparse-heads": (lambda d: _blocks(3, 5, d, True, patterns=3), 33, 70),
 }
 """name -> (bias, queries, keys), for any batch size."""
 
@@ -184,10 +197,12 @@ def reference(
     if isinstance(bias, torch.Tensor):
         scores = scores + bias.double()
     elif bias is not None:
-        shape = (1, 1, q.shape[1], k.shape[1])
+        head_axes = q.shape[2:-1] if isinstance(bias, BlockSparseMask) else (1,)
+        shape = (1, *head_axes, q.shape[1], k.shape[1])
         mask = bias.materialize(shape, device=q.device).double()
-        scores = scores + (mask.view(shape[2:]) if mask.numel() == mask[0, 0].numel() else mask)
-    lse = scores.logsumexp(-1)
+        scores = scores + (mask.view(shape[-2:]) if mask.numel() == prod(shape[-2:]) else mask)
+    empty = scores.isneginf().all(-1)  # without keys: no output, and no gradient instead of NaN
+    lse = scores.masked_fill(empty[..., None], 0.0).logsumexp(-1).masked_fill(empty, float("-inf"))
     probs = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
     back = (0, last - 1, *range(1, last - 1), last)
     return (probs @ vd).permute(back), lse

@@ -13,7 +13,9 @@ from sparsek_backend.xformers_op import BwOp, FwOp, install  # isort: skip
 
 
 @pytest.mark.parametrize("op", [(FwOp, BwOp), (FwOp, None), None], ids=["pair", "forward", "none"])
-@pytest.mark.parametrize("name", ["none", "causal", "sink-window", "diagonal", "tensor"])
+@pytest.mark.parametrize(
+    "name", ["none", "causal", "sink-window", "block-sparse-heads", "diagonal", "tensor"]
+)
 @pytest.mark.parametrize("device", DEVICES)
 def test_full_graph(name: str, op: Any, device: str) -> None:
     if name == "tensor" and op is None and device == "cuda":

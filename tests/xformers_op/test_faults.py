@@ -15,6 +15,9 @@ from tests.xformers_op.cases import BATCHED, PACKED, check_pair, inputs
 from sparsek_backend.xformers_op import native, op, plan  # isort: skip
 
 
+NAMES = ("none", "causal", "sink-window", "block-sparse-heads")
+
+
 def _lse_in_base_two(monkeypatch: pytest.MonkeyPatch) -> None:
     real = native.native_forward
 
@@ -51,8 +54,8 @@ def _window_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "names", "words"),
     [
-        (_lse_in_base_two, ("none", "causal", "sink-window", "diagonal-causal"), "lse|dq"),
-        (_dk_five_percent_up, ("none", "causal", "sink-window", "diagonal-causal"), "dk"),
+        (_lse_in_base_two, (*NAMES, "diagonal-causal"), "lse|dq"),
+        (_dk_five_percent_up, (*NAMES, "diagonal-causal"), "dk"),
         (
             _window_off_by_one,
             (

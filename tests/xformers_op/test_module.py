@@ -9,8 +9,10 @@ import torch
 
 from tests.xformers_op.cases import ab, assert_close, reference
 
+from sparsek_backend.patterns import BlockSparsePattern  # isort: skip
 from sparsek_backend.xformers_op import (  # isort: skip
     AttentionMask,
+    BlockSparseMask,
     SinkWindowMask,
     SparseKAttention,
 )
@@ -63,6 +65,15 @@ def test_masks_join_the_modules_own() -> None:
     own = SinkWindowMask(1, 6).materialize((20, 20)).double()
     wanted = own + torch.zeros(2, 20, 20).double().masked_fill(~padding, float("-inf"))
     assert_close("joined", found, reference(q, k, v, wanted)[0], 2e-5)
+
+
+def test_block_sparse_mask_of_heads_in_the_batch() -> None:
+    q, k, v = _inputs()
+    blocks = torch.tensor([[True, False], [True, True]])
+    mask = BlockSparseMask(BlockSparsePattern.from_mask(blocks, 16), causal=True)
+    found = SparseKAttention()(q, k, v, mask)
+    wanted = mask.materialize((2, 20, 20)).double()
+    assert_close("3-D", found, reference(q, k, v, wanted)[0], 2e-5)
 
 
 def test_gradients_reach_the_inputs() -> None:

@@ -43,17 +43,21 @@ def test_packed_biases(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("heads", [(), (2, 3)], ids=["BMK", "BMGHK"])
-@pytest.mark.parametrize("name", ["none", "causal", "causal-fewer-keys", "sink-window"])
+@pytest.mark.parametrize(
+    "name", ["none", "causal", "causal-fewer-keys", "sink-window", "block-sparse-heads"]
+)
 def test_layouts(name: str, heads: tuple[int, ...], device: str) -> None:
     make, num_q, num_k = BATCHED[name]
-    if not heads and name == "sink-window":
+    if not heads and name in ("sink-window", "block-sparse-heads"):
         pytest.skip("xFormers takes BMK with no bias, tensors and LowerTriangularMask only")
     q, k, v = inputs(num_q, num_k, batch=2, heads=heads, device=device)
     check_pair(q, k, v, make(q.device))
 
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(16, 24), (24, 16), (1, 3), (80, 80)])
-@pytest.mark.parametrize("name", ["causal", "causal-fewer-keys", "sink-window"])
+@pytest.mark.parametrize(
+    "name", ["causal", "causal-fewer-keys", "sink-window", "block-sparse-causal"]
+)
 def test_head_dims(name: str, dim: int, value_dim: int, device: str) -> None:
     make, num_q, num_k = BATCHED[name]
     q, k, v = inputs(num_q, num_k, dim=dim, value_dim=value_dim, device=device)
@@ -198,6 +202,25 @@ def test_multi_query_keys_are_not_expanded(device: str, monkeypatch: pytest.Monk
     twin = k.detach().clone().requires_grad_()
     wanted = torch.autograd.grad(reference(q, twin, v, None)[0].sum(), twin)[0]
     assert_close("dk", grad, wanted, 1e-4)
+
+
+def test_a_pattern_runs_the_block_sparse_kernels(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparsek_backend.xformers_op import native
+
+    calls: list[str] = []
+
+    def spy(name: str) -> None:
+        real = getattr(native, name)
+        monkeypatch.setattr(native, name, lambda *a, **k: calls.append(name) or real(*a, **k))
+
+    spy("block_sparse_attention")
+    spy("block_sparse_bwd")
+    make, num_q, num_k = BATCHED["block-sparse-causal"]
+    q, k, v = (x.requires_grad_() for x in inputs(num_q, num_k, device=device))
+    fmha.memory_efficient_attention(q, k, v, make(q.device), op=(FwOp, BwOp)).sum().backward()
+    assert calls == ["block_sparse_attention", "block_sparse_bwd"]
 
 
 def test_strided_inputs_are_read_in_place(device: str) -> None:

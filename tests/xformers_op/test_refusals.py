@@ -9,7 +9,8 @@ import torch
 
 from tests.xformers_op.cases import DECODING, ab, fmha, inputs
 
-from sparsek_backend.xformers_op import BwOp, FwOp, SinkWindowMask  # isort: skip
+from sparsek_backend.patterns import BlockSparsePattern  # isort: skip
+from sparsek_backend.xformers_op import BlockSparseMask, BwOp, FwOp, SinkWindowMask  # isort: skip
 
 
 class _Derived(SinkWindowMask):
@@ -27,6 +28,10 @@ def _with_gradient() -> Any:
     return ab.LowerTriangularMaskWithTensorBias(torch.zeros(1, 3, 64, 64, requires_grad=True))
 
 
+def _blocks(*shape: int) -> BlockSparseMask:
+    return BlockSparseMask(BlockSparsePattern.from_mask(torch.ones(shape).bool(), 16), True)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -36,6 +41,9 @@ def _with_gradient() -> Any:
         ({"attn_bias": torch.zeros(1, 3, 64, 64, dtype=torch.int32)}, "floating"),
         ({"attn_bias": ab.BlockDiagonalMask.from_seqlens([60])}, "covers 60 queries"),
         ({"attn_bias": ab.BlockDiagonalMask.from_seqlens([64], [60])}, "covers 60 keys"),
+        ({"attn_bias": _blocks(4, 5)}, "pattern: expected 4 x 4 blocks of 16"),
+        ({"attn_bias": _blocks(2, 4, 4)}, "pattern: expected a number of patterns that divides 3"),
+        ({"attn_bias": _blocks(4, 4), "p": 0.1}, "dropout with a block-sparse pattern"),
         ({"dtype": torch.float64}, "torch.float64"),
         ({"dim": 320}, "> 256"),
         ({"value_dim": 320}, "> 256"),
@@ -104,3 +112,33 @@ def test_sink_window_mask_by_hand() -> None:
     seen = SinkWindowMask(1, 2).materialize((3, 5)).isfinite().int().tolist()
     assert seen == [[1, 1, 1, 0, 0], [1, 0, 1, 1, 0], [1, 0, 0, 1, 1]]
     assert SinkWindowMask(1, 2).materialize((2, 4, 3, 5), dtype=torch.float16).shape == (2, 4, 3, 5)
+
+
+def test_block_sparse_mask_checks_its_fields() -> None:
+    pattern = BlockSparsePattern.local((2, 2), 16, window=1)
+    for arguments, words in (
+        ((torch.ones(2, 2),), "pattern: expected a BlockSparsePattern, got Tensor"),
+        ((pattern, 1), "causal: expected a bool, got int"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            BlockSparseMask(*arguments)
+
+
+def test_block_sparse_mask_by_hand() -> None:
+    blocks = torch.tensor([[[True, False]], [[False, True]]])
+    mask = BlockSparseMask(BlockSparsePattern.from_mask(blocks, 16), causal=True)
+    seen = mask.materialize((3, 4, 2, 18), dtype=torch.float16).isfinite()
+    assert seen.shape == (3, 4, 2, 18)
+    assert seen[0, 0].int().tolist() == seen[2, 1].int().tolist() == [[1] * 16 + [0, 0]] * 2
+    assert seen[0, 3].int().tolist() == [[0] * 16 + [1, 0], [0] * 16 + [1, 1]]
+    assert torch.equal(mask.materialize((3, 2, 2, 2, 18)).isfinite().flatten(1, 2), seen)
+    with pytest.raises(ValueError, match="expected 1 x 2 blocks of 16, got 2 queries and 40"):
+        mask.materialize((1, 2, 2, 40))
+    with pytest.raises(ValueError, match="divisible by 2 patterns"):
+        mask.materialize((1, 3, 2, 18))
+
+
+def test_block_sparse_mask_moves_its_pattern() -> None:
+    mask = _blocks(2, 2)
+    assert mask.to("cpu").pattern is mask.pattern
+    assert mask.to(torch.device("cpu")).causal
