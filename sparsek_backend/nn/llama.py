@@ -37,6 +37,7 @@ class NSALlamaConfig:
         max_position_embeddings: longest sequence to be served.
         rms_norm_eps: added to the mean square.
         tie_word_embeddings: whether the embedding is the output head too.
+        attention_bias: whether the projections of the attention have biases.
         nsa: settings of the attention.
     """
 
@@ -50,6 +51,7 @@ class NSALlamaConfig:
     max_position_embeddings: int = 131072
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
+    attention_bias: bool = False
     nsa: NSAConfig = field(default_factory=NSAConfig)
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,6 +92,7 @@ class _Layer(nn.Module):
             config.num_key_value_heads,
             config.head_dim,
             config=config.nsa,
+            bias=config.attention_bias,
         )
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
         self.mlp = _MLP(config)

@@ -35,6 +35,7 @@ VARIANTS: dict[str, NSALlamaConfig] = {
         CONFIG,
         num_key_value_heads=1,
         tie_word_embeddings=True,
+        attention_bias=True,
         nsa=replace(NSA, shared_kv=True, compression="mean"),
     ),
 }
