@@ -12,6 +12,7 @@ import torch
 from sparsek_backend.bench.serve_worker import read_stats
 from sparsek_backend.eval.engine import ensure_entry_point
 from tests.vllm_backend.engines import engine, generate, requires_cpu_vllm, tokens
+from tests.vllm_backend.nsa_models import CONFIG, complete, make_model
 from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
 
 pytestmark = [pytest.mark.engine, requires_cpu_vllm, pytest.mark.usefixtures("registered")]
@@ -62,3 +63,28 @@ def test_tokens_of_two_ranks(
     for forward_calls, attended_share in ranks:
         assert forward_calls > 0
         assert attended_share < 0.7
+
+
+def test_a_natively_sparse_model_gives_the_modules_tokens(
+    two_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has one KV head of every branch, and its gates."""
+    model = make_model(CONFIG, tmp_path)
+    generator = torch.Generator().manual_seed(6)
+    prompts = [
+        torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        for length in (33, 400)
+    ]
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    with engine(
+        tmp_path,
+        "SPARSEK",
+        tensor_parallel_size=2,
+        max_model_len=512,
+        max_num_batched_tokens=128,
+        skip_tokenizer_init=True,
+    ) as llm:
+        found = tokens(generate(llm, prompts, together=True))
+        ranks = llm.collective_rpc(read_stats)
+    assert found == [complete(model, prompt, 16) for prompt in prompts]
+    assert [calls > 0 for calls, _ in ranks] == [True, True]
