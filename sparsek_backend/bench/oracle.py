@@ -8,10 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from sparsek_backend.bench.registry import GateResult
+
+
+class HeadMask(Protocol):
+    """Which keys the queries of one KV head see, a few rows at a time."""
+
+    def visible(self, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
+        """[len(rows), len(cols)] bool; rows are query positions counted in keys."""
+
+    def key_indices(self, first_row: int, last_row: int, num_keys: int) -> torch.Tensor:
+        """Every key that a query of rows [first_row, last_row] may see, ascending."""
+
+
+class Mask(Protocol):
+    """The masks of all KV heads."""
+
+    def __hash__(self) -> int: ...
+
+    def of_head(self, kv_head: int) -> HeadMask:
+        """The mask of one KV head."""
+
+    def count_pairs(self, num_queries: int, num_keys: int) -> float:
+        """Visible (query, key) pairs of a head, on average: what the FLOPs are counted from."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +50,10 @@ class MaskRule:
     num_sink: int = 0
     window_size: int | None = None
     causal: bool = True
+
+    def of_head(self, kv_head: int) -> MaskRule:
+        """Every head has the same mask."""
+        return self
 
     def visible(self, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
         """[len(rows), len(cols)] bool; rows are query positions counted in keys."""
@@ -76,7 +103,7 @@ def attend_head(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    rule: MaskRule,
+    rule: HeadMask,
     *,
     dtype: torch.dtype,
     softmax_scale: float,

@@ -185,6 +185,40 @@ def test_sink_window_runs_on_the_cpu_and_writes_csv_and_plots(tmp_path: Path) ->
         assert image.read_bytes().startswith(b"\x89PNG")
 
 
+BLOCKS = """
+defaults: {num_heads: 4, num_kv_heads: 2, head_dim: 16, dtype: float32, block_size: 16}
+workloads:
+  - {op: block_sparse_fwd, name: causal, specs: [q100], params: {patterns: 2, density: 0.4}}
+  - {op: block_sparse_bwd, name: causal, specs: [2q100], params: {patterns: 1, density: 0.4}}
+  - {op: block_sparse_bwd, name: full, specs: [q64], params: {patterns: 2, causal: false}}
+"""
+
+
+def test_block_sparse_runs_on_the_cpu(tmp_path: Path) -> None:
+    (tmp_path / "w.yaml").write_text(BLOCKS)
+    arguments = ["kernels", "--yaml", str(tmp_path / "w.yaml"), "--out", str(tmp_path / "out")]
+    arguments += ["--device", "cpu", "--budget-ms", "5", "--check"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    rows = read_csv(tmp_path / "out" / "kernels.csv")
+    timed = {(row.op, row.case, row.provider) for row in rows if row.is_timed}
+    for op, case in (("_fwd", "causal"), ("_bwd", "causal"), ("_bwd", "full")):
+        assert (f"block_sparse{op}", case, "sparsek") in timed
+        assert (f"block_sparse{op}", case, "sdpa_flash") in timed
+    assert not [row for row in rows if row.status in ("error", "gate failed")]
+
+
+def test_block_sparse_pairs_are_counted_as_the_mask_has_them() -> None:
+    from sparsek_backend.bench.ops.block_sparse import BlockRule
+
+    blocks = torch.rand(2, 4, 4, generator=torch.Generator().manual_seed(0)) < 0.5
+    rows = torch.arange(50)
+    for causal in (True, False):
+        rule = BlockRule(blocks, 16, causal)
+        masks = [rule.of_head(head).visible(rows, rows) for head in range(2)]
+        assert rule.count_pairs(50, 50) == sum(float(mask.sum()) for mask in masks) / 2
+
+
 def test_a_wrong_kernel_is_red_and_exits_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sparsek_kernels
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,7 +12,7 @@ import torch
 
 from sparsek_backend.bench.ops import peers
 from sparsek_backend.bench.ops.peers import Call
-from sparsek_backend.bench.oracle import HeadGrads, MaskRule, attend_head, compare
+from sparsek_backend.bench.oracle import HeadGrads, Mask, MaskRule, attend_head, compare
 from sparsek_backend.bench.registry import (
     OURS,
     BenchOp,
@@ -160,17 +160,17 @@ class Oracle:
         self.picks = pick_requests(inputs)
         self.results = functools.lru_cache(maxsize=2)(self._results)
 
-    def _results(self, rule: MaskRule, dtype: torch.dtype) -> list[HeadGrads]:
+    def _results(self, rule: Mask, dtype: torch.dtype) -> list[HeadGrads]:
         return [self._head(rule, dtype, request, head) for request, head in self.picks]
 
-    def _head(self, rule: MaskRule, dtype: torch.dtype, request: int, head: int) -> HeadGrads:
+    def _head(self, rule: Mask, dtype: torch.dtype, request: int, head: int) -> HeadGrads:
         inputs = self.inputs
         heads = slice(head * inputs.group, (head + 1) * inputs.group)
         return attend_head(
             _request(inputs.q, inputs.cu_q, inputs, request)[:, heads],
             _request(inputs.k, inputs.cu_k, inputs, request)[:, head],
             _request(inputs.v, inputs.cu_k, inputs, request)[:, head],
-            rule,
+            rule.of_head(head),
             dtype=dtype,
             softmax_scale=inputs.softmax_scale,
             sinks=None if inputs.sinks is None else inputs.sinks[heads],
@@ -180,7 +180,7 @@ class Oracle:
             chunk=max(64, min(1024, (1 << 25) // max(inputs.seq_lens))),
         )
 
-    def gate(self, rule: MaskRule, outputs: Outputs) -> GateResult:
+    def gate(self, rule: Mask, outputs: Outputs) -> GateResult:
         """Check `(out,)` or `(dq, dk, dv[, dsinks])` in the layout of the inputs."""
         exact = self.results(rule, torch.float64)
         plain = self.results(rule, self.inputs.q.dtype)
@@ -214,7 +214,7 @@ def _fields(result: HeadGrads, backward: bool) -> list[torch.Tensor]:
     return [tensor for tensor in fields if tensor is not None]
 
 
-def cost(inputs: Inputs, rule: MaskRule, *, backward: bool) -> tuple[float, float]:
+def cost(inputs: Inputs, rule: Mask, *, backward: bool) -> tuple[float, float]:
     """FLOPs (4 D a visible pair and query head, 2.5 times that backward) and least bytes."""
     pairs = sum(
         rule.count_pairs(query_len, seq_len)
@@ -266,17 +266,27 @@ def _backward(call: Call, leaves: Inputs) -> Callable[[], Outputs]:
     return run
 
 
-def _build(case: Case, device: torch.device, *, backward: bool) -> list[Provider]:
-    inputs = make_inputs(case, device)
+@dataclass(frozen=True)
+class Entry:
+    """An implementation: its name, how it is called, what it computes, how that differs."""
+
+    name: str
+    make: Maker
+    rule: Mask
+    note: str = ""
+
+
+def providers(inputs: Inputs, entries: Sequence[Entry], *, backward: bool) -> list[Provider]:
+    """Providers over the same inputs, each gated against the oracle of what it computes."""
     oracle = Oracle(inputs, backward=backward)
 
-    def provider(name: str, make: Maker, rule: MaskRule, note: str = "") -> Provider:
-        flops, num_bytes = cost(inputs, rule, backward=backward)
+    def provider(entry: Entry) -> Provider:
+        flops, num_bytes = cost(inputs, entry.rule, backward=backward)
         views: list[Callable[[torch.Tensor], torch.Tensor]] = []
 
         def prepare() -> Callable[[], Outputs]:
             leaves = inputs.with_grad() if backward else inputs
-            call = make(leaves)
+            call = entry.make(leaves)
             if backward:
                 return _backward(call, leaves)
             views.append(call.view)
@@ -284,32 +294,37 @@ def _build(case: Case, device: torch.device, *, backward: bool) -> list[Provider
 
         def gate(outputs: Outputs) -> GateResult:
             viewed = outputs if backward else tuple(views[-1](out) for out in outputs)
-            return oracle.gate(rule, viewed)
+            return oracle.gate(entry.rule, viewed)
 
         return Provider(
-            name=name,
+            name=entry.name,
             prepare=prepare,
             gate=gate,
             flops=flops,
             bytes=num_bytes,
-            note=note,
+            note=entry.note,
             use_graph=not backward,
         )
 
+    return [provider(entry) for entry in entries]
+
+
+def _build(case: Case, device: torch.device, *, backward: bool) -> list[Provider]:
+    inputs = make_inputs(case, device)
     rule = inputs.rule
-    providers = [
-        provider(OURS, _ours, rule),
-        provider("sdpa", peers.sdpa, rule),
-        provider("sdpa_flash", peers.sdpa_flash, rule),
-        provider("sdpa_cudnn", peers.sdpa_cudnn, rule),
-        provider("sdpa_mask", peers.sdpa_mask, rule),
-        provider("flex", peers.flex, rule),
+    entries = [
+        Entry(OURS, _ours, rule),
+        Entry("sdpa", peers.sdpa, rule),
+        Entry("sdpa_flash", peers.sdpa_flash, rule),
+        Entry("sdpa_cudnn", peers.sdpa_cudnn, rule),
+        Entry("sdpa_mask", peers.sdpa_mask, rule),
+        Entry("flex", peers.flex, rule),
     ]
     if not backward:
         alone = MaskRule(0, rule.window_size, rule.causal)
         note = WINDOW_ALONE if rule.num_sink and rule.window_size is not None else ""
-        providers.append(provider("fa3", peers.fa3, alone, note))
-    return providers
+        entries.append(Entry("fa3", peers.fa3, alone, note))
+    return providers(inputs, entries, backward=backward)
 
 
 FORWARD = register(

@@ -1,0 +1,220 @@
+"""Block-sparse attention, forward and backward, against FlexAttention and dense attention."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from sparsek_backend.bench.ops import peers
+from sparsek_backend.bench.ops.peers import Call
+from sparsek_backend.bench.ops.sink_window import Entry, Inputs, Maker, providers
+from sparsek_backend.bench.oracle import MaskRule
+from sparsek_backend.bench.registry import (
+    OURS,
+    BenchOp,
+    Case,
+    Param,
+    Provider,
+    Unavailable,
+    register,
+)
+from sparsek_backend.patterns import BlockSparsePattern
+
+DEFAULTS: dict[str, Param] = {
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "dtype": "bfloat16",
+    "block_size": 128,
+    "density": 0.1,
+    "patterns": 8,
+    "causal": True,
+    "seed": 0,
+}
+"""``density`` is the share of the blocks that causality leaves (of all without it)."""
+
+DENSE = "every key"
+
+
+@dataclass(frozen=True, eq=False)
+class BlockRule:
+    """Which keys are seen through block masks ``[Hkv, R, C]`` bool, of as many tokens as keys."""
+
+    blocks: torch.Tensor
+    block_size: int
+    causal: bool
+
+    def of_head(self, kv_head: int) -> HeadBlocks:
+        """The mask of one KV head."""
+        return HeadBlocks(self.blocks[kv_head], self.block_size, self.causal)
+
+    def count_pairs(self, num_queries: int, num_keys: int) -> float:
+        """Visible (query, key) pairs of a head, on average."""
+        size, rows = self.block_size, self.blocks.shape[1]
+        sides = torch.full((rows,), size, device=self.blocks.device)
+        sides[-1] = num_queries - (rows - 1) * size
+        pairs = self.blocks * sides[:, None] * sides
+        if self.causal:
+            pairs = pairs.tril(-1) + self.blocks * torch.diag(sides * (sides + 1) // 2)
+        return float(pairs.sum()) / self.blocks.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class HeadBlocks:
+    """One head of a :class:`BlockRule`; blocks ``[R, C]`` bool."""
+
+    blocks: torch.Tensor
+    block_size: int
+    causal: bool
+
+    def visible(self, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
+        """[len(rows), len(cols)] bool."""
+        seen = self.blocks[rows[:, None] // self.block_size, cols[None, :] // self.block_size]
+        return seen & (cols[None, :] <= rows[:, None]) if self.causal else seen
+
+    def key_indices(self, first_row: int, last_row: int, num_keys: int) -> torch.Tensor:
+        """Every key that a query of rows [first_row, last_row] may see, ascending."""
+        size = self.block_size
+        listed = self.blocks[first_row // size : last_row // size + 1].any(0)
+        keys = torch.arange(min(last_row + 1, num_keys) if self.causal else num_keys)
+        return keys[listed.cpu()[keys // size]]
+
+
+def draw_blocks(case: Case, tokens: int, device: torch.device) -> torch.Tensor:
+    """Random block masks ``[P, R, R]``: the diagonal, the first column and as many others as the
+    density asks for, the same number in every pattern."""
+    size, causal = case.int_param("block_size"), bool(case.params["causal"])
+    density = case.params["density"]
+    if not isinstance(density, float | int) or not 0 < density <= 1:
+        raise ValueError(f"density: expected a number above 0 and up to 1, got {density!r}")
+    rows = -(-tokens // size)
+    generator = torch.Generator(device=device).manual_seed(case.int_param("seed"))
+    score = torch.rand(case.int_param("patterns"), rows, rows, generator=generator, device=device)
+    index = torch.arange(rows, device=device)
+    score[:, index, index] = score[:, :, 0] = 2.0
+    if causal:
+        score = score.tril()
+    possible = rows * (rows + 1) // 2 if causal else rows * rows
+    count = max(round(density * possible), 2 * rows - 1)
+    chosen = score.flatten(1).topk(min(count, possible)).indices
+    blocks = torch.zeros_like(score, dtype=torch.bool)
+    blocks.flatten(1).scatter_(1, chosen, True)
+    return blocks
+
+
+def make_inputs(case: Case, device: torch.device) -> Inputs:
+    """Draw a case's tensors; the mask of the result is the dense one."""
+    spec = case.spec
+    if not spec.is_uniform or spec.query_lens[0] != spec.seq_lens[0]:
+        raise ValueError(f"spec: expected prompts of one length, got {spec.text!r}")
+    tokens, dim, dtype = spec.query_lens[0], case.int_param("head_dim"), case.dtype()
+    generator = torch.Generator(device=device).manual_seed(case.int_param("seed"))
+
+    def draw(heads: int) -> torch.Tensor:
+        shape = (spec.num_requests, tokens, heads, dim)
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    heads, kv_heads = case.int_param("num_heads"), case.int_param("num_kv_heads")
+    ends = torch.arange(spec.num_requests + 1, dtype=torch.int32, device=device) * tokens
+    return Inputs(
+        q=draw(heads),
+        k=draw(kv_heads),
+        v=draw(kv_heads),
+        dout=draw(heads),
+        sinks=None,
+        cu_q=ends,
+        cu_k=ends,
+        rule=MaskRule(causal=bool(case.params["causal"])),
+        packed=False,
+        query_lens=spec.query_lens,
+        seq_lens=spec.seq_lens,
+    )
+
+
+def _ours(pattern: BlockSparsePattern) -> Maker:
+    from sparsek_kernels import block_sparse_attention
+
+    def make(inputs: Inputs) -> Call:
+        def call() -> torch.Tensor:
+            result = block_sparse_attention(
+                inputs.q, inputs.k, inputs.v, pattern, causal=inputs.rule.causal
+            )
+            return cast(torch.Tensor, result)
+
+        return Call(call)
+
+    return make
+
+
+def _flex(blocks: torch.Tensor, block_size: int) -> Maker:
+    """FlexAttention, compiled for the shape, with the same blocks; it masks cut ones alone."""
+
+    def make(inputs: Inputs) -> Call:
+        if inputs.q.device.type != "cuda":
+            raise Unavailable("compiled FlexAttention is measured on CUDA GPUs only")
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
+        tokens, causal = q.shape[2], inputs.rule.causal
+        heads = blocks.repeat_interleave(q.shape[1] // blocks.shape[0], 0)
+
+        def mask_mod(
+            _b: torch.Tensor, head: torch.Tensor, row: torch.Tensor, col: torch.Tensor
+        ) -> torch.Tensor:
+            seen = heads[head, row // block_size, col // block_size]
+            return seen & (col <= row) if causal else seen
+
+        torch._dynamo.reset()
+        block_mask = torch.compile(create_block_mask, dynamic=False)(
+            mask_mod, None, q.shape[1], tokens, tokens, device=q.device, BLOCK_SIZE=block_size
+        )
+        compiled = torch.compile(flex_attention, dynamic=False)
+
+        def call() -> torch.Tensor:
+            out: torch.Tensor = compiled(
+                q, k, v, block_mask=block_mask, enable_gqa=inputs.group > 1
+            )
+            return out
+
+        return Call(call, lambda out: out.transpose(1, 2))
+
+    return make
+
+
+def _build(case: Case, device: torch.device, *, backward: bool) -> list[Provider]:
+    inputs = make_inputs(case, device)
+    size, kv_heads = case.int_param("block_size"), case.int_param("num_kv_heads")
+    blocks = draw_blocks(case, inputs.q.shape[1], device)
+    if kv_heads % blocks.shape[0]:
+        raise ValueError(f"patterns: expected a divisor of {kv_heads}, got {blocks.shape[0]}")
+    rule = BlockRule(
+        blocks.repeat_interleave(kv_heads // blocks.shape[0], 0), size, inputs.rule.causal
+    )
+    entries = [
+        Entry(OURS, _ours(BlockSparsePattern.from_mask(blocks, size)), rule),
+        Entry("flex", _flex(blocks, size), rule),
+        Entry("sdpa_flash", peers.sdpa_flash, inputs.rule, DENSE),
+        Entry("sdpa_cudnn", peers.sdpa_cudnn, inputs.rule, DENSE),
+    ]
+    return providers(inputs, entries, backward=backward)
+
+
+FORWARD = register(
+    BenchOp(
+        "block_sparse_fwd",
+        "attention over random blocks, forward",
+        DEFAULTS,
+        functools.partial(_build, backward=False),
+    )
+)
+BACKWARD = register(
+    BenchOp(
+        "block_sparse_bwd",
+        "the same, backward alone (dq, dk and dv)",
+        DEFAULTS,
+        functools.partial(_build, backward=True),
+    )
+)
