@@ -24,6 +24,8 @@ from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 from sparsek_kernels.paged.runtime import LOG2E, traits, workspace
 
 _CELLS_PER_TILE = 128  # compressed blocks that a program scores
+_WEIGHT_BYTES = 1 << 14  # of a tile of the compression's first layer
+_COMPRESS_STAGES = 7  # page, row and product are two stages apart each: three tiles are in flight
 
 
 def _precision(x: torch.Tensor) -> str:
@@ -55,7 +57,8 @@ def _compress(
 ) -> None:
     _, heads, page_size, dim = raw.shape
     hidden = 1 if phi is None else phi.w1.shape[1]
-    wide = raw.dtype == torch.float32
+    block_d = max(next_power_of_2(dim), 16)
+    most_f = max(_WEIGHT_BYTES // (block_d * raw.element_size()), 16)
     nsa_paged_compress_kernel[(batch.num_decodes * batch.decode_query_len,)](
         cmp,
         raw,
@@ -81,12 +84,11 @@ def _compress(
         HAS_ROPE=frequencies is not None,
         ROTATED=rotated and frequencies is not None,
         BLOCK_H=max(next_power_of_2(heads), 16),
-        BLOCK_D=max(next_power_of_2(dim), 16),
-        BLOCK_F=min(max(next_power_of_2(hidden), 16), 32 if wide else 64),
+        BLOCK_D=block_d,
+        BLOCK_F=min(max(next_power_of_2(hidden), 16), most_f),
         PRECISION=_precision(raw),
-        NUM_STAGES=2 if wide else 3,
+        NUM_STAGES=_COMPRESS_STAGES,
         num_warps=4,
-        num_stages=2 if wide else 3,
     )
 
 
