@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-MODULES = ("sink_window", "paged", "block_sparse")
+MODULES = ("sink_window", "paged", "block_sparse", "nsa_decode")
 
 
 def load() -> None:

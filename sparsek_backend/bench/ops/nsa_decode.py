@@ -1,0 +1,366 @@
+"""A decode step of native sparse attention over pages, beside dense attention of the same pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from sparsek_backend.bench.ops.peers import load_fa3
+from sparsek_backend.bench.oracle import compare
+from sparsek_backend.bench.registry import (
+    OURS,
+    BenchOp,
+    Case,
+    GateResult,
+    Outputs,
+    Param,
+    Provider,
+    register,
+)
+from sparsek_kernels.nsa.compress import PhiWeights
+from sparsek_kernels.nsa.paged import compress_new_blocks, nsa_paged_attention
+from sparsek_kernels.nsa.paged_cache import Compression, NSAPages
+from sparsek_kernels.nsa.reference import block_scores, phi_reference, select_reference
+from sparsek_kernels.nsa.rotary import rotary_frequencies, rotate
+from sparsek_kernels.nsa.spec import NSASpec
+from sparsek_kernels.paged.api import paged_attention
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+
+DEFAULTS: dict[str, Param] = {
+    "num_heads": 64,
+    "num_kv_heads": 4,
+    "head_dim": 128,
+    "dtype": "bfloat16",
+    "page_size": 64,
+    "window_size": 512,
+    "seed": 0,
+}
+SPEC = NSASpec()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A filled cache of one layer, and the tokens that are decoded.
+
+    Args:
+        q: [T, Hq, D].
+        pages: keys, values and compressed rows, pages in random order.
+        batch: one query token for each request.
+        compression: random weights of the learnable map, with a rotary embedding.
+        window_size: tokens of the sliding branch.
+    """
+
+    q: torch.Tensor
+    pages: NSAPages
+    batch: PagedBatch
+    compression: Compression
+    window_size: int
+
+    @property
+    def scale(self) -> float:
+        """1 / sqrt(D)."""
+        return float(self.q.shape[2] ** -0.5)
+
+    def rows(self, cache: torch.Tensor, request: int, head: int, count: int) -> torch.Tensor:
+        """First rows of one request and KV head: [count, D]."""
+        used = self.batch.block_table[request, : ceil_div(count, cache.shape[2])].long()
+        return cache[used, head].flatten(0, 1)[:count]
+
+
+def make_inputs(case: Case, device: torch.device) -> Inputs:
+    """Random pages; their compressed rows come from the layer's own compression."""
+    if set(case.spec.query_lens) != {1}:
+        raise ValueError(f"spec: expected one query token a request, got {case.spec.text}")
+    heads, dim, size = (case.int_param(n) for n in ("num_kv_heads", "head_dim", "page_size"))
+    dtype, lengths = case.dtype(), case.spec.seq_lens
+    generator = torch.Generator(device=device).manual_seed(case.int_param("seed"))
+
+    def draw(*shape: int, std: float = 1.0) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(std)
+
+    counts = [ceil_div(length, size) for length in lengths]
+    cells = size // SPEC.cmp_stride
+    token_size = 3 * heads * size * 2 * dim
+    raw = draw(sum(counts), token_size + heads * cells * 2 * dim)
+    tokens = raw[:, :token_size].unflatten(1, (3, heads, size, 2 * dim))
+    tail = raw[:, token_size:].unflatten(1, (heads, cells, 2 * dim))
+    views = [x for part in (*tokens.unbind(1), tail) for x in part.split(dim, dim=-1)]
+    order = torch.randperm(len(raw), generator=generator, device=device).to(torch.int32)
+    table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
+    for request, own in enumerate(torch.split(order, counts)):
+        table[request, : len(own)] = own
+    block = SPEC.cmp_block_size
+
+    def phi() -> PhiWeights:
+        first = draw(block * dim, dim, std=(block * dim) ** -0.5)
+        second = draw(dim, dim, std=4 * dim**-0.5)
+        return PhiWeights(
+            draw(block, dim, std=0.02), first, draw(dim, std=0.1), second, draw(dim, std=0.1)
+        )
+
+    inputs = Inputs(
+        q=draw(len(lengths), case.int_param("num_heads"), dim),
+        pages=NSAPages(*views),
+        batch=_batch(table, lengths, 1),
+        compression=Compression(phi(), phi(), rotary_frequencies(dim, 1e4, device=device)),
+        window_size=case.int_param("window_size"),
+    )
+    for request, length in enumerate(lengths):  # as if each had been prefilled
+        row = _batch(table[request : request + 1], (length,), length)
+        compress_new_blocks(inputs.pages, row, SPEC, inputs.compression)
+    return inputs
+
+
+def _batch(table: torch.Tensor, lengths: tuple[int, ...], new: int) -> PagedBatch:
+    """A step of ``new`` tokens a request: decodes of one token, else prefills."""
+    count = len(lengths)
+    decodes = count if new == 1 else 0
+    return PagedBatch(
+        block_table=table,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=table.device),
+        cu_seqlens_q=torch.arange(count + 1, dtype=torch.int32, device=table.device) * new,
+        num_decodes=decodes,
+        num_decode_tokens=decodes,
+        decode_query_len=1,
+        max_query_len=new,
+        max_seq_len=max(lengths),
+        seq_lens_host=lengths,
+        query_lens_host=(new,) * count,
+    )
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.softmax(q @ k.T * scale, dim=-1) @ v
+
+
+def _expected(
+    inputs: Inputs, request: int, head: int, chosen: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The three branches of one token and KV head in plain torch: [3, G, D]."""
+    length = int(inputs.batch.seq_lens[request])
+    group = inputs.q.shape[1] // inputs.pages.k_slc.shape[1]
+    q = inputs.q[request, head * group : (head + 1) * group].to(dtype)
+
+    def rows(name: str, count: int) -> torch.Tensor:
+        return inputs.rows(getattr(inputs.pages, name), request, head, count).to(dtype)
+
+    found = []
+    hidden = SPEC.cells_per_cmp - 1
+    cells = SPEC.num_compressed(length) + hidden
+    found.append(
+        _attend(q, rows("k_cmp", cells)[hidden:], rows("v_cmp", cells)[hidden:], inputs.scale)
+    )
+    within = torch.arange(SPEC.sel_block_size, device=q.device)
+    token = (chosen[chosen >= 0].to(q.device)[:, None] * SPEC.sel_block_size + within).flatten()
+    token = token[token < length]
+    found.append(
+        _attend(q, rows("k_slc", length)[token], rows("v_slc", length)[token], inputs.scale)
+    )
+    last = slice(max(length - inputs.window_size, 0), length)
+    found.append(_attend(q, rows("k_swa", length)[last], rows("v_swa", length)[last], inputs.scale))
+    return torch.stack(found)
+
+
+def _chosen(inputs: Inputs, request: int, head: int) -> torch.Tensor:
+    """Blocks that the oracle selects from the stored compressed keys: [top_n]."""
+    length = int(inputs.batch.seq_lens[request])
+    group = inputs.q.shape[1] // inputs.pages.k_slc.shape[1]
+    q = inputs.q[request, head * group : (head + 1) * group].double()
+    hidden = SPEC.cells_per_cmp - 1
+    keys = inputs.rows(inputs.pages.k_cmp, request, head, SPEC.num_compressed(length) + hidden)
+    probs = torch.softmax(q @ keys[hidden:].double().T * inputs.scale, dim=-1)
+    scores = block_scores(
+        probs[:, None].cpu(),
+        SPEC.num_selectable(length),
+        1,
+        SPEC.cmp_block_size,
+        SPEC.cmp_stride,
+        SPEC.sel_block_size,
+    )
+    return select_reference(
+        scores,
+        length,
+        SPEC.sel_block_size,
+        SPEC.top_n,
+        SPEC.num_init_blocks,
+        SPEC.num_local_blocks,
+    )[0, 0]
+
+
+def _last_compressed(
+    inputs: Inputs, request: int, head: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Key and value of the block that the token completes, if it does: [D] each."""
+    length = int(inputs.batch.seq_lens[request])
+    start = length - SPEC.cmp_block_size
+    if start < 0 or start % SPEC.cmp_stride:
+        return None
+    key, value = (
+        phi_reference(
+            inputs.rows(cache, request, head, length)[start:].to(dtype)[None, :, None],
+            *(x.to(dtype) for x in phi),
+        )
+        for cache, phi in (
+            (inputs.pages.k_raw, inputs.compression.phi_k),
+            (inputs.pages.v_raw, inputs.compression.phi_v),
+        )
+        if phi is not None
+    )
+    turns = inputs.compression.frequencies
+    if turns is not None:
+        place = torch.tensor([start], device=key.device)
+        turns = turns.double() if dtype == torch.float64 else turns
+        key = rotate(key[None], place, turns)[0]
+    return key[0, 0], value[0, 0]
+
+
+def _gate(inputs: Inputs, out: torch.Tensor) -> GateResult:
+    """Compare a few tokens and KV heads: the row that is compressed, then the three branches."""
+    verdict = GateResult(False, "no token was checked")
+    heads, dtype = inputs.pages.k_slc.shape[1], inputs.q.dtype
+    group = inputs.q.shape[1] // heads
+    requests = sorted({0, len(inputs.batch.seq_lens) // 2, len(inputs.batch.seq_lens) - 1})
+    for turn, request in enumerate(requests):
+        head = turn % heads
+        exact = _last_compressed(inputs, request, head, torch.float64)
+        plain = _last_compressed(inputs, request, head, dtype)
+        if exact is not None and plain is not None:
+            cells = int(inputs.batch.seq_lens[request]) // SPEC.cmp_stride
+            got = [
+                inputs.rows(cache, request, head, cells)[-1]
+                for cache in (inputs.pages.k_cmp, inputs.pages.v_cmp)
+            ]
+            verdict = compare(["k_cmp", "v_cmp"], got, list(exact), list(plain))
+            if not verdict.passed:
+                return verdict
+        chosen = _chosen(inputs, request, head)
+        expected, rounded = (
+            _expected(inputs, request, head, chosen, kind) for kind in (torch.float64, dtype)
+        )
+        found = out[request, :, head * group : (head + 1) * group]
+        names = ["compressed", "selected", "sliding"]
+        verdict = compare(names, list(found), list(expected), list(rounded))
+        if not verdict.passed:
+            return GateResult(False, f"request {request} head {head}: {verdict.detail}")
+    return verdict
+
+
+def _ours(inputs: Inputs) -> Callable[[], Outputs]:
+    out = inputs.q.new_empty((inputs.q.shape[0], 3, *inputs.q.shape[1:]))
+
+    def call() -> Outputs:
+        compress_new_blocks(inputs.pages, inputs.batch, SPEC, inputs.compression)
+        nsa_paged_attention(
+            inputs.q, inputs.pages, inputs.batch, SPEC, window_size=inputs.window_size, out=out
+        )
+        return (out,)
+
+    return call
+
+
+def _dense(inputs: Inputs) -> Callable[[], Outputs]:
+    out = torch.empty_like(inputs.q)
+
+    def call() -> Outputs:
+        paged_attention(
+            inputs.q,
+            inputs.pages.k_slc,
+            inputs.pages.v_slc,
+            inputs.batch,
+            SelectionPolicy(),
+            out=out,
+        )
+        return (out,)
+
+    return call
+
+
+def _fa3(inputs: Inputs) -> Callable[[], Outputs]:
+    attend = load_fa3(inputs.q)
+    out = torch.empty_like(inputs.q)
+    k, v = (x.transpose(1, 2) for x in (inputs.pages.k_slc, inputs.pages.v_slc))
+    batch = inputs.batch
+
+    def call() -> Outputs:
+        attend(
+            inputs.q,
+            k,
+            v,
+            max_seqlen_q=1,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            max_seqlen_k=batch.max_seq_len,
+            seqused_k=batch.seq_lens,
+            block_table=batch.block_table,
+            causal=True,
+            fa_version=3,
+            out=out,
+        )
+        return (out,)
+
+    return call
+
+
+def _gate_dense(inputs: Inputs, out: torch.Tensor) -> GateResult:
+    every = replace(inputs, window_size=inputs.batch.max_seq_len)
+    every = replace(
+        every, pages=replace(every.pages, k_swa=every.pages.k_slc, v_swa=every.pages.v_slc)
+    )
+    none = torch.empty(0, dtype=torch.int64)
+    group = inputs.q.shape[1] // inputs.pages.k_slc.shape[1]
+    exact, plain = (
+        _expected(every, 0, 0, none, kind)[2] for kind in (torch.float64, inputs.q.dtype)
+    )
+    return compare(["out"], [out[0, :group]], [exact], [plain])
+
+
+def _cost(inputs: Inputs, dense: bool) -> tuple[float, float]:
+    """FLOPs, and bytes of every row that is attended, of queries and of outputs."""
+    heads, dim = inputs.pages.k_slc.shape[1], inputs.q.shape[2]
+    width = inputs.q.element_size()
+    lengths = inputs.batch.seq_lens_host or ()
+    if dense:
+        rows, scored = sum(lengths), 0
+    else:
+        scored = sum(SPEC.num_compressed(length) for length in lengths)
+        budget = SPEC.top_n * SPEC.sel_block_size
+        rows = scored + sum(
+            min(length, budget) + min(length, inputs.window_size) for length in lengths
+        )
+    flops = dim * inputs.q.shape[1] * (4.0 * rows + 2.0 * scored)
+    return flops, width * (2.0 * dim * heads * rows + (2.0 if dense else 4.0) * inputs.q.numel())
+
+
+def _build(case: Case, device: torch.device) -> list[Provider]:
+    inputs = make_inputs(case, device)
+
+    def provider(name: str, prepare: Callable[[], Callable[[], Outputs]], dense: bool) -> Provider:
+        flops, num_bytes = _cost(inputs, dense)
+        gate = _gate_dense if dense else _gate
+        return Provider(
+            name=name,
+            prepare=prepare,
+            gate=lambda outputs: gate(inputs, outputs[0]),
+            flops=flops,
+            bytes=num_bytes,
+            note="dense" if dense else "",
+            reads_only=True,
+        )
+
+    return [
+        provider(OURS, lambda: _ours(inputs), False),
+        provider("sparsek_dense", lambda: _dense(inputs), True),
+        provider("fa3", lambda: _fa3(inputs), True),
+    ]
+
+
+register(
+    BenchOp(
+        name="nsa_decode",
+        summary="one decode step of native sparse attention over pages",
+        defaults=DEFAULTS,
+        build=_build,
+    )
+)
