@@ -105,8 +105,11 @@ class SparsityConfig(BaseModel):
     query_tile: _Positive = 64
 
     def is_dense_layer(self, index: int) -> bool:
-        """Whether the layer with this index attends everything."""
-        if self.mode == "dense":
+        """Whether the layer with this index attends everything.
+
+        In mode ``nsa`` that is a layer which is not natively sparse, such as a draft model's.
+        """
+        if self.mode in ("dense", "nsa"):
             return True
         if isinstance(self.dense_layers, int):
             return index < self.dense_layers
