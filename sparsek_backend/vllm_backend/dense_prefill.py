@@ -25,12 +25,14 @@ class Run:
         batch: the requests.
         dense: whether all of them see everything (or slide a window without sinks).
         max_query_len, max_seq_len: bounds over the run, on the host.
+        window_size: of a dense run, the latest keys that a query sees, or ``None`` for all.
     """
 
     batch: PagedBatch
     dense: bool
     max_query_len: int
     max_seq_len: int
+    window_size: int | None = None
 
     @classmethod
     def whole(cls, batch: PagedBatch) -> Run:
@@ -40,7 +42,10 @@ class Run:
 
 def is_flash_mask(policy: SelectionPolicy) -> bool:
     """Whether FlashAttention has this policy's mask at any length."""
-    return policy.is_dense or (policy.num_sink == 0 and not policy.selects_blocks)
+    if policy.window_size is None:
+        return True
+    only_window = policy.num_sink == 0 and not policy.selects_blocks and not policy.dense_last
+    return only_window and policy.dense_below <= policy.window_size
 
 
 def split_runs(
@@ -72,6 +77,7 @@ def split_runs(
                 dense=dense,
                 max_query_len=max(query_lens[first:last]),
                 max_seq_len=max(seq_lens[first:last]),
+                window_size=policy.window_size if always else None,
             )
         )
         first = last
@@ -98,7 +104,6 @@ class FlashPrefill:
         run: Run,
         *,
         softmax_scale: float,
-        window_size: int | None,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
@@ -107,10 +112,9 @@ class FlashPrefill:
         Args:
             q: ``[T, Hq, D]`` of the whole step; out likewise, written for the run.
             k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``.
-            window_size: latest keys a query sees, or ``None`` for all.
             sinks: ``[Hq]`` learned logits, or ``None``.
         """
-        left = -1 if window_size is None else window_size - 1
+        left = -1 if run.window_size is None else run.window_size - 1
         self._attend(
             q=q,
             k=k_cache.transpose(1, 2),

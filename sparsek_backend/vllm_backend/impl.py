@@ -301,7 +301,6 @@ class SparseKImpl(AttentionImpl):
                 pages.values,
                 run,
                 softmax_scale=self.scale,
-                window_size=self.sliding_window,
                 sinks=self.sinks,
                 out=out,
             )

@@ -52,6 +52,9 @@ def test_neighbours_of_one_kind_share_a_run() -> None:
     [
         (SelectionPolicy(), True),
         (SelectionPolicy(window_size=100), True),
+        (SelectionPolicy(window_size=100, dense_below=100), True),
+        (SelectionPolicy(window_size=100, dense_below=128), False),
+        (SelectionPolicy(window_size=100, dense_last=64), False),
         (SelectionPolicy(num_sink=4, window_size=100), False),
         (TOPK, False),
     ],
@@ -61,13 +64,17 @@ def test_long_prefills_are_dense_only_where_flash_has_the_mask(
 ) -> None:
     runs = split_runs(make_batch([9000], [500], 0), policy, [9000], [500])
     assert [run.dense for run in runs] == [dense]
+    assert [run.window_size for run in runs] == [policy.window_size if dense else None]
 
 
-def test_flash_is_called_over_our_pages() -> None:
+@pytest.mark.parametrize(
+    ("policy", "window"), [(TOPK, [-1, -1]), (SelectionPolicy(window_size=33), [32, 0])]
+)
+def test_flash_is_called_over_our_pages(policy: SelectionPolicy, window: list[int]) -> None:
     calls = []
     flash = FlashPrefill(lambda **kwargs: calls.append(kwargs), 3)
     batch = make_batch([100, 40], [100, 40], 0)
-    (run,) = split_runs(batch, TOPK, [100, 40], [100, 40])
+    (run,) = split_runs(batch, policy, [100, 40], [100, 40])
     q = torch.zeros(140, 4, 64)
     pages = torch.zeros(8, 2, 64, 128)
     flash(
@@ -76,14 +83,13 @@ def test_flash_is_called_over_our_pages() -> None:
         pages[..., 64:],
         run,
         softmax_scale=0.125,
-        window_size=33,
         sinks=None,
         out=q,
     )
     (call,) = calls
     assert call["k"].shape == (8, 64, 2, 64)
     assert call["k"].data_ptr() == pages.data_ptr()
-    assert call["window_size"] == [32, 0]
+    assert call["window_size"] == window
     assert call["causal"] is True
     assert call["fa_version"] == 3
     assert (call["max_seqlen_q"], call["max_seqlen_k"]) == (100, 100)
