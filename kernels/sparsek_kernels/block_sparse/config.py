@@ -17,6 +17,7 @@ class ProblemShape:
         head_dim: elements of a head.
         block_size: tokens along a side of a block.
         num_patterns: patterns, which share the query heads evenly.
+        num_k: keys, or 0 where their number does not matter.
     """
 
     num_heads: int
@@ -24,6 +25,7 @@ class ProblemShape:
     head_dim: int
     block_size: int
     num_patterns: int = 1
+    num_k: int = 0
 
     @property
     def padded_dim(self) -> int:
@@ -64,12 +66,22 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Tiles of the three kernels and the input precision of their dot products."""
+    """Everything that a launch needs beyond its tensors.
+
+    Args:
+        forward: tile of the forward kernel.
+        dkdv: tile of the kernel for keys and values.
+        dq: tile of the kernel for queries.
+        precision: input precision of dot products.
+        hopper_stages: pipeline depth of the warp-specialised forward kernel, where that one is
+            used.
+    """
 
     forward: TileConfig
     dkdv: TileConfig
     dq: TileConfig
     precision: str = "tf32"
+    hopper_stages: int | None = None
 
 
 def _power_of_two(x: int) -> int:
@@ -103,6 +115,16 @@ def _key_tile(
     return TileConfig(rows, 1, size, step, num_warps if size >= 64 else 4, num_stages)
 
 
+def _hopper_stages(shape: ProblemShape) -> int | None:
+    """Pipeline depth of the warp-specialised forward kernel for shapes that it takes."""
+    two_heads = shape.group > 1 and shape.pattern_heads % shape.group == 0
+    if shape.block_size != 128 and not (shape.block_size == 64 and two_heads):
+        return None
+    if shape.head_dim not in (64, 128) or shape.num_k % shape.block_size:
+        return None
+    return 2 if shape.head_dim == 128 else 4
+
+
 def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchConfig:
     """Launch parameters for ``shape`` on compute capability ``arch`` (``90`` is 9.0).
 
@@ -120,15 +142,19 @@ def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchC
     large_smem = arch in (80, 90, 100, 103)
     if dim <= 64:
         forward = _query_tile(shape, 128, 64, 4, 3 if large_smem else 2)
-        dkdv = _key_tile(shape, 128, 64, 4 if arch < 90 else 8, 2)
+        dkdv = _key_tile(shape, 64 if arch == 90 else 128, 64, 4 if arch <= 90 else 8, 2)
         dq = _query_tile(shape, 128, 64, 4 if arch < 90 else 8, 2)
+    elif dim == 128 and arch == 90:
+        forward = _query_tile(shape, 128, 64, 4, 3)
+        dkdv = _key_tile(shape, 64, 64, 4, 2)
+        dq = _query_tile(shape, 128, 64, 8, 2)
     elif dim == 128:
-        wide = arch == 90 and shape.block_size == 128
-        forward = _query_tile(shape, 128, 128 if wide else 64, 8, 3 if large_smem else 2)
-        dkdv = _key_tile(shape, 128 if arch == 90 else 64, 64, 8, 2 if arch == 90 else 1)
-        dq = _query_tile(shape, 128 if arch == 90 else 64, 64, 8, 2)
+        forward = _query_tile(shape, 128, 64, 8, 3 if large_smem else 2)
+        dkdv = _key_tile(shape, 64, 64, 8, 1)
+        dq = _query_tile(shape, 64, 64, 8, 2)
     else:
         forward = _query_tile(shape, 128 if large_smem else 64, 32, 8, 2 if large_smem else 1)
         dkdv = _key_tile(shape, 64 if large_smem else 32, 32, 8, 1)
         dq = _query_tile(shape, 64 if large_smem else 32, 32, 8, 1)
-    return LaunchConfig(forward, dkdv, dq)
+    hopper_stages = _hopper_stages(shape) if arch == 90 else None
+    return LaunchConfig(forward, dkdv, dq, hopper_stages=hopper_stages)

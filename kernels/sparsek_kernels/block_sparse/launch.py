@@ -11,8 +11,12 @@ from sparsek_kernels.block_sparse.kernels_bwd import (
     block_sparse_bwd_dq_kernel,
 )
 from sparsek_kernels.block_sparse.kernels_fwd import block_sparse_fwd_kernel
+from sparsek_kernels.block_sparse.kernels_hopper_fwd import block_sparse_hopper_fwd_kernel
+from sparsek_kernels.common.descriptors import describable, describe, multiprocessors
 from sparsek_kernels.sink_window.calls import device_arch
 from sparsek_kernels.sink_window.launch import row_dots
+
+LOG2_E = 1.4426950408889634
 
 
 class _Call:
@@ -29,7 +33,9 @@ class _Call:
     ) -> None:
         self.batch, self.num_q, num_heads, dim = q.shape
         self.num_k, self.num_kv_heads = k.shape[1:3]
-        shape = ProblemShape(num_heads, self.num_kv_heads, dim, block_size, num_patterns)
+        shape = ProblemShape(
+            num_heads, self.num_kv_heads, dim, block_size, num_patterns, self.num_k
+        )
         self.shape = shape
         self.config = config or select_config(shape, q.dtype, device_arch(q.device))
         self.sizes = (self.num_q, self.num_k, num_heads)
@@ -65,6 +71,12 @@ def launch_forward(
     if out.numel() == 0:
         return
     call = _Call(q, k, crow_indices.shape[0], block_size, causal, config)
+    stages = call.config.hopper_stages
+    if stages is not None and k.numel() and describable(q, k, v):
+        _forward_hopper(
+            call, stages, out, lse, q, k, v, crow_indices, col_indices, causal, softmax_scale
+        )
+        return
     tile = call.config.forward
     block_sparse_fwd_kernel[call.query_grid(tile.rows, tile.pack)](
         out,
@@ -90,6 +102,58 @@ def launch_forward(
         NUM_STAGES=tile.num_stages,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+    )
+
+
+def _forward_hopper(
+    call: _Call,
+    stages: int,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    crow_indices: torch.Tensor,
+    col_indices: torch.Tensor,
+    causal: bool,
+    softmax_scale: float,
+) -> None:
+    """Run the warp-specialised forward kernel."""
+    shape = call.shape
+    num_rows = crow_indices.shape[1] - 1
+    heads = 128 // shape.block_size
+    num_items = call.batch * num_rows * call.num_kv_heads * triton.cdiv(shape.group, heads)
+    q_desc, q_rows, q_cols = describe(q, 64, 64)
+    k_desc, k_rows, k_cols = describe(k, shape.block_size, 64)
+    v_desc, v_rows, v_cols = describe(v, shape.block_size, 64)
+    block_sparse_hopper_fwd_kernel[(min(num_items, multiprocessors(q.device)),)](
+        out,
+        lse,
+        q_desc,
+        k_desc,
+        v_desc,
+        crow_indices,
+        col_indices,
+        softmax_scale * LOG2_E,
+        *out.stride()[:3],
+        q_rows,
+        k_rows,
+        v_rows,
+        q_cols,
+        k_cols,
+        v_cols,
+        call.num_q,
+        call.num_k,
+        num_rows,
+        call.num_kv_heads,
+        num_items,
+        shape.pattern_heads,
+        GROUP=shape.group,
+        HEAD_DIM=shape.head_dim,
+        CAUSAL=causal,
+        BLOCK=shape.block_size,
+        STAGES=stages,
+        num_warps=4,
     )
 
 

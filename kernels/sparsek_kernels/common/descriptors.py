@@ -34,11 +34,22 @@ def describable(*tensors: torch.Tensor) -> bool:
     return True
 
 
-def describe(x: torch.Tensor, rows: int) -> tuple[TensorDescriptor, int, int]:
-    """Descriptor of tiles of ``rows`` tokens of one head; rows per sequence, columns per head."""
+def tile_layout(rows: int, cols: int, dtype: torch.dtype) -> NVMMASharedLayout:
+    """How tensor cores want a tile ``[rows, cols]`` to lie in shared memory."""
+    return NVMMASharedLayout.get_default_for([rows, cols], _ELEMENT[dtype])
+
+
+def describe(
+    x: torch.Tensor, rows: int, cols: int | None = None
+) -> tuple[TensorDescriptor, int, int]:
+    """Descriptor of tiles of ``rows`` tokens of one head, or of ``cols`` of its columns.
+
+    Returns it, the rows per sequence and the columns per head.
+    """
     batch, tokens, heads, dim = x.shape
+    cols = cols or dim
     batch_rows = x.stride(0) // x.stride(1) if batch > 1 else 0
     shape = [(batch - 1) * batch_rows + tokens, (heads - 1) * x.stride(2) + dim]
-    layout = NVMMASharedLayout.get_default_for([rows, dim], _ELEMENT[x.dtype])
-    descriptor = TensorDescriptor(x, shape, [x.stride(1), 1], [rows, dim], layout)
+    layout = tile_layout(rows, cols, x.dtype)
+    descriptor = TensorDescriptor(x, shape, [x.stride(1), 1], [rows, cols], layout)
     return descriptor, batch_rows, x.stride(2)

@@ -13,7 +13,8 @@ import torch
 from sparsek_kernels.block_sparse import kernels_bwd
 from sparsek_kernels.block_sparse.config import ProblemShape, select_config
 from sparsek_kernels.block_sparse.kernels_fwd import block_sparse_fwd_kernel
-from tests.kernels.sink_window.aot import INTEGERS, report
+from sparsek_kernels.block_sparse.kernels_hopper_fwd import block_sparse_hopper_fwd_kernel
+from tests.kernels.sink_window.aot import INTEGERS, described, report
 
 INTEGERS |= {"crow", "col", "ccol", "row"}
 
@@ -39,6 +40,23 @@ def compile_all(arch: int, dim: int, block: int) -> None:
         report(kernel, arch, {**shared, **sizes}, tile.num_warps, tile.num_stages)
 
 
+def compile_hopper(dim: int, block: int) -> None:
+    """Compile the warp-specialised forward kernel."""
+    shape = ProblemShape(32, 8, dim, block, 8, 65536)
+    stages = select_config(shape, torch.bfloat16, 90).hopper_stages
+    if stages is None:
+        raise RuntimeError(f"no Hopper kernel is selected for {shape}")
+    keys = described("bf16", block, 64)
+    tiles = {"q_desc": described("bf16", 64, 64), "k_desc": keys, "v_desc": keys}
+    constexprs = {
+        "GROUP": shape.group, "HEAD_DIM": dim, "CAUSAL": True, "BLOCK": block, "STAGES": stages,
+    }  # fmt: skip
+    report(block_sparse_hopper_fwd_kernel, 90, constexprs, 4, tiles=tiles)
+
+
 if __name__ == "__main__":
     for sizes in ((128, 128), (128, 64), (64, 48)):
         compile_all(int(sys.argv[1]), *sizes)
+    if sys.argv[1] == "90":
+        for sizes in ((128, 128), (128, 64), (64, 64)):
+            compile_hopper(*sizes)

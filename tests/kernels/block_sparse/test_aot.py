@@ -12,8 +12,13 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-# Bytes of stack a thread may have: loop invariants, never accumulators.
-STACK = {"default": 160, ("block_sparse_bwd_dkdv_kernel", 90): 320}
+# Bytes of stack a thread may have: loop invariants, never accumulators.  On Hopper two kernels give
+# each warp more rows than fit without, and are faster so.
+STACK = {
+    "default": 160,
+    ("block_sparse_fwd_kernel", 90): 240,
+    ("block_sparse_bwd_dkdv_kernel", 90): 320,
+}
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
@@ -33,7 +38,7 @@ def test_kernels_compile(arch: int, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(lines) == 9
+    assert len(lines) == (12 if arch == 90 else 9)
     for line in lines:
         assert line["shared"] <= SHARED[arch], line
         assert line["stack"] <= STACK.get((line["kernel"], arch), STACK["default"]), line

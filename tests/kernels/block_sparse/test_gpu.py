@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from sparsek_kernels import block_sparse_attention
+from sparsek_kernels.block_sparse import launch
+from sparsek_kernels.block_sparse.config import ProblemShape, select_config
 from sparsek_kernels.block_sparse.reference import block_sparse_attention_reference
+from sparsek_kernels.sink_window.calls import device_arch
 from tests.kernels.block_sparse.cases import Case, check, kernels, make, structure_of_mask
 
 pytestmark = pytest.mark.gpu
@@ -59,6 +64,46 @@ GRID = [
 @pytest.mark.parametrize("case", GRID, ids=str)
 def test_grid(case: Case) -> None:
     check(case, "cuda")
+
+
+HOPPER = [
+    # blocks of 128 of one head, blocks of 64 of two; the last pair of an odd group is half empty
+    *(
+        Case(nq, 768, heads, kv_heads, dim, 2, block, patterns, dtype=dtype, causal=causal)
+        for dim, dtype in ((64, FP16), (128, BF16))
+        for block, heads, kv_heads, patterns, nq, causal in (
+            (128, 8, 2, 8, 768, True),
+            (128, 6, 2, 1, 300, False),
+            (64, 8, 2, 2, 768, True),
+            (64, 6, 2, 1, 1000, True),
+            (64, 7, 1, 1, 1, False),
+        )
+    ),
+    *(
+        Case(1024, 1024, 8, 2, 128, block=block, density=density, dtype=BF16, causal=True)
+        for block in (64, 128)
+        for density in (0.0, 0.05, 1.0)
+    ),
+    Case(8192, 8192, 8, 2, 128, 1, 64, 2, density=0.1, dtype=BF16, causal=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOPPER, ids=str)
+def test_hopper_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device_arch(torch.device("cuda")) != 90:
+        pytest.skip("needs a Hopper GPU")
+    launches: list[int] = []
+    real = launch._forward_hopper
+    monkeypatch.setattr(launch, "_forward_hopper", lambda *a: launches.append(1) or real(*a))
+    check(case, "cuda")
+    assert launches == [1]
+
+
+@pytest.mark.parametrize("case", HOPPER[::5], ids=str)
+def test_portable_kernel(case: Case) -> None:
+    shape = ProblemShape(case.heads, case.kv_heads, case.dim, case.block, case.patterns)
+    config = select_config(shape, case.dtype, device_arch(torch.device("cuda")))
+    check(case, "cuda", dataclasses.replace(config, hopper_stages=None))
 
 
 def test_all_blocks_equal_dense_attention() -> None:
