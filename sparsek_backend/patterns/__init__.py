@@ -1,12 +1,33 @@
-"""Block-sparse attention patterns: build, learn, prune, save, show.
+"""Block-sparse attention patterns: build, learn, prune, save, show, execute.
 
-``sparsek_kernels.block_sparse_attention(q, k, v, pattern)`` executes them; docs/patterns.md shows
+``sparsek_kernels.block_sparse_attention(q, k, v, pattern)`` executes one; docs/patterns.md shows
 each name in use.
 """
 
 from __future__ import annotations
 
-from sparsek_backend.patterns.learn import BlockMass, learn_model_patterns, learn_pattern
+from typing import TYPE_CHECKING
+
+from sparsek_backend.patterns.learn import BlockMass, learn_pattern
 from sparsek_backend.patterns.pattern import BlockSparsePattern
 
-__all__ = ["BlockMass", "BlockSparsePattern", "learn_model_patterns", "learn_pattern"]
+if TYPE_CHECKING:
+    from sparsek_backend.patterns.models import attend_patterns as attend_patterns
+    from sparsek_backend.patterns.models import learn_model_patterns as learn_model_patterns
+
+__all__ = [
+    "BlockMass",
+    "BlockSparsePattern",
+    "attend_patterns",
+    "learn_model_patterns",
+    "learn_pattern",
+]
+
+
+def __getattr__(name: str) -> object:
+    """What works on Transformers models, which is imported for that alone."""
+    if name in ("attend_patterns", "learn_model_patterns"):
+        from sparsek_backend.patterns import models
+
+        return getattr(models, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

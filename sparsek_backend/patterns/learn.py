@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -145,40 +145,3 @@ def learn_pattern(
     for q, k in samples:
         mass.add(q, k)
     return mass.pattern(share, scope=scope, heads=heads)
-
-
-def learn_model_patterns(
-    model: Any,
-    batches: Iterable[torch.Tensor],
-    *,
-    block_size: int,
-    share: float = 0.95,
-    scope: Scope = "row",
-    heads: Heads = "kv",
-) -> dict[int, BlockSparsePattern]:
-    """Learn a pattern for every layer of a causal Transformers model, from what it attends.
-
-    Args:
-        model: a Transformers model whose layers call its attention functions.
-        batches: token ids ``[B, N]`` without padding, all of the same length.
-        block_size: tokens along a side of a block.
-        share: of the attention mass that a pattern holds; see :meth:`BlockMass.pattern` for this,
-            ``scope`` and ``heads``.
-
-    Returns:
-        Patterns by layer index.
-
-    Raises:
-        ModuleNotFoundError: Transformers is missing; the message has the install command.
-        NotImplementedError: a layer with a sliding window or another mask.
-        ValueError: no batches, or lengths that differ.
-    """
-    from sparsek_backend.patterns.recorder import recorded_mass
-
-    masses = recorded_mass(model, batches, block_size)
-    if not masses:
-        raise ValueError("batches: expected at least one, got none")
-    return {
-        layer: mass.pattern(share, scope=scope, heads=heads)
-        for layer, mass in sorted(masses.items())
-    }

@@ -9,7 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsek_backend.patterns import BlockMass, learn_model_patterns, learn_pattern
+from sparsek_backend.patterns import (
+    BlockMass,
+    BlockSparsePattern,
+    attend_patterns,
+    learn_model_patterns,
+    learn_pattern,
+)
 from sparsek_backend.patterns.ranking import blocks_holding
 from sparsek_kernels import block_sparse_attention
 
@@ -122,9 +128,34 @@ def test_sliding_layers_of_a_model_are_refused() -> None:
             num_attention_heads=2, num_key_value_heads=1, sliding_window=8,
         )
     )  # fmt: skip
-    with pytest.raises(NotImplementedError, match="model: patterns are learned from plain causal"):
+    with pytest.raises(NotImplementedError, match="model: patterns are for plain causal"):
         learn_model_patterns(model, [tiny.tokens(1, 40)], block_size=16)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_attends_its_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = pytest.importorskip("tests.transformers_op.tiny")
+    from sparsek_backend.patterns import models
+
+    model, ids = tiny.make_model(), tiny.tokens(2, 80)
+    calls: list[Any] = []
+    real = models.block_sparse_attention
+    monkeypatch.setattr(
+        models, "block_sparse_attention", lambda *a, **k: calls.append(a[3]) or real(*a, **k)
+    )
+    dense = tiny.logits(model, "sdpa", ids)
+    everything = BlockSparsePattern.from_mask(torch.ones(5, 5).bool(), 16)
+    near = BlockSparsePattern.local((5, 5), 16, window=1)
+    with attend_patterns(model, {0: everything, 1: everything}), torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, dense, atol=1e-4, rtol=1e-4)
+    assert model.config._attn_implementation == "sdpa"
+    with attend_patterns(model, {1: near}), torch.no_grad():
+        found = model(ids).logits
+    assert calls == [everything, everything, near]
+    torch.testing.assert_close(found[:, :16], dense[:, :16], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(found[:, 16:], dense[:, 16:], atol=1e-2)
+    with attend_patterns(model, {1: near}), pytest.raises(ValueError, match="pattern: expected 4"):
+        model(ids[:, :64])
 
 
 ((Q, K),) = samples(count=1)

@@ -1,0 +1,138 @@
+"""Patterns of a Transformers model: learned while it runs, and executed by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, cast
+
+import torch
+
+from sparsek_backend.patterns.learn import BlockMass, Heads, Scope
+from sparsek_backend.patterns.pattern import BlockSparsePattern
+from sparsek_backend.transformers_op import sparsek_mask
+from sparsek_kernels import block_sparse_attention
+
+# Transformers is there: the import above says so, or how to install it.
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # isort: skip
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # isort: skip
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # isort: skip
+
+_NAME = "sparsek_patterns"
+
+
+class _Recorder:
+    """Counts the mass of every layer; each attends everything."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.masses: dict[int, BlockMass] = {}
+
+    def add(self, layer: int, q: torch.Tensor, k: torch.Tensor, scale: float | None) -> None:
+        """Count queries ``[B, N, Hq, D]`` and keys ``[B, N, Hkv, D]`` of a layer."""
+        if layer not in self.masses:
+            self.masses[layer] = BlockMass(self.block_size, softmax_scale=scale)
+        self.masses[layer].add(q, k)
+
+
+_active: ContextVar[_Recorder | Mapping[int, BlockSparsePattern]] = ContextVar("_active")
+
+
+def learn_model_patterns(
+    model: Any,
+    batches: Iterable[torch.Tensor],
+    *,
+    block_size: int,
+    share: float = 0.95,
+    scope: Scope = "row",
+    heads: Heads = "kv",
+) -> dict[int, BlockSparsePattern]:
+    """Learn a pattern for every layer of a causal Transformers model, from what it attends.
+
+    Args:
+        model: a Transformers model whose layers call its attention functions.
+        batches: token ids ``[B, N]`` without padding, all of the same length.
+        block_size: tokens along a side of a block.
+        share: of the attention mass that a pattern holds; see :meth:`BlockMass.pattern` for this,
+            ``scope`` and ``heads``.
+
+    Returns:
+        Patterns by layer index.
+
+    Raises:
+        ModuleNotFoundError: Transformers is missing; the message has the install command.
+        NotImplementedError: a layer with a sliding window or another mask.
+        ValueError: no batches, or lengths that differ.
+    """
+    recorder = _Recorder(block_size)
+    with _attending(model, recorder), torch.no_grad():
+        for ids in batches:
+            model(ids.to(model.device), use_cache=False)
+    if not recorder.masses:
+        raise ValueError("batches: expected at least one, got none")
+    return {
+        layer: mass.pattern(share, scope=scope, heads=heads)
+        for layer, mass in sorted(recorder.masses.items())
+    }
+
+
+@contextmanager
+def attend_patterns(model: Any, patterns: Mapping[int, BlockSparsePattern]) -> Iterator[None]:
+    """Within the block, the model's layers attend their patterns alone; differentiable.
+
+    Args:
+        model: a Transformers model whose layers call its attention functions; run it on whole
+            sequences without padding (``use_cache=False``).
+        patterns: by layer index, on the model's device; layers without one attend everything.
+
+    Raises:
+        NotImplementedError: a layer with a sliding window or another mask.
+        ValueError: a pattern does not fit the sequence or the heads.
+    """
+    with _attending(model, patterns):
+        yield
+
+
+@contextmanager
+def _attending(model: Any, active: _Recorder | Mapping[int, BlockSparsePattern]) -> Iterator[None]:
+    before = model.config._attn_implementation
+    token = _active.set(active)
+    model.set_attn_implementation(_NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        _active.reset(token)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function: query ``[B, Hq, N, D]``, key and value ``[B, Hkv, N, D]``."""
+    if attention_mask is not None or kwargs.get("sliding_window") is not None:
+        raise NotImplementedError(
+            "model: patterns are for plain causal layers, got a sliding window or a mask; record "
+            "q and k for learn_pattern, and call block_sparse_attention, in the model's own code"
+        )
+    active, layer = _active.get(), int(module.layer_idx)  # type: ignore[arg-type]
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if isinstance(active, _Recorder):
+        active.add(layer, q, k, scaling)
+    elif layer in active:
+        out = block_sparse_attention(q, k, v, active[layer], causal=True, softmax_scale=scaling)
+        return cast(torch.Tensor, out), None
+    found: tuple[torch.Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, None, scaling=scaling, **kwargs
+    )
+    return found
+
+
+ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, sparsek_mask)
