@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -37,6 +37,8 @@ DEFAULTS: dict[str, Param] = {
 """``density`` is the share of the blocks that causality leaves (of all without it)."""
 
 DENSE = "every key"
+
+_FLEX_TILES = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,10 +174,18 @@ def _flex(blocks: torch.Tensor, block_size: int) -> Maker:
             mask_mod, None, q.shape[1], tokens, tokens, device=q.device, BLOCK_SIZE=block_size
         )
         compiled = torch.compile(flex_attention, dynamic=False)
+        options: Any = None
+        if block_size < 128:  # its own tiles are larger than the blocks, which it refuses
+            options = dict.fromkeys(_FLEX_TILES, block_size) | {"num_warps": 4}
 
         def call() -> torch.Tensor:
             out: torch.Tensor = compiled(
-                q, k, v, block_mask=block_mask, enable_gqa=inputs.group > 1
+                q,
+                k,
+                v,
+                block_mask=block_mask,
+                enable_gqa=inputs.group > 1,
+                kernel_options=options,
             )
             return out
 
