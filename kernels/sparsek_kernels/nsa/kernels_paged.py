@@ -56,6 +56,8 @@ def _raw_row(
 @triton.jit
 def nsa_paged_compress_kernel(
     cmp_ptr,
+    hidden_ptr,
+    ticket_ptr,
     raw_ptr,
     w1_ptr,
     constant_ptr,
@@ -82,17 +84,19 @@ def nsa_paged_compress_kernel(
     HAS_PHI: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     ROTATED: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_F: tl.constexpr,
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """One program: the block that one decoded token completes, if it does, for all KV heads.
+    """One program: a share of the block that one decoded token completes, if it does, all KV heads.
 
     ``y = gelu(sum_t x_t W1[t] + constant) W2 + b2`` (arXiv 2502.11089, equation 7), or the mean,
     rotated by the position of the block's first token with ``HAS_ROPE``.  ``constant [HIDDEN]`` is
-    ``vec(position) W1 + b1``.
+    ``vec(position) W1 + b1``.  The share is ``CMP_BLOCK / PARTS`` tokens times ``BLOCK_F`` columns
+    of W1; the program that draws a token's last ticket adds the shares up, in order.
     """
     pid = tl.program_id(0)
     request, _base, pos, high, _zero = tile_span(
@@ -113,21 +117,43 @@ def nsa_paged_compress_kernel(
     y = tl.zeros([BLOCK_H, BLOCK_D], dtype=tl.float32)
     z = tl.zeros([BLOCK_H, BLOCK_D], dtype=tl.float32)
     if HAS_PHI:
-        for first in range(0, HIDDEN, BLOCK_F):
-            offs_f = first + tl.arange(0, BLOCK_F)  # [BLOCK_F]
+        TOKENS: tl.constexpr = CMP_BLOCK // PARTS
+        COLUMNS: tl.constexpr = (HIDDEN + BLOCK_F - 1) // BLOCK_F
+        part = tl.program_id(1)
+        offs_f = tl.program_id(2) * BLOCK_F + tl.arange(0, BLOCK_F)  # [BLOCK_F]
+        mask_f = offs_f < HIDDEN
+        hidden = tl.zeros([BLOCK_H, BLOCK_F], dtype=tl.float32)
+        for t in tl.range(part * TOKENS, part * TOKENS + TOKENS, num_stages=NUM_STAGES):
+            x, _partner = _raw_row(
+                raw_ptr, table, start + t, frequencies, stride_rp, stride_rh, stride_rt,
+                offs_h, offs_d, mask_h, HEAD_DIM, PAGE_SIZE, ROTATED,
+            )  # fmt: skip
+            w1 = tl.load(
+                w1_ptr + (t * HEAD_DIM + offs_d)[:, None] * HIDDEN + offs_f[None, :],
+                mask=mask_d[:, None] & mask_f[None, :],
+                other=0.0,
+            )  # [BLOCK_D, BLOCK_F]
+            hidden = tl.dot(x, w1, hidden, input_precision=PRECISION)
+        shares = hidden_ptr + pid.to(tl.int64) * PARTS * BLOCK_H * HIDDEN
+        shares += offs_h[:, None] * HIDDEN
+        own = shares + part * BLOCK_H * HIDDEN + offs_f[None, :]
+        tl.store(own, hidden, mask=mask_h[:, None] & mask_f[None, :])
+        tl.debug_barrier()
+        ticket = tl.atomic_add(ticket_ptr + pid, 1, sem="acq_rel")
+        if ticket != PARTS * COLUMNS - 1:
+            return
+        tl.store(ticket_ptr + pid, 0)
+        for first in tl.range(0, HIDDEN, BLOCK_F, num_stages=1):
+            offs_f = first + tl.arange(0, BLOCK_F)
             mask_f = offs_f < HIDDEN
             hidden = tl.zeros([BLOCK_H, BLOCK_F], dtype=tl.float32)
-            for t in tl.range(0, CMP_BLOCK, num_stages=NUM_STAGES):
-                x, _partner = _raw_row(
-                    raw_ptr, table, start + t, frequencies, stride_rp, stride_rh, stride_rt,
-                    offs_h, offs_d, mask_h, HEAD_DIM, PAGE_SIZE, ROTATED,
-                )  # fmt: skip
-                w1 = tl.load(
-                    w1_ptr + (t * HEAD_DIM + offs_d)[:, None] * HIDDEN + offs_f[None, :],
-                    mask=mask_d[:, None] & mask_f[None, :],
+            for p in tl.static_range(PARTS):
+                hidden += tl.load(
+                    shares + p * BLOCK_H * HIDDEN + offs_f[None, :],
+                    mask=mask_h[:, None] & mask_f[None, :],
                     other=0.0,
-                )  # [BLOCK_D, BLOCK_F]
-                hidden = tl.dot(x, w1, hidden, input_precision=PRECISION)
+                    cache_modifier=".cg",
+                )
             hidden += tl.load(constant_ptr + offs_f, mask=mask_f, other=0.0)[None, :]
             hidden = 0.5 * hidden * (1.0 + tl.erf(hidden * 0.7071067811865476))
             w2_rows = w2_ptr + offs_f[:, None] * HEAD_DIM

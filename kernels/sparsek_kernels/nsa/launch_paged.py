@@ -18,14 +18,14 @@ from sparsek_kernels.nsa.launch_select import choose
 from sparsek_kernels.nsa.paged_cache import Compression, NSAPages
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.config import choose_splits, next_power_of_2
+from sparsek_kernels.paged.config import choose_splits, largest_part, next_power_of_2
 from sparsek_kernels.paged.launch import attend
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 from sparsek_kernels.paged.runtime import LOG2E, traits, workspace
 
 _CELLS_PER_TILE = 128  # compressed blocks that a program scores
 _WEIGHT_BYTES = 1 << 14  # of a tile of the compression's first layer
-_COMPRESS_STAGES = 7  # page, row and product are two stages apart each: three tiles are in flight
+_COMPRESS_STAGES = 7
 
 
 def _precision(x: torch.Tensor) -> str:
@@ -57,10 +57,16 @@ def _compress(
 ) -> None:
     _, heads, page_size, dim = raw.shape
     hidden = 1 if phi is None else phi.w1.shape[1]
-    block_d = max(next_power_of_2(dim), 16)
+    block_h, block_d = max(next_power_of_2(heads), 16), max(next_power_of_2(dim), 16)
     most_f = max(_WEIGHT_BYTES // (block_d * raw.element_size()), 16)
-    nsa_paged_compress_kernel[(batch.num_decodes * batch.decode_query_len,)](
+    block_f = min(max(next_power_of_2(hidden), 16), most_f)
+    parts = 1 if phi is None else largest_part(spec.cmp_block_size, 8)
+    tiles = batch.num_decodes * batch.decode_query_len
+    shares = 1 if phi is None else tiles * parts * block_h * hidden
+    nsa_paged_compress_kernel[(tiles, parts, ceil_div(hidden, block_f))](
         cmp,
+        workspace(raw.device, "nsa hidden", shares, torch.float32),
+        workspace(raw.device, "nsa tickets", tiles, torch.int32),
         raw,
         raw if phi is None else phi.w1,
         raw if constant is None else constant,
@@ -83,9 +89,10 @@ def _compress(
         HAS_PHI=phi is not None,
         HAS_ROPE=frequencies is not None,
         ROTATED=rotated and frequencies is not None,
-        BLOCK_H=max(next_power_of_2(heads), 16),
+        PARTS=parts,
+        BLOCK_H=block_h,
         BLOCK_D=block_d,
-        BLOCK_F=min(max(next_power_of_2(hidden), 16), most_f),
+        BLOCK_F=block_f,
         PRECISION=_precision(raw),
         NUM_STAGES=_COMPRESS_STAGES,
         num_warps=4,

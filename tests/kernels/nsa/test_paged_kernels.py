@@ -83,7 +83,7 @@ def test_gpu_equals_the_layer_in_fp64(
     """Chunks, decodes of several requests at once, and a page order, at real sizes."""
     if dtype != torch.float32:
         config = replace(config, top_n=64)  # every block: rounding cannot change the selection
-    exact = make_layer(config, heads, dim, dtype=torch.float64)
+    exact = make_layer(config, heads, dim, dtype=torch.float64, device="cuda")
     layer = make_layer(config, heads, dim, dtype=dtype, device="cuda")
     order = torch.randperm(400, generator=torch.Generator().manual_seed(5)).tolist()
     paged = PagedLayer(layer, 64, 400, order)
@@ -99,8 +99,8 @@ def test_gpu_equals_the_layer_in_fp64(
         for name, out in zip(lengths, found, strict=True):
             parts[name].append(out)
     for name, rows in tokens.items():
-        expected = exact(rows.double().cpu()[None])[0]
-        theirs = (layer(rows[None])[0].double().cpu() - expected).abs()
-        ours = (torch.cat(parts[name]).double().cpu() - expected).abs()
+        expected = exact(rows.double()[None])[0]
+        theirs = (layer(rows[None])[0].double() - expected).abs()
+        ours = (torch.cat(parts[name]).double() - expected).abs()
         assert ours.max() <= 2 * theirs.max() + 1e-5
         assert ours.square().mean().sqrt() <= 1.5 * theirs.square().mean().sqrt() + 1e-6
