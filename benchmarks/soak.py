@@ -313,6 +313,8 @@ def open_async_engine(folder: Path, arguments: argparse.Namespace) -> Any:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # read_memory is sent as code
+    # A forked engine would hang: the weights were made by torch's threads, which no fork survives.
+    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
     ensure_entry_point()
     register()
     from vllm import AsyncEngineArgs
