@@ -18,8 +18,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -107,17 +108,18 @@ def time_graph(calls: list[Callable[[], object]], repeats: int = 30) -> float:
 
 @contextmanager
 def patched(name: str, value: LaunchConfig | int | None) -> Iterator[None]:
-    """Make the launcher take ``value`` from the selector ``name``."""
+    """Make the launcher take ``value`` from the selector ``name``, for the portable kernels."""
     if value is None:
         yield
         return
-    module = launch if hasattr(launch, name) else launch_select
-    saved = getattr(module, name)
-    setattr(module, name, lambda *_, **__: value)
-    try:
+    with ExitStack() as stack:
+        for module in (launch, launch_select):
+            for target, stand_in in ((name, value), ("attend_fits", False)):
+                if hasattr(module, target):
+                    stack.enter_context(
+                        mock.patch.object(module, target, lambda *_, x=stand_in, **__: x)
+                    )
         yield
-    finally:
-        setattr(module, name, saved)
 
 
 DECODES = {"32x64k": (32, 65536), "32x8k": (32, 8192), "4x128k": (4, 131072), "1x128k": (1, 131072)}

@@ -13,6 +13,7 @@ from .batch import PagedBatch
 from .config import LaunchConfig, decode_config, next_power_of_2, prefill_config
 from .kernels_attend import attend_kernel
 from .kernels_write import write_kv_kernel
+from .launch_hopper import attend_fits, attend_hopper
 from .launch_select import prefill_tiles
 from .launch_select import select_blocks as select_blocks
 from .policy import CELL_SIZE, SelectionPolicy, ceil_div
@@ -163,6 +164,14 @@ def attend(
                 arch=arch,
                 num_sms=num_sms,
             )
+        if (
+            config.splits == 1
+            and selected is not None
+            and tiles is not None
+            and attend_fits(q, k_cache, v_cache, policy)
+        ):
+            attend_hopper(q, k_cache, v_cache, batch, policy, selected, sinks, out, scales, tiles)
+            return
     chunks = ceil_div(group, config.block_h) * ceil_div(tile, config.queries)
     block_d = next_power_of_2(dim)
     places = count * heads * chunks if config.splits > 1 else 1

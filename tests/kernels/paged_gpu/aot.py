@@ -15,14 +15,17 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 from problems import make_problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sparsek_kernels.paged import launch, launch_select, runtime
+from sparsek_kernels.paged import launch, launch_hopper, launch_select, runtime
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 KERNELS = {
@@ -32,6 +35,7 @@ KERNELS = {
     "top_blocks_kernel": launch_select,
     "tile_scores_kernel": launch_select,
     "tile_scores_once_kernel": launch_select,
+    "attend_hopper_kernel": launch_hopper,
 }
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -96,6 +100,9 @@ def compile_launch(launched: Recorded, arch: int) -> dict[str, Any]:
         if name in constexpr_names:
             signature[name] = "constexpr"
             constants[name] = value
+        elif isinstance(value, TensorDescriptor):
+            box = f"{TYPES[value.base.dtype][1:]}{value.block_shape}"
+            signature[name] = f"tensordesc<{box},{value.layout!r}>"
         elif isinstance(value, torch.Tensor):
             signature[name] = TYPES[value.dtype]
             attrs[(index,)] = [["tt.divisibility", 16]]
@@ -108,7 +115,8 @@ def compile_launch(launched: Recorded, arch: int) -> dict[str, Any]:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if value % 16 == 0:
                 attrs[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(launched.kernel, signature, constants, attrs)
+    kind = GluonASTSource if launched.kernel.is_gluon() else ASTSource
+    source = kind(launched.kernel, signature, constants, attrs)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     usage = resource_usage(compiled.asm["cubin"])
     return {
@@ -186,6 +194,11 @@ def launches(
             parked, launch_select._PARKED_ELEMENTS = launch_select._PARKED_ELEMENTS, 0
             seen += [r for r in record(step, arch, sms) if r.name == "tile_scores_kernel"]
             launch_select._PARKED_ELEMENTS = parked
+        if policy is topk and any(
+            "hopper" in r.name for r in seen
+        ):  # what steps with few tiles take
+            with mock.patch.object(launch, "attend_fits", return_value=False):
+                seen += [r for r in record(step, arch, sms) if r.name == "attend_kernel"]
     seen += record(
         lambda: launch.write_kv(
             problem.keys[0],

@@ -1,0 +1,154 @@
+"""The paged kernels for Hopper, on steps small enough for the oracle; needs such a GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import oracle_check
+import pytest
+import torch
+from problems import Problem, make_problem
+
+from sparsek_kernels.paged import launch, launch_hopper
+from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.runtime import LOG2E
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+        reason="needs a Hopper GPU",
+    ),
+]
+
+TOP_K = SelectionPolicy(num_sink=64, window_size=192, top_k=4)
+STEP = [(1, 1500), (1, 65), (200, 1300), (63, 63), (130, 901), (0, 700), (1000, 1000)]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Launches of each Hopper kernel; steps with few tiles take them too."""
+    counts: Counter[str] = Counter()
+    configure = launch.prefill_config
+    monkeypatch.setattr(
+        launch, "prefill_config", lambda **shape: replace(configure(**shape), splits=1)
+    )
+    monkeypatch.setattr(
+        launch,
+        "attend_hopper",
+        lambda *args: (counts.update(["attend_hopper"]), launch_hopper.attend_hopper(*args)),
+    )
+    return counts
+
+
+def step(**options: object) -> Problem:
+    defaults = {"page_size": 64, "dim": 128, "group": 4, "dtype": torch.bfloat16}
+    return make_problem(STEP, num_decodes=2, device="cuda", **(defaults | options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dim", "page_size", "dtype", "head_major"),
+    [
+        (128, 64, torch.bfloat16, False),
+        (128, 64, torch.bfloat16, True),
+        (128, 128, torch.float16, True),
+        (64, 64, torch.float16, False),
+        (64, 128, torch.bfloat16, True),
+    ],
+    ids=str,
+)
+def test_layouts(
+    dim: int, page_size: int, dtype: torch.dtype, head_major: bool, ran: Counter[str]
+) -> None:
+    problem = step(dim=dim, page_size=page_size, dtype=dtype, head_major=head_major)
+    oracle_check.check(problem, TOP_K)
+    assert ran == {"attend_hopper": 1}
+
+
+@pytest.mark.parametrize("group", [2, 3, 4, 7, 8, 16])
+def test_groups(group: int, ran: Counter[str]) -> None:
+    oracle_check.check(step(group=group), TOP_K)
+    assert ran == {"attend_hopper": 1}
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_lists_of_odd_and_even_length(top_k: int, ran: Counter[str]) -> None:
+    oracle_check.check(step(), replace(TOP_K, top_k=top_k, num_sink=0))
+    assert ran["attend_hopper"] == 1
+
+
+def test_tiles_of_two_chunks(ran: Counter[str]) -> None:
+    oracle_check.check(step(), replace(TOP_K, query_tile=128, top_k=6))
+    assert ran == {"attend_hopper": 1}
+
+
+def test_learned_sinks(ran: Counter[str]) -> None:
+    oracle_check.check(step(), TOP_K, torch.randn(8, device="cuda"))
+    assert ran["attend_hopper"] == 1
+
+
+def test_dense_below(ran: Counter[str]) -> None:
+    oracle_check.check(step(), replace(TOP_K, dense_below=640))
+    assert ran["attend_hopper"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [
+        ({"page_size": 32}, TOP_K),
+        ({"dim": 96}, TOP_K),
+        ({"dtype": torch.float32}, TOP_K),
+        ({}, replace(TOP_K, query_tile=16)),
+        ({}, replace(TOP_K, score_kind="min_max", query_tile=32)),
+        ({}, replace(TOP_K, sel_block_size=128, window_size=128)),
+    ],
+    ids=["small pages", "dim 96", "fp32", "small tiles", "min-max", "large blocks"],
+)
+def test_the_rest_is_left_to_the_portable_kernels(
+    options: dict[str, object], policy: SelectionPolicy, ran: Counter[str]
+) -> None:
+    oracle_check.check(step(**options), policy)
+    assert not ran
+
+
+def test_a_step_of_many_tiles() -> None:
+    """Where the launchers choose by themselves; held against the portable kernels."""
+    problem = make_problem(
+        [(1, 900), (3000, 9000), (1500, 4097)],
+        num_decodes=1,
+        heads=8,
+        group=4,
+        dim=128,
+        page_size=64,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    policy = SelectionPolicy(num_sink=64, window_size=512, top_k=16)
+    oracle_check.fill(problem, "cell_mean")
+
+    chosen = launch.select_blocks(
+        problem.q, problem.k_summary, problem.batch, policy, softmax_scale=128**-0.5, page_size=64
+    )
+
+    def run() -> torch.Tensor:
+        out = torch.zeros_like(problem.q)
+        launch.attend(
+            problem.q,
+            problem.k_cache,
+            problem.v_cache,
+            problem.batch,
+            policy,
+            chosen,
+            None,
+            out,
+            (128**-0.5 * LOG2E, 1.0),
+            False,
+        )
+        return out
+
+    out = run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "attend_fits", lambda *_: False)
+        portable = run()
+    torch.testing.assert_close(out, portable, atol=2e-2, rtol=2e-2)
