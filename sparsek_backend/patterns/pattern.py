@@ -125,21 +125,29 @@ class BlockSparsePattern(BlockStructure):
 
     @classmethod
     def from_edges(
-        cls, edges: Iterable[tuple[int, int]], shape: tuple[int, int], block_size: int
+        cls,
+        edges: Iterable[tuple[int, int]] | torch.Tensor,
+        shape: tuple[int, int],
+        block_size: int,
     ) -> BlockSparsePattern:
         """One pattern of ``(query block, key block)`` pairs, in any order; repeats count once.
+
+        Args:
+            edges: the pairs, or an integer tensor ``[edges, 2]``.
+            shape: ``(R, C)``, query and key blocks.
+            block_size: tokens along a side of a block.
 
         Raises:
             ValueError: an edge is no pair of blocks of the grid.
         """
-        pairs = list(edges)
-        mask = torch.zeros(_check_shape(shape), dtype=torch.bool)
-        if pairs:
-            index = torch.as_tensor(pairs)
-            valid = index.dim() == 2 and index.shape[1] == 2 and not index.is_floating_point()
-            if not valid or index.lt(0).any() or index.ge(torch.tensor(shape)).any():
+        rows, cols = _check_shape(shape)
+        pairs = edges if isinstance(edges, torch.Tensor) else list(edges)
+        mask = torch.zeros(rows, cols, dtype=torch.bool)
+        if len(pairs):
+            index = _pairs(pairs)
+            if index is None or index.lt(0).any() or index.ge(torch.tensor([rows, cols])).any():
                 raise ValueError(
-                    f"edges: expected pairs of blocks within {shape[0]} x {shape[1]}, "
+                    f"edges: expected pairs of blocks within {rows} x {cols}, "
                     f"got {pairs[:4]}{' ...' if len(pairs) > 4 else ''}"
                 )
             mask[index[:, 0], index[:, 1]] = True
@@ -352,6 +360,16 @@ def _marked(matrix: Any, sides: tuple[int, int]) -> torch.Tensor:
     counts = torch.as_tensor(matrix.indptr).diff()
     mask[torch.repeat_interleave(counts), torch.as_tensor(matrix.indices).long()] = True
     return mask
+
+
+def _pairs(pairs: Any) -> torch.Tensor | None:
+    """``[edges, 2]`` integers on the CPU, or ``None`` where they are no such pairs."""
+    try:
+        index = torch.as_tensor(pairs).cpu()
+    except (TypeError, ValueError):
+        return None
+    whole = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
+    return index.long() if whole and index.dim() == 2 and index.shape[1] == 2 else None
 
 
 def _check_shape(shape: Any) -> tuple[int, int]:

@@ -71,6 +71,8 @@ def test_networkx_graphs() -> None:
 def test_edges_in_any_order() -> None:
     pattern = BlockSparsePattern.from_edges([(2, 1), (0, 0), (2, 0), (2, 1)], (3, 2), 16)
     assert pattern.mask()[0].nonzero().tolist() == [[0, 0], [2, 0], [2, 1]]
+    tensor = BlockSparsePattern.from_edges(torch.tensor([[2, 1], [0, 0], [2, 0]]), (3, 2), 16)
+    assert torch.equal(tensor.mask(), pattern.mask())
     assert BlockSparsePattern.from_edges([], (3, 2), 16).num_blocks == 0
 
 
@@ -267,6 +269,8 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
     (ValueError, "edges: expected pairs", lambda: make.from_edges([(0, 4)], (4, 4), 16)),
     (ValueError, "edges: expected pairs", lambda: make.from_edges([(-1, 0)], (4, 4), 16)),
     (ValueError, "edges: expected pairs", lambda: make.from_edges([(0, 1, 2)], (4, 4), 16)),
+    (ValueError, "edges: expected pairs", lambda: make.from_edges([(0, 1), (2,)], (4, 4), 16)),
+    (ValueError, "edges: expected pairs", lambda: make.from_edges([(0, 1.5)], (4, 4), 16)),
     (ValueError, "shape: expected", lambda: make.from_edges([], (4,), 16)),
     (TypeError, "graph: expected a networkx graph", lambda: make.from_graph({0: [1]}, 16)),
     (ValueError, "window: expected", lambda: make.local((4, 4), 16, window=0)),

@@ -40,7 +40,8 @@ def block_sparse_attention(
         v: ``[B, M, Hkv, D]``.
         pattern: a ``sparsek_backend.patterns.BlockSparsePattern``, a :class:`BlockStructure`, or
             any object with ``block_size`` (16 to 128, a multiple of 16), ``crow_indices`` and
-            ``col_indices`` as described there, of ``ceil(N / block_size)`` rows.
+            ``col_indices`` as described there, of ``ceil(N / block_size)`` rows (not under
+            ``torch.compile``, which takes the first two).
         causal: whether a query is limited to keys up to its own position.
         softmax_scale: factor of ``q . k``, ``D ** -0.5`` by default.
         return_lse: also return the log-sum-exp.
