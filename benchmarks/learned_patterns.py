@@ -1,6 +1,6 @@
 """Perplexity of SmolLM2 when every layer attends a learned pattern, beside windows of equal size.
 
-    python benchmarks/learned_patterns.py --csv benchmarks/results/learned_patterns_smollm2_cpu.csv
+    python benchmarks/learned_patterns.py --csv learned_patterns.csv --figure learned_patterns.png
 
 Patterns are learned from some texts of ``sparsek_backend.models`` and judged on others.  A row has
 the share of the blocks under the diagonal that is listed, on average over layers and heads.
@@ -67,14 +67,20 @@ def local_patterns(learned: Patterns) -> Patterns:
 
 
 def rows(
-    model: Any, learn: list[torch.Tensor], judge: list[torch.Tensor], block_size: int
+    model: Any,
+    learn: list[torch.Tensor],
+    judge: list[torch.Tensor],
+    block_size: int,
+    figure: Path | None,
 ) -> Iterator[dict[str, object]]:
-    """A row per pattern."""
+    """A row per pattern; the figure is of the middle layer at a share of 0.9."""
     dense = perplexity(model, judge, None)
     common = {"tokens": judge[0].shape[1], "block_size": block_size, "texts": len(judge)}
     yield {"patterns": "dense", "share": "", **common, "attended": 1.0, "perplexity": dense}
     for share in (0.8, 0.9, 0.95, 0.99):
         learned = learn_model_patterns(model, learn, block_size=block_size, share=share)
+        if figure is not None and share == 0.9:
+            learned[len(learned) // 2].show().savefig(figure, dpi=110)
         for name, patterns in (("learned", learned), ("sinks and window", local_patterns(learned))):
             yield {
                 "patterns": name,
@@ -93,6 +99,7 @@ def main() -> int:
     parser.add_argument("--learn", type=int, default=8, help="texts to learn from")
     parser.add_argument("--judge", type=int, default=8, help="texts to judge on")
     parser.add_argument("--csv", type=Path, required=True)
+    parser.add_argument("--figure", type=Path, help="where to draw the patterns of a layer")
     arguments = parser.parse_args()
     folder = fetch_model()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -101,7 +108,7 @@ def main() -> int:
     judge = batches(tokenizer, arguments.tokens, slice(1, None, 2), arguments.judge)
     with arguments.csv.open("w", newline="", encoding="utf-8") as file:
         writer = None
-        for row in rows(model, learn, judge, arguments.block_size):
+        for row in rows(model, learn, judge, arguments.block_size, arguments.figure):
             row["perplexity"] = round(float(str(row["perplexity"])), 3)
             print(row, flush=True)
             writer = writer or csv.DictWriter(file, list(row))
