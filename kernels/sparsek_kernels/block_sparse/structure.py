@@ -10,6 +10,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 128
+_INDICES = ("crow_indices", "col_indices", "ccol_indices", "row_indices")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +48,10 @@ class BlockStructure:
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
         _check_indices(self.shape, self.crow_indices, self.col_indices)
-        ccol, rows = _transpose(self.shape, self.crow_indices, self.col_indices)
-        object.__setattr__(self, "ccol_indices", ccol)
-        object.__setattr__(self, "row_indices", rows)
+        crow, col = self.crow_indices.contiguous(), self.col_indices.contiguous()
+        ccol, rows = _transpose(self.shape, crow, col)
+        for name, x in zip(_INDICES, (crow, col, ccol, rows), strict=True):
+            object.__setattr__(self, name, x)
 
     @property
     def num_patterns(self) -> int:
@@ -104,18 +106,19 @@ def structure_of(pattern: Any, num_k: int) -> BlockStructure:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     columns = -(-num_k // pattern.block_size)
-    version = (crow._version, col._version, id(col), columns, pattern.block_size)
+    version = (crow._version, col._version, columns, pattern.block_size)
     known = _structures.get(crow)
-    if known is None or known[0] != version:
+    if known is None or known[0] != version or known[1] is not col:
         # A copy: a value that holds its own key would keep it for good.
         rows = crow.clone() if crow.dim() == 2 else crow[None].clone()
         shape = (rows.shape[1] - 1, columns)
-        known = (version, BlockStructure(pattern.block_size, shape, rows, col))
+        known = (version, col, BlockStructure(pattern.block_size, shape, rows, col))
         _structures[crow] = known
-    return known[1]
+    return known[2]
 
 
-_structures: MutableMapping[torch.Tensor, tuple[Any, BlockStructure]] = WeakTensorKeyDictionary()
+_Known = tuple[tuple[int, ...], torch.Tensor, BlockStructure]
+_structures: MutableMapping[torch.Tensor, _Known] = WeakTensorKeyDictionary()
 
 
 def _check_indices(shape: object, crow: torch.Tensor, col: torch.Tensor) -> None:
@@ -176,7 +179,7 @@ def indices_of_mask(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _entry_rows(crow: torch.Tensor) -> torch.Tensor:
     """``[nnz]`` row of every entry, counted on from pattern to pattern."""
-    return torch.repeat_interleave(crow.diff(dim=1).flatten())
+    return torch.repeat_interleave(crow.diff(dim=1).flatten().to(torch.int64))
 
 
 def _transpose(

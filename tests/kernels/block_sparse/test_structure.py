@@ -49,6 +49,26 @@ def test_rows_and_columns_are_the_same_blocks(
         assert x.dtype == torch.int32
 
 
+def test_index_tensors_of_any_strides() -> None:
+    crow, col = torch.zeros(3, 2, dtype=torch.int32).T, ints(0, 9, 2, 9, 1, 9)[::2]
+    crow.copy_(ints([0, 1, 2], [2, 2, 3]))
+    found = BlockStructure(16, (2, 3), crow, col)
+    assert found.crow_indices.is_contiguous()
+    assert found.col_indices.is_contiguous()
+    assert mask_of(found.crow_indices, found.col_indices, 3).nonzero().tolist() == [
+        [0, 0, 0],
+        [0, 1, 2],
+        [1, 1, 1],
+    ]
+
+
+def test_more_blocks_than_an_int32_counts() -> None:
+    rows = 70_000  # 4.9e9 blocks in the grid
+    crow = torch.arange(rows + 1, dtype=torch.int32)[None]
+    found = BlockStructure(16, (rows, rows), crow, crow[0, :-1].clone())
+    assert torch.equal(found.row_indices, found.col_indices)
+
+
 def ints(*values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
