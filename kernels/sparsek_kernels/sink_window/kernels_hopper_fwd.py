@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.hopper import anchor, softmax_step
 from sparsek_kernels.common.masks import last_key, visible
 from sparsek_kernels.sink_window.kernels_hopper_fwd_load import (
     ROWS,
@@ -24,18 +25,6 @@ from sparsek_kernels.sink_window.kernels_hopper_fwd_load import (
 )
 
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
-
-
-@gluon.jit
-def _softmax(s, m, total, scale_log2, MASKED: gl.constexpr):
-    """As ``common.softmax.softmax_step``."""
-    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # [ROWS]
-    m_ref = m_new
-    if MASKED:
-        m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = gl.exp2(s * scale_log2 - m_ref[:, None])  # [ROWS, BLOCK_N]
-    alpha = gl.exp2(m - m_ref)  # [ROWS]
-    return p, m_new, total * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit
@@ -58,29 +47,6 @@ def _mask(
     else:
         seen = (key < k_len)[None, :]
     return gl.where(seen, s, float("-inf"))
-
-
-@gluon.jit
-def _anchor(total, ptr):
-    """Keep the softmax above the next wait for the tensor cores.
-
-    The assembler is free to sink arithmetic below the wait, which would leave the tensor cores
-    idle meanwhile.  A store that never happens (``total`` is not negative) depends on it and
-    may not be moved.
-    """
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred never;
-        setp.lt.f32 never, $1, 0f00000000;
-        @never st.global.f32 [$2], $1;
-        mov.b32 $0, $1;
-        }""",
-        "=r,r,l",
-        [total, ptr.to(gl.int64)],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit
@@ -159,9 +125,9 @@ def _compute_blocks(
                 s, pos, start + j * BLOCK_N, k_len, num_sink, window_size, CAUSAL, WINDOWED,
                 BLOCK_N, S_LAYOUT,
             )  # fmt: skip
-        weights, m, total, alpha = _softmax(s, m, total, scale_log2, MASKED)
+        weights, m, total, alpha = softmax_step(s, m, total, scale_log2, MASKED)
         p_next = gl.convert_layout(weights.to(v_smem.dtype), P_LAYOUT)
-        total = _anchor(total, lse_ptr)
+        total = anchor(total, lse_ptr)
         mbarrier.arrive(k_empty.index(stage), count=1)
         acc, p, p_next = warpgroup_mma_wait(0, deps=[acc_token, p, p_next])
         mbarrier.arrive(v_empty.index(before), count=1)
@@ -270,7 +236,7 @@ def _compute_partition(
                     sink_s = gl.where(sink_seen, sink_s, float("-inf"))
                     m = gl.convert_layout(m, gl.SliceLayout(1, SINK_LAYOUT))
                     total = gl.convert_layout(total, gl.SliceLayout(1, SINK_LAYOUT))
-                    sink_w, m, total, _alpha = _softmax(sink_s, m, total, scale_log2, True)
+                    sink_w, m, total, _alpha = softmax_step(sink_s, m, total, scale_log2, True)
                     m = gl.convert_layout(m, ROW_LAYOUT)
                     total = gl.convert_layout(total, ROW_LAYOUT)
                     if k_len < BLOCK_S:
@@ -288,7 +254,7 @@ def _compute_partition(
                     s, pos, start, k_len, num_sink, window_size, CAUSAL, WINDOWED, BLOCK_N,
                     S_LAYOUT,
                 )  # fmt: skip
-                weights, m, total, alpha = _softmax(s, m, total, scale_log2, True)
+                weights, m, total, alpha = softmax_step(s, m, total, scale_log2, True)
                 if HAS_SINK_KEYS:
                     acc, sink_p = warpgroup_mma_wait(0, deps=[acc_token, sink_p])
                     mbarrier.arrive(sink_empty, count=1)
