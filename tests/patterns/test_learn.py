@@ -158,6 +158,20 @@ def test_a_model_attends_its_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
         model(ids[:, :64])
 
 
+def test_a_model_trains_through_its_patterns() -> None:
+    tiny = pytest.importorskip("tests.transformers_op.tiny")
+    model, ids = tiny.make_model(), tiny.tokens(2, 80)
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    everything = BlockSparsePattern.from_mask(torch.ones(5, 5).bool(), 16)
+    grads = []
+    for patterns in ({}, {0: everything, 1: everything}):
+        with attend_patterns(model, patterns):
+            loss = model(ids, labels=ids, use_cache=False).loss
+        grads.append(torch.autograd.grad(loss, weight)[0])
+    assert grads[0].abs().sum() > 0
+    torch.testing.assert_close(grads[1], grads[0], atol=1e-6, rtol=1e-4)
+
+
 ((Q, K),) = samples(count=1)
 REFUSED: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("samples: expected at least one, got none", [], {}),
