@@ -32,6 +32,7 @@ TINY = DemoConfig(
     min_length=64,
     max_length=128,
     save_every=5,
+    timed_tokens=512,
 )
 _RECALL_BATCHES = 16
 _SAVED_KV_HEADS = 4
@@ -124,7 +125,7 @@ def train_demo(
                 sequences = max(_SAVED_KV_HEADS // config.model.num_layers, 1)
                 save_inputs(trainer, save_inputs_to, save_length, sequences)
                 console.print(f"wrote {save_inputs_to}")
-    except ValueError as error:
+    except (ValueError, FloatingPointError) as error:
         console.print(f"[red]error:[/red] {error}")
         raise typer.Exit(1) from error
     summary = _summary(config, torch.device(where), results)
@@ -154,7 +155,8 @@ def _train(trainer: Trainer, console: Console) -> None:
             if done % config.save_every == 0:
                 length = config.length_at(done - 1)
                 progress.console.print(
-                    f"{trainer.kind} step {done}/{config.steps}, {length} tokens: loss {loss:.4f}"
+                    f"{trainer.kind} step {done}/{config.steps}, {length} tokens: "
+                    f"loss {loss:.4f}, recall {trainer.recall(length, 1)['all']:.1%}"
                 )
 
         trainer.run(report)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,11 +27,15 @@ def deterministic() -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory: Any = torch.utils.deterministic  # filling new memory would only take time
+    filled = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)  # a warning alone would leave them to chance
+    memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        memory.fill_uninitialized_memory = filled
 
 
 @dataclass(frozen=True)
@@ -48,17 +53,19 @@ class DemoConfig:
         learning_rate: peak, after a warm-up of a twentieth of the steps; cosine to a tenth.
         seed: of the weights and the data.
         save_every: steps from one checkpoint to the next.
+        timed_tokens: tokens of a step that is timed, whatever the length of its sequences.
     """
 
     task: RecallTask = field(default_factory=RecallTask)
     model: ModelConfig = field(default_factory=ModelConfig)
     steps: int = 1500
-    tokens_per_step: int = 65536
+    tokens_per_step: int = 32768
     min_length: int = 512
     max_length: int = 8192
     learning_rate: float = 1e-3
     seed: int = 0
-    save_every: int = 100
+    save_every: int = 50
+    timed_tokens: int = 65536
 
     def __post_init__(self) -> None:
         if self.min_length < self.task.min_length:
@@ -182,7 +189,11 @@ class Trainer:
         )
 
     def step(self) -> float:
-        """One optimiser step; its loss."""
+        """One optimiser step; its loss.
+
+        Raises:
+            FloatingPointError: the loss or a gradient is not finite; nothing is changed.
+        """
         config, step = self.config, len(self.losses)
         batch = make_batch(
             config.task, config.batch_at(step), config.length_at(step), config.seed, step
@@ -193,7 +204,12 @@ class Trainer:
         with deterministic():
             loss = self._loss(batch.tokens.to(self.device), batch.targets.to(self.device))
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            if not math.isfinite(float(loss.detach() + norm)):
+                raise FloatingPointError(
+                    f"{self.kind}: step {step} has a loss of {float(loss.detach())} and gradients "
+                    f"of norm {float(norm)}"
+                )
             self.optimizer.step()
         self.losses.append(float(loss.detach()))
         done = len(self.losses)
@@ -230,12 +246,12 @@ class Trainer:
         return {name: right[name] / asked[name] for name in sorted(asked, key=_bucket_order)}
 
     def step_time(self, length: int, repeats: int = 5) -> float:
-        """Milliseconds of a forward and backward pass over ``tokens_per_step`` tokens.
+        """Milliseconds of a forward and backward pass over ``timed_tokens`` tokens.
 
         They are cut into sequences of ``length`` tokens, one at least; median of ``repeats``.
         """
         config = self.config
-        count = max(config.tokens_per_step // length, 1)
+        count = max(config.timed_tokens // length, 1)
         batch = make_batch(config.task, count, length, config.seed, EVAL_STEP)
         tokens, targets = batch.tokens.to(self.device), batch.targets.to(self.device)
         times = []
