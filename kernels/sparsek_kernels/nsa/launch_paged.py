@@ -6,6 +6,8 @@ so that the step can be captured in a CUDA graph and replayed with other lengths
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from sparsek_kernels.nsa.compress import PhiWeights
@@ -23,7 +25,30 @@ from sparsek_kernels.paged.launch import attend
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 from sparsek_kernels.paged.runtime import LOG2E, traits, workspace
 
-_CELLS_PER_TILE = 128  # compressed blocks that a program scores
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """What the kernels are launched with; ``benchmarks/tune_nsa_decode.py`` times alternatives.
+
+    Args:
+        cmp_rows: compressed rows that a program attends at a time (half above 128 dimensions).
+        cmp_slots: programs of compressed attention per multiprocessor that splitting aims at.
+        cmp_warps: warps of such a program.
+        cmp_stages: depth of its software pipeline.
+        score_rows: compressed rows that a program scores.
+        score_warps: warps of such a program.
+    """
+
+    cmp_rows: int = 64
+    cmp_slots: int = 8
+    cmp_warps: int = 4
+    cmp_stages: int = 2
+    score_rows: int = 128
+    score_warps: int = 4
+
+
+TILES = DecodeTiles()
+
 _WEIGHT_BYTES = 1 << 14  # of a tile of the compression's first layer
 _COMPRESS_STAGES = 7
 
@@ -115,9 +140,8 @@ def decode(
     """
     heads = pages.k_slc.shape[1]
     tokens, num_heads, _ = q.shape
-    # A row that belongs to no token counts as the first of a sequence: it has no candidates.
-    first = row = torch.arange(tokens, device=q.device, dtype=torch.int32)
-    first = first.clone()
+    row = torch.arange(tokens, device=q.device, dtype=torch.int32)
+    first = row.clone()  # a row that no token has stays at position 0, where nothing is chosen
     lse = torch.empty((tokens, num_heads), dtype=torch.float32, device=q.device)
     _attend_compressed(out[:, 0], lse, first, q, pages, batch, spec, scale)
     num_blocks = spec.num_selectable(batch.max_seq_len)
@@ -161,11 +185,11 @@ def _attend_compressed(
     _, heads, rows_per_page, dim = pages.k_cmp.shape
     group = q.shape[1] // heads
     block_m = max(next_power_of_2(group), 16)
-    block_n = 64 if dim <= 128 else 32
+    block_n = TILES.cmp_rows if dim <= 128 else TILES.cmp_rows // 2
     block_d = max(next_power_of_2(dim), 16)
     tiles = batch.num_decodes * batch.decode_query_len
     entries = ceil_div(spec.num_compressed(batch.max_seq_len), block_n)
-    splits = choose_splits(tiles * heads, entries, 2 * traits(q.device)[1])
+    splits = choose_splits(tiles * heads, entries, TILES.cmp_slots * traits(q.device)[1])
     places = tiles * heads if splits > 1 else 1
     rows = places * splits * block_m
     nsa_paged_compressed_kernel[(tiles, heads, splits)](
@@ -199,9 +223,9 @@ def _attend_compressed(
         BLOCK_D=block_d,
         SPLITS=splits,
         PRECISION=_precision(q),
-        NUM_STAGES=2,
-        num_warps=4,
-        num_stages=2,
+        NUM_STAGES=TILES.cmp_stages,
+        num_warps=TILES.cmp_warps,
+        num_stages=TILES.cmp_stages,
     )
 
 
@@ -217,7 +241,7 @@ def _score(
     _, heads, rows_per_page, dim = pages.k_cmp.shape
     group = q.shape[1] // heads
     touching = spec.cells_per_cmp - 1
-    block_c = max(next_power_of_2(spec.cells_per_sel + touching), _CELLS_PER_TILE)
+    block_c = max(next_power_of_2(spec.cells_per_sel + touching), TILES.score_rows)
     blocks = (block_c - touching) // spec.cells_per_sel
     num_blocks = scores.shape[2]
     nsa_paged_scores_kernel[
@@ -249,5 +273,5 @@ def _score(
         BLOCK_G=max(next_power_of_2(group), 16),
         BLOCK_D=max(next_power_of_2(dim), 16),
         PRECISION=_precision(q),
-        num_warps=4,
+        num_warps=TILES.score_warps,
     )
