@@ -22,13 +22,15 @@ from tests.kernels.nsa.paged_layer import SMALL, PagedLayer, make_layer, make_to
 
 
 class KernelLayer(PagedLayer):
-    """Prefills in torch operations, decodes with the kernels, all on the CPU."""
+    """Prefills in torch operations, decodes with the kernels, all on the CPU.
+
+    Decodes are followed by requests without tokens, as in a CUDA graph of more requests.
+    """
 
     def compress(self, batch: PagedBatch) -> None:
         spec = self.layer.config.spec
         if batch.num_decodes:
-            decodes = batch.part(0, batch.num_decodes)
-            launch_paged.compress_decoded(self.pages, decodes, spec, self.compression)
+            launch_paged.compress_decoded(self.pages, padded(batch), spec, self.compression)
         if batch.num_prefills:
             prefills = batch.part(batch.num_decodes, batch.num_requests)
             compress_new_blocks(self.pages, prefills, spec, self.compression)
@@ -39,13 +41,31 @@ class KernelLayer(PagedLayer):
             rows = slice(0, batch.num_decode_tokens)
             out[rows, :2] = float("nan")
             spec, scale = self.layer.config.spec, q.shape[-1] ** -0.5
-            launch_paged.decode(out[rows], q[rows], self.pages, batch, spec, scale)
+            launch_paged.decode(out[rows], q[rows], self.pages, padded(batch), spec, scale)
         return out
+
+
+def padded(batch: PagedBatch) -> PagedBatch:
+    """The decodes of a batch, and two requests that have nothing."""
+    decodes = batch.part(0, batch.num_decodes)
+    nothing = torch.zeros(2, dtype=torch.int32)
+    ends = decodes.cu_seqlens_q
+    return replace(
+        decodes,
+        block_table=torch.cat([decodes.block_table, decodes.block_table[:1].expand(2, -1)]),
+        seq_lens=torch.cat([decodes.seq_lens, nothing]),
+        cu_seqlens_q=torch.cat([ends, ends[-1:].expand(2)]),
+        num_decodes=batch.num_decodes + 2,
+        _derived={},
+    )
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences of some lengths, prefilled but for the last tokens, which are decoded."""
+    """Sequences of some lengths, prefilled but for the last tokens, which are decoded.
+
+    A step decodes one token of each sequence, or one to ``query_len`` of them.
+    """
 
     name: str
     lengths: tuple[int, ...]
@@ -53,14 +73,14 @@ class Case:
     heads: tuple[int, int] = (4, 2)
     dim: int = 16
     page_size: int = 32
-    decoded: int = 6
+    steps: int = 6
     query_len: int = 1
 
 
 WIDE = NSAConfig(cmp_block_size=8, cmp_stride=4, sel_block_size=32, top_n=5, window_size=20)
 CASES = [
     Case("ragged", (170, 9, 33, 64)),
-    Case("from the first token", (12,), decoded=12),
+    Case("from the first token", (12,), steps=12),
     Case("shared K and V", (150,), replace(SMALL, shared_kv=True)),
     Case("mean", (150,), replace(SMALL, compression="mean")),
     Case("shared mean", (150,), replace(SMALL, compression="mean", shared_kv=True)),
@@ -69,8 +89,8 @@ CASES = [
     Case("no overlap", (170,), replace(SMALL, cmp_block_size=16, cmp_stride=16)),
     Case("four strides", (230,), replace(WIDE, cmp_block_size=16, cmp_hidden_size=40)),
     Case("no initial block", (170,), replace(SMALL, num_init_blocks=0, num_local_blocks=1)),
-    Case("speculating", (171, 40), decoded=6, query_len=3),
-    Case("several programs a token", (1100,), heads=(2, 1), decoded=2),
+    Case("speculating", (171, 40, 66), steps=3, query_len=3),
+    Case("several programs a token", (1100,), heads=(2, 1), steps=2),
 ]
 
 
@@ -79,17 +99,20 @@ def error(case: Case) -> float:
     layer = make_layer(case.config, case.heads, case.dim)
     tokens = [make_tokens(length, layer, i) for i, length in enumerate(case.lengths)]
     paged = KernelLayer(layer, case.page_size, 40)
+    taken = [i % case.query_len + 1 for i in range(len(tokens))]
     for i, rows in enumerate(tokens):
-        if rows.shape[0] > case.decoded:
-            paged.step({str(i): rows[: -case.decoded]}, decode_query_len=0)
+        if (first := rows.shape[0] - case.steps * taken[i]) > 0:
+            paged.step({str(i): rows[:first]}, decode_query_len=0)
     worst = 0.0
-    for first in range(-case.decoded, 0, case.query_len):
-        last = (first + case.query_len) or None
-        found = paged.step(
-            {str(i): rows[first:last] for i, rows in enumerate(tokens)}, case.query_len
-        )
-        for rows, out in zip(tokens, found, strict=True):
-            gap = (out - layer(rows[None])[0, first:last]).abs().max()
+    for left in range(case.steps, 0, -1):
+        parts = [
+            rows[len(rows) - left * n : len(rows) - left * n + n]
+            for rows, n in zip(tokens, taken, strict=True)
+        ]
+        found = paged.step({str(i): part for i, part in enumerate(parts)}, case.query_len)
+        for rows, n, out in zip(tokens, taken, found, strict=True):
+            last = len(rows) - (left - 1) * n
+            gap = (out - layer(rows[None])[0, last - n : last]).abs().max()
             worst = max(worst, float(gap.nan_to_num(float("inf"))))
     return worst
 

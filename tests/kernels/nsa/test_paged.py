@@ -93,13 +93,15 @@ def test_batches_of_decodes_and_prefills() -> None:
 
 def test_speculating_decodes_have_several_tokens() -> None:
     layer = make_layer()
-    tokens = {name: make_tokens(n + 3, layer, n) for name, n in (("a", 150), ("b", 41))}
+    lengths, taken = {"a": 150, "b": 41, "c": 70}, {"a": 3, "b": 1, "c": 2}
+    tokens = {name: make_tokens(n, layer, n) for name, n in lengths.items()}
     paged = PagedLayer(layer, 16, 40)
     for name, rows in tokens.items():
-        paged.step({name: rows[:-3]})
-    found = paged.step({name: rows[-3:] for name, rows in tokens.items()}, decode_query_len=3)
-    for rows, out in zip(tokens.values(), found, strict=True):
-        close(out, layer(rows[None])[0, -3:])
+        paged.step({name: rows[: -taken[name]]})
+    last = {name: rows[-taken[name] :] for name, rows in tokens.items()}
+    found = paged.step(last, decode_query_len=3)
+    for (name, rows), out in zip(tokens.items(), found, strict=True):
+        close(out, layer(rows[None])[0, -taken[name] :])
 
 
 def test_sequences_share_the_pages_they_begin_with() -> None:
