@@ -1,7 +1,7 @@
 """Native sparse attention against its peers on one GPU: whole passes, selected branch, memory.
 
-    python benchmarks/nsa.py --csv nsa.csv                    every case of nsa.yaml
-    python benchmarks/nsa.py --only 64x4:64k --kernels        one case, and the time of each kernel
+    python benchmarks/nsa.py --csv nsa.csv                          every comparison of nsa.yaml
+    python benchmarks/nsa.py --only "forward 64x4:64k" --kernels    the time of each kernel
 
 Ours is checked against the fp64 oracle at the case's heads first, and a failed check stops the run.
 All implementations of a case are timed in turn, one call of each after the other, with a cold L2
@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import nsa_peers
 import torch
@@ -34,6 +36,7 @@ DIM = 128
 CUDA = torch.device("cuda")
 OURS = "sparsek"
 NO_WINDOW = "no window branch"
+Call = Callable[[], object]
 
 
 def inputs(heads: int, kv_heads: int, tokens: int, kind: str) -> list[torch.Tensor]:
@@ -57,9 +60,10 @@ def inputs(heads: int, kv_heads: int, tokens: int, kind: str) -> list[torch.Tens
     return [q, k, v, *gates]
 
 
-def gate(heads: int, kv_heads: int, kind: str) -> str:
+@cache
+def gate(heads: int, kv_heads: int) -> str:
     """Stop unless a short call agrees with the oracle, outputs and gradients; the worst error."""
-    tensors = inputs(heads, kv_heads, 1280, kind)
+    tensors = inputs(heads, kv_heads, 1280, "random")
     leaves = [x.clone().requires_grad_() for x in tensors]
     out, indices = nsa_attention(*leaves, return_block_indices=True)
     upstream = torch.randn_like(out)
@@ -110,7 +114,7 @@ def time_limit(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def forward_call(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> Any:
+def forward_call(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> Call:
     def call() -> torch.Tensor:
         with torch.no_grad():
             return function(*tensors)
@@ -118,7 +122,7 @@ def forward_call(function: Callable[..., torch.Tensor], tensors: list[torch.Tens
     return call
 
 
-def backward_call(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> Any:
+def backward_call(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> Call:
     """A backward pass that can be repeated, over the inputs that take part."""
     leaves = [x.clone().requires_grad_() for x in tensors]
     out = function(*leaves)
@@ -132,156 +136,171 @@ def backward_call(function: Callable[..., torch.Tensor], tensors: list[torch.Ten
     return call
 
 
-def peak_mib(tensors: list[torch.Tensor]) -> dict[str, float]:
-    """Peak memory of our passes beyond inputs, outputs and the gradients of both, MiB."""
-    found = {}
+def peak_mib(op: str, tensors: list[torch.Tensor]) -> float | None:
+    """Peak memory of our pass beyond inputs, output and the gradients of both, MiB."""
+    if op == "selected":
+        return None
     base = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    with torch.no_grad():
-        out = nsa_attention(*tensors)
-    size = out.numel() * out.element_size()
-    found["forward"] = (torch.cuda.max_memory_allocated() - base - size) / 2**20
-    del out
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    out = nsa_attention(*leaves)
-    dout = torch.randn_like(out)
-    torch.cuda.reset_peak_memory_stats()
-    torch.autograd.grad(out, leaves, dout)
-    kept = sum(x.numel() * x.element_size() for x in (out, dout, *leaves))
-    found["backward"] = (torch.cuda.max_memory_allocated() - base - kept) / 2**20
-    return found
+    leaves = [x.detach().requires_grad_(op == "backward") for x in tensors]
+    kept = [nsa_attention(*leaves)]
+    if op == "backward":
+        kept += [torch.randn_like(kept[0]), *leaves]
+        torch.cuda.reset_peak_memory_stats()
+        torch.autograd.grad(kept[0], leaves, kept[1])
+    size = sum(x.numel() * x.element_size() for x in kept)
+    return (torch.cuda.max_memory_allocated() - base - size) / 2**20
 
 
-def measure(
-    case: dict[str, Any], limit_s: int, budget_ms: float, add: Callable[[Row], None]
-) -> None:
-    """Rows of one case: forward, backward, selected branch."""
-    heads, kv_heads = (int(x) for x in case["case"].split(":")[0].split("x"))
-    length, kind = case["case"].split(":")[1], case.get("queries", "random")
-    tokens = int(length.removesuffix("k")) * (1024 if length.endswith("k") else 1)
-    checked = gate(heads, kv_heads, kind)
-    tensors = inputs(heads, kv_heads, tokens, kind)
-    peaks = peak_mib(tensors)
-    for what in ("forward", "backward", "selected"):
-        if what not in case:
-            continue
-        wanted, bars = case[what]["peers"], case[what].get("bars", {})
-        loaders = nsa_peers.SELECTED if what == "selected" else nsa_peers.WHOLE
-        used = [*tensors[:3], random_selection(tokens, kv_heads)] if what == "selected" else tensors
-        make = backward_call if what == "backward" else forward_call
-        ours = selected_attention if what == "selected" else nsa_attention
-        row = Row(f"nsa_{what}", f"{heads}x{kv_heads} {kind}", f"q{length}", OURS, "ok", checked)
-        rows, timed = [], []
-        for name in (OURS, *wanted):
-            note = NO_WINDOW if name in nsa_peers.SPARSE and what != "selected" else ""
-            one = dataclasses.replace(row, provider=name, note=note)
-            if name == OURS:
-                one = dataclasses.replace(one, peak_mib=peaks.get(what))
-            else:
-                one = dataclasses.replace(one, detail="")
-            try:
-                with time_limit(600 if name == OURS else limit_s):
-                    function = ours if name == OURS else loaders[name](*tensors[:2])
-                    call = make(function, used)
-                    call()
-                    torch.cuda.synchronize()
-                timed.append(
-                    make_timed(
-                        call, timing="cold", device=CUDA, graph=name in case[what].get("graph", [])
-                    )
-                )
-            except Exception as problem:  # a peer that cannot run this case is a row of its own
-                if name == OURS:
-                    raise
-                status = "unavailable" if isinstance(problem, Unavailable) else "error"
-                text = f"{type(problem).__name__}: {str(problem).splitlines()[:1]}"[:160]
-                add(dataclasses.replace(one, status=status, detail=text))
-                continue
-            rows.append(one)
-        times = time_interleaved(timed, device=CUDA, budget_ms=budget_ms, min_samples=5)
-        found = {}
-        for one, time in zip(rows, times, strict=True):
-            found[one.provider] = time.median_ms
-            add(
-                dataclasses.replace(
-                    one,
-                    ms=time.median_ms,
-                    p20_ms=time.p20_ms,
-                    p80_ms=time.p80_ms,
-                    samples=time.samples,
-                    method=time.method,
-                )
-            )
-        for name, bar in bars.items():
-            peers = [ms for peer, ms in found.items() if peer == name]
-            if name == "best":
-                peers = [ms for peer, ms in found.items() if peer in nsa_peers.SPARSE]
-            if peers:
-                ratio = min(peers) / found[OURS]
+@dataclass(frozen=True)
+class Comparison:
+    """One line of the YAML file: an operation of one case, and whom to time beside ours."""
+
+    op: str
+    case: str
+    peers: list[str]
+    queries: str = "random"
+    bars: dict[str, float] = field(default_factory=dict)
+    graph: list[str] = field(default_factory=list)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Query and KV heads."""
+        heads, kv_heads = self.case.split(":")[0].split("x")
+        return int(heads), int(kv_heads)
+
+    @property
+    def tokens(self) -> int:
+        length = self.case.split(":")[1]
+        return int(length.removesuffix("k")) * (1024 if length.endswith("k") else 1)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return inputs(*self.heads, self.tokens, self.queries)
+
+    def row(self, op: str) -> Row:
+        """An empty row of this case."""
+        heads, length = self.case.split(":")
+        return Row(op, f"{heads} {self.queries}", f"q{length}", OURS, "ok")
+
+    def verdicts(self, found: dict[str, float]) -> list[str]:
+        """Each bar beside the speed-up of ours."""
+        said = []
+        for name, bar in self.bars.items():
+            sparse = nsa_peers.SPARSE if name == "best" else {name}
+            times = [ms for peer, ms in found.items() if peer in sparse]
+            if times and OURS in found:
+                ratio = min(times) / found[OURS]
                 verdict = "met" if ratio >= bar else "NOT met"
-                print(f"{row.op} {row.case} {row.spec}: {ratio:.2f} x {name}, bar {bar}: {verdict}")
-        del timed, rows
-        torch.cuda.empty_cache()
+                said.append(f"{self.op} {self.case}: {ratio:.2f} x {name}, bar {bar}: {verdict}")
+        return said
 
 
-def measure_kernels(case: dict[str, Any], add: Callable[[Row], None]) -> None:
-    """Time of every kernel of one forward and one backward pass, over all its launches."""
-    heads, kv_heads = (int(x) for x in case["case"].split(":")[0].split("x"))
-    length, kind = case["case"].split(":")[1], case.get("queries", "random")
-    tokens = int(length.removesuffix("k")) * (1024 if length.endswith("k") else 1)
-    leaves = [x.requires_grad_() for x in inputs(heads, kv_heads, tokens, kind)]
-    for turn in range(2):  # the first pass compiles
-        dout = torch.randn_like(leaves[0])
-        for what in ("forward", "backward"):
-            torch.cuda.synchronize()
-            with profile(activities=[ProfilerActivity.CUDA]) as seen:
-                if what == "forward":
-                    out = nsa_attention(*leaves)
-                else:
-                    torch.autograd.grad(out, leaves, dout)
-                torch.cuda.synchronize()
-            if turn == 0:
-                continue
-            spent = {x.key: x.device_time_total / 1e3 for x in seen.key_averages()}
-            spent["all kernels"] = sum(spent.values())
-            for kernel, ms in sorted(spent.items(), key=lambda item: -item[1]):
-                if ms > 0.005:
-                    op, name = f"nsa_{what} kernels", f"{heads}x{kv_heads} {kind}"
-                    add(Row(op, name, f"q{length}", kernel[:70], "ok", ms=ms, method="profiler"))
+def provider_call(one: Comparison, name: str, tensors: list[torch.Tensor]) -> Call:
+    """What is timed, run once: compiled, tuned, and able to run this case."""
+    if name == OURS:
+        function = selected_attention if one.op == "selected" else nsa_attention
+    else:
+        loaders = nsa_peers.SELECTED if one.op == "selected" else nsa_peers.WHOLE
+        function = loaders[name](*tensors[:2])
+    call = (backward_call if one.op == "backward" else forward_call)(function, tensors)
+    call()
+    torch.cuda.synchronize()
+    return call
+
+
+def measure(one: Comparison, args: argparse.Namespace, add: Callable[[Row], None]) -> None:
+    """Rows of one comparison."""
+    alone = args.once and bool(args.peers)
+    checked = "" if alone else gate(*one.heads)
+    tensors = one.tensors
+    peak = None if alone else peak_mib(one.op, tensors)
+    if one.op == "selected":
+        tensors = [*tensors[:3], random_selection(one.tokens, one.heads[1])]
+    rows, timed = [], []
+    for name in one.peers if alone else (OURS, *one.peers):
+        note = NO_WINDOW if name in nsa_peers.SPARSE and one.op != "selected" else ""
+        row = dataclasses.replace(one.row(f"nsa_{one.op}"), provider=name, note=note)
+        if name == OURS:
+            row = dataclasses.replace(row, detail=checked, peak_mib=peak)
+        try:
+            with time_limit(600 if name == OURS else args.limit_s):
+                call = provider_call(one, name, tensors)
+        except Exception as problem:  # a peer that cannot run this case is a row of its own
+            if name == OURS:
+                raise
+            status = "unavailable" if isinstance(problem, Unavailable) else "error"
+            text = f"{type(problem).__name__}: {str(problem)[:120]}"
+            add(dataclasses.replace(row, status=status, detail=text))
+            continue
+        rows.append(row)
+        timed.append(make_timed(call, timing="cold", device=CUDA, graph=name in one.graph))
+    if args.once:
+        return
+    taken = time_interleaved(timed, device=CUDA, budget_ms=args.budget_ms, min_samples=5)
+    for row, timing in zip(rows, taken, strict=True):
+        spread = {"p20_ms": timing.p20_ms, "p80_ms": timing.p80_ms, "samples": timing.samples}
+        add(dataclasses.replace(row, ms=timing.median_ms, method=timing.method, **spread))
+    found = {row.provider: timing.median_ms for row, timing in zip(rows, taken, strict=True)}
+    print(*one.verdicts(found), sep="\n", flush=True)
+
+
+def measure_kernels(one: Comparison, add: Callable[[Row], None]) -> None:
+    """Time of every kernel of one pass, over all its launches."""
+    leaves = [x.requires_grad_(one.op == "backward") for x in one.tensors]
+    call = (backward_call if one.op == "backward" else forward_call)(nsa_attention, leaves)
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    spent = {x.key: x.device_time_total / 1e3 for x in seen.key_averages()}
+    spent["all kernels"] = sum(spent.values())
+    row = one.row(f"nsa_{one.op} kernels")
+    for kernel, ms in sorted(spent.items(), key=lambda item: -item[1]):
+        if ms > 0.005:
+            add(dataclasses.replace(row, provider=kernel[:70], ms=ms, method="profiler"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--yaml", type=Path, default=Path(__file__).with_suffix(".yaml"))
-    parser.add_argument("--only", action="append", help="cases, CASE or CASE@correlated")
+    parser.add_argument("--only", action="append", help="comparisons, as `forward 64x4:64k`")
+    parser.add_argument("--peers", help="these peers alone, comma-separated")
     parser.add_argument("--kernels", action="store_true", help="time of each kernel instead")
+    parser.add_argument("--once", action="store_true", help="run each once, to compile it; with "
+                        "--peers, these alone")  # fmt: skip
     parser.add_argument("--csv", type=Path, help="rewritten after every row")
     parser.add_argument("--commit", help="commit to note, where the checkout is none")
     parser.add_argument("--limit-s", type=int, default=120, help="for a peer's first call")
     parser.add_argument("--budget-ms", type=float, default=2000, help="of one comparison")
     args = parser.parse_args()
+    begin = time.perf_counter()
     machine = dataclasses.asdict(describe_machine(CUDA))
     machine["commit"] = args.commit or machine["commit"]
     rows: list[Row] = []
 
     def add(row: Row) -> None:
         rows.append(dataclasses.replace(row, **machine))
-        ms = "" if row.ms is None else f"{row.ms:10.3f} ms"
-        print(f"{row.op:22} {row.case:17} {row.spec:6} {row.provider:50} {ms} {row.status}")
-        if row.status != "ok":
-            print("   ", row.detail)
+        ms = row.status if row.ms is None else f"{row.ms:10.3f} ms"
+        at = time.perf_counter() - begin
+        name = f"{row.op:20} {row.case:17} {row.spec:6} {row.provider}"
+        print(f"{at:6.1f} s  {name:60} {ms}  {row.detail}", flush=True)
         if args.csv:
             write_csv(args.csv, rows)
 
-    for case in yaml.safe_load(args.yaml.read_text(encoding="utf-8")):
-        kind = case.get("queries", "random")
-        name = case["case"] if kind == "random" else f"{case['case']}@{kind}"
+    for fields in yaml.safe_load(args.yaml.read_text(encoding="utf-8")):
+        one = Comparison(**fields)
+        if args.peers is not None:
+            one = dataclasses.replace(one, peers=[x for x in one.peers if x in args.peers])
+        name = f"{one.op} {one.case}"
         if args.only and name not in args.only:
             continue
         if args.kernels:
-            measure_kernels(case, add)
+            measure_kernels(one, add)
         else:
-            measure(case, args.limit_s, args.budget_ms, add)
+            measure(one, args, add)
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 python benchmarks/tune_nsa.py --heads 64 --kv-heads 4 --tokens 32768
 python benchmarks/tune_nsa.py --tokens 2048 --part 0/8     compile every eighth variant only
+
+Prints a JSON line for each variant: the stage, what differs from the table, milliseconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,36 +18,56 @@ import torch
 from triton.testing import do_bench
 
 from sparsek_kernels.nsa import launch_common, launch_compressed, launch_select, launch_selected
-from sparsek_kernels.nsa.config import TileConfig, select_config
+from sparsek_kernels.nsa.config import LaunchConfig, TileConfig, select_config
 from sparsek_kernels.nsa.spec import NSASpec
 
 DIM = 128
-TILES: dict[str, list[tuple[int, int, int, int]]] = {
-    "hopper": [(128, 128, 4, 2), (128, 64, 4, 3)],
-    "compressed": [(128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3), (128, 128, 8, 3)],
-    "compressed_dq": [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2)],
-    "compressed_dkdv": [(64, 128, 8, 2), (64, 64, 4, 2), (128, 64, 8, 2), (64, 128, 8, 3)],
-    "select": [(128, 16, 4, 3), (128, 16, 4, 2), (128, 16, 4, 4), (64, 16, 4, 3), (128, 32, 8, 2)],
-    "selected": [(64, 64, 4, 1), (64, 64, 4, 2), (128, 64, 4, 1), (128, 64, 4, 2), (128, 64, 8, 1)],
-    "combine": [(64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 2), (128, 64, 8, 3)],
+PORTABLE = {"hopper": None, "hopper_bwd": None}
+GATHER = {"selected_hopper": (64, 64, 4, 4)}
+GATHER_BWD = {"selected_bwd_hopper": (128, 64, 8, 2)}
+Changes = dict[str, Any]
+VARIANTS: dict[str, list[Changes]] = {
+    "select": [
+        {},
+        *({"select_hopper": x} for x in ((128, 64, 4, 3), (128, 64, 4, 4))),
+    ],
+    "selected": [
+        {},
+        *({"selected": x} for x in ((64, 64, 4, 1, 128), (64, 64, 4, 2))),
+        {"selected": (64, 64, 4, 1, 128), "index_rows": 0.25},
+        GATHER,
+        *({**GATHER, "index_rows": x} for x in (0.5, 0.25, 0.125)),
+        *({"combine": x} for x in ((64, 64, 4, 4), (64, 64, 4, 3, 168))),
+    ],
     "selected_bwd": [
-        *((32, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 1), (64, 64, 4, 2)),
-        *((64, 64, 8, 1), (128, 64, 8, 1), (128, 64, 8, 2)),  # 128 rows: rows first
+        {},
+        {"selected_bwd": (128, 64, 8, 1)},  # 128 rows: scores rows first
+        GATHER_BWD,
+        *({**GATHER_BWD, "chunk_rows": x} for x in (0.5, 2.0)),
+    ],
+    "compressed": [
+        {},
+        {"hopper": (128, 64, 4, 3)},
+        *({**PORTABLE, "compressed": x} for x in ((128, 64, 8, 3), (128, 128, 8, 3))),
+    ],
+    "compressed_bwd": [
+        {},
+        *({**PORTABLE, "compressed_dq": x} for x in ((128, 64, 8, 2), (128, 64, 8, 3))),
+        *({**PORTABLE, "compressed_dkdv": x} for x in ((64, 128, 8, 2), (64, 128, 8, 3))),
     ],
 }
-SCALARS: dict[str, list[tuple[str, float]]] = {
-    "selected": [("chunk_rows", 0.5), ("chunk_rows", 2.0), ("item_entries", 0.5)],
-    "selected_bwd": [("chunk_rows", 0.5), ("chunk_rows", 2.0), ("item_entries", 2.0)],
-}
 
 
-def variants() -> list[tuple[str, dict[str, Any]]]:
-    """(stage, changes of the configuration), the table's own first."""
-    found: list[tuple[str, dict[str, Any]]] = []
-    for stage, tiles in TILES.items():
-        found += [(stage, {stage: TileConfig(*tile)}) for tile in tiles]
-        found += [(stage, {name: factor}) for name, factor in SCALARS.get(stage, [])]
-    return found
+def changed(base: LaunchConfig, changes: Changes) -> LaunchConfig:
+    """``base`` with tiles and ``None`` put in place, and numbers multiplied."""
+    fields: Changes = {}
+    for name, value in changes.items():
+        if isinstance(value, tuple):
+            value = TileConfig(*value)
+        elif value is not None:
+            value = int(getattr(base, name) * value)
+        fields[name] = value
+    return replace(base, token_major=False, **fields)
 
 
 def stages(heads: int, kv_heads: int, tokens: int) -> dict[str, Callable[[], object]]:
@@ -83,14 +106,11 @@ def stages(heads: int, kv_heads: int, tokens: int) -> dict[str, Callable[[], obj
     for prepare in (compressed, select, selected):
         prepare()
     return {
-        "hopper": compressed,
-        "compressed": compressed,
-        "compressed_dq": backward,
-        "compressed_dkdv": backward,
         "select": select,
         "selected": selected,
-        "combine": selected,
         "selected_bwd": selected_bwd,
+        "compressed": compressed,
+        "compressed_bwd": backward,
     }
 
 
@@ -99,43 +119,32 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=64)
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--stage", action="append", choices=list(VARIANTS))
     parser.add_argument("--part", help="I/N: run each variant I, I + N, ... once, untimed")
     args = parser.parse_args()
     calls = stages(args.heads, args.kv_heads, args.tokens)
-    todo = variants()
+    todo = [(x, y) for x in args.stage or VARIANTS for y in VARIANTS[x]]
     if args.part:
         first, step = (int(x) for x in args.part.split("/"))
         todo = todo[first::step]
     for stage, changes in todo:
 
-        def choose(
-            *given: Any, changes: dict[str, Any] = changes, portable: bool = "compressed" in stage
-        ) -> Any:
-            base = select_config(*given)
-            fields = {
-                name: value if isinstance(value, TileConfig) else int(getattr(base, name) * value)
-                for name, value in changes.items()
-            }
-            if portable:
-                base = replace(base, hopper=None, hopper_bwd=None)
-            return replace(base, token_major=False, **fields)
+        def choose(*given: Any, changes: Changes = changes) -> LaunchConfig:
+            return changed(select_config(*given), changes)
 
         launch_common.select_config = choose
-        label = ", ".join(
-            f"{n} {(x.block_m, x.block_n, x.num_warps, x.num_stages)}"
-            if isinstance(x, TileConfig)
-            else f"{n} x {x}"
-            for n, x in changes.items()
-        )
+        line = {"heads": args.heads, "kv_heads": args.kv_heads, "tokens": args.tokens}
+        line |= {"stage": stage, "changes": changes}
         try:
             calls[stage]()
-            if not args.part:
-                ms = do_bench(calls[stage], warmup=10, rep=60, return_mode="median")
-                print(
-                    f"{args.heads}x{args.kv_heads} {stage:16} {label:44} {ms:8.3f} ms", flush=True
-                )
+            torch.cuda.synchronize()
+            if args.part:
+                continue
+            ms = do_bench(calls[stage], warmup=10, rep=60, return_mode="median")
+            line |= {"ms": round(float(ms), 3)}
         except Exception as problem:  # a variant that does not fit on the chip is a result too
-            print(f"{args.heads}x{args.kv_heads} {stage:16} {label:44} {str(problem)[:80]}")
+            line |= {"problem": str(problem)[:80]}
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from sparsek_kernels.checks import check_tensor
-from sparsek_kernels.nsa import ops, ops_gate
+from sparsek_kernels.nsa import ops, ops_branches
 from sparsek_kernels.nsa.checks import (
     DTYPES,
     check_indices,
@@ -319,7 +319,8 @@ def nsa_attention(
         q: ``[B, N, Hq, D]``, fp16, bf16, fp32 or fp64.
         k: keys of the selected branch ``[B, M, Hkv, D]``, v alike.
         v: values of the selected branch.
-        g_cmp: gates of the compressed branch ``[B, N, Hq]``, any floating dtype.
+        g_cmp: gates of the compressed branch ``[B, N, Hq]``, any floating dtype, not negative (on
+            Hopper GPUs gradients pass through their logarithm).
         g_slc: likewise of the selected branch.
         g_swa: likewise of the sliding branch.
         k_cmp: compressed keys ``[B, C, Hkv, D]`` of :func:`nsa_compress`; the block means of
@@ -355,6 +356,9 @@ def nsa_attention(
     q = check_query(q)
     check_like_keys("k", k, q)
     check_lengths(q, k.shape[1], cu_seqlens)
+    check_like_keys("v", v, q, k.shape[1])
+    if v.shape != k.shape:
+        raise ValueError(f"v: expected the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
     for name, first, second in (("v_cmp", k_cmp, v_cmp), ("v_swa", k_swa, v_swa)):
         if (first is None) != (second is None):
             raise ValueError(f"{name}: expected a tensor exactly when its keys are given")
@@ -369,28 +373,46 @@ def nsa_attention(
     _check_compressed(q, {"k_cmp": k_cmp, "v_cmp": v_cmp}, spec, length, cu_seqlens)
     scale = check_scale(softmax_scale, q.shape[3])
     fields = ops.spec_list(spec)
-    out_cmp, lse_cmp = ops.compressed_fwd(q, k_cmp, v_cmp, length, cu_seqlens, fields, scale)
-    if block_indices is None:
-        block_indices = ops.select(
-            q.detach(), k_cmp.detach(), lse_cmp.detach(), length, cu_seqlens, fields, scale
+    if block_indices is not None:
+        block_indices = check_indices(
+            block_indices, q, k.shape[2], length, sel_block_size, cu_seqlens, False
         )
-    out_slc = selected_attention(
-        q,
-        k,
-        v,
-        block_indices,
-        sel_block_size=sel_block_size,
-        softmax_scale=scale,
-        cu_seqlens=cu_seqlens,
-    )
-    out_swa = sink_flash_attention(
-        q,
-        k if k_swa is None else k_swa,
-        v if v_swa is None else v_swa,
+    k_swa = k if k_swa is None else k_swa
+    v_swa = v if v_swa is None else v_swa
+    # The gradient of the whole is that of one operator, so the branches need none.
+    query, key, value = q.detach(), k.detach(), v.detach()
+    cmp = (k_cmp.detach(), v_cmp.detach())
+    out_cmp, lse_cmp = ops.compressed_fwd(query, *cmp, length, cu_seqlens, fields, scale)
+    if block_indices is None:
+        block_indices = ops.select(query, cmp[0], lse_cmp, length, cu_seqlens, fields, scale)
+    out_swa, lse_swa = sink_flash_attention(
+        query,
+        k_swa.detach(),
+        v_swa.detach(),
         window_size=window_size,
         softmax_scale=scale,
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_k=cu_seqlens,
+        return_lse=True,
     )
-    out: torch.Tensor = ops_gate.gate(out_cmp, out_slc, out_swa, *gates)
+    selected = (query, key, value, block_indices, cu_seqlens, sel_block_size, scale)
+    leaves = (q, k_cmp, k, k_swa, v_cmp, v, v_swa, *gates)
+    out: torch.Tensor
+    if torch.is_grad_enabled() and any(x.requires_grad for x in leaves):
+        out_slc, lse_slc = ops.selected_fwd(*selected)
+        out = ops_branches.branches(
+            [out_cmp, out_slc, out_swa],
+            [lse_cmp, lse_slc, lse_swa],
+            gates,
+            q,
+            [k_cmp, k, k_swa],
+            [v_cmp, v, v_swa],
+            block_indices,
+            cu_seqlens,
+            fields,
+            window_size,
+            scale,
+        )
+    else:
+        out = ops_branches.selected_gated(out_cmp, out_swa, gates, *selected)
     return (out, block_indices) if return_block_indices else out

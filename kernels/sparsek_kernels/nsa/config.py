@@ -53,12 +53,16 @@ class ProblemShape:
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Launch parameters of one kernel: rows and columns of a tile, warps, pipeline depth."""
+    """Launch parameters of one kernel: rows and columns of a tile, warps, pipeline depth.
+
+    ``max_registers`` of a thread let more programs share a multiprocessor.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,10 +81,16 @@ class LaunchConfig:
         tokens: rows of a program of the token-major kernel.
         token_major: whether the forward pass is token-major.
         chunk_rows: tokens whose parts are held at once.
+        index_rows: tokens whose queries follow one another block by block in the forward pass; they
+            stay in the cache if they are few.
         item_entries: most queries that one block-major program serves.
         precision: input precision of dot products.
         hopper: tile of the warp-specialised compressed forward kernel, where that one is used.
         hopper_bwd: tile of the fused compressed backward kernel, where that one is used.
+        select_hopper: rows and compressed keys of the warp-specialised scores kernel, likewise.
+        selected_hopper: rows and stages of the warp-specialised block-major forward kernel, where
+            that one is used.
+        selected_bwd_hopper: likewise of the backward kernel.
     """
 
     compressed: TileConfig
@@ -93,10 +103,14 @@ class LaunchConfig:
     tokens: TileConfig
     token_major: bool
     chunk_rows: int
+    index_rows: int
     item_entries: int
     precision: str = "tf32"
     hopper: TileConfig | None = None
     hopper_bwd: TileConfig | None = None
+    select_hopper: TileConfig | None = None
+    selected_hopper: TileConfig | None = None
+    selected_bwd_hopper: TileConfig | None = None
 
 
 def _chunk_rows(shape: ProblemShape, slots: int, itemsize: int) -> int:
@@ -159,11 +173,11 @@ def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int
     token_major = rows * shape.num_kv_heads <= 2048
     chunk_rows = _chunk_rows(shape, slots, 4 if dtype == torch.float32 else 2)
     item_entries = max(2048 // shape.padded_group, 32)
-    # Those kernels know no earlier tokens than the queries.
     hopper = (
         arch == 90
         and dtype != torch.float32
         and shape.head_dim in (64, 128)
+        # Those kernels know no earlier tokens than the queries.
         and shape.num_q == shape.num_k
         and rows * shape.num_heads > 8192
     )
@@ -171,6 +185,7 @@ def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int
         **_tiles(shape.padded_dim, dtype, arch),
         token_major=token_major,
         chunk_rows=chunk_rows,
+        index_rows=chunk_rows,
         item_entries=item_entries,
         precision="ieee" if dtype == torch.float32 else "tf32",
         hopper=TileConfig(128, 128, 4, 2) if hopper else None,

@@ -83,3 +83,95 @@ def nsa_gate_bwd_kernel(
     gc = tl.load(gc_ptr + row, mask=mask_r, other=0.0).to(tl.float32)
     tl.store(dgc_ptr + row, tl.sum(c * dout, 1).to(dgc_ptr.dtype.element_ty), mask=mask_r)
     tl.store(dc_ptr + at, (dout * gc[:, None]).to(dc_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _branch_rows(
+    dgate_ptr,
+    dots_ptr,
+    folded_ptr,
+    out_ptr,
+    gate_ptr,
+    lse_ptr,
+    dout,
+    row,
+    stat,
+    mask_r,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One branch's share of the kernel below."""
+    offs_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    mask = mask_r[:, None] & (offs_d < HEAD_DIM)[None, :]
+    at = row[:, None] * HEAD_DIM + offs_d[None, :]
+    out = tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)  # [rows, BLOCK_D]
+    dots = tl.sum(out * dout, 1)  # [rows]
+    tl.store(dgate_ptr + row, dots.to(dgate_ptr.dtype.element_ty), mask=mask_r)
+    tl.store(dots_ptr + stat, dots, mask=mask_r)
+    gate = tl.load(gate_ptr + row, mask=mask_r, other=1.0).to(tl.float32)
+    lse = tl.load(lse_ptr + stat, mask=mask_r, other=0.0)
+    folded = tl.where(gate == 0.0, float("inf"), lse - tl.log(gate))
+    tl.store(folded_ptr + stat, folded, mask=mask_r)
+
+
+@triton.jit
+def nsa_gate_rows_kernel(
+    dga_ptr,
+    dgb_ptr,
+    dgc_ptr,
+    dots_ptr,
+    folded_ptr,
+    dout_ptr,
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    ga_ptr,
+    gb_ptr,
+    gc_ptr,
+    lse_a_ptr,
+    lse_b_ptr,
+    lse_c_ptr,
+    stride_gb,
+    stride_gt,
+    stride_gh,
+    stride_gd,
+    num_q,
+    num_heads,
+    num_stats,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program: ``BLOCK_T`` tokens and ``BLOCK_H`` heads; gradients of the gates and more.
+
+    Writes ``dg = sum_d dout o`` of each branch, like the gates ``[B, N, Hq]`` and as fp32
+    ``dots [3, B, Hq, N]``, and ``folded = lse - ln g`` likewise.  Only ``dout`` may be strided.
+    """
+    offs_r = tl.arange(0, BLOCK_T * BLOCK_H)
+    token = tl.program_id(0) * BLOCK_T + offs_r // BLOCK_H
+    head = tl.program_id(1) * BLOCK_H + offs_r % BLOCK_H
+    batch = tl.program_id(2).to(tl.int64)
+    mask_r = (token < num_q) & (head < num_heads)
+    row = (batch * num_q + token) * num_heads + head
+    stat = (batch * num_heads + head) * num_q + token
+    offs_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    upstream = batch * stride_gb + token.to(tl.int64) * stride_gt + head.to(tl.int64) * stride_gh
+    dout = tl.load(
+        dout_ptr + upstream[:, None] + offs_d[None, :] * stride_gd,
+        mask=mask_r[:, None] & (offs_d < HEAD_DIM)[None, :],
+        other=0.0,
+    ).to(tl.float32)  # [BLOCK_T * BLOCK_H, BLOCK_D]
+    _branch_rows(
+        dga_ptr, dots_ptr, folded_ptr, a_ptr, ga_ptr, lse_a_ptr, dout, row, stat, mask_r,
+        HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+    wide = num_stats.to(tl.int64)
+    _branch_rows(
+        dgb_ptr, dots_ptr + wide, folded_ptr + wide, b_ptr, gb_ptr, lse_b_ptr, dout, row, stat,
+        mask_r, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+    _branch_rows(
+        dgc_ptr, dots_ptr + 2 * wide, folded_ptr + 2 * wide, c_ptr, gc_ptr, lse_c_ptr, dout, row,
+        stat, mask_r, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip

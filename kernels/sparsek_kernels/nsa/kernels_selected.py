@@ -204,6 +204,11 @@ def nsa_selected_combine_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    cmp_ptr,
+    swa_ptr,
+    gate_cmp_ptr,
+    gate_slc_ptr,
+    gate_swa_ptr,
     indices_ptr,
     cu_rows_ptr,
     cu_first_ptr,
@@ -233,19 +238,22 @@ def nsa_selected_combine_kernel(
     SEL_BLOCK: tl.constexpr,
     MAPPED: tl.constexpr,
     VARLEN: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
+    NEAR_STAGES: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     """One program: ``BLOCK_T`` neighbouring tokens of one KV head; near blocks and parts together.
 
     Tokens are rows ``first_row ..`` of ``[B * N]``; ``out`` and ``lse`` are contiguous.  With
     several sequences ``tiles`` maps programs to (sequence, tile), ``cu_first`` holds the sequences'
-    first rows and ``cu_rows`` the same clipped to this launch.
+    first rows and ``cu_rows`` the same clipped to this launch.  ``GATED``: the output is the gated
+    sum of this branch and two others, contiguous like ``out``, and ``lse`` is not written.
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -320,7 +328,7 @@ def nsa_selected_combine_kernel(
     low = tl.maximum((start + shift) // SEL_BLOCK - 1, 0)
     high = (tl.minimum(start + BLOCK_T, end) - 1 + shift) // SEL_BLOCK
     # The first block, then those from low to high.
-    for step in tl.range(tl.where(low > 0, 0, 1), high - low + 2, num_stages=2):
+    for step in tl.range(tl.where(low > 0, 0, 1), high - low + 2, num_stages=NEAR_STAGES):
         block = tl.where(step == 0, 0, low + step - 1)
         holds = tl.max((chosen_all == block).to(tl.int32), 1)  # [BLOCK_T]
         holds = tl.broadcast_to(holds[:, None], [BLOCK_T, BLOCK_G])
@@ -339,20 +347,24 @@ def nsa_selected_combine_kernel(
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
     m_ref = tl.where(m == float("-inf"), 0.0, m)
+    weights = tl.exp2(far_lse - m_ref[:, None])  # [BLOCK_T * BLOCK_G, BLOCK_S]
+    total += tl.sum(weights, 1)
     for s in tl.range(SLOTS, num_stages=NUM_STAGES):
-        chosen = tl.load(chosen_ptrs + s, mask=mask_r, other=-1)
-        far = mask_r & (chosen >= 0) & (is_near(chosen, own) == 0)
-        at = (slot + s) * GROUP + member
-        part_lse = tl.load(part_lse_ptr + at, mask=far, other=float("-inf"))
-        weight = tl.exp2(part_lse - m_ref)
-        total += weight
-        part_ptrs = part_ptr + at[:, None] * HEAD_DIM + offs_d[None, :]
-        part = tl.load(part_ptrs, mask=far[:, None] & mask_d[None, :], other=0.0)
+        weight = tl.sum(tl.where((offs_s == s)[None, :], weights, 0.0), 1)
+        part_ptrs = part_ptr + ((slot + s) * GROUP + member)[:, None] * HEAD_DIM + offs_d[None, :]
+        part = tl.load(part_ptrs, mask=(weight > 0.0)[:, None] & mask_d[None, :], other=0.0)
         acc += part.to(tl.float32) * weight[:, None]
     acc = acc * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
-    lse = tl.where(total > 0.0, (m_ref + tl.log2(total)) * 0.6931471805599453, float("-inf"))
-    out_row = (wide_row * num_kv_heads * GROUP + head)[:, None] * HEAD_DIM
-    out_ptrs = out_ptr + out_row + offs_d[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask_q)
-    stat = (wide_row // num_q * num_kv_heads * GROUP + head) * num_q + wide_row % num_q
-    tl.store(lse_ptr + stat, lse, mask=mask_r)
+    flat = wide_row * num_kv_heads * GROUP + head
+    at = flat[:, None] * HEAD_DIM + offs_d[None, :]
+    if GATED:
+        acc *= tl.load(gate_slc_ptr + flat, mask=mask_r, other=0.0).to(tl.float32)[:, None]
+        gate = tl.load(gate_cmp_ptr + flat, mask=mask_r, other=0.0).to(tl.float32)
+        acc += tl.load(cmp_ptr + at, mask=mask_q, other=0.0).to(tl.float32) * gate[:, None]
+        gate = tl.load(gate_swa_ptr + flat, mask=mask_r, other=0.0).to(tl.float32)
+        acc += tl.load(swa_ptr + at, mask=mask_q, other=0.0).to(tl.float32) * gate[:, None]
+    else:
+        lse = tl.where(total > 0.0, (m_ref + tl.log2(total)) * 0.6931471805599453, float("-inf"))
+        stat = (wide_row // num_q * num_kv_heads * GROUP + head) * num_q + wide_row % num_q
+        tl.store(lse_ptr + stat, lse, mask=mask_r)
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask_q)

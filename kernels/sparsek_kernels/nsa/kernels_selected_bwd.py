@@ -157,19 +157,25 @@ def nsa_selected_bwd_part_kernel(
 def nsa_selected_bwd_dq_kernel(
     dq_ptr,
     dq_part_ptr,
+    dq_acc_ptr,
     indices_ptr,
     scale,
     first_row,
     num_rows,
+    num_q,
     num_kv_heads,
     GROUP: tl.constexpr,
     SLOTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ADDED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program: ``dq`` of ``BLOCK_T`` tokens of one KV head from the parts of their slots."""
+    """One program: ``dq`` of ``BLOCK_T`` tokens of one KV head from the parts of their slots.
+
+    ``ADDED``: and from ``dq_acc [B, Hq, N, D]``.
+    """
     kv_head = tl.program_id(1)
     offs_r = tl.arange(0, BLOCK_T * BLOCK_G)
     local = tl.program_id(0) * BLOCK_T + offs_r // BLOCK_G
@@ -180,14 +186,19 @@ def nsa_selected_bwd_dq_kernel(
     wide = local.to(tl.int64)
     slot = (wide * num_kv_heads + kv_head) * SLOTS
     chosen_ptrs = indices_ptr + ((wide + first_row) * num_kv_heads + kv_head) * SLOTS
+    head = kv_head * GROUP + member
     acc = tl.zeros([BLOCK_T * BLOCK_G, BLOCK_D], dtype=tl.float32)
+    if ADDED:
+        row = wide + first_row
+        acc_row = (row // num_q * num_kv_heads * GROUP + head) * num_q + row % num_q
+        acc_ptrs = dq_acc_ptr + acc_row[:, None] * HEAD_DIM + offs_d[None, :]
+        acc = tl.load(acc_ptrs, mask=mask_q, other=0.0)  # [BLOCK_T * BLOCK_G, BLOCK_D]
     for s in tl.range(SLOTS, num_stages=4):
         chosen = tl.load(chosen_ptrs + s, mask=mask_r, other=-1)
         at = (slot + s) * GROUP + member
         part_ptrs = dq_part_ptr + at[:, None] * HEAD_DIM + offs_d[None, :]
         part = tl.load(part_ptrs, mask=mask_q & (chosen >= 0)[:, None], other=0.0)
         acc += part.to(tl.float32)
-    head = kv_head * GROUP + member
     at = (wide + first_row) * num_kv_heads * GROUP + head
     dq_ptrs = dq_ptr + at[:, None] * HEAD_DIM + offs_d[None, :]
     tl.store(dq_ptrs, (acc * scale).to(dq_ptr.dtype.element_ty), mask=mask_q)

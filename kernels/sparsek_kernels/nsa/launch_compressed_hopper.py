@@ -103,7 +103,8 @@ def _share(group: int, programs: int) -> int:
     return share
 
 
-def backward(
+def accumulate(
+    dq_acc: torch.Tensor,
     dout: torch.Tensor,
     q: torch.Tensor,
     k_cmp: torch.Tensor,
@@ -116,10 +117,8 @@ def backward(
     tile: TileConfig,
     spec: NSASpec,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k_cmp and v_cmp; bitwise reproducible."""
-    if not describable(dout):
-        dout = dout.contiguous()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add unscaled ``dq`` to fp32 ``dq_acc [B, Hq, N, D]``; the gradients of k_cmp and v_cmp."""
     batch, rows, num_kv_heads, head_dim = k_cmp.shape
     share = _share(shape.group, triton.cdiv(rows, tile.block_n) * num_kv_heads * batch)
     parts = shape.group // share
@@ -128,8 +127,6 @@ def backward(
     heads = num_kv_heads * parts
     new = torch.empty if cu_cmp is None else torch.zeros  # packed: rows of no sequence
     dk, dv = (new(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    dims = (batch, shape.num_heads, shape.num_q, head_dim)
-    dq_acc = torch.zeros(dims, dtype=torch.float32, device=q.device)
     (blocks, _, _), tiles = tile_grid(cu_cmp, rows, tile.block_n, heads, batch)
     seqs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     order_blocks = shape.num_q // tile.block_m + seqs + 1
@@ -185,21 +182,48 @@ def backward(
         G_STAGES=2,
         num_warps=tile.num_warps,
     )
+    if parts > 1:
+        split = (batch, rows, num_kv_heads, parts, head_dim)
+        dk, dv = (x.view(split).sum(3, dtype=torch.float32).to(x.dtype) for x in (dk, dv))
+    return dk, dv
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    v_cmp: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    cu_cmp: torch.Tensor | None,
+    shape: ProblemShape,
+    tile: TileConfig,
+    spec: NSASpec,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k_cmp and v_cmp; bitwise reproducible."""
+    if not describable(dout):
+        dout = dout.contiguous()
+    dims = (shape.batch, shape.num_heads, shape.num_q, shape.head_dim)
+    dq_acc = torch.zeros(dims, dtype=torch.float32, device=q.device)
+    dk, dv = accumulate(
+        *(dq_acc, dout, q, k_cmp, v_cmp, lse, delta),
+        *(cu_seqlens, cu_cmp, shape, tile, spec, scale),
+    )
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     step = 8192 // shape.padded_dim
-    sink_window_bwd_finish_kernel[(triton.cdiv(shape.num_q, step), shape.num_heads, batch)](
+    grid = (triton.cdiv(shape.num_q, step), shape.num_heads, shape.batch)
+    sink_window_bwd_finish_kernel[grid](
         dq,
         dq_acc,
         scale,
         *dq.stride()[:3],
         shape.num_q,
         shape.num_heads,
-        HEAD_DIM=head_dim,
+        HEAD_DIM=shape.head_dim,
         BLOCK_M=step,
         BLOCK_D=shape.padded_dim,
         num_warps=4,
     )
-    if parts > 1:
-        split = (batch, rows, num_kv_heads, parts, head_dim)
-        dk, dv = (x.view(split).sum(3, dtype=torch.float32).to(x.dtype) for x in (dk, dv))
     return dq, dk, dv

@@ -5,10 +5,14 @@ from __future__ import annotations
 import torch
 import triton
 
+from sparsek_kernels.common.descriptors import describable, describe, tile_layout
+from sparsek_kernels.nsa.config import LaunchConfig, ProblemShape
 from sparsek_kernels.nsa.kernels_select import nsa_block_scores_kernel, nsa_top_blocks_kernel
+from sparsek_kernels.nsa.kernels_select_hopper import nsa_block_scores_hopper_kernel
 from sparsek_kernels.nsa.launch_common import launch_config, problem_shape, tile_grid
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
 from sparsek_kernels.nsa.spec import NSASpec
+from sparsek_kernels.sink_window.launch_hopper import copyable
 
 _SCRATCH_SCORES = 1 << 25  # block scores held at once
 _LEAST_ROWS = 2048  # tokens of a launch, however many blocks there are
@@ -23,16 +27,13 @@ def select(
     cu_seqlens: torch.Tensor | None,
     spec: NSASpec,
     scale: float,
+    config: LaunchConfig | None = None,
 ) -> None:
     """Fill contiguous ``block_indices [B, N, Hkv, top_n]``."""
     if block_indices.numel() == 0:
         return
     shape = problem_shape(q, k_cmp.shape[2], seq_len)
-    config = launch_config(q, shape, spec.top_n)
-    block_g = shape.padded_group
-    block_t = max(max(config.select.block_m, 16) // block_g, 1)
-    block_c = triton.next_power_of_2(spec.cells_per_sel)
-    block_b = max(config.select.block_n, 16 // block_c)
+    config = config or launch_config(q, shape, spec.top_n)
     num_blocks = spec.num_selectable(seq_len)
     free = spec.top_n - spec.num_init_blocks - spec.num_local_blocks
     scored = free > 0 and k_cmp.shape[1] > 0
@@ -40,10 +41,9 @@ def select(
     per_row = shape.batch * shape.num_kv_heads * num_blocks * (2 if spills else 1)
     step = min(max(_SCRATCH_SCORES // per_row, _LEAST_ROWS), shape.num_q)
     scores = torch.empty((per_row * step if scored else 1,), dtype=torch.float32, device=q.device)
-    cu = cu_cmp = q
+    cu_cmp: torch.Tensor | None = None
     token_seq: torch.Tensor | None = None
     if cu_seqlens is not None:
-        cu = cu_seqlens
         cu_cmp = compressed_cu_seqlens(cu_seqlens, spec.cmp_block_size, spec.cmp_stride)
         row = torch.arange(shape.num_q, dtype=torch.int32, device=q.device)
         token_seq = torch.searchsorted(cu_seqlens[1:], row, right=True, out_int32=True)
@@ -51,49 +51,104 @@ def select(
     offset = seq_len - shape.num_q
     for first in range(0, shape.num_q, step):
         rows = min(step, shape.num_q - first)
-        cu_rows = None if cu_seqlens is None else cu_seqlens.clamp(first, first + rows)
         if scored:
-            grid, tiles = tile_grid(cu_rows, rows, block_t, shape.num_kv_heads, shape.batch)
-            nsa_block_scores_kernel[grid](
-                scores,
-                q,
-                k_cmp,
-                lse,
-                cu if cu_rows is None else cu_rows,
-                cu,
-                cu_cmp,
-                cu if tiles is None else tiles,
-                scale,
-                *q.stride(),
-                *k_cmp.stride(),
-                first,
-                rows,
-                shape.num_q,
-                offset,
-                shape.num_heads,
-                k_cmp.shape[1],
-                num_blocks,
-                GROUP=shape.group,
-                HEAD_DIM=shape.head_dim,
-                CMP_BLOCK=spec.cmp_block_size,
-                CMP_STRIDE=spec.cmp_stride,
-                SEL_BLOCK=spec.sel_block_size,
-                NUM_LOCAL=spec.num_local_blocks,
-                VARLEN=cu_seqlens is not None,
-                BLOCK_T=block_t,
-                BLOCK_G=block_g,
-                BLOCK_B=block_b,
-                BLOCK_C=block_c,
-                BLOCK_D=shape.padded_dim,
-                PRECISION=config.precision,
-                NUM_STAGES=config.select.num_stages,
-                num_warps=config.select.num_warps,
-                num_stages=config.select.num_stages,
+            _score(
+                *(scores, q, k_cmp, lse, cu_seqlens, cu_cmp, first, rows, offset, num_blocks),
+                *(shape, spec, scale, config),
             )
         choose(
             block_indices, scores, token_seq, cu_seqlens, first, rows, offset, spec, num_blocks,
             spills,
         )  # fmt: skip
+
+
+def _score(
+    scores: torch.Tensor,
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    cu_cmp: torch.Tensor | None,
+    first: int,
+    rows: int,
+    offset: int,
+    num_blocks: int,
+    shape: ProblemShape,
+    spec: NSASpec,
+    scale: float,
+    config: LaunchConfig,
+) -> None:
+    """Scores of rows ``first .. first + rows - 1`` on all blocks that the kernels look at."""
+    tile, cells = config.select, spec.cells_per_sel
+    hopper = config.select_hopper
+    if (
+        hopper is not None
+        and spec.num_local_blocks >= 2
+        and cells & (cells - 1) == 0
+        and cells <= hopper.block_n
+        and copyable(q)
+        and describable(k_cmp)
+    ):
+        tile = hopper
+    else:
+        hopper = None
+    block_t = max(max(tile.block_m, 16) // shape.padded_group, 1)
+    cu_rows = None if cu_seqlens is None else cu_seqlens.clamp(first, first + rows)
+    grid, tiles = tile_grid(cu_rows, rows, block_t, shape.num_kv_heads, shape.batch)
+    maps = tuple(q if x is None else x for x in (cu_rows, cu_seqlens, cu_cmp, tiles))
+    sizes = (first, rows, shape.num_q, offset, shape.num_heads, k_cmp.shape[1], num_blocks)
+    rules = {
+        "GROUP": shape.group,
+        "HEAD_DIM": shape.head_dim,
+        "CMP_BLOCK": spec.cmp_block_size,
+        "CMP_STRIDE": spec.cmp_stride,
+        "SEL_BLOCK": spec.sel_block_size,
+        "NUM_LOCAL": spec.num_local_blocks,
+        "VARLEN": cu_seqlens is not None,
+        "BLOCK_T": block_t,
+        "BLOCK_G": shape.padded_group,
+    }
+    if hopper is not None:
+        k_desc, k_rows, k_cols = describe(k_cmp, tile.block_n)
+        nsa_block_scores_hopper_kernel[grid](
+            scores,
+            q,
+            k_desc,
+            lse,
+            *maps,
+            scale,
+            *(x // 8 for x in q.stride()[:3]),
+            k_rows,
+            k_cols,
+            *sizes,
+            Q_LAYOUT=tile_layout(block_t * shape.padded_group, shape.head_dim, q.dtype),
+            **rules,
+            BLOCK_K=tile.block_n,
+            STAGES=tile.num_stages,
+            num_warps=tile.num_warps,
+            maxnreg=128,  # of 65536, for two programs of eight warps
+        )
+        return
+    block_c = triton.next_power_of_2(cells)
+    nsa_block_scores_kernel[grid](
+        scores,
+        q,
+        k_cmp,
+        lse,
+        *maps,
+        scale,
+        *q.stride(),
+        *k_cmp.stride(),
+        *sizes,
+        **rules,
+        BLOCK_B=max(tile.block_n, 16 // block_c),
+        BLOCK_C=block_c,
+        BLOCK_D=shape.padded_dim,
+        PRECISION=config.precision,
+        NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
 
 
 def choose(

@@ -11,6 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparsek_kernels.nsa import (
+    launch_branches,
     launch_common,
     launch_compress,
     launch_compressed,
@@ -27,9 +31,13 @@ from sparsek_kernels.nsa import (
     launch_select,
     launch_selected,
 )
+from sparsek_kernels.nsa.config import TileConfig
 from sparsek_kernels.nsa.spec import NSASpec
 
-MODULES = (launch_compress, launch_compressed, launch_gate, launch_select, launch_selected)
+MODULES = (
+    *(launch_branches, launch_compress, launch_compressed),
+    *(launch_gate, launch_select, launch_selected),
+)
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -78,10 +86,24 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
         launch_select.select(found, few, cmp, lse, tokens, None, spec, scale)
         launch_selected.forward(few, lse, few, k, k, found, None, 64, scale)
     launch_selected.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
+    if arch == 90:
+        base = launch_common.select_config
+        tiles = {
+            "select_hopper": TileConfig(128, 64, 4, 3),
+            "selected_hopper": TileConfig(64, 64, 4, 4),
+            "selected_bwd_hopper": TileConfig(128, 64, 8, 2),
+        }
+        launch_common.select_config = lambda *args: replace(base(*args), **tiles)
+        launch_select.select(indices, q, cmp, lse, tokens, None, spec, scale)
+        launch_selected.forward(q, lse, q, k, k, indices, None, 64, scale)
+        launch_selected.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
+    launch_selected.forward_gated(q, q, q, gates, q, k, k, indices, None, 64, scale)
+    launch_branches.gate_rows(q, [q] * 3, gates, [lse] * 3)
     launch_gate.forward(q, [q] * 3, gates)
     launch_gate.backward([q] * 3 + gates, q, [q] * 3, gates)
     # Once for many tokens and once for a decoded one, told apart by their first argument.
-    return list({(launch[0], launch[2][0].shape[:2]): launch for launch in seen}.values())
+    found = {(x[0], x[2][0].shape[:2], x[3].get("GATED", False)): x for x in seen}
+    return list(found.values())
 
 
 def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
@@ -102,13 +124,17 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
         elif isinstance(value, torch.Tensor):
             signature[arg] = TYPES[value.dtype]
             attrs[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            element = TYPES[value.base.dtype].removeprefix("*")
+            signature[arg] = f"tensordesc<{element}{list(value.block_shape)},{value.layout!r}>"
         elif isinstance(value, float):
             signature[arg] = "fp32"
         else:
             signature[arg] = "i32"
             if value % 16 == 0:
                 attrs[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attrs)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(kernel, signature, constants, attrs)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

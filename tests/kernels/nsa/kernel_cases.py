@@ -17,7 +17,9 @@ from itertools import pairwise
 
 import torch
 
+from sparsek_kernels import nsa_attention
 from sparsek_kernels.nsa import (
+    launch_branches,
     launch_compress,
     launch_compressed,
     launch_gate,
@@ -61,9 +63,9 @@ TINY = [
 ]
 BF16 = torch.bfloat16
 GPU = [
-    Case("g16", 4096, (32, 2), 128, FULL, BF16),
+    Case("g16", 3072, (32, 2), 128, FULL, BF16),
     Case("g8", 2048, (16, 2), 128, FULL, BF16),
-    Case("g4", 4096, (16, 4), 128, FULL, BF16),
+    Case("g4", 3072, (16, 4), 128, FULL, BF16),
     Case("g7-dim64", 1531, (14, 2), 64, FULL, BF16),
     Case("g2-fp16", 2048, (4, 2), 64, FULL, torch.float16),
     Case("g1", 3000, (2, 2), 128, FULL, BF16),
@@ -244,31 +246,41 @@ def run(case: Case, device: str) -> int:
 
     # selection
     shape = (case.batch, num_q, case.heads[1], spec.top_n)
-    indices = torch.full(shape, -7, dtype=torch.int32, device=device)
-    launch_select.select(indices, q, k_cmp, lse, total, cu, spec, scale)
-    equal, lost = [], 0.0
-    for b in range(len(bounds)):
-        _, length, _ = split(q, b)
-        lo = bounds[b][0] if packed else 0
-        scores = ref.block_scores(
-            probs[b].cpu(), spec.num_selectable(length), case.heads[1], spec.cmp_block_size,
-            spec.cmp_stride, spec.sel_block_size,
-        )  # fmt: skip
-        want = ref.select_reference(
-            scores, length, spec.sel_block_size, spec.top_n, spec.num_init_blocks,
-            spec.num_local_blocks,
-        )  # fmt: skip
-        have = indices[0 if packed else b, lo : lo + want.shape[0]].cpu()
-        equal.append((have == want).flatten())
-        if want.numel():
-            wanted, found_mass = (
-                torch.where(x >= 0, scores.transpose(0, 1).gather(2, x.clamp(min=0).long()), 0.0)
-                for x in (want, have)
-            )
-            lost = max(lost, float((wanted.sum(-1) - found_mass.sum(-1)).abs().max()))
-    share = float(torch.cat(equal).double().mean())
-    near = 1e-5 if dtype == torch.float32 else 2e-3
-    judge.say(share > 0.98 and lost < near, "selection", f"equal {share:.4f}, mass lost {lost:.1e}")
+    kinds = {"": replace(base, select_hopper=None)}
+    if device == "cuda" and fits_hopper(case):
+        kinds["hopper "] = replace(base, select_hopper=TileConfig(128, 64, 4, 3))
+    for kind, config in kinds.items():
+        indices = torch.full(shape, -7, dtype=torch.int32, device=device)
+        launch_select.select(indices, q, k_cmp, lse, total, cu, spec, scale, config)
+        equal, lost = [], 0.0
+        for b in range(len(bounds)):
+            _, length, _ = split(q, b)
+            lo = bounds[b][0] if packed else 0
+            scores = ref.block_scores(
+                probs[b].cpu(), spec.num_selectable(length), case.heads[1], spec.cmp_block_size,
+                spec.cmp_stride, spec.sel_block_size,
+            )  # fmt: skip
+            want = ref.select_reference(
+                scores, length, spec.sel_block_size, spec.top_n, spec.num_init_blocks,
+                spec.num_local_blocks,
+            )  # fmt: skip
+            have = indices[0 if packed else b, lo : lo + want.shape[0]].cpu()
+            equal.append((have == want).flatten())
+            if want.numel():
+                wanted, found_mass = (
+                    torch.where(
+                        x >= 0, scores.transpose(0, 1).gather(2, x.clamp(min=0).long()), 0.0
+                    )
+                    for x in (want, have)
+                )
+                lost = max(lost, float((wanted.sum(-1) - found_mass.sum(-1)).abs().max()))
+        share = float(torch.cat(equal).double().mean())
+        near = 1e-5 if dtype == torch.float32 else 2e-3
+        judge.say(
+            share > 0.98 and lost < near,
+            f"{kind}selection",
+            f"equal {share:.4f}, mass lost {lost:.1e}",
+        )
 
     # selected attention, both designs, on the selection just made
     def selected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -286,13 +298,25 @@ def run(case: Case, device: str) -> int:
     exact_all = gradients(selected, (q, k, v), dout, dlse, torch.float64)
     rows_all = case.batch * num_q
     chunked = replace(
-        base, token_major=False, chunk_rows=-(-rows_all // 3), item_entries=max(rows_all // 9, 5)
-    )
+        base, token_major=False, chunk_rows=-(-rows_all // 3), index_rows=-(-rows_all // 7),
+        item_entries=max(rows_all // 9, 5),
+        selected_hopper=None, selected_bwd_hopper=None,
+    )  # fmt: skip
     designs = {
         "token-major": replace(base, token_major=True),
-        "block-major": replace(base, token_major=False),
+        "block-major": replace(
+            base, token_major=False, selected_hopper=None, selected_bwd_hopper=None
+        ),
         "block-major chunks": chunked,
     }
+    both = ("block-major", "block-major chunks")
+    if device == "cuda" and fits_hopper(case):
+        for design in both:
+            designs[f"hopper {design}"] = replace(
+                designs[design],
+                selected_hopper=TileConfig(64, 64, 4, 4),
+                selected_bwd_hopper=TileConfig(128, 64, 8, 2),
+            )
     for design, config in designs.items():
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
@@ -302,7 +326,9 @@ def run(case: Case, device: str) -> int:
     designs["rows first"] = replace(
         designs["block-major"], selected_bwd=replace(base.selected_bwd, block_m=128, num_warps=8)
     )
-    for design in ("block-major", "block-major chunks", "rows first"):
+    for design in designs:
+        if design == "token-major":
+            continue
         found = launch_selected.backward(
             *(dout, dlse, q, k, v, out, lse, indices, cu, spec.sel_block_size, scale),
             designs[design],
@@ -311,8 +337,30 @@ def run(case: Case, device: str) -> int:
             ("dq", "dk", "dv"), found, plain[2:], exact_all[2:], strict=True
         ):
             judge.error(f"{design} {name}", ours, low, high)
+    acc = torch.randn(case.batch, case.heads[0], num_q, case.dim).to(device)
+    delta = (dout.float() * out.float()).sum(-1).transpose(1, 2) - dlse
+    summed, _, _ = launch_selected.backward_rows(
+        *(dout, lse, delta.contiguous(), acc, q, k, v, indices, cu, spec.sel_block_size, scale),
+        designs["block-major"],
+    )
+    others = scale * acc.transpose(1, 2)
+    low, high = (x[2] + others.to(x[2].dtype) for x in (plain, exact_all))
+    judge.error("dq and that of others", summed, low, high)
 
     # gates
+    cmp, swa = (torch.randn(q.shape).to(dtype).to(device) for _ in range(2))
+    weights = [torch.rand(q.shape[:3]).to(device) for _ in range(3)]
+    for design in designs:
+        launch_selected.forward_gated(
+            *(out.fill_(float("nan")), cmp, swa, weights, q, k, v, indices, cu),
+            *(spec.sel_block_size, scale, designs[design]),
+        )
+        low, high = (
+            sum(g.to(x[0].dtype)[..., None] * b.to(x[0].dtype) for g, b in
+                zip(weights, (cmp, x[0], swa), strict=True))
+            for x in (plain, exact_all)
+        )  # fmt: skip
+        judge.error(f"{design} gated", out, low, high)
     branches = [torch.randn(q.shape).to(dtype).to(device) for _ in range(3)]
     gates = [torch.rand(q.shape[:3]).to(device) for _ in range(3)]
     launch_gate.forward(out, branches, gates)
@@ -321,9 +369,49 @@ def run(case: Case, device: str) -> int:
     judge.error("gate", out, exact.detach().to(dtype), exact.detach())
     grads = [torch.full_like(x, float("nan")) for x in (*branches, *gates)]
     launch_gate.backward(grads, dout, branches, gates)
+    rows_want = []
     for i, want in enumerate(torch.autograd.grad(exact, leaves, dout.double())):
         judge.error(f"gate gradient {i}", grads[i], want.to(grads[i].dtype), want)
+        if i >= 3:
+            rows_want.append(want)
+    gates[1][:, ::3] = 0.0
+    found, dots, folded = launch_branches.gate_rows(dout, branches, gates, [lse] * 3)
+    for i, want in enumerate(rows_want):
+        judge.error(f"gate rows {i}", found[i], want.to(found[i].dtype), want)
+        judge.error(f"gate dots {i}", dots[i], want.transpose(1, 2).float(), want.transpose(1, 2))
+        exact = lse.double() - gates[i].transpose(1, 2).double().log()
+        judge.error(f"gate in lse {i}", folded[i], exact.float(), exact)
+    if device == "cuda":
+        run_attention(judge, (q, k, v, *gates), dout, cu, spec)
     return judge.failed
+
+
+def run_attention(
+    judge: Judge,
+    inputs: tuple[torch.Tensor, ...],
+    dout: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    spec: NSASpec,
+) -> None:
+    """Check the whole attention, whose backward pass is one operator."""
+    options = {
+        **{"cmp_block_size": spec.cmp_block_size, "cmp_stride": spec.cmp_stride},
+        **{"sel_block_size": spec.sel_block_size, "top_n": spec.top_n},
+        **{"num_init_blocks": spec.num_init_blocks, "num_local_blocks": spec.num_local_blocks},
+        "cu_seqlens": cu_seqlens,
+    }
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out, indices = nsa_attention(*leaves, **options, return_block_indices=True)
+    ours = (out, *torch.autograd.grad(out, leaves, dout))
+    wanted = []
+    for dtype in (inputs[0].dtype, torch.float64):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        with torch.device(inputs[0].device):
+            found = ref.nsa_reference(*leaves, **options, block_indices=indices).out
+        wanted.append((found, *torch.autograd.grad(found, leaves, dout.to(dtype))))
+    names = ("out", "dq", "dk", "dv", "dg_cmp", "dg_slc", "dg_swa")
+    for name, have, plain, exact in zip(names, ours, *wanted, strict=True):
+        judge.error(f"attention {name}", have.detach(), plain.detach(), exact.detach())
 
 
 def run_best(num_blocks: int, num_init: int, spills: bool, device: str) -> int:

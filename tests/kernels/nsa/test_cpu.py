@@ -210,6 +210,15 @@ def test_strided_inputs_are_read_by_stride(problem: Any) -> None:
     )
 
 
+def test_without_gradients_the_output_is_the_same(problem: Any) -> None:
+    case = problem(64, window_size=20, **SMALL)
+    with_gradients = nsa_attention(*case.leaves(), **case.options)
+    without = nsa_attention(case.q, case.k, case.v, *case.gates, **case.options)
+    assert with_gradients.requires_grad
+    assert not without.requires_grad
+    torch.testing.assert_close(with_gradients.detach(), without)
+
+
 @pytest.mark.parametrize("cu", [None, torch.tensor([0, 9, 33], dtype=torch.int32)])
 def test_operators_keep_their_contracts(problem: Any, cu: torch.Tensor | None) -> None:
     case = problem(33, **SMALL)
@@ -231,7 +240,15 @@ def test_operators_keep_their_contracts(problem: Any, cu: torch.Tensor | None) -
     torch.library.opcheck(
         torch.ops.sparsek.nsa_selected_fwd, (q, k, v, indices, cu, 8, 0.3), test_utils=tests
     )
-    torch.library.opcheck(torch.ops.sparsek.nsa_gate, (q, q, q, *case.gates), test_utils=tests)
+    out, stat = q.detach(), lse.detach()
+    gates = [x.detach().requires_grad_() for x in case.gates]
+    branches = (
+        *([out] * 3, [stat] * 3, gates, q, [k_cmp, k, k], [v_cmp, v, v]),
+        *(indices, cu, spec, 20, 0.3),
+    )
+    torch.library.opcheck(torch.ops.sparsek.nsa_branches, branches, test_utils=tests)
+    gated = (out, out, case.gates, out, k.detach(), v.detach(), indices, cu, 8, 0.3)
+    torch.library.opcheck(torch.ops.sparsek.nsa_selected_gated, gated, test_utils=tests)
 
 
 def test_public_names_are_exported() -> None:
