@@ -148,7 +148,13 @@ REFUSED: dict[str, tuple[NSALlamaConfig, dict[str, Any], dict[str, Any], str]] =
         {},
         "top_n: expected more than the 3 forced",
     ),
-    "kv cache": (CONFIG, {}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+    "fp8 cache": (CONFIG, {}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+    "another cache": (
+        CONFIG,
+        {},
+        {"kv_cache_dtype": "bfloat16"},
+        "kv_cache_dtype: expected auto for a model with an nsa section, got bfloat16",
+    ),
 }
 
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from sparsek_backend.config import ConfigError, resolve_config
 from sparsek_backend.nn import NSAConfig
 from sparsek_backend.vllm_backend.accounting import nsa_attended
+from sparsek_backend.vllm_backend.nsa import tail_elements, view_nsa_pages
 from sparsek_backend.vllm_backend.report import describe_nsa_layers
 
 SECTION = {"top_n": 8, "window_size": 256}
@@ -57,6 +59,30 @@ def test_attended_keys_are_those_of_the_rule() -> None:
         selected = sum(min(16, position + 1 - 16 * block) for block in blocks)
         expected = spec.num_compressed(position + 1) + selected + min(position + 1, 20)
         assert nsa_attended(config, np.array([position]))[0] == expected
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_views_share_nothing(shared: bool) -> None:
+    """Eight views (four with one K and V) cover a page, tail included, without overlap."""
+    config = NSAConfig(shared_kv=shared)
+    heads, page, dim, pages = 2, 32, 8, 3
+    cache_heads = heads * config.num_branches
+    used = cache_heads * page * 2 * dim
+    stride = used + tail_elements(config, cache_heads, page, dim)
+    raw = torch.zeros(pages * stride)
+    shape, strides = (pages, cache_heads, page, 2 * dim), (stride, page * 2 * dim, 2 * dim, 1)
+    views = view_nsa_pages(raw.as_strided(shape, strides), config)
+    names = ("k_slc", "v_slc", "k_cmp", "v_cmp")
+    if not shared:
+        names = ("k_raw", "v_raw", "k_swa", "v_swa", *names)
+    for name in names:
+        getattr(views, name).add_(1.0)
+    assert (raw == 1.0).all()
+
+
+def test_pages_without_room_are_refused() -> None:
+    with pytest.raises(ValueError, match="kv_cache: expected pages of at least"):
+        view_nsa_pages(torch.zeros(3, 6, 32, 16), NSAConfig())
 
 
 def test_log_line() -> None:
