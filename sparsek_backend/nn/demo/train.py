@@ -62,7 +62,7 @@ class DemoConfig:
     tokens_per_step: int = 32768
     min_length: int = 512
     max_length: int = 8192
-    learning_rate: float = 1e-3
+    learning_rate: float = 1.5e-3
     seed: int = 0
     save_every: int = 50
     timed_tokens: int = 65536
