@@ -21,6 +21,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.vllm_backend.nsa_models import CONFIG, complete, make_model
+from tests.vllm_backend.tiny_models import VOCABULARY, write_tokenizer
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2"
 MAX_LEN = 1024
@@ -314,3 +317,24 @@ def test_a_bad_setting_ends_the_process_with_one_message(
     assert text.count("SPARSEK setting topk") == 1
     assert "did you mean top_k" in text
     assert "Engine core" not in text
+
+
+def test_a_natively_sparse_folder(environment: dict[str, str], tmp_path: Path) -> None:
+    """What was trained and saved is served: the module's own tokens."""
+    model = make_model(CONFIG, tmp_path)
+    write_tokenizer(tmp_path)
+    prompt = torch.randint(3, VOCABULARY, (300,), generator=torch.Generator().manual_seed(0))
+    server = Server(tmp_path, environment, tmp_path / "server.log", "--dtype", "float32")
+    try:
+        server.wait_until_healthy()
+        answer = server.client().completions.create(
+            model=MODEL,
+            prompt=prompt.tolist(),
+            max_tokens=8,
+            temperature=0,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )
+    finally:
+        server.stop()
+    assert answer.choices[0].token_ids == complete(model, prompt.tolist(), 8)
+    assert "SPARSEK layers 0-1: nsa, mlp of 16 tokens every 8 + 5 blocks of 32" in server.text()

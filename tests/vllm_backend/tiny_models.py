@@ -121,7 +121,7 @@ def make_tiny_model(name: str, folder: Path) -> Path:
     model = kind.from_config(config).float()
     torch.random.set_rng_state(state)
     model.save_pretrained(folder)
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     if name in _ARCHITECTURES:
         path = folder / "config.json"
         written = json.loads(path.read_text(encoding="utf-8"))
@@ -130,7 +130,7 @@ def make_tiny_model(name: str, folder: Path) -> Path:
     return folder
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     """A tokenizer of numbers: some engines insist on having one."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
