@@ -27,11 +27,19 @@ from .stats import STATS
 
 @dataclass
 class _Engine:
-    """The engine whose layers are being built in this process, and whether any selects blocks."""
+    """The engine whose layers are being built in this process.
+
+    Args:
+        vllm_config: its configuration.
+        resolved: its settings.
+        selects_blocks: whether any layer selects blocks by score.
+        rehearsed: whether a natively sparse layer has shown what memory a prefill takes.
+    """
 
     vllm_config: weakref.ref[Any]
     resolved: ResolvedConfig
     selects_blocks: bool = False
+    rehearsed: bool = False
 
 
 _engine: _Engine | None = None

@@ -13,13 +13,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from vllm.config import get_layers_from_vllm_config
+from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from sparsek_backend.nn.config import NSAConfig
-from sparsek_kernels.nsa.paged import compress_new_blocks, nsa_paged_attention
+from sparsek_kernels.nsa.paged import (
+    compress_new_blocks,
+    nsa_paged_attention,
+    rehearse_prefill,
+)
 from sparsek_kernels.nsa.paged_cache import Compression, NSAPages
 from sparsek_kernels.paged.api import write_kv
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -80,6 +84,7 @@ class NSAImpl(SparseKImpl):
         self.config = engine_nsa()
         self._make_compression = make_compression
         self._compression: Compression | None = None
+        self._max_model_len: int = get_current_vllm_config().model_config.max_model_len
         self._nsa_pages: NSAPages | None = None
         self._nsa_key: tuple[int, tuple[int, ...]] | None = None
 
@@ -133,6 +138,7 @@ class NSAImpl(SparseKImpl):
                 "attention-quantisation fusion pass"
             )
         if attn_metadata is None:
+            self._rehearse(query)
             return output.zero_()
         STATS.forward_calls += 1
         tokens, heads = attn_metadata.num_actual_tokens, self.num_heads // 3
@@ -148,6 +154,16 @@ class NSAImpl(SparseKImpl):
             out=output[:tokens].unflatten(1, (3, heads)),
         )
         return output
+
+    def _rehearse(self, query: torch.Tensor) -> None:
+        """While vLLM measures memory: what gathering and attending a longest sequence takes."""
+        if self._engine.rehearsed or not query.is_cuda:
+            return
+        self._engine.rehearsed = True
+        heads = self.num_kv_heads // self.config.num_branches
+        rehearse_prefill(
+            query[:, : self.num_heads // 3], heads, self._max_model_len, self.config.spec
+        )
 
     def _view(self, kv_cache: torch.Tensor) -> NSAPages:
         """Return the cache's views, made once for each cache tensor."""

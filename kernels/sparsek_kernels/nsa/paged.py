@@ -176,13 +176,46 @@ def _prefill(
     cells = spec.num_compressed(length) + hidden
     k_cmp, v_cmp = (_gather(x, table, cells)[:, hidden:] for x in (pages.k_cmp, pages.v_cmp))
     k, v = (_gather(x, table, length) for x in (pages.k_slc, pages.v_slc))
-    q = q[None]
-    fields = ops.spec_list(spec)
+    _attend_sequence(out, q, k, v, k_cmp, v_cmp, spec, scale)
+
+
+def _attend_sequence(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cmp: torch.Tensor,
+    v_cmp: torch.Tensor,
+    spec: NSASpec,
+    scale: float,
+) -> None:
+    """The last tokens of a sequence over its gathered keys and values ``[1, M, Hkv, D]``."""
+    q, length, fields = q[None], k.shape[1], ops.spec_list(spec)
     found, lse = ops.compressed_fwd(q, k_cmp, v_cmp, length, None, fields, scale)
     out[:, 0] = found[0]
     chosen = ops.select(q, k_cmp, lse, length, None, fields, scale)
     found, _ = ops.selected_fwd(q, k, v, chosen, None, spec.sel_block_size, scale)
     out[:, 1] = found[0]
+
+
+def rehearse_prefill(q: torch.Tensor, num_kv_heads: int, length: int, spec: NSASpec) -> None:
+    """Take the memory that prefilling ``q`` at the end of ``length`` tokens takes, and free it.
+
+    A server that measures its memory before it serves then leaves room for it; the kernels are
+    compiled on the way.
+
+    Args:
+        q: ``[T, Hq, D]`` of any values; the last of ``length`` tokens.
+        num_kv_heads: KV heads.
+        length: longest sequence.
+        spec: block sizes and counts.
+    """
+    q, dim = q[:length], q.shape[2]
+    k = q.new_zeros(1, length, num_kv_heads, dim)
+    k_cmp = q.new_zeros(1, spec.num_compressed(length), num_kv_heads, dim)
+    v, v_cmp = torch.zeros_like(k), torch.zeros_like(k_cmp)
+    out = q.new_empty((q.shape[0], 2, *q.shape[1:]))
+    _attend_sequence(out, torch.zeros_like(q), k, v, k_cmp, v_cmp, spec, dim**-0.5)
 
 
 def _gather(cache: torch.Tensor, table: torch.Tensor, count: int) -> torch.Tensor:

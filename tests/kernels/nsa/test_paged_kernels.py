@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from sparsek_backend.nn import NSAConfig
+from sparsek_kernels import PagedBatch
+from sparsek_kernels.nsa.paged import rehearse_prefill
 from tests.kernels.nsa.paged_layer import PagedLayer, make_layer, make_tokens
 
 HERE = Path(__file__).parent
@@ -54,6 +57,36 @@ def test_kernels_compile_without_spilling(arch: int, group: int, dim: int, dtype
     for row in rows:
         assert row["stack"] <= 64, f"{row['kernel']} spills {row['stack']} bytes"
         assert row["shared"] <= 99 * 1024, f"{row['kernel']} needs {row['shared']} bytes"
+
+
+class _Recorder(PagedLayer):
+    """Keeps the arguments of the last attention call."""
+
+    def attend(self, q: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        self.call = (q, batch)
+        return super().attend(q, batch)
+
+
+@pytest.mark.gpu
+def test_a_rehearsal_takes_the_memory_of_a_prefill() -> None:
+    layer = make_layer(NSAConfig(), (16, 4), 128, dtype=torch.bfloat16, device="cuda")
+    paged = _Recorder(layer, 64, 400)
+    tokens = make_tokens(20000, layer)
+    for part in (tokens[:-4000], tokens[-4000:]):
+        paged.step({"a": part})
+
+    def peak(call: Callable[[], object]) -> int:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+
+    q, _ = paged.call
+    rehearsed = peak(lambda: rehearse_prefill(q, 4, 20000, NSAConfig().spec))
+    taken = peak(lambda: paged.attend(*paged.call))
+    assert rehearsed >= 2 * 20000 * 4 * 128 * 2  # K and V at least
+    assert taken <= rehearsed + 3 * q.numel() * 2 + (8 << 20)  # the output is the caller's
 
 
 GPU: dict[str, tuple[NSAConfig, tuple[int, int], int, torch.dtype]] = {
