@@ -1,7 +1,7 @@
 """Native sparse attention against its peers on one GPU: whole passes, selected branch, memory.
 
     python benchmarks/nsa.py --csv nsa.csv                          every comparison of nsa.yaml
-    python benchmarks/nsa.py --only "forward 64x4:64k" --kernels    the time of each kernel
+    python benchmarks/nsa.py --only "forward 64x4:64k" --kernels kernels.csv
 
 Ours is checked against the fp64 oracle at the case's heads first, and a failed check stops the run.
 All implementations of a case are timed in turn, one call of each after the other, with a cold L2
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import nsa_peers
@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from sparsek_backend.bench.machine import describe_machine
 from sparsek_backend.bench.registry import Unavailable
-from sparsek_backend.bench.results import Row, write_csv
+from sparsek_backend.bench.results import Row, read_csv, write_csv
 from sparsek_backend.bench.timing import make_timed, time_interleaved
 from sparsek_kernels import nsa_attention, selected_attention
 from sparsek_kernels.nsa.reference import nsa_reference
@@ -267,10 +267,10 @@ def main() -> None:
     parser.add_argument("--yaml", type=Path, default=Path(__file__).with_suffix(".yaml"))
     parser.add_argument("--only", action="append", help="comparisons, as `forward 64x4:64k`")
     parser.add_argument("--peers", help="these peers alone, comma-separated")
-    parser.add_argument("--kernels", action="store_true", help="time of each kernel instead")
+    parser.add_argument("--kernels", type=Path, help="CSV for the time of each kernel of ours, too")
     parser.add_argument("--once", action="store_true", help="run each once, to compile it; with "
                         "--peers, these alone")  # fmt: skip
-    parser.add_argument("--csv", type=Path, help="rewritten after every row")
+    parser.add_argument("--csv", type=Path, help="rows are added to those that it holds")
     parser.add_argument("--commit", help="commit to note, where the checkout is none")
     parser.add_argument("--limit-s", type=int, default=120, help="for a peer's first call")
     parser.add_argument("--budget-ms", type=float, default=2000, help="of one comparison")
@@ -278,29 +278,30 @@ def main() -> None:
     begin = time.perf_counter()
     machine = dataclasses.asdict(describe_machine(CUDA))
     machine["commit"] = args.commit or machine["commit"]
-    rows: list[Row] = []
 
-    def add(row: Row) -> None:
-        rows.append(dataclasses.replace(row, **machine))
+    def add(row: Row, path: Path | None = args.csv) -> None:
+        row = dataclasses.replace(row, **machine)
         ms = row.status if row.ms is None else f"{row.ms:10.3f} ms"
         at = time.perf_counter() - begin
         name = f"{row.op:20} {row.case:17} {row.spec:6} {row.provider}"
         print(f"{at:6.1f} s  {name:60} {ms}  {row.detail}", flush=True)
-        if args.csv:
-            write_csv(args.csv, rows)
+        if path:
+            write_csv(path, [*(read_csv(path) if path.exists() else ()), row])
 
+    chosen = []
     for fields in yaml.safe_load(args.yaml.read_text(encoding="utf-8")):
         one = Comparison(**fields)
         if args.peers is not None:
             one = dataclasses.replace(one, peers=[x for x in one.peers if x in args.peers])
-        name = f"{one.op} {one.case}"
-        if args.only and name not in args.only:
-            continue
-        if args.kernels:
-            measure_kernels(one, add)
-        else:
-            measure(one, args, add)
+        if not args.only or f"{one.op} {one.case}" in args.only:
+            chosen.append(one)
+    for one in chosen:
+        measure(one, args, add)
         torch.cuda.empty_cache()
+    for one in chosen if args.kernels else ():
+        if one.op != "selected":
+            measure_kernels(one, partial(add, path=args.kernels))
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

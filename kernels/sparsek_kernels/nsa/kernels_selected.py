@@ -18,6 +18,13 @@ import triton.language as tl
 
 from sparsek_kernels.common.softmax import softmax_init, softmax_step
 
+# Whatever these numbers are, one compiled kernel serves.
+SIZES = [
+    *("first_key", "num_keys", "first_slot", "num_blocks", "num_q", "num_k", "offset"),
+    "item_entries",
+]
+ROW_SIZES = ["first_row", "num_rows", "num_q", "num_k", "offset"]
+
 
 @triton.jit
 def locate_item(
@@ -33,7 +40,7 @@ def locate_item(
     num_kv_heads,
     offset,
     num_k,
-    ITEM: tl.constexpr,
+    item_entries,
     VARLEN: tl.constexpr,
 ):
     """Which block, head, sequence and entries a program serves.
@@ -48,8 +55,8 @@ def locate_item(
     key = tl.load(item_keys_ptr + item, mask=live, other=0)
     begin = tl.load(entry_offsets_ptr + key)
     end = tl.load(entry_offsets_ptr + key + 1)
-    entry = begin + (item - tl.load(item_offsets_ptr + key)) * ITEM
-    entry_end = tl.minimum(entry + ITEM, end)
+    entry = begin + (item - tl.load(item_offsets_ptr + key)) * item_entries
+    entry_end = tl.minimum(entry + item_entries, end)
     kv_head = (key // num_blocks) % num_kv_heads
     block = key % num_blocks
     seq = tl.load(block_seq_ptr + block)
@@ -85,7 +92,7 @@ def load_entries(
     return slot, row, member, mask
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def nsa_selected_part_kernel(
     part_ptr,
     part_lse_ptr,
@@ -121,11 +128,11 @@ def nsa_selected_part_kernel(
     num_q,
     num_k,
     offset,
+    item_entries,
     GROUP: tl.constexpr,
     SLOTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
-    ITEM: tl.constexpr,
     VARLEN: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -134,14 +141,15 @@ def nsa_selected_part_kernel(
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """One program: up to ``ITEM`` queries that chose one block, ``BLOCK_E`` of them at a time.
+    """One program: up to ``item_entries`` queries that chose one block, ``BLOCK_E`` at a time.
 
     Writes ``part[slot - first_slot, member]`` (head vectors) and the base-2 log-sum-exp.  No block
     is near to its queries.
     """
     live, kv_head, batch, k_start, k_len, block, entry, entry_end, _shift = locate_item(
         item_keys_ptr, item_offsets_ptr, entry_offsets_ptr, block_seq_ptr, cu_blocks_ptr,
-        cu_seqlens_ptr, first_key, num_keys, num_blocks, num_kv_heads, offset, num_k, ITEM, VARLEN,
+        cu_seqlens_ptr, first_key, num_keys, num_blocks, num_kv_heads, offset, num_k, item_entries,
+        VARLEN,
     )  # fmt: skip
     if not live:
         return
@@ -195,7 +203,7 @@ def is_near(block, own):
     return (block == 0) | (block >= own - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ROW_SIZES)
 def nsa_selected_combine_kernel(
     out_ptr,
     lse_ptr,

@@ -13,10 +13,10 @@ dq; the parts are summed by kernels of their own.
 import triton
 import triton.language as tl
 
-from sparsek_kernels.nsa.kernels_selected import load_entries, locate_item
+from sparsek_kernels.nsa.kernels_selected import SIZES, load_entries, locate_item
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def nsa_selected_bwd_part_kernel(
     dk_part_ptr,
     dv_part_ptr,
@@ -60,11 +60,11 @@ def nsa_selected_bwd_part_kernel(
     num_q,
     num_k,
     offset,
+    item_entries,
     GROUP: tl.constexpr,
     SLOTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
-    ITEM: tl.constexpr,
     VARLEN: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -74,7 +74,7 @@ def nsa_selected_bwd_part_kernel(
     NUM_STAGES: tl.constexpr,
     ROWS_FIRST: tl.constexpr,
 ):
-    """One program: up to ``ITEM`` queries that chose one block, ``BLOCK_E`` of them at a time.
+    """One program: up to ``item_entries`` queries that chose one block, ``BLOCK_E`` at a time.
 
     ``ROWS_FIRST`` keeps the scores of many rows as ``[rows, BLOCK_N]``, which spreads ``dk`` and
     ``dv`` over more warps; otherwise they are ``[BLOCK_N, rows]`` and need no transposition.
@@ -84,7 +84,8 @@ def nsa_selected_bwd_part_kernel(
     """
     live, kv_head, batch, k_start, k_len, block, entry, entry_end, shift = locate_item(
         item_keys_ptr, item_offsets_ptr, entry_offsets_ptr, block_seq_ptr, cu_blocks_ptr,
-        cu_seqlens_ptr, first_key, num_keys, num_blocks, num_kv_heads, offset, num_k, ITEM, VARLEN,
+        cu_seqlens_ptr, first_key, num_keys, num_blocks, num_kv_heads, offset, num_k, item_entries,
+        VARLEN,
     )  # fmt: skip
     if not live:
         return
@@ -153,7 +154,7 @@ def nsa_selected_bwd_part_kernel(
     tl.store(dv_part_ptr + part, dv, mask=mask_d[None, :] & (offs_n >= 0)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "num_rows", "num_q"])
 def nsa_selected_bwd_dq_kernel(
     dq_ptr,
     dq_part_ptr,
@@ -204,7 +205,7 @@ def nsa_selected_bwd_dq_kernel(
     tl.store(dq_ptrs, (acc * scale).to(dq_ptr.dtype.element_ty), mask=mask_q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_key", "num_blocks", "num_k"])
 def nsa_selected_bwd_dkdv_kernel(
     dk_ptr,
     dv_ptr,

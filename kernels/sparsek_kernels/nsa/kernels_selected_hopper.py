@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.nsa.kernels_selected import locate_item
+from sparsek_kernels.nsa.kernels_selected import SIZES, locate_item
 from sparsek_kernels.nsa.kernels_selected_gather import GATHER_WARPS, copy_rows
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
@@ -153,7 +153,7 @@ def _compute_partition(
         )
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=SIZES)
 def nsa_selected_hopper_part_kernel(
     part_ptr,
     part_lse_ptr,
@@ -186,25 +186,26 @@ def nsa_selected_hopper_part_kernel(
     num_q,
     num_k,
     offset,
+    item_entries,
     Q_LAYOUT: gl.constexpr,
     K_LAYOUT: gl.constexpr,
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     SEL_BLOCK: gl.constexpr,
-    ITEM: gl.constexpr,
     VARLEN: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCK_G: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One program: up to ``ITEM`` queries that chose one block of ``SEL_BLOCK`` keys.
+    """One program: up to ``item_entries`` queries that chose one block of ``SEL_BLOCK`` keys.
 
     Strides count groups of eight elements.  Writes what ``nsa_selected_part_kernel`` writes.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     live, kv_head, batch, k_start, _k_len, block, entry, entry_end, _shift = locate_item(
         item_keys_ptr, item_offsets_ptr, entry_offsets_ptr, block_seq_ptr, cu_blocks_ptr,
-        cu_seqlens_ptr, first_key, num_keys, num_blocks, num_kv_heads, offset, num_k, ITEM, VARLEN,
+        cu_seqlens_ptr, first_key, num_keys, num_blocks, num_kv_heads, offset, num_k, item_entries,
+        VARLEN,
     )  # fmt: skip
     entry_end = gl.where(live, entry_end, entry)
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], Q_LAYOUT)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.nsa.kernels_selected import locate_item
+from sparsek_kernels.nsa.kernels_selected import SIZES, locate_item
 from sparsek_kernels.nsa.kernels_selected_gather import GATHER_WARPS, copy_rows
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
@@ -195,7 +195,7 @@ def _compute_partition(
         gl.store(dv_part_ptr + out_at, dv)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=SIZES)
 def nsa_selected_hopper_bwd_part_kernel(
     dk_part_ptr,
     dv_part_ptr,
@@ -235,26 +235,27 @@ def nsa_selected_hopper_bwd_part_kernel(
     num_q,
     num_k,
     offset,
+    item_entries,
     Q_LAYOUT: gl.constexpr,
     K_LAYOUT: gl.constexpr,
     DS_LAYOUT: gl.constexpr,
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     SEL_BLOCK: gl.constexpr,
-    ITEM: gl.constexpr,
     VARLEN: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCK_G: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One program: up to ``ITEM`` queries that chose one block of ``SEL_BLOCK`` keys.
+    """One program: up to ``item_entries`` queries that chose one block of ``SEL_BLOCK`` keys.
 
     Strides count groups of eight elements.  Writes what ``nsa_selected_bwd_part_kernel`` writes.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     live, kv_head, batch, k_start, k_len, block, entry, entry_end, shift = locate_item(
         item_keys_ptr, item_offsets_ptr, entry_offsets_ptr, block_seq_ptr, cu_blocks_ptr,
-        cu_seqlens_ptr, first_key, num_keys, num_blocks, num_kv_heads, offset, num_k, ITEM, VARLEN,
+        cu_seqlens_ptr, first_key, num_keys, num_blocks, num_kv_heads, offset, num_k, item_entries,
+        VARLEN,
     )  # fmt: skip
     entry_end = gl.where(live, entry_end, entry)
     # Rows ascend: those that do not see the whole block, because they lie in it, come first.

@@ -136,14 +136,14 @@ class _Call:
             shape.num_q,
             shape.num_k,
             offset,
+            index.item_entries,
         )
 
-    def item_options(self, index: InverseIndex, tile: TileConfig) -> dict[str, Any]:
+    def item_options(self, tile: TileConfig) -> dict[str, Any]:
         """Compile-time arguments of block-major kernels."""
         return {
             **self.heads,
             "SEL_BLOCK": self.sel_block_size,
-            "ITEM": index.item_entries,
             "VARLEN": self.varlen,
             "BLOCK_E": self.rows_to_tokens(tile.block_m),
             "BLOCK_N": self.block_n,
@@ -163,7 +163,7 @@ class _Call:
             return None
         return tile, tuple(x // 8 for y in tensors for x in y.stride()[:3])
 
-    def hopper_options(self, index: InverseIndex, tile: TileConfig, warps: int) -> dict[str, Any]:
+    def hopper_options(self, tile: TileConfig, warps: int) -> dict[str, Any]:
         """Compile-time arguments of Hopper kernels that share a multiprocessor's ``warps``."""
         return {
             "Q_LAYOUT": tile_layout(tile.block_m, self.shape.head_dim, self.dtype),
@@ -171,7 +171,6 @@ class _Call:
             "GROUP": self.shape.group,
             "HEAD_DIM": self.shape.head_dim,
             "SEL_BLOCK": self.sel_block_size,
-            "ITEM": index.item_entries,
             "VARLEN": self.varlen,
             "ROWS": tile.block_m,
             "BLOCK_G": self.shape.padded_group,
@@ -241,12 +240,12 @@ def _forward_blocks(
     part = torch.empty((slots, shape.group, shape.head_dim), dtype=q.dtype, device=q.device)
     part_lse = torch.empty((slots, shape.group), dtype=torch.float32, device=q.device)
     strides = (*q.stride(), *k.stride(), *v.stride())
-    options = call.item_options(index, tile)
+    options = call.item_options(tile)
     part_kernel: Any = nsa_selected_part_kernel
     hopper = call.hopper_tile(call.config.selected_hopper, q, k, v)
     if hopper is not None:
         tile, strides = hopper
-        options = call.hopper_options(index, tile, 16)
+        options = call.hopper_options(tile, 16)
         part_kernel = nsa_selected_hopper_part_kernel
     block_t = call.rows_to_tokens(merge.block_m)
     cu_first = call.cu_seqlens
@@ -416,12 +415,12 @@ def backward_rows(
     )
     block_t = call.rows_to_tokens(32)
     strides = (*dout.stride(), *q.stride(), *k.stride(), *v.stride())
-    options = {**call.item_options(index, tile), "ROWS_FIRST": tile.block_m >= 128}
+    options = {**call.item_options(tile), "ROWS_FIRST": tile.block_m >= 128}
     part_kernel: Any = nsa_selected_bwd_part_kernel
     hopper = call.hopper_tile(call.config.selected_bwd_hopper, dout, q, k, v)
     if hopper is not None:
         tile, strides = hopper
-        options = call.hopper_options(index, tile, 12)
+        options = call.hopper_options(tile, 12)
         options["DS_LAYOUT"] = tile_layout(sel_block_size, tile.block_m, q.dtype)
         part_kernel = nsa_selected_hopper_bwd_part_kernel
     for chunk in call.launches(index):

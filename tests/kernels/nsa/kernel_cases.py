@@ -63,9 +63,9 @@ TINY = [
 ]
 BF16 = torch.bfloat16
 GPU = [
-    Case("g16", 3072, (32, 2), 128, FULL, BF16),
+    Case("g16", 2560, (32, 2), 128, FULL, BF16),
     Case("g8", 2048, (16, 2), 128, FULL, BF16),
-    Case("g4", 3072, (16, 4), 128, FULL, BF16),
+    Case("g4", 2560, (16, 4), 128, FULL, BF16),
     Case("g7-dim64", 1531, (14, 2), 64, FULL, BF16),
     Case("g2-fp16", 2048, (4, 2), 64, FULL, torch.float16),
     Case("g1", 3000, (2, 2), 128, FULL, BF16),
