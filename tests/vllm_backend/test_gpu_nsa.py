@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from sparsek_backend.nn import NSAConfig, NSALlamaConfig, NSALlamaForCausalLM
-from tests.vllm_backend.engines import engine, generate, tokens
+from tests.vllm_backend.engines import engine, generate
 from tests.vllm_backend.nsa_models import CONFIG, complete, make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.usefixtures("registered")]
 
 LENGTHS = (1, 15, 33, 64, 700, 1500, 3001)
 COUNT = 32
+TIE = 0.01
+"""Logprob gap within which two tokens are a tie in fp32."""
 LIMITS: dict[str, Any] = {
     "max_model_len": 4096,
     "gpu_memory_utilization": 0.1,
@@ -71,6 +73,16 @@ def trained(
     return folder, [complete(model, prompt, COUNT) for prompt in prompts]
 
 
+def gap_where_parted(answer: Any, expected: list[int]) -> float | None:
+    """How much better the engine holds its first token that differs from the module's."""
+    found = answer.outputs[0]
+    for place, (ours, theirs) in enumerate(zip(found.token_ids, expected, strict=True)):
+        if ours != theirs:
+            known = found.logprobs[place]
+            return known[ours].logprob - known[theirs].logprob if theirs in known else float("inf")
+    return None
+
+
 @pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES.keys())
 def test_tokens_are_the_modules(
     trained: tuple[Path, list[list[int]]], prompts: list[list[int]], options: dict[str, Any]
@@ -78,7 +90,12 @@ def test_tokens_are_the_modules(
     folder, expected = trained
     with engine(folder, "SPARSEK", **{**LIMITS, "enable_prefix_caching": False, **options}) as llm:
         for _ in range(2):  # the second time over cached prefixes, where they are kept
-            assert tokens(generate(llm, prompts, together=True, max_tokens=COUNT)) == expected
+            answers = generate(llm, prompts, together=True, max_tokens=COUNT, logprobs=5)
+            gaps = [gap_where_parted(*pair) for pair in zip(answers, expected, strict=True)]
+            print("answers part at logprob gaps", gaps)
+            # In fp32 two blocks may tie for the last place of a selection, once in a while.
+            assert all(gap is None or gap <= TIE for gap in gaps)
+            assert sum(gap is not None for gap in gaps) <= 1
 
 
 def test_bfloat16_is_as_exact_as_the_module(tmp_path: Path, prompts: list[list[int]]) -> None:
