@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from sparsek_backend.patterns.pattern import BlockSparsePattern
-from sparsek_backend.patterns.ranking import blocks_holding
+from sparsek_backend.patterns.pattern import BlockSparsePattern, check_count
+from sparsek_backend.patterns.ranking import blocks_holding, fixed_blocks
 from sparsek_kernels.block_sparse.structure import check_block_size
 from sparsek_kernels.checks import check_heads, check_tensor
 
@@ -86,34 +86,49 @@ class BlockMass:
         return self._total / self._samples
 
     def pattern(
-        self, share: float = 0.95, *, scope: Scope = "row", heads: Heads = "kv"
+        self,
+        share: float = 0.95,
+        *,
+        scope: Scope = "row",
+        heads: Heads = "kv",
+        sinks: int = 1,
+        window: int = 1,
     ) -> BlockSparsePattern:
-        """The fewest blocks that hold ``share`` of the mass; their masses become its weights.
+        """Sinks, window and the fewest other blocks that hold ``share`` of the others' mass.
+
+        The masses of the blocks become the pattern's weights.
 
         Args:
             share: above 0 and up to 1.
             scope: ``row`` holds the share in every row of blocks; ``head`` over all rows of a
-                head, so that rows with scattered attention get more blocks and others fewer (at
-                least one).
+                head, so that rows with scattered attention get more blocks and others fewer.
             heads: who shares a pattern, by the mean mass: the query heads of a ``kv`` head,
                 ``all``, or each ``query`` head on its own.
+            sinks: first key blocks, always attended and not counted.
+            window: latest key blocks, a query block's own included, likewise; without causality
+                as many after it.
 
         Raises:
+            TypeError: ``sinks`` or ``window`` is no integer.
             ValueError: an argument out of range, or no samples.
         """
         if not 0.0 < share <= 1.0:
             raise ValueError(f"share: expected a number above 0 and up to 1, got {share}")
         if scope not in ("row", "head"):
             raise ValueError(f"scope: expected 'row' or 'head', got {scope!r}")
+        check_count("sinks", sinks, 0)
+        check_count("window", window, 0)
         mass = self.mean()
         groups = {"query": mass.shape[0], "all": 1, "kv": self._shape[3] if self._shape else 1}
         if heads not in groups:
             raise ValueError(f"heads: expected 'query', 'kv' or 'all', got {heads!r}")
         mass = mass.unflatten(0, (groups[heads], -1)).mean(1)  # [P, R, C]
+        fixed = fixed_blocks(mass, mass > 0, sinks, window)
         if scope == "row":
-            kept = blocks_holding(mass.flatten(0, 1)[:, None], share).view_as(mass)
+            rows, fixed_rows = (x.flatten(0, 1)[:, None] for x in (mass, fixed))
+            kept = blocks_holding(rows, fixed_rows, share).view_as(mass)
         else:
-            kept = blocks_holding(mass, share)
+            kept = blocks_holding(mass, fixed, share)
         return BlockSparsePattern.from_mask(kept, self.block_size, mass=mass)
 
 
@@ -124,6 +139,8 @@ def learn_pattern(
     share: float = 0.95,
     scope: Scope = "row",
     heads: Heads = "kv",
+    sinks: int = 1,
+    window: int = 1,
     causal: bool = True,
     softmax_scale: float | None = None,
 ) -> BlockSparsePattern:
@@ -134,7 +151,7 @@ def learn_pattern(
             embedding, all of the same lengths.
         block_size: tokens along a side of a block.
         share: of the attention mass that the pattern holds; see :meth:`BlockMass.pattern` for
-            this, ``scope`` and ``heads``.
+            this, ``scope``, ``heads``, ``sinks`` and ``window``.
         causal: whether queries see earlier keys only.
         softmax_scale: factor of ``q . k``, ``D ** -0.5`` by default.
 
@@ -144,4 +161,4 @@ def learn_pattern(
     mass = BlockMass(block_size, causal=causal, softmax_scale=softmax_scale)
     for q, k in samples:
         mass.add(q, k)
-    return mass.pattern(share, scope=scope, heads=heads)
+    return mass.pattern(share, scope=scope, heads=heads, sinks=sinks, window=window)

@@ -47,6 +47,8 @@ def learn_model_patterns(
     share: float = 0.95,
     scope: Scope = "row",
     heads: Heads = "kv",
+    sinks: int = 1,
+    window: int = 1,
 ) -> dict[int, BlockSparsePattern]:
     """Learn a pattern for every layer of a causal Transformers model, from what it attends.
 
@@ -55,7 +57,7 @@ def learn_model_patterns(
         batches: token ids ``[B, N]`` without padding, all of the same length.
         block_size: tokens along a side of a block.
         share: of the attention mass that a pattern holds; see :meth:`BlockMass.pattern` for this,
-            ``scope`` and ``heads``.
+            ``scope``, ``heads``, ``sinks`` and ``window``.
 
     Returns:
         Patterns by layer index.
@@ -72,7 +74,7 @@ def learn_model_patterns(
     if not recorder.masses:
         raise ValueError("batches: expected at least one, got none")
     return {
-        layer: mass.pattern(share, scope=scope, heads=heads)
+        layer: mass.pattern(share, scope=scope, heads=heads, sinks=sinks, window=window)
         for layer, mass in sorted(recorder.masses.items())
     }
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparsek_backend.patterns import storage
-from sparsek_backend.patterns.ranking import heaviest_blocks
+from sparsek_backend.patterns.ranking import fixed_blocks, heaviest_blocks
 from sparsek_kernels.block_sparse.structure import BlockStructure, indices_of_mask
 
 if TYPE_CHECKING:
@@ -197,8 +197,8 @@ class BlockSparsePattern(BlockStructure):
             window: latest key blocks that a query block attends, its own included.
             sinks: first key blocks, attended by every later query block.
         """
-        _check_count("window", window, 1)
-        _check_count("sinks", sinks, 0)
+        check_count("window", window, 1)
+        check_count("sinks", sinks, 0)
         row, col = _grid(shape)
         return cls.from_mask((col <= row) & ((col > row - window) | (col < sinks)), block_size)
 
@@ -213,8 +213,8 @@ class BlockSparsePattern(BlockStructure):
             stride: distance, in blocks, between the attended blocks.
             window: latest key blocks that a query block attends, its own included.
         """
-        _check_count("stride", stride, 1)
-        _check_count("window", window, 1)
+        check_count("stride", stride, 1)
+        check_count("window", window, 1)
         row, col = _grid(shape)
         far = (row - col) % stride == 0
         return cls.from_mask((col <= row) & (far | (col > row - window)), block_size)
@@ -259,26 +259,32 @@ class BlockSparsePattern(BlockStructure):
             raise ValueError("weights: expected a learned pattern, got one without weights")
         return self._dense(self.weights)
 
-    def prune(self, *, density: float) -> BlockSparsePattern:
+    def prune(self, *, density: float, sinks: int = 1, window: int = 1) -> BlockSparsePattern:
         """Keep the heaviest blocks of each pattern.
 
-        The heaviest block of every row stays, so that no query loses all its keys.
+        A row that lists neither sinks nor a window keeps its heaviest block, so that no query
+        loses all its keys.
 
         Args:
             density: share of the R x C blocks of each pattern to keep, if it has as many.
+            sinks: first key blocks, which stay where they are listed.
+            window: latest key blocks, a query block's own included, which stay likewise.
 
         Raises:
             ValueError: the pattern has no weights, or ``density`` is out of range.
         """
+        check_count("sinks", sinks, 0)
+        check_count("window", window, 0)
         mass, mask = self.mass(), self.mask()
+        fixed = fixed_blocks(mass, mask, sinks, window)
         grid = self.shape[0] * self.shape[1]
-        rows = int(mask.any(2).sum(1).max())
-        if not rows <= density * grid <= grid:
+        least = int(fixed.flatten(1).sum(1).max())
+        if not least <= density * grid <= grid:
             raise ValueError(
-                f"density: expected {rows / max(grid, 1):.4g} (a block for each row) to 1, "
-                f"got {density}"
+                f"density: expected {least / max(grid, 1):.4g} (sinks, window and a block for "
+                f"each row) to 1, got {density}"
             )
-        kept = heaviest_blocks(mass, mask, int(density * grid))
+        kept = heaviest_blocks(mass, mask, fixed, int(density * grid))
         return self.from_mask(kept, self.block_size, mass=mass)
 
     def union(self, other: BlockSparsePattern) -> BlockSparsePattern:
@@ -379,7 +385,8 @@ def _check_shape(shape: Any) -> tuple[int, int]:
     return sizes
 
 
-def _check_count(name: str, value: object, low: int) -> None:
+def check_count(name: str, value: object, low: int) -> None:
+    """Raise unless ``value`` is an integer, at least ``low``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if value < low:

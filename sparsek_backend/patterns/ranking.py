@@ -1,46 +1,74 @@
-"""Choosing blocks by weight; the heaviest block of every row always comes first."""
+"""Choosing blocks by weight, after those that stay whatever they weigh.
+
+Sinks and the nearest blocks stay: a sink draws attention that carries hardly any value (Xiao et
+al., arXiv 2309.17453), and counting it would hide the rest.  A row without either keeps its
+heaviest block, so that no query loses all its keys.
+"""
 
 from __future__ import annotations
 
 import torch
 
 
-def heaviest_blocks(mass: torch.Tensor, listed: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` heaviest of the listed blocks of each pattern, ``[P, R, C]`` bool.
+def fixed_blocks(mass: torch.Tensor, listed: torch.Tensor, sinks: int, window: int) -> torch.Tensor:
+    """Listed blocks that are always kept, ``[P, R, C]`` bool.
 
     Args:
         mass: ``[P, R, C]`` weights.
         listed: ``[P, R, C]`` bool, the blocks to choose from.
-        count: blocks to keep in each pattern, at least its rows that list any.
+        sinks: first key blocks.
+        window: latest key blocks, a query block's own included; as many after it where listed.
     """
-    order, _ = _ranked(mass, listed)
+    rows, cols = mass.shape[1:]
+    row = torch.arange(rows, device=mass.device)[:, None] + (cols - rows)
+    col = torch.arange(cols, device=mass.device)[None, :]
+    fixed = listed & ((col < sinks) | ((row - col).abs() < window))
+    best = mass.masked_fill(~listed, float("-inf")).argmax(2, keepdim=True)
+    heaviest = torch.zeros_like(listed).scatter_(2, best, True) & listed
+    return fixed | (heaviest & ~fixed.any(2, keepdim=True))
+
+
+def heaviest_blocks(
+    mass: torch.Tensor, listed: torch.Tensor, fixed: torch.Tensor, count: int
+) -> torch.Tensor:
+    """The fixed and then the heaviest listed blocks, ``count`` of each pattern if it has as many.
+
+    Args:
+        mass: ``[P, R, C]`` weights.
+        listed: ``[P, R, C]`` bool, the blocks to choose from.
+        fixed: ``[P, R, C]`` bool, from :func:`fixed_blocks`; at most ``count`` in a pattern.
+        count: blocks to keep in each pattern.
+    """
     counts = listed.flatten(1).sum(1).clamp(max=count)
-    return _first(order, counts).view_as(listed)
+    return _first(_order(mass, listed, fixed), counts).view_as(listed)
 
 
-def blocks_holding(mass: torch.Tensor, share: float) -> torch.Tensor:
-    """The fewest blocks of each pattern that hold ``share`` of its mass, ``[P, R, C]`` bool.
+def blocks_holding(mass: torch.Tensor, fixed: torch.Tensor, share: float) -> torch.Tensor:
+    """The fixed blocks and the fewest others that hold ``share`` of the others' mass.
 
     Args:
         mass: ``[P, R, C]`` weights; a block without mass is never chosen.
+        fixed: ``[P, R, C]`` bool, from :func:`fixed_blocks`.
         share: above 0 and up to 1.
+
+    Returns:
+        ``[P, R, C]`` bool.
     """
-    listed = mass > 0
-    order, rows = _ranked(mass, listed)
-    reached = mass.flatten(1).double().gather(1, order).cumsum(1)
+    rest = mass.masked_fill(fixed, 0.0)
+    listed = fixed | (rest > 0)
+    order = _order(mass, listed, fixed)
+    reached = rest.flatten(1).double().gather(1, order).cumsum(1)
     counts = (reached < share * reached[:, -1:]).sum(1) + 1
-    counts = torch.minimum(torch.maximum(counts, rows), listed.flatten(1).sum(1))
-    return _first(order, counts).view_as(listed)
+    counts = torch.maximum(counts, fixed.flatten(1).sum(1))
+    return _first(order, torch.minimum(counts, listed.flatten(1).sum(1))).view_as(mass)
 
 
-def _ranked(mass: torch.Tensor, listed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[P, R C]`` blocks from first to last, and ``[P]`` how many are the heaviest of a row."""
-    mass = mass.masked_fill(~listed, float("-inf"))
-    best = torch.zeros_like(listed).scatter_(2, mass.argmax(2, keepdim=True), True) & listed
-    by_mass = mass.flatten(1).argsort(dim=1, descending=True, stable=True)
-    heaviest = best.flatten(1)
-    later = (~heaviest.gather(1, by_mass)).int().argsort(dim=1, stable=True)
-    return by_mass.gather(1, later), heaviest.sum(1)
+def _order(mass: torch.Tensor, listed: torch.Tensor, fixed: torch.Tensor) -> torch.Tensor:
+    """``[P, R C]`` blocks: fixed ones, then the others by mass, then those that are not listed."""
+    by_mass = mass.masked_fill(~listed, float("-inf")).flatten(1)
+    by_mass = by_mass.argsort(dim=1, descending=True, stable=True)
+    later = (~fixed.flatten(1).gather(1, by_mass)).int().argsort(dim=1, stable=True)
+    return by_mass.gather(1, later)
 
 
 def _first(order: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

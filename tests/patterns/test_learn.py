@@ -16,7 +16,7 @@ from sparsek_backend.patterns import (
     learn_model_patterns,
     learn_pattern,
 )
-from sparsek_backend.patterns.ranking import blocks_holding
+from sparsek_backend.patterns.ranking import blocks_holding, fixed_blocks
 from sparsek_kernels import block_sparse_attention
 
 
@@ -49,38 +49,58 @@ def test_mass_is_the_mean_attention_of_a_block(causal: bool, n: int, m: int) -> 
 @given(
     size=st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5)),
     share=st.floats(0.01, 1.0),
+    sinks=st.integers(0, 2),
+    window=st.integers(0, 2),
     seed=st.integers(0, 99),
 )
 def test_no_fewer_blocks_hold_the_share(
-    size: tuple[int, int, int], share: float, seed: int
+    size: tuple[int, int, int], share: float, sinks: int, window: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     mass = torch.rand(size, generator=generator).pow(3)
-    kept = blocks_holding(mass, share)
+    fixed = fixed_blocks(mass, mass > 0, sinks, window)
+    kept = blocks_holding(mass, fixed, share)
+    assert fixed.any(2).all()
+    assert not (fixed & ~kept).any()
     for p in range(size[0]):
-        held, total = mass[p][kept[p]].double().sum(), mass[p].double().sum()
-        assert held >= share * total - 1e-12
-        assert kept[p].any(1).all()
-        assert kept[p].gather(1, mass[p].argmax(1, keepdim=True)).all()
-        most = mass[p].amax(1)
-        others = mass[p][kept[p] & (mass[p] < most[:, None])]
+        rest = mass[p].double().masked_fill(fixed[p], 0.0)
+        held = rest[kept[p]].sum()
+        assert held >= share * rest.sum() - 1e-12
+        others = rest[kept[p] & ~fixed[p]]
         if others.numel():
-            assert held - others.min() < share * total, "the lightest one is not needed"
+            assert held - others.min() < share * rest.sum(), "the lightest one is not needed"
+
+
+def test_sinks_and_window_stay() -> None:
+    fixed = fixed_blocks(torch.ones(1, 4, 4), torch.ones(4, 4).tril().bool()[None], 1, 2)
+    assert fixed[0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]]
 
 
 def test_blocks_without_mass_are_never_kept() -> None:
     mass = torch.tensor([[[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.5, 0.0, 0.5]]])
-    assert torch.equal(blocks_holding(mass, 1.0), mass > 0)
+    for sinks, window in ((0, 0), (1, 1), (2, 2)):
+        fixed = fixed_blocks(mass, mass > 0, sinks, window)
+        assert torch.equal(blocks_holding(mass, fixed, 1.0), mass > 0)
 
 
 @pytest.mark.parametrize("scope", ["row", "head"])
 @pytest.mark.parametrize(("heads", "patterns"), [("query", 4), ("kv", 2), ("all", 1)])
 def test_a_learned_pattern_holds_its_share(scope: Any, heads: Any, patterns: int) -> None:
-    pattern = learn_pattern(samples(64, 64), block_size=16, share=0.8, scope=scope, heads=heads)
+    mass = BlockMass(16)
+    for q, k in samples(128, 128):
+        mass.add(q, k)
+    pattern = mass.pattern(0.6, scope=scope, heads=heads)
     assert pattern.num_patterns == patterns
-    held = pattern.mass().sum(2)  # of 1 for each row
-    assert (held >= 0.8 - 1e-5).all() if scope == "row" else (held.mean(1) >= 0.8 - 1e-5).all()
-    assert pattern.density < 0.62, "fewer than the blocks of a triangle"
+    mean = mass.mean().unflatten(0, (patterns, -1)).mean(1)
+    kept = pattern.mask()
+    assert torch.equal(pattern.mass(), mean * kept)
+    sinks_and_own = torch.eye(8).bool()
+    sinks_and_own[:, 0] = True
+    assert kept[:, sinks_and_own].all()
+    rest = mean.masked_fill(sinks_and_own, 0.0).double()
+    over = 2 if scope == "row" else (1, 2)
+    assert ((rest * kept).sum(over) >= 0.6 * rest.sum(over) - 1e-9).all()
+    assert pattern.density < 36 / 64, "fewer than the blocks of a triangle"
     assert not pattern.mask().triu(1).any()
 
 
@@ -183,6 +203,8 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("share: expected a number above 0 and up to 1, got 1.5", [(Q, K)], {"share": 1.5}),
     ("scope: expected 'row' or 'head', got 'all'", [(Q, K)], {"scope": "all"}),
     ("heads: expected 'query', 'kv' or 'all', got 'row'", [(Q, K)], {"heads": "row"}),
+    ("sinks: expected an integer >= 0, got -1", [(Q, K)], {"sinks": -1}),
+    ("window: expected an integer >= 0, got -1", [(Q, K)], {"window": -1}),
     ("block_size: expected a multiple of 16", [(Q, K)], {"block_size": 20}),
 ]
 
