@@ -1,9 +1,9 @@
-"""Perplexity of SmolLM2 when every layer attends a learned pattern, beside windows of equal size.
+"""Perplexity of SmolLM2 when every layer attends a learned pattern, or a window of the same size.
 
     python benchmarks/learned_patterns.py --csv learned_patterns.csv --figure learned_patterns.png
 
-Patterns are learned from some texts of ``sparsek_backend.models`` and judged on others.  A row has
-the share of the blocks under the diagonal that is listed, on average over layers and heads.
+Patterns are learned from some texts of ``sparsek_backend.models``, pruned to as many blocks as a
+window has, and judged on other texts.  ``attended`` is the share of the blocks under the diagonal.
 """
 
 from __future__ import annotations
@@ -37,16 +37,6 @@ def batches(tokenizer: Any, length: int, texts: slice, most: int) -> list[torch.
     return [torch.tensor([x]) for x in ids if len(x) == length][:most]
 
 
-def attended(patterns: Patterns) -> float:
-    """Listed share of the blocks under the diagonal, the mean over layers and patterns."""
-    shares = []
-    for pattern in patterns.values():
-        rows = pattern.shape[0]
-        listed = pattern.mask().tril().sum() / pattern.num_patterns
-        shares.append(float(listed) / (rows * (rows + 1) / 2))
-    return sum(shares) / len(shares)
-
-
 def perplexity(model: Any, data: list[torch.Tensor], patterns: Patterns | None) -> float:
     """Over all tokens of the data."""
     context = attend_patterns(model, patterns) if patterns is not None else nullcontext()
@@ -55,40 +45,30 @@ def perplexity(model: Any, data: list[torch.Tensor], patterns: Patterns | None) 
     return math.exp(sum(losses) / len(losses))
 
 
-def local_patterns(learned: Patterns) -> Patterns:
-    """The smallest window, with one block of sinks, that attends at least as much as learned."""
-    pattern = next(iter(learned.values()))
-    for window in range(1, pattern.shape[0] + 1):
-        same = BlockSparsePattern.local(pattern.shape, pattern.block_size, window=window, sinks=1)
-        found = dict.fromkeys(learned, same)
-        if attended(found) >= attended(learned):
-            break
-    return found
-
-
 def rows(
     model: Any,
     learn: list[torch.Tensor],
     judge: list[torch.Tensor],
     block_size: int,
+    windows: list[int],
     figure: Path | None,
 ) -> Iterator[dict[str, object]]:
-    """A row per pattern; the figure is of the middle layer at a share of 0.9."""
-    dense = perplexity(model, judge, None)
+    """A row per pattern; the figure is of the middle layer at the size of the first window."""
     common = {"tokens": judge[0].shape[1], "block_size": block_size, "texts": len(judge)}
-    yield {"patterns": "dense", "share": "", **common, "attended": 1.0, "perplexity": dense}
-    for share in (0.8, 0.9, 0.95, 0.99):
-        learned = learn_model_patterns(model, learn, block_size=block_size, share=share)
-        if figure is not None and share == 0.9:
-            learned[len(learned) // 2].show().savefig(figure, dpi=110)
-        for name, patterns in (("learned", learned), ("sinks and window", local_patterns(learned))):
-            yield {
-                "patterns": name,
-                "share": share if name == "learned" else "",
-                **common,
-                "attended": round(attended(patterns), 4),
-                "perplexity": perplexity(model, judge, patterns),
-            }
+    dense = perplexity(model, judge, None)
+    yield {"patterns": "dense", **common, "attended": 1.0, "perplexity": dense}
+    everything = learn_model_patterns(model, learn, block_size=block_size, share=1.0)
+    shape = everything[0].shape
+    for window in windows:
+        local = BlockSparsePattern.local(shape, block_size, window=window, sinks=1)
+        pruned = {i: p.prune(density=local.density) for i, p in everything.items()}
+        if figure is not None and window == windows[0]:
+            pruned[len(pruned) // 2].show().savefig(figure, dpi=110)
+        attended = round(local.num_blocks / (shape[0] * (shape[0] + 1) / 2), 4)
+        same = dict.fromkeys(everything, local)
+        for name, patterns in ((f"sinks and a window of {window}", same), ("learned", pruned)):
+            found = perplexity(model, judge, patterns)
+            yield {"patterns": name, **common, "attended": attended, "perplexity": found}
 
 
 def main() -> int:
@@ -96,8 +76,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--learn", type=int, default=8, help="texts to learn from")
-    parser.add_argument("--judge", type=int, default=8, help="texts to judge on")
+    parser.add_argument("--windows", type=int, nargs="+", default=[4, 8], help="in blocks")
+    parser.add_argument("--learn", type=int, default=4, help="texts to learn from")
+    parser.add_argument("--judge", type=int, default=4, help="texts to judge on")
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--figure", type=Path, help="where to draw the patterns of a layer")
     arguments = parser.parse_args()
@@ -108,7 +89,8 @@ def main() -> int:
     judge = batches(tokenizer, arguments.tokens, slice(1, None, 2), arguments.judge)
     with arguments.csv.open("w", newline="", encoding="utf-8") as file:
         writer = None
-        for row in rows(model, learn, judge, arguments.block_size, arguments.figure):
+        sizes = (arguments.block_size, arguments.windows, arguments.figure)
+        for row in rows(model, learn, judge, *sizes):
             row["perplexity"] = round(float(str(row["perplexity"])), 3)
             print(row, flush=True)
             writer = writer or csv.DictWriter(file, list(row))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -279,12 +280,13 @@ class BlockSparsePattern(BlockStructure):
         fixed = fixed_blocks(mass, mask, sinks, window)
         grid = self.shape[0] * self.shape[1]
         least = int(fixed.flatten(1).sum(1).max())
-        if not least <= density * grid <= grid:
+        count = math.floor(density * grid + 1e-6) if 0.0 < density <= 1.0 else 0
+        if count < max(least, 1):
             raise ValueError(
                 f"density: expected {least / max(grid, 1):.4g} (sinks, window and a block for "
                 f"each row) to 1, got {density}"
             )
-        kept = heaviest_blocks(mass, mask, fixed, int(density * grid))
+        kept = heaviest_blocks(mass, mask, fixed, count)
         return self.from_mask(kept, self.block_size, mass=mass)
 
     def union(self, other: BlockSparsePattern) -> BlockSparsePattern:
