@@ -1,8 +1,7 @@
 """Offline sweeps of the paged kernels' launch configurations, and their times part by part.
 
-    python benchmarks/tune_paged.py check            # a few shapes against dense torch arithmetic
     python benchmarks/tune_paged.py decode [--sweep]
-    python benchmarks/tune_paged.py prefill [--sweep]
+    python benchmarks/tune_paged.py prefill [--sweep] [--hopper]
 
 Winners go into ``sparsek_kernels/paged/config.py``; nothing is tuned at run time.  Calls are timed
 in a CUDA graph that chains several copies over different sequences, so that each reads cold memory
@@ -18,7 +17,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -108,17 +108,23 @@ def time_graph(calls: list[Callable[[], object]], repeats: int = 30) -> float:
 
 @contextmanager
 def patched(name: str, value: LaunchConfig | int | None) -> Iterator[None]:
-    """Make the launcher take ``value`` from the selector ``name``, for the portable kernels."""
-    if value is None:
+    """Make the launcher take ``value`` from the selector ``name``."""
+    module = launch if hasattr(launch, name) else launch_select
+    stand_in = getattr(module, name) if value is None else lambda *_, **__: value
+    with mock.patch.object(module, name, stand_in):
         yield
-        return
-    with ExitStack() as stack:
-        for module in (launch, launch_select):
-            for target, stand_in in ((name, value), ("attend_fits", False)):
-                if hasattr(module, target):
-                    stack.enter_context(
-                        mock.patch.object(module, target, lambda *_, x=stand_in, **__: x)
-                    )
+
+
+@contextmanager
+def hopper_kernels() -> Iterator[None]:
+    """Prefills take the kernels written for Hopper where these fit."""
+    attend, score = launch.prefill_config, launch_select.score_config
+    with (
+        mock.patch.object(launch, "prefill_config", lambda **s: replace(attend(**s), hopper=True)),
+        mock.patch.object(
+            launch_select, "score_config", lambda **s: replace(score(**s), hopper=True)
+        ),
+    ):
         yield
 
 
@@ -304,10 +310,12 @@ def run_prefill(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1))
             LaunchConfig(4, 64, 256, n, 1, w, s)
             for n, w, s in ((32, 8, 3), (32, 8, 4), (64, 16, 2))
         ]
+        scores.append(LaunchConfig(4, 64, 256, 32, 1, 4, 3, hopper=True))
         attends += [
             LaunchConfig(h, 64, 64 * h, n, 1, w, s, r)
             for h, n, w, s, r in ((4, 64, 16, 2, 0), (2, 64, 8, 2, 128))
         ]  # fmt: skip
+        attends.append(LaunchConfig(2, 64, 128, 128, 1, 4, 3, hopper=True))
     scores, attends = scores[pick[0] :: pick[1]], attends[pick[0] :: pick[1]]
     lengths = [4096] if tiny else [length]
     if not tiny and not sweep:
@@ -373,6 +381,7 @@ def main() -> None:
     parser.add_argument("what", nargs="+", choices=("decode", "prefill", "peer"))
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--hopper", action="store_true", help="prefill: the Hopper kernels")
     args = parser.parse_args()
     begin = time.time()
     if args.processes > 1:
@@ -387,7 +396,8 @@ def main() -> None:
             continue
         fn = run_decode if kind == "decode" else run_prefill
         if kind == "prefill" or not args.sweep:
-            fn(False)
+            with hopper_kernels() if args.hopper else nullcontext():
+                fn(False)
         if args.sweep:
             fn(True)
     print(f"{time.time() - begin:.0f} s; {config_module.__name__}", flush=True)

@@ -25,6 +25,8 @@ class LaunchConfig:
         num_stages: depth of the software pipeline.
         max_registers: registers per thread, so that more programs share a multiprocessor; 0 leaves
             that to the compiler.
+        hopper: take the kernel written for Hopper where it fits the call (``launch_hopper.py``) and
+            nothing is split; block sizes are then its own.  No selector asks for it yet.
     """
 
     block_h: int
@@ -35,6 +37,7 @@ class LaunchConfig:
     num_warps: int
     num_stages: int
     max_registers: int = 0
+    hopper: bool = False
 
 
 def next_power_of_2(n: int) -> int:

@@ -164,14 +164,15 @@ def attend(
                 arch=arch,
                 num_sms=num_sms,
             )
-        if (
-            config.splits == 1
-            and selected is not None
-            and tiles is not None
-            and attend_fits(q, k_cache, v_cache, policy)
-        ):
-            attend_hopper(q, k_cache, v_cache, batch, policy, selected, sinks, out, scales, tiles)
-            return
+    if (
+        config.hopper
+        and config.splits == 1
+        and selected is not None
+        and tiles is not None
+        and attend_fits(q, k_cache, v_cache, policy)
+    ):
+        attend_hopper(q, k_cache, v_cache, batch, policy, selected, sinks, out, scales, tiles)
+        return
     chunks = ceil_div(group, config.block_h) * ceil_div(tile, config.queries)
     block_d = next_power_of_2(dim)
     places = count * heads * chunks if config.splits > 1 else 1

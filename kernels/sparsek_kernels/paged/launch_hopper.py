@@ -10,9 +10,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from . import runtime
 from .batch import PagedBatch
 from .kernels_attend_hopper import attend_hopper_kernel
+from .kernels_tile_scores_hopper import tile_scores_hopper_kernel
 from .policy import SelectionPolicy, ceil_div
+from .runtime import workspace
 
 _BOX = 64
+_HEADS = 4
+_BLOCKS = 32
 _LAST_ROW = 0x70000000
 _ELEMENT = {torch.float16: triton.language.float16, torch.bfloat16: triton.language.bfloat16}
 
@@ -33,6 +37,23 @@ def attend_fits(
     )
 
 
+def scores_fit(
+    q: torch.Tensor, k_summary: torch.Tensor, policy: SelectionPolicy, page_size: int
+) -> bool:
+    """Whether the Hopper kernel can score a step's tiles, if there are enough of them."""
+    return (
+        _tensor_cores_take(q, k_summary, page_size)
+        and q.shape[1] % (_HEADS * k_summary.shape[1]) == 0
+        and policy.score_kind == "cell_mean"
+        and policy.sel_block_size == policy.query_tile == _BOX
+    )
+
+
+def parked_elements(programs: int, width: int) -> int:
+    """Elements that :func:`score_tiles_hopper` parks for rows of ``width`` blocks."""
+    return programs * _HEADS * ceil_div(width, _BLOCKS) * _BOX * _BLOCKS
+
+
 def _tensor_cores_take(q: torch.Tensor, keys: torch.Tensor, page_size: int) -> bool:
     arch, _ = runtime.traits(q.device)
     return (
@@ -43,6 +64,59 @@ def _tensor_cores_take(q: torch.Tensor, keys: torch.Tensor, page_size: int) -> b
         and page_size % _BOX == 0
         and _aligned(q)
         and _aligned(keys)
+    )
+
+
+def score_tiles_hopper(
+    scores: torch.Tensor,
+    q: torch.Tensor,
+    k_summary: torch.Tensor,
+    batch: PagedBatch,
+    policy: SelectionPolicy,
+    tiles: torch.Tensor,
+    qk_scale: float,
+    page_size: int,
+    first: int,
+    count: int,
+    width: int,
+) -> None:
+    """Scores of ``count`` tiles from ``first`` on, ``[count, Hkv, group, width]``."""
+    heads, _, dim = k_summary.shape[1:]
+    group = q.shape[1] // heads
+    _, num_sms = runtime.traits(q.device)
+    programs = min(num_sms, count * heads)
+    steps = ceil_div(width, _BLOCKS)
+    size = parked_elements(programs, width)
+    tile_scores_hopper_kernel[(programs,)](
+        scores,
+        workspace(q.device, "parked torch.float16", size, torch.float16),
+        workspace(q.device, "parked maxima", size // _BLOCKS, torch.float32),
+        _describe_queries(q),
+        k_summary,
+        tiles,
+        batch.block_table,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        qk_scale,
+        policy.dense_below,
+        first,
+        count,
+        count * heads,
+        steps,
+        q.stride(1),
+        *k_summary.stride()[:3],
+        batch.block_table.stride(0),
+        heads * group * width,
+        group * width,
+        width,
+        GROUP=group,
+        HEAD_DIM=dim,
+        PAGE_SIZE=page_size,
+        SINK_BLOCKS=policy.sink_blocks,
+        REACH_BLOCKS=policy.reach_blocks,
+        SCORED_BLOCKS=policy.scored_blocks,
+        STAGES=3,
+        num_warps=4,
     )
 
 

@@ -9,6 +9,7 @@ from .batch import PagedBatch
 from .config import LaunchConfig, logits_config, next_power_of_2, score_config, top_warps
 from .kernels_select import decode_logits_kernel, top_blocks_kernel
 from .kernels_tile_scores import tile_scores_kernel, tile_scores_once_kernel
+from .launch_hopper import parked_elements, score_tiles_hopper, scores_fit
 from .policy import CELL_SIZE, SelectionPolicy, ceil_div
 from .runtime import LOG2E, overlap_options, workspace
 
@@ -173,6 +174,7 @@ def _top_blocks(
     strides: tuple[int, int, int],
     group: int,
     max_blocks: int,
+    parts: int = 1,
 ) -> None:
     top_blocks_kernel[grid](
         out,
@@ -189,6 +191,7 @@ def _top_blocks(
         TILES_PER_REQUEST=1 if tiles is not None else batch.decode_query_len,
         POLICY_TILE=1 if tiles is None else policy.query_tile,
         GROUP=group,
+        PARTS=parts,
         SEL_BLOCK=policy.sel_block_size,
         SINK_BLOCKS=policy.sink_blocks,
         REACH_BLOCKS=policy.reach_blocks,
@@ -229,23 +232,36 @@ def _select_tiles(
         arch=arch,
         num_sms=num_sms,
     )
-    scores = workspace(q.device, "scores", step * heads * width, torch.float32)
+    hopper = (
+        config.hopper
+        and config.splits == 1
+        and scores_fit(q, k_summary, policy, page_size)
+        and parked_elements(num_sms, width) <= _PARKED_ELEMENTS
+    )
+    parts = group if hopper else 1
+    step = max(min(_SCRATCH_ELEMENTS // (heads * width * parts), step), 1)
+    scores = workspace(q.device, "scores", step * heads * width * parts, torch.float32)
     for first in range(0, count, step):
         here = min(step, count - first)
-        _score_tiles(
-            scores,
-            q,
-            k_summary,
-            batch,
-            policy,
-            tiles,
-            qk_scale,
-            page_size,
-            first,
-            here,
-            width,
-            config,
-        )
+        if hopper:
+            score_tiles_hopper(
+                scores, q, k_summary, batch, policy, tiles, qk_scale, page_size, first, here, width
+            )
+        else:
+            _score_tiles(
+                scores,
+                q,
+                k_summary,
+                batch,
+                policy,
+                tiles,
+                qk_scale,
+                page_size,
+                first,
+                here,
+                width,
+                config,
+            )
         _top_blocks(
             out,
             scores,
@@ -255,9 +271,10 @@ def _select_tiles(
             (here, heads),
             first,
             batch.num_decode_tokens,
-            (heads * width, width, 0),
+            (heads * parts * width, parts * width, width),
             group,
             max_blocks,
+            parts,
         )
 
 

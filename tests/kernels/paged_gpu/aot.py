@@ -7,12 +7,13 @@ a process of its own because kernels decorated under ``TRITON_INTERPRET=1`` cann
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparsek_kernels.paged import launch, launch_hopper, launch_select, runtime
+from sparsek_kernels.paged.config import LaunchConfig
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 KERNELS = {
@@ -36,6 +38,7 @@ KERNELS = {
     "tile_scores_kernel": launch_select,
     "tile_scores_once_kernel": launch_select,
     "attend_hopper_kernel": launch_hopper,
+    "tile_scores_hopper_kernel": launch_hopper,
 }
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -83,6 +86,20 @@ def record(action: Callable[[], object], arch: int, num_sms: int) -> list[Record
         for name, kernel in saved.items():
             setattr(KERNELS[name], name, kernel)
     return seen
+
+
+@contextlib.contextmanager
+def hopper_kernels() -> Iterator[None]:
+    """Prefills of whole tiles take the kernels written for Hopper, where these fit."""
+    with contextlib.ExitStack() as stack:
+        for module, selector in ((launch, "prefill_config"), (launch_select, "score_config")):
+            configure = getattr(module, selector)
+
+            def chosen(configure: Any = configure, **shape: Any) -> LaunchConfig:
+                return dataclasses.replace(configure(**shape), hopper=True)
+
+            stack.enter_context(mock.patch.object(module, selector, chosen))
+        yield
 
 
 def compile_launch(launched: Recorded, arch: int) -> dict[str, Any]:
@@ -194,11 +211,8 @@ def launches(
             parked, launch_select._PARKED_ELEMENTS = launch_select._PARKED_ELEMENTS, 0
             seen += [r for r in record(step, arch, sms) if r.name == "tile_scores_kernel"]
             launch_select._PARKED_ELEMENTS = parked
-        if policy is topk and any(
-            "hopper" in r.name for r in seen
-        ):  # what steps with few tiles take
-            with mock.patch.object(launch, "attend_fits", return_value=False):
-                seen += [r for r in record(step, arch, sms) if r.name == "attend_kernel"]
+            with hopper_kernels():
+                seen += [r for r in record(step, arch, sms) if "hopper" in r.name]
     seen += record(
         lambda: launch.write_kv(
             problem.keys[0],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import launch, launch_hopper
+from sparsek_kernels.paged import launch, launch_hopper, launch_select
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.runtime import LOG2E
 
@@ -30,15 +30,21 @@ STEP = [(1, 1500), (1, 65), (200, 1300), (63, 63), (130, 901), (0, 700), (1000, 
 def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Launches of each Hopper kernel; steps with few tiles take them too."""
     counts: Counter[str] = Counter()
-    configure = launch.prefill_config
-    monkeypatch.setattr(
-        launch, "prefill_config", lambda **shape: replace(configure(**shape), splits=1)
-    )
-    monkeypatch.setattr(
-        launch,
-        "attend_hopper",
-        lambda *args: (counts.update(["attend_hopper"]), launch_hopper.attend_hopper(*args)),
-    )
+    for module, selector, launcher in (
+        (launch, "prefill_config", "attend_hopper"),
+        (launch_select, "score_config", "score_tiles_hopper"),
+    ):
+        configure, start = getattr(module, selector), getattr(launch_hopper, launcher)
+        monkeypatch.setattr(
+            module,
+            selector,
+            lambda configure=configure, **s: replace(configure(**s), splits=1, hopper=True),
+        )
+        monkeypatch.setattr(
+            module,
+            launcher,
+            lambda *a, start=start, name=launcher: (counts.update([name]), start(*a)),
+        )
     return counts
 
 
@@ -63,13 +69,15 @@ def test_layouts(
 ) -> None:
     problem = step(dim=dim, page_size=page_size, dtype=dtype, head_major=head_major)
     oracle_check.check(problem, TOP_K)
-    assert ran == {"attend_hopper": 1}
+    assert ran == {"attend_hopper": 1, "score_tiles_hopper": 1}
 
 
-@pytest.mark.parametrize("group", [2, 3, 4, 7, 8, 16])
-def test_groups(group: int, ran: Counter[str]) -> None:
+@pytest.mark.parametrize(
+    ("group", "scored"), [(2, 0), (3, 0), (4, 1), (7, 0), (8, 1), (16, 1)], ids=str
+)
+def test_groups(group: int, scored: int, ran: Counter[str]) -> None:
     oracle_check.check(step(group=group), TOP_K)
-    assert ran == {"attend_hopper": 1}
+    assert (ran["attend_hopper"], ran["score_tiles_hopper"]) == (1, scored)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])
@@ -112,8 +120,8 @@ def test_the_rest_is_left_to_the_portable_kernels(
     assert not ran
 
 
-def test_a_step_of_many_tiles() -> None:
-    """Where the launchers choose by themselves; held against the portable kernels."""
+def test_a_step_of_many_tiles(ran: Counter[str]) -> None:
+    """Enough of them that nothing would be split; held against the portable kernels."""
     problem = make_problem(
         [(1, 900), (3000, 9000), (1500, 4097)],
         num_decodes=1,
@@ -127,11 +135,16 @@ def test_a_step_of_many_tiles() -> None:
     policy = SelectionPolicy(num_sink=64, window_size=512, top_k=16)
     oracle_check.fill(problem, "cell_mean")
 
-    chosen = launch.select_blocks(
-        problem.q, problem.k_summary, problem.batch, policy, softmax_scale=128**-0.5, page_size=64
-    )
-
-    def run() -> torch.Tensor:
+    def run(selected: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Selection, and the output over it (or over ``selected``), of the prefills."""
+        chosen = launch.select_blocks(
+            problem.q,
+            problem.k_summary,
+            problem.batch,
+            policy,
+            softmax_scale=128**-0.5,
+            page_size=64,
+        )
         out = torch.zeros_like(problem.q)
         launch.attend(
             problem.q,
@@ -139,16 +152,22 @@ def test_a_step_of_many_tiles() -> None:
             problem.v_cache,
             problem.batch,
             policy,
-            chosen,
+            chosen if selected is None else selected,
             None,
             out,
             (128**-0.5 * LOG2E, 1.0),
             False,
         )
-        return out
+        return chosen, out
 
-    out = run()
+    chosen, out = run()
+    assert ran == {"attend_hopper": 1, "score_tiles_hopper": 1}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_select, "scores_fit", lambda *_: False)
         patch.setattr(launch, "attend_fits", lambda *_: False)
-        portable = run()
-    torch.testing.assert_close(out, portable, atol=2e-2, rtol=2e-2)
+        portable, expected = run(chosen)
+    torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+    known = launch_select.prefill_tiles(problem.batch, 64, problem.q.shape[0])[:, 0] >= 0
+    common = (chosen[1:][known][..., None] == portable[1:][known][:, :, None, :]).any(-1)
+    assert (common.sum(-1) >= policy.scored_blocks - 2).all()
+    assert common.float().mean() > 0.995

@@ -133,3 +133,29 @@ def test_two_pass_scores_equal_single_pass(monkeypatch: pytest.MonkeyPatch, num_
     monkeypatch.setattr(launch_select, "_PARKED_ELEMENTS", 0)
     monkeypatch.setattr(runtime, "traits", lambda device: (80, num_sms))
     assert torch.allclose(single, oracle_check.attend(problem, TOP_K), atol=1e-6, rtol=0)
+
+
+def test_scores_by_head_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the Hopper kernel leaves them; here shares of what the portable kernel wrote."""
+    problem = make_problem([(100, 700)], group=4, device=DEVICE)
+    oracle_check.fill(problem, "cell_mean")
+    whole = oracle_check.attend(problem, TOP_K)
+    configure, score = launch_select.score_config, launch_select._score_tiles
+    calls = []
+
+    def by_head(scores: torch.Tensor, *args: object) -> None:
+        width, count = args[-1], args[-2]
+        summed = torch.zeros(count, 2, width, device=DEVICE)
+        score(summed, *args, configure(**calls[0]))  # type: ignore[arg-type]
+        shares = torch.tensor([0.5, 0.25, 0.125, 0.125], device=DEVICE)[:, None]
+        scores[: summed.numel() * 4] = (summed[:, :, None] * shares).flatten()
+
+    def hopper(**shape: object) -> object:
+        calls.append(shape)
+        return replace(configure(**shape), splits=1, hopper=True)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(launch_select, "score_config", hopper)
+    monkeypatch.setattr(launch_select, "scores_fit", lambda *_: True)
+    monkeypatch.setattr(launch_select, "score_tiles_hopper", by_head)
+    assert torch.equal(whole, oracle_check.attend(problem, TOP_K))
+    assert calls
