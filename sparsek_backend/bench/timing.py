@@ -19,6 +19,10 @@ TIMINGS = ("cold", "graph", "eager")
 """
 
 _UNROLL = 50
+_LONG_MS = 100.0
+"""Samples beyond this bring a GPU to its power limit, and its clock down."""
+_REST_S = 0.3
+"""Pause before every sample of a case that has such samples: the clock is back up by then."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,9 @@ def time_interleaved(
 ) -> list[Timing]:
     """Time several calls, one sample of each in turn, so that drift hits all of them alike.
 
+    Where any of them takes longer than 100 ms on a GPU, all rest for 0.3 s before every sample: a
+    call would otherwise run at the clock that the call before it left.
+
     Args:
         timed: the calls.
         device: where they run.
@@ -89,10 +96,13 @@ def time_interleaved(
     first = [clock.sample(call) for call in timed]
     rounds = int(budget_ms / max(sum(first), 1e-3))
     rounds = max(min_samples, min(rounds, max_samples))
+    rest_s = _REST_S if device.type == "cuda" and max(first) > _LONG_MS else 0.0
     samples: list[list[float]] = [[] for _ in timed]
     for turn in range(rounds):
         for offset in range(len(timed)):
             index = (turn + offset) % len(timed)
+            if rest_s:
+                time.sleep(rest_s)
             samples[index].append(clock.sample(timed[index]))
     return [
         _summary([ms / call.calls for ms in values], call.method)

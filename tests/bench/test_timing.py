@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from sparsek_backend.bench import timing
 from sparsek_backend.bench.timing import Timed, make_timed, time_interleaved
 
 CPU = torch.device("cpu")
@@ -25,6 +26,31 @@ def test_providers_take_turns() -> None:
     assert order[:4] == ["a", "b", "a", "b"]  # warm-up and first estimate
     assert order[4:] == ["a", "b", "b", "a"] * 2
     assert [timing.samples for timing in timings] == [4, 4]
+
+
+@pytest.mark.parametrize(("slow_ms", "rests"), [(90.0, 0), (230.0, 8)])
+def test_all_rest_where_one_is_long(
+    slow_ms: float, rests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    class Clock:
+        def __init__(self, device: torch.device) -> None:
+            assert device.type == "cuda"
+
+        def sample(self, call: Timed) -> float:
+            events.append(call.method)
+            return slow_ms if call.method == "slow" else 3.0
+
+    monkeypatch.setattr(timing, "_CudaClock", Clock)
+    monkeypatch.setattr(timing.time, "sleep", lambda _seconds: events.append("rest"))
+    calls = [Timed(lambda: None, 1, name) for name in ("slow", "fast")]
+    time_interleaved(calls, device=torch.device("cuda"), budget_ms=0.0, min_samples=4)
+    assert events.count("rest") == rests
+    if rests:
+        assert events[2:] == [
+            e for name in ["slow", "fast", "fast", "slow"] * 2 for e in ("rest", name)
+        ]
 
 
 def test_calls_unrolled_in_one_sample_are_divided() -> None:
