@@ -141,3 +141,20 @@ def test_checkpointing_gives_the_same_gradients() -> None:
     found = torch.autograd.grad(again.sum(), [x, *module.parameters()])
     for have, need in zip(found, plain, strict=True):
         assert torch.equal(have, need)
+
+
+@pytest.mark.parametrize(("batch", "count"), [(128, 512), (8, 8192)])
+def test_unwritten_memory_is_not_read(batch: int, count: int) -> None:
+    """New memory full of NaN changes no bit, many short sequences included."""
+    module = layer(16, 1, dim=128).bfloat16()
+    x = tokens(count, batch).bfloat16()
+    plain = run(module, x)
+    torch.use_deterministic_algorithms(True)  # also fills new memory
+    try:
+        poisoned = [run(module, x) for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, value in plain.items():
+        assert value.isfinite().all(), name
+        for again in poisoned:
+            assert torch.equal(again[name], value), name

@@ -180,3 +180,13 @@ def test_a_process_that_was_killed(options: tuple[str, ...], kind: str, tmp_path
     assert [run["resumed_at"] > 0 for run in runs] == [True, False, False]
     assert runs[0]["losses"] == runs[1]["losses"] == runs[2]["losses"]
     assert runs[0]["recall"] == runs[1]["recall"] == runs[2]["recall"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_full_size_learns_to_recall(tmp_path: Path) -> None:
+    """Sequences of 512 tokens, which the sparse model can select in full, are learned soon."""
+    config = replace(DemoConfig(), steps=250, max_length=512)
+    trainer = Trainer(config, "nsa", tmp_path, torch.device("cuda"))
+    trainer.run()
+    assert trainer.recall(512, 2)["all"] > 0.95
