@@ -89,14 +89,14 @@ def record(action: Callable[[], object], arch: int, num_sms: int) -> list[Record
 
 
 @contextlib.contextmanager
-def hopper_kernels() -> Iterator[None]:
-    """Prefills of whole tiles take the kernels written for Hopper, where these fit."""
+def hopper_kernels(wanted: bool) -> Iterator[None]:
+    """Prefills of whole tiles take the kernels written for Hopper where these fit, or never do."""
     with contextlib.ExitStack() as stack:
         for module, selector in ((launch, "prefill_config"), (launch_select, "score_config")):
             configure = getattr(module, selector)
 
             def chosen(configure: Any = configure, **shape: Any) -> LaunchConfig:
-                return dataclasses.replace(configure(**shape), hopper=True)
+                return dataclasses.replace(configure(**shape), hopper=wanted)
 
             stack.enter_context(mock.patch.object(module, selector, chosen))
         yield
@@ -206,12 +206,14 @@ def launches(
                 torch.empty_like(problem.q),
             )
 
-        seen += record(step, arch, sms)
-        if policy is topk:  # a step with few tiles, or a very long context
+        with hopper_kernels(False):
+            seen += record(step, arch, sms)
+        if policy is topk:
             parked, launch_select._PARKED_ELEMENTS = launch_select._PARKED_ELEMENTS, 0
-            seen += [r for r in record(step, arch, sms) if r.name == "tile_scores_kernel"]
+            with hopper_kernels(False):  # a step with few tiles, or a very long context
+                seen += [r for r in record(step, arch, sms) if r.name == "tile_scores_kernel"]
             launch_select._PARKED_ELEMENTS = parked
-            with hopper_kernels():
+            with hopper_kernels(True):
                 seen += [r for r in record(step, arch, sms) if "hopper" in r.name]
     seen += record(
         lambda: launch.write_kv(
