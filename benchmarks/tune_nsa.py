@@ -11,20 +11,25 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
 from triton.testing import do_bench
 
 from sparsek_kernels.nsa import launch_common, launch_compressed, launch_select, launch_selected
-from sparsek_kernels.nsa.config import LaunchConfig, TileConfig, select_config
+from sparsek_kernels.nsa.config import (
+    HOPPER_CANDIDATES,
+    LaunchConfig,
+    TileConfig,
+    select_config,
+)
 from sparsek_kernels.nsa.spec import NSASpec
 
 DIM = 128
 PORTABLE = {"hopper": None, "hopper_bwd": None}
-GATHER = {"selected_hopper": (64, 64, 4, 4)}
-GATHER_BWD = {"selected_bwd_hopper": (128, 64, 8, 2)}
+GATHER = {"selected_hopper": astuple(HOPPER_CANDIDATES["selected_hopper"])}
+GATHER_BWD = {"selected_bwd_hopper": astuple(HOPPER_CANDIDATES["selected_bwd_hopper"])}
 Changes = dict[str, Any]
 VARIANTS: dict[str, list[Changes]] = {
     "select": [

@@ -113,6 +113,15 @@ class LaunchConfig:
     selected_bwd_hopper: TileConfig | None = None
 
 
+HOPPER_CANDIDATES = {
+    "select_hopper": TileConfig(128, 64, 4, 3),
+    "selected_hopper": TileConfig(64, 64, 4, 4),
+    "selected_bwd_hopper": TileConfig(128, 64, 8, 2),
+}
+"""Warp-specialised kernels that :func:`select_config` does not choose until their tests and times
+have been seen on a GPU; tests and ``benchmarks/tune_nsa.py`` ask for them."""
+
+
 def _chunk_rows(shape: ProblemShape, slots: int, itemsize: int) -> int:
     rows = shape.batch * shape.num_q
     fits = _PART_BYTES // max(shape.num_heads * slots * shape.head_dim * itemsize, 1)

@@ -31,7 +31,7 @@ from sparsek_kernels.nsa import (
     launch_select,
     launch_selected,
 )
-from sparsek_kernels.nsa.config import TileConfig
+from sparsek_kernels.nsa.config import HOPPER_CANDIDATES
 from sparsek_kernels.nsa.spec import NSASpec
 
 MODULES = (
@@ -88,12 +88,7 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     launch_selected.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
     if arch == 90:
         base = launch_common.select_config
-        tiles = {
-            "select_hopper": TileConfig(128, 64, 4, 3),
-            "selected_hopper": TileConfig(64, 64, 4, 4),
-            "selected_bwd_hopper": TileConfig(128, 64, 8, 2),
-        }
-        launch_common.select_config = lambda *args: replace(base(*args), **tiles)
+        launch_common.select_config = lambda *args: replace(base(*args), **HOPPER_CANDIDATES)
         launch_select.select(indices, q, cmp, lse, tokens, None, spec, scale)
         launch_selected.forward(q, lse, q, k, k, indices, None, 64, scale)
         launch_selected.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)

@@ -27,7 +27,7 @@ from sparsek_kernels.nsa import (
     launch_selected,
 )
 from sparsek_kernels.nsa import reference as ref
-from sparsek_kernels.nsa.config import TileConfig
+from sparsek_kernels.nsa.config import HOPPER_CANDIDATES, TileConfig
 from sparsek_kernels.nsa.launch_common import launch_config, problem_shape
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
@@ -248,7 +248,7 @@ def run(case: Case, device: str) -> int:
     shape = (case.batch, num_q, case.heads[1], spec.top_n)
     kinds = {"": replace(base, select_hopper=None)}
     if device == "cuda" and fits_hopper(case):
-        kinds["hopper "] = replace(base, select_hopper=TileConfig(128, 64, 4, 3))
+        kinds["hopper "] = replace(base, select_hopper=HOPPER_CANDIDATES["select_hopper"])
     for kind, config in kinds.items():
         indices = torch.full(shape, -7, dtype=torch.int32, device=device)
         launch_select.select(indices, q, k_cmp, lse, total, cu, spec, scale, config)
@@ -314,8 +314,8 @@ def run(case: Case, device: str) -> int:
         for design in both:
             designs[f"hopper {design}"] = replace(
                 designs[design],
-                selected_hopper=TileConfig(64, 64, 4, 4),
-                selected_bwd_hopper=TileConfig(128, 64, 8, 2),
+                selected_hopper=HOPPER_CANDIDATES["selected_hopper"],
+                selected_bwd_hopper=HOPPER_CANDIDATES["selected_bwd_hopper"],
             )
     for design, config in designs.items():
         out.fill_(float("nan"))
