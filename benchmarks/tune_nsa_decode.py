@@ -37,7 +37,7 @@ SHAPES = ((64, 4, "1q1s64k"), (32, 8, "1q1s64k"), (64, 4, "32q1s16k"), (32, 8, "
 COPIES = 4
 CANDIDATES = {
     "cmp_rows": (64, 128),
-    "cmp_slots": (4, 8, 16),
+    "cmp_slots": (2, 4, 8, 16),
     "cmp_warps": (2, 4),
     "cmp_stages": (2, 3),
     "score_rows": (64, 128),

@@ -40,7 +40,7 @@ class DecodeTiles:
     """
 
     cmp_rows: int = 64
-    cmp_slots: int = 8
+    cmp_slots: int = 2
     cmp_warps: int = 4
     cmp_stages: int = 2
     score_rows: int = 128

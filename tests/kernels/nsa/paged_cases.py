@@ -88,6 +88,7 @@ CASES = [
     Case("head size 24, pages of 48", (170, 50), heads=(2, 2), dim=24, page_size=48),
     Case("no overlap", (170,), replace(SMALL, cmp_block_size=16, cmp_stride=16)),
     Case("four strides", (230,), replace(WIDE, cmp_block_size=16, cmp_hidden_size=40)),
+    Case("wide map", (60,), replace(SMALL, cmp_hidden_size=300)),
     Case("no initial block", (170,), replace(SMALL, num_init_blocks=0, num_local_blocks=1)),
     Case("speculating", (171, 40, 66), steps=3, query_len=3),
     Case("several programs a token", (1100,), heads=(2, 1), steps=2),
