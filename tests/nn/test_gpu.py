@@ -158,3 +158,15 @@ def test_unwritten_memory_is_not_read(batch: int, count: int) -> None:
         assert value.isfinite().all(), name
         for again in poisoned:
             assert torch.equal(again[name], value), name
+
+
+@pytest.mark.parametrize(("batch", "count"), [(128, 512), (512, 128)])
+def test_many_short_sequences(batch: int, count: int) -> None:
+    """Against fp64; two of the sequences say how far torch is from it."""
+    module = layer(16, 1, dim=128).bfloat16()
+    x = tokens(count, batch).bfloat16()
+    ours = distances(run(module, x), run(copy.deepcopy(module).double(), x.double()))
+    some, plain = x[:2].cpu(), copy.deepcopy(module).cpu()
+    theirs = distances(run(plain, some), run(copy.deepcopy(plain).double(), some.double()))
+    for name, far in ours.items():
+        assert far <= 2 * theirs[name] + 1e-3, f"{name}: {far:.2e}, torch {theirs[name]:.2e}"
