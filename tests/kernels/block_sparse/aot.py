@@ -11,7 +11,7 @@ import sys
 import torch
 
 from sparsek_kernels.block_sparse import kernels_bwd
-from sparsek_kernels.block_sparse.config import ProblemShape, select_config
+from sparsek_kernels.block_sparse.config import ProblemShape, hopper_stages, select_config
 from sparsek_kernels.block_sparse.kernels_fwd import block_sparse_fwd_kernel
 from sparsek_kernels.block_sparse.kernels_hopper_fwd import block_sparse_hopper_fwd_kernel
 from tests.kernels.sink_window.aot import INTEGERS, described, report
@@ -43,9 +43,9 @@ def compile_all(arch: int, dim: int, block: int) -> None:
 def compile_hopper(dim: int, block: int) -> None:
     """Compile the warp-specialised forward kernel."""
     shape = ProblemShape(32, 8, dim, block, 8, 65536)
-    stages = select_config(shape, torch.bfloat16, 90).hopper_stages
+    stages = hopper_stages(shape)
     if stages is None:
-        raise RuntimeError(f"no Hopper kernel is selected for {shape}")
+        raise RuntimeError(f"the Hopper kernel does not take {shape}")
     keys = described("bf16", block, 64)
     tiles = {"q_desc": described("bf16", 64, 64), "k_desc": keys, "v_desc": keys}
     constexprs = {

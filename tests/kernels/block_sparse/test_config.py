@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparsek_kernels.block_sparse import config
 from sparsek_kernels.block_sparse.config import ProblemShape, select_config
 
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -32,39 +33,50 @@ def test_tiles_fit_blocks_and_patterns(
 ) -> None:
     heads = group * kv_heads
     patterns = {"one": 1, "kv": kv_heads, "query": heads, "halves": 2 - heads % 2}[split]
-    config = select_config(ProblemShape(heads, kv_heads, dim, block, patterns), dtype, arch)
-    for tile in (config.forward, config.dq, config.dkdv):
+    chosen = select_config(ProblemShape(heads, kv_heads, dim, block, patterns), dtype, arch)
+    for tile in (chosen.forward, chosen.dq, chosen.dkdv):
         assert block % tile.rows == 0
         assert tile.own & (tile.own - 1) == tile.step & (tile.step - 1) == 0
         assert max(16, tile.rows * tile.pack) <= tile.own < 2 * max(16, tile.rows * tile.pack)
         assert min(tile.own, tile.step) >= 16
         assert 1 <= tile.pack <= group
-    assert config.dkdv.pack == 1
-    for tile in (config.forward, config.dq):
+    assert chosen.dkdv.pack == 1
+    for tile in (chosen.forward, chosen.dq):
         for first in range(0, heads, group):
             for member in range(0, group, tile.pack):
                 served = range(first + member, first + min(member + tile.pack, group))
                 assert len({head // (heads // patterns) for head in served}) == 1
-    assert (config.precision == "ieee") == (dtype == SINGLE)
+    assert (chosen.precision == "ieee") == (dtype == SINGLE)
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "arch", "used"),
+    ("shape", "taken"),
     [
-        (ProblemShape(32, 8, 128, 128, 8, 1024), HALF, 90, True),
-        (ProblemShape(32, 8, 64, 128, 32, 1024), HALF, 90, True),
-        (ProblemShape(32, 8, 128, 64, 1, 1024), HALF, 90, True),
-        (ProblemShape(32, 8, 128, 64, 32, 1024), HALF, 90, False),
-        (ProblemShape(8, 8, 128, 64, 8, 1024), HALF, 90, False),
-        (ProblemShape(32, 8, 128, 128, 8, 1000), HALF, 90, False),
-        (ProblemShape(32, 8, 96, 128, 8, 1024), HALF, 90, False),
-        (ProblemShape(32, 8, 128, 32, 8, 1024), HALF, 90, False),
-        (ProblemShape(32, 8, 128, 128, 8, 1024), SINGLE, 90, False),
-        (ProblemShape(32, 8, 128, 128, 8, 1024), HALF, 80, False),
-        (ProblemShape(32, 8, 128, 128, 8, 1024), HALF, 100, False),
+        (ProblemShape(32, 8, 128, 128, 8, 1024), True),
+        (ProblemShape(32, 8, 64, 128, 32, 1024), True),
+        (ProblemShape(32, 8, 128, 64, 1, 1024), True),
+        (ProblemShape(32, 8, 128, 64, 32, 1024), False),
+        (ProblemShape(8, 8, 128, 64, 8, 1024), False),
+        (ProblemShape(32, 8, 128, 128, 8, 1000), False),
+        (ProblemShape(32, 8, 96, 128, 8, 1024), False),
+        (ProblemShape(32, 8, 128, 32, 8, 1024), False),
     ],
 )
-def test_where_the_hopper_kernel_is_used(
-    shape: ProblemShape, dtype: torch.dtype, arch: int, used: bool
+def test_what_the_hopper_kernel_takes(
+    shape: ProblemShape, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert (select_config(shape, dtype, arch).hopper_stages is not None) == used
+    stages = config.hopper_stages(shape)
+    assert (stages is not None) == taken
+    monkeypatch.setattr(config, "HOPPER_FORWARD", True)
+    assert select_config(shape, HALF, 90).hopper_stages == stages
+    assert select_config(shape, SINGLE, 90).hopper_stages is None
+    for arch in (80, 89, 100):
+        assert select_config(shape, HALF, arch).hopper_stages is None
+
+
+def test_the_hopper_kernel_is_chosen_only_where_it_is_switched_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(config, "HOPPER_FORWARD", False)
+    shape = ProblemShape(32, 8, 128, 128, 8, 1024)
+    assert select_config(shape, HALF, 90).hopper_stages is None

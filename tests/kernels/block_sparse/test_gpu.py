@@ -9,7 +9,12 @@ import torch
 
 from sparsek_kernels import block_sparse_attention
 from sparsek_kernels.block_sparse import launch
-from sparsek_kernels.block_sparse.config import ProblemShape, select_config
+from sparsek_kernels.block_sparse.config import (
+    LaunchConfig,
+    ProblemShape,
+    hopper_stages,
+    select_config,
+)
 from sparsek_kernels.block_sparse.reference import block_sparse_attention_reference
 from sparsek_kernels.sink_window.calls import device_arch
 from tests.kernels.block_sparse.cases import Case, check, kernels, make, structure_of_mask
@@ -88,6 +93,13 @@ HOPPER = [
 ]  # fmt: skip
 
 
+def configuration(case: Case, with_hopper: bool) -> LaunchConfig:
+    """What is chosen for a case, with or without the Hopper forward kernel."""
+    shape = ProblemShape(case.heads, case.kv_heads, case.dim, case.block, case.patterns, case.nk)
+    config = select_config(shape, case.dtype, device_arch(torch.device("cuda")))
+    return dataclasses.replace(config, hopper_stages=hopper_stages(shape) if with_hopper else None)
+
+
 @pytest.mark.parametrize("case", HOPPER, ids=str)
 def test_hopper_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if device_arch(torch.device("cuda")) != 90:
@@ -95,15 +107,13 @@ def test_hopper_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[int] = []
     real = launch._forward_hopper
     monkeypatch.setattr(launch, "_forward_hopper", lambda *a: launches.append(1) or real(*a))
-    check(case, "cuda")
+    check(case, "cuda", configuration(case, with_hopper=True))
     assert launches == [1]
 
 
-@pytest.mark.parametrize("case", HOPPER[::5], ids=str)
-def test_portable_kernel(case: Case) -> None:
-    shape = ProblemShape(case.heads, case.kv_heads, case.dim, case.block, case.patterns)
-    config = select_config(shape, case.dtype, device_arch(torch.device("cuda")))
-    check(case, "cuda", dataclasses.replace(config, hopper_stages=None))
+@pytest.mark.parametrize("case", HOPPER[::4], ids=str)
+def test_portable_kernels_at_the_same_shapes(case: Case) -> None:
+    check(case, "cuda", configuration(case, with_hopper=False))
 
 
 def test_all_blocks_equal_dense_attention() -> None:

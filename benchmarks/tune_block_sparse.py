@@ -1,0 +1,129 @@
+"""Check and time launch configurations of block-sparse attention on this GPU.
+
+    PYTHONPATH=.:kernels python benchmarks/tune_block_sparse.py [--head-dim 128] [--block-size 64]
+
+Prints a line per candidate, fastest first; one that differs from the selected configuration by more
+than rounding is not timed.  The winners are written into ``sparsek_kernels/block_sparse/config.py``
+by hand; nothing is tuned at run time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from sparsek_backend.patterns import BlockSparsePattern
+from sparsek_kernels.block_sparse.config import (
+    LaunchConfig,
+    ProblemShape,
+    TileConfig,
+    hopper_stages,
+    key_tile,
+    query_tile,
+    select_config,
+)
+from sparsek_kernels.block_sparse.launch import launch_backward, launch_forward
+from sparsek_kernels.sink_window.calls import device_arch
+
+HEADS, KV_HEADS = 32, 8
+LIMIT = 2e-2  # relative error between two roundings to bf16
+QUERY_TILES = ((128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3))
+KEY_TILES = ((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 3), (128, 32, 8, 3))
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def candidates(shape: ProblemShape, base: LaunchConfig) -> Iterator[tuple[str, str, LaunchConfig]]:
+    """``(pass, name, configuration)``: the Hopper kernel, and tiles of each portable one."""
+    if hopper_stages(shape) is not None:
+        yield "forward", "hopper", replace(base, hopper_stages=hopper_stages(shape))
+    plain = replace(base, hopper_stages=None)
+    for sizes in QUERY_TILES:
+        tile = query_tile(shape, *sizes)
+        yield "forward", _name(tile), replace(plain, forward=tile)
+        yield "backward", f"dq {_name(tile)}", replace(plain, dq=tile)
+    for sizes in KEY_TILES:
+        tile = key_tile(shape, *sizes)
+        yield "backward", f"dk/dv {_name(tile)}", replace(plain, dkdv=tile)
+
+
+def _name(tile: TileConfig) -> str:
+    return f"{tile.own}x{tile.step} warps {tile.num_warps} stages {tile.num_stages}"
+
+
+def milliseconds(run: Callable[[], object], repeats: int = 9) -> float:
+    """Median time of ``run`` on the device."""
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def error(found: Tensors, wanted: Tensors) -> float:
+    """Largest difference, relative to the largest value of each tensor."""
+    ratios = [
+        ((a - b).abs().max() / b.abs().max()).item() if bool(a.isfinite().all()) else float("inf")
+        for a, b in zip(found, wanted, strict=True)
+    ]
+    return max(ratios)
+
+
+def main() -> int:
+    """Check and time every candidate; 1 when one is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=128)
+    parser.add_argument("--density", type=float, default=0.1, help="of the blocks a query may see")
+    arguments = parser.parse_args()
+    tokens, dim, size = arguments.tokens, arguments.head_dim, arguments.block_size
+    torch.manual_seed(0)
+    q, dout = (torch.randn(1, tokens, HEADS, dim, device="cuda").bfloat16() for _ in range(2))
+    k, v = (torch.randn(1, tokens, KV_HEADS, dim, device="cuda").bfloat16() for _ in range(2))
+    rows = -(-tokens // size)
+    blocks = torch.rand(KV_HEADS, rows, rows, device="cuda") < arguments.density
+    blocks = (blocks | torch.eye(rows, dtype=torch.bool, device="cuda")).tril()
+    pattern = BlockSparsePattern.from_mask(blocks, size)
+    listed = (pattern.crow_indices, pattern.col_indices)
+    scalars = (size, True, dim**-0.5)
+    out, lse = torch.empty_like(q), torch.empty(1, HEADS, tokens, device="cuda")
+
+    def forward(config: LaunchConfig | None) -> Tensors:
+        launch_forward(out, lse, q, k, v, *listed, *scalars, config)
+        return out, lse
+
+    def backward(config: LaunchConfig | None) -> Tensors:
+        columns = (pattern.ccol_indices, pattern.row_indices)
+        return launch_backward(dout, None, q, k, v, out, lse, *listed, *columns, *scalars, config)
+
+    passes = {"forward": forward, "backward": backward}
+    wanted = {name: tuple(x.clone() for x in run(None)) for name, run in passes.items()}
+    shape = ProblemShape(HEADS, KV_HEADS, dim, size, KV_HEADS, tokens)
+    base = select_config(shape, q.dtype, device_arch(q.device))
+    timed, wrong = [], 0
+    for name, label, config in candidates(shape, base):
+        run = passes[name]
+        difference = error(run(config), wanted[name])
+        if difference > LIMIT:
+            print(f"{name:8s}  WRONG by {difference:.1e}  {label}", flush=True)
+            wrong += 1
+            forward(None)
+        else:
+            timed.append((name, milliseconds(lambda run=run, config=config: run(config)), label))
+    for name, ms, label in sorted(timed):
+        print(f"{name:8s} {ms:8.3f} ms  {label}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
