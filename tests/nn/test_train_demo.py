@@ -145,22 +145,21 @@ def demo_process(folder: Path, *options: str) -> subprocess.Popen[bytes]:
 SHORT = ("--device", "cuda", "--steps", "15", "--max-length", "2048", "--save-every", "5")
 
 
-@pytest.mark.parametrize("kind", ["nsa", "dense"])
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "options"),
     [
-        pytest.param(("--device", "cpu", "--size", "tiny"), id="cpu"),
-        pytest.param(
-            SHORT,
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-            ],
-            id="gpu",
-        ),
+        pytest.param("nsa", ("--device", "cpu", "--size", "tiny"), id="cpu-nsa"),
+        pytest.param("nsa", SHORT, marks=ON_GPU, id="gpu-nsa"),
+        pytest.param("dense", SHORT, marks=ON_GPU, id="gpu-dense"),
     ],
 )
-def test_a_process_that_was_killed(options: tuple[str, ...], kind: str, tmp_path: Path) -> None:
+def test_a_process_that_was_killed(kind: str, options: tuple[str, ...], tmp_path: Path) -> None:
     """Killed after a checkpoint and started again, it ends like two unbroken runs of the seed."""
     options = ("--models", kind, *options)
     broken = demo_process(tmp_path / "broken", *options)
