@@ -1,6 +1,6 @@
 """Native sparse attention against its peers on one GPU: whole passes, selected branch, memory.
 
-    python benchmarks/nsa.py --csv nsa.csv                          every comparison of nsa.yaml
+    python benchmarks/nsa.py --csv nsa.csv                    # every row of comparisons/nsa.yaml
     python benchmarks/nsa.py --only "forward 64x4:64k" --kernels kernels.csv
 
 Ours is checked against the fp64 oracle at the case's heads first, and a failed check stops the run.
@@ -262,9 +262,12 @@ def measure_kernels(one: Comparison, add: Callable[[Row], None]) -> None:
             add(dataclasses.replace(row, provider=kernel[:70], ms=ms, method="profiler"))
 
 
+COMPARISONS = Path(__file__).parent / "comparisons" / "nsa.yaml"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--yaml", type=Path, default=Path(__file__).with_suffix(".yaml"))
+    parser.add_argument("--yaml", type=Path, default=COMPARISONS)
     parser.add_argument("--only", action="append", help="comparisons, as `forward 64x4:64k`")
     parser.add_argument("--peers", help="these peers alone, comma-separated")
     parser.add_argument("--kernels", type=Path, help="CSV for the time of each kernel of ours, too")
