@@ -142,7 +142,8 @@ def _compute_partition(
         )
         lse = lse_smem.index(g_stage).load(COL_LAYOUT)
         p = gl.exp2(s * scale_log2 - lse[None, :])  # [BLOCK_N, BLOCK_M]
-        if (m_block < m_left) | (m_block >= m_full):
+        # Keys past the end count as zeros: unmasked, exp2(-lse) of them may overflow to inf * 0.
+        if (m_block < m_left) | (m_block >= m_full) | (n_first + BLOCK_N > k_len):
             row = row_first + gl.arange(0, BLOCK_M, COL_LAYOUT)
             pos = last_key(row + offset, KEY_BLOCK, KEY_STRIDE)
             seen = visible(pos[None, :], key[:, None], 0, window_size, CAUSAL, WINDOWED, False)
