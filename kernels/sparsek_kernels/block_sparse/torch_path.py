@@ -13,6 +13,8 @@ from itertools import pairwise
 
 import torch
 
+from sparsek_kernels.common.precision import without_autocast
+
 
 @dataclass(frozen=True)
 class _BlockRow:
@@ -73,6 +75,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, row: _BlockRow, scale: float) -> t
     return scores if row.hidden is None else scores.masked_fill_(row.hidden, float("-inf"))
 
 
+@without_autocast
 def torch_forward(
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -97,6 +100,7 @@ def torch_forward(
         lse[:, row.heads, row.tokens] = row_lse[..., 0].to(lse.dtype)
 
 
+@without_autocast
 def torch_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,

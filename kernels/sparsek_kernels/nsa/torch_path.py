@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from sparsek_kernels.common.precision import without_autocast
 from sparsek_kernels.nsa.sequences import Span, spans
 from sparsek_kernels.nsa.spec import NSASpec
 
@@ -41,6 +42,7 @@ def _position(rows: slice, span: Span, device: torch.device) -> torch.Tensor:
     return position
 
 
+@without_autocast
 def mean_pool_forward(
     x: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None, spec: NSASpec
 ) -> None:
@@ -54,6 +56,7 @@ def mean_pool_forward(
             out[span.batch, span.compressed] = means.to(out.dtype)
 
 
+@without_autocast
 def mean_pool_backward(
     dout: torch.Tensor, dx: torch.Tensor, cu_seqlens: torch.Tensor | None, spec: NSASpec
 ) -> None:
@@ -98,6 +101,7 @@ def _compressed_chunks(
             yield span, rows
 
 
+@without_autocast
 def compressed_forward(
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -125,6 +129,7 @@ def compressed_forward(
         lse[span.batch, :, rows] = total.flatten(0, 1).to(lse.dtype)
 
 
+@without_autocast
 def compressed_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -201,6 +206,7 @@ def best_blocks(scores: torch.Tensor, own: torch.Tensor, spec: NSASpec) -> torch
     return best.masked_fill(best == num_blocks, -1)
 
 
+@without_autocast
 def select_forward(
     block_indices: torch.Tensor,
     q: torch.Tensor,
@@ -260,6 +266,7 @@ def _grouped(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     return grouped.to(compute_dtype(x.dtype))
 
 
+@without_autocast
 def selected_forward(
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -291,6 +298,7 @@ def selected_forward(
         lse[span.batch, :, rows] = total.flatten(1, 2).T.to(lse.dtype)
 
 
+@without_autocast
 def selected_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import torch
 
+from sparsek_kernels.common.precision import without_autocast
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
 _BLOCK_SCORES = 1 << 22  # scores held at once, whatever the shapes
@@ -112,6 +113,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, block: _Block, scale: float) -> to
     return scores
 
 
+@without_autocast
 def torch_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -151,6 +153,7 @@ def torch_forward(
         lse[block.batch, :, block.rows] = (top + total.log()).reshape(-1, num_rows).to(lse.dtype)
 
 
+@without_autocast
 def torch_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
