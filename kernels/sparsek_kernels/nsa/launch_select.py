@@ -14,7 +14,7 @@ from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.sink_window.launch_hopper import copyable
 
-_SCRATCH_SCORES = 1 << 27  # block scores held at once
+_SCRATCH_SCORES = 1 << 25  # block scores held at once
 _LEAST_ROWS = 2048  # tokens of a launch, however many blocks there are
 
 
