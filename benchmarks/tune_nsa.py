@@ -28,8 +28,8 @@ from sparsek_kernels.nsa.spec import NSASpec
 
 DIM = 128
 PORTABLE = {"hopper": None, "hopper_bwd": None}
+PORTABLE_BWD = {"selected_bwd_hopper": None, "item_entries_bwd": 0.5}
 GATHER = {"selected_hopper": astuple(HOPPER_CANDIDATES["selected_hopper"])}
-GATHER_BWD = {"selected_bwd_hopper": astuple(HOPPER_CANDIDATES["selected_bwd_hopper"])}
 Changes = dict[str, Any]
 VARIANTS: dict[str, list[Changes]] = {
     "select": [
@@ -46,10 +46,10 @@ VARIANTS: dict[str, list[Changes]] = {
     ],
     "selected_bwd": [
         {},
-        {"selected_bwd": (128, 64, 8, 1)},  # 128 rows: scores rows first
-        GATHER_BWD,
-        {**GATHER_BWD, "chunk_rows": 0.5},
-        {**GATHER_BWD, "item_entries": 2.0},
+        PORTABLE_BWD,
+        {**PORTABLE_BWD, "selected_bwd": (128, 64, 8, 1)},  # 128 rows: scores rows first
+        *({"item_entries_bwd": x} for x in (0.5, 2.0, 4.0)),
+        {"chunk_rows": 0.5},
     ],
     "compressed": [
         {},

@@ -83,14 +83,15 @@ class LaunchConfig:
         chunk_rows: tokens whose parts are held at once.
         index_rows: tokens whose queries follow one another block by block in the forward pass; they
             stay in the cache if they are few.
-        item_entries: most queries that one block-major program serves.
+        item_entries: most queries that one block-major program of the forward pass serves.
+        item_entries_bwd: likewise of the backward pass.
         precision: input precision of dot products.
         hopper: tile of the warp-specialised compressed forward kernel, where that one is used.
         hopper_bwd: tile of the fused compressed backward kernel, where that one is used.
         select_hopper: rows and compressed keys of the warp-specialised scores kernel, likewise.
         selected_hopper: rows and stages of the warp-specialised block-major forward kernel, where
             that one is used.
-        selected_bwd_hopper: likewise of the backward kernel.
+        selected_bwd_hopper: likewise of the backward kernel, where that one is used.
     """
 
     compressed: TileConfig
@@ -105,6 +106,7 @@ class LaunchConfig:
     chunk_rows: int
     index_rows: int
     item_entries: int
+    item_entries_bwd: int
     precision: str = "tf32"
     hopper: TileConfig | None = None
     hopper_bwd: TileConfig | None = None
@@ -116,7 +118,6 @@ class LaunchConfig:
 HOPPER_CANDIDATES = {
     "select_hopper": TileConfig(128, 64, 4, 3),
     "selected_hopper": TileConfig(64, 64, 4, 4),
-    "selected_bwd_hopper": TileConfig(128, 64, 8, 2),
 }
 """Warp-specialised kernels that :func:`select_config` does not choose until their tests and times
 have been seen on a GPU; tests and ``benchmarks/tune_nsa.py`` ask for them."""
@@ -196,7 +197,9 @@ def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int
         chunk_rows=chunk_rows,
         index_rows=chunk_rows,
         item_entries=item_entries,
+        item_entries_bwd=2 * item_entries if hopper else item_entries,
         precision="ieee" if dtype == torch.float32 else "tf32",
         hopper=TileConfig(128, 128, 4, 2) if hopper else None,
         hopper_bwd=TileConfig(64, 128, 8, 3) if hopper else None,
+        selected_bwd_hopper=TileConfig(128, 64, 8, 2) if hopper else None,
     )

@@ -83,7 +83,7 @@ class _Call:
         """Tokens in a tile of ``rows`` rows (tokens times padded heads), 16 rows at least."""
         return max(max(rows, 16) // self.shape.padded_group, 1)
 
-    def index(self, chunk_rows: int, far_only: bool = False) -> InverseIndex:
+    def index(self, chunk_rows: int, item_entries: int, far_only: bool = False) -> InverseIndex:
         """The inverse of the selection, or of the part that is not near to its queries."""
         return build_index(
             self.indices,
@@ -91,7 +91,7 @@ class _Call:
             self.cu_seqlens,
             self.sel_block_size,
             chunk_rows,
-            self.config.item_entries,
+            item_entries,
             far_only,
         )
 
@@ -235,7 +235,7 @@ def _forward_blocks(
     """Without ``lse``: add the gated ``others`` (compressed, sliding) to this branch's output."""
     shape, tile, merge = call.shape, call.config.selected, call.config.combine
     together = -(-call.config.chunk_rows // call.config.index_rows)
-    index = call.index(call.config.index_rows, far_only=True)
+    index = call.index(call.config.index_rows, call.config.item_entries, far_only=True)
     slots = together * index.chunk_rows * shape.num_kv_heads * call.slots
     part = torch.empty((slots, shape.group, shape.head_dim), dtype=q.dtype, device=q.device)
     part_lse = torch.empty((slots, shape.group), dtype=torch.float32, device=q.device)
@@ -407,7 +407,7 @@ def backward_rows(
         return dq.zero_(), dk.to(k.dtype), dv.to(v.dtype)
     call = _Call(q, k, block_indices, cu_seqlens, sel_block_size, config)
     shape, tile = call.shape, call.config.selected_bwd
-    index = call.index(call.config.chunk_rows)
+    index = call.index(call.config.chunk_rows, call.config.item_entries_bwd)
     slots = index.chunk_rows * shape.num_kv_heads * call.slots
     dq_part = torch.empty((slots, shape.group, shape.head_dim), dtype=q.dtype, device=q.device)
     parts = torch.empty(

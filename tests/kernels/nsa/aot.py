@@ -31,7 +31,7 @@ from sparsek_kernels.nsa import (
     launch_select,
     launch_selected,
 )
-from sparsek_kernels.nsa.config import HOPPER_CANDIDATES
+from sparsek_kernels.nsa.config import HOPPER_CANDIDATES, TileConfig
 from sparsek_kernels.nsa.spec import NSASpec
 
 MODULES = (
@@ -85,10 +85,12 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
         launch_compressed.forward(few, lse, few, cmp, cmp, tokens, None, spec, scale)
         launch_select.select(found, few, cmp, lse, tokens, None, spec, scale)
         launch_selected.forward(few, lse, few, k, k, found, None, 64, scale)
+    base = launch_common.select_config
+    launch_common.select_config = lambda *args: replace(base(*args), selected_bwd_hopper=None)
     launch_selected.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
     if arch == 90:
-        base = launch_common.select_config
-        launch_common.select_config = lambda *args: replace(base(*args), **HOPPER_CANDIDATES)
+        hopper = {**HOPPER_CANDIDATES, "selected_bwd_hopper": TileConfig(128, 64, 8, 2)}
+        launch_common.select_config = lambda *args: replace(base(*args), **hopper)
         launch_select.select(indices, q, cmp, lse, tokens, None, spec, scale)
         launch_selected.forward(q, lse, q, k, k, indices, None, 64, scale)
         launch_selected.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)

@@ -299,7 +299,7 @@ def run(case: Case, device: str) -> int:
     rows_all = case.batch * num_q
     chunked = replace(
         base, token_major=False, chunk_rows=-(-rows_all // 3), index_rows=-(-rows_all // 7),
-        item_entries=max(rows_all // 9, 5),
+        item_entries=max(rows_all // 9, 5), item_entries_bwd=max(rows_all // 9, 5),
         selected_hopper=None, selected_bwd_hopper=None,
     )  # fmt: skip
     designs = {
@@ -315,7 +315,7 @@ def run(case: Case, device: str) -> int:
             designs[f"hopper {design}"] = replace(
                 designs[design],
                 selected_hopper=HOPPER_CANDIDATES["selected_hopper"],
-                selected_bwd_hopper=HOPPER_CANDIDATES["selected_bwd_hopper"],
+                selected_bwd_hopper=TileConfig(128, 64, 8, 2),
             )
     for design, config in designs.items():
         out.fill_(float("nan"))
