@@ -6,10 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-HOPPER_FORWARD = False
-"""Whether the warp-specialised forward kernel is chosen.  It compiles for sm_90 but has yet to run
-on a GPU: ``test_hopper_kernel`` in ``tests/kernels/block_sparse/test_gpu.py`` has to pass first."""
-
 
 @dataclass(frozen=True)
 class ProblemShape:
@@ -161,5 +157,5 @@ def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchC
         forward = query_tile(shape, 128 if large_smem else 64, 32, 8, 2 if large_smem else 1)
         dkdv = key_tile(shape, 64 if large_smem else 32, 32, 8, 1)
         dq = query_tile(shape, 64 if large_smem else 32, 32, 8, 1)
-    stages = hopper_stages(shape) if HOPPER_FORWARD and arch == 90 else None
+    stages = hopper_stages(shape) if arch == 90 else None
     return LaunchConfig(forward, dkdv, dq, hopper_stages=stages)

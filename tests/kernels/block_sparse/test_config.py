@@ -62,21 +62,10 @@ def test_tiles_fit_blocks_and_patterns(
         (ProblemShape(32, 8, 128, 32, 8, 1024), False),
     ],
 )
-def test_what_the_hopper_kernel_takes(
-    shape: ProblemShape, taken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_hopper_kernel_takes(shape: ProblemShape, taken: bool) -> None:
     stages = config.hopper_stages(shape)
     assert (stages is not None) == taken
-    monkeypatch.setattr(config, "HOPPER_FORWARD", True)
     assert select_config(shape, HALF, 90).hopper_stages == stages
     assert select_config(shape, SINGLE, 90).hopper_stages is None
     for arch in (80, 89, 100):
         assert select_config(shape, HALF, arch).hopper_stages is None
-
-
-def test_the_hopper_kernel_is_chosen_only_where_it_is_switched_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(config, "HOPPER_FORWARD", False)
-    shape = ProblemShape(32, 8, 128, 128, 8, 1024)
-    assert select_config(shape, HALF, 90).hopper_stages is None
