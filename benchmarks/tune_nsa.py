@@ -11,25 +11,20 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from triton.testing import do_bench
 
 from sparsek_kernels.nsa import launch_common, launch_compressed, launch_select, launch_selected
-from sparsek_kernels.nsa.config import (
-    HOPPER_CANDIDATES,
-    LaunchConfig,
-    TileConfig,
-    select_config,
-)
+from sparsek_kernels.nsa.config import LaunchConfig, TileConfig, select_config
 from sparsek_kernels.nsa.spec import NSASpec
 
 DIM = 128
 PORTABLE = {"hopper": None, "hopper_bwd": None}
 PORTABLE_BWD = {"selected_bwd_hopper": None, "item_entries_bwd": 0.5}
-GATHER = {"selected_hopper": astuple(HOPPER_CANDIDATES["selected_hopper"])}
+PORTABLE_PARTS = {"selected_hopper": None}
 Changes = dict[str, Any]
 VARIANTS: dict[str, list[Changes]] = {
     "select": [
@@ -38,11 +33,10 @@ VARIANTS: dict[str, list[Changes]] = {
     ],
     "selected": [
         {},
-        *({"selected": x} for x in ((64, 64, 4, 1, 128), (64, 64, 4, 2))),
-        {"selected": (64, 64, 4, 1, 128), "index_rows": 0.25},
-        GATHER,
-        *({**GATHER, "index_rows": x} for x in (0.5, 0.25, 0.125)),
-        *({"combine": x} for x in ((64, 64, 4, 4), (64, 64, 4, 3, 168))),
+        {"selected_hopper": (64, 64, 4, 3)},
+        {"index_rows": 0.5},
+        *({**PORTABLE_PARTS, "selected": x} for x in ((64, 64, 4, 1), (64, 64, 4, 1, 128))),
+        *({"combine": x} for x in ((64, 64, 4, 3), (64, 64, 4, 4, 168))),
     ],
     "selected_bwd": [
         {},

@@ -117,7 +117,6 @@ class LaunchConfig:
 
 HOPPER_CANDIDATES = {
     "select_hopper": TileConfig(128, 64, 4, 3),
-    "selected_hopper": TileConfig(64, 64, 4, 4),
 }
 """Warp-specialised kernels that :func:`select_config` does not choose until their tests and times
 have been seen on a GPU; tests and ``benchmarks/tune_nsa.py`` ask for them."""
@@ -164,7 +163,7 @@ def _tiles(dim: int, dtype: torch.dtype, arch: int) -> dict[str, TileConfig]:
         "compressed_dkdv": TileConfig(64, 128, 8, 2),
         "select": TileConfig(128, 16, 4, 3 if hopper else 2),
         "selected": TileConfig(64, 64, 4, 1),
-        "combine": TileConfig(64, 64, 4, 3),
+        "combine": TileConfig(64, 64, 4, 4 if hopper else 3),
         "selected_bwd": TileConfig(32, 64, 4, 2) if hopper else TileConfig(64, 64, 8, 1),
         "tokens": TileConfig(32, 64, 4, 1),
     }
@@ -201,5 +200,6 @@ def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int
         precision="ieee" if dtype == torch.float32 else "tf32",
         hopper=TileConfig(128, 128, 4, 2) if hopper else None,
         hopper_bwd=TileConfig(64, 128, 8, 3) if hopper else None,
+        selected_hopper=TileConfig(64, 64, 4, 4) if hopper else None,
         selected_bwd_hopper=TileConfig(128, 64, 8, 2) if hopper else None,
     )

@@ -77,6 +77,10 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     lse = torch.empty(1, group, tokens)
     indices = torch.zeros(1, tokens, 1, spec.top_n, dtype=torch.int32)
     gates = [torch.empty(1, tokens, group) for _ in range(3)]
+    base = launch_common.select_config
+    launch_common.select_config = lambda *args: replace(
+        base(*args), selected_hopper=None, selected_bwd_hopper=None
+    )
     launch_compress.mean_pool_forward(k, cmp, None, spec)
     launch_compress.mean_pool_backward(cmp, k, None, spec)
     launch_compressed.backward(q, None, q, cmp, cmp, q, lse, tokens, None, spec, scale)
@@ -85,11 +89,13 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
         launch_compressed.forward(few, lse, few, cmp, cmp, tokens, None, spec, scale)
         launch_select.select(found, few, cmp, lse, tokens, None, spec, scale)
         launch_selected.forward(few, lse, few, k, k, found, None, 64, scale)
-    base = launch_common.select_config
-    launch_common.select_config = lambda *args: replace(base(*args), selected_bwd_hopper=None)
     launch_selected.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
     if arch == 90:
-        hopper = {**HOPPER_CANDIDATES, "selected_bwd_hopper": TileConfig(128, 64, 8, 2)}
+        hopper = {
+            **HOPPER_CANDIDATES,
+            "selected_hopper": TileConfig(64, 64, 4, 4),
+            "selected_bwd_hopper": TileConfig(128, 64, 8, 2),
+        }
         launch_common.select_config = lambda *args: replace(base(*args), **hopper)
         launch_select.select(indices, q, cmp, lse, tokens, None, spec, scale)
         launch_selected.forward(q, lse, q, k, k, indices, None, 64, scale)

@@ -314,7 +314,7 @@ def run(case: Case, device: str) -> int:
         for design in both:
             designs[f"hopper {design}"] = replace(
                 designs[design],
-                selected_hopper=HOPPER_CANDIDATES["selected_hopper"],
+                selected_hopper=TileConfig(64, 64, 4, 4),
                 selected_bwd_hopper=TileConfig(128, 64, 8, 2),
             )
     for design, config in designs.items():
