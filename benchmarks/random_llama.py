@@ -85,6 +85,30 @@ def write_llama(folder: Path, seed: int = 0, **changes: Any) -> Path:
     return folder
 
 
+def reorder_neurons(source: Path, folder: Path, seed: int = 1) -> Path:
+    """Write the same model with the neurons of every MLP in another order; returns ``folder``.
+
+    Both compute the same sums, in an order of their own: how far their answers differ is what
+    rounding alone does to them.
+    """
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(config["num_hidden_layers"]):
+        order = torch.randperm(config["intermediate_size"], generator=generator)
+        prefix = f"model.layers.{layer}.mlp"
+        for name in ("gate_proj", "up_proj"):
+            weights[f"{prefix}.{name}.weight"] = weights[f"{prefix}.{name}.weight"][order]
+        down = f"{prefix}.down_proj.weight"
+        weights[down] = weights[down][:, order].contiguous()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return folder
+
+
 def random_prompts(lengths: Sequence[int], seed: int, texts: int = 8) -> list[list[int]]:
     """Prompts of these lengths, each the beginning of one of a few texts of random tokens."""
     draw = random.Random(seed)
