@@ -15,6 +15,7 @@ from sparsek_backend.config import ResolvedConfig
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.fallback import paged_fallback, sdpa_fallback
 from sparsek_kernels.paged.api import paged_attention, write_kv
+from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 from . import compat
@@ -188,6 +189,27 @@ class SparseKImpl(AttentionImpl):
         self._pages = self._pages_key = None
         return policy
 
+    @property
+    def kernel_key(self) -> tuple[Any, ...]:
+        """What decides which kernels serve a layer; layers with equal keys share them."""
+        shape = (self.num_heads, self.num_kv_heads, self.head_size)
+        return (self.policy, *shape, self.kv_cache_dtype, self.sinks is None, self.fallback_reason)
+
+    def rehearse(self, layer: Any, kv_cache: torch.Tensor, batch: PagedBatch) -> None:
+        """Attend a made-up prefill of zeros, so that its kernels are compiled; counts nothing.
+
+        Args:
+            layer: the layer, which has the scales of an fp8 cache.
+            kv_cache: ``[pages, Hkv, page_size, 2 * D]``.
+            batch: the step.
+        """
+        summaries = summary_dtype(kv_cache.dtype, self.dtype)
+        pages = view_pages(kv_cache, summaries if self.policy.selects_blocks else None)
+        shape = (batch.num_prefill_tokens, self.num_heads, self.head_size)
+        query = torch.zeros(shape, dtype=self.dtype, device=kv_cache.device)
+        scales = self._scales(layer)
+        self._attend_run(Run.whole(batch), query, pages, scales, torch.empty_like(query))
+
     def do_kv_cache_update(
         self,
         layer: torch.nn.Module,
@@ -318,7 +340,7 @@ class SparseKImpl(AttentionImpl):
             pages.keys,
             pages.values,
             run.batch,
-            self.policy,
+            self.policy if run.policy is None else run.policy,
             softmax_scale=self.scale,
             k_summary=pages.summary,
             sinks=self.sinks,

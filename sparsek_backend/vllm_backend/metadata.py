@@ -32,6 +32,7 @@ from .pages import summary_dtype
 from .report import describe_layers, describe_model_selection
 from .startup import check_page_size, engine_config
 from .stats import STATS
+from .warmup import warm_up_prefills
 
 logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level
 
@@ -148,6 +149,8 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
                     fp8_cache=fp8_cache,
                 )
             )
+        if not self.on_host:
+            warm_up_prefills(layers.values(), spec, vllm_config, self.device)
         return policies
 
     def build(

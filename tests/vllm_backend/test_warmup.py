@@ -1,0 +1,99 @@
+"""Prefill kernels are run before the first prompt: which shapes, through which layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek_backend.vllm_backend import impl as impl_module
+from sparsek_backend.vllm_backend.stats import STATS
+from sparsek_backend.vllm_backend.warmup import prefill_shapes, warm_up_prefills
+from sparsek_kernels.paged.policy import SelectionPolicy
+from tests.vllm_backend.layers import (
+    building,
+    make_builder,
+    make_cache,
+    make_config,
+    make_layer,
+    make_spec,
+)
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+LONG = SelectionPolicy(num_sink=64, window_size=512, top_k=32, dense_below=4096, query_tile=64)
+
+
+@pytest.fixture
+def current(registered: None, tmp_path: Any) -> Iterator[Any]:
+    with building(make_config(tmp_path, max_model_len=1000)) as config:
+        yield config
+
+
+@pytest.fixture
+def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SelectionPolicy, int, int]]:
+    """Policy, context and query tokens of every call of the paged kernels."""
+    calls = []
+    real = impl_module.paged_attention
+
+    def paged_attention(q: Any, k: Any, v: Any, batch: Any, policy: Any, **kwargs: Any) -> Any:
+        assert batch.seq_lens.tolist() == [batch.max_seq_len]
+        calls.append((policy, batch.max_seq_len, q.shape[0]))
+        return real(q, k, v, batch, policy, **kwargs)
+
+    monkeypatch.setattr(impl_module, "paged_attention", paged_attention)
+    return calls
+
+
+def test_shapes_of_long_prompts() -> None:
+    assert prefill_shapes(LONG, 20_000, 8192) == [
+        (8192, 8192),
+        (16384, 8192),
+        (20_000, 8192),
+        (20_000, 64),
+        (20_000, 128),
+        (20_000, 256),
+        (20_000, 512),
+    ]
+
+
+@pytest.mark.parametrize(("policy", "length"), [(SelectionPolicy(), 1 << 20), (LONG, 2000)])
+def test_nothing_to_prepare_where_everything_is_attended(
+    policy: SelectionPolicy, length: int
+) -> None:
+    assert prefill_shapes(policy, length, 8192) == []
+
+
+def test_each_kind_of_layer_runs_once_and_is_not_counted(
+    current: Any, attended: list[tuple[SelectionPolicy, int, int]]
+) -> None:
+    layers = [make_layer(index) for index in range(3)] + [
+        make_layer(3, per_layer_sliding_window=48)
+    ]
+    for layer in layers:
+        make_builder(layer, current)
+    before = STATS.forward_calls, STATS.steps
+    warm_up_prefills(layers, make_spec(layers[0], current), current, torch.device("cpu"))
+    assert (STATS.forward_calls, STATS.steps) == before
+    expected = []
+    for policy in dict.fromkeys(layer.impl.policy for layer in layers):
+        for context, tokens in prefill_shapes(policy, 1000, 1000):
+            expected += [(policy, context, tokens)]
+    assert len(expected) > 4
+    assert attended == expected
+
+
+def test_pages_are_laid_out_as_the_engines(current: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer()
+    _, spec = make_builder(layer, current)
+    seen = []
+    monkeypatch.setattr(
+        type(layer.impl), "rehearse", lambda self, layer, cache, batch: seen.append(cache)
+    )
+    warm_up_prefills([layer], spec, current, torch.device("cpu"))
+    expected = make_cache(spec, 2)
+    assert seen
+    assert all(cache.stride() == expected.stride() for cache in seen)
+    assert all(cache.shape[1:] == expected.shape[1:] for cache in seen)
