@@ -8,7 +8,8 @@ FlashAttention for a layer, SparseK's own dense path serves it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Run:
         dense: whether all of them see everything (or slide a window without sinks).
         max_query_len, max_seq_len: bounds over the run, on the host.
         window_size: of a dense run, the latest keys that a query sees, or ``None`` for all.
+        policy: what the run's queries attend, or ``None`` for what the layer's do.
     """
 
     batch: PagedBatch
@@ -33,6 +35,7 @@ class Run:
     max_query_len: int
     max_seq_len: int
     window_size: int | None = None
+    policy: SelectionPolicy | None = None
 
     @classmethod
     def whole(cls, batch: PagedBatch) -> Run:
@@ -56,6 +59,9 @@ def split_runs(
 ) -> tuple[Run, ...]:
     """Split a step into its decodes and runs of dense and sparse prefills.
 
+    The queries of sparse prefills that ``dense_last`` lets see everything come again, as dense
+    runs after the sparse one.
+
     Args:
         seq_lens, query_lens: of every request, on the host, exact for prefills.
     """
@@ -71,17 +77,60 @@ def split_runs(
             always or policy.sees_all(max(seq_lens[last] - 1, 0))
         ):
             last += 1
-        runs.append(
-            Run(
-                batch=batch.part(first, last),
-                dense=dense,
-                max_query_len=max(query_lens[first:last]),
-                max_seq_len=max(seq_lens[first:last]),
-                window_size=policy.window_size if always else None,
-            )
+        run = Run(
+            batch=batch.part(first, last),
+            dense=dense,
+            max_query_len=max(query_lens[first:last]),
+            max_seq_len=max(seq_lens[first:last]),
+            window_size=policy.window_size if always else None,
         )
+        if dense or not policy.dense_last:
+            runs.append(run)
+        else:
+            if run.max_query_len > policy.dense_last:  # else nothing is left to select for
+                runs.append(replace(run, policy=replace(policy, dense_last=0)))
+            members = range(first, last)
+            runs += _tails(batch, members, policy.dense_last, seq_lens, query_lens)
         first = last
     return tuple(runs)
+
+
+def _tails(
+    batch: PagedBatch,
+    members: Sequence[int],
+    count: int,
+    seq_lens: Sequence[int],
+    query_lens: Sequence[int],
+) -> list[Run]:
+    """The last ``count`` queries of each of some prefills, a dense run for every prefill."""
+    ends = list(accumulate(query_lens, initial=batch.first_row))
+    spans = [(max(ends[r + 1] - count, ends[r]), ends[r + 1]) for r in members]
+    offsets = torch.tensor(spans, dtype=torch.int32)
+    if batch.seq_lens.is_cuda:
+        offsets = offsets.pin_memory()
+    offsets = offsets.to(batch.seq_lens.device, non_blocking=True)
+    return [
+        Run(
+            batch=PagedBatch(
+                block_table=batch.block_table[r : r + 1],
+                seq_lens=batch.seq_lens[r : r + 1],
+                cu_seqlens_q=own,
+                num_decodes=0,
+                num_decode_tokens=0,
+                decode_query_len=1,
+                max_query_len=end - start,
+                max_seq_len=seq_lens[r],
+                query_lens_host=(end - start,),
+                first_row=start,
+            ),
+            dense=True,
+            max_query_len=end - start,
+            max_seq_len=seq_lens[r],
+            policy=SelectionPolicy(),
+        )
+        for r, (start, end), own in zip(members, spans, offsets, strict=True)
+        if end > start
+    ]
 
 
 class FlashPrefill:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("vllm", reason="the vLLM backend needs vLLM")
@@ -54,7 +56,6 @@ def test_neighbours_of_one_kind_share_a_run() -> None:
         (SelectionPolicy(window_size=100), True),
         (SelectionPolicy(window_size=100, dense_below=100), True),
         (SelectionPolicy(window_size=100, dense_below=128), False),
-        (SelectionPolicy(window_size=100, dense_last=64), False),
         (SelectionPolicy(num_sink=4, window_size=100), False),
         (TOPK, False),
     ],
@@ -65,6 +66,30 @@ def test_long_prefills_are_dense_only_where_flash_has_the_mask(
     runs = split_runs(make_batch([9000], [500], 0), policy, [9000], [500])
     assert [run.dense for run in runs] == [dense]
     assert [run.window_size for run in runs] == [policy.window_size if dense else None]
+
+
+def test_last_queries_of_sparse_prefills_come_again_as_dense_runs() -> None:
+    policy = replace(TOPK, dense_last=64)
+    seq_lens, query_lens = [900, 100, 4000, 5000], [1, 100, 300, 40]
+    batch = make_batch(seq_lens, query_lens, 1)
+    decodes, short, sparse, *tails = split_runs(batch, policy, seq_lens, query_lens)
+    assert spans((decodes, short, sparse)) == [
+        (1, [900], False),
+        (0, [100], True),
+        (0, [4000, 5000], False),
+    ]
+    assert (decodes.policy, short.policy, sparse.policy) == (None, None, TOPK)
+    assert [(tail.dense, tail.policy) for tail in tails] == [(True, SelectionPolicy())] * 2
+    assert [tail.batch.cu_seqlens_q.tolist() for tail in tails] == [[337, 401], [401, 441]]
+    assert [tail.batch.seq_lens.tolist() for tail in tails] == [[4000], [5000]]
+    assert [(tail.max_query_len, tail.max_seq_len) for tail in tails] == [(64, 4000), (40, 5000)]
+    assert tails[1].batch.block_table.tolist() == batch.block_table[3:].tolist()
+
+
+def test_nothing_is_selected_where_every_query_is_among_the_last() -> None:
+    policy = replace(TOPK, dense_last=64)
+    runs = split_runs(make_batch([4000, 5000], [64, 40], 0), policy, [4000, 5000], [64, 40])
+    assert spans(runs) == [(0, [4000], True), (0, [5000], True)]
 
 
 @pytest.mark.parametrize(
