@@ -1,7 +1,7 @@
 """Offline sweeps of the paged kernels' launch configurations, and their times part by part.
 
     python benchmarks/tune_paged.py decode [--sweep]
-    python benchmarks/tune_paged.py prefill [--sweep] [--hopper]
+    python benchmarks/tune_paged.py prefill [--sweep] [--portable]
 
 Winners go into ``sparsek_kernels/paged/config.py``; nothing is tuned at run time.  Calls are timed
 in a CUDA graph that chains several copies over different sequences, so that each reads cold memory
@@ -116,30 +116,39 @@ def patched(name: str, value: LaunchConfig | int | None) -> Iterator[None]:
 
 
 @contextmanager
-def hopper_kernels() -> Iterator[None]:
-    """Prefills take the kernels written for Hopper where these fit."""
+def portable_kernels() -> Iterator[None]:
+    """Prefills leave the kernels written for Hopper alone."""
     attend, score = launch.prefill_config, launch_select.score_config
     with (
-        mock.patch.object(launch, "prefill_config", lambda **s: replace(attend(**s), hopper=True)),
+        mock.patch.object(launch, "prefill_config", lambda **s: replace(attend(**s), hopper=False)),
         mock.patch.object(
-            launch_select, "score_config", lambda **s: replace(score(**s), hopper=True)
+            launch_select, "score_config", lambda **s: replace(score(**s), hopper=False)
         ),
     ):
         yield
 
 
-DECODES = {"32x64k": (32, 65536), "32x8k": (32, 8192), "4x128k": (4, 131072), "1x128k": (1, 131072)}
+DECODES = {
+    "32x64k": (32, 65536, 65536),
+    "32x8k": (32, 8192, 8192),
+    "4x128k": (4, 131072, 131072),
+    "1x128k": (1, 131072, 131072),
+    "4x2k of 128k": (4, 2048, 131072),
+    "4x8k of 128k": (4, 8192, 131072),
+    "32x2k of 128k": (32, 2048, 131072),
+}
+"""Requests, their context, and the longest context that a captured graph must serve."""
 
 
 def decode_floor(requests: int, length: int) -> float:
     """Microseconds to read the selected pages and the summaries at the measured rate."""
-    selected = POLICY.budget_blocks * POLICY.sel_block_size * 2 * DIM * 2
-    summaries = length // 16 * DIM * 2
+    selected = min(POLICY.budget_blocks * POLICY.sel_block_size, length) * 2 * DIM * 2
+    summaries = 0 if POLICY.per_token().sees_all(length - 1) else length // 16 * DIM * 2
     return requests * HEADS * (selected + summaries) / READ_TBS / 1e6
 
 
 def decode_calls(
-    cache: tuple[torch.Tensor, ...], requests: int, length: int, copies: int
+    cache: tuple[torch.Tensor, ...], requests: int, length: int, max_len: int, copies: int
 ) -> tuple[list[Callable[[], object]], list[Callable[[], object]], list[Callable[[], object]]]:
     k_cache, v_cache, summary = cache
     pages = k_cache.shape[0]
@@ -147,7 +156,7 @@ def decode_calls(
     scales = (DIM**-0.5 * 1.4427, 1.0)
     rule = POLICY.per_token()
     for copy in range(copies):
-        q, batch = make_batch(pages, [(1, length)] * requests, requests, length, copy)
+        q, batch = make_batch(pages, [(1, length)] * requests, requests, max_len, copy)
         out = torch.empty_like(q)
         args = (q, summary, batch, POLICY)
         selected = launch.select_blocks(*args, softmax_scale=DIM**-0.5, page_size=PAGE)
@@ -189,8 +198,8 @@ def time_cold(call: Callable[[], object], repeats: int = 20) -> float:
 
 
 LOGITS_SWEEP = [
-    LaunchConfig(4, 1, 16, 32, splits, 4, stages)
-    for splits, stages in itertools.product((8, 16, 32, 64), (1, 2, 3))
+    LaunchConfig(4, 1, 16, n, splits, 4, stages)
+    for n, splits, stages in itertools.product((16, 32), (2, 4, 8, 16, 32, 64), (2, 3, 4))
 ]
 DECODE_SWEEP = [
     LaunchConfig(4, 1, 16, n, s, w, stages, registers)
@@ -204,9 +213,9 @@ TOP_SWEEP = [4, 8, 16]
 
 def run_decode(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) -> None:
     cache = make_cache(256 if tiny else 32 * 1024 + 64)
-    for name, (requests, length) in DECODES.items():
+    for name, (requests, length, max_len) in DECODES.items():
         if tiny:
-            if name in ("32x8k", "4x128k") and sweep:
+            if (name in ("32x8k", "4x128k") and sweep) or max_len > length:
                 continue
             q, batch = make_batch(256, [(1, 8192)] * requests, requests, length, 0)
             out = torch.empty_like(q)
@@ -225,7 +234,7 @@ def run_decode(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) 
             nothing = torch.zeros(1, device="cuda")
             print(f"empty call, cold: {time_cold(nothing.zero_):.1f} us", flush=True)
         copies = 4 if requests == 32 else 16
-        everything, select, attend = decode_calls(cache, requests, length, copies)
+        everything, select, attend = decode_calls(cache, requests, length, max_len, copies)
         print(
             f"{name}: all {time_graph(everything):.1f} us (cold, one replay "
             f"{time_cold(everything[0]):.1f}), select {time_graph(select):.1f}, "
@@ -270,15 +279,13 @@ def run_peer() -> None:
 
     cache = make_cache(32 * 1024 + 64)
     views = [part.transpose(1, 2) for part in cache[:2]]
-    shapes = {name: [(1, length)] * count for name, (count, length) in DECODES.items()}
-    shapes["16k of 128k"] = [(16384, 131072)]
-    for name, lengths in shapes.items():
+    shapes = {name: ([(1, length)] * n, most) for name, (n, length, most) in DECODES.items()}
+    shapes["16k of 128k"] = ([(16384, 131072)], 131072)
+    for name, (lengths, max_len) in shapes.items():
         decodes = len(lengths) if lengths[0][0] == 1 else 0
         calls = []
         for copy in range(4 if decodes else 1):
-            q, batch = make_batch(
-                cache[0].shape[0], lengths, decodes, max(n for _, n in lengths), copy
-            )
+            q, batch = make_batch(cache[0].shape[0], lengths, decodes, max_len, copy)
             calls.append(
                 lambda q=q, b=batch: flash_attn_varlen_func(
                     q,
@@ -381,7 +388,7 @@ def main() -> None:
     parser.add_argument("what", nargs="+", choices=("decode", "prefill", "peer"))
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--processes", type=int, default=14)
-    parser.add_argument("--hopper", action="store_true", help="prefill: the Hopper kernels")
+    parser.add_argument("--portable", action="store_true", help="no kernels written for Hopper")
     args = parser.parse_args()
     begin = time.time()
     if args.processes > 1:
@@ -396,7 +403,7 @@ def main() -> None:
             continue
         fn = run_decode if kind == "decode" else run_prefill
         if kind == "prefill" or not args.sweep:
-            with hopper_kernels() if args.hopper else nullcontext():
+            with portable_kernels() if args.portable else nullcontext():
                 fn(False)
         if args.sweep:
             fn(True)

@@ -26,7 +26,7 @@ class LaunchConfig:
         max_registers: registers per thread, so that more programs share a multiprocessor; 0 leaves
             that to the compiler.
         hopper: take the kernel written for Hopper where it fits the call (``launch_hopper.py``) and
-            nothing is split; block sizes are then its own.  No selector asks for it yet.
+            nothing is split; block sizes are then its own.
     """
 
     block_h: int
@@ -64,6 +64,56 @@ def choose_splits(programs: int, entries: int, slots: int, *, most: int = 32) ->
 def is_hopper(arch: int) -> bool:
     """Whether ``arch`` (as ``major * 10 + minor``) has the large shared memory of sm_90."""
     return 90 <= arch < 120
+
+
+def has_wgmma(arch: int) -> bool:
+    """Whether the kernels written for Hopper run on ``arch``."""
+    return 90 <= arch < 100
+
+
+def shared_memory(arch: int) -> int:
+    """Bytes of shared memory that one program may take."""
+    return (227 if is_hopper(arch) else 99) * 1024
+
+
+def score_bytes(rows: int, columns: int, stages: int, vectors: int, row_bytes: int) -> int:
+    """Most shared memory of a program that scores ``rows`` queries x ``columns`` cells at a time.
+
+    Queries, cells in every stage of the pipeline (one vector after the other without one), and
+    room to lay a result out anew.
+
+    Args:
+        vectors: of a query and of a cell.
+        row_bytes: bytes of a vector.
+    """
+    held = stages * vectors if stages > 1 else 1
+    return (rows * vectors + held * columns) * row_bytes + (1 << 14)
+
+
+def _fit_scores(
+    rows: int,
+    columns: int,
+    stages: int,
+    least_columns: int,
+    vectors: int,
+    row_bytes: int,
+    arch: int,
+) -> tuple[int, int, int]:
+    """``(rows, columns, stages)`` of a scoring tile, made smaller until ``arch`` can hold it."""
+    least_columns = max(least_columns, 16)
+    columns = max(columns, least_columns)
+    while score_bytes(rows, columns, stages, vectors, row_bytes) > shared_memory(arch):
+        if stages > 2:
+            stages -= 1
+        elif columns > least_columns and stages * columns > rows:
+            columns //= 2
+        elif rows > 16:
+            rows //= 2
+        elif stages > 1:
+            stages -= 1
+        else:
+            break
+    return rows, columns, stages
 
 
 def decode_config(
@@ -106,17 +156,23 @@ def prefill_config(
     tile: int,
     entries: int,
     sel_block: int,
+    itemsize: int,
     arch: int,
     num_sms: int,
 ) -> LaunchConfig:
     """Prefill: two heads of the group beside 64 queries, two programs per multiprocessor."""
-    rows = 64 if head_dim > 128 else 128
-    queries = largest_part(tile, 64)
+    shrink = (2 if head_dim > 128 else 1) * (2 if itemsize > 2 else 1)
+    rows = 128 // shrink
+    queries = largest_part(tile, min(rows, 64))
     block_h = max(1, min(next_power_of_2(group), rows // queries))
     block_m = max(16, queries * block_h)
-    block_n = largest_part(sel_block, 64 if head_dim <= 128 else 32)
+    block_n = largest_part(sel_block, 64 // shrink)
     chunks = -(-group // block_h) * -(-tile // queries)
-    splits = choose_splits(tiles * num_kv_heads * chunks, entries // 4, num_sms, most=8)
+    programs = tiles * num_kv_heads * chunks
+    splits = max(
+        choose_splits(programs, entries // 4, num_sms, most=8),
+        choose_splits(programs, entries // 32, 2 * num_sms, most=16),  # few queries, long contexts
+    )
     return LaunchConfig(
         block_h=block_h,
         queries=queries,
@@ -125,7 +181,8 @@ def prefill_config(
         splits=splits,
         num_warps=max(4, block_m // 16),
         num_stages=2,
-        max_registers=128 if 90 <= arch < 100 and block_m == 128 else 0,
+        max_registers=128 if has_wgmma(arch) and block_m == 128 else 0,
+        hopper=has_wgmma(arch),
     )
 
 
@@ -141,12 +198,14 @@ def logits_config(
 ) -> LaunchConfig:
     """Block logits of decodes: about 128 cells (32 KiB at 16 bits and 128 dimensions) at a time.
 
-    ``splits`` is the most programs that share a context: enough to fill the device several times.
+    ``splits`` is the most programs that share a context.  They loop over what is really there; a
+    graph captured for long contexts would pay for every program more than the device holds at once,
+    with work or without.
     """
     block_h = next_power_of_2(group)
     queries = next_power_of_2(queries)
     columns = 128 if head_dim <= 128 else 64
-    wanted = max(32 * num_sms // (requests * num_kv_heads), 1)
+    wanted = max(4 * num_sms // (requests * num_kv_heads), 1)
     return LaunchConfig(
         block_h=block_h,
         queries=queries,
@@ -168,6 +227,7 @@ def score_config(
     cells: int,
     vectors: int,
     max_blocks: int,
+    itemsize: int,
     arch: int,
     num_sms: int,
 ) -> LaunchConfig:
@@ -176,17 +236,28 @@ def score_config(
     Args:
         cells: cells of a block.
         vectors: summary vectors of a cell: 1, or 2 for ``min_max``, which also splits q in two.
+        itemsize: bytes of an element of q; 4 bytes leave the tensor cores unused.
     """
+    large = is_hopper(arch) and head_dim <= 128 and itemsize <= 2
     rows = 64
-    if is_hopper(arch) and head_dim <= 128:
+    if large:
         rows = 256 // vectors
-    elif head_dim > 128:
+    elif head_dim > 128 or itemsize > 2:
         rows = 64 // vectors
+    width = next_power_of_2(cells)
+    rows, columns, stages = _fit_scores(
+        rows,
+        128 if head_dim <= 128 else 64,
+        3 - vectors + (1 if large else 0),
+        width,
+        vectors,
+        next_power_of_2(head_dim) * itemsize,
+        arch,
+    )
     queries = largest_part(tile, min(rows, 64))
     block_h = max(1, min(next_power_of_2(group), rows // queries))
     block_m = max(16, queries * block_h)
-    block_n = max(16, (128 if head_dim <= 128 else 64) // next_power_of_2(cells))
-    stages = 3 - vectors + (1 if is_hopper(arch) and head_dim <= 128 else 0)
+    block_n = columns // width
     splits = choose_splits(tiles * num_kv_heads, max_blocks // block_n, num_sms, most=16)
     return LaunchConfig(
         block_h=block_h,
@@ -196,6 +267,7 @@ def score_config(
         splits=splits,
         num_warps=8 if block_m >= 128 else 4,
         num_stages=stages,
+        hopper=has_wgmma(arch),
     )
 
 

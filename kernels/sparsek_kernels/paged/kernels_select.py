@@ -336,8 +336,10 @@ def top_blocks_kernel(
         POLICY_TILE,
     )
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+        # Before the wait: decodes start on what they attend anyway while blocks are being scored.
+        # The kernel that scores has waited by then, so what came before it (the cache) is there.
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if high < low:
         return
     if FROM_TABLE:

@@ -66,6 +66,7 @@ def write_kv(
         HAS_SUMMARY=k_summary is not None,
         MIN_MAX=score_kind == "min_max",
         num_warps=4,
+        **overlap_options(k_cache.device),
     )
 
 
@@ -161,6 +162,7 @@ def attend(
                 tile=tile,
                 entries=entries,
                 sel_block=sel_block,
+                itemsize=q.element_size(),
                 arch=arch,
                 num_sms=num_sms,
             )

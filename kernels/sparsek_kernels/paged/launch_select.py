@@ -229,6 +229,7 @@ def _select_tiles(
         cells=_cells(policy),
         vectors=2 if policy.score_kind == "min_max" else 1,
         max_blocks=max_blocks,
+        itemsize=q.element_size(),
         arch=arch,
         num_sms=num_sms,
     )

@@ -13,7 +13,9 @@ from sparsek_kernels.paged.config import (
     logits_config,
     next_power_of_2,
     prefill_config,
+    score_bytes,
     score_config,
+    shared_memory,
     top_warps,
 )
 
@@ -56,6 +58,7 @@ def test_decode(**shape: int) -> None:
     tile=st.sampled_from([1, 16, 48, 64, 128, 256]),
     entries=st.integers(1, 16384),
     sel_block=BLOCKS,
+    itemsize=st.sampled_from([2, 4]),
 )
 def test_prefill(**shape: int) -> None:
     config = prefill_config(**shape)
@@ -67,15 +70,20 @@ def test_prefill(**shape: int) -> None:
 @given(
     **SHAPES,
     tile=st.sampled_from([1, 16, 48, 64, 128, 256]),
-    cells=st.integers(1, 12),
+    cells=st.integers(1, 32),
     vectors=st.sampled_from([1, 2]),
     max_blocks=st.integers(1, 16384),
+    itemsize=st.sampled_from([2, 4]),
 )
 def test_scores(**shape: int) -> None:
     config = score_config(**shape)
     check(config, shape["group"])
     assert shape["tile"] % config.queries == 0
-    assert config.block_n >= 16
+    columns = config.block_n * next_power_of_2(shape["cells"])
+    assert columns >= 16
+    row_bytes = next_power_of_2(shape["head_dim"]) * shape["itemsize"]
+    needed = score_bytes(config.block_m, columns, config.num_stages, shape["vectors"], row_bytes)
+    assert needed <= shared_memory(shape["arch"])
 
 
 @given(
@@ -91,7 +99,7 @@ def test_logits(**shape: int) -> None:
     config = logits_config(**shape)
     check(config, shape["group"])
     programs = shape["requests"] * shape["num_kv_heads"]
-    assert config.splits == 1 or config.splits * programs <= 32 * shape["num_sms"]
+    assert config.splits == 1 or config.splits * programs <= 4 * shape["num_sms"]
 
 
 @given(programs=st.integers(0, 10000), entries=st.integers(0, 20000), slots=st.integers(1, 1000))
