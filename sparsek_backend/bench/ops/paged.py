@@ -133,6 +133,7 @@ def _chosen(
         (len(tile.rows),),
         (tile.positions[-1] + 1,),
         policy,
+        inputs.max_len,
     )
     batch = alone.batch(alone.query_lens, alone.seq_lens, int(decode))
     chosen = select_blocks(alone.q, alone.k_summary, batch, policy, page_size=alone.page_size)
@@ -232,7 +233,7 @@ def _sdpa_gather(inputs: PagedInputs) -> Callable[[], Outputs]:
     if len(set(inputs.seq_lens)) > 1 or set(inputs.query_lens) != {1}:
         raise Unavailable("one query token and equal lengths only")
     length = inputs.seq_lens[0]
-    table = inputs.block_table.long()
+    table = inputs.block_table[:, : ceil_div(length, inputs.page_size)].long()
 
     def call() -> Outputs:
         k, v = (
@@ -285,7 +286,7 @@ def _torch_select(inputs: PagedInputs) -> Callable[[], Outputs]:
         raise Unavailable("the budget covers the context: nothing is selected")
     first, last = policy.candidate_range(position)
     own = position // policy.sel_block_size
-    table = inputs.block_table.long()
+    table = inputs.block_table[:, : ceil_div(position + 1, inputs.page_size)].long()
     heads = inputs.k_cache.shape[1]
     q = torch.unflatten(inputs.q, 1, (heads, -1))  # [R, H, G, D]
 

@@ -24,6 +24,7 @@ DEFAULTS: dict[str, Param] = {
     "query_tile": 64,
     "score_kind": "cell_mean",
     "dense_below": 0,
+    "max_len": 0,
     "seed": 0,
 }
 
@@ -43,6 +44,8 @@ class PagedInputs:
         query_lens: new tokens of each request.
         seq_lens: keys of each request.
         policy: what a query attends.
+        max_len: longest context that a launch must serve, as in a graph that a server captures;
+            the longest of the batch where that is longer.
     """
 
     q: torch.Tensor
@@ -53,6 +56,7 @@ class PagedInputs:
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
     policy: SelectionPolicy
+    max_len: int = 0
 
     @property
     def page_size(self) -> int:
@@ -83,7 +87,7 @@ class PagedInputs:
             num_decode_tokens=sum(query_lens[:decodes]),
             decode_query_len=max(query_lens[:decodes], default=1),
             max_query_len=max(query_lens),
-            max_seq_len=max(seq_lens),
+            max_seq_len=max(*seq_lens, self.max_len),
             seq_lens_host=seq_lens,
             query_lens_host=query_lens,
         )
@@ -124,7 +128,9 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
         kv[part] = torch.randn(kv[part].shape, generator=generator, device=device).to(pages.dtype)
         k_summary[part] = _summaries(k_cache[part], policy)
     order = torch.randperm(len(pages), generator=generator, device=device).to(torch.int32)
-    table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
+    max_len = case.int_param("max_len")
+    width = max(*counts, ceil_div(max_len, page))
+    table = torch.zeros(len(counts), width, dtype=torch.int32, device=device)
     for request, own in enumerate(torch.split(order, counts)):
         table[request, : len(own)] = own
     tokens = case.spec.total_query_tokens
@@ -138,6 +144,7 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
         query_lens=case.spec.query_lens,
         seq_lens=case.spec.seq_lens,
         policy=policy,
+        max_len=max_len,
     )
 
 
