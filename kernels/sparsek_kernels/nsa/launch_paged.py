@@ -140,8 +140,7 @@ def decode(
     """
     heads = pages.k_slc.shape[1]
     tokens, num_heads, _ = q.shape
-    row = torch.arange(tokens, device=q.device, dtype=torch.int32)
-    first = row.clone()  # a row that no token has stays at position 0, where nothing is chosen
+    row, first = batch.derived(("nsa decode", tokens), lambda: _rows(tokens, q.device))
     lse = torch.empty((tokens, num_heads), dtype=torch.float32, device=q.device)
     _attend_compressed(out[:, 0], lse, first, q, pages, batch, spec, scale)
     num_blocks = spec.num_selectable(batch.max_seq_len)
@@ -170,6 +169,15 @@ def decode(
         (scale * LOG2E, 1.0),
         True,
     )
+
+
+def _rows(tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of q, and where their sequences would start, which every layer fills in alike.
+
+    A row that no token has stays at position 0, where nothing is chosen.
+    """
+    row = torch.arange(tokens, device=device, dtype=torch.int32)
+    return row, row.clone()
 
 
 def _attend_compressed(
