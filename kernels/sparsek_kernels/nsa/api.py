@@ -366,11 +366,8 @@ def nsa_attention(
     for name, gate in (("g_cmp", g_cmp), ("g_slc", g_slc), ("g_swa", g_swa)):
         gates.append(check_tensor(name, gate, tuple(q.shape[:3]), DTYPES, q.device))
     length = k.shape[1]
-    if k_cmp is None or v_cmp is None:
-        k_cmp, v_cmp = nsa_compress(
-            k, v, cmp_block_size=cmp_block_size, cmp_stride=cmp_stride, cu_seqlens=cu_seqlens
-        )
-    _check_compressed(q, {"k_cmp": k_cmp, "v_cmp": v_cmp}, spec, length, cu_seqlens)
+    if k_cmp is not None and v_cmp is not None:
+        _check_compressed(q, {"k_cmp": k_cmp, "v_cmp": v_cmp}, spec, length, cu_seqlens)
     scale = check_scale(softmax_scale, q.shape[3])
     fields = ops.spec_list(spec)
     if block_indices is not None:
@@ -381,10 +378,7 @@ def nsa_attention(
     v_swa = v if v_swa is None else v_swa
     # The gradient of the whole is that of one operator, so the branches need none.
     query, key, value = q.detach(), k.detach(), v.detach()
-    cmp = (k_cmp.detach(), v_cmp.detach())
-    out_cmp, lse_cmp = ops.compressed_fwd(query, *cmp, length, cu_seqlens, fields, scale)
-    if block_indices is None:
-        block_indices = ops.select(query, cmp[0], lse_cmp, length, cu_seqlens, fields, scale)
+    # First the branch that waits for nothing: it runs while the others' launches are prepared.
     out_swa, lse_swa = sink_flash_attention(
         query,
         k_swa.detach(),
@@ -395,6 +389,14 @@ def nsa_attention(
         cu_seqlens_k=cu_seqlens,
         return_lse=True,
     )
+    if k_cmp is None or v_cmp is None:
+        k_cmp, v_cmp = nsa_compress(
+            k, v, cmp_block_size=cmp_block_size, cmp_stride=cmp_stride, cu_seqlens=cu_seqlens
+        )
+    cmp = (k_cmp.detach(), v_cmp.detach())
+    out_cmp, lse_cmp = ops.compressed_fwd(query, *cmp, length, cu_seqlens, fields, scale)
+    if block_indices is None:
+        block_indices = ops.select(query, cmp[0], lse_cmp, length, cu_seqlens, fields, scale)
     selected = (query, key, value, block_indices, cu_seqlens, sel_block_size, scale)
     leaves = (q, k_cmp, k, k_swa, v_cmp, v, v_swa, *gates)
     out: torch.Tensor
