@@ -208,7 +208,10 @@ class SparseKImpl(AttentionImpl):
         shape = (batch.num_prefill_tokens, self.num_heads, self.head_size)
         query = torch.zeros(shape, dtype=self.dtype, device=kv_cache.device)
         scales = self._scales(layer)
-        self._attend_run(Run.whole(batch), query, pages, scales, torch.empty_like(query))
+        run = Run.whole(batch)
+        if self.flash is not None:  # the last queries are left to it
+            run = replace(run, policy=replace(self.policy, dense_last=0))
+        self._attend_run(run, query, pages, scales, torch.empty_like(query))
 
     def do_kv_cache_update(
         self,
