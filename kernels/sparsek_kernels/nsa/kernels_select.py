@@ -268,13 +268,14 @@ def nsa_top_blocks_kernel(
         inside = (block >= num_init) & (block < first_local)  # [BLOCK_R, COLS]
         at = ((batch * num_rows + row) * tl.num_programs(1) + kv_head) * num_blocks
         if SPILLS:
-            side = tl.arange(0, 2)[None, None, :]
+            # Rows of pairs, so that neighbouring lanes read neighbouring words.
+            word = tl.arange(0, BLOCK_R)[:, None] * (2 * COLS) + tl.arange(0, 2 * COLS)[None, :]
             pair = tl.load(
-                scores_ptr + 2 * (at + block)[:, :, None] + side,
-                mask=inside[:, :, None],
+                scores_ptr + 2 * at + word,
+                mask=(word >= 2 * num_init) & (word < 2 * first_local) & (word != 1),
                 other=0.0,
-            )  # [BLOCK_R, COLS, 2]
-            score = tl.sum(tl.where((block[:, :, None] == 0) & (side == 1), 0.0, pair), 2)
+            )  # [BLOCK_R, 2 * COLS]
+            score = tl.sum(tl.reshape(pair, [BLOCK_R, COLS, 2]), 2)  # [BLOCK_R, COLS]
         else:
             score = tl.load(scores_ptr + at + block, mask=inside, other=0.0)
         # NaN counts as zero: whatever q holds, valid blocks come out.  The bits of numbers that
