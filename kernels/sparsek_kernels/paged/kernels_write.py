@@ -52,6 +52,12 @@ def write_kv_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
+    if HAS_SUMMARY:
+        # Here, and K and V stored last: no load waits for another one that it does not need.
+        back = tl.arange(0, CELL)
+        source = token - back
+        source_slot = tl.load(slot_ptr + source, mask=source >= 0, other=-1)
+        next_slot = tl.load(slot_ptr + token + 1, mask=token + 1 < num_tokens, other=-1)
     if slot < 0:
         return
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -60,27 +66,16 @@ def write_kv_kernel(
     head = offs_h.to(tl.int64)[:, None]
     page = slot // PAGE_SIZE
     row = slot % PAGE_SIZE
-
+    k_page = k_cache_ptr + page * stride_cp + head * stride_ch + offs_d[None, :]
+    v_page = v_cache_ptr + page * stride_vp + head * stride_vh + offs_d[None, :]
     k = tl.load(k_ptr + token * stride_kt + head * stride_kh + offs_d[None, :], mask=mask)
     v = tl.load(v_ptr + token * stride_xt + head * stride_xh + offs_d[None, :], mask=mask)
-    k = (k.to(tl.float32) * k_inv_scale).to(k_cache_ptr.dtype.element_ty)
-    v = (v.to(tl.float32) * v_inv_scale).to(v_cache_ptr.dtype.element_ty)
-    k_page = k_cache_ptr + page * stride_cp + head * stride_ch + offs_d[None, :]
-    tl.store(k_page + row * stride_ct, k, mask=mask)
-    v_page = v_cache_ptr + page * stride_vp + head * stride_vh + offs_d[None, :]
-    tl.store(v_page + row * stride_vt, v, mask=mask)
 
     if HAS_SUMMARY:
-        more = token + 1 < num_tokens
-        next_slot = tl.load(slot_ptr + token + 1, mask=more, other=-1)
         in_cell = slot % CELL
         if (next_slot != slot + 1) | (in_cell == CELL - 1):
-            back = tl.arange(0, CELL)
             live = back <= in_cell
-            source = token - back
-            inside = live & (source >= 0)
-            source_slot = tl.load(slot_ptr + source, mask=inside, other=-1)
-            fresh = inside & (source_slot == slot - back)
+            fresh = live & (source >= 0) & (source_slot == slot - back)
             mask3 = mask[None, :, :]  # [CELL, BLOCK_H, BLOCK_D]
             new = tl.load(
                 k_ptr
@@ -108,3 +103,8 @@ def write_kv_kernel(
                 total = tl.sum(tl.where(live[:, None, None], rows, 0.0), axis=0)
                 mean = total / (in_cell + 1).to(tl.float32)
                 tl.store(base + cell * stride_sc, mean.to(kind), mask=mask)
+
+    k = (k.to(tl.float32) * k_inv_scale).to(k_cache_ptr.dtype.element_ty)
+    v = (v.to(tl.float32) * v_inv_scale).to(v_cache_ptr.dtype.element_ty)
+    tl.store(k_page + row * stride_ct, k, mask=mask)
+    tl.store(v_page + row * stride_vt, v, mask=mask)
