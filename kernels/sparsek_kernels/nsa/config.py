@@ -88,7 +88,8 @@ class LaunchConfig:
         precision: input precision of dot products.
         hopper: tile of the warp-specialised compressed forward kernel, where that one is used.
         hopper_bwd: tile of the fused compressed backward kernel, where that one is used.
-        select_hopper: rows and compressed keys of the warp-specialised scores kernel, likewise.
+        select_hopper: rows of a warpgroup, compressed keys and stages of the warp-specialised
+            scores kernel, where that one is used.
         selected_hopper: rows and stages of the warp-specialised block-major forward kernel, where
             that one is used.
         selected_bwd_hopper: likewise of the backward kernel, where that one is used.
@@ -113,13 +114,6 @@ class LaunchConfig:
     select_hopper: TileConfig | None = None
     selected_hopper: TileConfig | None = None
     selected_bwd_hopper: TileConfig | None = None
-
-
-HOPPER_CANDIDATES = {
-    "select_hopper": TileConfig(128, 64, 4, 3),
-}
-"""Warp-specialised kernels that :func:`select_config` does not choose until their tests and times
-have been seen on a GPU; tests and ``benchmarks/tune_nsa.py`` ask for them."""
 
 
 def _chunk_rows(shape: ProblemShape, slots: int, itemsize: int) -> int:
@@ -200,6 +194,8 @@ def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int
         precision="ieee" if dtype == torch.float32 else "tf32",
         hopper=TileConfig(128, 128, 4, 2) if hopper else None,
         hopper_bwd=TileConfig(64, 128, 8, 3) if hopper else None,
+        # Smaller groups mean more scores to store for each product.
+        select_hopper=TileConfig(128, 64, 4, 2) if hopper and shape.group > 8 else None,
         selected_hopper=TileConfig(64, 64, 4, 4) if hopper else None,
         selected_bwd_hopper=TileConfig(128, 64, 8, 2) if hopper else None,
     )

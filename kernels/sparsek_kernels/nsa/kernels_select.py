@@ -199,17 +199,30 @@ def nsa_block_scores_kernel(
 
 
 @triton.jit
-def _counted(flags, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Running count of flags ``[ROWS, COLS]`` in row-major order, the element's own included.
+def _num_bits(word):
+    """Set bits of each uint32."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
 
-    Two small matrix products: a scan along the registers of one warp takes thousands of steps.
-    """
-    ones = tl.where(flags, 1.0, 0.0).to(tl.float16)  # [ROWS, COLS]
-    rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
-    upper = tl.where(cols[:, None] <= cols[None, :], 1.0, 0.0).to(tl.float16)  # [COLS, COLS]
-    lower = tl.where(rows[None, :] < rows[:, None], 1.0, 0.0).to(tl.float16)  # [ROWS, ROWS]
-    before = tl.sum(tl.dot(lower, ones), 1)  # [ROWS]
-    return (tl.dot(ones, upper) + before[:, None]).to(tl.int32)  # [ROWS, COLS]
+
+@triton.jit
+def _place_of_bit(word, n):
+    """Place of each uint32's set bit that has ``n`` set bits below it; there must be one."""
+    place = n * 0
+    for step in tl.static_range(5):
+        below = _num_bits((word >> place.to(tl.uint32)) & ((1 << (16 >> step)) - 1))
+        beyond = n >= below
+        n = tl.where(beyond, n - below, n)
+        place = tl.where(beyond, place + (16 >> step), place)
+    return place
+
+
+@triton.jit
+def _packed(flags):
+    """Flags ``[ROWS, 32]`` as uint32 ``[ROWS]``."""
+    return tl.sum(flags.to(tl.uint32) << tl.arange(0, 32).to(tl.uint32)[None, :], 1)
 
 
 @triton.jit
@@ -230,7 +243,6 @@ def nsa_top_blocks_kernel(
     SPILLS: tl.constexpr,
     VARLEN: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ):
     """One program: one token and KV head.
@@ -263,7 +275,8 @@ def nsa_top_blocks_kernel(
     by_rule = (offs_o < num_init) | (after >= 0)
     tl.store(out + offs_o, rest, mask=by_rule & (offs_o < TOP_N))
     if num_free > 0:
-        COLS: tl.constexpr = BLOCK_B // BLOCK_R
+        COLS: tl.constexpr = 32
+        BLOCK_R: tl.constexpr = BLOCK_B // COLS
         block = tl.arange(0, BLOCK_R)[:, None] * COLS + tl.arange(0, COLS)[None, :]
         inside = (block >= num_init) & (block < first_local)  # [BLOCK_R, COLS]
         at = ((batch * num_rows + row) * tl.num_programs(1) + kv_head) * num_blocks
@@ -294,10 +307,25 @@ def nsa_top_blocks_kernel(
             least = tl.where(enough, middle, least)
             count = tl.where(enough, found, count)
             above = tl.where(enough, above, middle)
-        won = bits >= least
+        won = _packed(bits >= least)  # [BLOCK_R]
         if count != num_free:
-            equal = bits == least
+            # Of those that equal the worst winner, the first ones that there is room for.
+            equal = _packed(bits == least)
+            size = _num_bits(equal)
             room = num_free - tl.sum((bits > least).to(tl.int32))
-            won = (bits > least) | (equal & (_counted(equal, BLOCK_R, COLS) <= room))
-        place = _counted(won, BLOCK_R, COLS) - 1
-        tl.store(out + num_init + place, block, mask=won)
+            room -= tl.cumsum(size, 0) - size  # [BLOCK_R]
+            ahead = (
+                tl.full([BLOCK_R], 1, tl.uint32) << _place_of_bit(equal, room).to(tl.uint32)
+            ) - 1
+            equal = tl.where(room >= size, equal, tl.where(room > 0, equal & ahead, 0))
+            won = _packed(bits > least) | equal
+        # The row that holds each winner, and its place there.
+        size = _num_bits(won)
+        before = tl.cumsum(size, 0) - size
+        rank = offs_o[:, None] - before[None, :]
+        holds = (rank >= 0) & (rank < size[None, :])  # [BLOCK_O, BLOCK_R]
+        word = tl.sum(tl.where(holds, won[None, :], 0), 1)  # [BLOCK_O]
+        rank = tl.sum(tl.where(holds, rank, 0), 1)
+        first = tl.sum(tl.where(holds, tl.arange(0, BLOCK_R)[None, :] * COLS, 0), 1)
+        winner = first + _place_of_bit(word, rank)
+        tl.store(out + num_init + offs_o, winner, mask=offs_o < num_free)

@@ -8,7 +8,10 @@ import triton
 from sparsek_kernels.common.descriptors import describable, describe, tile_layout
 from sparsek_kernels.nsa.config import LaunchConfig, ProblemShape
 from sparsek_kernels.nsa.kernels_select import nsa_block_scores_kernel, nsa_top_blocks_kernel
-from sparsek_kernels.nsa.kernels_select_hopper import nsa_block_scores_hopper_kernel
+from sparsek_kernels.nsa.kernels_select_hopper import (
+    WARPGROUPS,
+    nsa_block_scores_hopper_kernel,
+)
 from sparsek_kernels.nsa.launch_common import launch_config, problem_shape, tile_grid
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
 from sparsek_kernels.nsa.spec import NSASpec
@@ -93,8 +96,9 @@ def _score(
     else:
         hopper = None
     block_t = max(max(tile.block_m, 16) // shape.padded_group, 1)
+    together = block_t if hopper is None else block_t * WARPGROUPS.value
     cu_rows = None if cu_seqlens is None else cu_seqlens.clamp(first, first + rows)
-    grid, tiles = tile_grid(cu_rows, rows, block_t, shape.num_kv_heads, shape.batch)
+    grid, tiles = tile_grid(cu_rows, rows, together, shape.num_kv_heads, shape.batch)
     maps = tuple(q if x is None else x for x in (cu_rows, cu_seqlens, cu_cmp, tiles))
     sizes = (first, rows, shape.num_q, offset, shape.num_heads, k_cmp.shape[1], num_blocks)
     rules = {
@@ -126,7 +130,7 @@ def _score(
             BLOCK_K=tile.block_n,
             STAGES=tile.num_stages,
             num_warps=tile.num_warps,
-            maxnreg=128,  # of 65536, for two programs of eight warps
+            maxnreg=96,  # of 65536, for one program of twenty warps
         )
         return
     block_c = triton.next_power_of_2(cells)
@@ -187,7 +191,6 @@ def choose(
         SPILLS=spills,
         VARLEN=cu_seqlens is not None,
         BLOCK_B=width,
-        BLOCK_R=1 << (width.bit_length() // 2),
         BLOCK_O=triton.next_power_of_2(spec.top_n),
-        num_warps=max(min(width // 512, 16), 1),
+        num_warps=max(min(width // 1024, 16), 1),
     )

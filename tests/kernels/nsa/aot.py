@@ -31,7 +31,7 @@ from sparsek_kernels.nsa import (
     launch_select,
     launch_selected,
 )
-from sparsek_kernels.nsa.config import HOPPER_CANDIDATES, TileConfig
+from sparsek_kernels.nsa.config import TileConfig
 from sparsek_kernels.nsa.spec import NSASpec
 
 MODULES = (
@@ -79,7 +79,7 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     gates = [torch.empty(1, tokens, group) for _ in range(3)]
     base = launch_common.select_config
     launch_common.select_config = lambda *args: replace(
-        base(*args), selected_hopper=None, selected_bwd_hopper=None
+        base(*args), select_hopper=None, selected_hopper=None, selected_bwd_hopper=None
     )
     launch_compress.mean_pool_forward(k, cmp, None, spec)
     launch_compress.mean_pool_backward(cmp, k, None, spec)
@@ -92,7 +92,7 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     launch_selected.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
     if arch == 90:
         hopper = {
-            **HOPPER_CANDIDATES,
+            "select_hopper": TileConfig(128, 64, 4, 2) if group > 8 else None,
             "selected_hopper": TileConfig(64, 64, 4, 4),
             "selected_bwd_hopper": TileConfig(128, 64, 8, 2),
         }

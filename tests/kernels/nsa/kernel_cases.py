@@ -27,7 +27,7 @@ from sparsek_kernels.nsa import (
     launch_selected,
 )
 from sparsek_kernels.nsa import reference as ref
-from sparsek_kernels.nsa.config import HOPPER_CANDIDATES, TileConfig
+from sparsek_kernels.nsa.config import TileConfig
 from sparsek_kernels.nsa.launch_common import launch_config, problem_shape
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
@@ -71,6 +71,8 @@ GPU = [
     Case("g1", 3000, (2, 2), 128, FULL, BF16),
     Case("g12-dim96", 1100, (12, 1), 96, FULL, BF16),
     Case("packed", (1, 1000, 31, 0, 64, 65, 2200), (16, 2), 128, FULL, BF16),
+    Case("packed-g16", (700, 1, 0, 1500, 63), (32, 2), 128, FULL, BF16),
+    Case("g32-dim64-fp16", 1700, (32, 1), 64, FULL, torch.float16, batch=2),
     Case("batch2-strided", 1111, (8, 2), 64, FULL, BF16, batch=2, strided=True),
     Case("fp32", 700, (8, 2), 64, FULL, torch.float32),
     Case("last-queries", 3000, (16, 2), 128, FULL, BF16, num_q=77),
@@ -247,8 +249,8 @@ def run(case: Case, device: str) -> int:
     # selection
     shape = (case.batch, num_q, case.heads[1], spec.top_n)
     kinds = {"": replace(base, select_hopper=None)}
-    if device == "cuda" and fits_hopper(case):
-        kinds["hopper "] = replace(base, select_hopper=HOPPER_CANDIDATES["select_hopper"])
+    if device == "cuda" and fits_hopper(case) and group > 8:
+        kinds["hopper "] = replace(base, select_hopper=TileConfig(128, 64, 4, 2))
     for kind, config in kinds.items():
         indices = torch.full(shape, -7, dtype=torch.int32, device=device)
         launch_select.select(indices, q, k_cmp, lse, total, cu, spec, scale, config)

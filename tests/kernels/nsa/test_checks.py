@@ -15,7 +15,7 @@ from sparsek_kernels.nsa.api import (
     selected_attention,
 )
 from sparsek_kernels.nsa.compress import PhiWeights
-from sparsek_kernels.nsa.config import HOPPER_CANDIDATES, ProblemShape, select_config
+from sparsek_kernels.nsa.config import ProblemShape, select_config
 from sparsek_kernels.nsa.index import build_index
 from sparsek_kernels.nsa.spec import NSASpec
 
@@ -190,12 +190,12 @@ def test_config_is_a_pure_function(group: int, dim: int, dtype: torch.dtype) -> 
             assert 1 <= config.chunk_rows <= tokens
             assert -(-tokens // config.chunk_rows) <= 16
             assert 1 <= config.index_rows <= config.chunk_rows
-            assert all(getattr(config, name) is None for name in HOPPER_CANDIDATES)
             assert config.token_major == (tokens * 4 <= 2048)
             half = dtype == torch.bfloat16
             wanted = arch == 90 and half and dim in (64, 128) and tokens * 4 * group > 8192
             fused = ("hopper", "hopper_bwd", "selected_hopper", "selected_bwd_hopper")
             assert all((getattr(config, name) is not None) == wanted for name in fused)
+            assert (config.select_hopper is not None) == (wanted and group > 8)
 
 
 def test_hopper_kernels_serve_whole_sequences_only() -> None:
