@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ def make_spec(layer: Any, config: Any) -> Any:
     spec = layer.get_kv_cache_spec(config)
     if hasattr(utils, "customize_attention_spec"):  # vLLM 0.32 and later
         spec = utils.customize_attention_spec(layer.attn_backend, spec)
-    return spec
+    # Before, window layers started from vLLM's smallest page.
+    return spec if spec.block_size == PAGE else replace(spec, block_size=PAGE)
 
 
 def make_builder(layer: Any, config: Any, device: str = "cpu") -> Any:
