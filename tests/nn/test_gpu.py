@@ -160,6 +160,21 @@ def test_unwritten_memory_is_not_read(batch: int, count: int) -> None:
             assert torch.equal(again[name], value), name
 
 
+@pytest.mark.parametrize(("batch", "count"), [(64, 512), (3, 1000), (1, 9000)])
+def test_unwritten_shared_memory_is_not_read(batch: int, count: int) -> None:
+    """What earlier kernels, of other processes too, left in shared memory changes no bit."""
+    from tests.kernels.poison import poisoned_shared_memory
+
+    module = layer(16, 1, dim=128).bfloat16()
+    x = tokens(count, batch).bfloat16()
+    plain = run(module, x)
+    with poisoned_shared_memory():
+        poisoned = run(module, x)
+    for name, value in plain.items():
+        assert value.isfinite().all(), name
+        assert torch.equal(poisoned[name], value), name
+
+
 @pytest.mark.parametrize(("batch", "count"), [(128, 512), (512, 128)])
 def test_many_short_sequences(batch: int, count: int) -> None:
     """Against fp64; two of the sequences say how far torch is from it."""
