@@ -45,7 +45,7 @@ def nsa_mean_pool_fwd_kernel(
     mask_d = offs_d < HEAD_DIM
     base = x_ptr + batch * stride_xb + head * stride_xh + offs_d[None, :] * stride_xd
     acc = tl.zeros([BLOCK_C, BLOCK_D], dtype=tl.float32)  # [BLOCK_C, BLOCK_D]
-    for i in tl.range(CMP_BLOCK, loop_unroll_factor=8):  # eight loads on their way
+    for i in range(CMP_BLOCK):
         row = (start + i).to(tl.int64) * stride_xt
         x = tl.load(base + row[:, None], mask=used[:, None] & mask_d[None, :], other=0.0)
         acc += x.to(tl.float32)

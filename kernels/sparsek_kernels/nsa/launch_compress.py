@@ -14,10 +14,9 @@ from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
 from sparsek_kernels.nsa.spec import NSASpec
 
 
-def _tile(head_dim: int, size: int) -> tuple[int, int]:
-    """Rows and padded columns of a tile of ``size`` elements."""
+def _tile(head_dim: int) -> tuple[int, int]:
     block_d = max(16, triton.next_power_of_2(head_dim))
-    return max(1, size // block_d), block_d
+    return max(1, 4096 // block_d), block_d
 
 
 def mean_pool_forward(
@@ -31,7 +30,7 @@ def mean_pool_forward(
     if cu_seqlens is not None:
         first, used = stride_starts(cu_seqlens, num_cmp, spec)
         starts = torch.where(used, first, -1).to(torch.int32)
-    block_c, block_d = _tile(head_dim, 1024)
+    block_c, block_d = _tile(head_dim)
     nsa_mean_pool_fwd_kernel[(triton.cdiv(num_cmp, block_c), num_heads, batch)](
         out,
         x,
@@ -62,7 +61,7 @@ def mean_pool_backward(
         cu_cmp = compressed_cu_seqlens(cu_seqlens, spec.cmp_block_size, spec.cmp_stride)
         token = torch.arange(num_tokens, dtype=torch.int32, device=dx.device)
         token_seq = torch.searchsorted(cu_seqlens[1:], token, right=True, out_int32=True)
-    block_t, block_d = _tile(head_dim, 4096)
+    block_t, block_d = _tile(head_dim)
     nsa_mean_pool_bwd_kernel[(triton.cdiv(num_tokens, block_t), num_heads, batch)](
         dx,
         dout,
