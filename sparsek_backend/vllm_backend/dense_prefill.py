@@ -28,6 +28,8 @@ class Run:
         max_query_len, max_seq_len: bounds over the run, on the host.
         window_size: of a dense run, the latest keys that a query sees, or ``None`` for all.
         policy: what the run's queries attend, or ``None`` for what the layer's do.
+        rows: the run's rows of the step's queries, from which ``batch`` counts; ``None`` for all.
+            Where FlashAttention splits keys, it takes scratch for every row that it is given.
     """
 
     batch: PagedBatch
@@ -36,6 +38,7 @@ class Run:
     max_seq_len: int
     window_size: int | None = None
     policy: SelectionPolicy | None = None
+    rows: slice | None = None
 
     @classmethod
     def whole(cls, batch: PagedBatch) -> Run:
@@ -103,9 +106,10 @@ def _tails(
     query_lens: Sequence[int],
 ) -> list[Run]:
     """The last ``count`` queries of each of some prefills, a dense run for every prefill."""
-    ends = list(accumulate(query_lens, initial=batch.first_row))
-    spans = [(max(ends[r + 1] - count, ends[r]), ends[r + 1]) for r in members]
-    offsets = torch.tensor(spans, dtype=torch.int32)
+    ends = list(accumulate(query_lens, initial=batch.first_row))[1:]
+    members = [r for r in members if query_lens[r]]
+    sizes = [min(query_lens[r], count) for r in members]
+    offsets = torch.tensor([(0, size) for size in sizes], dtype=torch.int32)
     if batch.seq_lens.is_cuda:
         offsets = offsets.pin_memory()
     offsets = offsets.to(batch.seq_lens.device, non_blocking=True)
@@ -118,18 +122,17 @@ def _tails(
                 num_decodes=0,
                 num_decode_tokens=0,
                 decode_query_len=1,
-                max_query_len=end - start,
+                max_query_len=size,
                 max_seq_len=seq_lens[r],
-                query_lens_host=(end - start,),
-                first_row=start,
+                query_lens_host=(size,),
             ),
             dense=True,
-            max_query_len=end - start,
+            max_query_len=size,
             max_seq_len=seq_lens[r],
             policy=SelectionPolicy(),
+            rows=slice(ends[r] - size, ends[r]),
         )
-        for r, (start, end), own in zip(members, spans, offsets, strict=True)
-        if end > start
+        for r, size, own in zip(members, sizes, offsets, strict=True)
     ]
 
 

@@ -327,6 +327,8 @@ class SparseKImpl(AttentionImpl):
         scales: tuple[float, float],
         out: torch.Tensor,
     ) -> None:
+        if run.rows is not None:
+            query, out = query[run.rows], out[run.rows]
         if run.dense and self.flash is not None:
             self.flash(
                 query,

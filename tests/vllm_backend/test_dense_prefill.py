@@ -80,7 +80,8 @@ def test_last_queries_of_sparse_prefills_come_again_as_dense_runs() -> None:
     ]
     assert (decodes.policy, short.policy, sparse.policy) == (None, None, TOPK)
     assert [(tail.dense, tail.policy) for tail in tails] == [(True, SelectionPolicy())] * 2
-    assert [tail.batch.cu_seqlens_q.tolist() for tail in tails] == [[337, 401], [401, 441]]
+    assert [tail.rows for tail in tails] == [slice(337, 401), slice(401, 441)]
+    assert [tail.batch.cu_seqlens_q.tolist() for tail in tails] == [[0, 64], [0, 40]]
     assert [tail.batch.seq_lens.tolist() for tail in tails] == [[4000], [5000]]
     assert [(tail.max_query_len, tail.max_seq_len) for tail in tails] == [(64, 4000), (40, 5000)]
     assert tails[1].batch.block_table.tolist() == batch.block_table[3:].tolist()

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from sparsek_kernels.fallback import fallback_counts, sdpa_fallback
+from sparsek_kernels.paged.api import paged_attention
+from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import paged_attention_reference
 from tests.vllm_backend.layers import (
@@ -64,6 +66,47 @@ def test_step_with_decodes_prefills_and_padding(current: Any) -> None:
     assert metadata.attended_tokens == share
     assert metadata.context_tokens == 300 + 221 + 400 * 401 // 2
     assert metadata.attended_share == share / metadata.context_tokens
+
+
+def test_flash_attention_takes_dense_prefills_and_the_last_queries_of_sparse_ones(
+    current: Any,
+) -> None:
+    from sparsek_backend.vllm_backend.dense_prefill import FlashPrefill
+
+    calls = []
+
+    def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> None:
+        """FlashAttention's part, by our dense path."""
+        calls.append((len(q), given["cu_seqlens_q"].tolist(), given["seqused_k"].tolist()))
+        batch = PagedBatch(
+            block_table=given["block_table"],
+            seq_lens=given["seqused_k"],
+            cu_seqlens_q=given["cu_seqlens_q"],
+            num_decodes=0,
+            num_decode_tokens=0,
+            decode_query_len=1,
+            max_query_len=given["max_seqlen_q"],
+            max_seq_len=given["max_seqlen_k"],
+            first_row=int(given["cu_seqlens_q"][0]),
+        )
+        caches = (k.transpose(1, 2), v.transpose(1, 2))
+        paged_attention(q, *caches, batch, SelectionPolicy(), out=given["out"])
+
+    layer = make_layer()
+    builder, spec = make_builder(layer, current)
+    builder.has_flash, layer.impl.flash = True, FlashPrefill(flash, 3)
+    cache = make_cache(spec, 64)
+    policy = layer.impl.policy
+    assert policy.dense_last == 64
+    run(layer, builder, cache, make_step([299, 260], [299, 260], 64), seed=1)
+    calls.clear()
+    step = make_step([300, 280, 600, 70], [1, 20, 600, 70], 64)
+    metadata, q, _, _, output = run(layer, builder, cache, step)
+    expected = paged_attention_reference(
+        q, cache[..., :DIM], cache[..., DIM:], metadata.batch, policy
+    )
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
+    assert calls == [(20, [0, 20], [280]), (64, [0, 64], [600]), (691, [621, 691], [70])]
 
 
 def test_metadata_is_frozen(current: Any) -> None:
