@@ -48,7 +48,8 @@ class Tile:
 
 
 def _spread(count: int, most: int = 3) -> list[int]:
-    return sorted({round(i * (count - 1) / max(min(most, count) - 1, 1)) for i in range(most)})
+    picked = min(most, count)
+    return sorted({round(i * (count - 1) / max(picked - 1, 1)) for i in range(picked)})
 
 
 def decode_tiles(inputs: PagedInputs) -> list[Tile]:
