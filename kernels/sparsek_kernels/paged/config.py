@@ -171,7 +171,7 @@ def prefill_config(
     programs = tiles * num_kv_heads * chunks
     splits = max(
         choose_splits(programs, entries // 4, num_sms, most=8),
-        choose_splits(programs, entries // 32, 2 * num_sms, most=16),  # few queries, long contexts
+        choose_splits(programs, entries // 32, 4 * num_sms, most=16),  # few queries, long contexts
     )
     return LaunchConfig(
         block_h=block_h,
@@ -205,7 +205,7 @@ def logits_config(
     block_h = next_power_of_2(group)
     queries = next_power_of_2(queries)
     columns = 128 if head_dim <= 128 else 64
-    wanted = max(4 * num_sms // (requests * num_kv_heads), 1)
+    wanted = max(8 * num_sms // (requests * num_kv_heads), 1)
     return LaunchConfig(
         block_h=block_h,
         queries=queries,

@@ -336,10 +336,8 @@ def top_blocks_kernel(
         POLICY_TILE,
     )
     if OVERLAP:
-        # Before the wait: decodes start on what they attend anyway while blocks are being scored.
-        # The kernel that scores has waited by then, so what came before it (the cache) is there.
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if high < low:
         return
     if FROM_TABLE:

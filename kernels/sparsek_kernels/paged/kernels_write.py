@@ -38,7 +38,6 @@ def write_kv_kernel(
     CELL: tl.constexpr,
     HAS_SUMMARY: tl.constexpr,
     MIN_MAX: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """One program: one token, ``BLOCK_H`` KV heads.
 
@@ -47,9 +46,6 @@ def write_kv_kernel(
     Rows of this batch are read from the inputs, since their own programs may not have stored them
     yet, and rounded as those store them; earlier rows come from the cache.
     """
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
     if HAS_SUMMARY:

@@ -66,7 +66,6 @@ def write_kv(
         HAS_SUMMARY=k_summary is not None,
         MIN_MAX=score_kind == "min_max",
         num_warps=4,
-        **overlap_options(k_cache.device),
     )
 
 
