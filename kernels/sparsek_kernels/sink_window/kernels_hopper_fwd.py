@@ -384,8 +384,14 @@ def sink_window_hopper_fwd_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    sink_full = gl.allocate_shared_memory(gl.int64, [1], bar)
-    sink_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
+    # Without sinks these would have no user, and their memory would go to other data.
+    sink_full = q_full
+    sink_empty = q_empty
+    if HAS_SINK_KEYS:
+        sink_full = gl.allocate_shared_memory(gl.int64, [1], bar)
+        sink_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
+        mbarrier.init(sink_full, count=1)
+        mbarrier.init(sink_empty, count=2)
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -394,8 +400,6 @@ def sink_window_hopper_fwd_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_empty.index(i), count=2)
-    mbarrier.init(sink_full, count=1)
-    mbarrier.init(sink_empty, count=2)
     tail_done = gl.allocate_shared_memory(gl.int64, [1], bar)
     mbarrier.init(tail_done, count=2)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty, tail_done)
