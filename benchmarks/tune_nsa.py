@@ -23,7 +23,7 @@ from sparsek_kernels.nsa.spec import NSASpec
 
 DIM = 128
 PORTABLE = {"hopper": None, "hopper_bwd": None}
-PORTABLE_BWD = {"selected_bwd_hopper": None, "item_entries_bwd": 0.5}
+PORTABLE_BWD = {"selected_bwd_hopper": None, "item_entries_bwd": 0.25}
 PORTABLE_PARTS = {"selected_hopper": None}
 Changes = dict[str, Any]
 VARIANTS: dict[str, list[Changes]] = {

@@ -190,7 +190,7 @@ def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int
         chunk_rows=chunk_rows,
         index_rows=chunk_rows,
         item_entries=item_entries,
-        item_entries_bwd=2 * item_entries if hopper else item_entries,
+        item_entries_bwd=4 * item_entries if hopper else item_entries,
         precision="ieee" if dtype == torch.float32 else "tf32",
         hopper=TileConfig(128, 128, 4, 2) if hopper else None,
         hopper_bwd=TileConfig(64, 128, 8, 3) if hopper else None,

@@ -149,9 +149,10 @@ def nsa_gate_rows_kernel(
     ``dots [3, B, Hq, N]``, and ``folded = lse - ln g`` likewise.  Only ``dout`` may be strided.
     """
     offs_r = tl.arange(0, BLOCK_T * BLOCK_H)
-    token = tl.program_id(0) * BLOCK_T + offs_r // BLOCK_H
-    head = tl.program_id(1) * BLOCK_H + offs_r % BLOCK_H
-    batch = tl.program_id(2).to(tl.int64)
+    across = tl.cdiv(num_heads, BLOCK_H)  # programs of the same tokens follow one another
+    token = tl.program_id(0) // across * BLOCK_T + offs_r // BLOCK_H
+    head = tl.program_id(0) % across * BLOCK_H + offs_r % BLOCK_H
+    batch = tl.program_id(1).to(tl.int64)
     mask_r = (token < num_q) & (head < num_heads)
     row = (batch * num_q + token) * num_heads + head
     stat = (batch * num_heads + head) * num_q + token

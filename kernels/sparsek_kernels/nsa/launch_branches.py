@@ -23,7 +23,7 @@ from sparsek_kernels.nsa.launch_common import launch_config, problem_shape
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.sink_window.calls import Call
-from sparsek_kernels.sink_window.launch_hopper import backward_hopper
+from sparsek_kernels.sink_window.launch_hopper import backward_hopper, new_accumulator
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
 
@@ -44,8 +44,9 @@ def gate_rows(
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in gates]
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_t = 8  # tokens: 32 bytes of a statistic
-    block_h = max(4096 // block_d // block_t, 1)
-    nsa_gate_rows_kernel[(triton.cdiv(num_q, block_t), triton.cdiv(num_heads, block_h), batch)](
+    block_h = max(8192 // block_d // block_t, 1)
+    tiles = triton.cdiv(num_q, block_t) * triton.cdiv(num_heads, block_h)
+    nsa_gate_rows_kernel[(tiles, batch)](
         *grads,
         dots,
         folded,
@@ -61,7 +62,7 @@ def gate_rows(
         BLOCK_T=block_t,
         BLOCK_H=block_h,
         BLOCK_D=block_d,
-        num_warps=4,
+        num_warps=8,
     )
     return grads, dots, folded
 
@@ -100,19 +101,19 @@ def backward(
     if not describable(dout):
         dout = dout.contiguous()
     dgates, dots, folded = gate_rows(dout, branches, gates, lses)
-    dims = (shape.batch, shape.num_heads, shape.num_q, shape.head_dim)
-    dq_acc = torch.zeros(dims, dtype=torch.float32, device=q.device)
+    # The window first: it fills what the others add to.
+    dq_acc = new_accumulator(call, window_tile, q.device)
+    dk_swa, dv_swa = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k_swa, v_swa))
+    backward_hopper(
+        *(call, window_tile, dq_acc, dk_swa, dv_swa, dout, q, k_swa, v_swa, folded[2], dots[2]),
+        None,
+    )
     cu_cmp = None
     if cu_seqlens is not None:
         cu_cmp = compressed_cu_seqlens(cu_seqlens, spec.cmp_block_size, spec.cmp_stride)
     dk_cmp, dv_cmp = launch_compressed_hopper.accumulate(
         *(dq_acc, dout, q, k_cmp, v_cmp, folded[0], dots[0]),
         *(cu_seqlens, cu_cmp, shape, tile, spec, scale),
-    )
-    dk_swa, dv_swa = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k_swa, v_swa))
-    backward_hopper(
-        *(call, window_tile, dq_acc, dk_swa, dv_swa, dout, q, k_swa, v_swa, folded[2], dots[2]),
-        None,
     )
     dq, dk, dv = launch_selected.backward_rows(
         *(dout, folded[1], dots[1], dq_acc, q, k, v),

@@ -19,8 +19,9 @@ from sparsek_kernels.sink_window.kernels_hopper_bwd import sink_window_hopper_bw
 from sparsek_kernels.sink_window.kernels_hopper_fwd import sink_window_hopper_fwd_kernel
 
 _LOG2_E = 1.4426950408889634
-_LEAST_PROGRAMS = 1024  # key tiles of the backward pass, whose work differs, should even out
+_LEAST_PROGRAMS = 1024  # of the backward pass, so that the last of them hardly count
 _HEADS_TOGETHER = 16
+_MOST_SEGMENTS = 32
 
 
 def kernel_rules(shape: ProblemShape, spec: NSASpec, varlen: bool) -> dict[str, int | bool]:
@@ -103,6 +104,15 @@ def _share(group: int, programs: int) -> int:
     return share
 
 
+def query_segments(num_q: int, span: int) -> tuple[int, int]:
+    """Segments of queries in the backward pass, and their rows: whole key tiles, ``span`` tokens.
+
+    Each has gradients of keys and values of its own, hence few of them.
+    """
+    rows = triton.cdiv(triton.cdiv(num_q, _MOST_SEGMENTS), span) * span
+    return triton.cdiv(num_q, rows), rows
+
+
 def accumulate(
     dq_acc: torch.Tensor,
     dout: torch.Tensor,
@@ -120,13 +130,18 @@ def accumulate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add unscaled ``dq`` to fp32 ``dq_acc [B, Hq, N, D]``; the gradients of k_cmp and v_cmp."""
     batch, rows, num_kv_heads, head_dim = k_cmp.shape
-    share = _share(shape.group, triton.cdiv(rows, tile.block_n) * num_kv_heads * batch)
+    span = tile.block_n * spec.cmp_stride
+    segments, segment_rows = query_segments(shape.num_q, span)
+    if cu_seqlens is not None:  # sequences of any length
+        segments, segment_rows = 1, shape.num_q + tile.block_m
+    seen = triton.cdiv(rows, tile.block_n) * (segments + 1) // 2  # key tiles, in all segments
+    share = _share(shape.group, seen * num_kv_heads * batch)
     parts = shape.group // share
     # Each part of a group gets keys, values and gradients of its own.
     k, v = (x.repeat_interleave(parts, 2) if parts > 1 else x for x in (k_cmp, v_cmp))
     heads = num_kv_heads * parts
     new = torch.empty if cu_cmp is None else torch.zeros  # packed: rows of no sequence
-    dk, dv = (new(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    dk, dv = (new((segments, *x.shape), dtype=x.dtype, device=x.device) for x in (k, v))
     (blocks, _, _), tiles = tile_grid(cu_cmp, rows, tile.block_n, heads, batch)
     seqs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     order_blocks = shape.num_q // tile.block_m + seqs + 1
@@ -139,7 +154,7 @@ def accumulate(
     k_desc, k_rows, k_cols = describe(k, tile.block_n)
     v_desc, v_rows, v_cols = describe(v, tile.block_n)
     dq_desc, _, _ = describe(dq_acc.view(1, -1, 1, head_dim), tile.block_m)
-    sink_window_hopper_bwd_kernel[(blocks * heads * batch,)](
+    sink_window_hopper_bwd_kernel[(blocks * heads * batch * segments,)](
         dk,
         dv,
         order,
@@ -159,7 +174,7 @@ def accumulate(
         scale,
         0,
         0,
-        *dk.stride()[:3],
+        *dk.stride()[1:4],
         q_rows,
         g_rows,
         k_rows,
@@ -174,17 +189,20 @@ def accumulate(
         blocks,
         order_blocks,
         math.gcd(heads * batch, _HEADS_TOGETHER),
+        segments,
+        segment_rows,
+        dk.stride(0),
         **kernel_rules(shape, spec, cu_seqlens is not None),
         GROUP=share,
+        OVERWRITES=False,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         Q_STAGES=tile.num_stages,
         G_STAGES=2,
         num_warps=tile.num_warps,
     )
-    if parts > 1:
-        split = (batch, rows, num_kv_heads, parts, head_dim)
-        dk, dv = (x.view(split).sum(3, dtype=torch.float32).to(x.dtype) for x in (dk, dv))
+    split = (segments, batch, rows, num_kv_heads, parts, head_dim)
+    dk, dv = (x.view(split).sum((0, 4), dtype=torch.float32).to(x.dtype) for x in (dk, dv))
     return dk, dv
 
 

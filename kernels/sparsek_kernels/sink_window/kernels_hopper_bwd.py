@@ -8,9 +8,14 @@ its keys.  Its share of ``dq`` is added to an fp32 accumulator in memory by the 
 The additions to one query block happen in a fixed order of key blocks: a program adds only once the
 block before it has announced its own addition in ``order``, so results are bitwise reproducible.
 Programs take their key block from a ticket counter in the same order, so whoever is waited for has
-always started.  Query blocks ascend.  With a window key blocks descend: a program then reaches a
-query block just after its predecessor did, and none has to wait.  Without a window they ascend, so
-that the longest loops start first.
+always started.
+
+None should have to wait long.  With a window key blocks descend and query blocks ascend: a program
+reaches a query block just after its predecessor did.  Without one key blocks ascend, so that the
+longest loops start first, and query blocks descend: all loops begin with the last one, while
+ascending ones would wait for their predecessors to come to where they begin.  Where a key stands
+for many tokens, loops are cut into segments of queries: programs of one length, side by side at
+the same queries, which the L2 cache then holds.  Each segment has ``dk`` and ``dv`` of its own.
 """
 
 from triton.experimental import gluon
@@ -28,6 +33,7 @@ from sparsek_kernels.sink_window.kernels_hopper_bwd_memory import (
     LOG2_E,
     add_partition,
     load_partition,
+    place_step,
     place_task,
 )
 
@@ -129,7 +135,7 @@ def _compute_partition(
         # In flight: dk of the step before.
         q_stage = step % Q_STAGES
         g_stage = step % G_STAGES
-        m_block = step % m_all
+        _, m_block = place_step(step, m_all, GROUP, WINDOWED)
         row_first = start + m_block * BLOCK_M
         mbarrier.wait(g_full.index(g_stage), (step // G_STAGES) & 1)
         if row_first + BLOCK_M > q_len:
@@ -237,12 +243,16 @@ def sink_window_hopper_bwd_kernel(
     num_blocks,
     order_blocks,
     heads_together,
+    num_segments,
+    segment_rows,
+    stride_dks,
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr,
     HAS_SINK_KEYS: gl.constexpr,
     VARLEN: gl.constexpr,
+    OVERWRITES: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     Q_STAGES: gl.constexpr,
@@ -250,10 +260,12 @@ def sink_window_hopper_bwd_kernel(
     KEY_BLOCK: gl.constexpr = 1,
     KEY_STRIDE: gl.constexpr = 1,
 ):
-    """Grid: one program per key block, KV head and sequence.
+    """Grid: one program per key block, segment, KV head and sequence.
 
     ``*_desc`` describe q, dout, k and v as matrices ``[tokens, heads * D]``, and the fp32 ``dq``
-    accumulator ``[B, Hq, N, D]`` as ``[B * Hq * N, D]``.  ``dk`` and ``dv`` share their strides.
+    accumulator ``[B, Hq, N, D]`` as ``[B * Hq * N, D]``.  ``dk`` and ``dv`` share their strides;
+    ``stride_dks`` leads to those of the next segment.  ``OVERWRITES``: the first tile that a query
+    block gets replaces what ``dq`` held.
     ``KEY_BLOCK`` and ``KEY_STRIDE`` are those of the forward kernel.
     """
     dtype: gl.constexpr = q_desc.dtype
@@ -288,12 +300,15 @@ def sink_window_hopper_bwd_kernel(
     # The ticket reaches the other warps through shared memory that the fork below writes again.
     gl.thread_barrier()
     (
-        seq, batch, kv_head, block, q_start, q_len, k_start, k_len, start, m_left, m_full, m_all,
+        seq, batch, kv_head, block, segment, q_start, q_len, k_start, k_len, start, m_left, m_full,
+        m_all,
     ) = place_task(
         task, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_q, num_k, num_heads, num_blocks,
-        heads_together, window_size, GROUP, VARLEN, CAUSAL, WINDOWED, BLOCK_M, BLOCK_N,
-        KEY_BLOCK, KEY_STRIDE,
+        heads_together, num_segments, segment_rows, window_size, GROUP, VARLEN, CAUSAL, WINDOWED,
+        BLOCK_M, BLOCK_N, KEY_BLOCK, KEY_STRIDE,
     )  # fmt: skip
+    dk_ptr += segment.to(gl.int64) * stride_dks
+    dv_ptr += segment.to(gl.int64) * stride_dks
     gl.warp_specialize(
         [
             (
@@ -317,7 +332,7 @@ def sink_window_hopper_bwd_kernel(
                     q_batch_rows, g_batch_rows, k_batch_rows, v_batch_rows, q_head_cols,
                     g_head_cols,
                     k_head_cols, v_head_cols, num_q, num_heads,
-                    GROUP, BLOCK_M, BLOCK_N, Q_STAGES, G_STAGES,
+                    GROUP, WINDOWED, BLOCK_M, BLOCK_N, Q_STAGES, G_STAGES,
                 ),
             ),
             (
@@ -325,7 +340,7 @@ def sink_window_hopper_bwd_kernel(
                 (
                     dq_desc, dq_smem, dq_full, dq_empty, order_ptr, seq, batch, kv_head, block,
                     q_start, q_len, k_len, start, m_all, order_blocks, num_q,
-                    num_heads, GROUP, VARLEN, WINDOWED, BLOCK_M, BLOCK_N,
+                    num_heads, GROUP, VARLEN, WINDOWED, OVERWRITES, BLOCK_M, BLOCK_N,
                 ),
             ),
         ],

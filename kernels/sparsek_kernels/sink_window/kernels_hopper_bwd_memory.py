@@ -25,7 +25,7 @@ def tma_add(tensor_desc, coord, src, _semantic=None):
 @gluon.jit
 def load_flag(ptr):
     return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1]; fence.proxy.async;",
+        "ld.acquire.gpu.global.b32 $0, [$1];",
         "=r,l",
         [ptr.to(gl.int64)],
         dtype=gl.int32,
@@ -39,7 +39,6 @@ def store_flag(ptr, value):
     """Wait for this warp's copies to be complete in memory, then announce ``value``."""
     return gl.inline_asm_elementwise(
         """cp.async.bulk.wait_group 0;
-        fence.proxy.async;
         st.release.gpu.global.b32 [$1], $2;
         mov.b32 $0, $2;""",
         "=r,l,r",
@@ -61,6 +60,8 @@ def place_task(
     num_heads,
     num_blocks,
     heads_together,
+    num_segments,
+    segment_rows,
     window_size,
     GROUP: gl.constexpr,
     VARLEN: gl.constexpr,
@@ -71,16 +72,22 @@ def place_task(
     KEY_BLOCK: gl.constexpr,
     KEY_STRIDE: gl.constexpr,
 ):
-    """Sequence, KV head, key block and query blocks of a task.
+    """Sequence, KV head, key block, segment and query blocks of a task.
 
-    ``heads_together`` KV heads run side by side: fastest, then key blocks, then the other heads.
+    ``heads_together`` KV heads run side by side: fastest, then key blocks, then segments, then the
+    other heads.  A segment is ``segment_rows`` queries, a multiple of ``BLOCK_M``; with a window
+    there is only one.
     """
     lane = task % heads_together
     rest = task // heads_together
     block = rest % num_blocks
     rest = rest // num_blocks
+    segment = rest * 0
     if WINDOWED:
         block = num_blocks - 1 - block
+    else:
+        segment = num_segments - 1 - rest % num_segments
+        rest = rest // num_segments
     rest = rest * heads_together + lane
     kv_head = rest % (num_heads // GROUP)
     seq = rest // (num_heads // GROUP)
@@ -103,8 +110,28 @@ def place_task(
         n_first * KEY_STRIDE + KEY_BLOCK - 1, n_last * KEY_STRIDE + KEY_BLOCK - 1, q_len,
         k_len if KEY_BLOCK == 1 else q_len, window_size, BLOCK_M, BLOCK_M, CAUSAL, WINDOWED,
     )  # fmt: skip
+    if not WINDOWED:
+        first = gl.maximum(start, segment * segment_rows)
+        end = gl.minimum(start + m_all * BLOCK_M, (segment + 1) * segment_rows)
+        skipped = (first - start) // BLOCK_M
+        m_left -= skipped
+        m_full -= skipped
+        m_all = gl.maximum(end - first, 0) // BLOCK_M
+        start = first
     m_all = gl.where(valid, m_all, 0)
-    return seq, batch, kv_head, block, q_start, q_len, k_start, k_len, start, m_left, m_full, m_all
+    return (
+        seq, batch, kv_head, block, segment, q_start, q_len, k_start, k_len, start, m_left, m_full,
+        m_all,
+    )  # fmt: skip
+
+
+@gluon.jit
+def place_step(step, m_all, GROUP: gl.constexpr, WINDOWED: gl.constexpr):
+    """Query head of the group and query block of a step."""
+    if WINDOWED:
+        return step // m_all, step % m_all
+    else:
+        return step % GROUP, m_all - 1 - step // GROUP
 
 
 @gluon.jit
@@ -145,6 +172,7 @@ def load_partition(
     num_q,
     num_heads,
     GROUP: gl.constexpr,
+    WINDOWED: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     Q_STAGES: gl.constexpr,
@@ -162,8 +190,9 @@ def load_partition(
         )
     LANES: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
     for step in range(GROUP * m_all):
-        head = kv_head * GROUP + step // m_all
-        first = start + (step % m_all) * BLOCK_M
+        member, m_block = place_step(step, m_all, GROUP, WINDOWED)
+        head = kv_head * GROUP + member
+        first = start + m_block * BLOCK_M
         row = q_start + first
         stage = step % Q_STAGES
         mbarrier.wait(q_empty.index(stage), ((step // Q_STAGES) & 1) ^ 1)
@@ -210,14 +239,16 @@ def add_partition(
     GROUP: gl.constexpr,
     VARLEN: gl.constexpr,
     WINDOWED: gl.constexpr,
+    OVERWRITES: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """Add each ``dq`` tile to memory when its turn has come."""
+    """Add each ``dq`` tile to memory when its turn has come; the first may overwrite."""
     offset = k_len - q_len
     for step in range(GROUP * m_all):
-        head = batch * num_heads + kv_head * GROUP + step // m_all
-        row = start + (step % m_all) * BLOCK_M
+        member, m_block = place_step(step, m_all, GROUP, WINDOWED)
+        head = batch * num_heads + kv_head * GROUP + member
+        row = start + m_block * BLOCK_M
         flag = head.to(gl.int64) * order_blocks + row // BLOCK_M
         if VARLEN:
             flag += q_start // BLOCK_M + seq
@@ -232,7 +263,11 @@ def add_partition(
             seen = load_flag(order_ptr + flag)
             while seen != turn:
                 seen = load_flag(order_ptr + flag)
-        tma_add(dq_desc, [head * num_q + q_start + row, 0], dq_smem)
+        place = [head * num_q + q_start + row, 0]
+        if OVERWRITES and turn == 0:
+            tma.async_copy_shared_to_global(dq_desc, place, dq_smem)
+        else:
+            tma_add(dq_desc, place, dq_smem)
         tma.store_wait(0)
         mbarrier.arrive(dq_empty, count=1)
         store_flag(order_ptr + flag, turn + 1)

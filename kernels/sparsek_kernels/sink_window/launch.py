@@ -26,6 +26,7 @@ from sparsek_kernels.sink_window.launch_hopper import (
     copyable,
     forward_hopper,
     forward_small,
+    new_accumulator,
 )
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
@@ -267,13 +268,13 @@ def _fused_gradients(
     ``lse`` and ``delta`` are contiguous: of several sequences there are all heads.
     """
     shape = call.shape
-    dims = (shape.batch, shape.num_heads, shape.num_q, shape.head_dim)
     sink_grads = None
     if shape.num_sink:
+        dims = (shape.batch, shape.num_heads, shape.num_q, shape.head_dim)
         dq_acc = torch.empty(dims, dtype=torch.float32, device=q.device)
         sink_grads = _sink_gradients(call, dout, q, k, v, lse, delta, dq_acc)
     else:
-        dq_acc = torch.zeros(dims, dtype=torch.float32, device=q.device)
+        dq_acc = new_accumulator(call, tile, q.device)
     backward_hopper(call, tile, dq_acc, dk, dv, dout, q, k, v, lse, delta, sink_grads)
     rows = 8192 // shape.padded_dim
     grid = (triton.cdiv(shape.num_q, rows), shape.num_heads, shape.batch)

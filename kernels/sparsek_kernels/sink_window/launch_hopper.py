@@ -129,6 +129,21 @@ def forward_small(
     )
 
 
+def _overwrites(call: Call, tile: TileConfig) -> bool:
+    """Whether every query block gets a tile of the fused backward kernel that no other overlaps."""
+    shape = call.shape
+    whole = shape.num_q % tile.block_m == 0 and shape.num_k >= shape.num_q
+    return whole and not call.varlen and shape.num_sink == 0
+
+
+def new_accumulator(call: Call, tile: TileConfig, device: torch.device) -> torch.Tensor:
+    """fp32 ``dq_acc [B, Hq, N, D]`` for :func:`backward_hopper`: zeros where that one only adds."""
+    shape = call.shape
+    new = torch.empty if _overwrites(call, tile) else torch.zeros
+    dims = (shape.batch, shape.num_heads, shape.num_q, shape.head_dim)
+    return new(dims, dtype=torch.float32, device=device)
+
+
 def backward_hopper(
     call: Call,
     tile: TileConfig,
@@ -143,7 +158,7 @@ def backward_hopper(
     delta: torch.Tensor,
     sink_grads: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """Run the fused backward kernel: fill ``dk`` and ``dv``, add to ``dq_acc [B, Hq, N, D]``."""
+    """Run the fused backward kernel: fill ``dk``, ``dv`` and a :func:`new_accumulator`."""
     shape = call.shape
     (blocks, heads, batch), tiles = call.key_grid(tile.block_n)
     order_blocks = shape.num_q // tile.block_m + (shape.num_seqs or 0) + 1
@@ -189,9 +204,13 @@ def backward_hopper(
         blocks,
         order_blocks,
         math.gcd(heads * batch, call.config.backward_together),
+        1,
+        shape.num_q + tile.block_m,
+        0,
         **call.mask,
         HAS_SINK_KEYS=sink_grads is not None,
         VARLEN=call.varlen,
+        OVERWRITES=_overwrites(call, tile),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         Q_STAGES=tile.num_stages,

@@ -43,7 +43,7 @@ def compile_both(dim: int, varlen: bool) -> None:
     tiles = {"q_desc": rows, "dout_desc": rows, "k_desc": keys, "v_desc": keys,
              "dq_desc": window.described("fp32", tile.block_m, dim)}  # fmt: skip
     options = {**shared, "GROUP": 2, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
-               "Q_STAGES": tile.num_stages, "G_STAGES": 2}  # fmt: skip
+               "Q_STAGES": tile.num_stages, "G_STAGES": 2, "OVERWRITES": False}  # fmt: skip
     kernel = window.sink_window_hopper_bwd_kernel
     window.report(kernel, 90, options, tile.num_warps, tiles=tiles)
 

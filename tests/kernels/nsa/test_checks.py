@@ -17,6 +17,7 @@ from sparsek_kernels.nsa.api import (
 from sparsek_kernels.nsa.compress import PhiWeights
 from sparsek_kernels.nsa.config import ProblemShape, select_config
 from sparsek_kernels.nsa.index import build_index
+from sparsek_kernels.nsa.launch_compressed_hopper import query_segments
 from sparsek_kernels.nsa.spec import NSASpec
 
 Q = torch.zeros(1, 70, 4, 8)
@@ -203,6 +204,14 @@ def test_hopper_kernels_serve_whole_sequences_only() -> None:
     whole = ProblemShape(1, 8192, 8192, 16, 4, 128)
     assert select_config(last, 16, torch.bfloat16, 90).hopper is None
     assert select_config(whole, 16, torch.bfloat16, 90).hopper is not None
+
+
+@pytest.mark.parametrize("tokens", [1, 2048, 2049, 65536, 100_000, 1 << 20])
+def test_segments_cover_the_queries(tokens: int) -> None:
+    count, rows = query_segments(tokens, span=2048)
+    assert count <= 32
+    assert rows % 2048 == 0
+    assert (count - 1) * rows < tokens <= count * rows
 
 
 @pytest.mark.parametrize("far_only", [False, True])

@@ -156,7 +156,7 @@ def hopper(dim: int, window: int) -> None:
     }  # fmt: skip
     backward = {
         **shared, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "Q_STAGES": tile.num_stages,
-        "G_STAGES": 2,
+        "G_STAGES": 2, "OVERWRITES": True,
     }  # fmt: skip
     report(sink_window_hopper_bwd_kernel, 90, backward, tile.num_warps, tiles=tiles)
 
