@@ -33,6 +33,7 @@ from sparsek_kernels.nsa import (
 )
 from sparsek_kernels.nsa.config import TileConfig
 from sparsek_kernels.nsa.spec import NSASpec
+from tests.kernels.barriers import require_lasting_barriers
 
 MODULES = (
     *(launch_branches, launch_compress, launch_compressed),
@@ -139,6 +140,7 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
     kind = GluonASTSource if kernel.is_gluon() else ASTSource
     source = kind(kernel, signature, constants, attrs)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    require_lasting_barriers(name, compiled.asm["ttgir"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

@@ -29,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sparsek_kernels.paged import launch, launch_hopper, launch_select, runtime
 from sparsek_kernels.paged.config import LaunchConfig
 from sparsek_kernels.paged.policy import SelectionPolicy
+from tests.kernels.barriers import require_lasting_barriers
 
 KERNELS = {
     "write_kv_kernel": launch,
@@ -135,6 +136,7 @@ def compile_launch(launched: Recorded, arch: int) -> dict[str, Any]:
     kind = GluonASTSource if launched.kernel.is_gluon() else ASTSource
     source = kind(launched.kernel, signature, constants, attrs)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    require_lasting_barriers(launched.name, compiled.asm["ttgir"])
     usage = resource_usage(compiled.asm["cubin"])
     return {
         "kernel": launched.name,

@@ -28,6 +28,7 @@ from sparsek_kernels.sink_window.kernels_fwd import sink_window_fwd_kernel
 from sparsek_kernels.sink_window.kernels_hopper_bwd import sink_window_hopper_bwd_kernel
 from sparsek_kernels.sink_window.kernels_hopper_fwd import sink_window_hopper_fwd_kernel
 from sparsek_kernels.sink_window.kernels_hopper_small import sink_window_hopper_small_kernel
+from tests.kernels.barriers import require_lasting_barriers
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MASK = {"GROUP": 4, "CAUSAL": True, "WINDOWED": True}
@@ -73,6 +74,7 @@ def report(kernel: Any, arch: int, constexprs: dict[str, Any], warps: int, stage
     )
     options = {"num_warps": warps, "num_stages": stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    require_lasting_barriers(kernel.__name__, compiled.asm["ttgir"])
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

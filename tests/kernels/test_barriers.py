@@ -1,0 +1,36 @@
+"""The check that compiled kernels keep their barriers: what it lets pass and what it finds."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.barriers import require_lasting_barriers, short_lived_barriers
+
+KEPT = """
+    %full = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64, #shared1, #smem, mutable>
+    %0 = ttg.memdesc_index %full[%c0_i32] : !ttg.memdesc<2x1xi64, #shared1, #smem, mutable>
+    ttng.init_barrier %0, 1 : !ttg.memdesc<1xi64, #shared1, #smem, mutable>
+    ttg.warp_specialize(%out_ptr, %full) attributes {requestedRegisters = array<i32: 24>}
+"""
+FORGOTTEN = """
+    %spare = ttg.local_alloc : () -> !ttg.memdesc<1xi64, #shared1, #smem, mutable>
+    ttng.init_barrier %spare, 1 : !ttg.memdesc<1xi64, #shared1, #smem, mutable>
+"""
+INVALIDATED = "    ttng.inval_barrier %spare : !ttg.memdesc<1xi64, #shared1, #smem, mutable>\n"
+
+
+def test_barriers_of_the_partitions_last() -> None:
+    assert short_lived_barriers(KEPT) == []
+    assert short_lived_barriers("%x = ttg.local_alloc : () -> !ttg.memdesc<64x64xbf16>") == []
+
+
+def test_a_forgotten_barrier_is_found() -> None:
+    assert short_lived_barriers(FORGOTTEN + KEPT) == ["%spare"]
+    assert short_lived_barriers(FORGOTTEN + KEPT + INVALIDATED) == []
+    with pytest.raises(RuntimeError, match="some_kernel: %spare may share memory"):
+        require_lasting_barriers("some_kernel", FORGOTTEN + KEPT)
+
+
+def test_text_without_allocations_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected barriers to be allocated"):
+        short_lived_barriers("ttng.init_barrier %0, 1 : !ttg.memdesc<1xi64>")
