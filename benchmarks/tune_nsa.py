@@ -29,7 +29,8 @@ Changes = dict[str, Any]
 VARIANTS: dict[str, list[Changes]] = {
     "select": [
         {},
-        *({"select_hopper": x} for x in ((128, 64, 4, 3), (128, 64, 4, 4))),
+        {"select_hopper": None},
+        {"select_hopper": (128, 64, 4, 3)},
     ],
     "selected": [
         {},
