@@ -1,4 +1,4 @@
-"""Whether every mbarrier keeps its place in shared memory for as long as its kernel runs.
+"""Whether every mbarrier of a Gluon kernel keeps its place in shared memory for as long as it runs.
 
 The memory of a barrier that is initialised and then used by nobody is given to other data, without
 ``mbarrier.inval`` in between: undefined behaviour (PTX ISA, mbarrier), seen as wrong values now and

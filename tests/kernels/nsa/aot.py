@@ -140,7 +140,8 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
     kind = GluonASTSource if kernel.is_gluon() else ASTSource
     source = kind(kernel, signature, constants, attrs)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    require_lasting_barriers(name, compiled.asm["ttgir"])
+    if kernel.is_gluon():
+        require_lasting_barriers(name, compiled.asm["ttgir"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

@@ -136,7 +136,8 @@ def compile_launch(launched: Recorded, arch: int) -> dict[str, Any]:
     kind = GluonASTSource if launched.kernel.is_gluon() else ASTSource
     source = kind(launched.kernel, signature, constants, attrs)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    require_lasting_barriers(launched.name, compiled.asm["ttgir"])
+    if launched.kernel.is_gluon():
+        require_lasting_barriers(launched.name, compiled.asm["ttgir"])
     usage = resource_usage(compiled.asm["cubin"])
     return {
         "kernel": launched.name,

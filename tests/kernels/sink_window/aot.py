@@ -74,7 +74,8 @@ def report(kernel: Any, arch: int, constexprs: dict[str, Any], warps: int, stage
     )
     options = {"num_warps": warps, "num_stages": stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    require_lasting_barriers(kernel.__name__, compiled.asm["ttgir"])
+    if kernel.is_gluon():
+        require_lasting_barriers(kernel.__name__, compiled.asm["ttgir"])
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
