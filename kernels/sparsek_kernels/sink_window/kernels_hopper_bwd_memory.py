@@ -24,6 +24,11 @@ def tma_add(tensor_desc, coord, src, _semantic=None):
 
 @gluon.jit
 def load_flag(ptr):
+    """Read what :func:`store_flag` announces.
+
+    The copies that it speaks of are complete in the L2 cache, and those that wait for it are made
+    there: no fence between proxies is needed on the way.
+    """
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];",
         "=r,l",
