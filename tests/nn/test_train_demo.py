@@ -90,7 +90,9 @@ def test_lengths_grow_and_batches_shrink() -> None:
     lengths = [config.length_at(step) for step in range(config.steps)]
     assert lengths == sorted(lengths)
     assert set(lengths) == {512, 1024, 2048, 4096, 8192}
-    assert config.length_at(config.steps * 3 // 5) == 8192
+    assert config.length_at(config.steps * 2 // 5 - 1) == 512
+    assert config.length_at(config.steps * 2 // 5) == 1024
+    assert config.length_at(config.steps * 2 // 3) == 8192
     assert {config.batch_at(s) * config.length_at(s) for s in range(0, 1500, 99)} == {32768}
     assert config.rate_at(0) < config.rate_at(74) == pytest.approx(1.5e-3)
     assert config.rate_at(1499) == pytest.approx(1.5e-4, rel=0.05)

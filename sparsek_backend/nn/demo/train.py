@@ -48,8 +48,8 @@ class DemoConfig:
         steps: optimiser steps.
         tokens_per_step: tokens of a batch; its sequences are as many as fit.
         min_length: tokens of a sequence at the start.
-        max_length: tokens at the end; the length doubles at even intervals up to three fifths of
-            the steps and stays there.
+        max_length: tokens at the end; the length stays for two fifths of the steps, in which recall
+            is learned, doubles at even intervals until it is reached, and stays there.
         learning_rate: peak, after a warm-up of a twentieth of the steps; cosine to a tenth.
         seed: of the weights and the data.
         save_every: steps from one checkpoint to the next.
@@ -83,7 +83,8 @@ class DemoConfig:
     def length_at(self, step: int) -> int:
         """Tokens of a sequence at a step."""
         doublings = math.ceil(math.log2(self.max_length / self.min_length))
-        stage = min(step * 5 * doublings // (3 * self.steps), doublings)
+        late = 10 * step - 4 * self.steps  # tenths of a step beyond two fifths
+        stage = min(late * doublings // (3 * self.steps) + 1, doublings) if late >= 0 else 0
         return min(self.min_length << stage, self.max_length)
 
     def batch_at(self, step: int) -> int:
