@@ -16,6 +16,7 @@ import torch
 
 from sparsek_backend.nn.demo.data import IGNORED, RecallTask, make_batch
 from sparsek_backend.nn.demo.model import AttentionKind, ModelConfig, RecallModel
+from sparsek_backend.nn.native_sparse_attention import CompressionMLP
 
 EVAL_STEP = 1 << 30
 """Batches of this step and later ones are never trained on."""
@@ -143,8 +144,9 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.model = RecallModel(config.model, config.task.vocab_size, kind).to(device)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
-        )
+            _parameter_groups(self.model), lr=config.learning_rate, betas=(0.9, 0.95),
+            weight_decay=0.1,
+        )  # fmt: skip
         self.losses: list[float] = []
         if self.path.exists():
             self._load()
@@ -200,7 +202,7 @@ class Trainer:
             config.task, config.batch_at(step), config.length_at(step), config.seed, step
         )
         for group in self.optimizer.param_groups:
-            group["lr"] = config.rate_at(step)
+            group["lr"] = group["share"] * config.rate_at(step)
         self.optimizer.zero_grad(set_to_none=True)
         with deterministic():
             loss = self._loss(batch.tokens.to(self.device), batch.targets.to(self.device))
@@ -268,6 +270,24 @@ class Trainer:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Parameters by the share of the learning rate that they take.
+
+    AdamW moves every weight by about its rate.  The first compression layer adds up the tokens of a
+    block, so its output would move as many times as far as that of other layers: it takes one
+    share for each of them (the rule of arXiv 2203.03466: rates fall with the fan-in).
+    """
+    shares: dict[float, list[torch.nn.Parameter]] = defaultdict(list)
+    divided = {
+        id(module.w1): 1 / module.position.shape[0]
+        for module in model.modules()
+        if isinstance(module, CompressionMLP)
+    }
+    for parameter in model.parameters():
+        shares[divided.get(id(parameter), 1.0)].append(parameter)
+    return [{"params": members, "share": share} for share, members in shares.items()]
 
 
 def _bucket_order(name: str) -> tuple[int, int]:
