@@ -89,9 +89,9 @@ def test_lengths_grow_and_batches_shrink() -> None:
     config = DemoConfig()
     lengths = [config.length_at(step) for step in range(config.steps)]
     assert lengths == sorted(lengths)
-    assert set(lengths) == {512, 1024, 2048, 4096, 8192}
-    assert config.length_at(config.steps * 2 // 5 - 1) == 512
-    assert config.length_at(config.steps * 2 // 5) == 1024
+    assert set(lengths) == {128, 256, 512, 1024, 2048, 4096, 8192}
+    assert config.length_at(config.steps * 2 // 5 - 1) == 128
+    assert config.length_at(config.steps * 2 // 5) == 256
     assert config.length_at(config.steps * 2 // 3) == 8192
     assert {config.batch_at(s) * config.length_at(s) for s in range(0, 1500, 99)} == {32768}
     assert config.rate_at(0) < config.rate_at(74) == pytest.approx(1.5e-3)
@@ -186,8 +186,8 @@ def test_a_process_that_was_killed(kind: str, options: tuple[str, ...], tmp_path
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_full_size_learns_to_recall(tmp_path: Path) -> None:
-    """Sequences of 512 tokens, which the sparse model can select in full, are learned soon."""
-    config = replace(DemoConfig(), steps=250, max_length=512)
+    """Up to 512 tokens, which the sparse model can select in full."""
+    config = replace(DemoConfig(), steps=600, max_length=512)
     trainer = Trainer(config, "nsa", tmp_path, torch.device("cuda"))
     trainer.run()
     assert trainer.recall(512, 2)["all"] > 0.95

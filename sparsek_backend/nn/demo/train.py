@@ -61,7 +61,7 @@ class DemoConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     steps: int = 1500
     tokens_per_step: int = 32768
-    min_length: int = 512
+    min_length: int = 128
     max_length: int = 8192
     learning_rate: float = 1.5e-3
     seed: int = 0
