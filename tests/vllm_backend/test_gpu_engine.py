@@ -30,8 +30,8 @@ LIMITS: dict[str, Any] = {
     "kv_cache_memory_bytes": 4 << 30,
 }
 BUDGET_OVER_CONTEXT = {"dense_below": 0, "top_k": 64}
-TIES = {"float16": 2.0**-6, "bfloat16": 2.0**-3}
-"""Logprob gap of a tie: one step of logits between 16 and 32, which vLLM computes in that dtype."""
+TIES = {"float16": 2.0**-6, "bfloat16": 0.1}
+"""Logprob gap within which two tokens are a tie (mean error of bf16 against fp32: 0.03)."""
 SPARSE = {"dense_below": 0, "top_k": 6, "window_size": 128, "query_tile": 1}
 
 
@@ -229,6 +229,7 @@ def check_fp8(
     )
     assert decoded[0] <= 1.5 * decoded[1]
     assert prefilled[0] <= 1.5 * prefilled[1]
+    assert mean_distance(found[1], plain[1]) <= prefilled[1]  # moved by less than fp8 itself does
 
 
 def test_fp8_scales_that_vllm_calculates(
@@ -241,16 +242,16 @@ def test_fp8_scales_that_vllm_calculates(
 
     if "calculate_kv_scales" not in {field.name for field in fields(CacheConfig)}:
         pytest.skip("this vLLM takes scales from checkpoints only")
-    options: dict[str, Any] = {**LIMITS, "kv_cache_dtype": "fp8", "calculate_kv_scales": True}
-    with engine(smollm2, "SPARSEK", SPARSE, enforce_eager=False, **options) as llm:
-        layers = model_runner(llm).vllm_config.compilation_config.static_forward_context.values()
-        before = [(layer._k_scale_float, layer._v_scale_float) for layer in layers]
-        found = generate(llm, prompts, together=True, logprobs=5)
-        after = [(layer._k_scale_float, layer._v_scale_float) for layer in layers]
-    assert before == after
-    assert len(set(before)) == len(before)
-    with engine(smollm2, "SPARSEK", SPARSE, **options) as llm:
-        plain = generate(llm, prompts, together=True, logprobs=5)
-    distances = [decoded_distance(one, sparse[0]) for one in (found, plain)]
-    print("mean |d logprob| against the fp32 cache: graphs {:.4f}, eager {:.4f}".format(*distances))
-    assert distances[0] <= 1.5 * distances[1]
+    runs = []
+    for eager in (False, True):
+        options = {**LIMITS, "kv_cache_dtype": "fp8", "calculate_kv_scales": True}
+        with engine(smollm2, "SPARSEK", SPARSE, enforce_eager=eager, **options) as llm:
+            layers = model_runner(llm).vllm_config.compilation_config.static_forward_context
+            before = [(one._k_scale_float, one._v_scale_float) for one in layers.values()]
+            answers = generate(llm, prompts, together=True, logprobs=5)
+            (output,) = generate(llm, [prompts[PROBE]], together=True, prompt_logprobs=0)
+            after = [(one._k_scale_float, one._v_scale_float) for one in layers.values()]
+        assert before == after
+        assert len(set(before)) == len(before)
+        runs.append((answers, prompt_logprobs(output, prompts[PROBE])))
+    check_fp8(*runs, sparse)
