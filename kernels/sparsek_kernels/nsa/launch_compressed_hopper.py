@@ -201,6 +201,8 @@ def accumulate(
         G_STAGES=2,
         num_warps=tile.num_warps,
     )
+    if segments * parts == 1:
+        return dk[0], dv[0]
     split = (segments, batch, rows, num_kv_heads, parts, head_dim)
     dk, dv = (x.view(split).sum((0, 4), dtype=torch.float32).to(x.dtype) for x in (dk, dv))
     return dk, dv
