@@ -45,22 +45,18 @@ def prefill_shapes(
     return list(dict.fromkeys(shapes))
 
 
-def made_up_prefill(
-    context: int, tokens: int, page_size: int, width: int, device: torch.device
-) -> PagedBatch:
+def made_up_prefill(context: int, tokens: int, width: int, device: torch.device) -> PagedBatch:
     """One request whose latest ``tokens`` of ``context`` are new; all of its pages are page 0.
 
     Args:
-        width: columns of the block table.
+        width: columns of the block table, enough for the longest context.
     """
 
     def integers(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     return PagedBatch(
-        block_table=torch.zeros(
-            1, max(width, ceil_div(context, page_size)), dtype=torch.int32, device=device
-        ),
+        block_table=torch.zeros(1, width, dtype=torch.int32, device=device),
         seq_lens=integers(context),
         cu_seqlens_q=integers(0, tokens),
         num_decodes=0,
@@ -97,7 +93,7 @@ def warm_up_prefills(
             if by_flash or impl.fallback_reason is not None:
                 continue
             for context, tokens in prefill_shapes(impl.policy, max_model_len, max_tokens):
-                batch = made_up_prefill(context, tokens, spec.block_size, width, device)
+                batch = made_up_prefill(context, tokens, width, device)
                 impl.rehearse(layer, _one_page(spec, device), batch)
                 count += 1
     if count:
