@@ -9,12 +9,16 @@ the requests may hit the prefix cache, half are salted and prefill anew; some ar
 random time or after a random number of tokens.  The KV cache holds less than the prompts together,
 so that pages are evicted and requests wait or are preempted.
 
-Selection per query (``query_tile=1``) makes what a query attends a function of the pages alone, so
-an answer may depend on its company through rounding only: matrix multiplications add in another
-order in another batch.  In float32 a token may therefore differ only where the solo run holds both
-for equally likely, and the log-probabilities of equal tokens lie close together.
+On a GPU the engine is batch-invariant (``VLLM_BATCH_INVARIANT``): every finished request must have
+the tokens and log-probabilities of its solo run, bit for bit.
 
-Exit status 1: a request failed, an answer differed by more than a tie, device memory grew, or
+Without (``--no-batch-invariant``, and on a CPU), selection per query (``query_tile=1``) still makes
+what a query attends a function of the pages alone, so an answer may depend on its company through
+rounding only: matrix multiplications add in another order in another batch.  In float32 a token may
+therefore differ only where the solo run holds both for equally likely, and the log-probabilities of
+equal tokens lie close together.
+
+Exit status 1: a request failed, an answer differed (by more than a tie), device memory grew, or
 pages were still held at the end.
 """
 
@@ -64,6 +68,7 @@ class Totals:
     finished: int = 0
     aborted: int = 0
     equal: int = 0
+    identical: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     distance: float = 0.0
@@ -90,6 +95,14 @@ def read_memory(_worker: Any) -> dict[str, int]:
             "device_used": total - free,
         }
     return found
+
+
+def bits(answer: Answer) -> tuple[list[int], list[float], list[list[float]]]:
+    """All of an answer that is decided: its tokens, their log-probabilities, the best five.
+
+    Without the names of those five: which of two equally likely tokens is fifth, is open.
+    """
+    return answer.tokens, answer.logprobs, [sorted(place.values()) for place in answer.known]
 
 
 class Soak:
@@ -148,8 +161,12 @@ class Soak:
             self.solo.append(await self.answer(index, salted=True))
             tell(f"solo answers {index + 1} of {len(self.prompts)}")
         for index in range(0, len(self.prompts), 8):
-            again = compare(await self.answer(index, salted=True), self.solo[index])
-            if again.gap is not None:
+            answer = await self.answer(index, salted=True)
+            again = compare(answer, self.solo[index])
+            differs = again.gap is not None
+            if self.arguments.batch_invariant:
+                differs = bits(answer) != bits(self.solo[index])
+            if differs:
                 raise RuntimeError(f"prompt {index} alone is not answered alike twice: {again}")
             self.solo_distance = max(self.solo_distance, again.distance)
 
@@ -206,6 +223,7 @@ class Soak:
         totals.prompt_tokens += len(self.prompts[index])
         totals.output_tokens += len(answer.tokens)
         totals.distance = max(totals.distance, found.distance)
+        totals.identical += bits(answer) == bits(self.solo[index])
         if found.gap is None:
             totals.equal += 1
         else:
@@ -234,7 +252,8 @@ class Soak:
             await asyncio.wait(clients, timeout=1.0)
             totals = self.totals
             tell(
-                f"{totals.finished} finished, {totals.equal} equal, {totals.aborted} aborted, "
+                f"{totals.finished} finished, {totals.equal} equal ({totals.identical} to the "
+                f"bit), {totals.aborted} aborted, "
                 f"{len(totals.errors)} errors, {totals.in_flight} in flight"
             )
         watch.cancel()
@@ -289,12 +308,20 @@ def verdict(soak: Soak, memory: dict[str, dict[str, float]], seen: dict[str, flo
     tie = TIES[soak.arguments.dtype]
     reasons = [f"a request failed: {error}" for error in totals.errors[:3]]
     worst = max(totals.gaps, default=0.0)
-    if worst > tie:
-        reasons.append(f"an answer parts from its solo run at a gap of {worst:.4g}, over {tie}")
-    if len(totals.gaps) > PARTED_SHARE * max(totals.finished, 1):
-        reasons.append(f"{len(totals.gaps)} of {totals.finished} answers part from their solo runs")
-    if totals.distance > tie:
-        reasons.append(f"log-probabilities differ by up to {totals.distance:.4g}, over {tie}")
+    parted = f"{len(totals.gaps)} of {totals.finished} answers part from their solo runs"
+    if soak.arguments.batch_invariant:
+        if totals.identical != totals.finished:
+            reasons.append(
+                f"{totals.identical} of {totals.finished} answers are bit for bit those of their "
+                f"solo runs; log-probabilities differ by up to {totals.distance:.4g}; {parted}"
+            )
+    else:
+        if worst > tie:
+            reasons.append(f"an answer parts from its solo run at a gap of {worst:.4g}, over {tie}")
+        if len(totals.gaps) > PARTED_SHARE * max(totals.finished, 1):
+            reasons.append(parted)
+        if totals.distance > tie:
+            reasons.append(f"log-probabilities differ by up to {totals.distance:.4g}, over {tie}")
     if not totals.finished or not totals.aborted:
         reasons.append(f"{totals.finished} requests finished and {totals.aborted} were aborted")
     for kind in ("allocated", "reserved"):
@@ -313,6 +340,7 @@ def open_async_engine(folder: Path, arguments: argparse.Namespace) -> Any:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # read_memory is sent as code
+    os.environ["VLLM_BATCH_INVARIANT"] = str(int(arguments.batch_invariant))
     # A forked engine would hang: the weights were made by torch's threads, which no fork survives.
     os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
     ensure_entry_point()
@@ -323,7 +351,7 @@ def open_async_engine(folder: Path, arguments: argparse.Namespace) -> Any:
 
     settings = SETTINGS | {"dense_below": min(SETTINGS["dense_below"], arguments.longest // 4)}
     options: dict[str, Any] = {"kv_cache_memory_bytes": int(arguments.kv_gib * 2**30)}
-    if current_platform.is_cpu():
+    if current_platform.is_cpu() or arguments.eager:
         options["enforce_eager"] = True
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(
@@ -345,6 +373,8 @@ def open_async_engine(folder: Path, arguments: argparse.Namespace) -> Any:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
+    import torch
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--concurrent", type=int, default=64)
@@ -352,7 +382,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shortest", type=int, default=100)
     parser.add_argument("--longest", type=int, default=100_000)
     parser.add_argument("--aborts", type=float, default=0.15, help="share of requests")
-    parser.add_argument("--dtype", choices=sorted(TIES), default="float32")
+    parser.add_argument(
+        "--batch-invariant",
+        action=argparse.BooleanOptionalAction,
+        default=torch.cuda.is_available(),
+        help="demand the solo runs' very bits; default: on a GPU",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=sorted(TIES),
+        help="default: bfloat16 where the engine is batch-invariant, else float32",
+    )
+    parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
     parser.add_argument("--kv-gib", type=float, default=6.0, help="size of the KV cache")
     parser.add_argument("--batched-tokens", type=int, default=8192)
     parser.add_argument("--sample-every", type=float, default=5.0, help="seconds")
@@ -365,6 +406,8 @@ def parse() -> argparse.Namespace:
             parser.error(f"--{name}: expected at least {low}, got {getattr(arguments, name)}")
     if arguments.longest < arguments.shortest:
         parser.error(f"--longest: expected at least --shortest, got {arguments.longest}")
+    if arguments.dtype is None:
+        arguments.dtype = "bfloat16" if arguments.batch_invariant else "float32"
     return arguments
 
 

@@ -35,6 +35,7 @@ SECTION = "sparsek"
 ENV_PREFIX = "SPARSEK_"
 DEFAULTS = "defaults"
 MODEL_CONFIG = "the model's config"
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
 _KUBERNETES_LINKS = re.compile(r"SPARSEK(_\w+)?_(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?$")
 _FIELDS_OF_MODE: dict[str, frozenset[str]] = {
@@ -149,12 +150,15 @@ class ResolvedConfig:
         sources: for each field, a phrase such as ``SPARSEK_TOP_K`` that says who set it.
         infllm: what the model's own selection is, where the settings follow it.
         nsa: settings of a natively sparse model; mode ``nsa`` and no other goes with them.
+        batch_invariant: whether a request's result may depend on nothing but the request; the
+            config then selects per token.
     """
 
     config: SparsityConfig
     sources: Mapping[str, str]
     infllm: InfLLMSelection | None = None
     nsa: NSAConfig | None = None
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -238,6 +242,7 @@ def resolve_config(
     environ: Mapping[str, str],
     model_sparse_config: Mapping[str, Any] | None = None,
     model_nsa: Mapping[str, Any] | None = None,
+    batch_invariant: bool = False,
 ) -> ResolvedConfig:
     """Merge the sources, field by field.
 
@@ -247,6 +252,7 @@ def resolve_config(
         model_sparse_config: the ``sparse_config`` section of the model's config (InfLLM-v2, as in
             MiniCPM4), or ``None``.
         model_nsa: the ``nsa`` section of the model's config, or ``None``.
+        batch_invariant: whether ``VLLM_BATCH_INVARIANT`` is set.
 
     Returns:
         The merged settings and where each came from.
@@ -281,7 +287,33 @@ def resolve_config(
     if config.mode == "auto":
         config = config.model_copy(update={"mode": "block_topk"})
     _check_agreement(config, sources)
-    return ResolvedConfig(config=config, sources=sources, infllm=infllm, nsa=nsa)
+    if batch_invariant:
+        config = _select_per_token(config, sources)
+    return ResolvedConfig(config, sources, infllm, nsa, batch_invariant)
+
+
+def _select_per_token(config: SparsityConfig, sources: dict[str, str]) -> SparsityConfig:
+    """Return the settings without what depends on how a prompt is cut into chunks.
+
+    Raises:
+        ConfigError: the user asked for it, or for a mode that is not batch-invariant.
+    """
+    if config.mode == "nsa":
+        raise ConfigError(
+            f"SPARSEK: natively sparse models are not served with {BATCH_INVARIANT}; remedy: "
+            f"unset {BATCH_INVARIANT}"
+        )
+    fixed = {"query_tile": 1, "dense_last": 0}
+    for name, value in fixed.items():
+        if getattr(config, name) != value and sources[name] not in (DEFAULTS, MODEL_CONFIG):
+            raise ConfigError(
+                f"SPARSEK setting {name} (from {sources[name]}): expected {value} with "
+                f"{BATCH_INVARIANT}, got {getattr(config, name)}, which makes results depend on "
+                f"how prompts are cut into chunks; remedy: remove {name}, or unset "
+                f"{BATCH_INVARIANT}"
+            )
+        sources[name] = BATCH_INVARIANT
+    return config.model_copy(update=fixed)
 
 
 def _read_nsa(mode: object, source: str, section: Mapping[str, Any] | None) -> NSAConfig | None:

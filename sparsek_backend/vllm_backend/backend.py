@@ -99,6 +99,13 @@ class SparseKBackend(AttentionBackend):
         return False
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """On a GPU; on a CPU, matrix products (vLLM's as ours) round by the batch's shape."""
+        from vllm.platforms import current_platform
+
+        return not current_platform.is_cpu()
+
+    @classmethod
     def is_sparse(cls) -> bool:
         """False: to vLLM, sparse means an MLA model's own indexer."""
         return False
@@ -117,6 +124,8 @@ class SparseKBackend(AttentionBackend):
         device_capability: Any,
     ) -> str | None:
         """Return why settings that are served alone are not together; ``None`` if they are."""
+        if use_mm_prefix and compat.is_batch_invariant():
+            return "batch invariance not supported with bidirectional prefixes"
         if kv_cache_dtype not in FP8_KV_CACHE:
             return None
         if device_capability is None:

@@ -97,6 +97,13 @@ def selected_backends(vllm_config: Any) -> tuple[Any, ...]:
     return (attention.backend, *per_kind.values())
 
 
+def is_batch_invariant() -> bool:
+    """Whether ``VLLM_BATCH_INVARIANT`` is set: no result may depend on the rest of the batch."""
+    from vllm import envs
+
+    return bool(envs.VLLM_BATCH_INVARIANT)
+
+
 def register_model(architecture: str, path: str) -> None:
     """Let vLLM import ``path`` (``module:class``) for checkpoints of this architecture."""
     from vllm import ModelRegistry

@@ -126,9 +126,15 @@ class SparseKImpl(AttentionImpl):
                 f"SPARSEK: {self.fallback_reason} is served by torch SDPA, which reads no fp8 KV "
                 "cache; use --kv-cache-dtype auto"
             )
+        self._engine = _current_engine()
+        self.batch_invariant = self._engine.resolved.batch_invariant
+        if self.batch_invariant and self.fallback_reason is not None:
+            raise NotImplementedError(
+                f"SPARSEK: {self.fallback_reason} is served by torch SDPA, which rounds by the "
+                "batch's shape; unset VLLM_BATCH_INVARIANT"
+            )
         self.policy = self.own_policy()
         self.flash = self._find_flash()
-        self._engine = _current_engine()
         self.dtype = engine_dtype()
         compat.hook_kv_cache_spec(_customize_layer_spec)
         if self.may_select and self._engine.resolved.config.mode == "block_topk":
@@ -153,10 +159,13 @@ class SparseKImpl(AttentionImpl):
         return self.sliding_window is None and self.fallback_reason is None
 
     def _find_flash(self) -> FlashPrefill | None:
-        """FlashAttention for dense prefills; over an fp8 cache it would round the queries too."""
-        if self.fallback_reason is not None or torch.get_default_dtype() == torch.float32:
+        """FlashAttention for dense prefills; over an fp8 cache it would round the queries too.
+
+        Where results must not depend on the batch, prefills and decodes share one kernel instead.
+        """
+        if self.batch_invariant or self.has_fp8_cache:
             return None
-        if self.has_fp8_cache:
+        if self.fallback_reason is not None or torch.get_default_dtype() == torch.float32:
             return None
         found = compat.flash_attention(self.head_size, self.sinks is not None)
         return None if found is None else FlashPrefill(*found)
@@ -185,6 +194,8 @@ class SparseKImpl(AttentionImpl):
             size = policy.sel_block_size
             if page_size % size and size % page_size:
                 policy = replace(policy, sel_block_size=math.gcd(page_size, size))
+        if self.batch_invariant:
+            policy = policy.per_token()
         self.policy = policy
         self._pages = self._pages_key = None
         return policy
@@ -352,6 +363,7 @@ class SparseKImpl(AttentionImpl):
             out=out,
             k_scale=scales[0],
             v_scale=scales[1],
+            batch_invariant=self.batch_invariant,
         )
 
     def _forward_encoder(

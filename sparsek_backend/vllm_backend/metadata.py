@@ -97,7 +97,11 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        # Speculated tokens share a decode's tiles, which must hold one token where results may not
+        # depend on the batch: there they are short prefills.
+        self._init_reorder_batch_threshold(
+            1, supports_spec_as_decode=not compat.is_batch_invariant()
+        )
         self.on_host = device.type == "cpu"
         if self.on_host:
             native_decode.library()  # built before the first request
@@ -111,6 +115,8 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
         layers = get_layers_from_vllm_config(vllm_config, Attention)
         if any(getattr(layer.impl, "fallback_reason", None) for layer in layers.values()):
             return AttentionCGSupport.NEVER
+        if compat.is_batch_invariant():
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return cls._cudagraph_support
 
     def _bind_layers(
@@ -147,6 +153,7 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
                     version,
                     summary_share=share,
                     fp8_cache=fp8_cache,
+                    batch_invariant=resolved.batch_invariant,
                 )
             )
         if not self.on_host:

@@ -224,6 +224,11 @@ class NSABackend(SparseKBackend):
         return NSAMetadataBuilder
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """False: prefills and decodes go through kernels that round differently."""
+        return False
+
+    @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Enlarge every page by its compressed keys and values."""
         elements = tail_elements(engine_nsa(), spec.num_kv_heads, spec.block_size, spec.head_size)

@@ -18,6 +18,7 @@ def describe_layers(
     flash_version: int | None = None,
     summary_share: float = 1 / (2 * CELL_SIZE),
     fp8_cache: bool = False,
+    batch_invariant: bool = False,
 ) -> str:
     """Return the log line of layers that share a policy.
 
@@ -30,6 +31,7 @@ def describe_layers(
         flash_version: vLLM's FlashAttention that serves dense prefills, or ``None``.
         summary_share: bytes of the summaries over bytes of K and V.
         fp8_cache: whether K and V are stored as fp8.
+        batch_invariant: whether results depend on nothing but the request.
     """
     path = "CPU path" if device_type == "cpu" else "Triton kernels"
     if flash_version is not None:
@@ -45,6 +47,8 @@ def describe_layers(
         parts.append(f"{100 * summary_share:.1f} % summaries")
     parts.append(f"pages of {page_size}{' in fp8' if fp8_cache else ''}")
     parts.append(path)
+    if batch_invariant:
+        parts.append("batch-invariant, selection per query")
     return f"SPARSEK layers {format_ranges(indices)}: {', '.join(parts)}"
 
 

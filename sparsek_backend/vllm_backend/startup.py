@@ -14,7 +14,7 @@ from sparsek_backend.plugin import BACKEND_NAME, NSA_ARCHITECTURE
 from sparsek_kernels.nsa.paged_cache import check_paged_spec
 from sparsek_kernels.paged.policy import CELL_SIZE
 
-from .compat import selected_backends
+from .compat import is_batch_invariant, selected_backends
 
 
 def engine_config(vllm_config: Any) -> ResolvedConfig:
@@ -33,6 +33,7 @@ def engine_config(vllm_config: Any) -> ResolvedConfig:
         os.environ,
         _model_section(vllm_config.model_config, "sparse_config"),
         _model_section(vllm_config.model_config, "nsa"),
+        is_batch_invariant(),
     )
 
 
@@ -86,6 +87,7 @@ def check_engine(vllm_config: Any) -> None:
                 "use_sparse": False,
                 "use_mm_prefix": False,
                 "use_per_head_quant_scales": False,
+                "use_batch_invariant": resolved.batch_invariant,
                 "attn_type": "decoder",
             }
         )
@@ -164,7 +166,8 @@ _REMEDIES = {
     "KV connector": "remove --kv-transfer-config: block summaries do not travel with K and V",
     "PCP": "--prefill-context-parallel-size 1",
     "DCP": "--decode-context-parallel-size 1",
-    "batch invariance": "unset VLLM_BATCH_INVARIANT",
+    "bidirectional prefixes": "leave --attention-backend out",
+    "batch invariance": "unset VLLM_BATCH_INVARIANT, which needs a GPU",
     "compute capability": "use a GPU of compute capability 8.0 or later, or the CPU build of vLLM",
 }
 

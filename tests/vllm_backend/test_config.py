@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from sparsek_backend.config import (
+    BATCH_INVARIANT,
     FIELD_NAMES,
     ConfigError,
     SparsityConfig,
@@ -93,6 +94,43 @@ def test_infllm_section_is_ignored_when_the_user_chooses_another_mode() -> None:
     resolved = resolve_config({"mode": "sink_window"}, {}, INFLLM)
     assert resolved.config.window_size == 512
     assert resolved.infllm is None
+
+
+@pytest.mark.parametrize("section", [None, INFLLM], ids=["defaults", "infllm"])
+def test_batch_invariance_selects_per_token(section: dict[str, Any] | None) -> None:
+    resolved = resolve_config(None, {}, section, batch_invariant=True)
+    assert resolved.batch_invariant
+    assert (resolved.config.query_tile, resolved.config.dense_last) == (1, 0)
+    assert resolved.sources["query_tile"] == resolved.sources["dense_last"] == BATCH_INVARIANT
+    policy = resolved.config.policy_for(0)
+    assert policy == policy.per_token()
+    usual = resolve_config(None, {}, section)
+    assert not usual.batch_invariant
+    assert policy == usual.config.policy_for(0).per_token()
+
+
+def test_batch_invariance_takes_what_agrees_with_it() -> None:
+    settings = {"query_tile": 1, "dense_last": 0}
+    assert resolve_config(settings, {}, batch_invariant=True).config.query_tile == 1
+    for mode in ("dense", "sink_window"):
+        assert resolve_config({"mode": mode}, {}, batch_invariant=True).config.mode == mode
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"SPARSEK_QUERY_TILE": "64"}, ("query_tile (from SPARSEK_QUERY_TILE)", "expected 1")),
+        ({"SPARSEK_DENSE_LAST": "8"}, ("dense_last (from SPARSEK_DENSE_LAST)", "expected 0")),
+    ],
+    ids=["tile", "last"],
+)
+def test_batch_invariance_refuses_what_follows_chunks(
+    environ: dict[str, str], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_config(None, environ, batch_invariant=True)
+    for word in (*words, "unset VLLM_BATCH_INVARIANT"):
+        assert word in str(caught.value)
 
 
 def test_unreadable_infllm_section() -> None:

@@ -24,6 +24,11 @@ def test_the_models_section_decides(additional: dict[str, Any] | None) -> None:
     assert resolved.nsa == NSAConfig(top_n=8, window_size=256)
 
 
+def test_batch_invariance_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"natively sparse.*unset VLLM_BATCH_INVARIANT"):
+        resolve_config(None, {}, None, SECTION, batch_invariant=True)
+
+
 def test_other_models_have_none() -> None:
     assert resolve_config(None, {}).nsa is None
 

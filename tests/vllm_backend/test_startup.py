@@ -81,6 +81,23 @@ def test_refused_with_a_remedy(changes: dict[str, Any], words: str) -> None:
     assert "remedy:" in reason
 
 
+def test_batch_invariance_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    from sparsek_backend.vllm_backend.nsa import NSABackend
+
+    (reason,) = reasons(use_batch_invariant=True)
+    assert "batch invariance" in reason
+    assert "unset VLLM_BATCH_INVARIANT" in reason
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    assert reasons(use_batch_invariant=True) == []
+    assert not NSABackend.supports_batch_invariance()
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    (reason,) = reasons(use_batch_invariant=True, use_mm_prefix=True)
+    assert "bidirectional prefixes" in reason
+    assert "remedy: leave --attention-backend out" in reason
+
+
 def test_the_backend_is_no_sparse_mla_backend() -> None:
     from sparsek_backend.vllm_backend.backend import SparseKBackend
 
@@ -171,6 +188,16 @@ def test_settings_from_the_environment_stop_the_start(
     monkeypatch.setenv("SPARSEK_TOP_K", "-3")
     with pytest.raises(ValueError, match=r"top_k \(from SPARSEK_TOP_K\).*-3"):
         configure(llama)
+
+
+def test_batch_invariance_stops_the_start_on_a_cpu(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match=r"SPARSEK cannot serve.*unset VLLM_BATCH_INVARIANT"):
+        configure(llama)
+    with pytest.raises(ValueError, match=r"query_tile \(from --additional-config.*got 16"):
+        configure(llama, additional_config={"sparsek": {"query_tile": 16}})
 
 
 def test_other_backends_ignore_our_settings(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,6 +169,7 @@ def paged_attention(
     out: torch.Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Causal attention of new tokens over their sequences' pages under a selection policy.
 
@@ -184,10 +185,14 @@ def paged_attention(
         sinks: ``[Hq]`` learned logits that join the softmax denominator only.
         out: ``[T, Hq, Dv]``, written and returned.
         k_scale, v_scale: factors of an fp8 (e4m3) cache and its summaries.
+        batch_invariant: compute every row bit for bit as if its token were decoded alone: the
+            result depends on the token's query, its sequence's pages up to its position, the policy
+            and the width of ``block_table``.  Selection is per token (``query_tile`` 1, no
+            ``dense_last``); slower, for prefills above all.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
-        NotImplementedError: an fp8 cache on a CPU.
+        NotImplementedError: an fp8 cache, or ``batch_invariant``, on a CPU.
     """
     heads, page_size, dim = _check_cache(k_cache, v_cache)
     check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, k_cache.device)
@@ -207,7 +212,15 @@ def paged_attention(
     if q.is_cuda:
         table = batch.block_table
         _check_triton_layout(q=q, k_cache=k_cache, v_cache=v_cache, out=out, block_table=table)
+    elif batch_invariant:
+        raise NotImplementedError(
+            "batch_invariant: needs a GPU, since torch's matrix products on a CPU round by shape; "
+            "leave it out"
+        )
     operands = PagedOperands(k_cache, v_cache, k_summary, sinks, scale, k_scale, v_scale)
+    if batch_invariant:
+        _attend(q, operands, batch, policy, out, batch_invariant=True)
+        return out
     if not policy.dense_last or not batch.num_prefills or policy.sees_all(batch.max_seq_len - 1):
         _attend(q, operands, batch, policy, out)
         return out
@@ -229,6 +242,8 @@ def _attend(
     batch: PagedBatch,
     policy: SelectionPolicy,
     out: torch.Tensor,
+    *,
+    batch_invariant: bool = False,
 ) -> None:
     if not q.is_cuda:
         paged_attention_eager(q, operands, batch, policy, out)
@@ -247,6 +262,7 @@ def _attend(
         out=out,
         k_scale=operands.k_scale,
         v_scale=operands.v_scale,
+        batch_invariant=batch_invariant,
     )
 
 

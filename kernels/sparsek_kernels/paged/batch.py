@@ -112,6 +112,35 @@ class PagedBatch:
 
         return self.derived(("part", first, last), build)
 
+    def by_token(self, first: int, last: int) -> PagedBatch:
+        """The query tokens ``first .. last - 1`` as decodes of one token each.
+
+        A token's sequence ends with the token itself, whatever follows it in this batch: its row
+        is the one that it has when it is decoded.  Rows count from ``first``; a token that is in
+        none of the requests becomes a decode without tokens.
+        """
+
+        def build() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            offsets = self.cu_seqlens_q.long()
+            rows = torch.arange(first, last + 1, device=offsets.device)
+            owner = torch.searchsorted(offsets[1:], rows[:-1], right=True)
+            owner = owner.clamp(max=self.num_requests - 1)
+            lens = self.seq_lens[owner] - offsets[1:][owner] + rows[:-1] + 1
+            own = rows.clamp(offsets[0], offsets[-1]) - first
+            return owner, lens.to(torch.int32), own.to(torch.int32)
+
+        owner, lens, own = self.derived(("by token", first, last), build)
+        return PagedBatch(
+            block_table=self.block_table.index_select(0, owner),
+            seq_lens=lens,
+            cu_seqlens_q=own,
+            num_decodes=last - first,
+            num_decode_tokens=last - first,
+            decode_query_len=1,
+            max_query_len=1,
+            max_seq_len=self.max_seq_len,
+        )
+
     def tails(self, count: int) -> tuple[torch.Tensor, PagedBatch]:
         """The last ``count`` query tokens of every prefill, as a batch of their own.
 

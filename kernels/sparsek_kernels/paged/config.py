@@ -147,6 +147,21 @@ def decode_config(
     )
 
 
+def row_config(*, group: int, head_dim: int, sel_block: int, arch: int) -> LaunchConfig:
+    """One query token per program, nothing split: a row is added up alike in every batch."""
+    return decode_config(
+        tiles=1 << 16,  # so many that there is nothing to gain from splits
+        num_kv_heads=1,
+        group=group,
+        head_dim=head_dim,
+        queries=1,
+        entries=1,
+        sel_block=sel_block,
+        arch=arch,
+        num_sms=1,
+    )
+
+
 def prefill_config(
     *,
     tiles: int,

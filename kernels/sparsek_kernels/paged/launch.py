@@ -6,11 +6,13 @@ batch, so each call can be captured in a CUDA graph and replayed with other leng
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from . import runtime
 from .batch import PagedBatch
-from .config import LaunchConfig, decode_config, next_power_of_2, prefill_config
+from .config import LaunchConfig, decode_config, next_power_of_2, prefill_config, row_config
 from .kernels_attend import attend_kernel
 from .kernels_write import write_kv_kernel
 from .launch_hopper import attend_fits, attend_hopper
@@ -20,6 +22,11 @@ from .policy import CELL_SIZE, SelectionPolicy, ceil_div
 from .runtime import LOG2E, overlap_options, workspace
 
 _DENSE_TILE = 64
+
+_ROW_ELEMENTS = 1 << 24
+"""Most elements (64 MiB) of a scratch tensor of a step that is attended token by token."""
+_MOST_ROWS = 1 << 15
+"""Tokens of one launch; a grid's third dimension ends at 65535."""
 
 
 def write_kv(
@@ -82,8 +89,24 @@ def paged_attention(
     *,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    batch_invariant: bool = False,
 ) -> None:
     """Triton form of :func:`sparsek_kernels.paged.paged_attention`; writes ``out``."""
+    if batch_invariant:
+        _attend_by_token(
+            q,
+            k_cache,
+            v_cache,
+            batch,
+            policy,
+            softmax_scale,
+            k_summary,
+            sinks,
+            out,
+            k_scale,
+            v_scale,
+        )
+        return
     selected: torch.Tensor | None = None
     if policy.selects_blocks:
         if k_summary is None:
@@ -102,6 +125,67 @@ def paged_attention(
         attend(q, k_cache, v_cache, batch, policy.per_token(), selected, sinks, out, scales, True)
     if batch.num_prefills:
         attend(q, k_cache, v_cache, batch, policy, selected, sinks, out, scales, False)
+
+
+def _attend_by_token(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: PagedBatch,
+    policy: SelectionPolicy,
+    softmax_scale: float,
+    k_summary: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    k_scale: float,
+    v_scale: float,
+) -> None:
+    """Every query token as a decode of its own, through kernels that no batch reconfigures.
+
+    What decides how a row is added up (programs per row, keys per iteration, warps, the width of
+    the softmax over blocks) follows from the layer's shapes and the width of the block table.
+    """
+    heads, page_size, dim = k_cache.shape[1:]
+    group = q.shape[1] // heads
+    rule = policy.per_token()
+    batch = replace(batch, max_seq_len=batch.block_table.shape[1] * page_size)
+    config = row_config(
+        group=group,
+        head_dim=dim,
+        sel_block=rule.sel_block_size if rule.selects_blocks else _DENSE_TILE,
+        arch=runtime.traits(q.device)[0],
+    )
+
+    def attend_decodes(part: PagedBatch, rows: slice) -> None:
+        selected = None
+        if rule.selects_blocks:
+            if k_summary is None:
+                raise ValueError("k_summary: expected page summaries for block selection, got None")
+            selected = select_blocks(
+                q[rows],
+                k_summary,
+                part,
+                rule,
+                softmax_scale=softmax_scale,
+                page_size=page_size,
+                k_scale=k_scale,
+            )
+        scales = (softmax_scale * k_scale * LOG2E, v_scale)
+        attend(
+            q[rows], k_cache, v_cache, part, rule, selected, sinks, out[rows], scales, True, config
+        )
+
+    if not batch.num_prefills and batch.decode_query_len == 1:
+        attend_decodes(batch, slice(None))  # as it is: a CUDA graph may hold this step
+        return
+    widest = batch.block_table.shape[1]
+    if rule.selects_blocks:
+        blocks = ceil_div(batch.max_seq_len, rule.sel_block_size)
+        widest = max(widest, q.shape[1] * (blocks + 16))
+    step = min(max(_ROW_ELEMENTS // widest // 16, 1) * 16, _MOST_ROWS)
+    for first in range(0, q.shape[0], step):
+        last = min(first + step, q.shape[0])
+        attend_decodes(batch.by_token(first, last), slice(first, last))
 
 
 def attend(

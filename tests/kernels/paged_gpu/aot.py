@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import subprocess
@@ -196,7 +197,7 @@ def launches(
     seen: list[Recorded] = []
     for policy in policies:
 
-        def step(policy: SelectionPolicy = policy) -> None:
+        def step(policy: SelectionPolicy = policy, batch_invariant: bool = False) -> None:
             launch.paged_attention(
                 problem.q,
                 problem.k_cache,
@@ -207,8 +208,10 @@ def launches(
                 problem.k_summary,
                 None,
                 torch.empty_like(problem.q),
+                batch_invariant=batch_invariant,
             )
 
+        seen += record(functools.partial(step, batch_invariant=True), arch, sms)[:3]
         with hopper_kernels(False):
             seen += record(step, arch, sms)
         if policy is topk:

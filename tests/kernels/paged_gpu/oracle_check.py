@@ -64,7 +64,11 @@ def check_cache(problem: Problem, score_kind: str) -> None:
 
 
 def attend(
-    problem: Problem, policy: SelectionPolicy, sinks: torch.Tensor | None = None
+    problem: Problem,
+    policy: SelectionPolicy,
+    sinks: torch.Tensor | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Output of the kernels; rows nobody wrote stay NaN."""
     out = torch.full_like(problem.q, float("nan"))
@@ -78,6 +82,7 @@ def attend(
         problem.k_summary,
         sinks,
         out,
+        batch_invariant=batch_invariant,
     )
     return out
 

@@ -13,6 +13,7 @@ from sparsek_kernels.paged.config import (
     logits_config,
     next_power_of_2,
     prefill_config,
+    row_config,
     score_bytes,
     score_config,
     shared_memory,
@@ -51,6 +52,15 @@ def test_decode(**shape: int) -> None:
     assert config.queries >= shape["queries"]
     assert config.block_h >= shape["group"]
     assert config.splits == 1 or config.splits * 2 <= shape["entries"]
+
+
+@given(group=SHAPES["group"], head_dim=SHAPES["head_dim"], sel_block=BLOCKS, arch=SHAPES["arch"])
+def test_single_rows(**shape: int) -> None:
+    config = row_config(**shape)
+    check(config, shape["group"])
+    assert config.splits == config.queries == 1
+    assert config.block_h >= shape["group"]
+    assert shape["sel_block"] % config.block_n == 0
 
 
 @given(

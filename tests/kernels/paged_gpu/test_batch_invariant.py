@@ -1,0 +1,332 @@
+"""A row's bits in every company: alone, among others, in chunks, decoded, in a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import oracle_check
+import pytest
+import torch
+from aot import record
+from problems import Problem, make_problem
+
+from sparsek_kernels.paged import launch, paged_attention
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.policy import SelectionPolicy
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOP_K = SelectionPolicy(
+    num_sink=4, window_size=20, top_k=3, sel_block_size=32, query_tile=32, dense_below=232
+)
+SMALL = {
+    "dense": SelectionPolicy(),
+    "window": SelectionPolicy(num_sink=3, window_size=50, dense_below=232),
+    "model-window": SelectionPolicy(window_size=50),
+    "topk": TOP_K,
+    "topk-last": replace(TOP_K, dense_last=8),
+    "topk-min-max": replace(TOP_K, score_kind="min_max"),
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring query tokens of one request: ``rows`` of the problem's queries."""
+
+    request: int
+    rows: range
+    seq_len: int
+
+
+class Company:
+    """The requests of a problem, to be served in steps of any composition."""
+
+    def __init__(
+        self, problem: Problem, policy: SelectionPolicy, sinks: torch.Tensor | None = None
+    ) -> None:
+        self.problem, self.policy, self.sinks = problem, policy, sinks
+        oracle_check.fill(problem, policy.score_kind)
+        self.ends = problem.batch.cu_seqlens_q.tolist()
+        self.lengths = problem.batch.seq_lens.tolist()
+
+    def piece(self, request: int, first: int, last: int) -> Piece:
+        """New tokens ``first .. last - 1`` of a request; later ones are not there yet."""
+        begin, end = self.ends[request : request + 2]
+        length = self.lengths[request] - (end - begin) + last
+        return Piece(request, range(begin + first, begin + last), length)
+
+    def whole(self, request: int) -> Piece:
+        return self.piece(request, 0, self.ends[request + 1] - self.ends[request])
+
+    def batch(self, pieces: list[Piece], max_seq_len: int | None = None) -> PagedBatch:
+        """A step; pieces of one token come first, as decodes."""
+        counts = [len(piece.rows) for piece in pieces]
+        decodes = sum(count == 1 for count in counts)
+        assert counts[:decodes] == [1] * decodes
+
+        def integers(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.problem.q.device)
+
+        owners = [piece.request for piece in pieces]
+        return PagedBatch(
+            block_table=self.problem.batch.block_table[owners],
+            seq_lens=integers([piece.seq_len for piece in pieces]),
+            cu_seqlens_q=integers([0, *counts]).cumsum(0).to(torch.int32),
+            num_decodes=decodes,
+            num_decode_tokens=decodes,
+            decode_query_len=1,
+            max_query_len=max(counts),
+            max_seq_len=max_seq_len or max(piece.seq_len for piece in pieces),
+            query_lens_host=tuple(counts),
+        )
+
+    def queries(self, pieces: list[Piece]) -> torch.Tensor:
+        return self.problem.q[[row for piece in pieces for row in piece.rows]]
+
+    def serve(
+        self, pieces: list[Piece], max_seq_len: int | None = None, *, batch_invariant: bool = True
+    ) -> list[torch.Tensor]:
+        """The output of one step, by piece; NaN where nothing was written."""
+        q = self.queries(pieces)
+        out = torch.full_like(q, float("nan"))
+        launch.paged_attention(
+            q,
+            self.problem.k_cache,
+            self.problem.v_cache,
+            self.batch(pieces, max_seq_len),
+            self.policy,
+            q.shape[-1] ** -0.5,
+            self.problem.k_summary,
+            self.sinks,
+            out,
+            batch_invariant=batch_invariant,
+        )
+        return list(out.split([len(piece.rows) for piece in pieces]))
+
+
+def answers(company: Company, cuts: list[int], *, batch_invariant: bool) -> Iterator[torch.Tensor]:
+    """Request 0's new tokens, served in many ways; the others are a decode and a prefill."""
+
+    def serve(pieces: list[Piece], max_seq_len: int | None = None) -> list[torch.Tensor]:
+        return company.serve(pieces, max_seq_len, batch_invariant=batch_invariant)
+
+    mine, decode, prefill = (company.whole(request) for request in range(3))
+    table = company.problem.batch.block_table.shape[1] * company.problem.k_cache.shape[2]
+    yield serve([mine])[0]
+    yield serve([mine], table)[0]
+    yield serve([decode, mine, prefill])[1]
+    yield serve([decode, decode, prefill, prefill, mine])[4]
+    bounds = [0, *cuts, len(mine.rows)]
+    pieces = [company.piece(0, first, last) for first, last in pairwise(bounds)]
+    yield torch.cat([serve([piece])[0] for piece in pieces])
+    singles = [company.piece(0, row, row + 1) for row in range(len(mine.rows))]
+    yield torch.cat([serve([single])[0] for single in singles[-3:]])
+    yield torch.cat([serve([decode, single, prefill])[1] for single in singles[-3:]])
+    yield torch.cat(serve([*singles, decode])[:-1])
+    nobody = replace(decode, seq_len=0)  # as a CUDA graph is padded
+    yield torch.cat(serve([decode, *singles, nobody], table)[1:-1])
+
+
+@pytest.mark.parametrize("policy", SMALL)
+def test_a_row_has_one_result(policy: str) -> None:
+    problem = make_problem(
+        [(9, 236), (1, 270), (5, 50)], page_size=32, heads=1, group=3, device=DEVICE
+    )
+    sinks = torch.tensor([-1.0, 0.5, 6.0], device=DEVICE)
+    company = Company(problem, SMALL[policy], sinks)
+    alone, *others = answers(company, [1, 6], batch_invariant=True)
+    assert alone.isfinite().all()
+    for place, other in enumerate(others):
+        assert torch.equal(alone[-other.shape[0] :], other), place
+    whole = list(answers(company, [1, 6], batch_invariant=False))
+    assert not all(torch.equal(alone[-other.shape[0] :], other) for other in whole)
+    rule = replace(SMALL[policy], query_tile=1, dense_last=0)
+    want = oracle_check.expected(problem, rule, sinks)[: alone.shape[0]]
+    assert (alone.double().cpu() - want).abs().max() < oracle_check.TOLERANCE[torch.float32]
+
+
+def test_a_step_in_slices_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem([(37, 210), (1, 240)], page_size=32, heads=1, device=DEVICE)
+    company = Company(problem, TOP_K)
+    pieces = [company.whole(1), company.whole(0)]
+    whole = company.serve(pieces)
+    slices = []
+    by_token = PagedBatch.by_token
+
+    def spy(batch: PagedBatch, first: int, last: int) -> PagedBatch:
+        slices.append((first, last))
+        return by_token(batch, first, last)
+
+    monkeypatch.setattr(PagedBatch, "by_token", spy)
+    monkeypatch.setattr(launch, "_ROW_ELEMENTS", 1)
+    assert all(map(torch.equal, whole, company.serve(pieces)))
+    assert slices == [(0, 16), (16, 32), (32, 38)]
+
+
+def test_rows_outside_a_part_are_left_alone() -> None:
+    problem = make_problem([(5, 70), (9, 150), (4, 90)], page_size=32, device=DEVICE)
+    oracle_check.fill(problem, "cell_mean")
+
+    def attend(batch: PagedBatch) -> torch.Tensor:
+        return oracle_check.attend(replace(problem, batch=batch), TOP_K, batch_invariant=True)
+
+    whole, part = attend(problem.batch), attend(problem.batch.part(1, 2))
+    assert part[:5].isnan().all()
+    assert part[14:].isnan().all()
+    assert torch.equal(part[5:14], whole[5:14])
+
+
+@pytest.mark.parametrize("score_kind", ["cell_mean", "min_max"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pages_are_filled_alike_whatever_the_chunks(score_kind: str, dtype: torch.dtype) -> None:
+    filled = []
+    for cuts in ((1.0,), (0.13, 0.5, 0.501, 0.73, 1.0), tuple(i / 77 for i in range(1, 78))):
+        problem = make_problem([(1, 77), (1, 50)], page_size=32, dtype=dtype, device=DEVICE)
+        oracle_check.fill(problem, score_kind, cuts)
+        filled.append((problem.k_cache, problem.v_cache, problem.k_summary))
+    for other in filled[1:]:
+        for mine, theirs in zip(filled[0], other, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("policy", SMALL)
+@pytest.mark.parametrize(("heads", "group"), [(8, 4), (2, 24)])
+def test_no_batch_reconfigures_a_kernel(policy: str, heads: int, group: int) -> None:
+    """As on a large GPU, where a step of few tokens would be split and one of many would not."""
+    steps = [
+        ([(1, 20_000)], 1),
+        ([(1, 40)], 1),
+        ([(1, 20_000)] * 40, 40),
+        ([(1, 300)] * 33 + [(500, 600)], 33),
+        ([(4000, 20_000), (1, 1), (77, 77)], 0),
+    ]
+    page_size, width = 32, 1000
+    cache = torch.empty(4, heads, page_size, 128, dtype=torch.bfloat16)
+    summary = cache[:, :, :2]
+    seen: dict[str, list[dict[str, object]]] = {}
+    for lengths, decodes in steps:
+        counts = [count for count, _ in lengths]
+        batch = PagedBatch(
+            block_table=torch.zeros(len(lengths), width, dtype=torch.int32),
+            seq_lens=torch.tensor([length for _, length in lengths], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, *counts]).cumsum(0).to(torch.int32),
+            num_decodes=decodes,
+            num_decode_tokens=decodes,
+            decode_query_len=1,
+            max_query_len=max(counts),
+            max_seq_len=max(length for _, length in lengths),
+        )
+        q = torch.empty(sum(counts), heads * group, 128, dtype=torch.bfloat16)
+
+        def step(batch: PagedBatch = batch, q: torch.Tensor = q) -> None:
+            launch.paged_attention(
+                q,
+                cache,
+                cache,
+                batch,
+                SMALL[policy],
+                0.1,
+                summary,
+                None,
+                torch.empty_like(q),
+                batch_invariant=True,
+            )
+
+        launched = record(step, 90, 132)
+        assert launched
+        for one in launched:
+            seen.setdefault(one.name, []).append(one.kwargs)
+    assert len(seen) == (3 if SMALL[policy].selects_blocks else 1)
+    for kernel, options in seen.items():
+        assert all(each == options[0] for each in options), kernel
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of CPU tensors")
+def test_a_cpu_refuses() -> None:
+    problem = make_problem([(1, 70)])
+    with pytest.raises(NotImplementedError, match="batch_invariant: needs a GPU"):
+        paged_attention(
+            problem.q,
+            problem.k_cache,
+            problem.v_cache,
+            problem.batch,
+            SelectionPolicy(),
+            batch_invariant=True,
+        )
+
+
+LARGE = SelectionPolicy(num_sink=64, window_size=512, top_k=16, dense_below=4096)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "policy",
+    [SelectionPolicy(), replace(LARGE, top_k=0), LARGE],
+    ids=["dense", "window", "topk"],
+)
+def test_real_sizes(policy: SelectionPolicy) -> None:
+    """Request 0's rows begin before ``dense_below`` and end at 4.5k, or at 20k."""
+    for length in (4500, 20_000):
+        problem = make_problem(
+            [(512, length), (1, 17_000), (48, 9000)],
+            heads=2,
+            group=4,
+            dim=128,
+            page_size=64,
+            dtype=torch.bfloat16,
+            device="cuda",
+            head_major=True,
+        )
+        company = Company(problem, policy)
+        alone, *others = answers(company, [16, 17, 81, 209, 448], batch_invariant=True)
+        assert alone.isfinite().all()
+        for place, other in enumerate(others):
+            assert torch.equal(alone[-other.shape[0] :], other), (length, place)
+
+
+@pytest.mark.gpu
+def test_a_captured_step() -> None:
+    """A graph of four decodes, captured for short contexts and replayed over long ones."""
+    problem = make_problem(
+        [(256, 12_000), (1, 17_000), (1, 90)],
+        heads=2,
+        group=4,
+        dim=128,
+        page_size=64,
+        dtype=torch.bfloat16,
+        device="cuda",
+        head_major=True,
+    )
+    company = Company(problem, LARGE)
+    (alone,) = company.serve([company.whole(0)])
+    rows = [255, 3]
+    pieces = [company.whole(1), *(company.piece(0, row, row + 1) for row in rows)]
+    pieces.append(replace(company.whole(2), seq_len=0))
+    batch, q = company.batch(pieces, 20_000), company.queries(pieces)
+    lengths = batch.seq_lens.clone()
+    out = torch.empty_like(q)
+
+    def step() -> None:
+        paged_attention(
+            q,
+            problem.k_cache,
+            problem.v_cache,
+            batch,
+            LARGE,
+            k_summary=problem.k_summary,
+            out=out,
+            batch_invariant=True,
+        )
+
+    batch.seq_lens.fill_(1)
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    batch.seq_lens.copy_(lengths)
+    graph.replay()
+    assert torch.equal(out[1:3], alone[rows])
+    assert torch.equal(out[:1], company.serve([company.whole(1)])[0])
+    assert (out[3] == 0).all()

@@ -1,0 +1,127 @@
+"""Layers under ``VLLM_BATCH_INVARIANT``: one kernel serves every row, and nothing else may."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek_backend.vllm_backend import compat
+from sparsek_backend.vllm_backend import impl as impl_module
+from sparsek_backend.vllm_backend import metadata as metadata_module
+from sparsek_kernels.paged import launch
+from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.reference import paged_attention_reference
+from tests.vllm_backend.layers import (
+    DIM,
+    SETTINGS,
+    building,
+    make_builder,
+    make_cache,
+    make_config,
+    make_layer,
+    make_step,
+    run,
+)
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+
+@pytest.fixture
+def current(registered: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An engine whose variable is set after its start, which a CPU refuses."""
+    settings = {name: value for name, value in SETTINGS.items() if name != "query_tile"}
+    with building(make_config(tmp_path, additional_config={"sparsek": settings})) as config:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        yield config
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What layers ask of the paged kernels, which run in Triton's interpreter."""
+    seen = []
+
+    def paged_attention(q: Any, k: Any, v: Any, batch: Any, policy: Any, **given: Any) -> None:
+        seen.append({"policy": policy, "tokens": q.shape[0], **given})
+        launch.paged_attention(q, k, v, batch, policy, **given)
+
+    monkeypatch.setattr(impl_module, "paged_attention", paged_attention)
+    return seen
+
+
+def test_one_call_serves_decodes_and_prefills(
+    current: Any, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "flash_attention", lambda *_: (lambda **_: None, 3))
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.bfloat16)
+    layer = make_layer()
+    assert layer.impl.flash is None
+    builder, spec = make_builder(layer, current)
+    cache = make_cache(spec, 32)
+    policy = layer.impl.policy
+    assert policy.selects_blocks
+    assert policy == policy.per_token()
+    run(layer, builder, cache, make_step([199, 160], [199, 160], 32), seed=1)
+    calls.clear()
+    step = make_step([200, 170], [1, 10], 32)
+    metadata, q, _, _, output = run(layer, builder, cache, step)
+    (call,) = calls
+    assert call["batch_invariant"]
+    assert (call["policy"], call["tokens"]) == (policy, 11)
+    expected = paged_attention_reference(
+        q, cache[..., :DIM], cache[..., DIM:], metadata.batch, policy
+    )
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
+    rows = [199, *range(160, 170)]
+    assert metadata.attended_tokens == sum(policy.attended_tokens(row) for row in rows)
+
+
+def test_a_models_window_is_cut_per_token(current: Any) -> None:
+    layer = make_layer(per_layer_sliding_window=48)
+    make_builder(layer, current)
+    assert layer.impl.policy == SelectionPolicy(window_size=48, query_tile=1)
+
+
+def test_speculated_tokens_are_prefills_and_graphs_hold_single_tokens(
+    current: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    layer = make_layer()
+    builder, _ = make_builder(layer, current)
+    asked = []
+    monkeypatch.setattr(
+        type(builder),
+        "_init_reorder_batch_threshold",
+        lambda self, *args, **kwargs: asked.append(kwargs["supports_spec_as_decode"]),
+    )
+    support = type(builder).get_cudagraph_support
+    make_builder(layer, current)
+    assert support(current, None) == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT")
+    make_builder(layer, current)
+    assert support(current, None) == AttentionCGSupport.UNIFORM_BATCH
+    assert asked == [False, True]
+
+
+def test_the_server_says_so(current: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(metadata_module.logger, "info_once", lines.append)
+    make_builder(make_layer(), current)
+    (line,) = lines
+    assert line.endswith("CPU path, batch-invariant, selection per query")
+    assert "prefill queries dense" not in line
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"alibi_slopes": [0.5] * 4}, "ALiBi"), ({"logits_soft_cap": 30.0}, "logits soft cap")],
+    ids=["alibi", "soft-cap"],
+)
+def test_layers_that_need_sdpa_are_refused(
+    current: Any, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(NotImplementedError, match=f"{reason}.*unset VLLM_BATCH_INVARIANT"):
+        make_layer(**options)
