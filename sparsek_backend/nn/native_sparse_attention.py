@@ -54,13 +54,20 @@ class CompressionMLP(nn.Module):
         """Draw fresh weights: variance-preserving matrices, small encoding, zero biases.
 
         All places of a block start with one matrix, so that what keys learn at one place holds at
-        the others.
+        the others.  With ``F >= 2 D`` the map starts as the mean of a block, exactly: a hidden unit
+        takes each element of it and another one its negative, and ``gelu(x) - gelu(-x) = x``.
         """
         nn.init.normal_(self.position, std=0.02)
         for weight in (self.w1, self.w2):
             nn.init.normal_(weight, std=weight.shape[0] ** -0.5)
         places, size = self.position.shape
         with torch.no_grad():
+            if self.w1.shape[1] >= 2 * size:
+                mirrored = torch.eye(size, device=self.w1.device).repeat(1, 2)
+                mirrored[:, size:] *= -1
+                self.w1[:size, : 2 * size] = mirrored / places
+                self.w2.zero_()
+                self.w2[: 2 * size] = mirrored.t()
             self.w1.copy_(self.w1[:size].repeat(places, 1))
         for bias in (self.b1, self.b2):
             nn.init.zeros_(bias)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sparsek_backend.nn import NativeSparseAttention, NSAConfig
 from sparsek_backend.nn.rotary import rotate
+from sparsek_kernels import nsa_compress
 from sparsek_kernels.nsa import reference as ref
 
 SMALL = {"cmp_block_size": 8, "cmp_stride": 4, "sel_block_size": 8, "top_n": 4, "window_size": 10}
@@ -154,6 +155,16 @@ def test_checkpointing_gives_the_same_gradients() -> None:
     (plain,) = torch.autograd.grad(module(x).sum(), x)
     again = checkpoint(module, x, use_reentrant=False)
     torch.testing.assert_close(torch.autograd.grad(again.sum(), x)[0], plain)
+
+
+@pytest.mark.parametrize("hidden", [16, 24])
+def test_a_wide_compression_starts_as_the_mean(hidden: int) -> None:
+    phi = layer(cmp_hidden_size=hidden).phi_k
+    assert phi is not None
+    x = torch.randn(2, 40, 2, 8, dtype=torch.float64)
+    found = nsa_compress(x, x, phi_k=phi.weights(x.dtype), cmp_block_size=8, cmp_stride=4)[0]
+    mean = nsa_compress(x + phi.position.mean(0), x, cmp_block_size=8, cmp_stride=4)[0]
+    torch.testing.assert_close(found, mean)
 
 
 def test_state_dict_is_stable() -> None:

@@ -76,6 +76,27 @@ def test_a_killed_run_ends_like_an_unbroken_one(tmp_path: Path) -> None:
         Trainer(replace(config, seed=1), "nsa", tmp_path / "broken", CPU)
 
 
+def test_some_sequences_have_the_compressed_branch_alone(tmp_path: Path) -> None:
+    """They see nothing of the other two, and which they are is a function of seed and step."""
+    trainer = Trainer(replace(TINY, compressed_only=0.5), "nsa", tmp_path, CPU)
+    drawn = [trainer.compressed_only(1000) for _ in range(2)]
+    assert torch.equal(drawn[0], drawn[1])
+    assert 400 < int(drawn[0].sum()) < 600
+    trainer.step()
+    assert not torch.equal(trainer.compressed_only(1000), drawn[0])
+    tokens = make_batch(TINY.task, 2, 64, seed=0, step=0).tokens
+    mixed = trainer.logits(tokens, torch.tensor([True, False]))
+    assert torch.equal(mixed[1], trainer.logits(tokens)[1])
+    with torch.no_grad():
+        for block in trainer.model.blocks:
+            block.attention.v_proj.weight[16:] += 1.0  # the values of the other two branches
+    changed = trainer.logits(tokens, torch.tensor([True, False]))
+    torch.testing.assert_close(changed[0], mixed[0])
+    assert not torch.allclose(changed[1], mixed[1])
+    dense = Trainer(TINY, "dense", tmp_path, CPU)
+    assert dense.compressed_only(1000) is None
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     trainer = Trainer(replace(TINY, save_every=1), "nsa", tmp_path, CPU)
     trainer.step()
@@ -90,9 +111,10 @@ def test_lengths_grow_and_batches_shrink() -> None:
     lengths = [config.length_at(step) for step in range(config.steps)]
     assert lengths == sorted(lengths)
     assert set(lengths) == {128, 256, 512, 1024, 2048, 4096, 8192}
-    assert config.length_at(config.steps * 2 // 5 - 1) == 128
-    assert config.length_at(config.steps * 2 // 5) == 256
-    assert config.length_at(config.steps * 2 // 3) == 8192
+    assert config.length_at(config.steps // 5 - 1) == 128
+    assert config.length_at(config.steps // 5) == 256
+    assert config.length_at(config.steps * 7 // 10 - 1) == 4096
+    assert config.length_at(config.steps * 7 // 10) == 8192
     assert {config.batch_at(s) * config.length_at(s) for s in range(0, 1500, 99)} == {32768}
     assert config.rate_at(0) < config.rate_at(74) == pytest.approx(1.5e-3)
     assert config.rate_at(1499) == pytest.approx(1.5e-4, rel=0.05)
@@ -104,6 +126,7 @@ def test_lengths_grow_and_batches_shrink() -> None:
         ({"min_length": 3}, "min_length: expected at least 16, got 3"),
         ({"max_length": 32}, "max_length: expected at least min_length=64, got 32"),
         ({"steps": 0}, "steps: expected an integer >= 1"),
+        ({"compressed_only": 1.0}, "compressed_only: expected a share from 0 to below 1, got 1.0"),
     ],
 )
 def test_bad_config(changes: dict[str, int], message: str) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.native_sparse_attention import NativeSparseAttention
 from sparsek_backend.nn.rotary import rotate
+from sparsek_kernels import nsa_attention
 
 AttentionKind = Literal["nsa", "dense"]
 
@@ -25,7 +26,7 @@ class ModelConfig:
         num_heads: query heads.
         num_kv_heads: KV heads.
         head_dim: elements of a head.
-        nsa: settings of the sparse attention.
+        nsa: settings of the sparse attention; compression starts as the mean of a block.
     """
 
     hidden_size: int = 256
@@ -33,7 +34,7 @@ class ModelConfig:
     num_heads: int = 16
     num_kv_heads: int = 1
     head_dim: int = 128
-    nsa: NSAConfig = field(default_factory=NSAConfig)
+    nsa: NSAConfig = field(default_factory=lambda: NSAConfig(cmp_hidden_size=256))
 
 
 class DenseAttention(nn.Module):
@@ -81,12 +82,26 @@ class Block(nn.Module):
         self.up = nn.Linear(size, 4 * size, bias=False)
         self.down = nn.Linear(2 * size, size, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, N, hidden]`` to the same shape."""
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: torch.Tensor, compressed_only: torch.Tensor | None = None) -> torch.Tensor:
+        """``[B, N, hidden]`` to the same shape; see :meth:`RecallModel.forward`."""
+        x = x + self._attend(self.attention_norm(x), compressed_only)
         gate, value = self.up(self.mlp_norm(x)).chunk(2, dim=-1)
         mixed: torch.Tensor = x + self.down(nn.functional.silu(gate) * value)
         return mixed
+
+    def _attend(self, x: torch.Tensor, compressed_only: torch.Tensor | None) -> torch.Tensor:
+        attention = self.attention
+        if compressed_only is None or not isinstance(attention, NativeSparseAttention):
+            attended: torch.Tensor = attention(x)
+            return attended
+        inputs = attention.attention_inputs(x)
+        for gate in ("g_slc", "g_swa"):
+            inputs[gate] = inputs[gate].masked_fill(compressed_only[:, None, None], 0.0)
+        out = nsa_attention(**inputs)
+        if not isinstance(out, torch.Tensor):
+            raise TypeError(f"nsa_attention: expected a tensor, got {type(out).__name__}")
+        projected: torch.Tensor = attention.o_proj(out.flatten(2))
+        return projected
 
 
 class RecallModel(nn.Module):
@@ -107,11 +122,22 @@ class RecallModel(nn.Module):
         self.blocks = nn.ModuleList(Block(config, kind) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``[B, N]`` tokens to ``[B, N, vocab]`` logits."""
+    def forward(
+        self, tokens: torch.Tensor, compressed_only: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits of the next tokens.
+
+        Args:
+            tokens: ``[B, N]``.
+            compressed_only: ``[B]`` bool, sequences in which sparse attention has its compressed
+                branch alone; dense attention takes no notice.
+
+        Returns:
+            ``[B, N, vocab]``.
+        """
         before = nn.functional.pad(self.previous(tokens[:, :-1]), (0, 0, 1, 0))
         x = self.embedding(tokens) + before
         for block in self.blocks:
-            x = block(x)
+            x = block(x, compressed_only)
         logits: torch.Tensor = nn.functional.linear(self.norm(x), self.embedding.weight)
         return logits

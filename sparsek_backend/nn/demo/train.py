@@ -49,8 +49,11 @@ class DemoConfig:
         steps: optimiser steps.
         tokens_per_step: tokens of a batch; its sequences are as many as fit.
         min_length: tokens of a sequence at the start.
-        max_length: tokens at the end; the length stays for two fifths of the steps, in which recall
-            is learned, doubles at even intervals until it is reached, and stays there.
+        max_length: tokens at the end; the length stays for a fifth of the steps, in which recall is
+            learned, doubles at even intervals over three fifths, and stays.
+        compressed_only: share of the training sequences in which sparse attention has its
+            compressed branch alone.  Short sequences can be answered from the other two, and then
+            nothing teaches that branch to find the blocks that long ones must select.
         learning_rate: peak, after a warm-up of a twentieth of the steps; cosine to a tenth.
         seed: of the weights and the data.
         save_every: steps from one checkpoint to the next.
@@ -63,6 +66,7 @@ class DemoConfig:
     tokens_per_step: int = 32768
     min_length: int = 128
     max_length: int = 8192
+    compressed_only: float = 0.25
     learning_rate: float = 1.5e-3
     seed: int = 0
     save_every: int = 50
@@ -77,6 +81,10 @@ class DemoConfig:
             raise ValueError(
                 f"max_length: expected at least min_length={self.min_length}, got {self.max_length}"
             )
+        if not 0.0 <= self.compressed_only < 1.0:
+            raise ValueError(
+                f"compressed_only: expected a share from 0 to below 1, got {self.compressed_only}"
+            )
         for name in ("steps", "tokens_per_step", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected an integer >= 1, got {getattr(self, name)}")
@@ -84,7 +92,7 @@ class DemoConfig:
     def length_at(self, step: int) -> int:
         """Tokens of a sequence at a step."""
         doublings = math.ceil(math.log2(self.max_length / self.min_length))
-        late = 10 * step - 4 * self.steps  # tenths of a step beyond two fifths
+        late = 5 * step - self.steps  # fifths of a step beyond a fifth
         stage = min(late * doublings // (3 * self.steps) + 1, doublings) if late >= 0 else 0
         return min(self.min_length << stage, self.max_length)
 
@@ -179,14 +187,32 @@ class Trainer:
         )
         partial.replace(self.path)
 
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+    def logits(
+        self, tokens: torch.Tensor, compressed_only: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """``[B, N]`` tokens on the device to ``[B, N, vocab]`` logits, autocast as in training."""
         with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits: torch.Tensor = self.model(tokens)
+            logits: torch.Tensor = self.model(tokens, compressed_only)
         return logits
 
-    def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = self.logits(tokens).float()
+    def compressed_only(self, sequences: int) -> torch.Tensor | None:
+        """Which sequences of the next step have the compressed branch alone, ``[sequences]`` bool.
+
+        A function of the seed and the step; ``None`` where none has.
+        """
+        if self.kind != "nsa" or self.config.compressed_only == 0:
+            return None
+        generator = torch.Generator().manual_seed(self.config.seed * EVAL_STEP + len(self.losses))
+        drawn = torch.rand(sequences, generator=generator) < self.config.compressed_only
+        return drawn.to(self.device)
+
+    def _loss(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        compressed_only: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        logits = self.logits(tokens, compressed_only).float()
         return torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED
         )
@@ -205,7 +231,11 @@ class Trainer:
             group["lr"] = group["share"] * config.rate_at(step)
         self.optimizer.zero_grad(set_to_none=True)
         with deterministic():
-            loss = self._loss(batch.tokens.to(self.device), batch.targets.to(self.device))
+            loss = self._loss(
+                batch.tokens.to(self.device),
+                batch.targets.to(self.device),
+                self.compressed_only(batch.tokens.shape[0]),
+            )
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             if not math.isfinite(float(loss.detach() + norm)):
