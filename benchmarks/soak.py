@@ -342,7 +342,7 @@ def open_async_engine(folder: Path, arguments: argparse.Namespace) -> Any:
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # read_memory is sent as code
     os.environ["VLLM_BATCH_INVARIANT"] = str(int(arguments.batch_invariant))
     # A forked engine would hang: the weights were made by torch's threads, which no fork survives.
-    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     ensure_entry_point()
     register()
     from vllm import AsyncEngineArgs
