@@ -150,9 +150,14 @@ def test_command_writes_results_and_plots(tmp_path: Path) -> None:
     again = CliRunner().invoke(app, options)
     assert again.exit_code == 0
     assert json.loads((tmp_path / "results.json").read_text())["runs"][0]["resumed_at"] == 4
-    wrong = CliRunner().invoke(app, [*options, "--seed", "5"])
-    assert wrong.exit_code == 1
-    assert "seed differ" in " ".join(wrong.output.split())
+    for changed, words in (
+        (("--seed", "5"), "seed differ"),
+        (("--compressed-only", "0"), "compressed_only differ"),
+        (("--compressed-only", "1"), "compressed_only: expected a share from 0 to below 1"),
+    ):
+        wrong = CliRunner().invoke(app, [*options, *changed])
+        assert wrong.exit_code == 1
+        assert words in " ".join(wrong.output.split())
 
 
 def demo_process(folder: Path, *options: str) -> subprocess.Popen[bytes]:
@@ -208,9 +213,9 @@ def test_a_process_that_was_killed(kind: str, options: tuple[str, ...], tmp_path
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_full_size_learns_to_recall(tmp_path: Path) -> None:
-    """Up to 512 tokens, which the sparse model can select in full."""
-    config = replace(DemoConfig(), steps=600, max_length=512)
+def test_full_size_learns_to_select(tmp_path: Path) -> None:
+    """At 2048 tokens half the blocks are selected: a model that does not choose recalls half."""
+    config = replace(DemoConfig(), steps=900, max_length=2048)
     trainer = Trainer(config, "nsa", tmp_path, torch.device("cuda"))
     trainer.run()
-    assert trainer.recall(512, 2)["all"] > 0.95
+    assert trainer.recall(2048, 2)["all"] > 0.95

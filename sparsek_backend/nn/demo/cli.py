@@ -93,6 +93,10 @@ def train_demo(
     steps: Annotated[int | None, typer.Option(help="Optimiser steps of each model.")] = None,
     max_length: Annotated[int | None, typer.Option(help="Longest training sequence.")] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
+    compressed_only: Annotated[
+        float | None,
+        typer.Option(help="Share of training sequences with the compressed branch alone."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the weights and the data.")] = 0,
     device: Annotated[str, typer.Option(help="`cuda`, `cpu` or `auto`.")] = "auto",
     models: Annotated[str, typer.Option(help="Which to train, comma-separated.")] = "nsa,dense",
@@ -112,7 +116,12 @@ def train_demo(
     where = device
     if device == "auto":
         where = "cuda" if torch.cuda.is_available() else "cpu"
-    options = {"steps": steps, "max_length": max_length, "save_every": save_every}
+    options = {
+        "steps": steps,
+        "max_length": max_length,
+        "save_every": save_every,
+        "compressed_only": compressed_only,
+    }
     given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
     results: list[RunResult] = []
     try:
