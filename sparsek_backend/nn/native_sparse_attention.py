@@ -222,6 +222,7 @@ class NativeSparseAttention(nn.Module):
         *,
         cu_seqlens: torch.Tensor | None = None,
         cache: NSACache | None = None,
+        compressed_only: torch.Tensor | None = None,
     ) -> dict[str, Any]:
         """Everything that :func:`sparsek_kernels.nsa_attention` is called with.
 
@@ -243,9 +244,19 @@ class NativeSparseAttention(nn.Module):
             raise ValueError("cache: expected None with cu_seqlens, got a cache")
         num_tokens = hidden_states.shape[1]
         positions = torch.arange(num_tokens, device=hidden_states.device)
+        shut = None
+        if compressed_only is not None:
+            count = hidden_states.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            if compressed_only.dtype != torch.bool or compressed_only.shape != (count,):
+                raise ValueError(
+                    f"compressed_only: expected bool of shape [{count}], one a sequence, got "
+                    f"{compressed_only.dtype} of shape {list(compressed_only.shape)}"
+                )
+            shut = compressed_only[:, None, None]
         if cu_seqlens is not None:
             seq = torch.searchsorted(cu_seqlens[1:], positions.int(), right=True)
             positions = positions - cu_seqlens[seq]
+            shut = None if compressed_only is None else compressed_only[seq][None, :, None]
         if cache is not None:
             positions = positions + cache.length
         q = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
@@ -268,10 +279,13 @@ class NativeSparseAttention(nn.Module):
             reach = max(cache.length - num_tokens - self.config.window_size + 1, 0)
             k_swa, v_swa = cache.sliding[:, :, reach : cache.length]
         hidden = nn.functional.silu(self.gate_in(hidden_states))
-        gates = torch.sigmoid(self.gate_out(hidden)).unflatten(-1, (3, self.num_heads)).unbind(2)
+        gates = torch.sigmoid(self.gate_out(hidden)).unflatten(-1, (3, self.num_heads))
+        g_cmp, g_slc, g_swa = gates.unbind(2)
+        if shut is not None:
+            g_slc, g_swa = g_slc.masked_fill(shut, 0.0), g_swa.masked_fill(shut, 0.0)
         return {
             **{"q": q, "k": k_slc, "v": v_slc},
-            **{"g_cmp": gates[0], "g_slc": gates[1], "g_swa": gates[2]},
+            **{"g_cmp": g_cmp, "g_slc": g_slc, "g_swa": g_swa},
             **{"k_cmp": k_cmp, "v_cmp": v_cmp, "k_swa": k_swa, "v_swa": v_swa},
             **asdict(self.config.spec),
             "window_size": self.config.window_size,
@@ -284,6 +298,7 @@ class NativeSparseAttention(nn.Module):
         *,
         cu_seqlens: torch.Tensor | None = None,
         cache: NSACache | None = None,
+        compressed_only: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend.
 
@@ -293,6 +308,10 @@ class NativeSparseAttention(nn.Module):
                 start anew in each.
             cache: earlier tokens of the same sequences, to which these N are appended; without
                 ``cu_seqlens`` and without gradients.
+            compressed_only: ``[B]`` bool, or one for each packed sequence: sequences that have the
+                compressed branch alone.  It learns to find the blocks of long sequences as far as
+                it is needed, and short ones can be answered from the other two branches: train
+                with a share of them shut.
 
         Returns:
             ``[B, N, hidden_size]``.
@@ -300,9 +319,10 @@ class NativeSparseAttention(nn.Module):
         Raises:
             ValueError: a wrong shape, ``cache`` with ``cu_seqlens``, or a full cache.
         """
-        out = nsa_attention(
-            **self.attention_inputs(hidden_states, cu_seqlens=cu_seqlens, cache=cache)
+        inputs = self.attention_inputs(
+            hidden_states, cu_seqlens=cu_seqlens, cache=cache, compressed_only=compressed_only
         )
+        out = nsa_attention(**inputs)
         if not isinstance(out, torch.Tensor):
             raise TypeError(f"nsa_attention: expected a tensor, got {type(out).__name__}")
         projected: torch.Tensor = self.o_proj(out.flatten(2))

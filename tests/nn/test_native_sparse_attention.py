@@ -121,6 +121,24 @@ def test_decoding_equals_prefill(shared: bool, steps: list[int]) -> None:
             module(x[:, :1], cache=cache)
 
 
+def test_sequences_with_the_compressed_branch_alone() -> None:
+    module = layer()
+    x = tokens(48)
+    edges = torch.tensor([0, 20, 48], dtype=torch.int32)
+    shut = torch.tensor([False, True])
+    found = module(x, cu_seqlens=edges, compressed_only=shut)
+    parts = x[:, :20], x[:, 20:]
+    apart = [module(y, compressed_only=s[None]) for y, s in zip(parts, shut, strict=True)]
+    torch.testing.assert_close(found, torch.cat(apart, 1))
+    torch.testing.assert_close(found[:, :20], module(parts[0]))
+    with torch.no_grad():
+        module.v_proj.weight[2 * 8 :] += 1.0  # values of the selected and the sliding branch
+    torch.testing.assert_close(module(parts[1], compressed_only=shut[1:]), apart[1])
+    assert not torch.allclose(module(parts[0]), apart[0])
+    with pytest.raises(ValueError, match=r"compressed_only: expected bool of shape \[1\]"):
+        module(x, compressed_only=shut)
+
+
 def test_compiled_layer() -> None:
     module = layer(torch.float32)
     x = tokens(40, dtype=torch.float32)

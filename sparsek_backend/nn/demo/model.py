@@ -11,7 +11,6 @@ from torch import nn
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.native_sparse_attention import NativeSparseAttention
 from sparsek_backend.nn.rotary import rotate
-from sparsek_kernels import nsa_attention
 
 AttentionKind = Literal["nsa", "dense"]
 
@@ -49,8 +48,10 @@ class DenseAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, narrow, bias=False)
         self.o_proj = nn.Linear(wide, config.hidden_size, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, N, hidden]`` to the same shape."""
+    def forward(
+        self, x: torch.Tensor, *, compressed_only: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``[B, N, hidden]`` to the same shape; ``compressed_only`` is its twin's and not used."""
         config = self.config
         positions = torch.arange(x.shape[1], device=x.device)
         theta = config.nsa.rope_theta or 10000.0
@@ -84,24 +85,10 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, compressed_only: torch.Tensor | None = None) -> torch.Tensor:
         """``[B, N, hidden]`` to the same shape; see :meth:`RecallModel.forward`."""
-        x = x + self._attend(self.attention_norm(x), compressed_only)
+        x = x + self.attention(self.attention_norm(x), compressed_only=compressed_only)
         gate, value = self.up(self.mlp_norm(x)).chunk(2, dim=-1)
         mixed: torch.Tensor = x + self.down(nn.functional.silu(gate) * value)
         return mixed
-
-    def _attend(self, x: torch.Tensor, compressed_only: torch.Tensor | None) -> torch.Tensor:
-        attention = self.attention
-        if compressed_only is None or not isinstance(attention, NativeSparseAttention):
-            attended: torch.Tensor = attention(x)
-            return attended
-        inputs = attention.attention_inputs(x)
-        for gate in ("g_slc", "g_swa"):
-            inputs[gate] = inputs[gate].masked_fill(compressed_only[:, None, None], 0.0)
-        out = nsa_attention(**inputs)
-        if not isinstance(out, torch.Tensor):
-            raise TypeError(f"nsa_attention: expected a tensor, got {type(out).__name__}")
-        projected: torch.Tensor = attention.o_proj(out.flatten(2))
-        return projected
 
 
 class RecallModel(nn.Module):
