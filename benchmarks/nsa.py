@@ -196,6 +196,15 @@ class Comparison:
         return said
 
 
+def selection(one: Comparison, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Evenly drawn blocks, or those that correlated queries choose."""
+    if one.queries == "random":
+        return random_selection(one.tokens, one.heads[1])
+    with torch.no_grad():
+        _, chosen = nsa_attention(*tensors, return_block_indices=True)
+    return chosen
+
+
 def provider_call(one: Comparison, name: str, tensors: list[torch.Tensor]) -> Call:
     """What is timed, run once: compiled, tuned, and able to run this case."""
     if name == OURS:
@@ -216,7 +225,7 @@ def measure(one: Comparison, args: argparse.Namespace, add: Callable[[Row], None
     tensors = one.tensors
     peak = None if alone else peak_mib(one.op, tensors)
     if one.op == "selected":
-        tensors = [*tensors[:3], random_selection(one.tokens, one.heads[1])]
+        tensors = [*tensors[:3], selection(one, tensors)]
     rows, timed = [], []
     for name in one.peers if alone else (OURS, *one.peers):
         note = NO_WINDOW if name in nsa_peers.SPARSE and one.op != "selected" else ""

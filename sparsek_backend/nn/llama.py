@@ -97,8 +97,11 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
         self.mlp = _MLP(config)
 
-    def forward(self, x: torch.Tensor, cache: NSACache | None) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cache=cache)
+    def forward(
+        self, x: torch.Tensor, cache: NSACache | None, compressed_only: torch.Tensor | None
+    ) -> torch.Tensor:
+        normed = self.input_layernorm(x)
+        x = x + self.self_attn(normed, cache=cache, compressed_only=compressed_only)
         mixed: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return mixed
 
@@ -133,12 +136,24 @@ class NSALlamaForCausalLM(nn.Module):
         return [layer.new_cache(batch, max_len) for layer in layers]
 
     def forward(
-        self, tokens: torch.Tensor, caches: Sequence[NSACache] | None = None
+        self,
+        tokens: torch.Tensor,
+        caches: Sequence[NSACache] | None = None,
+        compressed_only: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits ``[B, N, vocab]`` of tokens ``[B, N]``, which are appended to ``caches``."""
+        """Logits of the next tokens.
+
+        Args:
+            tokens: ``[B, N]``.
+            caches: earlier tokens, a cache for every layer, to which these are appended.
+            compressed_only: ``[B]`` bool, for training: see :class:`NativeSparseAttention`.
+
+        Returns:
+            ``[B, N, vocab]``.
+        """
         x = self.model.embed_tokens(tokens)
         for index, layer in enumerate(self.model.layers):
-            x = layer(x, None if caches is None else caches[index])
+            x = layer(x, None if caches is None else caches[index], compressed_only)
         logits: torch.Tensor = self.lm_head(self.model.norm(x))
         return logits
 

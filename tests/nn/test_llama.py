@@ -28,6 +28,16 @@ def test_decoding_equals_the_whole() -> None:
     torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_compressed_only_reaches_every_layer() -> None:
+    model = make()
+    tokens = torch.randint(64, (2, 60))
+    found = model(tokens, compressed_only=torch.tensor([True, False]))
+    torch.testing.assert_close(found[1], model(tokens)[1])
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.weight[2 * 8 :] += 1.0  # values of the other two branches
+    torch.testing.assert_close(model(tokens, compressed_only=torch.tensor([True] * 2))[0], found[0])
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_saved_folder(tied: bool, tmp_path: Path) -> None:
     from safetensors.torch import load_file
