@@ -29,7 +29,7 @@ from .accounting import attended_by_requests
 from .dense_prefill import Run, split_runs
 from .orphans import end_with_server
 from .pages import summary_dtype
-from .report import describe_layers, describe_model_selection
+from .report import EAGER_NORMS, describe_layers, describe_model_selection
 from .startup import check_page_size, engine_config
 from .stats import STATS
 from .warmup import warm_up_prefills
@@ -156,6 +156,8 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
                     batch_invariant=resolved.batch_invariant,
                 )
             )
+        if resolved.batch_invariant and vllm_config.model_config.enforce_eager:
+            logger.warning_once(EAGER_NORMS)
         if not self.on_host:
             warm_up_prefills(layers.values(), spec, vllm_config, self.device)
         return policies

@@ -8,6 +8,12 @@ from sparsek_backend.config import InfLLMSelection, SparsityConfig
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 
+EAGER_NORMS = (
+    "SPARSEK: VLLM_BATCH_INVARIANT with enforce_eager: vLLM's own RMSNorm kernel may round by "
+    "the number of tokens of a step (vllm issue 48271); leave --enforce-eager out"
+)
+"""Said where the rest of the engine may break the promise that attention keeps."""
+
 
 def describe_layers(
     indices: Sequence[int],

@@ -11,6 +11,7 @@ import torch
 from sparsek_backend.vllm_backend import compat
 from sparsek_backend.vllm_backend import impl as impl_module
 from sparsek_backend.vllm_backend import metadata as metadata_module
+from sparsek_backend.vllm_backend.report import EAGER_NORMS
 from sparsek_kernels.paged import launch
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import paged_attention_reference
@@ -113,6 +114,17 @@ def test_the_server_says_so(current: Any, monkeypatch: pytest.MonkeyPatch) -> No
     (line,) = lines
     assert line.endswith("CPU path, batch-invariant, selection per query")
     assert "prefill queries dense" not in line
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_eager_norms_are_warned_of(
+    current: Any, monkeypatch: pytest.MonkeyPatch, eager: bool
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(metadata_module.logger, "warning_once", lines.append)
+    monkeypatch.setattr(current.model_config, "enforce_eager", eager)
+    make_builder(make_layer(), current)
+    assert lines == [EAGER_NORMS] * eager
 
 
 @pytest.mark.parametrize(
