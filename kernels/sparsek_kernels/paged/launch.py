@@ -107,24 +107,37 @@ def paged_attention(
             v_scale,
         )
         return
-    selected: torch.Tensor | None = None
-    if policy.selects_blocks:
-        if k_summary is None:
-            raise ValueError("k_summary: expected page summaries for block selection, got None")
-        selected = select_blocks(
-            q,
-            k_summary,
-            batch,
-            policy,
-            softmax_scale=softmax_scale,
-            page_size=k_cache.shape[2],
-            k_scale=k_scale,
-        )
+    selected = _selected(q, k_summary, batch, policy, softmax_scale, k_cache.shape[2], k_scale)
     scales = (softmax_scale * k_scale * LOG2E, v_scale)
     if batch.num_decodes:
         attend(q, k_cache, v_cache, batch, policy.per_token(), selected, sinks, out, scales, True)
     if batch.num_prefills:
         attend(q, k_cache, v_cache, batch, policy, selected, sinks, out, scales, False)
+
+
+def _selected(
+    q: torch.Tensor,
+    k_summary: torch.Tensor | None,
+    batch: PagedBatch,
+    policy: SelectionPolicy,
+    softmax_scale: float,
+    page_size: int,
+    k_scale: float,
+) -> torch.Tensor | None:
+    """The blocks that a policy chooses by score, or ``None`` where it chooses none."""
+    if not policy.selects_blocks:
+        return None
+    if k_summary is None:
+        raise ValueError("k_summary: expected page summaries for block selection, got None")
+    return select_blocks(
+        q,
+        k_summary,
+        batch,
+        policy,
+        softmax_scale=softmax_scale,
+        page_size=page_size,
+        k_scale=k_scale,
+    )
 
 
 def _attend_by_token(
@@ -156,24 +169,12 @@ def _attend_by_token(
         arch=runtime.traits(q.device)[0],
     )
 
+    scales = (softmax_scale * k_scale * LOG2E, v_scale)
+
     def attend_decodes(part: PagedBatch, rows: slice) -> None:
-        selected = None
-        if rule.selects_blocks:
-            if k_summary is None:
-                raise ValueError("k_summary: expected page summaries for block selection, got None")
-            selected = select_blocks(
-                q[rows],
-                k_summary,
-                part,
-                rule,
-                softmax_scale=softmax_scale,
-                page_size=page_size,
-                k_scale=k_scale,
-            )
-        scales = (softmax_scale * k_scale * LOG2E, v_scale)
-        attend(
-            q[rows], k_cache, v_cache, part, rule, selected, sinks, out[rows], scales, True, config
-        )
+        mine = q[rows]
+        selected = _selected(mine, k_summary, part, rule, softmax_scale, page_size, k_scale)
+        attend(mine, k_cache, v_cache, part, rule, selected, sinks, out[rows], scales, True, config)
 
     if not batch.num_prefills and batch.decode_query_len == 1:
         attend_decodes(batch, slice(None))  # as it is: a CUDA graph may hold this step

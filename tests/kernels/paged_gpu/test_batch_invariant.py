@@ -242,7 +242,6 @@ def test_no_batch_reconfigures_a_kernel(policy: str, heads: int, group: int) -> 
         assert all(each == options[0] for each in options), kernel
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of CPU tensors")
 def test_a_cpu_refuses() -> None:
     problem = make_problem([(1, 70)])
     with pytest.raises(NotImplementedError, match="batch_invariant: needs a GPU"):
@@ -259,6 +258,20 @@ def test_a_cpu_refuses() -> None:
 LARGE = SelectionPolicy(num_sink=64, window_size=512, top_k=16, dense_below=4096)
 
 
+def large_problem(lengths: list[tuple[int, int]]) -> Problem:
+    """As a model has it."""
+    return make_problem(
+        lengths,
+        heads=2,
+        group=4,
+        dim=128,
+        page_size=64,
+        dtype=torch.bfloat16,
+        device="cuda",
+        head_major=True,
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "policy",
@@ -268,17 +281,7 @@ LARGE = SelectionPolicy(num_sink=64, window_size=512, top_k=16, dense_below=4096
 def test_real_sizes(policy: SelectionPolicy) -> None:
     """Request 0's rows begin before ``dense_below`` and end at 4.5k, or at 20k."""
     for length in (4500, 20_000):
-        problem = make_problem(
-            [(512, length), (1, 17_000), (48, 9000)],
-            heads=2,
-            group=4,
-            dim=128,
-            page_size=64,
-            dtype=torch.bfloat16,
-            device="cuda",
-            head_major=True,
-        )
-        company = Company(problem, policy)
+        company = Company(large_problem([(512, length), (1, 17_000), (48, 9000)]), policy)
         alone, *others = answers(company, [16, 17, 81, 209, 448], batch_invariant=True)
         assert alone.isfinite().all()
         for place, other in enumerate(others):
@@ -288,16 +291,7 @@ def test_real_sizes(policy: SelectionPolicy) -> None:
 @pytest.mark.gpu
 def test_a_captured_step() -> None:
     """A graph of four decodes, captured for short contexts and replayed over long ones."""
-    problem = make_problem(
-        [(256, 12_000), (1, 17_000), (1, 90)],
-        heads=2,
-        group=4,
-        dim=128,
-        page_size=64,
-        dtype=torch.bfloat16,
-        device="cuda",
-        head_major=True,
-    )
+    problem = large_problem([(256, 12_000), (1, 17_000), (1, 90)])
     company = Company(problem, LARGE)
     (alone,) = company.serve([company.whole(0)])
     rows = [255, 3]
