@@ -244,19 +244,24 @@ class NativeSparseAttention(nn.Module):
             raise ValueError("cache: expected None with cu_seqlens, got a cache")
         num_tokens = hidden_states.shape[1]
         positions = torch.arange(num_tokens, device=hidden_states.device)
-        shut = None
-        if compressed_only is not None:
+        shut = compressed_only
+        if shut is not None:
             count = hidden_states.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            if compressed_only.dtype != torch.bool or compressed_only.shape != (count,):
+            if (shut.dtype, shut.shape, shut.device) != (
+                torch.bool,
+                (count,),
+                hidden_states.device,
+            ):
                 raise ValueError(
-                    f"compressed_only: expected bool of shape [{count}], one a sequence, got "
-                    f"{compressed_only.dtype} of shape {list(compressed_only.shape)}"
+                    f"compressed_only: expected bool of shape [{count}], one a sequence, on "
+                    f"{hidden_states.device}, got {shut.dtype} of shape {list(shut.shape)} on "
+                    f"{shut.device}"
                 )
-            shut = compressed_only[:, None, None]
+            shut = shut[:, None, None]
         if cu_seqlens is not None:
             seq = torch.searchsorted(cu_seqlens[1:], positions.int(), right=True)
             positions = positions - cu_seqlens[seq]
-            shut = None if compressed_only is None else compressed_only[seq][None, :, None]
+            shut = None if shut is None else shut[seq].transpose(0, 1)
         if cache is not None:
             positions = positions + cache.length
         q = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))

@@ -135,8 +135,9 @@ def test_sequences_with_the_compressed_branch_alone() -> None:
         module.v_proj.weight[2 * 8 :] += 1.0  # values of the selected and the sliding branch
     torch.testing.assert_close(module(parts[1], compressed_only=shut[1:]), apart[1])
     assert not torch.allclose(module(parts[0]), apart[0])
-    with pytest.raises(ValueError, match=r"compressed_only: expected bool of shape \[1\]"):
-        module(x, compressed_only=shut)
+    for wrong in (shut, shut[:1].int(), shut[:1].to("meta")):
+        with pytest.raises(ValueError, match=r"compressed_only: expected bool of shape \[1\].*cpu"):
+            module(x, compressed_only=wrong)
 
 
 def test_compiled_layer() -> None:
