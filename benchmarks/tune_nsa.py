@@ -24,7 +24,8 @@ from sparsek_kernels.nsa.spec import NSASpec
 DIM = 128
 PORTABLE = {"hopper": None, "hopper_bwd": None}
 PORTABLE_BWD = {"selected_bwd_hopper": None, "item_entries_bwd": 0.25}
-PORTABLE_PARTS = {"selected_hopper": None}
+PORTABLE_PARTS = {"selected_hopper": None, "selected_boxes": None}
+PORTABLE_MERGE = {"combine_hopper": None}
 Changes = dict[str, Any]
 VARIANTS: dict[str, list[Changes]] = {
     "select": [
@@ -34,17 +35,20 @@ VARIANTS: dict[str, list[Changes]] = {
     ],
     "selected": [
         {},
-        {"selected_hopper": (64, 64, 4, 3)},
-        {"index_rows": 0.5},
+        {"selected_boxes": None},
+        {"selected_boxes": None, "selected_hopper": (64, 64, 4, 3)},
+        {"combine_hopper": (64, 64, 4, 4)},
+        *({"index_rows": x} for x in (0.5, 2.0)),
+        *({"item_entries": x} for x in (0.5, 2.0)),
         *({**PORTABLE_PARTS, "selected": x} for x in ((64, 64, 4, 1), (64, 64, 4, 1, 128))),
-        *({"combine": x} for x in ((64, 64, 4, 3), (64, 64, 4, 4, 168))),
+        *({**PORTABLE_MERGE, "combine": x} for x in ((64, 64, 4, 4), (64, 64, 4, 4, 168))),
     ],
     "selected_bwd": [
         {},
         PORTABLE_BWD,
         {**PORTABLE_BWD, "selected_bwd": (128, 64, 8, 1)},  # 128 rows: scores rows first
         *({"item_entries_bwd": x} for x in (0.5, 2.0, 4.0)),
-        {"chunk_rows": 0.5},
+        *({"chunk_rows_bwd": x} for x in (0.5, 2.0)),
     ],
     "compressed": [
         {},

@@ -53,3 +53,26 @@ def describe(
     layout = tile_layout(rows, cols, x.dtype)
     descriptor = TensorDescriptor(x, shape, [x.stride(1), 1], [rows, cols], layout)
     return descriptor, batch_rows, x.stride(2)
+
+
+def boxable(*tensors: torch.Tensor) -> bool:
+    """Whether the copy engine can address each ``[B, N, H, D]`` tensor as it is."""
+    return all(
+        x.stride(3) == 1
+        and x.data_ptr() % 16 == 0
+        and all(n == 1 or (s > 0 and s * x.element_size() % 16 == 0)
+                for n, s in zip(x.shape[:3], x.stride(), strict=False))
+        for x in tensors
+    )  # fmt: skip
+
+
+def box_layout(dtype: torch.dtype) -> NVMMASharedLayout:
+    """How boxes of :func:`describe_boxes`, wide enough to be swizzled, lie in shared memory."""
+    return NVMMASharedLayout.get_default_for([1, 8, 1, 64], _ELEMENT[dtype])
+
+
+def describe_boxes(x: torch.Tensor, tokens: int, heads: int, cols: int) -> TensorDescriptor:
+    """Descriptor of boxes ``[1, tokens, heads, cols]`` of ``x [B, N, H, D]``, 16-bit elements."""
+    strides = [s if n > 1 else x.shape[3] for n, s in zip(x.shape[:3], x.stride(), strict=False)]
+    box = [1, tokens, heads, cols]
+    return TensorDescriptor(x, x.shape, [*strides, 1], box, box_layout(x.dtype))

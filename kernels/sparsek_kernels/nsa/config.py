@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 _PART_BYTES = 1 << 31  # what one chunk's partial outputs may take
+_PART_BYTES_HOPPER_BWD = 1 << 32  # fewer chunks, whose blocks have more queries each
 _MAX_CHUNKS = 8
 _LARGE_SHARED_MEMORY = (80, 90, 100, 103)  # architectures with 160 KiB and more per program
 _TILED = (
@@ -80,7 +81,8 @@ class LaunchConfig:
             are kept rows first.
         tokens: rows of a program of the token-major kernel.
         token_major: whether the forward pass is token-major.
-        chunk_rows: tokens whose parts are held at once.
+        chunk_rows: tokens whose parts are held at once in the forward pass.
+        chunk_rows_bwd: likewise in the backward pass.
         index_rows: tokens whose queries follow one another block by block in the forward pass; they
             stay in the cache if they are few.
         item_entries: most queries that one block-major program of the forward pass serves.
@@ -92,6 +94,8 @@ class LaunchConfig:
             scores kernel, where that one is used.
         selected_hopper: rows and stages of the warp-specialised block-major forward kernel, where
             that one is used.
+        selected_boxes: likewise of its counterpart for groups whose heads one bulk copy takes.
+        combine_hopper: likewise of the kernel that adds up what that kernel wrote.
         selected_bwd_hopper: likewise of the backward kernel, where that one is used.
     """
 
@@ -105,6 +109,7 @@ class LaunchConfig:
     tokens: TileConfig
     token_major: bool
     chunk_rows: int
+    chunk_rows_bwd: int
     index_rows: int
     item_entries: int
     item_entries_bwd: int
@@ -113,12 +118,14 @@ class LaunchConfig:
     hopper_bwd: TileConfig | None = None
     select_hopper: TileConfig | None = None
     selected_hopper: TileConfig | None = None
+    selected_boxes: TileConfig | None = None
+    combine_hopper: TileConfig | None = None
     selected_bwd_hopper: TileConfig | None = None
 
 
-def _chunk_rows(shape: ProblemShape, slots: int, itemsize: int) -> int:
+def _chunk_rows(shape: ProblemShape, slots: int, itemsize: int, most_bytes: int) -> int:
     rows = shape.batch * shape.num_q
-    fits = _PART_BYTES // max(shape.num_heads * slots * shape.head_dim * itemsize, 1)
+    fits = most_bytes // max(shape.num_heads * slots * shape.head_dim * itemsize, 1)
     return max(min(rows, max(fits, -(-rows // _MAX_CHUNKS))), 1)
 
 
@@ -174,7 +181,8 @@ def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int
     """
     rows = shape.batch * shape.num_q
     token_major = rows * shape.num_kv_heads <= 2048
-    chunk_rows = _chunk_rows(shape, slots, 4 if dtype == torch.float32 else 2)
+    itemsize = 4 if dtype == torch.float32 else 2
+    chunk_rows = _chunk_rows(shape, slots, itemsize, _PART_BYTES)
     item_entries = max(2048 // shape.padded_group, 32)
     hopper = (
         arch == 90
@@ -184,12 +192,17 @@ def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int
         and shape.num_q == shape.num_k
         and rows * shape.num_heads > 8192
     )
+    # A box of fewer heads is less than the eight rows after which a swizzle repeats.
+    boxes = hopper and shape.group in (8, 16, 32, 64)
     return LaunchConfig(
         **_tiles(shape.padded_dim, dtype, arch),
         token_major=token_major,
         chunk_rows=chunk_rows,
-        index_rows=chunk_rows,
-        item_entries=item_entries,
+        chunk_rows_bwd=(
+            _chunk_rows(shape, slots, itemsize, _PART_BYTES_HOPPER_BWD) if hopper else chunk_rows
+        ),
+        index_rows=-(-chunk_rows // 2) if boxes else chunk_rows,
+        item_entries=2 * item_entries if boxes else item_entries,
         item_entries_bwd=4 * item_entries if hopper else item_entries,
         precision="ieee" if dtype == torch.float32 else "tf32",
         hopper=TileConfig(128, 128, 4, 2) if hopper else None,
@@ -197,5 +210,7 @@ def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int
         # Smaller groups mean more scores to store for each product.
         select_hopper=TileConfig(128, 64, 4, 2) if hopper and shape.group > 8 else None,
         selected_hopper=TileConfig(64, 64, 4, 4) if hopper else None,
+        selected_boxes=TileConfig(64, 64, 4, 4, 80) if boxes else None,
+        combine_hopper=TileConfig(64, 64, 4, 5) if hopper else None,
         selected_bwd_hopper=TileConfig(128, 64, 8, 2) if hopper else None,
     )

@@ -22,6 +22,27 @@ from sparsek_kernels.nsa.kernels_selected_gather import GATHER_WARPS, copy_rows
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
 
+@gluon.constexpr_function
+def _row_layout(rows, cols, swaps):
+    """An accumulator ``[rows, cols]`` whose four threads of a row swapped columns, once or twice.
+
+    After two swaps, which are shuffles, a thread holds eight columns side by side.
+    """
+    apart = [8, 16 if swaps == 2 else 4]  # columns from one thread of a row to the others
+    regs = [[0, x] for x in (1, 2, 4, 8, 16, 32, 64) if x < cols and x not in apart] + [[8, 0]]
+    lanes = [[0, x] for x in apart] + [[1, 0], [2, 0], [4, 0]]
+    warps = [[x, 0] for x in (16, 32, 64) if x < rows]
+    return gl.DistributedLinearLayout(regs, lanes, warps, [], [rows, cols])
+
+
+@gluon.jit
+def _look_up(lse_ptr, delta_ptr, entries_ptr, stat_base, row, at, listed):
+    """Lse, delta and slot of rows; those not listed get ``lse = inf`` and no slot."""
+    lse = gl.load(lse_ptr + stat_base + row, mask=listed, other=float("inf"))
+    delta = gl.load(delta_ptr + stat_base + row, mask=listed, other=0.0)
+    return lse, delta, gl.load(entries_ptr + at, mask=listed, other=-1)
+
+
 @gluon.jit
 def _gather_partition(
     pointers,
@@ -55,18 +76,32 @@ def _gather_partition(
     g_base = dout_ptr + batch * octet_gb * 8
     stat_base = (batch * num_kv_heads + kv_head) * GROUP * num_q
     stat_base += gl.minimum(member, GROUP - 1).to(gl.int64) * num_q
+    some = entry < entry_end
     last = entry_end - 1
+    head = member < GROUP
     at = entry + offs_r // BLOCK_G
-    row = gl.load(entry_rows_ptr + gl.minimum(at, last), mask=entry < entry_end, other=0)
+    row = gl.load(entry_rows_ptr + gl.minimum(at, last), mask=some, other=0)
+    # Look-ups run ahead of the copies: rows by two tiles, the rest by one.
+    next_row = gl.load(entry_rows_ptr + gl.minimum(at + BLOCK_E, last), mask=some, other=0)
+    lse, delta, slot = _look_up(
+        lse_ptr, delta_ptr, entries_ptr, stat_base, row, at, (at < entry_end) & head
+    )
     for step in range((entry_end - entry + BLOCK_E - 1) // BLOCK_E):
         stage = step % STAGES
-        listed = (at < entry_end) & (member < GROUP)
-        lse = gl.load(lse_ptr + stat_base + row, mask=listed, other=float("inf"))
-        delta = gl.load(delta_ptr + stat_base + row, mask=listed, other=0.0)
-        slot = gl.load(entries_ptr + at, mask=listed, other=-1)
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
         row_smem.index(stage).store(row)
+        lse = gl.where(lse == float("-inf"), float("inf"), lse)
+        lse_smem.index(stage).store(lse * LOG2_E)
+        delta_smem.index(stage).store(delta)
+        slot_smem.index(stage).store(slot)
         gl.thread_barrier()
+        mbarrier.arrive(full.index(stage), count=1)
+        at += BLOCK_E
+        row = next_row
+        next_row = gl.load(entry_rows_ptr + gl.minimum(at + BLOCK_E, last))
+        lse, delta, slot = _look_up(
+            lse_ptr, delta_ptr, entries_ptr, stat_base, row, at, (at < entry_end) & head
+        )
         copy_rows(
             q_smem.index(stage), row_smem.index(stage), q_base, kv_head, octet_qt, octet_qh,
             GROUP, BLOCK_G, HEAD_DIM, ROWS,
@@ -76,14 +111,6 @@ def _gather_partition(
             GROUP, BLOCK_G, HEAD_DIM, ROWS,
         )  # fmt: skip
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-        at += BLOCK_E
-        row = gl.load(entry_rows_ptr + gl.minimum(at, last))
-        lse = gl.where(lse == float("-inf"), float("inf"), lse)
-        lse_smem.index(stage).store(lse * LOG2_E)
-        delta_smem.index(stage).store(delta)
-        slot_smem.index(stage).store(slot)
-        gl.thread_barrier()
-        mbarrier.arrive(full.index(stage), count=1)
 
 
 @gluon.jit
@@ -123,12 +150,12 @@ def _compute_partition(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, ROWS // 2, 16])
     KV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HEAD_DIM // 2, 16])
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HEAD_DIM, 16])
+    OUT_LAYOUT: gl.constexpr = _row_layout(ROWS, HEAD_DIM, 2)
     COL_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     BLOCK_E: gl.constexpr = ROWS // BLOCK_G
     steps = (entry_end - entry + BLOCK_E - 1) // BLOCK_E
     wide_head = kv_head.to(gl.int64)
     batch = batch.to(gl.int64)
-    offs_r = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
     col = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, WIDE))[None, :]
     load_key = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, WIDE))
     token = (k_start + load_key).to(gl.int64)[:, None]
@@ -145,7 +172,8 @@ def _compute_partition(
     zero_s = gl.zeros([BLOCK_N, ROWS], gl.float32, S_LAYOUT)
     zero_q = gl.zeros([ROWS, HEAD_DIM], gl.float32, DQ_LAYOUT)
     scale_log2 = scale * LOG2_E
-    out_member = offs_r % BLOCK_G
+    out_member = gl.arange(0, ROWS, gl.SliceLayout(1, OUT_LAYOUT)) % BLOCK_G
+    out_col = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, OUT_LAYOUT))[None, :]
     for step in range(steps):
         stage = step % STAGES
         q, dout = q_smem.index(stage), dout_smem.index(stage)
@@ -164,29 +192,32 @@ def _compute_partition(
             seen = (key_pos[:, None] <= pos[None, :]) & (key_pos < k_len)[:, None]
             p = gl.where(seen, p, 0.0)
         p_smem.store(p.to(dtype))
-        dp = warpgroup_mma_wait(0, deps=[dp_token])
-        ds_smem.store((p * (dp - delta[None, :])).to(dtype))
         fence_async_shared()
         gl.thread_barrier()
         dv_token = warpgroup_mma(p_smem, dout, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp_token])
+        ds_smem.store((p * (dp - delta[None, :])).to(dtype))
+        fence_async_shared()
+        gl.thread_barrier()
         dq_token = warpgroup_mma(
             ds_smem.permute((1, 0)), k_smem, zero_q, use_acc=False, is_async=True
         )  # [ROWS, HEAD_DIM]
         dk_token = warpgroup_mma(ds_smem, q, dk, is_async=True)
+        slot = slot_smem.index(stage).load(gl.SliceLayout(1, OUT_LAYOUT))
         dv, dq = warpgroup_mma_wait(1, deps=[dv_token, dq_token])
-        # dout is no longer needed: its buffer turns the rows of dq around for wide stores.
-        gl.thread_barrier()
-        dout.store(dq.to(dtype))
-        slot = slot_smem.index(stage).load(gl.SliceLayout(1, WIDE))
-        dk = warpgroup_mma_wait(0, deps=[dk_token])
-        gl.thread_barrier()
-        part = dout.load(WIDE)
-        gl.thread_barrier()
-        mbarrier.arrive(empty.index(stage), count=1)
+        part = gl.convert_layout(dq.to(dtype), _row_layout(ROWS, HEAD_DIM, 1))
+        part = gl.convert_layout(part, OUT_LAYOUT)
         at = ((slot - first_slot).to(gl.int64) * GROUP + out_member)[:, None] * HEAD_DIM
         gl.store(
-            dq_part_ptr + at + col, part, mask=(slot >= 0)[:, None], eviction_policy="evict_first"
+            dq_part_ptr + at + out_col,
+            part,
+            mask=(slot >= 0)[:, None],
+            eviction_policy="evict_first",
         )
+        dk = warpgroup_mma_wait(0, deps=[dk_token])
+        # Both warpgroups are done with this stage, with p and with ds.
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
     if live:
         offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, KV_LAYOUT))
         item_row = (gl.program_id(0).to(gl.int64) * BLOCK_N + offs_n)[:, None] * HEAD_DIM
@@ -301,5 +332,5 @@ def nsa_selected_hopper_bwd_part_kernel(
             ),
         ],
         [GATHER_WARPS],
-        [40],
+        [56],
     )  # fmt: skip

@@ -8,8 +8,14 @@ from typing import Any
 
 import torch
 import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sparsek_kernels.common.descriptors import tile_layout
+from sparsek_kernels.common.descriptors import (
+    boxable,
+    describe_boxes,
+    multiprocessors,
+    tile_layout,
+)
 from sparsek_kernels.nsa import launch_gate
 from sparsek_kernels.nsa.config import LaunchConfig, TileConfig
 from sparsek_kernels.nsa.index import InverseIndex, build_index
@@ -24,6 +30,10 @@ from sparsek_kernels.nsa.kernels_selected_bwd import (
 )
 from sparsek_kernels.nsa.kernels_selected_hopper import nsa_selected_hopper_part_kernel
 from sparsek_kernels.nsa.kernels_selected_hopper_bwd import nsa_selected_hopper_bwd_part_kernel
+from sparsek_kernels.nsa.kernels_selected_hopper_combine import (
+    nsa_selected_hopper_combine_kernel,
+)
+from sparsek_kernels.nsa.kernels_selected_hopper_tma import nsa_selected_hopper_tma_part_kernel
 from sparsek_kernels.nsa.kernels_selected_tokens import nsa_selected_tokens_kernel
 from sparsek_kernels.nsa.launch_common import launch_config, problem_shape, tile_grid
 from sparsek_kernels.sink_window.launch import row_dots
@@ -31,6 +41,9 @@ from sparsek_kernels.sink_window.launch_hopper import copyable
 
 MAX_SEL_BLOCK = 128
 """Largest selection block that the kernels hold on chip."""
+
+MAX_RING_SLOTS = 32
+"""Most blocks per token whose parts one word can mark."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +176,53 @@ class _Call:
             return None
         return tile, tuple(x // 8 for y in tensors for x in y.stride()[:3])
 
+    def boxes(
+        self, tile: TileConfig | None, part: torch.Tensor, *qkv: torch.Tensor
+    ) -> tuple[tuple[TensorDescriptor, ...], dict[str, Any]] | None:
+        """Descriptors of the parts, q, k and v, and options, where bulk copies can be made."""
+        group, dim = self.shape.group, self.shape.head_dim
+        whole = self.sel_block_size == 64 and group in (8, 16, 32, 64)
+        if tile is None or not whole or not boxable(*qkv):
+            return None
+        options = self.hopper_options(tile, 16)
+        del options["BLOCK_G"]
+        options["maxnreg"] = tile.max_registers
+        rows = (describe_boxes(x, 1, group, 64) for x in (part[None], qkv[0]))
+        keys = (describe_boxes(x, self.sel_block_size, 1, dim) for x in qkv[1:])
+        return (*rows, *keys), options
+
+    def merge_options(self, tile: TileConfig, block_t: int) -> dict[str, Any]:
+        """Compile-time arguments of the kernel that adds parts up."""
+        return {
+            **self.heads,
+            "SEL_BLOCK": self.sel_block_size,
+            "VARLEN": self.varlen,
+            "BLOCK_T": block_t,
+            "BLOCK_S": triton.next_power_of_2(self.slots),
+            "BLOCK_N": self.block_n,
+            "PRECISION": self.config.precision,
+            "NEAR_STAGES": 2 if tile.max_registers is None else 1,
+            "NUM_STAGES": tile.num_stages,
+            "num_warps": tile.num_warps,
+            "maxnreg": tile.max_registers,
+        }
+
+    def ring_options(self, tile: TileConfig) -> dict[str, Any]:
+        """Likewise of its counterpart for Hopper, of which two share a multiprocessor."""
+        return {
+            "Q_LAYOUT": tile_layout(tile.block_m, self.shape.head_dim, self.dtype),
+            "GROUP": self.shape.group,
+            "SLOTS": self.slots,
+            "HEAD_DIM": self.shape.head_dim,
+            "SEL_BLOCK": self.sel_block_size,
+            "VARLEN": self.varlen,
+            "BLOCK_G": self.shape.padded_group,
+            "BLOCK_S": max(triton.next_power_of_2(self.slots), 16),
+            "STAGES": tile.num_stages,
+            "num_warps": tile.num_warps,
+            "maxnreg": 128,
+        }
+
     def hopper_options(self, tile: TileConfig, warps: int) -> dict[str, Any]:
         """Compile-time arguments of Hopper kernels that share a multiprocessor's ``warps``."""
         return {
@@ -239,15 +299,30 @@ def _forward_blocks(
     slots = together * index.chunk_rows * shape.num_kv_heads * call.slots
     part = torch.empty((slots, shape.group, shape.head_dim), dtype=q.dtype, device=q.device)
     part_lse = torch.empty((slots, shape.group), dtype=torch.float32, device=q.device)
-    strides = (*q.stride(), *k.stride(), *v.stride())
+    strides: tuple[int, ...] = (*q.stride(), *k.stride(), *v.stride())
     options = call.item_options(tile)
     part_kernel: Any = nsa_selected_part_kernel
+    tensors: tuple[Any, ...] = (part, q, k, v)
     hopper = call.hopper_tile(call.config.selected_hopper, q, k, v)
-    if hopper is not None:
+    boxes = call.boxes(call.config.selected_boxes, part, q, k, v)
+    if boxes is not None:
+        strides = ()
+        tensors, options = boxes
+        part_kernel = nsa_selected_hopper_tma_part_kernel
+    elif hopper is not None:
         tile, strides = hopper
         options = call.hopper_options(tile, 16)
         part_kernel = nsa_selected_hopper_part_kernel
     block_t = call.rows_to_tokens(merge.block_m)
+    merge_strides = (*q.stride(), *k.stride(), *v.stride())
+    merge_options = call.merge_options(merge, block_t)
+    merge_kernel: Any = nsa_selected_combine_kernel
+    ring = call.hopper_tile(call.config.combine_hopper, q, k, v)
+    if ring is not None and call.slots <= MAX_RING_SLOTS:
+        merge, merge_strides = ring
+        block_t = merge.block_m // shape.padded_group
+        merge_options = call.ring_options(merge)
+        merge_kernel = nsa_selected_hopper_combine_kernel
     cu_first = call.cu_seqlens
     if cu_first is None and shape.batch > 1:
         cu_first = torch.arange(shape.batch + 1, dtype=torch.int32, device=q.device) * shape.num_q
@@ -255,11 +330,9 @@ def _forward_blocks(
     for chunks in call.launches(index, together):
         first_row, num_rows = chunks.first_row, chunks.num_rows
         part_kernel[(chunks.items,)](
-            part,
+            tensors[0],
             part_lse,
-            q,
-            k,
-            v,
+            *tensors[1:],
             *call.item_inputs(index),
             scale,
             *strides,
@@ -268,7 +341,12 @@ def _forward_blocks(
         )
         cu_rows = None if cu_first is None else cu_first.clamp(first_row, first_row + num_rows)
         grid, tiles = tile_grid(cu_rows, num_rows, block_t, shape.num_kv_heads, 1)
-        nsa_selected_combine_kernel[grid](
+        tail: tuple[int, ...] = ()
+        if merge_kernel is nsa_selected_hopper_combine_kernel:
+            items = grid[0] * grid[1]
+            tail = (grid[0], items)
+            grid = (min(items, 2 * multiprocessors(q.device)), 1, 1)
+        merge_kernel[grid](
             out,
             out if lse is None else lse,
             part,
@@ -282,28 +360,17 @@ def _forward_blocks(
             q if cu_first is None else cu_first,
             q if tiles is None else tiles,
             scale,
-            *q.stride(),
-            *k.stride(),
-            *v.stride(),
+            *merge_strides,
             first_row,
             num_rows,
             shape.num_q,
             shape.num_k,
             0 if call.varlen else shape.num_k - shape.num_q,
             shape.num_kv_heads,
-            **call.heads,
-            SEL_BLOCK=call.sel_block_size,
+            *tail,
             MAPPED=cu_first is not None,
-            VARLEN=call.varlen,
             GATED=lse is None,
-            BLOCK_T=block_t,
-            BLOCK_S=triton.next_power_of_2(call.slots),
-            BLOCK_N=call.block_n,
-            PRECISION=call.config.precision,
-            NEAR_STAGES=2 if merge.max_registers is None else 1,
-            NUM_STAGES=merge.num_stages,
-            num_warps=merge.num_warps,
-            maxnreg=merge.max_registers,
+            **merge_options,
         )
 
 
@@ -407,7 +474,7 @@ def backward_rows(
         return dq.zero_(), dk.to(k.dtype), dv.to(v.dtype)
     call = _Call(q, k, block_indices, cu_seqlens, sel_block_size, config)
     shape, tile = call.shape, call.config.selected_bwd
-    index = call.index(call.config.chunk_rows, call.config.item_entries_bwd)
+    index = call.index(call.config.chunk_rows_bwd, call.config.item_entries_bwd)
     slots = index.chunk_rows * shape.num_kv_heads * call.slots
     dq_part = torch.empty((slots, shape.group, shape.head_dim), dtype=q.dtype, device=q.device)
     parts = torch.empty(

@@ -70,6 +70,7 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     launch_common.device_arch = lambda device: arch
     launch_compressed.row_dots = lambda dout, dlse, out: out.new_empty(1, dtype=torch.float32)
     launch_selected.row_dots = launch_compressed.row_dots
+    launch_selected.multiprocessors = lambda device: 132
     launch_compressed.describable = lambda *x: False  # those kernels are compiled elsewhere
     spec, scale, tokens = NSASpec(), 0.1, 4096
     q = torch.empty(1, tokens, group, dim, dtype=dtype)
@@ -80,7 +81,12 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     gates = [torch.empty(1, tokens, group) for _ in range(3)]
     base = launch_common.select_config
     launch_common.select_config = lambda *args: replace(
-        base(*args), select_hopper=None, selected_hopper=None, selected_bwd_hopper=None
+        base(*args),
+        select_hopper=None,
+        selected_hopper=None,
+        selected_boxes=None,
+        combine_hopper=None,
+        selected_bwd_hopper=None,
     )
     launch_compress.mean_pool_forward(k, cmp, None, spec)
     launch_compress.mean_pool_backward(cmp, k, None, spec)
@@ -95,12 +101,16 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
         hopper = {
             "select_hopper": TileConfig(128, 64, 4, 2) if group > 8 else None,
             "selected_hopper": TileConfig(64, 64, 4, 4),
+            "selected_boxes": None,
+            "combine_hopper": TileConfig(64, 64, 4, 5),
             "selected_bwd_hopper": TileConfig(128, 64, 8, 2),
         }
         launch_common.select_config = lambda *args: replace(base(*args), **hopper)
         launch_select.select(indices, q, cmp, lse, tokens, None, spec, scale)
         launch_selected.forward(q, lse, q, k, k, indices, None, 64, scale)
         launch_selected.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
+        hopper["selected_boxes"] = TileConfig(64, 64, 4, 4, 80)  # for groups of whole boxes
+        launch_selected.forward(q, lse, q, k, k, indices, None, 64, scale)
     launch_selected.forward_gated(q, q, q, gates, q, k, k, indices, None, 64, scale)
     launch_branches.gate_rows(q, [q] * 3, gates, [lse] * 3)
     launch_gate.forward(q, [q] * 3, gates)

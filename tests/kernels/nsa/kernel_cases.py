@@ -2,6 +2,7 @@
 compiler cannot serve one process.
 
     TRITON_INTERPRET=1 python kernel_cases.py --device cpu       tiny shapes, no GPU
+    python kernel_cases.py --size hopper --order "last first"    Hopper kernels, no GPU
     python kernel_cases.py --device cuda --size gpu              the same cases at real sizes
 
 Prints one line per check and exits 1 if any failed.
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -31,7 +33,11 @@ from sparsek_kernels.nsa.config import TileConfig
 from sparsek_kernels.nsa.launch_common import launch_config, problem_shape
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
+from tests.kernels.gluon_interpreter import interpret
 
+PORTABLE: dict[str, Any] = dict.fromkeys(
+    ("selected_hopper", "selected_boxes", "combine_hopper", "selected_bwd_hopper")
+)
 SMALL = NSASpec(8, 4, 16, 5)
 FULL = NSASpec()
 
@@ -74,20 +80,24 @@ GPU = [
     Case("packed-g16", (700, 1, 0, 1500, 63), (32, 2), 128, FULL, BF16),
     Case("g32-dim64-fp16", 1700, (32, 1), 64, FULL, torch.float16, batch=2),
     Case("batch2-strided", 1111, (8, 2), 64, FULL, BF16, batch=2, strided=True),
+    Case("g16-strided", 900, (32, 2), 128, FULL, BF16, batch=2, strided=True),
     Case("fp32", 700, (8, 2), 64, FULL, torch.float32),
     Case("last-queries", 3000, (16, 2), 128, FULL, BF16, num_q=77),
     Case("dim256", 700, (4, 1), 256, FULL, BF16),
 ]
+HOPPER = [
+    Case("g4", 330, (8, 2), 64, FULL, BF16),
+    Case("g16-fp16", 200, (16, 1), 64, FULL, torch.float16),
+    Case("g7-dim128", 200, (7, 1), 128, FULL, BF16),
+    Case("g1-batch2-strided", 193, (2, 2), 64, FULL, BF16, batch=2, strided=True),
+    Case("packed", (1, 150, 0, 64, 65, 70), (4, 1), 64, FULL, BF16),
+]
 
 
-def fits_hopper(case: Case) -> bool:
-    """Whether the warp-specialised kernels could serve a case, however small, on this GPU."""
-    return (
-        torch.cuda.get_device_capability() == (9, 0)
-        and case.dtype != torch.float32
-        and case.dim in (64, 128)
-        and case.num_q is None
-    )
+def fits_hopper(case: Case, device: str, size: str) -> bool:
+    """Whether the warp-specialised kernels could serve a case, however small."""
+    here = torch.cuda.get_device_capability() == (9, 0) if device == "cuda" else size == "hopper"
+    return here and case.dtype != torch.float32 and case.dim in (64, 128) and case.num_q is None
 
 
 class Judge:
@@ -139,8 +149,9 @@ def gradients(
     return [out.detach(), lse.detach(), *found]
 
 
-def run(case: Case, device: str) -> int:
+def run(case: Case, device: str, size: str) -> int:
     """Check every stage of one case; the number of failures."""
+    hopper = fits_hopper(case, device, size)
     torch.manual_seed(0)
     judge, spec, dtype = Judge(case.name), case.spec, case.dtype
     packed = not isinstance(case.lengths, int)
@@ -226,7 +237,7 @@ def run(case: Case, device: str) -> int:
     plain = gradients(compressed, (q, k_cmp, v_cmp), dout, dlse, dtype)
     exact_all = gradients(compressed, (q, k_cmp, v_cmp), dout, dlse, torch.float64)
     kinds = {"portable ": replace(base, hopper=None, hopper_bwd=None)}
-    if device == "cuda" and (base.hopper is not None or fits_hopper(case)):
+    if hopper:
         kinds["hopper "] = replace(
             base, hopper=TileConfig(128, 128, 4, 2), hopper_bwd=TileConfig(64, 128, 8, 3)
         )
@@ -249,7 +260,7 @@ def run(case: Case, device: str) -> int:
     # selection
     shape = (case.batch, num_q, case.heads[1], spec.top_n)
     kinds = {"": replace(base, select_hopper=None)}
-    if device == "cuda" and fits_hopper(case) and group > 8:
+    if hopper and group > 8:
         kinds["hopper "] = replace(base, select_hopper=TileConfig(128, 64, 4, 2))
     for kind, config in kinds.items():
         indices = torch.full(shape, -7, dtype=torch.int32, device=device)
@@ -300,25 +311,29 @@ def run(case: Case, device: str) -> int:
     exact_all = gradients(selected, (q, k, v), dout, dlse, torch.float64)
     rows_all = case.batch * num_q
     chunked = replace(
-        base, token_major=False, chunk_rows=-(-rows_all // 3), index_rows=-(-rows_all // 7),
+        base, token_major=False, chunk_rows=-(-rows_all // 3),
+        chunk_rows_bwd=-(-rows_all // 3), index_rows=-(-rows_all // 7),
         item_entries=max(rows_all // 9, 5), item_entries_bwd=max(rows_all // 9, 5),
-        selected_hopper=None, selected_bwd_hopper=None,
+        **PORTABLE,
     )  # fmt: skip
     designs = {
         "token-major": replace(base, token_major=True),
-        "block-major": replace(
-            base, token_major=False, selected_hopper=None, selected_bwd_hopper=None
-        ),
+        "block-major": replace(base, token_major=False, **PORTABLE),
         "block-major chunks": chunked,
     }
     both = ("block-major", "block-major chunks")
-    if device == "cuda" and fits_hopper(case):
+    if hopper:
         for design in both:
             designs[f"hopper {design}"] = replace(
                 designs[design],
                 selected_hopper=TileConfig(64, 64, 4, 4),
+                combine_hopper=TileConfig(64, 64, 4, 5),
                 selected_bwd_hopper=TileConfig(128, 64, 8, 2),
             )
+            if group in (8, 16, 32, 64):
+                designs[f"boxes {design}"] = replace(
+                    designs[f"hopper {design}"], selected_boxes=TileConfig(64, 64, 4, 4, 80)
+                )
     for design, config in designs.items():
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
@@ -447,15 +462,23 @@ def run_best(num_blocks: int, num_init: int, spills: bool, device: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--size", choices=["tiny", "gpu"], default="tiny")
+    parser.add_argument("--size", choices=["tiny", "hopper", "gpu"], default="tiny")
+    parser.add_argument("--order", default="first first", help="of partitions, at size hopper")
+    parser.add_argument("--early", action="store_true", help="products are not delayed, likewise")
     parser.add_argument("--only", default="", help="cases with this in their names")
     parser.add_argument("--part", default="0/1", help="I/N: cases I, I + N, ...")
     args = parser.parse_args()
     if args.device == "cpu":
         torch.set_num_threads(1)
     first, step = (int(x) for x in args.part.split("/"))
-    cases = TINY if args.size == "tiny" else GPU
-    failed = sum(run(case, args.device) for case in cases[first::step] if args.only in case.name)
+    cases = {"tiny": TINY, "hopper": HOPPER, "gpu": GPU}[args.size]
+    cases = [case for case in cases[first::step] if args.only in case.name]
+    if args.size == "hopper":
+        with interpret(args.order, not args.early):
+            failed = sum(run(case, "cpu", args.size) for case in cases)
+        print(f"{failed} failed")
+        return 1 if failed else 0
+    failed = sum(run(case, args.device, args.size) for case in cases)
     if args.only in "best" and first == 0:
         for num_blocks in (40, 300, 1100) if args.device == "cpu" else (40, 300, 1100, 16384):
             for num_init, spills in ((1, True), (0, True), (1, False)):

@@ -190,13 +190,17 @@ def test_config_is_a_pure_function(group: int, dim: int, dtype: torch.dtype) -> 
             assert config == select_config(shape, 16, dtype, arch)
             assert 1 <= config.chunk_rows <= tokens
             assert -(-tokens // config.chunk_rows) <= 16
-            assert 1 <= config.index_rows <= config.chunk_rows
+            assert 1 <= config.index_rows <= config.chunk_rows <= config.chunk_rows_bwd <= tokens
             assert config.token_major == (tokens * 4 <= 2048)
             half = dtype == torch.bfloat16
             wanted = arch == 90 and half and dim in (64, 128) and tokens * 4 * group > 8192
-            fused = ("hopper", "hopper_bwd", "selected_hopper", "selected_bwd_hopper")
+            fused = (
+                *("hopper", "hopper_bwd", "selected_hopper", "combine_hopper"),
+                "selected_bwd_hopper",
+            )
             assert all((getattr(config, name) is not None) == wanted for name in fused)
             assert (config.select_hopper is not None) == (wanted and group > 8)
+            assert (config.selected_boxes is not None) == (wanted and group in (8, 16, 32, 64))
 
 
 def test_hopper_kernels_serve_whole_sequences_only() -> None:

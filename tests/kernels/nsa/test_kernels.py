@@ -21,7 +21,11 @@ KERNELS = {
     *("nsa_selected_bwd_dq_kernel", "nsa_selected_bwd_dkdv_kernel"),
     *("nsa_gate_fwd_kernel", "nsa_gate_bwd_kernel", "nsa_gate_rows_kernel"),
 }
-HOPPER_KERNELS = {"nsa_selected_hopper_part_kernel", "nsa_selected_hopper_bwd_part_kernel"}
+HOPPER_KERNELS = {
+    *("nsa_selected_hopper_part_kernel", "nsa_selected_hopper_combine_kernel"),
+    "nsa_selected_hopper_bwd_part_kernel",
+}
+BOX_KERNELS = {"nsa_selected_hopper_tma_part_kernel"}
 LARGE_GROUP_KERNELS = {"nsa_block_scores_hopper_kernel"}
 
 
@@ -44,6 +48,17 @@ def test_interpreted_kernels_agree_with_the_oracle() -> None:
     assert sum(line.startswith("ok") for line in done.stdout.splitlines()) > 200
 
 
+@pytest.mark.parametrize("timing", [[], ["--early"]], ids=["late", "early"])
+@pytest.mark.parametrize("order", ["first first", "last first"])
+def test_hopper_kernels_agree_with_the_oracle(order: str, timing: list[str]) -> None:
+    done = run_script(
+        "kernel_cases.py", "--size", "hopper", "--order", order, *timing, TRITON_INTERPRET="0"
+    )
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
+    assert done.returncode == 0, "\n".join(failed) + done.stderr[-2000:]
+    assert sum("hopper" in line or "boxes" in line for line in done.stdout.splitlines()) > 80
+
+
 @pytest.mark.parametrize(
     ("arch", "group", "dim"),
     [(80, 4, 128), (86, 4, 128), (90, 16, 128), (90, 4, 128), (90, 1, 64), (100, 16, 128)],
@@ -62,6 +77,7 @@ def test_kernels_compile_without_spilling(arch: int, group: int, dim: int) -> No
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     hopper = HOPPER_KERNELS | (LARGE_GROUP_KERNELS if group > 8 else set())
+    hopper |= BOX_KERNELS if group >= 8 else set()
     assert {row["kernel"] for row in rows} == KERNELS | (hopper if arch == 90 else set())
     limit = {80: 163, 86: 99}.get(arch, 227)
     wgmma = ("nsa_compressed_fwd_kernel", "nsa_selected_part_kernel", "nsa_block_scores_kernel")

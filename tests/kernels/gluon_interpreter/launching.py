@@ -1,0 +1,104 @@
+"""Launches: kernels of ``sparsek_kernels`` run as Python functions on CPU tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction
+
+from tests.kernels.gluon_interpreter.language import Descriptor, Language, value
+from tests.kernels.gluon_interpreter.machine import Machine
+from tests.kernels.gluon_interpreter.values import Pointer
+
+
+class Kernel:
+    """Takes the place of a jitted function: called by kernels, launched by launchers."""
+
+    def __init__(self, kernel: JITFunction, language: Language, order: str, late: bool) -> None:
+        self.kernel, self.language, self.order, self.late = kernel, language, order, late
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        names = self.kernel.arg_names
+        given = dict(zip(names, args, strict=False)) | kwargs
+        fixed = {x.name for x in self.kernel.params if x.is_constexpr}
+        return self.kernel.fn(**{n: x if n in fixed else value(x) for n, x in given.items()})
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            names = self.kernel.arg_names
+            given = dict(zip(names, args, strict=False))
+            given |= {name: x for name, x in kwargs.items() if name in names}
+            found = {name: self._argument(x) for name, x in given.items()}
+            size = tuple(grid(given) if callable(grid) else grid)
+            size = (*size, 1, 1)[:3]
+            language = self.language
+            language.grid = size
+            for z in range(size[2]):
+                for y in range(size[1]):
+                    for x in range(size[0]):
+                        language.program = (x, y, z)
+                        warps = kwargs.get("num_warps", 4)
+                        language.machine = Machine(self.order, self.late, warps)
+                        self(**found)
+                        language.machine.drain(language.machine.current)
+
+        return launch
+
+    @staticmethod
+    def _argument(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return Pointer.of(x)
+        return Descriptor(x) if isinstance(x, TensorDescriptor) else x
+
+
+def _one_multiprocessor(device: torch.device) -> int:
+    """So that the programs of a persistent grid have many tiles each."""
+    return 1
+
+
+@contextmanager
+def interpret(order: str = "first first", late: bool = True) -> Iterator[None]:
+    """Let kernels run on CPU tensors.
+
+    Args:
+        order: ``first first`` or ``last first``: which partition runs until it must wait.
+        late: asynchronous products are made when they are waited for; else when they are issued.
+    """
+    language = Language()
+    kernels: dict[int, Kernel] = {}
+    replaced: list[tuple[dict[str, Any], str, Any, bool]] = []
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("sparsek_kernels"):
+            continue
+        names = vars(module)
+        written = "gl" in names or "tl" in names  # kernels are written here, not only launched
+        for key, x in list(names.items()):
+            new = x
+            if isinstance(x, JITFunction):
+                new = kernels.setdefault(id(x), Kernel(x, language, order, late))
+            elif key == "multiprocessors":
+                new = _one_multiprocessor
+            elif written and isinstance(x, triton.language.constexpr):
+                new = x.value
+            elif written and key in language.names:
+                new = language.names[key]
+            if new is not x:
+                replaced.append((names, key, x, True))
+                names[key] = new
+        if written:
+            replaced.append((names, "range", names.get("range"), "range" in names))
+            names["range"] = language.range
+    try:
+        yield
+    finally:
+        for names, key, x, existed in replaced:
+            if existed:
+                names[key] = x
+            else:
+                del names[key]
