@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from triton.testing import do_bench
 
-from sparsek_kernels.nsa import launch_common, launch_compressed, launch_select, launch_selected
+from sparsek_kernels.nsa import (
+    launch_common,
+    launch_compressed,
+    launch_select,
+    launch_selected,
+    launch_selected_bwd,
+)
 from sparsek_kernels.nsa.config import LaunchConfig, TileConfig, select_config
 from sparsek_kernels.nsa.spec import NSASpec
 
@@ -37,7 +43,7 @@ VARIANTS: dict[str, list[Changes]] = {
         {},
         {"selected_boxes": None},
         {"selected_boxes": None, "selected_hopper": (64, 64, 4, 3)},
-        {"combine_hopper": (64, 64, 4, 4)},
+        {"combine_hopper": (64, 64, 4, 4, 128)},
         *({"index_rows": x} for x in (0.5, 2.0)),
         *({"item_entries": x} for x in (0.5, 2.0)),
         *({**PORTABLE_PARTS, "selected": x} for x in ((64, 64, 4, 1), (64, 64, 4, 1, 128))),
@@ -104,7 +110,7 @@ def stages(heads: int, kv_heads: int, tokens: int) -> dict[str, Callable[[], obj
         launch_selected.forward(out_slc, lse_slc, q, k, v, indices, None, 64, scale)
 
     def selected_bwd() -> object:
-        return launch_selected.backward(
+        return launch_selected_bwd.backward(
             dout, None, q, k, v, out_slc, lse_slc, indices, None, 64, scale
         )
 

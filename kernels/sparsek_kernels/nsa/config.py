@@ -211,6 +211,6 @@ def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int
         select_hopper=TileConfig(128, 64, 4, 2) if hopper and shape.group > 8 else None,
         selected_hopper=TileConfig(64, 64, 4, 4) if hopper else None,
         selected_boxes=TileConfig(64, 64, 4, 4, 80) if boxes else None,
-        combine_hopper=TileConfig(64, 64, 4, 5) if hopper else None,
+        combine_hopper=TileConfig(64, 64, 4, 5, 128) if hopper else None,
         selected_bwd_hopper=TileConfig(128, 64, 8, 2) if hopper else None,
     )

@@ -17,7 +17,7 @@ import torch
 import triton
 
 from sparsek_kernels.common.descriptors import describable
-from sparsek_kernels.nsa import launch_compressed_hopper, launch_selected
+from sparsek_kernels.nsa import launch_compressed_hopper, launch_selected_bwd
 from sparsek_kernels.nsa.kernels_gate import nsa_gate_rows_kernel
 from sparsek_kernels.nsa.launch_common import launch_config, problem_shape
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
@@ -115,7 +115,7 @@ def backward(
         *(dq_acc, dout, q, k_cmp, v_cmp, folded[0], dots[0]),
         *(cu_seqlens, cu_cmp, shape, tile, spec, scale),
     )
-    dq, dk, dv = launch_selected.backward_rows(
+    dq, dk, dv = launch_selected_bwd.backward_rows(
         *(dout, folded[1], dots[1], dq_acc, q, k, v),
         *(block_indices, cu_seqlens, spec.sel_block_size, scale),
     )

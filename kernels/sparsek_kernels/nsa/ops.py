@@ -304,7 +304,7 @@ def selected_bwd(
         *(block_indices, cu_seqlens, sel_block_size, softmax_scale),
     )
     if runs_kernels(q):
-        from sparsek_kernels.nsa.launch_selected import backward
+        from sparsek_kernels.nsa.launch_selected_bwd import backward
 
         return backward(*args)
     return torch_path.selected_backward(*args)

@@ -30,6 +30,7 @@ from sparsek_kernels.nsa import (
     launch_gate,
     launch_select,
     launch_selected,
+    launch_selected_bwd,
 )
 from sparsek_kernels.nsa.config import TileConfig
 from sparsek_kernels.nsa.spec import NSASpec
@@ -37,7 +38,7 @@ from tests.kernels.barriers import require_lasting_barriers
 
 MODULES = (
     *(launch_branches, launch_compress, launch_compressed),
-    *(launch_gate, launch_select, launch_selected),
+    *(launch_gate, launch_select, launch_selected, launch_selected_bwd),
 )
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -69,7 +70,7 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
             setattr(module, name, Spy(name, getattr(module, name), seen))
     launch_common.device_arch = lambda device: arch
     launch_compressed.row_dots = lambda dout, dlse, out: out.new_empty(1, dtype=torch.float32)
-    launch_selected.row_dots = launch_compressed.row_dots
+    launch_selected_bwd.row_dots = launch_compressed.row_dots
     launch_selected.multiprocessors = lambda device: 132
     launch_compressed.describable = lambda *x: False  # those kernels are compiled elsewhere
     spec, scale, tokens = NSASpec(), 0.1, 4096
@@ -96,19 +97,19 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
         launch_compressed.forward(few, lse, few, cmp, cmp, tokens, None, spec, scale)
         launch_select.select(found, few, cmp, lse, tokens, None, spec, scale)
         launch_selected.forward(few, lse, few, k, k, found, None, 64, scale)
-    launch_selected.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
+    launch_selected_bwd.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
     if arch == 90:
         hopper = {
             "select_hopper": TileConfig(128, 64, 4, 2) if group > 8 else None,
             "selected_hopper": TileConfig(64, 64, 4, 4),
             "selected_boxes": None,
-            "combine_hopper": TileConfig(64, 64, 4, 5),
+            "combine_hopper": TileConfig(64, 64, 4, 5, 128),
             "selected_bwd_hopper": TileConfig(128, 64, 8, 2),
         }
         launch_common.select_config = lambda *args: replace(base(*args), **hopper)
         launch_select.select(indices, q, cmp, lse, tokens, None, spec, scale)
         launch_selected.forward(q, lse, q, k, k, indices, None, 64, scale)
-        launch_selected.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
+        launch_selected_bwd.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
         hopper["selected_boxes"] = TileConfig(64, 64, 4, 4, 80)  # for groups of whole boxes
         launch_selected.forward(q, lse, q, k, k, indices, None, 64, scale)
     launch_selected.forward_gated(q, q, q, gates, q, k, k, indices, None, 64, scale)

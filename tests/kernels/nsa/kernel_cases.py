@@ -27,6 +27,7 @@ from sparsek_kernels.nsa import (
     launch_gate,
     launch_select,
     launch_selected,
+    launch_selected_bwd,
 )
 from sparsek_kernels.nsa import reference as ref
 from sparsek_kernels.nsa.config import TileConfig
@@ -327,7 +328,7 @@ def run(case: Case, device: str, size: str) -> int:
             designs[f"hopper {design}"] = replace(
                 designs[design],
                 selected_hopper=TileConfig(64, 64, 4, 4),
-                combine_hopper=TileConfig(64, 64, 4, 5),
+                combine_hopper=TileConfig(64, 64, 4, 5, 128),
                 selected_bwd_hopper=TileConfig(128, 64, 8, 2),
             )
             if group in (8, 16, 32, 64):
@@ -346,7 +347,7 @@ def run(case: Case, device: str, size: str) -> int:
     for design in designs:
         if design == "token-major":
             continue
-        found = launch_selected.backward(
+        found = launch_selected_bwd.backward(
             *(dout, dlse, q, k, v, out, lse, indices, cu, spec.sel_block_size, scale),
             designs[design],
         )
@@ -356,7 +357,7 @@ def run(case: Case, device: str, size: str) -> int:
             judge.error(f"{design} {name}", ours, low, high)
     acc = torch.randn(case.batch, case.heads[0], num_q, case.dim).to(device)
     delta = (dout.float() * out.float()).sum(-1).transpose(1, 2) - dlse
-    summed, _, _ = launch_selected.backward_rows(
+    summed, _, _ = launch_selected_bwd.backward_rows(
         *(dout, lse, delta.contiguous(), acc, q, k, v, indices, cu, spec.sel_block_size, scale),
         designs["block-major"],
     )
