@@ -1,4 +1,4 @@
-"""Kernels in the interpreter, in a process of its own: Triton decides when it is imported."""
+"""Kernels in interpreters, in processes of their own: Triton decides when it is imported."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_kernels_in_the_interpreter() -> None:
-    script = Path(__file__).with_name("interpreted.py")
+
+@pytest.mark.parametrize(
+    ("name", "interpreted"), [("interpreted.py", "1"), ("interpreted_hopper.py", "0")]
+)
+def test_kernels_in_the_interpreter(name: str, interpreted: str) -> None:
+    script = Path(__file__).with_name(name)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": interpreted},
         capture_output=True,
         text=True,
     )

@@ -20,8 +20,11 @@ from tests.kernels.gluon_interpreter.values import Pointer
 class Kernel:
     """Takes the place of a jitted function: called by kernels, launched by launchers."""
 
-    def __init__(self, kernel: JITFunction, language: Language, order: str, late: bool) -> None:
+    def __init__(
+        self, kernel: JITFunction, language: Language, order: str, late: bool, launched: list[str]
+    ) -> None:
         self.kernel, self.language, self.order, self.late = kernel, language, order, late
+        self.launched = launched
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         names = self.kernel.arg_names
@@ -31,6 +34,7 @@ class Kernel:
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:
+            self.launched.append(self.kernel.__name__)
             names = self.kernel.arg_names
             given = dict(zip(names, args, strict=False))
             given |= {name: x for name, x in kwargs.items() if name in names}
@@ -63,14 +67,15 @@ def _one_multiprocessor(device: torch.device) -> int:
 
 
 @contextmanager
-def interpret(order: str = "first first", late: bool = True) -> Iterator[None]:
-    """Let kernels run on CPU tensors.
+def interpret(order: str = "first first", late: bool = True) -> Iterator[list[str]]:
+    """Let kernels run on CPU tensors; gives the names of those that were launched so far.
 
     Args:
         order: ``first first`` or ``last first``: which partition runs until it must wait.
         late: asynchronous products are made when they are waited for; else when they are issued.
     """
     language = Language()
+    launched: list[str] = []
     kernels: dict[int, Kernel] = {}
     replaced: list[tuple[dict[str, Any], str, Any, bool]] = []
     for name, module in list(sys.modules.items()):
@@ -81,7 +86,7 @@ def interpret(order: str = "first first", late: bool = True) -> Iterator[None]:
         for key, x in list(names.items()):
             new = x
             if isinstance(x, JITFunction):
-                new = kernels.setdefault(id(x), Kernel(x, language, order, late))
+                new = kernels.setdefault(id(x), Kernel(x, language, order, late, launched))
             elif key == "multiprocessors":
                 new = _one_multiprocessor
             elif written and isinstance(x, triton.language.constexpr):
@@ -95,7 +100,7 @@ def interpret(order: str = "first first", late: bool = True) -> Iterator[None]:
             replaced.append((names, "range", names.get("range"), "range" in names))
             names["range"] = language.range
     try:
-        yield
+        yield launched
     finally:
         for names, key, x, existed in replaced:
             if existed:

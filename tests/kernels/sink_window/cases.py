@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 
-from sparsek_kernels.sink_window.config import LaunchConfig
+from sparsek_kernels.sink_window.config import LaunchConfig, ProblemShape, TileConfig, select_config
 from sparsek_kernels.sink_window.launch import launch_backward, launch_forward
 from sparsek_kernels.sink_window.reference import sink_flash_attention_reference
 from sparsek_kernels.sink_window.spec import AttentionSpec
@@ -103,6 +103,19 @@ def spec_of(case: Case) -> AttentionSpec:
     """The mask of a case as the launchers take it."""
     num_sink = case.num_sink if case.window is not None else 0
     return AttentionSpec(num_sink, case.window, case.causal, case.dim**-0.5)
+
+
+def long_config(case: Case, arch: int) -> LaunchConfig:
+    """The configuration of a long problem for a small one, so that its kernels are tested."""
+    long = ProblemShape(
+        1, 65536, 65536, case.heads, case.kv_heads, case.dim, case.num_sink if case.window else 0,
+        case.window, case.causal, len(case.lens) or None,
+    )  # fmt: skip
+    config = select_config(long, case.dtype, arch)
+    if config.hopper_backward is not None and config.hopper_forward is None:
+        # A short window: not the faster kernel, but it has to be right.
+        config = replace(config, hopper_forward=TileConfig(128, 128, 4, 2))
+    return config
 
 
 def kernels(case: Case, t: Tensors, config: LaunchConfig | None = None) -> dict[str, torch.Tensor]:

@@ -14,8 +14,7 @@ import dataclasses
 
 import torch
 
-from sparsek_kernels.sink_window.config import ProblemShape, TileConfig, select_config
-from tests.kernels.sink_window.cases import Case, kernels, make
+from tests.kernels.sink_window.cases import Case, kernels, long_config, make
 
 CASES = [
     Case(1, 1, 1, 1, 64, dtype=torch.bfloat16, window=1, num_sink=1, sinks=True),
@@ -30,13 +29,8 @@ SMALL = [
 
 if __name__ == "__main__":
     for case in CASES:
-        long = ProblemShape(
-            1, 65536, 65536, case.heads, case.kv_heads, case.dim, case.num_sink, case.window,
-            True, len(case.lens) or None,
-        )  # fmt: skip
-        selected = select_config(long, case.dtype, 90)
-        hopper = dataclasses.replace(selected, hopper_forward=TileConfig(128, 128, 4, 2))
-        portable = dataclasses.replace(selected, hopper_forward=None, hopper_backward=None)
+        hopper = long_config(case, 90)
+        portable = dataclasses.replace(hopper, hopper_forward=None, hopper_backward=None)
         tensors = make(case, "cuda")
         for config in (portable, hopper):
             kernels(case, tensors, config)

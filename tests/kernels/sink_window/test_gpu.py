@@ -10,9 +10,9 @@ import torch
 from sparsek_kernels import sink_flash_attention
 from sparsek_kernels.sink_window import launch
 from sparsek_kernels.sink_window.calls import device_arch
-from sparsek_kernels.sink_window.config import LaunchConfig, ProblemShape, TileConfig, select_config
+from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig
 from sparsek_kernels.sink_window.reference import sink_flash_attention_reference
-from tests.kernels.sink_window.cases import Case, check, kernels, make
+from tests.kernels.sink_window.cases import Case, check, kernels, long_config, make
 
 pytestmark = pytest.mark.gpu
 
@@ -69,16 +69,8 @@ GRID = [
 
 
 def with_hopper(case: Case) -> LaunchConfig:
-    """The configuration of a long problem for a small one, so that its kernels are tested."""
-    long = ProblemShape(
-        1, 65536, 65536, case.heads, case.kv_heads, case.dim, case.num_sink if case.window else 0,
-        case.window, case.causal, len(case.lens) or None,
-    )  # fmt: skip
-    config = select_config(long, case.dtype, device_arch(torch.device("cuda")))
-    if config.hopper_backward is not None and config.hopper_forward is None:
-        # A short window: not the faster kernel, but it has to be right.
-        config = dataclasses.replace(config, hopper_forward=TileConfig(128, 128, 4, 2))
-    return config
+    """The configuration of a long problem on this GPU."""
+    return long_config(case, device_arch(torch.device("cuda")))
 
 
 @pytest.mark.parametrize("case", GRID, ids=str)

@@ -1,0 +1,67 @@
+"""The Hopper kernel in the interpreter of Gluon; started by ``test_interpreter.py``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sparsek_kernels.block_sparse.config import ProblemShape, select_config
+from tests.kernels.block_sparse.cases import Case, check
+from tests.kernels.gluon_interpreter import interpret
+
+SLOW = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+BF16, FP16 = torch.bfloat16, torch.float16
+
+CASES = [
+    Case(384, 384, 2, 1, 64, block=128, density=0.7, causal=True, dtype=BF16),
+    Case(300, 512, 4, 2, 64, 2, 128, patterns=4, density=0.6, dtype=BF16),
+    Case(200, 256, 2, 2, 128, block=128, density=0.8, causal=True, dtype=FP16),
+    Case(320, 320, 4, 2, 64, 2, 64, patterns=2, density=0.6, causal=True, dtype=BF16),
+    Case(400, 320, 3, 1, 64, block=64, density=0.6, causal=True, dtype=BF16),
+    Case(1, 448, 7, 1, 64, block=64, dtype=FP16),
+    Case(500, 640, 2, 1, 64, block=64, density=1.0, dtype=BF16),
+    Case(192, 192, 2, 1, 128, block=64, density=1.0, causal=True, dtype=BF16),
+    Case(256, 256, 2, 1, 64, block=64, density=0.0, dtype=BF16),
+]
+
+
+def run(case: Case, order: str, late: bool) -> None:
+    """Check a case whose forward pass is the Hopper kernel."""
+    shape = ProblemShape(case.heads, case.kv_heads, case.dim, case.block, case.patterns, case.nk)
+    with interpret(order, late) as launched:
+        check(case, config=select_config(shape, case.dtype, 90))
+    assert launched[0] == "block_sparse_hopper_fwd_kernel"
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
+@pytest.mark.parametrize("order", ["first first", "last first"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(case: Case, order: str, late: bool) -> None:
+    run(case, order, late)
+
+
+@SLOW
+@given(
+    nq=st.integers(1, 400),
+    key_blocks=st.integers(1, 6),
+    block=st.sampled_from([(64, 2, 1), (64, 3, 1), (64, 4, 2), (128, 1, 1), (128, 4, 2)]),
+    density=st.sampled_from([0.2, 0.6, 1.0]),
+    causal=st.booleans(),
+    order=st.sampled_from(["first first", "last first"]),
+    late=st.booleans(),
+)
+def test_shapes(
+    nq: int,
+    key_blocks: int,
+    block: tuple[int, int, int],
+    density: float,
+    causal: bool,
+    order: str,
+    late: bool,
+) -> None:
+    size, heads, kv_heads = block
+    sizes = (nq, size * key_blocks, heads, kv_heads, 64)
+    case = Case(*sizes, block=size, density=density, causal=causal, dtype=BF16)
+    run(case, order, late)
