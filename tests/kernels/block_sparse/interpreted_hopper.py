@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,8 +13,13 @@ from sparsek_kernels.block_sparse.config import ProblemShape, select_config
 from tests.kernels.block_sparse.cases import Case, check
 from tests.kernels.gluon_interpreter import interpret
 
-SLOW = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+SLOW = settings(
+    max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 BF16, FP16 = torch.bfloat16, torch.float16
+
+Way = tuple[str, bool, int]
+WAYS: list[Way] = list(itertools.product(("first first", "last first"), (True, False), (1, 3)))
 
 CASES = [
     Case(384, 384, 2, 1, 64, block=128, density=0.7, causal=True, dtype=BF16),
@@ -27,19 +34,18 @@ CASES = [
 ]
 
 
-def run(case: Case, order: str, late: bool) -> None:
+def run(case: Case, way: Way) -> None:
     """Check a case whose forward pass is the Hopper kernel."""
     shape = ProblemShape(case.heads, case.kv_heads, case.dim, case.block, case.patterns, case.nk)
-    with interpret(order, late) as launched:
+    with interpret(*way) as launched:
         check(case, config=select_config(shape, case.dtype, 90))
     assert launched[0] == "block_sparse_hopper_fwd_kernel"
 
 
-@pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
-@pytest.mark.parametrize("order", ["first first", "last first"])
+@pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_case(case: Case, order: str, late: bool) -> None:
-    run(case, order, late)
+def test_case(case: Case, way: Way) -> None:
+    run(case, way)
 
 
 @SLOW
@@ -49,8 +55,7 @@ def test_case(case: Case, order: str, late: bool) -> None:
     block=st.sampled_from([(64, 2, 1), (64, 3, 1), (64, 4, 2), (128, 1, 1), (128, 4, 2)]),
     density=st.sampled_from([0.2, 0.6, 1.0]),
     causal=st.booleans(),
-    order=st.sampled_from(["first first", "last first"]),
-    late=st.booleans(),
+    way=st.sampled_from(WAYS),
 )
 def test_shapes(
     nq: int,
@@ -58,10 +63,9 @@ def test_shapes(
     block: tuple[int, int, int],
     density: float,
     causal: bool,
-    order: str,
-    late: bool,
+    way: Way,
 ) -> None:
     size, heads, kv_heads = block
     sizes = (nq, size * key_blocks, heads, kv_heads, 64)
     case = Case(*sizes, block=size, density=density, causal=causal, dtype=BF16)
-    run(case, order, late)
+    run(case, way)

@@ -103,11 +103,10 @@ def _where(condition: Any, a: Any, b: Any) -> Value:
 
 
 class Language:
-    """The names that kernels use, for one program at a time."""
+    """The names that kernels use, for one launch at a time."""
 
     def __init__(self) -> None:
         self.machine: Machine
-        self.program: tuple[int, int, int] = (0, 0, 0)
         self.grid: tuple[int, int, int] = (1, 1, 1)
         gl = SimpleNamespace(
             **{
@@ -117,7 +116,7 @@ class Language:
             },
             uint32=Word,
             constexpr=lambda x: x,
-            program_id=lambda axis: value(self.program[axis]),
+            program_id=lambda axis: value(self.machine.current.program[axis]),
             num_programs=lambda axis=0: value(self.grid[axis]),
             arange=lambda a, b, layout=None: Value(torch.arange(a, b, dtype=torch.int32)),
             zeros=lambda shape, dtype, layout=None: Value(torch.zeros(shape, dtype=dtype)),
@@ -207,7 +206,7 @@ class Language:
         if "@never" in text:
             return args[0]
         if "ld.acquire" in text:
-            return args[0].load()
+            return self.machine.read_flag(args[0])
         if "st.release" in text:
             self._store_wait(0)
             args[0].store(args[1])
@@ -256,7 +255,7 @@ class Language:
             result.write(pointer.load(held, 0.0).data.reshape(result.shape))
             found.land(desc.block_type.nbytes)
 
-        found.in_flight.append(work)
+        self.machine.copy(work, found.in_flight)
 
     def _put(self, desc: Descriptor, coord: Any, source: Memory, adds: bool = False) -> None:
         coord = [int(x) for x in coord]
@@ -266,14 +265,10 @@ class Language:
             tile = Value(source.read().reshape(desc.block_shape))
             pointer.store(tile + pointer.load(held, 0.0) if adds else tile, held)
 
-        self.machine.current.stores.append(work)
+        self.machine.put(work)
 
     def _store_wait(self, pendings: int) -> None:
-        stores = self.machine.current.stores
-        count = max(len(stores) - int(pendings), 0)
-        for work in stores[:count]:
-            work()
-        del stores[:count]
+        self.machine.finish_stores(int(pendings))
 
     def _copy(self, memory: Memory, pointer: Pointer, mask: Any = None, **_: Any) -> None:
         def work() -> None:
@@ -281,7 +276,7 @@ class Language:
             found = pointer.load(mask, other).data
             memory.write(found.expand(memory.shape))
 
-        self.machine.current.copies.append(work)
+        self.machine.copy(work, self.machine.current.copies)
 
     def _copies_arrive(self, barrier: Any, increment_count: bool = True) -> None:
         me, found = self.machine.current, self._barrier(barrier)
@@ -294,7 +289,7 @@ class Language:
                 copy()
             found.arrive(32 * me.warps)
 
-        found.in_flight.append(work)
+        self.machine.copy(work, found.in_flight)
 
     def _commit(self) -> None:
         me = self.machine.current

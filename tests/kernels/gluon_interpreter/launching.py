@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from tests.kernels.gluon_interpreter.language import Descriptor, Language, value
-from tests.kernels.gluon_interpreter.machine import Machine
+from tests.kernels.gluon_interpreter.machine import Machine, Partition
 from tests.kernels.gluon_interpreter.values import Pointer
 
 
@@ -21,10 +23,16 @@ class Kernel:
     """Takes the place of a jitted function: called by kernels, launched by launchers."""
 
     def __init__(
-        self, kernel: JITFunction, language: Language, order: str, late: bool, launched: list[str]
+        self,
+        kernel: JITFunction,
+        language: Language,
+        order: str,
+        late: bool,
+        side_by_side: int,
+        launched: list[str],
     ) -> None:
         self.kernel, self.language, self.order, self.late = kernel, language, order, late
-        self.launched = launched
+        self.side_by_side, self.launched = side_by_side, launched
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         names = self.kernel.arg_names
@@ -41,16 +49,14 @@ class Kernel:
             found = {name: self._argument(x) for name, x in given.items()}
             size = tuple(grid(given) if callable(grid) else grid)
             size = (*size, 1, 1)[:3]
-            language = self.language
-            language.grid = size
-            for z in range(size[2]):
-                for y in range(size[1]):
-                    for x in range(size[0]):
-                        language.program = (x, y, z)
-                        warps = kwargs.get("num_warps", 4)
-                        language.machine = Machine(self.order, self.late, warps)
-                        self(**found)
-                        language.machine.drain(language.machine.current)
+            self.language.grid = size
+            self.language.machine = Machine(self.order, self.late)
+            function, warps = partial(self, **found), kwargs.get("num_warps", 4)
+            programs = (
+                Partition(function, warps, (x, y, z))
+                for z, y, x in itertools.product(*map(range, size[::-1]))
+            )
+            self.language.machine.launch(programs, self.side_by_side)
 
         return launch
 
@@ -61,18 +67,17 @@ class Kernel:
         return Descriptor(x) if isinstance(x, TensorDescriptor) else x
 
 
-def _one_multiprocessor(device: torch.device) -> int:
-    """So that the programs of a persistent grid have many tiles each."""
-    return 1
-
-
 @contextmanager
-def interpret(order: str = "first first", late: bool = True) -> Iterator[list[str]]:
+def interpret(
+    order: str = "first first", late: bool = True, side_by_side: int = 1
+) -> Iterator[list[str]]:
     """Let kernels run on CPU tensors; gives the names of those that were launched so far.
 
     Args:
         order: ``first first`` or ``last first``: which partition runs until it must wait.
-        late: asynchronous products are made when they are waited for; else when they are issued.
+        late: asynchronous products and copies out of shared memory happen when they are waited
+            for, while others run on, and copies into it when they are issued; else the reverse.
+        side_by_side: programs that run at a time, and of a persistent grid.
     """
     language = Language()
     launched: list[str] = []
@@ -86,9 +91,10 @@ def interpret(order: str = "first first", late: bool = True) -> Iterator[list[st
         for key, x in list(names.items()):
             new = x
             if isinstance(x, JITFunction):
-                new = kernels.setdefault(id(x), Kernel(x, language, order, late, launched))
+                kernel = Kernel(x, language, order, late, side_by_side, launched)
+                new = kernels.setdefault(id(x), kernel)
             elif key == "multiprocessors":
-                new = _one_multiprocessor
+                new = lambda _device: side_by_side  # noqa: E731
             elif written and isinstance(x, triton.language.constexpr):
                 new = x.value
             elif written and key in language.names:

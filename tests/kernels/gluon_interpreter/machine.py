@@ -1,18 +1,19 @@
-"""One program's hardware: shared memory, barriers, copies in flight, and partitions in turn."""
+"""The hardware of programs: shared memory, barriers, copies in flight, and partitions in turn."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from tests.kernels.gluon_interpreter.values import Value, unwrap
+from tests.kernels.gluon_interpreter.values import Pointer, Value, unwrap
 
 Work = Callable[[], None]
 
@@ -129,7 +130,7 @@ class Barrier:
             self.pending = self.count
 
     def passed(self, parity: int) -> bool:
-        """Whether the phase of this parity is over; copies in flight land no earlier than here."""
+        """Whether the phase of this parity is over; copies in flight land here."""
         if self.phases % 2 != parity:
             return True
         waiting, self.in_flight = self.in_flight, []
@@ -172,9 +173,9 @@ class Product:
 class Partition:
     """One partition's warps: its thread, and what it has in flight."""
 
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
+    function: Callable[[], Any]
     warps: int
+    program: tuple[int, int, int]
     ready: Callable[[], bool] | None = None
     alive: bool = True
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -182,69 +183,87 @@ class Partition:
     copies: list[Work] = field(default_factory=list)
     groups: list[list[Work]] = field(default_factory=list)
     stores: list[Work] = field(default_factory=list)
+    flag: tuple[int, int, int] | None = None
+    patient: bool = False
+
+    def drain(self) -> None:
+        """What is in flight at the end of a partition lands."""
+        for work in itertools.chain(*self.groups, self.copies, self.stores):
+            work()
 
 
 class Machine:
-    """Partitions of one program, one of them running at a time until it must wait."""
+    """Partitions of programs side by side, one of them running at a time until it must wait."""
 
-    def __init__(self, order: str, late: bool, warps: int) -> None:
+    def __init__(self, order: str, late: bool) -> None:
         self.order, self.late = order, late
-        self.current = Partition(lambda: None, (), warps)
+        self.current: Partition
         self.partitions: list[Partition] = []
+        self.threads: list[threading.Thread] = []
         self.problem: BaseException | None = None
-
-    def run(self, parts: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], warps: list[int]):
-        """Run partitions to their end."""
-        outer = self.current
-        self.partitions = [
-            Partition(function, args, n)
-            for (function, args), n in zip(parts, [outer.warps, *warps], strict=True)
-        ]
-        if self.order == "last first":
-            self.partitions.reverse()
         self.done = threading.Event()
-        threads = [threading.Thread(target=self._main, args=(x,)) for x in self.partitions]
-        for thread in threads:
-            thread.start()
+
+    def launch(self, programs: Iterator[Partition], side_by_side: int) -> None:
+        """Run programs to their end; the next one starts when one of them has ended."""
+        self.programs = programs
+        for program in itertools.islice(programs, side_by_side):
+            self._start(program)
         self._next()
         self.done.wait()
         for partition in self.partitions:
             partition.turn.release()
-        for thread in threads:
+        for thread in self.threads:
             thread.join()
-        self.current = outer
         if self.problem is not None:
             raise self.problem
+
+    def run(
+        self, parts: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], warps: list[int]
+    ) -> None:
+        """Run partitions of the current program to their end."""
+        me = self.current
+        forked = [
+            Partition(partial(function, *args), n, me.program)
+            for (function, args), n in zip(parts, [me.warps, *warps], strict=True)
+        ]
+        for partition in forked:
+            self._start(partition)
+        self.wait(lambda: not any(x.alive for x in forked))
+
+    def _start(self, partition: Partition) -> None:
+        self.partitions.append(partition)
+        self.threads.append(threading.Thread(target=self._main, args=(partition,)))
+        self.threads[-1].start()
 
     def _main(self, partition: Partition) -> None:
         partition.turn.acquire()
         if self.problem is not None:
             return
         try:
-            partition.function(*partition.args)
-            self.drain(partition)
+            partition.function()
+            partition.drain()
         except BaseException as problem:
             self.problem = self.problem or problem
         partition.alive = False
+        if self.problem is None:
+            self.partitions.remove(partition)
+            if all(x.program != partition.program for x in self.partitions):
+                for program in itertools.islice(self.programs, 1):
+                    self._start(program)
         self._next()
 
-    def drain(self, partition: Partition) -> None:
-        """What is in flight at the end of a partition lands."""
-        groups = [*partition.groups, partition.copies, partition.stores]
-        for work in itertools.chain.from_iterable(groups):
-            work()
-
     def _next(self) -> None:
-        alive = [x for x in self.partitions if x.alive]
-        if not alive or self.problem is not None:
+        if not self.partitions or self.problem is not None:
             self.done.set()
             return
+        queue = self.partitions if self.order == "first first" else self.partitions[::-1]
+        queue = sorted(queue, key=lambda x: x.patient)
         try:
-            chosen = next((x for x in alive if x.ready is None or x.ready()), None)
+            chosen = next((x for x in queue if x.ready is None or x.ready()), None)
         except BaseException as problem:
             self.problem, chosen = problem, None
         if chosen is None:
-            self.problem = self.problem or Deadlock(f"{len(alive)} partitions wait for one another")
+            self.problem = self.problem or Deadlock(f"{len(queue)} partitions wait for one another")
             self.done.set()
             return
         chosen.ready = None
@@ -253,16 +272,52 @@ class Machine:
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Let others run until ``ready()``."""
-        if not self.partitions:
-            if not ready():
-                raise Deadlock("the only partition waits for nobody")
-            return
         me = self.current
         me.ready = ready
         self._next()
         me.turn.acquire()
         if self.problem is not None:
             raise SystemExit
+
+    def pause(self) -> None:
+        """Let others run as far as they can."""
+        me = self.current
+        me.patient = True
+        self.wait(lambda: True)
+        me.patient = False
+
+    def read_flag(self, flag: Pointer) -> Value:
+        """What a partition reads again and again changes at some time: others run until then."""
+        me, found, place = self.current, flag.load(), (flag.storage.data_ptr(), int(flag.offset))
+        if me.flag == (*place, int(found)):
+            before = int(found)
+            self.wait(lambda: int(flag.load()) != before)
+            found = flag.load()
+        me.flag = (*place, int(found))
+        return found
+
+    def copy(self, work: Work, queue: list[Work]) -> None:
+        """A copy into shared memory: now, or when ``queue`` is waited for."""
+        if self.late:
+            work()
+        else:
+            queue.append(work)
+
+    def put(self, work: Work) -> None:
+        """A copy from shared memory: when it is waited for, or now."""
+        if self.late:
+            self.current.stores.append(work)
+        else:
+            work()
+
+    def finish_stores(self, later: int) -> None:
+        stores = self.current.stores
+        count = max(len(stores) - later, 0)
+        if count:
+            self.pause()
+        for work in stores[:count]:
+            work()
+        del stores[:count]
 
     def issue(self, work: Callable[[], Value]) -> Product:
         product = Product(work)
@@ -274,6 +329,8 @@ class Machine:
     def finish_products(self, later: int) -> None:
         products = self.current.products
         count = max(len(products) - later, 0)
+        if count and self.late:
+            self.pause()
         for product in products[:count]:
             product.finish()
         del products[:count]

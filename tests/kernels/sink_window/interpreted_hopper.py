@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -18,9 +19,14 @@ from tests.kernels.sink_window.cases import Case, check, long_config, make, spec
 FORWARD = "sink_window_hopper_fwd_kernel"
 BACKWARD = "sink_window_hopper_bwd_kernel"
 FEW_ROWS = "sink_window_hopper_small_kernel"
-SLOW = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+SLOW = settings(
+    max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 BF16, FP16 = torch.bfloat16, torch.float16
 LENS = ((0, 0), (1, 1), (130, 65), (0, 5), (65, 200), (7, 0), (128, 128), (1, 300))
+
+Way = tuple[str, bool, int]
+WAYS: list[Way] = list(itertools.product(("first first", "last first"), (True, False), (1, 3)))
 
 CASES = [
     Case(330, 330, 4, 2, 64, dtype=BF16),
@@ -51,33 +57,27 @@ FEW = [
 ]
 
 
-def run(case: Case, order: str, late: bool, config: LaunchConfig | None = None) -> list[str]:
+def run(case: Case, way: Way, config: LaunchConfig | None = None) -> list[str]:
     """Check both passes of a case; the kernels that were launched."""
-    with interpret(order, late) as launched:
+    with interpret(*way) as launched:
         check(case, config=config or long_config(case, 90))
     return launched
 
 
-timings = pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
-orders = pytest.mark.parametrize("order", ["first first", "last first"])
-
-
-@timings
-@orders
+@pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_case(case: Case, order: str, late: bool) -> None:
-    launched = run(case, order, late)
+def test_case(case: Case, way: Way) -> None:
+    launched = run(case, way)
     assert launched.count(FORWARD) == launched.count(BACKWARD) == 1
 
 
-@timings
-@orders
+@pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("case", FEW, ids=str)
-def test_few_rows(case: Case, order: str, late: bool) -> None:
+def test_few_rows(case: Case, way: Way) -> None:
     t = make(case)
     config = select_config(problem_shape(t.q, t.k, spec_of(case), None), case.dtype, 90)
     config = replace(config, hopper_backward=TileConfig(64, 128, 8, 3))
-    launched = run(case, order, late, config)
+    launched = run(case, way, config)
     assert launched.count(FEW_ROWS) == launched.count(BACKWARD) == 1
 
 
@@ -86,7 +86,7 @@ def test_the_accumulator_of_a_part_of_the_heads(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(configs, "ACCUMULATOR_BYTES", 1)
-    assert run(case, "first first", True).count(BACKWARD) == case.batch * case.kv_heads
+    assert run(case, WAYS[0]).count(BACKWARD) == case.batch * case.kv_heads
 
 
 @SLOW
@@ -97,9 +97,7 @@ def test_the_accumulator_of_a_part_of_the_heads(
     batch=st.integers(1, 2),
     num_sink=st.integers(0, 64),
     window=st.none() | st.integers(1, 200),
-    sinks=st.booleans(),
-    order=st.sampled_from(["first first", "last first"]),
-    late=st.booleans(),
+    way=st.sampled_from(WAYS),
 )
 def test_shapes(
     nq: int,
@@ -108,12 +106,10 @@ def test_shapes(
     batch: int,
     num_sink: int,
     window: int | None,
-    sinks: bool,
-    order: str,
-    late: bool,
+    way: Way,
 ) -> None:
-    masks = {"num_sink": num_sink, "window": window, "sinks": sinks, "dtype": BF16}
-    assert FORWARD in run(Case(nq, nk, *heads, 64, batch, **masks), order, late)
+    masks = {"num_sink": num_sink, "window": window, "dtype": BF16}
+    assert FORWARD in run(Case(nq, nk, *heads, 64, batch, **masks), way)
 
 
 @SLOW
@@ -122,16 +118,14 @@ def test_shapes(
     num_sink=st.integers(0, 40),
     window=st.none() | st.integers(1, 150),
     causal=st.booleans(),
-    order=st.sampled_from(["first first", "last first"]),
-    late=st.booleans(),
+    way=st.sampled_from(WAYS),
 )
 def test_packed_shapes(
     lens: list[tuple[int, int]],
     num_sink: int,
     window: int | None,
     causal: bool,
-    order: str,
-    late: bool,
+    way: Way,
 ) -> None:
     masks = {"num_sink": num_sink, "window": window if causal else None, "causal": causal}
-    run(Case(heads=2, dim=64, dtype=BF16, lens=tuple(lens), **masks), order, late)
+    run(Case(heads=2, dim=64, dtype=BF16, lens=tuple(lens), **masks), way)
