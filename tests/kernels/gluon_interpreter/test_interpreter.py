@@ -8,108 +8,120 @@ from typing import Any
 
 import pytest
 import torch
-from triton.experimental.gluon.language import SwizzledSharedLayout
+from triton.experimental.gluon.language import NVMMASharedLayout, SwizzledSharedLayout, bfloat16
 
 from tests.kernels.gluon_interpreter.language import Language, value
-from tests.kernels.gluon_interpreter.machine import Deadlock, Machine, Memory, places
+from tests.kernels.gluon_interpreter.machine import Deadlock, Machine, Memory, Partition, places
 from tests.kernels.gluon_interpreter.values import Pointer, Value, Word
 
 FLAT = SwizzledSharedLayout(1, 1, 1, [0])
 PLAIN = SwizzledSharedLayout(1, 1, 1, [1, 0])
+TIMINGS = pytest.mark.parametrize("late", [True, False])
 ORDERS = pytest.mark.parametrize("order", ["first first", "last first"])
 
 
-def program(order: str = "first first", late: bool = True) -> Any:
-    """The names of the language, with a program's machine behind them."""
-    language = Language()
-    language.machine = Machine(order, late, warps=4)
-    return types.SimpleNamespace(**language.names)
+def run(
+    program: Callable[..., Any], *args: Any, order: str = "first first", late: bool = True
+) -> Any:
+    """What ``program(x, *args)`` returns, where ``x`` holds the names of the language."""
+    language, found = Language(), []
+    language.machine = Machine(order, late)
+    names = types.SimpleNamespace(**language.names)
+    main = Partition(lambda: found.append(program(names, *args)), 4, (0, 0, 0))
+    language.machine.launch(iter([main]), 1)
+    return found[0]
 
 
-def pipeline(x: Any, waits: bool, arrives: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+def pipeline(x: Any, source: torch.Tensor, waits: bool, gives_back: bool) -> torch.Tensor:
     """Copy rows through a ring of two buffers, one partition to the other."""
+    rows, cols = source.shape
+    ring = x.gl.allocate_shared_memory(torch.float32, [2, cols], FLAT)
+    full = x.gl.allocate_shared_memory(torch.int64, [2, 1], x.mbarrier.MBarrierLayout())
+    empty = x.gl.allocate_shared_memory(torch.int64, [2, 1], x.mbarrier.MBarrierLayout())
+    for i in range(2):
+        x.mbarrier.init(full.index(i), count=32)
+        x.mbarrier.init(empty.index(i), count=1)
+    found = torch.full_like(source, float("nan"))
 
-    def run(source: torch.Tensor) -> torch.Tensor:
-        rows, cols = source.shape
-        ring = x.gl.allocate_shared_memory(torch.float32, [2, cols], FLAT)
-        full = x.gl.allocate_shared_memory(torch.int64, [2, 1], x.mbarrier.MBarrierLayout())
-        empty = x.gl.allocate_shared_memory(torch.int64, [2, 1], x.mbarrier.MBarrierLayout())
-        for i in range(2):
-            x.mbarrier.init(full.index(i), count=32)
-            x.mbarrier.init(empty.index(i), count=1)
-        found = torch.full_like(source, float("nan"))
+    def copies() -> None:
+        for step in range(rows):
+            x.mbarrier.wait(empty.index(step % 2), ((step // 2) & 1) ^ 1)
+            pointer = Pointer.of(source) + Value(torch.arange(cols) + step * cols)
+            x.async_copy.async_copy_global_to_shared(ring.index(step % 2), pointer)
+            x.async_copy.mbarrier_arrive(full.index(step % 2), increment_count=False)
 
-        def copies() -> None:
-            for step in range(rows):
-                x.mbarrier.wait(empty.index(step % 2), ((step // 2) & 1) ^ 1)
-                pointer = Pointer.of(source) + Value(torch.arange(cols) + step * cols)
-                x.async_copy.async_copy_global_to_shared(ring.index(step % 2), pointer)
-                x.async_copy.mbarrier_arrive(full.index(step % 2), increment_count=False)
+    def computes() -> None:
+        for step in range(rows):
+            if waits:
+                x.mbarrier.wait(full.index(step % 2), (step // 2) & 1)
+            found[step] = ring.index(step % 2).load(None).data
+            if gives_back:
+                x.mbarrier.arrive(empty.index(step % 2), count=1)
 
-        def computes() -> None:
-            for step in range(rows):
-                if waits:
-                    x.mbarrier.wait(full.index(step % 2), (step // 2) & 1)
-                found[step] = ring.index(step % 2).load(None).data
-                if arrives:
-                    x.mbarrier.arrive(empty.index(step % 2), count=1)
-
-        x.gl.warp_specialize([(computes, ()), (copies, ())], [1], [24])
-        return found
-
-    return run
+    x.gl.warp_specialize([(computes, ()), (copies, ())], [1], [24])
+    return found
 
 
 @ORDERS
-def test_a_ring_delivers(order: str) -> None:
+@TIMINGS
+def test_a_ring_delivers(order: str, late: bool) -> None:
     source = torch.randn(7, 4)
-    assert torch.equal(pipeline(program(order), True, True)(source), source)
+    assert torch.equal(run(pipeline, source, True, True, order=order, late=late), source)
 
 
 @ORDERS
 def test_a_buffer_that_is_not_waited_for_is_not_filled(order: str) -> None:
-    found = pipeline(program(order), False, False)(torch.randn(2, 4))
+    """Copies land when they are waited for, where nothing else is late."""
+    found = run(pipeline, torch.randn(2, 4), False, False, order=order, late=False)
     assert bool(found.isnan().all())
 
 
 @ORDERS
-def test_a_buffer_that_is_never_given_back_stops_the_program(order: str) -> None:
+@TIMINGS
+def test_a_buffer_that_is_never_given_back_stops_the_program(order: str, late: bool) -> None:
     with pytest.raises(Deadlock, match="wait for one another"):
-        pipeline(program(order), True, False)(torch.randn(7, 4))
+        run(pipeline, torch.randn(7, 4), True, False, order=order, late=late)
 
 
 def test_too_many_arrivals() -> None:
-    x = program()
-    bar = x.gl.allocate_shared_memory(torch.int64, [1], x.mbarrier.MBarrierLayout())
-    x.mbarrier.init(bar, count=2)
-    with pytest.raises(RuntimeError, match="more arrivals"):
+    def program(x: Any) -> None:
+        bar = x.gl.allocate_shared_memory(torch.int64, [1], x.mbarrier.MBarrierLayout())
+        x.mbarrier.init(bar, count=2)
         x.mbarrier.arrive(bar, count=3)
 
+    with pytest.raises(RuntimeError, match="more arrivals"):
+        run(program)
 
-@pytest.mark.parametrize("late", [True, False])
+
+@TIMINGS
 def test_an_operand_that_is_overwritten_before_the_wait(late: bool) -> None:
     """Products happen at the wait, or at once: a kernel must be right either way."""
-    x = program(late=late)
-    a = x.gl.allocate_shared_memory(torch.bfloat16, [16, 16], PLAIN)
-    b = x.gl.allocate_shared_memory(torch.bfloat16, [16, 16], PLAIN)
-    a.store(Value(torch.eye(16, dtype=torch.bfloat16)))
-    b.store(Value(torch.ones(16, 16, dtype=torch.bfloat16)))
-    zero = Value(torch.zeros(16, 16))
-    token = x.warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
-    b.store(Value(torch.zeros(16, 16, dtype=torch.bfloat16)))
-    found = x.warpgroup_mma_wait(0, deps=[token])
-    assert torch.equal(found.data, torch.zeros(16, 16) if late else torch.ones(16, 16))
+
+    def program(x: Any) -> Value:
+        a = x.gl.allocate_shared_memory(torch.bfloat16, [16, 16], PLAIN)
+        b = x.gl.allocate_shared_memory(torch.bfloat16, [16, 16], PLAIN)
+        a.store(Value(torch.eye(16, dtype=torch.bfloat16)))
+        b.store(Value(torch.ones(16, 16, dtype=torch.bfloat16)))
+        zero = Value(torch.zeros(16, 16))
+        token = x.warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+        b.store(Value(torch.zeros(16, 16, dtype=torch.bfloat16)))
+        return x.warpgroup_mma_wait(0, deps=[token])
+
+    want = torch.zeros(16, 16) if late else torch.ones(16, 16)
+    assert torch.equal(run(program, late=late).data, want)
 
 
 def test_a_wait_that_leaves_its_product_unfinished() -> None:
-    x = program()
-    tile = x.gl.allocate_shared_memory(torch.bfloat16, [16, 16], PLAIN)
-    tile.store(Value(torch.ones(16, 16, dtype=torch.bfloat16)))
-    zero = Value(torch.zeros(16, 16))
-    tokens = [x.warpgroup_mma(tile, tile, zero, is_async=True) for _ in range(2)]
-    assert float(x.warpgroup_mma_wait(1, deps=tokens[:1]).data[0, 0]) == 16.0
-    with pytest.raises(RuntimeError, match="unfinished"):
+    def program(x: Any) -> None:
+        tile = x.gl.allocate_shared_memory(torch.bfloat16, [16, 16], PLAIN)
+        tile.store(Value(torch.ones(16, 16, dtype=torch.bfloat16)))
+        zero = Value(torch.zeros(16, 16))
+        tokens = [x.warpgroup_mma(tile, tile, zero, is_async=True) for _ in range(2)]
+        assert float(x.warpgroup_mma_wait(1, deps=tokens[:1]).data[0, 0]) == 16.0
         x.warpgroup_mma_wait(1, deps=tokens[1:])
+
+    with pytest.raises(RuntimeError, match="unfinished"):
+        run(program)
 
 
 def test_addresses_outside_of_a_tensor() -> None:
@@ -129,7 +141,7 @@ def test_memory_starts_as_nan() -> None:
 
 def test_columns_of_a_swizzled_tile_lie_apart() -> None:
     """A tile of 128 columns holds all rows of the first 64 before those of the next."""
-    tile = program().gl.NVMMASharedLayout.get_default_for([64, 128], torch.bfloat16)
+    tile = NVMMASharedLayout.get_default_for([64, 128], bfloat16)
     at = places([64, 128], tile, 2)
     assert at[1, 0] == 64
     assert at[0, 64] == 64 * 64
