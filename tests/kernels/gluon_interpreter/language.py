@@ -82,6 +82,17 @@ def _total(x: torch.Tensor, axis: int | None) -> torch.Tensor:
     return found.to(torch.int32) if x.dtype == torch.bool else found.to(x.dtype)
 
 
+def _reduce(given: Value | tuple[Value, ...], axis: int, combine: Any) -> Any:
+    """Halves are combined until one is left: sizes are powers of two."""
+    parts = given if isinstance(given, tuple) else (given,)
+    while parts[0].shape[axis] > 1:
+        halves = [x.data.chunk(2, axis) for x in parts]
+        found = combine(*(Value(low) for low, _ in halves), *(Value(high) for _, high in halves))
+        parts = found if isinstance(found, tuple) else (found,)
+    parts = tuple(Value(x.data.squeeze(axis)) for x in parts)
+    return parts if isinstance(given, tuple) else parts[0]
+
+
 def _pair(function: Any) -> Any:
     def apply(a: Any, b: Any, **_: Any) -> Value:
         a, b = (torch.as_tensor(unwrap(value(x))) for x in (a, b))
@@ -128,6 +139,7 @@ class Language:
             max=_axis(_largest),
             min=_axis(_smallest),
             sum=_axis(_total),
+            reduce=_reduce,
             cumsum=lambda x, axis=0: Value(x.data.cumsum(axis).to(x.dtype)),
             exp2=lambda x: Value(torch.exp2(x.data)),
             log=lambda x: Value(torch.log(x.data)),
@@ -147,6 +159,7 @@ class Language:
             static_range=range,
             range=self.range,
             thread_barrier=lambda: None,
+            debug_barrier=lambda: None,
             allocate_shared_memory=self._allocate,
             warp_specialize=lambda parts, warps, registers: self.machine.run(parts, warps),
             static_assert=lambda condition, message="": None,
@@ -236,6 +249,7 @@ class Language:
     def _arrive(self, barrier: Any, *, count: int = 1, pred: Any = True) -> None:
         if pred:
             self._barrier(barrier).arrive(count)
+            self.machine.yield_turn()
 
     def _expect(self, barrier: Any, size: int, pred: Any = True) -> None:
         if pred:
@@ -256,6 +270,7 @@ class Language:
             found.land(desc.block_type.nbytes)
 
         self.machine.copy(work, found.in_flight)
+        self.machine.yield_turn()
 
     def _put(self, desc: Descriptor, coord: Any, source: Memory, adds: bool = False) -> None:
         coord = [int(x) for x in coord]
@@ -290,6 +305,7 @@ class Language:
             found.arrive(32 * me.warps)
 
         self.machine.copy(work, found.in_flight)
+        self.machine.yield_turn()
 
     def _commit(self) -> None:
         me = self.machine.current

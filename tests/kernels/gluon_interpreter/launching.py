@@ -67,6 +67,11 @@ class Kernel:
         return Descriptor(x) if isinstance(x, TensorDescriptor) else x
 
 
+def _scratch(device: torch.device, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Scratch as small as a launcher asks for; only integers start as zero."""
+    return torch.full((numel,), float("nan") if dtype.is_floating_point else 0, dtype=dtype)
+
+
 @contextmanager
 def interpret(
     order: str = "first first", late: bool = True, side_by_side: int = 1
@@ -74,11 +79,16 @@ def interpret(
     """Let kernels run on CPU tensors; gives the names of those that were launched so far.
 
     Args:
-        order: ``first first`` or ``last first``: which partition runs until it must wait.
+        order: ``first first`` or ``last first``: which partition runs while it need not wait.
         late: asynchronous products and copies out of shared memory happen when they are waited
             for, while others run on, and copies into it when they are issued; else the reverse.
         side_by_side: programs that run at a time, and of a persistent grid.
     """
+    hardware = {
+        "multiprocessors": lambda _device: side_by_side,
+        "traits": lambda _device: (90, side_by_side),
+        "workspace": _scratch,
+    }
     language = Language()
     launched: list[str] = []
     kernels: dict[int, Kernel] = {}
@@ -93,8 +103,8 @@ def interpret(
             if isinstance(x, JITFunction):
                 kernel = Kernel(x, language, order, late, side_by_side, launched)
                 new = kernels.setdefault(id(x), kernel)
-            elif key == "multiprocessors":
-                new = lambda _device: side_by_side  # noqa: E731
+            elif key in hardware:
+                new = hardware[key]
             elif written and isinstance(x, triton.language.constexpr):
                 new = x.value
             elif written and key in language.names:

@@ -465,7 +465,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", choices=["tiny", "hopper", "gpu"], default="tiny")
     parser.add_argument("--order", default="first first", help="of partitions, at size hopper")
-    parser.add_argument("--early", action="store_true", help="products are not delayed, likewise")
+    parser.add_argument("--early", action="store_true", help="products before copies, likewise")
     parser.add_argument("--only", default="", help="cases with this in their names")
     parser.add_argument("--part", default="0/1", help="I/N: cases I, I + N, ...")
     args = parser.parse_args()

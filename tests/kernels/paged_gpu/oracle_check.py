@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from problems import Problem
@@ -19,6 +20,7 @@ def fill(
     score_kind: str,
     cuts: tuple[float, ...] = (0.37, 0.71, 1.0),
     scales: tuple[float, float] = (1.0, 1.0),
+    write: Callable[..., None] = launch.write_kv,
 ) -> None:
     """Write every request's rows in several batches, with padding slots between."""
     done = [0] * len(problem.keys)
@@ -32,7 +34,7 @@ def fill(
             done[row] = end
         pad = torch.full((2,), -1, dtype=torch.int64, device=problem.q.device)
         nothing = torch.full_like(problem.keys[0][:1], float("nan")).expand(2, -1, -1)
-        launch.write_kv(
+        write(
             torch.cat([*keys, nothing]),
             torch.cat([*values, nothing]),
             problem.k_cache,
