@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+BOX_GROUPS = (8, 16, 32, 64)
+"""Groups whose heads one bulk copy moves: whole swizzles of eight rows, 64 rows at most."""
 _PART_BYTES = 1 << 31  # what one chunk's partial outputs may take
 _PART_BYTES_HOPPER_BWD = 1 << 32  # fewer chunks, whose blocks have more queries each
 _MAX_CHUNKS = 8
@@ -192,8 +194,7 @@ def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int
         and shape.num_q == shape.num_k
         and rows * shape.num_heads > 8192
     )
-    # A box of fewer heads is less than the eight rows after which a swizzle repeats.
-    boxes = hopper and shape.group in (8, 16, 32, 64)
+    boxes = hopper and shape.group in BOX_GROUPS
     return LaunchConfig(
         **_tiles(shape.padded_dim, dtype, arch),
         token_major=token_major,

@@ -15,7 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.nsa.kernels_selected import ROW_SIZES
+from sparsek_kernels.common.hopper import softmax_step
+from sparsek_kernels.nsa.kernels_selected import ROW_SIZES, is_near
 from sparsek_kernels.nsa.kernels_selected_hopper_combine_load import (
     COPY_WARPS,
     copy_partition,
@@ -127,7 +128,7 @@ def _compute_partition(
                 block = gl.where(step == 0, 0, low + step - 1)
                 held = gl.max((listed == block).to(gl.int32), 1)
                 held = gl.convert_layout(held, S_ROW) > 0
-                held &= (block == 0) | (block >= own - 1)
+                held &= is_near(block, own)
                 k = _take(ring, bars, count, STAGES)
                 fence_async_shared()
                 s = warpgroup_mma(q_smem, k.permute((1, 0)), zero_s, use_acc=False)
@@ -135,12 +136,7 @@ def _compute_partition(
                 count += 1
                 seen = held[:, None] & (block * SEL_BLOCK + offs_n[None, :] <= pos[:, None])
                 s = gl.where(seen, s, float("-inf"))  # [ROWS, SEL_BLOCK]
-                m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-                m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)
-                p = gl.exp2(s * scale_log2 - m_ref[:, None])
-                alpha = gl.exp2(m - m_ref)
-                total = total * alpha + gl.sum(p, 1)
-                m = m_new
+                p, m, total, alpha = softmax_step(s, m, total, scale_log2, True)
                 acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
                 p_half = gl.convert_layout(p.to(dtype), P_LAYOUT)
                 v = _take(ring, bars, count, STAGES)

@@ -5,6 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from sparsek_kernels.nsa.kernels_selected import is_near
+
 COPY_WARPS: gl.constexpr = gl.constexpr(4)
 CHUNK: gl.constexpr = gl.constexpr(32)
 
@@ -57,7 +59,8 @@ def near_steps(start, end, shift, BLOCK_T: gl.constexpr, SEL_BLOCK: gl.constexpr
 
 @gluon.jit
 def is_far(block, own):
-    return (block > 0) & (block < own - 1)
+    """Whether a query in block ``own`` has a part for ``block``; -1, for none, has none."""
+    return (block >= 0) & (is_near(block, own) == 0)
 
 
 @gluon.jit

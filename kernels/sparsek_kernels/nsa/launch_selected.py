@@ -16,7 +16,7 @@ from sparsek_kernels.common.descriptors import (
     tile_layout,
 )
 from sparsek_kernels.nsa import launch_gate
-from sparsek_kernels.nsa.config import LaunchConfig
+from sparsek_kernels.nsa.config import BOX_GROUPS, LaunchConfig
 from sparsek_kernels.nsa.kernels_selected import (
     nsa_selected_combine_kernel,
     nsa_selected_part_kernel,
@@ -91,7 +91,7 @@ def _part_step(
     """The kernel that writes parts."""
     tile = call.config.selected_boxes
     group, dim = call.shape.group, call.shape.head_dim
-    whole = call.sel_block_size == 64 and group in (8, 16, 32, 64)
+    whole = call.sel_block_size == 64 and group in BOX_GROUPS
     if tile is not None and whole and boxable(q, k, v):
         rows = (describe_boxes(x, 1, group, 64) for x in (part[None], q))
         keys = (describe_boxes(x, call.sel_block_size, 1, dim) for x in (k, v))

@@ -30,7 +30,7 @@ from sparsek_kernels.nsa import (
     launch_selected_bwd,
 )
 from sparsek_kernels.nsa import reference as ref
-from sparsek_kernels.nsa.config import TileConfig
+from sparsek_kernels.nsa.config import BOX_GROUPS, TileConfig
 from sparsek_kernels.nsa.launch_common import launch_config, problem_shape
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
@@ -331,7 +331,7 @@ def run(case: Case, device: str, size: str) -> int:
                 combine_hopper=TileConfig(64, 64, 4, 5, 128),
                 selected_bwd_hopper=TileConfig(128, 64, 8, 2),
             )
-            if group in (8, 16, 32, 64):
+            if group in BOX_GROUPS:
                 designs[f"boxes {design}"] = replace(
                     designs[f"hopper {design}"], selected_boxes=TileConfig(64, 64, 4, 4, 80)
                 )
