@@ -90,6 +90,7 @@ HOPPER = [
     Case("g4", 330, (8, 2), 64, FULL, BF16),
     Case("g16-fp16", 200, (16, 1), 64, FULL, torch.float16),
     Case("g7-dim128", 200, (7, 1), 128, FULL, BF16),
+    Case("g8-dim128", 260, (8, 1), 128, FULL, BF16),
     Case("g1-batch2-strided", 193, (2, 2), 64, FULL, BF16, batch=2, strided=True),
     Case("packed", (1, 150, 0, 64, 65, 70), (4, 1), 64, FULL, BF16),
 ]
