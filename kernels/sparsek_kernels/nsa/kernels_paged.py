@@ -345,7 +345,7 @@ def nsa_paged_scores_kernel(
     stride_kh,
     stride_kc,
     stride_br,
-    num_blocks,
+    pitch,
     TILES_PER_REQUEST: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -363,7 +363,7 @@ def nsa_paged_scores_kernel(
 ):
     """One program: ``BLOCKS`` selection blocks for one decoded token and KV head.
 
-    Writes fp32 ``scores [T, Hkv, num_blocks]`` for blocks before the ``NUM_LOCAL`` latest: the
+    Writes fp32 ``scores [T, Hkv, pitch]`` for blocks before the ``NUM_LOCAL`` latest: the
     compressed-attention mass of the ``BLOCK_C`` compressed blocks that touch them, each counted as
     often as the strides that they share.
     """
@@ -374,7 +374,7 @@ def nsa_paged_scores_kernel(
         tl.program_id(0), seq_lens_ptr, seq_lens_ptr, cu_seqlens_ptr, False, TILES_PER_REQUEST, 1
     )
     first = tl.program_id(2) * BLOCKS
-    end = tl.minimum(pos // SEL_BLOCK - NUM_LOCAL + 1, num_blocks)
+    end = tl.minimum(pos // SEL_BLOCK - NUM_LOCAL + 1, pitch)
     if (high < pos) | (first >= end):
         return
     token = (token_of_zero + pos).to(tl.int64)
@@ -404,5 +404,5 @@ def nsa_paged_scores_kernel(
     last = tl.minimum(block[None, :] + REACH, cell + CELLS)
     shared = tl.maximum(last - tl.maximum(block[None, :], cell), 0)  # [BLOCK_B, BLOCK_C]
     found = tl.sum(shared.to(tl.float32) * mass[None, :], 1)  # [BLOCK_B]
-    out = scores_ptr + (token * tl.num_programs(1) + kv_head) * num_blocks
+    out = scores_ptr + (token * tl.num_programs(1) + kv_head) * pitch
     tl.store(out + first + offs_b, found, mask=(offs_b < BLOCKS) & (first + offs_b < end))

@@ -8,7 +8,9 @@ equations 9 and 10), a compressed block that starts at stride ``m`` of selection
     score_j = sum_m (R - spill(m)) mass_{jK + m} + sum_m spill(m) mass_{(j - 1) K + m}
 
 Scores of some thousand tokens at a time pass through a scratch tensor of ``[tokens, Hkv, blocks]``,
-16 or more times smaller than the probabilities; a second kernel picks each token's best.
+four times the heads of a group smaller than the probabilities at the paper's sizes; a second kernel
+picks each token's best.  Its rows are ``pitch`` long, a multiple of 64, so that both kernels move
+whole words of 16 bytes; what no kernel has written holds anything.
 """
 
 import triton
@@ -52,6 +54,19 @@ def locate_rows(
 
 
 @triton.jit
+def with_spill(own, spilled, carried, block):
+    """Scores ``[BLOCK_B, BLOCK_T]``: what blocks have of their own and from the block before each.
+
+    ``block [BLOCK_B, 1]`` counts from 0.  The first takes what was ``carried`` here; row 0 of the
+    second result is to be carried on.
+    """
+    BLOCK_B: tl.constexpr = own.shape[0]
+    before = tl.broadcast_to((block + (BLOCK_B - 1)) % BLOCK_B, own.shape)
+    rotated = tl.gather(spilled, before, 0)
+    return own + tl.where(block == 0, carried, rotated), rotated
+
+
+@triton.jit
 def _block_scores(
     q,
     k_ptr,
@@ -73,7 +88,7 @@ def _block_scores(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``(own, spilled)`` scores ``[BLOCK_B, BLOCK_T]`` of selection blocks from ``first_block`` on.
+    """What selection blocks from ``first_block`` on hold and spill: ``[BLOCK_B, BLOCK_T]`` each.
 
     ``BLOCK_C`` rows of keys stand for each block, ``CELLS`` of them in use.  Rows of q count the
     heads of a token ``BLOCK_T`` apart, so that a thread holds all of them.
@@ -126,7 +141,7 @@ def nsa_block_scores_kernel(
     offset,
     num_heads,
     num_cmp,
-    num_blocks,
+    pitch,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CMP_BLOCK: tl.constexpr,
@@ -144,9 +159,8 @@ def nsa_block_scores_kernel(
 ):
     """One program: ``BLOCK_T`` neighbouring tokens of one KV head, all heads of the group.
 
-    Writes fp32 ``[B, num_rows, Hkv, num_blocks, 2]``, what a block gets from its own keys and from
-    the block before, for blocks before the ``NUM_LOCAL`` latest; without overlap the last dimension
-    is missing.  The rest of the scratch is left as it is.  The last tokens start first.
+    Writes fp32 scores ``[B, num_rows, Hkv, pitch]`` of blocks before the ``NUM_LOCAL`` latest; the
+    rest of the scratch holds anything.  The last tokens start first.
     """
     CELLS: tl.constexpr = SEL_BLOCK // CMP_STRIDE
     REACH: tl.constexpr = CMP_BLOCK // CMP_STRIDE
@@ -182,20 +196,18 @@ def nsa_block_scores_kernel(
     offs_t = tile * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
     out_row = (batch * num_rows + q_start - first_row + offs_t) * tl.num_programs(1) + kv_head
     mask_t = (offs_t < q_len)[None, :]
+    block = tl.arange(0, BLOCK_B)[:, None]  # [BLOCK_B, 1]
+    carried = tl.zeros([BLOCK_B, BLOCK_T], tl.float32)
     for first in tl.range(0, end, BLOCK_B, num_stages=NUM_STAGES):
-        own, spilled = _block_scores(
+        scores, spilled = _block_scores(
             q, k_base, lse, seen, first, c_len, scale * 1.4426950408889634,
             stride_kt, stride_kd, HEAD_DIM, CELLS, REACH, NUM_LOCAL < 2,
             BLOCK_T, BLOCK_G, BLOCK_B, BLOCK_C, BLOCK_D, PRECISION,
         )  # fmt: skip
-        block = first + tl.arange(0, BLOCK_B)[:, None]  # [BLOCK_B, 1]
-        mask = (block < num_blocks) & mask_t
-        at = out_row[None, :] * num_blocks + block
         if REACH > 1:
-            tl.store(scores_ptr + 2 * at, own, mask=mask)
-            tl.store(scores_ptr + 2 * at + 3, spilled, mask=mask & (block + 1 < num_blocks))
-        else:
-            tl.store(scores_ptr + at, own, mask=mask)
+            scores, carried = with_spill(scores, spilled, carried, block)
+        at = out_row[None, :] * pitch + first + block
+        tl.store(scores_ptr + at, scores, mask=(first + block < pitch) & mask_t)
 
 
 @triton.jit
@@ -235,12 +247,11 @@ def nsa_top_blocks_kernel(
     num_rows,
     num_q,
     offset,
-    num_blocks,
+    pitch,
     SEL_BLOCK: tl.constexpr,
     TOP_N: tl.constexpr,
     NUM_INIT: tl.constexpr,
     NUM_LOCAL: tl.constexpr,
-    SPILLS: tl.constexpr,
     VARLEN: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -279,18 +290,10 @@ def nsa_top_blocks_kernel(
         BLOCK_R: tl.constexpr = BLOCK_B // COLS
         block = tl.arange(0, BLOCK_R)[:, None] * COLS + tl.arange(0, COLS)[None, :]
         inside = (block >= num_init) & (block < first_local)  # [BLOCK_R, COLS]
-        at = ((batch * num_rows + row) * tl.num_programs(1) + kv_head) * num_blocks
-        if SPILLS:
-            # Rows of pairs, so that neighbouring lanes read neighbouring words.
-            word = tl.arange(0, BLOCK_R)[:, None] * (2 * COLS) + tl.arange(0, 2 * COLS)[None, :]
-            pair = tl.load(
-                scores_ptr + 2 * at + word,
-                mask=(word >= 2 * num_init) & (word < 2 * first_local) & (word != 1),
-                other=0.0,
-            )  # [BLOCK_R, 2 * COLS]
-            score = tl.sum(tl.reshape(pair, [BLOCK_R, COLS, 2]), 2)  # [BLOCK_R, COLS]
-        else:
-            score = tl.load(scores_ptr + at + block, mask=inside, other=0.0)
+        at = ((batch * num_rows + row) * tl.num_programs(1) + kv_head) * pitch
+        # Unwritten places are read with the rest, so that loads are wide.
+        reached = tl.arange(0, BLOCK_R)[:, None] * COLS < first_local
+        score = tl.load(scores_ptr + at + block, mask=reached, other=0.0)
         # NaN counts as zero: whatever q holds, valid blocks come out.  The bits of numbers that
         # are not negative are ordered as the numbers are.
         bits = tl.where(score > 0.0, score, 0.0).to(tl.int32, bitcast=True)

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from sparsek_kernels.nsa.kernels_select import locate_rows
+from sparsek_kernels.nsa.kernels_select import locate_rows, with_spill
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 WARPGROUPS: gl.constexpr = gl.constexpr(4)
@@ -35,45 +35,36 @@ def _load_partition(k_desc, k_smem, full, empty, row, col, steps, STAGES: gl.con
 
 
 @gluon.jit
-def _store_scores(
-    scores_ptr,
+def _block_scores(
     s,
     lse,
-    mass_smem,
     scale_log2,
-    out_row,
-    mask_t,
-    first_block,
-    num_blocks,
+    carried,
     CELLS: gl.constexpr,
     REACH: gl.constexpr,
     BLOCK_T: gl.constexpr,
     BLOCK_G: gl.constexpr,
-    OUT_LAYOUT: gl.constexpr,
+    CELL_LAYOUT: gl.constexpr,
 ):
-    """Block scores of products ``s [BLOCK_K, BLOCK_G * BLOCK_T]``, own keys and spill apart."""
+    """Scores ``[BLOCK_B, BLOCK_T]`` of products ``s [BLOCK_K, BLOCK_G * BLOCK_T]``.
+
+    ``carried`` is what the tile before spills into the first block; the second result is for the
+    next tile.
+    """
     BLOCK_K: gl.constexpr = s.shape[0]
     BLOCK_B: gl.constexpr = BLOCK_K // CELLS
     p = gl.exp2(s * scale_log2 - lse[None, :])
     mass = gl.sum(p.reshape([BLOCK_K, BLOCK_G, BLOCK_T]), 1)  # [BLOCK_K, BLOCK_T]
-    mass_smem.store(mass.reshape([BLOCK_B, CELLS * BLOCK_T]))
-    gl.thread_barrier()
-    own = gl.zeros([BLOCK_B, BLOCK_T], gl.float32, OUT_LAYOUT)
-    spilled = gl.zeros([BLOCK_B, BLOCK_T], gl.float32, OUT_LAYOUT)
-    for cell in gl.static_range(CELLS):
-        held = mass_smem.slice(cell * BLOCK_T, BLOCK_T, dim=1).load(OUT_LAYOUT)
-        if cell + REACH > CELLS:
-            spilled += held * (cell + REACH - CELLS)
-            own += held * (CELLS - cell)
-        else:
-            own += held * REACH
-    here = first_block + gl.arange(0, BLOCK_B, gl.SliceLayout(1, OUT_LAYOUT))[:, None]
-    out = out_row[None, :] + here
+    mass = gl.convert_layout(mass.reshape([BLOCK_B, CELLS, BLOCK_T]), CELL_LAYOUT)
+    cell = gl.arange(0, CELLS, gl.SliceLayout(0, gl.SliceLayout(2, CELL_LAYOUT)))
+    spill = gl.maximum(cell + (REACH - CELLS), 0).to(gl.float32)[None, :, None]
+    scores = gl.sum(mass * (REACH - spill), 1)  # [BLOCK_B, BLOCK_T]
     if REACH > 1:
-        gl.store(scores_ptr + 2 * out, own, mask=(here < num_blocks) & mask_t)
-        gl.store(scores_ptr + 2 * out + 3, spilled, mask=(here + 1 < num_blocks) & mask_t)
-    else:
-        gl.store(scores_ptr + out, own, mask=(here < num_blocks) & mask_t)
+        # Most cells spill nothing: a choice of zeros costs less than products with them.
+        spilled = gl.sum(gl.where(spill > 0.0, mass * spill, 0.0), 1)
+        block = gl.arange(0, BLOCK_B, gl.SliceLayout(1, gl.SliceLayout(1, CELL_LAYOUT)))[:, None]
+        scores, carried = with_spill(scores, spilled, carried, block)
+    return scores, carried
 
 
 @gluon.jit
@@ -94,21 +85,27 @@ def _compute_partition(
     Rows of q count the heads of a token ``BLOCK_T`` apart, so that a thread holds all of them.
     """
     (
-        scores_ptr, lse_ptr, q_base, q_smem, k_smem, mass_smem, full, empty, octet_qt, octet_qh,
+        scores_ptr, lse_ptr, q_base, q_smem, k_smem, full, empty, octet_qt, octet_qh,
         scale, kv_head, row_base, stat_base, out_base, first, num_rows, num_q, num_kv_heads,
-        num_blocks, steps,
+        pitch, steps,
     ) = given  # fmt: skip
     ROWS: gl.constexpr = BLOCK_T * BLOCK_G
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     COL_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    LANES: gl.constexpr = BLOCK_T if BLOCK_T < 8 else 8
-    OUT_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [4, 1], [1, 0])
+    BLOCK_B: gl.constexpr = BLOCK_K // CELLS
+    # A thread has all cells of up to four neighbouring blocks, whose scores are one store.
+    HELD: gl.constexpr = max(min(BLOCK_B * BLOCK_T // 128, BLOCK_B, 4), 1)
+    LANES: gl.constexpr = min(BLOCK_B // HELD, 32)
+    CELL_LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [HELD, CELLS, 1], [LANES, 1, 32 // LANES], [1, 1, 4], [1, 0, 2]
+    )
+    OUT_LAYOUT: gl.constexpr = gl.SliceLayout(1, CELL_LAYOUT)  # [BLOCK_B, BLOCK_T]
     q_buf = q_smem.index(INDEX)
     first += INDEX * BLOCK_T
     row_base += INDEX * BLOCK_T
     stat_base += INDEX * BLOCK_T
-    out_base += INDEX * BLOCK_T * num_kv_heads.to(gl.int64) * num_blocks
+    out_base += INDEX * BLOCK_T * num_kv_heads.to(gl.int64) * pitch
     local = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE)) % BLOCK_T
     member = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE)) // BLOCK_T
     head = (kv_head * GROUP + member).to(gl.int64)
@@ -124,10 +121,12 @@ def _compute_partition(
     lse = gl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
     scale_log2 = scale * LOG2_E
     zero_s = gl.zeros([BLOCK_K, ROWS], gl.float32, S_LAYOUT)
+    block = gl.arange(0, BLOCK_B, gl.SliceLayout(1, OUT_LAYOUT))
     token = gl.arange(0, BLOCK_T, gl.SliceLayout(0, OUT_LAYOUT))
-    out_row = out_base + token.to(gl.int64) * (num_kv_heads * num_blocks)
     mask_t = (first + token < num_rows)[None, :]
-    BLOCK_B: gl.constexpr = BLOCK_K // CELLS
+    # The rows of one warpgroup are near each other: 32 bits from their base save registers.
+    out = token[None, :] * (num_kv_heads * pitch) + block[:, None]  # [BLOCK_B, BLOCK_T]
+    carried = gl.zeros([BLOCK_B, BLOCK_T], gl.float32, OUT_LAYOUT)
     fence_async_shared()
     gl.thread_barrier()
     for step in range(steps):
@@ -135,10 +134,11 @@ def _compute_partition(
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         s = warpgroup_mma(k_smem.index(stage), q_buf.permute((1, 0)), zero_s, use_acc=False)
         mbarrier.arrive(empty.index(stage), count=1)
-        _store_scores(
-            scores_ptr, s, lse, mass_smem.index(2 * INDEX + step % 2), scale_log2, out_row,
-            mask_t, step * BLOCK_B, num_blocks, CELLS, REACH, BLOCK_T, BLOCK_G, OUT_LAYOUT,
-        )  # fmt: skip
+        scores, carried = _block_scores(
+            s, lse, scale_log2, carried, CELLS, REACH, BLOCK_T, BLOCK_G, CELL_LAYOUT
+        )
+        gl.store(scores_ptr + out_base + out, scores, mask=mask_t)
+        out += BLOCK_B
 
 
 @gluon.jit
@@ -163,7 +163,7 @@ def nsa_block_scores_hopper_kernel(
     offset,
     num_heads,
     num_cmp,
-    num_blocks,
+    pitch,
     Q_LAYOUT: gl.constexpr,
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -202,10 +202,6 @@ def nsa_block_scores_hopper_kernel(
     out_base = (wide_batch * num_rows + row_base - first_row) * num_kv_heads + kv_head
     q_smem = gl.allocate_shared_memory(dtype, [WARPGROUPS, BLOCK_T * BLOCK_G, HEAD_DIM], Q_LAYOUT)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, HEAD_DIM], k_desc.layout)
-    mass_smem = gl.allocate_shared_memory(
-        gl.float32, [2 * WARPGROUPS, BLOCK_K // CELLS, CELLS * BLOCK_T],
-        gl.SwizzledSharedLayout(1, 1, 1, [1, 0]),
-    )  # fmt: skip
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
@@ -213,9 +209,9 @@ def nsa_block_scores_hopper_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=WARPGROUPS)
     given = (
-        scores_ptr, lse_ptr, q_ptr + wide_batch * octet_qb * 8, q_smem, k_smem, mass_smem, full,
-        empty, octet_qt, octet_qh, scale, kv_head, row_base, stat_base, out_base * num_blocks,
-        first, q_len, num_q, num_kv_heads, num_blocks, steps,
+        scores_ptr, lse_ptr, q_ptr + wide_batch * octet_qb * 8, q_smem, k_smem, full,
+        empty, octet_qt, octet_qh, scale, kv_head, row_base, stat_base, out_base * pitch,
+        first, q_len, num_q, num_kv_heads, pitch, steps,
     )  # fmt: skip
     gl.warp_specialize(
         [

@@ -16,7 +16,7 @@ from sparsek_kernels.nsa.kernels_paged import (
     nsa_paged_compressed_kernel,
     nsa_paged_scores_kernel,
 )
-from sparsek_kernels.nsa.launch_select import choose
+from sparsek_kernels.nsa.launch_select import choose, score_pitch
 from sparsek_kernels.nsa.paged_cache import Compression, NSAPages
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.paged.batch import PagedBatch
@@ -143,11 +143,11 @@ def decode(
     row, first = batch.derived(("nsa decode", tokens), lambda: _rows(tokens, q.device))
     lse = torch.empty((tokens, num_heads), dtype=torch.float32, device=q.device)
     _attend_compressed(out[:, 0], lse, first, q, pages, batch, spec, scale)
-    num_blocks = spec.num_selectable(batch.max_seq_len)
-    scores = torch.empty((tokens, heads, num_blocks), dtype=torch.float32, device=q.device)
+    pitch = score_pitch(spec.num_selectable(batch.max_seq_len))
+    scores = torch.empty((tokens, heads, pitch), dtype=torch.float32, device=q.device)
     _score(scores, lse, q, pages, batch, spec, scale)
     chosen = torch.empty((1, tokens, heads, spec.top_n), dtype=torch.int32, device=q.device)
-    choose(chosen, scores, row, first, 0, tokens, 0, spec, num_blocks, False)
+    choose(chosen, scores, row, first, 0, tokens, 0, spec, pitch)
     free = spec.top_n - spec.num_init_blocks - spec.num_local_blocks
     policy = SelectionPolicy(
         num_sink=spec.num_init_blocks * spec.sel_block_size,
@@ -251,7 +251,7 @@ def _score(
     touching = spec.cells_per_cmp - 1
     block_c = max(next_power_of_2(spec.cells_per_sel + touching), TILES.score_rows)
     blocks = (block_c - touching) // spec.cells_per_sel
-    num_blocks = scores.shape[2]
+    num_blocks = spec.num_selectable(batch.max_seq_len)
     nsa_paged_scores_kernel[
         (batch.num_decodes * batch.decode_query_len, heads, ceil_div(num_blocks, blocks))
     ](
@@ -266,7 +266,7 @@ def _score(
         *q.stride()[:2],
         *pages.k_cmp.stride()[:3],
         batch.block_table.stride(0),
-        num_blocks,
+        scores.shape[2],
         TILES_PER_REQUEST=batch.decode_query_len,
         GROUP=group,
         HEAD_DIM=dim,

@@ -21,6 +21,11 @@ _SCRATCH_SCORES = 1 << 25  # block scores held at once
 _LEAST_ROWS = 2048  # tokens of a launch, however many blocks there are
 
 
+def score_pitch(num_blocks: int) -> int:
+    """Places in a row of the scratch: no kernel's words or tiles of blocks reach beyond it."""
+    return triton.cdiv(num_blocks, 64) * 64
+
+
 def select(
     block_indices: torch.Tensor,
     q: torch.Tensor,
@@ -37,11 +42,10 @@ def select(
         return
     shape = problem_shape(q, k_cmp.shape[2], seq_len)
     config = config or launch_config(q, shape, spec.top_n)
-    num_blocks = spec.num_selectable(seq_len)
+    pitch = score_pitch(spec.num_selectable(seq_len))
     free = spec.top_n - spec.num_init_blocks - spec.num_local_blocks
     scored = free > 0 and k_cmp.shape[1] > 0
-    spills = spec.cells_per_cmp > 1
-    per_row = shape.batch * shape.num_kv_heads * num_blocks * (2 if spills else 1)
+    per_row = shape.batch * shape.num_kv_heads * pitch
     step = min(max(_SCRATCH_SCORES // per_row, _LEAST_ROWS), shape.num_q)
     scores = torch.empty((per_row * step if scored else 1,), dtype=torch.float32, device=q.device)
     cu_cmp: torch.Tensor | None = None
@@ -55,17 +59,16 @@ def select(
     for first in range(0, shape.num_q, step):
         rows = min(step, shape.num_q - first)
         if scored:
-            _score(
-                *(scores, q, k_cmp, lse, cu_seqlens, cu_cmp, first, rows, offset, num_blocks),
+            score(
+                *(scores, q, k_cmp, lse, cu_seqlens, cu_cmp, first, rows, offset, pitch),
                 *(shape, spec, scale, config),
             )
         choose(
-            block_indices, scores, token_seq, cu_seqlens, first, rows, offset, spec, num_blocks,
-            spills,
+            block_indices, scores, token_seq, cu_seqlens, first, rows, offset, spec, pitch
         )  # fmt: skip
 
 
-def _score(
+def score(
     scores: torch.Tensor,
     q: torch.Tensor,
     k_cmp: torch.Tensor,
@@ -75,7 +78,7 @@ def _score(
     first: int,
     rows: int,
     offset: int,
-    num_blocks: int,
+    pitch: int,
     shape: ProblemShape,
     spec: NSASpec,
     scale: float,
@@ -100,7 +103,7 @@ def _score(
     cu_rows = None if cu_seqlens is None else cu_seqlens.clamp(first, first + rows)
     grid, tiles = tile_grid(cu_rows, rows, together, shape.num_kv_heads, shape.batch)
     maps = tuple(q if x is None else x for x in (cu_rows, cu_seqlens, cu_cmp, tiles))
-    sizes = (first, rows, shape.num_q, offset, shape.num_heads, k_cmp.shape[1], num_blocks)
+    sizes = (first, rows, shape.num_q, offset, shape.num_heads, k_cmp.shape[1], pitch)
     rules = {
         "GROUP": shape.group,
         "HEAD_DIM": shape.head_dim,
@@ -164,15 +167,14 @@ def choose(
     rows: int,
     offset: int,
     spec: NSASpec,
-    num_blocks: int,
-    spills: bool,
+    pitch: int,
 ) -> None:
-    """The best blocks of rows ``first .. first + rows - 1`` from their scores."""
+    """The best blocks of rows ``first .. first + rows - 1`` from ``scores [B, rows, Hkv, pitch]``."""
     batch, num_q, num_kv_heads, _ = block_indices.shape
     # Causality bounds the blocks that these rows can reach.
-    reach = num_blocks
+    reach = pitch
     if cu_seqlens is None:
-        reach = min(num_blocks, (first + rows - 1 + offset) // spec.sel_block_size + 1)
+        reach = min(pitch, (first + rows - 1 + offset) // spec.sel_block_size + 1)
     width = max(triton.next_power_of_2(reach), 256)
     nsa_top_blocks_kernel[(rows, num_kv_heads, batch)](
         block_indices,
@@ -183,12 +185,11 @@ def choose(
         rows,
         num_q,
         offset,
-        num_blocks,
+        pitch,
         SEL_BLOCK=spec.sel_block_size,
         TOP_N=spec.top_n,
         NUM_INIT=spec.num_init_blocks,
         NUM_LOCAL=spec.num_local_blocks,
-        SPILLS=spills,
         VARLEN=cu_seqlens is not None,
         BLOCK_B=width,
         BLOCK_O=triton.next_power_of_2(spec.top_n),

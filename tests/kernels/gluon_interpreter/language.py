@@ -140,6 +140,7 @@ class Language:
             min=_axis(_smallest),
             sum=_axis(_total),
             reduce=_reduce,
+            gather=lambda x, index, axis: Value(x.data.gather(axis, index.data.long())),
             cumsum=lambda x, axis=0: Value(x.data.cumsum(axis).to(x.dtype)),
             exp2=lambda x: Value(torch.exp2(x.data)),
             log=lambda x: Value(torch.log(x.data)),

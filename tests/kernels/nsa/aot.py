@@ -100,7 +100,7 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     launch_selected_bwd.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
     if arch == 90:
         hopper = {
-            "select_hopper": TileConfig(128, 64, 4, 2) if group > 8 else None,
+            "select_hopper": TileConfig(128, 64, 4, 2),
             "selected_hopper": TileConfig(64, 64, 4, 4),
             "selected_boxes": None,
             "combine_hopper": TileConfig(64, 64, 4, 5, 128),

@@ -195,11 +195,10 @@ def test_config_is_a_pure_function(group: int, dim: int, dtype: torch.dtype) -> 
             half = dtype == torch.bfloat16
             wanted = arch == 90 and half and dim in (64, 128) and tokens * 4 * group > 8192
             fused = (
-                *("hopper", "hopper_bwd", "selected_hopper", "combine_hopper"),
-                "selected_bwd_hopper",
+                *("hopper", "hopper_bwd", "select_hopper", "selected_hopper"),
+                *("combine_hopper", "selected_bwd_hopper"),
             )
             assert all((getattr(config, name) is not None) == wanted for name in fused)
-            assert (config.select_hopper is not None) == (wanted and group > 8)
             assert (config.selected_boxes is not None) == (wanted and group in (8, 16, 32, 64))
 
 

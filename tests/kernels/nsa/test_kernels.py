@@ -23,10 +23,9 @@ KERNELS = {
 }
 HOPPER_KERNELS = {
     *("nsa_selected_hopper_part_kernel", "nsa_selected_hopper_combine_kernel"),
-    "nsa_selected_hopper_bwd_part_kernel",
+    *("nsa_selected_hopper_bwd_part_kernel", "nsa_block_scores_hopper_kernel"),
 }
 BOX_KERNELS = {"nsa_selected_hopper_tma_part_kernel"}
-LARGE_GROUP_KERNELS = {"nsa_block_scores_hopper_kernel"}
 
 
 def run_script(name: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -59,6 +58,15 @@ def test_hopper_kernels_agree_with_the_oracle(order: str, timing: list[str]) -> 
     assert sum("hopper" in line or "boxes" in line for line in done.stdout.splitlines()) > 80
 
 
+@pytest.mark.parametrize("timing", [[], ["--early"]], ids=["late", "early"])
+@pytest.mark.parametrize("order", ["first first", "last first"])
+def test_block_scores_agree_with_the_oracle(order: str, timing: list[str]) -> None:
+    done = run_script("score_cases.py", "--order", order, *timing, TRITON_INTERPRET="0")
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
+    assert done.returncode == 0, "\n".join(failed) + done.stderr[-2000:]
+    assert sum(line.startswith("ok") for line in done.stdout.splitlines()) >= 40
+
+
 @pytest.mark.parametrize(
     ("arch", "group", "dim"),
     [(80, 4, 128), (86, 4, 128), (90, 16, 128), (90, 4, 128), (90, 1, 64), (100, 16, 128)],
@@ -76,8 +84,7 @@ def test_kernels_compile_without_spilling(arch: int, group: int, dim: int) -> No
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    hopper = HOPPER_KERNELS | (LARGE_GROUP_KERNELS if group > 8 else set())
-    hopper |= BOX_KERNELS if group >= 8 else set()
+    hopper = HOPPER_KERNELS | (BOX_KERNELS if group >= 8 else set())
     assert {row["kernel"] for row in rows} == KERNELS | (hopper if arch == 90 else set())
     limit = {80: 163, 86: 99}.get(arch, 227)
     wgmma = ("nsa_compressed_fwd_kernel", "nsa_selected_part_kernel", "nsa_block_scores_kernel")
@@ -98,6 +105,14 @@ def test_hopper_kernels_of_compressed_attention_compile() -> None:
         assert row["stack"] <= 64, f"{row['kernel']} spills {row['stack']} bytes"
         assert row["shared"] <= 227 * 1024
         assert row["hgmma"], f"{row['kernel']} misses the Hopper matrix unit"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_block_scores_on_the_gpu() -> None:
+    args = ("--device", "cuda", "--tokens", "5000")
+    done = run_script("score_cases.py", *args, TRITON_INTERPRET="0")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 @pytest.mark.gpu

@@ -1,0 +1,141 @@
+"""Block scores of both kernels, place by place, against the oracle; a script, because interpreters
+and the compiler cannot serve one process.
+
+    python score_cases.py --order "last first" --early           no GPU
+    python score_cases.py --device cuda --tokens 5000            the same cases, longer
+
+Prints one line per check and exits 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from dataclasses import dataclass, replace
+
+import torch
+
+from sparsek_kernels.nsa import launch_select
+from sparsek_kernels.nsa import reference as ref
+from sparsek_kernels.nsa.config import TileConfig
+from sparsek_kernels.nsa.launch_common import launch_config, problem_shape
+from sparsek_kernels.nsa.sequences import compressed_cu_seqlens, compressed_rows, spans
+from sparsek_kernels.nsa.spec import NSASpec
+from tests.kernels.gluon_interpreter import interpret
+
+FULL = NSASpec()
+DENSE = NSASpec(8, 4, 16, 5)  # FULL's cells in fewer tokens: tiles of keys follow one another
+FUSED = TileConfig(128, 64, 4, 2)
+KINDS = {"nsa_block_scores_kernel": None, "nsa_block_scores_hopper_kernel": FUSED}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Query and KV heads, rules, and the shares of all tokens that packed sequences have."""
+
+    heads: tuple[int, int]
+    spec: NSASpec = DENSE
+    shares: tuple[float, ...] = ()
+    batch: int = 1
+
+    @property
+    def name(self) -> str:
+        group, spec = self.heads[0] // self.heads[1], self.spec
+        rules = f"{spec.cells_per_cmp}/{spec.cells_per_sel}"
+        return f"group{group} {rules}{' packed' if self.shares else ''}"
+
+
+CASES = [
+    *(Case((group, 1)) for group in (1, 2, 4, 7, 8, 12, 16, 32)),
+    *(Case((2 * group, 2), shares=(0.5, 0.0, 0.02, 0.47)) for group in (1, 4, 7, 16)),
+    Case((8, 2), batch=2),
+    Case((4, 1), FULL),
+    Case((4, 1), NSASpec(4, 4, 16, 5)),
+    Case((4, 1), NSASpec(16, 4, 16, 5)),
+    Case((4, 1), NSASpec(4, 4, 4, 5)),
+    Case((16, 1), NSASpec(8, 4, 8, 5)),
+    Case((8, 1), NSASpec(12, 4, 32, 5)),
+    Case((2, 1), NSASpec(8, 4, 128, 5)),
+]
+
+
+def run(case: Case, tokens: int, device: str, launched: list[str] | None) -> int:
+    """Check every place that the choice reads; the number of failures.
+
+    ``launched`` lists the kernels that were interpreted.
+    """
+    torch.manual_seed(0)
+    (num_heads, num_kv_heads), spec, dim = case.heads, case.spec, 64
+    lengths = [int(tokens * share) for share in case.shares] or [tokens]
+    tokens = sum(lengths)
+    cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device) if case.shares else None
+    rows = compressed_rows(cu, tokens, spec.cmp_block_size, spec.cmp_stride)
+    q = torch.randn(case.batch, tokens, num_heads, dim).bfloat16().to(device)
+    k = torch.randn(case.batch, rows, num_kv_heads, dim).bfloat16().to(device)
+    lse = torch.full((case.batch, num_heads, tokens), float("nan"), device=device)
+    pitch = launch_select.score_pitch(spec.num_selectable(tokens))
+    exact = torch.full((case.batch, tokens, num_kv_heads, pitch), float("nan"), device=device)
+    read = torch.zeros(exact.shape, dtype=torch.bool, device=device)
+    for span in spans(cu, case.batch, tokens, tokens, spec.cmp_block_size, spec.cmp_stride):
+        b, length = span.batch, span.rows.stop - span.rows.start
+        keys = k[b, span.compressed].double()
+        seen = ref.compressed_mask(
+            length, length, keys.shape[0], spec.cmp_block_size, spec.cmp_stride
+        ).to(device)
+        _, sums, probs = ref.masked_attention(
+            q[b, span.rows].double(), keys, keys, seen, dim**-0.5
+        )
+        lse[b, :, span.rows] = sums.float()
+        blocks = spec.num_selectable(length)
+        wanted = ref.block_scores(
+            probs, blocks, num_kv_heads, spec.cmp_block_size, spec.cmp_stride, spec.sel_block_size
+        )
+        exact[b, span.rows, :, :blocks] = wanted.transpose(0, 1).float()
+        own = torch.arange(length, device=device) // spec.sel_block_size
+        held = torch.arange(pitch, device=device) <= own[:, None] - spec.num_local_blocks
+        read[b, span.rows] = held[:, None, :]
+    cu_cmp = compressed_cu_seqlens(cu, spec.cmp_block_size, spec.cmp_stride) if case.shares else cu
+    shape = problem_shape(q, num_kv_heads, tokens)
+    base = launch_config(q, shape, spec.top_n)
+    failed = 0
+    for kernel, tile in KINDS.items():
+        config, worst, good = replace(base, select_hopper=tile), 0.0, True
+        for first, last in ((0, tokens), (tokens // 3, tokens // 2)):
+            found = torch.full_like(exact[:, first:last], float("nan"))
+            launch_select.score(
+                *(found, q, k, lse, cu, cu_cmp, first, last - first, 0, pitch),
+                *(shape, spec, dim**-0.5, config),
+            )
+            here = read[:, first:last]
+            error = (found[here] - exact[:, first:last][here]).abs()
+            good &= bool((error < 1e-4).all())
+            worst = max(worst, float(error.max()) if len(error) else 0.0)
+            good &= launched is None or launched[-1] == kernel
+        failed += not good
+        print(f"{'ok  ' if good else 'FAIL'} {case.name:20} {kernel} worst {worst:.1e}", flush=True)
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tokens", type=int, default=600)
+    parser.add_argument("--order", default="first first", help="of partitions, without a GPU")
+    parser.add_argument("--early", action="store_true", help="products before copies, likewise")
+    parser.add_argument("--only", default="", help="cases with this in their names")
+    args = parser.parse_args()
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+        here = interpret(args.order, not args.early)
+    else:
+        here = contextlib.nullcontext()
+    with here as launched:
+        cases = [case for case in CASES if args.only in case.name]
+        failed = sum(run(case, args.tokens, args.device, launched) for case in cases)
+    print(f"{failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
