@@ -208,7 +208,8 @@ def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int
         precision="ieee" if dtype == torch.float32 else "tf32",
         hopper=TileConfig(128, 128, 4, 2) if hopper else None,
         hopper_bwd=TileConfig(64, 128, 8, 3) if hopper else None,
-        select_hopper=TileConfig(128, 64, 4, 2) if hopper else None,
+        # Without heads to sum, masses need the registers of half a tile.
+        select_hopper=TileConfig(128 if shape.group > 1 else 64, 64, 4, 2) if hopper else None,
         selected_hopper=TileConfig(64, 64, 4, 4) if hopper else None,
         selected_boxes=TileConfig(64, 64, 4, 4, 80) if boxes else None,
         combine_hopper=TileConfig(64, 64, 4, 5, 128) if hopper else None,

@@ -7,10 +7,10 @@ equations 9 and 10), a compressed block that starts at stride ``m`` of selection
     mass_c = sum of p over the heads of the group
     score_j = sum_m (R - spill(m)) mass_{jK + m} + sum_m spill(m) mass_{(j - 1) K + m}
 
-Scores of some thousand tokens at a time pass through a scratch tensor of ``[tokens, Hkv, blocks]``,
-four times the heads of a group smaller than the probabilities at the paper's sizes; a second kernel
-picks each token's best.  Its rows are ``pitch`` long, a multiple of 64, so that both kernels move
-whole words of 16 bytes; what no kernel has written holds anything.
+Scores of some thousand tokens at a time pass through a scratch tensor of ``[tokens, Hkv, pitch]``,
+``K`` times the heads of a group smaller than the probabilities; a second kernel picks each token's
+best.  ``pitch`` is the number of blocks rounded up to a multiple of 64: scores move 16 bytes at a
+time, and tiles of blocks need no mask.
 """
 
 import triton
@@ -206,8 +206,7 @@ def nsa_block_scores_kernel(
         )  # fmt: skip
         if REACH > 1:
             scores, carried = with_spill(scores, spilled, carried, block)
-        at = out_row[None, :] * pitch + first + block
-        tl.store(scores_ptr + at, scores, mask=(first + block < pitch) & mask_t)
+        tl.store(scores_ptr + out_row[None, :] * pitch + first + block, scores, mask=mask_t)
 
 
 @triton.jit

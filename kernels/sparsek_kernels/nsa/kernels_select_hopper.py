@@ -1,9 +1,12 @@
 """Block scores for Hopper (Gluon): one warp loads keys, four warpgroups compute.
 
-The maths and the scratch layout are those of ``nsa_block_scores_kernel``, for selection blocks that
-hold a power of two of strides and of which two latest at least need no score.  Each warpgroup has
-tokens of its own and none waits for another, so that the products of some overlap the exponentials
-of the rest.
+The maths and the scratch are those of ``nsa_block_scores_kernel``, for selection blocks that hold a
+power of two of strides, 64 at most, and of which two latest at least need no score.  Each warpgroup
+has tokens of its own and none waits for another, so that the products of some overlap the
+exponentials of the rest.
+
+A thread of a product holds all heads of some tokens, but only two keys of each.  So the sums over
+the heads change places, once, and then a thread has all keys of neighbouring blocks of a token.
 """
 
 from triton.experimental import gluon

@@ -22,8 +22,8 @@ _LEAST_ROWS = 2048  # tokens of a launch, however many blocks there are
 
 
 def score_pitch(num_blocks: int) -> int:
-    """Places in a row of the scratch: no kernel's words or tiles of blocks reach beyond it."""
-    return triton.cdiv(num_blocks, 64) * 64
+    """Places in a row of the scratch: no tile of a kernel's blocks reaches beyond it."""
+    return -(-num_blocks // 64) * 64
 
 
 def select(
@@ -63,9 +63,7 @@ def select(
                 *(scores, q, k_cmp, lse, cu_seqlens, cu_cmp, first, rows, offset, pitch),
                 *(shape, spec, scale, config),
             )
-        choose(
-            block_indices, scores, token_seq, cu_seqlens, first, rows, offset, spec, pitch
-        )  # fmt: skip
+        choose(block_indices, scores, token_seq, cu_seqlens, first, rows, offset, spec, pitch)
 
 
 def score(
@@ -169,7 +167,7 @@ def choose(
     spec: NSASpec,
     pitch: int,
 ) -> None:
-    """The best blocks of rows ``first .. first + rows - 1`` from ``scores [B, rows, Hkv, pitch]``."""
+    """The best blocks of rows ``first .. first + rows - 1``; ``scores [B, rows, Hkv, pitch]``."""
     batch, num_q, num_kv_heads, _ = block_indices.shape
     # Causality bounds the blocks that these rows can reach.
     reach = pitch

@@ -32,7 +32,7 @@ from sparsek_kernels.nsa import (
     launch_selected,
     launch_selected_bwd,
 )
-from sparsek_kernels.nsa.config import TileConfig
+from sparsek_kernels.nsa.config import ProblemShape, TileConfig
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.barriers import require_lasting_barriers
 
@@ -99,8 +99,9 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
         launch_selected.forward(few, lse, few, k, k, found, None, 64, scale)
     launch_selected_bwd.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
     if arch == 90:
+        table = base(ProblemShape(1, 65536, 65536, group, 1, dim), spec.top_n, dtype, arch)
         hopper = {
-            "select_hopper": TileConfig(128, 64, 4, 2),
+            "select_hopper": table.select_hopper,
             "selected_hopper": TileConfig(64, 64, 4, 4),
             "selected_boxes": None,
             "combine_hopper": TileConfig(64, 64, 4, 5, 128),

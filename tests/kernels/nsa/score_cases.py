@@ -18,7 +18,7 @@ import torch
 
 from sparsek_kernels.nsa import launch_select
 from sparsek_kernels.nsa import reference as ref
-from sparsek_kernels.nsa.config import TileConfig
+from sparsek_kernels.nsa.config import select_config
 from sparsek_kernels.nsa.launch_common import launch_config, problem_shape
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens, compressed_rows, spans
 from sparsek_kernels.nsa.spec import NSASpec
@@ -26,8 +26,7 @@ from tests.kernels.gluon_interpreter import interpret
 
 FULL = NSASpec()
 DENSE = NSASpec(8, 4, 16, 5)  # FULL's cells in fewer tokens: tiles of keys follow one another
-FUSED = TileConfig(128, 64, 4, 2)
-KINDS = {"nsa_block_scores_kernel": None, "nsa_block_scores_hopper_kernel": FUSED}
+LONG = 1 << 20  # tokens of a sequence that Hopper's kernels serve
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ CASES = [
     Case((4, 1), NSASpec(4, 4, 4, 5)),
     Case((16, 1), NSASpec(8, 4, 8, 5)),
     Case((8, 1), NSASpec(12, 4, 32, 5)),
-    Case((2, 1), NSASpec(8, 4, 128, 5)),
+    Case((2, 1), NSASpec(8, 4, 64, 5)),
 ]
 
 
@@ -83,9 +82,7 @@ def run(case: Case, tokens: int, device: str, launched: list[str] | None) -> int
         seen = ref.compressed_mask(
             length, length, keys.shape[0], spec.cmp_block_size, spec.cmp_stride
         ).to(device)
-        _, sums, probs = ref.masked_attention(
-            q[b, span.rows].double(), keys, keys, seen, dim**-0.5
-        )
+        _, sums, probs = ref.masked_attention(q[b, span.rows].double(), keys, keys, seen, dim**-0.5)
         lse[b, :, span.rows] = sums.float()
         blocks = spec.num_selectable(length)
         wanted = ref.block_scores(
@@ -98,8 +95,13 @@ def run(case: Case, tokens: int, device: str, launched: list[str] | None) -> int
     cu_cmp = compressed_cu_seqlens(cu, spec.cmp_block_size, spec.cmp_stride) if case.shares else cu
     shape = problem_shape(q, num_kv_heads, tokens)
     base = launch_config(q, shape, spec.top_n)
+    fused = select_config(replace(shape, num_q=LONG, num_k=LONG), spec.top_n, q.dtype, 90)
+    tiles = {
+        "nsa_block_scores_kernel": None,
+        "nsa_block_scores_hopper_kernel": fused.select_hopper,
+    }
     failed = 0
-    for kernel, tile in KINDS.items():
+    for kernel, tile in tiles.items():
         config, worst, good = replace(base, select_hopper=tile), 0.0, True
         for first, last in ((0, tokens), (tokens // 3, tokens // 2)):
             found = torch.full_like(exact[:, first:last], float("nan"))
@@ -109,7 +111,7 @@ def run(case: Case, tokens: int, device: str, launched: list[str] | None) -> int
             )
             here = read[:, first:last]
             error = (found[here] - exact[:, first:last][here]).abs()
-            good &= bool((error < 1e-4).all())
+            good &= bool((error < 1e-5 * (1 + 2 * num_heads // num_kv_heads)).all())
             worst = max(worst, float(error.max()) if len(error) else 0.0)
             good &= launched is None or launched[-1] == kernel
         failed += not good
