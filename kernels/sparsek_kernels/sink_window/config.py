@@ -168,9 +168,12 @@ def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchC
     if shape.head_dim not in (64, 128) or shape.num_sink > 64:
         return config
     window = shape.window_size
+    hopper: TileConfig | None = TileConfig(128, 128, 4, 2)
     # A short window is mostly edge, and many sinks take the room of the wide blocks' buffers.
-    narrow = window is not None and window <= 1024 and shape.num_sink > 16
-    hopper: TileConfig | None = TileConfig(128, 64, 4, 3) if narrow else TileConfig(128, 128, 4, 2)
+    if window is not None and window <= 1024 and shape.num_sink > 16:
+        hopper = TileConfig(128, 64, 4, 3)
+    elif window is not None and window <= 512 and shape.num_sink == 0 and shape.head_dim == 128:
+        hopper = TileConfig(128, 64, 4, 4)
     if shape.head_dim == 64 and window is not None and window <= 128:
         # So few keys that small tiles, which hardly load more than they need, are faster.
         hopper = None

@@ -69,6 +69,14 @@ def test_short_windows_of_small_heads_take_the_portable_forward_kernel() -> None
     assert select_config(replace(short, window_size=129), torch.bfloat16, 90).hopper_forward
 
 
+def test_short_windows_take_narrow_blocks_of_keys_on_hopper() -> None:
+    long = replace(LONG, head_dim=128, num_sink=0)
+    for window, block in ((512, 64), (513, 128), (None, 128)):
+        tile = select_config(replace(long, window_size=window), torch.bfloat16, 90).hopper_forward
+        assert tile is not None
+        assert tile.block_n == block
+
+
 def test_fp32_is_computed_in_fp32() -> None:
     assert select_config(LONG, torch.float32, 90).precision == "ieee"
 
