@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+from itertools import pairwise
+
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_checked_offsets: MutableMapping[torch.Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
 
 
 def check_tensor(
@@ -36,6 +41,47 @@ def check_tensor(
     if device is not None and value.device != device:
         raise ValueError(f"{name}: expected device {device}, got {value.device}")
     return value
+
+
+def check_int(name: str, value: object, low: int) -> None:
+    """Check an integer, ``low`` or more.
+
+    Raises:
+        TypeError: no int.
+        ValueError: less than ``low``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < low:
+        raise ValueError(f"{name}: expected an integer >= {low}, got {value}")
+
+
+def check_offsets(name: str, offsets: object, total: int, device: torch.device) -> None:
+    """Check offsets of packed sequences; their values once per tensor, which waits for the device.
+
+    Values are not checked while compiling and while a CUDA graph is captured.
+
+    Raises:
+        TypeError: no int32 tensor.
+        ValueError: a wrong shape or device, or offsets that do not ascend from 0 to ``total``.
+    """
+    tensor = check_tensor(name, offsets, ("sequences + 1",), (torch.int32,), device)
+    if tensor.shape[0] < 1:
+        raise ValueError(f"{name}: expected shape [sequences + 1], got {list(tensor.shape)}")
+    if torch.compiler.is_compiling():
+        return
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    seen = (tensor._version, total)
+    if _checked_offsets.get(tensor) == seen:
+        return
+    values = tensor.tolist()
+    if values[0] != 0 or values[-1] != total or any(lo > hi for lo, hi in pairwise(values)):
+        raise ValueError(
+            f"{name}: expected non-decreasing offsets from 0 to the token count {total}, "
+            f"got {values}"
+        )
+    _checked_offsets[tensor] = seen
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> int:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.checks import check_tensor
+from sparsek_kernels.checks import check_int, check_tensor
 from sparsek_kernels.nsa import ops, ops_branches
 from sparsek_kernels.nsa.checks import (
     DTYPES,
     check_indices,
     check_lengths,
     check_like_keys,
-    check_offsets,
     check_query,
     check_scale,
+    check_sequences,
 )
 from sparsek_kernels.nsa.compress import PhiWeights, phi_compress
 from sparsek_kernels.nsa.sequences import compressed_rows
@@ -84,7 +84,7 @@ def nsa_compress(
     if cu_seqlens is not None:
         if k.shape[0] != 1:
             raise ValueError(f"k: expected batch size 1 with cu_seqlens, got {k.shape[0]}")
-        check_offsets("cu_seqlens", cu_seqlens, k.shape[1], k.device)
+        check_sequences(cu_seqlens, k.shape[1], k.device)
     found = []
     for name, x, phi in (("phi_k", k, phi_k), ("phi_v", v, phi_v)):
         if phi is None:
@@ -274,10 +274,7 @@ def selected_attention(
     check_like_keys("v", v, q, k.shape[1])
     if v.shape != k.shape:
         raise ValueError(f"v: expected the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
-    if isinstance(sel_block_size, bool) or not isinstance(sel_block_size, int):
-        raise TypeError(f"sel_block_size: expected an int, got {type(sel_block_size).__name__}")
-    if sel_block_size < 1:
-        raise ValueError(f"sel_block_size: expected an integer >= 1, got {sel_block_size}")
+    check_int("sel_block_size", sel_block_size, 1)
     check_lengths(q, k.shape[1], cu_seqlens)
     indices = check_indices(
         block_indices, q, k.shape[2], k.shape[1], sel_block_size, cu_seqlens, check
@@ -326,7 +323,8 @@ def nsa_attention(
         k_cmp: compressed keys ``[B, C, Hkv, D]`` of :func:`nsa_compress`; the block means of
             ``k`` and ``v`` when ``None``.
         v_cmp: compressed values, given with ``k_cmp``.
-        k_swa: keys of the sliding branch ``[B, M, Hkv, D]``; ``k`` when ``None``.
+        k_swa: keys of the sliding branch ``[B, M', Hkv, D]``, the latest tokens at least that any
+            window holds; ``k`` when ``None``.
         v_swa: values of the sliding branch, given with ``k_swa``.
         block_indices: ``[B, N, Hkv, S]`` int32 selection to use instead of :func:`nsa_select`.
         cmp_block_size: see :func:`nsa_compress`, as ``cmp_stride``.
@@ -374,8 +372,16 @@ def nsa_attention(
         block_indices = check_indices(
             block_indices, q, k.shape[2], length, sel_block_size, cu_seqlens, False
         )
+    check_int("window_size", window_size, 1)
     k_swa = k if k_swa is None else k_swa
     v_swa = v if v_swa is None else v_swa
+    check_like_keys("k_swa", k_swa, q)
+    check_like_keys("v_swa", v_swa, q)
+    if v_swa.shape != k_swa.shape:
+        raise ValueError(
+            f"v_swa: expected the shape of k_swa, {tuple(k_swa.shape)}, got {tuple(v_swa.shape)}"
+        )
+    check_lengths(q, k_swa.shape[1], cu_seqlens)
     # The gradient of the whole is that of one operator, so the branches need none.
     query, key, value = q.detach(), k.detach(), v.detach()
     # First the branch that waits for nothing: it runs while the others' launches are prepared.

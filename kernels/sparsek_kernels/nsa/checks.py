@@ -3,46 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping
-from itertools import pairwise
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek_kernels.checks import check_heads, check_tensor
+from sparsek_kernels.checks import check_heads, check_offsets, check_tensor
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*KERNEL_DTYPES, torch.float64)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64
 
-_checked_offsets: MutableMapping[torch.Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
 
-
-def check_offsets(name: str, offsets: torch.Tensor, total: int, device: torch.device) -> None:
-    """Check packed-sequence offsets; their values once per tensor, never while compiling.
+def check_sequences(cu_seqlens: torch.Tensor, total: int, device: torch.device) -> None:
+    """Check offsets of one packed sequence or more.
 
     Raises:
         TypeError: no int32 tensor.
         ValueError: wrong shape, device, or offsets that do not ascend from 0 to ``total``.
     """
-    check_tensor(name, offsets, ("sequences + 1",), (torch.int32,), device)
-    if offsets.shape[0] < 2:
-        raise ValueError(f"{name}: expected at least one sequence, got {offsets.shape[0]} offsets")
-    if torch.compiler.is_compiling():
-        return
-    if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    seen = (offsets._version, total)
-    if _checked_offsets.get(offsets) == seen:
-        return
-    values = offsets.tolist()
-    if values[0] != 0 or values[-1] != total or any(lo > hi for lo, hi in pairwise(values)):
-        raise ValueError(
-            f"{name}: expected non-decreasing offsets from 0 to the token count {total}, "
-            f"got {values}"
-        )
-    _checked_offsets[offsets] = seen
+    check_offsets("cu_seqlens", cu_seqlens, total, device)
+    if cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens: expected two offsets or more, got {cu_seqlens.shape[0]}")
 
 
 def check_scale(softmax_scale: float | None, head_dim: int) -> float:
@@ -106,7 +87,7 @@ def check_lengths(q: torch.Tensor, num_keys: int, cu_seqlens: torch.Tensor | Non
         raise ValueError(
             f"q: expected as many tokens as keys with cu_seqlens, {num_keys}, got {q.shape[1]}"
         )
-    check_offsets("cu_seqlens", cu_seqlens, num_keys, q.device)
+    check_sequences(cu_seqlens, num_keys, q.device)
 
 
 def check_indices(

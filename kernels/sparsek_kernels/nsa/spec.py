@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sparsek_kernels.checks import check_int
+
 
 @dataclass(frozen=True)
 class NSASpec:
@@ -45,11 +47,7 @@ class NSASpec:
             "num_local_blocks": 0,
         }
         for name, low in lows.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-            if value < low:
-                raise ValueError(f"{name}: expected an integer >= {low}, got {value}")
+            check_int(name, getattr(self, name), low)
         for name in ("cmp_block_size", "sel_block_size"):
             if getattr(self, name) % self.cmp_stride:
                 raise ValueError(

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping
-from itertools import pairwise
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from sparsek_kernels.checks import check_int, check_offsets
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*KERNEL_DTYPES, torch.float64)
 MAX_HEAD_DIM = 256
-
-_checked_offsets: MutableMapping[torch.Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -51,37 +47,6 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"q: expected head_dim from 1 to {MAX_HEAD_DIM}, got {q.shape[3]}")
 
 
-def _check_int(name: str, value: object, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    if value < low:
-        raise ValueError(f"{name}: expected an integer >= {low}, got {value}")
-
-
-def _check_offsets(name: str, offsets: torch.Tensor, total: int, device: torch.device) -> None:
-    if offsets.dim() != 1 or offsets.shape[0] < 1:
-        raise ValueError(f"{name}: expected shape [sequences + 1], got {tuple(offsets.shape)}")
-    if offsets.dtype != torch.int32:
-        raise TypeError(f"{name}: expected int32, got {offsets.dtype}")
-    if offsets.device != device:
-        raise ValueError(f"{name}: expected the device of q, {device}, got {offsets.device}")
-    if torch.compiler.is_compiling():
-        return
-    if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    seen = (offsets._version, total)
-    if _checked_offsets.get(offsets) == seen:
-        return
-    values = offsets.tolist()
-    if values[0] != 0:
-        raise ValueError(f"{name}: expected to start at 0, got {values[0]}")
-    if values[-1] != total:
-        raise ValueError(f"{name}: expected to end at the token count {total}, got {values[-1]}")
-    if any(lo > hi for lo, hi in pairwise(values)):
-        raise ValueError(f"{name}: expected non-decreasing offsets, got {values}")
-    _checked_offsets[offsets] = seen
-
-
 def _check_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -95,8 +60,8 @@ def _check_varlen(
         raise ValueError(f"{missing}: expected a tensor beside the other cu_seqlens, got None")
     if q.shape[0] != 1:
         raise ValueError(f"q: expected batch size 1 with cu_seqlens, got {q.shape[0]}")
-    _check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[1], q.device)
-    _check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[1], q.device)
+    check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[1], q.device)
+    check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[1], q.device)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             f"cu_seqlens_k: expected {cu_seqlens_q.shape[0]} offsets as in cu_seqlens_q, "
@@ -125,9 +90,9 @@ def check_arguments(
         ValueError: a wrong shape, device or value.
     """
     _check_tensors(q, k, v)
-    _check_int("num_sink", num_sink, 0)
+    check_int("num_sink", num_sink, 0)
     if window_size is not None:
-        _check_int("window_size", window_size, 1)
+        check_int("window_size", window_size, 1)
         if not causal:
             raise ValueError(f"window_size: expected None with causal=False, got {window_size}")
     scale = q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)

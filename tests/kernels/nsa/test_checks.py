@@ -76,6 +76,19 @@ def test_block_sizes(fields: dict[str, Any], error: type[Exception], message: st
         (lambda: nsa_attention(Q, K, K, *GATES, k_cmp=CMP), ValueError, "v_cmp: expected a tensor"),
         (lambda: nsa_attention(Q, K, K, *GATES, k_swa=K), ValueError, "v_swa: expected a tensor"),
         (
+            lambda: nsa_attention(Q, K, K, *GATES, k_swa=K[..., :-1], v_swa=K),
+            ValueError,
+            "k_swa: expected shape",
+        ),
+        (
+            lambda: nsa_attention(Q, K, K, *GATES, k_swa=K, v_swa=K.repeat(1, 1, 2, 1)),
+            ValueError,
+            "v_swa: expected the shape of k_swa",
+        ),
+        (lambda: nsa_attention(Q, K, K, *GATES, window_size=0), ValueError, "window_size: "),
+        (lambda: nsa_attention(Q, K, K, *GATES, window_size=None), TypeError, "window_size: "),
+        (lambda: nsa_attention(Q, K, K, *GATES, cu_seqlens=cu()), ValueError, "cu_seqlens: "),
+        (
             lambda: nsa_attention(Q, K, K, *GATES, k_cmp=CMP[:, :2], v_cmp=CMP),
             ValueError,
             "k_cmp: expected shape",
