@@ -1,13 +1,13 @@
 """Serve mixed lengths with random aborts for minutes and hold every answer against a solo run.
 
-    python benchmarks/soak.py --seconds 600 --json benchmarks/results/soak_h200.json
+    python benchmarks/soak.py --seconds 600 --prompts 48 --kv-gib 1.5 --json soak_h200.json
     python benchmarks/soak.py --seconds 20 --prompts 8 --longest 600 --concurrent 6      # a CPU
 
 Prompts of 100 to 100,000 tokens (log-uniform, many of them beginnings of each other) are first
 answered alone, then drawn at random by concurrent clients of the same ``AsyncLLM`` engine.  Half of
 the requests may hit the prefix cache, half are salted and prefill anew; some are aborted, after a
-random time or after a random number of tokens.  The KV cache holds less than the prompts together,
-so that pages are evicted and requests wait or are preempted.
+random time or after a random number of tokens.  Where ``--kv-gib`` holds less than the prompts
+together, pages are evicted and requests wait or are preempted.
 
 On a GPU the engine is batch-invariant (``VLLM_BATCH_INVARIANT``): every finished request must have
 the tokens and log-probabilities of its solo run, bit for bit.
