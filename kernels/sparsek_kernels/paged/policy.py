@@ -1,7 +1,7 @@
 """What one query of a paged sequence may attend, as pure integer arithmetic.
 
 Every consumer of the rule (the oracle, the CPU path, the Triton kernels, the metrics) takes its
-numbers from here, so the rule exists once.  The long form with pictures is docs/selection.md.
+numbers from here, so the rule exists once.  The long form is docs/selection.md.
 
 Positions are absolute token indices of a sequence, a *block* is ``sel_block_size`` consecutive
 positions, and a *tile* is ``query_tile`` consecutive, tile-aligned query positions that share one
