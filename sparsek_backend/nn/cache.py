@@ -56,9 +56,12 @@ class NSACache:
         """Append keys and values ``[B, N, Hkv, D]`` of the two token-level branches.
 
         Raises:
-            ValueError: the cache is full.
+            ValueError: another batch than the cache's, or more tokens than fit; the cache is as it
+                was.
         """
-        count = selected[0].shape[1]
+        batch, count = selected[0].shape[:2]
+        if batch != self.selected.shape[1]:
+            raise ValueError(f"cache: expected a batch of {self.selected.shape[1]}, got {batch}")
         if self.length + count > self.max_len:
             raise ValueError(
                 f"cache: expected at most {self.max_len} tokens, got {self.length} + {count}"

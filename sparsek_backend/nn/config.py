@@ -58,7 +58,13 @@ class NSAConfig:
                 raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
             if value < 1:
                 raise ValueError(f"{name}: expected an integer >= 1, got {value}")
-        if self.rope_theta is not None and not self.rope_theta > 0:
+        if not isinstance(self.shared_kv, bool):
+            raise TypeError(f"shared_kv: expected a bool, got {self.shared_kv!r}")
+        if self.rope_theta is None:
+            return
+        if isinstance(self.rope_theta, bool) or not isinstance(self.rope_theta, int | float):
+            raise TypeError(f"rope_theta: expected a number or None, got {self.rope_theta!r}")
+        if not self.rope_theta > 0:
             raise ValueError(f"rope_theta: expected a number > 0 or None, got {self.rope_theta}")
 
     @property

@@ -150,15 +150,23 @@ class NSALlamaForCausalLM(nn.Module):
 
         Returns:
             ``[B, N, vocab]``.
+
+        Raises:
+            ValueError: more or fewer caches than layers; see also :class:`NativeSparseAttention`.
         """
+        if caches is not None and len(caches) != len(self.model.layers):
+            raise ValueError(
+                f"caches: expected one for each of {len(self.model.layers)} layers, "
+                f"got {len(caches)}"
+            )
         x = self.model.embed_tokens(tokens)
         for index, layer in enumerate(self.model.layers):
             x = layer(x, None if caches is None else caches[index], compressed_only)
         logits: torch.Tensor = self.lm_head(self.model.norm(x))
         return logits
 
-    def save_pretrained(self, folder: Path) -> None:
-        """Write ``config.json`` and ``model.safetensors``.
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write ``config.json`` and ``model.safetensors`` into ``folder``, made if it is missing.
 
         Raises:
             ImportError: safetensors is not installed.
@@ -167,6 +175,7 @@ class NSALlamaForCausalLM(nn.Module):
             from safetensors.torch import save_file
         except ImportError as error:
             raise ImportError("safetensors is not installed; pip install safetensors") from error
+        folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         state = {name: x.detach().cpu().contiguous() for name, x in self.state_dict().items()}
         if self.config.tie_word_embeddings:

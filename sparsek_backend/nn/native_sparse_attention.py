@@ -274,11 +274,11 @@ class NativeSparseAttention(nn.Module):
         if cache is None:
             k_cmp, v_cmp = self._compress(keys[0], values[0], cu_seqlens, 0)
         else:
+            cache.append_tokens((k_slc, v_slc), (k_swa, v_swa))  # first: it may refuse
             first_block = cache.compressed_length
             cache.append_compressed(
                 *self._compress(*cache.take_pending(keys[0], values[0]), None, first_block)
             )
-            cache.append_tokens((k_slc, v_slc), (k_swa, v_swa))
             k_cmp, v_cmp = cache.compressed[:, :, : cache.compressed_length]
             k_slc, v_slc = cache.selected[:, :, : cache.length]
             reach = max(cache.length - num_tokens - self.config.window_size + 1, 0)
@@ -322,7 +322,8 @@ class NativeSparseAttention(nn.Module):
             ``[B, N, hidden_size]``.
 
         Raises:
-            ValueError: a wrong shape, ``cache`` with ``cu_seqlens``, or a full cache.
+            ValueError: a wrong shape, ``cache`` with ``cu_seqlens``, or a cache of another batch
+                or without room, which is left as it was.
         """
         inputs = self.attention_inputs(
             hidden_states, cu_seqlens=cu_seqlens, cache=cache, compressed_only=compressed_only

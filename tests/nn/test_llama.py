@@ -26,6 +26,8 @@ def test_decoding_equals_the_whole() -> None:
     caches = model.new_caches(2, 120)
     found = [model(part, caches) for part in tokens.split([90, 1, 1, 28], dim=1)]
     torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="caches: expected one for each of 2 layers, got 1"):
+        model(tokens, caches[:1])
 
 
 def test_compressed_only_reaches_every_layer() -> None:
@@ -43,7 +45,7 @@ def test_saved_folder(tied: bool, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     model = make(tied)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(str(tmp_path))
     values = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert values["architectures"] == ["NSALlamaForCausalLM"]
     assert NSAConfig.from_dict(values["nsa"]) == NSA

@@ -121,6 +121,25 @@ def test_decoding_equals_prefill(shared: bool, steps: list[int]) -> None:
             module(x[:, :1], cache=cache)
 
 
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2, 9), "cache: expected at most 30 tokens, got 22 \\+ 9"),
+        ((2, 90), "cache: expected at most 30 tokens, got 22 \\+ 90"),
+        ((1, 8), "cache: expected a batch of 2, got 1"),
+    ],
+    ids=str,
+)
+def test_a_cache_that_refuses_tokens_is_as_it_was(shape: tuple[int, int], message: str) -> None:
+    module, x = layer(), tokens(30, batch=2)
+    cache = module.new_cache(2, 30)
+    with torch.no_grad():
+        module(x[:, :22], cache=cache)
+        with pytest.raises(ValueError, match=message):
+            module(tokens(shape[1], batch=shape[0]), cache=cache)
+        torch.testing.assert_close(module(x[:, 22:], cache=cache), module(x)[:, 22:])
+
+
 def test_sequences_with_the_compressed_branch_alone() -> None:
     module = layer()
     x = tokens(48)
@@ -215,6 +234,19 @@ def test_state_dict_is_stable() -> None:
 )
 def test_bad_config(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        NSAConfig.from_dict({**SMALL, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shared_kv": "false"}, "shared_kv: expected a bool, got 'false'"),
+        ({"rope_theta": "1e4"}, "rope_theta: expected a number or None, got '1e4'"),
+        ({"window_size": 1.5}, "window_size: expected an int, got float"),
+    ],
+)
+def test_a_field_of_a_wrong_type(options: dict[str, object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         NSAConfig.from_dict({**SMALL, **options})
 
 
