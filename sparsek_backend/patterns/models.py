@@ -20,6 +20,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # isort: sk
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # isort: skip
 
 _NAME = "sparsek_patterns"
+_UNSERVED = {
+    "sliding_window": "a sliding window",
+    "softcap": "a logit soft cap",
+    "s_aux": "learned sinks",
+    "position_bias": "a position bias",
+}
+"""What Transformers passes to layers that are more than plain causal attention."""
 
 
 class _Recorder:
@@ -64,7 +71,8 @@ def learn_model_patterns(
 
     Raises:
         ModuleNotFoundError: Transformers is missing; the message has the install command.
-        NotImplementedError: a layer with a sliding window or another mask.
+        NotImplementedError: a layer that is not plain causal attention over whole sequences: a
+            window, a mask, a soft cap, learned sinks; the message names it.
         ValueError: no batches, or lengths that differ.
     """
     recorder = _Recorder(block_size)
@@ -89,7 +97,8 @@ def attend_patterns(model: Any, patterns: Mapping[int, BlockSparsePattern]) -> I
         patterns: by layer index, on the model's device; layers without one attend everything.
 
     Raises:
-        NotImplementedError: a layer with a sliding window or another mask.
+        NotImplementedError: a layer that is not plain causal attention over whole sequences (as
+            above), or attention dropout.
         ValueError: a pattern does not fit the sequence or the heads.
     """
     with _attending(model, patterns):
@@ -118,22 +127,34 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function: query ``[B, Hq, N, D]``, key and value ``[B, Hkv, N, D]``."""
-    if attention_mask is not None or kwargs.get("sliding_window") is not None:
-        raise NotImplementedError(
-            "model: patterns are for plain causal layers, got a sliding window or a mask; record "
-            "q and k for learn_pattern, and call block_sparse_attention, in the model's own code"
-        )
     active, layer = _active.get(), int(module.layer_idx)  # type: ignore[arg-type]
+    executed = not isinstance(active, _Recorder) and layer in active
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    reasons = {
+        "a mask or padding": attention_mask is not None,
+        "cached keys": query.shape[2] != key.shape[2],
+        "attention without causality": not causal,
+        "attention dropout": executed and bool(kwargs.get("dropout")),
+        **{words: kwargs.get(name) is not None for name, words in _UNSERVED.items()},
+    }
+    found = [words for words, holds in reasons.items() if holds]
+    if found:
+        raise NotImplementedError(
+            f"model: patterns are for plain causal layers, got {' and '.join(found)} in layer "
+            f"{layer}; record q and k for learn_pattern, and call block_sparse_attention, in the "
+            "model's own code"
+        )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(active, _Recorder):
         active.add(layer, q, k, scaling)
     elif layer in active:
         out = block_sparse_attention(q, k, v, active[layer], causal=True, softmax_scale=scaling)
         return cast(torch.Tensor, out), None
-    found: tuple[torch.Tensor, None] = sdpa_attention_forward(
+    dense: tuple[torch.Tensor, None] = sdpa_attention_forward(
         module, query, key, value, None, scaling=scaling, **kwargs
     )
-    return found
+    return dense
 
 
 ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)

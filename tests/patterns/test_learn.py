@@ -148,9 +148,35 @@ def test_sliding_layers_of_a_model_are_refused() -> None:
             num_attention_heads=2, num_key_value_heads=1, sliding_window=8,
         )
     )  # fmt: skip
-    with pytest.raises(NotImplementedError, match="model: patterns are for plain causal"):
+    with pytest.raises(NotImplementedError, match="got a sliding window in layer 0"):
         learn_model_patterns(model, [tiny.tokens(1, 40)], block_size=16)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("extra", "keys", "words"),
+    [
+        ({"softcap": 50.0}, 32, "a logit soft cap"),
+        ({"s_aux": torch.zeros(4)}, 32, "learned sinks"),
+        ({"is_causal": False}, 32, "attention without causality"),
+        ({"dropout": 0.1}, 32, "attention dropout"),
+        ({"position_bias": torch.zeros(1, 4, 32, 32)}, 32, "a position bias"),
+        ({}, 48, "cached keys"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_layers_that_do_more_are_refused(extra: dict[str, Any], keys: int, words: str) -> None:
+    """Their attention would lack what these say, without a word."""
+    models = pytest.importorskip("sparsek_backend.patterns.models")
+    layer = torch.nn.Module()
+    layer.layer_idx = 0
+    q, k = torch.randn(1, 4, 32, 8), torch.randn(1, 4, keys, 8)
+    token = models._active.set({0: BlockSparsePattern.local((2, 2), 16, window=1)})
+    try:
+        with pytest.raises(NotImplementedError, match=f"got {words} in layer 0"):
+            models._attention(layer, q, k, k, None, **extra)
+    finally:
+        models._active.reset(token)
 
 
 def test_a_model_attends_its_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
