@@ -283,13 +283,12 @@ def main() -> None:
     parser.add_argument("--once", action="store_true", help="run each once, to compile it; with "
                         "--peers, these alone")  # fmt: skip
     parser.add_argument("--csv", type=Path, help="rows are added to those that it holds")
-    parser.add_argument("--commit", help="commit to note, where the checkout is none")
+    parser.add_argument("--commit", default="", help="to record where there is no git")
     parser.add_argument("--limit-s", type=int, default=120, help="for a peer's first call")
     parser.add_argument("--budget-ms", type=float, default=2000, help="of one comparison")
     args = parser.parse_args()
     begin = time.perf_counter()
-    machine = dataclasses.asdict(describe_machine(CUDA))
-    machine["commit"] = args.commit or machine["commit"]
+    machine = dataclasses.asdict(describe_machine(CUDA, args.commit))
 
     def add(row: Row, path: Path | None = args.csv) -> None:
         row = dataclasses.replace(row, **machine)

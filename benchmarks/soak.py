@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import json
 import math
@@ -433,9 +432,7 @@ async def shown(
 
 async def soak(folder: Path, arguments: argparse.Namespace) -> int:
     """Start the engine, serve, judge, write the result."""
-    import torch
-
-    from sparsek_backend.bench.machine import describe_machine
+    from sparsek_backend.bench.machine import choose_device, describe_machine
 
     engine = open_async_engine(folder, arguments)
     try:
@@ -453,9 +450,7 @@ async def soak(folder: Path, arguments: argparse.Namespace) -> int:
     gc.collect()
     memory = flatness(one.memory, arguments.seconds)
     reasons = verdict(one, memory, seen)
-    machine = describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    if arguments.commit:
-        machine = dataclasses.replace(machine, commit=arguments.commit)
+    machine = describe_machine(choose_device(), arguments.commit)
     totals = asdict(one.totals)
     gaps = totals.pop("gaps")
     totals.pop("in_flight")

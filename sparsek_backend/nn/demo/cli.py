@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from sparsek_backend.bench.machine import choose_device
 from sparsek_backend.nn.config import NSAConfig
+from sparsek_backend.nn.demo.check import LONGEST, check_attention
 from sparsek_backend.nn.demo.data import RecallTask
 from sparsek_backend.nn.demo.model import AttentionKind, ModelConfig
 from sparsek_backend.nn.demo.plots import plot_all
@@ -55,6 +57,14 @@ def _kinds(models: str) -> list[AttentionKind]:
         else:
             raise typer.BadParameter(f"--models: expected nsa and dense, got {name!r}")
     return kinds
+
+
+def _lengths(name: str, text: str, shortest: int) -> list[int]:
+    """Comma-separated lengths, checked before anything is trained."""
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if any(not part.isdecimal() or int(part) < shortest for part in found):
+        raise ValueError(f"{name}: expected numbers of at least {shortest} tokens, got {text!r}")
+    return sorted({int(part) for part in found})
 
 
 def _table(results: list[RunResult]) -> Table:
@@ -113,9 +123,6 @@ def train_demo(
 ) -> None:
     """Train a sparse transformer and its dense twin on recall; resumes where it stopped."""
     console = Console()
-    where = device
-    if device == "auto":
-        where = "cuda" if torch.cuda.is_available() else "cpu"
     options = {
         "steps": steps,
         "max_length": max_length,
@@ -125,11 +132,14 @@ def train_demo(
     given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
     results: list[RunResult] = []
     try:
+        where = choose_device(device)
         config = replace(_configs(size), seed=seed, **given)
+        timed = _lengths("--time-lengths", time_lengths, config.task.min_length)
+        _lengths("--save-length", str(save_length), config.task.min_length)
         for kind in _kinds(models):
-            trainer = Trainer(config, kind, out, torch.device(where))
+            trainer = Trainer(config, kind, out, where)
             _train(trainer, console)
-            results.append(_measure(trainer, time_lengths))
+            results.append(_measure(trainer, timed, console))
             if kind == "nsa" and save_inputs_to is not None:
                 sequences = max(_SAVED_KV_HEADS // config.model.num_layers, 1)
                 save_inputs(trainer, save_inputs_to, save_length, sequences)
@@ -137,11 +147,15 @@ def train_demo(
     except (ValueError, FloatingPointError) as error:
         console.print(f"[red]error:[/red] {error}")
         raise typer.Exit(1) from error
-    summary = _summary(config, torch.device(where), results)
+    summary = _summary(config, where, results)
     (out / "results.json").write_text(json.dumps(summary) + "\n")
     console.print(_table(results))
-    for path in [out / "results.json", *plot_all(results, out)]:
-        console.print(f"wrote {path}")
+    console.print(f"wrote {out / 'results.json'}")
+    try:
+        for path in plot_all(results, out):
+            console.print(f"wrote {path}")
+    except ImportError as error:
+        console.print(f"no plots: {error}", markup=False)
 
 
 def _train(trainer: Trainer, console: Console) -> None:
@@ -171,16 +185,20 @@ def _train(trainer: Trainer, console: Console) -> None:
         trainer.run(report)
 
 
-def _measure(trainer: Trainer, time_lengths: str) -> RunResult:
+def _measure(trainer: Trainer, timed: list[int], console: Console) -> RunResult:
+    """Recall, step times and overlap; sparse attention is checked before it is timed."""
     config = trainer.config
-    lengths = sorted({config.min_length, config.max_length})
-    result = RunResult(
-        trainer.kind,
-        trainer.losses,
-        {length: trainer.recall(length, _RECALL_BATCHES) for length in lengths},
-        trainer.resumed_at,
-        {int(part): trainer.step_time(int(part)) for part in time_lengths.split(",") if part},
-    )
+    result = RunResult(trainer.kind, trainer.losses, {}, trainer.resumed_at)
+    for length in sorted({config.min_length, config.max_length}):
+        with console.status(f"{trainer.kind}: recall in {length} tokens"):
+            result.recall[length] = trainer.recall(length, _RECALL_BATCHES)
+    if trainer.kind == "nsa":
+        for length in sorted({min(length, LONGEST) for length in timed}):
+            worst = check_attention(config.model, length, trainer.device)
+            console.print(f"nsa: attention over {length} tokens is within {worst:.1e} of fp64")
+    for length in timed:
+        with console.status(f"{trainer.kind}: steps with {length} tokens a sequence"):
+            result.step_ms[length] = trainer.step_time(length)
     if trainer.kind == "nsa":
         inputs = trained_inputs(trainer, config.max_length, 1)
         result.overlap = overlap(inputs["block_indices"])

@@ -48,16 +48,16 @@ class DenseAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, narrow, bias=False)
         self.o_proj = nn.Linear(wide, config.hidden_size, bias=False)
 
-    def forward(
-        self, x: torch.Tensor, *, compressed_only: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """``[B, N, hidden]`` to the same shape; ``compressed_only`` is its twin's and not used."""
-        config = self.config
-        positions = torch.arange(x.shape[1], device=x.device)
-        theta = config.nsa.rope_theta or 10000.0
-        q = rotate(self.q_proj(x).unflatten(-1, (-1, config.head_dim)), positions, theta)
-        k = rotate(self.k_proj(x).unflatten(-1, (-1, config.head_dim)), positions, theta)
-        v = self.v_proj(x).unflatten(-1, (-1, config.head_dim))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B, N, hidden]`` to the same shape."""
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.config.head_dim))
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        theta = self.config.nsa.rope_theta
+        if theta is not None:
+            positions = torch.arange(x.shape[1], device=x.device)
+            q, k = rotate(q, positions, theta), rotate(k, positions, theta)
         out = nn.functional.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
         )
@@ -85,7 +85,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, compressed_only: torch.Tensor | None = None) -> torch.Tensor:
         """``[B, N, hidden]`` to the same shape; see :meth:`RecallModel.forward`."""
-        x = x + self.attention(self.attention_norm(x), compressed_only=compressed_only)
+        options = {} if compressed_only is None else {"compressed_only": compressed_only}
+        x = x + self.attention(self.attention_norm(x), **options)
         gate, value = self.up(self.mlp_norm(x)).chunk(2, dim=-1)
         mixed: torch.Tensor = x + self.down(nn.functional.silu(gate) * value)
         return mixed
@@ -117,10 +118,13 @@ class RecallModel(nn.Module):
         Args:
             tokens: ``[B, N]``.
             compressed_only: ``[B]`` bool, sequences in which sparse attention has its compressed
-                branch alone; dense attention takes no notice.
+                branch alone.
 
         Returns:
             ``[B, N, vocab]``.
+
+        Raises:
+            TypeError: ``compressed_only`` for dense attention, which has no branches.
         """
         before = nn.functional.pad(self.previous(tokens[:, :-1]), (0, 0, 1, 0))
         x = self.embedding(tokens) + before

@@ -5,28 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sparsek_backend.bench.plots import import_pyplot
 from sparsek_backend.nn.demo.train import RunResult
 
 COLOURS = {"nsa": "#1b6ca8", "dense": "#e07a1f"}
 NAMES = {"nsa": "native sparse attention", "dense": "dense attention"}
 
 
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "matplotlib is not installed: run `pip install 'sparsek-backend[bench]'`"
-        ) from error
-    return pyplot
-
-
 def plot_all(results: list[RunResult], folder: Path) -> list[Path]:
-    """Write ``loss.png``, ``recall.png`` and, with times, ``step_time.png``; their paths."""
-    pyplot = _pyplot()
+    """Write ``loss.png``, ``recall.png`` and, with times, ``step_time.png``; their paths.
+
+    Raises:
+        ImportError: matplotlib is missing; the message has the install command.
+    """
+    pyplot = import_pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     draws = {"loss": _draw_loss, "recall": _draw_recall}
