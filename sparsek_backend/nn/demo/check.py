@@ -10,7 +10,7 @@ from sparsek_kernels import nsa_attention
 
 LONGEST = 4096
 """Tokens up to which attention is checked: long enough for the kernels of long sequences."""
-BOUND = 2e-2
+BOUND = 1e-2
 """Largest relative error, by norms, of an output or gradient in bf16."""
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -145,7 +146,7 @@ def train_demo(
                 save_inputs(trainer, save_inputs_to, save_length, sequences)
                 console.print(f"wrote {save_inputs_to}")
     except (ValueError, FloatingPointError) as error:
-        console.print(f"[red]error:[/red] {error}")
+        console.print(f"[red]error:[/red] {escape(str(error))}")
         raise typer.Exit(1) from error
     summary = _summary(config, where, results)
     (out / "results.json").write_text(json.dumps(summary) + "\n")
