@@ -53,18 +53,21 @@ def test_all_rest_where_one_is_long(
         ]
 
 
-def test_calls_unrolled_in_one_sample_are_divided() -> None:
-    x = torch.randn(256, 256)
+def test_calls_unrolled_in_one_sample_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock:
+        taken = 0
 
-    def many() -> None:
-        for _ in range(20):
-            x @ x
+        def sample(self, call: Timed) -> float:
+            self.taken += 1
+            return float(self.taken * call.calls)
 
-    one, twenty = time_interleaved(
-        [Timed(lambda: x @ x, 1, "one"), Timed(many, 20, "twenty")], device=CPU, budget_ms=50.0
-    )
-    assert one.p20_ms <= one.median_ms <= one.p80_ms
-    assert twenty.median_ms < 5 * one.median_ms
+    monkeypatch.setattr(timing, "_WallClock", Clock)
+    calls = [Timed(lambda: None, 1, "one"), Timed(lambda: None, 20, "twenty")]
+    one, twenty = time_interleaved(calls, device=CPU, budget_ms=0.0, min_samples=6)
+    assert (one.samples, one.method, twenty.method) == (6, "one", "twenty")
+    # Samples 1 and 2 only tell how long the calls take; then one and twenty, twenty and one, ...
+    assert (one.p20_ms, one.median_ms, one.p80_ms) == (6.0, 8.5, 11.0)
+    assert (twenty.p20_ms, twenty.median_ms, twenty.p80_ms) == (5.0, 8.5, 12.0)
 
 
 @pytest.mark.gpu
