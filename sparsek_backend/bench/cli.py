@@ -74,9 +74,11 @@ def kernels(
     )
     path = out / f"{name}.csv"
     rows: list[Row] = []
-    for bench_op, one in chosen:
+    for number, (bench_op, one) in enumerate(chosen, 1):
+        label = f"case {number} of {len(chosen)}: {bench_op.name} {one.name} {one.spec.text}"
         try:
-            new = run_case(bench_op, one, settings, machine, ceilings)
+            with console.status(label):
+                new = run_case(bench_op, one, settings, machine, ceilings)
         except (ValueError, TypeError, RuntimeError) as error:
             raise fail(f"{bench_op.name} {one.name}: {error}") from error
         if new:
@@ -88,9 +90,11 @@ def kernels(
     results = check_bars(chosen, rows)
     print_bars(console, results)
     console.print(f"wrote {path}")
-    if plots:
-        for png in plot_csv(path, out):
+    try:
+        for png in plot_csv(path, out) if plots else ():
             console.print(f"wrote {png}")
+    except ImportError as error:
+        console.print(f"no plots: {error}", markup=False)
     broken = [
         row for row in rows if row.provider == OURS and row.status in ("gate failed", "error")
     ]

@@ -39,7 +39,7 @@ def print_case(console: Console, rows: list[Row]) -> None:
             number(row.tb_s, ".3g"),
             number(row.roofline, ".0%"),
             number(row.peak_mib, ".1f"),
-            _DASH if ratio is None else _verdict(ratio),
+            _DASH if ratio is None else verdict(ratio),
             (row.note and f"{_gate(row)} ({row.note})") or _gate(row),
         )
     console.print(table)
@@ -49,7 +49,8 @@ def print_case(console: Console, rows: list[Row]) -> None:
         console.print(f"[dim]not run: {escape(reasons)}[/dim]", highlight=False)
 
 
-def _verdict(ratio: float) -> str:
+def verdict(ratio: float) -> str:
+    """How ours compares, coloured: ``ratio`` is the other's time over ours."""
     if ratio >= 1:
         return f"[green]{ratio:.2f}x faster[/green]"
     return f"[red]{1 / ratio:.2f}x slower[/red]"

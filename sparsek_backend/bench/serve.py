@@ -15,9 +15,11 @@ from typing import Any
 from rich.table import Table
 
 from sparsek_backend.bench.machine import Machine
+from sparsek_backend.bench.report import verdict
 from sparsek_backend.bench.serve_plot import plot_serve
 from sparsek_backend.bench.shapes import SHAPES, write_shape
 from sparsek_backend.bench.spec import parse_spec
+from sparsek_backend.bench.timing import quantile
 from sparsek_backend.eval.workers import run_worker
 from sparsek_backend.plugin import BACKEND_NAME
 
@@ -177,21 +179,17 @@ def _row(
         context=case.context,
         requests=case.requests,
         ttft_ms=statistics.median(ttft),
-        ttft_p20_ms=_quantile(ttft, 0.2),
-        ttft_p80_ms=_quantile(ttft, 0.8),
+        ttft_p20_ms=quantile(ttft, 0.2),
+        ttft_p80_ms=quantile(ttft, 0.8),
         tpot_ms=statistics.median(tpot),
-        tpot_p20_ms=_quantile(tpot, 0.2),
-        tpot_p80_ms=_quantile(tpot, 0.8),
+        tpot_p20_ms=quantile(tpot, 0.2),
+        tpot_p80_ms=quantile(tpot, 0.8),
         samples=len(ttft),
         attended_share=rounds[0]["attended_share"],
         kv_cache_tokens=rounds[0]["kv_cache_tokens"],
         settings=(settings or "defaults") if name == BACKEND_NAME else "",
         **machine.__dict__,
     )
-
-
-def _quantile(ordered: list[float], share: float) -> float:
-    return ordered[round(share * (len(ordered) - 1))]
 
 
 def write_serve(out: Path, name: str, rows: Sequence[ServeRow]) -> list[Path]:
@@ -226,8 +224,8 @@ def serve_table(rows: Sequence[ServeRow]) -> Table:
         gains = ["", ""]
         if reference is not row:
             gains = [
-                _gain(reference.ttft_ms / row.ttft_ms),
-                _gain(reference.tpot_ms / row.tpot_ms),
+                verdict(reference.ttft_ms / row.ttft_ms),
+                verdict(reference.tpot_ms / row.tpot_ms),
             ]
         table.add_row(
             f"{row.requests} x {row.context}",
@@ -239,9 +237,3 @@ def serve_table(rows: Sequence[ServeRow]) -> Table:
             *gains,
         )
     return table
-
-
-def _gain(ratio: float) -> str:
-    if ratio >= 1:
-        return f"[green]{ratio:.2f}x faster[/green]"
-    return f"[red]{1 / ratio:.2f}x slower[/red]"

@@ -110,13 +110,17 @@ def time_interleaved(
     ]
 
 
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The sample that ``share`` of the ascending samples do not exceed."""
+    return ordered[round(share * (len(ordered) - 1))]
+
+
 def _summary(values: list[float], method: str) -> Timing:
     ordered = sorted(values)
-    last = len(ordered) - 1
     return Timing(
         median_ms=statistics.median(ordered),
-        p20_ms=ordered[round(0.2 * last)],
-        p80_ms=ordered[round(0.8 * last)],
+        p20_ms=quantile(ordered, 0.2),
+        p80_ms=quantile(ordered, 0.8),
         samples=len(ordered),
         method=method,
     )

@@ -93,6 +93,8 @@ def _workload(entry: Any, defaults: Mapping[str, Any], source: str) -> Workload:
     if timing not in TIMINGS:
         raise ValueError(f"{where}: timing: expected one of {TIMINGS}, got {timing!r}")
     cases = []
+    if not isinstance(entry["specs"], list) or not entry["specs"]:
+        raise ValueError(f"{where}: specs: expected a list of batch specs, got {entry['specs']!r}")
     for text in entry["specs"]:
         try:
             spec = parse_spec(str(text))

@@ -249,6 +249,7 @@ def test_a_wrong_kernel_is_red_and_exits_1(tmp_path: Path, monkeypatch: pytest.M
         ({"op": "nope", "name": "x", "specs": ["q1"]}, "expected one of"),
         ({"op": "sink_window_fwd", "name": "x"}, "needs 'op', 'name' and 'specs'"),
         ({"op": "sink_window_fwd", "name": "x", "specs": ["z"]}, "workload 'x': spec: expected"),
+        ({"op": "sink_window_fwd", "name": "x", "specs": "q1"}, "'x': specs: expected a list"),
         (
             {"op": "sink_window_fwd", "name": "x", "specs": ["q1"], "params": {"windw": 1}},
             "unknown parameter 'windw'",

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+import sparsek_kernels
 from sparsek_backend.bench.ops import peers
 from sparsek_backend.bench.ops.peers import Call
 from sparsek_backend.bench.ops.sink_window import Entry, Inputs, Maker, providers
@@ -137,11 +138,9 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
 
 
 def _ours(pattern: BlockSparsePattern) -> Maker:
-    from sparsek_kernels import block_sparse_attention
-
     def make(inputs: Inputs) -> Call:
         def call() -> torch.Tensor:
-            result = block_sparse_attention(
+            result = sparsek_kernels.block_sparse_attention(
                 inputs.q, inputs.k, inputs.v, pattern, causal=inputs.rule.causal
             )
             return cast(torch.Tensor, result)

@@ -82,7 +82,7 @@ def gate_tiles(
     inputs: PagedInputs,
     tiles: Sequence[Tile],
     policy: SelectionPolicy,
-    out: torch.Tensor | None,
+    out: torch.Tensor,
     *,
     decode: bool,
 ) -> GateResult:
@@ -92,7 +92,7 @@ def gate_tiles(
         inputs: the case.
         tiles: what to check.
         policy: what the provider attends; dense for dense peers.
-        out: [T, Hq, D], or None where selection alone is checked.
+        out: [T, Hq, D].
         decode: whether the tiles are decodes.
     """
     verdict = GateResult(False, "no tile was checked")
@@ -104,9 +104,6 @@ def gate_tiles(
             scores = block_scores(inputs, tile.request, tile.head, tile.rows, tile.positions)
             if wrong := wrong_selection(chosen, scores, policy, position):
                 return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
-            verdict = GateResult(True, "selection is the best by exact score")
-        if out is None:
-            continue
         heads = slice(tile.head * inputs.group, (tile.head + 1) * inputs.group)
         exact, plain = (
             attend_tile(

@@ -105,6 +105,9 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
 
     Random keys give every head a selection of its own: no block is shared by luck.
     """
+    score_kind = case.str_param("score_kind")
+    if score_kind not in ("cell_mean", "min_max"):
+        raise ValueError(f"score_kind: expected 'cell_mean' or 'min_max', got {score_kind!r}")
     policy = SelectionPolicy(
         num_sink=case.int_param("num_sink"),
         window_size=case.int_param("window_size"),
@@ -112,7 +115,7 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
         sel_block_size=case.int_param("sel_block_size"),
         dense_below=case.int_param("dense_below"),
         query_tile=case.int_param("query_tile"),
-        score_kind="min_max" if case.str_param("score_kind") == "min_max" else "cell_mean",
+        score_kind="min_max" if score_kind == "min_max" else "cell_mean",
     )
     heads, dim, page = (case.int_param(n) for n in ("num_kv_heads", "head_dim", "page_size"))
     counts = [ceil_div(length, page) for length in case.spec.seq_lens]

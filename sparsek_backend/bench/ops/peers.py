@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsek_backend.bench.registry import Unavailable
 
 if TYPE_CHECKING:
-    from torch.nn.attention import SDPBackend
-
     from sparsek_backend.bench.ops.sink_window import Inputs
 
 
@@ -43,8 +42,6 @@ def _refuse(inputs: Inputs, *, sinks: bool = True, packed: bool = True) -> None:
 def _sdpa(
     inputs: Inputs, backend: SDPBackend | None, mask: torch.Tensor | None, causal: bool
 ) -> Call:
-    from torch.nn.attention import sdpa_kernel
-
     q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
     if mask is not None and inputs.group > 1:  # the masked backends take no grouped heads
         k, v = (t.repeat_interleave(inputs.group, dim=1) for t in (k, v))
@@ -83,15 +80,11 @@ def sdpa(inputs: Inputs) -> Call:
 
 def sdpa_flash(inputs: Inputs) -> Call:
     """`scaled_dot_product_attention` with its flash backend (dense masks only)."""
-    from torch.nn.attention import SDPBackend
-
     return _sdpa_unmasked(inputs, SDPBackend.FLASH_ATTENTION)
 
 
 def sdpa_cudnn(inputs: Inputs) -> Call:
     """`scaled_dot_product_attention` with its cuDNN backend (dense masks only)."""
-    from torch.nn.attention import SDPBackend
-
     if inputs.q.device.type != "cuda":
         raise Unavailable("cuDNN runs on CUDA GPUs only")
     return _sdpa_unmasked(inputs, SDPBackend.CUDNN_ATTENTION)
@@ -99,8 +92,6 @@ def sdpa_cudnn(inputs: Inputs) -> Call:
 
 def sdpa_mask(inputs: Inputs) -> Call:
     """`scaled_dot_product_attention` with an explicit boolean mask, where that fits."""
-    from torch.nn.attention import SDPBackend
-
     _refuse(inputs)
     if inputs.rule.window_size is None:
         raise Unavailable("dense masks are measured as sdpa_flash and sdpa_cudnn")

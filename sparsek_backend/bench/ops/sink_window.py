@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 
+import sparsek_kernels
 from sparsek_backend.bench.ops import peers
 from sparsek_backend.bench.ops.peers import Call
 from sparsek_backend.bench.oracle import HeadGrads, Mask, MaskRule, attend_head, compare
@@ -21,7 +22,6 @@ from sparsek_backend.bench.registry import (
     Outputs,
     Param,
     Provider,
-    Unavailable,
     register,
 )
 
@@ -229,15 +229,11 @@ def cost(inputs: Inputs, rule: Mask, *, backward: bool) -> tuple[float, float]:
 
 
 def _ours(inputs: Inputs) -> Call:
-    try:
-        from sparsek_kernels import sink_flash_attention
-    except ImportError as error:
-        raise Unavailable(f"sparsek_kernels has no sink_flash_attention: {error}") from error
     rule = inputs.rule
     cumulative = (inputs.cu_q, inputs.cu_k) if inputs.packed else (None, None)
 
     def call() -> torch.Tensor:
-        result = sink_flash_attention(
+        result = sparsek_kernels.sink_flash_attention(
             inputs.q,
             inputs.k,
             inputs.v,
