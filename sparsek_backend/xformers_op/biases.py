@@ -8,7 +8,9 @@ from math import prod
 import torch
 
 from sparsek_backend.patterns import BlockSparsePattern
+from sparsek_backend.patterns.pattern import check_count
 from sparsek_backend.xformers_op.compat import attn_bias
+from sparsek_backend.xformers_op.dense import visible_keys
 
 
 @dataclass
@@ -33,12 +35,8 @@ class SinkWindowMask(attn_bias.LowerTriangularFromBottomRightMask):  # type: ign
     window_size: int
 
     def __post_init__(self) -> None:
-        for name, low in (("num_sink", 0), ("window_size", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-            if value < low:
-                raise ValueError(f"{name}: expected an integer >= {low}, got {value}")
+        check_count("num_sink", self.num_sink, 0)
+        check_count("window_size", self.window_size, 1)
 
     def to(self, device: torch.device | str) -> SinkWindowMask:
         """Return the mask for ``device``; it holds no tensor, so this is the mask itself."""
@@ -52,9 +50,10 @@ class SinkWindowMask(attn_bias.LowerTriangularFromBottomRightMask):  # type: ign
     ) -> torch.Tensor:
         """Additive mask of ``shape`` ``[..., num_queries, num_keys]``: 0 where a key is seen."""
         num_queries, num_keys = shape[-2:]
-        query = torch.arange(num_queries, device=device)[:, None] + (num_keys - num_queries)
-        key = torch.arange(num_keys, device=device)[None, :]
-        seen = (key <= query) & ((key < self.num_sink) | (key > query - self.window_size))
+        shift = num_keys - num_queries
+        seen = visible_keys(
+            0, num_queries, num_keys, shift, self.window_size, self.num_sink, device
+        )
         mask = torch.zeros(num_queries, num_keys, dtype=dtype, device=device)
         return mask.masked_fill(~seen, float("-inf")).expand(shape)
 
@@ -120,8 +119,8 @@ class BlockSparseMask(attn_bias.AttentionBias):  # type: ignore[misc]
         seen = blocks.repeat_interleave(size, 1).repeat_interleave(size, 2)
         seen = seen[:, :num_queries, :num_keys]
         if self.causal:
-            query = torch.arange(num_queries, device=device)[:, None] + (num_keys - num_queries)
-            seen = seen & (torch.arange(num_keys, device=device)[None, :] <= query)
+            shift = num_keys - num_queries
+            seen = seen & visible_keys(0, num_queries, num_keys, shift, None, 0, device)
         mask = torch.zeros(seen.shape, dtype=dtype, device=device)
         mask = mask.masked_fill(~seen, float("-inf"))
         if len(blocks) > 1:

@@ -34,7 +34,7 @@ def visible_keys(
     shift: int,
     window_size: int | None,
     num_sink: int,
-    device: torch.device,
+    device: torch.device | str,
 ) -> torch.Tensor:
     """``[last - first, num_k]`` bool: keys that query rows ``first`` to ``last`` see (causal)."""
     query = torch.arange(first, last, device=device)[:, None] + shift
