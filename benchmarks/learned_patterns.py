@@ -87,6 +87,8 @@ def main() -> int:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     learn = batches(tokenizer, arguments.tokens, slice(0, None, 2), arguments.learn)
     judge = batches(tokenizer, arguments.tokens, slice(1, None, 2), arguments.judge)
+    if not learn or not judge:
+        parser.error(f"--tokens: too few texts have {arguments.tokens} tokens")
     with arguments.csv.open("w", newline="", encoding="utf-8") as file:
         writer = None
         sizes = (arguments.block_size, arguments.windows, arguments.figure)

@@ -26,7 +26,7 @@ import yaml
 from torch.profiler import ProfilerActivity, profile
 
 from sparsek_backend.bench.machine import describe_machine
-from sparsek_backend.bench.registry import Unavailable
+from sparsek_backend.bench.registry import OURS, Unavailable
 from sparsek_backend.bench.results import Row, read_csv, write_csv
 from sparsek_backend.bench.timing import make_timed, time_interleaved
 from sparsek_kernels import nsa_attention, selected_attention
@@ -34,7 +34,6 @@ from sparsek_kernels.nsa.reference import nsa_reference
 
 DIM = 128
 CUDA = torch.device("cuda")
-OURS = "sparsek"
 NO_WINDOW = "no window branch"
 Call = Callable[[], object]
 
@@ -287,6 +286,10 @@ def main() -> None:
     parser.add_argument("--limit-s", type=int, default=120, help="for a peer's first call")
     parser.add_argument("--budget-ms", type=float, default=2000, help="of one comparison")
     args = parser.parse_args()
+    peers = None if args.peers is None else args.peers.split(",")
+    unknown = set(peers or ()) - set(nsa_peers.WHOLE)
+    if unknown:
+        parser.error(f"--peers: expected some of {', '.join(nsa_peers.WHOLE)}, got {args.peers!r}")
     begin = time.perf_counter()
     machine = dataclasses.asdict(describe_machine(CUDA, args.commit))
 
@@ -302,10 +305,12 @@ def main() -> None:
     chosen = []
     for fields in yaml.safe_load(args.yaml.read_text(encoding="utf-8")):
         one = Comparison(**fields)
-        if args.peers is not None:
-            one = dataclasses.replace(one, peers=[x for x in one.peers if x in args.peers])
+        if peers is not None:
+            one = dataclasses.replace(one, peers=[x for x in one.peers if x in peers])
         if not args.only or f"{one.op} {one.case}" in args.only:
             chosen.append(one)
+    if not chosen:
+        parser.error(f"--only: expected comparisons of {args.yaml}, got {args.only}")
     for one in chosen:
         measure(one, args, add)
         torch.cuda.empty_cache()

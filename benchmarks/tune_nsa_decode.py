@@ -112,7 +112,7 @@ def sweep(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", type=int, action="append", help="index; all when left out")
     arguments = parser.parse_args()

@@ -27,7 +27,6 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-from sparsek_kernels.paged import config as config_module  # noqa: E402
 from sparsek_kernels.paged import launch, launch_select  # noqa: E402
 from sparsek_kernels.paged.batch import PagedBatch  # noqa: E402
 from sparsek_kernels.paged.config import LaunchConfig  # noqa: E402
@@ -36,6 +35,8 @@ from sparsek_kernels.paged.policy import SelectionPolicy  # noqa: E402
 POLICY = SelectionPolicy(num_sink=64, window_size=512, top_k=32)
 HEADS, GROUP, DIM, PAGE = 8, 4, 128, 64
 READ_TBS = 4.59
+SCALES = (DIM**-0.5 * launch.LOG2E, 1.0)
+"""Of scores, for powers of two, and of values."""
 
 
 def make_cache(pages: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -153,7 +154,6 @@ def decode_calls(
     k_cache, v_cache, summary = cache
     pages = k_cache.shape[0]
     everything, select, attend = [], [], []
-    scales = (DIM**-0.5 * 1.4427, 1.0)
     rule = POLICY.per_token()
     for copy in range(copies):
         q, batch = make_batch(pages, [(1, length)] * requests, requests, max_len, copy)
@@ -170,7 +170,7 @@ def decode_calls(
         )
         attend.append(
             lambda q=q, b=batch, s=selected, o=out: launch.attend(
-                q, k_cache, v_cache, b, rule, s, None, o, scales, True
+                q, k_cache, v_cache, b, rule, s, None, o, SCALES, True
             )
         )
     return everything, select, attend
@@ -341,9 +341,7 @@ def run_prefill(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1))
         selected = select()
 
         def attend(q=q, batch=batch, selected=selected, out=out) -> None:
-            launch.attend(
-                q, cache[0], cache[1], batch, POLICY, selected, None, out, (0.1275, 1.0), False
-            )
+            launch.attend(q, cache[0], cache[1], batch, POLICY, selected, None, out, SCALES, False)
 
         def everything(q=q, batch=batch, out=out) -> None:
             launch.paged_attention(
@@ -384,10 +382,10 @@ def _compile(job: tuple[str, int, int]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", nargs="+", choices=("decode", "prefill", "peer"))
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--sweep", action="store_true", help="time every candidate")
+    parser.add_argument("--processes", type=int, default=14, help="that compile; 1: as they come")
     parser.add_argument("--portable", action="store_true", help="no kernels written for Hopper")
     args = parser.parse_args()
     begin = time.time()
@@ -407,7 +405,7 @@ def main() -> None:
                 fn(False)
         if args.sweep:
             fn(True)
-    print(f"{time.time() - begin:.0f} s; {config_module.__name__}", flush=True)
+    print(f"{time.time() - begin:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def tune(name: str, head_dim: int, which: str) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--pass", dest="which", choices=PASSES, default="forward")
     parser.add_argument("--shape", choices=list(SHAPES), action="append")

@@ -10,7 +10,7 @@ try:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "sparsek_backend.transformers_op needs Transformers >= 4.56: pip install 'transformers'"
+        "sparsek_backend.transformers_op needs Transformers 5: pip install 'sparsek-backend[eval]'"
     ) from error
 
 from sparsek_backend.transformers_op.attention import sparsek_attention
