@@ -84,7 +84,8 @@ def structure_of(pattern: Any, num_k: int) -> BlockStructure:
     """``pattern`` itself, or the structure of any object with the BSR attributes.
 
     Such an object has ``block_size``, ``crow_indices`` (``[P, R + 1]`` or ``[R + 1]``) and
-    ``col_indices``; its structure is built once per ``crow_indices`` tensor.
+    ``col_indices``; its structure is built once per ``crow_indices`` tensor, and at every call for
+    tensors made in inference mode.
 
     Args:
         num_k: keys of the call, from which the number of key blocks follows.
@@ -106,15 +107,22 @@ def structure_of(pattern: Any, num_k: int) -> BlockStructure:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     columns = -(-num_k // pattern.block_size)
+    if crow.is_inference() or col.is_inference():  # nothing tells whether these have changed
+        return _structure(pattern.block_size, columns, crow, col)
     version = (crow._version, col._version, columns, pattern.block_size)
     known = _structures.get(crow)
     if known is None or known[0] != version or known[1] is not col:
-        # A copy: a value that holds its own key would keep it for good.
-        rows = crow.clone() if crow.dim() == 2 else crow[None].clone()
-        shape = (rows.shape[1] - 1, columns)
-        known = (version, col, BlockStructure(pattern.block_size, shape, rows, col))
+        known = (version, col, _structure(pattern.block_size, columns, crow, col))
         _structures[crow] = known
     return known[2]
+
+
+def _structure(
+    block_size: int, columns: int, crow: torch.Tensor, col: torch.Tensor
+) -> BlockStructure:
+    # A copy: a value that holds its own key would keep it for good.
+    rows = crow.clone() if crow.dim() == 2 else crow[None].clone()
+    return BlockStructure(block_size, (rows.shape[-1] - 1, columns), rows, col)
 
 
 _Known = tuple[tuple[int, ...], torch.Tensor, BlockStructure]

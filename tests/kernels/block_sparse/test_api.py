@@ -165,6 +165,19 @@ def test_such_an_object_is_transposed_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(built) == 2, "a changed pattern is another one"
 
 
+def test_such_an_object_from_inference_mode_is_read_at_every_call() -> None:
+    """Its tensors do not count their changes."""
+    t = make(Case(50, 70, 2, 1, 8))
+    want = block_sparse_attention(t.q, t.k, t.v, t.structure)
+    with torch.inference_mode():
+        pattern = plain(t.structure, crow_indices=t.structure.crow_indices.clone())
+        pattern.col_indices = t.structure.col_indices.clone()
+        torch.testing.assert_close(block_sparse_attention(t.q, t.k, t.v, pattern), want)
+        pattern.crow_indices.zero_()
+        with pytest.raises(ValueError, match="crow_indices: expected to end at"):
+            block_sparse_attention(t.q, t.k, t.v, pattern)
+
+
 def test_structures_of_dropped_objects_are_dropped() -> None:
     gc.collect()
     held = len(structure._structures)
