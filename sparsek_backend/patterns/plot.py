@@ -36,7 +36,7 @@ def draw(pattern: BlockSparsePattern, patterns: Sequence[int] | None) -> Figure:
     axes = figure.subplots(down, across, squeeze=False).flatten()
     for axis, p in zip(axes, chosen, strict=False):
         axis.imshow(shade[p], cmap="Blues", norm=PowerNorm(0.5, 0.0, 1.0), aspect="auto")
-        axis.set_title(f"pattern {p}: {mask[p].float().mean():.1%}", fontsize=9)
+        axis.set_title(f"pattern {p}: {mask[p].float().mean():.1%} of the blocks", fontsize=9)
         axis.tick_params(labelsize=7)
     for axis in axes[len(chosen) :]:
         axis.set_visible(False)
