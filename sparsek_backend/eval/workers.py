@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 PROGRESS = "PROGRESS "
 _TAIL_LINES = 15
+_POLL_SECONDS = 1.0
 
 
 class WorkerError(RuntimeError):
@@ -62,50 +66,59 @@ def run_worker(
             env=environment,
         )
         try:
-            log = _follow(process, on_progress, timeout)
+            log, silent = _follow(process, on_progress, timeout)
         finally:
             if process.poll() is None:
                 process.kill()
             process.wait()
-        if process.returncode == 0 and result_path.is_file():
+        if silent:
+            reason = f"the worker said nothing for {timeout:g} s and was ended"
+        elif process.returncode == 0 and result_path.is_file():
             result: dict[str, Any] = json.loads(result_path.read_text(encoding="utf-8"))
             return result
-        raise WorkerError(
-            f"{label}: the worker ended with status {process.returncode}\n  "
-            + "\n  ".join(log[-_TAIL_LINES:])
-        )
+        else:
+            reason = f"the worker ended with status {process.returncode}"
+        raise WorkerError(f"{label}: {reason}\n  " + "\n  ".join(log[-_TAIL_LINES:]))
 
 
 def _follow(
     process: subprocess.Popen[str], on_progress: Callable[[str], None], timeout: float | None
-) -> list[str]:
-    """Read the worker's output to its end; returns its last log lines."""
-    import threading
+) -> tuple[list[str], bool]:
+    """Read a worker's output until it ends or is silent for ``timeout`` seconds.
 
+    What the worker started may outlive it and hold its output open: the end of the worker counts,
+    not that of the output.
+
+    Returns:
+        The last log lines, and whether it was silent for too long.
+    """
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in process.stdout or ():
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, name="sparsek-worker-output", daemon=True).start()
     log: list[str] = []
-    watchdog: threading.Timer | None = None
-    stream = process.stdout
-    if stream is None:
-        return log
-    try:
-        while True:
-            if timeout is not None:
-                watchdog = threading.Timer(timeout, process.kill)
-                watchdog.daemon = True
-                watchdog.start()
-            line = stream.readline()
-            if watchdog is not None:
-                watchdog.cancel()
-            if not line:
-                break
-            if line.startswith(PROGRESS):
-                on_progress(line.removeprefix(PROGRESS).strip())
-            elif line.strip():
-                log = [*log[-200:], line.rstrip()]
-    finally:
-        if watchdog is not None:
-            watchdog.cancel()
-    return log
+    heard = time.monotonic()
+    while True:
+        ended = process.poll() is not None
+        try:
+            line = lines.get(timeout=_POLL_SECONDS)
+        except queue.Empty:
+            if ended:
+                return log, False
+            if timeout is not None and time.monotonic() - heard > timeout:
+                return log, True
+            continue
+        if line is None:
+            return log, False
+        heard = time.monotonic()
+        if line.startswith(PROGRESS):
+            on_progress(line.removeprefix(PROGRESS).strip())
+        elif line.strip():
+            log = [*log[-200:], line.rstrip()]
 
 
 def report_progress(message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from sparsek_backend.eval.workers import WorkerError, run_worker
 
 SCRIPT = """
-import os, sys, time
+import os, subprocess, sys, time
 from sparsek_backend.eval.workers import report_progress, serve_job
 
 def work(job):
@@ -21,6 +22,9 @@ def work(job):
         os.kill(os.getpid(), 9)
     if job["do"] == "hang":
         time.sleep(60)
+    if job["do"] == "leave":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
+        os.kill(os.getpid(), 9)
     return {"answer": job["value"] + 1}
 
 if __name__ == "__main__":
@@ -54,7 +58,14 @@ def test_a_crash_names_its_job_and_shows_its_log(module: str, do: str, message: 
 
 
 def test_a_silent_worker_is_ended(module: str) -> None:
-    with pytest.raises(WorkerError, match="budget 'x'"):
+    with pytest.raises(WorkerError, match="budget 'x': the worker said nothing for 5 s"):
         run_worker(
             module, {"do": "hang"}, label="budget 'x'", on_progress=lambda _: None, timeout=5
         )
+
+
+def test_what_a_dead_worker_leaves_behind_is_not_waited_for(module: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="status -9"):
+        run_worker(module, {"do": "leave"}, label="budget 'x'", on_progress=lambda _: None)
+    assert time.monotonic() - began < 20
