@@ -73,6 +73,7 @@ def evaluate(
         typer.Option(help="Size of the local engine's KV cache, on a GPU that others use too."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the passkeys and their filler.")] = 0,
+    commit: Annotated[str, typer.Option(help="Commit to record where there is no git.")] = "",
 ) -> None:
     """Perplexity and passkey retrieval, dense against sparse: a table, CSV, JSON and a plot."""
     try:
@@ -110,7 +111,7 @@ def evaluate(
         "date": datetime.date.today().isoformat(),
         "dtype": dtype,
         "job": asdict(job) | {"texts_folder": Path(job.texts_folder).name},
-        "machine": _machine(),
+        "machine": _machine(commit),
     }
     written = write_results(out, name, results, details)
     title = f"{details['model']}, {job.num_texts} texts of {job.length} tokens"
@@ -216,13 +217,10 @@ def _default_model() -> Path:
     return fetch_model()
 
 
-def _machine() -> dict[str, Any]:
-    import torch
+def _machine(commit: str) -> dict[str, Any]:
+    from sparsek_backend.bench.machine import choose_device, describe_machine
 
-    from sparsek_backend.bench.machine import describe_machine
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return dict(describe_machine(device).__dict__)
+    return asdict(describe_machine(choose_device(), commit))
 
 
 def _progress() -> Progress:

@@ -88,11 +88,13 @@ def test_the_command_scores_servers(url: str, tmp_path: Path) -> None:
         (folder / f"{index}.txt").write_text("some words of text. " * 100)
     arguments = ["--base-url", f"dense={url}", "--base-url", f"sparse={url}"]
     arguments += ["--texts-folder", str(folder), "--texts", "2", "--length", "500"]
-    result = CliRunner().invoke(app, [*arguments, "--depth", "0.5", "--out", str(tmp_path / "out")])
+    arguments += ["--depth", "0.5", "--out", str(tmp_path / "out"), "--commit", "abc1234"]
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     document = json.loads((tmp_path / "out" / "quality.json").read_text())
     assert [row["budget"] for row in document["summary"]] == ["dense", "sparse"]
     assert document["summary"][1]["delta_nll"] == 0.0
+    assert document["machine"]["commit"] == "abc1234"
     assert (tmp_path / "out" / "quality.png").is_file()
 
 
