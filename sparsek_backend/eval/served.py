@@ -35,7 +35,11 @@ class ServedScorer:
             )
         self._root = base_url.rstrip("/").removesuffix("/v1")
         self._timeout = timeout
-        listed = [entry["id"] for entry in self._call("/v1/models", None)["data"]]
+        listed = [entry["id"] for entry in self._call("/v1/models", None).get("data", ())]
+        if not listed:
+            raise ServerError(
+                f"base-url: expected an OpenAI server, {self._root}/v1/models lists no model"
+            )
         if model is not None and model not in listed:
             raise ServerError(f"model: expected one of {listed} at {base_url}, got {model!r}")
         self.model: str = model or listed[0]
@@ -79,6 +83,8 @@ class ServedScorer:
         try:
             with urllib.request.urlopen(request, timeout=self._timeout) as response:
                 answer: dict[str, Any] = json.load(response)
+            if not isinstance(answer, dict):
+                raise ValueError(f"expected a JSON object, got {type(answer).__name__}")
         except urllib.error.HTTPError as error:
             detail = error.read(2000).decode(errors="replace")
             raise ServerError(f"{self._root}{path}: status {error.code}: {detail}") from error

@@ -48,7 +48,7 @@ def work(data: Mapping[str, Any]) -> dict[str, Any]:
         max_model_len=job.longest_request(),
         max_num_seqs=1,
         dtype=data["dtype"],
-        max_num_batched_tokens=max(2048, data["chunk"]),
+        max_num_batched_tokens=2048,
         **data["engine"],
     )
     report_progress("engine ready")

@@ -20,9 +20,10 @@ class Endpoint(BaseHTTPRequestHandler):
     """The three routes that the evaluation uses, over a byte-level model."""
 
     logprobs = True
+    models: object = {"data": [{"id": "served"}]}
 
     def do_GET(self) -> None:
-        self._send({"data": [{"id": "served"}]})
+        self._send(self.models)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -79,6 +80,12 @@ def test_what_can_go_wrong_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Endpoint, "logprobs", False)
     with pytest.raises(ServerError, match="no prompt_logprobs"):
         ServedScorer(url).prompt_logprobs([1, 2])
+    monkeypatch.setattr(Endpoint, "models", {"error": "not here"})
+    with pytest.raises(ServerError, match="lists no model"):
+        ServedScorer(url)
+    monkeypatch.setattr(Endpoint, "models", ["served"])
+    with pytest.raises(ServerError, match="expected a JSON object, got list"):
+        ServedScorer(url)
 
 
 def test_the_command_scores_servers(url: str, tmp_path: Path) -> None:
@@ -98,12 +105,22 @@ def test_the_command_scores_servers(url: str, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "quality.png").is_file()
 
 
+def test_a_wrong_folder_of_texts_is_named_before_an_engine_starts(tmp_path: Path) -> None:
+    arguments = ["--texts-folder", str(tmp_path), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "expected a folder with .txt files" in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--base-url", "http://127.0.0.1:1/v1"], "no OpenAI server answers"),
         (["--base-url", "http://x/v1", "--budget", "window"], "drop --model and --budget"),
+        (["--base-url", "http://x/v1", "--dtype", "float32"], "drop --dtype"),
+        (["--served-model", "x"], "with --base-url only"),
         (["--budget", "blocks"], "expected dense"),
+        (["--out", __file__], "File exists"),
         (["--texts", "0", "--no-passkey"], "nothing to measure"),
         (["--depth", "2"], "from 0 to 1"),
     ],
@@ -112,6 +129,7 @@ def test_bad_arguments_exit_2_with_one_message(
     arguments: list[str], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "a.txt").write_text("words " * 1000)
-    result = CliRunner().invoke(app, [*arguments, "--texts-folder", str(tmp_path)])
+    given = ["--texts-folder", str(tmp_path), "--out", str(tmp_path / "out"), *arguments]
+    result = CliRunner().invoke(app, given)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
