@@ -43,8 +43,9 @@ def write_kv(
 
     Args:
         key, value: ``[T, Hkv, D]``; the new tokens of a sequence are neighbours, in order.
-        k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``, any strides; written.
-        k_summary: ``[num_pages, Hkv, page_size // 16, D]``, any strides, written; or ``None``.
+        k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``, written; any strides (on a GPU the
+            last dimension of every tensor is contiguous).
+        k_summary: ``[num_pages, Hkv, page_size // 16, D]``, written likewise; or ``None``.
         slot_mapping: ``[T]`` int64, ``page * page_size + offset``; -1 marks padding.
         score_kind: what the summaries are (see :class:`SelectionPolicy`).
         k_scale, v_scale: of an fp8 (e4m3) cache, which holds ``key / k_scale``.
@@ -67,7 +68,9 @@ def write_kv(
     if k_cache.is_cuda:
         from . import launch
 
-        _check_triton_layout(key=key, value=value, k_cache=k_cache, v_cache=v_cache)
+        _check_triton_layout(
+            key=key, value=value, k_cache=k_cache, v_cache=v_cache, k_summary=k_summary
+        )
         launch.write_kv(
             key,
             value,
@@ -97,26 +100,34 @@ def select_blocks(
     """Blocks that win by score, for inspection, metrics and tests.
 
     Args:
-        q: ``[T, Hq, D]``.
-        k_summary: ``[num_pages, Hkv, page_size // 16, D]``.
+        q: ``[T, Hq, D]``, fp16/bf16/fp32; requests packed in the order of ``batch``.
+        k_summary: ``[num_pages, Hkv, page_size // 16, D]``, as :func:`write_kv` keeps them.
+        batch: the requests.
+        policy: how blocks compete (docs/selection.md).
+        page_size: tokens in a page.
+        softmax_scale: default ``D ** -0.5``; of an fp8 cache, times its ``k_scale``.
 
     Returns:
         One ``[tiles, Hkv, scored_blocks]`` int64 tensor per request, ascending block indices;
         rows of tiles that see everything are -1.  Decodes have a tile per token.
 
     Raises:
-        ValueError: ``policy`` does not select blocks, or shapes do not fit.
+        TypeError, ValueError: ``policy`` does not select blocks, or an argument does not fit.
     """
     if not policy.selects_blocks:
         raise ValueError(f"policy: expected top_k >= 1, got top_k={policy.top_k}")
+    vectors = _page_vectors(page_size, policy.score_kind)
+    check_tensor("k_summary", k_summary, ("num_pages", "Hkv", vectors, "D"))
     heads = k_summary.shape[1]
     check_tensor("q", q, ("T", "Hq", k_summary.shape[-1]), FLOAT_DTYPES, k_summary.device)
     check_heads(q.shape[1], heads)
     _check_pages(policy, page_size)
+    _check_batch(q, batch, page_size)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     grouped = q.unflatten(1, (heads, -1))
     lengths, counts = host_lengths(batch)
     if q.is_cuda:
+        _check_triton_layout(q=q, k_summary=k_summary, block_table=batch.block_table)
         return _select_on_gpu(q, k_summary, batch, policy, scale, page_size)
     per_token = policy.per_token()
     plan = plan_decodes(batch, per_token)
@@ -177,7 +188,8 @@ def paged_attention(
 
     Args:
         q: ``[T, Hq, D]``, fp16/bf16/fp32; requests packed in the order of ``batch``.
-        k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``, any strides.
+        k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``, any strides (on a GPU the last
+            dimension of every tensor is contiguous, and V is as wide as K).
         batch: the requests.
         policy: what a query attends (docs/selection.md).
         softmax_scale: default ``D ** -0.5``.
@@ -189,6 +201,10 @@ def paged_attention(
             result depends on the token's query, its sequence's pages up to its position, the policy
             and the width of ``block_table``.  Selection is per token (``query_tile`` 1, no
             ``dense_last``); slower, for prefills above all.
+
+    Returns:
+        ``out``, or a new tensor ``[T, Hq, Dv]`` in the dtype of ``q``; rows of no request are
+        undefined.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
@@ -202,6 +218,7 @@ def paged_attention(
         raise ValueError("k_summary: expected the page summaries when top_k >= 1, got None")
     _check_summary(k_summary, k_cache, page_size, policy.score_kind)
     _check_pages(policy, page_size)
+    _check_batch(q, batch, page_size)
     if sinks is not None:
         check_tensor("sinks", sinks, (q.shape[1],), device=q.device)
     shape = (*q.shape[:2], v_cache.shape[-1])
@@ -210,8 +227,15 @@ def paged_attention(
     check_tensor("out", out, shape, (q.dtype,), q.device)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     if q.is_cuda:
-        table = batch.block_table
-        _check_triton_layout(q=q, k_cache=k_cache, v_cache=v_cache, out=out, block_table=table)
+        _check_triton_layout(
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            k_summary=k_summary,
+            sinks=sinks,
+            out=out,
+            block_table=batch.block_table,
+        )
     elif batch_invariant:
         raise NotImplementedError(
             "batch_invariant: needs a GPU, since torch's matrix products on a CPU round by shape; "
@@ -308,18 +332,19 @@ def _check_cache_dtype(
         raise NotImplementedError(f"k_cache: fp8 caches need sm_89 or later; use {dtype}")
 
 
-def _check_triton_layout(**tensors: torch.Tensor) -> None:
+def _check_triton_layout(**tensors: torch.Tensor | None) -> None:
     """The Triton kernels read rows as whole runs of memory, K and V of one width."""
     for name, tensor in tensors.items():
-        if tensor.stride(-1) != 1:
+        if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise NotImplementedError(
                 f"{name}: on a GPU the last dimension must be contiguous, got strides "
                 f"{tuple(tensor.stride())}; pass {name}.contiguous()"
             )
-    if "v_cache" in tensors and tensors["v_cache"].shape[-1] != tensors["k_cache"].shape[-1]:
+    k_cache, v_cache = tensors.get("k_cache"), tensors.get("v_cache")
+    if k_cache is not None and v_cache is not None and v_cache.shape[-1] != k_cache.shape[-1]:
         raise NotImplementedError(
-            f"v_cache: on a GPU V must be as wide as K, {tensors['k_cache'].shape[-1]}, got "
-            f"{tensors['v_cache'].shape[-1]}; pad V with zeros"
+            f"v_cache: on a GPU V must be as wide as K, {k_cache.shape[-1]}, got "
+            f"{v_cache.shape[-1]}; pad V with zeros"
         )
 
 
@@ -338,12 +363,17 @@ def _check_summary(
     if k_summary is None:
         return
     pages, heads, _, dim = k_cache.shape
+    shape = (pages, heads, _page_vectors(page_size, score_kind), dim)
+    check_tensor("k_summary", k_summary, shape, device=k_cache.device)
+
+
+def _page_vectors(page_size: int, score_kind: ScoreKind) -> int:
     vectors = summary_vectors(page_size)
     if score_kind == "min_max" and vectors % 2:
         raise ValueError(
             f"page_size: min_max summaries need a multiple of {2 * CELL_SIZE}, got {page_size}"
         )
-    check_tensor("k_summary", k_summary, (pages, heads, vectors, dim), device=k_cache.device)
+    return vectors
 
 
 def _check_pages(policy: SelectionPolicy, page_size: int) -> None:
@@ -352,3 +382,30 @@ def _check_pages(policy: SelectionPolicy, page_size: int) -> None:
         raise ValueError(
             f"page_size: expected a divisor or a multiple of sel_block_size={size}, got {page_size}"
         )
+
+
+def _check_batch(q: torch.Tensor, batch: PagedBatch, page_size: int) -> None:
+    """Check once per batch what the host knows of it; no device is waited for."""
+    if batch.query_lens_host is None and batch.cu_seqlens_q.device.type != "cpu":
+        return
+    rows = batch.derived(("rows", page_size), lambda: _checked_rows(batch, page_size))
+    if q.shape[0] < rows:
+        raise ValueError(
+            f"q: expected at least {rows} rows, as many as batch has query tokens, got {q.shape[0]}"
+        )
+
+
+def _checked_rows(batch: PagedBatch, page_size: int) -> int:
+    """Rows of queries up to the batch's last one."""
+    lengths = batch.seq_lens_host
+    if lengths is None and batch.seq_lens.device.type == "cpu":
+        lengths, _ = host_lengths(batch)
+    if lengths is not None:
+        room = batch.block_table.shape[1] * page_size
+        for request, (length, count) in enumerate(zip(lengths, batch.query_lens, strict=True)):
+            if not count <= length <= room:
+                raise ValueError(
+                    f"seq_lens: expected {count} (the new tokens) to {room} (the tokens of "
+                    f"{batch.block_table.shape[1]} pages) for request {request}, got {length}"
+                )
+    return batch.first_row + sum(batch.query_lens)

@@ -17,6 +17,7 @@ from sparsek_kernels.paged import (
     summary_vectors,
     write_kv,
 )
+from sparsek_kernels.paged.api import _check_triton_layout
 from sparsek_kernels.paged.reference import (
     gather_sequence,
     paged_attention_reference,
@@ -381,6 +382,46 @@ def test_bad_arguments(change: dict[str, object], error: type[Exception], match:
     arguments = {**_arguments(), **change}
     with pytest.raises(error, match=match):
         paged_attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"query_lens_host": (1, 71)}, "q: expected at least 72 rows, .* got 71"),
+        ({"seq_lens_host": (40, 69)}, r"seq_lens: expected 70 .* for request 1, got 69"),
+        ({"seq_lens_host": (40, 10**6)}, r"seq_lens: expected 70 .* for request 1, got 1000000"),
+    ],
+    ids=["queries", "short", "long"],
+)
+def test_batches_that_do_not_fit(fields: dict[str, tuple[int, ...]], match: str) -> None:
+    arguments = _arguments()
+    batch = replace(arguments["batch"], **fields, _derived={})
+    if "query_lens_host" in fields:  # long enough for the extra query
+        batch = replace(batch, seq_lens_host=(40, 71), _derived={})
+    with pytest.raises(ValueError, match=match):
+        paged_attention(**{**arguments, "batch": batch})
+    q, summary, policy = (arguments[name] for name in ("q", "k_summary", "policy"))
+    with pytest.raises(ValueError, match=match):
+        select_blocks(q, summary, batch, policy, page_size=_page_size(arguments))
+
+
+def _page_size(arguments: dict[str, object]) -> int:
+    return int(arguments["k_cache"].shape[2])
+
+
+def test_summaries_of_another_page_size() -> None:
+    arguments = _arguments()
+    q, summary, batch, policy = (arguments[name] for name in ("q", "k_summary", "batch", "policy"))
+    with pytest.raises(ValueError, match="k_summary: expected shape"):
+        select_blocks(q, summary, batch, policy, page_size=2 * _page_size(arguments))
+
+
+def test_gpu_kernels_refuse_tensors_that_they_would_misread() -> None:
+    rows = torch.zeros(3, 8)
+    _check_triton_layout(q=rows, k_summary=None, sinks=rows[:1, 0])
+    for name, tensor in {"k_summary": rows.T, "sinks": rows[:, 0]}.items():
+        with pytest.raises(NotImplementedError, match=f"{name}: on a GPU the last dimension"):
+            _check_triton_layout(q=rows, **{name: tensor})
 
 
 @pytest.mark.parametrize(
