@@ -9,6 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import runtime
 from .batch import PagedBatch
+from .config import has_wgmma
 from .kernels_attend_hopper import attend_hopper_kernel
 from .kernels_tile_scores_hopper import tile_scores_hopper_kernel
 from .policy import SelectionPolicy, ceil_div
@@ -57,7 +58,7 @@ def parked_elements(programs: int, width: int) -> int:
 def _tensor_cores_take(q: torch.Tensor, keys: torch.Tensor, page_size: int) -> bool:
     arch, _ = runtime.traits(q.device)
     return (
-        90 <= arch < 100
+        has_wgmma(arch)
         and q.dtype in _ELEMENT
         and keys.dtype == q.dtype
         and q.shape[2] in (64, 128)

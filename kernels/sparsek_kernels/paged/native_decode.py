@@ -95,17 +95,9 @@ def _build(compiler: str) -> ctypes.CDLL:
     flags = "".join(line for line in flags.splitlines() if line.startswith(("model name", "flags")))
     parts = (_SOURCE.read_text(), compiler, flags, *_FLAGS)
     name = f"decode-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsek"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError:
-        writable = False
-    if not writable:
-        folder = Path(tempfile.mkdtemp(prefix="sparsek-"))
-    path = folder / name
+    path = _cache_folder() / name
     if not path.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             made = Path(scratch) / name
             command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -116,6 +108,18 @@ def _build(compiler: str) -> ctypes.CDLL:
     found.sparsek_decode.argtypes = (ctypes.c_void_p,)
     found.sparsek_decode.restype = None
     return found
+
+
+def _cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/sparsek``, or a new folder where that cannot be written."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsek"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+        pass
+    return Path(tempfile.mkdtemp(prefix="sparsek-"))
 
 
 def supports(

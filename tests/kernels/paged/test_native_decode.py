@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -204,3 +205,14 @@ def test_a_compiler_that_fails_is_named(
         native_decode.library.cache_clear()
     assert "torch path" in caplog.text
     assert "false" in caplog.text
+
+
+def test_a_user_without_a_home_gets_a_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(native_decode.Path, "home", homeless)
+    folder = native_decode._cache_folder()
+    assert folder.is_dir()
+    folder.rmdir()
