@@ -1,4 +1,4 @@
-"""`sparsek`: doctor, model fetch, eval, bench. Heavy imports happen inside the commands."""
+"""`sparsek`: doctor, model, eval, bench, train-demo. Heavy imports happen inside the commands."""
 
 from __future__ import annotations
 
@@ -77,28 +77,29 @@ def model_fetch(
 @app.command("eval", context_settings=_PASS_THROUGH)
 def evaluate(context: typer.Context) -> None:
     """Measure what sparsity costs a model: perplexity and passkey, dense against sparse."""
-    _delegate("sparsek_backend.eval.cli", "eval", context.args)
+    _delegate("sparsek_backend.eval.cli", "eval", "eval", context.args)
 
 
 @app.command("bench", context_settings=_PASS_THROUGH)
 def bench(context: typer.Context) -> None:
     """Benchmark kernels and serving, compare and plot results."""
-    _delegate("sparsek_backend.bench.cli", "bench", context.args)
+    _delegate("sparsek_backend.bench.cli", "bench", "bench", context.args)
 
 
 @app.command("train-demo", context_settings=_PASS_THROUGH)
 def train_demo(context: typer.Context) -> None:
     """Train a small natively sparse transformer and its dense twin on long-range recall."""
-    _delegate("sparsek_backend.nn.demo.cli", "train-demo", context.args)
+    _delegate("sparsek_backend.nn.demo.cli", "train-demo", "bench", context.args)
 
 
-def _delegate(module: str, command: str, arguments: list[str]) -> None:
+def _delegate(module: str, command: str, extra: str, arguments: list[str]) -> None:
+    """Run the command of another module; ``extra`` has the packages that it needs."""
     try:
         target = import_module(module).app
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.split(".")[0] == "sparsek_backend":
             raise
-        _fail(f"{error.name} is not installed: run `pip install 'sparsek-backend[{command}]'`")
+        _fail(f"{error.name} is not installed: run `pip install 'sparsek-backend[{extra}]'`")
     target(args=arguments, prog_name=f"sparsek {command}")
 
 

@@ -18,7 +18,7 @@ runner = CliRunner()
 def test_help_names_every_command() -> None:
     result = runner.invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in ("doctor", "model", "eval", "bench"):
+    for command in ("doctor", "model", "eval", "bench", "train-demo"):
         assert command in result.output
 
 
@@ -55,9 +55,11 @@ def test_group_help_belongs_to_the_command_behind(command: str) -> None:
     assert f"Usage: sparsek {command}" in result.output
 
 
-@pytest.mark.parametrize("command", ["bench", "eval"])
+@pytest.mark.parametrize(
+    ("command", "extra"), [("bench", "bench"), ("eval", "eval"), ("train-demo", "bench")]
+)
 def test_a_missing_dependency_gives_the_install_command(
-    command: str, monkeypatch: pytest.MonkeyPatch
+    command: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(name: str) -> object:
         raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
@@ -65,7 +67,7 @@ def test_a_missing_dependency_gives_the_install_command(
     monkeypatch.setattr("sparsek_backend.cli.import_module", missing)
     result = runner.invoke(app, [command])
     assert result.exit_code == 1
-    expected = f"error: matplotlib is not installed: run `pip install 'sparsek-backend[{command}]'`"
+    expected = f"error: matplotlib is not installed: run `pip install 'sparsek-backend[{extra}]'`"
     assert result.stderr.strip() == expected
 
 
