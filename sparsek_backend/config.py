@@ -38,24 +38,6 @@ MODEL_CONFIG = "the model's config"
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
 _KUBERNETES_LINKS = re.compile(r"SPARSEK(_\w+)?_(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?$")
-_FIELDS_OF_MODE: dict[str, frozenset[str]] = {
-    "dense": frozenset(),
-    "nsa": frozenset(),
-    "sink_window": frozenset({"num_sink", "window_size", "dense_below", "dense_layers"}),
-    "block_topk": frozenset(
-        {
-            "num_sink",
-            "window_size",
-            "sel_block_size",
-            "top_k",
-            "dense_below",
-            "dense_last",
-            "dense_layers",
-            "score_kind",
-            "query_tile",
-        }
-    ),
-}
 
 
 class ConfigError(ValueError):
@@ -139,6 +121,12 @@ class SparsityConfig(BaseModel):
 
 
 FIELD_NAMES = tuple(SparsityConfig.model_fields)
+_FIELDS_OF_MODE: dict[str, frozenset[str]] = {
+    "dense": frozenset({"mode"}),
+    "nsa": frozenset({"mode"}),
+    "sink_window": frozenset({"mode", "num_sink", "window_size", "dense_below", "dense_layers"}),
+    "block_topk": frozenset(FIELD_NAMES),
+}
 
 
 @dataclass(frozen=True)
@@ -378,8 +366,8 @@ def _environment_settings(environ: Mapping[str, str]) -> dict[str, dict[str, Any
 
 def _parse(name: str, text: str) -> object:
     """Read an environment variable's text; what is no number stays text for the validator."""
-    if name == "dense_layers" and "," in text:
-        text = text if text.startswith("[") else f"[{text}]"
+    if name == "dense_layers" and "," in text and not text.startswith("["):
+        text = f"[{text}]"
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -400,13 +388,12 @@ def _describe(error: ValidationError, sources: Mapping[str, str]) -> str:
     parts: dict[str, str] = {}
     for item in error.errors(include_url=False):
         name = str(item["loc"][0])
+        if name in parts:  # another member of a union says the same
+            continue
         reason = item["msg"].removeprefix("Value error, ")
         reason = reason[:1].lower() + reason[1:]
-        got = item["input"] if len(item["loc"]) == 1 or name not in parts else None
-        if name in parts:
-            continue
         parts[name] = (
-            f"SPARSEK setting {name} (from {sources[name]}): {reason}, got {got!r}; "
+            f"SPARSEK setting {name} (from {sources[name]}): {reason}, got {item['input']!r}; "
             f"remedy: correct or remove it (default {SparsityConfig.model_fields[name].default!r})"
         )
     return "; ".join(parts.values())
@@ -414,7 +401,7 @@ def _describe(error: ValidationError, sources: Mapping[str, str]) -> str:
 
 def _check_agreement(config: SparsityConfig, sources: Mapping[str, str]) -> None:
     """Refuse settings that the chosen mode would silently ignore, and impossible sizes."""
-    used = _FIELDS_OF_MODE[config.mode] | {"mode"}
+    used = _FIELDS_OF_MODE[config.mode]
     for name in FIELD_NAMES:
         if name not in used and sources[name] not in (DEFAULTS, MODEL_CONFIG):
             raise ConfigError(

@@ -18,10 +18,10 @@ NSA_MODEL_PATH = "sparsek_backend.vllm_backend.nsa_model:NSALlamaForCausalLM"
 def register() -> None:
     """Register the backend with the vLLM that is installed.  Idempotent.
 
-    Three things are added, each for this backend's name alone: a member of vLLM's backend enum, a
-    check of the settings and the model when an engine is configured, and, on the CPU platform
-    (which otherwise replaces every choice by its own backend), the selection of our class.  The
-    fourth is the model class of natively sparse checkpoints, by name.
+    Four things are added.  Three are for this backend's name alone: a member of vLLM's backend
+    enum, a check of the settings and the model when an engine is configured, and, on the CPU
+    platform (which otherwise replaces every choice by its own backend), the selection of our class.
+    The fourth is the model class of natively sparse checkpoints, by its architecture's name.
 
     Raises:
         ImportError: if vLLM is not installed.
