@@ -98,7 +98,7 @@ def selected_backends(vllm_config: Any) -> tuple[Any, ...]:
 
 
 def is_batch_invariant() -> bool:
-    """Whether ``VLLM_BATCH_INVARIANT`` is set: no result may depend on the rest of the batch."""
+    """Whether ``VLLM_BATCH_INVARIANT`` is set; of an engine, ``ResolvedConfig`` says so."""
     from vllm import envs
 
     return bool(envs.VLLM_BATCH_INVARIANT)

@@ -162,7 +162,8 @@ class FlashPrefill:
         """Attend the queries of ``run``.
 
         Args:
-            q: ``[T, Hq, D]`` of the whole step; out likewise, written for the run.
+            q: ``[T, Hq, D]``, the rows that the run's batch counts from (:attr:`Run.rows`); out
+                likewise, written for the run.
             k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``.
             sinks: ``[Hq]`` learned logits, or ``None``.
         """

@@ -281,11 +281,7 @@ class SparseKImpl(AttentionImpl):
         Raises:
             NotImplementedError: quantised output was asked for.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError(
-                "output_scale: fused output quantisation is not supported; disable the "
-                "attention-quantisation fusion pass"
-            )
+        refuse_quantised_output(output_scale, output_block_scale)
         if attn_metadata is None:
             return output.zero_()
         STATS.forward_calls += 1
@@ -401,6 +397,21 @@ class SparseKImpl(AttentionImpl):
             self._pages = view_pages(kv_cache, summaries if self.policy.selects_blocks else None)
             self._pages_key = key
         return self._pages
+
+
+def refuse_quantised_output(
+    output_scale: torch.Tensor | None, output_block_scale: torch.Tensor | None
+) -> None:
+    """Refuse what vLLM passes where it fuses attention with the quantisation of its output.
+
+    Raises:
+        NotImplementedError: a scale was given.
+    """
+    if output_scale is not None or output_block_scale is not None:
+        raise NotImplementedError(
+            "output_scale: fused output quantisation is not supported; disable the "
+            "attention-quantisation fusion pass"
+        )
 
 
 def _customize_layer_spec(layer: Any, spec: Any, page_size: int) -> Any:

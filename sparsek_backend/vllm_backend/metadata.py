@@ -97,10 +97,11 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.resolved = engine_config(vllm_config)
         # Speculated tokens share a decode's tiles, which must hold one token where results may not
         # depend on the batch: there they are short prefills.
         self._init_reorder_batch_threshold(
-            1, supports_spec_as_decode=not compat.is_batch_invariant()
+            1, supports_spec_as_decode=not self.resolved.batch_invariant
         )
         self.on_host = device.type == "cpu"
         if self.on_host:
@@ -115,7 +116,7 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
         layers = get_layers_from_vllm_config(vllm_config, Attention)
         if any(getattr(layer.impl, "fallback_reason", None) for layer in layers.values()):
             return AttentionCGSupport.NEVER
-        if compat.is_batch_invariant():
+        if engine_config(vllm_config).batch_invariant:
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return cls._cudagraph_support
 
@@ -123,7 +124,7 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
         self, spec: Any, layer_names: list[str], vllm_config: Any
     ) -> Counter[SelectionPolicy]:
         """Fix every layer's policy; returns how many layers follow each."""
-        resolved = engine_config(vllm_config)
+        resolved = self.resolved
         full_attention = compat.is_full_attention(spec)
         if full_attention:
             check_page_size(resolved, spec.block_size)

@@ -31,10 +31,10 @@ from sparsek_kernels.paged.policy import SelectionPolicy
 from . import compat
 from .accounting import nsa_attended, query_positions
 from .backend import SparseKBackend
-from .impl import SparseKImpl, engine_nsa
+from .impl import SparseKImpl, engine_nsa, refuse_quantised_output
 from .metadata import Int64, SparseKMetadata, SparseKMetadataBuilder
 from .report import describe_nsa_layers
-from .startup import check_page_size, engine_config
+from .startup import check_page_size
 from .stats import STATS
 
 logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level
@@ -131,12 +131,11 @@ class NSAImpl(SparseKImpl):
         Args:
             query: ``[T, 3 * Hq, D]``, the queries three times.
             output: ``[T, 3 * Hq, D]``, written: compressed, selected and sliding attention.
+
+        Raises:
+            NotImplementedError: quantised output was asked for.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError(
-                "output_scale: fused output quantisation is not supported; disable the "
-                "attention-quantisation fusion pass"
-            )
+        refuse_quantised_output(output_scale, output_block_scale)
         if attn_metadata is None:
             self._rehearse(query)
             return output.zero_()
@@ -181,7 +180,7 @@ class NSAMetadataBuilder(SparseKMetadataBuilder):
         self, spec: Any, layer_names: list[str], vllm_config: Any
     ) -> Counter[SelectionPolicy]:
         """Tell what the layers do; none of them follows a selection policy."""
-        check_page_size(engine_config(vllm_config), spec.block_size)
+        check_page_size(self.resolved, spec.block_size)
         self.config = engine_nsa()
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         self.num_layers = len(layers)

@@ -70,7 +70,7 @@ def check_engine(vllm_config: Any) -> None:
     if model is None:
         return
     if model.is_encoder_decoder:
-        raise ValueError(_refusal(["attention type encoder_decoder not supported"]))
+        raise ValueError(_refusal([with_remedy("attention type encoder_decoder not supported")]))
     cache = vllm_config.cache_config
     page_size = cache.block_size if cache.user_specified_block_size else None
     if resolved.nsa is not None:
@@ -181,8 +181,7 @@ def with_remedy(reason: str) -> str:
 
 
 def _refusal(reasons: list[str]) -> str:
-    worded = [reason if "remedy:" in reason else with_remedy(reason) for reason in reasons]
-    return f"SPARSEK cannot serve this model: {'; '.join(worded)}"
+    return f"SPARSEK cannot serve this model: {'; '.join(reasons)}"
 
 
 def _check_nsa(model: Any, vllm_config: Any) -> None:
