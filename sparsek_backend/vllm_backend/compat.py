@@ -104,6 +104,15 @@ def is_batch_invariant() -> bool:
     return bool(envs.VLLM_BATCH_INVARIANT)
 
 
+def is_first_tensor_rank() -> bool:
+    """Whether this process is the first of those that share its layers' heads, or the only one."""
+    from vllm.distributed import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return True
+    return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
+
+
 def register_model(architecture: str, path: str) -> None:
     """Let vLLM import ``path`` (``module:class``) for checkpoints of this architecture."""
     from vllm import ModelRegistry

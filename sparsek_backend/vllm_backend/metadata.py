@@ -107,6 +107,7 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
         if self.on_host:
             native_decode.library()  # built before the first request
         self.has_flash = False
+        self.tells = compat.is_first_tensor_rank()
         end_with_server()
         self.policies = self._bind_layers(kv_cache_spec, layer_names, vllm_config)
 
@@ -180,7 +181,7 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
             NotImplementedError: causality that differs between requests.
         """
         metadata = self._assemble(common_attn_metadata)
-        line = STATS.record_step(metadata.attended_tokens, metadata.context_tokens)
+        line = STATS.record_step(metadata.attended_tokens, metadata.context_tokens, tell=self.tells)
         if line:
             logger.info(line)
         return metadata

@@ -37,15 +37,21 @@ class EngineStats:
         """Attended keys over context keys, 1.0 before the first step."""
         return self.attended_tokens / self.context_tokens if self.context_tokens else 1.0
 
-    def record_step(self, attended_tokens: int, context_tokens: int) -> str | None:
+    def record_step(
+        self, attended_tokens: int, context_tokens: int, *, tell: bool = True
+    ) -> str | None:
         """Add one step; return a log line when one is due.
 
         Args:
             attended_tokens, context_tokens: sums over the step's queries and layers.
+            tell: whether this process speaks for its layers, in the log and to Prometheus: one of
+                those that share their heads does.
         """
         self.steps += 1
         self.attended_tokens += attended_tokens
         self.context_tokens += context_tokens
+        if not tell:
+            return None
         self._publish(attended_tokens, context_tokens)
         now = time.monotonic()
         if now - self._last_log < LOG_INTERVAL:

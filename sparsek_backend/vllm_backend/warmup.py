@@ -100,7 +100,7 @@ def warm_up_prefills(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # the KV cache is about to take what is free
-        logger.info(
+        logger.info_once(
             "SPARSEK prefill kernels are ready (%.1f s, kept in Triton's cache)",
             time.perf_counter() - begin,
         )

@@ -111,6 +111,18 @@ def test_prometheus_counters() -> None:
     assert sample("sparsek_fallback_total", {"reason": reason}) == 1
 
 
+def test_ranks_that_share_heads_are_counted_once() -> None:
+    prometheus = pytest.importorskip("prometheus_client")
+    from sparsek_backend.vllm_backend.stats import STATS
+
+    STATS.record_step(0, 0)
+    before = prometheus.REGISTRY.get_sample_value("sparsek_attended_tokens_total")
+    own = STATS.attended_tokens
+    assert STATS.record_step(3, 7, tell=False) is None
+    assert prometheus.REGISTRY.get_sample_value("sparsek_attended_tokens_total") == before
+    assert STATS.attended_tokens == own + 3
+
+
 def test_ranges_of_layers() -> None:
     assert format_ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
     assert format_ranges([4]) == "4"

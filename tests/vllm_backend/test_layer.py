@@ -109,6 +109,24 @@ def test_flash_attention_takes_dense_prefills_and_the_last_queries_of_sparse_one
     assert calls == [(20, [0, 20], [280]), (64, [0, 64], [600]), (691, [621, 691], [70])]
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_one_tensor_rank_tells_what_was_attended(
+    first: bool, current: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparsek_backend.vllm_backend import compat, metadata
+    from sparsek_backend.vllm_backend.stats import STATS
+
+    assert compat.is_first_tensor_rank()
+    monkeypatch.setattr(compat, "is_first_tensor_rank", lambda: first)
+    builder, _ = make_builder(make_layer(), current)
+    lines: list[str] = []
+    monkeypatch.setattr(metadata.logger, "info", lines.append)
+    monkeypatch.setattr(STATS, "_last_log", float("-inf"))
+    builder.build(0, make_step([40], [40], 4))
+    assert len(lines) == first
+    assert all(line.startswith("SPARSEK attended") for line in lines)
+
+
 def test_metadata_is_frozen(current: Any) -> None:
     layer = make_layer()
     builder, _ = make_builder(layer, current)

@@ -27,6 +27,14 @@ SETTINGS = {
 }
 
 
+def read_counter(_worker: Any) -> float | None:
+    """Runs in a rank: what it tells Prometheus it attended; ``None`` where it tells nothing."""
+    from prometheus_client import REGISTRY
+
+    value: float | None = REGISTRY.get_sample_value("sparsek_attended_tokens_total")
+    return value
+
+
 @pytest.fixture
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks in processes of their own, on a machine with one NUMA node."""
@@ -58,8 +66,11 @@ def test_tokens_of_two_ranks(
     with engine(model, "SPARSEK", SETTINGS, tensor_parallel_size=2, **options) as llm:
         found = tokens(generate(llm, prompts, together=True))
         ranks = llm.collective_rpc(read_stats)
+        told = llm.collective_rpc(read_counter)
     assert found == expected
     assert len(ranks) == 2
+    assert told[0] > 0
+    assert told[1] is None  # the ranks attend alike, and are counted once
     for forward_calls, attended_share in ranks:
         assert forward_calls > 0
         assert attended_share < 0.7
