@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -92,24 +91,15 @@ def split_runs(
         else:
             if run.max_query_len > policy.dense_last:  # else nothing is left to select for
                 runs.append(replace(run, policy=replace(policy, dense_last=0)))
-            members = range(first, last)
-            runs += _tails(batch, members, policy.dense_last, seq_lens, query_lens)
+            runs += _tails(batch, range(first, last), policy.dense_last, seq_lens)
         first = last
     return tuple(runs)
 
 
-def _tails(
-    batch: PagedBatch,
-    members: Sequence[int],
-    count: int,
-    seq_lens: Sequence[int],
-    query_lens: Sequence[int],
-) -> list[Run]:
+def _tails(batch: PagedBatch, members: range, count: int, seq_lens: Sequence[int]) -> list[Run]:
     """The last ``count`` queries of each of some prefills, a dense run for every prefill."""
-    ends = list(accumulate(query_lens, initial=batch.first_row))[1:]
-    members = [r for r in members if query_lens[r]]
-    sizes = [min(query_lens[r], count) for r in members]
-    offsets = torch.tensor([(0, size) for size in sizes], dtype=torch.int32)
+    spans = {r: rows for r, rows in batch.last_rows(count).items() if r in members}
+    offsets = torch.tensor([(0, len(rows)) for rows in spans.values()], dtype=torch.int32)
     if batch.seq_lens.is_cuda:
         offsets = offsets.pin_memory()
     offsets = offsets.to(batch.seq_lens.device, non_blocking=True)
@@ -122,17 +112,17 @@ def _tails(
                 num_decodes=0,
                 num_decode_tokens=0,
                 decode_query_len=1,
-                max_query_len=size,
+                max_query_len=len(rows),
                 max_seq_len=seq_lens[r],
-                query_lens_host=(size,),
+                query_lens_host=(len(rows),),
             ),
             dense=True,
-            max_query_len=size,
+            max_query_len=len(rows),
             max_seq_len=seq_lens[r],
             policy=SelectionPolicy(),
-            rows=slice(ends[r] - size, ends[r]),
+            rows=slice(rows.start, rows.stop),
         )
-        for r, size, own in zip(members, sizes, offsets, strict=True)
+        for (r, rows), own in zip(spans.items(), offsets, strict=True)
     ]
 
 

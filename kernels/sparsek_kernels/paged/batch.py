@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TypeVar, cast
 
 import torch
@@ -141,6 +141,16 @@ class PagedBatch:
             max_seq_len=self.max_seq_len,
         )
 
+    def last_rows(self, count: int) -> dict[int, range]:
+        """Rows of the last ``count`` query tokens of every prefill that has any, by request."""
+        lens = self.query_lens
+        ends = list(accumulate(lens, initial=self.first_row))[1:]
+        return {
+            r: range(ends[r] - min(lens[r], count), ends[r])
+            for r in range(self.num_decodes, self.num_requests)
+            if lens[r]
+        }
+
     def tails(self, count: int) -> tuple[torch.Tensor, PagedBatch]:
         """The last ``count`` query tokens of every prefill, as a batch of their own.
 
@@ -151,15 +161,9 @@ class PagedBatch:
 
     def _tails(self, count: int) -> tuple[torch.Tensor, PagedBatch]:
         device = self.seq_lens.device
-        lens = self.query_lens
-        members = [r for r in range(self.num_decodes, self.num_requests) if lens[r]]
-        kept = [min(lens[r], count) for r in members]
-        ends = list(accumulate(lens, initial=self.first_row))[1:]
-        rows = [
-            row
-            for r, size in zip(members, kept, strict=True)
-            for row in range(ends[r] - size, ends[r])
-        ]
+        spans = self.last_rows(count)
+        members, kept = list(spans), [len(span) for span in spans.values()]
+        rows = list(chain.from_iterable(spans.values()))
 
         def put(values: list[int], dtype: torch.dtype) -> torch.Tensor:
             host = torch.tensor(values, dtype=dtype)
