@@ -132,7 +132,9 @@ def check_torch() -> Iterator[Finding]:
     else:
         cores = os.cpu_count() or 1
         yield Finding("device", "ok", f"CPU, {cores} cores (torch sees no CUDA GPU)")
-        yield Finding("kernels", "ok", "torch path: write, select, decode, prefill, sink-window")
+        compiled = _has_compiler("cc", "gcc")
+        decode = "decode in C" if compiled else "decode (in C, and faster, with a C compiler)"
+        yield Finding("kernels", "ok", f"torch path: write, select, prefill, sink-window; {decode}")
 
 
 def _check_gpu(name: str, capability: tuple[int, int]) -> Iterator[Finding]:
@@ -149,7 +151,7 @@ def _check_gpu(name: str, capability: tuple[int, int]) -> Iterator[Finding]:
     triton = installed_version("triton")
     if triton is None:
         yield Finding("kernels", "problem", "triton is not installed", "pip install triton")
-    elif not any(shutil.which(compiler) for compiler in ("cc", "gcc", "clang")):
+    elif not _has_compiler("cc", "gcc", "clang"):
         yield Finding(
             "kernels",
             "problem",
@@ -162,6 +164,10 @@ def _check_gpu(name: str, capability: tuple[int, int]) -> Iterator[Finding]:
             "ok",
             f"Triton {triton} for {architecture}: write, select, decode, prefill, sink-window",
         )
+
+
+def _has_compiler(*names: str) -> bool:
+    return any(shutil.which(name) for name in (os.environ.get("CC", ""), *names))
 
 
 def check_vllm() -> Iterator[Finding]:

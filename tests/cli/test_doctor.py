@@ -80,6 +80,20 @@ def test_torch_says_which_kernels_run_here() -> None:
     assert findings[2].detail.startswith(expected)
 
 
+@pytest.mark.parametrize(
+    ("compiler", "expected"), [("/usr/bin/gcc", "decode in C"), (None, "with a C compiler")]
+)
+def test_a_cpu_decodes_in_c_where_there_is_a_compiler(
+    compiler: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(doctor.shutil, "which", lambda _name: compiler)
+    finding = only(doctor.check_torch(), "kernels")
+    assert finding.status == "ok"
+    assert finding.detail.startswith("torch path")
+    assert expected in finding.detail
+
+
 def test_an_old_gpu_is_a_problem() -> None:
     finding = only(doctor._check_gpu("Tesla V100", (7, 0)), "device")
     assert finding.status == "problem"
