@@ -59,7 +59,8 @@ def check_int(name: str, value: object, low: int) -> None:
 def check_offsets(name: str, offsets: object, total: int, device: torch.device) -> None:
     """Check offsets of packed sequences; their values once per tensor, which waits for the device.
 
-    Values are not checked while compiling and while a CUDA graph is captured.
+    Values are not checked while compiling and while a CUDA graph is captured.  A tensor that was
+    changed in place is checked again, unless it was made in inference mode, which does not tell.
 
     Raises:
         TypeError: no int32 tensor.
@@ -72,7 +73,7 @@ def check_offsets(name: str, offsets: object, total: int, device: torch.device) 
         return
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    seen = (tensor._version, total)
+    seen = (0 if tensor.is_inference() else tensor._version, total)
     if _checked_offsets.get(tensor) == seen:
         return
     values = tensor.tolist()

@@ -381,7 +381,11 @@ def nsa_attention(
         raise ValueError(
             f"v_swa: expected the shape of k_swa, {tuple(k_swa.shape)}, got {tuple(v_swa.shape)}"
         )
-    check_lengths(q, k_swa.shape[1], cu_seqlens)
+    packed, tokens = cu_seqlens is not None, k_swa.shape[1]
+    if tokens < q.shape[1] or (packed and tokens > q.shape[1]):
+        raise ValueError(
+            f"k_swa: expected {q.shape[1]} tokens{'' if packed else ' or more'}, got {tokens}"
+        )
     # The gradient of the whole is that of one operator, so the branches need none.
     query, key, value = q.detach(), k.detach(), v.detach()
     # First the branch that waits for nothing: it runs while the others' launches are prepared.

@@ -85,6 +85,11 @@ def test_block_sizes(fields: dict[str, Any], error: type[Exception], message: st
             ValueError,
             "v_swa: expected the shape of k_swa",
         ),
+        (
+            lambda: nsa_attention(Q, K, K, *GATES, k_swa=K[:, 1:], v_swa=K[:, 1:]),
+            ValueError,
+            "k_swa: expected 70 tokens or more, got 69",
+        ),
         (lambda: nsa_attention(Q, K, K, *GATES, window_size=0), ValueError, "window_size: "),
         (lambda: nsa_attention(Q, K, K, *GATES, window_size=None), TypeError, "window_size: "),
         (lambda: nsa_attention(Q, K, K, *GATES, cu_seqlens=cu()), ValueError, "cu_seqlens: "),

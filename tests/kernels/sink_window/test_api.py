@@ -265,6 +265,19 @@ def test_refuses_offsets(
         sink_flash_attention(**bad(**{**fine, name: value}))
 
 
+def test_packed_sequences_of_inference_mode_are_checked_and_served() -> None:
+    q, k, v = tensors(12, 12)
+    q, k, v = q[:1], k[:1], v[:1]
+    with torch.inference_mode():
+        cu = offsets(0, 5, 12)
+        found = sink_flash_attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu)
+        wrong = offsets(0, 13)
+        with pytest.raises(ValueError, match=r"the token count 12, got \[0, 13\]"):
+            sink_flash_attention(q, k, v, cu_seqlens_q=wrong, cu_seqlens_k=wrong)
+    cu = offsets(0, 5, 12)
+    assert torch.equal(found, sink_flash_attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu))
+
+
 def test_refuses_different_numbers_of_sequences_and_batches() -> None:
     with pytest.raises(ValueError, match="cu_seqlens_k: expected 2 offsets"):
         sink_flash_attention(**bad(cu_seqlens_q=offsets(0, 12), cu_seqlens_k=offsets(0, 5, 12)))
