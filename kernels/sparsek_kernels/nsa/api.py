@@ -404,9 +404,11 @@ def nsa_attention(
             k, v, cmp_block_size=cmp_block_size, cmp_stride=cmp_stride, cu_seqlens=cu_seqlens
         )
     cmp = (k_cmp.detach(), v_cmp.detach())
-    out_cmp, lse_cmp = ops.compressed_fwd(query, *cmp, length, cu_seqlens, fields, scale)
+    compressed = (query, *cmp, length, cu_seqlens, fields, scale)
     if block_indices is None:
-        block_indices = ops.select(query, cmp[0], lse_cmp, length, cu_seqlens, fields, scale)
+        out_cmp, lse_cmp, block_indices = ops.compressed_select(*compressed)
+    else:
+        out_cmp, lse_cmp = ops.compressed_fwd(*compressed)
     selected = (query, key, value, block_indices, cu_seqlens, sel_block_size, scale)
     leaves = (q, k_cmp, k, k_swa, v_cmp, v, v_swa, *gates)
     out: torch.Tensor

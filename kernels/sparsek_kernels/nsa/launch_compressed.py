@@ -82,9 +82,10 @@ def forward(
         return
     call = _Call(q, k_cmp, seq_len, cu_seqlens, spec, config)
     hopper = call.config.hopper
-    if hopper is not None and k_cmp.numel() and describable(q, k_cmp, v_cmp):
+    if hopper is not None and k_cmp.numel() and describable(q):
+        keys = launch_compressed_hopper.arrange(q, k_cmp, v_cmp, cu_seqlens, call.cu_cmp)
         launch_compressed_hopper.forward(
-            *(out, lse, q, k_cmp, v_cmp, cu_seqlens, call.cu_cmp, call.shape, hopper, spec, scale)
+            out, lse, q, keys, cu_seqlens, call.cu_cmp, call.shape, hopper, spec, scale
         )
         return
     tile = call.config.compressed

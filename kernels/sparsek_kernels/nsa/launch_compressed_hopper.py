@@ -1,27 +1,70 @@
-"""Attention over compressed blocks on Hopper: the warp-specialised kernels of the sliding window.
+"""Launches of attention over compressed blocks on Hopper.
 
-There a key stands for one token, here for a block of them; nothing else differs.
+The backward pass is that of the sliding window, whose keys stand for one token each; here they
+stand for blocks, and nothing else differs.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
 
 from sparsek_kernels.common.descriptors import describable, describe, multiprocessors
 from sparsek_kernels.nsa.config import ProblemShape, TileConfig
+from sparsek_kernels.nsa.kernels_block_sums import KEYS
+from sparsek_kernels.nsa.kernels_compressed_hopper import nsa_compressed_hopper_fwd_kernel
+from sparsek_kernels.nsa.kernels_compressed_hopper_load import (
+    BOUND_BF16,
+    BOUND_FP16,
+    nsa_arrange_kernel,
+)
 from sparsek_kernels.nsa.launch_common import tile_grid
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.sink_window.kernels_bwd_rows import sink_window_bwd_finish_kernel
 from sparsek_kernels.sink_window.kernels_hopper_bwd import sink_window_hopper_bwd_kernel
-from sparsek_kernels.sink_window.kernels_hopper_fwd import sink_window_hopper_fwd_kernel
 
 _LOG2_E = 1.4426950408889634
 _LEAST_PROGRAMS = 1024  # of the backward pass, so that the last of them hardly count
 _HEADS_TOGETHER = 16
 _MOST_SEGMENTS = 32
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """Compressed keys and values as the forward kernel wants them.
+
+    Args:
+        k: ``[B, whole tiles, Hkv, D]``, each tile in another order.
+        v: likewise.
+        longest: ``[sequences, Hkv, 2]`` fp32, the lengths of the longest key and of the longest of
+            some query rows.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    longest: torch.Tensor
+
+
+@dataclass(frozen=True)
+class BlockSums:
+    """Sums of weights that some rows of queries leave for the choice of blocks.
+
+    Args:
+        words: ``[B, rows, Hq, pitch, 16]`` int32, two sums each.
+        maxima: ``[B, rows, Hq, pitch]`` fp32, what sums are relative to, in base 2.
+        first: the first of the rows.
+        rows: how many there are.
+        pitch: tiles of 32 blocks.
+    """
+
+    words: torch.Tensor
+    maxima: torch.Tensor
+    first: int
+    rows: int
+    pitch: int
 
 
 def kernel_rules(shape: ProblemShape, spec: NSASpec, varlen: bool) -> dict[str, int | bool]:
@@ -36,64 +79,104 @@ def kernel_rules(shape: ProblemShape, spec: NSASpec, varlen: bool) -> dict[str, 
     }
 
 
+def arrange(
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    v_cmp: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    cu_cmp: torch.Tensor | None,
+) -> Arranged:
+    """Copies in the order that the forward kernel wants."""
+    batch, rows, heads, dim = k_cmp.shape
+    (num_tiles, _, _), tiles = tile_grid(cu_cmp, rows, KEYS.value, heads, batch)
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k_cmp, v_cmp))
+    found = (batch, num_tiles * KEYS.value, heads, dim)
+    k_out = torch.empty(found, dtype=k.dtype, device=k.device)
+    # A packed sequence too short for a block has a tile that nobody writes; its weights are zero.
+    v_out = (torch.empty if cu_cmp is None else torch.zeros)(found, dtype=v.dtype, device=v.device)
+    num_seqs = batch if cu_cmp is None else cu_cmp.shape[0] - 1
+    longest = torch.zeros((num_seqs, heads, 2), dtype=torch.float32, device=k.device)
+    nsa_arrange_kernel[(num_tiles, heads, batch)](
+        k_out,
+        v_out,
+        longest,
+        k,
+        v,
+        q,
+        *(q if x is None else x for x in (cu_seqlens, cu_cmp, tiles)),
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *q.stride()[:3],
+        rows,
+        q.shape[1],
+        found[1],
+        GROUP=q.shape[2] // heads,
+        HEAD_DIM=dim,
+        VARLEN=cu_cmp is not None,
+        num_warps=8,
+    )
+    return Arranged(k_out, v_out, longest)
+
+
 def forward(
     out: torch.Tensor,
     lse: torch.Tensor,
     q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    v_cmp: torch.Tensor,
+    keys: Arranged,
     cu_seqlens: torch.Tensor | None,
     cu_cmp: torch.Tensor | None,
     shape: ProblemShape,
     tile: TileConfig,
     spec: NSASpec,
     scale: float,
+    sums: BlockSums | None = None,
 ) -> None:
-    """Fill contiguous ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]``."""
+    """Fill contiguous ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]``, or the rows of ``sums``."""
+    first, rows = (0, shape.num_q) if sums is None else (sums.first, sums.rows)
+    cu_rows = None if cu_seqlens is None else cu_seqlens.clamp(first, first + rows)
     (blocks, heads, batch), tiles = tile_grid(
-        cu_seqlens, shape.num_q, tile.block_m, shape.num_heads, shape.batch
+        cu_rows, rows, tile.block_m, shape.num_heads, shape.batch
     )
     num_tiles = blocks * heads * batch
     q_desc, q_rows, q_cols = describe(q, tile.block_m // 2)
-    k_desc, k_rows, k_cols = describe(k_cmp, tile.block_n)
-    v_desc, v_rows, v_cols = describe(v_cmp, tile.block_n)
-    sink_window_hopper_fwd_kernel[(min(num_tiles, multiprocessors(q.device)),)](
-        out,
-        lse,
-        q_desc,
-        k_desc,
-        v_desc,
-        k_desc,
-        v_desc,
-        q,
-        q if cu_seqlens is None else cu_seqlens,
-        q if cu_cmp is None else cu_cmp,
-        q if tiles is None else tiles,
-        scale * _LOG2_E,
-        0,
-        0,
-        *out.stride()[:3],
-        q_rows,
-        k_rows,
-        v_rows,
-        q_cols,
-        k_cols,
-        v_cols,
-        shape.num_q,
-        k_cmp.shape[1],
-        shape.num_heads,
-        blocks,
-        num_tiles,
-        heads_together=1,
-        **kernel_rules(shape, spec, cu_seqlens is not None),
-        GROUP=shape.group,
-        HAS_SINKS=False,
-        STORE_LSE=True,
-        BLOCK_N=tile.block_n,
-        BLOCK_S=16,
-        STAGES=tile.num_stages,
-        num_warps=tile.num_warps,
-    )
+    k_desc, k_rows, _ = describe(keys.k, KEYS.value)
+    v_desc, _, _ = describe(keys.v, KEYS.value)
+    left = torch.zeros(num_tiles + 1, dtype=torch.int32, device=q.device)
+    bound = BOUND_BF16.value if q.dtype == torch.bfloat16 else BOUND_FP16.value
+    for bounded in (True, False):
+        nsa_compressed_hopper_fwd_kernel[(min(num_tiles, multiprocessors(q.device)),)](
+            out,
+            lse,
+            out if sums is None else sums.words,
+            lse if sums is None else sums.maxima,
+            keys.longest,
+            left,
+            q_desc,
+            k_desc,
+            v_desc,
+            *(q if x is None else x for x in (cu_rows, cu_seqlens, cu_cmp, tiles)),
+            scale * _LOG2_E,
+            bound / max(abs(scale) * _LOG2_E, 1e-30),
+            q_rows,
+            q_cols,
+            k_rows,
+            first,
+            rows,
+            shape.num_q,
+            shape.num_heads,
+            0 if sums is None else sums.pitch,
+            blocks,
+            num_tiles,
+            GROUP=shape.group,
+            HEAD_DIM=shape.head_dim,
+            CMP_BLOCK=spec.cmp_block_size,
+            CMP_STRIDE=spec.cmp_stride,
+            SUMS=sums is not None,
+            BOUNDED=bounded,
+            VARLEN=cu_seqlens is not None,
+            STAGES=tile.num_stages,
+            num_warps=tile.num_warps,
+        )
 
 
 def _share(group: int, programs: int) -> int:

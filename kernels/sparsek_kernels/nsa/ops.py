@@ -208,6 +208,48 @@ compressed_fwd.register_autograd(_compressed_backward, setup_context=_compressed
 # --- selection ----------------------------------------------------------------------------------
 
 
+@torch.library.custom_op("sparsek::nsa_compressed_select", mutates_args=())
+def compressed_select(
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    v_cmp: torch.Tensor,
+    seq_len: int,
+    cu_seqlens: torch.Tensor | None,
+    spec: Sequence[int],
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``compressed_fwd``, and ``select`` with its log-sum-exps; not differentiable."""
+    rules = NSASpec(*spec)
+    out, lse = _new_like(q), _new_lse(q)
+    shape = (q.shape[0], q.shape[1], k_cmp.shape[2], rules.top_n)
+    found = torch.empty(shape, dtype=torch.int32, device=q.device)
+    if runs_kernels(q):
+        from sparsek_kernels.nsa.launch_select import attend_and_select
+
+        attend_and_select(
+            out, lse, found, q, k_cmp, v_cmp, seq_len, cu_seqlens, rules, softmax_scale
+        )
+    else:
+        rest = (seq_len, cu_seqlens, rules, softmax_scale)
+        torch_path.compressed_forward(out, lse, q, k_cmp, v_cmp, *rest)
+        torch_path.select_forward(found, q, k_cmp, lse, *rest)
+    return out, lse, found
+
+
+@compressed_select.register_fake
+def _(
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    v_cmp: torch.Tensor,
+    seq_len: int,
+    cu_seqlens: torch.Tensor | None,
+    spec: Sequence[int],
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shape = (q.shape[0], q.shape[1], k_cmp.shape[2], spec[3])
+    return _new_like(q), _new_lse(q), torch.empty(shape, dtype=torch.int32, device=q.device)
+
+
 @torch.library.custom_op("sparsek::nsa_select", mutates_args=())
 def select(
     q: torch.Tensor,

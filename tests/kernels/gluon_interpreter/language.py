@@ -145,10 +145,13 @@ class Language:
             exp2=lambda x: Value(torch.exp2(x.data)),
             log=lambda x: Value(torch.log(x.data)),
             log2=lambda x: Value(torch.log2(x.data)),
+            sqrt=lambda x: Value(torch.sqrt(x.data)),
             abs=lambda x: Value(x.data.abs()),
             convert_layout=lambda x, layout, **_: x,
             permute=lambda x, order: Value(x.data.permute(*order)),
             trans=lambda x: Value(x.data.mT),
+            split=lambda x: tuple(Value(part) for part in x.data.unbind(-1)),
+            join=lambda a, b: Value(torch.stack((a.data, b.data), -1)),
             reshape=lambda x, shape: x.reshape(shape),
             expand_dims=lambda x, axis: Value(x.data.unsqueeze(axis)),
             broadcast_to=lambda x, shape: Value(x.data.expand(shape)),
@@ -156,6 +159,7 @@ class Language:
             load=lambda pointer, mask=None, other=None, **_: pointer.load(mask, other),
             store=lambda pointer, x, mask=None, **_: pointer.store(x, mask),
             atomic_add=self._atomic_add,
+            atomic_max=self._atomic_max,
             dot=self._dot,
             static_range=range,
             range=self.range,
@@ -212,6 +216,12 @@ class Language:
         return before
 
     @staticmethod
+    def _atomic_max(pointer: Pointer, x: Any, mask: Any = None, **_: Any) -> Value:
+        before = pointer.load(mask)
+        pointer.store(Value(torch.maximum(before.data, unwrap(x))), mask)
+        return before
+
+    @staticmethod
     def _dot(a: Value, b: Value, acc: Value | None = None, **_: Any) -> Value:
         found = a.data.float() @ b.data.float()
         return Value(found if acc is None else acc.data + found)
@@ -225,6 +235,8 @@ class Language:
             self._store_wait(0)
             args[0].store(args[1])
             return args[1]
+        if "shfl.sync.idx" in text:  # of four lanes along the last axis, the one before
+            return Value(args[0].data.roll(1, -1))
         if "griddepcontrol" in text:
             return value(0)
         raise NotImplementedError(f"assembly: {text}")

@@ -138,6 +138,11 @@ class Pointer:
         return Pointer(flat, torch.tensor(tensor.storage_offset()))
 
     @property
+    def type(self) -> SimpleNamespace:
+        """Layouts of registers are not modelled."""
+        return SimpleNamespace(layout=None)
+
+    @property
     def dtype(self) -> PointerType:
         return PointerType(self.storage.dtype)
 

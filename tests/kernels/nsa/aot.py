@@ -27,6 +27,7 @@ from sparsek_kernels.nsa import (
     launch_common,
     launch_compress,
     launch_compressed,
+    launch_compressed_hopper,
     launch_gate,
     launch_select,
     launch_selected,
@@ -37,7 +38,7 @@ from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.barriers import require_lasting_barriers
 
 MODULES = (
-    *(launch_branches, launch_compress, launch_compressed),
+    *(launch_branches, launch_compress, launch_compressed, launch_compressed_hopper),
     *(launch_gate, launch_select, launch_selected, launch_selected_bwd),
 )
 TYPES = {
@@ -68,10 +69,12 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     for module in MODULES:
         for name in [n for n in vars(module) if re.fullmatch(r"nsa_\w+_kernel", n)]:
             setattr(module, name, Spy(name, getattr(module, name), seen))
+    launch_common.tile_map_kernel = Spy("tile_map_kernel", launch_common.tile_map_kernel, [])
     launch_common.device_arch = lambda device: arch
     launch_compressed.row_dots = lambda dout, dlse, out: out.new_empty(1, dtype=torch.float32)
     launch_selected_bwd.row_dots = launch_compressed.row_dots
-    launch_selected.multiprocessors = lambda device: 132
+    for module in (launch_selected, launch_compressed_hopper):
+        module.multiprocessors = lambda device: 132
     launch_compressed.describable = lambda *x: False  # those kernels are compiled elsewhere
     spec, scale, tokens = NSASpec(), 0.1, 4096
     q = torch.empty(1, tokens, group, dim, dtype=dtype)
@@ -101,6 +104,7 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     if arch == 90:
         table = base(ProblemShape(1, 65536, 65536, group, 1, dim), spec.top_n, dtype, arch)
         hopper = {
+            "hopper": table.hopper,
             "select_hopper": table.select_hopper,
             "selected_hopper": TileConfig(64, 64, 4, 4),
             "selected_boxes": None,
@@ -109,6 +113,8 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
         }
         launch_common.select_config = lambda *args: replace(base(*args), **hopper)
         launch_select.select(indices, q, cmp, lse, tokens, None, spec, scale)
+        for cu in (None, torch.tensor([0, 0, tokens], dtype=torch.int32)):
+            launch_select.attend_and_select(q, lse, indices, q, cmp, cmp, tokens, cu, spec, scale)
         launch_selected.forward(q, lse, q, k, k, indices, None, 64, scale)
         launch_selected_bwd.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
         hopper["selected_boxes"] = TileConfig(64, 64, 4, 4, 80)  # for groups of whole boxes
@@ -118,7 +124,8 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     launch_gate.forward(q, [q] * 3, gates)
     launch_gate.backward([q] * 3 + gates, q, [q] * 3, gates)
     # Once for many tokens and once for a decoded one, told apart by their first argument.
-    found = {(x[0], x[2][0].shape[:2], x[3].get("GATED", False)): x for x in seen}
+    keys = ("GATED", "VARLEN", "BOUNDED")
+    found = {(x[0], x[2][0].shape[:2], *map(x[3].get, keys)): x for x in seen}
     return list(found.values())
 
 

@@ -1,4 +1,4 @@
-"""Block scores of both kernels, place by place, against the oracle; a script, because interpreters
+"""Block scores of every kernel, place by place, against the oracle; a script, because interpreters
 and the compiler cannot serve one process.
 
     python score_cases.py --order "last first" --early           no GPU
@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 from dataclasses import dataclass, replace
 
 import torch
 
-from sparsek_kernels.nsa import launch_select
+from sparsek_kernels.nsa import launch_compressed_hopper, launch_select
 from sparsek_kernels.nsa import reference as ref
-from sparsek_kernels.nsa.config import select_config
+from sparsek_kernels.nsa.config import ProblemShape, TileConfig, select_config
 from sparsek_kernels.nsa.launch_common import launch_config, problem_shape
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens, compressed_rows, spans
 from sparsek_kernels.nsa.spec import NSASpec
@@ -31,24 +32,34 @@ LONG = 1 << 20  # tokens of a sequence that Hopper's kernels serve
 
 @dataclass(frozen=True)
 class Case:
-    """Query and KV heads, rules, and the shares of all tokens that packed sequences have."""
+    """Query and KV heads, rules, and the shares of all tokens that packed sequences have.
+
+    Queries are ``sharp`` times as long as drawn, a few of them 30 times if there are ``outliers``:
+    their scores have no useful bound.
+    """
 
     heads: tuple[int, int]
     spec: NSASpec = DENSE
     shares: tuple[float, ...] = ()
     batch: int = 1
+    sharp: float = 1.0
+    outliers: bool = False
 
     @property
     def name(self) -> str:
         group, spec = self.heads[0] // self.heads[1], self.spec
         rules = f"{spec.cells_per_cmp}/{spec.cells_per_sel}"
-        return f"group{group} {rules}{' packed' if self.shares else ''}"
+        kind = f"{' packed' * bool(self.shares)}{' sharp' * (self.sharp > 1)}"
+        return f"group{group} {rules}{kind}{' outliers' * self.outliers}"
 
 
 CASES = [
     *(Case((group, 1)) for group in (1, 2, 4, 7, 8, 12, 16, 32)),
     *(Case((2 * group, 2), shares=(0.5, 0.0, 0.02, 0.47)) for group in (1, 4, 7, 16)),
     Case((8, 2), batch=2),
+    Case((4, 1), sharp=12.0),
+    Case((4, 1), outliers=True),
+    Case((4, 2), shares=(0.6, 0.4), outliers=True),
     Case((4, 1), FULL),
     Case((4, 1), NSASpec(4, 4, 16, 5)),
     Case((4, 1), NSASpec(16, 4, 16, 5)),
@@ -57,6 +68,41 @@ CASES = [
     Case((8, 1), NSASpec(12, 4, 32, 5)),
     Case((2, 1), NSASpec(8, 4, 64, 5)),
 ]
+
+
+def summed(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    lse: torch.Tensor,
+    cu: torch.Tensor | None,
+    cu_cmp: torch.Tensor | None,
+    rows: range,
+    shape: ProblemShape,
+    spec: NSASpec,
+    tile: TileConfig,
+) -> torch.Tensor:
+    """Scores ``[B, rows, Hkv, blocks]`` that compressed attention leaves for ``rows``.
+
+    They are made of its own log-sum-exps, which must be ``lse`` there.
+    """
+    q, k, v = inputs
+    batch, _, num_heads, dim = q.shape
+    arranged = launch_compressed_hopper.arrange(q, k, v, cu, cu_cmp)
+    pitch = arranged.k.shape[1] // 128
+    size = (batch, len(rows), num_heads, pitch)
+    words = torch.full((*size, 16), -1, dtype=torch.int32, device=q.device)
+    maxima = torch.full(size, float("nan"), device=q.device)
+    sums = launch_compressed_hopper.BlockSums(words, maxima, rows.start, len(rows), pitch)
+    own, out = torch.full_like(lse, float("nan")), torch.empty_like(q)
+    launch_compressed_hopper.forward(
+        *(out, own, q, arranged, cu, cu_cmp, shape, tile, spec, dim**-0.5, sums)
+    )
+    here = slice(rows.start, rows.stop)
+    torch.testing.assert_close(own[..., here], lse[..., here], atol=1e-3, rtol=0)
+    bits = torch.stack((words & 0xFFFF, (words >> 16) & 0xFFFF), -1) << 13
+    held = (bits + (67 << 23)).view(torch.float32).reshape(*size, 32)
+    share = torch.exp2(maxima - own[..., here].transpose(1, 2)[..., None] / math.log(2))
+    scores = held * torch.where(own[..., here].isinf().mT[..., None], 0.0, share)[..., None]
+    return scores.view(batch, len(rows), shape.num_kv_heads, -1, pitch * 32).sum(3)
 
 
 def run(case: Case, tokens: int, device: str, launched: list[str] | None) -> int:
@@ -70,7 +116,10 @@ def run(case: Case, tokens: int, device: str, launched: list[str] | None) -> int
     tokens = sum(lengths)
     cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device) if case.shares else None
     rows = compressed_rows(cu, tokens, spec.cmp_block_size, spec.cmp_stride)
-    q = torch.randn(case.batch, tokens, num_heads, dim).bfloat16().to(device)
+    q = case.sharp * torch.randn(case.batch, tokens, num_heads, dim)
+    if case.outliers:
+        q[:, 5::211, -1] *= 30
+    q = q.bfloat16().to(device)
     k = torch.randn(case.batch, rows, num_kv_heads, dim).bfloat16().to(device)
     lse = torch.full((case.batch, num_heads, tokens), float("nan"), device=device)
     pitch = launch_select.score_pitch(spec.num_selectable(tokens))
@@ -101,6 +150,18 @@ def run(case: Case, tokens: int, device: str, launched: list[str] | None) -> int
         "nsa_block_scores_hopper_kernel": fused.select_hopper,
     }
     failed = 0
+    if (spec.cells_per_cmp, spec.cells_per_sel) == (2, 4) and fused.hopper is not None:
+        worst, good, kernel = 0.0, True, "nsa_compressed_hopper_fwd_kernel"
+        for rows in (range(tokens), range(tokens // 3, tokens // 2)):
+            found = summed((q, k, k), lse, cu, cu_cmp, rows, shape, spec, fused.hopper)
+            here = read[:, rows.start : rows.stop]
+            want = exact[:, rows.start : rows.stop][here]
+            found = torch.nn.functional.pad(found, (0, max(pitch - found.shape[-1], 0)))
+            error = (found[..., :pitch][here] - want).abs() / (want + 1e-12)
+            worst = max(worst, float(error.max()) if len(error) else 0.0)
+        good &= worst < 6e-4 and (launched is None or launched[-1] == kernel)
+        failed += not good
+        print(f"{'ok  ' if good else 'FAIL'} {case.name:20} {kernel} worst {worst:.1e}", flush=True)
     for kernel, tile in tiles.items():
         config, worst, good = replace(base, select_hopper=tile), 0.0, True
         for first, last in ((0, tokens), (tokens // 3, tokens // 2)):
