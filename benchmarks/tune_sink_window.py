@@ -35,6 +35,7 @@ SHAPES = {
     "causal": (32768, 0, None),
     "causal-4k": (4096, 0, None),
     "w128": (32768, 0, 128),
+    "w512": (65536, 0, 512),
 }
 
 
@@ -69,6 +70,11 @@ def forward_candidates(base: LaunchConfig) -> Iterator[tuple[str, LaunchConfig]]
         for keys, stages in ((128, 2), (64, 3), (64, 4)):
             tile = TileConfig(128, keys, 4, stages)
             yield f"hopper 128x{keys} stages {stages}", replace(base, hopper_forward=tile)
+        if base.hopper_forward.block_m == 64:
+            for stages, hold_q in ((4, False), (4, True), (5, True)):
+                tile = TileConfig(64, 64, 4, stages, hold_q)
+                name = f"hopper 2 heads, 64x64 stages {stages}{', q held' if hold_q else ''}"
+                yield name, replace(base, hopper_forward=tile)
         for together in (1, 2, 4, 8):
             yield f"hopper, {together} heads together", replace(base, forward_together=together)
     plain = replace(base, hopper_forward=None)

@@ -49,12 +49,16 @@ class ProblemShape:
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Launch parameters of one kernel: rows and columns of a tile, warps, pipeline depth."""
+    """Launch parameters of one kernel: rows and columns of a tile, warps, pipeline depth.
+
+    ``hold_q`` keeps the rows of the Hopper forward kernel in registers.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    hold_q: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,8 @@ class LaunchConfig:
         dq: tile of the query-major backward kernel.
         sink: tile of the sink-key backward kernel (``block_n`` sink keys per program).
         sink_block: sink keys per step of the query-major kernels.
-        hopper_forward: tile of the warp-specialised forward kernel, where that one is used.
+        hopper_forward: tile of the warp-specialised forward kernel, where that one is used: 128
+            rows of one head, or 64 of two neighbouring heads, for which groups must be even.
         hopper_backward: tile of the fused backward kernel, where that one is used.
         hopper_small: tile of the kernel for few rows, where that one is used; each of its two
             warpgroups takes ``num_stages`` blocks of keys.
@@ -173,7 +178,9 @@ def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchC
     if window is not None and window <= 1024 and shape.num_sink > 16:
         hopper = TileConfig(128, 64, 4, 3)
     elif window is not None and window <= 512 and shape.num_sink == 0 and shape.head_dim == 128:
-        hopper = TileConfig(128, 64, 4, 4)
+        # Two heads of 64 tokens meet fewer keys, and fewer that need a mask, than one head of 128.
+        paired = shape.num_heads // shape.num_kv_heads % 2 == 0
+        hopper = TileConfig(64, 64, 4, 4, hold_q=True) if paired else TileConfig(128, 64, 4, 4)
     if shape.head_dim == 64 and window is not None and window <= 128:
         # So few keys that small tiles, which hardly load more than they need, are faster.
         hopper = None

@@ -266,7 +266,8 @@ def sink_window_hopper_bwd_kernel(
     accumulator ``[B, Hq, N, D]`` as ``[B * Hq * N, D]``.  ``dk`` and ``dv`` share their strides;
     ``stride_dks`` leads to those of the next segment.  ``OVERWRITES``: the first tile that a query
     block gets replaces what ``dq`` held.
-    ``KEY_BLOCK`` and ``KEY_STRIDE`` are those of the forward kernel.
+    With ``KEY_BLOCK`` above 1 keys stand for blocks of tokens (:func:`last_key`), and the first
+    query is at token 0.
     """
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [Q_STAGES, BLOCK_M, HEAD_DIM], q_desc.layout)

@@ -1,9 +1,10 @@
 """Forward kernel for Hopper: one loading warp, two warpgroups that compute (Gluon).
 
-The maths is that of :mod:`kernels_fwd`.  A persistent program takes tiles of ``2 x 64`` query rows
-of one head.  The loading warp streams K and V through shared memory with TMA; each computing
-warpgroup owns 64 rows and issues ``q k_j`` and ``p_{j-1} v_{j-1}`` together, so that the softmax of
-block ``j`` overlaps the second product (FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2).
+The maths is that of :mod:`kernels_fwd`.  A persistent program takes tiles of ``2 x 64`` query rows:
+of one head, or the same tokens of two heads that share K and V.  The loading warp streams K and V
+through shared memory with TMA; each computing warpgroup owns 64 rows and issues ``q k_j`` and
+``p_{j-1} v_{j-1}`` together, so that the softmax of block ``j`` overlaps the second product
+(FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2).
 """
 
 from triton.experimental import gluon
@@ -16,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparsek_kernels.common.hopper import anchor, softmax_step
-from sparsek_kernels.common.masks import last_key, visible
+from sparsek_kernels.common.masks import visible
 from sparsek_kernels.sink_window.kernels_hopper_fwd_load import (
     ROWS,
     load_partition,
@@ -168,23 +169,25 @@ def _compute_partition(
     HAS_SINKS: gl.constexpr,
     STORE_LSE: gl.constexpr,
     VARLEN: gl.constexpr,
+    PAIRED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_S: gl.constexpr,
+    HOLD_Q: gl.constexpr,
     STAGES: gl.constexpr,
     INDEX: gl.constexpr,
-    KEY_BLOCK: gl.constexpr,
-    KEY_STRIDE: gl.constexpr,
 ):
-    """One warpgroup: rows ``INDEX * 64 ..`` of each tile, from scores to output."""
+    """One warpgroup: half ``INDEX`` of the rows of each tile, from scores to output."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty, tail_done = bars
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     SINK_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_S, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    TOKENS: gl.constexpr = ROWS if PAIRED else 2 * ROWS
     STORE_LAYOUT: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0]
     )
@@ -200,13 +203,15 @@ def _compute_partition(
                 n_left, n_full, n_all,
             ) = tile_place(
                 tile, tiles_ptr, cu_q_ptr, cu_k_ptr, num_q, num_k, num_blocks, num_heads,
-                heads_together, window_size, GROUP, VARLEN, CAUSAL, WINDOWED, BLOCK_N,
-                KEY_BLOCK, KEY_STRIDE,
+                heads_together, window_size, GROUP, VARLEN, PAIRED, CAUSAL, WINDOWED, BLOCK_N,
             )  # fmt: skip
             if valid:
-                rows = row + INDEX * ROWS + gl.arange(0, ROWS, layout=ROW_LAYOUT)
-                offset = k_len - q_len if KEY_BLOCK == 1 else q_len * 0
-                pos = last_key(rows + offset, KEY_BLOCK, KEY_STRIDE)
+                if PAIRED:
+                    head += INDEX
+                else:
+                    row += INDEX * ROWS
+                rows = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+                pos = rows + (k_len - q_len)
                 if HAS_SINKS:
                     logit = gl.load(sinks_ptr + head).to(gl.float32) * 1.4426950408889634
                     m = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT) + logit
@@ -218,6 +223,10 @@ def _compute_partition(
                 q_buf = q_smem.index(INDEX)
                 stage = count % STAGES
                 mbarrier.wait(q_full.index(INDEX), done & 1)
+                if HOLD_Q:
+                    q_buf = q_buf.load(Q_LAYOUT)
+                    gl.thread_barrier()
+                    mbarrier.arrive(q_empty.index(INDEX), count=1)
                 if HAS_SINK_KEYS:
                     mbarrier.wait(sink_full, done & 1)
                     sink_zero = gl.zeros([ROWS, BLOCK_S], gl.float32, SINK_LAYOUT)
@@ -262,7 +271,8 @@ def _compute_partition(
                 p = gl.convert_layout(weights.to(v_smem.dtype), P_LAYOUT)
                 count += 1
 
-                if WINDOWED:
+                # No more tokens than keys of a block: the window begins in the first one.
+                if WINDOWED and TOKENS > BLOCK_N:
                     acc, p, m, total, count = _compute_blocks(
                         acc, p, m, total, count, 1, n_left, q_buf, k_smem, v_smem,
                         k_full, k_empty, v_full, v_empty, lse_ptr, pos,
@@ -288,7 +298,8 @@ def _compute_partition(
                     S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
 
-                mbarrier.arrive(q_empty.index(INDEX), count=1)
+                if not HOLD_Q:
+                    mbarrier.arrive(q_empty.index(INDEX), count=1)
                 before = (count - 1) % STAGES
                 mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
                 v_tail = k_len - (start + (n_all - 1) * BLOCK_N)
@@ -309,7 +320,7 @@ def _compute_partition(
                 mbarrier.arrive(v_empty.index(before), count=1)
                 acc = acc * gl.convert_layout(inv_l, gl.SliceLayout(1, O_LAYOUT))[:, None]
                 stored = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), STORE_LAYOUT)
-                out_row = row + INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, STORE_LAYOUT))
+                out_row = row + gl.arange(0, ROWS, gl.SliceLayout(1, STORE_LAYOUT))
                 col = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, STORE_LAYOUT))
                 head_out = out_ptr + batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
                 offs = (q_start + out_row).to(gl.int64)[:, None] * stride_ot + col[None, :]
@@ -358,15 +369,18 @@ def sink_window_hopper_fwd_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_S: gl.constexpr,
     STAGES: gl.constexpr,
-    KEY_BLOCK: gl.constexpr = 1,
-    KEY_STRIDE: gl.constexpr = 1,
+    PAIRED: gl.constexpr,
+    HOLD_Q: gl.constexpr,
     heads_together=1,
 ):
     """Grid: one program per multiprocessor, each taking ``num_tiles / programs`` tiles.
 
     ``*_desc`` describe q, k and v as matrices ``[tokens, heads * D]``; ``*_batch_rows`` and
-    ``*_head_cols`` are the distances between sequences and heads in them.  With ``KEY_BLOCK``
-    above 1 keys stand for blocks of tokens (:func:`last_key`), and the first query is at token 0.
+    ``*_head_cols`` are the distances between sequences and heads in them.
+
+    With ``PAIRED`` a tile has 64 rows of two heads, else 128 rows of one.  With ``HOLD_Q`` (and no
+    sink keys) a warpgroup takes its rows to registers: the buffer is free for the next tile, and
+    products of 64 keys, which read as much of q as of k, wait less for shared memory.
     """
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], q_desc.layout)
@@ -412,8 +426,8 @@ def sink_window_hopper_fwd_kernel(
                     sinks_ptr, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, scale_log2, num_sink,
                     window_size, stride_ob, stride_ot, stride_oh, num_q, num_k, num_heads,
                     num_blocks, num_tiles, heads_together, GROUP, HAS_SINK_KEYS, HAS_SINKS,
-                    STORE_LSE, VARLEN, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_S, STAGES, 0,
-                    KEY_BLOCK, KEY_STRIDE,
+                    STORE_LSE, VARLEN, PAIRED, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_S,
+                    HOLD_Q, STAGES, 0,
                 ),
             ),
             (
@@ -423,8 +437,8 @@ def sink_window_hopper_fwd_kernel(
                     sinks_ptr, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, scale_log2, num_sink,
                     window_size, stride_ob, stride_ot, stride_oh, num_q, num_k, num_heads,
                     num_blocks, num_tiles, heads_together, GROUP, HAS_SINK_KEYS, HAS_SINKS,
-                    STORE_LSE, VARLEN, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_S, STAGES, 1,
-                    KEY_BLOCK, KEY_STRIDE,
+                    STORE_LSE, VARLEN, PAIRED, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_N, BLOCK_S,
+                    HOLD_Q, STAGES, 1,
                 ),
             ),
             (
@@ -434,8 +448,8 @@ def sink_window_hopper_fwd_kernel(
                     sink_k_smem, sink_v_smem, bars, tiles_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
                     window_size, q_batch_rows, k_batch_rows, v_batch_rows, q_head_cols,
                     k_head_cols, v_head_cols, num_q, num_k, num_heads, num_blocks, num_tiles,
-                    heads_together, GROUP, HAS_SINK_KEYS, VARLEN, CAUSAL, WINDOWED, BLOCK_N,
-                    STAGES, KEY_BLOCK, KEY_STRIDE,
+                    heads_together, GROUP, HAS_SINK_KEYS, VARLEN, PAIRED, CAUSAL, WINDOWED,
+                    BLOCK_N, STAGES,
                 ),
             ),
         ],

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from sparsek_kernels.common.masks import last_key, window_key_blocks
+from sparsek_kernels.common.masks import window_key_blocks
 from sparsek_kernels.common.sequences import sequence_bounds
 
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -34,40 +34,45 @@ def tile_place(
     window_size,
     GROUP: gl.constexpr,
     VARLEN: gl.constexpr,
+    PAIRED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    KEY_BLOCK: gl.constexpr,
-    KEY_STRIDE: gl.constexpr,
 ):
     """Sequence, head, rows and key blocks of a tile; the first key block is never skipped.
+
+    A tile has ``2 * ROWS`` query rows of its head, or ``ROWS`` of it and of the head after it
+    (``PAIRED``), which meet fewer keys of a window and mask fewer of these.
 
     Heads of a group are neighbours, then ``heads_together`` KV heads, then query blocks from the
     last to the first, then the other KV heads: what runs together shares K and V in L2.
     """
-    g = tile % GROUP
-    rest = tile // GROUP
+    HEADS: gl.constexpr = 2 if PAIRED else 1
+    TOKENS: gl.constexpr = 2 * ROWS // HEADS
+    g = tile % (GROUP // HEADS) * HEADS
+    rest = tile // (GROUP // HEADS)
     lane = rest % heads_together
     rest = rest // heads_together
     block = num_blocks - 1 - rest % num_blocks
     rest = (rest // num_blocks) * heads_together + lane
     kv_head = rest % (num_heads // GROUP)
     seq = rest // (num_heads // GROUP)
+    # Known at compile time where it can be: the first product need not wait for the divisions.
+    valid = True
     if VARLEN:
         slot = block.to(gl.int64) * 2
         seq = gl.load(tiles_ptr + slot)
         block = gl.load(tiles_ptr + slot + 1)
-    valid = seq >= 0
-    seq = gl.maximum(seq, 0)
+        valid = seq >= 0
+        seq = gl.maximum(seq, 0)
     batch, q_start, q_len, k_start, k_len = sequence_bounds(
         seq, cu_q_ptr, cu_k_ptr, num_q, num_k, VARLEN
     )
-    row = block * (2 * ROWS)
-    offset = k_len - q_len if KEY_BLOCK == 1 else q_len * 0
-    p_first = last_key(row + offset, KEY_BLOCK, KEY_STRIDE)
-    p_last = last_key(gl.minimum(row + 2 * ROWS, q_len) - 1 + offset, KEY_BLOCK, KEY_STRIDE)
+    row = block * TOKENS
+    offset = k_len - q_len
+    p_last = gl.minimum(row + TOKENS, q_len) - 1 + offset
     start, n_left, n_full, n_all = window_key_blocks(
-        p_first, p_last, k_len, window_size, BLOCK_N, CAUSAL, WINDOWED
+        row + offset, p_last, k_len, window_size, BLOCK_N, CAUSAL, WINDOWED
     )
     n_all = gl.maximum(n_all, 1)
     return (
@@ -119,12 +124,11 @@ def load_partition(
     GROUP: gl.constexpr,
     HAS_SINK_KEYS: gl.constexpr,
     VARLEN: gl.constexpr,
+    PAIRED: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    KEY_BLOCK: gl.constexpr,
-    KEY_STRIDE: gl.constexpr,
 ):
     """Issue every TMA load of this program's tiles, as buffers become free."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty, _tail_done = bars
@@ -139,8 +143,7 @@ def load_partition(
                 _n_left, _n_full, n_all,
             ) = tile_place(
                 tile, tiles_ptr, cu_q_ptr, cu_k_ptr, num_q, num_k, num_blocks, num_heads,
-                heads_together, window_size, GROUP, VARLEN, CAUSAL, WINDOWED, BLOCK_N,
-                KEY_BLOCK, KEY_STRIDE,
+                heads_together, window_size, GROUP, VARLEN, PAIRED, CAUSAL, WINDOWED, BLOCK_N,
             )  # fmt: skip
             if valid:
                 q_row = batch * q_batch_rows + q_start + row
@@ -149,12 +152,13 @@ def load_partition(
                 k_col = kv_head * k_head_cols
                 v_col = kv_head * v_head_cols
                 for i in gl.static_range(2):
+                    if PAIRED:
+                        place = [q_row, (head + i) * q_head_cols]
+                    else:
+                        place = [q_row + i * ROWS, head * q_head_cols]
                     mbarrier.wait(q_empty.index(i), (done & 1) ^ 1)
                     mbarrier.expect(q_full.index(i), q_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(
-                        q_desc, [q_row + i * ROWS, head * q_head_cols], q_full.index(i),
-                        q_smem.index(i),
-                    )  # fmt: skip
+                    tma.async_copy_global_to_shared(q_desc, place, q_full.index(i), q_smem.index(i))
                 if HAS_SINK_KEYS:
                     mbarrier.wait(sink_empty, (done & 1) ^ 1)
                     mbarrier.expect(sink_full, 2 * sink_k_desc.block_type.nbytes)

@@ -16,6 +16,17 @@ from sparsek_kernels.sink_window.kernels_hopper_small import sink_window_hopper_
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
 _LOG2_E = 1.4426950408889634
+_WARPGROUP_ROWS = 64
+
+
+def forward_rules(tile: TileConfig) -> dict[str, int | bool]:
+    """How the warp-specialised forward kernel lays out its tiles and their buffers."""
+    return {
+        "BLOCK_N": tile.block_n,
+        "STAGES": tile.num_stages,
+        "PAIRED": tile.block_m == _WARPGROUP_ROWS,
+        "HOLD_Q": tile.hold_q,
+    }
 
 
 def forward_hopper(
@@ -31,10 +42,11 @@ def forward_hopper(
 ) -> None:
     """Run the warp-specialised forward kernel."""
     shape = call.shape
+    rules = forward_rules(tile)
     (blocks, heads, batch), tiles = call.query_grid(tile.block_m)
-    num_tiles = blocks * heads * batch
+    num_tiles = blocks * (heads // 2 if rules["PAIRED"] else heads) * batch
     sink_block = call.config.sink_block
-    q_desc, q_rows, q_cols = describe(q, tile.block_m // 2)
+    q_desc, q_rows, q_cols = describe(q, _WARPGROUP_ROWS)
     k_desc, k_rows, k_cols = describe(k, tile.block_n)
     v_desc, v_rows, v_cols = describe(v, tile.block_n)
     sink_k_desc, sink_v_desc = k_desc, v_desc
@@ -70,9 +82,8 @@ def forward_hopper(
         HAS_SINKS=sinks is not None,
         STORE_LSE=lse is not None,
         VARLEN=call.varlen,
-        BLOCK_N=tile.block_n,
+        **rules,
         BLOCK_S=sink_block,
-        STAGES=tile.num_stages,
         heads_together=math.gcd(shape.num_kv_heads * batch, call.config.forward_together),
         num_warps=tile.num_warps,
     )

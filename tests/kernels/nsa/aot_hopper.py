@@ -1,6 +1,7 @@
-"""Ahead-of-time compilation of compressed attention's Hopper kernels, with no GPU; a script.
+"""Ahead-of-time compilation of compressed attention's backward kernel for Hopper; a script.
 
-They are the sliding window's with keys that stand for blocks, so its script compiles them.
+It is the sliding window's with keys that stand for blocks, so that one's script compiles it.  The
+forward kernel is among those of ``aot.py``.
 """
 
 from __future__ import annotations
@@ -22,33 +23,25 @@ window = importlib.util.module_from_spec(place)
 place.loader.exec_module(window)
 
 
-def compile_both(dim: int, varlen: bool) -> None:
-    """Forward and backward kernel at the table's tile sizes."""
+def compile_backward(dim: int, varlen: bool) -> None:
+    """The kernel at the table's tile sizes."""
     shape = ProblemShape(1, 65536, 65536, 64, 4, dim)
-    config = select_config(shape, 16, torch.bfloat16, 90)
-    if config.hopper is None or config.hopper_bwd is None:
+    tile = select_config(shape, 16, torch.bfloat16, 90).hopper_bwd
+    if tile is None:
         raise RuntimeError(f"no Hopper kernel is selected for {shape}")
-    shared = {**kernel_rules(shape, NSASpec(), varlen), "HAS_SINKS": False, "STORE_LSE": True,
-              "BLOCK_S": 16}  # fmt: skip
-    tile = config.hopper
-    keys = window.described("bf16", tile.block_n, dim)
-    tiles = dict.fromkeys(("k_desc", "v_desc", "sink_k_desc", "sink_v_desc"), keys)
-    tiles["q_desc"] = window.described("bf16", tile.block_m // 2, dim)
-    options = {**shared, "GROUP": 16, "BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
-    kernel = window.sink_window_hopper_fwd_kernel
-    window.report(kernel, 90, options, tile.num_warps, tiles=tiles)
-    tile = config.hopper_bwd
     rows = window.described("bf16", tile.block_m, dim)
     keys = window.described("bf16", tile.block_n, dim)
     tiles = {"q_desc": rows, "dout_desc": rows, "k_desc": keys, "v_desc": keys,
              "dq_desc": window.described("fp32", tile.block_m, dim)}  # fmt: skip
-    options = {**shared, "GROUP": 2, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
-               "Q_STAGES": tile.num_stages, "G_STAGES": 2, "OVERWRITES": False}  # fmt: skip
+    options = {
+        **kernel_rules(shape, NSASpec(), varlen), "GROUP": 2, "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n, "Q_STAGES": tile.num_stages, "G_STAGES": 2, "OVERWRITES": False,
+    }  # fmt: skip
     kernel = window.sink_window_hopper_bwd_kernel
     window.report(kernel, 90, options, tile.num_warps, tiles=tiles)
 
 
 if __name__ == "__main__":
-    compile_both(128, False)
-    compile_both(128, True)
-    compile_both(64, False)
+    compile_backward(128, False)
+    compile_backward(128, True)
+    compile_backward(64, False)

@@ -24,6 +24,7 @@ KERNELS = {
 HOPPER_KERNELS = {
     *("nsa_selected_hopper_part_kernel", "nsa_selected_hopper_combine_kernel"),
     *("nsa_selected_hopper_bwd_part_kernel", "nsa_block_scores_hopper_kernel"),
+    *("nsa_arrange_kernel", "nsa_compressed_hopper_fwd_kernel", "nsa_top_summed_blocks_kernel"),
 }
 BOX_KERNELS = {"nsa_selected_hopper_tma_part_kernel"}
 
@@ -92,15 +93,15 @@ def test_kernels_compile_without_spilling(arch: int, group: int, dim: int) -> No
         name = row["kernel"]
         assert row["stack"] <= 64, f"{name} spills {row['stack']} bytes"
         assert row["shared"] <= limit * 1024, f"{name} needs {row['shared']} bytes of shared memory"
-        if name in hopper or (arch == 90 and group > 1 and name in wgmma):
+        if (name in hopper and "_hopper_" in name) or (arch == 90 and group > 1 and name in wgmma):
             assert row["wgmma"], f"{name} misses the Hopper matrix unit"
 
 
-def test_hopper_kernels_of_compressed_attention_compile() -> None:
+def test_backward_of_compressed_attention_compiles_for_hopper() -> None:
     done = run_script("aot_hopper.py", TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 6
+    assert len(rows) == 3
     for row in rows:
         assert row["stack"] <= 64, f"{row['kernel']} spills {row['stack']} bytes"
         assert row["shared"] <= 227 * 1024

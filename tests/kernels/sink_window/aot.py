@@ -28,6 +28,7 @@ from sparsek_kernels.sink_window.kernels_fwd import sink_window_fwd_kernel
 from sparsek_kernels.sink_window.kernels_hopper_bwd import sink_window_hopper_bwd_kernel
 from sparsek_kernels.sink_window.kernels_hopper_fwd import sink_window_hopper_fwd_kernel
 from sparsek_kernels.sink_window.kernels_hopper_small import sink_window_hopper_small_kernel
+from sparsek_kernels.sink_window.launch_hopper import forward_rules
 from tests.kernels.barriers import require_lasting_barriers
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -59,7 +60,9 @@ def signature(kernel: Any, constexprs: dict[str, Any], tiles: dict[str, str]) ->
 def report(kernel: Any, arch: int, constexprs: dict[str, Any], warps: int, stages: int = 1,
            tiles: dict[str, str] | None = None) -> None:  # fmt: skip
     """Compile and print what the machine code needs."""
+    defaults = {x.name: x.default for x in kernel.params if x.is_constexpr and x.has_default}
     constexprs = {name: x for name, x in constexprs.items() if name in kernel.arg_names}
+    constexprs = {**defaults, **constexprs}
     kind = GluonASTSource if kernel.is_gluon() else ASTSource
     aligned = [
         (i,)
@@ -132,24 +135,24 @@ def described(dtype: str, rows: int, dim: int) -> str:
     return f"tensordesc<{dtype}[{rows}, {dim}],{layout!r}>"
 
 
-def hopper(dim: int, window: int) -> None:
+def hopper(dim: int, window: int, num_sink: int) -> None:
     """What runs on Hopper alone."""
-    shape = ProblemShape(1, 65536, 65536, 32, 8, dim, num_sink=4, window_size=window)
+    shape = ProblemShape(1, 65536, 65536, 32, 8, dim, num_sink, window)
     config = select_config(shape, torch.bfloat16, 90)
     shared = {
-        **MASK, "HEAD_DIM": dim, "HAS_SINK_KEYS": True, "HAS_SINKS": True, "STORE_LSE": True,
-        "VARLEN": True, "BLOCK_S": 64, "KEY_BLOCK": 1, "KEY_STRIDE": 1,
+        **MASK, "HEAD_DIM": dim, "HAS_SINK_KEYS": num_sink > 0, "HAS_SINKS": True,
+        "STORE_LSE": True, "VARLEN": True, "BLOCK_S": 64,
     }  # fmt: skip
     tile = config.hopper_forward
     if tile is None or config.hopper_backward is None:
         raise RuntimeError(f"no Hopper kernel is selected for {shape}")
     kv = described("bf16", tile.block_n, dim)
-    sink = described("bf16", 64, dim)
+    sink = described("bf16", 64, dim) if num_sink else kv
     tiles = {
         "q_desc": described("bf16", 64, dim), "k_desc": kv, "v_desc": kv,
         "sink_k_desc": sink, "sink_v_desc": sink,
     }  # fmt: skip
-    forward = {**shared, "BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
+    forward = {**shared, **forward_rules(tile)}
     report(sink_window_hopper_fwd_kernel, 90, forward, tile.num_warps, tiles=tiles)
     tile = config.hopper_backward
     rows, keys = described("bf16", tile.block_m, dim), described("bf16", tile.block_n, dim)
@@ -181,6 +184,8 @@ if __name__ == "__main__":
     target = int(sys.argv[1])
     portable(target, 128)
     if target == 90:
-        hopper(128, 4096)
-        hopper(64, 1024)
+        hopper(128, 4096, 4)
+        hopper(128, 1024, 64)
+        hopper(128, 512, 0)
+        hopper(64, 1024, 4)
         small(512)

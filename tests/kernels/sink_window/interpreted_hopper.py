@@ -42,11 +42,21 @@ CASES = [
     Case(320, 320, 2, 1, 64, window=1, dtype=BF16),
     Case(520, 520, 1, 1, 64, window=64, num_sink=10, dtype=BF16),
     Case(280, 280, 3, 1, 128, window=100, num_sink=40, dtype=BF16, sinks=True),
+    Case(330, 330, 3, 1, 128, window=100, dtype=BF16, sinks=True),
     Case(200, 200, 2, 1, 128, dtype=FP16),
     Case(heads=2, dim=64, dtype=BF16, lens=LENS),
     Case(heads=4, kv_heads=2, dim=64, window=60, num_sink=4, dtype=BF16, sinks=True, lens=LENS),
     Case(heads=2, dim=64, causal=False, dtype=FP16, lens=LENS),
     Case(heads=2, dim=128, window=150, dtype=BF16, sinks=True, lens=LENS),
+]
+# Tiles of the same tokens of two heads of a group.
+PAIRS = [
+    Case(40, 40, 2, 1, 128, window=64, dtype=BF16),
+    Case(330, 330, 4, 2, 128, 2, window=200, dtype=BF16, sinks=True),
+    Case(200, 333, 16, 1, 128, window=130, dtype=FP16),
+    Case(161, 90, 4, 1, 128, window=100, dtype=BF16),
+    Case(700, 700, 2, 1, 128, window=512, dtype=BF16),
+    Case(heads=8, kv_heads=2, dim=128, window=150, dtype=BF16, sinks=True, lens=LENS),
 ]
 FEW = [
     Case(512, 512, 2, 2, 64, causal=False, dtype=FP16),
@@ -69,6 +79,18 @@ def run(case: Case, way: Way, config: LaunchConfig | None = None) -> list[str]:
 def test_case(case: Case, way: Way) -> None:
     launched = run(case, way)
     assert launched.count(FORWARD) == launched.count(BACKWARD) == 1
+
+
+@pytest.mark.parametrize("hold_q", [False, True])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_pairs_of_heads(case: Case, way: Way, hold_q: bool) -> None:
+    config = long_config(case, 90)
+    tile = config.hopper_forward
+    assert tile is not None
+    assert tile.block_m == 64
+    launched = run(case, way, replace(config, hopper_forward=replace(tile, hold_q=hold_q)))
+    assert launched.count(FORWARD) == 1
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -110,6 +132,33 @@ def test_shapes(
 ) -> None:
     masks = {"num_sink": num_sink, "window": window, "dtype": BF16}
     assert FORWARD in run(Case(nq, nk, *heads, 64, batch, **masks), way)
+
+
+@SLOW
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 300)), min_size=1, max_size=3),
+    packed=st.booleans(),
+    heads=st.sampled_from([(2, 1), (6, 3), (8, 2)]),
+    window=st.integers(1, 200),
+    sinks=st.booleans(),
+    hold_q=st.booleans(),
+    way=st.sampled_from(WAYS),
+)
+def test_shapes_of_pairs(
+    lens: list[tuple[int, int]],
+    packed: bool,
+    heads: tuple[int, int],
+    window: int,
+    sinks: bool,
+    hold_q: bool,
+    way: Way,
+) -> None:
+    rows, keys = lens[0]
+    case = Case(rows + 1, keys + 1, *heads, 64, len(lens), 0, window, True, sinks, BF16)
+    if packed:
+        case = replace(case, batch=1, lens=tuple(lens))
+    tile = TileConfig(64, 64, 4, 2, hold_q)
+    run(case, way, replace(long_config(case, 90), hopper_forward=tile))
 
 
 @SLOW

@@ -20,6 +20,7 @@ CASES = [
     Case(1, 1, 1, 1, 64, dtype=torch.bfloat16, window=1, num_sink=1, sinks=True),
     Case(161, 193, 2, 1, 64, 2, dtype=torch.bfloat16, window=67, num_sink=5, sinks=True),
     Case(heads=2, dim=64, dtype=torch.bfloat16, lens=((0, 0), (33, 70), (130, 65)), window=20),
+    Case(161, 193, 4, 2, 128, 2, dtype=torch.bfloat16, window=67, sinks=True),
 ]
 
 SMALL = [

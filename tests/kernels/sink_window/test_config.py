@@ -71,10 +71,26 @@ def test_short_windows_of_small_heads_take_the_portable_forward_kernel() -> None
 
 def test_short_windows_take_narrow_blocks_of_keys_on_hopper() -> None:
     long = replace(LONG, head_dim=128, num_sink=0)
-    for window, block in ((512, 64), (513, 128), (None, 128)):
+    for window, rows, block in ((512, 64, 64), (513, 128, 128), (None, 128, 128)):
         tile = select_config(replace(long, window_size=window), torch.bfloat16, 90).hopper_forward
         assert tile is not None
-        assert tile.block_n == block
+        assert (tile.block_m, tile.block_n) == (rows, block)
+
+
+@given(
+    group=st.integers(1, 20),
+    dim=st.sampled_from([64, 128]),
+    num_sink=st.sampled_from([0, 4, 40]),
+    window=st.none() | st.sampled_from([100, 512, 513, 1024, 4096]),
+    num_seqs=st.none() | st.integers(1, 64),
+)
+def test_heads_are_paired_in_even_groups_and_short_windows_without_sinks(
+    group: int, dim: int, num_sink: int, window: int | None, num_seqs: int | None
+) -> None:
+    shape = ProblemShape(1, 65536, 65536, 4 * group, 4, dim, num_sink, window, True, num_seqs)
+    tile = select_config(shape, torch.bfloat16, 90).hopper_forward
+    paired = group % 2 == 0 and dim == 128 and num_sink == 0 and window in (100, 512)
+    assert (tile is not None and tile.block_m == 64) == paired
 
 
 def test_fp32_is_computed_in_fp32() -> None:

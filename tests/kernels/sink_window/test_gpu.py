@@ -59,6 +59,15 @@ GRID = [
         for dim in (64, 128)
         for window in (None, 200)
     ),
+    # pairs of heads
+    *(
+        Case(n, n, 2 * group, 2, 128, 2, dtype=BF16, window=512, sinks=True)
+        for group in (2, 4, 16)
+        for n in (1, 63, 1000)
+    ),
+    Case(300, 1000, 8, 2, 128, 2, dtype=BF16, window=200),
+    Case(500, 130, 8, 2, 128, 2, dtype=FP16, window=200),
+    Case(heads=8, kv_heads=2, dim=128, dtype=BF16, lens=LENS, window=300, sinks=True),
     # packed sequences
     *(
         Case(heads=4, kv_heads=2, dim=dim, dtype=dtype, lens=LENS, **mask)
@@ -264,5 +273,5 @@ def test_selected_configuration_of_a_long_problem_runs_the_hopper_kernels() -> N
     if device_arch(torch.device("cuda")) != 90:
         pytest.skip("needs a Hopper GPU")
     case = Case(128, 128, 4, 1, 128, dtype=BF16, window=64)
-    assert with_hopper(case).hopper_forward == TileConfig(128, 128, 4, 2)
+    assert with_hopper(case).hopper_forward == TileConfig(64, 64, 4, 4, hold_q=True)
     assert with_hopper(case).hopper_backward is not None
