@@ -45,10 +45,11 @@ def nsa_mean_pool_fwd_kernel(
     mask_d = offs_d < HEAD_DIM
     base = x_ptr + batch * stride_xb + head * stride_xh + offs_d[None, :] * stride_xd
     acc = tl.zeros([BLOCK_C, BLOCK_D], dtype=tl.float32)  # [BLOCK_C, BLOCK_D]
-    for i in range(CMP_BLOCK):
-        row = (start + i).to(tl.int64) * stride_xt
-        x = tl.load(base + row[:, None], mask=used[:, None] & mask_d[None, :], other=0.0)
-        acc += x.to(tl.float32)
+    for first in range(0, CMP_BLOCK, CMP_STRIDE):
+        for i in tl.static_range(CMP_STRIDE):  # loads that need not wait for one another
+            row = (start + first + i).to(tl.int64) * stride_xt
+            x = tl.load(base + row[:, None], mask=used[:, None] & mask_d[None, :], other=0.0)
+            acc += x.to(tl.float32)
     out_row = (batch * num_cmp + offs_c) * num_heads + head
     out_ptrs = out_ptr + out_row[:, None] * HEAD_DIM + offs_d[None, :]
     acc = acc * (1.0 / CMP_BLOCK)

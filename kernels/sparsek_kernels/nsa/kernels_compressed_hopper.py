@@ -161,6 +161,7 @@ def _compute_partition(
     v_smem,
     bars,
     scale_log2,
+    longest,
     num_q,
     pitch,
     num_tiles,
@@ -168,6 +169,7 @@ def _compute_partition(
     HEAD_DIM: gl.constexpr,
     SUMS: gl.constexpr,
     BOUNDED: gl.constexpr,
+    BOUND: gl.constexpr,
     VARLEN: gl.constexpr,
     STAGES: gl.constexpr,
     CMP_BLOCK: gl.constexpr,
@@ -176,8 +178,7 @@ def _compute_partition(
 ):
     """One warpgroup: rows ``INDEX * 64 ..`` of each tile, from scores to output."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    left_ptr, first_row, num_rows = where[5], where[6], where[7]
-    num_heads, limit = where[8], where[10]
+    left_ptr, first_row, num_rows, num_heads = where[4], where[6], where[7], where[8]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
@@ -209,13 +210,10 @@ def _compute_partition(
     for step in range(gl.cdiv(num_tiles, gl.num_programs(0))):
         tile = tile_index(step, num_tiles)
         if tile < num_tiles:
-            (
-                valid, mine, longest, batch, head, _kv_head, q_start, q_len, row, offset, _tile,
-                full, steps,
-            ) = place(where, tile, GROUP, VARLEN, BOUNDED, CMP_BLOCK, CMP_STRIDE)  # fmt: skip
-            if BOUNDED and valid and (mine == 0):
-                gl.store(left_ptr + num_tiles, 1)
-            if valid & mine:
+            valid, batch, head, _, q_start, q_len, row, offset, _, full, steps = place(
+                where, tile, GROUP, VARLEN, BOUNDED, CMP_BLOCK, CMP_STRIDE
+            )
+            if valid:
                 row += INDEX * ROWS
                 rows = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
                 last_seen = last_key(rows + offset, CMP_BLOCK, CMP_STRIDE)
@@ -242,11 +240,10 @@ def _compute_partition(
                 )
                 m = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
                 if BOUNDED:
-                    m = gl.convert_layout(_norms(q_buf, Q_ROWS), ROW_LAYOUT) * (longest * 1.01)
-                    if (gl.max(gl.where(rows < q_len, m, 0.0), 0) <= limit) == 0:
+                    m = gl.convert_layout(_norms(q_buf, Q_ROWS), ROW_LAYOUT) * longest
+                    if (gl.max(gl.where(rows < q_len, m, 0.0), 0) <= BOUND) == 0:
                         gl.store(left_ptr + tile, 1)
                         gl.store(left_ptr + num_tiles, 1)
-                    m *= gl.abs(scale_log2)
                 s = warpgroup_mma_wait(0, deps=[s])
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT)
@@ -307,7 +304,6 @@ def nsa_compressed_hopper_fwd_kernel(
     cu_cmp_ptr,
     tiles_ptr,
     scale_log2,
-    limit,
     q_batch_rows,
     q_head_cols,
     k_batch_rows,
@@ -324,6 +320,7 @@ def nsa_compressed_hopper_fwd_kernel(
     CMP_STRIDE: gl.constexpr,
     SUMS: gl.constexpr,
     BOUNDED: gl.constexpr,
+    BOUND: gl.constexpr,
     VARLEN: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -354,28 +351,33 @@ def nsa_compressed_hopper_fwd_kernel(
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_empty.index(i), count=2)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    where = (
-        tiles_ptr, cu_rows_ptr, cu_seqlens_ptr, cu_cmp_ptr, longest_ptr, left_ptr, first_row,
-        num_rows, num_heads, num_blocks, limit,
-    )  # fmt: skip
+    # In units of scores, base 2; a little more, because lengths are rounded.
+    longest = gl.load(longest_ptr) * gl.abs(scale_log2) * 1.01
+    all_left = (longest * gl.load(longest_ptr + 1) <= BOUND) == 0
+    served = all_left == 0
     if not BOUNDED:
-        num_tiles = gl.where(gl.load(left_ptr + num_tiles) != 0, num_tiles, 0)
+        served = (gl.load(left_ptr + num_tiles) != 0) | all_left
+    num_tiles = gl.where(served, num_tiles, 0)
+    where = (
+        tiles_ptr, cu_rows_ptr, cu_seqlens_ptr, cu_cmp_ptr, left_ptr, all_left, first_row, num_rows,
+        num_heads, num_blocks,
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (
                 _compute_partition,
                 (
                     where, out_ptr, lse_ptr, words_ptr, maxima_ptr, q_smem, k_smem, v_smem, bars,
-                    scale_log2, num_q, pitch, num_tiles, GROUP,
-                    HEAD_DIM, SUMS, BOUNDED, VARLEN, STAGES, CMP_BLOCK, CMP_STRIDE, 0,
+                    scale_log2, longest, num_q, pitch, num_tiles, GROUP,
+                    HEAD_DIM, SUMS, BOUNDED, BOUND, VARLEN, STAGES, CMP_BLOCK, CMP_STRIDE, 0,
                 ),
             ),
             (
                 _compute_partition,
                 (
                     where, out_ptr, lse_ptr, words_ptr, maxima_ptr, q_smem, k_smem, v_smem, bars,
-                    scale_log2, num_q, pitch, num_tiles, GROUP,
-                    HEAD_DIM, SUMS, BOUNDED, VARLEN, STAGES, CMP_BLOCK, CMP_STRIDE, 1,
+                    scale_log2, longest, num_q, pitch, num_tiles, GROUP,
+                    HEAD_DIM, SUMS, BOUNDED, BOUND, VARLEN, STAGES, CMP_BLOCK, CMP_STRIDE, 1,
                 ),
             ),
             (

@@ -54,8 +54,8 @@ def nsa_arrange_kernel(
     """One program: one tile of keys and values of one KV head, zeros after the last.
 
     Contiguous ``[B, rows_out, Hkv, D]``; a packed sequence starts at the tile :func:`first_tile`.
-    ``longest [sequences, Hkv, 2]``, zeros before, are the lengths of the longest key and of the
-    longest of some query rows.
+    ``longest [2]``, zeros before, are the lengths of the longest key and of the longest of some
+    query rows.
     """
     seq = tl.program_id(2)
     tile = tl.program_id(0)
@@ -92,7 +92,6 @@ def nsa_arrange_kernel(
     member = head * GROUP + sample % GROUP
     at = batch * stride_qb + (q_start + token).to(tl.int64) * stride_qt + member * stride_qh
     q = tl.load(q_ptr + at[:, None] + col, q_len > 0, 0.0)
-    longest_ptr += (seq * tl.num_programs(1) + head) * 2
     tl.atomic_max(longest_ptr, _longest(k))
     tl.atomic_max(longest_ptr + 1, _longest(q))
 
@@ -122,11 +121,11 @@ def place(
 ):
     """Head, rows and steps of a tile; heads of a group are neighbours, long tiles come first.
 
-    With ``BOUNDED`` those are served whose scores are likely to be bounded, else the others.
+    Without ``BOUNDED`` only what the launch before has left is valid, if it had any use at all.
     """
     (
-        tiles_ptr, cu_rows_ptr, cu_seqlens_ptr, cu_cmp_ptr, longest_ptr, left_ptr, first_row,
-        num_rows, num_heads, num_blocks, limit,
+        tiles_ptr, cu_rows_ptr, cu_seqlens_ptr, cu_cmp_ptr, left_ptr, all_left, first_row, num_rows,
+        num_heads, num_blocks,
     ) = where  # fmt: skip
     rest = tile // GROUP
     block = num_blocks - 1 - rest % num_blocks
@@ -147,17 +146,12 @@ def place(
     if VARLEN:
         valid = seq >= 0
         key_tile = first_tile(c_start, gl.maximum(seq, 0))
-    longest_ptr += (gl.maximum(seq, 0) * num_kv_heads + kv_head) * 2
-    longest = gl.load(longest_ptr)
-    bounded = longest * gl.load(longest_ptr + 1) <= limit
-    mine = bounded
     if not BOUNDED:
-        mine = (bounded == 0) | (gl.load(left_ptr + tile) != 0)
+        valid = (gl.load(left_ptr + tile) != 0) | all_left
+        if VARLEN:
+            valid = valid & (seq >= 0)
     head = kv_head * GROUP + tile % GROUP
-    return (
-        valid, mine, longest, batch, head, kv_head, q_start, q_len, row, offset, key_tile, full,
-        steps,
-    )  # fmt: skip
+    return valid, batch, head, kv_head, q_start, q_len, row, offset, key_tile, full, steps
 
 
 @gluon.jit
@@ -189,11 +183,10 @@ def load_partition(
     for step in range(gl.cdiv(num_tiles, gl.num_programs(0))):
         tile = tile_index(step, num_tiles)
         if tile < num_tiles:
-            (
-                valid, mine, _longest, batch, head, kv_head, q_start, _q_len, row, _offset,
-                key_tile, _full, steps,
-            ) = place(where, tile, GROUP, VARLEN, BOUNDED, CMP_BLOCK, CMP_STRIDE)  # fmt: skip
-            if valid & mine:
+            valid, batch, head, kv_head, q_start, _, row, _, key_tile, _, steps = place(
+                where, tile, GROUP, VARLEN, BOUNDED, CMP_BLOCK, CMP_STRIDE
+            )
+            if valid:
                 q_row = batch * q_batch_rows + q_start + row
                 k_row = batch * k_batch_rows + key_tile * KEYS
                 col = kv_head * HEAD_DIM

@@ -30,7 +30,8 @@ def mean_pool_forward(
     if cu_seqlens is not None:
         first, used = stride_starts(cu_seqlens, num_cmp, spec)
         starts = torch.where(used, first, -1).to(torch.int32)
-    block_c, block_d = _tile(head_dim)
+    _, block_d = _tile(head_dim)
+    block_c = max(1024 // block_d, 1)
     nsa_mean_pool_fwd_kernel[(triton.cdiv(num_cmp, block_c), num_heads, batch)](
         out,
         x,

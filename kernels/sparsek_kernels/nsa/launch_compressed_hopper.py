@@ -39,8 +39,7 @@ class Arranged:
     Args:
         k: ``[B, whole tiles, Hkv, D]``, each tile in another order.
         v: likewise.
-        longest: ``[sequences, Hkv, 2]`` fp32, the lengths of the longest key and of the longest of
-            some query rows.
+        longest: ``[2]`` fp32, the lengths of the longest key and of the longest of some query rows.
     """
 
     k: torch.Tensor
@@ -94,8 +93,7 @@ def arrange(
     k_out = torch.empty(found, dtype=k.dtype, device=k.device)
     # A packed sequence too short for a block has a tile that nobody writes; its weights are zero.
     v_out = (torch.empty if cu_cmp is None else torch.zeros)(found, dtype=v.dtype, device=v.device)
-    num_seqs = batch if cu_cmp is None else cu_cmp.shape[0] - 1
-    longest = torch.zeros((num_seqs, heads, 2), dtype=torch.float32, device=k.device)
+    longest = torch.zeros(2, dtype=torch.float32, device=k.device)
     nsa_arrange_kernel[(num_tiles, heads, batch)](
         k_out,
         v_out,
@@ -156,7 +154,6 @@ def forward(
             v_desc,
             *(q if x is None else x for x in (cu_rows, cu_seqlens, cu_cmp, tiles)),
             scale * _LOG2_E,
-            bound / max(abs(scale) * _LOG2_E, 1e-30),
             q_rows,
             q_cols,
             k_rows,
@@ -173,6 +170,7 @@ def forward(
             CMP_STRIDE=spec.cmp_stride,
             SUMS=sums is not None,
             BOUNDED=bounded,
+            BOUND=bound,
             VARLEN=cu_seqlens is not None,
             STAGES=tile.num_stages,
             num_warps=tile.num_warps,

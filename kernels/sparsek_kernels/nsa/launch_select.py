@@ -5,10 +5,17 @@ Where compressed attention runs on Hopper's kernel, that one leaves sums that sc
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 
-from sparsek_kernels.common.descriptors import describable, describe, tile_layout
+from sparsek_kernels.common.descriptors import (
+    describable,
+    describe,
+    multiprocessors,
+    tile_layout,
+)
 from sparsek_kernels.nsa import launch_compressed, launch_compressed_hopper
 from sparsek_kernels.nsa.config import LaunchConfig, ProblemShape
 from sparsek_kernels.nsa.kernels_block_sums import CELLS, KEYS, REACH
@@ -28,7 +35,7 @@ from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.sink_window.launch_hopper import copyable
 
 _SCRATCH_SCORES = 1 << 25  # block scores held at once
-_SCRATCH_SUMS = 1 << 25  # tiles of block sums held at once, 68 bytes each
+_SCRATCH_SUMS = 36 << 20  # tiles of block sums held at once, 68 bytes each
 _LEAST_ROWS = 2048  # tokens of a launch, however many blocks there are
 
 
@@ -121,7 +128,11 @@ def attend_and_select(
     keys = launch_compressed_hopper.arrange(q, k_cmp, v_cmp, cu_seqlens, cu_cmp)
     pitch = -(-k_cmp.shape[1] // KEYS.value)
     per_row = shape.batch * shape.num_heads * pitch
-    step = min(max(_SCRATCH_SUMS // per_row, _LEAST_ROWS), shape.num_q)
+    step = max(_SCRATCH_SUMS // per_row, _LEAST_ROWS)
+    # Rows whose tiles are shared out evenly among the multiprocessors.
+    programs = multiprocessors(q.device)
+    even = config.hopper.block_m * programs // math.gcd(programs, shape.num_heads * shape.batch)
+    step = min(max(step // even * even, step % even), shape.num_q)
     words = torch.empty(step * per_row * 16, dtype=torch.int32, device=q.device)
     maxima = torch.empty(step * per_row, dtype=torch.float32, device=q.device)
     for first in range(0, shape.num_q, step):

@@ -73,7 +73,7 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     launch_common.device_arch = lambda device: arch
     launch_compressed.row_dots = lambda dout, dlse, out: out.new_empty(1, dtype=torch.float32)
     launch_selected_bwd.row_dots = launch_compressed.row_dots
-    for module in (launch_selected, launch_compressed_hopper):
+    for module in (launch_selected, launch_select, launch_compressed_hopper):
         module.multiprocessors = lambda device: 132
     launch_compressed.describable = lambda *x: False  # those kernels are compiled elsewhere
     spec, scale, tokens = NSASpec(), 0.1, 4096
