@@ -52,8 +52,8 @@ class BlockSums:
     """Sums of weights that some rows of queries leave for the choice of blocks.
 
     Args:
-        words: ``[B, rows, Hq, pitch, 16]`` int32, two sums each.
-        maxima: ``[B, rows, Hq, pitch]`` fp32, what sums are relative to, in base 2.
+        words: ``[B, rows, Hq, pitch, 16]`` int32, flat and two sums each.
+        maxima: ``[B, rows, Hq, pitch]`` fp32, flat, what sums are relative to, in base 2.
         first: the first of the rows.
         rows: how many there are.
         pitch: tiles of 32 blocks.

@@ -11,6 +11,7 @@ Prints one line per check and exits 1 if any failed.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from sparsek_kernels.nsa import (
     launch_branches,
     launch_compress,
     launch_compressed,
+    launch_compressed_hopper,
     launch_gate,
     launch_select,
     launch_selected,
@@ -264,9 +266,20 @@ def run(case: Case, device: str, size: str) -> int:
     kinds = {"": replace(base, select_hopper=None)}
     if hopper:
         kinds["hopper "] = replace(base, select_hopper=TileConfig(128, 64, 4, 2))
+        kinds["fused "] = replace(base, hopper=TileConfig(128, 128, 4, 2))
     for kind, config in kinds.items():
         indices = torch.full(shape, -7, dtype=torch.int32, device=device)
-        launch_select.select(indices, q, k_cmp, lse, total, cu, spec, scale, config)
+        if kind == "fused ":
+            fused, sums = torch.full_like(out, float("nan")), torch.full_like(lse, float("nan"))
+            if device == "cpu":  # a few rows at a time
+                launch_select._SCRATCH_SUMS, launch_select._LEAST_ROWS = 1, 48
+            launch_select.attend_and_select(
+                fused, sums, indices, q, k_cmp, v_cmp, total, cu, spec, scale, config
+            )
+            judge.error("fused compressed out", fused, plain[0], exact_all[0])
+            judge.error("fused compressed lse", sums, exact_all[1].to(dtype), exact_all[1])
+        else:
+            launch_select.select(indices, q, k_cmp, lse, total, cu, spec, scale, config)
         equal, lost = [], 0.0
         for b in range(len(bounds)):
             _, length, _ = split(q, b)
@@ -460,6 +473,35 @@ def run_best(num_blocks: int, num_init: int, device: str) -> int:
     return judge.failed
 
 
+def run_summed(device: str) -> int:
+    """Check the choice from block sums alone, where tokens begin to reach more than 256 blocks."""
+    torch.manual_seed(0)
+    judge, spec = Judge("best of sums"), NSASpec(8, 4, 16, 8, 1, 2)
+    first, rows, (heads, kv_heads), pitch = 4090, 14, (6, 2), 9
+    codes = torch.randint(1 << 10, 1 << 16, (rows, heads, pitch, 16, 2), dtype=torch.int64)
+    words = codes[..., 0] | codes[..., 1] << 16
+    words = torch.where(words < 1 << 31, words, words - (1 << 32)).int()
+    maxima, lse = torch.randn(rows, heads, pitch), torch.randn(1, heads, first + rows)
+    found = torch.full((1, first + rows, kv_heads, spec.top_n), -7, dtype=torch.int32)
+    sums = launch_compressed_hopper.BlockSums(
+        words.flatten().to(device), maxima.flatten().to(device), first, rows, pitch
+    )
+    found = found.to(device)
+    launch_select._choose_summed(found, sums, lse.to(device), None, None, spec)
+    values = ((codes << 13) + (67 << 23)).int().view(torch.float32).flatten(3).double()
+    share = torch.exp2(maxima.double() - lse[0, :, first:].T[..., None].double() / math.log(2))
+    total = (values * share[..., None]).flatten(2).view(rows, kv_heads, -1, pitch * 32).sum(2)
+    own = (torch.arange(first, first + rows) // spec.sel_block_size)[:, None, None]
+    block = torch.arange(pitch * 32)
+    total = total.masked_fill((block == 0) | (block > own - 2), -1.0)
+    best = total.sort(dim=2, descending=True, stable=True).indices[..., :5]
+    forced = torch.cat((own * 0, own - 1, own), 2).expand(-1, kv_heads, -1)
+    want = torch.cat((best, forced), 2).sort(2).values.int()
+    judge.say(torch.equal(found[0, first:].cpu(), want), "selection", f"{rows} rows")
+    judge.say(bool((found[0, :first] == -7).all()), "other rows", "untouched")
+    return judge.failed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
@@ -484,6 +526,7 @@ def main() -> int:
         for num_blocks in (40, 300, 1100) if args.device == "cpu" else (40, 300, 1100, 16384):
             for num_init in (0, 1):
                 failed += run_best(num_blocks, num_init, args.device)
+        failed += run_summed(args.device)
     print(f"{failed} failed")
     return 1 if failed else 0
 
