@@ -330,6 +330,11 @@ def nsa_compressed_hopper_fwd_kernel(
     ``words [B, num_rows, Hq, pitch, 16]`` int32 (two in each, :func:`block_sums`) and the maxima
     that they are relative to, in base 2, to ``maxima [B, num_rows, Hq, pitch]`` fp32, both for the
     tiles of ``KEYS`` keys that a query's tile of rows sees.
+
+    A launch with ``BOUNDED`` serves tiles whose scores do not exceed ``BOUND``, base 2, or none at
+    all if sampled queries exceed it (``longest``, :func:`nsa_arrange_kernel`).  In ``left
+    [num_tiles + 1]`` int32, zeros before, it marks those that it leaves, and last whether there are
+    any; a launch without ``BOUNDED`` serves them.
     """
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, ROWS, HEAD_DIM], q_desc.layout)
@@ -368,16 +373,16 @@ def nsa_compressed_hopper_fwd_kernel(
                 _compute_partition,
                 (
                     where, out_ptr, lse_ptr, words_ptr, maxima_ptr, q_smem, k_smem, v_smem, bars,
-                    scale_log2, longest, num_q, pitch, num_tiles, GROUP,
-                    HEAD_DIM, SUMS, BOUNDED, BOUND, VARLEN, STAGES, CMP_BLOCK, CMP_STRIDE, 0,
+                    scale_log2, longest, num_q, pitch, num_tiles, GROUP, HEAD_DIM, SUMS, BOUNDED,
+                    BOUND, VARLEN, STAGES, CMP_BLOCK, CMP_STRIDE, 0,
                 ),
             ),
             (
                 _compute_partition,
                 (
                     where, out_ptr, lse_ptr, words_ptr, maxima_ptr, q_smem, k_smem, v_smem, bars,
-                    scale_log2, longest, num_q, pitch, num_tiles, GROUP,
-                    HEAD_DIM, SUMS, BOUNDED, BOUND, VARLEN, STAGES, CMP_BLOCK, CMP_STRIDE, 1,
+                    scale_log2, longest, num_q, pitch, num_tiles, GROUP, HEAD_DIM, SUMS, BOUNDED,
+                    BOUND, VARLEN, STAGES, CMP_BLOCK, CMP_STRIDE, 1,
                 ),
             ),
             (
