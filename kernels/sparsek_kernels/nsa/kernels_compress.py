@@ -45,8 +45,10 @@ def nsa_mean_pool_fwd_kernel(
     mask_d = offs_d < HEAD_DIM
     base = x_ptr + batch * stride_xb + head * stride_xh + offs_d[None, :] * stride_xd
     acc = tl.zeros([BLOCK_C, BLOCK_D], dtype=tl.float32)  # [BLOCK_C, BLOCK_D]
-    for first in range(0, CMP_BLOCK, CMP_STRIDE):
-        for i in tl.static_range(CMP_STRIDE):  # loads that need not wait for one another
+    # Loads that need not wait for one another, some at a time.
+    TOGETHER: tl.constexpr = 16 if CMP_BLOCK % 16 == 0 else 1
+    for first in range(0, CMP_BLOCK, TOGETHER):
+        for i in tl.static_range(TOGETHER):
             row = (start + first + i).to(tl.int64) * stride_xt
             x = tl.load(base + row[:, None], mask=used[:, None] & mask_d[None, :], other=0.0)
             acc += x.to(tl.float32)
