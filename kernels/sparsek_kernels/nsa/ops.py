@@ -224,7 +224,7 @@ def compressed_select(
     shape = (q.shape[0], q.shape[1], k_cmp.shape[2], rules.top_n)
     found = torch.empty(shape, dtype=torch.int32, device=q.device)
     if runs_kernels(q):
-        from sparsek_kernels.nsa.launch_select import attend_and_select
+        from sparsek_kernels.nsa.launch_compressed_select import attend_and_select
 
         attend_and_select(
             out, lse, found, q, k_cmp, v_cmp, seq_len, cu_seqlens, rules, softmax_scale

@@ -28,6 +28,7 @@ from sparsek_kernels.nsa import (
     launch_compress,
     launch_compressed,
     launch_compressed_hopper,
+    launch_compressed_select,
     launch_gate,
     launch_select,
     launch_selected,
@@ -38,7 +39,8 @@ from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.barriers import require_lasting_barriers
 
 MODULES = (
-    *(launch_branches, launch_compress, launch_compressed, launch_compressed_hopper),
+    *(launch_branches, launch_compress, launch_compressed),
+    *(launch_compressed_hopper, launch_compressed_select),
     *(launch_gate, launch_select, launch_selected, launch_selected_bwd),
 )
 TYPES = {
@@ -73,7 +75,7 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     launch_common.device_arch = lambda device: arch
     launch_compressed.row_dots = lambda dout, dlse, out: out.new_empty(1, dtype=torch.float32)
     launch_selected_bwd.row_dots = launch_compressed.row_dots
-    for module in (launch_selected, launch_select, launch_compressed_hopper):
+    for module in (launch_selected, launch_compressed_hopper, launch_compressed_select):
         module.multiprocessors = lambda device: 132
     launch_compressed.describable = lambda *x: False  # those kernels are compiled elsewhere
     spec, scale, tokens = NSASpec(), 0.1, 4096
@@ -114,7 +116,9 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
         launch_common.select_config = lambda *args: replace(base(*args), **hopper)
         launch_select.select(indices, q, cmp, lse, tokens, None, spec, scale)
         for cu in (None, torch.tensor([0, 0, tokens], dtype=torch.int32)):
-            launch_select.attend_and_select(q, lse, indices, q, cmp, cmp, tokens, cu, spec, scale)
+            launch_compressed_select.attend_and_select(
+                q, lse, indices, q, cmp, cmp, tokens, cu, spec, scale
+            )
         launch_selected.forward(q, lse, q, k, k, indices, None, 64, scale)
         launch_selected_bwd.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
         hopper["selected_boxes"] = TileConfig(64, 64, 4, 4, 80)  # for groups of whole boxes

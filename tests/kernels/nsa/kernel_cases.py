@@ -11,7 +11,6 @@ Prints one line per check and exits 1 if any failed.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from sparsek_kernels.nsa import (
     launch_branches,
     launch_compress,
     launch_compressed,
-    launch_compressed_hopper,
+    launch_compressed_select,
     launch_gate,
     launch_select,
     launch_selected,
@@ -37,6 +36,8 @@ from sparsek_kernels.nsa.launch_common import launch_config, problem_shape
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.gluon_interpreter import interpret
+from tests.kernels.nsa.choice_cases import run_best, run_summed
+from tests.kernels.nsa.judge import Judge
 
 PORTABLE: dict[str, Any] = dict.fromkeys(
     ("selected_hopper", "selected_boxes", "combine_hopper", "selected_bwd_hopper")
@@ -102,36 +103,6 @@ def fits_hopper(case: Case, device: str, size: str) -> bool:
     """Whether the warp-specialised kernels could serve a case, however small."""
     here = torch.cuda.get_device_capability() == (9, 0) if device == "cuda" else size == "hopper"
     return here and case.dtype != torch.float32 and case.dim in (64, 128) and case.num_q is None
-
-
-class Judge:
-    """Collects verdicts: errors against fp64 at most twice those of torch in the same dtype."""
-
-    def __init__(self, case: str) -> None:
-        self.case = case
-        self.failed = 0
-
-    def error(
-        self, what: str, ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor
-    ) -> None:
-        live = exact.isfinite()
-        same = torch.equal(live, ours.isfinite().to(live.device))
-        ours, plain, exact = (x.double()[live] for x in (ours, plain, exact))
-        size = float(exact.square().mean().sqrt()) if exact.numel() else 0.0
-        floor = 2e-6 * (size + 1e-3)
-        rms, bound = (
-            float((x - exact).square().mean().sqrt()) if exact.numel() else 0.0
-            for x in (ours, plain)
-        )
-        worst, limit = (
-            float((x - exact).abs().max()) if exact.numel() else 0.0 for x in (ours, plain)
-        )
-        good = same and rms <= 2 * bound + floor and worst <= 3 * limit + 20 * floor
-        self.say(good, what, f"rms {rms:.2e} (torch {bound:.2e}) max {worst:.2e} ({limit:.2e})")
-
-    def say(self, good: bool, what: str, detail: str) -> None:
-        self.failed += not good
-        print(f"{'ok  ' if good else 'FAIL'} {self.case:22} {what:24} {detail}", flush=True)
 
 
 def gradients(
@@ -272,8 +243,9 @@ def run(case: Case, device: str, size: str) -> int:
         if kind == "fused ":
             fused, sums = torch.full_like(out, float("nan")), torch.full_like(lse, float("nan"))
             if device == "cpu":  # a few rows at a time
-                launch_select._SCRATCH_SUMS, launch_select._LEAST_ROWS = 1, 48
-            launch_select.attend_and_select(
+                launch_compressed_select._SCRATCH_SUMS = 1
+                launch_compressed_select._LEAST_ROWS = 48
+            launch_compressed_select.attend_and_select(
                 fused, sums, indices, q, k_cmp, v_cmp, total, cu, spec, scale, config
             )
             judge.error("fused compressed out", fused, plain[0], exact_all[0])
@@ -444,62 +416,6 @@ def run_attention(
     names = ("out", "dq", "dk", "dv", "dg_cmp", "dg_slc", "dg_swa")
     for name, have, plain, exact in zip(names, ours, *wanted, strict=True):
         judge.error(f"attention {name}", have.detach(), plain.detach(), exact.detach())
-
-
-def run_best(num_blocks: int, num_init: int, device: str) -> int:
-    """Check the choice of the best blocks alone: many ties, zeros and NaN, wide rows."""
-    torch.manual_seed(num_blocks)
-    judge, rows, top_n, block = Judge(f"best of {num_blocks}"), 5, 16, 64
-    length = num_blocks * block
-    pitch = launch_select.score_pitch(num_blocks)
-    scores = torch.randint(0, 9, (rows, pitch)).float() / 4
-    scores[0] += torch.rand(scores[0].shape)
-    scores[1, ::3] = float("nan")
-    scores[2, 20:] = 0.0
-    scores[3, num_blocks - 2 :] = float("inf")  # of no candidate
-    found = torch.full((1, rows, 1, top_n), -7, dtype=torch.int32, device=device)
-    launch_select.choose(
-        found, scores.to(device), None, None, 0, rows, length - rows,
-        NSASpec(32, 16, block, top_n, num_init, 2), pitch,
-    )  # fmt: skip
-    total = torch.nan_to_num(scores, nan=0.0)
-    own = num_blocks - 1
-    total[:, :num_init] = total[:, own - 1 :] = -1.0
-    free = top_n - num_init - 2
-    best = total.sort(dim=1, descending=True, stable=True).indices[:, :free]
-    forced = torch.tensor([*range(num_init), own - 1, own]).expand(rows, -1)
-    want = torch.cat((best, forced), 1).sort(1).values.int()
-    judge.say(torch.equal(found[0, :, 0].cpu(), want), "selection", f"{rows} rows")
-    return judge.failed
-
-
-def run_summed(device: str) -> int:
-    """Check the choice from block sums alone, where tokens begin to reach more than 256 blocks."""
-    torch.manual_seed(0)
-    judge, spec = Judge("best of sums"), NSASpec(8, 4, 16, 8, 1, 2)
-    first, rows, (heads, kv_heads), pitch = 4090, 14, (6, 2), 9
-    codes = torch.randint(1 << 10, 1 << 16, (rows, heads, pitch, 16, 2), dtype=torch.int64)
-    words = codes[..., 0] | codes[..., 1] << 16
-    words = torch.where(words < 1 << 31, words, words - (1 << 32)).int()
-    maxima, lse = torch.randn(rows, heads, pitch), torch.randn(1, heads, first + rows)
-    found = torch.full((1, first + rows, kv_heads, spec.top_n), -7, dtype=torch.int32)
-    sums = launch_compressed_hopper.BlockSums(
-        words.flatten().to(device), maxima.flatten().to(device), first, rows, pitch
-    )
-    found = found.to(device)
-    launch_select._choose_summed(found, sums, lse.to(device), None, None, spec)
-    values = ((codes << 13) + (67 << 23)).int().view(torch.float32).flatten(3).double()
-    share = torch.exp2(maxima.double() - lse[0, :, first:].T[..., None].double() / math.log(2))
-    total = (values * share[..., None]).flatten(2).view(rows, kv_heads, -1, pitch * 32).sum(2)
-    own = (torch.arange(first, first + rows) // spec.sel_block_size)[:, None, None]
-    block = torch.arange(pitch * 32)
-    total = total.masked_fill((block == 0) | (block > own - 2), -1.0)
-    best = total.sort(dim=2, descending=True, stable=True).indices[..., :5]
-    forced = torch.cat((own * 0, own - 1, own), 2).expand(-1, kv_heads, -1)
-    want = torch.cat((best, forced), 2).sort(2).values.int()
-    judge.say(torch.equal(found[0, first:].cpu(), want), "selection", f"{rows} rows")
-    judge.say(bool((found[0, :first] == -7).all()), "other rows", "untouched")
-    return judge.failed
 
 
 def main() -> int:
