@@ -23,8 +23,8 @@ from sparsek_kernels.nsa.launching import launch_config, problem_shape
 from sparsek_kernels.nsa.selected import launch_bwd as launch_selected_bwd
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
 from sparsek_kernels.nsa.spec import NSASpec
-from sparsek_kernels.sink_window.calls import Call
-from sparsek_kernels.sink_window.launch_sm90 import backward_hopper, new_accumulator
+from sparsek_kernels.sink_window import launch_sm90 as launch_window
+from sparsek_kernels.sink_window.problem import SinkWindowProblem
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
 
@@ -92,9 +92,13 @@ def backward(
     v_cmp, v, v_swa = values
     shape = problem_shape(q, k.shape[2], k.shape[1])
     config = launch_config(q, shape, spec.top_n)
-    window = AttentionSpec(0, window_size, True, scale)
-    call = Call(q, k_swa, window, cu_seqlens, cu_seqlens, None)
-    tile, window_tile = config.hopper_bwd, call.config.hopper_backward
+    window = SinkWindowProblem(
+        *(q, k_swa, v_swa, AttentionSpec(0, window_size, True, scale)),
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+    )
+    window_config = window.launch_config()
+    tile, window_tile = config.hopper_bwd, window_config.hopper_backward
     if tile is None or window_tile is None or 0 in (k_cmp.numel(), block_indices.numel()):
         return None
     if not describable(q, k_cmp, v_cmp, k_swa, v_swa):
@@ -103,11 +107,11 @@ def backward(
         dout = dout.contiguous()
     dgates, dots, folded = gate_rows(dout, branches, gates, lses)
     # The window first: it fills what the others add to.
-    dq_acc = new_accumulator(call, window_tile, q.device)
+    dq_acc = launch_window.new_accumulator(window, window_tile)
     dk_swa, dv_swa = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k_swa, v_swa))
-    backward_hopper(
-        *(call, window_tile, dq_acc, dk_swa, dv_swa, dout, q, k_swa, v_swa, folded[2], dots[2]),
-        None,
+    launch_window.backward(
+        *(window, window_tile, window_config.backward_together),
+        *(dq_acc, dk_swa, dv_swa, dout, folded[2], dots[2]),
     )
     cu_cmp = None
     if cu_seqlens is not None:
