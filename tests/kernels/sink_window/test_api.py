@@ -125,10 +125,21 @@ def test_operators_pass_opcheck() -> None:
         torch.ops.sparsek.sink_flash_fwd_out.default,
         (out, *plain, None, None, None, 2, 4, True, 0.3),
     )
-    out, lse = torch.ops.sparsek.sink_flash_fwd(*plain, None, None, None, 2, 4, True, 0.3)
+    for learned in (None, sinks.detach()):
+        out, lse = torch.ops.sparsek.sink_flash_fwd(*plain, learned, None, None, 2, 4, True, 0.3)
+        torch.library.opcheck(
+            torch.ops.sparsek.sink_flash_bwd.default,
+            (out, None, *plain, out, lse, learned, None, None, 2, 4, True, 0.3),
+        )
+
+
+def test_operators_on_packed_sequences_pass_opcheck() -> None:
+    q, k, v = (x.detach() for x in tensors(9, 12, dtype=torch.bfloat16, batch=1))
+    packed = (None, offsets(0, 4, 9), offsets(0, 4, 12), 2, 4, True, 0.3)
+    torch.library.opcheck(torch.ops.sparsek.sink_flash_fwd.default, (q, k, v, *packed))
+    out, lse = torch.ops.sparsek.sink_flash_fwd(q, k, v, *packed)
     torch.library.opcheck(
-        torch.ops.sparsek.sink_flash_bwd.default,
-        (out, None, *plain, out, lse, None, None, None, 2, 4, True, 0.3),
+        torch.ops.sparsek.sink_flash_bwd.default, (out, lse, q, k, v, out, lse, *packed)
     )
 
 
