@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sparsek_kernels.common.kernels.masks import last_key
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor
+from sparsek_kernels.common.kernels.tiles_sm90 import tile_index
 from sparsek_kernels.nsa.compressed.kernels.block_sums_sm90 import (
     KEYS,
     arranged_key,
@@ -37,7 +38,6 @@ from sparsek_kernels.nsa.compressed.kernels.fwd_load_sm90 import (
     load_partition,
     place,
 )
-from sparsek_kernels.sink_window.kernels.fwd_load_sm90 import tile_index
 
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
@@ -213,7 +213,7 @@ def _compute_partition(
     count = 0
     done = 0
     for step in range(gl.cdiv(num_tiles, gl.num_programs(0))):
-        tile = tile_index(step, num_tiles)
+        tile = tile_index(step)
         if tile < num_tiles:
             valid, batch, head, _, q_start, q_len, row, offset, _, full, steps = place(
                 where, tile, GROUP, VARLEN, BOUNDED, CMP_BLOCK, CMP_STRIDE
