@@ -1,4 +1,4 @@
-"""Argument checks of ``sink_flash_attention``: each error says what was expected and what came."""
+"""Argument checks of ``sink_flash_attention``: each error says what was due and what came."""
 
 from __future__ import annotations
 
