@@ -147,7 +147,7 @@ def decode(
     scores = torch.empty((tokens, heads, pitch), dtype=torch.float32, device=q.device)
     _score(scores, lse, q, pages, batch, spec, scale)
     chosen = torch.empty((1, tokens, heads, spec.top_n), dtype=torch.int32, device=q.device)
-    choose(chosen, scores, row, first, 0, tokens, 0, spec, pitch)
+    choose(chosen, scores[None], row, first, spec)
     free = spec.top_n - spec.num_init_blocks - spec.num_local_blocks
     policy = SelectionPolicy(
         num_sink=spec.num_init_blocks * spec.sel_block_size,

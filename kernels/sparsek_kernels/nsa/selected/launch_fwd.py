@@ -15,9 +15,9 @@ from sparsek_kernels.common.descriptors import (
     multiprocessors,
     tile_layout,
 )
+from sparsek_kernels.common.grids import tile_grid
 from sparsek_kernels.nsa.config import BOX_GROUPS, LaunchConfig
 from sparsek_kernels.nsa.gate import launch as launch_gate
-from sparsek_kernels.nsa.launching import tile_grid
 from sparsek_kernels.nsa.selected.kernels.combine_sm90 import nsa_selected_hopper_combine_kernel
 from sparsek_kernels.nsa.selected.kernels.fwd import (
     nsa_selected_combine_kernel,
