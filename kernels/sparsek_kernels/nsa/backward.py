@@ -21,6 +21,7 @@ from sparsek_kernels.nsa.compressed import launch_sm90 as launch_compressed_hopp
 from sparsek_kernels.nsa.gate.kernels.gate import nsa_gate_rows_kernel
 from sparsek_kernels.nsa.launching import launch_config, problem_shape
 from sparsek_kernels.nsa.selected import launch_bwd as launch_selected_bwd
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.sink_window.calls import Call
@@ -116,8 +117,6 @@ def backward(
         *(dq_acc, dout, q, k_cmp, v_cmp, folded[0], dots[0]),
         *(cu_seqlens, cu_cmp, shape, tile, spec, scale),
     )
-    dq, dk, dv = launch_selected_bwd.backward_rows(
-        *(dout, folded[1], dots[1], dq_acc, q, k, v),
-        *(block_indices, cu_seqlens, spec.sel_block_size, scale),
-    )
+    selected = SelectedProblem(q, k, v, block_indices, cu_seqlens, spec.sel_block_size, scale)
+    dq, dk, dv = launch_selected_bwd.backward_rows(selected, dout, folded[1], dots[1], dq_acc)
     return dq, dk_cmp, dk, dk_swa, dv_cmp, dv, dv_swa, *dgates

@@ -13,7 +13,7 @@ dq; the parts are summed by kernels of their own.
 import triton
 import triton.language as tl
 
-from sparsek_kernels.nsa.selected.kernels.fwd import SIZES, load_entries, locate_item
+from sparsek_kernels.nsa.selected.kernels.items import SIZES, load_entries, locate_item
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -62,7 +62,6 @@ def nsa_selected_bwd_part_kernel(
     offset,
     item_entries,
     GROUP: tl.constexpr,
-    SLOTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -79,7 +78,7 @@ def nsa_selected_bwd_part_kernel(
     ``ROWS_FIRST`` keeps the scores of many rows as ``[rows, BLOCK_N]``, which spreads ``dk`` and
     ``dv`` over more warps; otherwise they are ``[BLOCK_N, rows]`` and need no transposition.
 
-    Writes fp32 ``dk_part[item, BLOCK_N]``, ``dv_part`` alike, and ``dq_part[slot - first_slot,
+    Writes fp32 ``dk_part`` and ``dv_part [items, BLOCK_N, D]``, and ``dq_part[slot - first_slot,
     member]`` in its own dtype, unscaled.
     """
     live, kv_head, batch, k_start, k_len, block, entry, entry_end, shift = locate_item(
@@ -166,16 +165,16 @@ def nsa_selected_bwd_dq_kernel(
     num_q,
     num_kv_heads,
     GROUP: tl.constexpr,
-    SLOTS: tl.constexpr,
+    TOP_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ADDED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program: ``dq`` of ``BLOCK_T`` tokens of one KV head from the parts of their slots.
+    """One program: ``dq`` of ``BLOCK_T`` tokens of one KV head, the sum of their parts.
 
-    ``ADDED``: and from ``dq_acc [B, Hq, N, D]``.
+    ``ADDED``: ``dq_acc [B, Hq, N, D]`` is added to the sum.
     """
     kv_head = tl.program_id(1)
     offs_r = tl.arange(0, BLOCK_T * BLOCK_G)
@@ -185,8 +184,8 @@ def nsa_selected_bwd_dq_kernel(
     offs_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     mask_q = mask_r[:, None] & (offs_d < HEAD_DIM)[None, :]
     wide = local.to(tl.int64)
-    slot = (wide * num_kv_heads + kv_head) * SLOTS
-    chosen_ptrs = indices_ptr + ((wide + first_row) * num_kv_heads + kv_head) * SLOTS
+    slot = (wide * num_kv_heads + kv_head) * TOP_N
+    chosen_ptrs = indices_ptr + ((wide + first_row) * num_kv_heads + kv_head) * TOP_N
     head = kv_head * GROUP + member
     acc = tl.zeros([BLOCK_T * BLOCK_G, BLOCK_D], dtype=tl.float32)
     if ADDED:
@@ -194,7 +193,7 @@ def nsa_selected_bwd_dq_kernel(
         acc_row = (row // num_q * num_kv_heads * GROUP + head) * num_q + row % num_q
         acc_ptrs = dq_acc_ptr + acc_row[:, None] * HEAD_DIM + offs_d[None, :]
         acc = tl.load(acc_ptrs, mask=mask_q, other=0.0)  # [BLOCK_T * BLOCK_G, BLOCK_D]
-    for s in tl.range(SLOTS, num_stages=4):
+    for s in tl.range(TOP_N, num_stages=4):
         chosen = tl.load(chosen_ptrs + s, mask=mask_r, other=-1)
         at = (slot + s) * GROUP + member
         part_ptrs = dq_part_ptr + at[:, None] * HEAD_DIM + offs_d[None, :]

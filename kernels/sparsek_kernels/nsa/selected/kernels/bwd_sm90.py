@@ -1,6 +1,6 @@
 """Backward of attention inside chosen blocks for Hopper (Gluon): parts of dq, dk and dv.
 
-The maths and the parts are those of :mod:`kernels_selected_bwd`.  Four warps gather the rows of the
+``bwd.py`` has the maths and defines the parts.  Four warps gather the rows of the
 queries that chose a block, a tile ahead of two warpgroups that compute.  Each of these takes half
 the rows of the scores ``[keys, rows]``, half the columns of dk and dv, and half the rows of dq, so
 probabilities and their gradients pass through shared memory.
@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.nsa.selected.kernels.fwd import SIZES, locate_item
-from sparsek_kernels.nsa.selected.kernels.gather import GATHER_WARPS, copy_rows
+from sparsek_kernels.nsa.selected.kernels.gather_sm90 import GATHER_WARPS, copy_rows
+from sparsek_kernels.nsa.selected.kernels.items import SIZES, locate_item
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
@@ -280,7 +280,8 @@ def nsa_selected_hopper_bwd_part_kernel(
 ):
     """One program: up to ``item_entries`` queries that chose one block of ``SEL_BLOCK`` keys.
 
-    Strides count groups of eight elements.  Writes what ``nsa_selected_bwd_part_kernel`` writes.
+    Strides count groups of eight elements.  The results are those of
+    ``nsa_selected_bwd_part_kernel``.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     live, kv_head, batch, k_start, k_len, block, entry, entry_end, shift = locate_item(

@@ -38,7 +38,7 @@ def nsa_selected_tokens_kernel(
     offset,
     num_kv_heads,
     GROUP: tl.constexpr,
-    SLOTS: tl.constexpr,
+    TOP_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -76,10 +76,10 @@ def nsa_selected_tokens_kernel(
     wide_head = kv_head.to(tl.int64)
     offs_t = tile * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
     offs_s = tl.arange(0, BLOCK_S)  # [BLOCK_S]
-    choice_row = ((batch * num_q + q_start + offs_t) * num_kv_heads + kv_head) * SLOTS
+    choice_row = ((batch * num_q + q_start + offs_t) * num_kv_heads + kv_head) * TOP_N
     chosen = tl.load(
         indices_ptr + choice_row[:, None] + offs_s[None, :],
-        mask=(offs_t < q_len)[:, None] & (offs_s < SLOTS)[None, :],
+        mask=(offs_t < q_len)[:, None] & (offs_s < TOP_N)[None, :],
         other=-1,
     )  # [BLOCK_T, BLOCK_S]
     chosen = tl.where(chosen < 0, 0x7FFFFFFF, chosen)

@@ -1,8 +1,7 @@
-"""Attention inside chosen blocks for Hopper (Gluon): parts of the output, block-major.
+"""Parts of selected attention on Hopper (Gluon), as ``fwd_parts.py`` defines them.
 
-The maths and the parts are those of ``nsa_selected_part_kernel``.  Four warps gather the rows of
-the queries that chose a block, some tiles ahead of a warpgroup that computes; two programs share a
-multiprocessor.
+Four warps gather the rows of the queries that chose a block, some tiles ahead of a warpgroup that
+computes; two programs share a multiprocessor.
 """
 
 from triton.experimental import gluon
@@ -15,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.nsa.selected.kernels.fwd import SIZES, locate_item
-from sparsek_kernels.nsa.selected.kernels.gather import GATHER_WARPS, copy_rows
+from sparsek_kernels.nsa.selected.kernels.gather_sm90 import GATHER_WARPS, copy_rows
+from sparsek_kernels.nsa.selected.kernels.items import SIZES, locate_item
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
@@ -199,7 +198,7 @@ def nsa_selected_hopper_part_kernel(
 ):
     """One program: up to ``item_entries`` queries that chose one block of ``SEL_BLOCK`` keys.
 
-    Strides count groups of eight elements.  Writes what ``nsa_selected_part_kernel`` writes.
+    Strides count groups of eight elements.  The results are those of ``nsa_selected_part_kernel``.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     live, kv_head, batch, k_start, _k_len, block, entry, entry_end, _shift = locate_item(
