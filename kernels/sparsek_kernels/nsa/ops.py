@@ -338,8 +338,8 @@ def selected_bwd(
     if runs_kernels(q):
         from sparsek_kernels.nsa.selected.launch_bwd import backward
 
-        return backward(problem, out, lse, dout, dlse)
-    return torch_path.selected_backward(problem, out, lse, dout, dlse)
+        return backward(problem, dout, dlse, out, lse)
+    return torch_path.selected_backward(problem, dout, dlse, out, lse)
 
 
 @selected_bwd.register_fake

@@ -288,10 +288,10 @@ def selected_forward(problem: SelectedProblem, out: torch.Tensor, lse: torch.Ten
 @without_autocast
 def selected_backward(
     problem: SelectedProblem,
-    out: torch.Tensor,
-    lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
     q, k, v, scale = problem.q, problem.k, problem.v, problem.softmax_scale

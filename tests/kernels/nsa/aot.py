@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sparsek_kernels.common import grids
 from sparsek_kernels.nsa import backward as launch_branches
 from sparsek_kernels.nsa import launching as launch_common
 from sparsek_kernels.nsa.compress import launch as launch_compress
@@ -45,6 +46,7 @@ from sparsek_kernels.nsa.selected import (
 from sparsek_kernels.nsa.selected import (
     launch_fwd as launch_selected,
 )
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.barriers import require_lasting_barriers
 
@@ -81,7 +83,8 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     for module in MODULES:
         for name in [n for n in vars(module) if re.fullmatch(r"nsa_\w+_kernel", n)]:
             setattr(module, name, Spy(name, getattr(module, name), seen))
-    launch_common.tile_map_kernel = Spy("tile_map_kernel", launch_common.tile_map_kernel, [])
+    grids.tile_map_kernel = Spy("tile_map_kernel", grids.tile_map_kernel, [])
+    launch_common.tile_map_kernel = grids.tile_map_kernel
     launch_common.device_arch = lambda device: arch
     launch_compressed.row_dots = lambda dout, dlse, out: out.new_empty(1, dtype=torch.float32)
     launch_selected_bwd.row_dots = launch_compressed.row_dots
@@ -95,6 +98,10 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     lse = torch.empty(1, group, tokens)
     indices = torch.zeros(1, tokens, 1, spec.top_n, dtype=torch.int32)
     gates = [torch.empty(1, tokens, group) for _ in range(3)]
+
+    def selected(rows: int = tokens) -> SelectedProblem:
+        return SelectedProblem(q[:, :rows], k, k, indices[:, :rows], None, 64, scale)
+
     base = launch_common.select_config
     launch_common.select_config = lambda *args: replace(
         base(*args),
@@ -111,8 +118,8 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
         few, found = q[:, :rows], indices[:, :rows]
         launch_compressed.forward(few, lse, few, cmp, cmp, tokens, None, spec, scale)
         launch_select.select(found, few, cmp, lse, tokens, None, spec, scale)
-        launch_selected.forward(few, lse, few, k, k, found, None, 64, scale)
-    launch_selected_bwd.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
+        launch_selected.forward(selected(rows), few, lse)
+    launch_selected_bwd.backward(selected(), q, None, q, lse)
     if arch == 90:
         table = base(ProblemShape(1, 65536, 65536, group, 1, dim), spec.top_n, dtype, arch)
         hopper = {
@@ -129,11 +136,11 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
             launch_compressed_select.attend_and_select(
                 q, lse, indices, q, cmp, cmp, tokens, cu, spec, scale
             )
-        launch_selected.forward(q, lse, q, k, k, indices, None, 64, scale)
-        launch_selected_bwd.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
+        launch_selected.forward(selected(), q, lse)
+        launch_selected_bwd.backward(selected(), q, None, q, lse)
         hopper["selected_boxes"] = TileConfig(64, 64, 4, 4, 80)  # for groups of whole boxes
-        launch_selected.forward(q, lse, q, k, k, indices, None, 64, scale)
-    launch_selected.forward_gated(q, q, q, gates, q, k, k, indices, None, 64, scale)
+        launch_selected.forward(selected(), q, lse)
+    launch_selected.forward_gated(selected(), q, (q, q), gates)
     launch_branches.gate_rows(q, [q] * 3, gates, [lse] * 3)
     launch_gate.forward(q, [q] * 3, gates)
     launch_gate.backward([q] * 3 + gates, q, [q] * 3, gates)

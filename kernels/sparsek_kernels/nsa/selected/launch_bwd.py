@@ -8,7 +8,7 @@ import torch
 import triton
 
 from sparsek_kernels.common.descriptors import tile_layout
-from sparsek_kernels.nsa.config import LaunchConfig
+from sparsek_kernels.common.row_dots import row_dots
 from sparsek_kernels.nsa.selected.index import build_index
 from sparsek_kernels.nsa.selected.kernels.bwd import (
     nsa_selected_bwd_dkdv_kernel,
@@ -18,7 +18,6 @@ from sparsek_kernels.nsa.selected.kernels.bwd import (
 from sparsek_kernels.nsa.selected.kernels.bwd_sm90 import nsa_selected_hopper_bwd_part_kernel
 from sparsek_kernels.nsa.selected.plan import LaunchPlan, octet_strides
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
-from sparsek_kernels.sink_window.launch import row_dots
 
 _REGISTERS = 168  # of a thread in the Hopper kernel: one program fills a multiprocessor
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -26,14 +25,13 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def backward(
     problem: SelectedProblem,
-    out: torch.Tensor,
-    lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-    config: LaunchConfig | None = None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
 ) -> Gradients:
     """Gradients of q, k and v; bitwise reproducible."""
-    return backward_rows(problem, dout, lse, row_dots(dout, dlse, out), config=config)
+    return backward_rows(problem, dout, lse, row_dots(dout, dlse, out))
 
 
 def backward_rows(
@@ -42,7 +40,6 @@ def backward_rows(
     lse: torch.Tensor,
     delta: torch.Tensor,
     dq_acc: torch.Tensor | None = None,
-    config: LaunchConfig | None = None,
 ) -> Gradients:
     """Gradients of q, k and v from ``delta [B, Hq, N]``, the row sums of ``out * dout`` less dlse.
 
@@ -53,19 +50,17 @@ def backward_rows(
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
     if q.numel() == 0 or problem.block_indices.numel() == 0:
         return dq.zero_(), dk.to(k.dtype), dv.to(v.dtype)
-    plan = LaunchPlan.make(problem, config)
-    shape, tile = problem.shape, plan.config.selected_bwd
-    index = build_index(problem, plan.config.chunk_rows_bwd, plan.config.item_entries_bwd)
-    slots = index.chunk_rows * shape.num_kv_heads * problem.top_n
-    dq_part = torch.empty((slots, shape.group, shape.head_dim), dtype=q.dtype, device=q.device)
-    dk_part, dv_part = torch.empty(
-        (2, index.chunk_items, plan.block_n, shape.head_dim), dtype=torch.float32, device=q.device
-    )
-    block_t = plan.tokens(32)
+    shape, config = problem.shape, problem.config
+    index = build_index(problem, config.chunk_rows_bwd, config.item_entries_bwd)
+    plan = LaunchPlan(problem, index)
+    dq_part = torch.empty(plan.part_shape, dtype=q.dtype, device=q.device)
+    size = (2, index.chunk_items, problem.block_n, shape.head_dim)
+    dk_part, dv_part = torch.empty(size, dtype=torch.float32, device=q.device)
+    block_t, tile = problem.tile_tokens(32), config.selected_bwd
     part_kernel: Any = nsa_selected_bwd_part_kernel
     strides = (*dout.stride(), *q.stride(), *k.stride(), *v.stride())
-    options = {**plan.item_options(tile), "ROWS_FIRST": tile.block_m >= 128}
-    sm90 = plan.sm90_tile(plan.config.selected_bwd_hopper, dout, q, k, v)
+    options = {**plan.portable_options(tile), "ROWS_FIRST": tile.block_m >= 128}
+    sm90 = plan.sm90_tile(config.selected_bwd_hopper, dout, q, k, v)
     if sm90 is not None:
         part_kernel = nsa_selected_hopper_bwd_part_kernel
         strides = octet_strides(dout, q, k, v)
@@ -74,7 +69,7 @@ def backward_rows(
             "BLOCK_G": shape.padded_group,
             "DS_LAYOUT": tile_layout(problem.sel_block_size, sm90.block_m, q.dtype),
         }
-    for chunk in plan.chunks(index):
+    for chunk in plan.chunks():
         part_kernel[(chunk.items,)](
             dk_part,
             dv_part,
@@ -85,10 +80,10 @@ def backward_rows(
             v,
             lse,
             delta,
-            *plan.item_tensors(index),
+            *plan.item_tensors,
             problem.softmax_scale,
             *strides,
-            *plan.item_sizes(index, chunk),
+            *plan.item_sizes(chunk),
             **options,
         )
         nsa_selected_bwd_dq_kernel[(triton.cdiv(chunk.num_rows, block_t), shape.num_kv_heads)](
@@ -118,15 +113,15 @@ def backward_rows(
             index.item_offsets,
             index.block_seq,
             index.cu_blocks,
-            plan.cu_seqlens,
+            *problem.pointers(problem.cu_seqlens),
             chunk.first_key,
             index.num_blocks,
             shape.num_kv_heads,
             shape.num_k,
             HEAD_DIM=shape.head_dim,
             SEL_BLOCK=problem.sel_block_size,
-            VARLEN=problem.packed,
-            BLOCK_N=plan.block_n,
+            VARLEN=problem.cu_seqlens is not None,
+            BLOCK_N=problem.block_n,
             BLOCK_D=shape.padded_dim,
             num_warps=8,
         )

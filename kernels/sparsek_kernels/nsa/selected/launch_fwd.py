@@ -13,16 +13,13 @@ from typing import Any
 import torch
 import triton
 
-from sparsek_kernels.common.descriptors import (
-    boxable,
-    describe_boxes,
-    multiprocessors,
-    tile_layout,
-)
-from sparsek_kernels.nsa.config import BOX_GROUPS, LaunchConfig
+from sparsek_kernels.common.alignment import boxable
+from sparsek_kernels.common.descriptors import describe_boxes, tile_layout
+from sparsek_kernels.common.device import multiprocessors
+from sparsek_kernels.common.grids import tile_grid
+from sparsek_kernels.nsa.config import BOX_GROUPS
 from sparsek_kernels.nsa.gate import launch as launch_gate
-from sparsek_kernels.nsa.launching import tile_grid
-from sparsek_kernels.nsa.selected.index import InverseIndex, build_index
+from sparsek_kernels.nsa.selected.index import build_index
 from sparsek_kernels.nsa.selected.kernels.fwd_combine import nsa_selected_combine_kernel
 from sparsek_kernels.nsa.selected.kernels.fwd_combine_sm90 import (
     nsa_selected_hopper_combine_kernel,
@@ -40,12 +37,7 @@ _MASK_BITS = 32  # one word marks which blocks of a token have parts
 _REGISTERS = 128  # of a thread in the kernel of parts: two programs share a multiprocessor
 
 
-def forward(
-    problem: SelectedProblem,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    config: LaunchConfig | None = None,
-) -> None:
+def forward(problem: SelectedProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Fill contiguous ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]``."""
     if out.numel() == 0:
         return
@@ -53,11 +45,10 @@ def forward(
         out.zero_()
         lse.fill_(float("-inf"))
         return
-    plan = LaunchPlan.make(problem, config)
-    if plan.config.token_major:
-        _forward_tokens(plan, out, lse)
+    if problem.config.token_major:
+        _forward_tokens(problem, out, lse)
     else:
-        _forward_blocks(plan, out, lse)
+        _forward_blocks(problem, out, lse)
 
 
 def forward_gated(
@@ -65,7 +56,6 @@ def forward_gated(
     out: torch.Tensor,
     others: Sequence[torch.Tensor],
     gates: Sequence[torch.Tensor],
-    config: LaunchConfig | None = None,
 ) -> None:
     """Fill ``out`` with the gated sum of the compressed, the selected and the sliding branch.
 
@@ -73,21 +63,19 @@ def forward_gated(
     ``[B, N, Hq, D]``; the three ``gates`` are ``[B, N, Hq]``.
     """
     gates = [x.contiguous() for x in gates]
-    if out.numel() and problem.top_n:
-        plan = LaunchPlan.make(problem, config)
-        if not plan.config.token_major:
-            _forward_blocks(plan, out, None, (*others, *gates))
-            return
+    if out.numel() and problem.top_n and not problem.config.token_major:
+        _forward_blocks(problem, out, None, (*others, *gates))
+        return
     batch, num_q, num_heads, _ = out.shape
     out_slc = torch.empty_like(out)
     lse = torch.empty((batch, num_heads, num_q), dtype=torch.float32, device=out.device)
-    forward(problem, out_slc, lse, config)
+    forward(problem, out_slc, lse)
     launch_gate.forward(out, (others[0], out_slc, others[1]), gates)
 
 
-def _forward_tokens(plan: LaunchPlan, out: torch.Tensor, lse: torch.Tensor) -> None:
-    problem, shape, tile = plan.problem, plan.problem.shape, plan.config.tokens
-    block_t = plan.tokens(tile.block_m)
+def _forward_tokens(problem: SelectedProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
+    shape, tile = problem.shape, problem.config.tokens
+    block_t = problem.tile_tokens(tile.block_m)
     grid, tiles = tile_grid(
         problem.cu_seqlens, shape.num_q, block_t, shape.num_kv_heads, shape.batch
     )
@@ -98,8 +86,7 @@ def _forward_tokens(plan: LaunchPlan, out: torch.Tensor, lse: torch.Tensor) -> N
         problem.k,
         problem.v,
         problem.indices,
-        plan.cu_seqlens,
-        plan.cu_seqlens if tiles is None else tiles,
+        *problem.pointers(problem.cu_seqlens, tiles),
         problem.softmax_scale,
         *problem.q.stride(),
         *problem.k.stride(),
@@ -108,7 +95,7 @@ def _forward_tokens(plan: LaunchPlan, out: torch.Tensor, lse: torch.Tensor) -> N
         shape.num_k,
         problem.offset,
         shape.num_kv_heads,
-        **plan.portable_rules,
+        **problem.portable_rules,
         TOP_N=problem.top_n,
         BLOCK_T=block_t,
         BLOCK_S=triton.next_power_of_2(problem.top_n),
@@ -118,57 +105,57 @@ def _forward_tokens(plan: LaunchPlan, out: torch.Tensor, lse: torch.Tensor) -> N
 
 
 def _forward_blocks(
-    plan: LaunchPlan,
+    problem: SelectedProblem,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     gated: Sequence[torch.Tensor] = (),
 ) -> None:
     """Without ``lse``: add the ``gated`` outputs (compressed, sliding), then the three gates."""
-    shape, config = plan.problem.shape, plan.config
-    together = -(-config.chunk_rows // config.index_rows)
-    index = build_index(plan.problem, config.index_rows, config.item_entries, far_only=True)
-    slots = together * index.chunk_rows * shape.num_kv_heads * plan.problem.top_n
-    part = torch.empty((slots, shape.group, shape.head_dim), dtype=out.dtype, device=out.device)
-    part_lse = torch.empty((slots, shape.group), dtype=torch.float32, device=out.device)
-    write_parts = _part_writer(plan, index, part, part_lse)
-    combine = _combiner(plan, out, lse, part, part_lse, gated)
-    for chunk in plan.chunks(index, together):
+    config = problem.config
+    index = build_index(problem, config.index_rows, config.item_entries, far_only=True)
+    plan = LaunchPlan(problem, index, together=-(-config.chunk_rows // config.index_rows))
+    part = torch.empty(plan.part_shape, dtype=out.dtype, device=out.device)
+    part_lse = torch.empty(plan.part_shape[:2], dtype=torch.float32, device=out.device)
+    write_parts = _part_writer(plan, part, part_lse)
+    combine = _combiner(plan, part, part_lse, out, lse, gated)
+    for chunk in plan.chunks():
         write_parts(chunk)
         combine(chunk)
 
 
 def _part_writer(
-    plan: LaunchPlan, index: InverseIndex, part: torch.Tensor, part_lse: torch.Tensor
+    plan: LaunchPlan, part: torch.Tensor, part_lse: torch.Tensor
 ) -> Callable[[Chunk], None]:
     """The launch of the kernel that writes the parts of a chunk."""
-    config, shape, block_n = plan.config, plan.problem.shape, plan.problem.sel_block_size
-    q, k, v = plan.problem.q, plan.problem.k, plan.problem.v
+    problem, config, group = plan.problem, plan.problem.config, plan.problem.shape.group
+    q, k, v = problem.q, problem.k, problem.v
     kernel: Any
     tensors: tuple[Any, ...] = (part, q, k, v)
     strides: tuple[int, ...] = ()
-    boxes = config.selected_boxes if block_n == 64 and shape.group in BOX_GROUPS else None
-    if boxes is not None and boxable(q, k, v):
+    boxes = config.selected_boxes
+    whole = problem.sel_block_size == 64 and group in BOX_GROUPS
+    if boxes is not None and whole and boxable(q, k, v):
         kernel = nsa_selected_hopper_tma_part_kernel
-        rows = (describe_boxes(x, 1, shape.group, 64) for x in (part[None], q))
-        keys = (describe_boxes(x, block_n, 1, shape.head_dim) for x in (k, v))
+        rows = (describe_boxes(x, 1, group, 64) for x in (part[None], q))
+        keys = (describe_boxes(x, 64, 1, problem.shape.head_dim) for x in (k, v))
         tensors = (*rows, *keys)
         options = plan.sm90_options(boxes, boxes.max_registers)
     elif (tile := plan.sm90_tile(config.selected_hopper, q, k, v)) is not None:
         kernel, strides = nsa_selected_hopper_part_kernel, octet_strides(q, k, v)
-        options = {**plan.sm90_options(tile, _REGISTERS), "BLOCK_G": shape.padded_group}
+        options = {**plan.sm90_options(tile, _REGISTERS), "BLOCK_G": problem.shape.padded_group}
     else:
         kernel, strides = nsa_selected_part_kernel, (*q.stride(), *k.stride(), *v.stride())
-        options = plan.item_options(config.selected)
+        options = plan.portable_options(config.selected)
 
     def launch(chunk: Chunk) -> None:
         kernel[(chunk.items,)](
             tensors[0],
             part_lse,
             *tensors[1:],
-            *plan.item_tensors(index),
-            plan.problem.softmax_scale,
+            *plan.item_tensors,
+            problem.softmax_scale,
             *strides,
-            *plan.item_sizes(index, chunk),
+            *plan.item_sizes(chunk),
             **options,
         )
 
@@ -177,14 +164,14 @@ def _part_writer(
 
 def _combiner(
     plan: LaunchPlan,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
     part: torch.Tensor,
     part_lse: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
     gated: Sequence[torch.Tensor],
 ) -> Callable[[Chunk], None]:
     """The launch of the kernel that attends to near blocks and adds the parts of a chunk."""
-    problem, shape, config = plan.problem, plan.problem.shape, plan.config
+    problem, config, shape = plan.problem, plan.problem.config, plan.problem.shape
     q, k, v = problem.q, problem.k, problem.v
     cu_first = problem.cu_seqlens
     if cu_first is None and shape.batch > 1:
@@ -197,7 +184,7 @@ def _combiner(
         kernel, strides = nsa_selected_hopper_combine_kernel, octet_strides(q, k, v)
         block_t = sm90.block_m // shape.padded_group
         options |= {
-            **plan.rules,
+            **problem.rules,
             "BLOCK_G": shape.padded_group,
             "Q_LAYOUT": tile_layout(sm90.block_m, shape.head_dim, q.dtype),
             "BLOCK_S": max(block_s, 16),
@@ -208,9 +195,9 @@ def _combiner(
     else:
         tile = config.combine
         kernel, strides = nsa_selected_combine_kernel, (*q.stride(), *k.stride(), *v.stride())
-        block_t = plan.tokens(tile.block_m)
+        block_t = problem.tile_tokens(tile.block_m)
         options |= {
-            **plan.portable_rules,
+            **problem.portable_rules,
             "BLOCK_T": block_t,
             "BLOCK_S": block_s,
             "NEAR_STAGES": 2 if tile.max_registers is None else 1,
@@ -237,9 +224,7 @@ def _combiner(
             v,
             *(gated or (q,) * 5),
             problem.indices,
-            q if cu_rows is None else cu_rows,
-            q if cu_first is None else cu_first,
-            q if tiles is None else tiles,
+            *problem.pointers(cu_rows, cu_first, tiles),
             problem.softmax_scale,
             *strides,
             chunk.first_row,

@@ -13,6 +13,7 @@ dq; the parts are summed by kernels of their own.
 import triton
 import triton.language as tl
 
+from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.nsa.selected.kernels.items import SIZES, load_entries, locate_item
 
 
@@ -101,7 +102,7 @@ def nsa_selected_bwd_part_kernel(
     k = tl.load(k_base + keys * stride_kt + offs_d[None, :] * stride_kd, mask=mask_k, other=0.0)
     v_base = v_ptr + batch * stride_vb + wide_head * stride_vh
     v = tl.load(v_base + keys * stride_vt + offs_d[None, :] * stride_vd, mask=mask_k, other=0.0)
-    scale_log2 = scale * 1.4426950408889634
+    scale_log2 = scale * LOG2E
     dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)  # [BLOCK_N, BLOCK_D]
     dv = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)  # [BLOCK_N, BLOCK_D]
     slot, row, member, mask_r = load_entries(
@@ -119,7 +120,7 @@ def nsa_selected_bwd_part_kernel(
         )  # [BLOCK_E * BLOCK_G, BLOCK_D]
         stat = (batch * num_kv_heads * GROUP + head) * num_q + wide_row
         lse = tl.load(lse_ptr + stat, mask=mask_r, other=float("inf"))
-        lse = tl.where(lse == float("-inf"), float("inf"), lse) * 1.4426950408889634
+        lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
         delta = tl.load(delta_ptr + stat, mask=mask_r, other=0.0)
         pos = row + shift
         at = (slot - first_slot).to(tl.int64) * GROUP + member

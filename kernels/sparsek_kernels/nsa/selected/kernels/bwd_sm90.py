@@ -16,10 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.nsa.selected.kernels.gather_sm90 import GATHER_WARPS, copy_rows
 from sparsek_kernels.nsa.selected.kernels.items import SIZES, locate_item
-
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
 
 @gluon.constexpr_function
@@ -91,7 +90,7 @@ def _gather_partition(
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
         row_smem.index(stage).store(row)
         lse = gl.where(lse == float("-inf"), float("inf"), lse)
-        lse_smem.index(stage).store(lse * LOG2_E)
+        lse_smem.index(stage).store(lse * LOG2E)
         delta_smem.index(stage).store(delta)
         slot_smem.index(stage).store(slot)
         gl.thread_barrier()
@@ -171,7 +170,7 @@ def _compute_partition(
     dv = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, KV_LAYOUT)
     zero_s = gl.zeros([BLOCK_N, ROWS], gl.float32, S_LAYOUT)
     zero_q = gl.zeros([ROWS, HEAD_DIM], gl.float32, DQ_LAYOUT)
-    scale_log2 = scale * LOG2_E
+    scale_log2 = scale * LOG2E
     out_member = gl.arange(0, ROWS, gl.SliceLayout(1, OUT_LAYOUT)) % BLOCK_G
     out_col = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, OUT_LAYOUT))[None, :]
     for step in range(steps):

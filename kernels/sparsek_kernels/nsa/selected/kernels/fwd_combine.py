@@ -7,7 +7,7 @@ that it chose has a part (``fwd_parts.py``), which enters with its share of the 
 import triton
 import triton.language as tl
 
-from sparsek_kernels.common.kernels.softmax import softmax_init, softmax_step
+from sparsek_kernels.common.kernels.softmax import LN2, LOG2E, softmax_init, softmax_step
 
 # Whatever these numbers are, one compiled kernel serves.
 ROW_SIZES = ["first_row", "num_rows", "num_q", "num_k", "offset"]
@@ -132,7 +132,7 @@ def nsa_selected_combine_kernel(
     k_base = k_ptr + batch * stride_kb + wide_head * stride_kh
     v_base = v_ptr + batch * stride_vb + wide_head * stride_vh
     offs_n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    scale_log2 = scale * 1.4426950408889634
+    scale_log2 = scale * LOG2E
     slot = ((wide_row - first_row) * num_kv_heads + kv_head) * TOP_N  # of this launch's parts
     chosen_ptrs = indices_ptr + (wide_row * num_kv_heads + kv_head) * TOP_N
     listed = tl.load(
@@ -188,7 +188,7 @@ def nsa_selected_combine_kernel(
         gate = tl.load(gate_swa_ptr + flat, mask=mask_r, other=0.0).to(tl.float32)
         acc += tl.load(swa_ptr + at, mask=mask_q, other=0.0).to(tl.float32) * gate[:, None]
     else:
-        lse = tl.where(total > 0.0, (m_ref + tl.log2(total)) * 0.6931471805599453, float("-inf"))
+        lse = tl.where(total > 0.0, (m_ref + tl.log2(total)) * LN2, float("-inf"))
         stat = (wide_row // num_q * num_kv_heads * GROUP + head) * num_q + wide_row % num_q
         tl.store(lse_ptr + stat, lse, mask=mask_r)
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask_q)

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 from sparsek_kernels.common.kernels.softmax_sm90 import softmax_step
 from sparsek_kernels.nsa.selected.kernels.fwd_combine import ROW_SIZES, is_near
 from sparsek_kernels.nsa.selected.kernels.fwd_combine_load_sm90 import (
@@ -24,9 +25,6 @@ from sparsek_kernels.nsa.selected.kernels.fwd_combine_load_sm90 import (
     near_steps,
     tile_place,
 )
-
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
-LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
@@ -88,7 +86,7 @@ def _compute_partition(
     offs_n = gl.arange(0, SEL_BLOCK, gl.SliceLayout(0, S_LAYOUT))
     col = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, WIDE))[None, :]
     zero_s = gl.zeros([ROWS, SEL_BLOCK], gl.float32, S_LAYOUT)
-    scale_log2 = scale * LOG2_E
+    scale_log2 = scale * LOG2E
     heads = num_kv_heads * GROUP
     weight_table = weight_smem._reinterpret(
         gl.float32, [BLOCK_S, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -159,7 +157,7 @@ def _compute_partition(
                 gate = gl.load(gate_slc_ptr + stat * heads + head, mask=mask_r, other=0.0)
                 share *= gate.to(gl.float32)
             else:
-                lse = gl.where(total > 0.0, (m_ref + gl.log2(total)) * LN_2, float("-inf"))
+                lse = gl.where(total > 0.0, (m_ref + gl.log2(total)) * LN2, float("-inf"))
                 at = (stat // num_q * heads + head) * num_q + stat % num_q
                 gl.store(lse_ptr + at, lse, mask=mask_r)
             acc = acc * gl.convert_layout(share, O_ROW)[:, None]

@@ -16,6 +16,7 @@ the past as a whole and need no mask.
 import triton
 import triton.language as tl
 
+from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.nsa.selected.kernels.items import SIZES, load_entries, locate_item
 
 
@@ -92,7 +93,7 @@ def nsa_selected_part_kernel(
     k = tl.load(k_base + keys * stride_kt + offs_d[None, :] * stride_kd, mask=mask_k, other=0.0)
     v_base = v_ptr + batch * stride_vb + wide_head * stride_vh
     v = tl.load(v_base + keys * stride_vt + offs_d[None, :] * stride_vd, mask=mask_k, other=0.0)
-    scale_log2 = scale * 1.4426950408889634
+    scale_log2 = scale * LOG2E
     slot, row, member, mask_r = load_entries(
         entries_ptr, entry_rows_ptr, entry, entry_end, GROUP, BLOCK_E, BLOCK_G
     )

@@ -14,10 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.nsa.selected.kernels.gather_sm90 import GATHER_WARPS, copy_rows
 from sparsek_kernels.nsa.selected.kernels.items import SIZES, locate_item
-
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -110,7 +109,7 @@ def _compute_partition(
     token = key.to(gl.int64)[:, None]
     out_member = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE)) % BLOCK_G
     row_member = gl.arange(0, ROWS, ROW_LAYOUT) % BLOCK_G
-    scale_log2 = scale * LOG2_E
+    scale_log2 = scale * LOG2E
     zero_s = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     zero_o = gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT)
     if steps > 0:

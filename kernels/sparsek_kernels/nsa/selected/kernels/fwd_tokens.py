@@ -7,7 +7,7 @@ it saves.  Online softmax as in FlashAttention-2 (arXiv 2307.08691, algorithm 1)
 import triton
 import triton.language as tl
 
-from sparsek_kernels.common.kernels.softmax import softmax_finish, softmax_init, softmax_step
+from sparsek_kernels.common.kernels.softmax import LOG2E, softmax_finish, softmax_init, softmax_step
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def nsa_selected_tokens_kernel(
     k_base = k_ptr + batch * stride_kb + wide_head * stride_kh
     v_base = v_ptr + batch * stride_vb + wide_head * stride_vh
     pos = local + offset
-    scale_log2 = scale * 1.4426950408889634
+    scale_log2 = scale * LOG2E
     m, denom = softmax_init(0.0, BLOCK_T * BLOCK_G, False)
     acc = tl.zeros([BLOCK_T * BLOCK_G, BLOCK_D], dtype=tl.float32)
     block = tl.min(chosen)
