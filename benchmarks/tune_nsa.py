@@ -28,6 +28,7 @@ from sparsek_kernels.nsa.selected import (
 from sparsek_kernels.nsa.selected import (
     launch_fwd as launch_selected,
 )
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.spec import NSASpec
 
 DIM = 128
@@ -99,25 +100,27 @@ def stages(heads: int, kv_heads: int, tokens: int) -> dict[str, Callable[[], obj
     shape = (1, tokens, kv_heads, spec.top_n)
     indices = torch.empty(shape, dtype=torch.int32, device="cuda")
 
-    def problem() -> CompressedProblem:  # a new one each time: its parameters are under test
+    # A problem keeps the parameters that it finds: each call has a new one.
+    def compressed_problem() -> CompressedProblem:
         return CompressedProblem(q, k_cmp, v_cmp, tokens, None, spec, scale)
 
+    def selected_problem() -> SelectedProblem:
+        return SelectedProblem(q, k, v, indices, None, 64, scale)
+
     def compressed() -> None:
-        launch_compressed.forward(problem(), out, lse)
+        launch_compressed.forward(compressed_problem(), out, lse)
 
     def backward() -> object:
-        return launch_compressed.backward(problem(), dout, None, out, lse)
+        return launch_compressed.backward(compressed_problem(), dout, None, out, lse)
 
     def select() -> None:
-        launch_select.select(problem(), lse, indices)
+        launch_select.select(compressed_problem(), lse, indices)
 
     def selected() -> None:
-        launch_selected.forward(out_slc, lse_slc, q, k, v, indices, None, 64, scale)
+        launch_selected.forward(selected_problem(), out_slc, lse_slc)
 
     def selected_bwd() -> object:
-        return launch_selected_bwd.backward(
-            dout, None, q, k, v, out_slc, lse_slc, indices, None, 64, scale
-        )
+        return launch_selected_bwd.backward(selected_problem(), dout, None, out_slc, lse_slc)
 
     for prepare in (compressed, select, selected):
         prepare()
