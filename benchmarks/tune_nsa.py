@@ -28,6 +28,7 @@ from sparsek_kernels.nsa.selected import (
 from sparsek_kernels.nsa.selected import (
     launch_fwd as launch_selected,
 )
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.spec import NSASpec
 
 DIM = 128
@@ -111,13 +112,14 @@ def stages(heads: int, kv_heads: int, tokens: int) -> dict[str, Callable[[], obj
     def select() -> None:
         launch_select.select(problem(), lse, indices)
 
+    def problem() -> SelectedProblem:  # as new as the table that it asks
+        return SelectedProblem(q, k, v, indices, None, 64, scale)
+
     def selected() -> None:
-        launch_selected.forward(out_slc, lse_slc, q, k, v, indices, None, 64, scale)
+        launch_selected.forward(problem(), out_slc, lse_slc)
 
     def selected_bwd() -> object:
-        return launch_selected_bwd.backward(
-            dout, None, q, k, v, out_slc, lse_slc, indices, None, 64, scale
-        )
+        return launch_selected_bwd.backward(problem(), dout, None, out_slc, lse_slc)
 
     for prepare in (compressed, select, selected):
         prepare()

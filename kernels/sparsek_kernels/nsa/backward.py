@@ -21,6 +21,7 @@ from sparsek_kernels.nsa.compressed import launch_sm90 as launch_compressed
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.gate.kernels.gate import nsa_gate_rows_kernel
 from sparsek_kernels.nsa.selected import launch_bwd as launch_selected_bwd
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.sink_window import launch_sm90 as launch_window
 from sparsek_kernels.sink_window.problem import SinkWindowProblem
@@ -111,8 +112,6 @@ def backward(
     dk_cmp, dv_cmp = launch_compressed.accumulate(
         compressed, tile, dq_acc, dout, folded[0], dots[0]
     )
-    dq, dk, dv = launch_selected_bwd.backward_rows(
-        *(dout, folded[1], dots[1], dq_acc, q, k, v),
-        *(block_indices, cu_seqlens, spec.sel_block_size, scale),
-    )
+    selected = SelectedProblem(q, k, v, block_indices, cu_seqlens, spec.sel_block_size, scale)
+    dq, dk, dv = launch_selected_bwd.backward_rows(selected, dout, folded[1], dots[1], dq_acc)
     return dq, dk_cmp, dk, dk_swa, dv_cmp, dv, dv_swa, *dgates

@@ -10,6 +10,7 @@ import torch
 from sparsek_kernels.nsa import torch_path
 from sparsek_kernels.nsa.checks import KERNEL_DTYPES
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
 
@@ -281,27 +282,19 @@ def selected_fwd(
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output ``[B, N, Hq, D]`` and log-sum-exp ``[B, Hq, N]`` of the selected branch."""
+    problem = SelectedProblem(q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
     out, lse = _new_like(q), _new_lse(q)
-    args = (out, lse, q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
     if runs_kernels(q):
         from sparsek_kernels.nsa.selected.launch_fwd import forward
 
-        forward(*args)
+        forward(problem, out, lse)
     else:
-        torch_path.selected_forward(*args)
+        torch_path.selected_forward(problem, out, lse)
     return out, lse
 
 
 @selected_fwd.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sel_block_size: int,
-    softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _new_like(q), _new_lse(q)
 
 
@@ -320,30 +313,17 @@ def selected_bwd(
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
-    args = (
-        *(dout, dlse, q, k, v, out, lse),
-        *(block_indices, cu_seqlens, sel_block_size, softmax_scale),
-    )
+    problem = SelectedProblem(q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
     if runs_kernels(q):
         from sparsek_kernels.nsa.selected.launch_bwd import backward
 
-        return backward(*args)
-    return torch_path.selected_backward(*args)
+        return backward(problem, dout, dlse, out, lse)
+    return torch_path.selected_backward(problem, dout, dlse, out, lse)
 
 
 @selected_bwd.register_fake
 def _(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    block_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sel_block_size: int,
-    softmax_scale: float,
+    dout: Any, dlse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _new_like(q), _new_like(k), _new_like(v)
 

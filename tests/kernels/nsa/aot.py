@@ -47,6 +47,7 @@ from sparsek_kernels.nsa.selected import (
 from sparsek_kernels.nsa.selected import (
     launch_fwd as launch_selected,
 )
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.barriers import require_lasting_barriers
 
@@ -98,8 +99,11 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     indices = torch.zeros(1, tokens, 1, spec.top_n, dtype=torch.int32)
     gates = [torch.empty(1, tokens, group) for _ in range(3)]
 
-    def compressed(q: torch.Tensor, cu: torch.Tensor | None = None) -> CompressedProblem:
-        return CompressedProblem(q, cmp, cmp, tokens, cu, spec, scale)
+    def compressed(rows: int = tokens, cu: torch.Tensor | None = None) -> CompressedProblem:
+        return CompressedProblem(q[:, :rows], cmp, cmp, tokens, cu, spec, scale)
+
+    def selected(rows: int = tokens) -> SelectedProblem:
+        return SelectedProblem(q[:, :rows], k, k, indices[:, :rows], None, 64, scale)
 
     base = launch_common.select_config
     launch_common.select_config = lambda *args: replace(
@@ -112,13 +116,13 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     )
     launch_compress.mean_pool_forward(k, cmp, None, spec)
     launch_compress.mean_pool_backward(cmp, k, None, spec)
-    launch_compressed.backward(compressed(q), q, None, q, lse)
+    launch_compressed.backward(compressed(), q, None, q, lse)
     for rows in (tokens, 1):
         few, found = q[:, :rows], indices[:, :rows]
-        launch_compressed.forward(compressed(few), few, lse)
-        launch_select.select(compressed(few), lse, found)
-        launch_selected.forward(few, lse, few, k, k, found, None, 64, scale)
-    launch_selected_bwd.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
+        launch_compressed.forward(compressed(rows), few, lse)
+        launch_select.select(compressed(rows), lse, found)
+        launch_selected.forward(selected(rows), few, lse)
+    launch_selected_bwd.backward(selected(), q, None, q, lse)
     if arch == 90:
         table = base(ProblemShape(1, 65536, 65536, group, 1, dim), spec.top_n, dtype, arch)
         hopper = {
@@ -130,14 +134,14 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
             "selected_bwd_hopper": TileConfig(128, 64, 8, 2),
         }
         launch_common.select_config = lambda *args: replace(base(*args), **hopper)
-        launch_select.select(compressed(q), lse, indices)
+        launch_select.select(compressed(), lse, indices)
         for cu in (None, torch.tensor([0, 0, tokens], dtype=torch.int32)):
-            launch_compressed_select.attend_and_select(compressed(q, cu), q, lse, indices)
-        launch_selected.forward(q, lse, q, k, k, indices, None, 64, scale)
-        launch_selected_bwd.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
+            launch_compressed_select.attend_and_select(compressed(cu=cu), q, lse, indices)
+        launch_selected.forward(selected(), q, lse)
+        launch_selected_bwd.backward(selected(), q, None, q, lse)
         hopper["selected_boxes"] = TileConfig(64, 64, 4, 4, 80)  # for groups of whole boxes
-        launch_selected.forward(q, lse, q, k, k, indices, None, 64, scale)
-    launch_selected.forward_gated(q, q, q, gates, q, k, k, indices, None, 64, scale)
+        launch_selected.forward(selected(), q, lse)
+    launch_selected.forward_gated(selected(), q, (q, q), gates)
     launch_branches.gate_rows(q, [q] * 3, gates, [lse] * 3)
     launch_gate.forward(q, [q] * 3, gates)
     launch_gate.backward([q] * 3 + gates, q, [q] * 3, gates)

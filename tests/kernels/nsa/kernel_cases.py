@@ -39,6 +39,7 @@ from sparsek_kernels.nsa.selected import (
 from sparsek_kernels.nsa.selected import (
     launch_fwd as launch_selected,
 )
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.gluon_interpreter import interpret
@@ -325,10 +326,11 @@ def run(case: Case, device: str, size: str) -> int:
                 designs[f"boxes {design}"] = replace(
                     designs[f"hopper {design}"], selected_boxes=TileConfig(64, 64, 4, 4, 80)
                 )
+    problem = SelectedProblem(q, k, v, indices, cu, spec.sel_block_size, scale)
     for design, config in designs.items():
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
-        launch_selected.forward(out, lse, q, k, v, indices, cu, spec.sel_block_size, scale, config)
+        launch_selected.forward(replace(problem, tuned=config), out, lse)
         judge.error(f"{design} out", out, plain[0], exact_all[0])
         judge.error(f"{design} lse", lse, exact_all[1].to(dtype), exact_all[1])
     designs["rows first"] = replace(
@@ -337,20 +339,16 @@ def run(case: Case, device: str, size: str) -> int:
     for design in designs:
         if design == "token-major":
             continue
-        found = launch_selected_bwd.backward(
-            *(dout, dlse, q, k, v, out, lse, indices, cu, spec.sel_block_size, scale),
-            designs[design],
-        )
+        tuned = replace(problem, tuned=designs[design])
+        found = launch_selected_bwd.backward(tuned, dout, dlse, out, lse)
         for name, ours, low, high in zip(
             ("dq", "dk", "dv"), found, plain[2:], exact_all[2:], strict=True
         ):
             judge.error(f"{design} {name}", ours, low, high)
     acc = torch.randn(case.batch, case.heads[0], num_q, case.dim).to(device)
     delta = (dout.float() * out.float()).sum(-1).transpose(1, 2) - dlse
-    summed, _, _ = launch_selected_bwd.backward_rows(
-        *(dout, lse, delta.contiguous(), acc, q, k, v, indices, cu, spec.sel_block_size, scale),
-        designs["block-major"],
-    )
+    tuned = replace(problem, tuned=designs["block-major"])
+    summed, _, _ = launch_selected_bwd.backward_rows(tuned, dout, lse, delta.contiguous(), acc)
     others = scale * acc.transpose(1, 2)
     low, high = (x[2] + others.to(x[2].dtype) for x in (plain, exact_all))
     judge.error("dq and that of others", summed, low, high)
@@ -358,11 +356,9 @@ def run(case: Case, device: str, size: str) -> int:
     # gates
     cmp, swa = (torch.randn(q.shape).to(dtype).to(device) for _ in range(2))
     weights = [torch.rand(q.shape[:3]).to(device) for _ in range(3)]
-    for design in designs:
-        launch_selected.forward_gated(
-            *(out.fill_(float("nan")), cmp, swa, weights, q, k, v, indices, cu),
-            *(spec.sel_block_size, scale, designs[design]),
-        )
+    for design, config in designs.items():
+        tuned = replace(problem, tuned=config)
+        launch_selected.forward_gated(tuned, out.fill_(float("nan")), (cmp, swa), weights)
         low, high = (
             sum(g.to(x[0].dtype)[..., None] * b.to(x[0].dtype) for g, b in
                 zip(weights, (cmp, x[0], swa), strict=True))
