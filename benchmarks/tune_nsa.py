@@ -19,6 +19,7 @@ from triton.testing import do_bench
 
 from sparsek_kernels.nsa import launching as launch_common
 from sparsek_kernels.nsa.compressed import launch as launch_compressed
+from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import LaunchConfig, TileConfig, select_config
 from sparsek_kernels.nsa.select import launch as launch_select
 from sparsek_kernels.nsa.selected import (
@@ -98,16 +99,18 @@ def stages(heads: int, kv_heads: int, tokens: int) -> dict[str, Callable[[], obj
     lse_slc = torch.empty_like(lse)
     shape = (1, tokens, kv_heads, spec.top_n)
     indices = torch.empty(shape, dtype=torch.int32, device="cuda")
-    cmp = (q, k_cmp, v_cmp)
+
+    def problem() -> CompressedProblem:  # a new one each time: its parameters are under test
+        return CompressedProblem(q, k_cmp, v_cmp, tokens, None, spec, scale)
 
     def compressed() -> None:
-        launch_compressed.forward(out, lse, *cmp, tokens, None, spec, scale)
+        launch_compressed.forward(problem(), out, lse)
 
     def backward() -> object:
-        return launch_compressed.backward(dout, None, *cmp, out, lse, tokens, None, spec, scale)
+        return launch_compressed.backward(problem(), dout, None, out, lse)
 
     def select() -> None:
-        launch_select.select(indices, q, k_cmp, lse, tokens, None, spec, scale)
+        launch_select.select(problem(), lse, indices)
 
     def problem() -> SelectedProblem:  # as new as the table that it asks
         return SelectedProblem(q, k, v, indices, None, 64, scale)

@@ -24,9 +24,9 @@ from sparsek_kernels.nsa import backward as launch_branches
 from sparsek_kernels.nsa import reference as ref
 from sparsek_kernels.nsa.compress import launch as launch_compress
 from sparsek_kernels.nsa.compressed import launch as launch_compressed
+from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import BOX_GROUPS, TileConfig
 from sparsek_kernels.nsa.gate import launch as launch_gate
-from sparsek_kernels.nsa.launching import launch_config, problem_shape
 from sparsek_kernels.nsa.select import (
     launch as launch_select,
 )
@@ -215,7 +215,8 @@ def run(case: Case, device: str, size: str) -> int:
 
     out = torch.full(q.shape, float("nan"), dtype=dtype, device=device)
     lse = torch.full(dlse.shape, float("nan"), dtype=torch.float32, device=device)
-    base = launch_config(q, problem_shape(q, case.heads[1], total), spec.top_n)
+    problem = CompressedProblem(q, k_cmp, v_cmp, total, cu, spec, scale)
+    base = problem.config
     plain = gradients(compressed, (q, k_cmp, v_cmp), dout, dlse, dtype)
     exact_all = gradients(compressed, (q, k_cmp, v_cmp), dout, dlse, torch.float64)
     kinds = {"portable ": replace(base, hopper=None, hopper_bwd=None)}
@@ -226,14 +227,12 @@ def run(case: Case, device: str, size: str) -> int:
     for kind, config in kinds.items():
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
-        launch_compressed.forward(out, lse, q, k_cmp, v_cmp, total, cu, spec, scale, config)
+        tuned = replace(problem, tuned=config)
+        launch_compressed.forward(tuned, out, lse)
         judge.error(f"{kind}compressed out", out, plain[0], exact_all[0])
         judge.error(f"{kind}compressed lse", lse, exact_all[1].to(dtype), exact_all[1])
         dead = lse == float("-inf")
-        found = launch_compressed.backward(
-            *(dout, dlse.masked_fill(dead, 0.0), q, k_cmp, v_cmp, out, lse, total, cu, spec),
-            *(scale, config),
-        )
+        found = launch_compressed.backward(tuned, dout, dlse.masked_fill(dead, 0.0), out, lse)
         for name, ours, low, high in zip(
             ("dq", "dk_cmp", "dv_cmp"), found, plain[2:], exact_all[2:], strict=True
         ):
@@ -246,19 +245,18 @@ def run(case: Case, device: str, size: str) -> int:
         kinds["hopper "] = replace(base, select_hopper=TileConfig(128, 64, 4, 2))
         kinds["fused "] = replace(base, hopper=TileConfig(128, 128, 4, 2))
     for kind, config in kinds.items():
+        tuned = replace(problem, tuned=config)
         indices = torch.full(shape, -7, dtype=torch.int32, device=device)
         if kind == "fused ":
             fused, sums = torch.full_like(out, float("nan")), torch.full_like(lse, float("nan"))
             if device == "cpu":  # a few rows at a time
                 launch_compressed_select._SCRATCH_SUMS = 1
                 launch_compressed_select._LEAST_ROWS = 48
-            launch_compressed_select.attend_and_select(
-                fused, sums, indices, q, k_cmp, v_cmp, total, cu, spec, scale, config
-            )
+            launch_compressed_select.attend_and_select(tuned, fused, sums, indices)
             judge.error("fused compressed out", fused, plain[0], exact_all[0])
             judge.error("fused compressed lse", sums, exact_all[1].to(dtype), exact_all[1])
         else:
-            launch_select.select(indices, q, k_cmp, lse, total, cu, spec, scale, config)
+            launch_select.select(tuned, lse, indices)
         equal, lost = [], 0.0
         for b in range(len(bounds)):
             _, length, _ = split(q, b)

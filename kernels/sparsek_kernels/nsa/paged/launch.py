@@ -131,10 +131,10 @@ def decode(problem: PagedProblem, out: torch.Tensor) -> None:
     lse = torch.empty((tokens, q.shape[1]), dtype=torch.float32, device=q.device)
     _attend_compressed(problem, out[:, 0], lse, start)
     pitch = score_pitch(spec.num_selectable(batch.max_seq_len))
-    scores = torch.empty((tokens, heads, pitch), dtype=torch.float32, device=q.device)
+    scores = torch.empty((1, tokens, heads, pitch), dtype=torch.float32, device=q.device)
     _score(problem, scores, lse)
     chosen = torch.empty((1, tokens, heads, spec.top_n), dtype=torch.int32, device=q.device)
-    choose(chosen, scores, row, start, 0, tokens, 0, spec, pitch)
+    choose(chosen, scores, row, start, spec)
     free = spec.top_n - spec.num_init_blocks - spec.num_local_blocks
     policy = SelectionPolicy(
         num_sink=spec.num_init_blocks * spec.sel_block_size,
@@ -228,7 +228,7 @@ def _score(problem: PagedProblem, scores: torch.Tensor, lse: torch.Tensor) -> No
         *q.stride()[:2],
         *k_cmp.stride()[:3],
         batch.block_table.stride(0),
-        scores.shape[2],
+        scores.shape[3],
         TILES_PER_REQUEST=batch.decode_query_len,
         GROUP=problem.group,
         HEAD_DIM=dim,
