@@ -100,26 +100,27 @@ def stages(heads: int, kv_heads: int, tokens: int) -> dict[str, Callable[[], obj
     shape = (1, tokens, kv_heads, spec.top_n)
     indices = torch.empty(shape, dtype=torch.int32, device="cuda")
 
-    def problem() -> CompressedProblem:  # a new one each time: its parameters are under test
+    # Problems are new for each call, because they ask the table only once.
+    def on_compressed() -> CompressedProblem:
         return CompressedProblem(q, k_cmp, v_cmp, tokens, None, spec, scale)
 
+    def on_selected() -> SelectedProblem:
+        return SelectedProblem(q, k, v, indices, None, spec.sel_block_size, scale)
+
     def compressed() -> None:
-        launch_compressed.forward(problem(), out, lse)
+        launch_compressed.forward(on_compressed(), out, lse)
 
     def backward() -> object:
-        return launch_compressed.backward(problem(), dout, None, out, lse)
+        return launch_compressed.backward(on_compressed(), dout, None, out, lse)
 
     def select() -> None:
-        launch_select.select(problem(), lse, indices)
-
-    def problem() -> SelectedProblem:  # as new as the table that it asks
-        return SelectedProblem(q, k, v, indices, None, 64, scale)
+        launch_select.select(on_compressed(), lse, indices)
 
     def selected() -> None:
-        launch_selected.forward(problem(), out_slc, lse_slc)
+        launch_selected.forward(on_selected(), out_slc, lse_slc)
 
     def selected_bwd() -> object:
-        return launch_selected_bwd.backward(problem(), dout, None, out_slc, lse_slc)
+        return launch_selected_bwd.backward(on_selected(), dout, None, out_slc, lse_slc)
 
     for prepare in (compressed, select, selected):
         prepare()
