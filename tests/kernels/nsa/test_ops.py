@@ -15,9 +15,9 @@ SPEC = [8, 4, 8, 5, 1, 2]
 TOKENS, SCALE = 33, 0.3
 
 
-def arguments(cu: torch.Tensor | None) -> dict[str, tuple[Any, ...]]:
+def arguments(cu: torch.Tensor | None, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     """A call of each operator; what is differentiable requires gradients."""
-    case = make_problem(TOKENS)
+    case = make_problem(TOKENS, dtype=dtype)
     q, k, v, dout = case.q, case.k, case.v, case.dout
     k_cmp, v_cmp = (ops.mean_pool(x, cu, SPEC) for x in (k, v))
     cmp = (TOKENS, cu, SPEC, SCALE)
@@ -54,8 +54,23 @@ def arguments(cu: torch.Tensor | None) -> dict[str, tuple[Any, ...]]:
     }
 
 
-@pytest.mark.parametrize("offsets", [None, [0, 9, TOKENS]], ids=["fixed", "packed"])
+@pytest.mark.parametrize(
+    ("offsets", "dtype"),
+    [(None, torch.float64), ([0, 9, TOKENS], torch.bfloat16)],
+    ids=["fixed-fp64", "packed-bf16"],
+)
 @pytest.mark.parametrize("name", OPERATORS)
-def test_operators_pass_opcheck(name: str, offsets: list[int] | None) -> None:
+def test_operators_pass_opcheck(name: str, offsets: list[int] | None, dtype: torch.dtype) -> None:
     cu = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
-    torch.library.opcheck(OPERATORS[name], arguments(cu)[name])
+    torch.library.opcheck(OPERATORS[name], arguments(cu, dtype)[name])
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["compressed_bwd", "selected_bwd"])
+def test_backward_operators_take_an_absent_gradient(
+    name: str, dtype: torch.dtype, with_dlse: bool
+) -> None:
+    dout, _, q, k, v, out, lse, *rest = arguments(None, dtype)[name]
+    dlse = torch.ones_like(lse) if with_dlse else None
+    torch.library.opcheck(OPERATORS[name], (dout, dlse, q, k, v, out, lse, *rest))

@@ -1,4 +1,4 @@
-"""Native sparse attention over a paged KV cache: what serving calls, for prefill and decode.
+"""Native sparse attention over a paged KV cache, for prefill and decode.
 
 A page holds K and V of the three branches for its tokens and, for each of its strides of
 ``cmp_stride`` tokens, the compressed key and value of the block that *ends* there.  Such a block

@@ -1,4 +1,4 @@
-"""One layer's pages, how its compressed keys and values are made, and what sizes can be served."""
+"""One layer's pages, the maps that compress its keys and values, and the sizes that are served."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ def nsa_selected_hopper_bwd_part_kernel(
 ):
     """One program: up to ``item_entries`` queries that chose one block of ``SEL_BLOCK`` keys.
 
-    Strides count groups of eight elements.  The results are those of
+    Strides count groups of eight elements.  Results as of
     ``nsa_selected_bwd_part_kernel``.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty

@@ -251,7 +251,7 @@ def nsa_selected_hopper_combine_kernel(
 ):
     """Programs share the ``num_items`` tiles of ``SEL_BLOCK`` rows, ``num_tiles`` for a KV head.
 
-    Strides count groups of eight elements.  The results are those of
+    Strides count groups of eight elements.  Results as of
     ``nsa_selected_combine_kernel``.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

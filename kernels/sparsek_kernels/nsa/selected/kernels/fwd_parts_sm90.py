@@ -197,7 +197,7 @@ def nsa_selected_hopper_part_kernel(
 ):
     """One program: up to ``item_entries`` queries that chose one block of ``SEL_BLOCK`` keys.
 
-    Strides count groups of eight elements.  The results are those of ``nsa_selected_part_kernel``.
+    Strides count groups of eight elements.  Results as of ``nsa_selected_part_kernel``.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     live, kv_head, batch, k_start, _k_len, block, entry, entry_end, _shift = locate_item(

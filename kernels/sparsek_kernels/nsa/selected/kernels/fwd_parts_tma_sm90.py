@@ -211,8 +211,8 @@ def nsa_selected_hopper_tma_part_kernel(
 ):
     """One program: up to ``item_entries`` queries that chose one block of ``SEL_BLOCK`` keys.
 
-    Descriptors are of q, k and v ``[B, N, H, D]`` and of ``part [1, slots, GROUP, D]``.  Writes
-    what ``nsa_selected_part_kernel`` writes.
+    Descriptors are of q, k and v ``[B, N, H, D]`` and of ``part [1, slots, GROUP, D]``.  Results
+    as of ``nsa_selected_part_kernel``.
     """
     dtype: gl.constexpr = q_desc.dtype
     live, kv_head, batch, k_start, _k_len, block, entry, entry_end, _shift = locate_item(
