@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -172,6 +173,7 @@ def _tiles(dim: int, dtype: torch.dtype, arch: int) -> dict[str, TileConfig]:
     }
 
 
+@lru_cache(maxsize=256)
 def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int) -> LaunchConfig:
     """Launch parameters for ``shape`` on compute capability ``arch`` (``90`` is 9.0).
 
