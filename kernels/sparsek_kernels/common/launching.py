@@ -20,7 +20,8 @@ class CompiledLaunch:
     """One compiled kernel with its grid and every argument after the pointers.
 
     Replaying costs a few microseconds less than a launch through the JIT, which looks at each
-    argument.  Valid for pointers aligned as those of the first launch (16 bytes).
+    argument.  Valid while pointers are
+    aligned to 16 bytes, as at the first launch.
     """
 
     def __init__(

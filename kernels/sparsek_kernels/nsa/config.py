@@ -7,6 +7,8 @@ from functools import lru_cache
 
 import torch
 
+from sparsek_kernels.sink_window.config import TileConfig as SinkWindowTile
+
 BOX_GROUPS = (8, 16, 32, 64)
 """Groups whose heads one bulk copy moves: whole swizzles of eight rows, 64 rows at most."""
 _PART_BYTES = 1 << 31  # what one chunk's partial outputs may take
@@ -92,7 +94,7 @@ class LaunchConfig:
         item_entries_bwd: likewise of the backward pass.
         precision: input precision of dot products.
         hopper: tile of the warp-specialised compressed forward kernel, where that one is used.
-        hopper_bwd: tile of the fused compressed backward kernel, where that one is used.
+        hopper_bwd: tile of the compressed backward kernel on Hopper, which is sink window's.
         select_hopper: rows of a warpgroup, compressed keys and stages of the warp-specialised
             scores kernel, where that one is used.
         selected_hopper: rows and stages of the warp-specialised block-major forward kernel, where
@@ -118,7 +120,7 @@ class LaunchConfig:
     item_entries_bwd: int
     precision: str = "tf32"
     hopper: TileConfig | None = None
-    hopper_bwd: TileConfig | None = None
+    hopper_bwd: SinkWindowTile | None = None
     select_hopper: TileConfig | None = None
     selected_hopper: TileConfig | None = None
     selected_boxes: TileConfig | None = None
@@ -209,7 +211,7 @@ def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int
         item_entries_bwd=4 * item_entries if hopper else item_entries,
         precision="ieee" if dtype == torch.float32 else "tf32",
         hopper=TileConfig(128, 128, 4, 2) if hopper else None,
-        hopper_bwd=TileConfig(64, 128, 8, 3) if hopper else None,
+        hopper_bwd=SinkWindowTile(64, 128, 8, 3) if hopper else None,
         # Without heads to sum, masses need the registers of half a tile.
         select_hopper=TileConfig(128 if shape.group > 1 else 64, 64, 4, 2) if hopper else None,
         selected_hopper=TileConfig(64, 64, 4, 4) if hopper else None,

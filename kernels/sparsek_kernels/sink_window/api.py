@@ -47,7 +47,7 @@ def sink_flash_attention(
         sinks: ``[Hq]`` learned logits (GPT-OSS), any floating dtype.
         softmax_scale: factor of ``q . k``, ``D ** -0.5`` by default.
         cu_seqlens_q: ``[S + 1]`` int32 offsets of S packed sequences; B must be 1.
-        cu_seqlens_k: likewise for k and v.
+        cu_seqlens_k: ``[S + 1]`` int32 offsets of their keys.
         out: ``[B, N, Hq, D]`` tensor to write, when no gradient is needed.
         return_lse: also return the log-sum-exp.
 

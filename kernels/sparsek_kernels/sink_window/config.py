@@ -48,7 +48,7 @@ class ProblemShape:
 
     @property
     def mask_rules(self) -> dict[str, int | bool]:
-        """Constexprs that every kernel but those of sink keys and of few rows takes."""
+        """Constexprs of the mask and the heads, as most kernels take them."""
         return {
             "GROUP": self.group,
             "HEAD_DIM": self.head_dim,
@@ -87,12 +87,12 @@ class LaunchConfig:
         sink: tile of the sink-key backward kernel (``block_n`` sink keys per program).
         sink_block: sink keys per step of the query-major kernels.
         hopper_forward: tile of the warp-specialised forward kernel, where that one is used: 128
-            rows of one head, or 64 of two neighbouring heads, for which groups must be even.
+            rows of one head, or 64 of two neighbouring heads where groups are even.
         hopper_backward: tile of the fused backward kernel, where that one is used.
         hopper_small: tile of the kernel for few rows, where that one is used; each of its two
             warpgroups takes ``num_stages`` blocks of keys.
         forward_together: KV heads that ``hopper_forward`` works on side by side.
-        backward_together: likewise ``hopper_backward``.
+        backward_together: KV heads that ``hopper_backward`` works on side by side.
         precision: input precision of dot products.
     """
 
@@ -158,8 +158,11 @@ def _small_tile(shape: ProblemShape) -> TileConfig | None:
 
 
 def _together(shape: ProblemShape) -> int:
-    """KV heads whose K and V stay in L2 together: the more, the better long and short query blocks
-    even out.  Query blocks of a window are all alike, and heads one after another read less."""
+    """KV heads that the forward kernel works on side by side, with K and V in L2.
+
+    The more heads, the better long and short query blocks even out.  With a window all query
+    blocks are of one length, and heads one after another read less.
+    """
     if shape.window_size is not None:
         return 1
     keys = shape.num_k // max(shape.num_seqs or 1, 1)
@@ -217,7 +220,7 @@ def accumulator_parts(shape: ProblemShape) -> list[tuple[slice, slice, slice]]:
     group = shape.group
     head = group * shape.num_q * shape.head_dim * 4
     heads = min(shape.num_kv_heads, max(1, ACCUMULATOR_BYTES // max(head, 1)))
-    heads = -(-shape.num_kv_heads // -(-shape.num_kv_heads // heads))  # parts of like size
+    heads = -(-shape.num_kv_heads // -(-shape.num_kv_heads // heads))  # parts of equal size
     batch = 1
     if heads == shape.num_kv_heads:
         batch = max(1, ACCUMULATOR_BYTES // max(head * heads, 1))

@@ -126,14 +126,14 @@ def forward_small(
 
 @dataclass(frozen=True)
 class CompressedKeys:
-    """Keys that stand for blocks of tokens, and the segments of queries that they are met in.
+    """Keys that stand for blocks of tokens; their queries are taken in segments.
 
     Args:
         block_size: tokens of a key.
         stride: tokens from one key to the next.
-        num_segments: segments; each writes gradients of keys and values of its own.
+        num_segments: segments of queries; each writes its own gradients of keys and values.
         segment_rows: queries of a segment, a multiple of the tokens of a tile of keys.
-        gradient_stride: elements from the gradients of one segment to those of the next.
+        gradient_stride: elements between the gradients of two neighbouring segments.
     """
 
     block_size: int
@@ -174,18 +174,18 @@ def backward(
     """Run the fused backward kernel: fill ``dk`` and ``dv``, add the unscaled ``dq`` to ``dq_acc``.
 
     Args:
-        problem: inputs; ``describable``, as is ``dout``.
+        problem: inputs, ``describable``.
         tile: tile of the kernel.
         heads_together: KV heads that programs work on side by side.
-        dq_acc: fp32 ``[B, Hq, N, D]``, of :func:`new_accumulator` or zeros or a sum so far.
+        dq_acc: fp32 ``[B, Hq, N, D]``: a :func:`new_accumulator`, zeros, or a sum to add to.
         dk: ``[B, M, Hkv, D]``.
         dv: ``[B, M, Hkv, D]``, with the strides of ``dk``.
-        dout: ``[B, N, Hq, D]``.
+        dout: ``[B, N, Hq, D]``, ``describable``.
         lse: ``[B, Hq, N]``, contiguous.
         delta: ``[B, Hq, N]`` row sums of ``out * dout``, contiguous.
-        sink_grads: what sink keys get from outside of the window.
-        compressed: set where keys are compressed blocks, whose gradients ``dk`` and ``dv`` are
-            those of the first segment.
+        sink_grads: ``dk`` and ``dv`` of sink keys, from queries whose window has passed them.
+        compressed: given where keys are compressed blocks of tokens; ``dk`` and ``dv`` are then
+            the gradients from the first segment of queries.
     """
     q, k, v, spec, shape = problem.q, problem.k, problem.v, problem.spec, problem.shape
     (blocks, heads, batch), tiles = tile_grid(

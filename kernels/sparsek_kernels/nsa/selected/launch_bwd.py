@@ -25,10 +25,10 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def backward(
     problem: SelectedProblem,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
 ) -> Gradients:
     """Gradients of q, k and v; bitwise reproducible."""
     return backward_rows(problem, dout, lse, row_dots(dout, dlse, out))

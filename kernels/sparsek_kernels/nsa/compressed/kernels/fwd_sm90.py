@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sparsek_kernels.common.kernels.masks import last_key
 from sparsek_kernels.common.kernels.softmax import LN2
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor
+from sparsek_kernels.common.kernels.tiles_sm90 import tile_index
 from sparsek_kernels.nsa.compressed.kernels.block_sums_sm90 import (
     KEYS,
     arranged_key,
@@ -38,7 +39,6 @@ from sparsek_kernels.nsa.compressed.kernels.fwd_load_sm90 import (
     load_partition,
     place,
 )
-from sparsek_kernels.sink_window.kernels.fwd_load_sm90 import tile_index
 
 
 @gluon.jit
@@ -212,7 +212,7 @@ def _compute_partition(
     count = 0
     done = 0
     for step in range(gl.cdiv(num_tiles, gl.num_programs(0))):
-        tile = tile_index(step, num_tiles)
+        tile = tile_index(step)
         if tile < num_tiles:
             valid, batch, head, _, q_start, q_len, row, offset, _, full, steps = place(
                 where, tile, GROUP, VARLEN, BOUNDED, CMP_BLOCK, CMP_STRIDE
