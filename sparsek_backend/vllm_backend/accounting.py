@@ -19,11 +19,11 @@ def attended(policy: SelectionPolicy, position: Positions) -> Positions:
     length = position + 1
     if policy.is_dense:
         return length
+    if not policy.selects_blocks:
+        budget = policy.num_sink + (policy.window_size or 0)
+        return np.where(position < policy.dense_below, length, np.minimum(length, budget))
     tile_start = position - position % policy.query_tile
     sees_all = tile_start + policy.query_tile <= policy.dense_below
-    window = policy.window_size or 0
-    if not policy.selects_blocks:
-        return np.where(sees_all, length, np.minimum(length, policy.num_sink + window))
     size = policy.sel_block_size
     first_local = np.maximum(tile_start // size - policy.reach_blocks, 0)
     candidates = first_local - np.minimum(policy.sink_blocks, first_local)

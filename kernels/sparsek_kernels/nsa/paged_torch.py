@@ -35,7 +35,7 @@ def decode(
     step = max(_GATHER_ELEMENTS // (tokens * pages.k_slc.shape[1] * q.shape[2]), 1)
     for first in range(0, q.shape[0], step):
         rows = slice(first, first + step)
-        table = batch.block_table[request[rows]].long()
+        table = batch.pages(pages.page_size)[request[rows]]
         _decode(out[rows], q[rows], pages, table, position[rows], spec, scale)
 
 

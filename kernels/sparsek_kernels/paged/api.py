@@ -69,7 +69,12 @@ def write_kv(
         from . import launch
 
         _check_triton_layout(
-            key=key, value=value, k_cache=k_cache, v_cache=v_cache, k_summary=k_summary
+            key=key,
+            value=value,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            k_summary=k_summary,
+            slot_mapping=slot_mapping,
         )
         launch.write_kv(
             key,
@@ -127,10 +132,11 @@ def select_blocks(
     grouped = q.unflatten(1, (heads, -1))
     lengths, counts = host_lengths(batch)
     if q.is_cuda:
-        _check_triton_layout(q=q, k_summary=k_summary, block_table=batch.block_table)
+        _check_triton_layout(q=q, k_summary=k_summary)
+        _check_batch_layout(batch)
         return _select_on_gpu(q, k_summary, batch, policy, scale, page_size)
     per_token = policy.per_token()
-    plan = plan_decodes(batch, per_token)
+    plan = plan_decodes(batch, per_token, page_size)
     decoded = grouped.new_full(
         (batch.num_decode_tokens, heads, policy.scored_blocks), -1, dtype=torch.int64
     )
@@ -139,7 +145,7 @@ def select_blocks(
         picked = select_tokens(rows, k_summary, plan.scoring, per_token, scale)
         decoded[plan.rows] = picked.sort(dim=-1).values
     chosen = []
-    token = 0
+    token = batch.first_row
     for request, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         end = token + count
         if request < batch.num_decodes:
@@ -150,7 +156,7 @@ def select_blocks(
         position = length - count
         tiles = (length - 1) // tile - position // tile + 1 if count else 0
         rows = grouped.new_full((tiles, heads, policy.scored_blocks), -1, dtype=torch.int64)
-        prefill = plan_prefill(batch, request, policy, max(tiles, 1))
+        prefill = plan_prefill(batch, request, policy, max(tiles, 1), page_size)
         begin = prefill.dense_end
         if begin < length:
             picked = select_tiles(
@@ -234,8 +240,8 @@ def paged_attention(
             k_summary=k_summary,
             sinks=sinks,
             out=out,
-            block_table=batch.block_table,
         )
+        _check_batch_layout(batch)
     elif batch_invariant:
         raise NotImplementedError(
             "batch_invariant: needs a GPU, since torch's matrix products on a CPU round by shape; "
@@ -346,6 +352,18 @@ def _check_triton_layout(**tensors: torch.Tensor | None) -> None:
             f"v_cache: on a GPU V must be as wide as K, {k_cache.shape[-1]}, got "
             f"{v_cache.shape[-1]}; pad V with zeros"
         )
+
+
+def _check_batch_layout(batch: PagedBatch) -> None:
+    """:func:`_check_triton_layout` of a batch's own tensors, once for all layers."""
+    batch.derived(
+        "layout",
+        lambda: _check_triton_layout(
+            block_table=batch.block_table,
+            seq_lens=batch.seq_lens,
+            cu_seqlens_q=batch.cu_seqlens_q,
+        ),
+    )
 
 
 def _check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[int, int, int]:

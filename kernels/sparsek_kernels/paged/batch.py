@@ -21,7 +21,7 @@ class PagedBatch:
 
     Args:
         block_table: ``[R, max_pages]`` int32, physical page of each logical page; entries past a
-            sequence's last page are never read.
+            sequence's last page may hold anything.
         seq_lens: ``[R]`` int32, keys of each sequence, its new tokens included.
         cu_seqlens_q: ``[R + 1]`` int32, offsets of each request's query tokens.
         num_decodes: requests at the front of the batch that decode.
@@ -76,6 +76,16 @@ class PagedBatch:
         if key not in self._derived:
             self._derived[key] = build()
         return cast(_T, self._derived[key])
+
+    def pages(self, page_size: int) -> torch.Tensor:
+        """``[R, max_pages]`` int64: ``block_table``, with 0 past each sequence's last page."""
+
+        def build() -> torch.Tensor:
+            logical = torch.arange(self.block_table.shape[1], device=self.block_table.device)
+            unused = logical * page_size >= self.seq_lens[:, None]
+            return self.block_table.long().masked_fill_(unused, 0)
+
+        return self.derived(("pages", page_size), build)
 
     def part(self, first: int, last: int) -> PagedBatch:
         """The requests ``first .. last - 1``; query tokens keep their offsets in the whole batch.

@@ -36,7 +36,7 @@ class SummaryIndex:
             pages = self.table[:, : -(-vectors // reader.page_size)].unsqueeze(1)
             names = self._names.setdefault(reader.geometry, reader.locate(pages))
         rows = reader.read(names)
-        return rows.view(*names.shape[:2], -1, reader.dim)[:, :, :vectors].float()
+        return rows.reshape(*names.shape[:2], -1, reader.dim)[:, :, :vectors].float()
 
 
 def block_logits(

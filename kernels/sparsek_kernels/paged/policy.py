@@ -10,6 +10,7 @@ selection.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -44,12 +45,13 @@ class SelectionPolicy:
         top_k: blocks beyond sinks and window.  A block that the window straddles is the first of
             them, so that the number of blocks attended never depends on alignment.
         sel_block_size: tokens in a block; a multiple of ``CELL_SIZE``.
-        dense_below: queries of a tile whose last position is below this see every earlier key.
+        dense_below: queries at positions below this see every earlier key; with block top-k, those
+            of a tile whose last position is below it.
         dense_last: last queries of every prefill, or chunk of one, that see every earlier key: few
             enough to cost little, and the ones that a prompt's answer hangs on.
-        query_tile: query positions that share one selection.  1 makes prefill select exactly as
-            decode does, which (without ``dense_last``) makes tokens independent of chunking and
-            preemption.
+        query_tile: query positions that share one selection (block top-k).  1 makes prefill select
+            exactly as decode does, which (without ``dense_last``) makes tokens independent of
+            chunking and preemption.
         score_kind: ``cell_mean`` scores a block by its best 16-token mean of K, ``min_max`` by
             the upper bound that the coordinate-wise range of K allows (Quest, arXiv 2406.10774).
     """
@@ -118,6 +120,13 @@ class SelectionPolicy:
         """Blocks a single query attends at most (block top-k)."""
         return self.sink_blocks + ceil_div(self.window_size or 1, self.sel_block_size) + self.top_k
 
+    @property
+    def local_blocks(self) -> int:
+        """Most blocks that the windows of one tile touch, whatever its position."""
+        size = self.sel_block_size
+        latest_start = size - math.gcd(size, self.query_tile)  # of a tile, within its first block
+        return self.reach_blocks + ceil_div(latest_start + self.query_tile, size)
+
     def local_range(self, position: int) -> tuple[int, int]:
         """Half-open range of blocks that the window of the tile at ``position`` touches.
 
@@ -138,14 +147,16 @@ class SelectionPolicy:
         return min(self.sink_blocks, first_local), first_local
 
     def sees_all(self, position: int) -> bool:
-        """Whether the tile at ``position`` attends every earlier key (budget covers context)."""
+        """Whether the query at ``position`` attends every earlier key.
+
+        Block top-k decides that for a tile as a whole, sink-window for every query.
+        """
         if self.is_dense:
             return True
-        tile_end = position - position % self.query_tile + self.query_tile
-        if tile_end <= self.dense_below:
-            return True
         if not self.selects_blocks:
-            return self.window_size is not None and position + 1 <= self.num_sink + self.window_size
+            return position < max(self.dense_below, self.num_sink + (self.window_size or 0))
+        if position - position % self.query_tile + self.query_tile <= self.dense_below:
+            return True
         first, last = self.candidate_range(position)
         return last - first <= self.scored_blocks
 
