@@ -16,8 +16,8 @@ from dataclasses import replace
 
 import torch
 
+from sparsek_kernels.common.device import device_arch
 from sparsek_kernels.sink_window import config as configurations
-from sparsek_kernels.sink_window.calls import device_arch
 from sparsek_kernels.sink_window.config import (
     LaunchConfig,
     ProblemShape,

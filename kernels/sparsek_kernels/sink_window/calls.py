@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
-import triton
 
-from sparsek_kernels.common.kernels.sequences import tile_map_kernel
+from sparsek_kernels.common.device import device_arch
+from sparsek_kernels.common.grids import Grid, tile_grid
 from sparsek_kernels.sink_window.config import LaunchConfig, ProblemShape, select_config
 from sparsek_kernels.sink_window.spec import AttentionSpec
-
-
-@lru_cache(maxsize=64)
-def device_arch(device: torch.device) -> int:
-    """Ten times the compute capability; CPU tensors (the interpreter) count as 80."""
-    if device.type != "cuda":
-        return 80
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
 
 
 def problem_shape(
@@ -37,18 +26,6 @@ def problem_shape(
         causal=spec.causal,
         num_seqs=None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
     )
-
-
-def tile_map(cu_seqlens: torch.Tensor, total: int, block: int) -> torch.Tensor:
-    """``[tiles, 2]`` int32 (sequence, block), one per block of a packed sequence, -1 padded.
-
-    The number of rows is an upper bound known on the host, so nothing waits for the device.
-    """
-    num_seqs = cu_seqlens.shape[0] - 1
-    num_tiles = total // block + num_seqs
-    tiles = torch.empty((num_tiles, 2), dtype=torch.int32, device=cu_seqlens.device)
-    tile_map_kernel[(num_seqs + 1,)](tiles, cu_seqlens, num_seqs, num_tiles, block, 256)
-    return tiles
 
 
 class Call:
@@ -79,18 +56,17 @@ class Call:
             "WINDOWED": spec.window_size is not None,
         }
 
-    def query_grid(self, block: int) -> tuple[tuple[int, int, int], torch.Tensor]:
+    def query_grid(self, block: int) -> tuple[Grid, torch.Tensor]:
         """Grid over query blocks and heads, and the tile map (a dummy for fixed lengths)."""
         return self._grid(block, self.cu_q, self.shape.num_q, self.shape.num_heads)
 
-    def key_grid(self, block: int) -> tuple[tuple[int, int, int], torch.Tensor]:
+    def key_grid(self, block: int) -> tuple[Grid, torch.Tensor]:
         """Grid over key blocks and KV heads, and the tile map."""
         return self._grid(block, self.cu_k, self.shape.num_k, self.shape.num_kv_heads)
 
     def _grid(
         self, block: int, cu: torch.Tensor, total: int, heads: int
-    ) -> tuple[tuple[int, int, int], torch.Tensor]:
-        if self.varlen:
-            tiles = tile_map(cu, total, block)
-            return (tiles.shape[0], heads, 1), tiles
-        return (triton.cdiv(total, block), heads, self.shape.batch), cu
+    ) -> tuple[Grid, torch.Tensor]:
+        cu_seqlens = cu if self.varlen else None
+        grid, tiles = tile_grid(cu_seqlens, total, block, heads, self.shape.batch)
+        return grid, cu if tiles is None else tiles

@@ -7,23 +7,20 @@ from typing import Any
 import torch
 import triton
 
-from sparsek_kernels.common.descriptors import describable
+from sparsek_kernels.common.alignment import copyable, describable
 from sparsek_kernels.common.launching import CompiledLaunch, launch
+from sparsek_kernels.common.row_dots import row_dots as row_dots
 from sparsek_kernels.sink_window.calls import Call
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig, accumulator_parts
 from sparsek_kernels.sink_window.kernels.bwd import (
     sink_window_bwd_dkdv_kernel,
     sink_window_bwd_dq_kernel,
 )
-from sparsek_kernels.sink_window.kernels.bwd_rows import (
-    sink_window_bwd_delta_kernel,
-    sink_window_bwd_finish_kernel,
-)
+from sparsek_kernels.sink_window.kernels.bwd_rows import sink_window_bwd_finish_kernel
 from sparsek_kernels.sink_window.kernels.bwd_sink import sink_window_bwd_sink_kernel
 from sparsek_kernels.sink_window.kernels.fwd import sink_window_fwd_kernel
 from sparsek_kernels.sink_window.launch_sm90 import (
     backward_hopper,
-    copyable,
     forward_hopper,
     forward_small,
     new_accumulator,
@@ -93,30 +90,6 @@ def launch_forward(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-
-
-def row_dots(dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """``delta [B, Hq, N]`` fp32: row sums of ``out * dout``, less the gradient of the LSE."""
-    batch, num_q, num_heads, dim = out.shape
-    delta = torch.empty((batch, num_heads, num_q), dtype=torch.float32, device=out.device)
-    block_d = max(16, triton.next_power_of_2(dim))
-    block_m = max(1, 8192 // block_d)
-    sink_window_bwd_delta_kernel[(triton.cdiv(num_q, block_m), num_heads, batch)](
-        delta,
-        out,
-        dout,
-        dlse.contiguous() if dlse is not None else delta,
-        *out.stride(),
-        *dout.stride(),
-        num_q,
-        num_heads,
-        HEAD_DIM=dim,
-        HAS_DLSE=dlse is not None,
-        BLOCK_M=block_m,
-        BLOCK_D=block_d,
-        num_warps=4,
-    )
-    return delta
 
 
 def _sink_gradients(

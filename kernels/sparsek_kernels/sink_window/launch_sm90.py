@@ -6,7 +6,10 @@ import math
 
 import torch
 
-from sparsek_kernels.common.descriptors import describe, multiprocessors
+from sparsek_kernels.common.alignment import copyable as copyable
+from sparsek_kernels.common.descriptors import describe
+from sparsek_kernels.common.device import multiprocessors
+from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.common.launching import CompiledLaunch, launch
 from sparsek_kernels.sink_window.calls import Call
 from sparsek_kernels.sink_window.config import TileConfig
@@ -15,7 +18,6 @@ from sparsek_kernels.sink_window.kernels.fwd_sm90 import sink_window_hopper_fwd_
 from sparsek_kernels.sink_window.kernels.fwd_small_sm90 import sink_window_hopper_small_kernel
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
-_LOG2_E = 1.4426950408889634
 _WARPGROUP_ROWS = 64
 
 
@@ -64,7 +66,7 @@ def forward_hopper(
         call.cu_q,
         call.cu_k,
         tiles,
-        spec.softmax_scale * _LOG2_E,
+        spec.softmax_scale * LOG2E.value,
         shape.num_sink,
         call.window,
         *out.stride()[:3],
@@ -86,14 +88,6 @@ def forward_hopper(
         BLOCK_S=sink_block,
         heads_together=math.gcd(shape.num_kv_heads * batch, call.config.forward_together),
         num_warps=tile.num_warps,
-    )
-
-
-def copyable(*tensors: torch.Tensor) -> bool:
-    """Whether copies of 16 bytes fit the heads of ``[B, N, H, D]`` tensors of 16-bit elements."""
-    return all(
-        x.stride(3) == 1 and x.data_ptr() % 16 == 0 and not any(s % 8 for s in x.stride()[:3])
-        for x in tensors
     )
 
 
@@ -122,7 +116,7 @@ def forward_small(
             sinks if sinks is not None else q,
         ),
         (
-            spec.softmax_scale * _LOG2_E,
+            spec.softmax_scale * LOG2E.value,
             *(stride // 8 for x in (out, q, k, v) for stride in x.stride()[:3]),
             *call.sizes,
         ),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparsek_kernels.common.alignment import copyable
 from sparsek_kernels.sink_window import launch_sm90 as launch_hopper
 from sparsek_kernels.sink_window.calls import Call
 from sparsek_kernels.sink_window.config import ProblemShape, select_config
@@ -48,7 +49,7 @@ def test_a_replayed_launch_has_every_argument_in_its_place(
 
 def test_copies_need_aligned_heads() -> None:
     x = torch.zeros(2, 10, 3, 72, dtype=torch.float16)[..., :64]
-    assert launch_hopper.copyable(x)
-    assert not launch_hopper.copyable(x.transpose(2, 3))
-    assert not launch_hopper.copyable(torch.zeros(1, 10, 3, 68, dtype=torch.float16)[..., :64])
-    assert not launch_hopper.copyable(x[..., 1:])
+    assert copyable(x)
+    assert not copyable(x.transpose(2, 3))
+    assert not copyable(torch.zeros(1, 10, 3, 68, dtype=torch.float16)[..., :64])
+    assert not copyable(x[..., 1:])

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sparsek_kernels import sink_flash_attention
+from sparsek_kernels.common.device import device_arch
 from sparsek_kernels.sink_window import launch
-from sparsek_kernels.sink_window.calls import device_arch
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig
 from sparsek_kernels.sink_window.reference import sink_flash_attention_reference
 from tests.kernels.sink_window.cases import Case, check, kernels, long_config, make
