@@ -14,6 +14,7 @@ from sparsek_kernels.paged.eager import (
 )
 from sparsek_kernels.paged.eager_select import select_tiles, select_tokens
 from sparsek_kernels.paged.eager_write import write_kv_eager
+from sparsek_kernels.paged.plan import segments
 from sparsek_kernels.paged.policy import CELL_SIZE, ScoreKind, SelectionPolicy
 
 
@@ -258,15 +259,8 @@ def paged_attention(
     if not policy.dense_last or not batch.num_prefills or policy.sees_all(batch.max_seq_len - 1):
         _attend(q, operands, batch, policy, out)
         return out
-    rows, tails = batch.tails(policy.dense_last)
-    if tails.num_prefill_tokens == batch.num_prefill_tokens:  # nothing is left to select for
-        if batch.num_decodes:
-            _attend(q, operands, batch.part(0, batch.num_decodes), policy, out)
-    else:
-        _attend(q, operands, batch, policy, out)
-    last = out.new_empty(rows.shape[0], *out.shape[1:])
-    _attend(q.index_select(0, rows), operands, tails, SelectionPolicy(), last)
-    out.index_copy_(0, rows, last)
+    for segment in segments(batch, policy):
+        _attend(q[segment.rows], operands, segment.batch, segment.policy, out[segment.rows])
     return out
 
 

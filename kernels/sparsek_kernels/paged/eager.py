@@ -30,6 +30,7 @@ from sparsek_kernels.paged.gather import (
     pick_blocks,
     read_sequence,
 )
+from sparsek_kernels.paged.plan import first_sparse
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
 _GATHER_ELEMENTS = 1 << 22
@@ -317,10 +318,7 @@ def plan_prefill(
     """Index tensors of the prefill of ``request`` in groups of at most ``group_tiles`` tiles."""
     lengths, counts = host_lengths(batch)
     length = lengths[request]
-    low, high = length - counts[request], length
-    while low < high:  # sees_all never becomes true again once it is false
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if policy.sees_all(middle) else (low, middle)
+    low = first_sparse(policy, length - counts[request], length)
     tile = policy.query_tile if policy.selects_blocks else 2 * policy.sel_block_size
     table = batch.pages(page_size)[request : request + 1]
     groups = []

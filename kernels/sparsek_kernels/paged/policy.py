@@ -101,6 +101,13 @@ class SelectionPolicy:
         return self.window_size is None
 
     @property
+    def is_band(self) -> bool:
+        """Whether every query sees its latest keys alone: all of them, or one window's."""
+        if self.window_size is None:
+            return True
+        return not self.num_sink and not self.top_k and self.dense_below <= self.window_size
+
+    @property
     def selects_blocks(self) -> bool:
         """Whether blocks are chosen by score, and page summaries are therefore needed."""
         return self.top_k > 0
