@@ -11,6 +11,11 @@ from triton import knobs
 from sparsek_kernels.common.device import current_stream
 
 
+def pointer(x: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
+    """``x``, or ``stand_in`` for an absent tensor, which the kernel then does not read."""
+    return stand_in if x is None else x
+
+
 class CompiledLaunch:
     """One compiled kernel with its grid and every argument after the pointers.
 
