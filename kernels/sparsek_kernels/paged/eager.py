@@ -140,8 +140,7 @@ def make_tile_group(
     window = policy.window_size or 1
     tiles = first_position.shape[0]
     if policy.selects_blocks:
-        tile_start = first_position - first_position % policy.query_tile
-        first_local = (tile_start // size - policy.reach_blocks).clamp_(min=0)
+        first_local, _ = policy.local_range(first_position)
         span = policy.local_blocks
     else:
         first_local = (first_position - window + 1).clamp_(min=0) // size
