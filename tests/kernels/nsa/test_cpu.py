@@ -251,6 +251,20 @@ def test_operators_keep_their_contracts(problem: Any, cu: torch.Tensor | None) -
     torch.library.opcheck(torch.ops.sparsek.nsa_selected_gated, gated, test_utils=tests)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("cu", [None, torch.tensor([0, 9, 33], dtype=torch.int32)])
+def test_the_backward_operator_of_selected_attention_keeps_its_contract(
+    problem: Any, cu: torch.Tensor | None, dtype: torch.dtype
+) -> None:
+    case = problem(33, **SMALL)
+    q, k, v = (x.to(dtype) for x in (case.q, case.k, case.v))
+    indices = torch.zeros(1, 33, k.shape[2], 1, dtype=torch.int32)
+    out, lse = torch.ops.sparsek.nsa_selected_fwd(q, k, v, indices, cu, 8, 0.3)
+    for dlse in (None, torch.ones_like(lse)):
+        given = (torch.ones_like(out), dlse, q, k, v, out, lse, indices, cu, 8, 0.3)
+        torch.library.opcheck(torch.ops.sparsek.nsa_selected_bwd, given)
+
+
 def test_public_names_are_exported() -> None:
     import sparsek_kernels
 
