@@ -100,27 +100,27 @@ def stages(heads: int, kv_heads: int, tokens: int) -> dict[str, Callable[[], obj
     shape = (1, tokens, kv_heads, spec.top_n)
     indices = torch.empty(shape, dtype=torch.int32, device="cuda")
 
-    # Problems are new for each call, because they ask the table only once.
-    def on_compressed() -> CompressedProblem:
+    # A problem keeps the parameters that it finds: each call has a new one.
+    def compressed_problem() -> CompressedProblem:
         return CompressedProblem(q, k_cmp, v_cmp, tokens, None, spec, scale)
 
-    def on_selected() -> SelectedProblem:
-        return SelectedProblem(q, k, v, indices, None, spec.sel_block_size, scale)
+    def selected_problem() -> SelectedProblem:
+        return SelectedProblem(q, k, v, indices, None, 64, scale)
 
     def compressed() -> None:
-        launch_compressed.forward(on_compressed(), out, lse)
+        launch_compressed.forward(compressed_problem(), out, lse)
 
     def backward() -> object:
-        return launch_compressed.backward(on_compressed(), dout, None, out, lse)
+        return launch_compressed.backward(compressed_problem(), dout, None, out, lse)
 
     def select() -> None:
-        launch_select.select(on_compressed(), lse, indices)
+        launch_select.select(compressed_problem(), lse, indices)
 
     def selected() -> None:
-        launch_selected.forward(on_selected(), out_slc, lse_slc)
+        launch_selected.forward(selected_problem(), out_slc, lse_slc)
 
     def selected_bwd() -> object:
-        return launch_selected_bwd.backward(on_selected(), dout, None, out_slc, lse_slc)
+        return launch_selected_bwd.backward(selected_problem(), dout, None, out_slc, lse_slc)
 
     for prepare in (compressed, select, selected):
         prepare()
