@@ -68,6 +68,13 @@ def test_long_prefills_are_dense_only_where_flash_has_the_mask(
     assert [run.window_size for run in runs] == [policy.window_size if dense else None]
 
 
+@pytest.mark.parametrize(("length", "dense"), [(99, True), (100, True), (101, False)])
+def test_windows_are_dense_up_to_the_very_position(length: int, dense: bool) -> None:
+    policy = SelectionPolicy(num_sink=4, window_size=20, dense_below=100)
+    runs = split_runs(make_batch([length], [60], 0), policy, [length], [60])
+    assert [run.dense for run in runs] == [dense]
+
+
 def test_last_queries_of_sparse_prefills_come_again_as_dense_runs() -> None:
     policy = replace(TOPK, dense_last=64)
     seq_lens, query_lens = [900, 100, 4000, 5000], [1, 100, 300, 40]

@@ -155,7 +155,7 @@ def nsa_paged_attention(
             paged_torch.decode(problem, out)
     if batch.num_prefills:
         lengths, counts = host_lengths(batch)
-        token = sum(counts[: batch.num_decodes])
+        token = batch.first_row + sum(counts[: batch.num_decodes])
         for request in range(batch.num_decodes, batch.num_requests):
             rows = slice(token, token + counts[request])
             if counts[request]:

@@ -26,7 +26,7 @@ def decode(problem: PagedProblem, out: torch.Tensor) -> None:
     step = max(_GATHER_ELEMENTS // (tokens * pages.num_kv_heads * problem.q.shape[2]), 1)
     for first in range(0, batch.num_decode_tokens, step):
         rows = slice(first, min(first + step, batch.num_decode_tokens))
-        table = batch.block_table[request[rows]].long()
+        table = batch.pages(pages.page_size)[request[rows]]
         _decode(problem, out[rows], rows, table, position[rows])
 
 
