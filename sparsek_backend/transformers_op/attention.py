@@ -101,7 +101,7 @@ def sparsek_attention(
     else:
         full = sink_flash_attention(q, k, v, causal=False, sinks=s_aux, softmax_scale=scale)
         out = cast(torch.Tensor, full)
-    return out[..., :width], None
+    return out[..., :width].contiguous(), None
 
 
 def _checked_mask(

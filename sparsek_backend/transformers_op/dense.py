@@ -51,7 +51,7 @@ def attend_dense(
         out = _sdpa(q, k, v, bias, scale, dropout, sinks)
     else:
         out = _capped(q, k, v, bias, scale, dropout, softcap, sinks)
-    return out.masked_fill(dead, 0.0).transpose(1, 2)
+    return out.masked_fill(dead, 0.0).transpose(1, 2).contiguous()
 
 
 def _add(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,9 @@ from sparsek_backend.transformers_op.visibility import Packing, Visibility, visi
 
 _aten = torch.ops.aten
 
+_COMPRESSED = {"compressed_sparse_attention", "heavily_compressed_attention"}
+"""Layer types whose code extends an additive mask, which a boolean one would turn around."""
+
 
 class LazyMask(torch.Tensor):
     """A ``[B, 1, N, M]`` bool mask that knows its rule.
@@ -91,6 +94,7 @@ def sparsek_mask(
     attention_mask: torch.Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    config: Any = None,
     device: torch.device | str = "cpu",
     cache_position: torch.Tensor | None = None,
     **kwargs: Any,
@@ -107,6 +111,7 @@ def sparsek_mask(
         attention_mask: ``[batch_size, tokens]`` bool, False marks padding.
         allow_is_causal_skip: unused, because a rule is always returned instead of ``None``.
         allow_is_bidirectional_skip: unused for the same reason.
+        config: the model's configuration, whose ``layer_types`` count.
         device: where the mask is.
         cache_position: positions of the new tokens, from Transformers that pass these instead of
             ``q_length`` and ``q_offset`` (before 5.5).
@@ -118,8 +123,14 @@ def sparsek_mask(
 
     Raises:
         NotImplementedError: padding, or a mask that is not plainly causal, over a cache that
-            dropped keys.
+            dropped keys; or a model that attends compressed keys beside its tokens.
     """
+    compressed = _COMPRESSED.intersection(getattr(config, "layer_types", None) or ())
+    if compressed:
+        raise NotImplementedError(
+            f"model: layers of {' and '.join(sorted(compressed))} put compressed keys beside the "
+            "tokens, which attn_implementation='sparsek' does not support; use 'eager'"
+        )
     queries = {"q_length": q_length, "q_offset": q_offset}
     if cache_position is not None:
         queries = {"cache_position": cache_position}
