@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsek_backend.nn.cache import NSACache
+from sparsek_backend.nn.cache import NSACache, unchanged_on_error
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.native_sparse_attention import NativeSparseAttention
 
@@ -145,7 +145,8 @@ class NSALlamaForCausalLM(nn.Module):
 
         Args:
             tokens: ``[B, N]``.
-            caches: earlier tokens, a cache for every layer, to which these are appended.
+            caches: earlier tokens, a cache for every layer, to which these are appended; after any
+                error they are as they were.
             compressed_only: ``[B]`` bool, for training: see :class:`NativeSparseAttention`.
 
         Returns:
@@ -159,11 +160,12 @@ class NSALlamaForCausalLM(nn.Module):
                 f"caches: expected one for each of {len(self.model.layers)} layers, "
                 f"got {len(caches)}"
             )
-        x = self.model.embed_tokens(tokens)
-        for index, layer in enumerate(self.model.layers):
-            x = layer(x, None if caches is None else caches[index], compressed_only)
-        logits: torch.Tensor = self.lm_head(self.model.norm(x))
-        return logits
+        with unchanged_on_error(caches or ()):
+            x = self.model.embed_tokens(tokens)
+            for index, layer in enumerate(self.model.layers):
+                x = layer(x, None if caches is None else caches[index], compressed_only)
+            logits: torch.Tensor = self.lm_head(self.model.norm(x))
+            return logits
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``config.json`` and ``model.safetensors`` into ``folder``, made if it is missing.

@@ -30,6 +30,17 @@ def test_decoding_equals_the_whole() -> None:
         model(tokens, caches[:1])
 
 
+def test_a_failed_step_leaves_all_caches_as_they_were() -> None:
+    model = make()
+    tokens = torch.randint(64, (1, 40))
+    caches = [*model.new_caches(1, 40)[:1], *model.new_caches(1, 30)[1:]]
+    model(tokens[:, :25], caches)
+    with pytest.raises(ValueError, match="cache: expected at most 30 tokens, got 25 \\+ 15"):
+        model(tokens[:, 25:], caches)
+    found = model(tokens[:, 25:30], caches)
+    torch.testing.assert_close(found, model(tokens[:, :30])[:, 25:], rtol=1e-4, atol=1e-5)
+
+
 def test_compressed_only_reaches_every_layer() -> None:
     model = make()
     tokens = torch.randint(64, (2, 60))
