@@ -9,7 +9,7 @@ from __future__ import annotations
 from transformers import AutoConfig, LlamaConfig
 
 
-class NSALlamaHFConfig(LlamaConfig):
+class NSALlamaHFConfig(LlamaConfig):  # type: ignore[misc]
     """Llama's fields, and the ``nsa`` section as a dict."""
 
     model_type = "nsa_llama"

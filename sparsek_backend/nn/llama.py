@@ -263,7 +263,9 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
     """All of a tensor that may be sharded, for which every rank calls this."""
     if not isinstance(x, DTensor):
         return x
-    return x.to(x.device_mesh.device_type).full_tensor()  # shards that were offloaded: back first
+    shard: Any = x.to(x.device_mesh.device_type)  # offloaded shards go back first
+    whole: torch.Tensor = shard.full_tensor()
+    return whole
 
 
 def _safetensors() -> Any:

@@ -80,7 +80,7 @@ def digest(tensors: dict[str, torch.Tensor], block_size: int, shape: tuple[int, 
     total = hashlib.sha256(f"{block_size} {shape[0]} {shape[1]}".encode())
     for name in sorted(tensors):
         total.update(f" {name} {list(tensors[name].shape)} ".encode())
-        total.update(tensors[name].numpy())
+        total.update(tensors[name].numpy().data)
     return total.hexdigest()
 
 
