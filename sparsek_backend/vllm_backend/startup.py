@@ -11,7 +11,7 @@ from sparsek_backend.config import FLAG, SECTION, ConfigError, ResolvedConfig, r
 from sparsek_backend.models import verify_model
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.plugin import BACKEND_NAME, NSA_ARCHITECTURE
-from sparsek_kernels.nsa.paged_cache import check_paged_spec
+from sparsek_kernels.nsa.paged.cache import check_paged_spec
 from sparsek_kernels.paged.policy import CELL_SIZE
 
 from .compat import is_batch_invariant, selected_backends
