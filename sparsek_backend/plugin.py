@@ -18,14 +18,16 @@ NSA_MODEL_PATH = "sparsek_backend.vllm_backend.nsa_model:NSALlamaForCausalLM"
 def register() -> None:
     """Register the backend with the vLLM that is installed.  Idempotent.
 
-    Four things are added.  Three are for this backend's name alone: a member of vLLM's backend
+    Five things are added.  Three are for this backend's name alone: a member of vLLM's backend
     enum, a check of the settings and the model when an engine is configured, and, on the CPU
     platform (which otherwise replaces every choice by its own backend), the selection of our class.
-    The fourth is the model class of natively sparse checkpoints, by its architecture's name.
+    The others are for natively sparse checkpoints: their config class, by the model type, and their
+    model class, by the architecture's name.
 
     Raises:
         ImportError: if vLLM is not installed.
     """
+    import sparsek_backend.transformers_config  # noqa: F401
     from sparsek_backend.vllm_backend import compat
 
     compat.ensure_member(BACKEND_NAME, BACKEND_PATH, backend_member)

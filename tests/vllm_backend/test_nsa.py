@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sparsek_backend.nn import NSALlamaConfig
+from sparsek_backend.vllm_backend.startup import engine_config
 from tests.vllm_backend.engines import (
     counted_preemptions,
     engine,
@@ -201,6 +202,21 @@ def test_refused_configs(tmp_path: Path) -> None:
         configure(nsa={"window": 3})
     with pytest.raises(Exception, match="architectures: expected NSALlamaForCausalLM"):
         configure(architectures=["LlamaForCausalLM"])
+
+
+@pytest.mark.parametrize("model_type", ["nsa_llama", "llama"])  # the latter from release 0.1.0
+def test_model_types_of_saved_folders(model_type: str, tmp_path: Path) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    make_model(CONFIG, tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**values, "model_type": model_type}), encoding="utf-8")
+    found = EngineArgs(
+        model=str(tmp_path), attention_backend="SPARSEK", skip_tokenizer_init=True
+    ).create_engine_config()
+    assert found.model_config.hf_config.model_type == model_type
+    assert engine_config(found).nsa == CONFIG.nsa
 
 
 def test_needs_the_flag(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 128
+MAX_BLOCKS = 2**31 // MIN_BLOCK_SIZE
+"""Blocks along a side: tokens are counted in 31 bits."""
 _INDICES = ("crow_indices", "col_indices", "ccol_indices", "row_indices")
 
 
@@ -131,8 +133,10 @@ _structures: MutableMapping[torch.Tensor, _Known] = WeakTensorKeyDictionary()
 
 def _check_indices(shape: object, crow: torch.Tensor, col: torch.Tensor) -> None:
     sizes = shape if isinstance(shape, tuple) and len(shape) == 2 else None
-    if sizes is None or any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in sizes):
-        raise ValueError(f"shape: expected two sizes in blocks, got {shape!r}")
+    if sizes is None or any(type(x) is not int or not 0 <= x <= MAX_BLOCKS for x in sizes):
+        raise ValueError(
+            f"shape: expected two sizes in blocks, up to {MAX_BLOCKS} each, got {shape!r}"
+        )
     for name, x, dim in (("crow_indices", crow, 2), ("col_indices", col, 1)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
