@@ -13,7 +13,34 @@ from . import compat
 from .impl import SparseKImpl, engine_dtype, engine_selects_blocks
 from .metadata import SparseKMetadataBuilder
 from .pages import FP8_KV_CACHE, summary_bytes
-from .startup import with_remedy
+
+LEAVE = "leave --attention-backend out"
+REMEDIES: dict[str, tuple[Any, str]] = {
+    "head_size": (64, "use a model whose head size is a multiple of 8 from 32 to 256"),
+    "kv_cache_dtype": ("auto", "--kv-cache-dtype auto"),
+    "dtype": (torch.float16, "--dtype bfloat16, float16 or float32"),
+    "block_size": (None, "--block-size 64, or another multiple of 16"),
+    "use_mla": (False, f"{LEAVE}: vLLM's MLA backends serve this model"),
+    "use_sparse": (False, f"{LEAVE}: the model brings its own sparse attention"),
+    "attn_type": (AttentionType.DECODER, f"{LEAVE}: only self-attention is served"),
+    "use_per_head_quant_scales": (False, "use a checkpoint without per-head KV scales"),
+    "use_non_causal": (False, LEAVE),
+    "use_rswa": (False, LEAVE),
+    "use_mm_prefix": (False, LEAVE),
+    "use_kv_connector": (
+        False,
+        "remove --kv-transfer-config and --kv-offloading-size: block summaries do not travel with "
+        "K and V",
+    ),
+    "use_pcp": (False, "--prefill-context-parallel-size 1"),
+    "use_dcp": (False, "--decode-context-parallel-size 1"),
+    "use_batch_invariant": (False, "unset VLLM_BATCH_INVARIANT, which needs a GPU"),
+    "device_capability": (
+        None,
+        "use a GPU of compute capability 8.0 or later, or the CPU build of vLLM",
+    ),
+}
+"""Arguments of ``validate_configuration``: a value that is served, and what a user can do."""
 
 PREFERRED_PAGE_SIZE = 64
 """Tokens: one selected block is one page, so that a block's K and V are contiguous per head."""
@@ -137,10 +164,21 @@ class SparseKBackend(AttentionBackend):
         return None
 
     @classmethod
-    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """Return why a configuration cannot be served, each reason with its remedy."""
-        reasons: list[str] = super().validate_configuration(*args, **kwargs)
-        return [with_remedy(reason) for reason in reasons]
+    def validate_configuration(cls, **selection: Any) -> list[str]:
+        """Return why a configuration cannot be served, each reason with its remedy.
+
+        The remedy belongs to the first argument that, changed alone, takes the reason away.
+        """
+        reasons_for = super().validate_configuration
+
+        def remedy(reason: str) -> str:
+            for name, (served, text) in REMEDIES.items():
+                changed = {**selection, name: served}
+                if name in selection and reason not in reasons_for(**changed):
+                    return text
+            return LEAVE
+
+        return [f"{reason} (remedy: {remedy(reason)})" for reason in reasons_for(**selection)]
 
     # KV cache, vLLM 0.32 and later: logical [pages, Hkv, page_size, 2 * D].
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from sparsek_backend.plugin import NSA_ARCHITECTURE
+
 _HOOKED = "_sparsek_hooked"
 
 
@@ -65,8 +67,9 @@ def hook_platform(name: str, path: str) -> None:
     @functools.wraps(configure)
     def check_and_update_config(vllm_config: Any) -> None:
         configure(vllm_config)
-        if member in selected_backends(vllm_config):
-            from .startup import check_engine
+        architectures = getattr(vllm_config.model_config, "architectures", ())
+        if member in selected_backends(vllm_config) or NSA_ARCHITECTURE in architectures:
+            from .validate import check_engine
 
             check_engine(vllm_config)
 
@@ -81,7 +84,7 @@ def hook_platform(name: str, path: str) -> None:
             if selected_backend is not member:
                 chosen: str = select(selected_backend, attn_selector_config, *args, **kwargs)
                 return chosen
-            from .startup import refuse_if_invalid
+            from .validate import refuse_if_invalid
 
             refuse_if_invalid(attn_selector_config._asdict())
             return path

@@ -16,13 +16,13 @@ from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.fallback import paged_fallback, sdpa_fallback
 from sparsek_kernels.paged.api import paged_attention, write_kv
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.policy import ScoreKind, SelectionPolicy
 
 from . import compat
 from .dense_prefill import FlashPrefill, Run
 from .metadata import SparseKMetadata
 from .pages import FP8_KV_CACHE, PageViews, summary_dtype, view_pages
-from .startup import engine_config
+from .settings import engine_config
 from .stats import STATS
 
 
@@ -134,6 +134,7 @@ class SparseKImpl(AttentionImpl):
                 "batch's shape; unset VLLM_BATCH_INVARIANT"
             )
         self.policy = self.own_policy()
+        self.summaries: ScoreKind | None = None  # of the layer's pages; decided with the policy
         self.flash = self._find_flash()
         self.dtype = engine_dtype()
         compat.hook_kv_cache_spec(_customize_layer_spec)
@@ -197,8 +198,32 @@ class SparseKImpl(AttentionImpl):
         if self.batch_invariant:
             policy = policy.per_token()
         self.policy = policy
-        self._pages = self._pages_key = None
+        if policy.selects_blocks:
+            self._owner().keep_summaries(policy.score_kind)
+            self.keep_summaries(policy.score_kind)
         return policy
+
+    def keep_summaries(self, kind: ScoreKind) -> None:
+        """Read and write block summaries in the layer's pages from now on.
+
+        A layer that attends everything does so where a layer that selects shares its pages.
+        """
+        self.summaries = kind
+        self._pages = self._pages_key = None
+
+    def _owner(self) -> SparseKImpl:
+        """Return the layer that writes the pages which this one reads."""
+        name = self.kv_sharing_target_layer_name
+        vllm_config = self._engine.vllm_config()
+        if name is None or vllm_config is None:
+            return self
+        owner = vllm_config.compilation_config.static_forward_context[name].impl
+        if not isinstance(owner, SparseKImpl):
+            raise NotImplementedError(
+                f"SPARSEK: a layer that selects blocks shares the KV cache of {name}, which "
+                "another backend fills without summaries; select SPARSEK for layers of every kind"
+            )
+        return owner
 
     @property
     def kernel_key(self) -> tuple[Any, ...]:
@@ -215,7 +240,7 @@ class SparseKImpl(AttentionImpl):
             batch: the step.
         """
         summaries = summary_dtype(kv_cache.dtype, self.dtype)
-        pages = view_pages(kv_cache, summaries if self.policy.selects_blocks else None)
+        pages = view_pages(kv_cache, None if self.summaries is None else summaries)
         shape = (batch.num_prefill_tokens, self.num_heads, self.head_size)
         query = torch.zeros(shape, dtype=self.dtype, device=kv_cache.device)
         scales = self._scales(layer)
@@ -250,7 +275,7 @@ class SparseKImpl(AttentionImpl):
             pages.values,
             pages.summary,
             slot_mapping,
-            score_kind=self.policy.score_kind,
+            score_kind=self.summaries or self.policy.score_kind,
             k_scale=k_scale,
             v_scale=v_scale,
         )
@@ -394,7 +419,7 @@ class SparseKImpl(AttentionImpl):
         key = (kv_cache.data_ptr(), kv_cache.shape)
         if self._pages is None or self._pages_key != key:
             summaries = summary_dtype(kv_cache.dtype, self.dtype)
-            self._pages = view_pages(kv_cache, summaries if self.policy.selects_blocks else None)
+            self._pages = view_pages(kv_cache, None if self.summaries is None else summaries)
             self._pages_key = key
         return self._pages
 

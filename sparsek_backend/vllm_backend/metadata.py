@@ -30,7 +30,7 @@ from .dense_prefill import Run, split_runs
 from .orphans import end_with_server
 from .pages import summary_dtype
 from .report import EAGER_NORMS, describe_layers, describe_model_selection
-from .startup import check_page_size, engine_config
+from .settings import check_page_size, engine_config
 from .stats import STATS
 from .warmup import warm_up_prefills
 

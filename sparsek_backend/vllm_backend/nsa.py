@@ -34,7 +34,7 @@ from .backend import SparseKBackend
 from .impl import SparseKImpl, engine_nsa, refuse_quantised_output
 from .metadata import Int64, SparseKMetadata, SparseKMetadataBuilder
 from .report import describe_nsa_layers
-from .startup import check_page_size
+from .settings import check_page_size
 from .stats import STATS
 
 logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level

@@ -32,13 +32,14 @@ from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
+from sparsek_backend.config import ConfigError
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.native_sparse_attention import CompressionMLP
 from sparsek_kernels.nsa.paged_cache import Compression
 from sparsek_kernels.nsa.rotary import rotary_frequencies, rotate
 
 from .nsa import NSABackend
-from .startup import nsa_of_served_model
+from .settings import engine_config
 
 _MERGED = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 """Projections of the checkpoint that are parts of one here."""
@@ -158,7 +159,11 @@ class NSALlamaModel(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
-        nsa = nsa_of_served_model(vllm_config)
+        nsa = engine_config(vllm_config).nsa
+        if nsa is None:
+            raise ConfigError(
+                "SPARSEK: this model needs an nsa section in its config.json; docs/nsa.md shows one"
+            )
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             NSADecoderLayer(config, nsa, vllm_config.cache_config, f"{prefix}.layers.{index}")
