@@ -129,19 +129,20 @@ def _unserved_options(vllm_config: Any, resolved: ResolvedConfig) -> list[str]:
     """Reasons, with remedies, that no layer's requirements tell."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     reasons = []
-    if model.is_hybrid:
-        reasons.append(
-            "layers with a recurrent state (Mamba, linear attention) beside attention not "
-            f"supported (remedy: {LEAVE})"
-        )
+    if resolved.config.mode == "block_topk":  # vLLM derives page sizes from pages of one token
+        if model.is_hybrid:
+            reasons.append(
+                "block selection in models with recurrent layers (Mamba, linear attention) not "
+                "supported (remedy: mode sink_window or dense)"
+            )
+        if cache.kv_cache_dtype_skip_layers:
+            reasons.append(
+                "block selection over KV caches of several formats not supported (remedy: leave "
+                "--kv-cache-dtype-skip-layers out, or mode sink_window or dense)"
+            )
     if cache.kv_sharing_fast_prefill:
         reasons.append(
             "--kv-sharing-fast-prefill not supported (remedy: leave --kv-sharing-fast-prefill out)"
-        )
-    if cache.kv_cache_dtype_skip_layers:
-        reasons.append(
-            "KV caches of several formats not supported (remedy: leave "
-            "--kv-cache-dtype-skip-layers out)"
         )
     fallback = _sdpa_fallback(model)
     if fallback is not None and _cache_dtype(vllm_config) in FP8_KV_CACHE:

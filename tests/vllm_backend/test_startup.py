@@ -214,7 +214,7 @@ def test_a_good_engine_is_configured(llama: Path) -> None:
         ({"kv_sharing_fast_prefill": True}, ("remedy: leave --kv-sharing-fast-prefill out",)),
         (
             {"kv_cache_dtype_skip_layers": ["0"]},
-            ("remedy: leave --kv-cache-dtype-skip-layers out",),
+            ("remedy: leave --kv-cache-dtype-skip-layers out, or mode sink_window or dense",),
         ),
     ],
     ids=[
@@ -354,7 +354,7 @@ def test_what_sdpa_serves_is_refused_with_fp8_and_batch_invariance(
         validate.check_engine(config)
 
 
-def test_hybrid_models_are_refused(tmp_path: Path) -> None:
+def test_hybrid_models_select_no_blocks(tmp_path: Path) -> None:
     from transformers import Qwen3NextConfig
 
     config = Qwen3NextConfig(
@@ -373,8 +373,11 @@ def test_hybrid_models_are_refused(tmp_path: Path) -> None:
         architectures=["Qwen3NextForCausalLM"],
     )
     config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"SPARSEK cannot serve.*recurrent state.*remedy"):
+    with pytest.raises(ValueError, match=r"SPARSEK cannot serve.*recurrent layers.*sink_window or"):
         configure(tmp_path, skip_tokenizer_init=True)
+    for mode in ("dense", "sink_window"):
+        settings = {"sparsek": {"mode": mode}}
+        assert configure(tmp_path, skip_tokenizer_init=True, additional_config=settings) is not None
 
 
 def test_encoder_decoder_models_are_refused(tmp_path: Path) -> None:
