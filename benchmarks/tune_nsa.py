@@ -17,14 +17,16 @@ from typing import Any
 import torch
 from triton.testing import do_bench
 
-from sparsek_kernels.nsa import (
-    launch_common,
-    launch_compressed,
-    launch_select,
-    launch_selected,
-    launch_selected_bwd,
-)
+from sparsek_kernels.nsa import launching as launch_common
+from sparsek_kernels.nsa.compressed import launch as launch_compressed
 from sparsek_kernels.nsa.config import LaunchConfig, TileConfig, select_config
+from sparsek_kernels.nsa.select import launch as launch_select
+from sparsek_kernels.nsa.selected import (
+    launch_bwd as launch_selected_bwd,
+)
+from sparsek_kernels.nsa.selected import (
+    launch_fwd as launch_selected,
+)
 from sparsek_kernels.nsa.spec import NSASpec
 
 DIM = 128

@@ -29,8 +29,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 from sparsek_backend.bench.ops.nsa_decode import DEFAULTS, SPEC, Inputs, make_inputs  # noqa: E402
 from sparsek_backend.bench.registry import Case  # noqa: E402
 from sparsek_backend.bench.spec import parse_spec  # noqa: E402
-from sparsek_kernels.nsa import launch_paged  # noqa: E402
-from sparsek_kernels.nsa.launch_paged import DecodeTiles  # noqa: E402
+from sparsek_kernels.nsa.paged import launch as launch_paged  # noqa: E402
+from sparsek_kernels.nsa.paged.launch import DecodeTiles  # noqa: E402
 
 SHAPES = ((64, 4, "1q1s64k"), (32, 8, "1q1s64k"), (64, 4, "32q1s16k"), (32, 8, "32q1s16k"))
 """Query heads, KV heads and batch of each shape."""

@@ -12,7 +12,7 @@ from sparsek_backend.nn.cache import NSACache
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.rotary import rotate
 from sparsek_kernels import nsa_attention, nsa_compress
-from sparsek_kernels.nsa.compress import PhiWeights
+from sparsek_kernels.nsa.compress.mlp import PhiWeights
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
 
 

@@ -19,12 +19,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from sparsek_backend.nn.config import NSAConfig
-from sparsek_kernels.nsa.paged import (
-    compress_new_blocks,
-    nsa_paged_attention,
-    rehearse_prefill,
-)
-from sparsek_kernels.nsa.paged_cache import Compression, NSAPages
+from sparsek_kernels.nsa.paged.api import compress_new_blocks, nsa_paged_attention, rehearse_prefill
+from sparsek_kernels.nsa.paged.cache import Compression, NSAPages
 from sparsek_kernels.paged.api import write_kv
 from sparsek_kernels.paged.policy import SelectionPolicy
 

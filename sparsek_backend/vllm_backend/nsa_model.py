@@ -35,8 +35,8 @@ from vllm.sequence import IntermediateTensors
 from sparsek_backend.config import ConfigError
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.native_sparse_attention import CompressionMLP
-from sparsek_kernels.nsa.paged_cache import Compression
-from sparsek_kernels.nsa.rotary import rotary_frequencies, rotate
+from sparsek_kernels.nsa.compress.rotary import rotary_frequencies, rotate
+from sparsek_kernels.nsa.paged.cache import Compression
 
 from .nsa import NSABackend
 from .settings import engine_config

@@ -11,7 +11,7 @@ from sparsek_backend.config import (
     read_section,
     resolve_config,
 )
-from sparsek_kernels.nsa.paged_cache import check_paged_spec
+from sparsek_kernels.nsa.paged.cache import check_paged_spec
 from sparsek_kernels.paged.policy import CELL_SIZE
 
 from .compat import is_batch_invariant

@@ -6,12 +6,12 @@ import torch
 import triton
 
 from sparsek_kernels.block_sparse.config import LaunchConfig, ProblemShape, select_config
-from sparsek_kernels.block_sparse.kernels_bwd import (
+from sparsek_kernels.block_sparse.kernels.bwd import (
     block_sparse_bwd_dkdv_kernel,
     block_sparse_bwd_dq_kernel,
 )
-from sparsek_kernels.block_sparse.kernels_fwd import block_sparse_fwd_kernel
-from sparsek_kernels.block_sparse.kernels_hopper_fwd import block_sparse_hopper_fwd_kernel
+from sparsek_kernels.block_sparse.kernels.fwd import block_sparse_fwd_kernel
+from sparsek_kernels.block_sparse.kernels.fwd_sm90 import block_sparse_hopper_fwd_kernel
 from sparsek_kernels.common.descriptors import describable, describe, multiprocessors
 from sparsek_kernels.sink_window.calls import device_arch
 from sparsek_kernels.sink_window.launch import row_dots

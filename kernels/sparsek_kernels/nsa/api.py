@@ -21,7 +21,7 @@ from sparsek_kernels.nsa.checks import (
     check_scale,
     check_sequences,
 )
-from sparsek_kernels.nsa.compress import PhiWeights, phi_compress
+from sparsek_kernels.nsa.compress.mlp import PhiWeights, phi_compress
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.sink_window.api import sink_flash_attention

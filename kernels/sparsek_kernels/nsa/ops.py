@@ -51,7 +51,7 @@ def mean_pool(
     rows = compressed_rows(cu_seqlens, x.shape[1], rules.cmp_block_size, rules.cmp_stride)
     out = x.new_empty((x.shape[0], rows, *x.shape[2:]))
     if runs_kernels(x):
-        from sparsek_kernels.nsa.launch_compress import mean_pool_forward
+        from sparsek_kernels.nsa.compress.launch import mean_pool_forward
 
         mean_pool_forward(x, out, cu_seqlens, rules)
     else:
@@ -72,7 +72,7 @@ def mean_pool_bwd(
     """Gradient of the pooled tensor's input, ``[B, num_tokens, Hkv, D]``."""
     dx = dout.new_empty((dout.shape[0], num_tokens, *dout.shape[2:]))
     if runs_kernels(dout):
-        from sparsek_kernels.nsa.launch_compress import mean_pool_backward
+        from sparsek_kernels.nsa.compress.launch import mean_pool_backward
 
         mean_pool_backward(dout, dx, cu_seqlens, NSASpec(*spec))
     else:
@@ -118,7 +118,7 @@ def compressed_fwd(
     out, lse = _new_like(q), _new_lse(q)
     args = (out, lse, q, k_cmp, v_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
     if runs_kernels(q):
-        from sparsek_kernels.nsa.launch_compressed import forward
+        from sparsek_kernels.nsa.compressed.launch import forward
 
         forward(*args)
     else:
@@ -159,7 +159,7 @@ def compressed_bwd(
         *(seq_len, cu_seqlens, NSASpec(*spec), softmax_scale),
     )
     if runs_kernels(q):
-        from sparsek_kernels.nsa.launch_compressed import backward
+        from sparsek_kernels.nsa.compressed.launch import backward
 
         return backward(*args)
     return torch_path.compressed_backward(*args)
@@ -224,7 +224,7 @@ def compressed_select(
     shape = (q.shape[0], q.shape[1], k_cmp.shape[2], rules.top_n)
     found = torch.empty(shape, dtype=torch.int32, device=q.device)
     if runs_kernels(q):
-        from sparsek_kernels.nsa.launch_compressed_select import attend_and_select
+        from sparsek_kernels.nsa.select.launch_fused import attend_and_select
 
         attend_and_select(
             out, lse, found, q, k_cmp, v_cmp, seq_len, cu_seqlens, rules, softmax_scale
@@ -266,7 +266,7 @@ def select(
     found = torch.empty(shape, dtype=torch.int32, device=q.device)
     args = (found, q, k_cmp, lse, seq_len, cu_seqlens, rules, softmax_scale)
     if runs_kernels(q):
-        from sparsek_kernels.nsa.launch_select import select as launch
+        from sparsek_kernels.nsa.select.launch import select as launch
 
         launch(*args)
     else:
@@ -305,7 +305,7 @@ def selected_fwd(
     out, lse = _new_like(q), _new_lse(q)
     args = (out, lse, q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
     if runs_kernels(q):
-        from sparsek_kernels.nsa.launch_selected import forward
+        from sparsek_kernels.nsa.selected.launch_fwd import forward
 
         forward(*args)
     else:
@@ -346,7 +346,7 @@ def selected_bwd(
         *(block_indices, cu_seqlens, sel_block_size, softmax_scale),
     )
     if runs_kernels(q):
-        from sparsek_kernels.nsa.launch_selected_bwd import backward
+        from sparsek_kernels.nsa.selected.launch_bwd import backward
 
         return backward(*args)
     return torch_path.selected_backward(*args)

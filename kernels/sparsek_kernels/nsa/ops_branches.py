@@ -23,7 +23,7 @@ Tensors = Sequence[torch.Tensor]
 def _gated_sum(outs: Tensors, gates: Tensors) -> torch.Tensor:
     out = torch.empty(outs[0].shape, dtype=outs[0].dtype, device=outs[0].device)
     if ops.runs_kernels(out):
-        from sparsek_kernels.nsa.launch_gate import forward
+        from sparsek_kernels.nsa.gate.launch import forward
 
         forward(out, outs, gates)
         return out
@@ -50,7 +50,7 @@ def selected_gated(
     """Gated sum ``[B, N, Hq, D]`` of the selected branch and two outputs; not differentiable."""
     rest = (q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
     if ops.runs_kernels(q):
-        from sparsek_kernels.nsa.launch_selected import forward_gated
+        from sparsek_kernels.nsa.selected.launch_fwd import forward_gated
 
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         forward_gated(out, out_cmp, out_swa, gates, *rest)
@@ -81,7 +81,7 @@ def _gate_gradients(
     """Gradients of the three outputs and of the three gates."""
     new = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (*branches, *gates)]
     if ops.runs_kernels(dout):
-        from sparsek_kernels.nsa.launch_gate import backward
+        from sparsek_kernels.nsa.gate.launch import backward
 
         backward(new, dout, branches, gates)
     else:
@@ -150,7 +150,7 @@ def branches_bwd(
 ) -> list[torch.Tensor]:
     """Gradients of q, then of keys, values and gates in their order."""
     if ops.runs_kernels(q):
-        from sparsek_kernels.nsa.launch_branches import backward
+        from sparsek_kernels.nsa.backward import backward
 
         found = backward(
             *(dout, q, keys, values, gates, outs, lses, block_indices, cu_seqlens),

@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 
 from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_tensor
-
-from .batch import PagedBatch, host_lengths
-from .eager import PagedOperands, paged_attention_eager, plan_decodes, plan_prefill
-from .eager_select import select_tiles, select_tokens
-from .eager_write import write_kv_eager
-from .policy import CELL_SIZE, ScoreKind, SelectionPolicy
+from sparsek_kernels.paged.batch import PagedBatch, host_lengths
+from sparsek_kernels.paged.eager import (
+    PagedOperands,
+    paged_attention_eager,
+    plan_decodes,
+    plan_prefill,
+)
+from sparsek_kernels.paged.eager_select import select_tiles, select_tokens
+from sparsek_kernels.paged.eager_write import write_kv_eager
+from sparsek_kernels.paged.policy import CELL_SIZE, ScoreKind, SelectionPolicy
 
 
 def summary_vectors(page_size: int) -> int:
@@ -66,7 +70,7 @@ def write_kv(
     _check_summary(k_summary, k_cache, page_size, score_kind)
     tokens = slot_mapping.shape[0]
     if k_cache.is_cuda:
-        from . import launch
+        from sparsek_kernels.paged import launch
 
         _check_triton_layout(
             key=key, value=value, k_cache=k_cache, v_cache=v_cache, k_summary=k_summary
@@ -272,7 +276,7 @@ def _attend(
     if not q.is_cuda:
         paged_attention_eager(q, operands, batch, policy, out)
         return
-    from . import launch
+    from sparsek_kernels.paged import launch
 
     launch.paged_attention(
         q,
@@ -298,7 +302,7 @@ def _select_on_gpu(
     scale: float,
     page_size: int,
 ) -> list[torch.Tensor]:
-    from . import launch
+    from sparsek_kernels.paged import launch
 
     rows = launch.select_blocks(
         q, k_summary, batch, policy, softmax_scale=scale, page_size=page_size

@@ -13,17 +13,24 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from . import native_decode
-from .batch import PagedBatch, host_lengths
-from .eager_select import (
+from sparsek_kernels.paged import native_decode
+from sparsek_kernels.paged.batch import PagedBatch, host_lengths
+from sparsek_kernels.paged.eager_select import (
     SummaryIndex,
     TokenScoring,
     plan_tokens,
     select_tiles,
     select_tokens,
 )
-from .gather import RunReader, block_reader, join_kv, locate_blocks, pick_blocks, read_sequence
-from .policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.gather import (
+    RunReader,
+    block_reader,
+    join_kv,
+    locate_blocks,
+    pick_blocks,
+    read_sequence,
+)
+from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
 _GATHER_ELEMENTS = 1 << 22
 """Elements of K that one group of tiles may gather: bounds scratch, keeps it near the caches."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .gather import RunReader
-from .policy import CELL_SIZE, SelectionPolicy
+from sparsek_kernels.paged.gather import RunReader
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 
 _QUERY_ROWS = 512
 """Queries that one scoring pass handles: bounds its [queries, cells] scratch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .policy import CELL_SIZE
+from sparsek_kernels.paged.policy import CELL_SIZE
 
 
 def write_kv_eager(

@@ -10,16 +10,22 @@ from dataclasses import replace
 
 import torch
 
-from . import runtime
-from .batch import PagedBatch
-from .config import LaunchConfig, decode_config, next_power_of_2, prefill_config, row_config
-from .kernels_attend import attend_kernel
-from .kernels_write import write_kv_kernel
-from .launch_hopper import attend_fits, attend_hopper
-from .launch_select import prefill_tiles
-from .launch_select import select_blocks as select_blocks
-from .policy import CELL_SIZE, SelectionPolicy, ceil_div
-from .runtime import LOG2E, overlap_options, workspace
+from sparsek_kernels.paged import runtime
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.config import (
+    LaunchConfig,
+    decode_config,
+    next_power_of_2,
+    prefill_config,
+    row_config,
+)
+from sparsek_kernels.paged.kernels.attend import attend_kernel
+from sparsek_kernels.paged.kernels.write import write_kv_kernel
+from sparsek_kernels.paged.launch_select import prefill_tiles
+from sparsek_kernels.paged.launch_select import select_blocks as select_blocks
+from sparsek_kernels.paged.launch_sm90 import attend_fits, attend_hopper
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.runtime import LOG2E, overlap_options, workspace
 
 _DENSE_TILE = 64
 

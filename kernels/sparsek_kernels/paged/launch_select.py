@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from . import runtime
-from .batch import PagedBatch
-from .config import LaunchConfig, logits_config, next_power_of_2, score_config, top_warps
-from .kernels_select import decode_logits_kernel, top_blocks_kernel
-from .kernels_tile_scores import tile_scores_kernel, tile_scores_once_kernel
-from .launch_hopper import parked_elements, score_tiles_hopper, scores_fit
-from .policy import CELL_SIZE, SelectionPolicy, ceil_div
-from .runtime import LOG2E, overlap_options, workspace
+from sparsek_kernels.paged import runtime
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.config import (
+    LaunchConfig,
+    logits_config,
+    next_power_of_2,
+    score_config,
+    top_warps,
+)
+from sparsek_kernels.paged.kernels.select import decode_logits_kernel, top_blocks_kernel
+from sparsek_kernels.paged.kernels.tile_scores import tile_scores_kernel, tile_scores_once_kernel
+from sparsek_kernels.paged.launch_sm90 import parked_elements, score_tiles_hopper, scores_fit
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.runtime import LOG2E, overlap_options, workspace
 
 _SCRATCH_ELEMENTS = 1 << 24
 """Most float32 elements (64 MiB) of one scratch tensor of scores; larger steps go in batches."""

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from .batch import PagedBatch, host_lengths
-from .policy import SelectionPolicy
+from sparsek_kernels.paged.batch import PagedBatch, host_lengths
+from sparsek_kernels.paged.policy import SelectionPolicy
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from .batch import PagedBatch
-from .policy import CELL_SIZE, SelectionPolicy
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 
 
 def gather_sequence(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from .config import is_hopper, next_power_of_2
+from sparsek_kernels.paged.config import is_hopper, next_power_of_2
 
 LOG2E = 1.4426950408889634
 

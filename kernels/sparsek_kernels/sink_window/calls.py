@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 import triton
 
-from sparsek_kernels.common.sequences import tile_map_kernel
+from sparsek_kernels.common.kernels.sequences import tile_map_kernel
 from sparsek_kernels.sink_window.config import LaunchConfig, ProblemShape, select_config
 from sparsek_kernels.sink_window.spec import AttentionSpec
 

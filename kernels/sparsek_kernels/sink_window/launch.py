@@ -11,17 +11,17 @@ from sparsek_kernels.common.descriptors import describable
 from sparsek_kernels.common.launching import CompiledLaunch, launch
 from sparsek_kernels.sink_window.calls import Call
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig, accumulator_parts
-from sparsek_kernels.sink_window.kernels_bwd import (
+from sparsek_kernels.sink_window.kernels.bwd import (
     sink_window_bwd_dkdv_kernel,
     sink_window_bwd_dq_kernel,
 )
-from sparsek_kernels.sink_window.kernels_bwd_rows import (
+from sparsek_kernels.sink_window.kernels.bwd_rows import (
     sink_window_bwd_delta_kernel,
     sink_window_bwd_finish_kernel,
 )
-from sparsek_kernels.sink_window.kernels_bwd_sink import sink_window_bwd_sink_kernel
-from sparsek_kernels.sink_window.kernels_fwd import sink_window_fwd_kernel
-from sparsek_kernels.sink_window.launch_hopper import (
+from sparsek_kernels.sink_window.kernels.bwd_sink import sink_window_bwd_sink_kernel
+from sparsek_kernels.sink_window.kernels.fwd import sink_window_fwd_kernel
+from sparsek_kernels.sink_window.launch_sm90 import (
     backward_hopper,
     copyable,
     forward_hopper,

@@ -19,11 +19,11 @@ from sparsek_backend.bench.registry import (
     Provider,
     register,
 )
-from sparsek_kernels.nsa.compress import PhiWeights
-from sparsek_kernels.nsa.paged import compress_new_blocks, nsa_paged_attention
-from sparsek_kernels.nsa.paged_cache import Compression, NSAPages
+from sparsek_kernels.nsa.compress.mlp import PhiWeights
+from sparsek_kernels.nsa.compress.rotary import rotary_frequencies, rotate
+from sparsek_kernels.nsa.paged.api import compress_new_blocks, nsa_paged_attention
+from sparsek_kernels.nsa.paged.cache import Compression, NSAPages
 from sparsek_kernels.nsa.reference import block_scores, phi_reference, select_reference
-from sparsek_kernels.nsa.rotary import rotary_frequencies, rotate
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.paged.api import paged_attention
 from sparsek_kernels.paged.batch import PagedBatch

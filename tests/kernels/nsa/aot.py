@@ -22,19 +22,29 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sparsek_kernels.nsa import (
-    launch_branches,
-    launch_common,
-    launch_compress,
-    launch_compressed,
-    launch_compressed_hopper,
-    launch_compressed_select,
-    launch_gate,
-    launch_select,
-    launch_selected,
-    launch_selected_bwd,
+from sparsek_kernels.nsa import backward as launch_branches
+from sparsek_kernels.nsa import launching as launch_common
+from sparsek_kernels.nsa.compress import launch as launch_compress
+from sparsek_kernels.nsa.compressed import (
+    launch as launch_compressed,
+)
+from sparsek_kernels.nsa.compressed import (
+    launch_sm90 as launch_compressed_hopper,
 )
 from sparsek_kernels.nsa.config import ProblemShape, TileConfig
+from sparsek_kernels.nsa.gate import launch as launch_gate
+from sparsek_kernels.nsa.select import (
+    launch as launch_select,
+)
+from sparsek_kernels.nsa.select import (
+    launch_fused as launch_compressed_select,
+)
+from sparsek_kernels.nsa.selected import (
+    launch_bwd as launch_selected_bwd,
+)
+from sparsek_kernels.nsa.selected import (
+    launch_fwd as launch_selected,
+)
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.barriers import require_lasting_barriers
 

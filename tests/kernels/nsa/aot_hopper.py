@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from sparsek_kernels.nsa.compressed.launch_sm90 import kernel_rules
 from sparsek_kernels.nsa.config import ProblemShape, select_config
-from sparsek_kernels.nsa.launch_compressed_hopper import kernel_rules
 from sparsek_kernels.nsa.spec import NSASpec
 
 PATH = Path(__file__).parents[1] / "sink_window" / "aot.py"

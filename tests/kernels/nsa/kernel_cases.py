@@ -20,19 +20,25 @@ from typing import Any
 import torch
 
 from sparsek_kernels import nsa_attention
-from sparsek_kernels.nsa import (
-    launch_branches,
-    launch_compress,
-    launch_compressed,
-    launch_compressed_select,
-    launch_gate,
-    launch_select,
-    launch_selected,
-    launch_selected_bwd,
-)
+from sparsek_kernels.nsa import backward as launch_branches
 from sparsek_kernels.nsa import reference as ref
+from sparsek_kernels.nsa.compress import launch as launch_compress
+from sparsek_kernels.nsa.compressed import launch as launch_compressed
 from sparsek_kernels.nsa.config import BOX_GROUPS, TileConfig
-from sparsek_kernels.nsa.launch_common import launch_config, problem_shape
+from sparsek_kernels.nsa.gate import launch as launch_gate
+from sparsek_kernels.nsa.launching import launch_config, problem_shape
+from sparsek_kernels.nsa.select import (
+    launch as launch_select,
+)
+from sparsek_kernels.nsa.select import (
+    launch_fused as launch_compressed_select,
+)
+from sparsek_kernels.nsa.selected import (
+    launch_bwd as launch_selected_bwd,
+)
+from sparsek_kernels.nsa.selected import (
+    launch_fwd as launch_selected,
+)
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.gluon_interpreter import interpret

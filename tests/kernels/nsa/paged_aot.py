@@ -12,9 +12,9 @@ import sys
 import torch
 
 from sparsek_kernels import PagedBatch
-from sparsek_kernels.nsa import launch_paged
-from sparsek_kernels.nsa.compress import PhiWeights
-from sparsek_kernels.nsa.paged_cache import Compression, NSAPages
+from sparsek_kernels.nsa.compress.mlp import PhiWeights
+from sparsek_kernels.nsa.paged import launch as launch_paged
+from sparsek_kernels.nsa.paged.cache import Compression, NSAPages
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.nsa.aot import Launch, Spy, compile_launch
 

@@ -16,8 +16,8 @@ import torch
 
 from sparsek_backend.nn import NSAConfig
 from sparsek_kernels import PagedBatch
-from sparsek_kernels.nsa import launch_paged
-from sparsek_kernels.nsa.paged import compress_new_blocks
+from sparsek_kernels.nsa.paged import launch as launch_paged
+from sparsek_kernels.nsa.paged.api import compress_new_blocks
 from tests.kernels.nsa.paged_layer import SMALL, PagedLayer, make_layer, make_tokens
 
 

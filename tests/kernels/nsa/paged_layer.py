@@ -7,9 +7,9 @@ import torch
 from sparsek_backend.nn import NativeSparseAttention, NSAConfig
 from sparsek_backend.nn.rotary import rotate
 from sparsek_kernels import PagedBatch, write_kv
-from sparsek_kernels.nsa.paged import compress_new_blocks, nsa_paged_attention
-from sparsek_kernels.nsa.paged_cache import Compression, NSAPages
-from sparsek_kernels.nsa.rotary import rotary_frequencies
+from sparsek_kernels.nsa.compress.rotary import rotary_frequencies
+from sparsek_kernels.nsa.paged.api import compress_new_blocks, nsa_paged_attention
+from sparsek_kernels.nsa.paged.cache import Compression, NSAPages
 
 
 class PagedLayer:

@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sparsek_kernels.nsa import launch_compressed_hopper, launch_select
 from sparsek_kernels.nsa import reference as ref
+from sparsek_kernels.nsa.compressed import launch_sm90 as launch_compressed_hopper
 from sparsek_kernels.nsa.config import ProblemShape, TileConfig, select_config
-from sparsek_kernels.nsa.launch_common import launch_config, problem_shape
+from sparsek_kernels.nsa.launching import launch_config, problem_shape
+from sparsek_kernels.nsa.select import launch as launch_select
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens, compressed_rows, spans
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.gluon_interpreter import interpret

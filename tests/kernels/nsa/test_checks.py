@@ -14,10 +14,10 @@ from sparsek_kernels.nsa.api import (
     nsa_select,
     selected_attention,
 )
-from sparsek_kernels.nsa.compress import PhiWeights
+from sparsek_kernels.nsa.compress.mlp import PhiWeights
+from sparsek_kernels.nsa.compressed.launch_sm90 import query_segments
 from sparsek_kernels.nsa.config import ProblemShape, select_config
-from sparsek_kernels.nsa.index import build_index
-from sparsek_kernels.nsa.launch_compressed_hopper import query_segments
+from sparsek_kernels.nsa.selected.index import build_index
 from sparsek_kernels.nsa.spec import NSASpec
 
 Q = torch.zeros(1, 70, 4, 8)

@@ -18,7 +18,7 @@ from sparsek_kernels.nsa.api import (
     nsa_select,
     selected_attention,
 )
-from sparsek_kernels.nsa.compress import PhiWeights
+from sparsek_kernels.nsa.compress.mlp import PhiWeights
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
 
 SMALL = {"cmp_block_size": 8, "cmp_stride": 4, "sel_block_size": 8, "top_n": 5}

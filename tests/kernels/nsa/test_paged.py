@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from sparsek_backend.nn import NSAConfig
 from sparsek_kernels import PagedBatch
-from sparsek_kernels.nsa.paged import nsa_paged_attention
-from sparsek_kernels.nsa.paged_cache import check_paged_spec
+from sparsek_kernels.nsa.paged.api import nsa_paged_attention
+from sparsek_kernels.nsa.paged.cache import check_paged_spec
 from tests.kernels.nsa.paged_layer import SMALL, PagedLayer, make_layer, make_tokens
 
 CONFIGS: dict[str, NSAConfig] = {

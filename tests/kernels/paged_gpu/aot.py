@@ -27,7 +27,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sparsek_kernels.paged import launch, launch_hopper, launch_select, runtime
+from sparsek_kernels.paged import launch, launch_select, runtime
+from sparsek_kernels.paged import launch_sm90 as launch_hopper
 from sparsek_kernels.paged.config import LaunchConfig
 from sparsek_kernels.paged.policy import SelectionPolicy
 from tests.kernels.barriers import require_lasting_barriers

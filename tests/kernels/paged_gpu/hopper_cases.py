@@ -18,7 +18,8 @@ import torch
 from oracle_check import TOLERANCE, attend, expected, fill
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import launch_hopper, launch_select, write_kv
+from sparsek_kernels.paged import launch_select, write_kv
+from sparsek_kernels.paged import launch_sm90 as launch_hopper
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 from sparsek_kernels.paged.reference import block_logits_reference
 from sparsek_kernels.paged.runtime import LOG2E

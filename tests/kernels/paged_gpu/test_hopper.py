@@ -10,7 +10,8 @@ import pytest
 import torch
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import launch, launch_hopper, launch_select
+from sparsek_kernels.paged import launch, launch_select
+from sparsek_kernels.paged import launch_sm90 as launch_hopper
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.runtime import LOG2E
 

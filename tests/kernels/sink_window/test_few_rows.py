@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek_kernels.sink_window import launch_hopper
+from sparsek_kernels.sink_window import launch_sm90 as launch_hopper
 from sparsek_kernels.sink_window.calls import Call
 from sparsek_kernels.sink_window.config import ProblemShape, select_config
-from sparsek_kernels.sink_window.kernels_hopper_small import sink_window_hopper_small_kernel
+from sparsek_kernels.sink_window.kernels.fwd_small_sm90 import sink_window_hopper_small_kernel
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
 

@@ -1,0 +1,230 @@
+"""Native sparse attention over a paged KV cache: what serving calls, for prefill and decode.
+
+A page holds K and V of the three branches for its tokens and, for each of its strides of
+``cmp_stride`` tokens, the compressed key and value of the block that *ends* there.  Such a block
+depends on this page and those before it only, so pages can be shared by all sequences that begin
+alike.  Keys of the compressed branch are unrotated; compressed keys are rotated by the position
+of their block's first token, as in :class:`sparsek_backend.nn.NativeSparseAttention`.
+
+Decodes run one vectorised step over all requests (Triton kernels on a GPU, which read nothing back
+and can be captured in a CUDA graph); every other request gathers its own K and V and takes the
+kernels of training.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_tensor
+from sparsek_kernels.nsa import ops
+from sparsek_kernels.nsa.api import nsa_compress
+from sparsek_kernels.nsa.compress.rotary import rotate
+from sparsek_kernels.nsa.paged import torch_path as paged_torch
+from sparsek_kernels.nsa.paged.cache import Compression, NSAPages, check_paged_spec
+from sparsek_kernels.nsa.spec import NSASpec
+from sparsek_kernels.paged.api import paged_attention, write_kv
+from sparsek_kernels.paged.batch import PagedBatch, host_lengths
+from sparsek_kernels.paged.policy import SelectionPolicy
+
+
+def compress_new_blocks(
+    pages: NSAPages, batch: PagedBatch, spec: NSASpec, compression: Compression
+) -> None:
+    """Store the compressed blocks that the new tokens of ``batch`` complete.
+
+    The tokens themselves are in the pages already.
+
+    Args:
+        pages: one layer's cache; ``k_cmp`` and ``v_cmp`` are written.
+        batch: the requests; ``seq_lens_host`` is exact for those that are not decodes.
+        spec: block sizes.
+        compression: the layer's maps.
+    """
+    on_gpu = pages.k_cmp.is_cuda
+    if on_gpu and batch.num_decodes:
+        from sparsek_kernels.nsa.paged import launch as launch_paged
+
+        launch_paged.compress_decoded(pages, batch, spec, compression)
+    first = batch.num_decodes if on_gpu else 0
+    if first == batch.num_requests:
+        return
+    request, block, slots = batch.derived(
+        ("nsa blocks", spec, first, pages.page_size),
+        lambda: _completed_blocks(batch, first, spec, pages.page_size),
+    )
+    if request.numel() == 0:
+        return
+    start = block * spec.cmp_stride
+    token = start[:, None] + torch.arange(spec.cmp_block_size, device=start.device)  # [B, l]
+    page = batch.block_table[request[:, None], token // pages.page_size].long()
+    offset = token % pages.page_size
+    keys, values = pages.k_raw[page, :, offset], pages.v_raw[page, :, offset]  # [B, l, Hkv, D]
+    turns = compression.frequencies
+    if turns is not None and compression.rotated_keys:
+        keys = rotate(keys, -token, turns)
+    k_cmp, v_cmp = nsa_compress(
+        keys,
+        values,
+        phi_k=compression.phi_k,
+        phi_v=compression.phi_v,
+        cmp_block_size=spec.cmp_block_size,
+        cmp_stride=spec.cmp_stride,
+    )
+    if turns is not None:
+        k_cmp = rotate(k_cmp, start[:, None], turns)
+    write_kv(k_cmp[:, 0], v_cmp[:, 0], pages.k_cmp, pages.v_cmp, None, slots)
+
+
+def _completed_blocks(
+    batch: PagedBatch, first: int, spec: NSASpec, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Request, index and slot of each block that requests from ``first`` on complete, int64."""
+    lengths, counts = host_lengths(batch)
+    rows = [
+        (request, block)
+        for request in range(first, batch.num_requests)
+        for block in range(
+            spec.num_compressed(lengths[request] - counts[request]),
+            spec.num_compressed(lengths[request]),
+        )
+    ]
+    host = torch.tensor(rows, dtype=torch.int64).view(-1, 2)
+    table = batch.block_table
+    if table.is_cuda:
+        host = host.pin_memory()
+    request, block = host.to(table.device, non_blocking=True).unbind(1)
+    per_page = page_size // spec.cmp_stride
+    cell = block + spec.cells_per_cmp - 1
+    return request, block, table[request, cell // per_page].long() * per_page + cell % per_page
+
+
+def nsa_paged_attention(
+    q: torch.Tensor,
+    pages: NSAPages,
+    batch: PagedBatch,
+    spec: NSASpec,
+    *,
+    window_size: int,
+    softmax_scale: float | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The three branches for the new tokens of ``batch``, before the gates.
+
+    The new tokens and the blocks that they complete are in the pages already
+    (:func:`sparsek_kernels.write_kv`, :func:`compress_new_blocks`).
+
+    Args:
+        q: ``[T, Hq, D]``, fp16/bf16/fp32, rotated; requests packed in the order of ``batch``.
+        pages: one layer's cache.
+        batch: the requests; ``seq_lens_host`` is exact for those that are not decodes.
+        spec: block sizes and counts (:func:`check_paged_spec`).
+        window_size: tokens of the sliding branch, the query's own included.
+        softmax_scale: default ``D ** -0.5``.
+        out: ``[T, 3, Hq, D]``, written and returned.
+
+    Returns:
+        ``[T, 3, Hq, D]``: compressed, selected and sliding attention.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+    pages.check()
+    heads, dim = pages.k_slc.shape[1], pages.k_slc.shape[3]
+    check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, pages.k_slc.device)
+    check_heads(q.shape[1], heads)
+    check_paged_spec(spec, pages.page_size)
+    if out is None:
+        out = q.new_empty((q.shape[0], 3, *q.shape[1:]))
+    check_tensor("out", out, (q.shape[0], 3, *q.shape[1:]), (q.dtype,), q.device)
+    scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    window = SelectionPolicy(window_size=window_size, sel_block_size=math.gcd(pages.page_size, 64))
+    paged_attention(q, pages.k_swa, pages.v_swa, batch, window, softmax_scale=scale, out=out[:, 2])
+    if batch.num_decodes:
+        tokens = slice(0, batch.num_decode_tokens)
+        if q.is_cuda:
+            from sparsek_kernels.nsa.paged import launch as launch_paged
+
+            launch_paged.decode(out[tokens], q[tokens], pages, batch, spec, scale)
+        else:
+            paged_torch.decode(out[tokens], q[tokens], pages, batch, spec, scale)
+    if batch.num_prefills:
+        lengths, counts = host_lengths(batch)
+        token = sum(counts[: batch.num_decodes])
+        for request in range(batch.num_decodes, batch.num_requests):
+            rows = slice(token, token + counts[request])
+            if counts[request]:
+                _prefill(
+                    out[rows], q[rows], pages, batch.block_table[request], lengths[request],
+                    spec, scale,
+                )  # fmt: skip
+            token = rows.stop
+    return out
+
+
+def _prefill(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    pages: NSAPages,
+    table: torch.Tensor,
+    length: int,
+    spec: NSASpec,
+    scale: float,
+) -> None:
+    """Compressed and selected branch of the last tokens ``q [n, Hq, D]`` of one sequence."""
+    hidden = spec.cells_per_cmp - 1  # strides of a sequence in which no block ends
+    cells = spec.num_compressed(length) + hidden
+    k_cmp, v_cmp = (_gather(x, table, cells)[:, hidden:] for x in (pages.k_cmp, pages.v_cmp))
+    k, v = (_gather(x, table, length) for x in (pages.k_slc, pages.v_slc))
+    _attend_sequence(out, q, k, v, k_cmp, v_cmp, spec, scale)
+
+
+def _attend_sequence(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cmp: torch.Tensor,
+    v_cmp: torch.Tensor,
+    spec: NSASpec,
+    scale: float,
+) -> None:
+    """The last tokens of a sequence over its gathered keys and values ``[1, M, Hkv, D]``."""
+    q, length, fields = q[None], k.shape[1], ops.spec_list(spec)
+    found, lse = ops.compressed_fwd(q, k_cmp, v_cmp, length, None, fields, scale)
+    out[:, 0] = found[0]
+    chosen = ops.select(q, k_cmp, lse, length, None, fields, scale)
+    found, _ = ops.selected_fwd(q, k, v, chosen, None, spec.sel_block_size, scale)
+    out[:, 1] = found[0]
+
+
+def rehearse_prefill(q: torch.Tensor, num_kv_heads: int, length: int, spec: NSASpec) -> None:
+    """Take the memory that prefilling ``q`` at the end of ``length`` tokens takes, and free it.
+
+    A server that measures its memory before it serves then leaves room for it; the kernels are
+    compiled on the way.
+
+    Args:
+        q: ``[T, Hq, D]`` of any values; the last of ``length`` tokens.
+        num_kv_heads: KV heads.
+        length: longest sequence.
+        spec: block sizes and counts.
+    """
+    q, dim = q[:length], q.shape[2]
+    k = q.new_zeros(1, length, num_kv_heads, dim)
+    k_cmp = q.new_zeros(1, spec.num_compressed(length), num_kv_heads, dim)
+    v, v_cmp = torch.zeros_like(k), torch.zeros_like(k_cmp)
+    out = q.new_empty((q.shape[0], 2, *q.shape[1:]))
+    _attend_sequence(out, torch.zeros_like(q), k, v, k_cmp, v_cmp, spec, dim**-0.5)
+
+
+def _gather(cache: torch.Tensor, table: torch.Tensor, count: int) -> torch.Tensor:
+    """First ``count`` rows of a sequence as ``[1, count, Hkv, D]``.
+
+    Args:
+        cache: ``[pages, Hkv, rows per page, D]``.
+        table: ``[max_pages]`` page table row.
+    """
+    used = table[: -(-count // cache.shape[2])].long()
+    return cache.transpose(1, 2).index_select(0, used).flatten(0, 1)[None, :count]
