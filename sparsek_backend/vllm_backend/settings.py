@@ -11,6 +11,7 @@ from sparsek_backend.config import (
     read_section,
     resolve_config,
 )
+from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.nsa.paged.cache import check_paged_spec
 from sparsek_kernels.paged.policy import CELL_SIZE
 
@@ -30,6 +31,19 @@ def engine_config(vllm_config: Any) -> ResolvedConfig:
         _model_section(vllm_config.model_config, "nsa"),
         is_batch_invariant(),
     )
+
+
+def nsa_section(resolved: ResolvedConfig) -> NSAConfig:
+    """Return the ``nsa`` section of the model's config.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if resolved.nsa is None:
+        raise ConfigError(
+            "SPARSEK: this model needs an nsa section in its config.json; docs/nsa.md shows one"
+        )
+    return resolved.nsa
 
 
 def check_page_size(resolved: ResolvedConfig, page_size: int) -> None:

@@ -12,12 +12,12 @@ from vllm.v1.attention.backend import AttentionBackend
 
 from sparsek_backend.config import ConfigError, ResolvedConfig
 from sparsek_backend.models import verify_model
-from sparsek_backend.plugin import BACKEND_NAME, NSA_ARCHITECTURE
 
-from .backend import LEAVE, REMEDIES, SparseKBackend
 from .compat import selected_backends
-from .pages import FP8_KV_CACHE
+from .names import BACKEND_NAME, NSA_ARCHITECTURE
 from .settings import check_page_size, engine_config
+from .sparsek.backend import LEAVE, REMEDIES, SparseKBackend
+from .sparsek.pages import FP8_KV_CACHE
 
 
 def check_engine(vllm_config: Any) -> None:

@@ -1,16 +1,17 @@
-"""The backend class: what SPARSEK supports, and how its KV pages are laid out."""
+"""The backend class: what SPARSEK supports, and what a user can do about the rest."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionBackend, AttentionType
 
-from sparsek_backend.plugin import BACKEND_NAME
+from sparsek_backend.vllm_backend import compat
+from sparsek_backend.vllm_backend.engine import latest_engine
+from sparsek_backend.vllm_backend.layout import HeadMajorPages
 
-from . import compat
-from .impl import SparseKImpl, engine_dtype, engine_selects_blocks
+from .impl import SparseKImpl
 from .metadata import SparseKMetadataBuilder
 from .pages import FP8_KV_CACHE, summary_bytes
 
@@ -42,15 +43,10 @@ REMEDIES: dict[str, tuple[Any, str]] = {
 }
 """Arguments of ``validate_configuration``: a value that is served, and what a user can do."""
 
-PREFERRED_PAGE_SIZE = 64
-"""Tokens: one selected block is one page, so that a block's K and V are contiguous per head."""
 
+class SparseKBackend(HeadMajorPages, AttentionBackend):
+    """vLLM's view of SparseK."""
 
-class SparseKBackend(AttentionBackend):
-    """vLLM's view of SparseK.  Both generations of the KV-cache interface are answered here."""
-
-    accept_output_buffer: bool = True
-    forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [
         torch.float16,
         torch.bfloat16,
@@ -64,11 +60,6 @@ class SparseKBackend(AttentionBackend):
     ]
 
     @staticmethod
-    def get_name() -> str:
-        """Return the name after ``--attention-backend``."""
-        return BACKEND_NAME
-
-    @staticmethod
     def get_impl_cls() -> type[SparseKImpl]:
         """Return the per-layer implementation."""
         return SparseKImpl
@@ -77,18 +68,6 @@ class SparseKBackend(AttentionBackend):
     def get_builder_cls() -> type[SparseKMetadataBuilder]:
         """Return the builder of the per-step metadata."""
         return SparseKMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Return the page sizes: any multiple of 16 tokens."""
-        return [MultipleOf(16)]
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Return the page size to use when the user names none."""
-        if default_block_size % PREFERRED_PAGE_SIZE == 0:
-            return default_block_size
-        return PREFERRED_PAGE_SIZE
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -180,44 +159,10 @@ class SparseKBackend(AttentionBackend):
 
         return [f"{reason} (remedy: {remedy(reason)})" for reason in reasons_for(**selection)]
 
-    # KV cache, vLLM 0.32 and later: logical [pages, Hkv, page_size, 2 * D].
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Return layouts in which one head's tokens of a page are contiguous."""
-        return tuple(compat.head_major_layouts())
-
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Enlarge every page of a full-attention layer by its summaries, where layers select."""
-        if not (compat.is_full_attention(spec) and engine_selects_blocks()):
+        engine = latest_engine()
+        if engine is None or not engine.selects_blocks or not compat.is_full_attention(spec):
             return spec
-        return compat.pad_page(spec, summary_bytes(spec, engine_dtype()))
-
-    # KV cache, vLLM before 0.32.
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:
-        """Return the logical shape of a layer's cache."""
-        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
-
-    @staticmethod
-    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Return the physical order: pages outermost, then heads, so that pages can be padded."""
-        return (1, 0, 2, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
-
-    @classmethod
-    def get_required_kv_cache_layout(cls) -> str:
-        """Return vLLM's name for head-major pages."""
-        return "HND"
-
-    @staticmethod
-    def use_cascade_attention(*args: Any, **kwargs: Any) -> bool:
-        """Never: shared prefixes are ordinary pages here."""
-        return False
+        return compat.pad_page(spec, summary_bytes(spec, engine.dtype))
