@@ -150,6 +150,12 @@ REFUSED: dict[str, tuple[NSALlamaConfig, dict[str, Any], dict[str, Any], str]] =
         "top_n: expected more than the 3 forced",
     ),
     "fp8 cache": (CONFIG, {}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+    "ranks": (
+        CONFIG,
+        {},
+        {"tensor_parallel_size": 4, "distributed_executor_backend": "mp"},
+        "tensor_parallel_size: expected a divisor of the 2 KV heads",
+    ),
     "another cache": (
         CONFIG,
         {},
@@ -219,8 +225,11 @@ def test_model_types_of_saved_folders(model_type: str, tmp_path: Path) -> None:
     assert engine_config(found).nsa == CONFIG.nsa
 
 
-def test_needs_the_flag(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["CPU_ATTN", None])
+def test_needs_the_flag(backend: str | None, tmp_path: Path) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
     make_model(CONFIG, tmp_path)
-    with pytest.raises(Exception, match="needs --attention-backend SPARSEK"):  # noqa: SIM117
-        with engine(tmp_path, "CPU_ATTN", **OPTIONS):
-            pass
+    arguments = EngineArgs(model=str(tmp_path), attention_backend=backend, skip_tokenizer_init=True)
+    with pytest.raises(Exception, match="needs --attention-backend SPARSEK"):
+        arguments.create_engine_config()
