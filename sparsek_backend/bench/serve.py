@@ -21,7 +21,7 @@ from sparsek_backend.bench.shapes import SHAPES, write_shape
 from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.bench.timing import quantile
 from sparsek_backend.eval.workers import run_worker
-from sparsek_backend.plugin import BACKEND_NAME
+from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
 WORKER = "sparsek_backend.bench.serve_worker"
 SILENCE_LIMIT = 1800.0

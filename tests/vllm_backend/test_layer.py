@@ -20,6 +20,7 @@ from tests.vllm_backend.layers import (
     HEADS,
     KV_HEADS,
     PAGE,
+    SETTINGS,
     building,
     make_builder,
     make_cache,
@@ -125,6 +126,30 @@ def test_one_tensor_rank_tells_what_was_attended(
     builder.build(0, make_step([40], [40], 4))
     assert len(lines) == first
     assert all(line.startswith("SPARSEK attended") for line in lines)
+
+
+@pytest.mark.parametrize("kind", ["cell_mean", "min_max"])
+def test_a_dense_layer_keeps_the_summaries_of_the_one_that_shares_its_pages(
+    kind: str, tmp_path: Any
+) -> None:
+    """As in Gemma 3n, with a dense owner: its sharer selects as from pages of its own."""
+    settings = {**SETTINGS, "dense_layers": [0], "score_kind": kind}
+    with building(make_config(tmp_path, additional_config={"sparsek": settings})) as config:
+        owner = make_layer(0)
+        sharer = make_layer(1, kv_sharing_target_layer_name=owner.layer_name)
+        alone = make_layer(2)
+        builder, spec = make_builder(owner, config)
+        for layer in (sharer, alone):
+            make_builder(layer, config)
+        assert owner.impl.policy.is_dense
+        assert sharer.impl.policy.selects_blocks
+        step = make_step([400], [400], 64)
+        cache, own = make_cache(spec, 64), make_cache(spec, 64)
+        _, q, k, v, _ = run(owner, builder, cache, step)
+        metadata, *_, expected = run(alone, builder, own, step)
+        output = torch.empty_like(q)
+        sharer.impl.forward(sharer, q, k, v, cache, metadata, output)
+        assert torch.equal(output, expected)
 
 
 def test_metadata_is_frozen(current: Any) -> None:

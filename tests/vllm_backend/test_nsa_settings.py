@@ -38,6 +38,8 @@ REFUSED: dict[str, tuple[dict[str, Any] | None, dict[str, str], dict[str, Any] |
     "other mode": (None, {"SPARSEK_MODE": "dense"}, SECTION, r"mode \(from SPARSEK_MODE\)"),
     "ignored field": ({"window_size": 64}, {}, SECTION, "window_size .* no effect in mode 'nsa'"),
     "unknown field": (None, {}, {"topn": 3}, "nsa section .* got topn"),
+    "no object": (None, {}, [64], r"nsa section .* expected an object, got \[64\]"),
+    "infinite value": (None, {}, {"top_n": float("inf")}, "nsa section .* top_n: expected an int"),
     "bad value": (None, {}, {"cmp_stride": 5}, "cmp_block_size: expected a multiple"),
 }
 

@@ -12,6 +12,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sparsek_kernels.checks import check_tensor
 
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 128
+MAX_BLOCKS = 2**31 // MIN_BLOCK_SIZE
+"""Blocks along a side: tokens are counted in 31 bits."""
 _INDICES = ("crow_indices", "col_indices", "ccol_indices", "row_indices")
 
 
@@ -133,8 +135,10 @@ _structures: MutableMapping[torch.Tensor, _Known] = WeakTensorKeyDictionary()
 
 def _check_indices(shape: object, crow: torch.Tensor, col: torch.Tensor) -> None:
     sizes = shape if isinstance(shape, tuple) and len(shape) == 2 else None
-    if sizes is None or any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in sizes):
-        raise ValueError(f"shape: expected two sizes in blocks, got {shape!r}")
+    if sizes is None or any(type(x) is not int or not 0 <= x <= MAX_BLOCKS for x in sizes):
+        raise ValueError(
+            f"shape: expected two sizes in blocks, up to {MAX_BLOCKS} each, got {shape!r}"
+        )
     check_tensor("crow_indices", crow, ("patterns", sizes[0] + 1), (torch.int32,))
     check_tensor("col_indices", col, ("nnz",), (torch.int32,), crow.device)
     if crow.shape[0] == 0:

@@ -16,8 +16,6 @@ from vllm.logger import init_logger
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
-from .dense_prefill import is_flash_mask
-
 logger = init_logger(f"vllm.{__name__}")
 
 _FEW_TILES = (1, 2, 4, 8)
@@ -89,12 +87,12 @@ def warm_up_prefills(
     with torch.inference_mode():
         for layer in kinds.values():
             impl = layer.impl
-            by_flash = impl.flash is not None and is_flash_mask(impl.policy)
+            by_flash = impl.flash is not None and impl.policy.is_band
             if by_flash or impl.fallback_reason is not None:
                 continue
             for context, tokens in prefill_shapes(impl.policy, max_model_len, max_tokens):
                 batch = made_up_prefill(context, tokens, width, device)
-                impl.rehearse(layer, _one_page(spec, device), batch)
+                impl.dummy_run(layer, _one_page(spec, device), batch)
                 count += 1
     if count:
         if device.type == "cuda":

@@ -34,11 +34,12 @@ from vllm.sequence import IntermediateTensors
 
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.native_sparse_attention import CompressionMLP
+from sparsek_backend.vllm_backend.engine import engine_of
+from sparsek_backend.vllm_backend.settings import nsa_section
 from sparsek_kernels.nsa.compress.rotary import rotary_frequencies, rotate
 from sparsek_kernels.nsa.paged.cache import Compression
 
-from .nsa import NSABackend
-from .startup import nsa_of_served_model
+from .backend import NSABackend
 
 _MERGED = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 """Projections of the checkpoint that are parts of one here."""
@@ -55,11 +56,6 @@ class NSAAttention(nn.Module):
         super().__init__()
         ranks = get_tensor_model_parallel_world_size()
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        if num_kv_heads % ranks:
-            raise ValueError(
-                f"tensor_parallel_size: expected a divisor of the {num_kv_heads} KV heads, "
-                f"got {ranks}"
-            )
         self.nsa = nsa
         self.num_heads, self.num_kv_heads = num_heads // ranks, num_kv_heads // ranks
         self.head_dim = dim = config.head_dim
@@ -79,11 +75,11 @@ class NSAAttention(nn.Module):
             hidden = nsa.cmp_hidden_size or dim
             self.phi_k = CompressionMLP(nsa.cmp_block_size, dim, hidden)
             self.phi_v = CompressionMLP(nsa.cmp_block_size, dim, hidden)
-        self.frequencies: torch.Tensor | None
-        turns = None if nsa.rope_theta is None else rotary_frequencies(dim, nsa.rope_theta)
-        self.register_buffer("frequencies", turns, persistent=False)
+        self.rope_freqs: torch.Tensor | None
+        freqs = None if nsa.rope_theta is None else rotary_frequencies(dim, nsa.rope_theta)
+        self.register_buffer("rope_freqs", freqs, persistent=False)
         self.attn = Attention(
-            3 * self.num_heads,
+            3 * self.num_heads,  # its constructor wants a multiple of the cache's heads
             dim,
             dim**-0.5,
             num_kv_heads=branches * self.num_kv_heads,
@@ -92,21 +88,22 @@ class NSAAttention(nn.Module):
             attn_backend=NSABackend,
             make_compression=self.compression,
         )
+        self.attn.num_heads = self.num_heads  # as it reads queries
 
     def compression(self) -> Compression:
-        """What the cache is told of the loaded weights."""
+        """How compressed keys and values are made, with the loaded weights."""
         dtype = self.q_proj.weight.dtype
         return Compression(
             None if self.phi_k is None else self.phi_k.weights(dtype),
             None if self.phi_v is None else self.phi_v.weights(dtype),
-            self.frequencies,
+            self.rope_freqs,
             rotated_keys=self.nsa.shared_kv,
         )
 
-    def _turn(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if self.frequencies is None:
+    def _rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if self.rope_freqs is None:
             return heads
-        return rotate(heads[None], positions, self.frequencies)[0]
+        return rotate(heads[None], positions, self.rope_freqs)[0]
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Attend the new tokens ``[T, hidden]`` at ``positions [T]``."""
@@ -114,9 +111,9 @@ class NSAAttention(nn.Module):
         k = self.k_proj(hidden_states)[0].unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(hidden_states)[0]
         raw = 0 if self.nsa.shared_kv else self.num_kv_heads
-        k = torch.cat([k[:, :raw], self._turn(k[:, raw:], positions)], dim=1)
-        q = self._turn(q, positions).flatten(1)
-        out = self.attn(q.repeat(1, 3), k.flatten(1), v)
+        k = torch.cat([k[:, :raw], self._rotate(k[:, raw:], positions)], dim=1)
+        q = self._rotate(q, positions).flatten(1)
+        out = self.attn(q, k.flatten(1), v, output_shape=(q.shape[0], 3 * q.shape[1]))
         hidden = nn.functional.silu(self.gate_in(hidden_states)[0])
         gates = torch.sigmoid(self.gate_out(hidden)[0].float()).unflatten(-1, (3, -1, 1))
         out = out.unflatten(-1, (3, self.num_heads, self.head_dim)).float()
@@ -158,7 +155,7 @@ class NSALlamaModel(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
-        nsa = nsa_of_served_model(vllm_config)
+        nsa = nsa_section(engine_of(vllm_config).resolved)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             NSADecoderLayer(config, nsa, vllm_config.cache_config, f"{prefix}.layers.{index}")

@@ -1,83 +1,27 @@
-"""The per-layer part: write new keys and values, attend.  One or a few kernel calls each."""
+"""The per-layer part: write new keys and values, split the step, attend each segment."""
 
 from __future__ import annotations
 
 import math
-import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
+from sparsek_kernels.paged.plan import Segment, segments
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from sparsek_backend.config import ResolvedConfig
-from sparsek_backend.nn.config import NSAConfig
+from sparsek_backend.vllm_backend import compat
+from sparsek_backend.vllm_backend.checks import refuse_quantised_output
+from sparsek_backend.vllm_backend.engine import current_engine
+from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_kernels.fallback import paged_fallback, sdpa_fallback
 from sparsek_kernels.paged.api import paged_attention, write_kv
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.policy import ScoreKind, SelectionPolicy
 
-from . import compat
-from .dense_prefill import FlashPrefill, Run
+from .flash import FlashPrefill
 from .metadata import SparseKMetadata
 from .pages import FP8_KV_CACHE, PageViews, summary_dtype, view_pages
-from .startup import engine_config
-from .stats import STATS
-
-
-@dataclass
-class _Engine:
-    """The engine whose layers are being built in this process.
-
-    Args:
-        vllm_config: its configuration.
-        resolved: its settings.
-        selects_blocks: whether any layer selects blocks by score.
-        rehearsed: whether a natively sparse layer has shown what memory a prefill takes.
-    """
-
-    vllm_config: weakref.ref[Any]
-    resolved: ResolvedConfig
-    selects_blocks: bool = False
-    rehearsed: bool = False
-
-
-_engine: _Engine | None = None
-
-
-def _current_engine() -> _Engine:
-    """Return the state shared by the layers of the engine that is being built."""
-    global _engine
-    vllm_config = get_current_vllm_config()
-    if _engine is None or _engine.vllm_config() is not vllm_config:
-        _engine = _Engine(weakref.ref(vllm_config), engine_config(vllm_config))
-    return _engine
-
-
-def engine_selects_blocks() -> bool:
-    """Whether a layer of the engine last built in this process selects blocks by score."""
-    return _engine is not None and _engine.selects_blocks
-
-
-def engine_dtype() -> torch.dtype:
-    """Return the dtype of the model of the engine last built in this process."""
-    vllm_config = None if _engine is None else _engine.vllm_config()
-    if vllm_config is None:
-        return torch.get_default_dtype()
-    dtype: torch.dtype = vllm_config.model_config.dtype
-    return dtype
-
-
-def engine_nsa() -> NSAConfig:
-    """Return the ``nsa`` section of the model of the engine last built in this process.
-
-    Raises:
-        RuntimeError: that engine serves another kind of model.
-    """
-    if _engine is None or _engine.resolved.nsa is None:
-        raise RuntimeError("nsa: expected an engine of a model with an nsa section")
-    return _engine.resolved.nsa
 
 
 class SparseKImpl(AttentionImpl):
@@ -121,24 +65,16 @@ class SparseKImpl(AttentionImpl):
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes)
         self.logits_soft_cap = logits_soft_cap or None
         self.sinks = sinks
-        if self.has_fp8_cache and self.fallback_reason is not None:
-            raise NotImplementedError(
-                f"SPARSEK: {self.fallback_reason} is served by torch SDPA, which reads no fp8 KV "
-                "cache; use --kv-cache-dtype auto"
-            )
-        self._engine = _current_engine()
-        self.batch_invariant = self._engine.resolved.batch_invariant
-        if self.batch_invariant and self.fallback_reason is not None:
-            raise NotImplementedError(
-                f"SPARSEK: {self.fallback_reason} is served by torch SDPA, which rounds by the "
-                "batch's shape; unset VLLM_BATCH_INVARIANT"
-            )
-        self.policy = self.own_policy()
+        engine = current_engine()
+        self._settings = engine.resolved.config
+        self.batch_invariant = engine.resolved.batch_invariant
+        self.dtype = engine.dtype
+        self._refuse_what_sdpa_lacks()
+        if self.may_select and self._settings.mode == "block_topk":
+            engine.selects_blocks = True
+        self.policy = self.model_policy()
         self.flash = self._find_flash()
-        self.dtype = engine_dtype()
-        compat.hook_kv_cache_spec(_customize_layer_spec)
-        if self.may_select and self._engine.resolved.config.mode == "block_topk":
-            self._engine.selects_blocks = True
+        self.summaries: ScoreKind | None = None  # of the layer's pages; decided with the policy
         self._pages: PageViews | None = None
         self._pages_key: tuple[int, tuple[int, ...]] | None = None
 
@@ -158,6 +94,17 @@ class SparseKImpl(AttentionImpl):
         """Whether the settings decide what this layer attends, rather than the model."""
         return self.sliding_window is None and self.fallback_reason is None
 
+    def _refuse_what_sdpa_lacks(self) -> None:
+        if self.fallback_reason is None:
+            return
+        served = f"SPARSEK: {self.fallback_reason} is served by torch SDPA, which"
+        if self.has_fp8_cache:
+            raise NotImplementedError(f"{served} reads no fp8 KV cache; use --kv-cache-dtype auto")
+        if self.batch_invariant:
+            raise NotImplementedError(
+                f"{served} rounds by the batch's shape; unset VLLM_BATCH_INVARIANT"
+            )
+
     def _find_flash(self) -> FlashPrefill | None:
         """FlashAttention for dense prefills; over an fp8 cache it would round the queries too.
 
@@ -170,26 +117,33 @@ class SparseKImpl(AttentionImpl):
         found = compat.flash_attention(self.head_size, self.sinks is not None)
         return None if found is None else FlashPrefill(*found)
 
-    def own_policy(self) -> SelectionPolicy:
+    def model_policy(self) -> SelectionPolicy:
         """Return what the model itself lets this layer attend."""
         if self.sliding_window is None:
             return SelectionPolicy()
         return SelectionPolicy(num_sink=0, window_size=self.sliding_window)
 
-    def bind(self, layer_index: int, page_size: int, full_attention: bool) -> SelectionPolicy:
+    def bind(
+        self, layer_index: int, page_size: int, full_attention: bool, owner: Any
+    ) -> SelectionPolicy:
         """Fix the layer's policy, once its place in the model and its pages are known.
 
         Args:
             layer_index: position of the layer in the model.
             page_size: tokens in one KV page.
             full_attention: whether the layer's pages keep every token.
+            owner: the implementation that writes the pages: this one's, or that of the layer whose
+                KV cache this one shares.
 
         Returns:
             The policy of every later :meth:`forward`.
+
+        Raises:
+            NotImplementedError: the layer selects blocks, and another backend writes its pages.
         """
-        policy = self.own_policy()
+        policy = self.model_policy()
         if self.may_select and full_attention:
-            policy = self._engine.resolved.config.policy_for(layer_index)
+            policy = self._settings.policy_for(layer_index)
         if not policy.selects_blocks:
             size = policy.sel_block_size
             if page_size % size and size % page_size:
@@ -197,7 +151,15 @@ class SparseKImpl(AttentionImpl):
         if self.batch_invariant:
             policy = policy.per_token()
         self.policy = policy
-        self._pages = self._pages_key = None
+        if policy.selects_blocks:
+            if not isinstance(owner, SparseKImpl):
+                raise NotImplementedError(
+                    "SPARSEK: a layer that selects blocks shares the KV cache of another backend's "
+                    "layer, which writes no block summaries; select SPARSEK for every layer"
+                )
+            for layer in (self, owner):  # an owner that attends everything writes summaries too
+                layer.summaries = policy.score_kind
+                layer._pages = layer._pages_key = None
         return policy
 
     @property
@@ -206,7 +168,7 @@ class SparseKImpl(AttentionImpl):
         shape = (self.num_heads, self.num_kv_heads, self.head_size)
         return (self.policy, *shape, self.kv_cache_dtype, self.sinks is None, self.fallback_reason)
 
-    def rehearse(self, layer: Any, kv_cache: torch.Tensor, batch: PagedBatch) -> None:
+    def dummy_run(self, layer: Any, kv_cache: torch.Tensor, batch: PagedBatch) -> None:
         """Attend a made-up prefill of zeros, so that its kernels are compiled; counts nothing.
 
         Args:
@@ -214,15 +176,13 @@ class SparseKImpl(AttentionImpl):
             kv_cache: ``[pages, Hkv, page_size, 2 * D]``.
             batch: the step.
         """
-        summaries = summary_dtype(kv_cache.dtype, self.dtype)
-        pages = view_pages(kv_cache, summaries if self.policy.selects_blocks else None)
         shape = (batch.num_prefill_tokens, self.num_heads, self.head_size)
         query = torch.zeros(shape, dtype=self.dtype, device=kv_cache.device)
-        scales = self._scales(layer)
-        run = Run.whole(batch)
-        if self.flash is not None:  # the last queries are left to it
-            run = replace(run, policy=replace(self.policy, dense_last=0))
-        self._attend_run(run, query, pages, scales, torch.empty_like(query))
+        policy = self.policy
+        if self.flash is not None:  # which takes the last queries
+            policy = replace(policy, dense_last=0)
+        pages, out = self._view(kv_cache), torch.empty_like(query)
+        self._attend(Segment(batch, policy), query, pages, self._scales(layer), out)
 
     def do_kv_cache_update(
         self,
@@ -235,13 +195,14 @@ class SparseKImpl(AttentionImpl):
         """Write new tokens into their pages and keep the pages' summaries current.
 
         Args:
-            key, value: ``[T, Hkv, D]``, padding rows allowed at the end.
+            key: ``[T, Hkv, D]``, padding rows allowed at the end.
+            value: ``[T, Hkv, D]``.
             kv_cache: ``[pages, Hkv, page_size, 2 * D]``.
             slot_mapping: ``[T]`` int64, -1 for padding.
         """
         if self.attn_type == AttentionType.ENCODER_ONLY:
             return
-        pages = self._views(kv_cache)
+        pages = self._cached_view(kv_cache)
         k_scale, v_scale = self._scales(layer)
         write_kv(
             key,
@@ -250,7 +211,7 @@ class SparseKImpl(AttentionImpl):
             pages.values,
             pages.summary,
             slot_mapping,
-            score_kind=self.policy.score_kind,
+            score_kind=self.summaries or self.policy.score_kind,
             k_scale=k_scale,
             v_scale=v_scale,
         )
@@ -270,7 +231,9 @@ class SparseKImpl(AttentionImpl):
         """Attend the new tokens of a step; the keys of decoders are in the cache already.
 
         Args:
-            query: ``[T, Hq, D]``; key, value: ``[T, Hkv, D]``.
+            query: ``[T, Hq, D]``.
+            key: ``[T, Hkv, D]``, which encoders attend.
+            value: ``[T, Hkv, D]``, which encoders attend.
             kv_cache: ``[pages, Hkv, page_size, 2 * D]``.
             attn_metadata: the step, or ``None`` while vLLM profiles.
             output: ``[T, Hq, D]``, written.
@@ -285,63 +248,39 @@ class SparseKImpl(AttentionImpl):
         if attn_metadata is None:
             return output.zero_()
         STATS.forward_calls += 1
-        tokens = attn_metadata.num_actual_tokens
-        query, out = query[:tokens], output[:tokens]
+        tokens = slice(attn_metadata.num_actual_tokens)
+        query, out = query[tokens], output[tokens]
         if self.attn_type == AttentionType.ENCODER_ONLY:
-            self._forward_encoder(query, key[:tokens], value[:tokens], attn_metadata, out)
-            return output
-        pages = self._views(kv_cache)
-        reason = self.fallback_reason or attn_metadata.fallback_reason
-        if reason is None:
-            scales = self._scales(layer)
-            for run in attn_metadata.runs(self.policy):
-                self._attend_run(run, query, pages, scales, out)
-            return output
-        paged_fallback(
-            query,
-            pages.keys,
-            pages.values,
-            attn_metadata.batch,
-            causal=True,
-            softmax_scale=self.scale,
-            window_size=self.sliding_window,
-            alibi_slopes=self.alibi_slopes,
-            logits_soft_cap=self.logits_soft_cap,
-            sinks=self.sinks,
-            bidirectional_ranges=attn_metadata.bidirectional_ranges,
-            reason=reason,
-            out=out,
-        )
+            self._attend_encoder(query, key[tokens], value[tokens], attn_metadata, out)
+        elif reason := self.fallback_reason or attn_metadata.fallback_reason:
+            self._attend_by_sdpa(query, kv_cache, attn_metadata, reason, out)
+        else:
+            pages, scales = self._cached_view(kv_cache), self._scales(layer)
+            for segment in self._split(attn_metadata):
+                self._attend(segment, query, pages, scales, out)
         return output
 
-    def _scales(self, layer: Any) -> tuple[float, float]:
-        """Return what the layer's cached K and V are multiples of; the cache is fp8 or it is 1."""
-        if not self.has_fp8_cache:
-            return 1.0, 1.0
-        k_scale, v_scale = float(layer._k_scale_float), float(layer._v_scale_float)
-        if not (k_scale > 0.0 and v_scale > 0.0):
-            raise ValueError(
-                f"k_scale, v_scale: expected positive numbers, got {k_scale} and {v_scale}; "
-                "correct the checkpoint's, or use --kv-cache-dtype auto"
-            )
-        return k_scale, v_scale
+    def _split(self, step: SparseKMetadata) -> tuple[Segment, ...]:
+        """The step whole, or split into what FlashAttention and what the paged kernels attend."""
+        if self.flash is None:
+            return (Segment(step.batch, self.policy),)
+        return segments(step.batch, self.policy, step.seq_lens)
 
-    def _attend_run(
+    def _attend(
         self,
-        run: Run,
+        segment: Segment,
         query: torch.Tensor,
         pages: PageViews,
         scales: tuple[float, float],
         out: torch.Tensor,
     ) -> None:
-        if run.rows is not None:
-            query, out = query[run.rows], out[run.rows]
-        if run.dense and self.flash is not None:
+        query, out = query[segment.rows], out[segment.rows]
+        if self.flash is not None and self.flash.serves(segment):
             self.flash(
                 query,
                 pages.keys,
                 pages.values,
-                run,
+                segment,
                 softmax_scale=self.scale,
                 sinks=self.sinks,
                 out=out,
@@ -351,8 +290,8 @@ class SparseKImpl(AttentionImpl):
             query,
             pages.keys,
             pages.values,
-            run.batch,
-            self.policy if run.policy is None else run.policy,
+            segment.batch,
+            segment.policy,
             softmax_scale=self.scale,
             k_summary=pages.summary,
             sinks=self.sinks,
@@ -362,15 +301,40 @@ class SparseKImpl(AttentionImpl):
             batch_invariant=self.batch_invariant,
         )
 
-    def _forward_encoder(
+    def _attend_by_sdpa(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        step: SparseKMetadata,
+        reason: str,
+        out: torch.Tensor,
+    ) -> None:
+        pages = self._cached_view(kv_cache)
+        paged_fallback(
+            query,
+            pages.keys,
+            pages.values,
+            step.batch,
+            causal=True,
+            softmax_scale=self.scale,
+            window_size=self.sliding_window,
+            alibi_slopes=self.alibi_slopes,
+            logits_soft_cap=self.logits_soft_cap,
+            sinks=self.sinks,
+            bidirectional_ranges=step.bidirectional_ranges,
+            reason=reason,
+            out=out,
+        )
+
+    def _attend_encoder(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        metadata: SparseKMetadata,
+        step: SparseKMetadata,
         out: torch.Tensor,
     ) -> None:
-        offsets = metadata.query_offsets
+        offsets = step.query_offsets
         if offsets is None:
             raise ValueError("causal: expected False for encoder-only attention, got True")
         sdpa_fallback(
@@ -389,39 +353,26 @@ class SparseKImpl(AttentionImpl):
             out=out,
         )
 
-    def _views(self, kv_cache: torch.Tensor) -> PageViews:
-        """Return the cache's views, made once for each cache tensor."""
+    def _scales(self, layer: Any) -> tuple[float, float]:
+        """``(k_scale, v_scale)`` of an fp8 cache, else ``(1.0, 1.0)``."""
+        if not self.has_fp8_cache:
+            return 1.0, 1.0
+        k_scale, v_scale = float(layer._k_scale_float), float(layer._v_scale_float)
+        if not (k_scale > 0.0 and v_scale > 0.0):
+            raise ValueError(
+                f"k_scale, v_scale: expected positive numbers, got {k_scale} and {v_scale}; "
+                "correct the checkpoint's, or use --kv-cache-dtype auto"
+            )
+        return k_scale, v_scale
+
+    def _view(self, kv_cache: torch.Tensor) -> PageViews:
+        """Views of a cache: K, V and, where the layer's pages keep them, summaries."""
+        dtype = None if self.summaries is None else summary_dtype(kv_cache.dtype, self.dtype)
+        return view_pages(kv_cache, dtype)
+
+    def _cached_view(self, kv_cache: torch.Tensor) -> PageViews:
+        """:meth:`_view` of the layer's own cache, made once for each cache tensor."""
         key = (kv_cache.data_ptr(), kv_cache.shape)
         if self._pages is None or self._pages_key != key:
-            summaries = summary_dtype(kv_cache.dtype, self.dtype)
-            self._pages = view_pages(kv_cache, summaries if self.policy.selects_blocks else None)
-            self._pages_key = key
+            self._pages, self._pages_key = self._view(kv_cache), key
         return self._pages
-
-
-def refuse_quantised_output(
-    output_scale: torch.Tensor | None, output_block_scale: torch.Tensor | None
-) -> None:
-    """Refuse what vLLM passes where it fuses attention with the quantisation of its output.
-
-    Raises:
-        NotImplementedError: a scale was given.
-    """
-    if output_scale is not None or output_block_scale is not None:
-        raise NotImplementedError(
-            "output_scale: fused output quantisation is not supported; disable the "
-            "attention-quantisation fusion pass"
-        )
-
-
-def _customize_layer_spec(layer: Any, spec: Any, page_size: int) -> Any:
-    """Fit one of our layers' specs to padded pages (vLLM without ``customize_spec``).
-
-    That vLLM starts window layers from its smallest page and pads it to the largest one of the
-    model, which would waste most of each page: they get pages of as many tokens as the others.
-    """
-    if not isinstance(getattr(layer, "impl", None), SparseKImpl):
-        return spec
-    if engine_selects_blocks() and not compat.is_full_attention(spec):
-        spec = compat.with_page_size(spec, page_size)
-    return layer.attn_backend.customize_spec(spec)
