@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek_kernels.fallback import fallback_counts, sdpa_fallback
+from sparsek_kernels.fallback import FallbackMask, fallback_counts, sdpa_fallback
 from sparsek_kernels.paged.api import paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -248,11 +248,10 @@ def test_window_and_sinks_of_the_model(current: Any) -> None:
         q,
         k,
         v,
+        FallbackMask(window_size=48, sinks=sinks),
         reason="a test",
         cu_seqlens_q=offsets,
         cu_seqlens_k=offsets,
-        window_size=48,
-        sinks=sinks,
     )
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
 
