@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -127,6 +128,12 @@ class LaunchConfig:
     selected_bwd_hopper: TileConfig | None = None
 
 
+def row_tile(head_dim: int) -> tuple[int, int]:
+    """Rows of a program that handles each row by itself, and ``head_dim`` padded."""
+    padded = max(16, 1 << (head_dim - 1).bit_length())
+    return max(1, 4096 // padded), padded
+
+
 def _chunk_rows(shape: ProblemShape, slots: int, itemsize: int, most_bytes: int) -> int:
     rows = shape.batch * shape.num_q
     fits = most_bytes // max(shape.num_heads * slots * shape.head_dim * itemsize, 1)
@@ -174,6 +181,7 @@ def _tiles(dim: int, dtype: torch.dtype, arch: int) -> dict[str, TileConfig]:
     }
 
 
+@lru_cache(maxsize=256)
 def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int) -> LaunchConfig:
     """Launch parameters for ``shape`` on compute capability ``arch`` (``90`` is 9.0).
 

@@ -35,22 +35,18 @@ def select(problem: CompressedProblem, lse: torch.Tensor, block_indices: torch.T
     heads, pitch = shape.num_kv_heads, score_pitch(spec.num_selectable(problem.seq_len))
     free = spec.top_n - spec.num_init_blocks - spec.num_local_blocks
     scored = free > 0 and problem.k_cmp.shape[1] > 0
-    per_row = shape.batch * heads * pitch
-    step = min(max(_SCRATCH_SCORES // per_row, _LEAST_ROWS), shape.num_q)
-    scratch = torch.empty(per_row * step if scored else 1, dtype=torch.float32, device=lse.device)
+    step = max(_SCRATCH_SCORES // (shape.batch * heads * pitch), _LEAST_ROWS)
     lse = lse.contiguous()
+    token_seq, cu_seqlens = problem.token_seq, problem.cu_seqlens
     for first in range(0, shape.num_q, step):
-        rows = min(step, shape.num_q - first)
-        size = (shape.batch, rows, heads, pitch)
+        size = (shape.batch, min(step, shape.num_q - first), heads, pitch)
         if scored:
-            scores = scratch[: per_row * rows].view(size)
+            scores = torch.empty(size, dtype=torch.float32, device=lse.device)
             score(problem, lse, scores, first)
-        else:  # every place is forced
-            scores = scratch.expand(size)
-        choose(
-            *(block_indices, scores, problem.token_seq, problem.cu_seqlens, spec),
-            *(first, problem.offset),
-        )
+        else:  # every block is forced
+            scores = lse.new_empty(1).expand(size)
+        choose(block_indices, scores, token_seq, cu_seqlens, spec, first, problem.offset)
+        del scores  # makes room for those of the next rows
 
 
 def _hopper_tile(problem: CompressedProblem) -> TileConfig | None:
