@@ -134,9 +134,9 @@ def row_tile(head_dim: int) -> tuple[int, int]:
     return max(1, 4096 // padded), padded
 
 
-def _chunk_rows(shape: ProblemShape, slots: int, itemsize: int, most_bytes: int) -> int:
+def _chunk_rows(shape: ProblemShape, top_n: int, itemsize: int, most_bytes: int) -> int:
     rows = shape.batch * shape.num_q
-    fits = most_bytes // max(shape.num_heads * slots * shape.head_dim * itemsize, 1)
+    fits = most_bytes // max(shape.num_heads * top_n * shape.head_dim * itemsize, 1)
     return max(min(rows, max(fits, -(-rows // _MAX_CHUNKS))), 1)
 
 
@@ -182,19 +182,19 @@ def _tiles(dim: int, dtype: torch.dtype, arch: int) -> dict[str, TileConfig]:
 
 
 @lru_cache(maxsize=256)
-def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int) -> LaunchConfig:
+def select_config(shape: ProblemShape, top_n: int, dtype: torch.dtype, arch: int) -> LaunchConfig:
     """Launch parameters for ``shape`` on compute capability ``arch`` (``90`` is 9.0).
 
     Args:
         shape: sizes of the call.
-        slots: blocks per token.
+        top_n: blocks per token.
         dtype: dtype of q, k and v.
         arch: ten times the compute capability; unknown values get the portable default.
     """
     rows = shape.batch * shape.num_q
     token_major = rows * shape.num_kv_heads <= 2048
     itemsize = 4 if dtype == torch.float32 else 2
-    chunk_rows = _chunk_rows(shape, slots, itemsize, _PART_BYTES)
+    chunk_rows = _chunk_rows(shape, top_n, itemsize, _PART_BYTES)
     item_entries = max(2048 // shape.padded_group, 32)
     hopper = (
         arch == 90
@@ -210,7 +210,7 @@ def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int
         token_major=token_major,
         chunk_rows=chunk_rows,
         chunk_rows_bwd=(
-            _chunk_rows(shape, slots, itemsize, _PART_BYTES_HOPPER_BWD) if hopper else chunk_rows
+            _chunk_rows(shape, top_n, itemsize, _PART_BYTES_HOPPER_BWD) if hopper else chunk_rows
         ),
         index_rows=-(-chunk_rows // 2) if boxes else chunk_rows,
         item_entries=2 * item_entries if boxes else item_entries,

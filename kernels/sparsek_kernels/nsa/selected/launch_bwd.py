@@ -90,7 +90,7 @@ def backward_rows(
             dq,
             dq_part,
             dq if dq_acc is None else dq_acc,
-            problem.indices,
+            problem.block_indices,
             problem.softmax_scale,
             chunk.first_row,
             chunk.num_rows,
