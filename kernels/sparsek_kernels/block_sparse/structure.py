@@ -109,7 +109,7 @@ def structure_of(pattern: Any, num_k: int) -> BlockStructure:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
     columns = -(-num_k // pattern.block_size)
-    if crow.is_inference() or col.is_inference():  # nothing tells whether these have changed
+    if crow.is_inference() or col.is_inference():  # their changes are not recorded
         return _structure(pattern.block_size, columns, crow, col)
     version = (crow._version, col._version, columns, pattern.block_size)
     known = _structures.get(crow)
@@ -122,7 +122,7 @@ def structure_of(pattern: Any, num_k: int) -> BlockStructure:
 def _structure(
     block_size: int, columns: int, crow: torch.Tensor, col: torch.Tensor
 ) -> BlockStructure:
-    # A copy: a value that holds its own key would keep it for good.
+    # A copy, because a value that held its own weak key would keep it alive.
     rows = crow.clone() if crow.dim() == 2 else crow[None].clone()
     return BlockStructure(block_size, (rows.shape[-1] - 1, columns), rows, col)
 

@@ -22,7 +22,7 @@ _ELEMENT = {
 
 @lru_cache(maxsize=64)
 def tile_layout(rows: int, cols: int, dtype: torch.dtype) -> NVMMASharedLayout:
-    """How tensor cores want a tile ``[rows, cols]`` to lie in shared memory."""
+    """Shared-memory layout in which tensor cores read a tile ``[rows, cols]``."""
     return NVMMASharedLayout.get_default_for([rows, cols], _ELEMENT[dtype])
 
 
@@ -37,9 +37,9 @@ def describe_matrix(
 def describe(
     x: torch.Tensor, rows: int, cols: int | None = None
 ) -> tuple[TensorDescriptor, int, int]:
-    """Descriptor of tiles of ``rows`` tokens of one head, or of ``cols`` of its columns.
+    """``(descriptor, rows per sequence, columns per head)`` of ``x [B, N, H, D]`` as a matrix.
 
-    Returns it, the rows per sequence and the columns per head.
+    A tile is ``rows`` tokens of one head, or ``cols`` columns of it.
     """
     batch, tokens, heads, dim = x.shape
     cols = cols or dim
@@ -50,7 +50,7 @@ def describe(
 
 @lru_cache(maxsize=8)
 def box_layout(dtype: torch.dtype) -> NVMMASharedLayout:
-    """How boxes of :func:`describe_boxes`, wide enough to be swizzled, lie in shared memory."""
+    """Shared-memory layout of the boxes of :func:`describe_boxes`: swizzled over 64 columns."""
     return NVMMASharedLayout.get_default_for([1, 8, 1, 64], _ELEMENT[dtype])
 
 
