@@ -1,4 +1,4 @@
-"""The gated sum of the three branches, with everything that its gradients are made of."""
+"""The gated sum of the three branches, with the inputs of its gradients."""
 
 from __future__ import annotations
 
