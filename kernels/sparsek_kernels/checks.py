@@ -91,7 +91,7 @@ def check_offsets(name: str, offsets: object, total: int, device: torch.device) 
     """Check offsets of packed sequences; their values once per tensor, which waits for the device.
 
     Values are not checked while compiling and while a CUDA graph is captured.  A tensor that was
-    changed in place is checked again, unless it was made in inference mode, which does not tell.
+    changed in place is checked again; tensors of inference mode do not record such changes.
 
     Raises:
         TypeError: no int32 tensor.

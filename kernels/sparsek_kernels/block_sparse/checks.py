@@ -1,4 +1,4 @@
-"""Argument checks of ``block_sparse_attention``: each failure names what came and what was due."""
+"""Argument checks of ``block_sparse_attention``: each error says what was due and what came."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparsek_kernels.checks import check_qkv, check_scale
 def check_arguments(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Any, softmax_scale: float | None
 ) -> tuple[BlockStructure, float]:
-    """Validate one call; returns the pattern's structure and the scale.
+    """The structure of the pattern and the scale, after the arguments were checked.
 
     Raises:
         TypeError: a wrong type or dtype.

@@ -1,4 +1,4 @@
-"""Kernel launches that skip the JIT's argument analysis once a kernel is compiled."""
+"""Launches of a compiled kernel that skip the JIT's analysis of its arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Argument checks of ``sink_flash_attention``: each failure names what came and what was due."""
+"""Argument checks of ``sink_flash_attention``: each error says what was due and what came."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_arguments(
     cu_seqlens_k: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> AttentionSpec:
-    """Validate one call and return its mask as numbers.
+    """The mask and scale of one call, after its arguments were checked.
 
     Raises:
         TypeError: a wrong type or dtype.

@@ -46,10 +46,10 @@ def _blocks(problem: SinkWindowProblem) -> Iterator[_Block]:
     for (b, q_lo, q_hi), (_, k_lo, k_hi) in sequences:
         num_q, num_k = q_hi - q_lo, k_hi - k_lo
         offset = num_k - num_q
-        reach = num_k
+        most_keys = num_k
         if spec.causal and spec.window_size is not None:
-            reach = min(num_k, spec.num_sink + spec.window_size)
-        step = min(max(_BLOCK_SCORES // max(reach * q.shape[2], 1), 16), 512)
+            most_keys = min(num_k, spec.num_sink + spec.window_size)
+        step = min(max(_BLOCK_SCORES // max(most_keys * q.shape[2], 1), 16), 512)
         for first in range(0, num_q, step):
             last = min(first + step, num_q)
             spans = spec.key_spans(first, last, offset, num_k)

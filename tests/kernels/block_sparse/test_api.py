@@ -225,7 +225,7 @@ REFUSED: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     (
         "list of offsets",
         TypeError,
-        "crow_indices: expected a tensor, got list",
+        "crow_indices: expected a torch.Tensor, got list",
         {"pattern": plain(GRID, crow_indices=[0, 1, 2, 3])},
     ),
 ]

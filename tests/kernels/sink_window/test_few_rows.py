@@ -43,4 +43,5 @@ def test_copies_need_aligned_heads() -> None:
     assert copyable(x)
     assert not copyable(x.transpose(2, 3))
     assert not copyable(torch.zeros(1, 10, 3, 68, dtype=torch.float16)[..., :64])
+    assert copyable(torch.zeros(1, 10, 3, 68)[..., :64])  # rows of 17 times 16 bytes
     assert not copyable(x[..., 1:])
