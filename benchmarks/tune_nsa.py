@@ -111,7 +111,7 @@ def stages(heads: int, kv_heads: int, tokens: int) -> dict[str, Callable[[], obj
         launch_compressed.forward(compressed_problem(), out, lse)
 
     def backward() -> object:
-        return launch_compressed.backward(compressed_problem(), dout, None, out, lse)
+        return launch_compressed.backward(compressed_problem(), out, lse, dout, None)
 
     def select() -> None:
         launch_select.select(compressed_problem(), lse, indices)
@@ -120,7 +120,7 @@ def stages(heads: int, kv_heads: int, tokens: int) -> dict[str, Callable[[], obj
         launch_selected.forward(selected_problem(), out_slc, lse_slc)
 
     def selected_bwd() -> object:
-        return launch_selected_bwd.backward(selected_problem(), dout, None, out_slc, lse_slc)
+        return launch_selected_bwd.backward(selected_problem(), out_slc, lse_slc, dout, None)
 
     for prepare in (compressed, select, selected):
         prepare()

@@ -13,6 +13,7 @@ from sparsek_backend.vllm_backend import impl as impl_module
 from sparsek_backend.vllm_backend import metadata as metadata_module
 from sparsek_backend.vllm_backend.report import EAGER_NORMS
 from sparsek_kernels.paged import launch
+from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import paged_attention_reference
 from tests.vllm_backend.layers import (
@@ -46,7 +47,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def paged_attention(q: Any, k: Any, v: Any, batch: Any, policy: Any, **given: Any) -> None:
         seen.append({"policy": policy, "tokens": q.shape[0], **given})
-        launch.paged_attention(q, k, v, batch, policy, **given)
+        invariant = given.pop("batch_invariant")
+        launch.paged_attention(
+            PagedOperands(q, k, v, **given), batch, policy, batch_invariant=invariant
+        )
 
     monkeypatch.setattr(impl_module, "paged_attention", paged_attention)
     return seen

@@ -166,22 +166,13 @@ def interpreted() -> Iterator[None]:
     """Let layers on a CPU launch the Triton kernels, which run in Triton's interpreter."""
     from sparsek_backend.vllm_backend import impl
     from sparsek_kernels.paged import launch
+    from sparsek_kernels.paged.operands import PagedOperands
 
     def attend(
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: Any,
-        policy: Any,
-        *,
-        softmax_scale: float,
-        k_summary: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor,
-        **scales: float,
+        q: Any, k: Any, v: Any, batch: Any, policy: Any, batch_invariant: bool, **given: Any
     ) -> None:
         launch.paged_attention(
-            q, k_cache, v_cache, batch, policy, softmax_scale, k_summary, sinks, out, **scales
+            PagedOperands(q, k, v, **given), batch, policy, batch_invariant=batch_invariant
         )
 
     with (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -18,6 +20,7 @@ _ELEMENT = {
 }
 
 
+@lru_cache(maxsize=64)
 def tile_layout(rows: int, cols: int, dtype: torch.dtype) -> NVMMASharedLayout:
     """Shared-memory layout in which tensor cores read a tile ``[rows, cols]``."""
     return NVMMASharedLayout.get_default_for([rows, cols], _ELEMENT[dtype])
@@ -45,6 +48,7 @@ def describe(
     return describe_matrix(x, shape, x.stride(1), (rows, cols)), batch_rows, x.stride(2)
 
 
+@lru_cache(maxsize=8)
 def box_layout(dtype: torch.dtype) -> NVMMASharedLayout:
     """Shared-memory layout of the boxes of :func:`describe_boxes`: swizzled over 64 columns."""
     return NVMMASharedLayout.get_default_for([1, 8, 1, 64], _ELEMENT[dtype])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.checks import check_heads, check_offsets, check_tensor
+from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_offsets, check_tensor
 
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-DTYPES = (*KERNEL_DTYPES, torch.float64)
+DTYPES = (*FLOAT_DTYPES, torch.float64)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64
 

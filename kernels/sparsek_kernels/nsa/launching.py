@@ -13,6 +13,6 @@ def problem_shape(q: torch.Tensor, num_kv_heads: int, num_k: int) -> ProblemShap
     return ProblemShape(q.shape[0], q.shape[1], num_k, q.shape[2], num_kv_heads, q.shape[3])
 
 
-def launch_config(q: torch.Tensor, shape: ProblemShape, slots: int) -> LaunchConfig:
+def launch_config(q: torch.Tensor, shape: ProblemShape, top_n: int) -> LaunchConfig:
     """The table's configuration for ``q``'s dtype and device."""
-    return select_config(shape, slots, q.dtype, device_arch(q.device))
+    return select_config(shape, top_n, q.dtype, device_arch(q.device))

@@ -6,22 +6,17 @@ are written out rather than recorded.  Half-precision inputs are computed in fp3
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from sparsek_kernels.common.precision import without_autocast
+from sparsek_kernels.common.precision import compute_dtype, without_autocast
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.sequences import Span, spans
 from sparsek_kernels.nsa.spec import NSASpec
 
 _CHUNK_ELEMENTS = 1 << 22  # elements of the largest intermediate, whatever the shapes
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Precision of the arithmetic for inputs of ``dtype``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _chunks(rows: slice, per_row: int) -> Iterator[slice]:
@@ -120,10 +115,10 @@ def compressed_forward(problem: CompressedProblem, out: torch.Tensor, lse: torch
 @without_autocast
 def compressed_backward(
     problem: CompressedProblem,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k_cmp and v_cmp."""
     q, k_cmp, v_cmp = problem.q, problem.k_cmp, problem.v_cmp
@@ -263,10 +258,10 @@ def selected_forward(problem: SelectedProblem, out: torch.Tensor, lse: torch.Ten
 @without_autocast
 def selected_backward(
     problem: SelectedProblem,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
     q, k, v, scale = problem.q, problem.k, problem.v, problem.softmax_scale
@@ -294,3 +289,28 @@ def selected_backward(
         ):
             total[span.batch].index_put_((token, head), part, accumulate=True)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def gated_forward(
+    out: torch.Tensor, outs: Sequence[torch.Tensor], gates: Sequence[torch.Tensor]
+) -> None:
+    """Fill ``out [B, N, Hq, D]`` with the sum of ``gates [B, N, Hq]`` times ``outs``."""
+    compute = compute_dtype(out.dtype)
+    total = torch.zeros(out.shape, dtype=compute, device=out.device)
+    for branch, gate in zip(outs, gates, strict=True):
+        total += branch.to(compute) * gate.to(compute)[..., None]
+    out.copy_(total)
+
+
+def gated_backward(
+    douts: Sequence[torch.Tensor],
+    dgates: Sequence[torch.Tensor],
+    dout: torch.Tensor,
+    outs: Sequence[torch.Tensor],
+    gates: Sequence[torch.Tensor],
+) -> None:
+    """Fill the gradients of ``outs`` and of ``gates``."""
+    upstream = dout.to(compute_dtype(dout.dtype))
+    for i, gate in enumerate(gates):
+        douts[i].copy_(upstream * gate.to(upstream.dtype)[..., None])
+        dgates[i].copy_((upstream * outs[i].to(upstream.dtype)).sum(-1))

@@ -25,9 +25,25 @@ Positions: TypeAlias = Any
 """An integer, or an array of them (NumPy, PyTorch): the rule is the same arithmetic for all."""
 
 
+def cell_size(score_kind: ScoreKind) -> int:
+    """Tokens of a cell: what one mean covers, or a minimum with its maximum (two vectors)."""
+    return CELL_SIZE if score_kind == "cell_mean" else 2 * CELL_SIZE
+
+
 def ceil_div(a: int, b: int) -> int:
     """Smallest integer not below ``a / b``, for ``b > 0``."""
     return -(-a // b)
+
+
+def summary_vectors(page_size: int) -> int:
+    """Summary vectors per page and KV head.
+
+    Raises:
+        ValueError: the page does not hold whole cells.
+    """
+    if page_size < CELL_SIZE or page_size % CELL_SIZE:
+        raise ValueError(f"page_size: expected a multiple of {CELL_SIZE}, got {page_size}")
+    return page_size // CELL_SIZE
 
 
 @dataclass(frozen=True)
@@ -88,14 +104,18 @@ class SelectionPolicy:
             raise ValueError(
                 f"sel_block_size: expected a multiple of {CELL_SIZE}, got {self.sel_block_size}"
             )
-        if self.score_kind == "min_max" and self.sel_block_size % (2 * CELL_SIZE):
+        if self.sel_block_size % cell_size(self.score_kind):
             raise ValueError(
-                f"sel_block_size: min_max scores need a multiple of {2 * CELL_SIZE}, "
-                f"got {self.sel_block_size}"
+                f"sel_block_size: {self.score_kind} scores need a multiple of "
+                f"{cell_size(self.score_kind)}, got {self.sel_block_size}"
             )
 
     def per_token(self) -> SelectionPolicy:
         """The same rule with a selection of its own for every query: what decodes follow."""
+        return self._per_token
+
+    @cached_property
+    def _per_token(self) -> SelectionPolicy:
         if self.query_tile == 1 and not self.dense_last:
             return self
         return replace(self, query_tile=1, dense_last=0)
@@ -138,6 +158,10 @@ class SelectionPolicy:
         size = self.sel_block_size
         latest_start = size - math.gcd(size, self.query_tile)  # of a tile, within its first block
         return self.reach_blocks + ceil_div(latest_start + self.query_tile, size)
+
+    def num_tiles(self, begin: int, end: int) -> int:
+        """Tiles that hold the positions ``[begin, end)``."""
+        return (end - 1) // self.query_tile - begin // self.query_tile + 1 if end > begin else 0
 
     def local_range(self, position: Positions) -> tuple[Positions, Positions]:
         """Half-open range of blocks that the window of the tile at ``position`` touches.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparsek_kernels.paged.api import summary_vectors
+from sparsek_kernels.paged.policy import summary_vectors
 
 FP8_KV_CACHE = ("fp8", "fp8_e4m3")
 """The names after ``--kv-cache-dtype`` of a cache of e4m3 values with a scale per layer."""

@@ -23,7 +23,6 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparsek_kernels.common import grids
-from sparsek_kernels.nsa import backward as launch_branches
 from sparsek_kernels.nsa import launching as launch_common
 from sparsek_kernels.nsa.compress import launch as launch_compress
 from sparsek_kernels.nsa.compressed import (
@@ -35,6 +34,7 @@ from sparsek_kernels.nsa.compressed import (
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import ProblemShape, TileConfig
 from sparsek_kernels.nsa.gate import launch as launch_gate
+from sparsek_kernels.nsa.gate.problem import PerBranch
 from sparsek_kernels.nsa.select import (
     launch as launch_select,
 )
@@ -52,7 +52,7 @@ from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.barriers import require_lasting_barriers
 
 MODULES = (
-    *(launch_branches, launch_compress, launch_compressed),
+    *(launch_compress, launch_compressed),
     *(launch_compressed_hopper, launch_compressed_select),
     *(launch_gate, launch_select, launch_selected, launch_selected_bwd),
 )
@@ -116,13 +116,13 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     )
     launch_compress.mean_pool_forward(k, cmp, None, spec)
     launch_compress.mean_pool_backward(cmp, k, None, spec)
-    launch_compressed.backward(compressed(), q, None, q, lse)
+    launch_compressed.backward(compressed(), q, lse, q, None)
     for rows in (tokens, 1):
         few, found = q[:, :rows], indices[:, :rows]
         launch_compressed.forward(compressed(rows), few, lse)
         launch_select.select(compressed(rows), lse, found)
         launch_selected.forward(selected(rows), few, lse)
-    launch_selected_bwd.backward(selected(), q, None, q, lse)
+    launch_selected_bwd.backward(selected(), q, lse, q, None)
     if arch == 90:
         table = base(ProblemShape(1, 65536, 65536, group, 1, dim), spec.top_n, dtype, arch)
         hopper = {
@@ -138,13 +138,13 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
         for cu in (None, torch.tensor([0, 0, tokens], dtype=torch.int32)):
             launch_compressed_select.attend_and_select(compressed(cu=cu), q, lse, indices)
         launch_selected.forward(selected(), q, lse)
-        launch_selected_bwd.backward(selected(), q, None, q, lse)
+        launch_selected_bwd.backward(selected(), q, lse, q, None)
         hopper["selected_boxes"] = TileConfig(64, 64, 4, 4, 80)  # for groups of whole boxes
         launch_selected.forward(selected(), q, lse)
     launch_selected.forward_gated(selected(), q, (q, q), gates)
-    launch_branches.gate_rows(q, [q] * 3, gates, [lse] * 3)
+    launch_gate.gate_rows(q, PerBranch(q, q, q), PerBranch(*gates), PerBranch(lse, lse, lse))
     launch_gate.forward(q, [q] * 3, gates)
-    launch_gate.backward([q] * 3 + gates, q, [q] * 3, gates)
+    launch_gate.backward([q] * 3, gates, q, [q] * 3, gates)
     # Once for many tokens and once for a decoded one, told apart by their first argument.
     keys = ("GATED", "VARLEN", "BOUNDED")
     found = {(x[0], x[2][0].shape[:2], *map(x[3].get, keys)): x for x in seen}

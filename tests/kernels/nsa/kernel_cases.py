@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from sparsek_kernels import nsa_attention
-from sparsek_kernels.nsa import backward as launch_branches
 from sparsek_kernels.nsa import reference as ref
 from sparsek_kernels.nsa.compress import launch as launch_compress
 from sparsek_kernels.nsa.compressed import launch as launch_compressed
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import BOX_GROUPS, TileConfig
 from sparsek_kernels.nsa.gate import launch as launch_gate
+from sparsek_kernels.nsa.gate.problem import PerBranch
 from sparsek_kernels.nsa.select import (
     launch as launch_select,
 )
@@ -232,7 +232,7 @@ def run(case: Case, device: str, size: str) -> int:
         judge.error(f"{kind}compressed out", out, plain[0], exact_all[0])
         judge.error(f"{kind}compressed lse", lse, exact_all[1].to(dtype), exact_all[1])
         dead = lse == float("-inf")
-        found = launch_compressed.backward(tuned, dout, dlse.masked_fill(dead, 0.0), out, lse)
+        found = launch_compressed.backward(tuned, out, lse, dout, dlse.masked_fill(dead, 0.0))
         for name, ours, low, high in zip(
             ("dq", "dk_cmp", "dv_cmp"), found, plain[2:], exact_all[2:], strict=True
         ):
@@ -340,7 +340,7 @@ def run(case: Case, device: str, size: str) -> int:
         if design == "token-major":
             continue
         tuned = replace(problem, tuned=designs[design])
-        found = launch_selected_bwd.backward(tuned, dout, dlse, out, lse)
+        found = launch_selected_bwd.backward(tuned, out, lse, dout, dlse)
         for name, ours, low, high in zip(
             ("dq", "dk", "dv"), found, plain[2:], exact_all[2:], strict=True
         ):
@@ -372,14 +372,16 @@ def run(case: Case, device: str, size: str) -> int:
     exact = sum(b * g[..., None] for b, g in zip(leaves[:3], leaves[3:], strict=True))
     judge.error("gate", out, exact.detach().to(dtype), exact.detach())
     grads = [torch.full_like(x, float("nan")) for x in (*branches, *gates)]
-    launch_gate.backward(grads, dout, branches, gates)
+    launch_gate.backward(grads[:3], grads[3:], dout, branches, gates)
     rows_want = []
     for i, want in enumerate(torch.autograd.grad(exact, leaves, dout.double())):
         judge.error(f"gate gradient {i}", grads[i], want.to(grads[i].dtype), want)
         if i >= 3:
             rows_want.append(want)
     gates[1][:, ::3] = 0.0
-    found, dots, folded = launch_branches.gate_rows(dout, branches, gates, [lse] * 3)
+    found, dots, folded = launch_gate.gate_rows(
+        dout, PerBranch(*branches), PerBranch(*gates), PerBranch(lse, lse, lse)
+    )
     for i, want in enumerate(rows_want):
         judge.error(f"gate rows {i}", found[i], want.to(found[i].dtype), want)
         judge.error(f"gate dots {i}", dots[i], want.transpose(1, 2).float(), want.transpose(1, 2))

@@ -70,10 +70,10 @@ def forward(problem: CompressedProblem, out: torch.Tensor, lse: torch.Tensor) ->
 
 def backward(
     problem: CompressedProblem,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k_cmp and v_cmp; bitwise reproducible."""
     q, k_cmp, v_cmp = problem.q, problem.k_cmp, problem.v_cmp

@@ -26,6 +26,7 @@ from sparsek_kernels.nsa.compressed.kernels.fwd_sm90 import nsa_compressed_hoppe
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import TileConfig
 from sparsek_kernels.sink_window import launch_sm90 as launch_window
+from sparsek_kernels.sink_window.config import TileConfig as SinkWindowTile
 from sparsek_kernels.sink_window.problem import SinkWindowProblem
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
@@ -173,7 +174,7 @@ def query_segments(num_q: int, span: int) -> tuple[int, int]:
 
 def accumulate(
     problem: CompressedProblem,
-    tile: TileConfig,
+    tile: SinkWindowTile,
     dq_acc: torch.Tensor,
     dout: torch.Tensor,
     lse: torch.Tensor,
@@ -211,7 +212,7 @@ def accumulate(
 
 def backward(
     problem: CompressedProblem,
-    tile: TileConfig,
+    tile: SinkWindowTile,
     dout: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,

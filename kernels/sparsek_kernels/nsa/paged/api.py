@@ -185,7 +185,7 @@ def _attend_sequence(
     scale: float,
 ) -> None:
     """The last tokens of a sequence over its gathered keys and values ``[1, M, Hkv, D]``."""
-    q, length, fields = q[None], kv[0].shape[1], ops.spec_list(spec)
+    q, length, fields = q[None], kv[0].shape[1], spec.as_list()
     found, lse = ops.compressed_fwd(q, *kv_cmp, length, None, fields, scale)
     out[:, 0] = found[0]
     chosen = ops.select(q, kv_cmp[0], lse, length, None, fields, scale)

@@ -21,8 +21,9 @@ from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.config import choose_splits, largest_part, next_power_of_2
 from sparsek_kernels.paged.launch import attend
+from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
-from sparsek_kernels.paged.runtime import LOG2E, workspace
+from sparsek_kernels.paged.runtime import workspace
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,8 @@ def decode(problem: PagedProblem, out: torch.Tensor) -> None:
         query_tile=1,
     )
     by_score = chosen[0, :, :, spec.num_init_blocks : spec.num_init_blocks + free]
-    scales = (problem.softmax_scale * LOG2E, 1.0)
-    attend(q, pages.k_slc, pages.v_slc, batch, policy, by_score, None, out[:, 1], scales, True)
+    operands = PagedOperands(q, pages.k_slc, pages.v_slc, out[:, 1], problem.softmax_scale)
+    attend(operands, batch, policy, by_score, decode=True)
 
 
 def _token_sequences(tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from sparsek_kernels.common.precision import compute_dtype
 from sparsek_kernels.nsa.paged.problem import PagedProblem
-from sparsek_kernels.nsa.torch_path import best_blocks, compute_dtype, fold_scores
+from sparsek_kernels.nsa.torch_path import best_blocks, fold_scores
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 
 _GATHER_ELEMENTS = 1 << 24

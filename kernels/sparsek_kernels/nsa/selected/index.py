@@ -97,7 +97,7 @@ def build_index(
     head = torch.arange(num_kv_heads, dtype=torch.int32, device=device)
     base = (row // chunk_rows * num_kv_heads)[:, None] + head  # [rows, Hkv]
     base = base * num_blocks + cu_blocks[seq][:, None]
-    chosen = problem.indices.view(rows, num_kv_heads, top_n)
+    chosen = problem.block_indices.view(rows, num_kv_heads, top_n)
     listed = chosen >= 0
     if far_only:
         own = pos // problem.sel_block_size

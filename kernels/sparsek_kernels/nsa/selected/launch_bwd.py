@@ -25,10 +25,10 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def backward(
     problem: SelectedProblem,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
 ) -> Gradients:
     """Gradients of q, k and v; bitwise reproducible."""
     return backward_rows(problem, dout, lse, row_dots(dout, dlse, out))
@@ -90,7 +90,7 @@ def backward_rows(
             dq,
             dq_part,
             dq if dq_acc is None else dq_acc,
-            problem.indices,
+            problem.block_indices,
             problem.softmax_scale,
             chunk.first_row,
             chunk.num_rows,

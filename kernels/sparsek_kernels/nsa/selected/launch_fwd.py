@@ -85,7 +85,7 @@ def _forward_tokens(problem: SelectedProblem, out: torch.Tensor, lse: torch.Tens
         problem.q,
         problem.k,
         problem.v,
-        problem.indices,
+        problem.block_indices,
         *problem.pointers(problem.cu_seqlens, tiles),
         problem.softmax_scale,
         *problem.q.stride(),
@@ -110,7 +110,10 @@ def _forward_blocks(
     lse: torch.Tensor | None,
     gated: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Without ``lse``: add the ``gated`` outputs (compressed, sliding), then the three gates."""
+    """Fill ``out`` and ``lse``, or, without ``lse``, fill ``out`` with the gated sum of branches.
+
+    ``gated``: the outputs of the compressed and the sliding branch, then the three gates.
+    """
     config = problem.config
     index = build_index(problem, config.index_rows, config.item_entries, far_only=True)
     plan = LaunchPlan(problem, index, together=-(-config.chunk_rows // config.index_rows))
@@ -223,7 +226,7 @@ def _combiner(
             k,
             v,
             *(gated or (q,) * 5),
-            problem.indices,
+            problem.block_indices,
             *problem.pointers(cu_rows, cu_first, tiles),
             problem.softmax_scale,
             *strides,

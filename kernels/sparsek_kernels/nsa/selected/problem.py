@@ -23,7 +23,8 @@ class SelectedProblem:
         q: ``[B, N, Hq, D]``, the last N tokens.
         k: ``[B, M, Hkv, D]``.
         v: ``[B, M, Hkv, D]``.
-        block_indices: ``[B, N, Hkv, S]`` int32 blocks of the token's sequence, -1 for none.
+        block_indices: ``[B, N, Hkv, S]`` int32 blocks of the token's sequence, -1 for none; made
+            contiguous.
         cu_seqlens: ``[sequences + 1]`` int32 offsets of packed sequences.
         sel_block_size: tokens of a block.
         softmax_scale: factor of ``q . k``.
@@ -38,6 +39,9 @@ class SelectedProblem:
     sel_block_size: int
     softmax_scale: float
     tuned: LaunchConfig | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_indices", self.block_indices.contiguous())
 
     @cached_property
     def shape(self) -> ProblemShape:
@@ -57,11 +61,6 @@ class SelectedProblem:
                 f"got {self.sel_block_size}; split each block into smaller ones"
             )
         return self.tuned or launch_config(self.q, self.shape, self.top_n)
-
-    @cached_property
-    def indices(self) -> torch.Tensor:
-        """``block_indices``, contiguous."""
-        return self.block_indices.contiguous()
 
     @property
     def top_n(self) -> int:
