@@ -67,8 +67,9 @@ def sparsek_attention(
         ``[B, N, Hq, Dv]`` and ``None`` (no attention weights exist).
 
     Raises:
-        NotImplementedError: a cache of Transformers' continuous batching, or packed texts with
-            earlier keys beside a mask.
+        NotImplementedError: a cache of Transformers' continuous batching, packed texts with
+            earlier keys beside a mask, or with a position bias.
+        ValueError: a mask or offsets that do not fit queries and keys.
     """
     if cache is not None:
         raise NotImplementedError(
@@ -98,7 +99,8 @@ def sparsek_attention(
     if rule.causal and not rule.chunked:
         policy = policy_of(module, rule.window_size)
     width = v.shape[-1]
-    q, k, v = (F.pad(x, (0, max(q.shape[-1], width) - x.shape[-1])) for x in (q, k, v))
+    if width != q.shape[-1]:  # a pad of nothing would copy
+        q, k, v = (F.pad(x, (0, max(q.shape[-1], width) - x.shape[-1])) for x in (q, k, v))
     packing = packing or mask.packing
     if packing is not None:
         out = _attend_texts(q, k, v, packing, rule.causal, policy, scale, s_aux)

@@ -122,7 +122,7 @@ def sparsek_mask(
         allow_is_causal_skip: unused, because a rule is always returned instead of ``None``.
         allow_is_bidirectional_skip: unused for the same reason.
         config: the model's configuration, whose ``layer_types`` count.
-        device: where the mask is.
+        device: where the mask is; with ``cache_position``, its device.
         cache_position: positions of the new tokens, from Transformers that pass these instead of
             ``q_length`` and ``q_offset`` (before 5.5).
         kwargs: the rest of what Transformers passes to mask functions.
@@ -145,6 +145,7 @@ def sparsek_mask(
     if cache_position is not None:
         queries = {"cache_position": cache_position}
         q_length, q_offset = cache_position.shape[0], int(cache_position[0])
+        device = cache_position.device
     elif q_length is None:
         raise TypeError("q_length: expected an integer where cache_position is not given")
     rule = visibility_of(mask_function, kv_length, kv_offset)
