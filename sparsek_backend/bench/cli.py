@@ -10,16 +10,18 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from sparsek_backend.bench.ceilings import measure_ceilings
 from sparsek_backend.bench.compare import compare_rows
-from sparsek_backend.bench.machine import choose_device, describe_machine, measure_ceilings
+from sparsek_backend.bench.ops import all_ops
 from sparsek_backend.bench.plots import plot_csv
-from sparsek_backend.bench.registry import OURS, BenchOp, Case, all_ops
+from sparsek_backend.bench.registry import OURS, BenchOp, Case
 from sparsek_backend.bench.report import print_bars, print_case, print_comparison
 from sparsek_backend.bench.results import Row, read_csv, write_csv
 from sparsek_backend.bench.runner import Settings, check_bars, run_case
 from sparsek_backend.bench.serve import ServePlan, parse_cases, run_serve, serve_table, write_serve
 from sparsek_backend.bench.workload import load_workloads
 from sparsek_backend.config import resolve_config
+from sparsek_backend.machine import choose_device, describe_machine
 
 app = typer.Typer(help="Benchmarks: kernels, serving, comparisons.", no_args_is_help=True)
 console = Console(width=None)
