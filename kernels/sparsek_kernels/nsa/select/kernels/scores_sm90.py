@@ -18,7 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from sparsek_kernels.nsa.select.kernels.scores import locate_rows, with_spill
+from sparsek_kernels.nsa.kernels.tiles import locate_rows
+from sparsek_kernels.nsa.select.kernels.scores import with_spill
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 WARPGROUPS: gl.constexpr = gl.constexpr(4)
