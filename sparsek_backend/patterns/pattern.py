@@ -344,7 +344,8 @@ class BlockSparsePattern(BlockStructure):
         """
         from sparsek_backend.patterns.plot import draw
 
-        return draw(self, patterns)
+        mass = None if self.weights is None else self.mass().cpu()
+        return draw(self.mask().cpu(), mass, self.block_size, patterns)
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in self.__rich_repr__())

@@ -119,6 +119,7 @@ def test_scales_mean_nothing_to_other_caches(current: Any) -> None:
 
 def reasons(**changes: Any) -> list[str]:
     from sparsek_backend.vllm_backend.backend import SparseKBackend
+
     from tests.vllm_backend.test_startup import GOOD
 
     return SparseKBackend.validate_configuration(**{**GOOD, **changes})

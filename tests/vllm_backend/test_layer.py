@@ -202,11 +202,11 @@ def test_a_cache_without_room_is_refused() -> None:
 
 def test_old_vllm_pads_through_the_layer(current: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM before 0.32 has no ``customize_spec``: the layer's own method is wrapped."""
+    from sparsek_backend.vllm_backend.pages import summary_bytes
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.backend import AttentionBackend
 
     from sparsek_backend.vllm_backend import compat
-    from sparsek_backend.vllm_backend.pages import summary_bytes
 
     monkeypatch.setattr(Attention, "get_kv_cache_spec", Attention.get_kv_cache_spec)
     monkeypatch.setattr(Attention, compat._HOOKED, None, raising=False)
@@ -319,9 +319,8 @@ def test_capturing_a_graph_is_short_and_not_counted(current: Any) -> None:
 
 
 def test_cuda_graphs_except_for_fallbacks(current: Any) -> None:
-    from vllm.v1.attention.backend import AttentionCGSupport
-
     from sparsek_backend.vllm_backend.metadata import SparseKMetadataBuilder
+    from vllm.v1.attention.backend import AttentionCGSupport
 
     layer = make_layer()
     spec = make_spec(layer, current)

@@ -87,9 +87,8 @@ def test_every_requirement_of_vllm_is_served_or_has_a_remedy() -> None:
     """Remedies go by the argument that asks too much, never by the words of vLLM's reasons."""
     import inspect
 
-    from vllm.v1.attention.backend import AttentionBackend
-
     from sparsek_backend.vllm_backend.backend import LEAVE, REMEDIES
+    from vllm.v1.attention.backend import AttentionBackend
 
     served = {"use_adaptive_verification"}
     parameters = inspect.signature(AttentionBackend.validate_configuration).parameters

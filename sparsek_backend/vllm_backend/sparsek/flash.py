@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from sparsek_kernels.paged.plan import Segment
 
 
