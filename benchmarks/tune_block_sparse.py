@@ -28,7 +28,7 @@ from sparsek_kernels.block_sparse.config import (
     select_config,
 )
 from sparsek_kernels.block_sparse.launch import launch_backward, launch_forward
-from sparsek_kernels.sink_window.calls import device_arch
+from sparsek_kernels.common.device import device_arch
 
 HEADS, KV_HEADS = 32, 8
 LIMIT = 2e-2  # relative error between two roundings to bf16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import MutableMapping
 from itertools import pairwise
 
@@ -54,6 +55,18 @@ def check_int(name: str, value: object, low: int) -> None:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if value < low:
         raise ValueError(f"{name}: expected an integer >= {low}, got {value}")
+
+
+def check_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """The factor of ``q . k``, ``head_dim ** -0.5`` by default.
+
+    Raises:
+        ValueError: not a finite number above zero.
+    """
+    scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"softmax_scale: expected a finite number > 0, got {softmax_scale}")
+    return scale
 
 
 def check_offsets(name: str, offsets: object, total: int, device: torch.device) -> None:

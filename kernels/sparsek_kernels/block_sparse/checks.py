@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
 from sparsek_kernels.block_sparse.structure import BlockStructure, structure_of
-from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_tensor
+from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_scale, check_tensor
 
 DTYPES = (*FLOAT_DTYPES, torch.float64)
 MAX_HEAD_DIM = 256
@@ -30,9 +29,7 @@ def check_arguments(
     check_heads(q.shape[2], k.shape[2])
     if not 1 <= dim <= MAX_HEAD_DIM:
         raise ValueError(f"q: expected head_dim from 1 to {MAX_HEAD_DIM}, got {dim}")
-    scale = dim**-0.5 if softmax_scale is None else float(softmax_scale)
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"softmax_scale: expected a finite number > 0, got {softmax_scale}")
+    scale = check_scale(softmax_scale, dim)
     structure = structure_of(pattern, k.shape[1])
     reason = misfit(structure, q.shape[1], k.shape[1], q.shape[2], q.device)
     if reason is not None:

@@ -12,11 +12,11 @@ from sparsek_kernels.block_sparse.kernels.bwd import (
 )
 from sparsek_kernels.block_sparse.kernels.fwd import block_sparse_fwd_kernel
 from sparsek_kernels.block_sparse.kernels.fwd_sm90 import block_sparse_hopper_fwd_kernel
-from sparsek_kernels.common.descriptors import describable, describe, multiprocessors
-from sparsek_kernels.sink_window.calls import device_arch
-from sparsek_kernels.sink_window.launch import row_dots
-
-LOG2_E = 1.4426950408889634
+from sparsek_kernels.common.alignment import describable
+from sparsek_kernels.common.descriptors import describe
+from sparsek_kernels.common.device import device_arch, multiprocessors
+from sparsek_kernels.common.kernels.softmax import LOG2E
+from sparsek_kernels.common.row_dots import row_dots
 
 
 class _Call:
@@ -134,7 +134,7 @@ def _forward_hopper(
         v_desc,
         crow_indices,
         col_indices,
-        softmax_scale * LOG2_E,
+        softmax_scale * LOG2E.value,
         *out.stride()[:3],
         q_rows,
         k_rows,

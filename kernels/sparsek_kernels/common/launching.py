@@ -8,6 +8,13 @@ from typing import Any
 import torch
 from triton import knobs
 
+from sparsek_kernels.common.device import current_stream
+
+
+def pointer(x: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
+    """``x``, or ``stand_in`` for an absent tensor, which the kernel then does not read."""
+    return stand_in if x is None else x
+
 
 class CompiledLaunch:
     """One compiled kernel with its grid and every argument after the pointers.
@@ -32,8 +39,7 @@ class CompiledLaunch:
         self._device = device
 
     def __call__(self, *pointers: int) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        self._run(*self._grid, stream, *self._head, *pointers, *self._tail)
+        self._run(*self._grid, current_stream(self._device), *self._head, *pointers, *self._tail)
 
 
 def launch(

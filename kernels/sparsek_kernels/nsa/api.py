@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.checks import check_int, check_tensor
+from sparsek_kernels.checks import check_int, check_scale, check_tensor
 from sparsek_kernels.nsa import ops, ops_branches
 from sparsek_kernels.nsa.checks import (
     DTYPES,
@@ -18,7 +18,6 @@ from sparsek_kernels.nsa.checks import (
     check_lengths,
     check_like_keys,
     check_query,
-    check_scale,
     check_sequences,
 )
 from sparsek_kernels.nsa.compress.mlp import PhiWeights, phi_compress

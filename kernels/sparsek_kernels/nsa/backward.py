@@ -16,15 +16,15 @@ from collections.abc import Sequence
 import torch
 import triton
 
-from sparsek_kernels.common.descriptors import describable
-from sparsek_kernels.nsa.compressed import launch_sm90 as launch_compressed_hopper
+from sparsek_kernels.common.alignment import describable
+from sparsek_kernels.nsa.compressed import launch_sm90 as launch_compressed
+from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.gate.kernels.gate import nsa_gate_rows_kernel
-from sparsek_kernels.nsa.launching import launch_config, problem_shape
 from sparsek_kernels.nsa.selected import launch_bwd as launch_selected_bwd
-from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.spec import NSASpec
-from sparsek_kernels.sink_window.calls import Call
-from sparsek_kernels.sink_window.launch_sm90 import backward_hopper, new_accumulator
+from sparsek_kernels.sink_window import launch_sm90 as launch_window
+from sparsek_kernels.sink_window.problem import SinkWindowProblem
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
 
@@ -90,11 +90,11 @@ def backward(
     """
     k_cmp, k, k_swa = keys
     v_cmp, v, v_swa = values
-    shape = problem_shape(q, k.shape[2], k.shape[1])
-    config = launch_config(q, shape, spec.top_n)
-    window = AttentionSpec(0, window_size, True, scale)
-    call = Call(q, k_swa, window, cu_seqlens, cu_seqlens, None)
-    tile, window_tile = config.hopper_bwd, call.config.hopper_backward
+    compressed = CompressedProblem(q, k_cmp, v_cmp, k.shape[1], cu_seqlens, spec, scale)
+    rules = AttentionSpec(0, window_size, True, scale)
+    window = SinkWindowProblem(q, k_swa, v_swa, rules, None, cu_seqlens, cu_seqlens)
+    window_config = window.launch_config()
+    tile, window_tile = compressed.config.hopper_bwd, window_config.hopper_backward
     if tile is None or window_tile is None or 0 in (k_cmp.numel(), block_indices.numel()):
         return None
     if not describable(q, k_cmp, v_cmp, k_swa, v_swa):
@@ -103,21 +103,15 @@ def backward(
         dout = dout.contiguous()
     dgates, dots, folded = gate_rows(dout, branches, gates, lses)
     # The window first: it fills what the others add to.
-    dq_acc = new_accumulator(call, window_tile, q.device)
+    dq_acc = launch_window.new_accumulator(window, window_tile)
     dk_swa, dv_swa = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k_swa, v_swa))
-    backward_hopper(
-        *(call, window_tile, dq_acc, dk_swa, dv_swa, dout, q, k_swa, v_swa, folded[2], dots[2]),
-        None,
+    together = window_config.backward_together
+    launch_window.backward(
+        window, window_tile, together, dq_acc, dk_swa, dv_swa, dout, folded[2], dots[2]
     )
-    cu_cmp = None
-    if cu_seqlens is not None:
-        cu_cmp = compressed_cu_seqlens(cu_seqlens, spec.cmp_block_size, spec.cmp_stride)
-    dk_cmp, dv_cmp = launch_compressed_hopper.accumulate(
-        *(dq_acc, dout, q, k_cmp, v_cmp, folded[0], dots[0]),
-        *(cu_seqlens, cu_cmp, shape, tile, spec, scale),
+    dk_cmp, dv_cmp = launch_compressed.accumulate(
+        compressed, tile, dq_acc, dout, folded[0], dots[0]
     )
-    dq, dk, dv = launch_selected_bwd.backward_rows(
-        *(dout, folded[1], dots[1], dq_acc, q, k, v),
-        *(block_indices, cu_seqlens, spec.sel_block_size, scale),
-    )
+    selected = SelectedProblem(q, k, v, block_indices, cu_seqlens, spec.sel_block_size, scale)
+    dq, dk, dv = launch_selected_bwd.backward_rows(selected, dout, folded[1], dots[1], dq_acc)
     return dq, dk_cmp, dk, dk_swa, dv_cmp, dv, dv_swa, *dgates

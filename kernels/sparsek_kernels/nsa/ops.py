@@ -9,6 +9,8 @@ import torch
 
 from sparsek_kernels.nsa import torch_path
 from sparsek_kernels.nsa.checks import KERNEL_DTYPES
+from sparsek_kernels.nsa.compressed.problem import CompressedProblem
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
 
@@ -37,6 +39,11 @@ def _new_like(x: torch.Tensor) -> torch.Tensor:
 def _new_lse(q: torch.Tensor) -> torch.Tensor:
     dtype = torch_path.compute_dtype(q.dtype)
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
+
+
+def _new_indices(q: torch.Tensor, k_cmp: torch.Tensor, spec: Sequence[int]) -> torch.Tensor:
+    shape = (q.shape[0], q.shape[1], k_cmp.shape[2], spec[3])
+    return torch.empty(shape, dtype=torch.int32, device=q.device)
 
 
 # --- mean pooling -------------------------------------------------------------------------------
@@ -81,9 +88,7 @@ def mean_pool_bwd(
 
 
 @mean_pool_bwd.register_fake
-def _(
-    dout: torch.Tensor, num_tokens: int, cu_seqlens: torch.Tensor | None, spec: Sequence[int]
-) -> torch.Tensor:
+def _(dout: torch.Tensor, num_tokens: int, *_: Any) -> torch.Tensor:
     return dout.new_empty((dout.shape[0], num_tokens, *dout.shape[2:]))
 
 
@@ -115,27 +120,19 @@ def compressed_fwd(
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output ``[B, N, Hq, D]`` and log-sum-exp ``[B, Hq, N]`` of the compressed branch."""
+    problem = CompressedProblem(q, k_cmp, v_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
     out, lse = _new_like(q), _new_lse(q)
-    args = (out, lse, q, k_cmp, v_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
     if runs_kernels(q):
         from sparsek_kernels.nsa.compressed.launch import forward
 
-        forward(*args)
+        forward(problem, out, lse)
     else:
-        torch_path.compressed_forward(*args)
+        torch_path.compressed_forward(problem, out, lse)
     return out, lse
 
 
 @compressed_fwd.register_fake
-def _(
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    v_cmp: torch.Tensor,
-    seq_len: int,
-    cu_seqlens: torch.Tensor | None,
-    spec: Sequence[int],
-    softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _new_like(q), _new_lse(q)
 
 
@@ -154,15 +151,12 @@ def compressed_bwd(
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k_cmp and v_cmp."""
-    args = (
-        *(dout, dlse, q, k_cmp, v_cmp, out, lse),
-        *(seq_len, cu_seqlens, NSASpec(*spec), softmax_scale),
-    )
+    problem = CompressedProblem(q, k_cmp, v_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
     if runs_kernels(q):
         from sparsek_kernels.nsa.compressed.launch import backward
 
-        return backward(*args)
-    return torch_path.compressed_backward(*args)
+        return backward(problem, dout, dlse, out, lse)
+    return torch_path.compressed_backward(problem, dout, dlse, out, lse)
 
 
 @compressed_bwd.register_fake
@@ -172,12 +166,7 @@ def _(
     q: torch.Tensor,
     k_cmp: torch.Tensor,
     v_cmp: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    seq_len: int,
-    cu_seqlens: torch.Tensor | None,
-    spec: Sequence[int],
-    softmax_scale: float,
+    *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _new_like(q), _new_like(k_cmp), _new_like(v_cmp)
 
@@ -219,20 +208,15 @@ def compressed_select(
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``compressed_fwd``, and ``select`` with its log-sum-exps; not differentiable."""
-    rules = NSASpec(*spec)
-    out, lse = _new_like(q), _new_lse(q)
-    shape = (q.shape[0], q.shape[1], k_cmp.shape[2], rules.top_n)
-    found = torch.empty(shape, dtype=torch.int32, device=q.device)
+    problem = CompressedProblem(q, k_cmp, v_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
+    out, lse, found = _new_like(q), _new_lse(q), _new_indices(q, k_cmp, spec)
     if runs_kernels(q):
         from sparsek_kernels.nsa.select.launch_fused import attend_and_select
 
-        attend_and_select(
-            out, lse, found, q, k_cmp, v_cmp, seq_len, cu_seqlens, rules, softmax_scale
-        )
+        attend_and_select(problem, out, lse, found)
     else:
-        rest = (seq_len, cu_seqlens, rules, softmax_scale)
-        torch_path.compressed_forward(out, lse, q, k_cmp, v_cmp, *rest)
-        torch_path.select_forward(found, q, k_cmp, lse, *rest)
+        torch_path.compressed_forward(problem, out, lse)
+        torch_path.select_forward(problem, lse, found)
     return out, lse, found
 
 
@@ -244,10 +228,9 @@ def _(
     seq_len: int,
     cu_seqlens: torch.Tensor | None,
     spec: Sequence[int],
-    softmax_scale: float,
+    *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    shape = (q.shape[0], q.shape[1], k_cmp.shape[2], spec[3])
-    return _new_like(q), _new_lse(q), torch.empty(shape, dtype=torch.int32, device=q.device)
+    return _new_like(q), _new_lse(q), _new_indices(q, k_cmp, spec)
 
 
 @torch.library.custom_op("sparsek::nsa_select", mutates_args=())
@@ -261,16 +244,14 @@ def select(
     softmax_scale: float,
 ) -> torch.Tensor:
     """Chosen blocks ``[B, N, Hkv, top_n]`` int32, ascending, ``-1`` after the last."""
-    rules = NSASpec(*spec)
-    shape = (q.shape[0], q.shape[1], k_cmp.shape[2], rules.top_n)
-    found = torch.empty(shape, dtype=torch.int32, device=q.device)
-    args = (found, q, k_cmp, lse, seq_len, cu_seqlens, rules, softmax_scale)
+    problem = CompressedProblem(q, k_cmp, k_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
+    found = _new_indices(q, k_cmp, spec)
     if runs_kernels(q):
         from sparsek_kernels.nsa.select.launch import select as launch
 
-        launch(*args)
+        launch(problem, lse, found)
     else:
-        torch_path.select_forward(*args)
+        torch_path.select_forward(problem, lse, found)
     return found
 
 
@@ -282,10 +263,9 @@ def _(
     seq_len: int,
     cu_seqlens: torch.Tensor | None,
     spec: Sequence[int],
-    softmax_scale: float,
+    *_: Any,
 ) -> torch.Tensor:
-    shape = (q.shape[0], q.shape[1], k_cmp.shape[2], spec[3])
-    return torch.empty(shape, dtype=torch.int32, device=q.device)
+    return _new_indices(q, k_cmp, spec)
 
 
 # --- selected attention -------------------------------------------------------------------------
@@ -302,27 +282,19 @@ def selected_fwd(
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output ``[B, N, Hq, D]`` and log-sum-exp ``[B, Hq, N]`` of the selected branch."""
+    problem = SelectedProblem(q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
     out, lse = _new_like(q), _new_lse(q)
-    args = (out, lse, q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
     if runs_kernels(q):
         from sparsek_kernels.nsa.selected.launch_fwd import forward
 
-        forward(*args)
+        forward(problem, out, lse)
     else:
-        torch_path.selected_forward(*args)
+        torch_path.selected_forward(problem, out, lse)
     return out, lse
 
 
 @selected_fwd.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sel_block_size: int,
-    softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _new_like(q), _new_lse(q)
 
 
@@ -341,30 +313,17 @@ def selected_bwd(
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
-    args = (
-        *(dout, dlse, q, k, v, out, lse),
-        *(block_indices, cu_seqlens, sel_block_size, softmax_scale),
-    )
+    problem = SelectedProblem(q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
     if runs_kernels(q):
         from sparsek_kernels.nsa.selected.launch_bwd import backward
 
-        return backward(*args)
-    return torch_path.selected_backward(*args)
+        return backward(problem, dout, dlse, out, lse)
+    return torch_path.selected_backward(problem, dout, dlse, out, lse)
 
 
 @selected_bwd.register_fake
 def _(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    block_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sel_block_size: int,
-    softmax_scale: float,
+    dout: Any, dlse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _new_like(q), _new_like(k), _new_like(v)
 

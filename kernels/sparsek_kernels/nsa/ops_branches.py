@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sparsek_kernels.nsa import ops
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.nsa.torch_path import compute_dtype
 from sparsek_kernels.sink_window.ops import sink_flash_bwd
@@ -48,14 +49,14 @@ def selected_gated(
     softmax_scale: float,
 ) -> torch.Tensor:
     """Gated sum ``[B, N, Hq, D]`` of the selected branch and two outputs; not differentiable."""
-    rest = (q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
+    selected = (q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
     if ops.runs_kernels(q):
         from sparsek_kernels.nsa.selected.launch_fwd import forward_gated
 
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        forward_gated(out, out_cmp, out_swa, gates, *rest)
+        forward_gated(SelectedProblem(*selected), out, (out_cmp, out_swa), gates)
         return out
-    out_slc, _ = ops.selected_fwd(*rest)
+    out_slc, _ = ops.selected_fwd(*selected)
     return _gated_sum((out_cmp, out_slc, out_swa), gates)
 
 

@@ -14,6 +14,7 @@ from sparsek_kernels.paged.eager import (
 )
 from sparsek_kernels.paged.eager_select import select_tiles, select_tokens
 from sparsek_kernels.paged.eager_write import write_kv_eager
+from sparsek_kernels.paged.plan import segments
 from sparsek_kernels.paged.policy import CELL_SIZE, ScoreKind, SelectionPolicy
 
 
@@ -73,7 +74,12 @@ def write_kv(
         from sparsek_kernels.paged import launch
 
         _check_triton_layout(
-            key=key, value=value, k_cache=k_cache, v_cache=v_cache, k_summary=k_summary
+            key=key,
+            value=value,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            k_summary=k_summary,
+            slot_mapping=slot_mapping,
         )
         launch.write_kv(
             key,
@@ -131,10 +137,11 @@ def select_blocks(
     grouped = q.unflatten(1, (heads, -1))
     lengths, counts = host_lengths(batch)
     if q.is_cuda:
-        _check_triton_layout(q=q, k_summary=k_summary, block_table=batch.block_table)
+        _check_triton_layout(q=q, k_summary=k_summary)
+        _check_batch_layout(batch)
         return _select_on_gpu(q, k_summary, batch, policy, scale, page_size)
     per_token = policy.per_token()
-    plan = plan_decodes(batch, per_token)
+    plan = plan_decodes(batch, per_token, page_size)
     decoded = grouped.new_full(
         (batch.num_decode_tokens, heads, policy.scored_blocks), -1, dtype=torch.int64
     )
@@ -143,7 +150,7 @@ def select_blocks(
         picked = select_tokens(rows, k_summary, plan.scoring, per_token, scale)
         decoded[plan.rows] = picked.sort(dim=-1).values
     chosen = []
-    token = 0
+    token = batch.first_row
     for request, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         end = token + count
         if request < batch.num_decodes:
@@ -154,7 +161,7 @@ def select_blocks(
         position = length - count
         tiles = (length - 1) // tile - position // tile + 1 if count else 0
         rows = grouped.new_full((tiles, heads, policy.scored_blocks), -1, dtype=torch.int64)
-        prefill = plan_prefill(batch, request, policy, max(tiles, 1))
+        prefill = plan_prefill(batch, request, policy, max(tiles, 1), page_size)
         begin = prefill.dense_end
         if begin < length:
             picked = select_tiles(
@@ -238,8 +245,8 @@ def paged_attention(
             k_summary=k_summary,
             sinks=sinks,
             out=out,
-            block_table=batch.block_table,
         )
+        _check_batch_layout(batch)
     elif batch_invariant:
         raise NotImplementedError(
             "batch_invariant: needs a GPU, since torch's matrix products on a CPU round by shape; "
@@ -252,15 +259,8 @@ def paged_attention(
     if not policy.dense_last or not batch.num_prefills or policy.sees_all(batch.max_seq_len - 1):
         _attend(q, operands, batch, policy, out)
         return out
-    rows, tails = batch.tails(policy.dense_last)
-    if tails.num_prefill_tokens == batch.num_prefill_tokens:  # nothing is left to select for
-        if batch.num_decodes:
-            _attend(q, operands, batch.part(0, batch.num_decodes), policy, out)
-    else:
-        _attend(q, operands, batch, policy, out)
-    last = out.new_empty(rows.shape[0], *out.shape[1:])
-    _attend(q.index_select(0, rows), operands, tails, SelectionPolicy(), last)
-    out.index_copy_(0, rows, last)
+    for segment in segments(batch, policy):
+        _attend(q[segment.rows], operands, segment.batch, segment.policy, out[segment.rows])
     return out
 
 
@@ -350,6 +350,18 @@ def _check_triton_layout(**tensors: torch.Tensor | None) -> None:
             f"v_cache: on a GPU V must be as wide as K, {k_cache.shape[-1]}, got "
             f"{v_cache.shape[-1]}; pad V with zeros"
         )
+
+
+def _check_batch_layout(batch: PagedBatch) -> None:
+    """:func:`_check_triton_layout` of a batch's own tensors, once for all layers."""
+    batch.derived(
+        "layout",
+        lambda: _check_triton_layout(
+            block_table=batch.block_table,
+            seq_lens=batch.seq_lens,
+            cu_seqlens_q=batch.cu_seqlens_q,
+        ),
+    )
 
 
 def _check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[int, int, int]:

@@ -30,6 +30,7 @@ from sparsek_kernels.paged.gather import (
     pick_blocks,
     read_sequence,
 )
+from sparsek_kernels.paged.plan import first_sparse
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
 _GATHER_ELEMENTS = 1 << 22
@@ -139,9 +140,8 @@ def make_tile_group(
     window = policy.window_size or 1
     tiles = first_position.shape[0]
     if policy.selects_blocks:
-        tile_start = first_position - first_position % policy.query_tile
-        first_local = (tile_start // size - policy.reach_blocks).clamp_(min=0)
-        span = policy.reach_blocks + ceil_div(policy.query_tile, size)
+        first_local, _ = policy.local_range(first_position)
+        span = policy.local_blocks
     else:
         first_local = (first_position - window + 1).clamp_(min=0) // size
         span = ceil_div(window + rows - 2, size) + 1
@@ -269,7 +269,7 @@ class DecodePlan:
     scoring: TokenScoring | None
 
 
-def plan_decodes(batch: PagedBatch, rule: SelectionPolicy) -> DecodePlan:
+def plan_decodes(batch: PagedBatch, rule: SelectionPolicy, page_size: int) -> DecodePlan:
     """Index tensors of the decodes under a per-token ``rule``."""
     lengths, counts = host_lengths(batch)
     dense, rows, requests, positions = [], [], [], []
@@ -292,7 +292,7 @@ def plan_decodes(batch: PagedBatch, rule: SelectionPolicy) -> DecodePlan:
     if not rows:
         return DecodePlan(tuple(dense), torch.empty(0, dtype=torch.long), None, None)
     where, which = torch.tensor(positions), torch.tensor(requests)
-    table = batch.block_table.index_select(0, which).long()
+    table = batch.pages(page_size).index_select(0, which)
     return DecodePlan(
         dense=tuple(dense),
         rows=torch.tensor(rows),
@@ -312,17 +312,14 @@ class PrefillPlan:
 
 
 def plan_prefill(
-    batch: PagedBatch, request: int, policy: SelectionPolicy, group_tiles: int
+    batch: PagedBatch, request: int, policy: SelectionPolicy, group_tiles: int, page_size: int
 ) -> PrefillPlan:
     """Index tensors of the prefill of ``request`` in groups of at most ``group_tiles`` tiles."""
     lengths, counts = host_lengths(batch)
     length = lengths[request]
-    low, high = length - counts[request], length
-    while low < high:  # sees_all never becomes true again once it is false
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if policy.sees_all(middle) else (low, middle)
+    low = first_sparse(policy, length - counts[request], length)
     tile = policy.query_tile if policy.selects_blocks else 2 * policy.sel_block_size
-    table = batch.block_table[request : request + 1].long()
+    table = batch.pages(page_size)[request : request + 1]
     groups = []
     start = low - low % tile if low < length else length
     while start < length:
@@ -392,7 +389,8 @@ def _decode(
     out: torch.Tensor,
 ) -> None:
     scale, sinks = operands.softmax_scale, operands.sinks
-    plan = batch.derived(("decode", rule), lambda: plan_decodes(batch, rule))
+    page_size = operands.k_cache.shape[2]
+    plan = batch.derived(("decode", rule, page_size), lambda: plan_decodes(batch, rule, page_size))
     for request, begin, end, length in plan.dense:
         pages = batch.block_table[request].long()
         k, v = _read_kv(operands.k_cache, operands.v_cache, pages, length)
@@ -430,12 +428,12 @@ def _prefill(
 ) -> None:
     k_cache, v_cache = operands.k_cache, operands.v_cache
     scale, sinks = operands.softmax_scale, operands.sinks
-    heads, dim = k_cache.shape[1], k_cache.shape[-1]
+    _, heads, page_size, dim = k_cache.shape
     per_tile = heads * dim * (policy.budget_blocks + 1) * policy.sel_block_size
     group_tiles = max(_GATHER_ELEMENTS // per_tile, 1)
     plan = batch.derived(
-        ("prefill", request, policy, group_tiles),
-        lambda: plan_prefill(batch, request, policy, group_tiles),
+        ("prefill", request, policy, group_tiles, page_size),
+        lambda: plan_prefill(batch, request, policy, group_tiles, page_size),
     )
     lengths, _ = host_lengths(batch)
     length = lengths[request]

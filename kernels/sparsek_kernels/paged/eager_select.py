@@ -36,7 +36,7 @@ class SummaryIndex:
             pages = self.table[:, : -(-vectors // reader.page_size)].unsqueeze(1)
             names = self._names.setdefault(reader.geometry, reader.locate(pages))
         rows = reader.read(names)
-        return rows.view(*names.shape[:2], -1, reader.dim)[:, :, :vectors].float()
+        return rows.reshape(*names.shape[:2], -1, reader.dim)[:, :, :vectors].float()
 
 
 def block_logits(
@@ -74,6 +74,13 @@ def best_blocks(scores: torch.Tensor, outside: torch.Tensor, count: int) -> torc
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
 
 
+def _outside(block: torch.Tensor, position: torch.Tensor, rule: SelectionPolicy) -> torch.Tensor:
+    """``[T, 1, blocks]`` bool: blocks that do not compete for the tiles at ``position`` ``[T]``."""
+    first, last = (edge[:, None, None] for edge in rule.candidate_range(position))
+    outside: torch.Tensor = (block < first) | (block >= last)
+    return outside
+
+
 @dataclass(frozen=True)
 class TokenScoring:
     """Scoring of single tokens, each a tile of its own (decodes)."""
@@ -90,11 +97,11 @@ def plan_tokens(
     own = positions // rule.sel_block_size
     block = torch.arange(int(own.max()))
     future = block >= own[:, None]
-    outside = (block < rule.sink_blocks) | (block >= own[:, None] - rule.reach_blocks)
+    outside = _outside(block, positions, rule)
     return TokenScoring(
         index=SummaryIndex(table, block.shape[0]),
         future=future[:, None, None] if future.any() else None,
-        outside=outside[:, None],
+        outside=outside,
     )
 
 
@@ -149,6 +156,4 @@ def select_tiles(
         probs = torch.softmax(logits.masked_fill_(future, float("-inf")), dim=-1).sum(1)
         scores.index_add_(0, where // tile - first_tile, probs.transpose(0, 1))
     starts = (first_tile + torch.arange(tiles)) * tile
-    last = (starts // size - policy.reach_blocks)[:, None]
-    outside = (block < policy.sink_blocks) | (block >= last)
-    return best_blocks(scores, outside[:, None], policy.scored_blocks)
+    return best_blocks(scores, _outside(block, starts, policy), policy.scored_blocks)

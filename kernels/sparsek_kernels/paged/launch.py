@@ -306,7 +306,7 @@ def attend(
         HEAD_DIM=dim,
         BLOCK_D=block_d,
         TILE=tile,
-        POLICY_TILE=policy.query_tile,
+        POLICY_TILE=policy.query_tile if topk else 1,
         QUERIES=config.queries,
         BLOCK_H=config.block_h,
         BLOCK_M=config.block_m,

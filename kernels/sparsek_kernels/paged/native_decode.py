@@ -211,7 +211,7 @@ def decode(
         return
     splits = max(_PIECES_PER_THREAD * torch.get_num_threads() // units, 1)
     table = batch.block_table
-    scaled = q.float() * softmax_scale
+    scaled = (q.float() * softmax_scale).contiguous()  # C reads rows of heads, one after another
     result = torch.empty_like(scaled)
     sink_logits = None if sinks is None else sinks.float().contiguous()
     num_logits = units * (group + 1) * max_blocks if max_picks else 0

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from sparsek_kernels.checks import check_int, check_offsets
+from sparsek_kernels.checks import check_int, check_offsets, check_scale
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -95,9 +93,7 @@ def check_arguments(
         check_int("window_size", window_size, 1)
         if not causal:
             raise ValueError(f"window_size: expected None with causal=False, got {window_size}")
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"softmax_scale: expected a finite number > 0, got {softmax_scale}")
+    scale = check_scale(softmax_scale, q.shape[3])
     if sinks is not None:
         if sinks.shape != (q.shape[2],):
             raise ValueError(

@@ -42,6 +42,21 @@ class ProblemShape:
     num_seqs: int | None = None
 
     @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def mask_rules(self) -> dict[str, int | bool]:
+        """Constexprs that every kernel but those of sink keys and of few rows takes."""
+        return {
+            "GROUP": self.group,
+            "HEAD_DIM": self.head_dim,
+            "CAUSAL": self.causal,
+            "WINDOWED": self.window_size is not None,
+        }
+
+    @property
     def padded_dim(self) -> int:
         """``head_dim`` rounded up to a power of two that tensor cores can use."""
         return max(16, 1 << (self.head_dim - 1).bit_length())
@@ -179,7 +194,7 @@ def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchC
         hopper = TileConfig(128, 64, 4, 3)
     elif window is not None and window <= 512 and shape.num_sink == 0 and shape.head_dim == 128:
         # Two heads of 64 tokens meet fewer keys, and fewer that need a mask, than one head of 128.
-        paired = shape.num_heads // shape.num_kv_heads % 2 == 0
+        paired = shape.group % 2 == 0
         hopper = TileConfig(64, 64, 4, 4, hold_q=True) if paired else TileConfig(128, 64, 4, 4)
     if shape.head_dim == 64 and window is not None and window <= 128:
         # So few keys that small tiles, which hardly load more than they need, are faster.
@@ -199,7 +214,7 @@ def accumulator_parts(shape: ProblemShape) -> list[tuple[slice, slice, slice]]:
 
     They follow one another, so that the fp32 ``dq`` of all heads need not be in memory at once.
     """
-    group = shape.num_heads // shape.num_kv_heads
+    group = shape.group
     head = group * shape.num_q * shape.head_dim * 4
     heads = min(shape.num_kv_heads, max(1, ACCUMULATOR_BYTES // max(head, 1)))
     heads = -(-shape.num_kv_heads // -(-shape.num_kv_heads // heads))  # parts of like size

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sparsek_kernels.common.device import current_device, dispatch_modes
+
 if TYPE_CHECKING:
     from sparsek_kernels.common.launching import CompiledLaunch
 
@@ -37,8 +39,8 @@ def replay_key(
         return None
     device = q.get_device()
     if (
-        device != torch._C._cuda_getDevice()
-        or torch._C._len_torch_dispatch_stack()
+        device != current_device()
+        or dispatch_modes()
         or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
     ):
         return None

@@ -16,7 +16,7 @@ from sparsek_kernels.block_sparse.config import (
     select_config,
 )
 from sparsek_kernels.block_sparse.reference import block_sparse_attention_reference
-from sparsek_kernels.sink_window.calls import device_arch
+from sparsek_kernels.common.device import device_arch
 from tests.kernels.block_sparse.cases import Case, check, kernels, make, structure_of_mask
 
 pytestmark = pytest.mark.gpu

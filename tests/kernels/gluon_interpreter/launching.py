@@ -86,6 +86,7 @@ def interpret(
     """
     hardware = {
         "multiprocessors": lambda _device: side_by_side,
+        "device_arch": lambda _device: 90,
         "traits": lambda _device: (90, side_by_side),
         "workspace": _scratch,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -87,6 +88,25 @@ def test_batches_of_decodes_and_prefills() -> None:
     for name in "abc":
         paged.step({name: tokens[name][:-1]})
     found = paged.step({**{n: tokens[n][-1:] for n in "abc"}, "d": tokens["d"]})
+    for name, rows in zip(lengths, found, strict=True):
+        close(rows, layer(tokens[name][None])[0, -rows.shape[0] :])
+
+
+class InParts(PagedLayer):
+    """Attends the decodes of a step, its first prefill and its other prefills apart."""
+
+    def parts(self, batch: PagedBatch) -> list[PagedBatch]:
+        ends = [0, batch.num_decodes, batch.num_decodes + 1, batch.num_requests]
+        return [batch.part(first, last) for first, last in pairwise(ends) if first < last]
+
+
+def test_parts_of_a_batch_equal_the_whole() -> None:
+    layer = make_layer()
+    lengths = {"a": 130, "b": 5, "c": 64, "d": 77}
+    tokens = {name: make_tokens(n, layer, n) for name, n in lengths.items()}
+    paged = InParts(layer, 16, 40)
+    paged.step({"a": tokens["a"][:-1]})
+    found = paged.step({"a": tokens["a"][-1:], **{n: tokens[n] for n in "bcd"}})
     for name, rows in zip(lengths, found, strict=True):
         close(rows, layer(tokens[name][None])[0, -rows.shape[0] :])
 

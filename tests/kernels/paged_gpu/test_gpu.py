@@ -86,6 +86,15 @@ def test_last_queries_see_everything() -> None:
     assert error <= oracle_check.TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_queries_that_lie_head_by_head(policy: str) -> None:
+    problem = mixed(page_size=64, dim=128, group=4, dtype=torch.bfloat16)
+    oracle_check.fill(problem, "cell_mean")
+    whole = oracle_check.attend(problem, POLICIES[policy])
+    problem.q = problem.q.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(whole, oracle_check.attend(problem, POLICIES[policy]))
+
+
 def test_min_max_scores() -> None:
     problem = mixed(page_size=64, dim=128, dtype=torch.bfloat16)
     oracle_check.check(problem, replace(TOP_K, score_kind="min_max"))

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 
 from sparsek_kernels.block_sparse.kernels.tiles import blocks_below, listed_tokens, packed_rows
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+from sparsek_kernels.common.kernels.softmax import LOG2E
 
 
 @triton.jit
@@ -65,7 +64,7 @@ def _dkdv_tokens(
             mask = inside[:, None] & mask_d[None, :]
             q = tl.load(q_ptrs, mask=mask, other=0.0)  # [BLOCK_M, BLOCK_D]
             dout = tl.load(g_ptrs, mask=mask, other=0.0)  # [BLOCK_M, BLOCK_D]
-            lse = tl.load(lse_ptr + row, mask=inside, other=0.0) * LOG2_E  # [BLOCK_M]
+            lse = tl.load(lse_ptr + row, mask=inside, other=0.0) * LOG2E  # [BLOCK_M]
             delta = tl.load(delta_ptr + row, mask=inside, other=0.0)  # [BLOCK_M]
         else:
             if HEAD_DIM == BLOCK_D:
@@ -74,7 +73,7 @@ def _dkdv_tokens(
             else:
                 q = tl.load(q_ptrs, mask=mask_d[None, :], other=0.0)
                 dout = tl.load(g_ptrs, mask=mask_d[None, :], other=0.0)
-            lse = tl.load(lse_ptr + row) * LOG2_E
+            lse = tl.load(lse_ptr + row) * LOG2E
             delta = tl.load(delta_ptr + row)
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         p = tl.exp2(scores * scale_log2 - lse[None, :])
@@ -164,7 +163,7 @@ def block_sparse_bwd_dkdv_kernel(
     offset = num_k - num_q
     key_first = tl.maximum(tile * ROWS - offset, 0)  # first query that sees a key of the tile
     key_last = tl.maximum(tl.minimum(tile * ROWS + ROWS, num_k) - 1 - offset, 0)  # ... all of them
-    scale_log2 = scale * LOG2_E
+    scale_log2 = scale * LOG2E
     for g in range(GROUP):
         head = kv_head * GROUP + g
         ccol = ccol_ptr + (head // pattern_heads) * (num_cols + 1) + tile * ROWS // BLOCK
@@ -339,7 +338,7 @@ def block_sparse_bwd_dq_kernel(
     q = tl.load(q_rows[:, None] + offs_d[None, :] * stride_qd, mask=mask_q, other=0.0)
     dout = tl.load(g_rows[:, None] + offs_d[None, :] * stride_gd, mask=mask_q, other=0.0)
     stats = (batch * num_heads + head) * num_q + row  # [BLOCK_M]
-    lse = tl.load(lse_ptr + stats, mask=exists, other=0.0) * LOG2_E  # [BLOCK_M]
+    lse = tl.load(lse_ptr + stats, mask=exists, other=0.0) * LOG2E  # [BLOCK_M]
     delta = tl.load(delta_ptr + stats, mask=exists, other=0.0)  # [BLOCK_M]
     k_base = k_ptr + batch * stride_kb + kv_head.to(tl.int64) * stride_kh
     v_base = v_ptr + batch * stride_vb + kv_head.to(tl.int64) * stride_vh
@@ -359,7 +358,7 @@ def block_sparse_bwd_dq_kernel(
     tokens = (end - begin) * BLOCK
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    scale_log2 = scale * LOG2_E
+    scale_log2 = scale * LOG2E
     dq = _dq_tokens(
         dq, q, dout, lse, delta, k_base, v_base, col_ptr, scale_log2,
         stride_kt, stride_kd, stride_vt, stride_vd, pos,

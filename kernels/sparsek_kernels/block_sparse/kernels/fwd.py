@@ -12,7 +12,12 @@ import triton
 import triton.language as tl
 
 from sparsek_kernels.block_sparse.kernels.tiles import blocks_below, listed_tokens, packed_rows
-from sparsek_kernels.common.kernels.softmax import softmax_finish, softmax_init, softmax_step
+from sparsek_kernels.common.kernels.softmax import (
+    LOG2E,
+    softmax_finish,
+    softmax_init,
+    softmax_step,
+)
 
 
 @triton.jit
@@ -156,7 +161,7 @@ def block_sparse_fwd_kernel(
 
     m, total = softmax_init(0.0, BLOCK_M, False)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)  # [BLOCK_M, BLOCK_D]
-    scale_log2 = scale * 1.4426950408889634
+    scale_log2 = scale * LOG2E
     acc, m, total = _attend_tokens(
         acc, m, total, q, k_base, v_base, col_ptr, scale_log2,
         stride_kt, stride_kd, stride_vt, stride_vd, pos,

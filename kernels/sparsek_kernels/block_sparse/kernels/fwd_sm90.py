@@ -17,13 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.softmax import LN2
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_step
 
 ROWS: gl.constexpr = gl.constexpr(64)
 KEYS: gl.constexpr = gl.constexpr(128)
 SCAN: gl.constexpr = gl.constexpr(128)
 NO_BLOCK: gl.constexpr = gl.constexpr(0x00800000)
-LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
@@ -332,7 +332,7 @@ def _attend_partition(
             mbarrier.wait(v_full.index(before), ((fetched - 1) // STAGES) & 1)
             acc_token = warpgroup_mma(p, v_wide.index(before), acc, is_async=True)
             empty = total == 0.0
-            lse = gl.where(empty, float("-inf"), (m + gl.log2(total)) * LN_2)
+            lse = gl.where(empty, float("-inf"), (m + gl.log2(total)) * LN2)
             inverse = 1.0 / gl.where(empty, 1.0, total)
             acc, p = warpgroup_mma_wait(0, deps=[acc_token, p])
             mbarrier.arrive(v_empty.index(before), count=1)

@@ -8,15 +8,15 @@ sum of ``exp2(score - m)``; the caller keeps ``acc``, the sum of ``exp2(score - 
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def softmax_init(sink_logit, BLOCK_M: tl.constexpr, HAS_SINK: tl.constexpr):
     """State ``(m, total)`` before the first key; a learned sink is a key that carries no value."""
     if HAS_SINK:
-        m = tl.zeros([BLOCK_M], dtype=tl.float32) + sink_logit * LOG2_E  # [BLOCK_M]
+        m = tl.zeros([BLOCK_M], dtype=tl.float32) + sink_logit * LOG2E  # [BLOCK_M]
         total = tl.where(m == float("-inf"), 0.0, 1.0)  # [BLOCK_M]
     else:
         m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)  # [BLOCK_M]
@@ -42,5 +42,5 @@ def softmax_step(m, total, scores, scale_log2, MASKED: tl.constexpr):
 @triton.jit
 def softmax_finish(m, total):
     """``(1 / total, natural log-sum-exp)``; a row without keys gives ``(1, -inf)``."""
-    lse = tl.where(total > 0.0, (m + tl.log2(total)) * LN_2, float("-inf"))  # [BLOCK_M]
+    lse = tl.where(total > 0.0, (m + tl.log2(total)) * LN2, float("-inf"))  # [BLOCK_M]
     return 1.0 / tl.where(total > 0.0, total, 1.0), lse

@@ -17,8 +17,7 @@ import triton.language as tl
 
 from sparsek_kernels.common.kernels.masks import visible, window_key_blocks, window_query_blocks
 from sparsek_kernels.common.kernels.sequences import sequence_bounds
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+from sparsek_kernels.common.kernels.softmax import LOG2E
 
 
 @triton.jit
@@ -65,7 +64,7 @@ def _dkdv_blocks(
             mask = mask_m[:, None] & mask_d[None, :]
             q = tl.load(q_ptrs, mask=mask, other=0.0)  # [BLOCK_M, BLOCK_D]
             dout = tl.load(g_ptrs, mask=mask, other=0.0)  # [BLOCK_M, BLOCK_D]
-            lse = tl.load(lse_ptr + row_wide, mask=mask_m, other=0.0) * LOG2_E  # [BLOCK_M]
+            lse = tl.load(lse_ptr + row_wide, mask=mask_m, other=0.0) * LOG2E  # [BLOCK_M]
             delta = tl.load(delta_ptr + row_wide, mask=mask_m, other=0.0)  # [BLOCK_M]
         else:
             if HEAD_DIM == BLOCK_D:
@@ -74,7 +73,7 @@ def _dkdv_blocks(
             else:
                 q = tl.load(q_ptrs, mask=mask_d[None, :], other=0.0)
                 dout = tl.load(g_ptrs, mask=mask_d[None, :], other=0.0)
-            lse = tl.load(lse_ptr + row_wide) * LOG2_E
+            lse = tl.load(lse_ptr + row_wide) * LOG2E
             delta = tl.load(delta_ptr + row_wide)
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         p = tl.exp2(scores * scale_log2 - lse[None, :])
@@ -180,7 +179,7 @@ def sink_window_bwd_dkdv_kernel(
     start, m_left, m_full, m_all = window_query_blocks(
         n_first, n_last, q_len, k_len, window_size, BLOCK_M, 1, CAUSAL, WINDOWED
     )
-    scale_log2 = scale * LOG2_E
+    scale_log2 = scale * LOG2E
     for g in range(GROUP):
         head = (kv_head * GROUP + g).to(tl.int64)
         q_base = q_ptr + batch * stride_qb + head * stride_qh
@@ -368,7 +367,7 @@ def sink_window_bwd_dq_kernel(
     q = tl.load(q_base + q_rows[:, None] * stride_qt + cols * stride_qd, mask=mask_q, other=0.0)
     dout = tl.load(g_base + q_rows[:, None] * stride_gt + cols * stride_gd, mask=mask_q, other=0.0)
     row_base = (batch * num_heads + head) * num_q
-    lse = tl.load(lse_ptr + row_base + q_rows, mask=mask_m, other=0.0) * LOG2_E  # [BLOCK_M]
+    lse = tl.load(lse_ptr + row_base + q_rows, mask=mask_m, other=0.0) * LOG2E  # [BLOCK_M]
     delta = tl.load(delta_ptr + row_base + q_rows, mask=mask_m, other=0.0)  # [BLOCK_M]
 
     offset = k_len - q_len
@@ -379,7 +378,7 @@ def sink_window_bwd_dq_kernel(
         p_first, p_last, k_len, window_size, BLOCK_N, CAUSAL, WINDOWED
     )
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    scale_log2 = scale * LOG2_E
+    scale_log2 = scale * LOG2E
     if HAS_SINK_KEYS:
         sink_end = tl.minimum(num_sink, start)
         dq = _dq_blocks(

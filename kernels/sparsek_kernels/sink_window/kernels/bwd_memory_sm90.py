@@ -7,8 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from sparsek_kernels.common.kernels.masks import window_query_blocks
 from sparsek_kernels.common.kernels.sequences import sequence_bounds
-
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
+from sparsek_kernels.common.kernels.softmax import LOG2E
 
 
 @builtin
@@ -217,7 +216,7 @@ def load_partition(
         flat = (batch.to(gl.int64) * num_heads + head) * num_q + row + offs
         lse = gl.load(lse_ptr + flat, mask=first + offs < q_len, other=0.0)
         delta = gl.load(delta_ptr + flat, mask=first + offs < q_len, other=0.0)
-        lse_smem.index(stage).store(lse * LOG2_E)
+        lse_smem.index(stage).store(lse * LOG2E)
         delta_smem.index(stage).store(delta)
         mbarrier.arrive(g_full.index(stage), count=1)
 

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 
 from sparsek_kernels.common.kernels.sequences import sequence_bounds
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+from sparsek_kernels.common.kernels.softmax import LOG2E
 
 
 @triton.jit
@@ -97,7 +96,7 @@ def sink_window_bwd_sink_kernel(
         # Rows whose window still covers this block's first key send it nothing from here.
         outside = tl.maximum(sink_block * BLOCK_S + window_size - offset, 0)
         row_lo = tl.maximum(row_lo, outside // BLOCK_M * BLOCK_M)
-    scale_log2 = scale * LOG2_E
+    scale_log2 = scale * LOG2E
     num_blocks = tl.cdiv(tl.maximum(row_hi - row_lo, 0), BLOCK_M)
     for step in tl.range(0, num_blocks * GROUP, num_stages=NUM_STAGES):
         head = (kv_head * GROUP + step % GROUP).to(tl.int64)
@@ -110,7 +109,7 @@ def sink_window_bwd_sink_kernel(
         q = tl.load(q_ptrs + cols * stride_qd, mask=mask_q, other=0.0)  # [BLOCK_M, BLOCK_D]
         dout = tl.load(g_ptrs + cols * stride_gd, mask=mask_q, other=0.0)  # [BLOCK_M, BLOCK_D]
         row_base = (batch * num_heads + head) * num_q
-        lse = tl.load(lse_ptr + row_base + wide, mask=mask_m, other=0.0) * LOG2_E  # [BLOCK_M]
+        lse = tl.load(lse_ptr + row_base + wide, mask=mask_m, other=0.0) * LOG2E  # [BLOCK_M]
         delta = tl.load(delta_ptr + row_base + wide, mask=mask_m, other=0.0)  # [BLOCK_M]
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_S, BLOCK_M]
         p = tl.exp2(scores * scale_log2 - lse[None, :])

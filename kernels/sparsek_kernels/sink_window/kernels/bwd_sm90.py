@@ -29,8 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparsek_kernels.common.kernels.masks import last_key, visible
+from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.sink_window.kernels.bwd_memory_sm90 import (
-    LOG2_E,
     add_partition,
     load_partition,
     place_step,
@@ -118,7 +118,7 @@ def _compute_partition(
     dv = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, KV_LAYOUT)
     zero_s = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, S_LAYOUT)
     zero_q = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, DQ_LAYOUT)
-    scale_log2 = scale * LOG2_E
+    scale_log2 = scale * LOG2E
     steps = GROUP * m_all
     s = zero_s
     dk_token = warpgroup_mma_init(dk)

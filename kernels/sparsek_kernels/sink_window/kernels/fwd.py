@@ -13,7 +13,12 @@ import triton.language as tl
 
 from sparsek_kernels.common.kernels.masks import visible, window_key_blocks
 from sparsek_kernels.common.kernels.sequences import sequence_bounds
-from sparsek_kernels.common.kernels.softmax import softmax_finish, softmax_init, softmax_step
+from sparsek_kernels.common.kernels.softmax import (
+    LOG2E,
+    softmax_finish,
+    softmax_init,
+    softmax_step,
+)
 
 
 @triton.jit
@@ -173,7 +178,7 @@ def sink_window_fwd_kernel(
         sink_logit = tl.load(sinks_ptr + head).to(tl.float32)
     m, total = softmax_init(sink_logit, BLOCK_M, HAS_SINKS)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)  # [BLOCK_M, BLOCK_D]
-    scale_log2 = scale * 1.4426950408889634
+    scale_log2 = scale * LOG2E
 
     if HAS_SINK_KEYS:
         sink_end = tl.minimum(num_sink, start)

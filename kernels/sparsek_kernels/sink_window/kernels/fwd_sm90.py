@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparsek_kernels.common.kernels.masks import visible
+from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_step
 from sparsek_kernels.sink_window.kernels.fwd_load_sm90 import (
     ROWS,
@@ -24,8 +25,6 @@ from sparsek_kernels.sink_window.kernels.fwd_load_sm90 import (
     tile_index,
     tile_place,
 )
-
-LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
@@ -213,7 +212,7 @@ def _compute_partition(
                 rows = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
                 pos = rows + (k_len - q_len)
                 if HAS_SINKS:
-                    logit = gl.load(sinks_ptr + head).to(gl.float32) * 1.4426950408889634
+                    logit = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
                     m = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT) + logit
                     total = gl.where(m == float("-inf"), 0.0, 1.0)
                 else:
@@ -310,7 +309,7 @@ def _compute_partition(
                     tails += 1
                 acc_token = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
                 empty = total == 0.0
-                lse = gl.where(empty, float("-inf"), (m + gl.log2(total)) * LN_2)
+                lse = gl.where(empty, float("-inf"), (m + gl.log2(total)) * LN2)
                 inv_l = 1.0 / gl.where(empty, 1.0, total)
                 lse_rows = rows + q_start
                 if STORE_LSE:

@@ -21,10 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
+
 ROWS: gl.constexpr = gl.constexpr(64)
 SPLITS: gl.constexpr = gl.constexpr(2)
-LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -169,7 +169,7 @@ def _split_partition(
 
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, WIDE)
     if HAS_SINKS:
-        logit = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
+        logit = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
         top = gl.full([SHARE], 0.0, gl.float32, ROW_LAYOUT) + logit
     else:
         top = gl.full([SHARE], float("-inf"), gl.float32, ROW_LAYOUT)
@@ -193,7 +193,7 @@ def _split_partition(
         mask=(row < num_q)[:, None],
     )
     if STORE_LSE:
-        lse = gl.where(empty, float("-inf"), (top + gl.log2(total)) * LN_2)
+        lse = gl.where(empty, float("-inf"), (top + gl.log2(total)) * LN2)
         gl.store(lse_ptr + (batch * num_heads + head) * num_q + row, lse, mask=row < num_q)
 
 

@@ -1,9 +1,9 @@
-"""Attention inside chosen blocks for Hopper (Gluon): near blocks and parts together, token-major.
+"""Selected attention from its parts on Hopper (Gluon), token-major.
 
-The maths is that of ``nsa_selected_combine_kernel``.  What a tile of tokens needs after its
-queries, the keys and values of its near blocks, its parts and the other branches' outputs, are
-tiles of one size that pass through one ring of buffers.  Four warps copy them, across the tiles
-that a program serves, ahead of a warpgroup that computes; two programs share a multiprocessor.
+``fwd_combine.py`` has the maths.  A tile of tokens needs its queries, the keys and values of its
+near blocks, its parts and the outputs of the other branches.  All but the queries pass through one
+ring of buffers of one size.  Four warps copy them ahead of a warpgroup that computes, across the
+tiles that a program serves; two programs share a multiprocessor.
 """
 
 from triton.experimental import gluon
@@ -15,18 +15,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 from sparsek_kernels.common.kernels.softmax_sm90 import softmax_step
-from sparsek_kernels.nsa.selected.kernels.combine_load_sm90 import (
+from sparsek_kernels.nsa.selected.kernels.fwd_combine import ROW_SIZES, is_near
+from sparsek_kernels.nsa.selected.kernels.fwd_combine_load_sm90 import (
     COPY_WARPS,
     copy_partition,
     is_far,
     near_steps,
     tile_place,
 )
-from sparsek_kernels.nsa.selected.kernels.fwd import ROW_SIZES, is_near
-
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
-LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
@@ -57,7 +55,7 @@ def _compute_partition(
     scale,
     GROUP: gl.constexpr,
     BLOCK_G: gl.constexpr,
-    SLOTS: gl.constexpr,
+    TOP_N: gl.constexpr,
     BLOCK_S: gl.constexpr,
     SEL_BLOCK: gl.constexpr,
     MAPPED: gl.constexpr,
@@ -88,7 +86,7 @@ def _compute_partition(
     offs_n = gl.arange(0, SEL_BLOCK, gl.SliceLayout(0, S_LAYOUT))
     col = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, WIDE))[None, :]
     zero_s = gl.zeros([ROWS, SEL_BLOCK], gl.float32, S_LAYOUT)
-    scale_log2 = scale * LOG2_E
+    scale_log2 = scale * LOG2E
     heads = num_kv_heads * GROUP
     weight_table = weight_smem._reinterpret(
         gl.float32, [BLOCK_S, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -103,13 +101,13 @@ def _compute_partition(
         if live:
             row = start + offs_l // BLOCK_G
             member = offs_l % BLOCK_G
-            choice = (row.to(gl.int64) * num_kv_heads + kv_head) * SLOTS
+            choice = (row.to(gl.int64) * num_kv_heads + kv_head) * TOP_N
             listed = gl.load(
                 indices_ptr + choice[:, None] + offs_s[None, :],
-                mask=((row < end) & (member < GROUP))[:, None] & (offs_s < SLOTS)[None, :],
+                mask=((row < end) & (member < GROUP))[:, None] & (offs_s < TOP_N)[None, :],
                 other=-1,
             )  # [ROWS, BLOCK_S]
-            slot = ((row - first_row).to(gl.int64) * num_kv_heads + kv_head) * SLOTS
+            slot = ((row - first_row).to(gl.int64) * num_kv_heads + kv_head) * TOP_N
             far_lse = gl.load(
                 part_lse_ptr + (slot[:, None] + offs_s[None, :]) * GROUP + member[:, None],
                 mask=is_far(listed, ((row + shift) // SEL_BLOCK)[:, None]),
@@ -159,14 +157,14 @@ def _compute_partition(
                 gate = gl.load(gate_slc_ptr + stat * heads + head, mask=mask_r, other=0.0)
                 share *= gate.to(gl.float32)
             else:
-                lse = gl.where(total > 0.0, (m_ref + gl.log2(total)) * LN_2, float("-inf"))
+                lse = gl.where(total > 0.0, (m_ref + gl.log2(total)) * LN2, float("-inf"))
                 at = (stat // num_q * heads + head) * num_q + stat % num_q
                 gl.store(lse_ptr + at, lse, mask=mask_r)
             acc = acc * gl.convert_layout(share, O_ROW)[:, None]
             weight *= gl.convert_layout(share, LIST_ROW)[:, None]
             weight_table.store(gl.permute(weight, (1, 0)))
             gl.thread_barrier()
-            for slot_index in range(SLOTS - 1):
+            for slot_index in range(TOP_N - 1):
                 part = _take(ring, bars, count, STAGES).load(O_LAYOUT)
                 _give_back(bars, count, STAGES)
                 count += 1
@@ -174,7 +172,7 @@ def _compute_partition(
             last = _take(ring, bars, count, STAGES)
             acc += (
                 last.load(O_LAYOUT).to(gl.float32)
-                * (weight_smem.index(SLOTS - 1).load(O_ROW)[:, None])
+                * (weight_smem.index(TOP_N - 1).load(O_ROW)[:, None])
             )
             if GATED:
                 flat = (start + offs_o // BLOCK_G).to(gl.int64) * heads
@@ -241,7 +239,7 @@ def nsa_selected_hopper_combine_kernel(
     num_items,
     Q_LAYOUT: gl.constexpr,
     GROUP: gl.constexpr,
-    SLOTS: gl.constexpr,
+    TOP_N: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     SEL_BLOCK: gl.constexpr,
     MAPPED: gl.constexpr,
@@ -253,7 +251,8 @@ def nsa_selected_hopper_combine_kernel(
 ):
     """Programs share the ``num_items`` tiles of ``SEL_BLOCK`` rows, ``num_tiles`` for a KV head.
 
-    Strides count groups of eight elements.  Writes what ``nsa_selected_combine_kernel`` writes.
+    Strides count groups of eight elements.  The results are those of
+    ``nsa_selected_combine_kernel``.
     """
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ring = gl.allocate_shared_memory(
@@ -286,7 +285,7 @@ def nsa_selected_hopper_combine_kernel(
                         indices_ptr,
                     ),
                     ring, (full, empty), queries, weight_smem, sizes, maps, num_items, scale, GROUP,
-                    BLOCK_G, SLOTS, BLOCK_S, SEL_BLOCK, MAPPED, VARLEN, GATED, STAGES,
+                    BLOCK_G, TOP_N, BLOCK_S, SEL_BLOCK, MAPPED, VARLEN, GATED, STAGES,
                 ),
             ),
             (
@@ -298,7 +297,7 @@ def nsa_selected_hopper_combine_kernel(
                         octet_qb, octet_qt, octet_qh, octet_kb, octet_kt, octet_kh, octet_vb,
                         octet_vt, octet_vh,
                     ),
-                    sizes, maps, num_items, GROUP, BLOCK_G, SLOTS, BLOCK_S, SEL_BLOCK,
+                    sizes, maps, num_items, GROUP, BLOCK_G, TOP_N, BLOCK_S, SEL_BLOCK,
                     MAPPED, VARLEN, GATED, STAGES,
                 ),
             ),

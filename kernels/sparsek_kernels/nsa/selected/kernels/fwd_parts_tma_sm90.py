@@ -1,9 +1,8 @@
-"""Attention inside chosen blocks for Hopper (Gluon), with bulk copies (TMA).
+"""Parts of selected attention on Hopper (Gluon) with bulk copies (TMA).
 
-The maths and the parts are those of ``nsa_selected_part_kernel``.  The heads of a KV group are one
-box of q for each entry (a query that chose a block), and one box of the parts.  One warp moves the
-boxes, to and from a ring of tiles; two warpgroups, which take turns, make a tile of queries one of
-outputs, in place.
+``fwd_parts.py`` defines the parts.  The heads of a KV group are one box of q for each entry (a
+query that chose a block), and one box of the parts.  One warp copies boxes into a ring of tiles and
+out of it.  Two warpgroups take turns: each replaces a tile of queries by the tile of their outputs.
 """
 
 from triton.experimental import gluon
@@ -16,9 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.nsa.selected.kernels.fwd import SIZES, locate_item
+from sparsek_kernels.common.kernels.softmax import LOG2E
+from sparsek_kernels.nsa.selected.kernels.items import SIZES, locate_item
 
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 COLS: gl.constexpr = gl.constexpr(64)  # of a box: 128 bytes, the width of a swizzle
 WARPGROUPS: gl.constexpr = gl.constexpr(2)
 
@@ -142,7 +141,7 @@ def _compute_partition(
     out_halves = tile_smem._reinterpret(dtype, [STAGES * HALVES, ROWS, COLS], tile_smem.layout)
     steps = (entry_end - entry + BLOCK_E - 1) // BLOCK_E
     offs_r = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
-    scale_log2 = scale * LOG2_E
+    scale_log2 = scale * LOG2E
     zero_s = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     zero_o = gl.zeros([ROWS, COLS], gl.float32, O_LAYOUT)
     if steps > 0:

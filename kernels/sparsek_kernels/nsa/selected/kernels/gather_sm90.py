@@ -1,4 +1,4 @@
-"""Gathering rows of q and the like into shared memory, for Hopper kernels (Gluon)."""
+"""Copies of scattered rows ``[B, N, H, D]``, q or its gradient, to shared memory (Gluon)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,11 +1,11 @@
-"""Tiles of the merging kernel for Hopper, and the warps that copy what they need (Gluon)."""
+"""Tiles of the combining kernel for Hopper (Gluon), and the warps that copy their inputs."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sparsek_kernels.nsa.selected.kernels.fwd import is_near
+from sparsek_kernels.nsa.selected.kernels.fwd_combine import is_near
 
 COPY_WARPS: gl.constexpr = gl.constexpr(4)
 CHUNK: gl.constexpr = gl.constexpr(32)
@@ -18,8 +18,8 @@ def tile_place(
     """Where tile ``index`` lies.
 
     Returns ``(live, kv_head, batch, start, end, base_row, k_start, k_len, shift)``: rows
-    ``start ..`` before ``end`` of ``[B * N]``, the sequence's first row, its keys, and what turns a
-    row into a position of it.
+    ``start ..`` before ``end`` of ``[B * N]``, the sequence's first row, its keys, and the position
+    of a query in its sequence minus its row.
     """
     first_row, num_rows, _num_q, num_k, offset, _num_kv_heads, num_tiles = sizes
     cu_rows_ptr, cu_first_ptr, tiles_ptr = maps
@@ -131,7 +131,7 @@ def copy_partition(
     num_items,
     GROUP: gl.constexpr,
     BLOCK_G: gl.constexpr,
-    SLOTS: gl.constexpr,
+    TOP_N: gl.constexpr,
     BLOCK_S: gl.constexpr,
     SEL_BLOCK: gl.constexpr,
     MAPPED: gl.constexpr,
@@ -139,7 +139,7 @@ def copy_partition(
     GATED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Copy the tiles that the other partition takes, in its order."""
+    """Copy tiles into the ring, in the order in which the computing partition takes them."""
     part_ptr, q_ptr, k_ptr, v_ptr, cmp_ptr, swa_ptr, indices_ptr = pointers
     octet_qb, octet_qt, octet_qh, octet_kb, octet_kt, octet_kh, octet_vb, octet_vt, octet_vh = (
         strides
@@ -193,10 +193,10 @@ def copy_partition(
                     ring, bars, count, v_ptr + v_at + wide_token * octet_vt, mask_smem, 0,
                     octet_vt, 0, 1, STAGES,
                 )  # fmt: skip
-            choice = (row.to(gl.int64) * num_kv_heads + kv_head) * SLOTS
+            choice = (row.to(gl.int64) * num_kv_heads + kv_head) * TOP_N
             listed = gl.load(
                 indices_ptr + choice[:, None] + offs_s[None, :],
-                mask=inside[:, None] & (offs_s < SLOTS)[None, :],
+                mask=inside[:, None] & (offs_s < TOP_N)[None, :],
                 other=-1,
             )  # [ROWS, BLOCK_S]
             own = (row + shift) // SEL_BLOCK
@@ -205,11 +205,11 @@ def copy_partition(
             gl.thread_barrier()
             mask_smem.store(bits)
             gl.thread_barrier()
-            slot = ((wide_start - first_row) * num_kv_heads + kv_head) * SLOTS
-            for s in range(SLOTS):
+            slot = ((wide_start - first_row) * num_kv_heads + kv_head) * TOP_N
+            for s in range(TOP_N):
                 count = _copy_tile(
                     ring, bars, count, part_ptr + (slot + s) * (GROUP * HEAD_DIM), mask_smem, s,
-                    num_kv_heads * (SLOTS * GROUP * OCTETS), OCTETS, BLOCK_G, STAGES,
+                    num_kv_heads * (TOP_N * GROUP * OCTETS), OCTETS, BLOCK_G, STAGES,
                 )  # fmt: skip
             if GATED:
                 at = (wide_start * num_kv_heads + kv_head) * (GROUP * HEAD_DIM)

@@ -1,8 +1,7 @@
-"""Attention inside chosen blocks for Hopper (Gluon): parts of the output, block-major.
+"""Parts of selected attention on Hopper (Gluon), as ``fwd_parts.py`` defines them.
 
-The maths and the parts are those of ``nsa_selected_part_kernel``.  Four warps gather the rows of
-the queries that chose a block, some tiles ahead of a warpgroup that computes; two programs share a
-multiprocessor.
+Four warps gather the rows of the queries that chose a block, some tiles ahead of a warpgroup that
+computes; two programs share a multiprocessor.
 """
 
 from triton.experimental import gluon
@@ -15,10 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.nsa.selected.kernels.fwd import SIZES, locate_item
-from sparsek_kernels.nsa.selected.kernels.gather import GATHER_WARPS, copy_rows
-
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
+from sparsek_kernels.common.kernels.softmax import LOG2E
+from sparsek_kernels.nsa.selected.kernels.gather_sm90 import GATHER_WARPS, copy_rows
+from sparsek_kernels.nsa.selected.kernels.items import SIZES, locate_item
 
 
 @gluon.jit
@@ -111,7 +109,7 @@ def _compute_partition(
     token = key.to(gl.int64)[:, None]
     out_member = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE)) % BLOCK_G
     row_member = gl.arange(0, ROWS, ROW_LAYOUT) % BLOCK_G
-    scale_log2 = scale * LOG2_E
+    scale_log2 = scale * LOG2E
     zero_s = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     zero_o = gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT)
     if steps > 0:
@@ -199,7 +197,7 @@ def nsa_selected_hopper_part_kernel(
 ):
     """One program: up to ``item_entries`` queries that chose one block of ``SEL_BLOCK`` keys.
 
-    Strides count groups of eight elements.  Writes what ``nsa_selected_part_kernel`` writes.
+    Strides count groups of eight elements.  The results are those of ``nsa_selected_part_kernel``.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     live, kv_head, batch, k_start, _k_len, block, entry, entry_end, _shift = locate_item(
