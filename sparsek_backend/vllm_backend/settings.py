@@ -59,8 +59,8 @@ def check_page_size(resolved: ResolvedConfig, page_size: int) -> None:
         except ValueError as error:
             raise ConfigError(
                 f"SPARSEK cannot serve the nsa section of the model's config: {error}; remedy: "
-                "--block-size with a common multiple of cmp_stride and sel_block_size, where the "
-                "page is what does not fit"
+                "correct the section or, where the page does not fit, --block-size with a common "
+                "multiple of cmp_stride and sel_block_size"
             ) from None
     if config.mode != "block_topk":
         return

@@ -187,14 +187,11 @@ def _check_dense_layers(vllm_config: Any, resolved: ResolvedConfig) -> None:
     models = [vllm_config.model_config]
     if speculative is not None:
         models = [speculative.target_model_config, speculative.draft_model_config]
-    counts = [
-        getattr(model.hf_text_config, "num_hidden_layers", None)
-        for model in models
-        if model is not None
-    ]
-    if not counts or None in counts:
+    configs = [model.hf_text_config for model in models if model is not None]
+    if not all(hasattr(config, "num_hidden_layers") for config in configs):
         return
-    count, layers = sum(counts), resolved.config.dense_layers
+    count = sum(config.num_hidden_layers for config in configs)
+    layers = resolved.config.dense_layers
     needed = layers if isinstance(layers, int) else max(layers, default=-1) + 1
     if needed > count:
         raise ConfigError(

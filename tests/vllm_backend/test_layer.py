@@ -124,7 +124,7 @@ def test_the_environment_is_read_once(tmp_path: Any, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_one_tensor_rank_tells_what_was_attended(
+def test_one_tensor_rank_reports_metrics(
     first: bool, current: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sparsek_backend.vllm_backend import compat, step
