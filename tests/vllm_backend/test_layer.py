@@ -110,19 +110,6 @@ def test_flash_attention_takes_dense_prefills_and_the_last_queries_of_sparse_one
     assert calls == [(20, [0, 20], [280]), (64, [0, 64], [600]), (70, [0, 70], [70])]
 
 
-def test_the_environment_is_read_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparsek_backend.vllm_backend import engine
-
-    read = []
-    settings = engine.engine_config
-    monkeypatch.setattr(engine, "engine_config", lambda config: read.append(1) or settings(config))
-    with building(make_config(tmp_path)) as config:
-        for index in range(2):
-            builder, _ = make_builder(make_layer(index), config)
-        type(builder).get_cudagraph_support(config, None)
-    assert len(read) == 1
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_one_tensor_rank_reports_metrics(
     first: bool, current: Any, monkeypatch: pytest.MonkeyPatch
