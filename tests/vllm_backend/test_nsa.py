@@ -61,7 +61,7 @@ def served(
 
 
 def test_whole_prefill(served: tuple[Any, list[list[int]]], prompts: list[list[int]]) -> None:
-    from sparsek_backend.vllm_backend.nsa import NSAImpl
+    from sparsek_backend.vllm_backend.nsa.impl import NSAImpl
     from sparsek_backend.vllm_backend.stats import STATS
 
     llm, expected = served
