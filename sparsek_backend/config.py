@@ -444,7 +444,7 @@ def _environment_settings(environ: Mapping[str, str]) -> dict[str, dict[str, Any
 
 
 def _parse(name: str, text: str) -> object:
-    """Read an environment variable's text; what is no number stays text for the validator."""
+    """Read a variable as JSON; any other text stays as it is, for the validator to refuse."""
     if name == "dense_layers" and "," in text and not text.startswith("["):
         text = f"[{text}]"
     try:

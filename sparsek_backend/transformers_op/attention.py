@@ -14,11 +14,13 @@ from sparsek_backend.transformers_op.policy import policy_of
 from sparsek_backend.transformers_op.sequences import attend, attend_packed
 from sparsek_backend.transformers_op.visibility import Packing, Visibility
 from sparsek_kernels import sink_flash_attention
+from sparsek_kernels.checks import MAX_HEAD_DIM
 from sparsek_kernels.fallback import count_fallback
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.sink_window.checks import MAX_HEAD_DIM
 
 
+# Offsets and rules are read on the host, between compiled graphs.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def sparsek_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -65,8 +67,9 @@ def sparsek_attention(
         ``[B, N, Hq, Dv]`` and ``None`` (no attention weights exist).
 
     Raises:
-        NotImplementedError: a cache of Transformers' continuous batching, or packed texts with
-            earlier keys beside a mask.
+        NotImplementedError: a cache of Transformers' continuous batching, packed texts with
+            earlier keys beside a mask, or with a position bias.
+        ValueError: a mask or offsets that do not fit queries and keys.
     """
     if cache is not None:
         raise NotImplementedError(
@@ -80,19 +83,24 @@ def sparsek_attention(
     packing = None
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         mask, packing = _within_texts(q, k, mask, cu_seq_lens_q.tolist(), cu_seq_lens_k.tolist())
-    options = {"dropout": dropout, "softcap": softcap, "position_bias": position_bias}
+    options: dict[str, Any] = {
+        "dropout": dropout,
+        "softcap": softcap,
+        "position_bias": position_bias,
+    }
     reason = _unserved(mask, max(q.shape[-1], v.shape[-1]), **options)
     if reason is not None:
         count_fallback(f"{reason} in Transformers")
         return _attend_dense_texts(q, k, v, mask, packing, scale, sinks=s_aux, **options), None
-    assert isinstance(mask, LazyMask)
+    mask = cast(LazyMask, mask)  # every other mask has a reason
     rule = mask.rule
     # Chunks bound what a query attends, as a window does: neither is made sparser.
     policy = SelectionPolicy()
     if rule.causal and not rule.chunked:
         policy = policy_of(module, rule.window_size)
     width = v.shape[-1]
-    q, k, v = (F.pad(x, (0, max(q.shape[-1], width) - x.shape[-1])) for x in (q, k, v))
+    if width != q.shape[-1]:  # a pad of nothing would copy
+        q, k, v = (F.pad(x, (0, max(q.shape[-1], width) - x.shape[-1])) for x in (q, k, v))
     packing = packing or mask.packing
     if packing is not None:
         out = _attend_texts(q, k, v, packing, rule.causal, policy, scale, s_aux)
@@ -122,6 +130,8 @@ def _checked_mask(
     if isinstance(attention_mask, LazyMask):
         if attention_mask.shape == (batch, 1, num_q, num_k):
             return attention_mask
+        if attention_mask.rule.sees_all:  # the only rule that fits keys of any number
+            return LazyMask(attention_mask.rule, (batch, num_q, num_k), q.device)
         attention_mask = attention_mask.dense()
     mask = attention_mask[..., :num_k]  # longer in some models, for keys to come
     wanted = batch, heads, num_q, num_k
@@ -203,20 +213,17 @@ def _attend_dense_texts(
     if packing is None:
         mask = mask.dense() if isinstance(mask, LazyMask) else mask
         return attend_dense(q, k, v, mask, scale, **options)
-    assert isinstance(mask, LazyMask)
-    bias, outs = options.pop("position_bias"), []
-    if bias is not None:
+    rule, outs = cast(LazyMask, mask).rule, []
+    if options["position_bias"] is not None:
         raise NotImplementedError(
             "cu_seq_lens_q: a position bias is not supported beside packed texts; put them in "
             "rows of their own"
         )
-    flat = [x.flatten(0, 1) for x in (q, k, v)]
-    for edges_q, edges_k in zip(pairwise(packing.starts_q), pairwise(packing.starts_k), strict=True):
-        text = [
-            x[slice(*edges)][None]
-            for x, edges in zip(flat, (edges_q, edges_k, edges_k), strict=True)
-        ]
-        seen = mask.rule.mask(1, text[0].shape[1], text[1].shape[1], q.device)
+    flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
+    edges = zip(pairwise(packing.starts_q), pairwise(packing.starts_k), strict=True)
+    for (q_lo, q_hi), (k_lo, k_hi) in edges:
+        text = flat_q[None, q_lo:q_hi], flat_k[None, k_lo:k_hi], flat_v[None, k_lo:k_hi]
+        seen = rule.mask(1, q_hi - q_lo, k_hi - k_lo, q.device)
         outs.append(attend_dense(*text, seen, scale, **options))
     return torch.cat(outs, dim=1).view(*q.shape[:2], *outs[0].shape[2:])
 

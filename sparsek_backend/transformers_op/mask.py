@@ -24,8 +24,9 @@ class LazyMask(torch.Tensor):
     """A ``[B, 1, N, M]`` bool mask that knows its rule.
 
     SparseK's attention function reads the rule and no mask is ever made.  Any other operation on
-    the tensor (a slice, a sum) makes the mask and works on that, so a model may do with it what it
-    does with SDPA's.
+    the tensor makes the mask and works on that, so a model may do with it what it does with SDPA's.
+    Adding it to scores masks them, as adding eager attention's mask does: some models have layers
+    that do so whatever the implementation is.
 
     Args:
         rule: the keys that every query sees.
@@ -69,7 +70,7 @@ class LazyMask(torch.Tensor):
         return f"LazyMask({tuple(self.shape)}, {self.rule})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Carry the rule to copies; run everything else on the mask written out."""
@@ -80,10 +81,19 @@ class LazyMask(torch.Tensor):
             mask = args[0]
             batch, _, num_q, num_k = mask.shape
             return LazyMask(mask.rule, (batch, num_q, num_k), kwargs.get("device") or mask.device)
+        if func in (_aten.add.Tensor, _aten.add_.Tensor):
+            scores = [x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
+            if scores:
+                lowest = torch.finfo(scores[0].dtype).min
+                args = tree_map_only(
+                    LazyMask, lambda x: scores[0].new_zeros(()).where(x.dense(), lowest), args
+                )
         args, kwargs = tree_map_only(LazyMask, LazyMask.dense, (args, kwargs))
         return func(*args, **kwargs)
 
 
+# A rule is made on the host, between compiled graphs.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def sparsek_mask(
     batch_size: int,
     q_length: int | None = None,
@@ -112,7 +122,7 @@ def sparsek_mask(
         allow_is_causal_skip: unused, because a rule is always returned instead of ``None``.
         allow_is_bidirectional_skip: unused for the same reason.
         config: the model's configuration, whose ``layer_types`` count.
-        device: where the mask is.
+        device: where the mask is; with ``cache_position``, its device.
         cache_position: positions of the new tokens, from Transformers that pass these instead of
             ``q_length`` and ``q_offset`` (before 5.5).
         kwargs: the rest of what Transformers passes to mask functions.
@@ -135,6 +145,7 @@ def sparsek_mask(
     if cache_position is not None:
         queries = {"cache_position": cache_position}
         q_length, q_offset = cache_position.shape[0], int(cache_position[0])
+        device = cache_position.device
     elif q_length is None:
         raise TypeError("q_length: expected an integer where cache_position is not given")
     rule = visibility_of(mask_function, kv_length, kv_offset)

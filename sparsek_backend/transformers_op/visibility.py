@@ -50,8 +50,16 @@ class Visibility:
     @property
     def is_plain_causal(self) -> bool:
         """Whether every query sees every earlier key."""
-        bounded = self.window_size is not None or self.groups is not None
-        return self.causal and not bounded and self.real is None
+        return self.causal and not self._is_bounded
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether every query sees every key."""
+        return not self.causal and not self._is_bounded
+
+    @property
+    def _is_bounded(self) -> bool:
+        return any(x is not None for x in (self.window_size, self.groups, self.real))
 
     @property
     def has_holes(self) -> bool:

@@ -21,8 +21,8 @@ class Engine:
     """One engine.
 
     Args:
-        resolved: its settings.
-        dtype: its model's.
+        resolved: its settings, of which the model's part is the target model's.
+        dtype: that model's.
         selects_blocks: whether any layer selects blocks by score.
         dummy_run_done: whether a natively sparse layer has shown what memory a prefill takes.
     """
@@ -38,13 +38,17 @@ _latest: Engine | None = None
 
 
 def engine_of(vllm_config: Any) -> Engine:
-    """Return the engine with this configuration; its settings are read once."""
+    """Return the engine with this configuration; its settings are read once.
+
+    An engine's draft model has a changed copy of the configuration, which keeps the part that knows
+    all layers: the compilation's.
+    """
     _engines[:] = [entry for entry in _engines if entry[0]() is not None]
     for known, engine in _engines:
-        if known() is vllm_config:
+        if known() is vllm_config.compilation_config:
             return engine
     engine = Engine(engine_config(vllm_config), vllm_config.model_config.dtype)
-    _engines.append((weakref.ref(vllm_config), engine))
+    _engines.append((weakref.ref(vllm_config.compilation_config), engine))
     return engine
 
 

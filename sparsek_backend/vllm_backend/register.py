@@ -66,7 +66,9 @@ def hook_platform(name: str, path: str) -> None:
     def check_and_update_config(vllm_config: Any) -> None:
         configure(vllm_config)
         architectures = getattr(vllm_config.model_config, "architectures", ())
-        if member in selected_backends(vllm_config) or NSA_ARCHITECTURE in architectures:
+        # A draft model's configuration may name the target model and another backend.
+        is_nsa = NSA_ARCHITECTURE in architectures and vllm_config.speculative_config is None
+        if member in selected_backends(vllm_config) or is_nsa:
             from .validate import check_engine
 
             check_engine(vllm_config)

@@ -15,7 +15,8 @@ from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.nsa.paged.cache import check_paged_spec
 from sparsek_kernels.paged.policy import CELL_SIZE
 
-from .compat import is_batch_invariant
+from .compat import is_batch_invariant, selected_backends
+from .names import BACKEND_NAME, NSA_ARCHITECTURE
 
 
 def engine_config(vllm_config: Any) -> ResolvedConfig:
@@ -31,6 +32,19 @@ def engine_config(vllm_config: Any) -> ResolvedConfig:
         _model_section(vllm_config.model_config, "nsa"),
         is_batch_invariant(),
     )
+
+
+def require_backend(vllm_config: Any) -> None:
+    """Refuse a natively sparse model without ``--attention-backend SPARSEK``.
+
+    Raises:
+        ConfigError: another backend was chosen, or none.
+    """
+    if not any(getattr(x, "name", "") == BACKEND_NAME for x in selected_backends(vllm_config)):
+        raise ConfigError(
+            f"SPARSEK: {NSA_ARCHITECTURE} needs --attention-backend {BACKEND_NAME}, which this "
+            "engine was started without"
+        )
 
 
 def nsa_section(resolved: ResolvedConfig) -> NSAConfig:
@@ -59,8 +73,8 @@ def check_page_size(resolved: ResolvedConfig, page_size: int) -> None:
         except ValueError as error:
             raise ConfigError(
                 f"SPARSEK cannot serve the nsa section of the model's config: {error}; remedy: "
-                "--block-size with a common multiple of cmp_stride and sel_block_size, where the "
-                "page is what does not fit"
+                "correct the section or, where the page does not fit, --block-size with a common "
+                "multiple of cmp_stride and sel_block_size"
             ) from None
     if config.mode != "block_topk":
         return

@@ -13,9 +13,8 @@ from vllm.v1.attention.backend import AttentionBackend
 from sparsek_backend.config import ConfigError, ResolvedConfig
 from sparsek_backend.models import verify_model
 
-from .compat import selected_backends
-from .names import BACKEND_NAME, NSA_ARCHITECTURE
-from .settings import check_page_size, engine_config
+from .names import NSA_ARCHITECTURE
+from .settings import check_page_size, engine_config, require_backend
 from .sparsek.backend import LEAVE, REMEDIES, SparseKBackend
 from .sparsek.pages import FP8_KV_CACHE
 
@@ -30,7 +29,7 @@ def check_engine(vllm_config: Any) -> None:
     """
     model = vllm_config.model_config
     if model is not None and NSA_ARCHITECTURE in model.architectures:
-        _require_backend(vllm_config)
+        require_backend(vllm_config)
     resolved = engine_config(vllm_config)
     if model is None:
         return
@@ -187,33 +186,17 @@ def _check_dense_layers(vllm_config: Any, resolved: ResolvedConfig) -> None:
     models = [vllm_config.model_config]
     if speculative is not None:
         models = [speculative.target_model_config, speculative.draft_model_config]
-    counts = [
-        getattr(model.hf_text_config, "num_hidden_layers", None)
-        for model in models
-        if model is not None
-    ]
-    if not counts or None in counts:
+    configs = [model.hf_text_config for model in models if model is not None]
+    if not all(hasattr(config, "num_hidden_layers") for config in configs):
         return
-    count, layers = sum(counts), resolved.config.dense_layers
+    count = sum(config.num_hidden_layers for config in configs)
+    layers = resolved.config.dense_layers
     needed = layers if isinstance(layers, int) else max(layers, default=-1) + 1
     if needed > count:
         raise ConfigError(
             f"SPARSEK setting dense_layers (from {resolved.sources['dense_layers']}): expected "
             f"layers of the model, which has {count}, counted from 0, got "
             f"{layers if isinstance(layers, int) else list(layers)}; remedy: correct or remove it"
-        )
-
-
-def _require_backend(vllm_config: Any) -> None:
-    """Refuse a natively sparse model without ``--attention-backend SPARSEK``.
-
-    Raises:
-        ConfigError: another backend was chosen, or none.
-    """
-    if not any(getattr(x, "name", "") == BACKEND_NAME for x in selected_backends(vllm_config)):
-        raise ConfigError(
-            f"SPARSEK: {NSA_ARCHITECTURE} needs --attention-backend {BACKEND_NAME}, which this "
-            "engine was started without"
         )
 
 

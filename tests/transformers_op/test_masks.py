@@ -131,11 +131,9 @@ def test_padding_changes_nothing_beside_the_reference(kind: str) -> None:
         assert (found - wanted).abs()[mask.bool()].max() < TOLERANCE, side
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MODELS if "caus" not in kind or kind == "causal"])
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if not MODELS[kind][0].endswith("*")])
 def test_packed_texts(kind: str) -> None:
     name, fields, reference = MODELS[kind]
-    if name.endswith("*"):
-        pytest.skip("Transformers does not read packed texts off positions without causality")
     model, ids = _make(name, **fields), tokens(2, LENGTH)
     position = torch.stack([torch.arange(LENGTH) % 8, (torch.arange(LENGTH) + 5) % 17])
     position[1, :12] = torch.arange(12)
@@ -298,6 +296,47 @@ def test_masks_keep_their_rule_until_they_are_changed() -> None:
     assert "causal=True" in repr(mask)
 
 
+def test_masks_added_to_scores_mask_them() -> None:
+    asked: dict[str, Any] = {"batch_size": 2, "q_length": 4, "kv_length": 4}
+    asked["attention_mask"] = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]], dtype=torch.bool)
+    scores, mask = torch.randn(2, 3, 4, 4), sparsek_mask(**asked)
+    wanted = scores + hf.eager_mask(**asked)
+    for found in (scores + mask, mask + scores, scores.clone().add_(mask)):
+        assert torch.equal(found.softmax(-1), wanted.softmax(-1))
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("kind", ["causal", "window"])
+def test_compiled_models(kind: str, side: str) -> None:
+    name, fields, _ = MODELS[kind]
+    model = _make(name, **fields)
+    inputs = {"input_ids": tokens(2, LENGTH), "attention_mask": _masks()[side], "use_cache": False}
+    wanted = _run(model, "sparsek", **inputs)
+    with torch.no_grad():
+        found = torch.compile(model, backend="eager")(**inputs).logits
+    assert (found - wanted).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradients_with_checkpointing(use_reentrant: bool) -> None:
+    name, fields, _ = MODELS["window in some layers"]
+    model, ids, mask = _make(name, **fields).train(), tokens(2, LENGTH), _masks()["left"]
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[0, 7] = -100  # predicted by a padding token, whose state is no reference's
+    grads = []
+    for implementation in ("sdpa", "sparsek"):
+        model.set_attn_implementation(implementation)
+        if implementation == "sparsek":
+            options = {"use_reentrant": use_reentrant}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        loss = model(ids, attention_mask=mask, labels=labels, use_cache=False).loss
+        model.zero_grad()
+        loss.backward()
+        grads.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
+    assert grads[0].abs().max() > 1e-3
+    assert (grads[1] - grads[0]).abs().max() < TOLERANCE
+
+
 def test_masks_that_do_not_fit_are_refused() -> None:
     layer = torch.nn.Module()
     layer.config = make_model().config
@@ -305,16 +344,26 @@ def test_masks_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="attention_mask: expected a shape that broadcasts"):
         sparsek.sparsek_attention(layer, q, q, q, torch.ones(2, 1, 9, 10, dtype=torch.bool))
     starts = torch.tensor([0, 7])
-    with pytest.raises(ValueError, match="cu_seq_lens_q: expected 2 offsets from 0 to .* 20"):
-        sparsek.sparsek_attention(
-            layer, q, q, q, None, cu_seq_lens_q=starts, cu_seq_lens_k=starts
-        )
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q: expected 2 offsets from 0 to .* 20"):
+        sparsek.sparsek_attention(layer, q, q, q, None, cu_seq_lens_q=starts, cu_seq_lens_k=starts)
+
+
+def test_a_mask_that_hides_nothing_fits_keys_of_any_number() -> None:
+    """Encoders that are run with a cache make it for their new tokens only."""
+    layer = torch.nn.Module()
+    layer.config = make_model().config
+    asked = {"q_length": 3, "kv_length": 3, "mask_function": hf.bidirectional_mask_function}
+    mask = sparsek_mask(batch_size=2, **asked)
+    q, k = torch.randn(2, 6, 3, 16), torch.randn(2, 6, 9, 16)
+    found, _ = sparsek.sparsek_attention(layer, q, k, k, mask)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, k).transpose(1, 2)
+    assert (found - wanted).abs().max() < TOLERANCE
 
 
 def test_compressed_keys_are_refused() -> None:
     config = transformers.LlamaConfig(**SIZES)
     config.layer_types = ["compressed_sparse_attention", "full_attention"]
-    with pytest.raises(NotImplementedError, match="compressed_sparse_attention .* use 'eager'"):
+    with pytest.raises(NotImplementedError, match=r"compressed_sparse_attention .* use 'eager'"):
         sparsek_mask(batch_size=1, q_length=3, kv_length=3, config=config)
 
 

@@ -107,7 +107,7 @@ def test_ranks_that_share_heads_are_counted_once() -> None:
     STATS.record_step(0, 0)
     before = prometheus.REGISTRY.get_sample_value("sparsek_attended_tokens_total")
     own = STATS.attended_tokens
-    assert STATS.record_step(3, 7, tell=False) is None
+    assert STATS.record_step(3, 7, publish=False) is None
     assert prometheus.REGISTRY.get_sample_value("sparsek_attended_tokens_total") == before
     assert STATS.attended_tokens == own + 3
 

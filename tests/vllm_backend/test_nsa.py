@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from sparsek_backend.vllm_backend.startup import engine_config
 
 from sparsek_backend.nn import NSALlamaConfig
-from sparsek_backend.vllm_backend.startup import engine_config
 from tests.vllm_backend.engines import (
     counted_preemptions,
     engine,
@@ -61,7 +61,7 @@ def served(
 
 
 def test_whole_prefill(served: tuple[Any, list[list[int]]], prompts: list[list[int]]) -> None:
-    from sparsek_backend.vllm_backend.nsa import NSAImpl
+    from sparsek_backend.vllm_backend.nsa.impl import NSAImpl
     from sparsek_backend.vllm_backend.stats import STATS
 
     llm, expected = served

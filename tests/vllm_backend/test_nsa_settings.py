@@ -11,7 +11,7 @@ import torch
 from sparsek_backend.config import ConfigError, resolve_config
 from sparsek_backend.nn import NSAConfig
 from sparsek_backend.vllm_backend.accounting import nsa_attended
-from sparsek_backend.vllm_backend.nsa import tail_elements, view_nsa_pages
+from sparsek_backend.vllm_backend.nsa.pages import tail_elements, view_nsa_pages
 from sparsek_backend.vllm_backend.report import describe_nsa_layers
 
 SECTION = {"top_n": 8, "window_size": 256}

@@ -30,7 +30,7 @@ GOOD = {
 
 
 def reasons(**changes: Any) -> list[str]:
-    from sparsek_backend.vllm_backend.backend import SparseKBackend
+    from sparsek_backend.vllm_backend.sparsek.backend import SparseKBackend
 
     return SparseKBackend.validate_configuration(**{**GOOD, **changes})
 
@@ -89,7 +89,7 @@ def test_every_requirement_of_vllm_is_served_or_has_a_remedy() -> None:
 
     from vllm.v1.attention.backend import AttentionBackend
 
-    from sparsek_backend.vllm_backend.backend import LEAVE, REMEDIES
+    from sparsek_backend.vllm_backend.sparsek.backend import LEAVE, REMEDIES
 
     served = {"use_adaptive_verification"}
     parameters = inspect.signature(AttentionBackend.validate_configuration).parameters
@@ -113,7 +113,7 @@ def test_a_remedy_belongs_to_the_cause() -> None:
 def test_batch_invariance_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
 
-    from sparsek_backend.vllm_backend.nsa import NSABackend
+    from sparsek_backend.vllm_backend.nsa.backend import NSABackend
 
     (reason,) = reasons(use_batch_invariant=True)
     assert "batch invariance" in reason
@@ -128,7 +128,7 @@ def test_batch_invariance_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_backend_is_no_sparse_mla_backend() -> None:
-    from sparsek_backend.vllm_backend.backend import SparseKBackend
+    from sparsek_backend.vllm_backend.sparsek.backend import SparseKBackend
 
     assert not SparseKBackend.is_sparse()
     assert not SparseKBackend.is_mla()
@@ -406,7 +406,7 @@ def test_model_config_section_is_read(tmp_path: Path, llama: Path) -> None:
 
 
 def test_implementation_refuses_what_it_cannot_mask() -> None:
-    from sparsek_backend.vllm_backend.impl import SparseKImpl
+    from sparsek_backend.vllm_backend.sparsek.impl import SparseKImpl
 
     with pytest.raises(NotImplementedError, match="encoder_decoder"):
         SparseKImpl(4, 64, 1.0, 4, attn_type="encoder_decoder")

@@ -35,7 +35,7 @@ from vllm.sequence import IntermediateTensors
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.native_sparse_attention import CompressionMLP
 from sparsek_backend.vllm_backend.engine import engine_of
-from sparsek_backend.vllm_backend.settings import nsa_section
+from sparsek_backend.vllm_backend.settings import nsa_section, require_backend
 from sparsek_kernels.nsa.compress.rotary import rotary_frequencies, rotate
 from sparsek_kernels.nsa.paged.cache import Compression
 
@@ -155,6 +155,7 @@ class NSALlamaModel(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
+        require_backend(vllm_config)
         nsa = nsa_section(engine_of(vllm_config).resolved)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from sparsek_kernels.paged.plan import Segment
 
 
@@ -44,20 +45,24 @@ class FlashPrefill:
     ) -> None:
         """Attend the queries of ``segment``.
 
+        FlashAttention takes scratch for every row that it is given, so it is given no others.
+
         Args:
-            q: ``[T, Hq, D]``, the segment's rows.
+            q: ``[T, Hq, D]``, the rows from which the segment's batch counts.
             k_cache: ``[num_pages, Hkv, page_size, D]`` keys.
             v_cache: ``[num_pages, Hkv, page_size, D]`` values.
             sinks: ``[Hq]`` learned logits, or ``None``.
             out: ``[T, Hq, D]``, written where the segment has queries.
         """
         batch, window = segment.batch, segment.policy.window_size
+        rows = slice(batch.first_row, batch.first_row + batch.num_prefill_tokens)
+        offsets = batch.derived("own offsets", lambda: batch.cu_seqlens_q - batch.first_row)
         self._attend(
-            q=q,
+            q=q[rows],
             k=k_cache.transpose(1, 2),
             v=v_cache.transpose(1, 2),
-            out=out,
-            cu_seqlens_q=batch.cu_seqlens_q,
+            out=out[rows],
+            cu_seqlens_q=offsets,
             max_seqlen_q=batch.max_query_len,
             seqused_k=batch.seq_lens,
             max_seqlen_k=batch.max_seq_len,

@@ -33,7 +33,7 @@ logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level
 
 Ranges = tuple[Sequence[tuple[int, int]], ...]
 Kind = tuple[SelectionPolicy, str | None, int | None, bool]
-"""What tells groups of layers apart: policy, SDPA fallback, FlashAttention's version, fp8 cache."""
+"""Policy, SDPA fallback, FlashAttention's version and fp8 cache of a group of layers."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ _FEW_TILES = (1, 2, 4, 8)
 def prefill_shapes(
     policy: SelectionPolicy, max_model_len: int, max_tokens: int
 ) -> list[tuple[int, int]]:
-    """Steps whose kernels cover those of every prefill: ``(context, query tokens)``.
+    """``(context, query tokens)`` of steps that together need the kernels of every prefill.
 
     Whole chunks at every power of two that is not attended whole, and short ones at the end.
 
@@ -97,7 +97,7 @@ def warm_up_prefills(
     if count:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()  # the KV cache is about to take what is free
+            torch.cuda.empty_cache()  # the KV cache takes all free memory next
         logger.info_once(
             "SPARSEK prefill kernels are ready (%.1f s, kept in Triton's cache)",
             time.perf_counter() - begin,

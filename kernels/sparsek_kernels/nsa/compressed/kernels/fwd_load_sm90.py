@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from sparsek_kernels.common.kernels.masks import last_key
 from sparsek_kernels.common.kernels.tiles_sm90 import tile_index
 from sparsek_kernels.nsa.compressed.kernels.block_sums_sm90 import KEYS, arranged_key
-from sparsek_kernels.nsa.select.kernels.scores import locate_rows
+from sparsek_kernels.nsa.kernels.tiles import locate_rows
 
 ROWS: gl.constexpr = gl.constexpr(64)
 Q_STAGES: gl.constexpr = gl.constexpr(2)  # tiles of queries: the next one's arrive early

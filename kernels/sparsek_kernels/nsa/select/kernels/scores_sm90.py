@@ -18,7 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparsek_kernels.common.kernels.softmax import LOG2E
-from sparsek_kernels.nsa.select.kernels.scores import locate_rows, with_spill
+from sparsek_kernels.nsa.kernels.tiles import locate_rows
+from sparsek_kernels.nsa.select.kernels.scores import with_spill
 
 WARPGROUPS: gl.constexpr = gl.constexpr(4)
 
