@@ -1,0 +1,86 @@
+"""The results as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from sparsek_backend.eval.record import Row
+from sparsek_backend.eval.results import MEAN
+
+
+def retrieval_tables(rows: Sequence[Row]) -> list[Table]:
+    """For each length and variant: the budgets over all tasks, then task by task."""
+    tables = []
+    for length, variant in dict.fromkeys((row["length"], row["variant"]) for row in rows):
+        here = [row for row in rows if (row["length"], row["variant"]) == (length, variant)]
+        means = [row for row in here if row["task"] == MEAN] or here
+        tables.append(_against_reference(means, f"{length} tokens, {variant}: all tasks"))
+        if means is not here:
+            tables.append(_by_task(here, f"{length} tokens, {variant}: accuracy by task"))
+    return tables
+
+
+def _against_reference(rows: Sequence[Row], title: str) -> Table:
+    table = _table(title, "budget", "attended", "accuracy", "of dense", "change", "lost/won", "p")
+    table.add_column("NLL", justify="right", no_wrap=True)
+    table.add_column("change", justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["label"],
+            f"{_show(row['prefill_share'], '.0%')} / {_show(row['decode_share'], '.0%')}",
+            f"{row['accuracy']:.3f}",
+            _show(row.get("of_reference"), ".1%"),
+            _bounds(row, "delta_accuracy"),
+            f"{row['lost']}/{row['gained']}" if "lost" in row else "-",
+            _show(row.get("mcnemar_p"), ".2g"),
+            f"{row['nll']:.3f}",
+            _bounds(row, "delta_nll"),
+        )
+    return table
+
+
+def _by_task(rows: Sequence[Row], title: str) -> Table:
+    labels = list(dict.fromkeys(row["label"] for row in rows))
+    table = _table(title, "task", *labels)
+    for task in dict.fromkeys(row["task"] for row in rows if row["task"] != MEAN):
+        cells = {row["label"]: row for row in rows if row["task"] == task}
+        shown = (_show(cells.get(label, {}).get("accuracy"), ".3f") for label in labels)
+        table.add_row(task, *shown)
+    return table
+
+
+def perplexity_table(rows: Sequence[Row]) -> Table:
+    """The budgets over the texts."""
+    table = _table(
+        "perplexity of texts", "budget", "attended", "ppl", "2nd half", "added NLL", "2nd half"
+    )
+    for row in rows:
+        table.add_row(
+            row["label"],
+            _show(row["prefill_share"], ".0%"),
+            f"{row['ppl']:.2f}",
+            f"{row['ppl_second_half']:.2f}",
+            f"{row['delta_nll']:+.4f}",
+            f"{row['delta_nll_second_half']:+.4f}",
+        )
+    return table
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column(first, overflow="fold")
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _bounds(row: Row, name: str) -> str:
+    if name not in row:
+        return "-"
+    return f"{row[name]:+.3f} ({row[name + '_low']:+.2f}..{row[name + '_high']:+.2f})"
+
+
+def _show(value: float | None, digits: str) -> str:
+    return "-" if value is None else format(value, digits)
