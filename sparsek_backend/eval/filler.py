@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from sparsek_backend.eval.words import ADJECTIVES, NOUNS, listed
 
@@ -95,16 +96,17 @@ def make_sentence(rng: random.Random) -> str:
     return f"{sentence[0].upper()}{sentence[1:]}."
 
 
-def make_pool(seed: int) -> list[str]:
+@lru_cache(maxsize=4)
+def make_pool(seed: int) -> tuple[str, ...]:
     """The distinct sentences that all prompts of a seed draw from, each with its separator."""
     rng = random.Random(f"filler {seed}")
     sentences: dict[str, None] = {}
     while len(sentences) < POOL_SENTENCES:
         sentences[make_sentence(rng)] = None
-    return [
+    return tuple(
         ("\n" if index % PARAGRAPH == 0 else " ") + sentence
         for index, sentence in enumerate(sentences)
-    ]
+    )
 
 
 def endless(rng: random.Random, pool: Sequence[str]) -> Iterator[str]:

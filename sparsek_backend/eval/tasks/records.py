@@ -16,11 +16,12 @@ _POOL = 8192
 def records(source: Source) -> Draft:
     """Records that fill the text; the value of one key is asked for."""
     pool = _pool(source.seed)
-    key, value = pool[source.rng.randrange(_POOL)]
+    asked = source.rng.randrange(_POOL)
+    key, value, line = pool[asked]
     return Draft(
         head="Below is a table of records, each with a key and a value.\n",
-        needles=[(source.depth, _line(key, value))],
-        filler=endless(source.rng, [_line(*pair) for pair in pool if pair[0] != key]),
+        needles=[(source.depth, line)],
+        filler=endless(source.rng, [line for _, _, line in (*pool[:asked], *pool[asked + 1 :])]),
         question=f"\n\nWhat is the value of the key {key}?",
         lead=f"The value of the key {key} is",
         answers=(value,),
@@ -28,16 +29,13 @@ def records(source: Source) -> Draft:
     )
 
 
-def _line(key: str, value: str) -> str:
-    return f"\nkey {key}: value {value}"
-
-
 @lru_cache(maxsize=4)
-def _pool(seed: int) -> list[tuple[str, str]]:
-    """Distinct keys of eight hexadecimal digits with distinct values."""
+def _pool(seed: int) -> tuple[tuple[str, str, str], ...]:
+    """Distinct keys of eight hexadecimal digits, their distinct values, and their lines."""
     rng = random.Random(f"records {seed}")
     keys = [f"{number:08x}" for number in rng.sample(range(1 << 28, 1 << 32), _POOL)]
-    return list(zip(keys, draw_numbers(rng, _POOL), strict=True))
+    values = draw_numbers(rng, _POOL)
+    return tuple((k, v, f"\nkey {k}: value {v}") for k, v in zip(keys, values, strict=True))
 
 
 RECORDS = (Task("records", "the value of one of hundreds of keys", records),)
