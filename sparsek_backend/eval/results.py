@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -212,31 +212,31 @@ def perplexity_rows(runs: Sequence[Run]) -> list[Row]:
     return found
 
 
-def warnings_of(rows: Iterable[Mapping[str, Any]], wanted: int | None = None) -> list[str]:
+def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What a reader must know before the figures.
 
     Args:
-        rows: of :func:`retrieval_rows` or :func:`perplexity_rows`.
-        wanted: prompts that each cell should have.
+        rows: of :func:`retrieval_rows` and :func:`perplexity_rows`.
     """
-    found: dict[str, None] = {}
+    tasks = [row for row in rows if row.get("task") not in (None, MEAN)]
+    wanted = max((row["prompts"] for row in tasks), default=0)
+    found = [
+        f"{row['label']}, {row['task']}, {row['variant']}, {row['length']} tokens: "
+        f"{row['prompts']} of {wanted} prompts were scored"
+        for row in tasks
+        if row["prompts"] < wanted
+    ]
     for row in rows:
-        whole = [
-            phase for phase in ("prefill", "decode") if (row.get(f"{phase}_share") or 0.0) > 0.9995
-        ]
-        sparse = "delta_nll" in row and row["label"] != "dense"
+        shares = [row[name] for name in ("prefill_share", "decode_share") if name in row]
         halved = "sparse_phase=" in row["label"]
-        if sparse and whole and not (halved and len(whole) == 1):
-            found[
-                f"{row['label']} attends 100 % of {row['length']} tokens in the "
-                f"{' and the '.join(whole)}: it says nothing about sparsity there"
-            ] = None
-        if wanted and row.get("task") not in (None, MEAN) and row["prompts"] < wanted:
-            found[
-                f"{row['label']}, {row['task']}, {row['variant']}, {row['length']} tokens: "
-                f"{row['prompts']} of {wanted} prompts scored"
-            ] = None
-    return list(found)
+        whole = [share is not None and share > 0.9995 for share in shares]
+        is_dense = row["label"] == "dense"
+        if not is_dense and (all(whole) or (any(whole) and not halved)):
+            found.append(
+                f"{row['label']} attends 100 % of {row['length']} tokens: the figures there say "
+                "nothing about sparsity"
+            )
+    return list(dict.fromkeys(found))
 
 
 def write_results(

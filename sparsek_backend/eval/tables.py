@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich import box
 from rich.table import Table
 
 from sparsek_backend.eval.record import Row
@@ -16,27 +17,29 @@ def retrieval_tables(rows: Sequence[Row]) -> list[Table]:
     for length, variant in dict.fromkeys((row["length"], row["variant"]) for row in rows):
         here = [row for row in rows if (row["length"], row["variant"]) == (length, variant)]
         means = [row for row in here if row["task"] == MEAN] or here
-        tables.append(_against_reference(means, f"{length} tokens, {variant}: all tasks"))
+        what = f"{length} tokens, {variant}"
+        tables.append(_against_reference(means, f"{what}: {means[0]['prompts']} prompts"))
         if means is not here:
-            tables.append(_by_task(here, f"{length} tokens, {variant}: accuracy by task"))
+            tables.append(_by_task(here, f"{what}: accuracy by task"))
     return tables
 
 
 def _against_reference(rows: Sequence[Row], title: str) -> Table:
-    table = _table(title, "budget", "attended", "accuracy", "of dense", "change", "lost/won", "p")
-    table.add_column("NLL", justify="right", no_wrap=True)
-    table.add_column("change", justify="right", no_wrap=True)
+    """Shares in per cent of the prefill's and the decode's keys; 95 % interval of the change."""
+    table = _table(
+        title, "budget", "attended", "accuracy", "of dense", "change", "-/+", "p", "added NLL"
+    )
     for row in rows:
+        shares = (_show(row[f"{phase}_share"], ".0%") for phase in ("prefill", "decode"))
         table.add_row(
             row["label"],
-            f"{_show(row['prefill_share'], '.0%')} / {_show(row['decode_share'], '.0%')}",
+            "/".join(shares),
             f"{row['accuracy']:.3f}",
             _show(row.get("of_reference"), ".1%"),
             _bounds(row, "delta_accuracy"),
             f"{row['lost']}/{row['gained']}" if "lost" in row else "-",
             _show(row.get("mcnemar_p"), ".2g"),
-            f"{row['nll']:.3f}",
-            _bounds(row, "delta_nll"),
+            _show(row.get("delta_nll"), "+.3f"),
         )
     return table
 
@@ -69,17 +72,25 @@ def perplexity_table(rows: Sequence[Row]) -> Table:
 
 
 def _table(title: str, first: str, *others: str) -> Table:
-    table = Table(title=title, title_justify="left")
+    """A table that has room for its figures in 80 columns."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        min_width=len(title),
+    )
+    table.padding = (0, 1, 0, 0)
     table.add_column(first, overflow="fold")
     for name in others:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", overflow="fold", max_width=13)
     return table
 
 
 def _bounds(row: Row, name: str) -> str:
     if name not in row:
         return "-"
-    return f"{row[name]:+.3f} ({row[name + '_low']:+.2f}..{row[name + '_high']:+.2f})"
+    return f"{row[name + '_low']:+.2f}..{row[name + '_high']:+.2f}"
 
 
 def _show(value: float | None, digits: str) -> str:

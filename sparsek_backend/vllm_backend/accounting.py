@@ -47,7 +47,12 @@ def nsa_attended(config: NSAConfig, position: Positions) -> Positions:
 
 
 def attended_by_requests(
-    policy: SelectionPolicy, seq_lens: Positions, query_lens: Positions, num_decodes: int
+    policy: SelectionPolicy,
+    seq_lens: Positions,
+    query_lens: Positions,
+    num_decodes: int,
+    *,
+    dense_decode: bool = False,
 ) -> int:
     """Return the keys that all new queries of a batch attend in one layer, for one head.
 
@@ -55,11 +60,15 @@ def attended_by_requests(
         seq_lens: ``[R]`` keys of each request, its new tokens included.
         query_lens: ``[R]`` new tokens of each request.
         num_decodes: requests at the front that select per token.
+        dense_decode: whether those attend everything where the policy selects blocks.
     """
     cut = num_decodes
     decodes = query_positions(seq_lens[:cut], query_lens[:cut])
     prefills = query_positions(seq_lens[cut:], query_lens[cut:])
-    total = attended(policy.per_token(), decodes).sum() + attended(policy, prefills).sum()
+    of_decodes = policy.per_token()
+    if dense_decode and policy.selects_blocks:
+        of_decodes = SelectionPolicy()
+    total = attended(of_decodes, decodes).sum() + attended(policy, prefills).sum()
     if policy.dense_last:
         last = query_positions(seq_lens[cut:], np.minimum(query_lens[cut:], policy.dense_last))
         total += (last + 1 - attended(policy, last)).sum()

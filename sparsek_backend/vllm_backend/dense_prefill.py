@@ -58,6 +58,8 @@ def split_runs(
     policy: SelectionPolicy,
     seq_lens: Sequence[int],
     query_lens: Sequence[int],
+    *,
+    dense_decode: bool = False,
 ) -> tuple[Run, ...]:
     """Split a step into its decodes and runs of dense and sparse prefills.
 
@@ -66,11 +68,15 @@ def split_runs(
 
     Args:
         seq_lens, query_lens: of every request, on the host, exact for prefills.
+        dense_decode: whether decodes attend everything where the policy selects blocks.
     """
     always = is_flash_mask(policy)
     runs = []
     if batch.num_decodes:
-        runs.append(Run.whole(batch.part(0, batch.num_decodes)))
+        decodes = Run.whole(batch.part(0, batch.num_decodes))
+        everything = SelectionPolicy(sel_block_size=policy.sel_block_size)
+        is_dense = dense_decode and policy.selects_blocks
+        runs.append(replace(decodes, policy=everything) if is_dense else decodes)
     first = batch.num_decodes
     while first < batch.num_requests:
         dense = always or policy.sees_all(max(seq_lens[first] - 1, 0))

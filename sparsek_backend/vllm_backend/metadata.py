@@ -221,9 +221,13 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
             query_lens_host=tuple(query_lens.tolist()),
         )
         split = {}
-        if self.has_flash and batch.num_prefills:
+        dense_decode = self.resolved.config.dense_decode
+        if dense_decode or (self.has_flash and batch.num_prefills):
             lens, counts = seq_lens.tolist(), query_lens.tolist()
-            split = {policy: split_runs(batch, policy, lens, counts) for policy in self.policies}
+            split = {
+                policy: split_runs(batch, policy, lens, counts, dense_decode=dense_decode)
+                for policy in self.policies
+            }
         return SparseKMetadata(
             batch=batch,
             num_actual_tokens=common.num_actual_tokens,
@@ -238,8 +242,12 @@ class SparseKMetadataBuilder(AttentionMetadataBuilder[SparseKMetadata]):
 
     def _count(self, seq_lens: Int64, query_lens: Int64, num_decodes: int) -> tuple[int, int]:
         """Count attended and context keys over all layers of the group."""
+        dense_decode = self.resolved.config.dense_decode
         attended = sum(
-            layers * attended_by_requests(policy, seq_lens, query_lens, num_decodes)
+            layers
+            * attended_by_requests(
+                policy, seq_lens, query_lens, num_decodes, dense_decode=dense_decode
+            )
             for policy, layers in self.policies.items()
         )
         dense = attended_by_requests(SelectionPolicy(), seq_lens, query_lens, num_decodes)

@@ -140,7 +140,7 @@ def test_only_prompts_that_both_runs_scored_are_compared(tmp_path: Path) -> None
     keys.append(run_key({"label": "window:100"}))
     rows = retrieval_rows(collect_runs(read_rows(record), keys))
     assert [(row["label"], row["prompts"]) for row in rows][-1] == ("window:100", 5)
-    assert any("5 of 8 prompts" in warning for warning in warnings_of(rows, COUNT))
+    assert any("5 of 8 prompts were scored" in warning for warning in warnings_of(rows))
 
 
 def test_a_budget_that_attends_everything_is_warned_of() -> None:
