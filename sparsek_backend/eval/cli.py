@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -16,7 +18,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sparsek_backend.bench.machine import choose_device, describe_machine
 from sparsek_backend.bench.plots import import_pyplot
-from sparsek_backend.eval.budgets import DEFAULT_BUDGETS, parse_budgets, with_mixed_phases
+from sparsek_backend.eval.budgets import (
+    DEFAULT_BUDGETS,
+    parse_budget,
+    parse_budgets,
+    with_mixed_phases,
+)
+from sparsek_backend.eval.mass import measure_model, plot_masses, write_masses
 from sparsek_backend.eval.options import (
     PROMPTS_ON_CPU,
     PROMPTS_ON_GPU,
@@ -36,10 +44,10 @@ from sparsek_backend.eval.results import (
     warnings_of,
     write_results,
 )
-from sparsek_backend.eval.runs import LocalModel, Workplace, run_server
+from sparsek_backend.eval.runs import LocalModel, OnProgress, Workplace, run_server
 from sparsek_backend.eval.served import ServedScorer
 from sparsek_backend.eval.tables import perplexity_table, retrieval_tables
-from sparsek_backend.eval.tasks import TASKS
+from sparsek_backend.eval.tasks import TASKS, make_prompts
 from sparsek_backend.eval.tokenizer import HubTokenizer
 
 # Plain help: in panels, the widest option would leave no room for what the options mean.
@@ -49,6 +57,12 @@ app = typer.Typer(
     context_settings={"max_content_width": 100},
 )
 console = Console()
+
+_LOCAL_ONLY = ("model", "budget", "mixed", "dtype", "gpu_memory", "kv_cache_gib", "chat")
+_PROMPT_OPTIONS = (
+    *("task", "variant", "length", "prompts_per_task", "texts", "text_length", "texts_folder"),
+    *("chat", "seed"),
+)
 
 Task = Annotated[
     list[str] | None, typer.Option(help=f"One of {', '.join(TASKS)}. Repeatable; by default all.")
@@ -147,52 +161,37 @@ def evaluate(
     if context.invoked_subcommand is not None:
         return
     with _errors():
+        given = {name for name in context.params if _is_given(context, name)}
         if base_url:
-            if model or budget or mixed:
-                raise ValueError(
-                    "base-url: a server has its own model and budget; drop --model, --budget and "
-                    "--mixed"
-                )
-            if dtype != "auto" or gpu_memory is not None or kv_cache_gib is not None:
-                raise ValueError(
-                    "base-url: a server's engine runs already; drop --dtype, --gpu-memory and "
-                    "--kv-cache-gib"
-                )
+            _refuse(given, _LOCAL_ONLY, "base-url: a server has its own model, budget and engine")
             check_unique("base-url", [server_of(text)[0] for text in base_url])
         elif served_model:
             raise ValueError("served-model: expected with --base-url only; use --model")
+        if prompts is not None:
+            _refuse(given, _PROMPT_OPTIONS, "prompts: the file has the prompts and texts")
         chosen = list(budget or DEFAULT_BUDGETS)
         budgets = parse_budgets(with_mixed_phases(chosen) if mixed else chosen)
         options = _options(
             task, variant, length, prompts_per_task, texts, text_length, texts_folder, seed
         )
         import_pyplot()  # what the end needs is missed at the start
-        import scipy.stats  # noqa: F401
-
         out.mkdir(parents=True, exist_ok=True)
         prompts_file = prompts or out / f"{name}.prompts.json.gz"
         what = "" if base_url else model or str(_default_model())
         if prompts is not None:
             asked = load_prompts(prompts)
         else:
-            tokenizer: Tokenizer = (
-                ServedScorer(server_of(base_url[0])[1], served_model)
-                if base_url
-                else HubTokenizer(what, chat)
-            )
-            asked = _make(options, tokenizer, what or base_url[0])
+            if base_url:
+                url = server_of(base_url[0])[1]
+                asked = _make(options, ServedScorer(url, served_model), url)
+            else:
+                asked = _make(options, HubTokenizer(what, chat), what)
             save_prompts(prompts_file, asked)
         place = Workplace(asked, prompts_file, out / f"{name}.jsonl", commit)
+        runs: list[tuple[str, Callable[[OnProgress], str]]] = []
         if base_url:
-            keys = _run_all(
-                asked,
-                {
-                    server_of(text)[0]: lambda tell, text=text: run_server(
-                        text, served_model, place, tell
-                    )
-                    for text in base_url
-                },
-            )
+            for url in base_url:
+                runs.append((server_of(url)[0], partial(run_server, url, served_model, place)))
         else:
             engine: dict[str, Any] = {"dtype": dtype}
             if gpu_memory is not None:
@@ -200,11 +199,8 @@ def evaluate(
             if kv_cache_gib is not None:
                 engine["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
             local = LocalModel(what, engine)
-            keys = _run_all(
-                asked,
-                {one.label: lambda tell, one=one: local.run(one, place, tell) for one in budgets},
-            )
-        _report(out, name, keys, commit)
+            runs += [(one.label, partial(local.run, one, place)) for one in budgets]
+        _report(out, name, _run_all(asked, runs), commit)
 
 
 @app.command("prompts")
@@ -243,6 +239,60 @@ def report(
         _report(record.parent, record.name.removesuffix(".jsonl"), None, commit)
 
 
+@app.command("mass")
+def measure_mass(
+    model: Annotated[str, typer.Argument(help="Model folder or name.")],
+    budget: Annotated[str, typer.Option(help="One block_topk budget.")] = "block_topk:32",
+    prompts: Annotated[
+        Path | None, typer.Option(help="A prompt file, for a model without a tokenizer.")
+    ] = None,
+    task: Annotated[str, typer.Option(help="Task of the prompt.")] = "multi_key",
+    length: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 8192,
+    seed: Seed = 0,
+    out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("eval-results"),
+    name: Annotated[str, typer.Option(help="Stem of the result files.")] = "mass",
+) -> None:
+    """Share of the exact attention that a selection catches, by layer and KV head: CSV and plot.
+
+    The model reads one prompt through Transformers, on a GPU if there is one.
+    """
+    with _errors():
+        policy = parse_budget(budget).policy()
+        if not policy.selects_blocks:
+            raise ValueError(f"budget: expected one that selects blocks, got {budget!r}")
+        import_pyplot()
+        if prompts is None:
+            tokenizer = HubTokenizer(model)
+            made = make_prompts(
+                tokenizer, tasks=[task], variants=["plain"], lengths=[length], count=1, seed=seed
+            )
+        else:
+            known = load_prompts(prompts).prompts
+            made = (p for p in known if (p.task, p.length) == (task, length))
+        prompt = next(iter(made), None)
+        if prompt is None:
+            raise ValueError(f"prompts: expected one of task {task!r} with {length} tokens")
+        with console.status("reading the prompt") as status:
+            masses = measure_model(
+                model, prompt.ids, policy, on_layer=lambda layer: status.update(f"layer {layer}")
+            )
+        title = f"{Path(model).name}, {budget}, {length} tokens, {task}"
+        console.print(f"wrote {write_masses(out / f'{name}.csv', masses)}")
+        console.print(f"wrote {plot_masses(out / f'{name}.png', masses, title)}")
+
+
+def _is_given(context: typer.Context, parameter: str) -> bool:
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _refuse(given: set[str], options: Sequence[str], reason: str) -> None:
+    """Refuse options that would be ignored."""
+    ignored = [f"--{name.replace('_', '-')}" for name in options if name in given]
+    if ignored:
+        raise ValueError(f"{reason}; drop {', '.join(ignored)}")
+
+
 def _options(
     task: Sequence[str] | None,
     variant: Sequence[str] | None,
@@ -279,20 +329,22 @@ def _make(options: PromptOptions, tokenizer: Tokenizer, model: str) -> PromptSet
 
 
 def _run_all(
-    asked: PromptSet, runs: dict[str, Callable[[Callable[[int, str], None]], str]]
+    asked: PromptSet, runs: Sequence[tuple[str, Callable[[OnProgress], str]]]
 ) -> list[str]:
     """Run everything under one progress bar; returns the runs' keys."""
     steps = len(asked.prompts) + len(asked.texts)
     keys = []
     with _progress() as progress:
         bar = progress.add_task("", total=len(runs) * steps)
-        for label, run in runs.items():
+        for label, run in runs:
+            begin = time.monotonic()
 
             def tell(count: int, what: str, label: str = label) -> None:
                 progress.update(bar, advance=count, description=f"{label}: {what}")
 
             tell(0, "starting")
             keys.append(run(tell))
+            progress.console.print(f"{label}: done, {time.monotonic() - begin:.0f} s")
     return keys
 
 

@@ -75,6 +75,7 @@ def _draw(axis: Any, rows: Sequence[Row]) -> None:
             color=_COLOURS.get(mode),
             linestyle="-" if phase == "both" else ":",
             capsize=3,
+            alpha=1.0 if phase == "both" else 0.5,
             label=mode if phase == "both" else f"{mode}, sparse {phase}",
         )
     axis.set_xlim(0.0, 1.02)

@@ -37,6 +37,7 @@ class HubTokenizer:
                 "the prompts where there is one (`sparsek eval prompts MODEL --out FILE`) and give "
                 "them with --prompts"
             ) from error
+        self._tokenizer.model_max_length = 1 << 30  # texts are cut here, not there
         template = getattr(self._tokenizer, "chat_template", None)
         if chat and not template:
             raise ValueError(f"chat: expected a tokenizer with a chat template, {model!r} has none")

@@ -133,25 +133,25 @@ def test_a_wrong_folder_of_texts_is_named_before_an_engine_starts(tmp_path: Path
     assert "expected a folder with .txt files" in " ".join(result.output.split())
 
 
+URL = "http://127.0.0.1:1/v1"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--base-url", "http://127.0.0.1:1/v1"], "no OpenAI server answers"),
-        (["--base-url", "http://x/v1", "--budget", "window"], "drop --model, --budget"),
-        (["--base-url", "http://x/v1", "--dtype", "float32"], "drop --dtype"),
+        (["--base-url", URL], "no OpenAI server answers"),
+        (["--base-url", URL, "--budget", "window", "--mixed"], "drop --budget, --mixed"),
+        (["--base-url", URL, "--dtype", "float32", "--chat"], "drop --dtype, --chat"),
+        (["--base-url", f"a={URL}", "--base-url", "a=http://y/v1"], "given twice"),
         (["--served-model", "x"], "with --base-url only"),
         (["--budget", "blocks"], "expected dense"),
         (["--out", __file__], "File exists"),
-        (["--base-url", "http://x/v1", "--mixed"], "drop --model, --budget and --mixed"),
-        (["--base-url", "a=http://x/v1", "--base-url", "a=http://y/v1"], "given twice"),
         (["--texts", "0", "--prompts-per-task", "0"], "nothing to measure"),
         (["--task", "passkey"], "expected one of single"),
         (["--task", "single", "--task", "single"], "given twice"),
         (["--variant", "late"], "expected one of plain, followed"),
-        (["--prompts", "absent.json"], "No such file"),
-        (["--prompts", __file__], "does not read"),
+        (["--prompts", "absent.json", "--seed", "1"], "drop --texts-folder, --seed"),
         (["--model", "."], "a folder with a tokenizer"),
-        (["--length", "100", "--base-url", "http://127.0.0.1:1/v1"], "no OpenAI server"),
     ],
 )
 def test_bad_arguments_exit_2_with_one_message(
@@ -159,6 +159,16 @@ def test_bad_arguments_exit_2_with_one_message(
 ) -> None:
     (tmp_path / "a.txt").write_text("words " * 1000)
     given = ["--texts-folder", str(tmp_path), "--out", str(tmp_path / "out"), *arguments]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("file", "message"), [("absent.json", "No such file"), (__file__, "does not read")]
+)
+def test_a_prompt_file_that_does_not_read_is_named(file: str, message: str, tmp_path: Path) -> None:
+    given = ["--prompts", file, "--model", ".", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, given)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
