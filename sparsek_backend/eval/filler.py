@@ -110,9 +110,13 @@ def make_pool(seed: int) -> tuple[str, ...]:
 
 
 def endless(rng: random.Random, pool: Sequence[str]) -> Iterator[str]:
-    """The pool in random order, again and again."""
+    """The pool in random order, again and again; drawn as needed, since few need all of it."""
     while True:
-        yield from rng.sample(pool, len(pool))
+        left = list(pool)
+        while left:
+            chosen = int(rng.random() * len(left))
+            left[chosen], left[-1] = left[-1], left[chosen]
+            yield left.pop()
 
 
 def make_notes(rng: random.Random) -> Iterator[str]:

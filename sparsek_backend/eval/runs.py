@@ -25,6 +25,12 @@ SILENCE_LIMIT = 1800.0
 """Seconds that a worker may stay silent before it counts as hung."""
 _BATCH_ON_GPU, _BATCH_ON_CPU = 128, 4
 _SERVER_BATCH = 32
+_ENGINE_ON_GPU = {
+    "max_num_seqs": 128,
+    "max_num_batched_tokens": 8192,
+    "gpu_memory_utilization": 0.8,  # log-probabilities of a prompt take some gigabytes beside
+}
+_ENGINE_ON_CPU = {"max_num_seqs": 8, "max_num_batched_tokens": 2048}
 
 OnProgress = Callable[[int, str], None]
 
@@ -91,10 +97,7 @@ class LocalModel:
             return key
         settings = None if budget.settings is None else dict(budget.settings)
         on_gpu = torch.cuda.is_available()
-        defaults = {
-            "max_num_seqs": 128 if on_gpu else 8,
-            "max_num_batched_tokens": 8192 if on_gpu else 2048,
-        }
+        defaults = _ENGINE_ON_GPU if on_gpu else _ENGINE_ON_CPU
         data = {
             "model": self.model,
             "settings": settings,

@@ -34,15 +34,13 @@ _ONSETS = listed("b d f g k l m n p r s t v z br dr fl gr kl pr st tr")
 _VOWELS = listed("a e i o u")
 
 
-def pair_names() -> list[str]:
-    """Every adjective-noun name, such as ``amber-basket``, in a fixed order."""
-    return [f"{a}-{n}" for a, n in itertools.product(ADJECTIVES, NOUNS)]
+NAMES = tuple(f"{a}-{n}" for a, n in itertools.product(ADJECTIVES, NOUNS))
+"""Every adjective-noun name, such as ``amber-basket``."""
 
 
 def draw_names(rng: random.Random, count: int) -> list[str]:
     """Distinct names."""
-    chosen = rng.sample(range(len(ADJECTIVES) * len(NOUNS)), count)
-    return [f"{ADJECTIVES[i // len(NOUNS)]}-{NOUNS[i % len(NOUNS)]}" for i in chosen]
+    return rng.sample(NAMES, count)
 
 
 def draw_numbers(rng: random.Random, count: int) -> list[str]:

@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 from sparsek_backend.eval.filler import endless
 from sparsek_backend.eval.prompt import Draft
 from sparsek_backend.eval.tasks.task import Source, Task
-from sparsek_backend.eval.words import draw_made_up_words, pair_names
+from sparsek_backend.eval.words import NAMES, draw_made_up_words
 
 _COMMON = 4
 _COMMON_SHARE = 0.06
 """Share of a list that each common word makes; other words come at most three times."""
 _FREQUENT_SHARES = (0.25, 0.16, 0.1)
-_RARE_WORDS = 3000
+_MADE_UP_WORDS = 6000
 
 
 def common_words(source: Source) -> Draft:
     """A long list of words; the four that come most often are asked for."""
-    names = pair_names()
-    source.rng.shuffle(names)
     return _most_often(
         source,
         head="Below is a long list of words. Four of them come far more often than the others.\n",
-        words=names[:_COMMON],
+        pool=NAMES,
         shares=[_COMMON_SHARE] * _COMMON,
-        others=names[_COMMON:],
         kind="words of the list",
     )
 
 
 def frequent_words(source: Source) -> Draft:
     """A long list of made-up words, of which three are frequent; those are asked for."""
-    words = source.rng.sample(_made_up(source.seed), _RARE_WORDS)
-    count = len(_FREQUENT_SHARES)
     return _most_often(
         source,
         head="Below is a list of made-up words. Three of them come far more often than others.\n",
-        words=words[:count],
-        shares=list(_FREQUENT_SHARES),
-        others=words[count:],
+        pool=_made_up(source.seed),
+        shares=_FREQUENT_SHARES,
         kind="made-up words",
     )
 
@@ -50,12 +44,13 @@ def _most_often(
     source: Source,
     *,
     head: str,
-    words: Sequence[str],
+    pool: Sequence[str],
     shares: Sequence[float],
-    others: Sequence[str],
     kind: str,
 ) -> Draft:
-    """A list in which each of ``words`` makes its share and every other word comes rarely."""
+    """A list in which some words of a pool make their shares and every other one comes rarely."""
+    words = source.rng.sample(pool, len(shares))
+    asked = set(words)
     needles = []
     for word, share in zip(words, shares, strict=True):
         text = f" {word}"
@@ -64,7 +59,7 @@ def _most_often(
     return Draft(
         head=head,
         needles=needles,
-        filler=_rarely(source.rng, others),
+        filler=endless(source.rng, [f" {word}" for word in pool if word not in asked]),
         question=f"\n\nWhich {len(words)} {kind} come most often?",
         lead=f"The {len(words)} {kind} that come most often are",
         answers=tuple(words),
@@ -73,14 +68,9 @@ def _most_often(
     )
 
 
-def _rarely(rng: random.Random, words: Sequence[str]) -> Iterator[str]:
-    """Every word of a list once, then all of them again in another order."""
-    return endless(rng, [f" {word}" for word in words])
-
-
 @lru_cache(maxsize=4)
 def _made_up(seed: int) -> tuple[str, ...]:
-    return tuple(draw_made_up_words(random.Random(f"made-up {seed}"), 2 * _RARE_WORDS))
+    return tuple(draw_made_up_words(random.Random(f"made-up {seed}"), _MADE_UP_WORDS))
 
 
 COUNTING = (
