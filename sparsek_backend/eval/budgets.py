@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from sparsek_backend.config import ConfigError, SparsityConfig, resolve_config
 from sparsek_kernels.paged.policy import SelectionPolicy
 
@@ -62,15 +64,16 @@ class Budget:
         In a layer that is not kept dense, for a prompt that is one chunk.
         """
         policy = self.policy()
-        last = length - policy.dense_last
-        attended = sum(policy.attended_tokens(i) if i < last else i + 1 for i in range(length))
-        return attended / (length * (length + 1) // 2)
+        position = np.arange(length)
+        exempt = position >= length - policy.dense_last
+        attended = np.where(exempt, position + 1, policy.attended_tokens(position)).sum()
+        return int(attended) / (length * (length + 1) // 2)
 
     def decode_share(self, length: int) -> float:
         """Keys that the first token decoded after ``length`` attends, over those before it."""
         if self.config.dense_decode:
             return 1.0
-        return self.policy().per_token().attended_tokens(length) / (length + 1)
+        return int(self.policy().per_token().attended_tokens(length)) / (length + 1)
 
 
 DENSE = Budget("dense", None)

@@ -6,18 +6,17 @@ import contextlib
 import datetime
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sparsek_backend.bench.machine import choose_device, describe_machine
-from sparsek_backend.bench.plots import import_pyplot
+from sparsek_backend.command_line import grouped
 from sparsek_backend.eval.budgets import (
     DEFAULT_BUDGETS,
     parse_budget,
@@ -49,6 +48,8 @@ from sparsek_backend.eval.served import ServedScorer
 from sparsek_backend.eval.tables import perplexity_table, retrieval_tables
 from sparsek_backend.eval.tasks import TASKS, make_prompts
 from sparsek_backend.eval.tokenizer import HubTokenizer
+from sparsek_backend.machine import choose_device, describe_machine
+from sparsek_backend.pyplot import import_pyplot
 
 # Plain help: in panels, the widest option would leave no room for what the options mean.
 app = typer.Typer(
@@ -58,51 +59,106 @@ app = typer.Typer(
 )
 console = Console()
 
-_LOCAL_ONLY = ("model", "budget", "mixed", "dtype", "gpu_memory", "kv_cache_gib", "chat")
-_PROMPT_OPTIONS = (
-    *("task", "variant", "length", "prompts_per_task", "texts", "text_length", "texts_folder"),
-    *("chat", "seed"),
-)
 
-Task = Annotated[
-    list[str] | None, typer.Option(help=f"One of {', '.join(TASKS)}. Repeatable; by default all.")
-]
-VariantOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="plain: the question ends the prompt; followed: 600 tokens of notes come behind it. "
-        "Repeatable; by default both."
-    ),
-]
-Length = Annotated[list[int] | None, typer.Option(help="Tokens of a prompt. Repeatable.")]
-PromptsPerTask = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Prompts of each task, variant and length; 0 skips them. By default "
-        f"{PROMPTS_ON_GPU} with a GPU, {PROMPTS_ON_CPU} without.",
-    ),
-]
-Texts = Annotated[int, typer.Option(min=0, help="Texts for perplexity; 0 skips it.")]
-TextLength = Annotated[int, typer.Option(min=128, help="Tokens of each text.")]
-TextsFolder = Annotated[
-    Path | None, typer.Option(help="Folder of .txt files; by default speeches are fetched.")
-]
-Chat = Annotated[
-    bool | None,
-    typer.Option(
-        "--chat/--raw",
-        help="Prompts are a user's turn of the model's chat template, or not; by default where "
-        "it has one.",
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Of the prompts.")]
+@dataclass(frozen=True)
+class PromptArguments:
+    """Options that say what is asked."""
+
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join(TASKS)}. Repeatable; by default all."),
+    ] = None
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="plain: the question ends the prompt; followed: 600 tokens of notes come behind "
+            "it. Repeatable; by default both."
+        ),
+    ] = None
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens of a prompt. Repeatable; by default 4096.")
+    ] = None
+    prompts_per_task: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Prompts of each task, variant and length; 0 skips them. By default "
+            f"{PROMPTS_ON_GPU} with a GPU, {PROMPTS_ON_CPU} without.",
+        ),
+    ] = None
+    texts: Annotated[int, typer.Option(min=0, help="Texts for perplexity; 0 skips it.")] = 4
+    text_length: Annotated[int, typer.Option(min=128, help="Tokens of each text.")] = 4096
+    texts_folder: Annotated[
+        Path | None, typer.Option(help="Folder of .txt files; by default speeches are fetched.")
+    ] = None
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Prompts are a user's turn of the model's chat template, or not; by default "
+            "where it has one.",
+        ),
+    ] = None
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0
+
+    def checked(self) -> PromptOptions:
+        """What they ask for, with the defaults.
+
+        Raises:
+            ValueError: an option names what does not exist, or names something twice.
+        """
+        for one in self.variant or ():
+            if one not in VARIANTS:
+                raise ValueError(f"variant: expected one of {', '.join(VARIANTS)}, got {one!r}")
+        for option in ("task", "variant", "length"):
+            check_unique(option, list(getattr(self, option) or ()))
+        count = self.prompts_per_task
+        return PromptOptions(
+            tasks=tuple(self.task or TASKS),
+            variants=tuple(cast(Variant, one) for one in self.variant or VARIANTS),
+            lengths=tuple(self.length or (4096,)),
+            prompts_per_task=default_prompts_per_task() if count is None else count,
+            texts=self.texts,
+            text_length=self.text_length,
+            texts_folder=self.texts_folder,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of the local engine."""
+
+    dtype: Annotated[str, typer.Option(help="dtype of the local engine.")] = "auto"
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="gpu_memory_utilization of the local engine.")
+    ] = None
+    kv_cache_gib: Annotated[
+        float | None,
+        typer.Option(help="Size of the local engine's KV cache, on a GPU that others use too."),
+    ] = None
+
+    def arguments(self) -> dict[str, object]:
+        """Arguments of `vllm.LLM`."""
+        found: dict[str, object] = {"dtype": self.dtype}
+        if self.gpu_memory is not None:
+            found["gpu_memory_utilization"] = self.gpu_memory
+        if self.kv_cache_gib is not None:
+            found["kv_cache_memory_bytes"] = int(self.kv_cache_gib * 2**30)
+        return found
+
+
+_LOCAL_ONLY = ("model", "budget", "mixed", "chat", *(f.name for f in fields(EngineOptions)))
+_OF_PROMPTS = tuple(f.name for f in fields(PromptArguments))
+
 Commit = Annotated[str, typer.Option(help="Commit to record where there is no git.")]
 
 
 @app.callback(invoke_without_command=True)
+@grouped
 def evaluate(
     context: typer.Context,
+    *,
     model: Annotated[
         str | None,
         typer.Option(help="Model folder or name; by default SmolLM2-135M-Instruct is prepared."),
@@ -132,25 +188,10 @@ def evaluate(
         Path | None,
         typer.Option(help="Prompts that `sparsek eval prompts` made, in place of new ones."),
     ] = None,
-    task: Task = None,
-    variant: VariantOption = None,
-    length: Length = None,
-    prompts_per_task: PromptsPerTask = None,
-    texts: Texts = 4,
-    text_length: TextLength = 4096,
-    texts_folder: TextsFolder = None,
-    chat: Chat = None,
-    seed: Seed = 0,
+    asked: PromptArguments,
+    engine: EngineOptions,
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("eval-results"),
     name: Annotated[str, typer.Option(help="Stem of the result files.")] = "quality",
-    dtype: Annotated[str, typer.Option(help="dtype of the local engine.")] = "auto",
-    gpu_memory: Annotated[
-        float | None, typer.Option(help="gpu_memory_utilization of the local engine.")
-    ] = None,
-    kv_cache_gib: Annotated[
-        float | None,
-        typer.Option(help="Size of the local engine's KV cache, on a GPU that others use too."),
-    ] = None,
     commit: Commit = "",
 ) -> None:
     """Retrieval and perplexity, dense against sparse, prompt by prompt.
@@ -168,65 +209,48 @@ def evaluate(
         elif served_model:
             raise ValueError("served-model: expected with --base-url only; use --model")
         if prompts is not None:
-            _refuse(given, _PROMPT_OPTIONS, "prompts: the file has the prompts and texts")
+            _refuse(given, _OF_PROMPTS, "prompts: the file has the prompts and texts")
         chosen = list(budget or DEFAULT_BUDGETS)
         budgets = parse_budgets(with_mixed_phases(chosen) if mixed else chosen)
-        options = _options(
-            task, variant, length, prompts_per_task, texts, text_length, texts_folder, seed
-        )
+        options = asked.checked()
         import_pyplot()  # what the end needs is missed at the start
         out.mkdir(parents=True, exist_ok=True)
         prompts_file = prompts or out / f"{name}.prompts.json.gz"
         what = "" if base_url else model or str(_default_model())
         if prompts is not None:
-            asked = load_prompts(prompts)
+            found = load_prompts(prompts)
         else:
             if base_url:
                 url = server_of(base_url[0])[1]
-                asked = _make(options, ServedScorer(url, served_model), url)
+                found = _make(options, ServedScorer(url, served_model), url)
             else:
-                asked = _make(options, HubTokenizer(what, chat), what)
-            save_prompts(prompts_file, asked)
-        place = Workplace(asked, prompts_file, out / f"{name}.jsonl", commit)
+                found = _make(options, HubTokenizer(what, asked.chat), what)
+            save_prompts(prompts_file, found)
+        place = Workplace(found, prompts_file, out / f"{name}.jsonl", commit)
         runs: list[tuple[str, Callable[[OnProgress], str]]] = []
         if base_url:
             for url in base_url:
                 runs.append((server_of(url)[0], partial(run_server, url, served_model, place)))
         else:
-            engine: dict[str, Any] = {"dtype": dtype}
-            if gpu_memory is not None:
-                engine["gpu_memory_utilization"] = gpu_memory
-            if kv_cache_gib is not None:
-                engine["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
-            local = LocalModel(what, engine)
+            local = LocalModel(what, engine.arguments())
             runs += [(one.label, partial(local.run, one, place)) for one in budgets]
-        _report(out, name, _run_all(asked, runs), commit)
+        _report(out, name, _run_all(found, runs), commit)
 
 
 @app.command("prompts")
+@grouped
 def make_prompt_file(
     model: Annotated[str, typer.Argument(help="Model folder or name, with its tokenizer.")],
+    asked: PromptArguments,
     out: Annotated[Path, typer.Option(help="File to write; .gz compresses it.")] = Path(
         "prompts.json.gz"
     ),
-    task: Task = None,
-    variant: VariantOption = None,
-    length: Length = None,
-    prompts_per_task: PromptsPerTask = PROMPTS_ON_GPU,
-    texts: Texts = 4,
-    text_length: TextLength = 4096,
-    texts_folder: TextsFolder = None,
-    chat: Chat = None,
-    seed: Seed = 0,
 ) -> None:
     """Prepare prompts as token ids, for a machine that has the model without its tokenizer."""
     with _errors():
-        options = _options(
-            task, variant, length, prompts_per_task, texts, text_length, texts_folder, seed
-        )
-        asked = _make(options, HubTokenizer(model, chat), model)
-        save_prompts(out, asked)
-    console.print(f"wrote {len(asked.prompts)} prompts and {len(asked.texts)} texts to {out}")
+        found = _make(asked.checked(), HubTokenizer(model, asked.chat), model)
+        save_prompts(out, found)
+    console.print(f"wrote {len(found.prompts)} prompts and {len(found.texts)} texts to {out}")
 
 
 @app.command("report")
@@ -248,7 +272,7 @@ def measure_mass(
     ] = None,
     task: Annotated[str, typer.Option(help="Task of the prompt.")] = "multi_key",
     length: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 8192,
-    seed: Seed = 0,
+    seed: Annotated[int, typer.Option(help="Of the prompt.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("eval-results"),
     name: Annotated[str, typer.Option(help="Stem of the result files.")] = "mass",
 ) -> None:
@@ -291,35 +315,6 @@ def _refuse(given: set[str], options: Sequence[str], reason: str) -> None:
     ignored = [f"--{name.replace('_', '-')}" for name in options if name in given]
     if ignored:
         raise ValueError(f"{reason}; drop {', '.join(ignored)}")
-
-
-def _options(
-    task: Sequence[str] | None,
-    variant: Sequence[str] | None,
-    length: Sequence[int] | None,
-    prompts_per_task: int | None,
-    texts: int,
-    text_length: int,
-    texts_folder: Path | None,
-    seed: int,
-) -> PromptOptions:
-    for one in variant or ():
-        if one not in VARIANTS:
-            raise ValueError(f"variant: expected one of {', '.join(VARIANTS)}, got {one!r}")
-    for option, values in (("task", task), ("variant", variant), ("length", length)):
-        check_unique(option, list(values or ()))
-    return PromptOptions(
-        tasks=tuple(task or TASKS),
-        variants=tuple(cast(Variant, one) for one in variant or VARIANTS),
-        lengths=tuple(length or (4096,)),
-        prompts_per_task=(
-            default_prompts_per_task() if prompts_per_task is None else prompts_per_task
-        ),
-        texts=texts,
-        text_length=text_length,
-        texts_folder=texts_folder,
-        seed=seed,
-    )
 
 
 def _make(options: PromptOptions, tokenizer: Tokenizer, model: str) -> PromptSet:

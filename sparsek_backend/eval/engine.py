@@ -15,7 +15,8 @@ from typing import Any
 
 from sparsek_backend.eval.prompt import Prompt, Tokens
 from sparsek_backend.eval.scoring import Reply
-from sparsek_backend.plugin import BACKEND_NAME, register
+from sparsek_backend.plugin import register
+from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
 FORCE_TOKENS = "sparsek_backend.eval.forcing:ForceTokens"
 

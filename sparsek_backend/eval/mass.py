@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sparsek_backend.bench.plots import import_pyplot
+from sparsek_backend.pyplot import import_pyplot
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
 PHASES = ("prefill", "decode")

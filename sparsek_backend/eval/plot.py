@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparsek_backend.bench.plots import import_pyplot
 from sparsek_backend.eval.record import Row
 from sparsek_backend.eval.results import MEAN
+from sparsek_backend.pyplot import import_pyplot
 
 _COLOURS = {"block_topk": "#1b6ca8", "sink_window": "#e07a1f", "window": "#6b6b6b"}
 _MARKERS = {"both": "o", "prefill": "^", "decode": "v"}

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from sparsek_backend import __version__
-from sparsek_backend.bench.machine import choose_device, describe_machine
 from sparsek_backend.eval.budgets import Budget
 from sparsek_backend.eval.job import pending, score
 from sparsek_backend.eval.options import server_of
@@ -19,6 +18,7 @@ from sparsek_backend.eval.prompt_file import PromptSet
 from sparsek_backend.eval.record import append_rows, run_key
 from sparsek_backend.eval.served import ServedScorer
 from sparsek_backend.eval.workers import run_worker
+from sparsek_backend.machine import choose_device, describe_machine
 
 WORKER = "sparsek_backend.eval.worker"
 SILENCE_LIMIT = 1800.0

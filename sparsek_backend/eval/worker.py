@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sparsek_backend.bench.machine import choose_device, describe_machine
 from sparsek_backend.eval.engine import (
     LocalScorer,
     backend_report,
@@ -20,6 +19,7 @@ from sparsek_backend.eval.prompt_file import load_prompts
 from sparsek_backend.eval.record import append_rows
 from sparsek_backend.eval.tokenizer import HubTokenizer
 from sparsek_backend.eval.workers import report_progress, serve_job
+from sparsek_backend.machine import choose_device, describe_machine
 
 
 def work(data: Mapping[str, Any]) -> dict[str, Any]:

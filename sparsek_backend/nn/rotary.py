@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.nsa.rotary import rotary_frequencies
-from sparsek_kernels.nsa.rotary import rotate as rotate_by
+from sparsek_kernels.nsa.compress.rotary import rotary_frequencies
+from sparsek_kernels.nsa.compress.rotary import rotate as rotate_by
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Descriptors for Hopper's bulk copies (TMA): which tensors have them, and how tiles are named."""
+"""Descriptors for Hopper's bulk copies (TMA), and how tiles lie in shared memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import triton
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sparsek_kernels.common.alignment import boxable as boxable
+from sparsek_kernels.common.alignment import describable as describable
+from sparsek_kernels.common.device import multiprocessors as multiprocessors
+
 _ELEMENT = {
     torch.float16: triton.language.float16,
     torch.bfloat16: triton.language.bfloat16,
@@ -16,58 +20,37 @@ _ELEMENT = {
 }
 
 
-@lru_cache(maxsize=16)
-def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU: the programs of a persistent grid."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def describable(*tensors: torch.Tensor) -> bool:
-    """Whether the copy engine can address each ``[B, N, H, D]`` tensor as one matrix."""
-    for x in tensors:
-        step = 16 // x.element_size()
-        batch, tokens, head, _ = x.stride()
-        if x.stride(3) != 1 or x.data_ptr() % 16 or tokens % step or head % step or tokens == 0:
-            return False
-        if x.shape[0] > 1 and batch % tokens:
-            return False
-    return True
-
-
+@lru_cache(maxsize=64)
 def tile_layout(rows: int, cols: int, dtype: torch.dtype) -> NVMMASharedLayout:
-    """How tensor cores want a tile ``[rows, cols]`` to lie in shared memory."""
+    """Shared-memory layout in which tensor cores read a tile ``[rows, cols]``."""
     return NVMMASharedLayout.get_default_for([rows, cols], _ELEMENT[dtype])
+
+
+def describe_matrix(
+    x: torch.Tensor, shape: tuple[int, int], stride: int, tile: tuple[int, int]
+) -> TensorDescriptor:
+    """Descriptor of tiles of the matrix ``shape`` whose rows lie ``stride`` elements apart."""
+    layout = tile_layout(*tile, x.dtype)
+    return TensorDescriptor(x, list(shape), [stride, 1], list(tile), layout)
 
 
 def describe(
     x: torch.Tensor, rows: int, cols: int | None = None
 ) -> tuple[TensorDescriptor, int, int]:
-    """Descriptor of tiles of ``rows`` tokens of one head, or of ``cols`` of its columns.
+    """``(descriptor, rows per sequence, columns per head)`` of ``x [B, N, H, D]`` as a matrix.
 
-    Returns it, the rows per sequence and the columns per head.
+    A tile is ``rows`` tokens of one head, or ``cols`` columns of it.
     """
     batch, tokens, heads, dim = x.shape
     cols = cols or dim
     batch_rows = x.stride(0) // x.stride(1) if batch > 1 else 0
-    shape = [(batch - 1) * batch_rows + tokens, (heads - 1) * x.stride(2) + dim]
-    layout = tile_layout(rows, cols, x.dtype)
-    descriptor = TensorDescriptor(x, shape, [x.stride(1), 1], [rows, cols], layout)
-    return descriptor, batch_rows, x.stride(2)
+    shape = ((batch - 1) * batch_rows + tokens, (heads - 1) * x.stride(2) + dim)
+    return describe_matrix(x, shape, x.stride(1), (rows, cols)), batch_rows, x.stride(2)
 
 
-def boxable(*tensors: torch.Tensor) -> bool:
-    """Whether the copy engine can address each ``[B, N, H, D]`` tensor as it is."""
-    return all(
-        x.stride(3) == 1
-        and x.data_ptr() % 16 == 0
-        and all(n == 1 or (s > 0 and s * x.element_size() % 16 == 0)
-                for n, s in zip(x.shape[:3], x.stride(), strict=False))
-        for x in tensors
-    )  # fmt: skip
-
-
+@lru_cache(maxsize=8)
 def box_layout(dtype: torch.dtype) -> NVMMASharedLayout:
-    """How boxes of :func:`describe_boxes`, wide enough to be swizzled, lie in shared memory."""
+    """Shared-memory layout of the boxes of :func:`describe_boxes`: swizzled over 64 columns."""
     return NVMMASharedLayout.get_default_for([1, 8, 1, 64], _ELEMENT[dtype])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import TypeVar, cast
 
 import torch
@@ -21,7 +21,7 @@ class PagedBatch:
 
     Args:
         block_table: ``[R, max_pages]`` int32, physical page of each logical page; entries past a
-            sequence's last page are never read.
+            sequence's last page may hold anything.
         seq_lens: ``[R]`` int32, keys of each sequence, its new tokens included.
         cu_seqlens_q: ``[R + 1]`` int32, offsets of each request's query tokens.
         num_decodes: requests at the front of the batch that decode.
@@ -31,8 +31,8 @@ class PagedBatch:
         max_seq_len: an upper bound of ``seq_lens``.
         seq_lens_host: ``seq_lens`` on the host where the caller has them; the CPU path needs
             them, CUDA kernels never do.
-        query_lens_host: likewise, query tokens of each request; :meth:`tails` needs them, and
-            waits for the device where they are missing.
+        query_lens_host: query tokens of each request on the host; where they are missing,
+            :attr:`query_lens` waits for the device.
         first_row: ``cu_seqlens_q[0]``; above 0 in a :meth:`part` of a batch.
     """
 
@@ -76,6 +76,16 @@ class PagedBatch:
         if key not in self._derived:
             self._derived[key] = build()
         return cast(_T, self._derived[key])
+
+    def pages(self, page_size: int) -> torch.Tensor:
+        """``[R, max_pages]`` int64: ``block_table``, with 0 past each sequence's last page."""
+
+        def build() -> torch.Tensor:
+            logical = torch.arange(self.block_table.shape[1], device=self.block_table.device)
+            unused = logical * page_size >= self.seq_lens[:, None]
+            return self.block_table.long().masked_fill_(unused, 0)
+
+        return self.derived(("pages", page_size), build)
 
     def part(self, first: int, last: int) -> PagedBatch:
         """The requests ``first .. last - 1``; query tokens keep their offsets in the whole batch.
@@ -150,41 +160,6 @@ class PagedBatch:
             for r in range(self.num_decodes, self.num_requests)
             if lens[r]
         }
-
-    def tails(self, count: int) -> tuple[torch.Tensor, PagedBatch]:
-        """The last ``count`` query tokens of every prefill, as a batch of their own.
-
-        Returns:
-            ``[T]`` int64, the tokens' rows in the whole batch, and the batch: prefills only.
-        """
-        return self.derived(("tails", count), lambda: self._tails(count))
-
-    def _tails(self, count: int) -> tuple[torch.Tensor, PagedBatch]:
-        device = self.seq_lens.device
-        spans = self.last_rows(count)
-        members, kept = list(spans), [len(span) for span in spans.values()]
-        rows = list(chain.from_iterable(spans.values()))
-
-        def put(values: list[int], dtype: torch.dtype) -> torch.Tensor:
-            host = torch.tensor(values, dtype=dtype)
-            if device.type == "cuda":
-                host = host.pin_memory()
-            return host.to(device, non_blocking=True)
-
-        which = put(members, torch.int64)
-        known = self.seq_lens_host
-        return put(rows, torch.int64), PagedBatch(
-            block_table=self.block_table.index_select(0, which),
-            seq_lens=self.seq_lens.index_select(0, which),
-            cu_seqlens_q=put([0, *accumulate(kept)], torch.int32),
-            num_decodes=0,
-            num_decode_tokens=0,
-            decode_query_len=1,
-            max_query_len=max(kept, default=0),
-            max_seq_len=self.max_seq_len,
-            seq_lens_host=None if known is None else tuple(known[r] for r in members),
-            query_lens_host=tuple(kept),
-        )
 
 
 def host_lengths(batch: PagedBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -153,4 +153,4 @@ def read_sequence(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torc
     reader = RunReader(cache, cache.shape[2])
     count = -(-length // reader.page_size)
     rows = reader.read(reader.locate(pages[:count].view(1, 1, count)))
-    return rows.view(reader.heads, -1, reader.dim)[:, :length]
+    return rows.reshape(reader.heads, -1, reader.dim)[:, :length]

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sparsek_kernels.common.device import current_device, dispatch_modes
+
 if TYPE_CHECKING:
     from sparsek_kernels.common.launching import CompiledLaunch
 
@@ -30,15 +32,15 @@ def replay_key(
     softmax_scale: float | None,
     return_lse: bool,
 ) -> Hashable | None:
-    """What identifies a launch, or ``None`` for calls that must take the long way."""
+    """The key of a call's launch, or ``None`` for a call that must be checked and analysed."""
     if type(q) is not torch.Tensor or not q.is_cuda or sinks is not None:
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
     device = q.get_device()
     if (
-        device != torch._C._cuda_getDevice()
-        or torch._C._len_torch_dispatch_stack()
+        device != current_device()
+        or dispatch_modes()
         or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
     ):
         return None
@@ -73,7 +75,7 @@ def replay(
     out = q.new_empty(q.shape)
     at = out.data_ptr()
     place = q.data_ptr()
-    # What a kernel takes besides q, k and v stands for absent tensors: any address will do.
+    # The kernel's other pointers stand for absent tensors: any address will do.
     rest = (place,) * (launch.num_pointers - 5)
     if not return_lse:
         launch(at, at, place, k.data_ptr(), v.data_ptr(), *rest)

@@ -19,11 +19,11 @@ from sparsek_backend.bench.registry import (
     Provider,
     register,
 )
-from sparsek_kernels.nsa.compress import PhiWeights
-from sparsek_kernels.nsa.paged import compress_new_blocks, nsa_paged_attention
-from sparsek_kernels.nsa.paged_cache import Compression, NSAPages
+from sparsek_kernels.nsa.compress.mlp import PhiWeights
+from sparsek_kernels.nsa.compress.rotary import rotary_frequencies, rotate
+from sparsek_kernels.nsa.paged.api import compress_new_blocks, nsa_paged_attention
+from sparsek_kernels.nsa.paged.cache import Compression, NSAPages
 from sparsek_kernels.nsa.reference import block_scores, phi_reference, select_reference
-from sparsek_kernels.nsa.rotary import rotary_frequencies, rotate
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.paged.api import paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
@@ -209,11 +209,11 @@ def _last_compressed(
         )
         if phi is not None
     )
-    turns = inputs.compression.frequencies
-    if turns is not None:
+    rope_freqs = inputs.compression.rope_freqs
+    if rope_freqs is not None:
         place = torch.tensor([start], device=key.device)
-        turns = turns.double() if dtype == torch.float64 else turns
-        key = rotate(key[None], place, turns)[0]
+        rope_freqs = rope_freqs.double() if dtype == torch.float64 else rope_freqs
+        key = rotate(key[None], place, rope_freqs)[0]
     return key[0, 0], value[0, 0]
 
 

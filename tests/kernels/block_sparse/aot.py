@@ -10,10 +10,10 @@ import sys
 
 import torch
 
-from sparsek_kernels.block_sparse import kernels_bwd
 from sparsek_kernels.block_sparse.config import ProblemShape, hopper_stages, select_config
-from sparsek_kernels.block_sparse.kernels_fwd import block_sparse_fwd_kernel
-from sparsek_kernels.block_sparse.kernels_hopper_fwd import block_sparse_hopper_fwd_kernel
+from sparsek_kernels.block_sparse.kernels import bwd as kernels_bwd
+from sparsek_kernels.block_sparse.kernels.fwd import block_sparse_fwd_kernel
+from sparsek_kernels.block_sparse.kernels.fwd_sm90 import block_sparse_hopper_fwd_kernel
 from tests.kernels.sink_window.aot import INTEGERS, described, report
 
 INTEGERS |= {"crow", "col", "ccol", "row"}

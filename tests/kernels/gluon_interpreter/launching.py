@@ -86,7 +86,7 @@ def interpret(
     """
     hardware = {
         "multiprocessors": lambda _device: side_by_side,
-        "traits": lambda _device: (90, side_by_side),
+        "device_arch": lambda _device: 90,
         "workspace": _scratch,
     }
     language = Language()

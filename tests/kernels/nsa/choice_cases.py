@@ -6,7 +6,13 @@ import math
 
 import torch
 
-from sparsek_kernels.nsa import launch_compressed_hopper, launch_compressed_select, launch_select
+from sparsek_kernels.nsa.compressed import launch_sm90 as launch_compressed_hopper
+from sparsek_kernels.nsa.select import (
+    launch as launch_select,
+)
+from sparsek_kernels.nsa.select import (
+    launch_fused as launch_compressed_select,
+)
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.nsa.judge import Judge
 
@@ -24,8 +30,8 @@ def run_best(num_blocks: int, num_init: int, device: str) -> int:
     scores[3, num_blocks - 2 :] = float("inf")  # of no candidate
     found = torch.full((1, rows, 1, top_n), -7, dtype=torch.int32, device=device)
     launch_select.choose(
-        found, scores.to(device), None, None, 0, rows, length - rows,
-        NSASpec(32, 16, block, top_n, num_init, 2), pitch,
+        found, scores[None, :, None].to(device), None, None,
+        NSASpec(32, 16, block, top_n, num_init, 2), offset=length - rows,
     )  # fmt: skip
     total = torch.nan_to_num(scores, nan=0.0)
     own = num_blocks - 1

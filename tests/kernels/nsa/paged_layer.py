@@ -7,9 +7,12 @@ import torch
 from sparsek_backend.nn import NativeSparseAttention, NSAConfig
 from sparsek_backend.nn.rotary import rotate
 from sparsek_kernels import PagedBatch, write_kv
-from sparsek_kernels.nsa.paged import compress_new_blocks, nsa_paged_attention
-from sparsek_kernels.nsa.paged_cache import Compression, NSAPages
-from sparsek_kernels.nsa.rotary import rotary_frequencies
+from sparsek_kernels.nsa.compress.rotary import rotary_frequencies
+from sparsek_kernels.nsa.paged.api import compress_new_blocks, nsa_paged_attention
+from sparsek_kernels.nsa.paged.cache import Compression, NSAPages
+
+NO_PAGE = 1 << 30
+"""Entry of a block table past a sequence's last page, which nothing may follow."""
 
 
 class PagedLayer:
@@ -49,13 +52,13 @@ class PagedLayer:
         views = [x for i in range(layer.num_branches) for x in tokens[:, i].split(dim, dim=-1)]
         views = views * 3 if layer.num_branches == 1 else views
         self.pages = NSAPages(*views, *tail.split(dim, dim=-1))
-        turns = None
+        rope_freqs = None
         if config.rope_theta is not None:
-            turns = rotary_frequencies(dim, config.rope_theta, device=self.device)
+            rope_freqs = rotary_frequencies(dim, config.rope_theta, device=self.device)
         self.compression = Compression(
             None if layer.phi_k is None else layer.phi_k.weights(self.dtype),
             None if layer.phi_v is None else layer.phi_v.weights(self.dtype),
-            turns,
+            rope_freqs,
             rotated_keys=config.shared_kv,
         )
 
@@ -87,7 +90,7 @@ class PagedLayer:
             positions.append(place)
         lengths = [self.lengths[name] for name in hidden]
         width = max(len(self.tables[name]) for name in hidden) + 1
-        table = torch.zeros(len(hidden), width, dtype=torch.int32)
+        table = torch.full((len(hidden), width), NO_PAGE, dtype=torch.int32)
         for row, name in enumerate(hidden):
             table[row, : len(self.tables[name])] = torch.tensor(self.tables[name])
         batch = PagedBatch(
@@ -140,14 +143,15 @@ class PagedLayer:
     def attend(self, q: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         """The three branches of the step's tokens ``q [T, Hq, D]``."""
         config = self.layer.config
-        return nsa_paged_attention(
-            q,
-            self.pages,
-            batch,
-            config.spec,
-            window_size=config.window_size,
-            out=torch.full((q.shape[0], 3, *q.shape[1:]), float("nan")).to(q),
-        )
+        out = torch.full((q.shape[0], 3, *q.shape[1:]), float("nan")).to(q)
+        window = config.window_size
+        for part in self.parts(batch):
+            nsa_paged_attention(q, self.pages, part, config.spec, window_size=window, out=out)
+        return out
+
+    def parts(self, batch: PagedBatch) -> list[PagedBatch]:
+        """The batches that are attended one after another."""
+        return [batch]
 
 
 SMALL = NSAConfig(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 
 from sparsek_backend.nn import NSAConfig
 from sparsek_kernels import PagedBatch
-from sparsek_kernels.nsa.paged import nsa_paged_attention
-from sparsek_kernels.nsa.paged_cache import check_paged_spec
+from sparsek_kernels.nsa.paged.api import nsa_paged_attention
+from sparsek_kernels.nsa.paged.cache import check_paged_spec
 from tests.kernels.nsa.paged_layer import SMALL, PagedLayer, make_layer, make_tokens
 
 CONFIGS: dict[str, NSAConfig] = {
@@ -87,6 +88,25 @@ def test_batches_of_decodes_and_prefills() -> None:
     for name in "abc":
         paged.step({name: tokens[name][:-1]})
     found = paged.step({**{n: tokens[n][-1:] for n in "abc"}, "d": tokens["d"]})
+    for name, rows in zip(lengths, found, strict=True):
+        close(rows, layer(tokens[name][None])[0, -rows.shape[0] :])
+
+
+class InParts(PagedLayer):
+    """Attends the decodes of a step, its first prefill and its other prefills apart."""
+
+    def parts(self, batch: PagedBatch) -> list[PagedBatch]:
+        ends = [0, batch.num_decodes, batch.num_decodes + 1, batch.num_requests]
+        return [batch.part(first, last) for first, last in pairwise(ends) if first < last]
+
+
+def test_parts_of_a_batch_equal_the_whole() -> None:
+    layer = make_layer()
+    lengths = {"a": 130, "b": 5, "c": 64, "d": 77}
+    tokens = {name: make_tokens(n, layer, n) for name, n in lengths.items()}
+    paged = InParts(layer, 16, 40)
+    paged.step({"a": tokens["a"][:-1]})
+    found = paged.step({"a": tokens["a"][-1:], **{n: tokens[n] for n in "bcd"}})
     for name, rows in zip(lengths, found, strict=True):
         close(rows, layer(tokens[name][None])[0, -rows.shape[0] :])
 

@@ -15,7 +15,7 @@ import torch
 
 from sparsek_backend.nn import NSAConfig
 from sparsek_kernels import PagedBatch
-from sparsek_kernels.nsa.paged import rehearse_prefill
+from sparsek_kernels.nsa.paged.api import rehearse_prefill
 from tests.kernels.nsa.paged_layer import PagedLayer, make_layer, make_tokens
 
 HERE = Path(__file__).parent

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
+from cache_cases import POLICIES, Case, make_case, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,144 +15,15 @@ from sparsek_kernels.paged import (
     SelectionPolicy,
     paged_attention,
     select_blocks,
-    summary_vectors,
     write_kv,
 )
-from sparsek_kernels.paged.api import _check_triton_layout
+from sparsek_kernels.paged.checks import check_triton_layout
 from sparsek_kernels.paged.reference import (
     gather_sequence,
     paged_attention_reference,
     select_blocks_reference,
     summaries_reference,
 )
-
-POLICIES = {
-    "dense": SelectionPolicy(),
-    "sink_window": SelectionPolicy(num_sink=4, window_size=50),
-    "window": SelectionPolicy(window_size=37),
-    "topk": SelectionPolicy(num_sink=16, window_size=40, top_k=3, sel_block_size=32, query_tile=32),
-    "topk_token": SelectionPolicy(
-        num_sink=1, window_size=33, top_k=2, sel_block_size=16, query_tile=1
-    ),
-    "topk_wide_tile": SelectionPolicy(
-        num_sink=8, window_size=16, top_k=4, sel_block_size=16, query_tile=64
-    ),
-    "topk_dense_below": SelectionPolicy(
-        num_sink=16, window_size=16, top_k=2, sel_block_size=32, dense_below=128, query_tile=32
-    ),
-    "topk_min_max": SelectionPolicy(
-        num_sink=16,
-        window_size=40,
-        top_k=3,
-        sel_block_size=32,
-        query_tile=32,
-        score_kind="min_max",
-    ),
-}
-
-
-@dataclass
-class Case:
-    """A filled cache and the batch that reads it."""
-
-    q: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    k_summary: torch.Tensor
-    batch: PagedBatch
-
-
-def make_case(
-    lengths: list[int],
-    queries: list[int],
-    num_decodes: int,
-    *,
-    heads: int = 4,
-    kv_heads: int = 2,
-    dim: int = 32,
-    page_size: int = 32,
-    dtype: torch.dtype = torch.float32,
-    score_kind: str = "cell_mean",
-    layout: str = "interleaved",
-    seed: int = 0,
-    permute: int | None = None,
-) -> Case:
-    """Sequences written to shuffled pages of a cache whose unused part is NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    needed = [-(-length // page_size) for length in lengths]
-    num_pages = sum(needed) + 3
-    vectors = summary_vectors(page_size)
-    if layout == "interleaved":
-        page_elements = kv_heads * page_size * 2 * dim
-        tail = kv_heads * vectors * dim
-        raw = torch.full((num_pages * (page_elements + tail),), float("nan"), dtype=dtype)
-        pitch = page_elements + tail
-        kv = raw.as_strided(
-            (num_pages, kv_heads, page_size, 2 * dim),
-            (pitch, page_size * 2 * dim, 2 * dim, 1),
-        )
-        k_cache, v_cache = kv[..., :dim], kv[..., dim:]
-        k_summary = raw.as_strided(
-            (num_pages, kv_heads, vectors, dim), (pitch, vectors * dim, dim, 1), page_elements
-        )
-    else:
-        shape = (num_pages, page_size, kv_heads, dim)
-        k_cache = torch.full(shape, float("nan"), dtype=dtype).transpose(1, 2)
-        v_cache = torch.full(shape, float("nan"), dtype=dtype).transpose(1, 2)
-        k_summary = torch.full((num_pages, kv_heads, vectors, dim), float("nan"), dtype=dtype)
-    order = torch.randperm(
-        num_pages, generator=torch.Generator().manual_seed(seed if permute is None else permute)
-    )
-    table = torch.zeros(len(lengths), max(needed) + 1, dtype=torch.int32)
-    used = 0
-    for request, count in enumerate(needed):
-        table[request, :count] = order[used : used + count]
-        used += count
-    for request, length in enumerate(lengths):
-        keys = torch.randn(length, kv_heads, dim, generator=generator).to(dtype)
-        values = torch.randn(length, kv_heads, dim, generator=generator).to(dtype)
-        position = torch.arange(length)
-        slots = table[request, position // page_size].long() * page_size + position % page_size
-        step = 1 + seed % 23  # appended in pieces: summaries of partial cells are rewritten
-        for begin in range(0, length, step * 7):
-            part = slice(begin, begin + step * 7)
-            write_kv(
-                keys[part],
-                values[part],
-                k_cache,
-                v_cache,
-                k_summary,
-                slots[part],
-                score_kind=score_kind,
-            )
-    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
-    q = 3.0 * torch.randn(int(starts[-1]), heads, dim, generator=generator)
-    batch = PagedBatch(
-        block_table=table,
-        seq_lens=torch.tensor(lengths, dtype=torch.int32),
-        cu_seqlens_q=starts,
-        num_decodes=num_decodes,
-        num_decode_tokens=sum(queries[:num_decodes]),
-        decode_query_len=max([1, *queries[:num_decodes]]),
-        max_query_len=max(queries),
-        max_seq_len=max(lengths),
-    )
-    return Case(q.to(dtype), k_cache, v_cache, k_summary, batch)
-
-
-def run(case: Case, policy: SelectionPolicy, **options: object) -> torch.Tensor:
-    out = torch.full((*case.q.shape[:2], case.v_cache.shape[-1]), float("nan"), dtype=case.q.dtype)
-    return paged_attention(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.batch,
-        policy,
-        k_summary=case.k_summary,
-        out=out,
-        **options,
-    )
-
 
 MIXED = ([200, 61, 300, 1, 129], [1, 3, 300, 1, 64], 2)
 
@@ -418,10 +290,10 @@ def test_summaries_of_another_page_size() -> None:
 
 def test_gpu_kernels_refuse_tensors_that_they_would_misread() -> None:
     rows = torch.zeros(3, 8)
-    _check_triton_layout(q=rows, k_summary=None, sinks=rows[:1, 0])
+    check_triton_layout(q=rows, k_summary=None, sinks=rows[:1, 0])
     for name, tensor in {"k_summary": rows.T, "sinks": rows[:, 0]}.items():
         with pytest.raises(NotImplementedError, match=f"{name}: on a GPU the last dimension"):
-            _check_triton_layout(q=rows, **{name: tensor})
+            check_triton_layout(q=rows, **{name: tensor})
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from dataclasses import replace
 import oracle_check
 import pytest
 import torch
+from hardware import simulated
 from problems import make_problem
 
-from sparsek_kernels.paged import launch, launch_select, runtime
+from sparsek_kernels.paged import launch, launch_select
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,6 +26,11 @@ CASES = {
     "window-dense-below": (
         [(1, 90), (70, 190)],
         replace(WINDOW, dense_below=160, query_tile=16),
+        {"num_decodes": 1},
+    ),
+    "window-dense-below-no-tile": (
+        [(1, 90), (70, 130), (130, 170)],
+        replace(WINDOW, window_size=20, dense_below=100),
         {"num_decodes": 1},
     ),
     "topk-decode": ([(1, 350), (2, 433), (1, 20)], TOP_K, {"num_decodes": 3, "group": 3}),
@@ -44,6 +50,16 @@ CASES = {
         replace(TOP_K, query_tile=64, sel_block_size=48),
         {"page_size": 48},
     ),
+    "topk-tile-straddles-blocks": (
+        [(1, 300), (150, 390)],
+        replace(TOP_K, query_tile=24),
+        {"num_decodes": 1},
+    ),
+    "topk-block-over-pages": (
+        [(1, 333), (100, 390)],
+        replace(TOP_K, sel_block_size=96),
+        {"num_decodes": 1, "page_size": 32},
+    ),
     "topk-min-max": (
         [(2, 301), (70, 390)],
         replace(TOP_K, score_kind="min_max"),
@@ -57,6 +73,27 @@ CASES = {
 def test_against_oracle(name: str) -> None:
     lengths, policy, options = CASES[name]
     oracle_check.check(make_problem(lengths, device=DEVICE, **options), policy)
+
+
+@pytest.mark.parametrize("num_decodes", [0, 1], ids=["prefill", "decode"])
+def test_a_window_is_dense_at_the_positions_below(num_decodes: int) -> None:
+    problem = make_problem([(70, 130)], num_decodes=num_decodes, device=DEVICE)
+    oracle_check.fill(problem, "cell_mean")
+    found = oracle_check.attend(problem, replace(WINDOW, window_size=20, dense_below=100))
+    below = oracle_check.attend(problem, DENSE)[:40]
+    above = oracle_check.attend(problem, replace(WINDOW, window_size=20))[40:]
+    torch.testing.assert_close(found, torch.cat([below, above]), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dense-decode", "window-mixed", "topk-block-over-pages"])
+def test_pages_past_a_sequence_change_nothing(name: str) -> None:
+    lengths, policy, options = CASES[name]
+    problem = make_problem(lengths, device=DEVICE, **options)
+    oracle_check.fill(problem, policy.score_kind)
+    expected = oracle_check.attend(problem, policy)
+    for (_, length), pages in zip(lengths, problem.batch.block_table, strict=True):
+        pages[-(-length // problem.k_cache.shape[2]) :] = 1 << 30
+    assert torch.equal(expected, oracle_check.attend(problem, policy))
 
 
 @pytest.mark.parametrize("policy", [TOP_K, WINDOW], ids=["topk", "window"])
@@ -131,8 +168,8 @@ def test_two_pass_scores_equal_single_pass(monkeypatch: pytest.MonkeyPatch, num_
     oracle_check.fill(problem, "cell_mean")
     single = oracle_check.attend(problem, TOP_K)
     monkeypatch.setattr(launch_select, "_PARKED_ELEMENTS", 0)
-    monkeypatch.setattr(runtime, "traits", lambda device: (80, num_sms))
-    assert torch.allclose(single, oracle_check.attend(problem, TOP_K), atol=1e-6, rtol=0)
+    with simulated(80, num_sms):
+        assert torch.allclose(single, oracle_check.attend(problem, TOP_K), atol=1e-6, rtol=0)
 
 
 def test_scores_by_head_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:

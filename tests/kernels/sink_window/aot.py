@@ -21,14 +21,21 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from sparsek_kernels.common.sequences import tile_map_kernel
-from sparsek_kernels.sink_window import kernels_bwd, kernels_bwd_rows, kernels_bwd_sink
+from sparsek_kernels.common.kernels.row_dots import row_dots_kernel
+from sparsek_kernels.common.kernels.sequences import tile_map_kernel
 from sparsek_kernels.sink_window.config import ProblemShape, select_config
-from sparsek_kernels.sink_window.kernels_fwd import sink_window_fwd_kernel
-from sparsek_kernels.sink_window.kernels_hopper_bwd import sink_window_hopper_bwd_kernel
-from sparsek_kernels.sink_window.kernels_hopper_fwd import sink_window_hopper_fwd_kernel
-from sparsek_kernels.sink_window.kernels_hopper_small import sink_window_hopper_small_kernel
-from sparsek_kernels.sink_window.launch_hopper import forward_rules
+from sparsek_kernels.sink_window.kernels import (
+    bwd as kernels_bwd,
+)
+from sparsek_kernels.sink_window.kernels import (
+    bwd_sink as kernels_bwd_sink,
+)
+from sparsek_kernels.sink_window.kernels.bwd_rows import sink_window_bwd_finish_kernel
+from sparsek_kernels.sink_window.kernels.bwd_sm90 import sink_window_hopper_bwd_kernel
+from sparsek_kernels.sink_window.kernels.fwd import sink_window_fwd_kernel
+from sparsek_kernels.sink_window.kernels.fwd_sm90 import sink_window_hopper_fwd_kernel
+from sparsek_kernels.sink_window.kernels.fwd_small_sm90 import sink_window_hopper_small_kernel
+from sparsek_kernels.sink_window.launch_sm90 import forward_rules
 from tests.kernels.barriers import require_lasting_barriers
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -121,10 +128,7 @@ def portable(arch: int, dim: int) -> None:
             "BLOCK_S": config.sink_block,
         }  # fmt: skip
         report(kernel, arch, {**shared, **unit, **sizes}, tile.num_warps, tile.num_stages)
-    for kernel in (
-        kernels_bwd_rows.sink_window_bwd_delta_kernel,
-        kernels_bwd_rows.sink_window_bwd_finish_kernel,
-    ):
+    for kernel in (row_dots_kernel, sink_window_bwd_finish_kernel):
         report(kernel, arch, {**shared, **unit, "BLOCK_M": 64}, 4)
     report(tile_map_kernel, arch, {"BLOCK": 128, "SCAN": 256}, 4)
 

@@ -1,0 +1,39 @@
+"""The GPU that a launch runs on: its architecture, multiprocessors and current stream.
+
+Private functions of torch are named here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+
+@lru_cache(maxsize=64)
+def device_arch(device: torch.device) -> int:
+    """Ten times the compute capability; CPU tensors (the interpreter) count as 80."""
+    if device.type != "cuda":
+        return 80
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+@lru_cache(maxsize=64)
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors: the programs of a persistent grid; 4 for CPU tensors."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# Bound once, because a replayed launch takes so few microseconds that every lookup counts.
+# Builds of torch for the CPU lack the functions of CUDA.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+current_stream: Callable[[int], int] = getattr(
+    torch._C,
+    "_cuda_getCurrentRawStream",
+    lambda index: torch.cuda.current_stream(index).cuda_stream,
+)
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack

@@ -1,0 +1,83 @@
+"""Launches of mean pooling."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from sparsek_kernels.nsa.compress.kernels.mean_pool import (
+    nsa_mean_pool_bwd_kernel,
+    nsa_mean_pool_fwd_kernel,
+)
+from sparsek_kernels.nsa.compress.mlp import stride_starts
+from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
+from sparsek_kernels.nsa.spec import NSASpec
+
+
+def _tile(head_dim: int) -> tuple[int, int]:
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    return max(1, 4096 // block_d), block_d
+
+
+def mean_pool_forward(
+    x: torch.Tensor, out: torch.Tensor, cu_seqlens: torch.Tensor | None, spec: NSASpec
+) -> None:
+    """Fill contiguous ``out [B, C, Hkv, D]`` with block means of ``x [B, M, Hkv, D]``."""
+    if out.numel() == 0:
+        return
+    batch, num_cmp, num_heads, head_dim = out.shape
+    starts = x
+    if cu_seqlens is not None:
+        first, used = stride_starts(cu_seqlens, num_cmp, spec)
+        starts = torch.where(used, first, -1).to(torch.int32)
+    _, block_d = _tile(head_dim)
+    block_c = max(1024 // block_d, 1)
+    nsa_mean_pool_fwd_kernel[(triton.cdiv(num_cmp, block_c), num_heads, batch)](
+        out,
+        x,
+        starts,
+        *x.stride(),
+        num_cmp,
+        num_heads,
+        HEAD_DIM=head_dim,
+        CMP_BLOCK=spec.cmp_block_size,
+        CMP_STRIDE=spec.cmp_stride,
+        VARLEN=cu_seqlens is not None,
+        BLOCK_C=block_c,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
+
+
+def mean_pool_backward(
+    dout: torch.Tensor, dx: torch.Tensor, cu_seqlens: torch.Tensor | None, spec: NSASpec
+) -> None:
+    """Fill contiguous ``dx [B, M, Hkv, D]`` from ``dout [B, C, Hkv, D]``."""
+    if dx.numel() == 0:
+        return
+    batch, num_tokens, num_heads, head_dim = dx.shape
+    token_seq = cu = cu_cmp = dx
+    if cu_seqlens is not None:
+        cu = cu_seqlens
+        cu_cmp = compressed_cu_seqlens(cu_seqlens, spec.cmp_block_size, spec.cmp_stride)
+        token = torch.arange(num_tokens, dtype=torch.int32, device=dx.device)
+        token_seq = torch.searchsorted(cu_seqlens[1:], token, right=True, out_int32=True)
+    block_t, block_d = _tile(head_dim)
+    nsa_mean_pool_bwd_kernel[(triton.cdiv(num_tokens, block_t), num_heads, batch)](
+        dx,
+        dout,
+        token_seq,
+        cu,
+        cu_cmp,
+        *dout.stride(),
+        num_tokens,
+        dout.shape[1],
+        num_heads,
+        HEAD_DIM=head_dim,
+        CMP_BLOCK=spec.cmp_block_size,
+        CMP_STRIDE=spec.cmp_stride,
+        VARLEN=cu_seqlens is not None,
+        BLOCK_T=block_t,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )

@@ -1,0 +1,175 @@
+"""Launches of block selection: scores of some tokens at a time, then their best blocks."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from sparsek_kernels.common.alignment import copyable, describable
+from sparsek_kernels.common.descriptors import describe, tile_layout
+from sparsek_kernels.common.grids import tile_grid
+from sparsek_kernels.nsa.compressed.problem import CompressedProblem
+from sparsek_kernels.nsa.config import TileConfig
+from sparsek_kernels.nsa.select.kernels.scores import nsa_block_scores_kernel
+from sparsek_kernels.nsa.select.kernels.scores_sm90 import (
+    WARPGROUPS,
+    nsa_block_scores_hopper_kernel,
+)
+from sparsek_kernels.nsa.select.kernels.topk import nsa_top_blocks_kernel
+from sparsek_kernels.nsa.spec import NSASpec
+
+_SCRATCH_SCORES = 1 << 25  # block scores held at once
+_LEAST_ROWS = 2048  # tokens of a launch, however many blocks there are
+
+
+def score_pitch(num_blocks: int) -> int:
+    """Places in a row of the scratch: no tile of a kernel's blocks reaches beyond it."""
+    return -(-num_blocks // 64) * 64
+
+
+def select(problem: CompressedProblem, lse: torch.Tensor, block_indices: torch.Tensor) -> None:
+    """Fill contiguous ``block_indices [B, N, Hkv, top_n]``; ``lse`` is that of attention."""
+    if block_indices.numel() == 0:
+        return
+    shape, spec = problem.shape, problem.spec
+    heads, pitch = shape.num_kv_heads, score_pitch(spec.num_selectable(problem.seq_len))
+    free = spec.top_n - spec.num_init_blocks - spec.num_local_blocks
+    scored = free > 0 and problem.k_cmp.shape[1] > 0
+    per_row = shape.batch * heads * pitch
+    step = min(max(_SCRATCH_SCORES // per_row, _LEAST_ROWS), shape.num_q)
+    scratch = torch.empty(per_row * step if scored else 1, dtype=torch.float32, device=lse.device)
+    lse = lse.contiguous()
+    for first in range(0, shape.num_q, step):
+        rows = min(step, shape.num_q - first)
+        size = (shape.batch, rows, heads, pitch)
+        if scored:
+            scores = scratch[: per_row * rows].view(size)
+            score(problem, lse, scores, first)
+        else:  # every place is forced
+            scores = scratch.expand(size)
+        choose(
+            *(block_indices, scores, problem.token_seq, problem.cu_seqlens, spec),
+            *(first, problem.offset),
+        )
+
+
+def _hopper_tile(problem: CompressedProblem) -> TileConfig | None:
+    """Tile of the warp-specialised kernel where it can run."""
+    tile, cells = problem.config.select_hopper, problem.spec.cells_per_sel
+    fits = (
+        tile is not None
+        and problem.spec.num_local_blocks >= 2
+        and cells & (cells - 1) == 0
+        and cells <= tile.block_n
+        and copyable(problem.q)
+        and describable(problem.k_cmp)
+    )
+    return tile if fits else None
+
+
+def score(problem: CompressedProblem, lse: torch.Tensor, scores: torch.Tensor, first: int) -> None:
+    """Fill ``scores [B, rows, Hkv, pitch]`` of the rows from ``first`` on, where a choice reads."""
+    shape, spec, q, k_cmp = problem.shape, problem.spec, problem.q, problem.k_cmp
+    cu_seqlens = problem.cu_seqlens
+    _, rows, heads, pitch = scores.shape
+    hopper = _hopper_tile(problem)
+    tile = hopper or problem.config.select
+    block_t = max(max(tile.block_m, 16) // shape.padded_group, 1)
+    together = block_t if hopper is None else block_t * WARPGROUPS.value
+    cu_rows = None if cu_seqlens is None else cu_seqlens.clamp(first, first + rows)
+    grid, tiles = tile_grid(cu_rows, rows, together, heads, shape.batch)
+    maps = problem.pointers(cu_rows, cu_seqlens, problem.cu_cmp, tiles)
+    sizes = (first, rows, shape.num_q, problem.offset, shape.num_heads, k_cmp.shape[1], pitch)
+    rules = {
+        **problem.rules,
+        "SEL_BLOCK": spec.sel_block_size,
+        "NUM_LOCAL": spec.num_local_blocks,
+        "BLOCK_T": block_t,
+        "BLOCK_G": shape.padded_group,
+    }
+    if hopper is not None:
+        k_desc, k_rows, k_cols = describe(k_cmp, tile.block_n)
+        nsa_block_scores_hopper_kernel[grid](
+            scores,
+            q,
+            k_desc,
+            lse,
+            *maps,
+            problem.softmax_scale,
+            *(x // 8 for x in q.stride()[:3]),
+            k_rows,
+            k_cols,
+            *sizes,
+            Q_LAYOUT=tile_layout(block_t * shape.padded_group, shape.head_dim, q.dtype),
+            **rules,
+            BLOCK_K=tile.block_n,
+            STAGES=tile.num_stages,
+            num_warps=tile.num_warps,
+            maxnreg=96,  # of 65536, for one program of twenty warps
+        )
+        return
+    block_c = triton.next_power_of_2(spec.cells_per_sel)
+    nsa_block_scores_kernel[grid](
+        scores,
+        q,
+        k_cmp,
+        lse,
+        *maps,
+        problem.softmax_scale,
+        *q.stride(),
+        *k_cmp.stride(),
+        *sizes,
+        **rules,
+        BLOCK_B=max(tile.block_n, 16 // block_c),
+        BLOCK_C=block_c,
+        BLOCK_D=shape.padded_dim,
+        PRECISION=problem.config.precision,
+        NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def blocks_reached(pitch: int, cu_seqlens: torch.Tensor | None, end: int, spec: NSASpec) -> int:
+    """Blocks that a kernel looks at; causality bounds those that tokens before ``end`` reach."""
+    reach = pitch
+    if cu_seqlens is None:
+        reach = min(pitch, (end - 1) // spec.sel_block_size + 1)
+    return max(int(triton.next_power_of_2(reach)), 256)
+
+
+def choose(
+    block_indices: torch.Tensor,
+    scores: torch.Tensor,
+    token_seq: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    spec: NSASpec,
+    first: int = 0,
+    offset: int = 0,
+) -> None:
+    """The best blocks of the rows from ``first`` on of ``scores [B, rows, Hkv, pitch]``.
+
+    Packed: ``token_seq`` is the sequence of each row.  Else row ``i`` has position ``i + offset``.
+    """
+    batch, num_q, num_kv_heads, _ = block_indices.shape
+    rows, pitch = scores.shape[1], scores.shape[3]
+    width = blocks_reached(pitch, cu_seqlens, first + rows + offset, spec)
+    nsa_top_blocks_kernel[(rows, num_kv_heads, batch)](
+        block_indices,
+        scores,
+        block_indices if token_seq is None else token_seq,
+        block_indices if cu_seqlens is None else cu_seqlens,
+        first,
+        rows,
+        num_q,
+        offset,
+        pitch,
+        SEL_BLOCK=spec.sel_block_size,
+        TOP_N=spec.top_n,
+        NUM_INIT=spec.num_init_blocks,
+        NUM_LOCAL=spec.num_local_blocks,
+        VARLEN=cu_seqlens is not None,
+        BLOCK_B=width,
+        BLOCK_O=triton.next_power_of_2(spec.top_n),
+        num_warps=max(min(width // 1024, 16), 1),
+    )

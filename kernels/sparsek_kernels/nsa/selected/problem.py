@@ -1,0 +1,107 @@
+"""One call of selected attention: its tensors, its sizes, its launch parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from sparsek_kernels.nsa.config import LaunchConfig, ProblemShape
+from sparsek_kernels.nsa.launching import launch_config, problem_shape
+
+MAX_SEL_BLOCK = 128
+"""Largest selection block that the kernels hold on chip."""
+
+
+@dataclass(frozen=True)
+class SelectedProblem:
+    """Causal attention inside chosen blocks (arXiv 2502.11089, section 3.3.2).
+
+    Args:
+        q: ``[B, N, Hq, D]``, the last N tokens.
+        k: ``[B, M, Hkv, D]``.
+        v: ``[B, M, Hkv, D]``.
+        block_indices: ``[B, N, Hkv, S]`` int32 blocks of the token's sequence, -1 for none; made
+            contiguous.
+        cu_seqlens: ``[sequences + 1]`` int32 offsets of packed sequences.
+        sel_block_size: tokens of a block.
+        softmax_scale: factor of ``q . k``.
+        tuned: launch parameters instead of the table's.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    block_indices: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+    sel_block_size: int
+    softmax_scale: float
+    tuned: LaunchConfig | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_indices", self.block_indices.contiguous())
+
+    @cached_property
+    def shape(self) -> ProblemShape:
+        """Sizes, as the table of launch parameters takes them."""
+        return problem_shape(self.q, self.k.shape[2], self.k.shape[1])
+
+    @cached_property
+    def config(self) -> LaunchConfig:
+        """Launch parameters.
+
+        Raises:
+            NotImplementedError: blocks that are larger than the kernels hold.
+        """
+        if self.sel_block_size > MAX_SEL_BLOCK:
+            raise NotImplementedError(
+                f"sel_block_size: expected at most {MAX_SEL_BLOCK} on CUDA, "
+                f"got {self.sel_block_size}; split each block into smaller ones"
+            )
+        return self.tuned or launch_config(self.q, self.shape, self.top_n)
+
+    @property
+    def top_n(self) -> int:
+        """Blocks per token, S."""
+        return int(self.block_indices.shape[3])
+
+    @property
+    def offset(self) -> int:
+        """Position of the first query; packed sequences start at 0."""
+        return self.k.shape[1] - self.q.shape[1]
+
+    def pointers(self, *maps: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """``maps`` of packed sequences; fixed lengths pass q, which no kernel reads as a map."""
+        return tuple(self.q if x is None else x for x in maps)
+
+    def tile_tokens(self, rows: int) -> int:
+        """Tokens in a tile of ``rows`` rows (tokens times padded heads), 16 rows at least."""
+        return max(max(rows, 16) // self.shape.padded_group, 1)
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """Compile-time arguments that every attention kernel takes."""
+        return {
+            "GROUP": self.shape.group,
+            "HEAD_DIM": self.shape.head_dim,
+            "SEL_BLOCK": self.sel_block_size,
+            "VARLEN": self.cu_seqlens is not None,
+        }
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a portable kernel's tile: one block, padded."""
+        return max(16, 1 << (self.sel_block_size - 1).bit_length())
+
+    @property
+    def portable_rules(self) -> dict[str, Any]:
+        """Compile-time arguments that every portable attention kernel takes."""
+        return {
+            **self.rules,
+            "BLOCK_G": self.shape.padded_group,
+            "BLOCK_N": self.block_n,
+            "BLOCK_D": self.shape.padded_dim,
+            "PRECISION": self.config.precision,
+        }

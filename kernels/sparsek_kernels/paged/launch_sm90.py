@@ -1,0 +1,209 @@
+"""Launching the paged Hopper kernels: what they take, tensor descriptors, persistent grids."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sparsek_kernels.common.device import device_arch, multiprocessors
+from sparsek_kernels.common.kernels.softmax import LOG2E
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.config import has_wgmma
+from sparsek_kernels.paged.kernels.attend_sm90 import attend_hopper_kernel
+from sparsek_kernels.paged.kernels.tile_scores_sm90 import tile_scores_hopper_kernel
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.runtime import workspace
+
+_BOX = 64
+_HEADS = 4
+_BLOCKS = 32
+_LAST_ROW = 0x70000000
+_ELEMENT = {torch.float16: triton.language.float16, torch.bfloat16: triton.language.bfloat16}
+
+
+def attend_fits(operands: PagedOperands, policy: SelectionPolicy) -> bool:
+    """Whether the Hopper kernel can attend a step's prefills, if there are enough of them."""
+    q, k_cache, v_cache = operands.q, operands.k_cache, operands.v_cache
+    return (
+        _tensor_cores_take(q, k_cache, k_cache.shape[2])
+        and q.shape[1] >= 2 * k_cache.shape[1]
+        and policy.selects_blocks
+        and policy.sel_block_size == _BOX
+        and policy.query_tile % _BOX == 0
+        and _aligned(v_cache)
+        and _is_matrix(k_cache)
+        and _is_matrix(v_cache)
+    )
+
+
+def scores_fit(
+    q: torch.Tensor, k_summary: torch.Tensor, policy: SelectionPolicy, page_size: int
+) -> bool:
+    """Whether the Hopper kernel can score a step's tiles, if there are enough of them."""
+    return (
+        _tensor_cores_take(q, k_summary, page_size)
+        and q.shape[1] % (_HEADS * k_summary.shape[1]) == 0
+        and policy.score_kind == "cell_mean"
+        and policy.sel_block_size == policy.query_tile == _BOX
+    )
+
+
+def parked_elements(programs: int, width: int) -> int:
+    """Elements that :func:`score_tiles_hopper` parks for rows of ``width`` blocks."""
+    return programs * _HEADS * ceil_div(width, _BLOCKS) * _BOX * _BLOCKS
+
+
+def _tensor_cores_take(q: torch.Tensor, keys: torch.Tensor, page_size: int) -> bool:
+    return (
+        has_wgmma(device_arch(q.device))
+        and q.dtype in _ELEMENT
+        and keys.dtype == q.dtype
+        and q.shape[2] in (64, 128)
+        and page_size % _BOX == 0
+        and _aligned(q)
+        and _aligned(keys)
+    )
+
+
+def score_tiles_hopper(
+    scores: torch.Tensor,
+    q: torch.Tensor,
+    k_summary: torch.Tensor,
+    batch: PagedBatch,
+    policy: SelectionPolicy,
+    tiles: torch.Tensor,
+    qk_scale: float,
+    page_size: int,
+    first: int,
+    count: int,
+    width: int,
+) -> None:
+    """Scores of ``count`` tiles from ``first`` on, ``[count, Hkv, group, width]``."""
+    heads, _, dim = k_summary.shape[1:]
+    group = q.shape[1] // heads
+    num_sms = multiprocessors(q.device)
+    programs = min(num_sms, count * heads)
+    steps = ceil_div(width, _BLOCKS)
+    size = parked_elements(programs, width)
+    tile_scores_hopper_kernel[(programs,)](
+        scores,
+        workspace(q.device, "parked torch.float16", size, torch.float16),
+        workspace(q.device, "parked maxima", size // _BLOCKS, torch.float32),
+        _describe_queries(q),
+        k_summary,
+        tiles,
+        batch.block_table,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        qk_scale,
+        policy.dense_below,
+        first,
+        count,
+        count * heads,
+        steps,
+        q.stride(1),
+        *k_summary.stride()[:3],
+        batch.block_table.stride(0),
+        heads * group * width,
+        group * width,
+        width,
+        GROUP=group,
+        HEAD_DIM=dim,
+        PAGE_SIZE=page_size,
+        SINK_BLOCKS=policy.sink_blocks,
+        REACH_BLOCKS=policy.reach_blocks,
+        SCORED_BLOCKS=policy.scored_blocks,
+        STAGES=3,
+        num_warps=4,
+    )
+
+
+def _aligned(x: torch.Tensor) -> bool:
+    """Whether copies of 16 bytes can start at any row."""
+    step = 16 // x.element_size()
+    return x.data_ptr() % 16 == 0 and not any(s % step for s in x.stride()[:-1])
+
+
+def _is_matrix(cache: torch.Tensor) -> bool:
+    """Whether ``[P, H, page_size, D]`` pages lie at multiples of a row of one matrix."""
+    page, _head, row, _ = cache.stride()
+    return row > 0 and page % row == 0 and _matrix(cache)[0] < _LAST_ROW
+
+
+def _matrix(cache: torch.Tensor) -> tuple[int, int, int, int]:
+    """Rows in all, rows from page to page, rows and columns from head to head."""
+    pages, heads, page_size, _ = cache.shape
+    page, head, row, _ = cache.stride()
+    head_rows, head_cols = (head // row, 0) if head % row == 0 else (0, head)
+    rows = (pages - 1) * (page // row) + (heads - 1) * head_rows + page_size
+    return rows, page // row, head_rows, head_cols
+
+
+def _boxes(x: torch.Tensor, rows: int, columns: int, stride: int) -> TensorDescriptor:
+    layout = NVMMASharedLayout.get_default_for([_BOX, _BOX], _ELEMENT[x.dtype])
+    return TensorDescriptor(x, [rows, columns], [stride, 1], [_BOX, _BOX], layout)
+
+
+def _describe_queries(q: torch.Tensor) -> TensorDescriptor:
+    return _boxes(q, q.shape[0], (q.shape[1] - 1) * q.stride(1) + q.shape[2], q.stride(0))
+
+
+def _describe_cache(cache: torch.Tensor) -> tuple[TensorDescriptor, int, int, int]:
+    rows, page_rows, head_rows, head_cols = _matrix(cache)
+    columns = (cache.shape[1] - 1) * head_cols + cache.shape[3]
+    return _boxes(cache, rows, columns, cache.stride(2)), page_rows, head_rows, head_cols
+
+
+def attend_hopper(
+    operands: PagedOperands,
+    batch: PagedBatch,
+    policy: SelectionPolicy,
+    selected: torch.Tensor,
+    tiles: torch.Tensor,
+) -> None:
+    """Attend the prefills of a batch over their selected blocks (see :func:`attend_fits`)."""
+    q, k_cache, v_cache, out = operands.q, operands.k_cache, operands.v_cache, operands.out
+    sinks = operands.sinks
+    heads, page_size, dim = k_cache.shape[1:]
+    group = q.shape[1] // heads
+    num_sms = multiprocessors(q.device)
+    items = tiles.shape[0] * (policy.query_tile // _BOX) * ceil_div(group, 2) * heads
+    k_desc, *k_distances = _describe_cache(k_cache)
+    v_desc, *v_distances = _describe_cache(v_cache)
+    attend_hopper_kernel[(min(items, num_sms),)](
+        out,
+        _describe_queries(q),
+        k_desc,
+        v_desc,
+        q if sinks is None else sinks,
+        selected,
+        tiles,
+        batch.block_table,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        operands.softmax_scale * operands.k_scale * LOG2E.value,
+        operands.v_scale,
+        policy.dense_below,
+        tiles.shape[0],
+        items,
+        batch.num_decode_tokens,
+        *out.stride()[:2],
+        *selected.stride()[:2],
+        batch.block_table.stride(0),
+        q.stride(1),
+        *k_distances,
+        *v_distances,
+        GROUP=group,
+        HEAD_DIM=dim,
+        TILE=policy.query_tile,
+        SINK_BLOCKS=policy.sink_blocks,
+        REACH_BLOCKS=policy.reach_blocks,
+        SCORED_BLOCKS=policy.scored_blocks,
+        PAGE_SIZE=page_size,
+        HAS_SINKS=sinks is not None,
+        STAGES=3,
+        num_warps=4,
+    )
