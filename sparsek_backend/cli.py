@@ -76,7 +76,7 @@ def model_fetch(
 
 @app.command("eval", context_settings=_PASS_THROUGH)
 def evaluate(context: typer.Context) -> None:
-    """Measure what sparsity costs a model: perplexity and passkey, dense against sparse."""
+    """Measure what sparsity costs a model: retrieval and perplexity, dense against sparse."""
     _delegate("sparsek_backend.eval.cli", "eval", "eval", context.args)
 
 

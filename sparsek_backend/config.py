@@ -28,6 +28,10 @@ from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.paged.policy import CELL_SIZE, ScoreKind, SelectionPolicy
 
 Mode = Literal["auto", "dense", "sink_window", "block_topk", "nsa"]
+Phase = Literal["both", "prefill", "decode"]
+
+EVERY_QUERY = 1 << 30
+"""More queries than a prefill has."""
 
 FLAG = "--additional-config"
 SECTION = "sparsek"
@@ -92,6 +96,8 @@ class SparsityConfig(BaseModel):
         dense_layers: how many first layers attend everything, or a list of layer indices.
         score_kind: ``cell_mean`` (the best 16-token mean of K) or ``min_max`` (Quest's bound).
         query_tile: prefill queries that share one selection; 1 selects per token.
+        sparse_phase: ``prefill`` lets decoded tokens attend everything, ``decode`` the prompt's:
+            for measurements, to tell which of the two costs answers.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -106,6 +112,12 @@ class SparsityConfig(BaseModel):
     dense_layers: _Layers = 0
     score_kind: ScoreKind = "cell_mean"
     query_tile: _Positive = 64
+    sparse_phase: Phase = "both"
+
+    @property
+    def dense_decode(self) -> bool:
+        """Whether decoded tokens attend everything, whatever the prefill does."""
+        return self.sparse_phase == "prefill"
 
     def is_dense_layer(self, index: int) -> bool:
         """Whether the layer with this index attends everything.
@@ -128,13 +140,14 @@ class SparsityConfig(BaseModel):
                 window_size=self.window_size,
                 dense_below=self.dense_below,
             )
+        dense_last = self.dense_last if self.query_tile > 1 else 0
         return SelectionPolicy(
             num_sink=self.num_sink,
             window_size=self.window_size,
             top_k=self.top_k,
             sel_block_size=self.sel_block_size,
             dense_below=self.dense_below,
-            dense_last=self.dense_last if self.query_tile > 1 else 0,
+            dense_last=EVERY_QUERY if self.sparse_phase == "decode" else dense_last,
             query_tile=self.query_tile,
             score_kind=self.score_kind,
         )
@@ -333,7 +346,7 @@ def _select_per_token(config: SparsityConfig, sources: dict[str, str]) -> Sparsi
             f"SPARSEK: natively sparse models are not served with {BATCH_INVARIANT}; remedy: "
             f"unset {BATCH_INVARIANT}"
         )
-    fixed = {"query_tile": 1, "dense_last": 0}
+    fixed: dict[str, Any] = {"query_tile": 1, "dense_last": 0, "sparse_phase": "both"}
     for name, value in fixed.items():
         if getattr(config, name) != value and sources[name] not in (DEFAULTS, MODEL_CONFIG):
             raise ConfigError(

@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sparsek_backend.config import ConfigError, resolve_config
+import numpy as np
+
+from sparsek_backend.config import ConfigError, SparsityConfig, resolve_config
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 _MODES: dict[str, dict[str, Any]] = {
@@ -25,7 +27,8 @@ _MODES: dict[str, dict[str, Any]] = {
 }
 _SIZE = {"block_topk": "top_k", "sink_window": "window_size", "window": "window_size"}
 
-DEFAULT_BUDGETS = ("block_topk:16", "block_topk:8", "sink_window", "window")
+DEFAULT_BUDGETS = ("block_topk:32", "block_topk:16", "block_topk:8", "sink_window")
+MIXED_PHASES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -46,20 +49,31 @@ class Budget:
         """Whether this is the reference."""
         return self.settings is None
 
+    @property
+    def config(self) -> SparsityConfig:
+        """The settings with their defaults."""
+        return resolve_config(self.settings or {"mode": "dense"}, {}).config
+
     def policy(self) -> SelectionPolicy:
         """The selection policy of a layer that is not kept dense."""
-        if self.settings is None:
-            return SelectionPolicy()
-        config = resolve_config(self.settings, {}).config
-        return config.model_copy(update={"dense_layers": 0}).policy_for(0)
+        return self.config.model_copy(update={"dense_layers": 0}).policy_for(0)
 
-    def attended_share(self, length: int) -> float:
-        """Keys attended over keys before, mean over the positions of a text of `length` tokens."""
-        if self.is_dense:
-            return 1.0
+    def prefill_share(self, length: int) -> float:
+        """Keys that a prompt of ``length`` tokens attends, over those that dense attention does.
+
+        In a layer that is not kept dense, for a prompt that is one chunk.
+        """
         policy = self.policy()
-        shares = (policy.attended_tokens(i) / (i + 1) for i in range(length))
-        return float(sum(shares)) / length
+        position = np.arange(length)
+        exempt = position >= length - policy.dense_last
+        attended = np.where(exempt, position + 1, policy.attended_tokens(position)).sum()
+        return int(attended) / (length * (length + 1) // 2)
+
+    def decode_share(self, length: int) -> float:
+        """Keys that the first token decoded after ``length`` attends, over those before it."""
+        if self.config.dense_decode:
+            return 1.0
+        return int(self.policy().per_token().attended_tokens(length)) / (length + 1)
 
 
 DENSE = Budget("dense", None)
@@ -112,6 +126,17 @@ def parse_budgets(texts: list[str]) -> list[Budget]:
     if len(budgets) == 1:
         raise ValueError("budget: expected at least one besides dense")
     return budgets
+
+
+def with_mixed_phases(texts: list[str]) -> list[str]:
+    """Every ``block_topk`` budget followed by its halves: sparse in the prefill or decode alone."""
+    found = []
+    for text in texts:
+        found.append(text)
+        settings = parse_budget(text).settings or {}
+        if settings.get("mode") == "block_topk" and "sparse_phase" not in settings:
+            found += [f"{text},sparse_phase={phase}" for phase in MIXED_PHASES]
+    return found
 
 
 def _value(text: str) -> object:

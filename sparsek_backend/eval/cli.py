@@ -2,37 +2,163 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Callable
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sparsek_backend.eval.budgets import DEFAULT_BUDGETS, Budget, parse_budgets
-from sparsek_backend.eval.job import Job
-from sparsek_backend.eval.plot import plot_results
-from sparsek_backend.eval.results import BudgetResult, summary_table, write_results
+from sparsek_backend.command_line import grouped
+from sparsek_backend.eval.budgets import (
+    DEFAULT_BUDGETS,
+    parse_budget,
+    parse_budgets,
+    with_mixed_phases,
+)
+from sparsek_backend.eval.mass import measure_model, plot_masses, write_masses
+from sparsek_backend.eval.options import (
+    PROMPTS_ON_CPU,
+    PROMPTS_ON_GPU,
+    PromptOptions,
+    check_unique,
+    default_prompts_per_task,
+    server_of,
+)
+from sparsek_backend.eval.plot import plot_accuracy
+from sparsek_backend.eval.prompt import VARIANTS, Tokenizer, Variant
+from sparsek_backend.eval.prompt_file import PromptSet, load_prompts, save_prompts
+from sparsek_backend.eval.record import read_rows
+from sparsek_backend.eval.results import (
+    collect_runs,
+    perplexity_rows,
+    retrieval_rows,
+    warnings_of,
+    write_results,
+)
+from sparsek_backend.eval.runs import LocalModel, OnProgress, Workplace, run_server
 from sparsek_backend.eval.served import ServedScorer
-from sparsek_backend.eval.tasks import read_texts
-from sparsek_backend.eval.worker import score
-from sparsek_backend.eval.workers import run_worker
+from sparsek_backend.eval.tables import perplexity_table, retrieval_tables
+from sparsek_backend.eval.tasks import TASKS, make_prompts
+from sparsek_backend.eval.tokenizer import HubTokenizer
+from sparsek_backend.machine import choose_device, describe_machine
 from sparsek_backend.pyplot import import_pyplot
 
-app = typer.Typer(help="Quality: what is lost by attending less.")
+# Plain help: in panels, the widest option would leave no room for what the options mean.
+app = typer.Typer(
+    rich_markup_mode=None,
+    add_completion=False,
+    context_settings={"max_content_width": 100},
+)
 console = Console()
 
-WORKER = "sparsek_backend.eval.worker"
-SILENCE_LIMIT = 1800.0
-"""Seconds that a worker may stay silent before it counts as hung."""
+
+@dataclass(frozen=True)
+class PromptArguments:
+    """Options that say what is asked."""
+
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join(TASKS)}. Repeatable; by default all."),
+    ] = None
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="plain: the question ends the prompt; followed: 600 tokens of notes come behind "
+            "it. Repeatable; by default both."
+        ),
+    ] = None
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens of a prompt. Repeatable; by default 4096.")
+    ] = None
+    prompts_per_task: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Prompts of each task, variant and length; 0 skips them. By default "
+            f"{PROMPTS_ON_GPU} with a GPU, {PROMPTS_ON_CPU} without.",
+        ),
+    ] = None
+    texts: Annotated[int, typer.Option(min=0, help="Texts for perplexity; 0 skips it.")] = 4
+    text_length: Annotated[int, typer.Option(min=128, help="Tokens of each text.")] = 4096
+    texts_folder: Annotated[
+        Path | None, typer.Option(help="Folder of .txt files; by default speeches are fetched.")
+    ] = None
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Prompts are a user's turn of the model's chat template, or not; by default "
+            "where it has one.",
+        ),
+    ] = None
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0
+
+    def checked(self) -> PromptOptions:
+        """What they ask for, with the defaults.
+
+        Raises:
+            ValueError: an option names what does not exist, or names something twice.
+        """
+        for one in self.variant or ():
+            if one not in VARIANTS:
+                raise ValueError(f"variant: expected one of {', '.join(VARIANTS)}, got {one!r}")
+        for option in ("task", "variant", "length"):
+            check_unique(option, list(getattr(self, option) or ()))
+        count = self.prompts_per_task
+        return PromptOptions(
+            tasks=tuple(self.task or TASKS),
+            variants=tuple(cast(Variant, one) for one in self.variant or VARIANTS),
+            lengths=tuple(self.length or (4096,)),
+            prompts_per_task=default_prompts_per_task() if count is None else count,
+            texts=self.texts,
+            text_length=self.text_length,
+            texts_folder=self.texts_folder,
+            seed=self.seed,
+        )
 
 
-@app.command()
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of the local engine."""
+
+    dtype: Annotated[str, typer.Option(help="dtype of the local engine.")] = "auto"
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="gpu_memory_utilization of the local engine.")
+    ] = None
+    kv_cache_gib: Annotated[
+        float | None,
+        typer.Option(help="Size of the local engine's KV cache, on a GPU that others use too."),
+    ] = None
+
+    def arguments(self) -> dict[str, object]:
+        """Arguments of `vllm.LLM`."""
+        found: dict[str, object] = {"dtype": self.dtype}
+        if self.gpu_memory is not None:
+            found["gpu_memory_utilization"] = self.gpu_memory
+        if self.kv_cache_gib is not None:
+            found["kv_cache_memory_bytes"] = int(self.kv_cache_gib * 2**30)
+        return found
+
+
+_LOCAL_ONLY = ("model", "budget", "mixed", "chat", *(f.name for f in fields(EngineOptions)))
+_OF_PROMPTS = tuple(f.name for f in fields(PromptArguments))
+
+Commit = Annotated[str, typer.Option(help="Commit to record where there is no git.")]
+
+
+@app.callback(invoke_without_command=True)
+@grouped
 def evaluate(
+    context: typer.Context,
+    *,
     model: Annotated[
         str | None,
         typer.Option(help="Model folder or name; by default SmolLM2-135M-Instruct is prepared."),
@@ -44,6 +170,12 @@ def evaluate(
             "block_topk:16,query_tile=1. Repeatable; dense always runs."
         ),
     ] = None,
+    mixed: Annotated[
+        bool,
+        typer.Option(
+            "--mixed", help="Add each block_topk budget sparse in the prefill or decode alone."
+        ),
+    ] = False,
     base_url: Annotated[
         list[str] | None,
         typer.Option(
@@ -52,187 +184,202 @@ def evaluate(
         ),
     ] = None,
     served_model: Annotated[str | None, typer.Option(help="Model name at the servers.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for CSV, JSON and PNG.")] = Path("eval-results"),
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Prompts that `sparsek eval prompts` made, in place of new ones."),
+    ] = None,
+    asked: PromptArguments,
+    engine: EngineOptions,
+    out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("eval-results"),
     name: Annotated[str, typer.Option(help="Stem of the result files.")] = "quality",
-    texts: Annotated[int, typer.Option(min=0, help="Texts for perplexity; 0 skips it.")] = 4,
-    length: Annotated[int, typer.Option(min=128, help="Tokens of each text.")] = 4096,
-    texts_folder: Annotated[
-        Path | None, typer.Option(help="Folder of .txt files; by default speeches are fetched.")
-    ] = None,
-    passkey: Annotated[
-        list[int] | None, typer.Option(help="Prompt tokens of passkey probes; repeatable.")
-    ] = None,
-    no_passkey: Annotated[bool, typer.Option(help="Skip the passkey probes.")] = False,
-    depth: Annotated[
-        list[float] | None, typer.Option(help="Where the key is hidden, 0 to 1; repeatable.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="dtype of the local engine.")] = "auto",
-    gpu_memory: Annotated[
-        float | None, typer.Option(help="gpu_memory_utilization of the local engine.")
-    ] = None,
-    kv_cache_gib: Annotated[
-        float | None,
-        typer.Option(help="Size of the local engine's KV cache, on a GPU that others use too."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the passkeys and their filler.")] = 0,
-    commit: Annotated[str, typer.Option(help="Commit to record where there is no git.")] = "",
+    commit: Commit = "",
 ) -> None:
-    """Perplexity and passkey retrieval, dense against sparse: a table, CSV, JSON and a plot."""
-    try:
-        budgets = parse_budgets(list(budget or DEFAULT_BUDGETS))
-        job = Job(
-            texts_folder=str(_texts(texts_folder)),
-            num_texts=texts,
-            length=length,
-            passkey_lengths=() if no_passkey else tuple(passkey or (length,)),
-            passkey_depths=tuple(depth or (0.1, 0.35, 0.6, 0.85)),
-            seed=seed,
-        )
-        _check_job(job)
+    """Retrieval and perplexity, dense against sparse, prompt by prompt.
+
+    Writes tables as CSV, everything as JSON, a plot, and each score as it is found: the same
+    command continues an interrupted evaluation.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    with _errors():
+        given = {name for name in context.params if _is_given(context, name)}
         if base_url:
-            if model or budget:
-                raise ValueError(
-                    "base-url: a server has its own model and budget; drop --model and --budget"
-                )
-            if dtype != "auto" or gpu_memory is not None or kv_cache_gib is not None:
-                raise ValueError(
-                    "base-url: a server's engine runs already; drop --dtype, --gpu-memory and "
-                    "--kv-cache-gib"
-                )
+            _refuse(given, _LOCAL_ONLY, "base-url: a server has its own model, budget and engine")
+            check_unique("base-url", [server_of(text)[0] for text in base_url])
         elif served_model:
             raise ValueError("served-model: expected with --base-url only; use --model")
+        if prompts is not None:
+            _refuse(given, _OF_PROMPTS, "prompts: the file has the prompts and texts")
+        chosen = list(budget or DEFAULT_BUDGETS)
+        budgets = parse_budgets(with_mixed_phases(chosen) if mixed else chosen)
+        options = asked.checked()
         import_pyplot()  # what the end needs is missed at the start
         out.mkdir(parents=True, exist_ok=True)
-        if base_url:
-            results = _run_servers(base_url, served_model, job)
-            what = ", ".join(base_url)
+        prompts_file = prompts or out / f"{name}.prompts.json.gz"
+        what = "" if base_url else model or str(_default_model())
+        if prompts is not None:
+            found = load_prompts(prompts)
         else:
-            what = model or str(_default_model())
-            engine: dict[str, Any] = {}
-            if gpu_memory is not None:
-                engine["gpu_memory_utilization"] = gpu_memory
-            if kv_cache_gib is not None:
-                engine["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
-            results = _run_local(what, budgets, job, dtype, engine)
-    except (ValueError, ImportError, RuntimeError, OSError) as error:
-        Console(stderr=True).print(f"[red]error[/red] {escape(str(error))}", highlight=False)
-        raise typer.Exit(2) from error
-    console.print(summary_table(results))
+            if base_url:
+                url = server_of(base_url[0])[1]
+                found = _make(options, ServedScorer(url, served_model), url)
+            else:
+                found = _make(options, HubTokenizer(what, asked.chat), what)
+            save_prompts(prompts_file, found)
+        place = Workplace(found, prompts_file, out / f"{name}.jsonl", commit)
+        runs: list[tuple[str, Callable[[OnProgress], str]]] = []
+        if base_url:
+            for url in base_url:
+                runs.append((server_of(url)[0], partial(run_server, url, served_model, place)))
+        else:
+            local = LocalModel(what, engine.arguments())
+            runs += [(one.label, partial(local.run, one, place)) for one in budgets]
+        _report(out, name, _run_all(found, runs), commit)
+
+
+@app.command("prompts")
+@grouped
+def make_prompt_file(
+    model: Annotated[str, typer.Argument(help="Model folder or name, with its tokenizer.")],
+    asked: PromptArguments,
+    out: Annotated[Path, typer.Option(help="File to write; .gz compresses it.")] = Path(
+        "prompts.json.gz"
+    ),
+) -> None:
+    """Prepare prompts as token ids, for a machine that has the model without its tokenizer."""
+    with _errors():
+        found = _make(asked.checked(), HubTokenizer(model, asked.chat), model)
+        save_prompts(out, found)
+    console.print(f"wrote {len(found.prompts)} prompts and {len(found.texts)} texts to {out}")
+
+
+@app.command("report")
+def report(
+    record: Annotated[Path, typer.Argument(help="The .jsonl file of an evaluation.")],
+    commit: Commit = "",
+) -> None:
+    """Write tables, JSON and plot again from a record, also of an unfinished evaluation."""
+    with _errors():
+        _report(record.parent, record.name.removesuffix(".jsonl"), None, commit)
+
+
+@app.command("mass")
+def measure_mass(
+    model: Annotated[str, typer.Argument(help="Model folder or name.")],
+    budget: Annotated[str, typer.Option(help="One block_topk budget.")] = "block_topk:32",
+    prompts: Annotated[
+        Path | None, typer.Option(help="A prompt file, for a model without a tokenizer.")
+    ] = None,
+    task: Annotated[str, typer.Option(help="Task of the prompt.")] = "multi_key",
+    length: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 8192,
+    seed: Annotated[int, typer.Option(help="Of the prompt.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("eval-results"),
+    name: Annotated[str, typer.Option(help="Stem of the result files.")] = "mass",
+) -> None:
+    """Share of the exact attention that a selection catches, by layer and KV head: CSV and plot.
+
+    The model reads one prompt through Transformers, on a GPU if there is one.
+    """
+    with _errors():
+        policy = parse_budget(budget).policy()
+        if not policy.selects_blocks:
+            raise ValueError(f"budget: expected one that selects blocks, got {budget!r}")
+        import_pyplot()
+        if prompts is None:
+            tokenizer = HubTokenizer(model)
+            made = make_prompts(
+                tokenizer, tasks=[task], variants=["plain"], lengths=[length], count=1, seed=seed
+            )
+        else:
+            known = load_prompts(prompts).prompts
+            made = (p for p in known if (p.task, p.length) == (task, length))
+        prompt = next(iter(made), None)
+        if prompt is None:
+            raise ValueError(f"prompts: expected one of task {task!r} with {length} tokens")
+        with console.status("reading the prompt") as status:
+            masses = measure_model(
+                model, prompt.ids, policy, on_layer=lambda layer: status.update(f"layer {layer}")
+            )
+        title = f"{Path(model).name}, {budget}, {length} tokens, {task}"
+        console.print(f"wrote {write_masses(out / f'{name}.csv', masses)}")
+        console.print(f"wrote {plot_masses(out / f'{name}.png', masses, title)}")
+
+
+def _is_given(context: typer.Context, parameter: str) -> bool:
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _refuse(given: set[str], options: Sequence[str], reason: str) -> None:
+    """Refuse options that would be ignored."""
+    ignored = [f"--{name.replace('_', '-')}" for name in options if name in given]
+    if ignored:
+        raise ValueError(f"{reason}; drop {', '.join(ignored)}")
+
+
+def _make(options: PromptOptions, tokenizer: Tokenizer, model: str) -> PromptSet:
+    details = {"model": Path(model).name, "chat": getattr(tokenizer, "chat", False)}
+    with console.status("making the prompts"):
+        return options.make(tokenizer, details)
+
+
+def _run_all(
+    asked: PromptSet, runs: Sequence[tuple[str, Callable[[OnProgress], str]]]
+) -> list[str]:
+    """Run everything under one progress bar; returns the runs' keys."""
+    steps = len(asked.prompts) + len(asked.texts)
+    keys = []
+    with _progress() as progress:
+        bar = progress.add_task("", total=len(runs) * steps)
+        for label, run in runs:
+            begin = time.monotonic()
+
+            def tell(count: int, what: str, label: str = label) -> None:
+                progress.update(bar, advance=count, description=f"{label}: {what}")
+
+            tell(0, "starting")
+            keys.append(run(tell))
+            progress.console.print(f"{label}: done, {time.monotonic() - begin:.0f} s")
+    return keys
+
+
+def _report(out: Path, name: str, keys: Sequence[str] | None, commit: str) -> None:
+    runs = collect_runs(read_rows(out / f"{name}.jsonl"), keys)
+    retrieval, perplexity = retrieval_rows(runs), perplexity_rows(runs)
+    for table in retrieval_tables(retrieval):
+        console.print(table)
+    if perplexity:
+        console.print(perplexity_table(perplexity))
+    for warning in warnings_of([*retrieval, *perplexity]):
+        console.print(f"[yellow]warning[/yellow] {escape(warning)}", highlight=False)
+    model = runs[0].about["model"]
     details = {
-        "model": Path(what).name if Path(what).is_dir() else what,
+        "model": model,
         "date": datetime.date.today().isoformat(),
-        "dtype": dtype,
-        "job": asdict(job) | {"texts_folder": Path(job.texts_folder).name},
-        "machine": _machine(commit),
+        "machine": runs[0].about["machine"],
+        "reported_by": asdict(describe_machine(choose_device(), commit)),
     }
-    written = write_results(out, name, results, details)
-    title = f"{details['model']}, {job.num_texts} texts of {job.length} tokens"
-    written.append(plot_results(results, out / f"{name}.png", title))
+    written = write_results(out, name, runs, details)
+    if retrieval:
+        written.append(plot_accuracy(retrieval, out / f"{name}.png", model))
     for path in written:
         console.print(f"wrote {path}")
 
 
-def run_budget(
-    model: str,
-    budget: Budget,
-    job: Job,
-    *,
-    dtype: str = "auto",
-    engine: dict[str, Any] | None = None,
-    on_progress: Callable[[str], None] = lambda _: None,
-) -> BudgetResult:
-    """Score one budget in a process of its own.
-
-    Raises:
-        WorkerError: the engine failed; the message begins with the budget.
-    """
-    settings = None if budget.settings is None else dict(budget.settings)
-    data = {
-        "model": model,
-        "settings": settings,
-        "job": asdict(job),
-        "dtype": dtype,
-        "engine": engine or {},
-    }
-    scores = run_worker(
-        WORKER,
-        data,
-        label=f"budget {budget.label!r}",
-        on_progress=on_progress,
-        timeout=SILENCE_LIMIT,
-    )
-    share = budget.attended_share(job.length if job.num_texts else max(job.passkey_lengths))
-    return BudgetResult.from_json(
-        {"label": budget.label, "settings": settings, "attended_share": share, **scores}
-    )
-
-
-def _run_local(
-    model: str, budgets: list[Budget], job: Job, dtype: str, engine: dict[str, Any]
-) -> list[BudgetResult]:
-    results = []
-    with _progress() as progress:
-        total = progress.add_task("budgets", total=len(budgets) * (job.steps() + 1))
-        for one in budgets:
-
-            def advance(message: str, label: str = one.label) -> None:
-                progress.update(total, advance=1, description=f"{label}: {message}")
-
-            progress.update(total, description=f"{one.label}: starting the engine")
-            result = run_budget(model, one, job, dtype=dtype, engine=engine, on_progress=advance)
-            results.append(result)
-    return results
-
-
-def _run_servers(urls: list[str], model: str | None, job: Job) -> list[BudgetResult]:
-    results = []
-    with _progress() as progress:
-        total = progress.add_task("servers", total=len(urls) * job.steps())
-        for text in urls:
-            label, separator, url = text.partition("=")
-            if not separator or "/" in label:
-                label, url = text, text
-
-            def advance(message: str, label: str = label) -> None:
-                progress.update(total, advance=1, description=f"{label}: {message}")
-
-            scorer = ServedScorer(url, model)
-            scores = score(scorer, job, advance)
-            results.append(
-                BudgetResult.from_json(
-                    {"label": label, "settings": None, "attended_share": None, **scores}
-                )
-            )
-    return results
-
-
-def _check_job(job: Job) -> None:
-    if not job.steps():
-        raise ValueError("nothing to measure: --texts 0 and --no-passkey were both given")
-    for depth in job.passkey_depths:
-        if not 0 <= depth <= 1:
-            raise ValueError(f"depth: expected a number from 0 to 1, got {depth}")
-
-
-def _texts(folder: Path | None) -> Path:
-    if folder is not None:
-        read_texts(folder)  # a wrong folder is named before an engine starts
-        return folder
-    from sparsek_backend.models import fetch_texts
-
-    return fetch_texts()
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """Turn what a user can mend into one message and exit status 2."""
+    try:
+        yield
+    except (ValueError, ImportError, RuntimeError, OSError) as error:
+        Console(stderr=True).print(f"[red]error[/red] {escape(str(error))}", highlight=False)
+        raise typer.Exit(2) from error
 
 
 def _default_model() -> Path:
     from sparsek_backend.models import fetch_model
 
     return fetch_model()
-
-
-def _machine(commit: str) -> dict[str, Any]:
-    from sparsek_backend.machine import choose_device, describe_machine
-
-    return asdict(describe_machine(choose_device(), commit))
 
 
 def _progress() -> Progress:

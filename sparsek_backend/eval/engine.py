@@ -9,12 +9,16 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparsek_backend.eval.prompt import Prompt, Tokens
+from sparsek_backend.eval.scoring import Reply
 from sparsek_backend.plugin import register
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
+
+FORCE_TOKENS = "sparsek_backend.eval.forcing:ForceTokens"
 
 
 def open_engine(
@@ -114,21 +118,42 @@ def backend_report(settings: Mapping[str, Any] | None) -> str:
     return report + (f", fallbacks {fallbacks}" if fallbacks else "")
 
 
+def open_scoring_engine(model: str, **arguments: Any) -> Any:
+    """A `vllm.LLM` that needs no tokenizer and takes tokens to force.
+
+    vLLM's first model runner is chosen: its logits processors are the same in every version.
+
+    Args:
+        model: model folder or name.
+        **arguments: of :func:`open_engine`.
+    """
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    arguments.setdefault("skip_tokenizer_init", True)
+    # A forced token is found by the number of tokens before it, which must be known each step.
+    arguments.setdefault("async_scheduling", False)
+    arguments.setdefault("enable_prefix_caching", True)
+    arguments.setdefault("logits_processors", [FORCE_TOKENS])
+    return open_engine(model, **arguments)
+
+
 class LocalScorer:
-    """A `tasks.Scorer` over an in-process engine."""
+    """A :class:`Scorer` over an in-process engine.
 
-    def __init__(self, engine: Any) -> None:
+    Args:
+        engine: of :func:`open_scoring_engine`.
+        decode: token ids to text, or ``None`` where there is no tokenizer.
+    """
+
+    def __init__(self, engine: Any, decode: Callable[[Tokens], str] | None = None) -> None:
         self._engine = engine
-        self._tokenizer = engine.get_tokenizer()
-
-    def tokenize(self, text: str) -> list[int]:
-        """Token ids without special tokens."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        self._decode = decode
 
     def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Log-probability of each token but the first."""
-        output = self._run(tokens, max_tokens=1, prompt_logprobs=0)
-        entries = output.prompt_logprobs
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        entries = self._generate([list(tokens)], [params])[0].prompt_logprobs
         if entries is None or len(entries) != len(tokens):
             raise RuntimeError("the engine returned no prompt_logprobs for this model")
         return [
@@ -136,16 +161,49 @@ class LocalScorer:
             for token, entry in zip(tokens[1:], entries[1:], strict=True)
         ]
 
-    def generate(self, tokens: Sequence[int], max_tokens: int) -> str:
-        """Greedy continuation as text."""
-        return str(self._run(tokens, max_tokens=max_tokens).outputs[0].text)
+    def reply(self, prompts: Sequence[Prompt]) -> list[Reply]:
+        """Answer prompts greedily, and score their targets token by token.
 
-    def _run(self, tokens: Sequence[int], **sampling: Any) -> Any:
+        Both requests of a prompt share its pages: the second reads them from the prefix cache.
+        """
         from vllm import SamplingParams
 
-        prompt = {"prompt_token_ids": list(tokens)}
-        params = SamplingParams(temperature=0.0, **sampling)
-        return self._engine.generate([prompt], params, use_tqdm=False)[0]
+        from sparsek_backend.eval.forcing import FORCED
+
+        ids, params = [], []
+        for prompt in prompts:
+            ids += [prompt.ids] * 2
+            params.append(
+                SamplingParams(temperature=0.0, max_tokens=prompt.max_tokens, detokenize=False)
+            )
+            params.append(
+                SamplingParams(
+                    temperature=0.0,
+                    max_tokens=len(prompt.target),
+                    ignore_eos=True,
+                    logprobs=0,
+                    detokenize=False,
+                    extra_args={FORCED: list(prompt.target)},
+                )
+            )
+        outputs = [output.outputs[0] for output in self._generate(ids, params)]
+        replies = []
+        for prompt, greedy, forced in zip(prompts, outputs[::2], outputs[1::2], strict=True):
+            if tuple(forced.token_ids) != prompt.target:
+                raise RuntimeError(f"{prompt.name}: the engine generated other tokens than forced")
+            tokens = tuple(greedy.token_ids)
+            logprobs = [
+                float(entry[token].logprob)
+                for token, entry in zip(prompt.target, forced.logprobs, strict=True)
+            ]
+            text = None if self._decode is None else self._decode(tokens)
+            replies.append(Reply(tokens, text, logprobs))
+        return replies
+
+    def _generate(self, ids: Sequence[list[int]], params: Sequence[Any]) -> list[Any]:
+        requests = [{"prompt_token_ids": tokens} for tokens in ids]
+        found: list[Any] = self._engine.generate(requests, list(params), use_tqdm=False)
+        return found
 
 
 def close_engine(engine: Any) -> None:

@@ -1,37 +1,78 @@
-"""What one evaluation measures, the same for every budget."""
+"""The scoring of one model over a prompt set, in calls small enough to lose little."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
 
-ANSWER_ROOM = 32
-"""Tokens kept free behind a passkey prompt."""
+from sparsek_backend.eval.perplexity import score_text
+from sparsek_backend.eval.prompt import Prompt
+from sparsek_backend.eval.prompt_file import PromptSet
+from sparsek_backend.eval.record import (
+    Row,
+    append_rows,
+    identity,
+    prompt_row,
+    read_rows,
+    scored,
+    text_row,
+)
+from sparsek_backend.eval.scoring import Reply, score_reply
+
+_LONGEST_REPLY = 600
 
 
-@dataclass(frozen=True)
-class Job:
-    """One evaluation.
+class Scorer(Protocol):
+    """A model as the evaluation sees it."""
+
+    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Natural-log probability of each token but the first, given those before it."""
+
+    def reply(self, prompts: Sequence[Prompt]) -> list[Reply]:
+        """Greedy replies, and the log-probabilities of the targets."""
+
+
+def pending(prompts: PromptSet, record: Path, run: str) -> PromptSet:
+    """What a run has not scored yet."""
+    done = scored(read_rows(record), run)
+    return PromptSet(
+        [prompt for prompt in prompts.prompts if identity(prompt_row(prompt)) not in done],
+        [text for text in prompts.texts if identity(text_row(*text)) not in done],
+        prompts.details,
+    )
+
+
+def score(
+    scorer: Scorer,
+    prompts: PromptSet,
+    *,
+    record: Path,
+    run: str,
+    batch: int,
+    on_progress: Callable[[int, str], None],
+) -> None:
+    """Score what is given and append it to the record, a call of the model at a time.
 
     Args:
-        texts_folder: folder of `.txt` files.
-        num_texts: texts scored for perplexity; 0 skips it.
-        length: tokens of each.
-        passkey_lengths: prompt lengths in tokens; empty skips the task.
-        passkey_depths: where the key is hidden, 0 at the start and 1 at the end.
-        seed: of the keys and of the filler's choice.
+        batch: prompts in one call.
+        on_progress: gets how many were scored, and what they were.
     """
+    for name, tokens in prompts.texts:
+        found = score_text(scorer.prompt_logprobs(tokens))
+        append_rows(record, [{"run": run, **text_row(name, tokens), **found}])
+        on_progress(1, f"perplexity of {name}")
+    for begin in range(0, len(prompts.prompts), batch):
+        asked = prompts.prompts[begin : begin + batch]
+        rows = [
+            _row(run, prompt, reply)
+            for prompt, reply in zip(asked, scorer.reply(asked), strict=True)
+        ]
+        append_rows(record, rows)
+        on_progress(len(asked), f"{asked[-1].task}, {asked[-1].length} tokens")
 
-    texts_folder: str
-    num_texts: int
-    length: int
-    passkey_lengths: tuple[int, ...]
-    passkey_depths: tuple[float, ...]
-    seed: int = 0
 
-    def longest_request(self) -> int:
-        """Tokens of the longest request, its answer included."""
-        return max([self.length if self.num_texts else 0, *self.passkey_lengths]) + ANSWER_ROOM
-
-    def steps(self) -> int:
-        """Progress steps of one budget."""
-        return self.num_texts + len(self.passkey_lengths) * len(self.passkey_depths)
+def _row(run: str, prompt: Prompt, reply: Reply) -> Row:
+    said: Any = reply.tokens if reply.text is None else reply.text[:_LONGEST_REPLY]
+    return {"run": run, **prompt_row(prompt), **asdict(score_reply(prompt, reply)), "reply": said}

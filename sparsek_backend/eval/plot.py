@@ -1,4 +1,4 @@
-"""The picture of an evaluation: loss against what is attended, and the passkeys found."""
+"""The picture of an evaluation: accuracy over attended share."""
 
 from __future__ import annotations
 
@@ -6,67 +6,83 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparsek_backend.eval.results import BudgetResult, summary_rows
+from sparsek_backend.eval.record import Row
+from sparsek_backend.eval.results import MEAN
 from sparsek_backend.pyplot import import_pyplot
 
+_COLOURS = {"block_topk": "#1b6ca8", "sink_window": "#e07a1f", "window": "#6b6b6b"}
+_MARKERS = {"both": "o", "prefill": "^", "decode": "v"}
 
-def plot_results(results: Sequence[BudgetResult], path: Path, title: str) -> Path:
-    """Write one PNG.
+
+def plot_accuracy(rows: Sequence[Row], path: Path, title: str) -> Path:
+    """Draw one panel for each length and variant.
+
+    Args:
+        rows: of :func:`sparsek_backend.eval.results.retrieval_rows`.
 
     Raises:
         ImportError: matplotlib is missing; the message has the install command.
     """
     pyplot = import_pyplot()
-    rows = summary_rows(results)
-    panels = [_draw_loss] if results[0].perplexity else []
-    panels += [_draw_passkey] if results[0].passkey else []
+    means = [row for row in rows if row["task"] == MEAN] or list(rows)
+    variants = list(dict.fromkeys(row["variant"] for row in means))
+    lengths = sorted({row["length"] for row in means})
     figure, axes = pyplot.subplots(
-        1,
-        max(len(panels), 1),
-        figsize=(6.5 * max(len(panels), 1), 1.8 + 0.45 * len(rows)),
-        layout="constrained",
+        len(variants),
+        len(lengths),
+        figsize=(5.2 * len(lengths), 4.2 * len(variants)),
+        sharey=True,
         squeeze=False,
+        layout="constrained",
     )
-    for axis, draw in zip(axes[0], panels, strict=False):
-        draw(axis, rows)
+    for line, variant in zip(axes, variants, strict=True):
+        for axis, length in zip(line, lengths, strict=True):
+            here = [r for r in means if (r["variant"], r["length"]) == (variant, length)]
+            axis.set_title(f"{length} tokens, {variant}", fontsize=10)
+            axis.set_xlabel("share of the keys that a prompt attends")
+            _draw(axis, here)
+        line[0].set_ylabel("mean accuracy, 95 % interval")
+    axes[0][0].legend(fontsize=8, loc="lower right")
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
     return path
 
 
-def _labels(rows: Sequence[dict[str, Any]]) -> list[str]:
-    shares = [row["attended_share"] for row in rows]
-    return [
-        row["budget"] if share is None else f"{row['budget']}\n{share:.0%} attended"
-        for row, share in zip(rows, shares, strict=True)
-    ]
+def _draw(axis: Any, rows: Sequence[Row]) -> None:
+    """Points of every budget, those of one mode joined by a line; dense as a level."""
+    reference, others = rows[0], rows[1:]
+    axis.axhline(reference["accuracy"], color="black", linewidth=1, label=reference["label"])
+    axis.axhspan(
+        reference["accuracy_low"], reference["accuracy_high"], color="black", alpha=0.08, lw=0
+    )
+    series: dict[tuple[str, str], list[Row]] = {}
+    for row in others:
+        mode, _, _ = row["label"].replace(",", ":").partition(":")
+        _, _, phase = row["label"].partition("sparse_phase=")
+        series.setdefault((mode, phase.split(",")[0] or "both"), []).append(row)
+    for (mode, phase), members in series.items():
+        members = sorted(members, key=lambda row: row["prefill_share"] or 1.0)
+        x = [_share(row, phase) for row in members]
+        y = [row["accuracy"] for row in members]
+        below = [row["accuracy"] - row["accuracy_low"] for row in members]
+        above = [row["accuracy_high"] - row["accuracy"] for row in members]
+        axis.errorbar(
+            x,
+            y,
+            yerr=[below, above],
+            marker=_MARKERS.get(phase, "o"),
+            color=_COLOURS.get(mode),
+            linestyle="-" if phase == "both" else ":",
+            capsize=3,
+            alpha=1.0 if phase == "both" else 0.5,
+            label=mode if phase == "both" else f"{mode}, sparse {phase}",
+        )
+    axis.set_xlim(0.0, 1.02)
+    axis.set_ylim(0.0, 1.02)
+    axis.grid(alpha=0.3)
 
 
-def _draw_loss(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
-    whole = [row["delta_nll"] or 0.0 for row in rows]
-    second = [row["delta_nll_second_half"] or 0.0 for row in rows]
-    at = range(len(rows))
-    axis.barh([y - 0.2 for y in at], whole, 0.4, label="whole text", color="#9ab8d4")
-    axis.barh([y + 0.2 for y in at], second, 0.4, label="second half", color="#1b6ca8")
-    for y, value in zip(at, second, strict=True):
-        axis.text(max(value, 0.0), y + 0.2, f" {value:+.4f}", va="center", fontsize=8)
-    axis.set_yticks(list(at), _labels(rows), fontsize=8)
-    axis.invert_yaxis()
-    axis.margins(x=0.2)
-    axis.axvline(0.0, color="black", linewidth=1)
-    axis.set_xlabel("added NLL against dense, nats per token (less is better)")
-    axis.legend(fontsize=8)
-
-
-def _draw_passkey(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
-    values = [row["passkey_accuracy"] or 0.0 for row in rows]
-    at = range(len(rows))
-    axis.barh(list(at), values, 0.5, color="#3f9142")
-    for y, row in zip(at, rows, strict=True):
-        text = f" {row['passkey_accuracy']:.0%}, answer NLL {row['passkey_nll']:.2f}"
-        axis.text(row["passkey_accuracy"], y, text, va="center", fontsize=8)
-    axis.set_yticks(list(at), _labels(rows), fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xlim(0, 1.6)
-    axis.set_xlabel("passkeys found (more is better)")
+def _share(row: Row, phase: str) -> float:
+    share = row["decode_share" if phase == "decode" else "prefill_share"]
+    return 1.0 if share is None else share

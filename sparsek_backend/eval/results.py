@@ -1,159 +1,278 @@
-"""What an evaluation found: per budget, against dense; as CSV, JSON and a table."""
+"""What an evaluation found: every budget against dense, prompt by prompt."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from sparsek_backend.eval.budgets import Budget
+from sparsek_backend.eval.record import Row, identity
+from sparsek_backend.eval.stats import mcnemar, mean_interval
 
-from sparsek_backend.eval.tasks import PasskeyScore, TextScore
-
-
-@dataclass(frozen=True)
-class BudgetResult:
-    """Scores of one budget.
-
-    Args:
-        label: the budget as written, or the label of a server.
-        settings: its `sparsek` settings, None for dense or where only the server knows.
-        attended_share: mean share of the keys that its policy attends over the texts' positions,
-            None where it is not known.
-        perplexity: scores per text.
-        passkey: scores per probe.
-        seconds: wall time of the scoring.
-        backend: what ran, e.g. `SPARSEK, 1200 forward calls`.
-    """
-
-    label: str
-    settings: dict[str, Any] | None
-    attended_share: float | None
-    perplexity: list[TextScore] = field(default_factory=list)
-    passkey: list[PasskeyScore] = field(default_factory=list)
-    seconds: float = 0.0
-    backend: str = ""
-
-    @property
-    def nll(self) -> float | None:
-        """Mean NLL over the texts, nats per token."""
-        return _mean([score.nll for score in self.perplexity])
-
-    @property
-    def nll_second_half(self) -> float | None:
-        """Mean NLL over the second halves."""
-        return _mean([score.nll_second_half for score in self.perplexity])
-
-    @property
-    def passkey_accuracy(self) -> float | None:
-        """Share of the probes answered rightly."""
-        return _mean([float(score.correct) for score in self.passkey])
-
-    @property
-    def passkey_nll(self) -> float | None:
-        """Mean NLL of the right answer."""
-        return _mean([score.answer_nll for score in self.passkey])
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> BudgetResult:
-        """The inverse of `dataclasses.asdict`."""
-        values = dict(data)
-        values["perplexity"] = [TextScore(**score) for score in data["perplexity"]]
-        values["passkey"] = [PasskeyScore(**score) for score in data["passkey"]]
-        return BudgetResult(**values)
-
+MEAN = "mean"
+"""Stands for all tasks, each with the same weight."""
 
 COLUMNS = (
-    "budget",
-    "attended_share",
+    "label",
+    "task",
+    "variant",
+    "length",
+    "prompts",
+    "prefill_share",
+    "decode_share",
+    "accuracy",
+    "accuracy_low",
+    "accuracy_high",
+    "of_reference",
+    "delta_accuracy",
+    "delta_accuracy_low",
+    "delta_accuracy_high",
+    "correct",
+    "lost",
+    "gained",
+    "mcnemar_p",
+    "nll",
+    "delta_nll",
+    "delta_nll_low",
+    "delta_nll_high",
+)
+TEXT_COLUMNS = (
+    "label",
+    "length",
+    "texts",
+    "prefill_share",
     "ppl",
     "ppl_second_half",
     "delta_nll",
     "delta_nll_second_half",
-    "passkey_accuracy",
-    "passkey_nll",
-    "seconds",
 )
 
 
-def summary_rows(results: Sequence[BudgetResult]) -> list[dict[str, Any]]:
-    """One flat row per budget; differences are against the first result, the reference."""
-    reference = results[0]
+@dataclass(frozen=True)
+class Run:
+    """Everything that one budget, or one server, scored.
+
+    Args:
+        label: the budget as written, or a server's label.
+        settings: its settings, ``None`` for dense or where only the server knows.
+        known: whether the settings are known: a server's are not.
+        about: its line of the record: machine, backend, seconds.
+        rows: its scores.
+    """
+
+    label: str
+    settings: Mapping[str, Any] | None
+    known: bool
+    about: Row
+    rows: Sequence[Row]
+
+    def share(self, phase: str, length: int) -> float | None:
+        """Attended share of the ``prefill`` or the ``decode`` at a length, where it is known."""
+        if not self.known:
+            return None
+        budget = Budget(self.label, self.settings)
+        return budget.prefill_share(length) if phase == "prefill" else budget.decode_share(length)
+
+
+def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list[Run]:
+    """The runs of a record, in order.
+
+    Args:
+        keys: the runs wanted; ``None`` takes the latest of every label.
+
+    Raises:
+        ValueError: no run, or one that is not in the record.
+    """
+    about: dict[str, Row] = {}
+    for row in rows:
+        if row["kind"] == "run":
+            seconds = about.get(row["run"], {}).get("seconds", 0.0) + row.get("seconds", 0.0)
+            about[row["run"]] = {**row, "seconds": seconds}
+    if keys is None:
+        keys = list({row["label"]: key for key, row in about.items()}.values())
+    absent = [key for key in keys if key not in about]
+    if absent or not keys:
+        raise ValueError(f"record: expected runs {list(keys)}, found {list(about)}")
+    scores: dict[str, dict[tuple[Any, ...], Row]] = {key: {} for key in keys}
+    for row in rows:
+        if row["kind"] != "run" and row["run"] in scores:
+            scores[row["run"]][identity(row)] = row
     return [
-        {
-            "budget": result.label,
-            "attended_share": result.attended_share,
-            "ppl": None if result.nll is None else math.exp(result.nll),
-            "ppl_second_half": None
-            if result.nll_second_half is None
-            else math.exp(result.nll_second_half),
-            "delta_nll": _difference(result.nll, reference.nll),
-            "delta_nll_second_half": _difference(result.nll_second_half, reference.nll_second_half),
-            "passkey_accuracy": result.passkey_accuracy,
-            "passkey_nll": result.passkey_nll,
-            "seconds": result.seconds,
-        }
-        for result in results
+        Run(
+            label=about[key]["label"],
+            settings=about[key]["settings"],
+            known=about[key]["known"],
+            about=about[key],
+            rows=list(scores[key].values()),
+        )
+        for key in keys
     ]
 
 
-def write_results(
-    out: Path, name: str, results: Sequence[BudgetResult], details: dict[str, Any]
-) -> list[Path]:
-    """Write NAME.csv (the summary) and NAME.json (everything); returns their paths."""
-    out.mkdir(parents=True, exist_ok=True)
-    rows = summary_rows(results)
-    table, full = out / f"{name}.csv", out / f"{name}.json"
-    with table.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({key: _text(value) for key, value in row.items()})
-    document = {**details, "summary": rows, "results": [asdict(result) for result in results]}
-    full.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return [table, full]
+def retrieval_rows(runs: Sequence[Run]) -> list[Row]:
+    """One flat row for every run, variant, length and task, and one for the mean of the tasks.
+
+    Each is over the prompts that the first run, the reference, scored too.
+    """
+    reference = {identity(row): row for row in runs[0].rows if row["kind"] == "prompt"}
+    found = []
+    for run in runs:
+        pairs = [(reference[identity(row)], row) for row in run.rows if identity(row) in reference]
+        cells: dict[tuple[str, int], dict[str, list[tuple[Row, Row]]]] = {}
+        for pair in pairs:
+            tasks = cells.setdefault((pair[1]["variant"], pair[1]["length"]), {})
+            tasks.setdefault(pair[1]["task"], []).append(pair)
+        for (variant, length), tasks in sorted(cells.items()):
+            shares = [run.share(phase, length) for phase in ("prefill", "decode")]
+            for task, groups in (
+                (MEAN, list(tasks.values())),
+                *((task, [pairs]) for task, pairs in tasks.items()),
+            ):
+                if task == MEAN and len(tasks) == 1:
+                    continue
+                found.append(
+                    {
+                        "label": run.label,
+                        "task": task,
+                        "variant": variant,
+                        "length": length,
+                        "prefill_share": shares[0],
+                        "decode_share": shares[1],
+                        **_compare(groups, is_reference=run is runs[0]),
+                    }
+                )
+    return found
 
 
-def summary_table(results: Sequence[BudgetResult]) -> Table:
-    """The summary for the terminal."""
-    table = Table(title="what the budget costs", title_justify="left")
-    table.add_column("budget")
-    for name in ("attended", "ppl", "ppl 2nd half", "ΔNLL", "ΔNLL 2nd half", "passkey"):
-        table.add_column(name, justify="right")
-    table.add_column("answer NLL", justify="right")
-    table.add_column("s", justify="right")
-    for row in summary_rows(results):
-        table.add_row(
-            row["budget"],
-            _show(row["attended_share"], ".1%"),
-            _show(row["ppl"], ".2f"),
-            _show(row["ppl_second_half"], ".2f"),
-            _show(row["delta_nll"], "+.4f"),
-            _show(row["delta_nll_second_half"], "+.4f"),
-            _show(row["passkey_accuracy"], ".0%"),
-            _show(row["passkey_nll"], ".3f"),
-            _show(row["seconds"], ".0f"),
+def _compare(groups: Sequence[Sequence[tuple[Row, Row]]], *, is_reference: bool) -> Row:
+    """A run's scores over some tasks, and their differences to the reference's."""
+
+    def interval(value: Callable[[Row, Row], float]) -> tuple[float, float, float]:
+        found = mean_interval([[value(*pair) for pair in group] for group in groups])
+        return found.mean, found.low, found.high
+
+    pairs = [pair for group in groups for pair in group]
+    accuracy, low, high = interval(lambda _, row: row["accuracy"])
+    nll, _, _ = interval(lambda _, row: row["nll"])
+    cell = {
+        "prompts": len(pairs),
+        "accuracy": accuracy,
+        "accuracy_low": low,
+        "accuracy_high": high,
+        "correct": sum(row["correct"] for _, row in pairs) / len(pairs),
+        "nll": nll,
+    }
+    if is_reference:
+        return cell
+    before, _, _ = interval(lambda row, _: row["accuracy"])
+    more = interval(lambda old, new: new["accuracy"] - old["accuracy"])
+    worse = interval(lambda old, new: new["nll"] - old["nll"])
+    test = mcnemar([old["correct"] for old, _ in pairs], [new["correct"] for _, new in pairs])
+    names = ("delta_accuracy", "delta_accuracy_low", "delta_accuracy_high")
+    cell |= dict(zip(names, more, strict=True))
+    cell |= dict(zip(("delta_nll", "delta_nll_low", "delta_nll_high"), worse, strict=True))
+    cell["of_reference"] = accuracy / before if before else None
+    return cell | {"lost": test.lost, "gained": test.gained, "mcnemar_p": test.p}
+
+
+def perplexity_rows(runs: Sequence[Run]) -> list[Row]:
+    """One flat row for every run that scored texts, against the first."""
+    reference = {identity(row): row for row in runs[0].rows if row["kind"] == "text"}
+    found = []
+    for run in runs:
+        pairs = [(reference[identity(r)], r) for r in run.rows if identity(r) in reference]
+        if not pairs:
+            continue
+        length = max(row["tokens"] for _, row in pairs)
+
+        def mean(
+            value: Callable[[Row, Row], float], pairs: Sequence[tuple[Row, Row]] = pairs
+        ) -> float:
+            return math.fsum(value(*pair) for pair in pairs) / len(pairs)
+
+        found.append(
+            {
+                "label": run.label,
+                "length": length,
+                "texts": len(pairs),
+                "prefill_share": run.share("prefill", length),
+                "ppl": math.exp(mean(lambda _, row: row["nll"])),
+                "ppl_second_half": math.exp(mean(lambda _, row: row["nll_second_half"])),
+                "delta_nll": mean(lambda old, new: new["nll"] - old["nll"]),
+                "delta_nll_second_half": mean(
+                    lambda old, new: new["nll_second_half"] - old["nll_second_half"]
+                ),
+            }
         )
-    return table
+    return found
 
 
-def _show(value: float | None, digits: str) -> str:
-    return "-" if value is None else format(value, digits)
+def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a reader must know before the figures.
+
+    Args:
+        rows: of :func:`retrieval_rows` and :func:`perplexity_rows`.
+    """
+    tasks = [row for row in rows if row.get("task") not in (None, MEAN)]
+    wanted = max((row["prompts"] for row in tasks), default=0)
+    found = [
+        f"{row['label']}, {row['task']}, {row['variant']}, {row['length']} tokens: "
+        f"{row['prompts']} of {wanted} prompts were scored"
+        for row in tasks
+        if row["prompts"] < wanted
+    ]
+    for row in rows:
+        shares = [row[name] for name in ("prefill_share", "decode_share") if name in row]
+        halved = "sparse_phase=" in row["label"]
+        whole = [share is not None and share > 0.9995 for share in shares]
+        is_dense = row["label"] == "dense"
+        if not is_dense and (all(whole) or (any(whole) and not halved)):
+            found.append(
+                f"{row['label']} attends 100 % of {row['length']} tokens: the figures there say "
+                "nothing about sparsity"
+            )
+    return list(dict.fromkeys(found))
+
+
+def write_results(
+    out: Path, name: str, runs: Sequence[Run], details: Mapping[str, Any]
+) -> list[Path]:
+    """Write NAME.csv, NAME.texts.csv and NAME.json; returns the paths of those with content."""
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    tables = {
+        f"{name}.csv": (COLUMNS, retrieval_rows(runs)),
+        f"{name}.texts.csv": (TEXT_COLUMNS, perplexity_rows(runs)),
+    }
+    for file_name, (columns, rows) in tables.items():
+        if not rows:
+            continue
+        path = out / file_name
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
+            writer.writeheader()
+            for row in rows:
+                writer.writerow({key: _text(value) for key, value in row.items()})
+        written.append(path)
+    retrieval, perplexity = (rows for _, rows in tables.values())
+    document = {
+        **details,
+        "runs": [run.about for run in runs],
+        "warnings": warnings_of([*retrieval, *perplexity]),
+        "retrieval": retrieval,
+        "perplexity": perplexity,
+    }
+    full = out / f"{name}.json"
+    full.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return [*written, full]
 
 
 def _text(value: object) -> str:
     if value is None:
         return ""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _difference(value: float | None, reference: float | None) -> float | None:
-    return None if value is None or reference is None else value - reference
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None

@@ -1,4 +1,4 @@
-"""A `tasks.Scorer` over an OpenAI endpoint of vLLM."""
+"""A scorer and a tokenizer over an OpenAI endpoint of vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from sparsek_backend.eval.prompt import Prompt, Tokens
+from sparsek_backend.eval.scoring import Reply
+
+_CONCURRENCY = 8
 
 
 class ServerError(RuntimeError):
@@ -35,6 +41,7 @@ class ServedScorer:
             )
         self._root = base_url.rstrip("/").removesuffix("/v1")
         self._timeout = timeout
+        self._known: dict[str, Tokens] = {}
         listed = [entry["id"] for entry in self._call("/v1/models", None).get("data", ())]
         if not listed:
             raise ServerError(
@@ -44,10 +51,22 @@ class ServedScorer:
             raise ServerError(f"model: expected one of {listed} at {base_url}, got {model!r}")
         self.model: str = model or listed[0]
 
-    def tokenize(self, text: str) -> list[int]:
+    def encode(self, text: str) -> Tokens:
         """Token ids without special tokens."""
-        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        return [int(token) for token in self._call("/tokenize", body)["tokens"]]
+        tokens = self._known.get(text)
+        if tokens is None:
+            tokens = self._known[text] = self._tokenize(text, special=False)
+        return tokens
+
+    def frame(self) -> tuple[Tokens, Tokens]:
+        """The tokens that begin a text, and a line's end: completions have no chat template."""
+        plain, begun = (self._tokenize("a", special=special) for special in (False, True))
+        before = begun[: len(begun) - len(plain)] if begun[-len(plain) :] == plain else ()
+        return before, self.encode("\n")
+
+    def _tokenize(self, text: str, *, special: bool) -> Tokens:
+        body = {"model": self.model, "prompt": text, "add_special_tokens": special}
+        return tuple(int(token) for token in self._call("/tokenize", body)["tokens"])
 
     def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Log-probability of each token but the first."""
@@ -62,9 +81,18 @@ class ServedScorer:
             for token, entry in zip(tokens[1:], entries[1:], strict=True)
         ]
 
-    def generate(self, tokens: Sequence[int], max_tokens: int) -> str:
-        """Greedy continuation as text."""
-        return str(self._complete(tokens, max_tokens)["text"])
+    def reply(self, prompts: Sequence[Prompt]) -> list[Reply]:
+        """Answer prompts greedily, and score their targets as ends of prompts.
+
+        A server forces no tokens, so the targets' log-likelihoods come from its prefill.
+        """
+        with ThreadPoolExecutor(_CONCURRENCY) as pool:
+            return list(pool.map(self._reply, prompts))
+
+    def _reply(self, prompt: Prompt) -> Reply:
+        text = str(self._complete(prompt.ids, prompt.max_tokens)["text"])
+        logprobs = self.prompt_logprobs([*prompt.ids, *prompt.target])
+        return Reply(None, text, logprobs[-len(prompt.target) :])
 
     def _complete(self, tokens: Sequence[int], max_tokens: int, **more: Any) -> dict[str, Any]:
         body = {"model": self.model, "prompt": list(tokens), "max_tokens": max_tokens}

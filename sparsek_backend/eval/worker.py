@@ -8,55 +8,59 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sparsek_backend.eval.engine import LocalScorer, backend_report, close_engine, open_engine
-from sparsek_backend.eval.job import Job
-from sparsek_backend.eval.tasks import Scorer, pick_texts, read_texts, run_passkey, run_perplexity
+from sparsek_backend.eval.engine import (
+    LocalScorer,
+    backend_report,
+    close_engine,
+    open_scoring_engine,
+)
+from sparsek_backend.eval.job import pending, score
+from sparsek_backend.eval.prompt_file import load_prompts
+from sparsek_backend.eval.record import append_rows
+from sparsek_backend.eval.tokenizer import HubTokenizer
 from sparsek_backend.eval.workers import report_progress, serve_job
-
-
-def score(scorer: Scorer, job: Job, progress: Any) -> dict[str, Any]:
-    """Run the job's tasks; the scores as JSON, and how long they took."""
-    texts = read_texts(Path(job.texts_folder))
-    begin = time.perf_counter()
-    perplexity, passkey = [], []
-    if job.num_texts:
-        picked = pick_texts(texts, scorer, length=job.length, count=job.num_texts)
-        perplexity = run_perplexity(scorer, picked, progress)
-    if job.passkey_lengths:
-        passkey = run_passkey(
-            scorer,
-            texts,
-            lengths=job.passkey_lengths,
-            depths=job.passkey_depths,
-            seed=job.seed,
-            progress=progress,
-        )
-    return {
-        "perplexity": [asdict(entry) for entry in perplexity],
-        "passkey": [asdict(entry) for entry in passkey],
-        "seconds": time.perf_counter() - begin,
-    }
+from sparsek_backend.machine import choose_device, describe_machine
 
 
 def work(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Open the engine of one budget and score it."""
-    job = Job(**data["job"])
-    settings = data["settings"]
-    engine = open_engine(
+    """Open the engine of one budget and score what its record lacks."""
+    prompts = load_prompts(Path(data["prompts"]))
+    record, settings = Path(data["record"]), data["settings"]
+    missing = pending(prompts, record, data["run"])
+    engine = open_scoring_engine(
         data["model"],
         settings=settings,
-        max_model_len=job.longest_request(),
-        max_num_seqs=1,
-        dtype=data["dtype"],
-        max_num_batched_tokens=2048,
+        max_model_len=prompts.longest_request,
         **data["engine"],
     )
-    report_progress("engine ready")
+    report_progress("0 the engine is ready")
+    row = {"kind": "run", "run": data["run"], **data["about"]}
+    row["machine"] = asdict(describe_machine(choose_device(), data["commit"]))
+    append_rows(record, [row])
+    begin = time.perf_counter()
     try:
-        scores = score(LocalScorer(engine), job, report_progress)
-        return {**scores, "backend": backend_report(settings)}
+        score(
+            LocalScorer(engine, _decoder(data["model"])),
+            missing,
+            record=record,
+            run=data["run"],
+            batch=data["batch"],
+            on_progress=lambda count, what: report_progress(f"{count} {what}"),
+        )
+        row["backend"] = backend_report(settings)
+        row["seconds"] = time.perf_counter() - begin
+        append_rows(record, [row])
+        return {}
     finally:
         close_engine(engine)
+
+
+def _decoder(model: str) -> Any:
+    """Token ids to text, ``None`` where the model comes without a tokenizer."""
+    try:
+        return HubTokenizer(model).decode
+    except ValueError:
+        return None
 
 
 if __name__ == "__main__":

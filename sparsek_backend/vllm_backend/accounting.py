@@ -26,7 +26,12 @@ def nsa_attended(config: NSAConfig, position: Positions) -> Positions:
 
 
 def attended_by_requests(
-    policy: SelectionPolicy, seq_lens: Positions, query_lens: Positions, num_decodes: int
+    policy: SelectionPolicy,
+    seq_lens: Positions,
+    query_lens: Positions,
+    num_decodes: int,
+    *,
+    dense_decode: bool = False,
 ) -> int:
     """Return the keys that all new queries of a batch attend in one layer, for one head.
 
@@ -34,11 +39,14 @@ def attended_by_requests(
         seq_lens: ``[R]`` keys of each request, its new tokens included.
         query_lens: ``[R]`` new tokens of each request.
         num_decodes: requests at the front that select per token.
+        dense_decode: whether those attend everything where the policy selects blocks.
     """
     cut = num_decodes
     decodes = query_positions(seq_lens[:cut], query_lens[:cut])
     prefills = query_positions(seq_lens[cut:], query_lens[cut:])
-    total = policy.per_token().attended_tokens(decodes).sum()
+    dense = dense_decode and policy.selects_blocks
+    of_decodes = SelectionPolicy() if dense else policy.per_token()
+    total = of_decodes.attended_tokens(decodes).sum()
     total += policy.attended_tokens(prefills).sum()
     if policy.dense_last:
         last = query_positions(seq_lens[cut:], np.minimum(query_lens[cut:], policy.dense_last))

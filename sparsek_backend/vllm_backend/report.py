@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sparsek_backend.config import InfLLMSelection, SparsityConfig
+from sparsek_backend.config import EVERY_QUERY, InfLLMSelection, SparsityConfig
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 
@@ -47,7 +47,9 @@ def describe_layers(
     parts = [_describe_policy(policy)]
     if policy.dense_below and not policy.is_dense:
         parts.append(f"dense below {policy.dense_below}")
-    if policy.dense_last:
+    if policy.dense_last >= EVERY_QUERY:
+        parts.append("prefills dense")
+    elif policy.dense_last:
         parts.append(f"last {policy.dense_last} prefill queries dense")
     if policy.selects_blocks:
         parts.append(f"{100 * summary_share:.1f} % summaries")

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from sparsek_backend.eval.budgets import DEFAULT_BUDGETS, parse_budget, parse_budgets
+from sparsek_backend.eval.budgets import (
+    DEFAULT_BUDGETS,
+    parse_budget,
+    parse_budgets,
+    with_mixed_phases,
+)
+from sparsek_kernels.paged.policy import SelectionPolicy
 
 
 def test_modes_and_sizes() -> None:
@@ -36,6 +43,8 @@ def test_modes_and_sizes() -> None:
         ("sink_window,top_k=8", "top_k"),
         ("dense:4", "'dense' alone"),
         ("block_topk:8,window_size=-1", "window_size"),
+        ("block_topk:8,sparse_phase=decoding", "sparse_phase"),
+        ("sink_window,sparse_phase=decode", "sparse_phase"),
     ],
 )
 def test_bad_budgets_name_what_is_wrong(text: str, message: str) -> None:
@@ -52,9 +61,44 @@ def test_dense_comes_first_and_labels_are_distinct() -> None:
         parse_budgets(["dense"])
 
 
-def test_attended_share_is_counted_from_the_policy() -> None:
-    assert parse_budget("dense").attended_share(100) == 1.0
-    share = parse_budget("window:8").attended_share(32)
-    assert share == pytest.approx(sum(min(i + 1, 8) / (i + 1) for i in range(32)) / 32)
-    assert parse_budget("block_topk:16").attended_share(1600) == 1.0
-    assert parse_budget("block_topk:16").attended_share(8192) < 0.6
+@pytest.mark.parametrize(
+    "text",
+    ["window:8", "sink_window:100", "block_topk:4", "block_topk:8,dense_last=0,query_tile=1"],
+)
+@pytest.mark.parametrize("length", [100, 2000, 5000])
+def test_shares_are_what_the_backend_counts(text: str, length: int) -> None:
+    from sparsek_backend.vllm_backend.accounting import attended_by_requests
+
+    budget = parse_budget(text)
+    one, dense = np.array([length]), SelectionPolicy()
+    count = attended_by_requests(budget.policy(), one, one, 0)
+    assert budget.prefill_share(length) == count / attended_by_requests(dense, one, one, 0)
+    longer, single = one + 1, np.array([1])
+    count = attended_by_requests(budget.policy(), longer, single, 1)
+    assert budget.decode_share(length) == count / (length + 1)
+
+
+def test_shares_by_hand() -> None:
+    dense = parse_budget("dense")
+    assert dense.prefill_share(100) == dense.decode_share(100) == 1.0
+    window = parse_budget("window:8")
+    assert window.prefill_share(32) == sum(min(i + 1, 8) for i in range(32)) / (32 * 33 / 2)
+    assert window.decode_share(31) == 8 / 32
+    assert parse_budget("block_topk:16").prefill_share(1600) == 1.0
+    assert parse_budget("block_topk:16").prefill_share(8192) < 0.5
+
+
+def test_mixed_phases_are_the_halves_of_a_budget() -> None:
+    texts = with_mixed_phases(["block_topk:8", "sink_window"])
+    assert texts == [
+        "block_topk:8",
+        "block_topk:8,sparse_phase=prefill",
+        "block_topk:8,sparse_phase=decode",
+        "sink_window",
+    ]
+    whole, prefill, decode, _ = map(parse_budget, texts)
+    assert prefill.prefill_share(8192) == whole.prefill_share(8192) < 1.0
+    assert prefill.decode_share(8192) == 1.0
+    assert decode.prefill_share(8192) == 1.0
+    assert decode.decode_share(8192) == whole.decode_share(8192) < 1.0
+    assert with_mixed_phases(texts[1:2]) == texts[1:2]

@@ -1,37 +1,61 @@
-"""The quality bars, measured: real model, real texts, through vLLM's prompt_logprobs."""
+"""The quality bars, measured: real model, real texts, through vLLM."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from sparsek_backend.eval.budgets import parse_budgets
-from sparsek_backend.eval.cli import run_budget
-from sparsek_backend.eval.job import Job
-from sparsek_backend.models import fetch_model, fetch_texts
+from sparsek_backend.eval.budgets import Budget, parse_budgets
+from sparsek_backend.eval.options import PromptOptions
+from sparsek_backend.eval.prompt_file import save_prompts
+from sparsek_backend.eval.record import read_rows
+from sparsek_backend.eval.results import collect_runs, perplexity_rows, retrieval_rows
+from sparsek_backend.eval.runs import LocalModel, Workplace
+from sparsek_backend.eval.tokenizer import HubTokenizer
+from sparsek_backend.models import fetch_model
 
 LIMITS = {"block_topk:16": (-0.02, 0.02), "sink_window": (-0.02, 0.10), "window": (0.3, 5.0)}
 """Added NLL over the second half of 4096 tokens: least and most."""
 
 
 @pytest.mark.engine
-def test_added_nll_stays_within_its_bars() -> None:
-    job = Job(
-        texts_folder=str(fetch_texts()),
-        num_texts=1,
-        length=4096,
-        passkey_lengths=(),
-        passkey_depths=(),
-    )
+def test_added_nll_stays_within_its_bars(tmp_path: Path) -> None:
     model = str(fetch_model())
+    options = PromptOptions(
+        tasks=("single",),
+        variants=("plain",),
+        lengths=(1500,),
+        prompts_per_task=2,
+        texts=1,
+        text_length=4096,
+        texts_folder=None,
+        seed=0,
+    )
+    prompts = options.make(HubTokenizer(model), {})
+    file = tmp_path / "prompts.json"
+    save_prompts(file, prompts)
     budgets = parse_budgets(list(LIMITS))
+    local = LocalModel(model)
+
+    def run(budget: Budget) -> str:
+        # a record of its own: two processes do not append to one file
+        place = Workplace(prompts, file, tmp_path / f"{budget.label}.jsonl")
+        return local.run(budget, place, lambda count, what: None)
+
     with ThreadPoolExecutor(max_workers=2) as pool:  # two engines at a time: half the start-up
-        dense, *sparse = pool.map(lambda budget: run_budget(model, budget, job), budgets)
-    assert dense.nll_second_half is not None
-    for result in sparse:
-        assert result.nll_second_half is not None
-        added = result.nll_second_half - dense.nll_second_half
-        least, most = LIMITS[result.label]
-        assert least <= added <= most, f"{result.label}: {added:+.4f}, {result.backend}"
-        assert "forward calls" in result.backend
+        keys = list(pool.map(run, budgets))
+    rows = [row for one in budgets for row in read_rows(tmp_path / f"{one.label}.jsonl")]
+    runs = collect_runs(rows, keys)
+    for run_found, row in zip(runs[1:], perplexity_rows(runs)[1:], strict=True):
+        least, most = LIMITS[row["label"]]
+        added = row["delta_nll_second_half"]
+        assert least <= added <= most, f"{row['label']}: {added:+.4f}, {run_found.about}"
+        assert "forward calls" in run_found.about["backend"]
+    dense, *sparse = (row for row in retrieval_rows(runs))
+    assert dense["accuracy"] == 1.0
+    assert dense["nll"] < 0.5
+    assert all(row["prompts"] == 2 for row in sparse)
+    answers = {row["label"]: row["nll"] for row in sparse}
+    assert answers["window"] > answers["block_topk:16"] - 0.05

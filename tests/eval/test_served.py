@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from sparsek_backend.eval.cli import app
+from sparsek_backend.eval.prompt import Prompt
+from sparsek_backend.eval.scoring import Reply
 from sparsek_backend.eval.served import ServedScorer, ServerError
 
 
@@ -28,13 +31,14 @@ class Endpoint(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/tokenize":
-            assert body["add_special_tokens"] is False
-            self._send({"tokens": list(body["prompt"].encode())})
+            begin = [1] if body["add_special_tokens"] else []
+            self._send({"tokens": begin + list(body["prompt"].encode())})
             return
         if len(body["prompt"]) > 5000:
             self._send({"error": "too long for this model"}, 400)
             return
-        choice: dict[str, Any] = {"text": " 12345. ok"}
+        found = re.findall(r"number of the \S+ is (\d+)\.", bytes(body["prompt"]).decode())
+        choice: dict[str, Any] = {"text": f" {found[-1]}. ok" if found else " 12345. ok"}
         if "prompt_logprobs" in body and self.logprobs:
             tokens = body["prompt"]
             choice["prompt_logprobs"] = [None] + [{str(t): {"logprob": -t}} for t in tokens[1:]]
@@ -63,9 +67,11 @@ def url() -> Iterator[str]:
 def test_a_server_is_scored_through_its_api(url: str) -> None:
     scorer = ServedScorer(url)
     assert scorer.model == "served"
-    assert scorer.tokenize("ab") == [97, 98]
+    assert scorer.encode("ab") == (97, 98)
+    assert scorer.frame() == ((1,), (10,))
     assert scorer.prompt_logprobs([5, 6, 7]) == [-6.0, -7.0]
-    assert scorer.generate([1, 2], 4) == " 12345. ok"
+    prompt = Prompt("single", "plain", 2, 0, ((1, 2),), (), (3, 4), 4, ())
+    assert scorer.reply([prompt] * 3) == [Reply(None, " 12345. ok", [-3.0, -4.0])] * 3
 
 
 def test_what_can_go_wrong_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +82,7 @@ def test_what_can_go_wrong_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ServerError, match="expected one of"):
         ServedScorer(url, "other")
     with pytest.raises(ServerError, match="status 400"):
-        ServedScorer(url).generate([0] * 6000, 1)
+        ServedScorer(url).prompt_logprobs([0] * 6000)
     monkeypatch.setattr(Endpoint, "logprobs", False)
     with pytest.raises(ServerError, match="no prompt_logprobs"):
         ServedScorer(url).prompt_logprobs([1, 2])
@@ -94,15 +100,30 @@ def test_the_command_scores_servers(url: str, tmp_path: Path) -> None:
     for index in range(3):
         (folder / f"{index}.txt").write_text("some words of text. " * 100)
     arguments = ["--base-url", f"dense={url}", "--base-url", f"sparse={url}"]
-    arguments += ["--texts-folder", str(folder), "--texts", "2", "--length", "500"]
-    arguments += ["--depth", "0.5", "--out", str(tmp_path / "out"), "--commit", "abc1234"]
+    arguments += ["--texts-folder", str(folder), "--texts", "2", "--text-length", "500"]
+    arguments += ["--task", "single", "--task", "multi_key", "--length", "2500"]
+    arguments += ["--out", str(tmp_path / "out"), "--commit", "abc1234"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     document = json.loads((tmp_path / "out" / "quality.json").read_text())
-    assert [row["budget"] for row in document["summary"]] == ["dense", "sparse"]
-    assert document["summary"][1]["delta_nll"] == 0.0
+    assert [run["label"] for run in document["runs"]] == ["dense", "sparse"]
+    assert document["perplexity"][1]["delta_nll"] == 0.0
     assert document["machine"]["commit"] == "abc1234"
+    cells = {(r["label"], r["task"], r["variant"]): r for r in document["retrieval"]}
+    assert cells["dense", "single", "plain"]["accuracy"] == 1.0
+    assert cells["sparse", "multi_key", "followed"]["prefill_share"] is None
+    assert cells["sparse", "mean", "plain"]["delta_accuracy"] == 0.0
     assert (tmp_path / "out" / "quality.png").is_file()
+    record = tmp_path / "out" / "quality.jsonl"
+    scored = [line for line in record.read_text().splitlines() if '"kind": "run"' not in line]
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 0, again.output
+    after = [line for line in record.read_text().splitlines() if '"kind": "run"' not in line]
+    assert after == scored
+    (tmp_path / "out" / "quality.json").unlink()
+    assert CliRunner().invoke(app, ["report", str(record)]).exit_code == 0
+    written = json.loads((tmp_path / "out" / "quality.json").read_text())
+    assert written["retrieval"] == document["retrieval"]
 
 
 def test_a_wrong_folder_of_texts_is_named_before_an_engine_starts(tmp_path: Path) -> None:
@@ -112,17 +133,25 @@ def test_a_wrong_folder_of_texts_is_named_before_an_engine_starts(tmp_path: Path
     assert "expected a folder with .txt files" in " ".join(result.output.split())
 
 
+URL = "http://127.0.0.1:1/v1"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--base-url", "http://127.0.0.1:1/v1"], "no OpenAI server answers"),
-        (["--base-url", "http://x/v1", "--budget", "window"], "drop --model and --budget"),
-        (["--base-url", "http://x/v1", "--dtype", "float32"], "drop --dtype"),
+        (["--base-url", URL], "no OpenAI server answers"),
+        (["--base-url", URL, "--budget", "window", "--mixed"], "drop --budget, --mixed"),
+        (["--base-url", URL, "--dtype", "float32", "--chat"], "drop --chat, --dtype"),
+        (["--base-url", f"a={URL}", "--base-url", "a=http://y/v1"], "given twice"),
         (["--served-model", "x"], "with --base-url only"),
         (["--budget", "blocks"], "expected dense"),
         (["--out", __file__], "File exists"),
-        (["--texts", "0", "--no-passkey"], "nothing to measure"),
-        (["--depth", "2"], "from 0 to 1"),
+        (["--texts", "0", "--prompts-per-task", "0"], "nothing to measure"),
+        (["--task", "passkey"], "expected one of single"),
+        (["--task", "single", "--task", "single"], "given twice"),
+        (["--variant", "late"], "expected one of plain, followed"),
+        (["--prompts", "absent.json", "--seed", "1"], "drop --texts-folder, --seed"),
+        (["--model", "."], "a folder with a tokenizer"),
     ],
 )
 def test_bad_arguments_exit_2_with_one_message(
@@ -133,3 +162,25 @@ def test_bad_arguments_exit_2_with_one_message(
     result = CliRunner().invoke(app, given)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("file", "message"), [("absent.json", "No such file"), (__file__, "does not read")]
+)
+def test_a_prompt_file_that_does_not_read_is_named(file: str, message: str, tmp_path: Path) -> None:
+    given = ["--prompts", file, "--model", ".", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_help_is_readable_and_says_no_twice_nowhere() -> None:
+    for arguments in (["--help"], ["prompts", "--help"], ["report", "--help"]):
+        result = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
+        assert result.exit_code == 0
+        assert "no-no" not in result.output
+        lines = result.output.splitlines()
+        assert max(map(len, lines)) <= 100
+        # what an option means has half of the line
+        described = [line for line in lines if line.startswith("  --") and "  " in line.strip()]
+        assert all(len(re.split(r"  +", line.strip(), maxsplit=1)[0]) <= 40 for line in described)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +68,34 @@ def test_step_with_decodes_prefills_and_padding(current: Any) -> None:
     assert metadata.attended_tokens == share
     assert metadata.context_tokens == 300 + 221 + 400 * 401 // 2
     assert metadata.attended_share == share / metadata.context_tokens
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_one_phase_alone_is_sparse(phase: str, tmp_path: Path) -> None:
+    settings = {"sparsek": {**SETTINGS, "sparse_phase": phase}}
+    with building(make_config(tmp_path, additional_config=settings)) as config:
+        layer = make_layer()
+        builder, spec = make_builder(layer, config)
+    cache = make_cache(spec, 64)
+    run(layer, builder, cache, make_step([299, 220], [299, 220], 64), seed=1)
+    step = make_step([300, 221, 400], [1, 1, 400], 64)
+    metadata, q, _, _, output = run(layer, builder, cache, step)
+    policy = SelectionPolicy(
+        num_sink=16, window_size=32, top_k=2, sel_block_size=32, dense_last=64, query_tile=32
+    )
+    caches = (cache[..., :DIM], cache[..., DIM:], metadata.batch)
+    sparse = paged_attention_reference(q, *caches, policy)
+    dense = paged_attention_reference(q, *caches, SelectionPolicy())
+    expected = torch.where(torch.arange(402)[:, None, None] < 2, dense, sparse)
+    if phase == "decode":
+        expected = torch.where(torch.arange(402)[:, None, None] < 2, sparse, dense)
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(sparse[:2], dense[:2], atol=1e-3)
+    assert not torch.allclose(sparse[2:300], dense[2:300], atol=1e-3)
+    decodes = sum(policy.per_token().attended_tokens(i) for i in (299, 220))
+    prefill = sum(policy.attended_tokens(i) if i < 336 else i + 1 for i in range(400))
+    attended = 300 + 221 + prefill if phase == "prefill" else decodes + 400 * 401 // 2
+    assert metadata.attended_tokens == attended
 
 
 def test_flash_attention_takes_dense_prefills_and_the_last_queries_of_sparse_ones(

@@ -262,9 +262,15 @@ class SparseKImpl(AttentionImpl):
 
     def _split(self, step: SparseKMetadata) -> tuple[Segment, ...]:
         """The step whole, or split into what FlashAttention and what the paged kernels attend."""
-        if self.flash is None or not step.batch.num_prefills:
+        dense_decode = self._settings.dense_decode and self.policy.selects_blocks
+        dense_decode &= step.batch.num_decodes > 0
+        if not dense_decode and (self.flash is None or not step.batch.num_prefills):
             return (Segment(step.batch, self.policy),)
-        return segments(step.batch, self.policy, step.seq_lens)
+        parts = segments(step.batch, self.policy, step.seq_lens)
+        if dense_decode:  # the first part is the decodes
+            everything = SelectionPolicy(sel_block_size=self.policy.sel_block_size)
+            parts = (replace(parts[0], policy=everything), *parts[1:])
+        return parts
 
     def _attend(
         self,

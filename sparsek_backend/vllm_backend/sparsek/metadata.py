@@ -156,8 +156,10 @@ class SparseKMetadataBuilder(StepBuilder):
     def _count(self, batch: Batch) -> tuple[int, int]:
         """Count attended and context keys over all layers of the group."""
         lens = (batch.seq_lens, batch.query_lens, batch.paged.num_decodes)
+        dense_decode = self.resolved.config.dense_decode
         attended = sum(
-            layers * attended_by_requests(policy, *lens) for policy, layers in self.policies.items()
+            layers * attended_by_requests(policy, *lens, dense_decode=dense_decode)
+            for policy, layers in self.policies.items()
         )
         return attended, attended_by_requests(SelectionPolicy(), *lens) * self.policies.total()
 

@@ -1,0 +1,222 @@
+"""How much of the exact attention a selection catches, for each layer and KV head.
+
+A model reads one prompt through Transformers, densely.  In every layer the softmax weights of some
+queries are summed over blocks: their exact block masses.  A selection catches the masses of the
+blocks that it attends; the best choice of as many blocks would catch most.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsek_backend.pyplot import import_pyplot
+from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+
+PHASES = ("prefill", "decode")
+COLUMNS = ("phase", "layer", "kv_head", "caught", "best")
+_IMPLEMENTATION = "sparsek_mass"
+_ROWS = 128
+"""Queries whose masses are computed, evenly spread over those that do not see everything."""
+
+
+@dataclass(frozen=True)
+class Mass:
+    """What a layer's selection catches, mean over queries and query heads.
+
+    Args:
+        phase: ``prefill``, where a tile shares a selection, or ``decode``, where each query has
+            its own.
+        caught: ``[Hkv]`` share of the exact mass.
+        best: ``[Hkv]`` what the best choice of as many blocks for each query would catch.
+    """
+
+    phase: str
+    layer: int
+    caught: torch.Tensor
+    best: torch.Tensor
+
+
+def block_masses(
+    q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor, *, size: int, softmax_scale: float
+) -> torch.Tensor:
+    """Exact mass of each block, mean over the query heads of a group: ``[R, Hkv, blocks]``.
+
+    Args:
+        q: ``[N, Hq, D]``.
+        k: ``[N, Hkv, D]``, the same positions.
+        rows: ``[R]`` positions of the queries wanted.
+        size: tokens in a block.
+    """
+    length, heads = k.shape[:2]
+    chosen = q[rows].float().unflatten(1, (heads, -1))  # [R, Hkv, G, D]
+    future = torch.arange(length, device=q.device) > rows[:, None]
+    found = []
+    for head in range(heads):
+        logits = chosen[:, head] @ k[:, head].float().T * softmax_scale  # [R, G, N]
+        weights = logits.masked_fill(future[:, None], float("-inf")).softmax(-1).mean(1)
+        padded = torch.nn.functional.pad(weights, (0, -length % size))
+        found.append(padded.unflatten(1, (-1, size)).sum(-1))
+    return torch.stack(found, dim=1)
+
+
+def measure(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    policy: SelectionPolicy,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Caught and best mass ``[Hkv]`` of one layer's queries that do not see everything.
+
+    Args:
+        q: ``[1, N, Hq, D]``; k, v: ``[1, N, Hkv, D]``.
+
+    Raises:
+        ValueError: the budget covers the context, so that there is nothing to select.
+    """
+    from sparsek_backend.transformers_op.topk import block_indices
+
+    length, size = q.shape[1], policy.sel_block_size
+    first = next((i for i in range(length) if not policy.sees_all(i)), None)
+    if first is None:
+        raise ValueError(
+            f"length: expected more tokens than the budget covers, got {length}; raise --length or "
+            "lower the budget"
+        )
+    rows = torch.linspace(first, length - 1, min(_ROWS, length - first)).long().to(q.device)
+    masses = block_masses(q[0], k[0], rows, size=size, softmax_scale=softmax_scale)
+    blocks = ceil_div(length, size)
+    indices = block_indices(q, k, v, policy, softmax_scale)[0, rows].long()  # [R, Hkv, S]
+    attended = torch.zeros(*masses.shape[:2], blocks + 1, dtype=torch.bool, device=q.device)
+    attended.scatter_(2, torch.where(indices < 0, blocks, indices), True)
+    caught = (masses * attended[..., :blocks]).sum(-1)
+    candidates = torch.zeros(len(rows), 1, blocks, dtype=torch.bool, device=q.device)
+    for row, position in enumerate(rows.tolist()):
+        begin, end = policy.candidate_range(position)
+        candidates[row, :, begin:end] = True
+    competing = masses * candidates
+    best = (masses * ~candidates).sum(-1)
+    best = best + competing.topk(min(policy.scored_blocks, blocks), dim=-1).values.sum(-1)
+    return caught.mean(0), best.mean(0)
+
+
+def measure_model(
+    model: str,
+    ids: Sequence[int],
+    policy: SelectionPolicy,
+    *,
+    on_layer: Callable[[int], None] = lambda layer: None,
+) -> list[Mass]:
+    """Run a model over token ids and measure every causal layer of full attention.
+
+    Raises:
+        ImportError: Transformers is not installed.
+        ValueError: the model has no such layer, or the budget covers the prompt.
+    """
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise ImportError("this needs Transformers: pip install 'sparsek-backend[eval]'") from error
+
+    found: list[Mass] = []
+
+    def record(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+        for phase, rule in zip(PHASES, (policy, policy.per_token()), strict=True):
+            found.append(Mass(phase, layer, *(x.cpu() for x in measure(q, k, v, rule, scale))))
+        on_layer(layer)
+
+    with _recording(record):
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model, dtype="auto", attn_implementation=_IMPLEMENTATION
+        )
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        with torch.inference_mode():
+            tokens = torch.tensor([list(ids)], device=device)
+            loaded.to(device).eval()(tokens, use_cache=False, logits_to_keep=1)
+    if not found:
+        raise ValueError(f"model: expected causal layers of full attention, {model!r} has none")
+    return found
+
+
+@contextmanager
+def _recording(record: Callable[..., None]) -> Iterator[None]:
+    """Let SDPA serve the models loaded here, and show every layer's queries and keys."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if getattr(module, "is_causal", True) and kwargs.get("sliding_window") is None:
+            scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+            states = (x.transpose(1, 2) for x in (query, key, value))
+            record(int(getattr(module, "layer_idx", 0)), *states, scale)
+        found: tuple[torch.Tensor, None] = sdpa(module, query, key, value, attention_mask, **kwargs)
+        return found
+
+    ALL_ATTENTION_FUNCTIONS[_IMPLEMENTATION] = attention
+    ALL_MASK_ATTENTION_FUNCTIONS[_IMPLEMENTATION] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[_IMPLEMENTATION]
+        del ALL_MASK_ATTENTION_FUNCTIONS[_IMPLEMENTATION]
+
+
+def write_masses(path: Path, masses: Sequence[Mass]) -> Path:
+    """Write a CSV with one row for each phase, layer and KV head."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for mass in masses:
+            pairs = zip(mass.caught.tolist(), mass.best.tolist(), strict=True)
+            for head, (caught, best) in enumerate(pairs):
+                writer.writerow((mass.phase, mass.layer, head, f"{caught:.6f}", f"{best:.6f}"))
+    return path
+
+
+def plot_masses(path: Path, masses: Sequence[Mass], title: str) -> Path:
+    """Draw a heat map for each phase: the caught share for each layer and KV head.
+
+    Raises:
+        ImportError: matplotlib is missing; the message has the install command.
+    """
+    pyplot = import_pyplot()
+    layers = len({mass.layer for mass in masses})
+    heads = len(masses[0].caught)
+    figure, axes = pyplot.subplots(
+        1,
+        len(PHASES),
+        figsize=(4.5 + 0.6 * heads, 2.0 + 0.22 * layers),
+        layout="constrained",
+    )
+    for axis, phase in zip(axes, PHASES, strict=True):
+        members = [mass for mass in masses if mass.phase == phase]
+        grid = torch.stack([mass.caught for mass in members]).float().numpy()
+        best = torch.stack([mass.best for mass in members]).mean()
+        image = axis.imshow(grid, vmin=min(0.5, float(grid.min())), vmax=1.0, aspect="auto")
+        axis.set_title(f"{phase}: {grid.mean():.3f} of {best:.3f} possible", fontsize=9)
+        axis.set_xticks(range(heads))
+        axis.set_yticks(range(layers), [str(mass.layer) for mass in members], fontsize=7)
+        axis.set_xlabel("KV head")
+        figure.colorbar(image, ax=axis)
+    axes[0].set_ylabel("layer")
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return path

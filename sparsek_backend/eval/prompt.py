@@ -1,0 +1,199 @@
+"""Prompts: a task's draft in words, fitted to an exact number of tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Literal, Protocol
+
+from sparsek_backend.eval.filler import NOTES_BEGIN, make_notes
+
+Tokens = tuple[int, ...]
+Variant = Literal["plain", "followed"]
+
+VARIANTS: tuple[Variant, ...] = ("plain", "followed")
+FOLLOWED_BY = 600
+"""Tokens between question and answer in the variant ``followed``."""
+SHORT_LEAD = "The answer is:"
+LEAST_FILLER = 64
+"""Tokens of filler that a prompt must have room for."""
+
+
+class Tokenizer(Protocol):
+    """Text to token ids."""
+
+    def encode(self, text: str) -> Tokens:
+        """Token ids of a text, without special tokens."""
+
+    def frame(self) -> tuple[Tokens, Tokens]:
+        """Tokens before and after a user's words: a chat template's, or those that begin a text."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A prompt in words, of no certain length yet.
+
+    Args:
+        head: the instruction at the start.
+        needles: depth in the body (0 is its start, 1 its end) and text of everything that must be
+            in it, in any order.
+        filler: text for the rest of the body, piece by piece, without end.
+        question: what is asked, behind the body.
+        lead: first words of the answer, given to the model.
+        answers: what a right answer contains.
+        target: the whole right answer, as it continues ``lead``.
+        evidence: which needles the answer rests on, as indices; ``None`` for all.
+    """
+
+    head: str
+    needles: Sequence[tuple[float, str]]
+    filler: Iterator[str]
+    question: str
+    lead: str
+    answers: tuple[str, ...]
+    target: str
+    evidence: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One thing that a right answer contains.
+
+    Args:
+        text: as text.
+        tokens: as token ids, in each form that it may take after other tokens.
+    """
+
+    text: str
+    tokens: tuple[Tokens, ...]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of exactly ``length`` tokens.
+
+    Args:
+        task, variant, length, index: which one it is.
+        pieces: its token ids, in pieces that many prompts share.
+        answers: what a right answer contains.
+        target: the whole right answer, whose log-likelihood is measured.
+        max_tokens: tokens to generate.
+        evidence: first token and the one behind the last of every piece that the answer rests on.
+    """
+
+    task: str
+    variant: Variant
+    length: int
+    index: int
+    pieces: tuple[Tokens, ...]
+    answers: tuple[Answer, ...]
+    target: Tokens
+    max_tokens: int
+    evidence: tuple[tuple[int, int], ...]
+
+    @property
+    def name(self) -> str:
+        """Its name within one evaluation."""
+        return f"{self.task}/{self.variant}/{self.length}/{self.index}"
+
+    @property
+    def ids(self) -> list[int]:
+        """The token ids."""
+        return list(chain.from_iterable(self.pieces))
+
+    @cached_property
+    def digest(self) -> str:
+        """A name of the content: two prompts with one digest ask the same."""
+        content = hashlib.sha256(array("q", self.ids).tobytes())
+        for tokens in (self.target, *chain.from_iterable(a.tokens for a in self.answers)):
+            content.update(array("q", (-1, *tokens)).tobytes())
+        content.update(str(self.max_tokens).encode())
+        return content.hexdigest()[:16]
+
+
+def fit(
+    draft: Draft,
+    tokenizer: Tokenizer,
+    *,
+    task: str,
+    variant: Variant,
+    length: int,
+    index: int,
+    rng: random.Random,
+) -> Prompt:
+    """Fill a draft up to exactly ``length`` tokens.
+
+    The body begins with the end of a piece of filler, whose beginning found no room.
+
+    Raises:
+        ValueError: ``length`` leaves no room for filler; the message has the least length.
+    """
+    before, after = tokenizer.frame()
+    followed = variant == "followed"
+    head = (before, tokenizer.encode(draft.head))
+    lead = tokenizer.encode(SHORT_LEAD if followed else draft.lead)
+    notes = _notes(tokenizer, rng) if followed else []
+    tail = (tokenizer.encode(draft.question), *notes, after, lead)
+    needles = [tokenizer.encode(text) for _, text in draft.needles]
+    room = length - sum(map(len, (*head, *needles, *tail)))
+    if room < LEAST_FILLER:
+        raise ValueError(
+            f"length: expected at least {length - room + LEAST_FILLER} tokens for task "
+            f"{task!r}, variant {variant!r}, got {length}"
+        )
+    filler = _take(tokenizer, draft.filler, room)
+    body: list[tuple[Tokens, int | None]] = []
+    order = sorted(range(len(needles)), key=lambda i: draft.needles[i][0])
+    used = 0
+    for needle in order:
+        upto = 1 + round(draft.needles[needle][0] * (len(filler) - 1))
+        body += [(piece, None) for piece in filler[used:upto]]
+        body.append((needles[needle], needle))
+        used = upto
+    body += [(piece, None) for piece in filler[used:]]
+    wanted = set(range(len(needles)) if draft.evidence is None else draft.evidence)
+    position = sum(map(len, head))
+    evidence = []
+    for piece, origin in body:
+        if origin in wanted:
+            evidence.append((position, position + len(piece)))
+        position += len(piece)
+    target = tokenizer.encode(draft.target)
+    return Prompt(
+        task=task,
+        variant=variant,
+        length=length,
+        index=index,
+        pieces=tuple(p for p in (*head, *(piece for piece, _ in body), *tail) if p),
+        answers=tuple(make_answer(tokenizer, text) for text in draft.answers),
+        target=target,
+        max_tokens=len(target) + len(target) // 4 + 8,
+        evidence=tuple(evidence),
+    )
+
+
+def make_answer(tokenizer: Tokenizer, text: str) -> Answer:
+    """An expected answer in the forms that a tokenizer gives it at a start and behind a space."""
+    forms = dict.fromkeys((tokenizer.encode(f" {text}"), tokenizer.encode(text)))
+    return Answer(text, tuple(forms))
+
+
+def _notes(tokenizer: Tokenizer, rng: random.Random) -> list[Tokens]:
+    """What the variant ``followed`` puts behind a question."""
+    begin = tokenizer.encode(NOTES_BEGIN)
+    return [begin, *_take(tokenizer, make_notes(rng), FOLLOWED_BY - len(begin))]
+
+
+def _take(tokenizer: Tokenizer, texts: Iterator[str], count: int) -> list[Tokens]:
+    """Pieces of exactly ``count`` tokens in all: the first is the end of a longer one."""
+    pieces: list[Tokens] = []
+    while count > 0:
+        piece = tokenizer.encode(next(texts))
+        pieces.append(piece[max(len(piece) - count, 0) :])
+        count -= len(pieces[-1])
+    return [pieces[-1], *pieces[:-1]]

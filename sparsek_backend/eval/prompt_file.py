@@ -1,0 +1,126 @@
+"""Prompts in a file: token ids, for machines that have the model and no tokenizer.
+
+A JSON document, compressed where its name ends in ``.gz``.  The prompts of a file share pieces, so
+each piece is written once:
+
+    {"format": 1, "details": {...}, "pieces": [[1, 2], ...],
+     "prompts": [{"task", "variant", "length", "index", "pieces": [0, 7, ...],
+                  "answers": [{"text", "tokens": [[...], ...]}], "target": [...],
+                  "max_tokens", "evidence": [[start, end], ...]}],
+     "texts": [{"name", "ids": [...]}]}
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sparsek_backend.eval.prompt import VARIANTS, Answer, Prompt, Tokens
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """What an evaluation asks.
+
+    Args:
+        prompts: the retrieval prompts.
+        texts: name and token ids of texts for perplexity.
+        details: how they were made: model, seed, chat template.
+    """
+
+    prompts: Sequence[Prompt] = ()
+    texts: Sequence[tuple[str, Tokens]] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens of the longest request, its answer included."""
+        longest = [len(ids) + 1 for _, ids in self.texts]
+        longest += [p.length + max(p.max_tokens, len(p.target)) for p in self.prompts]
+        return max(longest, default=0)
+
+
+def save_prompts(path: Path, prompts: PromptSet) -> None:
+    """Write a prompt file."""
+    known: dict[Tokens, int] = {}
+    rows = [
+        {
+            "task": prompt.task,
+            "variant": prompt.variant,
+            "length": prompt.length,
+            "index": prompt.index,
+            "pieces": [known.setdefault(piece, len(known)) for piece in prompt.pieces],
+            "answers": [{"text": a.text, "tokens": a.tokens} for a in prompt.answers],
+            "target": prompt.target,
+            "max_tokens": prompt.max_tokens,
+            "evidence": prompt.evidence,
+        }
+        for prompt in prompts.prompts
+    ]
+    document = {
+        "format": FORMAT,
+        "details": dict(prompts.details),
+        "pieces": list(known),
+        "prompts": rows,
+        "texts": [{"name": name, "ids": ids} for name, ids in prompts.texts],
+    }
+    data = json.dumps(document, separators=(",", ":")).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(data, 6, mtime=0) if path.suffix == ".gz" else data)
+
+
+def load_prompts(path: Path) -> PromptSet:
+    """Read a prompt file.
+
+    Raises:
+        ValueError: the file is no prompt file, or damaged; the message says where.
+    """
+    try:
+        data = path.read_bytes()
+        document = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError, ValueError) as error:
+        raise ValueError(
+            f"prompts: expected a prompt file, {path} does not read: {error}"
+        ) from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ValueError(
+            f"prompts: expected a file of `sparsek eval prompts` in format {FORMAT}, got {path}"
+        )
+    try:
+        pieces = [tuple(piece) for piece in document["pieces"]]
+        prompts = [_read(row, pieces) for row in document["prompts"]]
+        texts = [(text["name"], tuple(text["ids"])) for text in document["texts"]]
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"prompts: {path} is damaged ({reason}); make it again") from None
+    return PromptSet(prompts, texts, document.get("details", {}))
+
+
+def _read(row: Mapping[str, Any], pieces: Sequence[Tokens]) -> Prompt:
+    prompt = Prompt(
+        task=row["task"],
+        variant=row["variant"],
+        length=row["length"],
+        index=row["index"],
+        pieces=tuple(pieces[number] for number in row["pieces"]),
+        answers=tuple(
+            Answer(answer["text"], tuple(tuple(form) for form in answer["tokens"]))
+            for answer in row["answers"]
+        ),
+        target=tuple(row["target"]),
+        max_tokens=row["max_tokens"],
+        evidence=tuple((start, end) for start, end in row["evidence"]),
+    )
+    if prompt.variant not in VARIANTS:
+        raise ValueError(f"variant {prompt.variant!r}")
+    found = sum(map(len, prompt.pieces))
+    if found != prompt.length:
+        raise ValueError(f"{prompt.name} has {found} tokens")
+    return prompt

@@ -1,0 +1,75 @@
+"""Scores of a reply: which expected answers it contains, and how likely the right one was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparsek_backend.eval.prompt import Answer, Prompt, Tokens
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a model made of a prompt.
+
+    Args:
+        tokens: the greedy continuation, or ``None`` where only its text is known.
+        text: the same as text, or ``None`` where there is no tokenizer.
+        target_logprobs: log-probability of every token of the prompt's target, given those before
+            it.
+    """
+
+    tokens: Tokens | None
+    text: str | None
+    target_logprobs: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Score:
+    """How good a reply is.
+
+    Args:
+        accuracy: share of the expected answers that it contains.
+        correct: whether it contains all of them.
+        nll: mean negative log-likelihood of the right answer, nats per token.
+    """
+
+    accuracy: float
+    correct: bool
+    nll: float
+
+
+def score_reply(prompt: Prompt, reply: Reply) -> Score:
+    """Score a greedy reply by what it contains, and the right answer by its likelihood.
+
+    Text is compared where there is text, token ids elsewhere.
+
+    Raises:
+        ValueError: the reply has neither, or other than one log-probability for a target's token.
+    """
+    if len(reply.target_logprobs) != len(prompt.target):
+        raise ValueError(
+            f"target_logprobs: expected {len(prompt.target)}, one for each token of the target, "
+            f"got {len(reply.target_logprobs)}"
+        )
+    found = [_contains(reply, answer) for answer in prompt.answers]
+    return Score(
+        accuracy=sum(found) / len(found),
+        correct=all(found),
+        nll=-math.fsum(reply.target_logprobs) / len(prompt.target),
+    )
+
+
+def _contains(reply: Reply, answer: Answer) -> bool:
+    if reply.text is not None:
+        return answer.text in reply.text
+    if reply.tokens is None:
+        raise ValueError("reply: expected text or tokens, got neither")
+    return any(_holds(reply.tokens, form) for form in answer.tokens)
+
+
+def _holds(tokens: Tokens, part: Tokens) -> bool:
+    """Whether ``part`` occurs in ``tokens`` without a gap."""
+    width = len(part)
+    return any(tokens[i : i + width] == part for i in range(len(tokens) - width + 1))

@@ -1,0 +1,89 @@
+"""Statistics of paired scores: McNemar's exact test and bootstrap intervals, by SciPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+CONFIDENCE = 0.95
+_RESAMPLES = 2000
+
+Array = np.typing.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class McNemar:
+    """McNemar's exact test of two runs over the same prompts.
+
+    Args:
+        lost: prompts that the reference answers and the other does not.
+        gained: prompts that the other answers and the reference does not.
+        p: two-sided p-value: how often chance alone would part them as unevenly.
+    """
+
+    lost: int
+    gained: int
+    p: float
+
+
+def mcnemar(reference: Sequence[bool], other: Sequence[bool]) -> McNemar:
+    """Compare two runs, prompt by prompt.
+
+    Raises:
+        ValueError: they do not have the same number of prompts.
+    """
+    if len(reference) != len(other):
+        raise ValueError(
+            f"other: expected {len(reference)} prompts as in reference, got {len(other)}"
+        )
+    pairs = list(zip(reference, other, strict=True))
+    lost = sum(before and not after for before, after in pairs)
+    gained = sum(after and not before for before, after in pairs)
+    if not lost + gained:
+        return McNemar(0, 0, 1.0)
+    return McNemar(lost, gained, float(stats.binomtest(lost, lost + gained, 0.5).pvalue))
+
+
+def mean_interval(groups: Sequence[Sequence[float]]) -> Interval:
+    """Mean of the groups' means, with its bootstrap interval.
+
+    Prompts are drawn again within their group (a task), so that every draw has as many of each.
+
+    Args:
+        groups: the scores of every task; one for a single task.
+
+    Raises:
+        ValueError: no group, or an empty one.
+    """
+    samples = [np.asarray(group, dtype=np.float64) for group in groups]
+    if not samples or not all(len(sample) for sample in samples):
+        raise ValueError("groups: expected at least one score in each group, got none")
+    mean = float(np.mean([sample.mean() for sample in samples]))
+    if all(np.ptp(sample) == 0.0 for sample in samples):  # nothing to draw from
+        return Interval(mean, mean, mean)
+
+    def macro_mean(*drawn: Array, axis: int = -1) -> Array:
+        return np.mean([sample.mean(axis=axis) for sample in drawn], axis=0)  # type: ignore[no-any-return]
+
+    found = stats.bootstrap(
+        samples,
+        macro_mean,
+        n_resamples=_RESAMPLES,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        vectorized=True,
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return Interval(mean, float(found.low), float(found.high))

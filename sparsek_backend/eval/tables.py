@@ -1,0 +1,97 @@
+"""The results as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+from sparsek_backend.eval.record import Row
+from sparsek_backend.eval.results import MEAN
+
+
+def retrieval_tables(rows: Sequence[Row]) -> list[Table]:
+    """For each length and variant: the budgets over all tasks, then task by task."""
+    tables = []
+    for length, variant in dict.fromkeys((row["length"], row["variant"]) for row in rows):
+        here = [row for row in rows if (row["length"], row["variant"]) == (length, variant)]
+        means = [row for row in here if row["task"] == MEAN] or here
+        what = f"{length} tokens, {variant}"
+        tables.append(_against_reference(means, f"{what}: {means[0]['prompts']} prompts"))
+        if means is not here:
+            tables.append(_by_task(here, f"{what}: accuracy by task"))
+    return tables
+
+
+def _against_reference(rows: Sequence[Row], title: str) -> Table:
+    """Shares in per cent of the prefill's and the decode's keys; 95 % interval of the change."""
+    table = _table(
+        title, "budget", "attended", "accuracy", "of dense", "change", "-/+", "p", "added NLL"
+    )
+    for row in rows:
+        shares = (_show(row[f"{phase}_share"], ".0%") for phase in ("prefill", "decode"))
+        table.add_row(
+            row["label"],
+            "/".join(shares),
+            f"{row['accuracy']:.3f}",
+            _show(row.get("of_reference"), ".1%"),
+            _bounds(row, "delta_accuracy"),
+            f"{row['lost']}/{row['gained']}" if "lost" in row else "-",
+            _show(row.get("mcnemar_p"), ".2g"),
+            _show(row.get("delta_nll"), "+.3f"),
+        )
+    return table
+
+
+def _by_task(rows: Sequence[Row], title: str) -> Table:
+    labels = list(dict.fromkeys(row["label"] for row in rows))
+    table = _table(title, "task", *labels)
+    for task in dict.fromkeys(row["task"] for row in rows if row["task"] != MEAN):
+        cells = {row["label"]: row for row in rows if row["task"] == task}
+        shown = (_show(cells.get(label, {}).get("accuracy"), ".3f") for label in labels)
+        table.add_row(task, *shown)
+    return table
+
+
+def perplexity_table(rows: Sequence[Row]) -> Table:
+    """The budgets over the texts."""
+    table = _table(
+        "perplexity of texts", "budget", "attended", "ppl", "2nd half", "added NLL", "2nd half"
+    )
+    for row in rows:
+        table.add_row(
+            row["label"],
+            _show(row["prefill_share"], ".0%"),
+            f"{row['ppl']:.2f}",
+            f"{row['ppl_second_half']:.2f}",
+            f"{row['delta_nll']:+.4f}",
+            f"{row['delta_nll_second_half']:+.4f}",
+        )
+    return table
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    """A table that has room for its figures in 80 columns."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        min_width=len(title),
+    )
+    table.padding = (0, 1, 0, 0)
+    table.add_column(first, overflow="fold")
+    for name in others:
+        table.add_column(name, justify="right", overflow="fold", max_width=13)
+    return table
+
+
+def _bounds(row: Row, name: str) -> str:
+    if name not in row:
+        return "-"
+    return f"{row[name + '_low']:+.2f}..{row[name + '_high']:+.2f}"
+
+
+def _show(value: float | None, digits: str) -> str:
+    return "-" if value is None else format(value, digits)

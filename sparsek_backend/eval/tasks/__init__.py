@@ -1,0 +1,68 @@
+"""The retrieval tasks, one module for each family."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+from sparsek_backend.eval.filler import make_pool
+from sparsek_backend.eval.prompt import Prompt, Tokenizer, Variant, fit
+from sparsek_backend.eval.tasks.continuation import CONTINUATION
+from sparsek_backend.eval.tasks.counting import COUNTING
+from sparsek_backend.eval.tasks.few_shot import FEW_SHOT
+from sparsek_backend.eval.tasks.needles import NEEDLES
+from sparsek_backend.eval.tasks.records import RECORDS
+from sparsek_backend.eval.tasks.task import Source, Task
+from sparsek_backend.eval.tasks.tracking import TRACKING
+
+TASKS: dict[str, Task] = {
+    task.name: task for task in (*NEEDLES, *TRACKING, *COUNTING, *RECORDS, *CONTINUATION, *FEW_SHOT)
+}
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+def make_prompts(
+    tokenizer: Tokenizer,
+    *,
+    tasks: Sequence[str],
+    variants: Sequence[Variant],
+    lengths: Sequence[int],
+    count: int,
+    seed: int,
+) -> Iterator[Prompt]:
+    """Yield ``count`` prompts of every task, variant and length.
+
+    A prompt depends on its task, length and index, the seed and the tokenizer: more prompts are
+    the same ones and further ones.  The variants of a prompt share its body's needles.
+
+    Raises:
+        ValueError: unknown task, or a length without room for filler.
+    """
+    for name in tasks:
+        if name not in TASKS:
+            raise ValueError(f"task: expected one of {', '.join(TASKS)}, got {name!r}")
+    prose = make_pool(seed)
+    for length in lengths:
+        for name in tasks:
+            for index in range(count):
+                for variant in variants:
+                    own = f"{seed} {name} {length} {index}"
+                    source = Source(
+                        seed=seed,
+                        rng=random.Random(own),
+                        depth=(0.5 + index * _GOLDEN) % 1.0,
+                        length=length,
+                        tokenizer=tokenizer,
+                        prose=prose,
+                    )
+                    yield fit(
+                        TASKS[name].draft(source),
+                        tokenizer,
+                        task=name,
+                        variant=variant,
+                        length=length,
+                        index=index,
+                        rng=random.Random(f"notes {own}"),
+                    )

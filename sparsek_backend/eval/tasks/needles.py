@@ -1,0 +1,105 @@
+"""Numbers in prose: RULER's single, multi-key, multi-value and multi-query needles (arXiv
+2404.06654), and a question that stands before the text."""
+
+from __future__ import annotations
+
+from sparsek_backend.eval.prompt import SHORT_LEAD, Draft
+from sparsek_backend.eval.tasks.task import Source, Task
+from sparsek_backend.eval.words import draw_names, draw_numbers
+
+_HEAD = "Some access numbers are hidden in the text below. Remember them; you will be asked.\n"
+_KEYS = 8
+_VALUES = 4
+_ASKED = 4
+
+
+def _needle(name: str, number: str) -> str:
+    return f"\nThe access number of the {name} is {number}.\n"
+
+
+def _depths(source: Source, count: int) -> list[float]:
+    """Depths for ``count`` needles: the first at the source's, the others anywhere."""
+    return [source.depth, *(source.rng.random() for _ in range(count - 1))]
+
+
+def single(source: Source) -> Draft:
+    """One number, asked for."""
+    return _keys(source, 1)
+
+
+def multi_key(source: Source) -> Draft:
+    """The numbers of eight names, one asked for."""
+    return _keys(source, _KEYS)
+
+
+def _keys(source: Source, count: int) -> Draft:
+    names, numbers = draw_names(source.rng, count), draw_numbers(source.rng, count)
+    depths = _depths(source, count)
+    return Draft(
+        head=_HEAD,
+        needles=[(d, _needle(*pair)) for d, *pair in zip(depths, names, numbers, strict=True)],
+        filler=source.sentences(),
+        question=f"\n\nWhat is the access number of the {names[0]}?",
+        lead=f"The access number of the {names[0]} is",
+        answers=(numbers[0],),
+        target=f" {numbers[0]}",
+        evidence=(0,),
+    )
+
+
+def multi_value(source: Source) -> Draft:
+    """Four numbers of one name, all asked for."""
+    name = draw_names(source.rng, 1)[0]
+    numbers = draw_numbers(source.rng, _VALUES)
+    depths = _depths(source, _VALUES)
+    return Draft(
+        head=_HEAD,
+        needles=[(d, _needle(name, number)) for d, number in zip(depths, numbers, strict=True)],
+        filler=source.sentences(),
+        question=f"\n\nWhat are all {_VALUES} access numbers of the {name}?",
+        lead=f"The {_VALUES} access numbers of the {name} are",
+        answers=tuple(numbers),
+        target=" " + ", ".join(number for _, number in sorted(zip(depths, numbers, strict=True))),
+    )
+
+
+def multi_query(source: Source) -> Draft:
+    """The numbers of eight names, four asked for."""
+    names, numbers = draw_names(source.rng, _KEYS), draw_numbers(source.rng, _KEYS)
+    depths = _depths(source, _KEYS)
+    asked = ", ".join(names[:_ASKED])
+    return Draft(
+        head=_HEAD,
+        needles=[(d, _needle(*pair)) for d, *pair in zip(depths, names, numbers, strict=True)],
+        filler=source.sentences(),
+        question=f"\n\nWhat are the access numbers of these: {asked}? Give them in this order.",
+        lead=f"The access numbers of the {asked} are",
+        answers=tuple(numbers[:_ASKED]),
+        target=" " + ", ".join(numbers[:_ASKED]),
+        evidence=tuple(range(_ASKED)),
+    )
+
+
+def question_first(source: Source) -> Draft:
+    """The numbers of eight names; which one is asked for stands before the text."""
+    names, numbers = draw_names(source.rng, _KEYS), draw_numbers(source.rng, _KEYS)
+    depths = _depths(source, _KEYS)
+    return Draft(
+        head=f"What is the access number of the {names[0]}? The text below says it.\n",
+        needles=[(d, _needle(*pair)) for d, *pair in zip(depths, names, numbers, strict=True)],
+        filler=source.sentences(),
+        question="\n\nNow answer the question that stands before the text.",
+        lead=SHORT_LEAD,
+        answers=(numbers[0],),
+        target=f" {numbers[0]}",
+        evidence=(0,),
+    )
+
+
+NEEDLES = (
+    Task("single", "one number hidden in prose", single),
+    Task("multi_key", "the number of one of eight names", multi_key),
+    Task("multi_value", "all four numbers of one name", multi_value),
+    Task("multi_query", "the numbers of four of eight names", multi_query),
+    Task("question_first", "as multi_key, asked before the text", question_first),
+)

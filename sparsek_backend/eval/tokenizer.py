@@ -1,0 +1,72 @@
+"""The tokenizer of a Hugging Face folder, as the prompts need it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparsek_backend.eval.prompt import Tokens
+
+_USER = "\u2063user words\u2063"  # stands for the user's words in a rendered chat template
+_LARGEST_CACHE = 1 << 16
+
+
+class HubTokenizer:
+    """Text to token ids, as the model's own tokenizer does it.
+
+    Args:
+        model: a Hugging Face folder or name.
+        chat: whether prompts are a user's turn of the chat template; ``None`` where there is one.
+
+    Raises:
+        ImportError: Transformers is not installed.
+        ValueError: the model has no tokenizer, or ``chat`` asks for a template that it lacks.
+    """
+
+    def __init__(self, model: str, chat: bool | None = None) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ImportError(
+                "prompts need Transformers: pip install 'sparsek-backend[eval]'"
+            ) from error
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"model: expected a folder with a tokenizer, {model!r} has none that loads; make "
+                "the prompts where there is one (`sparsek eval prompts MODEL --out FILE`) and give "
+                "them with --prompts"
+            ) from error
+        self._tokenizer.model_max_length = 1 << 30  # texts are cut here, not there
+        template = getattr(self._tokenizer, "chat_template", None)
+        if chat and not template:
+            raise ValueError(f"chat: expected a tokenizer with a chat template, {model!r} has none")
+        self.chat = bool(template) if chat is None else chat
+        self._known: dict[str, Tokens] = {}
+
+    def encode(self, text: str) -> Tokens:
+        """Token ids of a text, without special tokens; chat markers in it count as such."""
+        tokens = self._known.get(text)
+        if tokens is None:
+            tokens = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+            if len(self._known) < _LARGEST_CACHE:
+                self._known[text] = tokens
+        return tokens
+
+    def frame(self) -> tuple[Tokens, Tokens]:
+        """Tokens before and after a user's words."""
+        if self.chat:
+            turn = [{"role": "user", "content": _USER}]
+            rendered = self._tokenizer.apply_chat_template(
+                turn, tokenize=False, add_generation_prompt=True
+            )
+            before, _, after = rendered.partition(_USER)
+            return self.encode(before), self.encode(after)
+        bos = getattr(self._tokenizer, "bos_token_id", None)
+        begun = self._tokenizer("a")["input_ids"]
+        before = (bos,) if bos is not None and begun[:1] == [bos] else ()
+        return before, self.encode("\n")
+
+    def decode(self, tokens: Tokens) -> str:
+        """The text of token ids."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))

@@ -1,0 +1,71 @@
+"""A tokenizer and models that are pure arithmetic, to test the evaluation itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from sparsek_backend.eval.prompt import Prompt, Tokens
+from sparsek_backend.eval.scoring import Reply
+
+_PIECES = re.compile(r" ?[A-Za-z]+|\d| ?[^A-Za-z\d]")
+
+
+class WordTokenizer:
+    """Words, digits and signs as tokens, in the order in which they were first seen."""
+
+    def __init__(self, before: Tokens = (), after: Tokens = ()) -> None:
+        self.ids: dict[str, int] = {}
+        self._frame = before, after
+
+    def encode(self, text: str) -> Tokens:
+        return tuple(
+            self.ids.setdefault(piece, 10 + len(self.ids)) for piece in _PIECES.findall(text)
+        )
+
+    def frame(self) -> tuple[Tokens, Tokens]:
+        return self._frame
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        words = {number: piece for piece, number in self.ids.items()}
+        return "".join(words.get(token, "?") for token in tokens)
+
+
+class Reader:
+    """A model that knows the targets whose evidence lies among the latest `reach` tokens.
+
+    Args:
+        reach: tokens that it sees.
+        has_text: whether its replies are text beside tokens.
+        fails_after: calls after which it fails, as an interrupted evaluation does.
+    """
+
+    def __init__(
+        self,
+        tokenizer: WordTokenizer,
+        reach: int = 1 << 30,
+        *,
+        has_text: bool = False,
+        fails_after: int = 1 << 30,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._reach = reach
+        self._has_text = has_text
+        self._calls_left = fails_after
+        self.asked: list[str] = []
+
+    def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        return [-1.0 if i < len(tokens) // 2 else -3.0 for i in range(1, len(tokens))]
+
+    def reply(self, prompts: Sequence[Prompt]) -> list[Reply]:
+        self._calls_left -= 1
+        if self._calls_left < 0:
+            raise KeyboardInterrupt
+        return [self._reply(prompt) for prompt in prompts]
+
+    def _reply(self, prompt: Prompt) -> Reply:
+        self.asked.append(prompt.name)
+        seen = all(begin >= prompt.length - self._reach for begin, _ in prompt.evidence)
+        tokens = prompt.target if seen else (1, 2)
+        text = self._tokenizer.decode(tokens) if self._has_text else None
+        return Reply(tokens, text, [-0.1 if seen else -5.0] * len(prompt.target))

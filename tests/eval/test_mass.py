@@ -1,0 +1,99 @@
+"""The share of exact attention that a selection catches."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsek_backend.eval.mass import (
+    PHASES,
+    block_masses,
+    measure,
+    measure_model,
+    plot_masses,
+    write_masses,
+)
+from sparsek_kernels.paged.policy import SelectionPolicy
+
+pytest.importorskip("transformers", reason="Transformers is not installed (the eval extra)")
+
+POLICY = SelectionPolicy(num_sink=16, window_size=32, top_k=3, sel_block_size=16, query_tile=16)
+LENGTH, HEADS, KV_HEADS, DIM = 300, 4, 2, 32
+
+
+def states(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(1, LENGTH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    return 2 * q, k, v
+
+
+def test_masses_are_the_softmax_summed_over_blocks() -> None:
+    q, k, _ = states()
+    rows = torch.tensor([0, 15, 16, 299])
+    masses = block_masses(q[0], k[0], rows, size=16, softmax_scale=0.2)
+    assert masses.shape == (4, KV_HEADS, 19)
+    torch.testing.assert_close(masses.sum(-1), torch.ones(4, KV_HEADS))
+    for number, row in enumerate(rows.tolist()):
+        for head in range(KV_HEADS):
+            group = q[0, row, 2 * head : 2 * head + 2].double()
+            weights = (group @ k[0, : row + 1, head].double().T * 0.2).softmax(-1).mean(0)
+            for block, part in enumerate(weights.split(16)):
+                assert masses[number, head, block].item() == pytest.approx(part.sum().item())
+
+
+@pytest.mark.parametrize("tile", [1, 16, 64])
+def test_a_selection_catches_at_most_the_best_choice(tile: int) -> None:
+    q, k, v = states()
+    policy = replace(POLICY, query_tile=tile)
+    caught, best = measure(q, k, v, policy, DIM**-0.5)
+    assert (caught <= best + 1e-6).all()
+    assert (caught > 0.3).all()
+    more, _ = measure(q, k, v, replace(policy, top_k=9), DIM**-0.5)
+    assert (more > caught).all()
+
+
+def test_a_key_that_takes_all_attention_is_caught() -> None:
+    q, k, v = states()
+    q[:] = q[:, -1:]
+    q[:, :, 1::2] = q[:, :, ::2]
+    k[:, 64:80] = 3 * q[:, -1:, ::2]  # one block that every query wants
+    caught, best = measure(q, k, v, replace(POLICY, query_tile=1), 1.0)
+    torch.testing.assert_close(caught, torch.ones(KV_HEADS), atol=1e-3, rtol=0)
+    torch.testing.assert_close(best, torch.ones(KV_HEADS), atol=1e-3, rtol=0)
+
+
+def test_a_budget_that_covers_the_context_is_refused() -> None:
+    with pytest.raises(ValueError, match="lower the budget"):
+        measure(*states(), replace(POLICY, top_k=100), 1.0)
+
+
+def test_every_layer_of_a_model_is_measured(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        vocab_size=99,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    seen: list[int] = []
+    masses = measure_model(
+        str(tmp_path / "model"), [i % 99 for i in range(LENGTH)], POLICY, on_layer=seen.append
+    )
+    assert seen == [0, 1, 2]
+    assert [(m.layer, m.phase) for m in masses] == [(i, p) for i in range(3) for p in PHASES]
+    with write_masses(tmp_path / "m.csv", masses).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 * 2 * KV_HEADS
+    assert all(float(row["caught"]) <= float(row["best"]) + 1e-5 for row in rows)
+    picture = plot_masses(tmp_path / "m.png", masses, "title")
+    assert picture.read_bytes().startswith(b"\x89PNG")

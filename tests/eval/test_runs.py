@@ -1,0 +1,179 @@
+"""From prompts to results: interrupted and continued, paired, warned about."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from sparsek_backend.eval.budgets import parse_budget
+from sparsek_backend.eval.job import pending, score
+from sparsek_backend.eval.plot import plot_accuracy
+from sparsek_backend.eval.prompt_file import PromptSet
+from sparsek_backend.eval.record import append_rows, read_rows, run_key
+from sparsek_backend.eval.results import (
+    MEAN,
+    Run,
+    collect_runs,
+    perplexity_rows,
+    retrieval_rows,
+    warnings_of,
+    write_results,
+)
+from sparsek_backend.eval.tables import perplexity_table, retrieval_tables
+from sparsek_backend.eval.tasks import make_prompts
+from tests.eval.readers import Reader, WordTokenizer
+
+TASKS = ("single", "records", "multi_value")
+COUNT = 8
+
+
+def prompt_set(tokenizer: WordTokenizer) -> PromptSet:
+    made = make_prompts(
+        tokenizer, tasks=TASKS, variants=("plain",), lengths=(1200,), count=COUNT, seed=0
+    )
+    return PromptSet(list(made), [("speech", tuple(range(900)))])
+
+
+def run(reader: Reader, prompts: PromptSet, record: Path, label: str, batch: int = 5) -> str:
+    """One run of the evaluation, as a worker does it."""
+    key = run_key({"label": label})
+    settings = parse_budget(label).settings
+    about = {"label": label, "settings": settings, "known": True, "model": "m", "machine": {}}
+    append_rows(record, [{"kind": "run", "run": key, **about}])
+    score(
+        reader,
+        pending(prompts, record, key),
+        record=record,
+        run=key,
+        batch=batch,
+        on_progress=lambda count, what: None,
+    )
+    append_rows(record, [{"kind": "run", "run": key, **about, "seconds": 2.0}])
+    return key
+
+
+def two_runs(record: Path) -> list[Run]:
+    tokenizer = WordTokenizer()
+    prompts = prompt_set(tokenizer)
+    keys = [
+        run(Reader(tokenizer), prompts, record, "dense"),
+        run(Reader(tokenizer, reach=600), prompts, record, "sink_window:600"),
+    ]
+    return collect_runs(read_rows(record), keys)
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_an_interrupted_run_continues_where_its_record_ends(tmp_path: Path, torn: bool) -> None:
+    tokenizer, record = WordTokenizer(), tmp_path / "r.jsonl"
+    prompts = prompt_set(tokenizer)
+    first = Reader(tokenizer, fails_after=2)
+    with pytest.raises(KeyboardInterrupt):
+        run(first, prompts, record, "dense")
+    assert len(first.asked) == 10
+    if torn:  # ended while it wrote a line
+        with record.open("a") as file:
+            file.write('{"kind": "prompt", "ru')
+    second = Reader(tokenizer)
+    key = run(second, prompts, record, "dense")
+    assert sorted(first.asked + second.asked) == sorted(p.name for p in prompts.prompts)
+    rows = [row for row in read_rows(record) if row["kind"] == "prompt"]
+    assert [row["run"] for row in rows] == [key] * len(prompts.prompts)
+    assert sum(row["kind"] == "text" for row in read_rows(record)) == 1
+    third = Reader(tokenizer)
+    run(third, prompts, record, "dense")
+    assert not third.asked
+
+
+def test_other_settings_and_other_prompts_are_scored_anew(tmp_path: Path) -> None:
+    tokenizer, record = WordTokenizer(), tmp_path / "r.jsonl"
+    prompts = prompt_set(tokenizer)
+    key = run(Reader(tokenizer), prompts, record, "dense")
+    assert len(pending(prompts, record, run_key({"label": "other"})).prompts) == 3 * COUNT
+    changed = make_prompts(
+        tokenizer, tasks=TASKS, variants=("plain",), lengths=(1200,), count=COUNT, seed=1
+    )
+    assert len(pending(PromptSet(list(changed)), record, key).prompts) == 3 * COUNT
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    record = tmp_path / "r.jsonl"
+    assert read_rows(record) == []
+    record.write_text('{"a": 1}\nnot json\n{"b": 2}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        read_rows(record)
+
+
+def test_runs_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
+    dense, window = two_runs(tmp_path / "r.jsonl")
+    rows = retrieval_rows([dense, window])
+    assert [row["task"] for row in rows] == [MEAN, *TASKS] * 2
+    cells = {(row["label"], row["task"]): row for row in rows}
+    assert cells["dense", MEAN]["accuracy"] == 1.0
+    assert "delta_accuracy" not in cells["dense", MEAN]
+    single = cells["sink_window:600", "single"]
+    missed = round(COUNT * (1 - single["accuracy"]))
+    assert 0 < missed < COUNT
+    assert (single["lost"], single["gained"]) == (missed, 0)
+    assert single["mcnemar_p"] == pytest.approx(min(2 * 0.5**missed, 1.0))
+    assert single["delta_accuracy"] == pytest.approx(-missed / COUNT)
+    assert single["delta_accuracy_low"] <= single["delta_accuracy"] <= 0
+    assert single["delta_nll"] == pytest.approx(4.9 * missed / COUNT)
+    assert single["of_reference"] == pytest.approx(1 - missed / COUNT)
+    mean = cells["sink_window:600", MEAN]
+    assert mean["prompts"] == 3 * COUNT
+    assert mean["accuracy"] == pytest.approx(
+        sum(cells["sink_window:600", task]["accuracy"] for task in TASKS) / 3
+    )
+    assert mean["prefill_share"] == parse_budget("sink_window:600").prefill_share(1200)
+    assert mean["decode_share"] == pytest.approx(604 / 1201)
+
+
+def test_only_prompts_that_both_runs_scored_are_compared(tmp_path: Path) -> None:
+    tokenizer, record = WordTokenizer(), tmp_path / "r.jsonl"
+    prompts = prompt_set(tokenizer)
+    keys = [run(Reader(tokenizer), prompts, record, "dense")]
+    with pytest.raises(KeyboardInterrupt):
+        run(Reader(tokenizer, fails_after=1), prompts, record, "window:100")
+    keys.append(run_key({"label": "window:100"}))
+    rows = retrieval_rows(collect_runs(read_rows(record), keys))
+    assert [(row["label"], row["prompts"]) for row in rows][-1] == ("window:100", 5)
+    assert any("5 of 8 prompts were scored" in warning for warning in warnings_of(rows))
+
+
+def test_a_budget_that_attends_everything_is_warned_of() -> None:
+    row = {"label": "block_topk:32", "length": 2000, "delta_nll": 0.0}
+    whole = {**row, "prefill_share": 1.0, "decode_share": 1.0}
+    (warning,) = warnings_of([whole, whole])
+    assert "block_topk:32 attends 100 % of 2000 tokens" in warning
+    assert not warnings_of([{**row, "prefill_share": 0.7, "decode_share": 0.5}])
+    assert not warnings_of([{**whole, "label": "dense"}])
+    half = {**whole, "label": "block_topk:8,sparse_phase=prefill", "prefill_share": 0.5}
+    assert not warnings_of([half])
+
+
+def test_results_are_written_and_read_from_the_record_alone(tmp_path: Path) -> None:
+    runs = two_runs(tmp_path / "r.jsonl")
+    again = collect_runs(read_rows(tmp_path / "r.jsonl"))
+    assert [one.label for one in again] == ["dense", "sink_window:600"]
+    assert again[0].about["seconds"] == 2.0
+    assert retrieval_rows(again) == retrieval_rows(runs)
+    table, texts, full = write_results(tmp_path / "out", "q", runs, {"model": "m"})
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["label"] for row in rows] == ["dense"] * 4 + ["sink_window:600"] * 4
+    assert float(rows[4]["delta_nll"]) > 0
+    with texts.open(newline="") as file:
+        dense, window = csv.DictReader(file)
+    assert dense["delta_nll"] == window["delta_nll"] == "0"
+    document = json.loads(full.read_text())
+    assert [one["label"] for one in document["runs"]] == ["dense", "sink_window:600"]
+    assert document["retrieval"] == retrieval_rows(runs)
+    picture = plot_accuracy(retrieval_rows(runs), tmp_path / "q.png", "title")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [table.row_count for table in retrieval_tables(retrieval_rows(runs))] == [2, 3]
+    assert perplexity_table(perplexity_rows(runs)).row_count == 2
+    with pytest.raises(ValueError, match="expected runs"):
+        collect_runs([])
