@@ -21,9 +21,9 @@ from sparsek_kernels.paged.config import (
 )
 from sparsek_kernels.paged.kernels.attend import attend_kernel
 from sparsek_kernels.paged.kernels.write import write_kv_kernel
-from sparsek_kernels.paged.launch_select import prefill_tiles
 from sparsek_kernels.paged.launch_select import select_blocks as select_blocks
 from sparsek_kernels.paged.launch_sm90 import attend_fits, attend_hopper
+from sparsek_kernels.paged.launch_tiles import prefill_tiles
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 from sparsek_kernels.paged.runtime import LOG2E, overlap_options, workspace
 

@@ -16,6 +16,7 @@ from sparsek_kernels.paged.config import (
 from sparsek_kernels.paged.kernels.select import decode_logits_kernel, top_blocks_kernel
 from sparsek_kernels.paged.kernels.tile_scores import tile_scores_kernel, tile_scores_once_kernel
 from sparsek_kernels.paged.launch_sm90 import parked_elements, score_tiles_hopper, scores_fit
+from sparsek_kernels.paged.launch_tiles import prefill_tiles
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 from sparsek_kernels.paged.runtime import LOG2E, overlap_options, workspace
 
@@ -24,29 +25,6 @@ _SCRATCH_ELEMENTS = 1 << 24
 
 _PARKED_ELEMENTS = 1 << 27
 """Most fp16 elements (256 MiB) that single-pass scoring may park."""
-
-
-def prefill_tiles(batch: PagedBatch, tile: int, num_tokens: int) -> torch.Tensor:
-    """Device table of the prefills' tiles: ``[bound, 2]`` int32, request (or -1) and base."""
-    bound = (num_tokens - batch.num_decode_tokens) // tile + 2 * batch.num_prefills
-
-    def build() -> torch.Tensor:
-        first = batch.num_decodes
-        cu = batch.cu_seqlens_q[first:].to(torch.int64)
-        counts = cu[1:] - cu[:-1]
-        lens = batch.seq_lens[first:].to(torch.int64)
-        first_tile = (lens - counts).clamp(min=0) // tile
-        tiles = torch.where(counts > 0, (lens - 1).clamp(min=0) // tile - first_tile + 1, 0)
-        ends = tiles.cumsum(0)
-        index = torch.arange(bound, device=cu.device)
-        owner = torch.searchsorted(ends, index, right=True)
-        known = owner < lens.shape[0]
-        owner = owner.clamp(max=lens.shape[0] - 1)
-        base = (first_tile[owner] + index - (ends - tiles)[owner]) * tile
-        request = torch.where(known, owner + first, -1)
-        return torch.stack([request, base], dim=1).to(torch.int32).contiguous()
-
-    return batch.derived(("prefill tiles", tile, bound), build)
 
 
 def _max_blocks(batch: PagedBatch, sel_block: int) -> int:

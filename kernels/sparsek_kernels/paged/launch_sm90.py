@@ -33,8 +33,8 @@ def attend_fits(
         and policy.sel_block_size == _BOX
         and policy.query_tile % _BOX == 0
         and _aligned(v_cache)
-        and _is_matrix(k_cache)
-        and _is_matrix(v_cache)
+        and is_matrix(k_cache)
+        and is_matrix(v_cache)
     )
 
 
@@ -127,7 +127,7 @@ def _aligned(x: torch.Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and not any(s % step for s in x.stride()[:-1])
 
 
-def _is_matrix(cache: torch.Tensor) -> bool:
+def is_matrix(cache: torch.Tensor) -> bool:
     """Whether ``[P, H, page_size, D]`` pages lie at multiples of a row of one matrix."""
     page, _head, row, _ = cache.stride()
     return row > 0 and page % row == 0 and _matrix(cache)[0] < _LAST_ROW
@@ -151,7 +151,7 @@ def _describe_queries(q: torch.Tensor) -> TensorDescriptor:
     return _boxes(q, q.shape[0], (q.shape[1] - 1) * q.stride(1) + q.shape[2], q.stride(0))
 
 
-def _describe_cache(cache: torch.Tensor) -> tuple[TensorDescriptor, int, int, int]:
+def describe_cache(cache: torch.Tensor) -> tuple[TensorDescriptor, int, int, int]:
     rows, page_rows, head_rows, head_cols = _matrix(cache)
     columns = (cache.shape[1] - 1) * head_cols + cache.shape[3]
     return _boxes(cache, rows, columns, cache.stride(2)), page_rows, head_rows, head_cols
@@ -174,8 +174,8 @@ def attend_hopper(
     group = q.shape[1] // heads
     _, num_sms = runtime.traits(q.device)
     items = tiles.shape[0] * (policy.query_tile // _BOX) * ceil_div(group, 2) * heads
-    k_desc, *k_distances = _describe_cache(k_cache)
-    v_desc, *v_distances = _describe_cache(v_cache)
+    k_desc, *k_distances = describe_cache(k_cache)
+    v_desc, *v_distances = describe_cache(v_cache)
     attend_hopper_kernel[(min(items, num_sms),)](
         out,
         _describe_queries(q),
