@@ -25,7 +25,7 @@ from sparsek_kernels.paged.runtime import workspace
 _MASS_ELEMENTS = 1 << 26
 """Most fp32 elements (256 MiB) of the scratch of masses; larger steps go in batches of tiles."""
 
-SPAN = 8192
+SPAN = 4096
 """Keys of one piece of work."""
 
 _ROWS = 256
@@ -247,7 +247,7 @@ def _mass_sm90(
         HEAD_DIM=dim,
         PAGE_SIZE=page_size,
         SPAN=SPAN,
-        STAGES=3,
+        STAGES=8,
         num_warps=4,
         **rule,
     )

@@ -2,8 +2,7 @@
 
 The rule, the strips and the layouts are those of ``block_mass.py``; blocks have 64 keys and strips
 256 rows.  A persistent program takes one strip, KV head and span of keys at a time.  The loading
-warp streams two blocks of K at a time through shared memory with TMA; each warpgroup owns 64 rows.
-While one takes exponentials, the tensor cores serve the others.
+warp streams blocks of K through shared memory with TMA; each warpgroup owns 64 rows.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ SLICE: gl.constexpr = gl.constexpr(64)
 SLICES: gl.constexpr = gl.constexpr(4)
 ROWS: gl.constexpr = gl.constexpr(256)
 BLOCK: gl.constexpr = gl.constexpr(64)
-PAIR: gl.constexpr = gl.constexpr(128)
+FOUR: gl.constexpr = gl.constexpr(256)
 BOX_BYTES: gl.constexpr = gl.constexpr(64 * 64 * 2)
 
 
@@ -122,37 +121,31 @@ def load_partition(
             done += 1
             head_row = kv_head * k_head_rows
             column = kv_head * k_head_cols
-            # looked up a pair ahead, so that no copy waits for a load; past the end, the last page
-            page_0 = gl.load(table + begin // PAGE_SIZE)
-            page_1 = gl.load(table + gl.minimum(begin + BLOCK, high) // PAGE_SIZE)
-            for key in range(begin, end + 1, PAIR):
-                next_0 = gl.load(table + gl.minimum(key + PAIR, high) // PAGE_SIZE)
-                next_1 = gl.load(table + gl.minimum(key + PAIR + BLOCK, high) // PAGE_SIZE)
+            # looked up a block ahead, so that no copy waits for a load
+            page = gl.load(table + begin // PAGE_SIZE)
+            for key in range(begin, end + 1, BLOCK):
+                next_page = gl.load(table + gl.minimum(key + BLOCK, high) // PAGE_SIZE)
                 stage = filled % STAGES
                 mbarrier.wait(k_empty.index(stage), ((filled // STAGES) & 1) ^ 1)
-                mbarrier.expect(k_full.index(stage), 2 * PARTS * BOX_BYTES)
-                top = page_0 * k_page_rows + head_row + key % PAGE_SIZE
-                bottom = page_1 * k_page_rows + head_row + (key + BLOCK) % PAGE_SIZE
+                mbarrier.expect(k_full.index(stage), PARTS * BOX_BYTES)
+                k_row = page * k_page_rows + head_row + key % PAGE_SIZE
                 for part in gl.static_range(PARTS):
-                    buffer = (stage * PARTS + part) * 2
                     tma.async_copy_global_to_shared(
-                        k_desc, [top, column + part * 64], k_full.index(stage), k_smem.index(buffer)
-                    )
-                    tma.async_copy_global_to_shared(
-                        k_desc, [bottom, column + part * 64], k_full.index(stage),
-                        k_smem.index(buffer + 1),
+                        k_desc, [k_row, column + part * 64], k_full.index(stage),
+                        k_smem.index(stage * PARTS + part),
                     )  # fmt: skip
-                page_0, page_1 = next_0, next_1
+                page = next_page
                 filled += 1
 
 
 @gluon.jit
-def halves(s, LAYOUT: gl.constexpr):
-    """The two blocks of scores ``[64, 128]`` as ``[64, 64]`` each; no data moves."""
-    first, second = gl.split(gl.permute(gl.reshape(s, [SLICE, 2, BLOCK]), (0, 2, 1)))
-    return (
-        gl.convert_layout(first, LAYOUT, assert_trivial=True),
-        gl.convert_layout(second, LAYOUT, assert_trivial=True),
+def start_product(taken, q_tile, k_tiles, k_full, LAYOUT: gl.constexpr, STAGES: gl.constexpr):
+    """Start the scores ``[64, 64]`` of the ``taken``-th block of K, once it has arrived."""
+    stage = taken % STAGES
+    mbarrier.wait(k_full.index(stage), (taken // STAGES) & 1)
+    zero = gl.zeros([SLICE, BLOCK], gl.float32, LAYOUT)
+    return warpgroup_mma(
+        q_tile, k_tiles.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
     )
 
 
@@ -166,55 +159,77 @@ def log_sum(s, qk_scale, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def mass_pairs(
+def seen_masses(
     out,
     taken,
     begin,
     end,
-    last_key,
-    position,
     q_tile,
-    k_wide,
+    k_tiles,
     k_full,
     k_empty,
     qk_scale,
-    MASKED: gl.constexpr,
+    LAYOUT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Masses of the pairs of blocks from key ``begin`` up to ``end``; returns the pairs taken."""
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAIR, 16])
-    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    column = gl.arange(0, BLOCK, gl.SliceLayout(0, HALF))
-    for key in range(begin, end, PAIR):
-        stage = taken % STAGES
-        mbarrier.wait(k_full.index(stage), (taken // STAGES) & 1)
-        zero = gl.zeros([SLICE, PAIR], gl.float32, WIDE)
-        token = warpgroup_mma(
-            q_tile, k_wide.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
-        )
-        s = warpgroup_mma_wait(0, deps=[token])
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        taken += 1
-        first, second = halves(s, HALF)
+    """Masses of the keys ``[begin, end)``, four blocks at a time; every row sees them all.
+
+    The product of a block runs while the exponentials of the block before are taken.
+    """
+    for key in range(begin, end, FOUR):
         place = out + (key // BLOCK).to(gl.int64) * ROWS
-        if MASKED:
-            first = gl.where((key + column)[None, :] <= position[:, None], first, float("-inf"))
-            later = (key + BLOCK + column)[None, :]
-            second = gl.where(later <= position[:, None], second, float("-inf"))
-            gl.store(place, log_sum(first, qk_scale, True))
-            known = (position > -2) & (key + BLOCK <= last_key)
-            gl.store(place + ROWS, log_sum(second, qk_scale, True), mask=known)
-        else:
-            gl.store(place, log_sum(first, qk_scale, False))
-            gl.store(place + ROWS, log_sum(second, qk_scale, False))
+        s_0 = start_product(taken, q_tile, k_tiles, k_full, LAYOUT, STAGES)
+        s_1 = start_product(taken + 1, q_tile, k_tiles, k_full, LAYOUT, STAGES)
+        s_0 = warpgroup_mma_wait(1, deps=[s_0])
+        mbarrier.arrive(k_empty.index(taken % STAGES), count=1)
+        gl.store(place, log_sum(s_0, qk_scale, False))
+        s_2 = start_product(taken + 2, q_tile, k_tiles, k_full, LAYOUT, STAGES)
+        s_1 = warpgroup_mma_wait(1, deps=[s_1])
+        mbarrier.arrive(k_empty.index((taken + 1) % STAGES), count=1)
+        gl.store(place + ROWS, log_sum(s_1, qk_scale, False))
+        s_3 = start_product(taken + 3, q_tile, k_tiles, k_full, LAYOUT, STAGES)
+        s_2 = warpgroup_mma_wait(1, deps=[s_2])
+        mbarrier.arrive(k_empty.index((taken + 2) % STAGES), count=1)
+        gl.store(place + 2 * ROWS, log_sum(s_2, qk_scale, False))
+        s_3 = warpgroup_mma_wait(0, deps=[s_3])
+        mbarrier.arrive(k_empty.index((taken + 3) % STAGES), count=1)
+        gl.store(place + 3 * ROWS, log_sum(s_3, qk_scale, False))
+        taken += 4
+    return taken
+
+
+@gluon.jit
+def masked_masses(
+    out,
+    taken,
+    begin,
+    end,
+    position,
+    q_tile,
+    k_tiles,
+    k_full,
+    k_empty,
+    qk_scale,
+    LAYOUT: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Masses of the blocks from key ``begin`` up to ``end``, later keys hidden; the blocks taken."""
+    column = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+    for key in range(begin, end, BLOCK):
+        token = start_product(taken, q_tile, k_tiles, k_full, LAYOUT, STAGES)
+        s = warpgroup_mma_wait(0, deps=[token])
+        mbarrier.arrive(k_empty.index(taken % STAGES), count=1)
+        taken += 1
+        s = gl.where((key + column)[None, :] <= position[:, None], s, float("-inf"))
+        gl.store(out + (key // BLOCK).to(gl.int64) * ROWS, log_sum(s, qk_scale, True))
     return taken
 
 
 @gluon.jit
 def mass_partition(
     mass_ptr,
-    q_wide,
-    k_wide,
+    q_tiles,
+    k_tiles,
     bars,
     strip_of_tile_ptr,
     strips_ptr,
@@ -241,9 +256,9 @@ def mass_partition(
 ):
     """One warpgroup: 64 rows of each strip, from products to logarithmic masses."""
     q_full, q_empty, k_full, k_empty = bars
-    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    row = INDEX * SLICE + gl.arange(0, SLICE, gl.SliceLayout(1, HALF))
-    q_tile = q_wide.index(INDEX)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    row = INDEX * SLICE + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
+    q_tile = q_tiles.index(INDEX)
     taken = 0
     done = 0
     for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
@@ -256,19 +271,19 @@ def mass_partition(
             position = sample_positions(row, base, low, high, TILE, SAMPLES, STRIDE, GROUP_PAD)
             out = mass_ptr + (local * NUM_KV_HEADS + kv_head).to(gl.int64) * width * ROWS + row
             # keys before the strip's first query are seen by every row
-            seen = gl.minimum(gl.maximum(low // PAIR * PAIR, begin), end + 1)
+            seen = gl.minimum(gl.maximum(low // FOUR * FOUR, begin), end + 1)
             mbarrier.wait(q_full, done & 1)
             if gl.max(position, 0) >= 0:
-                taken = mass_pairs(
-                    out, taken, begin, seen, end, position, q_tile, k_wide, k_full, k_empty,
-                    qk_scale, False, STAGES,
+                taken = seen_masses(
+                    out, taken, begin, seen, q_tile, k_tiles, k_full, k_empty, qk_scale, LAYOUT,
+                    STAGES,
                 )  # fmt: skip
-                taken = mass_pairs(
-                    out, taken, seen, end + 1, end, position, q_tile, k_wide, k_full, k_empty,
-                    qk_scale, True, STAGES,
+                taken = masked_masses(
+                    out, taken, seen, end + 1, position, q_tile, k_tiles, k_full, k_empty, qk_scale,
+                    LAYOUT, STAGES,
                 )  # fmt: skip
             else:  # no query among these rows: the buffers are passed on
-                for _key in range(begin, end + 1, PAIR):
+                for _key in range(begin, end + 1, BLOCK):
                     mbarrier.wait(k_full.index(taken % STAGES), (taken // STAGES) & 1)
                     mbarrier.arrive(k_empty.index(taken % STAGES), count=1)
                     taken += 1
@@ -319,11 +334,11 @@ def block_mass_sm90_kernel(
     """
     dtype: gl.constexpr = k_desc.dtype
     PARTS: gl.constexpr = HEAD_DIM // 64
-    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PAIR, HEAD_DIM], dtype)
+    TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, HEAD_DIM], dtype)
     q_smem = gl.allocate_shared_memory(dtype, [SLICES * PARTS, SLICE, 64], rows_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES * PARTS * 2, BLOCK, 64], k_desc.layout)
-    q_wide = q_smem._reinterpret(dtype, [SLICES, SLICE, HEAD_DIM], WIDE)
-    k_wide = k_smem._reinterpret(dtype, [STAGES, PAIR, HEAD_DIM], WIDE)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES * PARTS, BLOCK, 64], k_desc.layout)
+    q_tiles = q_smem._reinterpret(dtype, [SLICES, SLICE, HEAD_DIM], TILE_LAYOUT)
+    k_tiles = k_smem._reinterpret(dtype, [STAGES, BLOCK, HEAD_DIM], TILE_LAYOUT)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
@@ -340,7 +355,7 @@ def block_mass_sm90_kernel(
             (
                 mass_partition,
                 (
-                    mass_ptr, q_wide, k_wide, bars, strip_of_tile_ptr, strips_ptr, seq_lens_ptr,
+                    mass_ptr, q_tiles, k_tiles, bars, strip_of_tile_ptr, strips_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, qk_scale, dense_below, first_tile, num_tiles, num_strips,
                     num_work, width, NUM_KV_HEADS, GROUP_PAD, TILE, SAMPLES, STRIDE, SINK_BLOCKS,
                     REACH_BLOCKS, SCORED_BLOCKS, SPAN, STAGES, 0,
@@ -349,7 +364,7 @@ def block_mass_sm90_kernel(
             (
                 mass_partition,
                 (
-                    mass_ptr, q_wide, k_wide, bars, strip_of_tile_ptr, strips_ptr, seq_lens_ptr,
+                    mass_ptr, q_tiles, k_tiles, bars, strip_of_tile_ptr, strips_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, qk_scale, dense_below, first_tile, num_tiles, num_strips,
                     num_work, width, NUM_KV_HEADS, GROUP_PAD, TILE, SAMPLES, STRIDE, SINK_BLOCKS,
                     REACH_BLOCKS, SCORED_BLOCKS, SPAN, STAGES, 1,
@@ -358,7 +373,7 @@ def block_mass_sm90_kernel(
             (
                 mass_partition,
                 (
-                    mass_ptr, q_wide, k_wide, bars, strip_of_tile_ptr, strips_ptr, seq_lens_ptr,
+                    mass_ptr, q_tiles, k_tiles, bars, strip_of_tile_ptr, strips_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, qk_scale, dense_below, first_tile, num_tiles, num_strips,
                     num_work, width, NUM_KV_HEADS, GROUP_PAD, TILE, SAMPLES, STRIDE, SINK_BLOCKS,
                     REACH_BLOCKS, SCORED_BLOCKS, SPAN, STAGES, 2,
@@ -367,7 +382,7 @@ def block_mass_sm90_kernel(
             (
                 mass_partition,
                 (
-                    mass_ptr, q_wide, k_wide, bars, strip_of_tile_ptr, strips_ptr, seq_lens_ptr,
+                    mass_ptr, q_tiles, k_tiles, bars, strip_of_tile_ptr, strips_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, qk_scale, dense_below, first_tile, num_tiles, num_strips,
                     num_work, width, NUM_KV_HEADS, GROUP_PAD, TILE, SAMPLES, STRIDE, SINK_BLOCKS,
                     REACH_BLOCKS, SCORED_BLOCKS, SPAN, STAGES, 3,
@@ -385,5 +400,5 @@ def block_mass_sm90_kernel(
             ),
         ],
         [4, 4, 4, 1],
-        [112, 112, 112, 24],
+        [120, 120, 120, 24],
     )  # fmt: skip
