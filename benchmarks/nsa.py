@@ -25,10 +25,10 @@ import torch
 import yaml
 from torch.profiler import ProfilerActivity, profile
 
-from sparsek_backend.bench.machine import describe_machine
 from sparsek_backend.bench.registry import OURS, Unavailable
 from sparsek_backend.bench.results import Row, read_csv, write_csv
 from sparsek_backend.bench.timing import make_timed, time_interleaved
+from sparsek_backend.machine import describe_machine
 from sparsek_kernels import nsa_attention, selected_attention
 from sparsek_kernels.nsa.reference import nsa_reference
 

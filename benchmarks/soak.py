@@ -432,7 +432,7 @@ async def shown(
 
 async def soak(folder: Path, arguments: argparse.Namespace) -> int:
     """Start the engine, serve, judge, write the result."""
-    from sparsek_backend.bench.machine import choose_device, describe_machine
+    from sparsek_backend.machine import choose_device, describe_machine
 
     engine = open_async_engine(folder, arguments)
     try:

@@ -155,7 +155,7 @@ BEGIN = time.perf_counter()
 
 def main() -> int:
     """Run, print and write; 1 where more answers part than rounding alone explains."""
-    from sparsek_backend.bench.machine import choose_device, describe_machine
+    from sparsek_backend.machine import choose_device, describe_machine
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)

@@ -18,6 +18,7 @@ from dataclasses import replace
 import torch
 
 from sparsek_backend.patterns import BlockSparsePattern
+from sparsek_kernels.block_sparse import launch
 from sparsek_kernels.block_sparse.config import (
     LaunchConfig,
     ProblemShape,
@@ -25,10 +26,8 @@ from sparsek_kernels.block_sparse.config import (
     hopper_stages,
     key_tile,
     query_tile,
-    select_config,
 )
-from sparsek_kernels.block_sparse.launch import launch_backward, launch_forward
-from sparsek_kernels.common.device import device_arch
+from sparsek_kernels.block_sparse.problem import BlockSparseProblem
 
 HEADS, KV_HEADS = 32, 8
 LIMIT = 2e-2  # relative error between two roundings to bf16
@@ -94,24 +93,24 @@ def main() -> int:
     blocks = torch.rand(KV_HEADS, rows, rows, device="cuda") < arguments.density
     blocks = (blocks | torch.eye(rows, dtype=torch.bool, device="cuda")).tril()
     pattern = BlockSparsePattern.from_mask(blocks, size)
-    listed = (pattern.crow_indices, pattern.col_indices)
-    scalars = (size, True, dim**-0.5)
+    indices = (
+        pattern.crow_indices, pattern.col_indices, pattern.ccol_indices, pattern.row_indices
+    )  # fmt: skip
+    problem = BlockSparseProblem(q, k, v, *indices, size, True, dim**-0.5)
     out, lse = torch.empty_like(q), torch.empty(1, HEADS, tokens, device="cuda")
 
     def forward(config: LaunchConfig | None) -> Tensors:
-        launch_forward(out, lse, q, k, v, *listed, *scalars, config)
+        launch.forward(problem, out, lse, config)
         return out, lse
 
     def backward(config: LaunchConfig | None) -> Tensors:
-        columns = (pattern.ccol_indices, pattern.row_indices)
-        return launch_backward(dout, None, q, k, v, out, lse, *listed, *columns, *scalars, config)
+        return launch.backward(problem, out, lse, dout, None, config)
 
     passes = {"forward": forward, "backward": backward}
     wanted = {name: tuple(x.clone() for x in run(None)) for name, run in passes.items()}
-    shape = ProblemShape(HEADS, KV_HEADS, dim, size, KV_HEADS, tokens)
-    base = select_config(shape, q.dtype, device_arch(q.device))
+    base = problem.launch_config()
     timed, wrong = [], 0
-    for name, label, config in candidates(shape, base):
+    for name, label, config in candidates(problem.shape, base):
         run = passes[name]
         difference = error(run(config), wanted[name])
         if difference > LIMIT:

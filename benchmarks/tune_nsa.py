@@ -19,6 +19,7 @@ from triton.testing import do_bench
 
 from sparsek_kernels.nsa import launching as launch_common
 from sparsek_kernels.nsa.compressed import launch as launch_compressed
+from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import LaunchConfig, TileConfig, select_config
 from sparsek_kernels.nsa.select import launch as launch_select
 from sparsek_kernels.nsa.selected import (
@@ -27,6 +28,7 @@ from sparsek_kernels.nsa.selected import (
 from sparsek_kernels.nsa.selected import (
     launch_fwd as launch_selected,
 )
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.spec import NSASpec
 
 DIM = 128
@@ -97,24 +99,28 @@ def stages(heads: int, kv_heads: int, tokens: int) -> dict[str, Callable[[], obj
     lse_slc = torch.empty_like(lse)
     shape = (1, tokens, kv_heads, spec.top_n)
     indices = torch.empty(shape, dtype=torch.int32, device="cuda")
-    cmp = (q, k_cmp, v_cmp)
+
+    # A problem keeps the parameters that it finds: each call has a new one.
+    def compressed_problem() -> CompressedProblem:
+        return CompressedProblem(q, k_cmp, v_cmp, tokens, None, spec, scale)
+
+    def selected_problem() -> SelectedProblem:
+        return SelectedProblem(q, k, v, indices, None, 64, scale)
 
     def compressed() -> None:
-        launch_compressed.forward(out, lse, *cmp, tokens, None, spec, scale)
+        launch_compressed.forward(compressed_problem(), out, lse)
 
     def backward() -> object:
-        return launch_compressed.backward(dout, None, *cmp, out, lse, tokens, None, spec, scale)
+        return launch_compressed.backward(compressed_problem(), out, lse, dout, None)
 
     def select() -> None:
-        launch_select.select(indices, q, k_cmp, lse, tokens, None, spec, scale)
+        launch_select.select(compressed_problem(), lse, indices)
 
     def selected() -> None:
-        launch_selected.forward(out_slc, lse_slc, q, k, v, indices, None, 64, scale)
+        launch_selected.forward(selected_problem(), out_slc, lse_slc)
 
     def selected_bwd() -> object:
-        return launch_selected_bwd.backward(
-            dout, None, q, k, v, out_slc, lse_slc, indices, None, 64, scale
-        )
+        return launch_selected_bwd.backward(selected_problem(), out_slc, lse_slc, dout, None)
 
     for prepare in (compressed, select, selected):
         prepare()

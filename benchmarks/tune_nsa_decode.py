@@ -4,7 +4,7 @@
 
 Every candidate's results are compared with the present configuration's before it is timed.  The
 winner, the least sum of times over the shapes, each divided by the present one, goes into
-``DecodeTiles`` of ``sparsek_kernels/nsa/launch_paged.py``; nothing is tuned at run time.  Steps are
+``DecodeTiles`` of ``sparsek_kernels/nsa/paged/launch.py``; nothing is tuned at run time.  Steps are
 timed in a CUDA graph that chains several of them over different pages, so that each reads cold
 memory as the layers of a model do.
 """
@@ -31,13 +31,14 @@ from sparsek_backend.bench.registry import Case  # noqa: E402
 from sparsek_backend.bench.spec import parse_spec  # noqa: E402
 from sparsek_kernels.nsa.paged import launch as launch_paged  # noqa: E402
 from sparsek_kernels.nsa.paged.launch import DecodeTiles  # noqa: E402
+from sparsek_kernels.nsa.paged.problem import PagedProblem  # noqa: E402
 
 SHAPES = ((64, 4, "1q1s64k"), (32, 8, "1q1s64k"), (64, 4, "32q1s16k"), (32, 8, "32q1s16k"))
 """Query heads, KV heads and batch of each shape."""
 COPIES = 4
 CANDIDATES = {
     "cmp_rows": (64, 128),
-    "cmp_slots": (2, 4, 8, 16),
+    "cmp_programs": (2, 4, 8, 16),
     "cmp_warps": (2, 4),
     "cmp_stages": (2, 3),
     "score_rows": (64, 128),
@@ -67,7 +68,8 @@ def graph_ms(calls: list[Callable[[], object]], repeats: int = 15) -> float:
 
 def step(inputs: Inputs, out: torch.Tensor) -> None:
     """Compressed and selected branch of one step."""
-    launch_paged.decode(out, inputs.q, inputs.pages, inputs.batch, SPEC, inputs.scale)
+    problem = PagedProblem(inputs.q, inputs.pages, inputs.batch, SPEC, inputs.scale)
+    launch_paged.decode(problem, out)
 
 
 def single_changes(start: DecodeTiles) -> list[DecodeTiles]:

@@ -29,13 +29,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from sparsek_kernels.paged import launch, launch_select  # noqa: E402
 from sparsek_kernels.paged.batch import PagedBatch  # noqa: E402
-from sparsek_kernels.paged.config import LaunchConfig  # noqa: E402
+from sparsek_kernels.paged.config import TileConfig  # noqa: E402
+from sparsek_kernels.paged.operands import PagedOperands  # noqa: E402
 from sparsek_kernels.paged.policy import SelectionPolicy  # noqa: E402
 
 POLICY = SelectionPolicy(num_sink=64, window_size=512, top_k=32)
 HEADS, GROUP, DIM, PAGE = 8, 4, 128, 64
 READ_TBS = 4.59
-SCALES = (DIM**-0.5 * launch.LOG2E, 1.0)
 """Of scores, for powers of two, and of values."""
 
 
@@ -108,7 +108,7 @@ def time_graph(calls: list[Callable[[], object]], repeats: int = 30) -> float:
 
 
 @contextmanager
-def patched(name: str, value: LaunchConfig | int | None) -> Iterator[None]:
+def patched(name: str, value: TileConfig | int | None) -> Iterator[None]:
     """Make the launcher take ``value`` from the selector ``name``."""
     module = launch if hasattr(launch, name) else launch_select
     stand_in = getattr(module, name) if value is None else lambda *_, **__: value
@@ -158,20 +158,15 @@ def decode_calls(
     for copy in range(copies):
         q, batch = make_batch(pages, [(1, length)] * requests, requests, max_len, copy)
         out = torch.empty_like(q)
+        operands = PagedOperands(q, k_cache, v_cache, out, DIM**-0.5, summary)
         args = (q, summary, batch, POLICY)
         selected = launch.select_blocks(*args, softmax_scale=DIM**-0.5, page_size=PAGE)
-        everything.append(
-            lambda q=q, b=batch, o=out: launch.paged_attention(
-                q, k_cache, v_cache, b, POLICY, DIM**-0.5, summary, None, o
-            )
-        )
+        everything.append(lambda x=operands, b=batch: launch.paged_attention(x, b, POLICY))
         select.append(
             lambda a=args: launch.select_blocks(*a, softmax_scale=DIM**-0.5, page_size=PAGE)
         )
         attend.append(
-            lambda q=q, b=batch, s=selected, o=out: launch.attend(
-                q, k_cache, v_cache, b, rule, s, None, o, SCALES, True
-            )
+            lambda x=operands, b=batch, s=selected: launch.attend(x, b, rule, s, decode=True)
         )
     return everything, select, attend
 
@@ -198,11 +193,11 @@ def time_cold(call: Callable[[], object], repeats: int = 20) -> float:
 
 
 LOGITS_SWEEP = [
-    LaunchConfig(4, 1, 16, n, splits, 4, stages)
+    TileConfig(4, 1, 16, n, splits, 4, stages)
     for n, splits, stages in itertools.product((16, 32), (2, 4, 8, 16, 32, 64), (2, 3, 4))
 ]
 DECODE_SWEEP = [
-    LaunchConfig(4, 1, 16, n, s, w, stages, registers)
+    TileConfig(4, 1, 16, n, s, w, stages, registers)
     for s, (n, w, stages, registers) in itertools.product(
         (1, 2, 3, 12, 16, 20),
         ((64, 4, 2, 128), (64, 2, 2, 0), (64, 4, 2, 0)),
@@ -227,7 +222,8 @@ def run_decode(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) 
                 chosen = [("top_warps", c) for c in TOP_SWEEP]
             for kind, config in chosen:
                 with patched(kind, config):
-                    launch.paged_attention(q, *cache[:2], batch, POLICY, 0.1, cache[2], None, out)
+                    operands = PagedOperands(q, *cache[:2], out, 0.1, cache[2])
+                    launch.paged_attention(operands, batch, POLICY)
             continue
         floor = decode_floor(requests, length)
         if name == "32x64k":
@@ -310,19 +306,18 @@ def run_prefill(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1))
     chunk, length = 16384, 131072
     cache = make_cache(64 if tiny else 2048)
     pages = cache[0].shape[0]
-    scores: list[LaunchConfig | None] = [None]
-    attends: list[LaunchConfig | None] = [None]
+    scores: list[TileConfig | None] = [None]
+    attends: list[TileConfig | None] = [None]
     if sweep:
         scores += [
-            LaunchConfig(4, 64, 256, n, 1, w, s)
-            for n, w, s in ((32, 8, 3), (32, 8, 4), (64, 16, 2))
+            TileConfig(4, 64, 256, n, 1, w, s) for n, w, s in ((32, 8, 3), (32, 8, 4), (64, 16, 2))
         ]
-        scores.append(LaunchConfig(4, 64, 256, 32, 1, 4, 3, hopper=True))
+        scores.append(TileConfig(4, 64, 256, 32, 1, 4, 3, hopper=True))
         attends += [
-            LaunchConfig(h, 64, 64 * h, n, 1, w, s, r)
+            TileConfig(h, 64, 64 * h, n, 1, w, s, r)
             for h, n, w, s, r in ((4, 64, 16, 2, 0), (2, 64, 8, 2, 128))
         ]  # fmt: skip
-        attends.append(LaunchConfig(2, 64, 128, 128, 1, 4, 3, hopper=True))
+        attends.append(TileConfig(2, 64, 128, 128, 1, 4, 3, hopper=True))
     scores, attends = scores[pick[0] :: pick[1]], attends[pick[0] :: pick[1]]
     lengths = [4096] if tiny else [length]
     if not tiny and not sweep:
@@ -339,14 +334,13 @@ def run_prefill(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1))
             )
 
         selected = select()
+        operands = PagedOperands(q, *cache[:2], out, DIM**-0.5, cache[2])
 
-        def attend(q=q, batch=batch, selected=selected, out=out) -> None:
-            launch.attend(q, cache[0], cache[1], batch, POLICY, selected, None, out, SCALES, False)
+        def attend(operands=operands, batch=batch, selected=selected) -> None:
+            launch.attend(operands, batch, POLICY, selected, decode=False)
 
-        def everything(q=q, batch=batch, out=out) -> None:
-            launch.paged_attention(
-                q, cache[0], cache[1], batch, POLICY, DIM**-0.5, cache[2], None, out
-            )
+        def everything(operands=operands, batch=batch) -> None:
+            launch.paged_attention(operands, batch, POLICY)
 
         for kind, fn, options in (
             ("score_config", select, scores),

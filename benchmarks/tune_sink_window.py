@@ -16,15 +16,10 @@ from dataclasses import replace
 
 import torch
 
-from sparsek_kernels.common.device import device_arch
 from sparsek_kernels.sink_window import config as configurations
-from sparsek_kernels.sink_window.config import (
-    LaunchConfig,
-    ProblemShape,
-    TileConfig,
-    select_config,
-)
-from sparsek_kernels.sink_window.launch import launch_backward, launch_forward
+from sparsek_kernels.sink_window import launch
+from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig
+from sparsek_kernels.sink_window.problem import SinkWindowProblem
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
 CALLS = 50
@@ -99,9 +94,8 @@ def tune_few_rows() -> None:
     """Time the kernels for full attention of 512 tokens and 8 heads, inside a CUDA graph."""
     q, k, v = (torch.randn(1, 512, 8, 64, device="cuda", dtype=torch.float16) for _ in range(3))
     out = torch.empty_like(q)
-    spec = AttentionSpec(0, None, False, 64**-0.5)
-    shape = ProblemShape(1, 512, 512, 8, 8, 64, causal=False)
-    base = select_config(shape, q.dtype, device_arch(q.device))
+    problem = SinkWindowProblem(q, k, v, AttentionSpec(0, None, False, 64**-0.5))
+    base = problem.launch_config()
     portable = replace(base, hopper_small=None)
     candidates = {
         f"portable 64x{keys} stages 3": replace(portable, forward=TileConfig(64, keys, 4, 3))
@@ -112,9 +106,7 @@ def tune_few_rows() -> None:
             name = f"2 warpgroups, {blocks} blocks of {keys} keys each"
             candidates[name] = replace(base, hopper_small=TileConfig(64, keys, 4, blocks))
     for label, config in candidates.items():
-        run = captured(
-            lambda config=config: launch_forward(out, None, q, k, v, None, None, None, spec, config)
-        )
+        run = captured(lambda config=config: launch.forward(problem, out, None, config))
         print(f"few-rows {milliseconds(run, 60) / CALLS * 1e3:8.2f} us  {label}", flush=True)
 
 
@@ -139,21 +131,17 @@ def tune(name: str, head_dim: int, which: str) -> None:
     out = torch.empty_like(q)
     lse = torch.empty(1, 32, tokens, device="cuda")
     spec = AttentionSpec(num_sink, window, True, head_dim**-0.5)
-    shape = ProblemShape(1, tokens, tokens, 32, 8, head_dim, num_sink, window)
-    base = select_config(shape, q.dtype, device_arch(q.device))
-    launch_forward(out, lse, q, k, v, None, None, None, spec, base)
+    problem = SinkWindowProblem(q, k, v, spec)
+    base = problem.launch_config()
+    launch.forward(problem, out, lse, base)
     if which == "forward":
         runs = {
-            label: lambda config=config: launch_forward(
-                out, lse, q, k, v, None, None, None, spec, config
-            )
+            label: lambda config=config: launch.forward(problem, out, lse, config)
             for label, config in forward_candidates(base)
         }
     else:
         runs = {
-            label: lambda config=config: launch_backward(
-                dout, None, q, k, v, out, lse, None, None, None, spec, config
-            )
+            label: lambda config=config: launch.backward(problem, out, lse, dout, None, config)
             for label, config in backward_candidates(base)
         }
         tune_parts(next(iter(runs.values())), name)

@@ -20,8 +20,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    NonNegativeInt,
-    PositiveInt,
+    Field,
     ValidationError,
 )
 
@@ -37,6 +36,11 @@ DEFAULTS = "defaults"
 MODEL_CONFIG = "the model's config"
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
+MAX_TOKENS = 2**31 - 1
+"""Positions are 32-bit integers."""
+MAX_BLOCKS = 2**20
+"""Most blocks that a query may select; room for their indices is kept for every query."""
+
 _KUBERNETES_LINKS = re.compile(r"SPARSEK(_\w+)?_(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?$")
 
 
@@ -51,8 +55,24 @@ def _no_booleans(value: object) -> object:
     return value
 
 
-_Count = Annotated[NonNegativeInt, BeforeValidator(_no_booleans)]
-_Positive = Annotated[PositiveInt, BeforeValidator(_no_booleans)]
+def _layer_count_or_indices(value: object) -> object:
+    """Check ``dense_layers`` as a whole, so that a mistake has one message."""
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    members = value if isinstance(value, list | tuple) else (value,)
+    if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in members):
+        raise ValueError(
+            "expected the number of first layers that attend everything, or a list of layer "
+            "indices such as [0, 1, 5]; each is an integer from 0"
+        )
+    return value
+
+
+_Integer = Annotated[int, BeforeValidator(_no_booleans)]
+_Count = Annotated[_Integer, Field(ge=0, le=MAX_TOKENS)]
+_Positive = Annotated[_Integer, Field(gt=0, le=MAX_TOKENS)]
+_Blocks = Annotated[_Integer, Field(gt=0, le=MAX_BLOCKS)]
+_Layers = Annotated[int | tuple[int, ...], BeforeValidator(_layer_count_or_indices)]
 
 
 class SparsityConfig(BaseModel):
@@ -80,10 +100,10 @@ class SparsityConfig(BaseModel):
     num_sink: _Count = 64
     window_size: _Positive = 512
     sel_block_size: _Positive = 64
-    top_k: _Positive = 32
+    top_k: _Blocks = 32
     dense_below: _Count = 4096
     dense_last: _Count = 64
-    dense_layers: _Count | tuple[_Count, ...] = 0
+    dense_layers: _Layers = 0
     score_kind: ScoreKind = "cell_mean"
     query_tile: _Positive = 64
 
@@ -175,11 +195,11 @@ class InfLLMSelection:
     use_nope: bool
 
     @classmethod
-    def read(cls, section: Mapping[str, Any]) -> InfLLMSelection:
+    def read(cls, section: object) -> InfLLMSelection:
         """Read the section of a model's config; absent fields have InfLLM-v2's defaults.
 
         Raises:
-            ConfigError: a field is no number.
+            ConfigError: the section is no object, or a field is no integer.
         """
         defaults = {
             "block_size": 64,
@@ -191,7 +211,9 @@ class InfLLMSelection:
             "kernel_stride": 16,
         }
         try:
-            numbers = {name: int(section.get(name, value)) for name, value in defaults.items()}
+            if not isinstance(section, Mapping):
+                raise TypeError(f"expected an object, got {_shown(section)}")
+            numbers = {name: _integer(name, section, value) for name, value in defaults.items()}
             if numbers["block_size"] < 1:
                 raise ValueError(f"block_size is {numbers['block_size']}")
         except (TypeError, ValueError) as error:
@@ -225,11 +247,31 @@ class InfLLMSelection:
         }
 
 
+def _integer(name: str, section: Mapping[str, Any], default: int) -> int:
+    value = section.get(name, default)
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None or isinstance(value, bool) or (isinstance(value, float) and number != value):
+        raise ValueError(f"{name}: expected an integer, got {_shown(value)}")
+    return number
+
+
+def _shown(value: object) -> str:
+    """The value as in Python source, cut where it would flood the message."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # thousands of digits, or of brackets
+        return f"a value of type {type(value).__name__} that is too long to print"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
 def resolve_config(
-    additional: Mapping[str, Any] | None,
+    additional: object,
     environ: Mapping[str, str],
-    model_sparse_config: Mapping[str, Any] | None = None,
-    model_nsa: Mapping[str, Any] | None = None,
+    model_sparse_config: object = None,
+    model_nsa: object = None,
     batch_invariant: bool = False,
 ) -> ResolvedConfig:
     """Merge the sources, field by field.
@@ -262,7 +304,7 @@ def resolve_config(
     if nsa is not None:
         mode = values["mode"] = "nsa"
     infllm = None
-    if mode in ("auto", "block_topk") and model_sparse_config:
+    if mode in ("auto", "block_topk") and model_sparse_config not in (None, False, {}):
         infllm = InfLLMSelection.read(model_sparse_config)
         for name, value in infllm.settings().items():
             if name not in values:
@@ -304,13 +346,13 @@ def _select_per_token(config: SparsityConfig, sources: dict[str, str]) -> Sparsi
     return config.model_copy(update=fixed)
 
 
-def _read_nsa(mode: object, source: str, section: Mapping[str, Any] | None) -> NSAConfig | None:
+def _read_nsa(mode: object, source: str, section: object) -> NSAConfig | None:
     """Read the model's ``nsa`` section, with which mode ``nsa`` goes and no other.
 
     Raises:
         ConfigError: the mode and the model do not go together, or the section is invalid.
     """
-    if section is None:
+    if section in (None, False):
         if mode == "nsa":
             raise ConfigError(
                 f"SPARSEK setting mode (from {source}): 'nsa' needs a model trained with native "
@@ -321,16 +363,53 @@ def _read_nsa(mode: object, source: str, section: Mapping[str, Any] | None) -> N
     if mode not in ("auto", "nsa"):
         raise ConfigError(
             f"SPARSEK setting mode (from {source}): expected 'nsa' or 'auto' for a model with an "
-            f"nsa section, whose weights no other mode can use, got {mode!r}; remedy: leave mode "
-            "out"
+            f"nsa section, whose weights no other mode can use, got {_shown(mode)}; remedy: leave "
+            "mode out"
         )
     try:
+        if not isinstance(section, Mapping):
+            raise TypeError(f"expected an object, got {_shown(section)}")
         return NSAConfig.from_dict(section)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"SPARSEK: the nsa section of {MODEL_CONFIG} is invalid: {error}; remedy: correct the "
             "model's config.json (docs/nsa.md lists the fields)"
         ) from None
+
+
+def read_section(additional_config: object) -> object:
+    """Return our section of ``--additional-config``; ``None`` where there is none.
+
+    Raises:
+        ConfigError: the flag is no object, or a key of it looks like our section or our fields.
+    """
+    if additional_config is None:
+        return None
+    if not isinstance(additional_config, Mapping):
+        raise ConfigError(
+            f"SPARSEK setting {FLAG}: expected a JSON object, got {_shown(additional_config)}"
+        )
+    example = f'{FLAG} \'{{"{SECTION}": {{"top_k": 16}}}}\''
+    fields = {_plain(name): name for name in FIELD_NAMES}
+    for key in additional_config:
+        plain = _plain(str(key))
+        if key == SECTION:
+            continue
+        if plain in fields:
+            raise ConfigError(
+                f"SPARSEK setting {key} (from {FLAG}) stands outside of the {SECTION} section, "
+                f"where nothing reads it; remedy: write {fields[plain]} as in {example}"
+            )
+        if plain.startswith(SECTION) or difflib.get_close_matches(plain, [SECTION], cutoff=0.75):
+            raise ConfigError(
+                f"SPARSEK setting {key} (from {FLAG}) is unknown; did you mean the section "
+                f"{SECTION}? remedy: correct or remove it, as in {example}"
+            )
+    return additional_config.get(SECTION)
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("_", "").replace("-", "")
 
 
 def _section_settings(section: object) -> dict[str, dict[str, Any]]:
@@ -365,12 +444,12 @@ def _environment_settings(environ: Mapping[str, str]) -> dict[str, dict[str, Any
 
 
 def _parse(name: str, text: str) -> object:
-    """Read an environment variable's text; what is no number stays text for the validator."""
+    """Read a variable as JSON; any other text stays as it is, for the validator to refuse."""
     if name == "dense_layers" and "," in text and not text.startswith("["):
         text = f"[{text}]"
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, thousands of digits, thousands of brackets
         return text
 
 
@@ -385,18 +464,16 @@ def _unknown(name: str, source: str, known: tuple[str, ...]) -> str:
 
 def _describe(error: ValidationError, sources: Mapping[str, str]) -> str:
     """One sentence per invalid field, joined."""
-    parts: dict[str, str] = {}
+    parts = []
     for item in error.errors(include_url=False):
         name = str(item["loc"][0])
-        if name in parts:  # another member of a union says the same
-            continue
         reason = item["msg"].removeprefix("Value error, ")
         reason = reason[:1].lower() + reason[1:]
-        parts[name] = (
-            f"SPARSEK setting {name} (from {sources[name]}): {reason}, got {item['input']!r}; "
-            f"remedy: correct or remove it (default {SparsityConfig.model_fields[name].default!r})"
+        parts.append(
+            f"SPARSEK setting {name} (from {sources[name]}): {reason}, got {_shown(item['input'])};"
+            f" remedy: correct or remove it (default {SparsityConfig.model_fields[name].default!r})"
         )
-    return "; ".join(parts.values())
+    return "; ".join(parts)
 
 
 def _check_agreement(config: SparsityConfig, sources: Mapping[str, str]) -> None:

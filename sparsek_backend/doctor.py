@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from sparsek_backend import __version__
-from sparsek_backend.plugin import BACKEND_NAME
+from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
 Status = Literal["ok", "note", "warning", "problem"]
 Version = tuple[int, ...]

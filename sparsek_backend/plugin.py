@@ -9,28 +9,27 @@ from __future__ import annotations
 
 from typing import Any
 
-BACKEND_NAME = "SPARSEK"
-BACKEND_PATH = "sparsek_backend.vllm_backend.backend.SparseKBackend"
-NSA_ARCHITECTURE = "NSALlamaForCausalLM"
-NSA_MODEL_PATH = "sparsek_backend.vllm_backend.nsa_model:NSALlamaForCausalLM"
+from sparsek_backend.vllm_backend import names
 
 
 def register() -> None:
     """Register the backend with the vLLM that is installed.  Idempotent.
 
-    Four things are added.  Three are for this backend's name alone: a member of vLLM's backend
+    Five things are added.  Three are for this backend's name alone: a member of vLLM's backend
     enum, a check of the settings and the model when an engine is configured, and, on the CPU
     platform (which otherwise replaces every choice by its own backend), the selection of our class.
-    The fourth is the model class of natively sparse checkpoints, by its architecture's name.
+    The others are for natively sparse checkpoints: their config class, by the model type, and their
+    model class, by the architecture's name.
 
     Raises:
         ImportError: if vLLM is not installed.
     """
-    from sparsek_backend.vllm_backend import compat
+    import sparsek_backend.transformers_config  # noqa: F401
+    from sparsek_backend.vllm_backend.register import hook_platform, register_model
 
-    compat.ensure_member(BACKEND_NAME, BACKEND_PATH, backend_member)
-    compat.hook_platform(BACKEND_NAME, BACKEND_PATH)
-    compat.register_model(NSA_ARCHITECTURE, NSA_MODEL_PATH)
+    backend_member()
+    hook_platform(names.BACKEND_NAME, names.BACKEND_PATH)
+    register_model(names.NSA_ARCHITECTURE, names.NSA_MODEL_PATH)
 
 
 def backend_member() -> Any:
@@ -39,6 +38,6 @@ def backend_member() -> Any:
     Pickles of the member refer to this function: a spawned process unpickles its configuration
     before vLLM loads any plugin there, and would otherwise not know the member.
     """
-    from sparsek_backend.vllm_backend import compat
+    from sparsek_backend.vllm_backend.register import ensure_member
 
-    return compat.ensure_member(BACKEND_NAME, BACKEND_PATH, backend_member)
+    return ensure_member(names.BACKEND_NAME, names.BACKEND_PATH, backend_member)

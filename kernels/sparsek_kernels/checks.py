@@ -9,7 +9,9 @@ from itertools import pairwise
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of the kernels
+DTYPES = (*FLOAT_DTYPES, torch.float64)  # of kernels and torch paths
+MAX_HEAD_DIM = 256
 _checked_offsets: MutableMapping[torch.Tensor, tuple[int, int]] = WeakTensorKeyDictionary()
 
 
@@ -44,6 +46,22 @@ def check_tensor(
     return value
 
 
+def check_qkv(q: object, k: object, v: object) -> None:
+    """Check ``q [B, N, Hq, D]`` and ``k`` and ``v`` ``[B, M, Hkv, D]`` of one dtype and device.
+
+    Raises:
+        TypeError: no tensor, or a wrong dtype.
+        ValueError: a wrong shape or device, or KV heads that do not divide the query heads.
+    """
+    q = check_tensor("q", q, ("B", "N", "Hq", "D"), DTYPES)
+    batch, _, num_heads, dim = q.shape
+    k = check_tensor("k", k, (batch, "M", "Hkv", dim), (q.dtype,), q.device)
+    check_tensor("v", v, k.shape, (q.dtype,), q.device)
+    check_heads(num_heads, k.shape[2])
+    if not 1 <= dim <= MAX_HEAD_DIM:
+        raise ValueError(f"q: expected head_dim from 1 to {MAX_HEAD_DIM}, got {dim}")
+
+
 def check_int(name: str, value: object, low: int) -> None:
     """Check an integer, ``low`` or more.
 
@@ -73,7 +91,7 @@ def check_offsets(name: str, offsets: object, total: int, device: torch.device) 
     """Check offsets of packed sequences; their values once per tensor, which waits for the device.
 
     Values are not checked while compiling and while a CUDA graph is captured.  A tensor that was
-    changed in place is checked again, unless it was made in inference mode, which does not tell.
+    changed in place is checked again; tensors of inference mode do not record such changes.
 
     Raises:
         TypeError: no int32 tensor.
@@ -102,9 +120,9 @@ def check_heads(num_heads: int, num_kv_heads: int) -> int:
     """Query heads per KV head.
 
     Raises:
-        ValueError: the KV heads do not divide the query heads.
+        ValueError: there are none, or the KV heads do not divide the query heads.
     """
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
+    if min(num_heads, num_kv_heads) < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"q: expected a multiple of num_kv_heads={num_kv_heads} query heads, got {num_heads}"
         )

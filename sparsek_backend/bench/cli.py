@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -10,16 +11,19 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from sparsek_backend.bench.ceilings import measure_ceilings
 from sparsek_backend.bench.compare import compare_rows
-from sparsek_backend.bench.machine import choose_device, describe_machine, measure_ceilings
+from sparsek_backend.bench.ops import all_ops
 from sparsek_backend.bench.plots import plot_csv
-from sparsek_backend.bench.registry import OURS, BenchOp, Case, all_ops
+from sparsek_backend.bench.registry import OURS, BenchOp, Case
 from sparsek_backend.bench.report import print_bars, print_case, print_comparison
 from sparsek_backend.bench.results import Row, read_csv, write_csv
 from sparsek_backend.bench.runner import Settings, check_bars, run_case
 from sparsek_backend.bench.serve import ServePlan, parse_cases, run_serve, serve_table, write_serve
 from sparsek_backend.bench.workload import load_workloads
+from sparsek_backend.command_line import grouped
 from sparsek_backend.config import resolve_config
+from sparsek_backend.machine import choose_device, describe_machine
 
 app = typer.Typer(help="Benchmarks: kernels, serving, comparisons.", no_args_is_help=True)
 console = Console(width=None)
@@ -104,12 +108,42 @@ def kernels(
         raise typer.Exit(1)
 
 
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of the engines that `serve` starts."""
+
+    dtype: Annotated[str, typer.Option(help="dtype of the engine.")] = "auto"
+    batched_tokens: Annotated[
+        int | None, typer.Option(help="max_num_batched_tokens of the engine.")
+    ] = None
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="gpu_memory_utilization of the engine.")
+    ] = None
+    eager: Annotated[bool, typer.Option(help="enforce_eager: no compilation, no graphs.")] = False
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs per engine.")] = 1
+
+    def arguments(self) -> dict[str, object]:
+        """Arguments of `vllm.LLM`; vLLM's own defaults where an option is left out."""
+        optional = {
+            "max_num_batched_tokens": self.batched_tokens,
+            "gpu_memory_utilization": self.gpu_memory,
+            "enforce_eager": self.eager or None,
+        }
+        return {
+            "dtype": self.dtype,
+            "tensor_parallel_size": self.tensor_parallel,
+            **{name: value for name, value in optional.items() if value is not None},
+        }
+
+
 @app.command()
+@grouped
 def serve(
     model: Annotated[
         str, typer.Option(help="Model folder, or a shape without weights: llama-3.1-8b, tiny.")
     ],
     out: Annotated[Path, typer.Option(help="Folder for CSV, JSON and plot.")],
+    engine: EngineOptions,
     context: Annotated[list[str] | None, typer.Option(help="Prompt tokens: 2k, 8k.")] = None,
     requests: Annotated[
         list[int] | None, typer.Option(help="Requests that decode together.")
@@ -124,26 +158,10 @@ def serve(
     output_tokens: Annotated[int, typer.Option(help="Tokens generated per request.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Samples per case and round.")] = 3,
     rounds: Annotated[int, typer.Option(min=1, help="Engines of each backend, in turn.")] = 1,
-    dtype: Annotated[str, typer.Option(help="dtype of the engine.")] = "auto",
-    batched_tokens: Annotated[
-        int | None, typer.Option(help="max_num_batched_tokens of the engine.")
-    ] = None,
-    gpu_memory: Annotated[
-        float | None, typer.Option(help="gpu_memory_utilization of the engine.")
-    ] = None,
-    eager: Annotated[bool, typer.Option(help="enforce_eager: no compilation, no graphs.")] = False,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs per engine.")] = 1,
     name: Annotated[str, typer.Option(help="Stem of the result files.")] = "serve",
     commit: Annotated[str, typer.Option(help="Commit to record where there is no git.")] = "",
 ) -> None:
     """TTFT and TPOT in vLLM: its own backend against SPARSEK, each in processes of its own."""
-    engine: dict[str, object] = {"dtype": dtype, "tensor_parallel_size": tensor_parallel}
-    if batched_tokens is not None:
-        engine["max_num_batched_tokens"] = batched_tokens
-    if gpu_memory is not None:
-        engine["gpu_memory_utilization"] = gpu_memory
-    if eager:
-        engine["enforce_eager"] = True
     try:
         plan = ServePlan(
             model=model,
@@ -153,7 +171,7 @@ def serve(
             output_tokens=output_tokens,
             repeats=repeats,
             rounds=rounds,
-            engine=engine,
+            engine=engine.arguments(),
         )
         rows = run_serve(plan, describe_machine(choose_device(), commit), _say)
     except (ValueError, ImportError, RuntimeError) as error:

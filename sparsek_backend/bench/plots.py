@@ -8,6 +8,7 @@ from typing import Any
 
 from sparsek_backend.bench.registry import OURS
 from sparsek_backend.bench.results import Row, read_csv, speedup
+from sparsek_backend.pyplot import import_pyplot
 
 _COLOURS = ("#1b6ca8", "#e07a1f", "#3f9142", "#b03a5b", "#7a5ba6", "#6b6b6b", "#2aa198")
 
@@ -33,18 +34,6 @@ def plot_csv(csv_path: Path, out_dir: Path) -> list[Path]:
         pyplot.close(figure)
         written.append(path)
     return written
-
-
-def import_pyplot() -> Any:
-    """matplotlib's pyplot on the file-only backend."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'sparsek-backend[bench]'") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as pyplot
-
-    return pyplot
 
 
 def _figure(pyplot: Any, op: str, rows: list[Row]) -> Any:

@@ -137,22 +137,6 @@ def register(op: BenchOp) -> BenchOp:
     return op
 
 
-def get_op(name: str) -> BenchOp:
-    """The op of that name; ValueError that lists the known ones otherwise."""
-    load_ops()
-    if name not in _OPS:
-        raise ValueError(f"op: expected one of {', '.join(sorted(_OPS))}, got {name!r}")
-    return _OPS[name]
-
-
-def all_ops() -> list[BenchOp]:
-    """Every registered op, by name."""
-    load_ops()
-    return [_OPS[name] for name in sorted(_OPS)]
-
-
-def load_ops() -> None:
-    """Import the modules that register ops."""
-    from sparsek_backend.bench import ops
-
-    ops.load()
+def registered() -> dict[str, BenchOp]:
+    """The ops whose modules have been imported, by name."""
+    return dict(sorted(_OPS.items()))

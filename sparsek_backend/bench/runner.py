@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsek_backend.bench.machine import Ceilings, Machine
+from sparsek_backend.bench.ceilings import Ceilings
 from sparsek_backend.bench.registry import OURS, BenchOp, Case, Outputs, Provider, Unavailable
 from sparsek_backend.bench.results import Row
 from sparsek_backend.bench.timing import Timed, Timing, make_timed, time_interleaved
+from sparsek_backend.machine import Machine
 
 _MIB = 1 << 20
 

@@ -14,14 +14,14 @@ from typing import Any
 
 from rich.table import Table
 
-from sparsek_backend.bench.machine import Machine
 from sparsek_backend.bench.report import verdict
 from sparsek_backend.bench.serve_plot import plot_serve
 from sparsek_backend.bench.shapes import SHAPES, write_shape
 from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.bench.timing import quantile
 from sparsek_backend.eval.workers import run_worker
-from sparsek_backend.plugin import BACKEND_NAME
+from sparsek_backend.machine import Machine
+from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
 WORKER = "sparsek_backend.bench.serve_worker"
 SILENCE_LIMIT = 1800.0

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparsek_backend.bench.plots import import_pyplot
-from sparsek_backend.plugin import BACKEND_NAME
+from sparsek_backend.pyplot import import_pyplot
+from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
 _BASELINE_COLOUR, _OUR_COLOUR = "#6b6b6b", "#1b6ca8"
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsek_backend.bench.registry import BenchOp, Case, get_op
+from sparsek_backend.bench.ops import get_op
+from sparsek_backend.bench.registry import BenchOp, Case
 from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.bench.timing import TIMINGS
 

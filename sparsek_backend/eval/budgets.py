@@ -59,7 +59,7 @@ class Budget:
             return 1.0
         policy = self.policy()
         shares = (policy.attended_tokens(i) / (i + 1) for i in range(length))
-        return sum(shares) / length
+        return float(sum(shares)) / length
 
 
 DENSE = Budget("dense", None)

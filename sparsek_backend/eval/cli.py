@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sparsek_backend.bench.plots import import_pyplot
 from sparsek_backend.eval.budgets import DEFAULT_BUDGETS, Budget, parse_budgets
 from sparsek_backend.eval.job import Job
 from sparsek_backend.eval.plot import plot_results
@@ -22,6 +21,7 @@ from sparsek_backend.eval.served import ServedScorer
 from sparsek_backend.eval.tasks import read_texts
 from sparsek_backend.eval.worker import score
 from sparsek_backend.eval.workers import run_worker
+from sparsek_backend.pyplot import import_pyplot
 
 app = typer.Typer(help="Quality: what is lost by attending less.")
 console = Console()
@@ -230,7 +230,7 @@ def _default_model() -> Path:
 
 
 def _machine(commit: str) -> dict[str, Any]:
-    from sparsek_backend.bench.machine import choose_device, describe_machine
+    from sparsek_backend.machine import choose_device, describe_machine
 
     return asdict(describe_machine(choose_device(), commit))
 

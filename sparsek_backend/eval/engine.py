@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparsek_backend.plugin import BACKEND_NAME, register
+from sparsek_backend.plugin import register
+from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
 
 def open_engine(

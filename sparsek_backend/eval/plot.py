@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparsek_backend.bench.plots import import_pyplot
 from sparsek_backend.eval.results import BudgetResult, summary_rows
+from sparsek_backend.pyplot import import_pyplot
 
 
 def plot_results(results: Sequence[BudgetResult], path: Path, title: str) -> Path:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
 
 from sparsek_kernels.nsa.spec import NSASpec
@@ -10,9 +13,9 @@ from sparsek_kernels.nsa.spec import NSASpec
 class NSACache:
     """What one layer keeps of the tokens seen so far, for a batch of equally long sequences.
 
-    Keys are stored rotated.  Of the compressed branch only finished blocks are kept, with the
-    unrotated tokens that an unfinished block still needs (fewer than ``cmp_block_size``).  All
-    buffers are allocated once.
+    Keys are stored rotated, and attended, in the cache's dtype.  Of the compressed branch only
+    finished blocks are kept, with the unrotated tokens that an unfinished block still needs (fewer
+    than ``cmp_block_size``).  All buffers are allocated once.
 
     Args:
         spec: block sizes of the layer.
@@ -48,6 +51,11 @@ class NSACache:
         self.compressed = make(spec.num_compressed(max_len))
         self.pending = make(0)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the keys and values."""
+        return self.selected.dtype
+
     def append_tokens(
         self,
         selected: tuple[torch.Tensor, torch.Tensor],
@@ -78,7 +86,7 @@ class NSACache:
 
         What the next unfinished block needs of them is kept.
         """
-        tokens = torch.cat([self.pending, torch.stack([k, v])], dim=2)
+        tokens = torch.cat([self.pending, torch.stack([k, v]).to(self.dtype)], dim=2)
         finished = self.spec.num_compressed(tokens.shape[2])
         self.pending = tokens[:, :, finished * self.spec.cmp_stride :].clone()
         return tokens[0], tokens[1]
@@ -89,3 +97,20 @@ class NSACache:
         self.compressed[0, :, rows] = k_cmp
         self.compressed[1, :, rows] = v_cmp
         self.compressed_length = rows.stop
+
+
+@contextmanager
+def unchanged_on_error(caches: Iterable[NSACache]) -> Iterator[None]:
+    """Give caches back the tokens that they had before the block if it raises.
+
+    Rows past a cache's length are never read, so its lengths and its unfinished block are all that
+    has to be restored.
+    """
+    before = [(cache, cache.length, cache.compressed_length, cache.pending) for cache in caches]
+    try:
+        yield
+    except BaseException:
+        for cache, length, compressed_length, pending in before:
+            cache.length, cache.compressed_length = length, compressed_length
+            cache.pending = pending
+        raise

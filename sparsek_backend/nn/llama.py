@@ -1,25 +1,30 @@
 """A Llama-shaped language model with native sparse attention, to train here and to serve in vLLM.
 
-Its folder (``save_pretrained``) is what ``vllm serve FOLDER --attention-backend SPARSEK`` reads.
+Its folder (``save_pretrained``) is what ``vllm serve FOLDER --attention-backend SPARSEK`` and
+``from_pretrained`` read.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from sparsek_backend.nn.cache import NSACache
+from sparsek_backend.nn.cache import NSACache, unchanged_on_error
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.native_sparse_attention import NativeSparseAttention
 
 ARCHITECTURE = "NSALlamaForCausalLM"
 """Under this name vLLM finds the model class that serves such a folder."""
+MODEL_TYPE = "nsa_llama"
+"""Under this name Transformers finds the config class, and no other model in such a folder."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +63,33 @@ class NSALlamaConfig:
         """``config.json`` of a checkpoint."""
         return {
             "architectures": [ARCHITECTURE],
-            "model_type": "llama",
+            "model_type": MODEL_TYPE,
             "hidden_act": "silu",
             **asdict(self),
         }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> NSALlamaConfig:
+        """Read ``config.json`` of a checkpoint; what is no size of this model is not looked at.
+
+        Raises:
+            TypeError: a field of ``nsa`` has a wrong type.
+            ValueError: another architecture, a field that is missing, or one that is no part of
+                ``nsa`` or out of range.
+        """
+        if values.get("architectures") != [ARCHITECTURE]:
+            raise ValueError(
+                f"architectures: expected {[ARCHITECTURE]}, got {values.get('architectures')}"
+            )
+        known = {item.name: item for item in fields(cls)}
+        optional = {name for name, item in known.items() if item.default is not MISSING}
+        missing = sorted(known.keys() - optional - values.keys())
+        if missing:
+            raise ValueError(
+                f"{missing[0]}: expected this field of a checkpoint's config, got none"
+            )
+        given = {name: values[name] for name in known if name in values}
+        return cls(**{**given, "nsa": NSAConfig.from_dict(values["nsa"])})
 
 
 class _MLP(nn.Module):
@@ -145,7 +173,8 @@ class NSALlamaForCausalLM(nn.Module):
 
         Args:
             tokens: ``[B, N]``.
-            caches: earlier tokens, a cache for every layer, to which these are appended.
+            caches: earlier tokens, a cache for every layer, to which these are appended; after any
+                error they are as they were.
             compressed_only: ``[B]`` bool, for training: see :class:`NativeSparseAttention`.
 
         Returns:
@@ -159,28 +188,89 @@ class NSALlamaForCausalLM(nn.Module):
                 f"caches: expected one for each of {len(self.model.layers)} layers, "
                 f"got {len(caches)}"
             )
-        x = self.model.embed_tokens(tokens)
-        for index, layer in enumerate(self.model.layers):
-            x = layer(x, None if caches is None else caches[index], compressed_only)
-        logits: torch.Tensor = self.lm_head(self.model.norm(x))
-        return logits
+        with unchanged_on_error(caches or ()):
+            x = self.model.embed_tokens(tokens)
+            for index, layer in enumerate(self.model.layers):
+                x = layer(x, None if caches is None else caches[index], compressed_only)
+            logits: torch.Tensor = self.lm_head(self.model.norm(x))
+            return logits
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``config.json`` and ``model.safetensors`` into ``folder``, made if it is missing.
 
+        The weights of a sharded model (``fully_shard``) are gathered one after another: all ranks
+        call this, rank 0 writes, and the folder is complete when it returns.
+
         Raises:
             ImportError: safetensors is not installed.
         """
-        try:
-            from safetensors.torch import save_file
-        except ImportError as error:
-            raise ImportError("safetensors is not installed; pip install safetensors") from error
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        state = {name: x.detach().cpu().contiguous() for name, x in self.state_dict().items()}
+        save_file = _safetensors().save_file
+        weights = self.state_dict()
         if self.config.tie_word_embeddings:
-            del state["lm_head.weight"]
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-        dtype = str(self.lm_head.weight.dtype).removeprefix("torch.")
-        values = {**self.config.to_dict(), "dtype": dtype}
-        (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            del weights["lm_head.weight"]
+        sharded = any(isinstance(x, DTensor) for x in weights.values())
+        writes = not sharded or dist.get_rank() == 0
+        state = {}
+        for name, x in weights.items():
+            whole = _whole(x.detach())
+            if writes:
+                state[name] = whole.cpu().contiguous()
+        try:
+            if writes:
+                folder = Path(folder)
+                folder.mkdir(parents=True, exist_ok=True)
+                save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+                dtype = str(self.lm_head.weight.dtype).removeprefix("torch.")
+                values = json.dumps({**self.config.to_dict(), "dtype": dtype}, indent=2)
+                (folder / "config.json").write_text(values + "\n", encoding="utf-8")
+        finally:
+            if sharded:
+                dist.barrier()
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> NSALlamaForCausalLM:
+        """The model of a folder that :meth:`save_pretrained` wrote, on the CPU, in its dtype.
+
+        Raises:
+            ImportError: safetensors is not installed.
+            ValueError: a file is missing, the config is no such model's, or the weights are not
+                those of the config.
+        """
+        folder = Path(folder)
+        load_file = _safetensors().load_file
+        for name in ("config.json", "model.safetensors"):
+            if not (folder / name).is_file():
+                raise ValueError(f"folder: expected {name} in it, got {str(folder)!r} without one")
+        text = (folder / "config.json").read_text(encoding="utf-8")
+        with torch.device("meta"):
+            model = cls(NSALlamaConfig.from_dict(json.loads(text)))
+        try:
+            state = load_file(folder / "model.safetensors")
+        except Exception as error:  # the library's own error type is no public name
+            raise ValueError(f"model.safetensors: expected that format, got {error}") from error
+        if model.config.tie_word_embeddings and "model.embed_tokens.weight" in state:
+            state["lm_head.weight"] = state["model.embed_tokens.weight"]
+        try:
+            model.load_state_dict(state, assign=True)
+        except RuntimeError as error:
+            raise ValueError(f"model.safetensors: expected its config's, got {error}") from error
+        if model.config.tie_word_embeddings:
+            model.lm_head.weight = model.model.embed_tokens.weight
+        return model
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be sharded, for which every rank calls this."""
+    if not isinstance(x, DTensor):
+        return x
+    shard: Any = x.to(x.device_mesh.device_type)  # offloaded shards go back first
+    whole: torch.Tensor = shard.full_tensor()
+    return whole
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("safetensors is not installed; pip install safetensors") from error
+    return safetensors.torch

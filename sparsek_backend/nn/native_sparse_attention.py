@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsek_backend.nn.cache import NSACache
+from sparsek_backend.nn.cache import NSACache, unchanged_on_error
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.rotary import rotate
 from sparsek_kernels import nsa_attention, nsa_compress
+from sparsek_kernels.nsa.checks import check_sequences
 from sparsek_kernels.nsa.compress.mlp import PhiWeights
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
 
@@ -173,8 +174,15 @@ class NativeSparseAttention(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> NSACache:
-        """An empty cache for ``batch`` sequences of up to ``max_len`` tokens."""
+        """An empty cache for ``batch`` sequences of up to ``max_len`` tokens.
+
+        Attention over a cache runs in the cache's dtype: by default that of the keys, the weights'
+        or autocast's where this is called under autocast.
+        """
         weight = self.q_proj.weight
+        kind = weight.device.type
+        if dtype is None and weight.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
         return NSACache(
             self.config.spec,
             batch,
@@ -216,6 +224,38 @@ class NativeSparseAttention(nn.Module):
             block = block - offsets[seq.clamp(max=offsets.shape[0] - 2)]
         return self._rotate(k_cmp, (block + first_block) * stride), v_cmp
 
+    def _check_inputs(
+        self,
+        hidden_states: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        cache: NSACache | None,
+        compressed_only: torch.Tensor | None,
+    ) -> None:
+        if hidden_states.dim() != 3 or hidden_states.shape[2] != self.hidden_size:
+            raise ValueError(
+                f"hidden_states: expected shape [B, N, {self.hidden_size}], "
+                f"got {list(hidden_states.shape)}"
+            )
+        count, num_tokens, _ = hidden_states.shape
+        if cu_seqlens is not None:
+            if cache is not None:
+                raise ValueError("cache: expected None with cu_seqlens, got a cache")
+            if count != 1:
+                raise ValueError(
+                    f"hidden_states: expected batch size 1 with cu_seqlens, got {count}"
+                )
+            check_sequences(cu_seqlens, num_tokens, hidden_states.device)
+            count = cu_seqlens.shape[0] - 1
+        if compressed_only is None:
+            return
+        due = (torch.bool, (count,), hidden_states.device)
+        if (compressed_only.dtype, compressed_only.shape, compressed_only.device) != due:
+            raise ValueError(
+                f"compressed_only: expected bool of shape [{count}], one a sequence, on "
+                f"{hidden_states.device}, got {compressed_only.dtype} of shape "
+                f"{list(compressed_only.shape)} on {compressed_only.device}"
+            )
+
     def attention_inputs(
         self,
         hidden_states: torch.Tensor,
@@ -235,29 +275,10 @@ class NativeSparseAttention(nn.Module):
         Raises:
             ValueError: see :meth:`forward`.
         """
-        if hidden_states.dim() != 3 or hidden_states.shape[2] != self.hidden_size:
-            raise ValueError(
-                f"hidden_states: expected shape [B, N, {self.hidden_size}], "
-                f"got {list(hidden_states.shape)}"
-            )
-        if cache is not None and cu_seqlens is not None:
-            raise ValueError("cache: expected None with cu_seqlens, got a cache")
+        self._check_inputs(hidden_states, cu_seqlens, cache, compressed_only)
         num_tokens = hidden_states.shape[1]
         positions = torch.arange(num_tokens, device=hidden_states.device)
-        shut = compressed_only
-        if shut is not None:
-            count = hidden_states.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            if (shut.dtype, shut.shape, shut.device) != (
-                torch.bool,
-                (count,),
-                hidden_states.device,
-            ):
-                raise ValueError(
-                    f"compressed_only: expected bool of shape [{count}], one a sequence, on "
-                    f"{hidden_states.device}, got {shut.dtype} of shape {list(shut.shape)} on "
-                    f"{shut.device}"
-                )
-            shut = shut[:, None, None]
+        shut = None if compressed_only is None else compressed_only[:, None, None]
         if cu_seqlens is not None:
             seq = torch.searchsorted(cu_seqlens[1:], positions.int(), right=True)
             positions = positions - cu_seqlens[seq]
@@ -271,23 +292,23 @@ class NativeSparseAttention(nn.Module):
         k_slc = self._rotate(keys[1], positions)
         k_swa = k_slc if self.config.shared_kv else self._rotate(keys[2], positions)
         v_slc, v_swa = values[1], values[2]
-        if cache is None:
-            k_cmp, v_cmp = self._compress(keys[0], values[0], cu_seqlens, 0)
-        else:
-            cache.append_tokens((k_slc, v_slc), (k_swa, v_swa))  # first: it may refuse
-            first_block = cache.compressed_length
-            cache.append_compressed(
-                *self._compress(*cache.take_pending(keys[0], values[0]), None, first_block)
-            )
-            k_cmp, v_cmp = cache.compressed[:, :, : cache.compressed_length]
-            k_slc, v_slc = cache.selected[:, :, : cache.length]
-            reach = max(cache.length - num_tokens - self.config.window_size + 1, 0)
-            k_swa, v_swa = cache.sliding[:, :, reach : cache.length]
         hidden = nn.functional.silu(self.gate_in(hidden_states))
         gates = torch.sigmoid(self.gate_out(hidden)).unflatten(-1, (3, self.num_heads))
         g_cmp, g_slc, g_swa = gates.unbind(2)
         if shut is not None:
             g_slc, g_swa = g_slc.masked_fill(shut, 0.0), g_swa.masked_fill(shut, 0.0)
+        if cache is None:
+            k_cmp, v_cmp = self._compress(keys[0], values[0], cu_seqlens, 0)
+        else:
+            q = q.to(cache.dtype)
+            with unchanged_on_error([cache]):
+                cache.append_tokens((k_slc, v_slc), (k_swa, v_swa))  # first: it may refuse
+                tokens = cache.take_pending(keys[0], values[0])
+                cache.append_compressed(*self._compress(*tokens, None, cache.compressed_length))
+            k_cmp, v_cmp = cache.compressed[:, :, : cache.compressed_length]
+            k_slc, v_slc = cache.selected[:, :, : cache.length]
+            reach = max(cache.length - num_tokens - self.config.window_size + 1, 0)
+            k_swa, v_swa = cache.sliding[:, :, reach : cache.length]
         return {
             **{"q": q, "k": k_slc, "v": v_slc},
             **{"g_cmp": g_cmp, "g_slc": g_slc, "g_swa": g_swa},
@@ -322,14 +343,20 @@ class NativeSparseAttention(nn.Module):
             ``[B, N, hidden_size]``.
 
         Raises:
-            ValueError: a wrong shape, ``cache`` with ``cu_seqlens``, or a cache of another batch
-                or without room, which is left as it was.
+            TypeError: ``cu_seqlens`` is no int32 tensor.
+            ValueError: a wrong shape, offsets that do not ascend from 0 to N, ``cache`` with
+                ``cu_seqlens``, or a cache of another batch or without room.
+
+        After any error the cache is as it was.
         """
-        inputs = self.attention_inputs(
-            hidden_states, cu_seqlens=cu_seqlens, cache=cache, compressed_only=compressed_only
-        )
-        out = nsa_attention(**inputs)
-        if not isinstance(out, torch.Tensor):
-            raise TypeError(f"nsa_attention: expected a tensor, got {type(out).__name__}")
-        projected: torch.Tensor = self.o_proj(out.flatten(2))
-        return projected
+        with unchanged_on_error(() if cache is None else (cache,)):
+            inputs = self.attention_inputs(
+                hidden_states, cu_seqlens=cu_seqlens, cache=cache, compressed_only=compressed_only
+            )
+            out = nsa_attention(**inputs)
+            if not isinstance(out, torch.Tensor):
+                raise TypeError(f"nsa_attention: expected a tensor, got {type(out).__name__}")
+            if cache is not None:
+                out = out.to(hidden_states.dtype)
+            projected: torch.Tensor = self.o_proj(out.flatten(2))
+            return projected

@@ -11,7 +11,8 @@ import torch
 
 from sparsek_backend.patterns.learn import BlockMass, Heads, Scope
 from sparsek_backend.patterns.pattern import BlockSparsePattern
-from sparsek_backend.transformers_op import sparsek_mask
+from sparsek_backend.transformers_op.mask import LazyMask, sparsek_mask
+from sparsek_backend.transformers_op.visibility import Visibility
 from sparsek_kernels import block_sparse_attention
 
 # Transformers is there: the import above says so, or how to install it.
@@ -21,10 +22,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # isort: skip
 
 _NAME = "sparsek_patterns"
 _UNSERVED = {
-    "sliding_window": "a sliding window",
     "softcap": "a logit soft cap",
     "s_aux": "learned sinks",
     "position_bias": "a position bias",
+    "cu_seq_lens_q": "packed texts",
 }
 """What Transformers passes to layers that are more than plain causal attention."""
 
@@ -72,7 +73,7 @@ def learn_model_patterns(
     Raises:
         ModuleNotFoundError: Transformers is missing; the message has the install command.
         NotImplementedError: a layer that is not plain causal attention over whole sequences: a
-            window, a mask, a soft cap, learned sinks; the message names it.
+            window, chunks, a mask, a soft cap, learned sinks; the message names it.
         ValueError: no batches, or lengths that differ.
     """
     recorder = _Recorder(block_size)
@@ -130,14 +131,22 @@ def _attention(
     active, layer = _active.get(), int(module.layer_idx)  # type: ignore[arg-type]
     executed = not isinstance(active, _Recorder) and layer in active
     causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
+    rule = Visibility(causal=getattr(module, "is_causal", True) if causal is None else causal)
+    if isinstance(attention_mask, LazyMask):
+        rule = attention_mask.rule
+    window = rule.window_size is not None or kwargs.get("sliding_window") is not None
     reasons = {
-        "a mask or padding": attention_mask is not None,
+        "a mask": attention_mask is not None and not isinstance(attention_mask, LazyMask),
+        "padding": rule.real is not None,
+        "chunks": rule.chunked,
+        "packed texts": rule.groups is not None and not rule.chunked,
+        "a sliding window": window,
         "cached keys": query.shape[2] != key.shape[2],
-        "attention without causality": not causal,
+        "attention without causality": not rule.causal,
         "attention dropout": executed and bool(kwargs.get("dropout")),
-        **{words: kwargs.get(name) is not None for name, words in _UNSERVED.items()},
     }
+    for name, words in _UNSERVED.items():
+        reasons[words] = reasons.get(words, False) or kwargs.get(name) is not None
     found = [words for words, holds in reasons.items() if holds]
     if found:
         raise NotImplementedError(
@@ -152,7 +161,7 @@ def _attention(
         out = block_sparse_attention(q, k, v, active[layer], causal=True, softmax_scale=scaling)
         return cast(torch.Tensor, out), None
     dense: tuple[torch.Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, None, scaling=scaling, **kwargs
+        module, query, key, value, None, scaling=scaling, **kwargs | {"is_causal": True}
     )
     return dense
 

@@ -12,7 +12,7 @@ import torch
 
 from sparsek_backend.patterns import storage
 from sparsek_backend.patterns.ranking import fixed_blocks, heaviest_blocks
-from sparsek_kernels.block_sparse.structure import BlockStructure, indices_of_mask
+from sparsek_kernels.block_sparse.structure import MAX_BLOCKS, BlockStructure, indices_of_mask
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -226,20 +226,27 @@ class BlockSparsePattern(BlockStructure):
 
         Raises:
             ImportError: safetensors is missing; the message has the install command.
-            ValueError: the file is damaged, no pattern, or of a later version.
+            ValueError: the file is missing, damaged, no pattern, or of a later version; the message
+                names the file and the field.
         """
-        return cls(**storage.read(Path(path), device))
+        fields, expected = storage.read(Path(path))
+        try:
+            pattern = cls(**fields)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{error} in {path}") from error
+        found = storage.digest(pattern._tensors(), pattern.block_size, pattern.shape)
+        if expected not in (None, found):
+            raise ValueError(f"sha256: expected {found} of what it holds, got {expected} in {path}")
+        return pattern.to(device)
 
     def save(self, path: str | Path) -> None:
         """Write the pattern to a safetensors file.
 
         Raises:
             ImportError: safetensors is missing; the message has the install command.
+            ValueError: more than 2^26 key blocks, those of all patterns together.
         """
-        tensors = {"crow_indices": self.crow_indices, "col_indices": self.col_indices}
-        if self.weights is not None:
-            tensors["weights"] = self.weights
-        storage.write(Path(path), tensors, self.block_size, self.shape)
+        storage.write(Path(path), self._tensors(), self.block_size, self.shape)
 
     @property
     def density(self) -> float:
@@ -337,7 +344,8 @@ class BlockSparsePattern(BlockStructure):
         """
         from sparsek_backend.patterns.plot import draw
 
-        return draw(self, patterns)
+        mass = None if self.weights is None else self.mass().cpu()
+        return draw(self.mask().cpu(), mass, self.block_size, patterns)
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in self.__rich_repr__())
@@ -350,6 +358,11 @@ class BlockSparsePattern(BlockStructure):
         yield "density", round(self.density, 4)
         yield "learned", self.weights is not None
         yield "device", str(self.device)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """What a file holds."""
+        tensors = {"crow_indices": self.crow_indices, "col_indices": self.col_indices}
+        return tensors if self.weights is None else {**tensors, "weights": self.weights}
 
     def _dense(self, values: torch.Tensor) -> torch.Tensor:
         """``[P, R, C]`` with a value at every listed block, 0 elsewhere."""
@@ -382,8 +395,10 @@ def _pairs(pairs: Any) -> torch.Tensor | None:
 
 def _check_shape(shape: Any) -> tuple[int, int]:
     sizes = tuple(shape) if isinstance(shape, Sequence) else ()
-    if len(sizes) != 2 or any(type(n) is not int or n < 0 for n in sizes):
-        raise ValueError(f"shape: expected (query blocks, key blocks), got {shape!r}")
+    if len(sizes) != 2 or any(type(n) is not int or not 0 <= n <= MAX_BLOCKS for n in sizes):
+        raise ValueError(
+            f"shape: expected (query blocks, key blocks), up to {MAX_BLOCKS} each, got {shape!r}"
+        )
     return sizes
 
 

@@ -5,16 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from sparsek_backend.patterns.pattern import BlockSparsePattern
 
 MOST_PANELS, COLUMNS = 16, 4
 
 
-def draw(pattern: BlockSparsePattern, patterns: Sequence[int] | None) -> Figure:
-    """A figure of the patterns (the first 16 by default), darker where a block weighs more."""
+def draw(
+    mask: torch.Tensor, mass: torch.Tensor | None, block_size: int, patterns: Sequence[int] | None
+) -> Figure:
+    """A figure of the patterns (the first 16 by default), darker where a block weighs more.
+
+    Args:
+        mask: ``[P, R, C]`` bool, the listed blocks.
+        mass: ``[P, R, C]`` fp32, their weights; all weigh the same when ``None``.
+        block_size: tokens along a side of a block.
+        patterns: which to draw.
+    """
     try:
         from matplotlib.colors import PowerNorm
         from matplotlib.figure import Figure
@@ -22,12 +31,11 @@ def draw(pattern: BlockSparsePattern, patterns: Sequence[int] | None) -> Figure:
         raise ImportError(
             "figures need matplotlib: pip install 'sparsek-backend[patterns]'"
         ) from error
-    total = pattern.num_patterns
+    total = mask.shape[0]
     chosen = list(range(min(total, MOST_PANELS))) if patterns is None else list(patterns)
     if not chosen or any(not 0 <= p < total for p in chosen):
         raise ValueError(f"patterns: expected some of 0 to {total - 1}, got {chosen}")
-    mask = pattern.mask().cpu()
-    shade = mask.float() if pattern.weights is None else pattern.mass().cpu()
+    shade = mask.float() if mass is None else mass
     # A block that is listed shows, however little it weighs.
     shade = (0.2 + 0.8 * shade / shade.amax().clamp(min=1e-30)).where(mask, 0.0)
     across = min(len(chosen), COLUMNS)
@@ -40,6 +48,6 @@ def draw(pattern: BlockSparsePattern, patterns: Sequence[int] | None) -> Figure:
         axis.tick_params(labelsize=7)
     for axis in axes[len(chosen) :]:
         axis.set_visible(False)
-    figure.supxlabel(f"key blocks of {pattern.block_size}", fontsize=9)
-    figure.supylabel(f"query blocks of {pattern.block_size}", fontsize=9)
+    figure.supxlabel(f"key blocks of {block_size}", fontsize=9)
+    figure.supylabel(f"query blocks of {block_size}", fontsize=9)
     return figure

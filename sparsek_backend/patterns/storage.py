@@ -1,7 +1,8 @@
-"""Pattern files: safetensors with a format name and a version in the header."""
+"""Pattern files: safetensors with a format name, a version and a digest in the header."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -9,34 +10,51 @@ import torch
 
 FORMAT = "sparsek.block_sparse_pattern"
 VERSION = 1
+MAX_COLUMNS = 1 << 26
+"""Key blocks of all patterns of a file: a damaged number must not claim all memory."""
+_SIZES = ("block_size", "num_rows", "num_cols")
+_HEADER = ("format", "version", *_SIZES, "sha256")
+_DTYPES = {"crow_indices": torch.int32, "col_indices": torch.int32, "weights": torch.float32}
+_MAX_DIGITS = 18
 
 
 def write(
     path: Path, tensors: dict[str, torch.Tensor], block_size: int, shape: tuple[int, int]
 ) -> None:
-    """Write the tensors, with the rest in the header."""
+    """Write the tensors, with the rest in the header.
+
+    Raises:
+        ValueError: more key blocks than a file may have.
+    """
     _, save_file = _safetensors()
+    _check_columns(tensors["crow_indices"], shape[1], path)
+    tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
     header = {
         "format": FORMAT,
         "version": str(VERSION),
         "block_size": str(block_size),
         "num_rows": str(shape[0]),
         "num_cols": str(shape[1]),
+        "sha256": digest(tensors, block_size, shape),
     }
-    save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, path, header)
+    save_file(tensors, path, header)
 
 
-def read(path: Path, device: torch.device | str) -> dict[str, Any]:
-    """The fields of a saved pattern, yet to be checked as a pattern.
+def read(path: Path) -> tuple[dict[str, Any], str | None]:
+    """The fields of a saved pattern, yet to be checked as a pattern, and the file's digest.
+
+    Files of earlier releases have no digest.
 
     Raises:
-        ValueError: no safetensors file, another format or version, or a missing field.
+        ValueError: no safetensors file, another format or version, or a field that is missing,
+            unknown, of a wrong type or out of range.
     """
     safe_open, _ = _safetensors()
     if not path.is_file():
-        raise ValueError(f"path: expected a pattern file, got {str(path)!r} which does not exist")
+        reason = "is no file" if path.exists() else "does not exist"
+        raise ValueError(f"path: expected a pattern file, got {str(path)!r} which {reason}")
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        with safe_open(path, framework="pt", device="cpu") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except Exception as error:  # the library's own error type is no public name
@@ -45,22 +63,40 @@ def read(path: Path, device: torch.device | str) -> dict[str, Any]:
         raise ValueError(f"format: expected {FORMAT!r}, got {header.get('format')!r} in {path}")
     if header.get("version") != str(VERSION):
         raise ValueError(f"version: expected {VERSION}, got {header.get('version')!r} in {path}")
-    sizes = {}
-    for name in ("block_size", "num_rows", "num_cols"):
-        value = header.get(name, "")
-        if not value.isdecimal():
-            raise ValueError(f"{name}: expected a number, got {value!r} in {path}")
-        sizes[name] = int(value)
-    for name in ("crow_indices", "col_indices"):
-        if name not in tensors:
-            raise ValueError(f"{name}: expected a tensor of that name, got none in {path}")
-    return {
-        "block_size": sizes["block_size"],
-        "shape": (sizes["num_rows"], sizes["num_cols"]),
-        "crow_indices": tensors["crow_indices"],
-        "col_indices": tensors["col_indices"],
-        "weights": tensors.get("weights"),
-    }
+    for name in [*(set(header) - set(_HEADER)), *(set(tensors) - set(_DTYPES))]:
+        raise ValueError(f"{name}: expected no field of this name in {path}")
+    for name, dtype in _DTYPES.items():
+        found = tensors[name].dtype if name in tensors else None
+        if found != dtype and (name != "weights" or found is not None):
+            raise ValueError(f"{name}: expected a tensor of {dtype}, got {found} in {path}")
+    block_size, rows, columns = (_number(name, header.get(name, ""), path) for name in _SIZES)
+    _check_columns(tensors["crow_indices"], columns, path)
+    fields = {"block_size": block_size, "shape": (rows, columns), "weights": None, **tensors}
+    return fields, header.get("sha256")
+
+
+def digest(tensors: dict[str, torch.Tensor], block_size: int, shape: tuple[int, int]) -> str:
+    """SHA-256 of a pattern: its sizes, and the names, sizes and bytes of its tensors (on a CPU)."""
+    total = hashlib.sha256(f"{block_size} {shape[0]} {shape[1]}".encode())
+    for name in sorted(tensors):
+        total.update(f" {name} {list(tensors[name].shape)} ".encode())
+        total.update(tensors[name].numpy().data)
+    return total.hexdigest()
+
+
+def _number(name: str, text: str, path: Path) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS):
+        raise ValueError(f"{name}: expected a number, got {text[:40]!r} in {path}")
+    return int(text)
+
+
+def _check_columns(crow_indices: torch.Tensor, columns: int, path: Path) -> None:
+    patterns = crow_indices.shape[0] if crow_indices.dim() else 1
+    if patterns * columns > MAX_COLUMNS:
+        raise ValueError(
+            f"num_cols: expected at most {MAX_COLUMNS // patterns} with {patterns} patterns, "
+            f"got {columns} in {path}"
+        )
 
 
 def _safetensors() -> tuple[Any, Any]:

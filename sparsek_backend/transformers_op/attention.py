@@ -7,18 +7,20 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sparsek_backend.transformers_op.dense import attend_dense
+from sparsek_backend.transformers_op.mask import LazyMask
 from sparsek_backend.transformers_op.policy import policy_of
 from sparsek_backend.transformers_op.sequences import attend, attend_packed
+from sparsek_backend.transformers_op.visibility import Packing, Visibility
 from sparsek_kernels import sink_flash_attention
-from sparsek_kernels.fallback import count_fallback, sdpa_fallback
+from sparsek_kernels.fallback import count_fallback
 from sparsek_kernels.paged.policy import SelectionPolicy
-
-# Without cuDNN: under a mask its gradients can be NaN (pytorch issue 196678).
-_MASKED_SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+from sparsek_kernels.sink_window.checks import MAX_HEAD_DIM
 
 
+# Offsets and rules are read on the host, between compiled graphs.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def sparsek_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -32,34 +34,42 @@ def sparsek_attention(
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     cache: object = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend under the model's settings (:func:`configure`), or its own sliding window.
+    """Attend under the model's settings (:func:`configure`), or the layer's own window or chunks.
 
-    Native: causal with and without padding, packed sequences (``cu_seq_lens_*``, or
-    ``position_ids`` that start over), grouped heads, sliding windows, learned sinks, and full
-    attention.  Custom 4-D masks, position biases, soft caps and dropout are served exactly and
-    densely by torch; each reason is logged once and counted.
+    A mask says which keys are seen, as it does for SDPA.  Without one, ``is_causal`` and
+    ``sliding_window`` do.
+
+    Native: causal and full attention with and without padding, packed texts (``cu_seq_lens_*``, or
+    ``position_ids`` that start over), grouped heads, sliding windows, chunks, learned sinks.
+    Everything else is served exactly and densely by torch: other masks, a window over a row with
+    padding between its tokens, static caches, position biases, soft caps, dropout and head dims
+    above 256; each reason is logged once and counted.
 
     Args:
         module: the layer; ``module.config``, ``module.layer_idx`` and ``module.is_causal`` count.
         query: ``[B, Hq, N, D]``.
-        key: ``[B, Hkv, M, D]``, M >= N; value likewise, with any head dim up to D.
-        attention_mask: what :func:`sparsek_mask` returned, or a 4-D mask, boolean or additive.
+        key: ``[B, Hkv, M, D]``.
+        value: ``[B, Hkv, M, Dv]``.
+        attention_mask: a mask, boolean or additive, broadcastable to ``[B, Hq, N, M]``, such as
+            :func:`sparsek_mask` returns.
         scaling: factor of ``q . k``, ``D ** -0.5`` by default.
         sliding_window: keys that a query of this layer sees, its own included.
         s_aux: ``[Hq]`` learned sink logits.
+        cu_seq_lens_q: offsets of packed texts in the flattened ``[B * N]`` queries, and
+            ``cu_seq_lens_k`` in the keys; they hold beside a mask.
 
     Returns:
         ``[B, N, Hq, Dv]`` and ``None`` (no attention weights exist).
 
     Raises:
-        NotImplementedError: a cache of Transformers' continuous batching, or sinks with a full
-            mask and a soft cap.
+        NotImplementedError: a cache of Transformers' continuous batching, packed texts with
+            earlier keys beside a mask, or with a position bias.
+        ValueError: a mask or offsets that do not fit queries and keys.
     """
     if cache is not None:
         raise NotImplementedError(
@@ -69,92 +79,181 @@ def sparsek_attention(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    offsets = _packed_offsets(q, k, attention_mask, position_ids, cu_seq_lens_q, cu_seq_lens_k)
-    if offsets is not None:
-        attention_mask = None
-    policy = policy_of(module, sliding_window) if causal else SelectionPolicy()
-    wide = attention_mask is not None and attention_mask.dim() == 4
-    if wide or position_bias is not None or dropout > 0.0 or softcap is not None:
-        out = _dense(
-            q,
-            k,
-            v,
-            attention_mask,
-            position_bias,
-            offsets,
-            causal,
-            sliding_window,
-            scale,
-            dropout,
-            softcap,
-            s_aux,
-        )
-        return out, None
+    mask = _checked_mask(q, k, attention_mask, causal, sliding_window)
+    packing = None
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        mask, packing = _within_texts(q, k, mask, cu_seq_lens_q.tolist(), cu_seq_lens_k.tolist())
+    options: dict[str, Any] = {
+        "dropout": dropout,
+        "softcap": softcap,
+        "position_bias": position_bias,
+    }
+    reason = _unserved(mask, max(q.shape[-1], v.shape[-1]), **options)
+    if reason is not None:
+        count_fallback(f"{reason} in Transformers")
+        return _attend_dense_texts(q, k, v, mask, packing, scale, sinks=s_aux, **options), None
+    mask = cast(LazyMask, mask)  # every other mask has a reason
+    rule = mask.rule
+    # Chunks bound what a query attends, as a window does: neither is made sparser.
+    policy = SelectionPolicy()
+    if rule.causal and not rule.chunked:
+        policy = policy_of(module, rule.window_size)
     width = v.shape[-1]
-    if width != q.shape[-1]:
-        v = F.pad(v, (0, q.shape[-1] - width))
-    if attention_mask is not None:
-        out = _padded(q, k, v, attention_mask, policy, causal, scale, s_aux)
-    elif offsets is not None:
-        out = attend_packed(q, k, v, *offsets, policy, scale, s_aux)
-    elif causal:
+    if width != q.shape[-1]:  # a pad of nothing would copy
+        q, k, v = (F.pad(x, (0, max(q.shape[-1], width) - x.shape[-1])) for x in (q, k, v))
+    packing = packing or mask.packing
+    if packing is not None:
+        out = _attend_texts(q, k, v, packing, rule.causal, policy, scale, s_aux)
+    elif rule.causal:
         out = attend(q, k, v, policy, scale, s_aux)
     else:
         full = sink_flash_attention(q, k, v, causal=False, sinks=s_aux, softmax_scale=scale)
         out = cast(torch.Tensor, full)
-    return out[..., :width], None
+    return out[..., :width].contiguous(), None
 
 
-def _packed_offsets(
+def _checked_mask(
     q: torch.Tensor,
     k: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    cu_seq_lens_q: torch.Tensor | None,
-    cu_seq_lens_k: torch.Tensor | None,
-) -> tuple[list[int], list[int]] | None:
-    """Offsets of sequences packed into one row, or ``None`` where there is one per row."""
-    if q.shape[0] != 1:
-        return None
-    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        return cu_seq_lens_q.tolist(), cu_seq_lens_k.tolist()
-    masked = attention_mask is not None and attention_mask.dim() == 4
-    if not masked or position_ids is None or q.shape[1] != k.shape[1]:
-        return None
-    if position_ids.dim() != 2 or position_ids.shape != q.shape[:2]:
-        return None
-    starts = (position_ids[0] == 0).nonzero()[:, 0].tolist()
-    steps = position_ids[0].diff()
-    if len(starts) < 2 or starts[0] != 0 or int((steps != 1).sum()) != len(starts) - 1:
-        return None
-    edges = [*starts, q.shape[1]]
-    return edges, edges
+    causal: bool,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """The mask of ``[B, N, Hq, D]`` queries and ``[B, M, Hkv, D]`` keys, as a rule if it is one."""
+    (batch, num_q, heads), num_k = q.shape[:3], k.shape[1]
+    if attention_mask is None:
+        window = sliding_window
+        if window is not None and not causal:
+            window -= 1  # on each side, without the query's own key
+        rule = Visibility(causal=causal, window_size=window)
+        return LazyMask(rule, (batch, num_q, num_k), q.device)
+    if isinstance(attention_mask, LazyMask):
+        if attention_mask.shape == (batch, 1, num_q, num_k):
+            return attention_mask
+        if attention_mask.rule.sees_all:  # the only rule that fits keys of any number
+            return LazyMask(attention_mask.rule, (batch, num_q, num_k), q.device)
+        attention_mask = attention_mask.dense()
+    mask = attention_mask[..., :num_k]  # longer in some models, for keys to come
+    wanted = batch, heads, num_q, num_k
+    sizes = zip(reversed(mask.shape), reversed(wanted), strict=False)
+    if mask.dim() > 4 or any(size not in (1, want) for size, want in sizes):
+        raise ValueError(
+            f"attention_mask: expected a shape that broadcasts to {list(wanted)}, "
+            f"got {list(attention_mask.shape)}"
+        )
+    return mask
 
 
-def _padded(
+def _within_texts(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, starts_q: list[int], starts_k: list[int]
+) -> tuple[torch.Tensor, Packing | None]:
+    """The mask within packed texts: with the texts' offsets apart, or the offsets in the mask."""
+    for name, starts, x in (("q", starts_q, q), ("k", starts_k, k)):
+        total = x.shape[0] * x.shape[1]
+        if len(starts) != len(starts_q) or starts[0] != 0 or starts[-1] != total:
+            raise ValueError(
+                f"cu_seq_lens_{name}: expected {len(starts_q)} offsets from 0 to the token count "
+                f"{total}, got {starts}"
+            )
+    if isinstance(mask, LazyMask) and mask.rule.groups is None and mask.rule.real is None:
+        return mask, Packing(None, None, starts_q, starts_k)
+    if starts_q != starts_k:
+        raise NotImplementedError(
+            "cu_seq_lens_k: expected cu_seq_lens_q beside padding or a mask, got other offsets; "
+            "put the texts in rows of their own, or state them in the mask alone"
+        )
+    edges = torch.zeros(q.shape[0] * q.shape[1], dtype=torch.long)
+    edges[[start for start in starts_q if start < len(edges)]] = 1
+    texts = edges.cumsum(0).view(q.shape[:2]).to(q.device)
+    if isinstance(mask, LazyMask):
+        rule, shape = mask.rule.with_texts(texts), (*q.shape[:2], k.shape[1])
+        return LazyMask(rule, shape, mask.device), None
+    same = (texts[:, :, None] == texts[:, None])[:, None]
+    if mask.dtype == torch.bool:
+        return mask & same, None
+    return mask.masked_fill(~same, float("-inf")), None
+
+
+def _unserved(
+    mask: torch.Tensor,
+    head_dim: int,
+    dropout: float,
+    softcap: float | None,
+    position_bias: torch.Tensor | None,
+) -> str | None:
+    """Why no kernel attends under a mask and these options, or ``None`` where one does."""
+    if softcap is not None:
+        return "a logit soft cap"
+    if dropout > 0.0:
+        return "attention dropout"
+    if position_bias is not None:
+        return "a position bias"
+    if head_dim > MAX_HEAD_DIM:
+        return f"a head dim above {MAX_HEAD_DIM}"
+    if not isinstance(mask, LazyMask):
+        return "a custom mask"
+    if mask.rule.window_size is not None and not mask.rule.causal:
+        return "a window on both sides"
+    # Kernels see tokens without the padding between them, and would look back farther.
+    if mask.rule.window_size is not None and mask.has_holes:
+        return "a window over padding between tokens"
+    return None
+
+
+def _attend_dense_texts(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    real: torch.Tensor,
-    policy: SelectionPolicy,
+    mask: torch.Tensor,
+    packing: Packing | None,
+    scale: float,
+    **options: Any,
+) -> torch.Tensor:
+    """:func:`attend_dense`, text by text where offsets are given."""
+    if packing is None:
+        mask = mask.dense() if isinstance(mask, LazyMask) else mask
+        return attend_dense(q, k, v, mask, scale, **options)
+    rule, outs = cast(LazyMask, mask).rule, []
+    if options["position_bias"] is not None:
+        raise NotImplementedError(
+            "cu_seq_lens_q: a position bias is not supported beside packed texts; put them in "
+            "rows of their own"
+        )
+    flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
+    edges = zip(pairwise(packing.starts_q), pairwise(packing.starts_k), strict=True)
+    for (q_lo, q_hi), (k_lo, k_hi) in edges:
+        text = flat_q[None, q_lo:q_hi], flat_k[None, k_lo:k_hi], flat_v[None, k_lo:k_hi]
+        seen = rule.mask(1, q_hi - q_lo, k_hi - k_lo, q.device)
+        outs.append(attend_dense(*text, seen, scale, **options))
+    return torch.cat(outs, dim=1).view(*q.shape[:2], *outs[0].shape[2:])
+
+
+def _attend_texts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packing: Packing,
     causal: bool,
+    policy: SelectionPolicy,
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention among the tokens that ``real [B, M]`` marks; padding queries give zeros."""
-    batch, num_q = q.shape[:2]
-    real_q = real[:, -num_q:]
-    rows, keys = (x.flatten().nonzero()[:, 0] for x in (real_q, real))
-    starts_q, starts_k = ([0, *x.sum(1).cumsum(0).tolist()] for x in (real_q, real))
-    q, k, v = (
-        x.flatten(0, 1).index_select(0, index)[None]
-        for x, index in ((q, rows), (k, keys), (v, keys))
-    )
-    if causal:
-        found = attend_packed(q, k, v, starts_q, starts_k, policy, scale, sinks)
+    """Attention ``[B, N, Hq, D]`` within the texts of a packing; zeros for queries left out."""
+    shape = q.shape
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    if packing.rows is not None:
+        q = q.index_select(0, packing.rows)
+    if packing.keys is not None:
+        k, v = (x.index_select(0, packing.keys) for x in (k, v))
+    q, k, v = (x[None] for x in (q, k, v))
+    starts = packing.starts_q, packing.starts_k
+    if len(packing.starts_q) == 1:
+        found = q
+    elif causal:
+        found = attend_packed(q, k, v, *starts, policy, scale, sinks)
     else:
         cu_seqlens_q, cu_seqlens_k = (
-            torch.tensor(x, dtype=torch.int32, device=q.device) for x in (starts_q, starts_k)
+            torch.tensor(x, dtype=torch.int32, device=q.device) for x in starts
         )
         full = sink_flash_attention(
             q,
@@ -167,103 +266,7 @@ def _padded(
             cu_seqlens_k=cu_seqlens_k,
         )
         found = cast(torch.Tensor, full)
-    out = found.new_zeros(batch * num_q, *found.shape[2:])
-    return out.index_copy(0, rows, found[0]).view(batch, num_q, *found.shape[2:])
-
-
-def _dense(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    position_bias: torch.Tensor | None,
-    offsets: tuple[list[int], list[int]] | None,
-    causal: bool,
-    sliding_window: int | None,
-    scale: float,
-    dropout: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Exact attention in torch, ``[B, N, Hq, Dv]``, for what no kernel takes."""
-    batch, num_q = q.shape[:2]
-    num_k = k.shape[1]
-    plain = attention_mask is None and position_bias is None
-    if softcap is not None:
-        if not plain or dropout > 0.0:
-            raise NotImplementedError(
-                "softcap: expected no padding, custom mask or dropout beside it; use "
-                "attn_implementation='eager'"
-            )
-        starts_q, starts_k = offsets or (
-            [i * num_q for i in range(batch + 1)],
-            [i * num_k for i in range(batch + 1)],
-        )
-        packed = sdpa_fallback(
-            *(x.flatten(0, 1) for x in (q, k, v)),
-            reason="a logit soft cap in Transformers",
-            cu_seqlens_q=starts_q,
-            cu_seqlens_k=starts_k,
-            causal=causal,
-            softmax_scale=scale,
-            window_size=sliding_window,
-            logits_soft_cap=softcap,
-            sinks=sinks,
-        )
-        return packed.view(batch, num_q, *packed.shape[1:])
-    count_fallback(
-        "attention dropout in Transformers" if plain else "a custom mask in Transformers"
-    )
-    bias = _additive(q, k, attention_mask, position_bias, offsets, causal, sliding_window)
-    group = q.shape[2] // k.shape[2]
-    heads = [q.transpose(1, 2)]
-    heads += [x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v)]
-    dead = (bias == float("-inf")).all(dim=-1, keepdim=True)
-    if sinks is not None:
-        heads[1:] = [F.pad(x, (0, 0, 0, 1)) for x in heads[1:]]
-        shape = (batch, q.shape[2], num_q)
-        column = sinks.to(bias.dtype)[None, :, None, None].expand(*shape, 1)
-        bias = torch.cat([bias.expand(*shape, num_k), column], dim=-1)
-    with sdpa_kernel(_MASKED_SDPA):
-        out = F.scaled_dot_product_attention(
-            heads[0], heads[1], heads[2], attn_mask=bias, dropout_p=dropout, scale=scale
-        )
-    return out.masked_fill(dead, 0.0).transpose(1, 2)
-
-
-def _additive(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    position_bias: torch.Tensor | None,
-    offsets: tuple[list[int], list[int]] | None,
-    causal: bool,
-    sliding_window: int | None,
-) -> torch.Tensor:
-    """Everything that limits or biases the scores, broadcastable to ``[B, Hq, N, M]``."""
-    num_q, num_k = q.shape[1], k.shape[1]
-    bias = torch.zeros(1, 1, num_q, num_k, dtype=q.dtype, device=q.device)
-    if attention_mask is not None and attention_mask.dim() == 4:
-        if attention_mask.dtype == torch.bool:
-            bias = bias.masked_fill(~attention_mask[..., :num_k], float("-inf"))
-        else:
-            bias = bias + attention_mask[..., :num_k].to(q.dtype)
-    else:
-        seen = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device)
-        if causal:
-            query = torch.arange(num_q, device=q.device)[:, None] + (num_k - num_q)
-            key = torch.arange(num_k, device=q.device)
-            seen = key <= query
-            if sliding_window is not None:
-                seen &= key > query - sliding_window
-        if offsets is not None:
-            same = torch.zeros_like(seen)
-            for (q_lo, q_hi), (k_lo, k_hi) in zip(*map(pairwise, offsets), strict=True):
-                same[q_lo:q_hi, k_lo:k_hi] = True
-            seen = seen & same
-        bias = bias.masked_fill(~seen, float("-inf"))
-        if attention_mask is not None:
-            bias = bias.masked_fill(~attention_mask[:, None, None, :], float("-inf"))
-    if position_bias is not None:
-        bias = bias + position_bias.to(q.dtype)
-    return bias
+    if packing.rows is None:
+        return found.view(shape)
+    out = found.new_zeros(shape[0] * shape[1], *shape[2:])
+    return out.index_copy(0, packing.rows, found[0]).view(shape)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from sparsek_backend.transformers_op.policy import settings_of
+
+_PROBE = 37
+"""Position at which a layer's keys are compared with those of position 0."""
 
 
 class SinkWindowLayer(DynamicLayer):  # type: ignore[misc]
@@ -23,8 +26,9 @@ class SinkWindowLayer(DynamicLayer):  # type: ignore[misc]
     Args:
         num_sink: leading tokens to keep.
         window_size: latest tokens that a query sees, its own included.
-        inv_freq: ``[rotary_dim / 2]`` rotary frequencies, for the half-split layout of Llama and
-            its descendants; ``None`` leaves keys as they are.
+        inv_freq: ``[rotary_dim / 2]`` rotary frequencies; ``None`` leaves keys as they are.
+        interleaved: whether a frequency turns dimensions ``2i`` and ``2i + 1`` (GPT-J, GLM, Cohere)
+            instead of ``i`` and ``i + rotary_dim / 2`` (Llama).
     """
 
     is_croppable = False
@@ -32,12 +36,17 @@ class SinkWindowLayer(DynamicLayer):  # type: ignore[misc]
     values: torch.Tensor
 
     def __init__(
-        self, num_sink: int, window_size: int, inv_freq: torch.Tensor | None = None
+        self,
+        num_sink: int,
+        window_size: int,
+        inv_freq: torch.Tensor | None = None,
+        interleaved: bool = False,
     ) -> None:
         super().__init__()
         self.num_sink = num_sink
         self.window_size = window_size
         self.inv_freq = inv_freq
+        self.interleaved = interleaved
         self.cumulative_length = 0
         self._sink_keys: torch.Tensor | None = None  # as they came
 
@@ -75,13 +84,7 @@ class SinkWindowLayer(DynamicLayer):  # type: ignore[misc]
             raise RuntimeError("SinkWindowLayer: expected update() before its keys are moved")
         if self.inv_freq is None or distance == 0:
             return keys
-        frequency = self.inv_freq.to(device=keys.device, dtype=torch.float32)
-        angle = distance * frequency.double()
-        cos, sin = (f(angle).float().repeat(2) for f in (torch.cos, torch.sin))
-        rotary = keys[..., : cos.shape[0]].float()
-        low, high = rotary.chunk(2, dim=-1)
-        turned = rotary * cos + torch.cat([-high, low], dim=-1) * sin
-        return torch.cat([turned.to(keys.dtype), keys[..., cos.shape[0] :]], dim=-1)
+        return rotate(keys, distance, self.inv_freq, self.interleaved)
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
         """Keys that the next ``update`` returns for ``query_length`` tokens, and offset 0.
@@ -152,11 +155,13 @@ class SinkWindowCache(Cache):  # type: ignore[misc]
             ``mode="sink_window", dense_below=0`` and no dense layers: its ``num_sink`` and
             ``window_size`` are the cache's.
         move_sinks: let the sinks follow the window (see :class:`SinkWindowLayer`), which texts
-            longer than the model's training context need.
+            longer than the model's training context need.  How a layer turns its keys is measured
+            with two passes over one token; layers that do not turn them keep their sinks as they
+            are.
 
     Raises:
         ValueError: the model is in another mode, has layers that attend more than the cache keeps,
-            or has no rotary frequencies to move sinks by.
+            or turns keys in a way that is not known here.
     """
 
     def __init__(self, model: torch.nn.Module, *, move_sinks: bool = True) -> None:
@@ -177,21 +182,66 @@ class SinkWindowCache(Cache):  # type: ignore[misc]
         types = set(getattr(config, "layer_types", None) or ["full_attention"])
         if types != {"full_attention"}:
             raise ValueError(f"model: expected full_attention layers only, got {sorted(types)}")
-        inv_freq = _inv_freq(model) if move_sinks else None
+        rotaries = _rotaries(model) if move_sinks else [(None, False)] * layers
         super().__init__(
             layers=[
-                SinkWindowLayer(settings.num_sink, settings.window_size, inv_freq)
-                for _ in range(layers)
+                SinkWindowLayer(settings.num_sink, settings.window_size, *rotary)
+                for rotary in rotaries
             ]
         )
 
 
-def _inv_freq(model: torch.nn.Module) -> torch.Tensor:
-    """The rotary frequencies of a model that has one set of them."""
-    found = [x for name, x in model.named_buffers() if name.endswith("rotary_emb.inv_freq")]
-    if len(found) != 1:
-        raise ValueError(
-            f"move_sinks: expected one rotary embedding in the model, got {len(found)}; pass "
-            "move_sinks=False"
-        )
-    return found[0]
+def rotate(
+    keys: torch.Tensor, distance: int, inv_freq: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
+    """Keys ``[..., D]`` with rotary embedding, moved forward by ``distance`` positions."""
+    angle = distance * inv_freq.to(device=keys.device, dtype=torch.float32).double()
+    cos, sin = angle.cos().float(), angle.sin().float()
+    width = 2 * len(angle)
+    pairs = keys[..., :width].float().unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    first, second = pairs.unbind(-1 if interleaved else -2)
+    moved = [first * cos - second * sin, second * cos + first * sin]
+    turned = torch.stack(moved, dim=-1 if interleaved else -2).flatten(-2)
+    return torch.cat([turned.to(keys.dtype), keys[..., width:]], dim=-1)
+
+
+@torch.no_grad()
+def _rotaries(model: torch.nn.Module) -> list[tuple[torch.Tensor | None, bool]]:
+    """Frequencies and layout of every layer's rotary embedding, found by trying them.
+
+    One token alone attends itself wherever it stands, so its keys at two positions differ by the
+    rotary embedding and nothing else, and its values do not differ.
+    """
+    held = []
+    for position in (0, _PROBE):
+        cache, embeddings = DynamicCache(), cast(Any, model).get_input_embeddings().weight
+        ids = torch.full((1, 1), embeddings.shape[0] // 2, device=embeddings.device)
+        model(ids, position_ids=torch.full_like(ids, position), past_key_values=cache)
+        held.append(cache.layers)
+    known: list[tuple[torch.Tensor | None, bool]] = [(None, False)]
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and not name.endswith("original_inv_freq"):
+            known += [(buffer, False), (buffer, True)]
+    found = []
+    for index, (before, after) in enumerate(zip(*held, strict=True)):
+        fits = [x for x in known if _turns(before.keys, after.keys, *x)]
+        if not fits or not _turns(before.values, after.values, None, False):
+            raise ValueError(
+                f"move_sinks: expected cached keys turned by a rotary embedding of the model, got "
+                f"others in layer {index}; pass move_sinks=False"
+            )
+        found.append(fits[0])
+    return found
+
+
+def _turns(
+    before: torch.Tensor, after: torch.Tensor, inv_freq: torch.Tensor | None, interleaved: bool
+) -> bool:
+    """Whether a rotary embedding turns states of position 0 into states of position ``_PROBE``."""
+    if inv_freq is not None:
+        if 2 * len(inv_freq) > before.shape[-1]:
+            return False
+        before = rotate(before, _PROBE, inv_freq, interleaved)
+    error = (before.float() - after.float()).norm()
+    tolerance = max(4 * torch.finfo(before.dtype).eps, 1e-4)
+    return bool(error <= tolerance * after.float().norm())

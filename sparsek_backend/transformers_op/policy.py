@@ -59,7 +59,6 @@ def settings_of(config: Any) -> SparsityConfig:
     return _resolve(getattr(config, _FIELD, None), config)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def policy_of(module: torch.nn.Module, sliding_window: int | None) -> SelectionPolicy:
     """Policy of one attention layer: its model's own window, or SparseK's settings.
 

@@ -10,19 +10,8 @@ import torch
 
 from sparsek_backend.transformers_op.topk import attend_selected, attend_selected_with_gradient
 from sparsek_kernels import sink_flash_attention
+from sparsek_kernels.paged.plan import split_queries
 from sparsek_kernels.paged.policy import SelectionPolicy
-
-
-def rows_that_see_all(policy: SelectionPolicy, num_q: int, num_k: int) -> int:
-    """How many of the first queries see every earlier key, queries being the last ``num_q``."""
-    low, high = 0, num_q
-    while low < high:
-        middle = (low + high) // 2
-        if policy.sees_all(num_k - num_q + middle):
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 def attend(
@@ -46,32 +35,30 @@ def attend(
         ``[B, N, Hq, D]``.
     """
     num_q, num_k = q.shape[1], k.shape[1]
-    dense = rows_that_see_all(policy, num_q, num_k)
-    if policy.selects_blocks and num_q == 1:
-        dense = int(policy.per_token().sees_all(num_k - 1))
-    if dense == num_q:
+    first, last = split_queries(policy.per_token() if num_q == 1 else policy, num_q, num_k)
+    if first == last:
         return _flash(q, k, v, SelectionPolicy(), softmax_scale, sinks)
-    if not policy.selects_blocks and policy.dense_below <= (policy.window_size or 0):
+    if _is_flash_mask(policy):
         return _flash(q, k, v, policy, softmax_scale, sinks)
     if policy.selects_blocks and not _needs_gradient(q, k, v, sinks):
         return attend_selected(q, k, v, policy, softmax_scale, sinks)
+
+    def attend_rows(begin: int, end: int, rule: SelectionPolicy) -> torch.Tensor:
+        seen = num_k - num_q + end
+        return _flash(q[:, begin:end], k[:, :seen], v[:, :seen], rule, softmax_scale, sinks)
+
     parts = []
-    if dense:
-        seen = num_k - num_q + dense
-        parts.append(
-            _flash(q[:, :dense], k[:, :seen], v[:, :seen], SelectionPolicy(), softmax_scale, sinks)
-        )
-    rest = q[:, dense:]
+    if first:
+        parts.append(attend_rows(0, first, SelectionPolicy()))
     if policy.selects_blocks:
-        last = min(policy.dense_last, num_q - dense) if num_q > 1 else 0
-        if last < num_q - dense:
-            parts.append(
-                attend_selected_with_gradient(rest, k, v, policy, softmax_scale, sinks, last)
-            )
-        if last:
-            parts.append(_flash(q[:, -last:], k, v, SelectionPolicy(), softmax_scale, sinks))
+        rest = q[:, first:]
+        parts.append(
+            attend_selected_with_gradient(rest, k, v, policy, softmax_scale, sinks, num_q - last)
+        )
     else:
-        parts.append(_flash(rest, k, v, policy, softmax_scale, sinks))
+        parts.append(attend_rows(first, last, policy))
+    if last < num_q:
+        parts.append(attend_rows(last, num_q, SelectionPolicy()))
     return torch.cat(parts, dim=1)
 
 
@@ -91,7 +78,7 @@ def attend_packed(
         q: ``[1, T, Hq, D]``; k, v: ``[1, S, Hkv, D]``.
         starts_q: offsets of the sequences' queries, the end included; starts_k: of their keys.
     """
-    if not policy.selects_blocks and (policy.is_dense or policy.dense_below == 0):
+    if _is_flash_mask(policy):
         cu_seqlens_q, cu_seqlens_k = (
             torch.tensor(starts, dtype=torch.int32, device=q.device)
             for starts in (starts_q, starts_k)
@@ -106,6 +93,14 @@ def attend_packed(
 
 def _needs_gradient(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _is_flash_mask(policy: SelectionPolicy) -> bool:
+    """Whether :func:`sink_flash_attention` has this policy's mask at any length."""
+    if policy.window_size is None:
+        return True
+    chooses = policy.selects_blocks or policy.dense_last > 0
+    return not chooses and policy.dense_below <= policy.window_size
 
 
 def _flash(

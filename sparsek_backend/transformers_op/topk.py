@@ -92,7 +92,8 @@ def block_indices(
     """
     batch, num_q = q.shape[:2]
     num_k, heads = k.shape[1], k.shape[2]
-    size, tile = policy.sel_block_size, policy.query_tile
+    size = policy.sel_block_size
+    rule = policy.per_token() if num_q == 1 else policy
     with torch.no_grad():
         k_cache, _, summary, described = _paged(k, v, num_q, policy)
         per_request = select_blocks(
@@ -104,15 +105,14 @@ def block_indices(
             softmax_scale=softmax_scale,
         )
         position = torch.arange(num_k - num_q, num_k, device=q.device)
-        tile_of_row = position if num_q == 1 else position // tile
+        tile_of_row = position // rule.query_tile
         tile_of_row = tile_of_row - tile_of_row[0]
         chosen = torch.stack([rows[tile_of_row] for rows in per_request])  # [B, N, Hkv, top]
-        start = position if num_q == 1 else position // tile * tile
-        first_local = (start // size - policy.reach_blocks).clamp_min(0)
-        sink = torch.arange(policy.sink_blocks, device=q.device)
-        sink = torch.where(sink < first_local[:, None], sink, -1)
-        local = first_local[:, None] + torch.arange(policy.local_blocks, device=q.device)
-        local = torch.where(local <= (position // size)[:, None], local, -1)
+        first, end = (block[:, None] for block in rule.local_range(position))
+        sink = torch.arange(rule.sink_blocks, device=q.device)
+        sink = torch.where(sink < first, sink, -1)
+        local = first + torch.arange(rule.local_blocks, device=q.device)
+        local = torch.where(local < end, local, -1)
         fixed = torch.cat([sink, local], dim=1)[None, :, None].expand(batch, -1, heads, -1)
         return torch.cat([fixed, chosen], dim=3).to(torch.int32)
 

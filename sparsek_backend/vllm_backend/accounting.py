@@ -1,7 +1,4 @@
-"""How many keys a step's queries attend: pure arithmetic on positions, vectorised.
-
-The same numbers as :meth:`SelectionPolicy.attended_tokens`, for whole ranges of positions.
-"""
+"""How many keys a step's queries attend: pure arithmetic on positions, vectorised."""
 
 from __future__ import annotations
 
@@ -12,24 +9,6 @@ from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 Positions = npt.NDArray[np.int64]
-
-
-def attended(policy: SelectionPolicy, position: Positions) -> Positions:
-    """Return the keys that the query at each position attends."""
-    length = position + 1
-    if policy.is_dense:
-        return length
-    if not policy.selects_blocks:
-        budget = policy.num_sink + (policy.window_size or 0)
-        return np.where(position < policy.dense_below, length, np.minimum(length, budget))
-    tile_start = position - position % policy.query_tile
-    sees_all = tile_start + policy.query_tile <= policy.dense_below
-    size = policy.sel_block_size
-    first_local = np.maximum(tile_start // size - policy.reach_blocks, 0)
-    candidates = first_local - np.minimum(policy.sink_blocks, first_local)
-    sees_all |= candidates <= policy.scored_blocks
-    fixed = (policy.sink_blocks + policy.scored_blocks) * size
-    return np.where(sees_all, length, length - first_local * size + fixed)
 
 
 def nsa_attended(config: NSAConfig, position: Positions) -> Positions:
@@ -59,10 +38,11 @@ def attended_by_requests(
     cut = num_decodes
     decodes = query_positions(seq_lens[:cut], query_lens[:cut])
     prefills = query_positions(seq_lens[cut:], query_lens[cut:])
-    total = attended(policy.per_token(), decodes).sum() + attended(policy, prefills).sum()
+    total = policy.per_token().attended_tokens(decodes).sum()
+    total += policy.attended_tokens(prefills).sum()
     if policy.dense_last:
         last = query_positions(seq_lens[cut:], np.minimum(query_lens[cut:], policy.dense_last))
-        total += (last + 1 - attended(policy, last)).sum()
+        total += (last + 1 - policy.attended_tokens(last)).sum()
     return int(total)
 
 

@@ -11,83 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-_HOOKED = "_sparsek_hooked"
-
-
-def ensure_member(name: str, path: str, by_reference: Callable[[], Any]) -> Any:
-    """Return the member ``name`` of vLLM's backend enum, adding it where it is missing.
-
-    Args:
-        name: the member's name, as after ``--attention-backend``.
-        path: import path of the backend class.
-        by_reference: importable function that returns the member; pickles refer to it.
-
-    Returns:
-        The enum member.
-    """
-    from vllm.v1.attention.backends import registry
-
-    enum = registry.AttentionBackendEnum
-    member = enum.__members__.get(name)
-    if member is not None:
-        return member
-    if hasattr(enum, "register"):
-        member = enum.register(name, path)
-    else:
-        member = object.__new__(enum)
-        member._name_ = name
-        member._value_ = path
-        type.__setattr__(enum, name, member)
-        enum._member_map_[name] = member
-        enum._value2member_map_[path] = member
-        enum._member_names_.append(name)
-    registry.register_backend(member, path)
-    member.__reduce_ex__ = lambda _protocol: (by_reference, ())
-    return member
-
-
-def hook_platform(name: str, path: str) -> None:
-    """Let the current platform check and select our backend; other backends are untouched.
-
-    Args:
-        name: our member of the backend enum.
-        path: import path of the backend class.
-    """
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    platform = type(current_platform)
-    if _HOOKED in vars(platform):
-        return
-    member = AttentionBackendEnum[name]
-    configure = platform.check_and_update_config
-
-    @functools.wraps(configure)
-    def check_and_update_config(vllm_config: Any) -> None:
-        configure(vllm_config)
-        if member in selected_backends(vllm_config):
-            from .startup import check_engine
-
-            check_engine(vllm_config)
-
-    platform.check_and_update_config = staticmethod(check_and_update_config)
-    if current_platform.is_cpu():
-        select = platform.get_attn_backend_cls
-
-        @functools.wraps(select)
-        def get_attn_backend_cls(
-            selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
-        ) -> str:
-            if selected_backend is not member:
-                chosen: str = select(selected_backend, attn_selector_config, *args, **kwargs)
-                return chosen
-            from .startup import refuse_if_invalid
-
-            refuse_if_invalid(attn_selector_config._asdict())
-            return path
-
-        platform.get_attn_backend_cls = staticmethod(get_attn_backend_cls)
-    setattr(platform, _HOOKED, True)
+HOOKED = "_sparsek_hooked"
+"""Attribute of the vLLM classes whose methods are wrapped, so that they are wrapped once."""
 
 
 def selected_backends(vllm_config: Any) -> tuple[Any, ...]:
@@ -105,20 +30,12 @@ def is_batch_invariant() -> bool:
 
 
 def is_first_tensor_rank() -> bool:
-    """Whether this process is the first of those that share its layers' heads, or the only one."""
+    """Whether this process is the first of the tensor-parallel ranks, or the only one."""
     from vllm.distributed import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
         return True
     return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
-
-
-def register_model(architecture: str, path: str) -> None:
-    """Let vLLM import ``path`` (``module:class``) for checkpoints of this architecture."""
-    from vllm import ModelRegistry
-
-    if architecture not in ModelRegistry.get_supported_archs():
-        ModelRegistry.register_model(architecture, path)
 
 
 def hook_kv_cache_spec(customize: Callable[[Any, Any, int], Any]) -> None:
@@ -131,7 +48,7 @@ def hook_kv_cache_spec(customize: Callable[[Any, Any, int], Any]) -> None:
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.backend import AttentionBackend
 
-    if hasattr(AttentionBackend, "customize_spec") or _HOOKED in vars(Attention):
+    if hasattr(AttentionBackend, "customize_spec") or HOOKED in vars(Attention):
         return
     original = Attention.get_kv_cache_spec
 
@@ -143,7 +60,7 @@ def hook_kv_cache_spec(customize: Callable[[Any, Any, int], Any]) -> None:
         return customize(self, spec, vllm_config.cache_config.block_size)
 
     Attention.get_kv_cache_spec = get_kv_cache_spec
-    setattr(Attention, _HOOKED, True)
+    setattr(Attention, HOOKED, True)
 
 
 def head_major_layouts() -> Sequence[Any]:
@@ -172,32 +89,26 @@ def is_full_attention(spec: Any) -> bool:
     )
 
 
-def host_seq_lens(common: Any, on_host: bool) -> Any:
-    """Return the requests' lengths on the host without synchronising.
+def host_seq_lens(common: Any, on_host: bool, exact: bool) -> Any:
+    """Return the requests' lengths as a CPU tensor.
 
     Args:
         common: vLLM's ``CommonAttentionMetadata``.
         on_host: whether the device is the CPU, so that ``seq_lens`` itself is there.
+        exact: whether to wait for the device where vLLM keeps no lengths on the host.
 
     Returns:
-        A CPU tensor; when ``on_host`` is false, an upper bound that is exact for prefills.
+        ``[R]``; when ``on_host`` is false, an upper bound, which is exact for prefills where vLLM
+        keeps lengths or ``exact`` is set.
     """
     if on_host:
         return common.seq_lens
-    bound = common.seq_lens_cpu_upper_bound
-    if bound is not None:
-        return bound
+    if common.seq_lens_cpu_upper_bound is not None:
+        return common.seq_lens_cpu_upper_bound
+    if exact:
+        return common.seq_lens.cpu()
     counts = common.query_start_loc_cpu.diff()
     return counts.new_full(counts.shape, common.max_seq_len)
-
-
-def prefill_seq_lens(common: Any) -> Any:
-    """Return the requests' lengths as a CPU tensor that is exact for prefills.
-
-    Waits for the device where vLLM keeps no such lengths on the host.
-    """
-    bound = common.seq_lens_cpu_upper_bound
-    return common.seq_lens.cpu() if bound is None else bound
 
 
 def flash_attention(head_size: int, has_sinks: bool) -> tuple[Callable[..., Any], int] | None:

@@ -38,19 +38,20 @@ class EngineStats:
         return self.attended_tokens / self.context_tokens if self.context_tokens else 1.0
 
     def record_step(
-        self, attended_tokens: int, context_tokens: int, *, tell: bool = True
+        self, attended_tokens: int, context_tokens: int, *, publish: bool = True
     ) -> str | None:
         """Add one step; return a log line when one is due.
 
         Args:
-            attended_tokens, context_tokens: sums over the step's queries and layers.
-            tell: whether this process speaks for its layers, in the log and to Prometheus: one of
-                those that share their heads does.
+            attended_tokens: sum over the step's queries and layers.
+            context_tokens: sum over the step's queries and layers.
+            publish: whether this process logs and counts for Prometheus.  Of tensor-parallel ranks,
+                which attend the same keys, one does.
         """
         self.steps += 1
         self.attended_tokens += attended_tokens
         self.context_tokens += context_tokens
-        if not tell:
+        if not publish:
             return None
         self._publish(attended_tokens, context_tokens)
         now = time.monotonic()

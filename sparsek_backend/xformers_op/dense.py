@@ -135,18 +135,7 @@ def biased_attention_fwd(
 
 @biased_attention_fwd.register_fake
 def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    stream: int,
-    causal: bool,
-    shift: int,
-    window_size: int | None,
-    num_sink: int,
-    p: float,
-    scale: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     return q.new_empty(*q.shape[:3], v.shape[3]), lse
@@ -212,16 +201,9 @@ def _(
     out: torch.Tensor,
     lse: torch.Tensor,
     bias: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    stream: int,
-    causal: bool,
-    shift: int,
-    window_size: int | None,
-    num_sink: int,
-    p: float,
-    scale: float,
-    bias_grad: bool,
+    *rest: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    *_, bias_grad = rest
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dbias = q.new_empty(0)
     if bias_grad and bias is not None:

@@ -84,10 +84,17 @@ def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Installation:
-    """What :func:`install` returns: a context manager that takes its installation back."""
+    """What :func:`install` returns: a context manager that takes its installation back.
+
+    Blocks of one installation may nest, and run in several threads: the last to end takes it back.
+    """
+
+    def __init__(self) -> None:
+        self._blocks = 0
 
     def __enter__(self) -> Installation:
         with _lock:
+            self._blocks += 1
             _hold(self)
         return self
 
@@ -98,8 +105,10 @@ class Installation:
         traceback: TracebackType | None,
     ) -> None:
         with _lock:
-            _holders.discard(self)
-            _release()
+            self._blocks -= 1
+            if self._blocks == 0:
+                _holders.discard(self)
+                _release()
 
 
 def _hold(holder: Installation) -> None:

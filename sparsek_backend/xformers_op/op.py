@@ -40,8 +40,8 @@ from sparsek_backend.xformers_op.plan import (
     bias_reasons,
     plan_of,
 )
+from sparsek_kernels.checks import FLOAT_DTYPES, MAX_HEAD_DIM
 from sparsek_kernels.fallback import count_fallback
-from sparsek_kernels.sink_window.checks import KERNEL_DTYPES, MAX_HEAD_DIM
 
 _OWN_TYPES = (SinkWindowMask, BlockSparseMask, torch.nn.Parameter)
 
@@ -215,7 +215,7 @@ class FwOp(AttentionFwOpBase):  # type: ignore[misc]
     OPERATOR = torch.ops.sparsek.sink_flash_fwd
     SUPPORTED_DEVICES: ClassVar = {"cuda", "cpu"}
     CUDA_MINIMUM_COMPUTE_CAPABILITY = (8, 0)
-    SUPPORTED_DTYPES: ClassVar = set(KERNEL_DTYPES)
+    SUPPORTED_DTYPES: ClassVar = set(FLOAT_DTYPES)
     SUPPORTED_MAX_K = MAX_HEAD_DIM
     SUPPORTED_MIN_K = 1
     SUPPORTED_ATTN_BIAS_TYPES = _xformers_types(FORWARD_TYPES)

@@ -18,7 +18,8 @@ def page_size_of(plan: MaskPlan, head_dim: int, value_dim: int) -> int | None:
     """Tokens per page if the paged kernels can serve this plan, else ``None``.
 
     They know one mask, causal and aligned to the last key, values as wide as keys, and return no
-    log-sum-exp.  A sequence with one query needs no causality.
+    log-sum-exp.  A sequence with one query needs no causality.  Each query is itself a token of
+    the cache, so a sequence with fewer keys than queries is not theirs.
     """
     segments, band = plan.segments, plan.band
     if segments is None or segments.packed_keys or band.top_left:
@@ -26,6 +27,9 @@ def page_size_of(plan: MaskPlan, head_dim: int, value_dim: int) -> int | None:
     if head_dim != value_dim or head_dim < _SHORTEST_HEAD:
         return None
     if not band.causal and segments.q_info.max_seqlen > 1:
+        return None
+    pairs = zip(segments.query_intervals(), segments.key_intervals(), strict=True)
+    if any(q_hi - q_lo > k_hi - k_lo for (q_lo, q_hi), (k_lo, k_hi) in pairs):
         return None
     if segments.block_table is not None:
         gaps = not hasattr(segments.k_info, "padding")

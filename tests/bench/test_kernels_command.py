@@ -9,14 +9,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sparsek_backend.bench import registry, runner
+from sparsek_backend.bench import runner
+from sparsek_backend.bench.ceilings import Ceilings
 from sparsek_backend.bench.cli import app
 from sparsek_backend.bench.compare import compare_rows
-from sparsek_backend.bench.machine import Ceilings, Machine
+from sparsek_backend.bench.ops import all_ops
 from sparsek_backend.bench.registry import BenchOp, Case, GateResult, Outputs, Provider, Unavailable
 from sparsek_backend.bench.results import Row, read_csv, speedup, write_csv
 from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.bench.workload import load_workloads, parse_workloads
+from sparsek_backend.machine import Machine
 
 CPU = torch.device("cpu")
 MACHINE = Machine("gpu", "1", "2", "3", "4", "abc")
@@ -275,7 +277,7 @@ def test_the_same_workload_twice_is_refused() -> None:
 def test_committed_workloads_parse(path: Path) -> None:
     workloads = load_workloads(path)
     assert workloads
-    names = {op.name for op in registry.all_ops()}
+    names = {op.name for op in all_ops()}
     assert {workload.op.name for workload in workloads} <= names
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparsek_backend.bench.registry import OURS, Case, get_op
+from sparsek_backend.bench.ops import get_op
+from sparsek_backend.bench.registry import OURS, Case
 from sparsek_backend.bench.spec import parse_spec
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sparsek_backend.bench.ops import get_op
 from sparsek_backend.bench.ops.paged_inputs import make_inputs
-from sparsek_backend.bench.registry import OURS, Case, Param, Unavailable, get_op
+from sparsek_backend.bench.registry import OURS, Case, Param, Unavailable
 from sparsek_backend.bench.spec import parse_spec
 
 SMALL: dict[str, Param] = {

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from sparsek_backend.bench import serve
 from sparsek_backend.bench.cli import app
-from sparsek_backend.bench.machine import Machine
 from sparsek_backend.bench.serve import ServeCase, ServePlan, parse_cases, run_serve, write_serve
 from sparsek_backend.bench.shapes import SHAPES, write_shape
+from sparsek_backend.machine import Machine
 
 MACHINE = Machine("gpu", "1", "2", "3", "4", "abc")
 

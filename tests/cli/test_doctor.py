@@ -184,7 +184,9 @@ def test_the_plugin_registers_with_the_vllm_that_is_installed(
     monkeypatch.setattr(doctor.metadata, "entry_points", _entry_points("sparsek"))
     (finding,) = doctor.check_plugin({})
     assert finding.status == "ok"
-    assert finding.detail == "SPARSEK is sparsek_backend.vllm_backend.backend.SparseKBackend"
+    assert (
+        finding.detail == "SPARSEK is sparsek_backend.vllm_backend.sparsek.backend.SparseKBackend"
+    )
 
 
 def test_a_wrong_setting_is_a_problem() -> None:

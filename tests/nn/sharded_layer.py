@@ -1,6 +1,6 @@
-"""Processes train one NSA layer under ``fully_shard``; a script that ``test_sharding`` runs.
+"""Processes train an NSA layer under ``fully_shard`` and save a model: what ``test_sharding`` runs.
 
-python sharded_layer.py {cpu,cuda} PROCESSES PORT
+python sharded_layer.py {cpu,cuda} PROCESSES PORT FOLDER
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,12 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from sparsek_backend.nn import NativeSparseAttention, NSAConfig
+from sparsek_backend.nn import (
+    NativeSparseAttention,
+    NSAConfig,
+    NSALlamaConfig,
+    NSALlamaForCausalLM,
+)
 
 SMALL = NSAConfig(8, 4, 8, top_n=4, window_size=10)
 REAL = NSAConfig(top_n=4, window_size=100, cmp_hidden_size=32)
@@ -42,7 +48,25 @@ def compare(rank: int, world: int, device: str, dtype: torch.dtype) -> None:
         assert error < bound, f"{name}: {error:.2e}"
 
 
-def work(rank: int, world: int, device: str, port: int) -> None:
+def save(world: int, device: str, folder: Path, tied: bool) -> None:
+    """Every rank saves a sharded model, and finds the unsharded one's weights in the folder."""
+    torch.manual_seed(0)
+    config = NSALlamaConfig(64, 24, 48, 2, 4, 2, 8, tie_word_embeddings=tied, nsa=SMALL)
+    model = NSALlamaForCausalLM(config).to(device)
+    whole = {name: x.detach().cpu().clone() for name, x in model.state_dict().items()}
+    mesh = init_device_mesh(device, (world,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.save_pretrained(folder)
+    found = NSALlamaForCausalLM.from_pretrained(folder)
+    assert found.config == config
+    assert (found.lm_head.weight is found.model.embed_tokens.weight) is tied
+    for name, x in found.state_dict().items():
+        assert torch.equal(x, whole[name]), name
+
+
+def work(rank: int, world: int, device: str, port: int, folder: str) -> None:
     """One rank."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -51,11 +75,18 @@ def work(rank: int, world: int, device: str, port: int) -> None:
     dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world)
     for dtype in (torch.float32, torch.bfloat16):
         compare(rank, world, device, dtype)
+    for tied in (False, True):
+        save(world, device, Path(folder) / f"tied-{tied}", tied)
     dist.barrier()  # no rank may go while another still talks to it
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    kind, processes, free_port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    mp.spawn(work, args=(processes, kind, free_port), nprocs=processes)
+    kind, processes, free_port, target = (
+        sys.argv[1],
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        sys.argv[4],
+    )
+    mp.spawn(work, args=(processes, kind, free_port, target), nprocs=processes)
     print("sharded layer agrees")

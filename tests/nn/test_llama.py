@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +33,17 @@ def test_decoding_equals_the_whole() -> None:
         model(tokens, caches[:1])
 
 
+def test_a_failed_step_leaves_all_caches_as_they_were() -> None:
+    model = make()
+    tokens = torch.randint(64, (1, 40))
+    caches = [*model.new_caches(1, 40)[:1], *model.new_caches(1, 30)[1:]]
+    model(tokens[:, :25], caches)
+    with pytest.raises(ValueError, match="cache: expected at most 30 tokens, got 25 \\+ 15"):
+        model(tokens[:, 25:], caches)
+    found = model(tokens[:, 25:30], caches)
+    torch.testing.assert_close(found, model(tokens[:, :30])[:, 25:], rtol=1e-4, atol=1e-5)
+
+
 def test_compressed_only_reaches_every_layer() -> None:
     model = make()
     tokens = torch.randint(64, (2, 60))
@@ -48,13 +62,81 @@ def test_saved_folder(tied: bool, tmp_path: Path) -> None:
     model.save_pretrained(str(tmp_path))
     values = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert values["architectures"] == ["NSALlamaForCausalLM"]
+    assert values["model_type"] == "nsa_llama"
     assert NSAConfig.from_dict(values["nsa"]) == NSA
     state = load_file(tmp_path / "model.safetensors")
     assert ("lm_head.weight" in state) is not tied
     assert "model.layers.1.self_attn.phi_k.w1" in state
-    again = make(tied)
-    for weight in again.parameters():
-        weight.zero_()
-    again.load_state_dict(state, strict=not tied)
     tokens = torch.randint(64, (1, 40))
-    assert torch.equal(again(tokens), model(tokens))
+    for model_type in ("nsa_llama", "llama"):  # the latter stands in folders of release 0.1.0
+        (tmp_path / "config.json").write_text(json.dumps({**values, "model_type": model_type}))
+        again = NSALlamaForCausalLM.from_pretrained(tmp_path)
+        assert again.config == model.config
+        assert torch.equal(again(tokens), model(tokens))
+    other = make(tied)
+    other.load_state_dict(state, strict=not tied)
+    assert torch.equal(other(tokens), model(tokens))
+    again.bfloat16().save_pretrained(tmp_path)
+    assert NSALlamaForCausalLM.from_pretrained(tmp_path).lm_head.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, r"architectures: expected \['NSALlamaFor"),
+        ({"head_dim": 16}, "model.safetensors: expected its config's.*q_proj"),
+        ({"num_hidden_layers": 3}, "model.safetensors: expected its config's.*layers.2"),
+        ({"num_hidden_layers": 1}, "model.safetensors: expected its config's.*layers.1"),
+        ({"nsa": {"top_m": 4}}, "nsa: expected fields of .* got top_m"),
+        ({"nsa": None}, "nsa: expected this field"),
+        ({"vocab_size": None}, "vocab_size: expected this field"),
+    ],
+    ids=str,
+)
+def test_a_folder_that_is_no_such_model(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    make().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    values = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: x for name, x in values.items() if x is not None}))
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        NSALlamaForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_damaged_or_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"folder: expected config.json in it"):
+        NSALlamaForCausalLM.from_pretrained(tmp_path)
+    make().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"model.safetensors: expected that format"):
+        NSALlamaForCausalLM.from_pretrained(tmp_path)
+
+
+def test_transformers_loads_no_dense_model_from_such_a_folder(tmp_path: Path) -> None:
+    """In a process of its own: importing the config's module cannot be taken back."""
+    pytest.importorskip("transformers")
+    config = NSALlamaConfig(64, 32, 48, 2, 4, 2, 8, nsa=replace(NSA, shared_kv=True))
+    NSALlamaForCausalLM(config).save_pretrained(tmp_path)
+    script = """if True:
+        import sys
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+        def refused(kind):
+            try:
+                kind.from_pretrained(sys.argv[1])
+            except ValueError as error:
+                return "nsa_llama" in str(error) or "NSALlamaHFConfig" in str(error)
+
+        kinds = AutoConfig, AutoModel, AutoModelForCausalLM
+        before = [refused(kind) for kind in kinds]
+        import sparsek_backend.transformers_config
+        print(before, [refused(kind) for kind in kinds])
+        print(AutoConfig.from_pretrained(sys.argv[1]).nsa["shared_kv"])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split("\n")[:2] == ["[True, True, True] [None, True, True]", "True"]

@@ -140,6 +140,54 @@ def test_a_cache_that_refuses_tokens_is_as_it_was(shape: tuple[int, int], messag
         torch.testing.assert_close(module(x[:, 22:], cache=cache), module(x)[:, 22:])
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["own-kv", "shared-kv"])
+@pytest.mark.parametrize("inside", [False, True], ids=["cache-before", "cache-within"])
+def test_decoding_under_autocast(inside: bool, shared: bool) -> None:
+    module, x = layer(torch.float32, shared_kv=shared), tokens(48, 2, torch.float32)
+    cache = module.new_cache(2, 48)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        if inside:
+            cache = module.new_cache(2, 48)
+        parts = [module(part, cache=cache) for part in x.split([40, 1, 1, 6], dim=1)]
+        whole = module(x)
+    assert cache.dtype == (torch.bfloat16 if inside else torch.float32)
+    found = torch.cat(parts, 1)
+    assert found.dtype == whole.dtype == torch.bfloat16
+    exact = module(x)
+    assert (found - exact).norm() <= 2 * (whole - exact).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_cache_of_another_dtype(dtype: torch.dtype) -> None:
+    module, x = layer(torch.float32), tokens(48, 2, torch.float32)
+    cache = module.new_cache(2, 48, dtype=dtype)
+    with torch.no_grad():
+        parts = [module(part, cache=cache) for part in x.split([40, 1, 7], dim=1)]
+        found, expected = torch.cat(parts, 1), module(x)
+    assert found.dtype == torch.float32
+    assert (found - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize("step", ["nsa_compress", "nsa_attention"])
+def test_a_failed_step_leaves_the_cache_as_it_was(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, x = layer(), tokens(30, batch=2)
+    cache = module.new_cache(2, 30)
+
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with torch.no_grad():
+        module(x[:, :21], cache=cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(f"sparsek_backend.nn.native_sparse_attention.{step}", fail)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                module(x[:, 21:], cache=cache)
+        assert cache.length == 21
+        torch.testing.assert_close(module(x[:, 21:], cache=cache), module(x)[:, 21:])
+
+
 def test_sequences_with_the_compressed_branch_alone() -> None:
     module = layer()
     x = tokens(48)
@@ -157,6 +205,17 @@ def test_sequences_with_the_compressed_branch_alone() -> None:
     for wrong in (shut, shut[:1].int(), shut[:1].to("meta")):
         with pytest.raises(ValueError, match=r"compressed_only: expected bool of shape \[1\].*cpu"):
             module(x, compressed_only=wrong)
+
+
+@pytest.mark.parametrize("shut", [False, True], ids=["all-branches", "compressed-only"])
+@pytest.mark.parametrize("edges", [[0, 20], [0], [0, 30, 20, 48], [0, 60], [1, 48]], ids=str)
+def test_offsets_that_do_not_fit_the_tokens(edges: list[int], shut: bool) -> None:
+    module, x = layer(), tokens(48)
+    given = torch.ones(len(edges) - 1, dtype=torch.bool) if shut else None
+    with pytest.raises(ValueError, match="cu_seqlens: expected"):
+        module(x, cu_seqlens=torch.tensor(edges, dtype=torch.int32), compressed_only=given)
+    with pytest.raises(ValueError, match="hidden_states: expected batch size 1 with cu_seqlens"):
+        module(tokens(48, 2), cu_seqlens=torch.tensor([0, 48], dtype=torch.int32))
 
 
 def test_compiled_layer() -> None:

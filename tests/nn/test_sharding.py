@@ -1,4 +1,4 @@
-"""The NSA layer under FSDP2: two processes on the CPU, one and two GPUs."""
+"""The NSA layer and its model under FSDP2: two processes on the CPU, one and two GPUs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ def on_gpus(count: int) -> object:
 @pytest.mark.parametrize(
     ("device", "processes"), [pytest.param("cpu", 2, id="cpu"), on_gpus(1), on_gpus(2)]
 )
-def test_fully_sharded_layer(device: str, processes: int) -> None:
+def test_fully_sharded_layer(device: str, processes: int, tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     here = Path(__file__).parent
     path = os.pathsep.join([str(here.parents[1]), str(here.parents[1] / "kernels")])
     done = subprocess.run(
-        [sys.executable, str(here / "sharded_layer.py"), device, str(processes), str(port)],
+        [
+            *(sys.executable, str(here / "sharded_layer.py")),
+            *(device, str(processes), str(port), str(tmp_path)),
+        ],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])},

@@ -138,19 +138,65 @@ def test_layers_of_a_model() -> None:
         )
 
 
-def test_sliding_layers_of_a_model_are_refused() -> None:
-    tiny = pytest.importorskip("tests.transformers_op.tiny")
-    from transformers import MistralConfig, MistralForCausalLM
+BOUNDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "a sliding window": ("Mistral", {"sliding_window": 8}),
+    "a sliding window, longer than the text": ("Mistral", {"sliding_window": 80}),
+    "a sliding window that is not passed on": (
+        "Phimoe", {"sliding_window": 8, "num_local_experts": 2},
+    ),
+    "chunks": (
+        "Llama4Text",
+        {
+            "attention_chunk_size": 16, "no_rope_layers": [1], "num_local_experts": 2,
+            "intermediate_size_mlp": 32, "head_dim": 16,
+        },
+    ),
+}  # fmt: skip
 
-    model = MistralForCausalLM(
-        MistralConfig(
-            vocab_size=tiny.VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-            num_attention_heads=2, num_key_value_heads=1, sliding_window=8,
-        )
+
+@pytest.mark.parametrize("kind", BOUNDED)
+def test_layers_that_see_less_are_refused(kind: str) -> None:
+    tiny = pytest.importorskip("tests.transformers_op.tiny")
+    import transformers
+
+    name, fields = BOUNDED[kind]
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=tiny.VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, **fields,
     )  # fmt: skip
-    with pytest.raises(NotImplementedError, match="got a sliding window in layer 0"):
+    model = getattr(transformers, name.removesuffix("Text") + "ForCausalLM")(config)
+    words = kind.split(",")[0].removesuffix(" that is not passed on")
+    with pytest.raises(NotImplementedError, match=f"got {words} in layer 0"):
         learn_model_patterns(model, [tiny.tokens(1, 40)], block_size=16)
+    pattern = BlockSparsePattern.local((3, 3), 16, window=1)
+    with (
+        attend_patterns(model, {0: pattern}),
+        pytest.raises(NotImplementedError, match=f"got {words} in layer 0"),
+    ):
+        model(tiny.tokens(1, 40))
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("words", ["padding", "packed texts", "a mask", "cached keys"])
+def test_inputs_that_see_less_are_refused(words: str) -> None:
+    tiny = pytest.importorskip("tests.transformers_op.tiny")
+    model, ids = tiny.make_model(), tiny.tokens(1, 32)
+    inputs: dict[str, dict[str, Any]] = {
+        "padding": {"attention_mask": torch.ones(1, 32, dtype=torch.long)},
+        "packed texts": {"position_ids": torch.arange(32)[None] % 20, "use_cache": False},
+        "a mask": {"attention_mask": torch.ones(1, 1, 32, 32, dtype=torch.bool)},
+        "cached keys": {},
+    }
+    inputs["padding"]["attention_mask"][0, :3] = 0
+    if words == "cached keys":
+        inputs[words]["past_key_values"] = model(ids).past_key_values
+    pattern = BlockSparsePattern.local((2, 2), 16, window=1)
+    with (
+        attend_patterns(model, {0: pattern}),
+        pytest.raises(NotImplementedError, match=f"got {words} in layer 0"),
+    ):
+        model(ids, **inputs[words])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek_backend.patterns import BlockSparsePattern
@@ -171,6 +171,19 @@ def rewrite(path: Path, header: dict[str, str], **tensors: torch.Tensor) -> None
         ({"version": "2"}, {}, "version: expected 1, got '2'"),
         ({"format": "other"}, {}, "format: expected 'sparsek.block_sparse_pattern'"),
         ({"block_size": "many"}, {}, "block_size: expected a number, got 'many'"),
+        ({"num_cols": "\u0663"}, {}, "num_cols: expected a number, got '\u0663'"),
+        ({"num_cols": "-1"}, {}, "num_cols: expected a number, got '-1'"),
+        ({"num_cols": str(2**70)}, {}, "num_cols: expected a number, got '1180"),
+        ({"num_cols": "9" * 5000}, {}, "num_cols: expected a number, got '999"),
+        ({"num_cols": str(10**12)}, {}, "num_cols: expected at most 67108864 with 1 patterns"),
+        ({"num_cols": "5"}, {}, "sha256: expected"),
+        ({"note": "mine"}, {}, "note: expected no field of this name"),
+        ({}, {"note": torch.ones(1)}, "note: expected no field of this name"),
+        ({}, {"weights": torch.ones(10)}, "sha256: expected"),
+        ({}, {"weights": torch.ones(10).half()}, "weights: expected a tensor of torch.float32"),
+        ({}, {"col_indices": torch.ones(10)}, "col_indices: expected a tensor of torch.int32"),
+        ({}, {"crow_indices": torch.arange(5)}, "crow_indices: expected a tensor of torch.int32"),
+        ({}, {"crow_indices": torch.tensor(3).int()}, "crow_indices: expected 2 dimensions"),
         ({"block_size": "20"}, {}, "block_size: expected a multiple of 16"),
         ({"num_rows": "5"}, {}, r"crow_indices: expected shape \[patterns, 6\]"),
         ({}, {"col_indices": torch.full((10,), 9, dtype=torch.int32)}, "col_indices: expected"),
@@ -183,14 +196,54 @@ def test_a_changed_file_is_refused(
     path = tmp_path / "p.safetensors"
     BlockSparsePattern.from_mask(TRIANGLE, 16).save(path)
     rewrite(path, header, **tensors)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         BlockSparsePattern.load(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_file_without_a_digest_is_loaded(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path, pattern = tmp_path / "p.safetensors", learned(2, 4, 5)
+    pattern.save(path)
+    sizes = {"block_size": "32", "num_rows": "4", "num_cols": "5"}
+    tensors = {name: getattr(pattern, name) for name in ("crow_indices", "col_indices", "weights")}
+    save_file(tensors, path, {"format": "sparsek.block_sparse_pattern", "version": "1", **sizes})
+    assert torch.equal(BlockSparsePattern.load(path).mass(), pattern.mass())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fuzz") / "p.safetensors"
+    learned(2, 4, 5).save(path)
+    return path
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_any_damage_is_a_value_error_that_names_the_file(saved: Path, data: st.DataObject) -> None:
+    whole = saved.read_bytes()
+    start = data.draw(st.integers(0, len(whole)), "start")
+    removed = data.draw(st.integers(0, 12) | st.just(len(whole)), "removed")
+    added = data.draw(st.binary(max_size=12) | st.text("0123456789").map(str.encode), "added")
+    path = saved.with_name("damaged.safetensors")
+    path.write_bytes(whole[:start] + added + whole[start + removed :])
+    pattern = learned(2, 4, 5)
+    message = None
+    try:
+        pattern = BlockSparsePattern.load(path)
+    except ValueError as error:
+        message = str(error)
+    assert message is None or str(path) in message
+    assert torch.equal(pattern.mass(), learned(2, 4, 5).mass())
 
 
 def test_a_damaged_or_missing_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "p.safetensors"
     with pytest.raises(ValueError, match="does not exist"):
         BlockSparsePattern.load(path)
+    with pytest.raises(ValueError, match="is no file"):
+        BlockSparsePattern.load(tmp_path)
     BlockSparsePattern.from_mask(TRIANGLE, 16).save(path)
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(ValueError, match="path: expected a safetensors file"):
@@ -261,6 +314,11 @@ def pattern_actions(folder: Path) -> dict[str, Any]:
     return {"safetensors": lambda: pattern.save(folder / "p"), "matplotlib.figure": pattern.show}
 
 
+def indices(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a pattern without blocks."""
+    return torch.zeros(1, rows + 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+
+
 make = BlockSparsePattern
 REFUSED: list[tuple[type[Exception], str, Any]] = [
     (TypeError, "mask: expected dtype torch.bool", lambda: make.from_mask(torch.ones(2, 2), 16)),
@@ -283,6 +341,8 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
     (ValueError, "window: expected", lambda: make.local((4, 4), 16, window=0)),
     (TypeError, "sinks: expected an int", lambda: make.local((4, 4), 16, window=1, sinks=1.0)),
     (ValueError, "shape: expected", lambda: make.local((4, -4), 16, window=1)),
+    (ValueError, "shape: expected", lambda: make.local((1, 10**12), 16, window=1)),
+    (ValueError, "shape: expected", lambda: make(16, (1, 2**70), *indices(1), None)),
     (ValueError, "stride: expected", lambda: make.strided((4, 4), 16, stride=0)),
     (ValueError, "weights: expected a learned", lambda: make.from_mask(TRIANGLE, 16).mass()),
     (ValueError, "weights: expected", lambda: make.from_mask(TRIANGLE, 16).prune(density=0.5)),

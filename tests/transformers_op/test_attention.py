@@ -13,6 +13,7 @@ import sparsek_backend.transformers_op as sparsek  # isort: skip
 from sparsek_backend.config import ConfigError  # isort: skip
 from sparsek_backend.transformers_op import sequences, topk  # isort: skip
 from sparsek_kernels.fallback import fallback_counts  # isort: skip
+from sparsek_kernels.paged.plan import first_sparse  # isort: skip
 from sparsek_kernels.paged.policy import SelectionPolicy  # isort: skip
 
 TOLERANCE = 1e-5
@@ -50,8 +51,7 @@ def test_budget_that_covers_the_context_equals_sdpa(settings: dict[str, Any]) ->
 @pytest.mark.parametrize("dense_below", [0, 64, 100, 128])
 def test_sink_window_is_exact(dense_below: int) -> None:
     model, ids = make_model(), tokens(2, 200)
-    tiled = dense_below // 64 * 64
-    mask = visible(200, 4, 32, tiled).expand(2, -1, -1, -1)
+    mask = visible(200, 4, 32, dense_below).expand(2, -1, -1, -1)
     wanted = logits(model, "sdpa", ids, attention_mask=mask)
     sparsek.configure(
         model, mode="sink_window", num_sink=4, window_size=32, dense_below=dense_below
@@ -104,7 +104,7 @@ def test_gradients_equal_those_of_the_mask(settings: dict[str, Any]) -> None:
     out = sequences.attend(q, k, v, policy, scale, sinks)
     seen = visible(200, 4, 32, 64)[0].expand(2, -1, -1)
     if policy.selects_blocks:
-        first = sequences.rows_that_see_all(policy, 200, 200)
+        first = first_sparse(policy, 0, 200)
         chosen = topk.block_indices(q[:, first:], k, v, policy, scale)[0]  # [N, Hkv, S]
         seen = torch.ones(2, 200, 200, dtype=torch.bool).tril()
         for row in range(first, 200):

@@ -10,6 +10,7 @@ import torch
 from tests.transformers_op.tiny import make_model, tokens
 
 import sparsek_backend.transformers_op as sparsek  # isort: skip
+import transformers  # isort: skip
 from sparsek_backend.transformers_op import SinkWindowCache  # isort: skip
 
 WINDOW: dict[str, Any] = {
@@ -68,6 +69,67 @@ def test_moved_sinks_keep_their_distance() -> None:
     low, high = keys.chunk(2, dim=-1)
     wanted = keys * cos[:, None] + torch.cat([-high, low], dim=-1) * sin[:, None]
     assert (layer.keys[..., :4, :] - wanted).abs().max().item() < 1e-4
+
+
+ROTARY: dict[str, tuple[str, dict[str, Any], list[tuple[int | None, bool]]]] = {
+    # name: model, its settings, each layer's rotary frequencies and whether they are interleaved
+    "half-split": ("Llama", {}, [(8, False)] * 2),
+    "part of the head, interleaved": ("Glm", {"head_dim": 16}, [(4, True)] * 2),
+    "part of the head, interleaved, GLM-4": ("Glm4", {"head_dim": 16}, [(4, True)] * 2),
+    "interleaved": ("Cohere", {}, [(8, True)] * 2),
+    "interleaved, Helium": ("Helium", {"head_dim": 16}, [(8, True)] * 2),
+    "interleaved, ERNIE": ("Ernie4_5", {"head_dim": 16}, [(8, True)] * 2),
+    "a layer without": ("SmolLM3", {"no_rope_layers": [1, 0]}, [(8, False), (None, False)]),
+}
+
+
+@pytest.mark.parametrize("kind", ROTARY)
+def test_sinks_move_as_the_layer_turns_its_keys(kind: str) -> None:
+    name, fields, wanted = ROTARY[kind]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, **fields,
+    )  # fmt: skip
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    sparsek.configure(model, **WINDOW)
+    model.set_attn_implementation("sparsek")
+    cache = SinkWindowCache(model)
+    rotary = [(x.inv_freq, x.interleaved) for x in cache.layers]
+    assert [(x if x is None else len(x), y) for x, y in rotary] == wanted
+    # Keys of the first layer depend on token and position alone.
+    ids, dropped = tokens(1, 60), 60 - 4 - 15
+    later = transformers.DynamicCache(config=config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        model(ids[:, :4], position_ids=dropped + torch.arange(4)[None], past_key_values=later)
+    assert (cache.layers[0].keys[..., :4, :] - later.layers[0].keys).abs().max().item() < 1e-4
+
+
+def test_keys_that_turn_otherwise_are_refused() -> None:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    sparsek.configure(model, **WINDOW)
+    with pytest.raises(ValueError, match="in layer 0; pass move_sinks=False"):
+        SinkWindowCache(model)
+    assert len(SinkWindowCache(model, move_sinks=False).layers) == 2
+
+
+def test_rotary_parts_beside_the_keys_are_refused() -> None:
+    """DeepSeek caches a latent vector as keys and what is turned as values."""
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(
+        vocab_size=97, hidden_size=32, intermediate_size=32, moe_intermediate_size=16,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, q_lora_rank=16,
+        kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    sparsek.configure(model, **WINDOW)
+    with pytest.raises(ValueError, match="in layer 0; pass move_sinks=False"):
+        SinkWindowCache(model)
 
 
 def test_beams_and_batches_follow() -> None:

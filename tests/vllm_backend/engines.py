@@ -102,7 +102,7 @@ def counted_forwards() -> Iterator[Counter[str]]:
     """Count calls of the forward methods of SPARSEK and of CPU_ATTN."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-    from sparsek_backend.vllm_backend.impl import SparseKImpl
+    from sparsek_backend.vllm_backend.sparsek.impl import SparseKImpl
 
     counter: Counter[str] = Counter()
 

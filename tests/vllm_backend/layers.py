@@ -48,7 +48,7 @@ def make_layer(index: int = 0, **options: Any) -> Any:
     """vLLM's own attention layer, as a model builds it."""
     from vllm.model_executor.layers.attention import Attention
 
-    from sparsek_backend.vllm_backend.backend import SparseKBackend
+    from sparsek_backend.vllm_backend.sparsek.backend import SparseKBackend
 
     return Attention(
         HEADS,
@@ -72,7 +72,7 @@ def make_spec(layer: Any, config: Any) -> Any:
 
 
 def make_builder(layer: Any, config: Any, device: str = "cpu") -> Any:
-    from sparsek_backend.vllm_backend.metadata import SparseKMetadataBuilder
+    from sparsek_backend.vllm_backend.sparsek.metadata import SparseKMetadataBuilder
 
     spec = make_spec(layer, config)
     return SparseKMetadataBuilder(spec, [layer.layer_name], config, torch.device(device)), spec

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from sparsek_backend.vllm_backend import compat
-from sparsek_backend.vllm_backend import impl as impl_module
-from sparsek_backend.vllm_backend import metadata as metadata_module
+from sparsek_backend.vllm_backend.engine import engine_of
 from sparsek_backend.vllm_backend.report import EAGER_NORMS
+from sparsek_backend.vllm_backend.sparsek import impl as impl_module
+from sparsek_backend.vllm_backend.sparsek import metadata as metadata_module
 from sparsek_kernels.paged import launch
+from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import paged_attention_reference
 from tests.vllm_backend.layers import (
@@ -46,7 +49,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def paged_attention(q: Any, k: Any, v: Any, batch: Any, policy: Any, **given: Any) -> None:
         seen.append({"policy": policy, "tokens": q.shape[0], **given})
-        launch.paged_attention(q, k, v, batch, policy, **given)
+        invariant = given.pop("batch_invariant")
+        launch.paged_attention(
+            PagedOperands(q, k, v, **given), batch, policy, batch_invariant=invariant
+        )
 
     monkeypatch.setattr(impl_module, "paged_attention", paged_attention)
     return seen
@@ -101,7 +107,8 @@ def test_speculated_tokens_are_prefills_and_graphs_hold_single_tokens(
     support = type(builder).get_cudagraph_support
     make_builder(layer, current)
     assert support(current, None) == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    monkeypatch.delenv("VLLM_BATCH_INVARIANT")
+    engine = engine_of(current)
+    monkeypatch.setattr(engine, "resolved", replace(engine.resolved, batch_invariant=False))
     make_builder(layer, current)
     assert support(current, None) == AttentionCGSupport.UNIFORM_BATCH
     assert asked == [False, True]

@@ -11,6 +11,7 @@ from sparsek_backend.config import (
     FIELD_NAMES,
     ConfigError,
     SparsityConfig,
+    read_section,
     resolve_config,
 )
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -133,9 +134,54 @@ def test_batch_invariance_refuses_what_follows_chunks(
         assert word in str(caught.value)
 
 
-def test_unreadable_infllm_section() -> None:
-    with pytest.raises(ConfigError, match=r"sparse_config of the model's config.*remedy|set the f"):
-        resolve_config(None, {}, {"block_size": "many"})
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"block_size": "many"}, "block_size: expected an integer, got 'many'"),
+        ({"topk": float("inf")}, "topk: expected an integer, got inf"),
+        ({"topk": float("nan")}, "topk: expected an integer, got nan"),
+        ({"topk": 2.5}, "topk: expected an integer, got 2.5"),
+        ({"topk": None}, "topk: expected an integer, got None"),
+        ({"block_size": 0}, "block_size is 0"),
+        ([64], r"expected an object, got \[64\]"),
+        ("64", "expected an object, got '64'"),
+    ],
+    ids=str,
+)
+def test_unreadable_infllm_section(section: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"sparse_config of the model's.*{words}.*set the"):
+        resolve_config(None, {}, section)
+
+
+def test_settings_out_of_range_of_the_models_section() -> None:
+    with pytest.raises(ConfigError, match=r"num_sink \(from the model's config\).*2147483647"):
+        resolve_config(None, {}, {"init_blocks": 10**12})
+
+
+@pytest.mark.parametrize(
+    ("additional", "words"),
+    [
+        ([1], ("expected a JSON object", "got [1]")),
+        ({"spasek": {"top_k": 8}}, ("spasek", "did you mean the section sparsek?")),
+        ({"SparseK": {"top_k": 8}}, ("SparseK", "did you mean the section sparsek?")),
+        ({"sparsek_backend": {}, "sparsek": {}}, ("sparsek_backend", "did you mean")),
+        ({"top_k": 8}, ("top_k", "outside of the sparsek section", '{"sparsek": {"top_k": 16}}')),
+        ({"sparsek": {}, "window-size": 8}, ("window-size", "write window_size as in")),
+        ({"topk": 8}, ("topk", "write top_k as in")),
+    ],
+    ids=str,
+)
+def test_near_misses_of_the_section_are_named(additional: object, words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"^SPARSEK setting .*--additional-config") as caught:
+        read_section(additional)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_the_section_among_others() -> None:
+    assert read_section(None) is None
+    assert read_section({"gc": True, "graph": {"level": 1}}) is None
+    assert read_section({"other": {}, "sparsek": {"top_k": 8}}) == {"top_k": 8}
 
 
 @pytest.mark.parametrize(
@@ -156,6 +202,10 @@ def test_kubernetes_service_links_are_no_settings() -> None:
     assert resolve_config(None, links).config == resolve_config(None, {}).config
 
 
+NESTED: list[Any] = []
+for _ in range(10**5):
+    NESTED = [NESTED]
+
 BAD: list[tuple[str, Any, dict[str, str], tuple[str, ...]]] = [
     ("unknown", {"topk": 4}, {}, ("topk", "--additional-config", "did you mean top_k")),
     ("unknown-env", None, {"SPARSEK_TOPK": "4"}, ("SPARSEK_TOPK", "did you mean SPARSEK_TOP_K")),
@@ -174,7 +224,17 @@ BAD: list[tuple[str, Any, dict[str, str], tuple[str, ...]]] = [
         ("sel_block_size", "multiple of 32", "min_max"),
     ),
     ("score", {"score_kind": "mean"}, {}, ("score_kind", "cell_mean", "'mean'")),
-    ("layers", {"dense_layers": [0, -2]}, {}, ("dense_layers", "got")),
+    ("layers", {"dense_layers": [0, -2]}, {}, ("indices such as [0, 1, 5]", "got [0, -2];")),
+    ("layer", {"dense_layers": -1}, {}, ("number of first layers", "got -1;")),
+    ("layer-kind", {"dense_layers": [True]}, {}, ("an integer from 0", "got [True];")),
+    ("layer-range", None, {"SPARSEK_DENSE_LAYERS": "0-3"}, ("an integer from 0", "got '0-3';")),
+    ("blocks", {"top_k": 10**12}, {}, ("top_k", "less than or equal to 1048576", "10000000")),
+    ("tokens", {"num_sink": 2**31}, {}, ("num_sink", "less than or equal to 2147483647")),
+    ("digits", None, {"SPARSEK_TOP_K": "9" * 5000}, ("SPARSEK_TOP_K", "(5002 characters)")),
+    ("huge", {"top_k": 10**5000}, {}, ("top_k", "type int that is too long to print")),
+    ("brackets", None, {"SPARSEK_DENSE_LAYERS": "[" * 10**5}, ("got '[[[", "characters)")),
+    ("nested", {"dense_layers": NESTED}, {}, ("type list that is too long to print",)),
+    ("infinite", None, {"SPARSEK_TOP_K": "Infinity"}, ("top_k", "finite", "inf")),
     ("section", ["top_k"], {}, ("--additional-config", "object", "list")),
     (
         "contradiction",

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.engine, requires_cpu_vllm, pytest.mark.usefixtures("re
 
 def test_attended_share_at_8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sink block, window 512, 16 blocks: at most 20 % of 8k, as the reference counts it."""
-    from sparsek_backend.vllm_backend.metadata import SparseKMetadataBuilder
+    from sparsek_backend.vllm_backend.sparsek.metadata import SparseKMetadataBuilder
 
     steps = []
     build = SparseKMetadataBuilder.build

@@ -66,7 +66,7 @@ def test_summaries_take_a_sixteenth_of_fp8_pages(current: Any) -> None:
 
 
 def test_views_of_fp8_pages(current: Any) -> None:
-    from sparsek_backend.vllm_backend.pages import view_pages
+    from sparsek_backend.vllm_backend.sparsek.pages import view_pages
 
     spec = make_spec(make_fp8_layer(current), current)
     cache = make_cache(spec, 5)
@@ -83,7 +83,7 @@ def test_views_of_fp8_pages(current: Any) -> None:
 
 
 def test_the_line_of_an_fp8_cache(current: Any) -> None:
-    from sparsek_backend.vllm_backend import metadata
+    from sparsek_backend.vllm_backend.sparsek import metadata
 
     layer = make_fp8_layer(current)
     with mock.patch.object(metadata.logger, "info_once") as told:
@@ -93,7 +93,7 @@ def test_the_line_of_an_fp8_cache(current: Any) -> None:
 
 
 def test_scales_of_the_layer_reach_the_kernels(current: Any) -> None:
-    from sparsek_backend.vllm_backend import impl
+    from sparsek_backend.vllm_backend.sparsek import impl
 
     layer = scaled(make_fp8_layer(current), 0.5, 0.25)
     builder, spec = make_builder(layer, current)
@@ -118,7 +118,7 @@ def test_scales_mean_nothing_to_other_caches(current: Any) -> None:
 
 
 def reasons(**changes: Any) -> list[str]:
-    from sparsek_backend.vllm_backend.backend import SparseKBackend
+    from sparsek_backend.vllm_backend.sparsek.backend import SparseKBackend
     from tests.vllm_backend.test_startup import GOOD
 
     return SparseKBackend.validate_configuration(**{**GOOD, **changes})
@@ -164,24 +164,15 @@ def test_scales_that_mean_nothing_are_refused(current: Any) -> None:
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Let layers on a CPU launch the Triton kernels, which run in Triton's interpreter."""
-    from sparsek_backend.vllm_backend import impl
+    from sparsek_backend.vllm_backend.sparsek import impl
     from sparsek_kernels.paged import launch
+    from sparsek_kernels.paged.operands import PagedOperands
 
     def attend(
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: Any,
-        policy: Any,
-        *,
-        softmax_scale: float,
-        k_summary: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor,
-        **scales: float,
+        q: Any, k: Any, v: Any, batch: Any, policy: Any, batch_invariant: bool, **given: Any
     ) -> None:
         launch.paged_attention(
-            q, k_cache, v_cache, batch, policy, softmax_scale, k_summary, sinks, out, **scales
+            PagedOperands(q, k, v, **given), batch, policy, batch_invariant=batch_invariant
         )
 
     with (

@@ -20,6 +20,7 @@ from tests.vllm_backend.layers import (
     HEADS,
     KV_HEADS,
     PAGE,
+    SETTINGS,
     building,
     make_builder,
     make_cache,
@@ -71,7 +72,7 @@ def test_step_with_decodes_prefills_and_padding(current: Any) -> None:
 def test_flash_attention_takes_dense_prefills_and_the_last_queries_of_sparse_ones(
     current: Any,
 ) -> None:
-    from sparsek_backend.vllm_backend.dense_prefill import FlashPrefill
+    from sparsek_backend.vllm_backend.sparsek.flash import FlashPrefill
 
     calls = []
 
@@ -94,7 +95,7 @@ def test_flash_attention_takes_dense_prefills_and_the_last_queries_of_sparse_one
 
     layer = make_layer()
     builder, spec = make_builder(layer, current)
-    builder.has_flash, layer.impl.flash = True, FlashPrefill(flash, 3)
+    layer.impl.flash = FlashPrefill(flash, 3)
     cache = make_cache(spec, 64)
     policy = layer.impl.policy
     assert policy.dense_last == 64
@@ -106,25 +107,49 @@ def test_flash_attention_takes_dense_prefills_and_the_last_queries_of_sparse_one
         q, cache[..., :DIM], cache[..., DIM:], metadata.batch, policy
     )
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
-    assert calls == [(20, [0, 20], [280]), (64, [0, 64], [600]), (691, [621, 691], [70])]
+    assert calls == [(20, [0, 20], [280]), (64, [0, 64], [600]), (70, [0, 70], [70])]
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_one_tensor_rank_tells_what_was_attended(
+def test_one_tensor_rank_reports_metrics(
     first: bool, current: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparsek_backend.vllm_backend import compat, metadata
+    from sparsek_backend.vllm_backend import compat, step
     from sparsek_backend.vllm_backend.stats import STATS
 
     assert compat.is_first_tensor_rank()
     monkeypatch.setattr(compat, "is_first_tensor_rank", lambda: first)
     builder, _ = make_builder(make_layer(), current)
     lines: list[str] = []
-    monkeypatch.setattr(metadata.logger, "info", lines.append)
+    monkeypatch.setattr(step.logger, "info", lines.append)
     monkeypatch.setattr(STATS, "_last_log", float("-inf"))
     builder.build(0, make_step([40], [40], 4))
     assert len(lines) == first
     assert all(line.startswith("SPARSEK attended") for line in lines)
+
+
+@pytest.mark.parametrize("kind", ["cell_mean", "min_max"])
+def test_a_dense_layer_keeps_the_summaries_of_the_one_that_shares_its_pages(
+    kind: str, tmp_path: Any
+) -> None:
+    """As in Gemma 3n, with a dense owner: its sharer selects as from pages of its own."""
+    settings = {**SETTINGS, "dense_layers": [0], "score_kind": kind}
+    with building(make_config(tmp_path, additional_config={"sparsek": settings})) as config:
+        owner = make_layer(0)
+        sharer = make_layer(1, kv_sharing_target_layer_name=owner.layer_name)
+        alone = make_layer(2)
+        builder, spec = make_builder(owner, config)
+        for layer in (sharer, alone):
+            make_builder(layer, config)
+        assert owner.impl.policy.is_dense
+        assert sharer.impl.policy.selects_blocks
+        step = make_step([400], [400], 64)
+        cache, own = make_cache(spec, 64), make_cache(spec, 64)
+        _, q, k, v, _ = run(owner, builder, cache, step)
+        metadata, *_, expected = run(alone, builder, own, step)
+        output = torch.empty_like(q)
+        sharer.impl.forward(sharer, q, k, v, cache, metadata, output)
+        assert torch.equal(output, expected)
 
 
 def test_metadata_is_frozen(current: Any) -> None:
@@ -132,7 +157,7 @@ def test_metadata_is_frozen(current: Any) -> None:
     builder, _ = make_builder(layer, current)
     metadata = builder.build(0, make_step([40], [40], 4))
     with pytest.raises(AttributeError):
-        metadata.causal = False
+        metadata.num_actual_tokens = 0
 
 
 def test_profiling_without_metadata(current: Any) -> None:
@@ -143,7 +168,7 @@ def test_profiling_without_metadata(current: Any) -> None:
 
 
 def test_pages_have_room_for_summaries_only_where_layers_select(current: Any) -> None:
-    from sparsek_backend.vllm_backend.pages import summary_bytes
+    from sparsek_backend.vllm_backend.sparsek.pages import summary_bytes
 
     layer = make_layer()
     spec = make_spec(layer, current)
@@ -167,7 +192,7 @@ def test_pages_keep_their_size_where_no_layer_selects(vllm_config: Any) -> None:
 
 
 def test_a_cache_without_room_is_refused() -> None:
-    from sparsek_backend.vllm_backend.pages import view_pages
+    from sparsek_backend.vllm_backend.sparsek.pages import view_pages
 
     cache = torch.zeros(4, KV_HEADS, PAGE, 2 * DIM)
     assert view_pages(cache, None).summary is None
@@ -181,11 +206,11 @@ def test_old_vllm_pads_through_the_layer(current: Any, monkeypatch: pytest.Monke
     from vllm.v1.attention.backend import AttentionBackend
 
     from sparsek_backend.vllm_backend import compat
-    from sparsek_backend.vllm_backend.pages import summary_bytes
+    from sparsek_backend.vllm_backend.sparsek.pages import summary_bytes
 
     monkeypatch.setattr(Attention, "get_kv_cache_spec", Attention.get_kv_cache_spec)
-    monkeypatch.setattr(Attention, compat._HOOKED, None, raising=False)
-    monkeypatch.delattr(Attention, compat._HOOKED)
+    monkeypatch.setattr(Attention, compat.HOOKED, None, raising=False)
+    monkeypatch.delattr(Attention, compat.HOOKED)
     monkeypatch.delattr(AttentionBackend, "customize_spec", raising=False)
     layer = make_layer()
     spec = layer.get_kv_cache_spec(current)
@@ -193,13 +218,13 @@ def test_old_vllm_pads_through_the_layer(current: Any, monkeypatch: pytest.Monke
     assert spec.page_size_bytes == spec.unpadded_page_size_bytes + tail
     window = make_layer(1, per_layer_sliding_window=48).get_kv_cache_spec(current)
     assert (window.block_size, window.page_size_padded) == (PAGE, None)
-    del layer.impl
+    layer.attn_backend = SimpleNamespace(get_name=lambda: "TRITON_ATTN")
     assert layer.get_kv_cache_spec(current).page_size_padded is None
     monkeypatch.undo()
 
 
 def test_old_cache_interface() -> None:
-    from sparsek_backend.vllm_backend.backend import SparseKBackend
+    from sparsek_backend.vllm_backend.sparsek.backend import SparseKBackend
 
     assert SparseKBackend.get_kv_cache_shape(7, 64, 8, 128) == (7, 8, 64, 256)
     order = SparseKBackend.get_kv_cache_stride_order()
@@ -207,7 +232,6 @@ def test_old_cache_interface() -> None:
     assert order == (0, 1, 2, 3)
     assert sorted(layered) == [0, 1, 2, 3, 4]
     assert layered[0] != 0
-    assert not SparseKBackend.use_cascade_attention()
 
 
 def test_window_and_sinks_of_the_model(current: Any) -> None:
@@ -296,7 +320,7 @@ def test_capturing_a_graph_is_short_and_not_counted(current: Any) -> None:
 def test_cuda_graphs_except_for_fallbacks(current: Any) -> None:
     from vllm.v1.attention.backend import AttentionCGSupport
 
-    from sparsek_backend.vllm_backend.metadata import SparseKMetadataBuilder
+    from sparsek_backend.vllm_backend.sparsek.metadata import SparseKMetadataBuilder
 
     layer = make_layer()
     spec = make_spec(layer, current)

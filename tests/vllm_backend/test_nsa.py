@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sparsek_backend.vllm_backend.startup import engine_config
 
 from sparsek_backend.nn import NSALlamaConfig
 from tests.vllm_backend.engines import (
@@ -60,7 +61,7 @@ def served(
 
 
 def test_whole_prefill(served: tuple[Any, list[list[int]]], prompts: list[list[int]]) -> None:
-    from sparsek_backend.vllm_backend.nsa import NSAImpl
+    from sparsek_backend.vllm_backend.nsa.impl import NSAImpl
     from sparsek_backend.vllm_backend.stats import STATS
 
     llm, expected = served
@@ -149,6 +150,12 @@ REFUSED: dict[str, tuple[NSALlamaConfig, dict[str, Any], dict[str, Any], str]] =
         "top_n: expected more than the 3 forced",
     ),
     "fp8 cache": (CONFIG, {}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+    "ranks": (
+        CONFIG,
+        {},
+        {"tensor_parallel_size": 4, "distributed_executor_backend": "mp"},
+        "tensor_parallel_size: expected a divisor of the 2 KV heads",
+    ),
     "another cache": (
         CONFIG,
         {},
@@ -203,8 +210,26 @@ def test_refused_configs(tmp_path: Path) -> None:
         configure(architectures=["LlamaForCausalLM"])
 
 
-def test_needs_the_flag(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["nsa_llama", "llama"])  # the latter from release 0.1.0
+def test_model_types_of_saved_folders(model_type: str, tmp_path: Path) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
     make_model(CONFIG, tmp_path)
-    with pytest.raises(Exception, match="needs --attention-backend SPARSEK"):  # noqa: SIM117
-        with engine(tmp_path, "CPU_ATTN", **OPTIONS):
-            pass
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**values, "model_type": model_type}), encoding="utf-8")
+    found = EngineArgs(
+        model=str(tmp_path), attention_backend="SPARSEK", skip_tokenizer_init=True
+    ).create_engine_config()
+    assert found.model_config.hf_config.model_type == model_type
+    assert engine_config(found).nsa == CONFIG.nsa
+
+
+@pytest.mark.parametrize("backend", ["CPU_ATTN", None])
+def test_needs_the_flag(backend: str | None, tmp_path: Path) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    make_model(CONFIG, tmp_path)
+    arguments = EngineArgs(model=str(tmp_path), attention_backend=backend, skip_tokenizer_init=True)
+    with pytest.raises(Exception, match="needs --attention-backend SPARSEK"):
+        arguments.create_engine_config()

@@ -11,7 +11,7 @@ import torch
 from sparsek_backend.config import ConfigError, resolve_config
 from sparsek_backend.nn import NSAConfig
 from sparsek_backend.vllm_backend.accounting import nsa_attended
-from sparsek_backend.vllm_backend.nsa import tail_elements, view_nsa_pages
+from sparsek_backend.vllm_backend.nsa.pages import tail_elements, view_nsa_pages
 from sparsek_backend.vllm_backend.report import describe_nsa_layers
 
 SECTION = {"top_n": 8, "window_size": 256}
@@ -38,6 +38,8 @@ REFUSED: dict[str, tuple[dict[str, Any] | None, dict[str, str], dict[str, Any] |
     "other mode": (None, {"SPARSEK_MODE": "dense"}, SECTION, r"mode \(from SPARSEK_MODE\)"),
     "ignored field": ({"window_size": 64}, {}, SECTION, "window_size .* no effect in mode 'nsa'"),
     "unknown field": (None, {}, {"topn": 3}, "nsa section .* got topn"),
+    "no object": (None, {}, [64], r"nsa section .* expected an object, got \[64\]"),
+    "infinite value": (None, {}, {"top_n": float("inf")}, "nsa section .* top_n: expected an int"),
     "bad value": (None, {}, {"cmp_stride": 5}, "cmp_block_size: expected a multiple"),
 }
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from sparsek_backend.plugin import BACKEND_NAME, BACKEND_PATH, backend_member, register
+from sparsek_backend.plugin import backend_member, register
+from sparsek_backend.vllm_backend.names import BACKEND_NAME, BACKEND_PATH
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,7 +59,7 @@ def test_entry_point_resolves() -> None:
 def test_member_is_known_by_name_and_leads_to_the_class() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from sparsek_backend.vllm_backend.backend import SparseKBackend
+    from sparsek_backend.vllm_backend.sparsek.backend import SparseKBackend
 
     member = AttentionBackendEnum["SPARSEK"]
     assert member is backend_member()
@@ -90,11 +91,11 @@ def test_old_registry_without_register_gets_the_member(monkeypatch: pytest.Monke
     """vLLM before 0.32 has no ``AttentionBackendEnum.register``."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from sparsek_backend.vllm_backend import compat
+    from sparsek_backend.vllm_backend.register import ensure_member
 
     monkeypatch.delattr(AttentionBackendEnum, "register", raising=False)
     path = "somewhere.Else"
-    member = compat.ensure_member("SPARSEK_OLD", path, backend_member)
+    member = ensure_member("SPARSEK_OLD", path, backend_member)
     try:
         assert AttentionBackendEnum["SPARSEK_OLD"] is member
         assert AttentionBackendEnum(path) is member

@@ -302,11 +302,32 @@ def test_killed_in_mid_stream_and_started_again(
         again.stop()
 
 
+@pytest.mark.parametrize(
+    ("options", "message", "remedy"),
+    [
+        (
+            ("--additional-config", '{"sparsek": {"topk": 4}}'),
+            "SPARSEK setting topk",
+            "did you mean top_k",
+        ),
+        (
+            ("--additional-config", '{"sparsek": {"sel_block_size": 96}}'),
+            "SPARSEK setting sel_block_size",
+            "remedy: --block-size 96",
+        ),
+        (("--kv-offloading-size", "1"), "SPARSEK cannot serve", "remedy: remove --kv-transfer"),
+    ],
+    ids=["unknown", "page", "offloading"],
+)
 def test_a_bad_setting_ends_the_process_with_one_message(
-    smollm2: Path, environment: dict[str, str]
+    smollm2: Path,
+    environment: dict[str, str],
+    options: tuple[str, ...],
+    message: str,
+    remedy: str,
 ) -> None:
     done = subprocess.run(
-        command(smollm2, free_port(), "--additional-config", '{"sparsek": {"topk": 4}}'),
+        command(smollm2, free_port(), *options),
         env=environment,
         capture_output=True,
         text=True,
@@ -314,8 +335,8 @@ def test_a_bad_setting_ends_the_process_with_one_message(
     )
     assert done.returncode != 0
     text = done.stdout + done.stderr
-    assert text.count("SPARSEK setting topk") == 1
-    assert "did you mean top_k" in text
+    assert text.count(message) == 1
+    assert remedy in text
     assert "Engine core" not in text
 
 

@@ -30,7 +30,7 @@ GOOD = {
 
 
 def reasons(**changes: Any) -> list[str]:
-    from sparsek_backend.vllm_backend.backend import SparseKBackend
+    from sparsek_backend.vllm_backend.sparsek.backend import SparseKBackend
 
     return SparseKBackend.validate_configuration(**{**GOOD, **changes})
 
@@ -71,6 +71,8 @@ def test_served(changes: dict[str, Any]) -> None:
         ({"use_non_causal": True}, "non-causal"),
         ({"use_kv_connector": True}, "KV connector"),
         ({"use_pcp": True}, "PCP"),
+        ({"use_dcp": True}, "DCP"),
+        ({"use_rswa": True}, "R-SWA"),
         ({"device_capability": (7, 5)}, "compute capability"),
     ],
     ids=str,
@@ -81,10 +83,37 @@ def test_refused_with_a_remedy(changes: dict[str, Any], words: str) -> None:
     assert "remedy:" in reason
 
 
+def test_every_requirement_of_vllm_is_served_or_has_a_remedy() -> None:
+    """Remedies go by the argument that asks too much, never by the words of vLLM's reasons."""
+    import inspect
+
+    from vllm.v1.attention.backend import AttentionBackend
+
+    from sparsek_backend.vllm_backend.sparsek.backend import LEAVE, REMEDIES
+
+    served = {"use_adaptive_verification"}
+    parameters = inspect.signature(AttentionBackend.validate_configuration).parameters
+    flags = [name for name in parameters if name.startswith("use_") and name not in GOOD]
+    for name in flags:
+        found = reasons(**{name: True})
+        assert (found == []) == (name in served), name
+    for name, (_, remedy) in REMEDIES.items():
+        assert remedy.startswith(LEAVE) or name in parameters or name == "use_dcp"
+
+
+def test_a_remedy_belongs_to_the_cause() -> None:
+    """Two causes, each with its own; one reason of two causes, with the first one's."""
+    first, second = reasons(head_size=16, use_mla=True)
+    assert "head size is a multiple of 8" in first
+    assert "MLA backends" in second
+    (both,) = reasons(kv_cache_dtype="fp8", use_mm_prefix=True, device_capability=(9, 0))
+    assert "remedy: --kv-cache-dtype auto" in both
+
+
 def test_batch_invariance_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
 
-    from sparsek_backend.vllm_backend.nsa import NSABackend
+    from sparsek_backend.vllm_backend.nsa.backend import NSABackend
 
     (reason,) = reasons(use_batch_invariant=True)
     assert "batch invariance" in reason
@@ -99,7 +128,7 @@ def test_batch_invariance_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_backend_is_no_sparse_mla_backend() -> None:
-    from sparsek_backend.vllm_backend.backend import SparseKBackend
+    from sparsek_backend.vllm_backend.sparsek.backend import SparseKBackend
 
     assert not SparseKBackend.is_sparse()
     assert not SparseKBackend.is_mla()
@@ -108,7 +137,7 @@ def test_the_backend_is_no_sparse_mla_backend() -> None:
 
 
 def test_several_reasons_are_all_told() -> None:
-    from sparsek_backend.vllm_backend.startup import refuse_if_invalid
+    from sparsek_backend.vllm_backend.validate import refuse_if_invalid
 
     selection = {name: value for name, value in GOOD.items() if name != "device_capability"}
     with pytest.raises(ValueError, match=r"SPARSEK cannot serve.*head_size.*MLA") as caught:
@@ -127,7 +156,7 @@ def test_several_reasons_are_all_told() -> None:
 def test_pages_that_do_not_fit(
     settings: dict[str, Any], page_size: int, words: tuple[str, ...]
 ) -> None:
-    from sparsek_backend.vllm_backend.startup import check_page_size
+    from sparsek_backend.vllm_backend.settings import check_page_size
 
     with pytest.raises(ConfigError) as caught:
         check_page_size(resolve_config(settings, {}), page_size)
@@ -137,7 +166,7 @@ def test_pages_that_do_not_fit(
 
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128, 192])
 def test_pages_that_fit(page_size: int) -> None:
-    from sparsek_backend.vllm_backend.startup import check_page_size
+    from sparsek_backend.vllm_backend.settings import check_page_size
 
     check_page_size(resolve_config(None, {}), page_size)
     check_page_size(resolve_config({"mode": "sink_window"}, {}), 48)
@@ -170,8 +199,38 @@ def test_a_good_engine_is_configured(llama: Path) -> None:
         ({"additional_config": {"sparsek": {"window_size": 0}}}, ("window_size", "got 0")),
         ({"block_size": 48}, ("sel_block_size", "48")),
         ({"kv_cache_dtype": "fp8"}, ("kv_cache_dtype", "CPU", "--kv-cache-dtype auto")),
+        ({"additional_config": {"spasek": {"top_k": 4}}}, ("spasek", "the section sparsek")),
+        ({"additional_config": {"top_k": 4}}, ("top_k", "outside of the sparsek section")),
+        (
+            {"additional_config": {"sparsek": {"dense_layers": [0, 99]}}},
+            ("dense_layers (from --additional-config", "which has 2", "[0, 99]"),
+        ),
+        ({"additional_config": {"sparsek": {"dense_layers": 3}}}, ("which has 2", "got 3")),
+        (
+            {"additional_config": {"sparsek": {"sel_block_size": 96}}},
+            ("sel_block_size", "KV page of 128", "--block-size 96"),
+        ),
+        ({"kv_offloading_size": 1}, ("KV connector", "remove --kv-transfer-config and")),
+        ({"kv_sharing_fast_prefill": True}, ("remedy: leave --kv-sharing-fast-prefill out",)),
+        (
+            {"kv_cache_dtype_skip_layers": ["0"]},
+            ("remedy: leave --kv-cache-dtype-skip-layers out, or mode sink_window or dense",),
+        ),
     ],
-    ids=["unknown", "invalid", "page", "fp8"],
+    ids=[
+        "unknown",
+        "invalid",
+        "page",
+        "fp8",
+        "section",
+        "no-section",
+        "layer",
+        "layers",
+        "default-page",
+        "offloading",
+        "fast-prefill",
+        "skip-layers",
+    ],
 )
 def test_settings_stop_the_start(
     llama: Path, options: dict[str, Any], words: tuple[str, ...]
@@ -180,6 +239,20 @@ def test_settings_stop_the_start(
         configure(llama, **options)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_connector_stops_the_start(llama: Path) -> None:
+    from vllm.config import KVTransferConfig
+
+    transfer = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")
+    with pytest.raises(ValueError, match=r"SPARSEK cannot serve.*KV connector.*remedy"):
+        configure(llama, kv_transfer_config=transfer)
+    assert configure(llama, kv_transfer_config=transfer, attention_backend="CPU_ATTN") is not None
+
+
+def test_every_layer_of_the_model_may_be_dense(llama: Path) -> None:
+    for layers in (0, 2, [], [0, 1]):
+        configure(llama, additional_config={"sparsek": {"dense_layers": layers}})
 
 
 def test_settings_from_the_environment_stop_the_start(
@@ -258,19 +331,70 @@ def test_mla_models_are_refused(tmp_path: Path) -> None:
         configure(tmp_path, skip_tokenizer_init=True)
 
 
+@pytest.mark.parametrize("kind", ["soft_cap", "alibi", "encoder"])
+def test_what_sdpa_serves_is_refused_with_fp8_and_batch_invariance(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    from sparsek_backend.vllm_backend import validate
+
+    config = configure(make_tiny_model(kind, tmp_path), skip_tokenizer_init=True)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    hopper = classmethod(lambda cls: DeviceCapability(9, 0))
+    monkeypatch.setattr(type(current_platform), "get_device_capability", hopper)
+    validate.check_engine(config)
+    monkeypatch.setattr(config.cache_config, "cache_dtype", "fp8")
+    with pytest.raises(ValueError, match=r"over an fp8 KV cache \(remedy: --kv-cache-dtype auto"):
+        validate.check_engine(config)
+    monkeypatch.setattr(config.cache_config, "cache_dtype", "auto")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match=r"with batch invariance \(remedy: unset"):
+        validate.check_engine(config)
+
+
+def test_hybrid_models_select_no_blocks(tmp_path: Path) -> None:
+    from transformers import Qwen3NextConfig
+
+    config = Qwen3NextConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        num_experts=0,
+        architectures=["Qwen3NextForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"SPARSEK cannot serve.*recurrent layers.*sink_window or"):
+        configure(tmp_path, skip_tokenizer_init=True)
+    for mode in ("dense", "sink_window"):
+        settings = {"sparsek": {"mode": mode}}
+        assert configure(tmp_path, skip_tokenizer_init=True, additional_config=settings) is not None
+
+
 def test_encoder_decoder_models_are_refused(tmp_path: Path) -> None:
     from types import SimpleNamespace
 
-    from sparsek_backend.vllm_backend.startup import check_engine
+    from sparsek_backend.vllm_backend.validate import check_engine
 
-    model = SimpleNamespace(is_encoder_decoder=True, hf_text_config=None, hf_config=None)
+    model = SimpleNamespace(
+        architectures=[], is_encoder_decoder=True, hf_text_config=None, hf_config=None
+    )
     engine = SimpleNamespace(additional_config={}, model_config=model)
-    with pytest.raises(ValueError, match=r"cross-attention is not served"):
+    with pytest.raises(ValueError, match=r"cross-attention .*remedy: leave"):
         check_engine(engine)
 
 
 def test_model_config_section_is_read(tmp_path: Path, llama: Path) -> None:
-    from sparsek_backend.vllm_backend.startup import engine_config
+    from sparsek_backend.vllm_backend.settings import engine_config
 
     config = json.loads(llama.joinpath("config.json").read_text(encoding="utf-8"))
     section = {"block_size": 32, "window_size": 128, "topk": 9, "init_blocks": 1, "dense_len": 256}
@@ -282,7 +406,7 @@ def test_model_config_section_is_read(tmp_path: Path, llama: Path) -> None:
 
 
 def test_implementation_refuses_what_it_cannot_mask() -> None:
-    from sparsek_backend.vllm_backend.impl import SparseKImpl
+    from sparsek_backend.vllm_backend.sparsek.impl import SparseKImpl
 
     with pytest.raises(NotImplementedError, match="encoder_decoder"):
         SparseKImpl(4, 64, 1.0, 4, attn_type="encoder_decoder")

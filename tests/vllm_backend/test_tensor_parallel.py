@@ -28,7 +28,7 @@ SETTINGS = {
 
 
 def read_counter(_worker: Any) -> float | None:
-    """Runs in a rank: what it tells Prometheus it attended; ``None`` where it tells nothing."""
+    """Attended keys that a rank reports to Prometheus; ``None`` where it reports nothing."""
     from prometheus_client import REGISTRY
 
     value: float | None = REGISTRY.get_sample_value("sparsek_attended_tokens_total")
@@ -70,7 +70,7 @@ def test_tokens_of_two_ranks(
     assert found == expected
     assert len(ranks) == 2
     assert told[0] > 0
-    assert told[1] is None  # the ranks attend alike, and are counted once
+    assert told[1] is None  # ranks attend the same keys, which are counted once
     for forward_calls, attended_share in ranks:
         assert forward_calls > 0
         assert attended_share < 0.7

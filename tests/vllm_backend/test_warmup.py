@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek_backend.vllm_backend import impl as impl_module
+from sparsek_backend.vllm_backend.sparsek import impl as impl_module
+from sparsek_backend.vllm_backend.sparsek.warmup import prefill_shapes, warm_up_prefills
 from sparsek_backend.vllm_backend.stats import STATS
-from sparsek_backend.vllm_backend.warmup import prefill_shapes, warm_up_prefills
 from sparsek_kernels.paged.policy import SelectionPolicy
 from tests.vllm_backend.layers import (
     building,
@@ -90,7 +90,7 @@ def test_pages_are_laid_out_as_the_engines(current: Any, monkeypatch: pytest.Mon
     _, spec = make_builder(layer, current)
     seen = []
     monkeypatch.setattr(
-        type(layer.impl), "rehearse", lambda self, layer, cache, batch: seen.append(cache)
+        type(layer.impl), "dummy_run", lambda self, layer, cache, batch: seen.append(cache)
     )
     warm_up_prefills([layer], spec, current, torch.device("cpu"))
     expected = make_cache(spec, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -89,10 +89,11 @@ PACKED: dict[str, tuple[Make, list[int], list[int]]] = {
 """name -> (bias, query lengths, key lengths): biases with gradients, batch size 1."""
 
 _TABLE = [[3, 0], [1, 5], [4, 2], [7, 6]]
+_FEW_KEYS = [30, 0, 3, 1]
 
 
-def _padded(kind: str, q: list[int]) -> Make:
-    return lambda d: getattr(ab, kind).from_seqlens(q, 64, [30, 64, 17, 41], device=d)
+def _padded(kind: str, q: list[int], k: Sequence[int] = (30, 64, 17, 41)) -> Make:
+    return lambda d: getattr(ab, kind).from_seqlens(q, 64, list(k), device=d)
 
 
 def _gappy(kind: str) -> Make:
@@ -101,11 +102,11 @@ def _gappy(kind: str) -> Make:
     )
 
 
-def _paged(kind: str, q: list[int]) -> Make:
+def _paged(kind: str, q: list[int], k: Sequence[int] = (30, 60, 17, 41)) -> Make:
     def make(device: torch.device) -> Any:
         return getattr(ab, kind).from_seqlens(
             q,
-            [30, 60, 17, 41],
+            list(k),
             torch.tensor(_TABLE, dtype=torch.int32, device=device),
             32,
             device=device,
@@ -131,6 +132,16 @@ DECODING: dict[str, tuple[Make, int, int]] = {
         16,
         256,
     ),
+    "padded-decode-few-keys": (
+        _padded("BlockDiagonalPaddedKeysMask", [1, 1, 1, 1], _FEW_KEYS),
+        4,
+        256,
+    ),
+    "padded-causal-few-keys": (
+        _padded("BlockDiagonalCausalWithOffsetPaddedKeysMask", [4, 1, 9, 2], _FEW_KEYS),
+        16,
+        256,
+    ),
     "gappy": (_gappy("BlockDiagonalGappyKeysMask"), 64, 256),
     "gappy-causal": (
         lambda d: ab.BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens(
@@ -148,6 +159,11 @@ DECODING: dict[str, tuple[Make, int, int]] = {
     "paged-causal-decode": (
         _paged("PagedBlockDiagonalCausalWithOffsetPaddedKeysMask", [1, 1, 1, 1]),
         4,
+        256,
+    ),
+    "paged-causal-few-keys": (
+        _paged("PagedBlockDiagonalCausalWithOffsetPaddedKeysMask", [4, 1, 9, 2], _FEW_KEYS),
+        16,
         256,
     ),
     "paged-gappy": (

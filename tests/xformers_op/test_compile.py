@@ -60,6 +60,20 @@ def test_full_graph_of_inference_with_a_tensor_bias(device: str) -> None:
         assert torch.equal(compiled(q), attend(q))
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3], ids=["no-dropout", "dropout"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no-bias", "bias"])
+def test_operators_of_the_torch_path(has_bias: bool, p: float) -> None:
+    q, k, v = inputs(9, 12, value_dim=24)
+    bias = torch.randn(1, 3, 9, 12) if has_bias else None
+    seed = torch.tensor(3) if p else None
+    mask = (True, 3, 5, 1, p, 0.25)
+    forward = (q, k, v, bias, seed, 0, *mask)
+    out, lse = torch.ops.sparsek.biased_attention_fwd(*forward)
+    backward = (torch.ones_like(out), q, k, v, out, lse, bias, seed, 0, *mask, has_bias)
+    torch.library.opcheck(torch.ops.sparsek.biased_attention_fwd, forward)
+    torch.library.opcheck(torch.ops.sparsek.biased_attention_bwd, backward)
+
+
 def test_checkpointing_recomputes_the_same() -> None:
     from torch.utils.checkpoint import checkpoint
 

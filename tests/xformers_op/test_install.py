@@ -145,6 +145,24 @@ def test_contexts_nest_and_do_not_end_a_lasting_installation() -> None:
     uninstall()
 
 
+def test_blocks_of_one_installation_nest() -> None:
+    handle = install()
+    with handle:
+        with handle:
+            pass
+        assert installed()
+        with pytest.raises(RuntimeError, match="inside"), handle:
+            raise RuntimeError("inside")
+        assert installed()
+    assert not installed()
+    with handle:
+        assert installed()
+        uninstall()
+        with handle:
+            assert installed()
+    assert not installed()
+
+
 def test_a_context_ends_with_an_error() -> None:
     with pytest.raises(RuntimeError, match="inside"), install():
         raise RuntimeError("inside")

@@ -27,9 +27,9 @@ def block_sparse_attention(
     gives zeros.  Work is proportional to the number of listed blocks; under causality those that
     lie wholly in the future are skipped.
 
-    The P patterns serve ``Hq / P`` consecutive query heads each: P is 1 (all heads alike), Hkv
-    (the heads of a GQA group alike; small blocks are fastest so, as one program then serves
-    several heads) or Hq (every head its own), or any other divisor of Hq.
+    The P patterns serve ``Hq / P`` consecutive query heads each, for any P that divides Hq.  P = 1
+    is one pattern for all heads, P = Hkv one for each GQA group, P = Hq one for each head.  Small
+    blocks are fastest where a group shares its pattern: one program then serves several heads.
 
     CUDA tensors run Triton kernels, without atomics: the same bits every time.  CPU tensors, and
     fp64 anywhere, run the same arithmetic in torch operations.

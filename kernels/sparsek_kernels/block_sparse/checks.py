@@ -1,4 +1,4 @@
-"""Argument checks of ``block_sparse_attention``: each failure names what came and what was due."""
+"""Argument checks of ``block_sparse_attention``: each error says what was due and what came."""
 
 from __future__ import annotations
 
@@ -7,29 +7,20 @@ from typing import Any
 import torch
 
 from sparsek_kernels.block_sparse.structure import BlockStructure, structure_of
-from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_scale, check_tensor
-
-DTYPES = (*FLOAT_DTYPES, torch.float64)
-MAX_HEAD_DIM = 256
+from sparsek_kernels.checks import check_qkv, check_scale
 
 
 def check_arguments(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Any, softmax_scale: float | None
 ) -> tuple[BlockStructure, float]:
-    """Validate one call; returns the pattern's structure and the scale.
+    """The structure of the pattern and the scale, after the arguments were checked.
 
     Raises:
         TypeError: a wrong type or dtype.
         ValueError: a wrong shape, device or value.
     """
-    check_tensor("q", q, ("B", "N", "Hq", "D"), DTYPES)
-    dim = q.shape[3]
-    check_tensor("k", k, (q.shape[0], "M", "Hkv", dim), (q.dtype,), q.device)
-    check_tensor("v", v, (q.shape[0], k.shape[1], k.shape[2], dim), (q.dtype,), q.device)
-    check_heads(q.shape[2], k.shape[2])
-    if not 1 <= dim <= MAX_HEAD_DIM:
-        raise ValueError(f"q: expected head_dim from 1 to {MAX_HEAD_DIM}, got {dim}")
-    scale = check_scale(softmax_scale, dim)
+    check_qkv(q, k, v)
+    scale = check_scale(softmax_scale, q.shape[3])
     structure = structure_of(pattern, k.shape[1])
     reason = misfit(structure, q.shape[1], k.shape[1], q.shape[2], q.device)
     if reason is not None:

@@ -66,7 +66,7 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Everything that a launch needs beyond its tensors.
+    """Launch parameters of every kernel of a call.
 
     Args:
         forward: tile of the forward kernel.

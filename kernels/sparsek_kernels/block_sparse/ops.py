@@ -6,20 +6,9 @@ from typing import Any
 
 import torch
 
-from sparsek_kernels.block_sparse.torch_path import torch_backward, torch_forward
-from sparsek_kernels.checks import FLOAT_DTYPES
-
-
-def runs_kernels(q: torch.Tensor) -> bool:
-    """Whether Triton kernels take these inputs (else torch operations do)."""
-    return q.is_cuda and q.dtype in FLOAT_DTYPES
-
-
-def empty_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised output ``[B, N, Hq, D]`` and log-sum-exp ``[B, Hq, N]``, contiguous."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
-    return q.new_empty(q.shape), lse
+from sparsek_kernels.block_sparse import torch_path
+from sparsek_kernels.block_sparse.problem import BlockSparseProblem
+from sparsek_kernels.common.operators import new_like, new_lse, runs_kernels
 
 
 @torch.library.custom_op("sparsek::block_sparse_fwd", mutates_args=())
@@ -36,32 +25,22 @@ def block_sparse_fwd(
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output ``[B, N, Hq, D]`` and log-sum-exp ``[B, Hq, N]``; the columns serve the gradient."""
-    out, lse = empty_outputs(q)
-    scalars = (block_size, causal, softmax_scale)
+    indices = (crow_indices, col_indices, ccol_indices, row_indices)
+    problem = BlockSparseProblem(q, k, v, *indices, block_size, causal, softmax_scale)
+    out, lse = new_like(q), new_lse(q)
     if runs_kernels(q):
-        from sparsek_kernels.block_sparse.launch import launch_forward
+        from sparsek_kernels.block_sparse import launch
 
         with torch.cuda.device(q.device):
-            launch_forward(out, lse, q, k, v, crow_indices, col_indices, *scalars)
+            launch.forward(problem, out, lse)
     else:
-        torch_forward(out, lse, q, k, v, crow_indices, col_indices, *scalars)
+        torch_path.forward(problem, out, lse)
     return out, lse
 
 
 @block_sparse_fwd.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    crow_indices: torch.Tensor,
-    col_indices: torch.Tensor,
-    ccol_indices: torch.Tensor,
-    row_indices: torch.Tensor,
-    block_size: int,
-    causal: bool,
-    softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return empty_outputs(q)
+def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return new_like(q), new_lse(q)
 
 
 @torch.library.custom_op("sparsek::block_sparse_bwd", mutates_args=())
@@ -82,14 +61,14 @@ def block_sparse_bwd(
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
-    inputs = (dout, dlse, q, k, v, out, lse, crow_indices, col_indices)
-    scalars = (block_size, causal, softmax_scale)
+    indices = (crow_indices, col_indices, ccol_indices, row_indices)
+    problem = BlockSparseProblem(q, k, v, *indices, block_size, causal, softmax_scale)
     if runs_kernels(q):
-        from sparsek_kernels.block_sparse.launch import launch_backward
+        from sparsek_kernels.block_sparse import launch
 
         with torch.cuda.device(q.device):
-            return launch_backward(*inputs, ccol_indices, row_indices, *scalars)
-    return torch_backward(*inputs, *scalars)
+            return launch.backward(problem, out, lse, dout, dlse)
+    return torch_path.backward(problem, out, lse, dout, dlse)
 
 
 @block_sparse_bwd.register_fake
@@ -99,18 +78,9 @@ def _(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    crow_indices: torch.Tensor,
-    col_indices: torch.Tensor,
-    ccol_indices: torch.Tensor,
-    row_indices: torch.Tensor,
-    block_size: int,
-    causal: bool,
-    softmax_scale: float,
+    *_: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    return dq, dk, dv
+    return new_like(q), new_like(k), new_like(v)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -123,9 +93,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
     if dout is None and dlse is None:
         return (None,) * 10
+    q, k, v, out, lse, *indices = ctx.saved_tensors
     if dout is None:
-        dout = torch.zeros_like(ctx.saved_tensors[3])
-    grads = block_sparse_bwd(dout, dlse, *ctx.saved_tensors, *ctx.scalars)
+        dout = torch.zeros_like(out)
+    grads = block_sparse_bwd(dout, dlse, q, k, v, out, lse, *indices, *ctx.scalars)
     return (*grads, *(None,) * 7)
 
 

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sparsek_kernels.checks import check_tensor
+
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 128
+MAX_BLOCKS = 2**31 // MIN_BLOCK_SIZE
+"""Blocks along a side: tokens are counted in 31 bits."""
 _INDICES = ("crow_indices", "col_indices", "ccol_indices", "row_indices")
 
 
@@ -105,9 +109,9 @@ def structure_of(pattern: Any, num_k: int) -> BlockStructure:
     crow, col = pattern.crow_indices, pattern.col_indices
     for name, x in (("crow_indices", crow), ("col_indices", col)):
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
     columns = -(-num_k // pattern.block_size)
-    if crow.is_inference() or col.is_inference():  # nothing tells whether these have changed
+    if crow.is_inference() or col.is_inference():  # their changes are not recorded
         return _structure(pattern.block_size, columns, crow, col)
     version = (crow._version, col._version, columns, pattern.block_size)
     known = _structures.get(crow)
@@ -120,7 +124,7 @@ def structure_of(pattern: Any, num_k: int) -> BlockStructure:
 def _structure(
     block_size: int, columns: int, crow: torch.Tensor, col: torch.Tensor
 ) -> BlockStructure:
-    # A copy: a value that holds its own key would keep it for good.
+    # A copy, because a value that held its own weak key would keep it alive.
     rows = crow.clone() if crow.dim() == 2 else crow[None].clone()
     return BlockStructure(block_size, (rows.shape[-1] - 1, columns), rows, col)
 
@@ -131,23 +135,14 @@ _structures: MutableMapping[torch.Tensor, _Known] = WeakTensorKeyDictionary()
 
 def _check_indices(shape: object, crow: torch.Tensor, col: torch.Tensor) -> None:
     sizes = shape if isinstance(shape, tuple) and len(shape) == 2 else None
-    if sizes is None or any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in sizes):
-        raise ValueError(f"shape: expected two sizes in blocks, got {shape!r}")
-    for name, x, dim in (("crow_indices", crow, 2), ("col_indices", col, 1)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-        if x.dtype != torch.int32:
-            raise TypeError(f"{name}: expected int32, got {x.dtype}")
-        if x.dim() != dim:
-            raise ValueError(f"{name}: expected {dim} dimensions, got shape {tuple(x.shape)}")
-    if crow.device != col.device:
+    if sizes is None or any(type(x) is not int or not 0 <= x <= MAX_BLOCKS for x in sizes):
         raise ValueError(
-            f"col_indices: expected the device of crow_indices, {crow.device}, got {col.device}"
+            f"shape: expected two sizes in blocks, up to {MAX_BLOCKS} each, got {shape!r}"
         )
-    if crow.shape[0] == 0 or crow.shape[1] != sizes[0] + 1:
-        raise ValueError(
-            f"crow_indices: expected shape [patterns, {sizes[0] + 1}], got {tuple(crow.shape)}"
-        )
+    check_tensor("crow_indices", crow, ("patterns", sizes[0] + 1), (torch.int32,))
+    check_tensor("col_indices", col, ("nnz",), (torch.int32,), crow.device)
+    if crow.shape[0] == 0:
+        raise ValueError("crow_indices: expected at least one pattern, got none")
     host_crow, host_col = crow.cpu(), col.cpu()
     counts = host_crow.diff(dim=1)
     if bool((counts < 0).any()) or not torch.equal(host_crow, offsets_of(counts)):

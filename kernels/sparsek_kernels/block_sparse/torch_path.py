@@ -13,7 +13,8 @@ from itertools import pairwise
 
 import torch
 
-from sparsek_kernels.common.precision import without_autocast
+from sparsek_kernels.block_sparse.problem import BlockSparseProblem
+from sparsek_kernels.common.precision import compute_dtype, without_autocast
 
 
 @dataclass(frozen=True)
@@ -27,25 +28,17 @@ class _BlockRow:
     hidden: torch.Tensor | None  # [tokens, keys], None where every key is seen
 
 
-def _block_rows(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    crow_indices: torch.Tensor,
-    col_indices: torch.Tensor,
-    block_size: int,
-    causal: bool,
-) -> Iterator[_BlockRow]:
-    num_q, num_heads, num_k = q.shape[1], q.shape[2], k.shape[1]
-    per_pattern = num_heads // crow_indices.shape[0]
+def _block_rows(problem: BlockSparseProblem) -> Iterator[_BlockRow]:
+    q, block_size, causal, shape = problem.q, problem.block_size, problem.causal, problem.shape
+    num_q, num_k = q.shape[1], shape.num_k
     offset = num_k - num_q
     within = torch.arange(block_size, device=q.device)
-    for pattern, offsets in enumerate(crow_indices.tolist()):
-        heads = slice(pattern * per_pattern, (pattern + 1) * per_pattern)
-        kv_heads = torch.arange(heads.start, heads.stop, device=q.device)
-        kv_heads = kv_heads // (num_heads // k.shape[2])
+    for pattern, offsets in enumerate(problem.crow_indices.tolist()):
+        heads = slice(pattern * shape.pattern_heads, (pattern + 1) * shape.pattern_heads)
+        kv_heads = torch.arange(heads.start, heads.stop, device=q.device) // shape.group
         for row, (begin, end) in enumerate(pairwise(offsets)):
             tokens = slice(row * block_size, min((row + 1) * block_size, num_q))
-            keys = (col_indices[begin:end, None].long() * block_size + within).flatten()
+            keys = (problem.col_indices[begin:end, None].long() * block_size + within).flatten()
             keys = keys[keys < (min(tokens.stop + offset, num_k) if causal else num_k)]
             hidden = None
             if causal:
@@ -55,18 +48,14 @@ def _block_rows(
                 yield _BlockRow(heads, tokens, kv_heads, keys, hidden)
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _queries(x: torch.Tensor, row: _BlockRow) -> torch.Tensor:
     """The row's part of a ``[B, N, Hq, D]`` tensor as ``[B, heads, tokens, D]``."""
-    return x[:, row.tokens, row.heads].to(_compute_dtype(x.dtype)).transpose(1, 2)
+    return x[:, row.tokens, row.heads].to(compute_dtype(x.dtype)).transpose(1, 2)
 
 
 def _keys(x: torch.Tensor, row: _BlockRow) -> torch.Tensor:
     """The row's part of a ``[B, M, Hkv, D]`` tensor as ``[B, heads, keys, D]``."""
-    listed = x[:, row.keys].to(_compute_dtype(x.dtype)).transpose(1, 2)
+    listed = x[:, row.keys].to(compute_dtype(x.dtype)).transpose(1, 2)
     return listed[:, row.kv_heads]
 
 
@@ -76,23 +65,13 @@ def _scores(q: torch.Tensor, k: torch.Tensor, row: _BlockRow, scale: float) -> t
 
 
 @without_autocast
-def torch_forward(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    crow_indices: torch.Tensor,
-    col_indices: torch.Tensor,
-    block_size: int,
-    causal: bool,
-    softmax_scale: float,
-) -> None:
-    """Fill ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]`` for valid arguments."""
+def forward(problem: BlockSparseProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Fill ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]``."""
+    q, k, v = problem.q, problem.k, problem.v
     out.zero_()
     lse.fill_(float("-inf"))
-    for row in _block_rows(q, k, crow_indices, col_indices, block_size, causal):
-        scores = _scores(_queries(q, row), _keys(k, row), row, softmax_scale)
+    for row in _block_rows(problem):
+        scores = _scores(_queries(q, row), _keys(k, row), row, problem.softmax_scale)
         row_lse = torch.logsumexp(scores, dim=3, keepdim=True)
         probs = scores.sub_(row_lse.masked_fill(row_lse == float("-inf"), 0.0)).exp_()
         attended = torch.matmul(probs, _keys(v, row)).transpose(1, 2)
@@ -101,36 +80,30 @@ def torch_forward(
 
 
 @without_autocast
-def torch_backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+def backward(
+    problem: BlockSparseProblem,
     out: torch.Tensor,
     lse: torch.Tensor,
-    crow_indices: torch.Tensor,
-    col_indices: torch.Tensor,
-    block_size: int,
-    causal: bool,
-    softmax_scale: float,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v, from the output and log-sum-exp of the forward pass."""
-    compute = _compute_dtype(q.dtype)
+    q, k, v, scale = problem.q, problem.k, problem.v, problem.softmax_scale
+    compute = compute_dtype(q.dtype)
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=compute, device=x.device) for x in (k, v))
     delta = (dout.to(compute) * out.to(compute)).sum(dim=3).transpose(1, 2)  # [B, Hq, N]
     if dlse is not None:
         delta = delta - dlse
     finite_lse = lse.masked_fill(lse == float("-inf"), 0.0).to(compute)
-    for row in _block_rows(q, k, crow_indices, col_indices, block_size, causal):
+    for row in _block_rows(problem):
         row_q, row_dout, keys, values = (
             _queries(q, row), _queries(dout, row), _keys(k, row), _keys(v, row)
         )  # fmt: skip
         row_lse, row_delta = (x[:, row.heads, row.tokens, None] for x in (finite_lse, delta))
-        probs = _scores(row_q, keys, row, softmax_scale).sub_(row_lse).exp_()
+        probs = _scores(row_q, keys, row, scale).sub_(row_lse).exp_()
         dscores = torch.matmul(row_dout, values.mT).sub_(row_delta).mul_(probs)
-        dscores.mul_(softmax_scale)
+        dscores.mul_(scale)
         dq[:, row.tokens, row.heads] = torch.matmul(dscores, keys).transpose(1, 2).to(dq.dtype)
         for total, weights, rows in ((dk, dscores, row_q), (dv, probs, row_dout)):
             part = torch.matmul(weights.mT, rows)  # [B, heads, keys, D]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -18,8 +20,9 @@ _ELEMENT = {
 }
 
 
+@lru_cache(maxsize=64)
 def tile_layout(rows: int, cols: int, dtype: torch.dtype) -> NVMMASharedLayout:
-    """How tensor cores want a tile ``[rows, cols]`` to lie in shared memory."""
+    """Shared-memory layout in which tensor cores read a tile ``[rows, cols]``."""
     return NVMMASharedLayout.get_default_for([rows, cols], _ELEMENT[dtype])
 
 
@@ -34,9 +37,9 @@ def describe_matrix(
 def describe(
     x: torch.Tensor, rows: int, cols: int | None = None
 ) -> tuple[TensorDescriptor, int, int]:
-    """Descriptor of tiles of ``rows`` tokens of one head, or of ``cols`` of its columns.
+    """``(descriptor, rows per sequence, columns per head)`` of ``x [B, N, H, D]`` as a matrix.
 
-    Returns it, the rows per sequence and the columns per head.
+    A tile is ``rows`` tokens of one head, or ``cols`` columns of it.
     """
     batch, tokens, heads, dim = x.shape
     cols = cols or dim
@@ -45,8 +48,9 @@ def describe(
     return describe_matrix(x, shape, x.stride(1), (rows, cols)), batch_rows, x.stride(2)
 
 
+@lru_cache(maxsize=8)
 def box_layout(dtype: torch.dtype) -> NVMMASharedLayout:
-    """How boxes of :func:`describe_boxes`, wide enough to be swizzled, lie in shared memory."""
+    """Shared-memory layout of the boxes of :func:`describe_boxes`: swizzled over 64 columns."""
     return NVMMASharedLayout.get_default_for([1, 8, 1, 64], _ELEMENT[dtype])
 
 

@@ -1,4 +1,4 @@
-"""Kernel launches that skip the JIT's argument analysis once a kernel is compiled."""
+"""Launches of a compiled kernel that skip the JIT's analysis of its arguments."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from triton import knobs
 from sparsek_kernels.common.device import current_stream
 
 
+def pointer(x: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
+    """``x``, or ``stand_in`` for an absent tensor, which the kernel then does not read."""
+    return stand_in if x is None else x
+
+
 class CompiledLaunch:
     """One compiled kernel with its grid and every argument after the pointers.
 
     Replaying costs a few microseconds less than a launch through the JIT, which looks at each
-    argument.  Valid for pointers aligned as those of the first launch (16 bytes).
+    argument.  Valid while pointers are
+    aligned to 16 bytes, as at the first launch.
     """
 
     def __init__(

@@ -12,6 +12,11 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Precision of the softmax and of its log-sum-exp for inputs of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Run ``function`` with autocast off for the device of its first tensor.
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.checks import check_int, check_tensor
-from sparsek_kernels.nsa import ops, ops_branches
+from sparsek_kernels.checks import check_int, check_scale, check_tensor
+from sparsek_kernels.nsa import ops
 from sparsek_kernels.nsa.checks import (
     DTYPES,
     check_indices,
     check_lengths,
     check_like_keys,
     check_query,
-    check_scale,
     check_sequences,
 )
 from sparsek_kernels.nsa.compress.mlp import PhiWeights, phi_compress
@@ -88,7 +87,7 @@ def nsa_compress(
     found = []
     for name, x, phi in (("phi_k", k, phi_k), ("phi_v", v, phi_v)):
         if phi is None:
-            found.append(ops.mean_pool(x, cu_seqlens, ops.spec_list(spec)))
+            found.append(ops.mean_pool(x, cu_seqlens, spec.as_list()))
         else:
             _check_phi(name, phi, x, spec)
             found.append(phi_compress(x, phi, cu_seqlens, spec))
@@ -154,7 +153,7 @@ def compressed_attention(
     length = _check_compressed(q, {"k_cmp": k_cmp, "v_cmp": v_cmp}, spec, seq_len, cu_seqlens)
     scale = check_scale(softmax_scale, q.shape[3])
     found: tuple[torch.Tensor, torch.Tensor] = ops.compressed_fwd(
-        q, k_cmp, v_cmp, length, cu_seqlens, ops.spec_list(spec), scale
+        q, k_cmp, v_cmp, length, cu_seqlens, spec.as_list(), scale
     )
     return found
 
@@ -214,7 +213,7 @@ def nsa_select(
     q = check_query(q)
     length = _check_compressed(q, {"k_cmp": k_cmp}, spec, seq_len, cu_seqlens)
     scale = check_scale(softmax_scale, q.shape[3])
-    fields = ops.spec_list(spec)
+    fields = spec.as_list()
     q, k_cmp = q.detach(), k_cmp.detach()
     if lse is None:
         _, lse = ops.compressed_fwd(q, k_cmp, k_cmp, length, cu_seqlens, fields, scale)
@@ -369,7 +368,7 @@ def nsa_attention(
     if k_cmp is not None and v_cmp is not None:
         _check_compressed(q, {"k_cmp": k_cmp, "v_cmp": v_cmp}, spec, length, cu_seqlens)
     scale = check_scale(softmax_scale, q.shape[3])
-    fields = ops.spec_list(spec)
+    fields = spec.as_list()
     if block_indices is not None:
         block_indices = check_indices(
             block_indices, q, k.shape[2], length, sel_block_size, cu_seqlens, False
@@ -416,7 +415,7 @@ def nsa_attention(
     out: torch.Tensor
     if torch.is_grad_enabled() and any(x.requires_grad for x in leaves):
         out_slc, lse_slc = ops.selected_fwd(*selected)
-        out = ops_branches.branches(
+        out = ops.branches(
             [out_cmp, out_slc, out_swa],
             [lse_cmp, lse_slc, lse_swa],
             gates,
@@ -430,5 +429,5 @@ def nsa_attention(
             scale,
         )
     else:
-        out = ops_branches.selected_gated(out_cmp, out_swa, gates, *selected)
+        out = ops.selected_gated(out_cmp, out_swa, gates, *selected)
     return (out, block_indices) if return_block_indices else out

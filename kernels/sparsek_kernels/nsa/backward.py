@@ -11,113 +11,46 @@ folded in; ``g_b do`` is never formed.  All three add to one fp32 gradient of q.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-import triton
 
-from sparsek_kernels.common.descriptors import describable
-from sparsek_kernels.nsa.compressed import launch_sm90 as launch_compressed_hopper
-from sparsek_kernels.nsa.gate.kernels.gate import nsa_gate_rows_kernel
-from sparsek_kernels.nsa.launching import launch_config, problem_shape
-from sparsek_kernels.nsa.selected import launch_bwd as launch_selected_bwd
-from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
-from sparsek_kernels.nsa.spec import NSASpec
-from sparsek_kernels.sink_window.calls import Call
-from sparsek_kernels.sink_window.launch_sm90 import backward_hopper, new_accumulator
-from sparsek_kernels.sink_window.spec import AttentionSpec
+from sparsek_kernels.common.alignment import describable
+from sparsek_kernels.common.operators import new_like
+from sparsek_kernels.nsa.compressed import launch_sm90 as launch_compressed
+from sparsek_kernels.nsa.gate.launch import gate_rows
+from sparsek_kernels.nsa.gate.problem import GatedGradients, GatedProblem, PerBranch
+from sparsek_kernels.nsa.selected import launch_bwd as launch_selected
+from sparsek_kernels.sink_window import launch_sm90 as launch_sliding
 
 
-def gate_rows(
-    dout: torch.Tensor,
-    branches: Sequence[torch.Tensor],
-    gates: Sequence[torch.Tensor],
-    lses: Sequence[torch.Tensor],
-) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Gradients of the gates; the same ``[3, B, Hq, N]`` fp32; log-sum-exps with gates, likewise.
-
-    ``branches [B, N, Hq, D]`` and ``lses [B, Hq, N]`` are contiguous.
-    """
-    batch, num_q, num_heads, head_dim = dout.shape
-    dims = (3, batch, num_heads, num_q)
-    dots = torch.empty(dims, dtype=torch.float32, device=dout.device)
-    folded = torch.empty_like(dots)
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in gates]
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    block_t = 8  # tokens: 32 bytes of a statistic
-    block_h = max(8192 // block_d // block_t, 1)
-    tiles = triton.cdiv(num_q, block_t) * triton.cdiv(num_heads, block_h)
-    nsa_gate_rows_kernel[(tiles, batch)](
-        *grads,
-        dots,
-        folded,
-        dout,
-        *branches,
-        *(x.contiguous() for x in gates),
-        *lses,
-        *dout.stride(),
-        num_q,
-        num_heads,
-        batch * num_heads * num_q,
-        HEAD_DIM=head_dim,
-        BLOCK_T=block_t,
-        BLOCK_H=block_h,
-        BLOCK_D=block_d,
-        num_warps=8,
-    )
-    return grads, dots, folded
-
-
-def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    gates: Sequence[torch.Tensor],
-    branches: Sequence[torch.Tensor],
-    lses: Sequence[torch.Tensor],
-    block_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    spec: NSASpec,
-    window_size: int,
-    scale: float,
-) -> tuple[torch.Tensor, ...] | None:
+def backward(problem: GatedProblem, dout: torch.Tensor) -> GatedGradients | None:
     """Gradients of q, keys, values and gates, or ``None`` where these kernels do not run.
 
-    Keys, values, gates, branches and log-sum-exps are in the order compressed, selected, sliding;
-    the gradients are ``(dq, dk_cmp, dk, dk_swa, dv_cmp, dv, dv_swa, dg_cmp, dg_slc, dg_swa)``.
     Bitwise reproducible.
     """
-    k_cmp, k, k_swa = keys
-    v_cmp, v, v_swa = values
-    shape = problem_shape(q, k.shape[2], k.shape[1])
-    config = launch_config(q, shape, spec.top_n)
-    window = AttentionSpec(0, window_size, True, scale)
-    call = Call(q, k_swa, window, cu_seqlens, cu_seqlens, None)
-    tile, window_tile = config.hopper_bwd, call.config.hopper_backward
-    if tile is None or window_tile is None or 0 in (k_cmp.numel(), block_indices.numel()):
+    keys, values, sliding = problem.keys, problem.values, problem.sliding
+    tile = problem.compressed.config.hopper_bwd
+    sliding_config = sliding.launch_config()
+    sliding_tile = sliding_config.hopper_backward
+    if tile is None or sliding_tile is None:
         return None
-    if not describable(q, k_cmp, v_cmp, k_swa, v_swa):
+    if 0 in (keys.cmp.numel(), problem.block_indices.numel()):
+        return None
+    if not describable(problem.q, keys.cmp, values.cmp, keys.swa, values.swa):
         return None
     if not describable(dout):
         dout = dout.contiguous()
-    dgates, dots, folded = gate_rows(dout, branches, gates, lses)
+    dgates, delta, folded = gate_rows(dout, problem.outs, problem.gates, problem.lses)
     # The window first: it fills what the others add to.
-    dq_acc = new_accumulator(call, window_tile, q.device)
-    dk_swa, dv_swa = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k_swa, v_swa))
-    backward_hopper(
-        *(call, window_tile, dq_acc, dk_swa, dv_swa, dout, q, k_swa, v_swa, folded[2], dots[2]),
-        None,
+    dq_acc = launch_sliding.new_accumulator(sliding, sliding_tile)
+    dk_swa, dv_swa = new_like(keys.swa), new_like(values.swa)
+    together = sliding_config.backward_together
+    launch_sliding.backward(
+        sliding, sliding_tile, together, dq_acc, dk_swa, dv_swa, dout, folded.swa, delta.swa
     )
-    cu_cmp = None
-    if cu_seqlens is not None:
-        cu_cmp = compressed_cu_seqlens(cu_seqlens, spec.cmp_block_size, spec.cmp_stride)
-    dk_cmp, dv_cmp = launch_compressed_hopper.accumulate(
-        *(dq_acc, dout, q, k_cmp, v_cmp, folded[0], dots[0]),
-        *(cu_seqlens, cu_cmp, shape, tile, spec, scale),
+    dk_cmp, dv_cmp = launch_compressed.accumulate(
+        problem.compressed, tile, dq_acc, dout, folded.cmp, delta.cmp
     )
-    dq, dk, dv = launch_selected_bwd.backward_rows(
-        *(dout, folded[1], dots[1], dq_acc, q, k, v),
-        *(block_indices, cu_seqlens, spec.sel_block_size, scale),
+    dq, dk, dv = launch_selected.backward_rows(
+        problem.selected, dout, folded.slc, delta.slc, dq_acc
     )
-    return dq, dk_cmp, dk, dk_swa, dv_cmp, dv, dv_swa, *dgates
+    return GatedGradients(dq, PerBranch(dk_cmp, dk, dk_swa), PerBranch(dv_cmp, dv, dv_swa), dgates)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from sparsek_kernels.checks import check_heads, check_offsets, check_tensor
+from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_offsets, check_tensor
 
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-DTYPES = (*KERNEL_DTYPES, torch.float64)
+DTYPES = (*FLOAT_DTYPES, torch.float64)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64
 
@@ -24,18 +21,6 @@ def check_sequences(cu_seqlens: torch.Tensor, total: int, device: torch.device) 
     check_offsets("cu_seqlens", cu_seqlens, total, device)
     if cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens: expected two offsets or more, got {cu_seqlens.shape[0]}")
-
-
-def check_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """The factor of ``q . k``, ``head_dim ** -0.5`` by default.
-
-    Raises:
-        ValueError: not a finite number above zero.
-    """
-    scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"softmax_scale: expected a finite number > 0, got {softmax_scale}")
-    return scale
 
 
 def check_query(q: object) -> torch.Tensor:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
+
+from sparsek_kernels.sink_window.config import TileConfig as SinkWindowTile
 
 BOX_GROUPS = (8, 16, 32, 64)
 """Groups whose heads one bulk copy moves: whole swizzles of eight rows, 64 rows at most."""
@@ -91,7 +94,7 @@ class LaunchConfig:
         item_entries_bwd: likewise of the backward pass.
         precision: input precision of dot products.
         hopper: tile of the warp-specialised compressed forward kernel, where that one is used.
-        hopper_bwd: tile of the fused compressed backward kernel, where that one is used.
+        hopper_bwd: tile of the compressed backward kernel on Hopper, which is sink window's.
         select_hopper: rows of a warpgroup, compressed keys and stages of the warp-specialised
             scores kernel, where that one is used.
         selected_hopper: rows and stages of the warp-specialised block-major forward kernel, where
@@ -117,7 +120,7 @@ class LaunchConfig:
     item_entries_bwd: int
     precision: str = "tf32"
     hopper: TileConfig | None = None
-    hopper_bwd: TileConfig | None = None
+    hopper_bwd: SinkWindowTile | None = None
     select_hopper: TileConfig | None = None
     selected_hopper: TileConfig | None = None
     selected_boxes: TileConfig | None = None
@@ -125,9 +128,9 @@ class LaunchConfig:
     selected_bwd_hopper: TileConfig | None = None
 
 
-def _chunk_rows(shape: ProblemShape, slots: int, itemsize: int, most_bytes: int) -> int:
+def _chunk_rows(shape: ProblemShape, top_n: int, itemsize: int, most_bytes: int) -> int:
     rows = shape.batch * shape.num_q
-    fits = most_bytes // max(shape.num_heads * slots * shape.head_dim * itemsize, 1)
+    fits = most_bytes // max(shape.num_heads * top_n * shape.head_dim * itemsize, 1)
     return max(min(rows, max(fits, -(-rows // _MAX_CHUNKS))), 1)
 
 
@@ -172,19 +175,20 @@ def _tiles(dim: int, dtype: torch.dtype, arch: int) -> dict[str, TileConfig]:
     }
 
 
-def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int) -> LaunchConfig:
+@lru_cache(maxsize=256)
+def select_config(shape: ProblemShape, top_n: int, dtype: torch.dtype, arch: int) -> LaunchConfig:
     """Launch parameters for ``shape`` on compute capability ``arch`` (``90`` is 9.0).
 
     Args:
         shape: sizes of the call.
-        slots: blocks per token.
+        top_n: blocks per token.
         dtype: dtype of q, k and v.
         arch: ten times the compute capability; unknown values get the portable default.
     """
     rows = shape.batch * shape.num_q
     token_major = rows * shape.num_kv_heads <= 2048
     itemsize = 4 if dtype == torch.float32 else 2
-    chunk_rows = _chunk_rows(shape, slots, itemsize, _PART_BYTES)
+    chunk_rows = _chunk_rows(shape, top_n, itemsize, _PART_BYTES)
     item_entries = max(2048 // shape.padded_group, 32)
     hopper = (
         arch == 90
@@ -200,14 +204,14 @@ def select_config(shape: ProblemShape, slots: int, dtype: torch.dtype, arch: int
         token_major=token_major,
         chunk_rows=chunk_rows,
         chunk_rows_bwd=(
-            _chunk_rows(shape, slots, itemsize, _PART_BYTES_HOPPER_BWD) if hopper else chunk_rows
+            _chunk_rows(shape, top_n, itemsize, _PART_BYTES_HOPPER_BWD) if hopper else chunk_rows
         ),
         index_rows=-(-chunk_rows // 2) if boxes else chunk_rows,
         item_entries=2 * item_entries if boxes else item_entries,
         item_entries_bwd=4 * item_entries if hopper else item_entries,
         precision="ieee" if dtype == torch.float32 else "tf32",
         hopper=TileConfig(128, 128, 4, 2) if hopper else None,
-        hopper_bwd=TileConfig(64, 128, 8, 3) if hopper else None,
+        hopper_bwd=SinkWindowTile(64, 128, 8, 3) if hopper else None,
         # Without heads to sum, masses need the registers of half a tile.
         select_hopper=TileConfig(128 if shape.group > 1 else 64, 64, 4, 2) if hopper else None,
         selected_hopper=TileConfig(64, 64, 4, 4) if hopper else None,

@@ -7,36 +7,22 @@ from typing import Any
 
 import torch
 
+from sparsek_kernels.common.operators import new_like, new_lse, runs_kernels
+from sparsek_kernels.common.precision import compute_dtype
 from sparsek_kernels.nsa import torch_path
-from sparsek_kernels.nsa.checks import KERNEL_DTYPES
+from sparsek_kernels.nsa.compressed.problem import CompressedProblem
+from sparsek_kernels.nsa.gate.problem import GatedGradients, GatedProblem, PerBranch
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
+from sparsek_kernels.sink_window import ops as sink_window_ops
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def runs_kernels(x: torch.Tensor) -> bool:
-    """Whether Triton kernels take these inputs (else torch operations do)."""
-    return x.is_cuda and x.dtype in KERNEL_DTYPES
-
-
-def spec_list(spec: NSASpec) -> list[int]:
-    """The fields of ``spec`` in order, as operators take them."""
-    return [
-        spec.cmp_block_size,
-        spec.cmp_stride,
-        spec.sel_block_size,
-        spec.top_n,
-        spec.num_init_blocks,
-        spec.num_local_blocks,
-    ]
-
-
-def _new_like(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _new_lse(q: torch.Tensor) -> torch.Tensor:
-    dtype = torch_path.compute_dtype(q.dtype)
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
+def _new_indices(q: torch.Tensor, k_cmp: torch.Tensor, spec: Sequence[int]) -> torch.Tensor:
+    shape = (q.shape[0], q.shape[1], k_cmp.shape[2], spec[3])
+    return torch.empty(shape, dtype=torch.int32, device=q.device)
 
 
 # --- mean pooling -------------------------------------------------------------------------------
@@ -81,9 +67,7 @@ def mean_pool_bwd(
 
 
 @mean_pool_bwd.register_fake
-def _(
-    dout: torch.Tensor, num_tokens: int, cu_seqlens: torch.Tensor | None, spec: Sequence[int]
-) -> torch.Tensor:
+def _(dout: torch.Tensor, num_tokens: int, *_: object) -> torch.Tensor:
     return dout.new_empty((dout.shape[0], num_tokens, *dout.shape[2:]))
 
 
@@ -115,28 +99,34 @@ def compressed_fwd(
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output ``[B, N, Hq, D]`` and log-sum-exp ``[B, Hq, N]`` of the compressed branch."""
-    out, lse = _new_like(q), _new_lse(q)
-    args = (out, lse, q, k_cmp, v_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
+    problem = CompressedProblem(q, k_cmp, v_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
+    out, lse = new_like(q), new_lse(q)
     if runs_kernels(q):
         from sparsek_kernels.nsa.compressed.launch import forward
 
-        forward(*args)
+        forward(problem, out, lse)
     else:
-        torch_path.compressed_forward(*args)
+        torch_path.compressed_forward(problem, out, lse)
     return out, lse
 
 
 @compressed_fwd.register_fake
-def _(
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    v_cmp: torch.Tensor,
-    seq_len: int,
-    cu_seqlens: torch.Tensor | None,
-    spec: Sequence[int],
-    softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _new_like(q), _new_lse(q)
+def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return new_like(q), new_lse(q)
+
+
+def _compressed_gradients(
+    problem: CompressedProblem,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> Gradients:
+    if runs_kernels(dout):
+        from sparsek_kernels.nsa.compressed.launch import backward
+
+        return backward(problem, out, lse, dout, dlse)
+    return torch_path.compressed_backward(problem, out, lse, dout, dlse)
 
 
 @torch.library.custom_op("sparsek::nsa_compressed_bwd", mutates_args=())
@@ -154,32 +144,15 @@ def compressed_bwd(
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k_cmp and v_cmp."""
-    args = (
-        *(dout, dlse, q, k_cmp, v_cmp, out, lse),
-        *(seq_len, cu_seqlens, NSASpec(*spec), softmax_scale),
-    )
-    if runs_kernels(q):
-        from sparsek_kernels.nsa.compressed.launch import backward
-
-        return backward(*args)
-    return torch_path.compressed_backward(*args)
+    problem = CompressedProblem(q, k_cmp, v_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
+    return _compressed_gradients(problem, out, lse, dout, dlse)
 
 
 @compressed_bwd.register_fake
 def _(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    v_cmp: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    seq_len: int,
-    cu_seqlens: torch.Tensor | None,
-    spec: Sequence[int],
-    softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _new_like(q), _new_like(k_cmp), _new_like(v_cmp)
+    dout: Any, dlse: Any, q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, *_: object
+) -> Gradients:
+    return new_like(q), new_like(k_cmp), new_like(v_cmp)
 
 
 def _compressed_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -219,35 +192,23 @@ def compressed_select(
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``compressed_fwd``, and ``select`` with its log-sum-exps; not differentiable."""
-    rules = NSASpec(*spec)
-    out, lse = _new_like(q), _new_lse(q)
-    shape = (q.shape[0], q.shape[1], k_cmp.shape[2], rules.top_n)
-    found = torch.empty(shape, dtype=torch.int32, device=q.device)
+    problem = CompressedProblem(q, k_cmp, v_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
+    out, lse, found = new_like(q), new_lse(q), _new_indices(q, k_cmp, spec)
     if runs_kernels(q):
         from sparsek_kernels.nsa.select.launch_fused import attend_and_select
 
-        attend_and_select(
-            out, lse, found, q, k_cmp, v_cmp, seq_len, cu_seqlens, rules, softmax_scale
-        )
+        attend_and_select(problem, out, lse, found)
     else:
-        rest = (seq_len, cu_seqlens, rules, softmax_scale)
-        torch_path.compressed_forward(out, lse, q, k_cmp, v_cmp, *rest)
-        torch_path.select_forward(found, q, k_cmp, lse, *rest)
+        torch_path.compressed_forward(problem, out, lse)
+        torch_path.select_forward(problem, lse, found)
     return out, lse, found
 
 
 @compressed_select.register_fake
 def _(
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    v_cmp: torch.Tensor,
-    seq_len: int,
-    cu_seqlens: torch.Tensor | None,
-    spec: Sequence[int],
-    softmax_scale: float,
+    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: Any, seq_len: Any, cu: Any, spec: Any, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    shape = (q.shape[0], q.shape[1], k_cmp.shape[2], spec[3])
-    return _new_like(q), _new_lse(q), torch.empty(shape, dtype=torch.int32, device=q.device)
+    return new_like(q), new_lse(q), _new_indices(q, k_cmp, spec)
 
 
 @torch.library.custom_op("sparsek::nsa_select", mutates_args=())
@@ -261,31 +222,22 @@ def select(
     softmax_scale: float,
 ) -> torch.Tensor:
     """Chosen blocks ``[B, N, Hkv, top_n]`` int32, ascending, ``-1`` after the last."""
-    rules = NSASpec(*spec)
-    shape = (q.shape[0], q.shape[1], k_cmp.shape[2], rules.top_n)
-    found = torch.empty(shape, dtype=torch.int32, device=q.device)
-    args = (found, q, k_cmp, lse, seq_len, cu_seqlens, rules, softmax_scale)
+    problem = CompressedProblem(q, k_cmp, k_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
+    found = _new_indices(q, k_cmp, spec)
     if runs_kernels(q):
         from sparsek_kernels.nsa.select.launch import select as launch
 
-        launch(*args)
+        launch(problem, lse, found)
     else:
-        torch_path.select_forward(*args)
+        torch_path.select_forward(problem, lse, found)
     return found
 
 
 @select.register_fake
 def _(
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    lse: torch.Tensor,
-    seq_len: int,
-    cu_seqlens: torch.Tensor | None,
-    spec: Sequence[int],
-    softmax_scale: float,
+    q: torch.Tensor, k_cmp: torch.Tensor, lse: Any, seq_len: Any, cu: Any, spec: Any, *_: object
 ) -> torch.Tensor:
-    shape = (q.shape[0], q.shape[1], k_cmp.shape[2], spec[3])
-    return torch.empty(shape, dtype=torch.int32, device=q.device)
+    return _new_indices(q, k_cmp, spec)
 
 
 # --- selected attention -------------------------------------------------------------------------
@@ -302,28 +254,34 @@ def selected_fwd(
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output ``[B, N, Hq, D]`` and log-sum-exp ``[B, Hq, N]`` of the selected branch."""
-    out, lse = _new_like(q), _new_lse(q)
-    args = (out, lse, q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
+    problem = SelectedProblem(q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
+    out, lse = new_like(q), new_lse(q)
     if runs_kernels(q):
         from sparsek_kernels.nsa.selected.launch_fwd import forward
 
-        forward(*args)
+        forward(problem, out, lse)
     else:
-        torch_path.selected_forward(*args)
+        torch_path.selected_forward(problem, out, lse)
     return out, lse
 
 
 @selected_fwd.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sel_block_size: int,
-    softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _new_like(q), _new_lse(q)
+def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return new_like(q), new_lse(q)
+
+
+def _selected_gradients(
+    problem: SelectedProblem,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> Gradients:
+    if runs_kernels(dout):
+        from sparsek_kernels.nsa.selected.launch_bwd import backward
+
+        return backward(problem, out, lse, dout, dlse)
+    return torch_path.selected_backward(problem, out, lse, dout, dlse)
 
 
 @torch.library.custom_op("sparsek::nsa_selected_bwd", mutates_args=())
@@ -341,32 +299,15 @@ def selected_bwd(
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
-    args = (
-        *(dout, dlse, q, k, v, out, lse),
-        *(block_indices, cu_seqlens, sel_block_size, softmax_scale),
-    )
-    if runs_kernels(q):
-        from sparsek_kernels.nsa.selected.launch_bwd import backward
-
-        return backward(*args)
-    return torch_path.selected_backward(*args)
+    problem = SelectedProblem(q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
+    return _selected_gradients(problem, out, lse, dout, dlse)
 
 
 @selected_bwd.register_fake
 def _(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    block_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sel_block_size: int,
-    softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _new_like(q), _new_like(k), _new_like(v)
+    dout: Any, dlse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
+) -> Gradients:
+    return new_like(q), new_like(k), new_like(v)
 
 
 def _selected_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -390,3 +331,157 @@ def _selected_backward(
 
 
 selected_fwd.register_autograd(_selected_backward, setup_context=_selected_context)
+
+
+# --- the gated sum ------------------------------------------------------------------------------
+
+
+def _gated_sum(outs: Sequence[torch.Tensor], gates: Sequence[torch.Tensor]) -> torch.Tensor:
+    out = new_like(outs[0])
+    if runs_kernels(out):
+        from sparsek_kernels.nsa.gate.launch import forward
+
+        forward(out, outs, gates)
+    else:
+        torch_path.gated_forward(out, outs, gates)
+    return out
+
+
+@torch.library.custom_op("sparsek::nsa_selected_gated", mutates_args=())
+def selected_gated(
+    out_cmp: torch.Tensor,
+    out_swa: torch.Tensor,
+    gates: Sequence[torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_indices: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    sel_block_size: int,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """Gated sum ``[B, N, Hq, D]`` of the selected branch and two outputs; not differentiable."""
+    problem = SelectedProblem(q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
+    if runs_kernels(q):
+        from sparsek_kernels.nsa.selected.launch_fwd import forward_gated
+
+        out = new_like(q)
+        forward_gated(problem, out, (out_cmp, out_swa), gates)
+        return out
+    out_slc = new_like(q)
+    torch_path.selected_forward(problem, out_slc, new_lse(q))
+    return _gated_sum((out_cmp, out_slc, out_swa), gates)
+
+
+@selected_gated.register_fake
+def _(out_cmp: torch.Tensor, *_: object) -> torch.Tensor:
+    return new_like(out_cmp)
+
+
+@torch.library.custom_op("sparsek::nsa_branches", mutates_args=())
+def branches(
+    outs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    gates: Sequence[torch.Tensor],
+    q: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    block_indices: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    spec: Sequence[int],
+    window_size: int,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """Gated sum of three branches, in the order compressed, selected, sliding.
+
+    ``outs [B, N, Hq, D]`` and ``lses [B, Hq, N]`` are results of the branches' operators,
+    contiguous and without gradients of their own; ``gates [B, N, Hq]``, ``q``, ``keys`` and
+    ``values`` receive the gradients.
+    """
+    return _gated_sum(outs, gates)
+
+
+@branches.register_fake
+def _(outs: Sequence[torch.Tensor], *_: object) -> torch.Tensor:
+    return new_like(outs[0])
+
+
+def _branch_gradients(problem: GatedProblem, dout: torch.Tensor) -> GatedGradients:
+    """Gradients of the gated sum, of each branch by itself."""
+    outs, lses, gates = problem.outs, problem.lses, problem.gates
+    douts, dgates = PerBranch(*map(new_like, outs)), PerBranch(*map(new_like, gates))
+    if runs_kernels(dout):
+        from sparsek_kernels.nsa.gate.launch import backward
+
+        backward(douts, dgates, dout, outs, gates)
+    else:
+        torch_path.gated_backward(douts, dgates, dout, outs, gates)
+    cmp = _compressed_gradients(problem.compressed, outs.cmp, lses.cmp, douts.cmp, None)
+    slc = _selected_gradients(problem.selected, outs.slc, lses.slc, douts.slc, None)
+    window, cu_seqlens = problem.sliding, problem.cu_seqlens
+    dq_swa, dk_swa, dv_swa, _ = sink_window_ops.sink_flash_bwd(
+        douts.swa, None, window.q, window.k, window.v, outs.swa, lses.swa, None,
+        cu_seqlens, cu_seqlens, 0, problem.window_size, True, problem.softmax_scale,
+    )  # fmt: skip
+    dtype = problem.q.dtype
+    dq = cmp[0].to(compute_dtype(dtype)).add_(slc[0]).add_(dq_swa).to(dtype)
+    return GatedGradients(
+        dq, PerBranch(cmp[1], slc[1], dk_swa), PerBranch(cmp[2], slc[2], dv_swa), dgates
+    )
+
+
+@torch.library.custom_op("sparsek::nsa_branches_bwd", mutates_args=())
+def branches_bwd(
+    dout: torch.Tensor,
+    outs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    gates: Sequence[torch.Tensor],
+    q: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    block_indices: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    spec: Sequence[int],
+    window_size: int,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Gradients of q, keys, values and gates."""
+    problem = GatedProblem(
+        PerBranch(*outs), PerBranch(*lses), PerBranch(*gates), q, PerBranch(*keys),
+        PerBranch(*values), block_indices, cu_seqlens, NSASpec(*spec), window_size, softmax_scale,
+    )  # fmt: skip
+    found = None
+    if runs_kernels(q):
+        from sparsek_kernels.nsa.backward import backward
+
+        found = backward(problem, dout)
+    grads = found or _branch_gradients(problem, dout)
+    return grads.q, list(grads.keys), list(grads.values), list(grads.gates)
+
+
+@branches_bwd.register_fake
+def _(
+    dout: Any, outs: Any, lses: Any, *inputs: Any
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    gates, q, keys, values, *_ = inputs
+    dkeys, dvalues, dgates = ([new_like(x) for x in leaves] for leaves in (keys, values, gates))
+    return new_like(q), dkeys, dvalues, dgates
+
+
+def _branches_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    outs, lses, gates, q, keys, values, block_indices, cu_seqlens, *scalars = inputs
+    ctx.save_for_backward(q, block_indices, cu_seqlens, *outs, *lses, *gates, *keys, *values)
+    ctx.scalars = scalars
+
+
+def _branches_backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+    q, block_indices, cu_seqlens, *lists = ctx.saved_tensors
+    outs, lses, gates, keys, values = (lists[i : i + 3] for i in range(0, 15, 3))
+    dq, dkeys, dvalues, dgates = branches_bwd(
+        dout, outs, lses, gates, q, keys, values, block_indices, cu_seqlens, *ctx.scalars
+    )
+    nothing = [None] * 3
+    return nothing, nothing, dgates, dq, dkeys, dvalues, None, None, None, None, None
+
+
+branches.register_autograd(_branches_backward, setup_context=_branches_context)

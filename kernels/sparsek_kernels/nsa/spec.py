@@ -66,6 +66,17 @@ class NSASpec:
                 f"(num_init_blocks + num_local_blocks), got {self.top_n}"
             )
 
+    def as_list(self) -> list[int]:
+        """The fields in order, as operators take them."""
+        return [
+            self.cmp_block_size,
+            self.cmp_stride,
+            self.sel_block_size,
+            self.top_n,
+            self.num_init_blocks,
+            self.num_local_blocks,
+        ]
+
     @property
     def cells_per_cmp(self) -> int:
         """Strides in a compressed block, ``l / d``."""

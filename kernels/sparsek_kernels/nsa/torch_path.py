@@ -6,20 +6,17 @@ are written out rather than recorded.  Half-precision inputs are computed in fp3
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from sparsek_kernels.common.precision import without_autocast
+from sparsek_kernels.common.precision import compute_dtype, without_autocast
+from sparsek_kernels.nsa.compressed.problem import CompressedProblem
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.sequences import Span, spans
 from sparsek_kernels.nsa.spec import NSASpec
 
 _CHUNK_ELEMENTS = 1 << 22  # elements of the largest intermediate, whatever the shapes
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Precision of the arithmetic for inputs of ``dtype``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _chunks(rows: slice, per_row: int) -> Iterator[slice]:
@@ -75,55 +72,41 @@ def mean_pool_backward(
     dx.copy_(total)
 
 
-def _compressed_scores(
-    q: torch.Tensor, k_cmp: torch.Tensor, rows: slice, span: Span, spec: NSASpec, scale: float
-) -> torch.Tensor:
+def _compressed_scores(problem: CompressedProblem, rows: slice, span: Span) -> torch.Tensor:
     """``[Hkv, G, n, C]`` scores, ``-inf`` where the block is not all in the past."""
+    q, k_cmp, spec = problem.q, problem.k_cmp, problem.spec
     keys = k_cmp[span.batch, span.compressed].to(compute_dtype(q.dtype))
     heads = _by_head(q[span.batch, rows], k_cmp.shape[2])
-    scores = torch.matmul(heads, keys.permute(1, 2, 0)[:, None]) * scale
+    scores = torch.matmul(heads, keys.permute(1, 2, 0)[:, None]) * problem.softmax_scale
     last = torch.arange(keys.shape[0], device=q.device) * spec.cmp_stride + spec.cmp_block_size - 1
     hidden = last[None] > _position(rows, span, q.device)[:, None]
     return scores.masked_fill_(hidden, float("-inf"))
 
 
-def _compressed_chunks(
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    seq_len: int,
-    cu_seqlens: torch.Tensor | None,
-    spec: NSASpec,
-) -> Iterator[tuple[Span, slice]]:
-    size, stride = spec.cmp_block_size, spec.cmp_stride
-    for span in spans(cu_seqlens, q.shape[0], q.shape[1], seq_len, size, stride):
+def _compressed_chunks(problem: CompressedProblem) -> Iterator[tuple[Span, slice]]:
+    q, spec = problem.q, problem.spec
+    for span in spans(
+        problem.cu_seqlens, q.shape[0], q.shape[1], problem.seq_len, spec.cmp_block_size,
+        spec.cmp_stride,
+    ):  # fmt: skip
         width = span.compressed.stop - span.compressed.start
         for rows in _chunks(span.rows, q.shape[2] * max(width, 1)):
             yield span, rows
 
 
 @without_autocast
-def compressed_forward(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    v_cmp: torch.Tensor,
-    seq_len: int,
-    cu_seqlens: torch.Tensor | None,
-    spec: NSASpec,
-    scale: float,
-) -> None:
+def compressed_forward(problem: CompressedProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Fill ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]`` of the compressed branch."""
     out.zero_()
     lse.fill_(float("-inf"))
-    for span, rows in _compressed_chunks(q, k_cmp, seq_len, cu_seqlens, spec):
+    for span, rows in _compressed_chunks(problem):
         if span.compressed.stop == span.compressed.start:
             continue
-        scores = _compressed_scores(q, k_cmp, rows, span, spec, scale)
+        scores = _compressed_scores(problem, rows, span)
         total = torch.logsumexp(scores, dim=-1)  # [Hkv, G, n]
         finite = total.masked_fill(total == float("-inf"), 0.0)
         probs = torch.exp(scores - finite[..., None])
-        values = v_cmp[span.batch, span.compressed].to(scores.dtype).transpose(0, 1)
+        values = problem.v_cmp[span.batch, span.compressed].to(scores.dtype).transpose(0, 1)
         found = torch.matmul(probs, values[:, None])  # [Hkv, G, n, D]
         out[span.batch, rows] = found.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
         lse[span.batch, :, rows] = total.flatten(0, 1).to(lse.dtype)
@@ -131,27 +114,22 @@ def compressed_forward(
 
 @without_autocast
 def compressed_backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    v_cmp: torch.Tensor,
+    problem: CompressedProblem,
     out: torch.Tensor,
     lse: torch.Tensor,
-    seq_len: int,
-    cu_seqlens: torch.Tensor | None,
-    spec: NSASpec,
-    scale: float,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k_cmp and v_cmp."""
+    q, k_cmp, v_cmp = problem.q, problem.k_cmp, problem.v_cmp
     compute = compute_dtype(q.dtype)
     num_kv_heads = k_cmp.shape[2]
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=compute, device=q.device) for x in (k_cmp, v_cmp))
-    for span, rows in _compressed_chunks(q, k_cmp, seq_len, cu_seqlens, spec):
+    for span, rows in _compressed_chunks(problem):
         if span.compressed.stop == span.compressed.start:
             continue
-        scores = _compressed_scores(q, k_cmp, rows, span, spec, scale)
+        scores = _compressed_scores(problem, rows, span)
         norm = lse[span.batch, :, rows].to(compute).unflatten(0, (num_kv_heads, -1))
         probs = torch.exp(scores - norm.masked_fill(norm == float("-inf"), 0.0)[..., None])
         upstream = _by_head(dout[span.batch, rows], num_kv_heads)
@@ -163,7 +141,7 @@ def compressed_backward(
             for x in (k_cmp, v_cmp)
         )
         dscores = torch.matmul(upstream, values.transpose(2, 3)).sub_(delta[..., None])
-        dscores.mul_(probs).mul_(scale)
+        dscores.mul_(probs).mul_(problem.softmax_scale)
         found = torch.matmul(dscores, keys)
         dq[span.batch, rows] = found.permute(2, 0, 1, 3).flatten(1, 2).to(dq.dtype)
         heads = _by_head(q[span.batch, rows], num_kv_heads)
@@ -208,49 +186,42 @@ def best_blocks(scores: torch.Tensor, own: torch.Tensor, spec: NSASpec) -> torch
 
 @without_autocast
 def select_forward(
-    block_indices: torch.Tensor,
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    lse: torch.Tensor,
-    seq_len: int,
-    cu_seqlens: torch.Tensor | None,
-    spec: NSASpec,
-    scale: float,
+    problem: CompressedProblem, lse: torch.Tensor, block_indices: torch.Tensor
 ) -> None:
     """Fill ``block_indices [B, N, Hkv, top_n]``: ascending, ``-1`` after the last."""
     block_indices.fill_(-1)
-    num_kv_heads = k_cmp.shape[2]
-    for span, rows in _compressed_chunks(q, k_cmp, seq_len, cu_seqlens, spec):
+    spec, num_kv_heads = problem.spec, problem.k_cmp.shape[2]
+    for span, rows in _compressed_chunks(problem):
         num_blocks = spec.num_selectable(span.keys.stop - span.keys.start)
-        scores = _compressed_scores(q, k_cmp, rows, span, spec, scale)
+        scores = _compressed_scores(problem, rows, span)
         norm = lse[span.batch, :, rows].to(scores.dtype).unflatten(0, (num_kv_heads, -1))
         norm = norm.masked_fill(norm == float("-inf"), 0.0)
         mass = torch.exp(scores - norm[..., None]).sum(1)  # [Hkv, n, C]
-        own = _position(rows, span, q.device)[:, None] // spec.sel_block_size
+        own = _position(rows, span, lse.device)[:, None] // spec.sel_block_size
         best = best_blocks(fold_scores(mass, num_blocks, spec), own, spec)
         block_indices[span.batch, rows, :, : best.shape[-1]] = best.transpose(0, 1).int()
 
 
 def _selected_chunks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    block_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sel_block_size: int,
+    problem: SelectedProblem,
 ) -> Iterator[tuple[Span, slice, torch.Tensor, torch.Tensor]]:
-    """Spans, query rows, the keys ``[n, Hkv, K]`` that they meet, and which of those count."""
-    ordered = block_indices.sort(dim=-1, descending=True).values
-    within = torch.arange(sel_block_size, device=q.device)
-    for span in spans(cu_seqlens, q.shape[0], q.shape[1], k.shape[1]):
+    """Spans, query rows, their chosen keys ``[n, Hkv, K]``, and a mask of the visible ones.
+
+    Keys that are not visible, those of block -1 included, stand as the sequence's first key.
+    """
+    shape, size, device = problem.shape, problem.sel_block_size, problem.q.device
+    ordered = problem.block_indices.sort(dim=-1, descending=True).values
+    within = torch.arange(size, device=device)
+    for span in spans(problem.cu_seqlens, shape.batch, shape.num_q, shape.num_k):
         chosen = ordered[span.batch, span.rows]
         width = int((chosen >= 0).sum(-1).max()) if chosen.numel() else 0
-        per_row = k.shape[2] * max(width, 1) * sel_block_size * q.shape[3]
-        for rows in _chunks(span.rows, per_row):
+        if width == 0:
+            continue
+        for rows in _chunks(span.rows, shape.num_kv_heads * width * size * shape.head_dim):
             blocks = ordered[span.batch, rows, :, :width].long()  # [n, Hkv, width]
-            token = (blocks[..., None] * sel_block_size + within).flatten(2)
-            position = _position(rows, span, q.device)[:, None, None]
-            counts = (token >= 0) & (token <= position)
-            yield span, rows, token.masked_fill(~counts, 0) + span.keys.start, counts
+            token = (blocks[..., None] * size + within).flatten(2)
+            visible = (token >= 0) & (token <= _position(rows, span, device)[:, None, None])
+            yield span, rows, token.masked_fill(~visible, 0) + span.keys.start, visible
 
 
 def _gather(x: torch.Tensor, batch: int, token: torch.Tensor) -> torch.Tensor:
@@ -267,29 +238,15 @@ def _grouped(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 
 
 @without_autocast
-def selected_forward(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sel_block_size: int,
-    scale: float,
-) -> None:
+def selected_forward(problem: SelectedProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Fill ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]`` of attention inside chosen blocks."""
     out.zero_()
     lse.fill_(float("-inf"))
-    num_kv_heads = k.shape[2]
-    for span, rows, token, counts in _selected_chunks(
-        q, k, block_indices, cu_seqlens, sel_block_size
-    ):
-        if token.shape[-1] == 0:
-            continue
+    q, k, v, num_kv_heads = problem.q, problem.k, problem.v, problem.shape.num_kv_heads
+    for span, rows, token, visible in _selected_chunks(problem):
         heads = _grouped(q[span.batch, rows], num_kv_heads)
-        scores = torch.matmul(heads, _gather(k, span.batch, token).transpose(2, 3)) * scale
-        scores.masked_fill_(~counts[:, :, None], float("-inf"))
+        scores = torch.matmul(heads, _gather(k, span.batch, token).transpose(2, 3))
+        scores.mul_(problem.softmax_scale).masked_fill_(~visible[:, :, None], float("-inf"))
         total = torch.logsumexp(scores, dim=-1)  # [n, Hkv, G]
         finite = total.masked_fill(total == float("-inf"), 0.0)
         probs = torch.exp(scores - finite[..., None])
@@ -300,35 +257,25 @@ def selected_forward(
 
 @without_autocast
 def selected_backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    problem: SelectedProblem,
     out: torch.Tensor,
     lse: torch.Tensor,
-    block_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sel_block_size: int,
-    scale: float,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
-    compute = compute_dtype(q.dtype)
-    num_kv_heads = k.shape[2]
+    q, k, v, scale = problem.q, problem.k, problem.v, problem.softmax_scale
+    compute, num_kv_heads = compute_dtype(q.dtype), problem.shape.num_kv_heads
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=compute, device=q.device) for x in (k, v))
-    for span, rows, token, counts in _selected_chunks(
-        q, k, block_indices, cu_seqlens, sel_block_size
-    ):
-        if token.shape[-1] == 0:
-            continue
+    for span, rows, token, visible in _selected_chunks(problem):
         heads = _grouped(q[span.batch, rows], num_kv_heads)
         upstream = _grouped(dout[span.batch, rows], num_kv_heads)
         keys, values = (_gather(x, span.batch, token) for x in (k, v))
         norm = lse[span.batch, :, rows].to(compute).T.unflatten(1, (num_kv_heads, -1))
         norm = norm.masked_fill(norm == float("-inf"), 0.0)
         scores = torch.matmul(heads, keys.transpose(2, 3)) * scale
-        probs = torch.exp(scores - norm[..., None]).masked_fill(~counts[:, :, None], 0.0)
+        probs = torch.exp(scores - norm[..., None]).masked_fill(~visible[:, :, None], 0.0)
         delta = (upstream * _grouped(out[span.batch, rows], num_kv_heads)).sum(-1)
         if dlse is not None:
             delta = delta - dlse[span.batch, :, rows].to(compute).T.unflatten(1, (num_kv_heads, -1))
@@ -342,3 +289,28 @@ def selected_backward(
         ):
             total[span.batch].index_put_((token, head), part, accumulate=True)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def gated_forward(
+    out: torch.Tensor, outs: Sequence[torch.Tensor], gates: Sequence[torch.Tensor]
+) -> None:
+    """Fill ``out [B, N, Hq, D]`` with the sum of ``gates [B, N, Hq]`` times ``outs``."""
+    compute = compute_dtype(out.dtype)
+    total = torch.zeros(out.shape, dtype=compute, device=out.device)
+    for branch, gate in zip(outs, gates, strict=True):
+        total += branch.to(compute) * gate.to(compute)[..., None]
+    out.copy_(total)
+
+
+def gated_backward(
+    douts: Sequence[torch.Tensor],
+    dgates: Sequence[torch.Tensor],
+    dout: torch.Tensor,
+    outs: Sequence[torch.Tensor],
+    gates: Sequence[torch.Tensor],
+) -> None:
+    """Fill the gradients of ``outs`` and of ``gates``."""
+    upstream = dout.to(compute_dtype(dout.dtype))
+    for i, gate in enumerate(gates):
+        douts[i].copy_(upstream * gate.to(upstream.dtype)[..., None])
+        dgates[i].copy_((upstream * outs[i].to(upstream.dtype)).sum(-1))

@@ -1,8 +1,8 @@
 """Attention over a paged KV cache, with block selection shared by a GQA group."""
 
-from sparsek_kernels.paged.api import paged_attention, select_blocks, summary_vectors, write_kv
+from sparsek_kernels.paged.api import paged_attention, select_blocks, write_kv
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.policy import CELL_SIZE, ScoreKind, SelectionPolicy
+from sparsek_kernels.paged.policy import CELL_SIZE, ScoreKind, SelectionPolicy, summary_vectors
 
 __all__ = [
     "CELL_SIZE",

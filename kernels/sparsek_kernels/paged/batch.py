@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import TypeVar, cast
 
 import torch
@@ -31,8 +31,8 @@ class PagedBatch:
         max_seq_len: an upper bound of ``seq_lens``.
         seq_lens_host: ``seq_lens`` on the host where the caller has them; the CPU path needs
             them, CUDA kernels never do.
-        query_lens_host: likewise, query tokens of each request; :meth:`tails` needs them, and
-            waits for the device where they are missing.
+        query_lens_host: query tokens of each request on the host; where they are missing,
+            :attr:`query_lens` waits for the device.
         first_row: ``cu_seqlens_q[0]``; above 0 in a :meth:`part` of a batch.
     """
 
@@ -160,41 +160,6 @@ class PagedBatch:
             for r in range(self.num_decodes, self.num_requests)
             if lens[r]
         }
-
-    def tails(self, count: int) -> tuple[torch.Tensor, PagedBatch]:
-        """The last ``count`` query tokens of every prefill, as a batch of their own.
-
-        Returns:
-            ``[T]`` int64, the tokens' rows in the whole batch, and the batch: prefills only.
-        """
-        return self.derived(("tails", count), lambda: self._tails(count))
-
-    def _tails(self, count: int) -> tuple[torch.Tensor, PagedBatch]:
-        device = self.seq_lens.device
-        spans = self.last_rows(count)
-        members, kept = list(spans), [len(span) for span in spans.values()]
-        rows = list(chain.from_iterable(spans.values()))
-
-        def put(values: list[int], dtype: torch.dtype) -> torch.Tensor:
-            host = torch.tensor(values, dtype=dtype)
-            if device.type == "cuda":
-                host = host.pin_memory()
-            return host.to(device, non_blocking=True)
-
-        which = put(members, torch.int64)
-        known = self.seq_lens_host
-        return put(rows, torch.int64), PagedBatch(
-            block_table=self.block_table.index_select(0, which),
-            seq_lens=self.seq_lens.index_select(0, which),
-            cu_seqlens_q=put([0, *accumulate(kept)], torch.int32),
-            num_decodes=0,
-            num_decode_tokens=0,
-            decode_query_len=1,
-            max_query_len=max(kept, default=0),
-            max_seq_len=self.max_seq_len,
-            seq_lens_host=None if known is None else tuple(known[r] for r in members),
-            query_lens_host=tuple(kept),
-        )
 
 
 def host_lengths(batch: PagedBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:

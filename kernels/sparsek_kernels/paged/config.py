@@ -12,7 +12,7 @@ _SPLIT_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 @dataclass(frozen=True)
-class LaunchConfig:
+class TileConfig:
     """How one kernel is launched.
 
     Args:
@@ -45,15 +45,15 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def choose_splits(programs: int, entries: int, slots: int, *, most: int = 32) -> int:
-    """Programs that share one tile, so that about ``slots`` of them run at once.
+def choose_splits(programs: int, pieces: int, resident: int, *, most: int = 32) -> int:
+    """Programs that share one tile, so that about ``resident`` of them run at once.
 
     Args:
         programs: programs without splitting.
-        entries: most pieces of work of one tile; each share gets at least two.
-        slots: programs that fill the device.
+        pieces: most pieces of work of one tile; each share gets at least two.
+        resident: programs that fill the device.
     """
-    wanted = min(slots // max(programs, 1), entries // 2, most)
+    wanted = min(resident // max(programs, 1), pieces // 2, most)
     best = 1
     for step in _SPLIT_STEPS:
         if step <= wanted:
@@ -123,11 +123,11 @@ def decode_config(
     group: int,
     head_dim: int,
     queries: int,
-    entries: int,
+    blocks: int,
     sel_block: int,
     arch: int,
     num_sms: int,
-) -> LaunchConfig:
+) -> TileConfig:
     """Split-KV decoding: all heads of a group and ``queries`` tokens in one tile."""
     block_h = next_power_of_2(group)
     queries = next_power_of_2(queries)
@@ -135,8 +135,8 @@ def decode_config(
     block_n = largest_part(sel_block, 64 if head_dim <= 128 else 32)
     programs = tiles * num_kv_heads
     narrow = is_hopper(arch) and head_dim <= 128 and block_m == 16
-    splits = choose_splits(programs, entries, (4 if narrow else 2) * num_sms)
-    return LaunchConfig(
+    splits = choose_splits(programs, blocks, (4 if narrow else 2) * num_sms)
+    return TileConfig(
         block_h=block_h,
         queries=queries,
         block_m=block_m,
@@ -147,7 +147,7 @@ def decode_config(
     )
 
 
-def row_config(*, group: int, head_dim: int, sel_block: int, arch: int) -> LaunchConfig:
+def row_config(*, group: int, head_dim: int, sel_block: int, arch: int) -> TileConfig:
     """One query token per program, nothing split: a row is added up alike in every batch."""
     return decode_config(
         tiles=1 << 16,  # so many that there is nothing to gain from splits
@@ -155,7 +155,7 @@ def row_config(*, group: int, head_dim: int, sel_block: int, arch: int) -> Launc
         group=group,
         head_dim=head_dim,
         queries=1,
-        entries=1,
+        blocks=1,
         sel_block=sel_block,
         arch=arch,
         num_sms=1,
@@ -169,12 +169,12 @@ def prefill_config(
     group: int,
     head_dim: int,
     tile: int,
-    entries: int,
+    blocks: int,
     sel_block: int,
     itemsize: int,
     arch: int,
     num_sms: int,
-) -> LaunchConfig:
+) -> TileConfig:
     """Prefill: two heads of the group beside 64 queries, two programs per multiprocessor."""
     shrink = (2 if head_dim > 128 else 1) * (2 if itemsize > 2 else 1)
     rows = 128 // shrink
@@ -185,10 +185,10 @@ def prefill_config(
     chunks = -(-group // block_h) * -(-tile // queries)
     programs = tiles * num_kv_heads * chunks
     splits = max(
-        choose_splits(programs, entries // 4, num_sms, most=8),
-        choose_splits(programs, entries // 32, 4 * num_sms, most=16),  # few queries, long contexts
+        choose_splits(programs, blocks // 4, num_sms, most=8),
+        choose_splits(programs, blocks // 32, 4 * num_sms, most=16),  # few queries, long contexts
     )
-    return LaunchConfig(
+    return TileConfig(
         block_h=block_h,
         queries=queries,
         block_m=block_m,
@@ -210,7 +210,7 @@ def logits_config(
     queries: int,
     cells: int,
     num_sms: int,
-) -> LaunchConfig:
+) -> TileConfig:
     """Block logits of decodes: about 128 cells (32 KiB at 16 bits and 128 dimensions) at a time.
 
     ``splits`` is the most programs that share a context.  They loop over what is really there; a
@@ -221,7 +221,7 @@ def logits_config(
     queries = next_power_of_2(queries)
     columns = 128 if head_dim <= 128 else 64
     wanted = max(8 * num_sms // (requests * num_kv_heads), 1)
-    return LaunchConfig(
+    return TileConfig(
         block_h=block_h,
         queries=queries,
         block_m=max(16, queries * block_h),
@@ -245,7 +245,7 @@ def score_config(
     itemsize: int,
     arch: int,
     num_sms: int,
-) -> LaunchConfig:
+) -> TileConfig:
     """Scores of a prefill tile: rows are queries x heads, columns are cells.
 
     Args:
@@ -274,7 +274,7 @@ def score_config(
     block_m = max(16, queries * block_h)
     block_n = columns // width
     splits = choose_splits(tiles * num_kv_heads, max_blocks // block_n, num_sms, most=16)
-    return LaunchConfig(
+    return TileConfig(
         block_h=block_h,
         queries=queries,
         block_m=block_m,

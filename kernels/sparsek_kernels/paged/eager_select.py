@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
-
 import torch
 
-from sparsek_kernels.paged.gather import RunReader
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+from sparsek_kernels.paged.batch import PagedBatch, host_lengths
+from sparsek_kernels.paged.eager_plan import (
+    SummaryIndex,
+    TokenScoring,
+    not_competing,
+    plan_decodes,
+)
+from sparsek_kernels.paged.plan import first_sparse
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, cell_size
 
 _QUERY_ROWS = 512
 """Queries that one scoring pass handles: bounds its [queries, cells] scratch."""
-
-
-@dataclass(frozen=True)
-class SummaryIndex:
-    """Where the summaries of some sequences' first blocks are; shared by layers.
-
-    Args:
-        table: ``[T, W]`` int64 page table rows.
-        num_blocks: blocks to score.
-    """
-
-    table: torch.Tensor
-    num_blocks: int
-    _names: dict[Hashable, torch.Tensor] = field(default_factory=dict, repr=False)
-
-    def read(self, k_summary: torch.Tensor, sel_block_size: int) -> torch.Tensor:
-        """``[T, Hkv, vectors of num_blocks, D]`` float32 from ``[P, Hkv, vectors, D]``."""
-        reader = RunReader(k_summary, k_summary.shape[2])
-        vectors = self.num_blocks * sel_block_size // CELL_SIZE
-        names = self._names.get(reader.geometry)
-        if names is None:
-            pages = self.table[:, : -(-vectors // reader.page_size)].unsqueeze(1)
-            names = self._names.setdefault(reader.geometry, reader.locate(pages))
-        rows = reader.read(names)
-        return rows.reshape(*names.shape[:2], -1, reader.dim)[:, :, :vectors].float()
 
 
 def block_logits(
@@ -53,13 +32,12 @@ def block_logits(
     query = q.float() * softmax_scale
     if policy.score_kind == "cell_mean":
         logits = torch.matmul(query, summaries.mT)
-        cell_size = CELL_SIZE
     else:
         low, high = summaries[:, :, 0::2], summaries[:, :, 1::2]
         logits = torch.matmul(query.clamp(max=0.0), low.mT)
         logits += torch.matmul(query.clamp(min=0.0), high.mT)
-        cell_size = 2 * CELL_SIZE
-    cells = logits.view(*logits.shape[:3], -1, policy.sel_block_size // cell_size)
+    per_block = policy.sel_block_size // cell_size(policy.score_kind)
+    cells = logits.view(*logits.shape[:3], -1, per_block)
     return cells.amax(-1)
 
 
@@ -72,30 +50,6 @@ def best_blocks(scores: torch.Tensor, outside: torch.Tensor, count: int) -> torc
     """
     scores.masked_fill_(outside, float("-inf"))
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
-
-
-@dataclass(frozen=True)
-class TokenScoring:
-    """Scoring of single tokens, each a tile of its own (decodes)."""
-
-    index: SummaryIndex
-    future: torch.Tensor | None  # [T, 1, 1, blocks] bool: a token's own block and later ones
-    outside: torch.Tensor  # [T, 1, blocks] bool
-
-
-def plan_tokens(
-    table: torch.Tensor, positions: torch.Tensor, rule: SelectionPolicy
-) -> TokenScoring:
-    """Index tensors to score ``T`` tokens.  table: ``[T, W]``; positions: ``[T]``."""
-    own = positions // rule.sel_block_size
-    block = torch.arange(int(own.max()))
-    future = block >= own[:, None]
-    outside = (block < rule.sink_blocks) | (block >= own[:, None] - rule.reach_blocks)
-    return TokenScoring(
-        index=SummaryIndex(table, block.shape[0]),
-        future=future[:, None, None] if future.any() else None,
-        outside=outside[:, None],
-    )
 
 
 def select_tokens(
@@ -149,6 +103,52 @@ def select_tiles(
         probs = torch.softmax(logits.masked_fill_(future, float("-inf")), dim=-1).sum(1)
         scores.index_add_(0, where // tile - first_tile, probs.transpose(0, 1))
     starts = (first_tile + torch.arange(tiles)) * tile
-    last = (starts // size - policy.reach_blocks)[:, None]
-    outside = (block < policy.sink_blocks) | (block >= last)
-    return best_blocks(scores, outside[:, None], policy.scored_blocks)
+    return best_blocks(scores, not_competing(block, starts, policy), policy.scored_blocks)
+
+
+def select_blocks_eager(
+    q: torch.Tensor,
+    k_summary: torch.Tensor,
+    batch: PagedBatch,
+    policy: SelectionPolicy,
+    *,
+    softmax_scale: float,
+    page_size: int,
+) -> torch.Tensor:
+    """Torch form of :func:`sparsek_kernels.paged.select_blocks`, request after request.
+
+    Returns:
+        ``[tiles, Hkv, scored_blocks]`` int64, ascending; -1 where a tile sees everything.
+    """
+    grouped = q.unflatten(1, (k_summary.shape[1], -1))
+    lengths, counts = host_lengths(batch)
+
+    def nothing(tiles: int) -> torch.Tensor:
+        shape = (tiles, k_summary.shape[1], policy.scored_blocks)
+        return torch.full(shape, -1, dtype=torch.int64)
+
+    decoded = nothing(batch.num_decode_tokens)
+    rule = policy.per_token()
+    plan = plan_decodes(batch, rule, page_size)
+    if plan.scoring is not None:
+        rows = grouped.index_select(0, plan.rows)
+        picked = select_tokens(rows, k_summary, plan.scoring, rule, softmax_scale)
+        decoded[plan.rows] = picked.sort(dim=-1).values
+    chosen = [decoded]
+    tile, tables = policy.query_tile, batch.pages(page_size)
+    token = batch.first_row + sum(counts[: batch.num_decodes])
+    for request in range(batch.num_decodes, batch.num_requests):
+        length, end = lengths[request], token + counts[request]
+        position = length - counts[request]
+        begin = first_sparse(policy, position, length)
+        found = nothing(policy.num_tiles(position, length))
+        if begin < length:
+            index = SummaryIndex(
+                tables[request : request + 1], (length - 1) // policy.sel_block_size
+            )
+            rows = grouped[token + begin - position : end]
+            picked = select_tiles(rows, begin, k_summary, index, policy, softmax_scale)
+            found[begin // tile - position // tile :] = picked.sort(dim=-1).values
+        chosen.append(found)
+        token = end
+    return torch.cat(chosen)

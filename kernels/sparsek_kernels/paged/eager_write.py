@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.paged.policy import CELL_SIZE
+from sparsek_kernels.paged.policy import CELL_SIZE, ScoreKind, cell_size
 
 
 def write_kv_eager(
@@ -14,7 +14,7 @@ def write_kv_eager(
     v_cache: torch.Tensor,
     k_summary: torch.Tensor | None,
     slot_mapping: torch.Tensor,
-    score_kind: str,
+    score_kind: ScoreKind,
 ) -> None:
     """Torch form of :func:`sparsek_kernels.paged.write_kv`."""
     page_size = k_cache.shape[2]
@@ -32,16 +32,16 @@ def write_kv_eager(
     v_cache[pages, :, offsets] = value.to(v_cache.dtype)
     if k_summary is None:
         return
-    cell_size = CELL_SIZE if score_kind == "cell_mean" else 2 * CELL_SIZE
-    filled = offsets % cell_size + 1
+    size = cell_size(score_kind)
+    filled = offsets % size + 1
     if slots.numel() > 1:  # keep the last token of each cell: it knows how much the cell holds
-        last = filled == cell_size
+        last = filled == size
         last[:-1] |= slots[1:] != slots[:-1] + 1
         last[-1] = True
         pages, offsets, filled = pages[last], offsets[last], filled[last]
-    cell = offsets // cell_size
-    rows = k_cache.unflatten(2, (-1, cell_size))[pages, :, cell].float()
-    written = (torch.arange(cell_size) < filled[:, None])[:, None, :, None]
+    cell = offsets // size
+    rows = k_cache.unflatten(2, (-1, size))[pages, :, cell].float()
+    written = (torch.arange(size) < filled[:, None])[:, None, :, None]
     if score_kind == "cell_mean":
         total = rows.masked_fill_(~written, 0.0).sum(2)
         k_summary[pages, :, cell] = (total / filled[:, None, None]).to(k_summary.dtype)

@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import torch
 
-from sparsek_kernels.paged import runtime
+from sparsek_kernels.common.device import device_arch, multiprocessors
+from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.config import (
-    LaunchConfig,
+    TileConfig,
     decode_config,
     next_power_of_2,
     prefill_config,
@@ -24,8 +25,9 @@ from sparsek_kernels.paged.kernels.write import write_kv_kernel
 from sparsek_kernels.paged.launch_select import select_blocks as select_blocks
 from sparsek_kernels.paged.launch_sm90 import attend_fits, attend_hopper
 from sparsek_kernels.paged.launch_tiles import prefill_tiles
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
-from sparsek_kernels.paged.runtime import LOG2E, overlap_options, workspace
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.policy import ScoreKind, SelectionPolicy, ceil_div, cell_size
+from sparsek_kernels.paged.runtime import overlap_options, workspace
 
 _DENSE_TILE = 64
 
@@ -43,7 +45,7 @@ def write_kv(
     k_summary: torch.Tensor | None,
     slot_mapping: torch.Tensor,
     *,
-    score_kind: str = "cell_mean",
+    score_kind: ScoreKind = "cell_mean",
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
@@ -75,7 +77,7 @@ def write_kv(
         BLOCK_D=block_d,
         BLOCK_H=block_h,
         PAGE_SIZE=page_size,
-        CELL=2 * CELL_SIZE if score_kind == "min_max" else CELL_SIZE,
+        CELL=cell_size(score_kind),
         HAS_SUMMARY=k_summary is not None,
         MIN_MAX=score_kind == "min_max",
         num_warps=4,
@@ -83,135 +85,95 @@ def write_kv(
 
 
 def paged_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    operands: PagedOperands,
     batch: PagedBatch,
     policy: SelectionPolicy,
-    softmax_scale: float,
-    k_summary: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
     *,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
     batch_invariant: bool = False,
 ) -> None:
-    """Triton form of :func:`sparsek_kernels.paged.paged_attention`; writes ``out``."""
+    """Triton form of :func:`sparsek_kernels.paged.paged_attention`; writes ``operands.out``."""
     if batch_invariant:
-        _attend_by_token(
-            q,
-            k_cache,
-            v_cache,
-            batch,
-            policy,
-            softmax_scale,
-            k_summary,
-            sinks,
-            out,
-            k_scale,
-            v_scale,
-        )
+        _attend_by_token(operands, batch, policy)
         return
-    selected = _selected(q, k_summary, batch, policy, softmax_scale, k_cache.shape[2], k_scale)
-    scales = (softmax_scale * k_scale * LOG2E, v_scale)
+    selected = _selected(operands, batch, policy)
     if batch.num_decodes:
-        attend(q, k_cache, v_cache, batch, policy.per_token(), selected, sinks, out, scales, True)
+        attend(operands, batch, policy.per_token(), selected, decode=True)
     if batch.num_prefills:
-        attend(q, k_cache, v_cache, batch, policy, selected, sinks, out, scales, False)
+        attend(operands, batch, policy, selected, decode=False)
 
 
 def _selected(
-    q: torch.Tensor,
-    k_summary: torch.Tensor | None,
-    batch: PagedBatch,
-    policy: SelectionPolicy,
-    softmax_scale: float,
-    page_size: int,
-    k_scale: float,
+    operands: PagedOperands, batch: PagedBatch, policy: SelectionPolicy
 ) -> torch.Tensor | None:
     """The blocks that a policy chooses by score, or ``None`` where it chooses none."""
     if not policy.selects_blocks:
         return None
-    if k_summary is None:
+    if operands.k_summary is None:
         raise ValueError("k_summary: expected page summaries for block selection, got None")
     return select_blocks(
-        q,
-        k_summary,
+        operands.q,
+        operands.k_summary,
         batch,
         policy,
-        softmax_scale=softmax_scale,
-        page_size=page_size,
-        k_scale=k_scale,
+        softmax_scale=operands.softmax_scale,
+        page_size=operands.k_cache.shape[2],
+        k_scale=operands.k_scale,
     )
 
 
-def _attend_by_token(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    batch: PagedBatch,
-    policy: SelectionPolicy,
-    softmax_scale: float,
-    k_summary: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    k_scale: float,
-    v_scale: float,
-) -> None:
+def _attend_by_token(operands: PagedOperands, batch: PagedBatch, policy: SelectionPolicy) -> None:
     """Every query token as a decode of its own, through kernels that no batch reconfigures.
 
-    What decides how a row is added up (programs per row, keys per iteration, warps, the width of
-    the softmax over blocks) follows from the layer's shapes and the width of the block table.
+    The layer's shapes and the width of the block table decide how a row is added up: programs per
+    row, keys per iteration, warps, the width of the softmax over blocks.
     """
-    heads, page_size, dim = k_cache.shape[1:]
-    group = q.shape[1] // heads
+    tokens, num_heads, dim = operands.q.shape
     rule = policy.per_token()
-    batch = replace(batch, max_seq_len=batch.block_table.shape[1] * page_size)
+    width = batch.block_table.shape[1]
+    batch = replace(batch, max_seq_len=width * operands.k_cache.shape[2])
     config = row_config(
-        group=group,
+        group=operands.group,
         head_dim=dim,
         sel_block=rule.sel_block_size if rule.selects_blocks else _DENSE_TILE,
-        arch=runtime.traits(q.device)[0],
+        arch=device_arch(operands.q.device),
     )
 
-    scales = (softmax_scale * k_scale * LOG2E, v_scale)
-
-    def attend_decodes(part: PagedBatch, rows: slice) -> None:
-        mine = q[rows]
-        selected = _selected(mine, k_summary, part, rule, softmax_scale, page_size, k_scale)
-        attend(mine, k_cache, v_cache, part, rule, selected, sinks, out[rows], scales, True, config)
+    def attend_decodes(mine: PagedOperands, part: PagedBatch) -> None:
+        attend(mine, part, rule, _selected(mine, part, rule), decode=True, config=config)
 
     if not batch.num_prefills and batch.decode_query_len == 1:
-        attend_decodes(batch, slice(None))  # as it is: a CUDA graph may hold this step
+        attend_decodes(operands, batch)  # as it is: a CUDA graph may hold this step
         return
-    widest = batch.block_table.shape[1]
+    widest = width
     if rule.selects_blocks:
         blocks = ceil_div(batch.max_seq_len, rule.sel_block_size)
-        widest = max(widest, q.shape[1] * (blocks + 16))
+        widest = max(widest, num_heads * (blocks + 16))
     step = min(max(_ROW_ELEMENTS // widest // 16, 1) * 16, _MOST_ROWS)
-    for first in range(0, q.shape[0], step):
-        last = min(first + step, q.shape[0])
-        attend_decodes(batch.by_token(first, last), slice(first, last))
+    for first in range(0, tokens, step):
+        last = min(first + step, tokens)
+        attend_decodes(operands.of_rows(slice(first, last)), batch.by_token(first, last))
 
 
 def attend(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    operands: PagedOperands,
     batch: PagedBatch,
     policy: SelectionPolicy,
     selected: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    scales: tuple[float, float],
+    *,
     decode: bool,
-    config: LaunchConfig | None = None,
+    config: TileConfig | None = None,
 ) -> None:
-    """Attend the decodes or the prefills of a batch over selected, windowed or all blocks."""
+    """Attend the decodes or the prefills of a batch over selected, windowed or all blocks.
+
+    Args:
+        selected: ``[tiles, Hkv, scored_blocks]`` int32 of :func:`select_blocks`, or ``None``.
+        decode: attend the decodes, under a policy per token; else the prefills.
+        config: how the kernel is launched; chosen from the shapes where ``None``.
+    """
+    q, k_cache, v_cache, out = operands.q, operands.k_cache, operands.v_cache, operands.out
     _, heads, page_size, dim = k_cache.shape
     group = q.shape[1] // heads
-    arch, num_sms = runtime.traits(q.device)
+    arch, num_sms = device_arch(q.device), multiprocessors(q.device)
     topk = policy.selects_blocks
     sel_block = policy.sel_block_size if topk else _DENSE_TILE
     tiles: torch.Tensor | None = None
@@ -224,12 +186,12 @@ def attend(
         tile = policy.query_tile if topk else _DENSE_TILE
         tiles = prefill_tiles(batch, tile, q.shape[0])
         count = tiles.shape[0]
-    entries = ceil_div(batch.max_seq_len, sel_block)
+    blocks = ceil_div(batch.max_seq_len, sel_block)
     if topk:
-        entries = min(entries, max(policy.budget_blocks, policy.dense_below // sel_block))
+        blocks = min(blocks, max(policy.budget_blocks, policy.dense_below // sel_block))
     elif policy.window_size is not None:
         attended = policy.num_sink + policy.window_size + (0 if decode else tile)
-        entries = min(entries, max(attended, policy.dense_below) // sel_block + 2)
+        blocks = min(blocks, max(attended, policy.dense_below) // sel_block + 2)
     if config is None:
         if decode:
             config = decode_config(
@@ -238,7 +200,7 @@ def attend(
                 group=group,
                 head_dim=dim,
                 queries=tile,
-                entries=entries,
+                blocks=blocks,
                 sel_block=sel_block,
                 arch=arch,
                 num_sms=num_sms,
@@ -250,7 +212,7 @@ def attend(
                 group=group,
                 head_dim=dim,
                 tile=tile,
-                entries=entries,
+                blocks=blocks,
                 sel_block=sel_block,
                 itemsize=q.element_size(),
                 arch=arch,
@@ -261,9 +223,9 @@ def attend(
         and config.splits == 1
         and selected is not None
         and tiles is not None
-        and attend_fits(q, k_cache, v_cache, policy)
+        and attend_fits(operands, policy)
     ):
-        attend_hopper(q, k_cache, v_cache, batch, policy, selected, sinks, out, scales, tiles)
+        attend_hopper(operands, batch, policy, selected, tiles)
         return
     chunks = ceil_div(group, config.block_h) * ceil_div(tile, config.queries)
     block_d = next_power_of_2(dim)
@@ -281,13 +243,14 @@ def attend(
         q,
         k_cache,
         v_cache,
-        q if sinks is None else sinks,
+        q if operands.sinks is None else operands.sinks,
         indices,
         batch.seq_lens if tiles is None else tiles,
         batch.block_table,
         batch.seq_lens,
         batch.cu_seqlens_q,
-        *scales,
+        operands.softmax_scale * operands.k_scale * LOG2E.value,
+        operands.v_scale,
         policy.window_size or 0,
         policy.num_sink,
         policy.dense_below,
@@ -317,7 +280,7 @@ def attend(
         SCORED_BLOCKS=policy.scored_blocks if topk else 0,
         PAGE_SIZE=page_size,
         SPLITS=config.splits,
-        HAS_SINKS=sinks is not None,
+        HAS_SINKS=operands.sinks is not None,
         NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

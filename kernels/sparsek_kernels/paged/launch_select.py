@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.paged import runtime
+from sparsek_kernels.common.device import device_arch, multiprocessors
+from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.config import (
-    LaunchConfig,
+    TileConfig,
     logits_config,
     next_power_of_2,
     score_config,
@@ -18,7 +19,7 @@ from sparsek_kernels.paged.kernels.tile_scores import tile_scores_kernel, tile_s
 from sparsek_kernels.paged.launch_sm90 import parked_elements, score_tiles_hopper, scores_fit
 from sparsek_kernels.paged.launch_tiles import prefill_tiles
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
-from sparsek_kernels.paged.runtime import LOG2E, overlap_options, workspace
+from sparsek_kernels.paged.runtime import overlap_options, workspace
 
 _SCRATCH_ELEMENTS = 1 << 24
 """Most float32 elements (64 MiB) of one scratch tensor of scores; larger steps go in batches."""
@@ -59,7 +60,7 @@ def select_blocks(
     out = torch.empty(count, heads, policy.scored_blocks, dtype=torch.int32, device=q.device)
     if policy.scored_blocks == 0:
         return out
-    scale = softmax_scale * k_scale * LOG2E
+    scale = softmax_scale * k_scale * LOG2E.value
     if batch.num_decodes:
         _select_decodes(out, q, k_summary, batch, policy, scale, page_size)
     if tiles is not None:
@@ -92,7 +93,7 @@ def _select_decodes(
         head_dim=dim,
         queries=length,
         cells=_cells(policy),
-        num_sms=runtime.traits(q.device)[1],
+        num_sms=multiprocessors(q.device),
     )
     chunks = min(ceil_div(max_blocks, config.block_n), config.splits)
     for first in range(0, batch.num_decodes, step):
@@ -201,7 +202,7 @@ def _select_tiles(
     group = num_heads // heads
     max_blocks = _max_blocks(batch, policy.sel_block_size)
     width = ceil_div(max_blocks, 16) * 16
-    arch, num_sms = runtime.traits(q.device)
+    arch, num_sms = device_arch(q.device), multiprocessors(q.device)
     count = tiles.shape[0]
     step = max(min(_SCRATCH_ELEMENTS // (heads * width), count), 1)
     config = score_config(
@@ -275,7 +276,7 @@ def _score_tiles(
     first: int,
     count: int,
     width: int,
-    config: LaunchConfig,
+    config: TileConfig,
 ) -> None:
     heads = k_summary.shape[1]
     num_heads, dim = q.shape[1:]
@@ -307,7 +308,7 @@ def _score_tiles(
         "num_warps": config.num_warps,
     }
     where = (tiles, batch.block_table, batch.seq_lens, batch.cu_seqlens_q)
-    _, num_sms = runtime.traits(q.device)
+    num_sms = multiprocessors(q.device)
     programs = min(num_sms, count * heads)
     steps = ceil_div(width, config.block_n)
     parked_size = programs * steps * config.block_m * config.block_n

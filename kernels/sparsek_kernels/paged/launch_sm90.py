@@ -7,11 +7,13 @@ import triton
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sparsek_kernels.paged import runtime
+from sparsek_kernels.common.device import device_arch, multiprocessors
+from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.config import has_wgmma
 from sparsek_kernels.paged.kernels.attend_sm90 import attend_hopper_kernel
 from sparsek_kernels.paged.kernels.tile_scores_sm90 import tile_scores_hopper_kernel
+from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 from sparsek_kernels.paged.runtime import workspace
 
@@ -22,10 +24,9 @@ _LAST_ROW = 0x70000000
 _ELEMENT = {torch.float16: triton.language.float16, torch.bfloat16: triton.language.bfloat16}
 
 
-def attend_fits(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, policy: SelectionPolicy
-) -> bool:
+def attend_fits(operands: PagedOperands, policy: SelectionPolicy) -> bool:
     """Whether the Hopper kernel can attend a step's prefills, if there are enough of them."""
+    q, k_cache, v_cache = operands.q, operands.k_cache, operands.v_cache
     return (
         _tensor_cores_take(q, k_cache, k_cache.shape[2])
         and q.shape[1] >= 2 * k_cache.shape[1]
@@ -56,9 +57,8 @@ def parked_elements(programs: int, width: int) -> int:
 
 
 def _tensor_cores_take(q: torch.Tensor, keys: torch.Tensor, page_size: int) -> bool:
-    arch, _ = runtime.traits(q.device)
     return (
-        has_wgmma(arch)
+        has_wgmma(device_arch(q.device))
         and q.dtype in _ELEMENT
         and keys.dtype == q.dtype
         and q.shape[2] in (64, 128)
@@ -84,7 +84,7 @@ def score_tiles_hopper(
     """Scores of ``count`` tiles from ``first`` on, ``[count, Hkv, group, width]``."""
     heads, _, dim = k_summary.shape[1:]
     group = q.shape[1] // heads
-    _, num_sms = runtime.traits(q.device)
+    num_sms = multiprocessors(q.device)
     programs = min(num_sms, count * heads)
     steps = ceil_div(width, _BLOCKS)
     size = parked_elements(programs, width)
@@ -158,21 +158,18 @@ def describe_cache(cache: torch.Tensor) -> tuple[TensorDescriptor, int, int, int
 
 
 def attend_hopper(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    operands: PagedOperands,
     batch: PagedBatch,
     policy: SelectionPolicy,
     selected: torch.Tensor,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    scales: tuple[float, float],
     tiles: torch.Tensor,
 ) -> None:
     """Attend the prefills of a batch over their selected blocks (see :func:`attend_fits`)."""
+    q, k_cache, v_cache, out = operands.q, operands.k_cache, operands.v_cache, operands.out
+    sinks = operands.sinks
     heads, page_size, dim = k_cache.shape[1:]
     group = q.shape[1] // heads
-    _, num_sms = runtime.traits(q.device)
+    num_sms = multiprocessors(q.device)
     items = tiles.shape[0] * (policy.query_tile // _BOX) * ceil_div(group, 2) * heads
     k_desc, *k_distances = describe_cache(k_cache)
     v_desc, *v_distances = describe_cache(v_cache)
@@ -187,7 +184,8 @@ def attend_hopper(
         batch.block_table,
         batch.seq_lens,
         batch.cu_seqlens_q,
-        *scales,
+        operands.softmax_scale * operands.k_scale * LOG2E.value,
+        operands.v_scale,
         policy.dense_below,
         tiles.shape[0],
         items,

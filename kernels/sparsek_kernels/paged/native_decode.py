@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
+from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 logger = logging.getLogger(__name__)
@@ -122,27 +123,22 @@ def _cache_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="sparsek-"))
 
 
-def supports(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k_summary: torch.Tensor | None,
-    block_table: torch.Tensor,
-) -> bool:
+def supports(operands: PagedOperands, batch: PagedBatch) -> bool:
     """Whether the C function decodes these tensors; the torch path does where it does not."""
+    k_cache, v_cache, table = operands.k_cache, operands.v_cache, batch.block_table
     dtype, dim = k_cache.dtype, k_cache.shape[-1]
-    summary = k_cache if k_summary is None else k_summary
+    summary = k_cache if operands.k_summary is None else operands.k_summary
     return (
-        q.device.type == "cpu"
+        operands.q.device.type == "cpu"
         and dtype in (torch.bfloat16, torch.float32)
         and v_cache.dtype == summary.dtype == dtype
-        and block_table.dtype == torch.int32
-        and block_table.stride(-1) == 1
+        and table.dtype == torch.int32
+        and table.stride(-1) == 1
         and k_cache.shape == v_cache.shape
         and k_cache.stride(-1) == v_cache.stride(-1) == summary.stride(-1) == 1
         and k_cache.shape[2] % 16 == 0
         and dim <= _MOST_DIM
-        and q.shape[1] // k_cache.shape[1] <= _MOST_GROUP
+        and operands.group <= _MOST_GROUP
         and library() is not None
     )
 
@@ -183,37 +179,30 @@ def _rows(cache: torch.Tensor) -> _Rows:
     return _Rows(cache.data_ptr(), page, head, row, cache.dtype == torch.bfloat16)
 
 
-def decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k_summary: torch.Tensor | None,
-    batch: PagedBatch,
-    rule: SelectionPolicy,
-    softmax_scale: float,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """Attention of the decodes of a batch; the arguments are those of ``paged_attention``.
+def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) -> None:
+    """Attention of decoded tokens; writes ``operands.out``.
 
     Args:
-        q: ``[T, Hq, D]``, the decoded tokens; out likewise, written.
+        operands: with the decodes' rows of ``q`` and ``out``.
+        batch: the decodes in front of it.
         rule: per token.
     """
     built = library()
     if built is None:
         raise RuntimeError("decode: expected a C compiler, found none; ask supports() first")
     plan, max_blocks, max_picks = batch.derived(("native", rule), lambda: _sized_plan(batch, rule))
-    tokens, num_heads, dim = q.shape
-    heads, group = k_cache.shape[1], num_heads // k_cache.shape[1]
+    tokens, _, dim = operands.q.shape
+    heads, group = operands.k_cache.shape[1], operands.group
     units = tokens * heads
     if not units:
         return
     splits = max(_PIECES_PER_THREAD * torch.get_num_threads() // units, 1)
     table = batch.block_table
-    scaled = (q.float() * softmax_scale).contiguous()  # C reads rows of heads, one after another
+    scaled = (
+        operands.q.float() * operands.softmax_scale
+    ).contiguous()  # C reads rows of heads, one after another
     result = torch.empty_like(scaled)
-    sink_logits = None if sinks is None else sinks.float().contiguous()
+    sink_logits = None if operands.sinks is None else operands.sinks.float().contiguous()
     num_logits = units * (group + 1) * max_blocks if max_picks else 0
     num_parts = units * splits * group * (dim + 2)
     scratch = torch.empty(num_logits + num_parts + units * (max_picks + 1))
@@ -223,7 +212,7 @@ def decode(
         heads,
         group,
         dim,
-        k_cache.shape[2],
+        operands.k_cache.shape[2],
         rule.sel_block_size,
         rule.score_kind == "min_max",
         splits,
@@ -231,9 +220,9 @@ def decode(
         max_picks,
         scaled.data_ptr(),
         result.data_ptr(),
-        _rows(k_cache),
-        _rows(v_cache),
-        _rows(k_cache if k_summary is None else k_summary),
+        _rows(operands.k_cache),
+        _rows(operands.v_cache),
+        _rows(operands.k_cache if operands.k_summary is None else operands.k_summary),
         table.data_ptr(),
         table.stride(0),
         plan.data_ptr(),
@@ -244,7 +233,7 @@ def decode(
         place + 4 * num_logits,
     )
     built.sparsek_decode(ctypes.addressof(arguments))
-    out.copy_(result)
+    operands.out.copy_(result)
 
 
 def _sized_plan(batch: PagedBatch, rule: SelectionPolicy) -> tuple[torch.Tensor, int, int]:

@@ -1,7 +1,8 @@
 """What one query of a paged sequence may attend, as pure integer arithmetic.
 
 Every consumer of the rule (the oracle, the CPU path, the Triton kernels, the metrics) takes its
-numbers from here, so the rule exists once.  The long form is docs/selection.md.
+numbers from here, so the rule exists once.  The long form is docs/selection.md.  Methods take one
+position or an array of them.
 
 Positions are absolute token indices of a sequence, a *block* is ``sel_block_size`` consecutive
 positions, and a *tile* is ``query_tile`` consecutive, tile-aligned query positions that share one
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
 
 CELL_SIZE = 16
 """Tokens per summary vector: a page of P tokens carries P / CELL_SIZE vectors per KV head."""
@@ -25,10 +27,29 @@ MOST_SAMPLES = 16
 
 ScoreKind = Literal["cell_mean", "min_max"]
 
+Positions: TypeAlias = Any
+"""An integer, or an array of them (NumPy, PyTorch): the rule is the same arithmetic for all."""
+
+
+def cell_size(score_kind: ScoreKind) -> int:
+    """Tokens of a cell: what one mean covers, or a minimum with its maximum (two vectors)."""
+    return CELL_SIZE if score_kind == "cell_mean" else 2 * CELL_SIZE
+
 
 def ceil_div(a: int, b: int) -> int:
     """Smallest integer not below ``a / b``, for ``b > 0``."""
     return -(-a // b)
+
+
+def summary_vectors(page_size: int) -> int:
+    """Summary vectors per page and KV head.
+
+    Raises:
+        ValueError: the page does not hold whole cells.
+    """
+    if page_size < CELL_SIZE or page_size % CELL_SIZE:
+        raise ValueError(f"page_size: expected a multiple of {CELL_SIZE}, got {page_size}")
+    return page_size // CELL_SIZE
 
 
 @dataclass(frozen=True)
@@ -89,14 +110,18 @@ class SelectionPolicy:
             raise ValueError(
                 f"sel_block_size: expected a multiple of {CELL_SIZE}, got {self.sel_block_size}"
             )
-        if self.score_kind == "min_max" and self.sel_block_size % (2 * CELL_SIZE):
+        if self.sel_block_size % cell_size(self.score_kind):
             raise ValueError(
-                f"sel_block_size: min_max scores need a multiple of {2 * CELL_SIZE}, "
-                f"got {self.sel_block_size}"
+                f"sel_block_size: {self.score_kind} scores need a multiple of "
+                f"{cell_size(self.score_kind)}, got {self.sel_block_size}"
             )
 
     def per_token(self) -> SelectionPolicy:
         """The same rule with a selection of its own for every query: what decodes follow."""
+        return self._per_token
+
+    @cached_property
+    def _per_token(self) -> SelectionPolicy:
         if self.query_tile == 1 and not self.dense_last:
             return self
         return replace(self, query_tile=1, dense_last=0)
@@ -117,75 +142,95 @@ class SelectionPolicy:
         return self.window_size is None
 
     @property
+    def is_band(self) -> bool:
+        """Whether every query sees its latest keys alone: all of them, or one window's."""
+        if self.window_size is None:
+            return True
+        return not self.num_sink and not self.top_k and self.dense_below <= self.window_size
+
+    @property
     def selects_blocks(self) -> bool:
         """Whether blocks are chosen by score, and page summaries are therefore needed."""
         return self.top_k > 0
 
-    @property
+    @cached_property
     def sink_blocks(self) -> int:
         """Blocks that hold the sinks."""
         return ceil_div(self.num_sink, self.sel_block_size)
 
-    @property
+    @cached_property
     def reach_blocks(self) -> int:
         """Blocks before a query's own that its window may touch, whatever its position."""
         return ceil_div((self.window_size or 1) - 1, self.sel_block_size)
 
-    @property
+    @cached_property
     def budget_blocks(self) -> int:
         """Blocks a single query attends at most (block top-k)."""
         return self.sink_blocks + ceil_div(self.window_size or 1, self.sel_block_size) + self.top_k
 
-    @property
+    @cached_property
     def local_blocks(self) -> int:
         """Most blocks that the windows of one tile touch, whatever its position."""
         size = self.sel_block_size
         latest_start = size - math.gcd(size, self.query_tile)  # of a tile, within its first block
         return self.reach_blocks + ceil_div(latest_start + self.query_tile, size)
 
-    def local_range(self, position: int) -> tuple[int, int]:
+    def num_tiles(self, begin: int, end: int) -> int:
+        """Tiles that hold the positions ``[begin, end)``."""
+        return (end - 1) // self.query_tile - begin // self.query_tile + 1 if end > begin else 0
+
+    def local_range(self, position: Positions) -> tuple[Positions, Positions]:
         """Half-open range of blocks that the window of the tile at ``position`` touches.
 
         The range ends at the block of ``position`` itself, never at a later one of its tile.
         """
         tile_start = position - position % self.query_tile
-        first = max(tile_start // self.sel_block_size - self.reach_blocks, 0)
+        first = _at_least(tile_start // self.sel_block_size - self.reach_blocks, 0)
         return first, position // self.sel_block_size + 1
 
-    @property
+    @cached_property
     def scored_blocks(self) -> int:
         """Blocks chosen by score for each tile, where there are that many candidates."""
         return max(self.budget_blocks - self.sink_blocks - self.reach_blocks - 1, 0)
 
-    def candidate_range(self, position: int) -> tuple[int, int]:
+    def candidate_range(self, position: Positions) -> tuple[Positions, Positions]:
         """Half-open range of blocks that compete by score for the tile at ``position``."""
         first_local, _ = self.local_range(position)
-        return min(self.sink_blocks, first_local), first_local
+        return _at_most(first_local, self.sink_blocks), first_local
 
-    def sees_all(self, position: int) -> bool:
+    def sees_all(self, position: Positions) -> Positions:
         """Whether the query at ``position`` attends every earlier key.
 
         Block top-k decides that for a tile as a whole, sink-window for every query.
         """
-        if self.is_dense:
-            return True
+        if self.window_size is None:
+            return position >= 0
         if not self.selects_blocks:
-            return position < max(self.dense_below, self.num_sink + (self.window_size or 0))
-        if position - position % self.query_tile + self.query_tile <= self.dense_below:
-            return True
+            return position < max(self.dense_below, self.num_sink + self.window_size)
         first, last = self.candidate_range(position)
-        return last - first <= self.scored_blocks
+        below = position - position % self.query_tile + self.query_tile <= self.dense_below
+        return below | (last - first <= self.scored_blocks)
 
-    def attended_tokens(self, position: int) -> int:
+    def attended_tokens(self, position: Positions) -> Positions:
         """Keys that the query at ``position`` attends: a function of position alone.
 
         Queries that ``dense_last`` exempts attend ``position + 1`` keys instead.
         """
         length = position + 1
-        if self.sees_all(position):
+        if self.window_size is None:
             return length
-        if not self.selects_blocks:
-            return min(length, self.num_sink + (self.window_size or 0))
-        first_local, _ = self.local_range(position)
-        local = length - first_local * self.sel_block_size
-        return local + (self.sink_blocks + self.scored_blocks) * self.sel_block_size
+        if self.selects_blocks:
+            first_local, _ = self.local_range(position)
+            chosen = self.sink_blocks + self.scored_blocks
+            sparse = length + (chosen - first_local) * self.sel_block_size
+        else:
+            sparse = _at_most(length, self.num_sink + self.window_size)
+        return sparse + self.sees_all(position) * (length - sparse)
+
+
+def _at_least(values: Positions, low: int) -> Positions:
+    return max(values, low) if isinstance(values, int) else values.clip(low)
+
+
+def _at_most(values: Positions, high: int) -> Positions:
+    return min(values, high) if isinstance(values, int) else values.clip(None, high)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+from sparsek_kernels.paged.policy import ScoreKind, SelectionPolicy, cell_size
 
 
 def gather_sequence(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
@@ -19,7 +19,7 @@ def gather_sequence(cache: torch.Tensor, pages: torch.Tensor, length: int) -> to
     return torch.stack(rows) if rows else cache.new_empty(0, cache.shape[1], cache.shape[3])
 
 
-def summaries_reference(k: torch.Tensor, score_kind: str = "cell_mean") -> torch.Tensor:
+def summaries_reference(k: torch.Tensor, score_kind: ScoreKind = "cell_mean") -> torch.Tensor:
     """Summary vectors of a sequence's complete cells.
 
     Args:
@@ -30,7 +30,7 @@ def summaries_reference(k: torch.Tensor, score_kind: str = "cell_mean") -> torch
     Returns:
         ``[N // 16 (rounded down to whole cells), Hkv, D]`` in the dtype of ``k``.
     """
-    cell = CELL_SIZE if score_kind == "cell_mean" else 2 * CELL_SIZE
+    cell = cell_size(score_kind)
     count = k.shape[0] // cell
     cells = k[: count * cell].double().view(count, cell, *k.shape[1:])
     if score_kind == "cell_mean":
@@ -43,15 +43,14 @@ def block_logits_reference(
 ) -> torch.Tensor:
     """Block logits of one query.  q: ``[Hq, D]``; returns ``[Hq, complete blocks]`` float64."""
     group = q.shape[0] // summaries.shape[1]
-    vectors = summaries.double().repeat_interleave(group, dim=1)  # [cells, Hq, D]
+    vectors = summaries.double().repeat_interleave(group, dim=1)  # [vectors, Hq, D]
     query = q.double()
     if policy.score_kind == "cell_mean":
         cell_logits = torch.einsum("hd,chd->hc", query, vectors)
-        per_block = policy.sel_block_size // CELL_SIZE
     else:
         low, high = vectors[0::2], vectors[1::2]
         cell_logits = torch.maximum(query * low, query * high).sum(-1).T
-        per_block = policy.sel_block_size // (2 * CELL_SIZE)
+    per_block = policy.sel_block_size // cell_size(policy.score_kind)
     blocks = cell_logits.shape[1] // per_block
     shaped = cell_logits[:, : blocks * per_block].reshape(-1, blocks, per_block)
     return shaped.amax(-1) * softmax_scale
@@ -68,7 +67,7 @@ def block_scores_reference(
 
     Args:
         q: ``[Hq, D]``, the query at ``position``.
-        summaries: ``[cells, Hkv, D]`` of the sequence.
+        summaries: ``[vectors, Hkv, D]`` of the sequence.
 
     Returns:
         ``[Hkv, position // sel_block_size]`` float64.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from sparsek_kernels.common.operators import new_like, new_lse
 from sparsek_kernels.sink_window import ops
 from sparsek_kernels.sink_window.checks import check_arguments
+from sparsek_kernels.sink_window.problem import SinkWindowProblem
 from sparsek_kernels.sink_window.replay import remember, replay, replay_key
 
 
@@ -45,7 +47,7 @@ def sink_flash_attention(
         sinks: ``[Hq]`` learned logits (GPT-OSS), any floating dtype.
         softmax_scale: factor of ``q . k``, ``D ** -0.5`` by default.
         cu_seqlens_q: ``[S + 1]`` int32 offsets of S packed sequences; B must be 1.
-        cu_seqlens_k: likewise for k and v.
+        cu_seqlens_k: ``[S + 1]`` int32 offsets of their keys.
         out: ``[B, N, Hq, D]`` tensor to write, when no gradient is needed.
         return_lse: also return the log-sum-exp.
 
@@ -84,8 +86,8 @@ def sink_flash_attention(
         out=out,
     )
     if key is not None:
-        out, lse = ops.empty_outputs(q, return_lse)
-        launch = ops.forward_into(out, lse, q, k, v, sinks, None, None, spec)
+        out, lse = new_like(q), new_lse(q) if return_lse else None
+        launch = ops.forward_into(SinkWindowProblem(q, k, v, spec), out, lse)
         if launch is not None:
             remember(key, launch)
         return out if lse is None else (out, lse)

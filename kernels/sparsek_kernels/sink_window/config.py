@@ -42,6 +42,21 @@ class ProblemShape:
     num_seqs: int | None = None
 
     @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def mask_rules(self) -> dict[str, int | bool]:
+        """Constexprs of the mask and the heads, as most kernels take them."""
+        return {
+            "GROUP": self.group,
+            "HEAD_DIM": self.head_dim,
+            "CAUSAL": self.causal,
+            "WINDOWED": self.window_size is not None,
+        }
+
+    @property
     def padded_dim(self) -> int:
         """``head_dim`` rounded up to a power of two that tensor cores can use."""
         return max(16, 1 << (self.head_dim - 1).bit_length())
@@ -63,7 +78,7 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Everything that a launch needs beyond its tensors.
+    """Launch parameters of every kernel of a call.
 
     Args:
         forward: tile of the forward kernel.
@@ -72,12 +87,12 @@ class LaunchConfig:
         sink: tile of the sink-key backward kernel (``block_n`` sink keys per program).
         sink_block: sink keys per step of the query-major kernels.
         hopper_forward: tile of the warp-specialised forward kernel, where that one is used: 128
-            rows of one head, or 64 of two neighbouring heads, for which groups must be even.
+            rows of one head, or 64 of two neighbouring heads where groups are even.
         hopper_backward: tile of the fused backward kernel, where that one is used.
         hopper_small: tile of the kernel for few rows, where that one is used; each of its two
             warpgroups takes ``num_stages`` blocks of keys.
         forward_together: KV heads that ``hopper_forward`` works on side by side.
-        backward_together: likewise ``hopper_backward``.
+        backward_together: KV heads that ``hopper_backward`` works on side by side.
         precision: input precision of dot products.
     """
 
@@ -143,8 +158,11 @@ def _small_tile(shape: ProblemShape) -> TileConfig | None:
 
 
 def _together(shape: ProblemShape) -> int:
-    """KV heads whose K and V stay in L2 together: the more, the better long and short query blocks
-    even out.  Query blocks of a window are all alike, and heads one after another read less."""
+    """KV heads that the forward kernel works on side by side, with K and V in L2.
+
+    The more heads, the better long and short query blocks even out.  With a window all query
+    blocks are of one length, and heads one after another read less.
+    """
     if shape.window_size is not None:
         return 1
     keys = shape.num_k // max(shape.num_seqs or 1, 1)
@@ -179,7 +197,7 @@ def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchC
         hopper = TileConfig(128, 64, 4, 3)
     elif window is not None and window <= 512 and shape.num_sink == 0 and shape.head_dim == 128:
         # Two heads of 64 tokens meet fewer keys, and fewer that need a mask, than one head of 128.
-        paired = shape.num_heads // shape.num_kv_heads % 2 == 0
+        paired = shape.group % 2 == 0
         hopper = TileConfig(64, 64, 4, 4, hold_q=True) if paired else TileConfig(128, 64, 4, 4)
     if shape.head_dim == 64 and window is not None and window <= 128:
         # So few keys that small tiles, which hardly load more than they need, are faster.
@@ -199,10 +217,10 @@ def accumulator_parts(shape: ProblemShape) -> list[tuple[slice, slice, slice]]:
 
     They follow one another, so that the fp32 ``dq`` of all heads need not be in memory at once.
     """
-    group = shape.num_heads // shape.num_kv_heads
+    group = shape.group
     head = group * shape.num_q * shape.head_dim * 4
     heads = min(shape.num_kv_heads, max(1, ACCUMULATOR_BYTES // max(head, 1)))
-    heads = -(-shape.num_kv_heads // -(-shape.num_kv_heads // heads))  # parts of like size
+    heads = -(-shape.num_kv_heads // -(-shape.num_kv_heads // heads))  # parts of equal size
     batch = 1
     if heads == shape.num_kv_heads:
         batch = max(1, ACCUMULATOR_BYTES // max(head * heads, 1))

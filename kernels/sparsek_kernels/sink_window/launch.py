@@ -2,89 +2,88 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 import triton
 
 from sparsek_kernels.common.alignment import copyable, describable
-from sparsek_kernels.common.launching import CompiledLaunch, launch
+from sparsek_kernels.common.grids import tile_grid
+from sparsek_kernels.common.launching import CompiledLaunch, launch, pointer
+from sparsek_kernels.common.operators import new_like
 from sparsek_kernels.common.row_dots import row_dots as row_dots
-from sparsek_kernels.sink_window.calls import Call
+from sparsek_kernels.sink_window import launch_sm90
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig, accumulator_parts
 from sparsek_kernels.sink_window.kernels.bwd import (
     sink_window_bwd_dkdv_kernel,
     sink_window_bwd_dq_kernel,
 )
-from sparsek_kernels.sink_window.kernels.bwd_rows import sink_window_bwd_finish_kernel
 from sparsek_kernels.sink_window.kernels.bwd_sink import sink_window_bwd_sink_kernel
 from sparsek_kernels.sink_window.kernels.fwd import sink_window_fwd_kernel
-from sparsek_kernels.sink_window.launch_sm90 import (
-    backward_hopper,
-    forward_hopper,
-    forward_small,
-    new_accumulator,
-)
-from sparsek_kernels.sink_window.spec import AttentionSpec
+from sparsek_kernels.sink_window.problem import SinkWindowProblem
+from sparsek_kernels.sink_window.torch_path import sink_gradient
 
 _SINK_PROGRAMS = 264  # two per multiprocessor of the largest GPUs
 
 
-def launch_forward(
+def forward(
+    problem: SinkWindowProblem,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    spec: AttentionSpec,
     config: LaunchConfig | None = None,
 ) -> CompiledLaunch | None:
-    """Run the forward kernel for checked arguments; ``lse`` is skipped when ``None``.
+    """Write ``out`` and, where given, ``lse``; ``config`` is the table's unless given.
 
     Returns a handle that replays the launch for tensors of the same shapes and strides (taking
     the pointers of out, lse, q, k, v and sinks), where there is one.
     """
     if out.numel() == 0:
         return None
-    call = Call(q, k, spec, cu_seqlens_q, cu_seqlens_k, config)
-    hopper = call.config.hopper_forward
+    q, k, v, spec, shape = problem.q, problem.k, problem.v, problem.spec, problem.shape
+    config = config or problem.launch_config()
+    hopper, small, tile = config.hopper_forward, config.hopper_small, config.forward
     if hopper is not None and k.numel() and describable(q, k, v):
-        forward_hopper(call, hopper, out, lse, q, k, v, sinks, spec)
+        launch_sm90.forward(problem, config, hopper, out, lse)
         return None
-    small = call.config.hopper_small
     if small is not None and copyable(out, q, k, v):
-        return forward_small(call, small, out, lse, q, k, v, sinks, spec)
-    tile = call.config.forward
-    grid, tiles = call.query_grid(tile.block_m)
+        return launch_sm90.forward_small(problem, small, out, lse)
+    grid, tiles = tile_grid(
+        problem.cu_seqlens_q, shape.num_q, tile.block_m, shape.num_heads, shape.batch
+    )
     return launch(
         sink_window_fwd_kernel,
         grid,
         (
             out,
-            lse if lse is not None else out,
+            pointer(lse, out),
             q,
             k,
             v,
-            sinks if sinks is not None else q,
-            call.cu_q,
-            call.cu_k,
-            tiles,
+            pointer(problem.sinks, q),
+            pointer(problem.cu_seqlens_q, q),
+            pointer(problem.cu_seqlens_k, q),
+            pointer(tiles, q),
         ),
-        (*call.scalars, *out.stride(), *q.stride(), *k.stride(), *v.stride(), *call.sizes),
+        (
+            spec.softmax_scale,
+            spec.num_sink,
+            spec.window_size or 0,
+            *(stride for x in (out, q, k, v) for stride in x.stride()),
+            shape.num_q,
+            shape.num_k,
+            shape.num_heads,
+        ),
         {
-            **call.mask,
+            **shape.mask_rules,
             "HAS_SINK_KEYS": spec.num_sink > 0,
-            "HAS_SINKS": sinks is not None,
+            "HAS_SINKS": problem.sinks is not None,
             "STORE_LSE": lse is not None,
-            "VARLEN": call.varlen,
+            "VARLEN": problem.varlen,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
-            "BLOCK_S": call.config.sink_block,
-            "BLOCK_D": call.shape.padded_dim,
-            "PRECISION": call.config.precision,
+            "BLOCK_S": config.sink_block,
+            "BLOCK_D": shape.padded_dim,
+            "PRECISION": config.precision,
             "NUM_STAGES": tile.num_stages,
         },
         num_warps=tile.num_warps,
@@ -93,19 +92,18 @@ def launch_forward(
 
 
 def _sink_gradients(
-    call: Call,
+    problem: SinkWindowProblem,
+    config: LaunchConfig,
     dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,
     dq_acc: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Unscaled ``dk`` and ``dv`` ``[sequences, Hkv, num_sink, D]`` from outside the window."""
-    shape, tile = call.shape, call.config.sink
+    q, k, v, spec, shape = problem.q, problem.k, problem.v, problem.spec, problem.shape
+    tile = config.sink
     sink_blocks = triton.cdiv(shape.num_sink, tile.block_n)
-    seqs = call.num_seqs or 0
+    seqs = shape.batch if shape.num_seqs is None else shape.num_seqs
     longest = triton.cdiv(shape.num_q, 4 * tile.block_m)
     programs = max(seqs * shape.num_kv_heads * sink_blocks, 1)
     chunks = max(1, min(triton.cdiv(_SINK_PROGRAMS, programs), longest))
@@ -117,31 +115,32 @@ def _sink_gradients(
     sink_window_bwd_sink_kernel[(chunks * sink_blocks, shape.num_kv_heads, seqs)](
         part[0],
         part[1],
-        dq_acc if dq_acc is not None else delta,
+        pointer(dq_acc, delta),
         dout,
         q,
         k,
         v,
         lse,
         delta,
-        call.cu_q,
-        call.cu_k,
-        *call.scalars,
-        *dout.stride(),
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        *call.sizes,
+        pointer(problem.cu_seqlens_q, q),
+        pointer(problem.cu_seqlens_k, q),
+        spec.softmax_scale,
+        spec.num_sink,
+        spec.window_size or 0,
+        *(stride for x in (dout, q, k, v) for stride in x.stride()),
+        shape.num_q,
+        shape.num_k,
+        shape.num_heads,
         chunks,
         sink_blocks,
-        GROUP=call.mask["GROUP"],
+        GROUP=shape.group,
         HEAD_DIM=shape.head_dim,
-        VARLEN=call.varlen,
+        VARLEN=problem.varlen,
         WRITE_DQ=dq_acc is not None,
         BLOCK_M=tile.block_m,
         BLOCK_S=tile.block_n,
         BLOCK_D=shape.padded_dim,
-        PRECISION=call.config.precision,
+        PRECISION=config.precision,
         NUM_STAGES=tile.num_stages,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -151,72 +150,72 @@ def _sink_gradients(
 
 
 def _portable_gradients(
-    call: Call,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
+    problem: SinkWindowProblem,
+    config: LaunchConfig,
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,
 ) -> None:
-    """Key-major and query-major kernels, which recompute the probabilities twice."""
-    shape, config = call.shape, call.config
-    has_sink_keys = shape.num_sink > 0
+    """Fill ``dq, dk, dv`` with a key-major and a query-major kernel, each with its own scores."""
+    q, k, v, spec, shape = problem.q, problem.k, problem.v, problem.spec, problem.shape
+    dq, dk, dv = grads
     sink_dk = sink_dv = delta
-    if has_sink_keys:
-        sink_dk, sink_dv = _sink_gradients(call, dout, q, k, v, lse, delta, None)
-    inputs: tuple[Any, ...] = (dout, q, k, v, lse, delta)
-    strides = (*dout.stride(), *q.stride(), *k.stride(), *v.stride())
+    if shape.num_sink:
+        sink_dk, sink_dv = _sink_gradients(problem, config, dout, lse, delta, None)
+    inputs = (dout, q, k, v, lse, delta)
+    offsets = (pointer(problem.cu_seqlens_q, q), pointer(problem.cu_seqlens_k, q))
+    scalars = (spec.softmax_scale, spec.num_sink, spec.window_size or 0)
+    strides = [stride for x in (dout, q, k, v) for stride in x.stride()]
+    sizes = (shape.num_q, shape.num_k, shape.num_heads)
+    rules = {
+        **shape.mask_rules,
+        "HAS_SINK_KEYS": shape.num_sink > 0,
+        "VARLEN": problem.varlen,
+        "BLOCK_D": shape.padded_dim,
+        "PRECISION": config.precision,
+    }
     tile = config.dkdv
-    grid, tiles = call.key_grid(tile.block_n)
+    grid, tiles = tile_grid(
+        problem.cu_seqlens_k, shape.num_k, tile.block_n, shape.num_kv_heads, shape.batch
+    )
     sink_window_bwd_dkdv_kernel[grid](
         dk,
         dv,
         *inputs,
         sink_dk,
         sink_dv,
-        call.cu_q,
-        call.cu_k,
-        tiles,
-        *call.scalars,
+        *offsets,
+        pointer(tiles, q),
+        *scalars,
         *dk.stride()[:3],
         *dv.stride()[:3],
         *strides,
-        *call.sizes,
-        **call.mask,
-        HAS_SINK_KEYS=has_sink_keys,
-        VARLEN=call.varlen,
+        *sizes,
+        **rules,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_D=shape.padded_dim,
-        PRECISION=config.precision,
         NUM_STAGES=tile.num_stages,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
     tile = config.dq
-    grid, tiles = call.query_grid(tile.block_m)
+    grid, tiles = tile_grid(
+        problem.cu_seqlens_q, shape.num_q, tile.block_m, shape.num_heads, shape.batch
+    )
     sink_window_bwd_dq_kernel[grid](
         dq,
         *inputs,
-        call.cu_q,
-        call.cu_k,
-        tiles,
-        *call.scalars,
+        *offsets,
+        pointer(tiles, q),
+        *scalars,
         *dq.stride()[:3],
         *strides,
-        *call.sizes,
-        **call.mask,
-        HAS_SINK_KEYS=has_sink_keys,
-        VARLEN=call.varlen,
+        *sizes,
+        **rules,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_S=config.sink_block,
-        BLOCK_D=shape.padded_dim,
-        PRECISION=config.precision,
         NUM_STAGES=tile.num_stages,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -224,92 +223,65 @@ def _portable_gradients(
 
 
 def _fused_gradients(
-    call: Call,
+    problem: SinkWindowProblem,
+    config: LaunchConfig,
     tile: TileConfig,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,
 ) -> None:
-    """One kernel for all three gradients, with ``dq`` summed in fp32 in memory.
+    """Fill ``dq, dk, dv`` with one kernel, which sums ``dq`` in fp32 in memory.
 
     ``lse`` and ``delta`` are contiguous: of several sequences there are all heads.
     """
-    shape = call.shape
+    dq, dk, dv = grads
     sink_grads = None
-    if shape.num_sink:
-        dims = (shape.batch, shape.num_heads, shape.num_q, shape.head_dim)
-        dq_acc = torch.empty(dims, dtype=torch.float32, device=q.device)
-        sink_grads = _sink_gradients(call, dout, q, k, v, lse, delta, dq_acc)
+    if problem.spec.num_sink:
+        batch, num_q, num_heads, head_dim = dq.shape
+        dims = (batch, num_heads, num_q, head_dim)
+        dq_acc = torch.empty(dims, dtype=torch.float32, device=dq.device)
+        sink_grads = _sink_gradients(problem, config, dout, lse, delta, dq_acc)
     else:
-        dq_acc = new_accumulator(call, tile, q.device)
-    backward_hopper(call, tile, dq_acc, dk, dv, dout, q, k, v, lse, delta, sink_grads)
-    rows = 8192 // shape.padded_dim
-    grid = (triton.cdiv(shape.num_q, rows), shape.num_heads, shape.batch)
-    sink_window_bwd_finish_kernel[grid](
-        dq,
-        dq_acc,
-        call.scalars[0],
-        *dq.stride()[:3],
-        shape.num_q,
-        shape.num_heads,
-        HEAD_DIM=shape.head_dim,
-        BLOCK_M=rows,
-        BLOCK_D=shape.padded_dim,
-        num_warps=4,
+        dq_acc = launch_sm90.new_accumulator(problem, tile)
+    launch_sm90.backward(
+        problem, tile, config.backward_together, dq_acc, dk, dv, dout, lse, delta, sink_grads
     )
+    launch_sm90.finish_dq(dq, dq_acc, problem.spec.softmax_scale)
 
 
-def launch_backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+def backward(
+    problem: SinkWindowProblem,
     out: torch.Tensor,
     lse: torch.Tensor,
-    sinks: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    spec: AttentionSpec,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
     config: LaunchConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of q, k, v and sinks for checked arguments; bitwise reproducible."""
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    """Gradients of q, k, v and sinks; bitwise reproducible."""
+    q, k, v = problem.q, problem.k, problem.v
+    dq, dk, dv = new_like(q), new_like(k), new_like(v)
+    delta = row_dots(dout, dlse, out) if q.numel() else torch.zeros_like(lse)
+    config = config or problem.launch_config()
+    hopper = config.hopper_backward
     if q.numel() == 0 or k.numel() == 0:
         for grad in (dq, dk, dv):
             grad.zero_()
-    delta = row_dots(dout, dlse, out) if q.numel() else torch.zeros_like(lse)
-    if q.numel() and k.numel():
-        call = Call(q, k, spec, cu_seqlens_q, cu_seqlens_k, config)
-        hopper = call.config.hopper_backward
-        if hopper is not None and describable(q, k, v):
-            if not describable(dout):
-                dout = dout.contiguous()  # such as the expanded gradient of a sum
-            for seqs, heads, kv_heads in accumulator_parts(call.shape):
-                q_part, k_part = q[seqs, :, heads], k[seqs, :, kv_heads]
-                _fused_gradients(
-                    Call(q_part, k_part, spec, cu_seqlens_q, cu_seqlens_k, call.config),
-                    hopper,
-                    dq[seqs, :, heads],
-                    dk[seqs, :, kv_heads],
-                    dv[seqs, :, kv_heads],
-                    dout[seqs, :, heads],
-                    q_part,
-                    k_part,
-                    v[seqs, :, kv_heads],
-                    lse[seqs, heads],
-                    delta[seqs, heads],
-                )
-        else:
-            _portable_gradients(call, dq, dk, dv, dout, q, k, v, lse, delta)
-    dsinks = None
-    if sinks is not None:
-        mass = torch.exp(sinks.to(torch.float32)[None, :, None] - lse)
-        dsinks = -(mass * delta).sum(dim=(0, 2)).to(sinks.dtype)
-    return dq, dk, dv, dsinks
+    elif hopper is not None and describable(q, k, v):
+        if not describable(dout):
+            dout = dout.contiguous()  # such as the expanded gradient of a sum
+        for seqs, heads, kv_heads in accumulator_parts(problem.shape):
+            rows, keys = (seqs, slice(None), heads), (seqs, slice(None), kv_heads)
+            _fused_gradients(
+                replace(problem, q=q[rows], k=k[keys], v=v[keys]),
+                config,
+                hopper,
+                (dq[rows], dk[keys], dv[keys]),
+                dout[rows],
+                lse[seqs, heads],
+                delta[seqs, heads],
+            )
+    else:
+        _portable_gradients(problem, config, (dq, dk, dv), dout, lse, delta)
+    sinks = problem.sinks
+    return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)

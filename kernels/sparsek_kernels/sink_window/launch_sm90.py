@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
+import triton
 
 from sparsek_kernels.common.alignment import copyable as copyable
 from sparsek_kernels.common.descriptors import describe
 from sparsek_kernels.common.device import multiprocessors
+from sparsek_kernels.common.grids import tile_grid
 from sparsek_kernels.common.kernels.softmax import LOG2E
-from sparsek_kernels.common.launching import CompiledLaunch, launch
-from sparsek_kernels.sink_window.calls import Call
-from sparsek_kernels.sink_window.config import TileConfig
+from sparsek_kernels.common.launching import CompiledLaunch, launch, pointer
+from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig
+from sparsek_kernels.sink_window.kernels.bwd_rows import sink_window_bwd_finish_kernel
 from sparsek_kernels.sink_window.kernels.bwd_sm90 import sink_window_hopper_bwd_kernel
 from sparsek_kernels.sink_window.kernels.fwd_sm90 import sink_window_hopper_fwd_kernel
 from sparsek_kernels.sink_window.kernels.fwd_small_sm90 import sink_window_hopper_small_kernel
-from sparsek_kernels.sink_window.spec import AttentionSpec
+from sparsek_kernels.sink_window.problem import SinkWindowProblem
 
 _WARPGROUP_ROWS = 64
 
 
 def forward_rules(tile: TileConfig) -> dict[str, int | bool]:
-    """How the warp-specialised forward kernel lays out its tiles and their buffers."""
+    """Constexprs for the tiles of the warp-specialised forward kernel and for their buffers."""
     return {
         "BLOCK_N": tile.block_n,
         "STAGES": tile.num_stages,
@@ -31,44 +34,41 @@ def forward_rules(tile: TileConfig) -> dict[str, int | bool]:
     }
 
 
-def forward_hopper(
-    call: Call,
+def forward(
+    problem: SinkWindowProblem,
+    config: LaunchConfig,
     tile: TileConfig,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    spec: AttentionSpec,
 ) -> None:
     """Run the warp-specialised forward kernel."""
-    shape = call.shape
+    q, k, v, spec, shape = problem.q, problem.k, problem.v, problem.spec, problem.shape
     rules = forward_rules(tile)
-    (blocks, heads, batch), tiles = call.query_grid(tile.block_m)
+    (blocks, heads, batch), tiles = tile_grid(
+        problem.cu_seqlens_q, shape.num_q, tile.block_m, shape.num_heads, shape.batch
+    )
     num_tiles = blocks * (heads // 2 if rules["PAIRED"] else heads) * batch
-    sink_block = call.config.sink_block
     q_desc, q_rows, q_cols = describe(q, _WARPGROUP_ROWS)
     k_desc, k_rows, k_cols = describe(k, tile.block_n)
     v_desc, v_rows, v_cols = describe(v, tile.block_n)
     sink_k_desc, sink_v_desc = k_desc, v_desc
     if shape.num_sink:
-        sink_k_desc, sink_v_desc = describe(k, sink_block)[0], describe(v, sink_block)[0]
+        sink_k_desc, sink_v_desc = (describe(x, config.sink_block)[0] for x in (k, v))
     sink_window_hopper_fwd_kernel[(min(num_tiles, multiprocessors(q.device)),)](
         out,
-        lse if lse is not None else out,
+        pointer(lse, out),
         q_desc,
         k_desc,
         v_desc,
         sink_k_desc,
         sink_v_desc,
-        sinks if sinks is not None else q,
-        call.cu_q,
-        call.cu_k,
-        tiles,
+        pointer(problem.sinks, q),
+        pointer(problem.cu_seqlens_q, q),
+        pointer(problem.cu_seqlens_k, q),
+        pointer(tiles, q),
         spec.softmax_scale * LOG2E.value,
-        shape.num_sink,
-        call.window,
+        spec.num_sink,
+        spec.window_size or 0,
         *out.stride()[:3],
         q_rows,
         k_rows,
@@ -76,54 +76,44 @@ def forward_hopper(
         q_cols,
         k_cols,
         v_cols,
-        *call.sizes,
+        shape.num_q,
+        shape.num_k,
+        shape.num_heads,
         blocks,
         num_tiles,
-        **call.mask,
+        **shape.mask_rules,
         HAS_SINK_KEYS=shape.num_sink > 0,
-        HAS_SINKS=sinks is not None,
+        HAS_SINKS=problem.sinks is not None,
         STORE_LSE=lse is not None,
-        VARLEN=call.varlen,
+        VARLEN=problem.varlen,
         **rules,
-        BLOCK_S=sink_block,
-        heads_together=math.gcd(shape.num_kv_heads * batch, call.config.forward_together),
+        BLOCK_S=config.sink_block,
+        heads_together=math.gcd(shape.num_kv_heads * batch, config.forward_together),
         num_warps=tile.num_warps,
     )
 
 
 def forward_small(
-    call: Call,
-    tile: TileConfig,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    spec: AttentionSpec,
+    problem: SinkWindowProblem, tile: TileConfig, out: torch.Tensor, lse: torch.Tensor | None
 ) -> CompiledLaunch | None:
     """Run the kernel for few rows, without waiting for the kernel ahead of it to end."""
-    grid, _ = call.query_grid(tile.block_m)
+    q, k, v, sinks, shape = problem.q, problem.k, problem.v, problem.sinks, problem.shape
+    grid, _ = tile_grid(None, shape.num_q, tile.block_m, shape.num_heads, shape.batch)
     return launch(
         sink_window_hopper_small_kernel,
         grid,
+        (out, pointer(lse, out), q, k, v, pointer(sinks, q)),
         (
-            out,
-            lse if lse is not None else out,
-            q,
-            k,
-            v,
-            sinks if sinks is not None else q,
-        ),
-        (
-            spec.softmax_scale * LOG2E.value,
+            problem.spec.softmax_scale * LOG2E.value,
             *(stride // 8 for x in (out, q, k, v) for stride in x.stride()[:3]),
-            *call.sizes,
+            shape.num_q,
+            shape.num_k,
+            shape.num_heads,
         ),
         {
-            "GROUP": call.mask["GROUP"],
-            "HEAD_DIM": call.shape.head_dim,
-            "CAUSAL": spec.causal,
+            "GROUP": shape.group,
+            "HEAD_DIM": shape.head_dim,
+            "CAUSAL": shape.causal,
             "HAS_SINKS": sinks is not None,
             "STORE_LSE": lse is not None,
             "BLOCK_N": tile.block_n,
@@ -134,55 +124,90 @@ def forward_small(
     )
 
 
-def _overwrites(call: Call, tile: TileConfig) -> bool:
+@dataclass(frozen=True)
+class CompressedKeys:
+    """Keys that stand for blocks of tokens; their queries are taken in segments.
+
+    Args:
+        block_size: tokens of a key.
+        stride: tokens from one key to the next.
+        num_segments: segments of queries; each writes its own gradients of keys and values.
+        segment_rows: queries of a segment, a multiple of the tokens of a tile of keys.
+        gradient_stride: elements between the gradients of two neighbouring segments.
+    """
+
+    block_size: int
+    stride: int
+    num_segments: int
+    segment_rows: int
+    gradient_stride: int
+
+
+def _overwrites(problem: SinkWindowProblem, tile: TileConfig) -> bool:
     """Whether every query block gets a tile of the fused backward kernel that no other overlaps."""
-    shape = call.shape
+    shape = problem.shape
     whole = shape.num_q % tile.block_m == 0 and shape.num_k >= shape.num_q
-    return whole and not call.varlen and shape.num_sink == 0
+    return whole and not problem.varlen and shape.num_sink == 0
 
 
-def new_accumulator(call: Call, tile: TileConfig, device: torch.device) -> torch.Tensor:
-    """fp32 ``dq_acc [B, Hq, N, D]`` for :func:`backward_hopper`: zeros where that one only adds."""
-    shape = call.shape
-    new = torch.empty if _overwrites(call, tile) else torch.zeros
+def new_accumulator(problem: SinkWindowProblem, tile: TileConfig) -> torch.Tensor:
+    """fp32 ``dq_acc [B, Hq, N, D]`` for :func:`backward`: zeros where that one only adds."""
+    shape = problem.shape
+    new = torch.empty if _overwrites(problem, tile) else torch.zeros
     dims = (shape.batch, shape.num_heads, shape.num_q, shape.head_dim)
-    return new(dims, dtype=torch.float32, device=device)
+    return new(dims, dtype=torch.float32, device=problem.q.device)
 
 
-def backward_hopper(
-    call: Call,
+def backward(
+    problem: SinkWindowProblem,
     tile: TileConfig,
+    heads_together: int,
     dq_acc: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
     dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,
-    sink_grads: tuple[torch.Tensor, torch.Tensor] | None,
+    sink_grads: tuple[torch.Tensor, torch.Tensor] | None = None,
+    compressed: CompressedKeys | None = None,
 ) -> None:
-    """Run the fused backward kernel: fill ``dk``, ``dv`` and a :func:`new_accumulator`."""
-    shape = call.shape
-    (blocks, heads, batch), tiles = call.key_grid(tile.block_n)
+    """Run the fused backward kernel: fill ``dk`` and ``dv``, add the unscaled ``dq`` to ``dq_acc``.
+
+    Args:
+        problem: inputs, ``describable``.
+        tile: tile of the kernel.
+        heads_together: KV heads that programs work on side by side.
+        dq_acc: fp32 ``[B, Hq, N, D]``: a :func:`new_accumulator`, zeros, or a sum to add to.
+        dk: ``[B, M, Hkv, D]``.
+        dv: ``[B, M, Hkv, D]``, with the strides of ``dk``.
+        dout: ``[B, N, Hq, D]``, ``describable``.
+        lse: ``[B, Hq, N]``, contiguous.
+        delta: ``[B, Hq, N]`` row sums of ``out * dout``, contiguous.
+        sink_grads: ``dk`` and ``dv`` of sink keys, from queries whose window has passed them.
+        compressed: given where keys are compressed blocks of tokens; ``dk`` and ``dv`` are then
+            the gradients from the first segment of queries.
+    """
+    q, k, v, spec, shape = problem.q, problem.k, problem.v, problem.spec, problem.shape
+    (blocks, heads, batch), tiles = tile_grid(
+        problem.cu_seqlens_k, shape.num_k, tile.block_n, shape.num_kv_heads, shape.batch
+    )
+    keys = compressed or CompressedKeys(1, 1, 1, shape.num_q + tile.block_m, 0)
     order_blocks = shape.num_q // tile.block_m + (shape.num_seqs or 0) + 1
     # Key blocks announced per query block, and the ticket counter behind them.
     order = torch.zeros(
         shape.batch * shape.num_heads * order_blocks + 4, dtype=torch.int32, device=q.device
     )
-    ticket = order[-4:]
     q_desc, q_rows, q_cols = describe(q, tile.block_m)
     g_desc, g_rows, g_cols = describe(dout, tile.block_m)
     k_desc, k_rows, k_cols = describe(k, tile.block_n)
     v_desc, v_rows, v_cols = describe(v, tile.block_n)
     dq_desc, _, _ = describe(dq_acc.view(1, -1, 1, shape.head_dim), tile.block_m)
-    sink_dk, sink_dv = sink_grads if sink_grads is not None else (delta, delta)
-    sink_window_hopper_bwd_kernel[(blocks * heads * batch,)](
+    sink_dk, sink_dv = sink_grads or (delta, delta)
+    sink_window_hopper_bwd_kernel[(blocks * heads * batch * keys.num_segments,)](
         dk,
         dv,
         order,
-        ticket,
+        order[-4:],
         dq_desc,
         q_desc,
         g_desc,
@@ -192,10 +217,12 @@ def backward_hopper(
         delta,
         sink_dk,
         sink_dv,
-        call.cu_q,
-        call.cu_k,
-        tiles,
-        *call.scalars,
+        pointer(problem.cu_seqlens_q, q),
+        pointer(problem.cu_seqlens_k, q),
+        pointer(tiles, q),
+        spec.softmax_scale,
+        spec.num_sink,
+        spec.window_size or 0,
         *dk.stride()[:3],
         q_rows,
         g_rows,
@@ -205,20 +232,43 @@ def backward_hopper(
         g_cols,
         k_cols,
         v_cols,
-        *call.sizes,
+        shape.num_q,
+        shape.num_k,
+        shape.num_heads,
         blocks,
         order_blocks,
-        math.gcd(heads * batch, call.config.backward_together),
-        1,
-        shape.num_q + tile.block_m,
-        0,
-        **call.mask,
+        math.gcd(heads * batch, heads_together),
+        keys.num_segments,
+        keys.segment_rows,
+        keys.gradient_stride,
+        **shape.mask_rules,
         HAS_SINK_KEYS=sink_grads is not None,
-        VARLEN=call.varlen,
-        OVERWRITES=_overwrites(call, tile),
+        VARLEN=problem.varlen,
+        OVERWRITES=compressed is None and _overwrites(problem, tile),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         Q_STAGES=tile.num_stages,
         G_STAGES=2,
+        KEY_BLOCK=keys.block_size,
+        KEY_STRIDE=keys.stride,
         num_warps=tile.num_warps,
+    )
+
+
+def finish_dq(dq: torch.Tensor, dq_acc: torch.Tensor, scale: float) -> None:
+    """Write ``dq [B, N, Hq, D] = scale * dq_acc``, from the sum ``[B, Hq, N, D]``."""
+    batch, num_q, num_heads, head_dim = dq.shape
+    padded_dim = triton.next_power_of_2(head_dim)
+    rows = 8192 // padded_dim
+    sink_window_bwd_finish_kernel[(triton.cdiv(num_q, rows), num_heads, batch)](
+        dq,
+        dq_acc,
+        scale,
+        *dq.stride()[:3],
+        num_q,
+        num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_M=rows,
+        BLOCK_D=padded_dim,
+        num_warps=4,
     )

@@ -71,7 +71,6 @@ def sink_flash_attention_reference(
     window_size: int | None = None,
     causal: bool = True,
     sinks: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
@@ -88,9 +87,8 @@ def sink_flash_attention_reference(
         window_size: latest keys that a query sees, its own included; ``None`` is all.
         causal: ``False`` lets every query see every key.
         sinks: ``[Hq]`` extra logits of the softmax denominator.
-        softmax_scale: factor of ``q . k``; ``D ** -0.5`` when ``None``.
         cu_seqlens_q: ``[S + 1]`` offsets of packed sequences (B = 1).
-        cu_seqlens_k: likewise for the keys.
+        cu_seqlens_k: ``[S + 1]`` offsets of their keys.
         dtype: precision of every operation.
         dout: ``[B, N, Hq, D]`` upstream gradient of the output.
         dlse: ``[B, Hq, N]`` upstream gradient of the log-sum-exp.
@@ -102,7 +100,7 @@ def sink_flash_attention_reference(
     batch, num_q, num_heads, dim = q.shape
     num_kv_heads = k.shape[2]
     group = num_heads // num_kv_heads
-    scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    scale = dim**-0.5
     out = q.new_zeros(q.shape, dtype=dtype)
     lse = q.new_full((batch, num_heads, num_q), float("-inf"), dtype=dtype)
     grads = [torch.zeros_like(t, dtype=dtype) for t in (q, k, v)]

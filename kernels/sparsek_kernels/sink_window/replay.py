@@ -32,7 +32,7 @@ def replay_key(
     softmax_scale: float | None,
     return_lse: bool,
 ) -> Hashable | None:
-    """What identifies a launch, or ``None`` for calls that must take the long way."""
+    """The key of a call's launch, or ``None`` for a call that must be checked and analysed."""
     if type(q) is not torch.Tensor or not q.is_cuda or sinks is not None:
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -75,7 +75,7 @@ def replay(
     out = q.new_empty(q.shape)
     at = out.data_ptr()
     place = q.data_ptr()
-    # What a kernel takes besides q, k and v stands for absent tensors: any address will do.
+    # The kernel's other pointers stand for absent tensors: any address will do.
     rest = (place,) * (launch.num_pointers - 5)
     if not return_lse:
         launch(at, at, place, k.data_ptr(), v.data_ptr(), *rest)

@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import torch
 
-from sparsek_kernels.common.precision import without_autocast
-from sparsek_kernels.sink_window.spec import AttentionSpec
+from sparsek_kernels.common.precision import compute_dtype, without_autocast
+from sparsek_kernels.sink_window.problem import SinkWindowProblem
 
 _BLOCK_SCORES = 1 << 22  # scores held at once, whatever the shapes
 
@@ -36,25 +36,20 @@ def _edges(cu_seqlens: torch.Tensor | None, batch: int, length: int) -> list[tup
     return [(0, lo, hi) for lo, hi in pairwise(bounds)]
 
 
-def _blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    spec: AttentionSpec,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-) -> Iterator[_Block]:
+def _blocks(problem: SinkWindowProblem) -> Iterator[_Block]:
+    q, k, spec = problem.q, problem.k, problem.spec
     sequences = zip(
-        _edges(cu_seqlens_q, q.shape[0], q.shape[1]),
-        _edges(cu_seqlens_k, k.shape[0], k.shape[1]),
+        _edges(problem.cu_seqlens_q, q.shape[0], q.shape[1]),
+        _edges(problem.cu_seqlens_k, k.shape[0], k.shape[1]),
         strict=True,
     )
     for (b, q_lo, q_hi), (_, k_lo, k_hi) in sequences:
         num_q, num_k = q_hi - q_lo, k_hi - k_lo
         offset = num_k - num_q
-        reach = num_k
+        most_keys = num_k
         if spec.causal and spec.window_size is not None:
-            reach = min(num_k, spec.num_sink + spec.window_size)
-        step = min(max(_BLOCK_SCORES // max(reach * q.shape[2], 1), 16), 512)
+            most_keys = min(num_k, spec.num_sink + spec.window_size)
+        step = min(max(_BLOCK_SCORES // max(most_keys * q.shape[2], 1), 16), 512)
         for first in range(0, num_q, step):
             last = min(first + step, num_q)
             spans = spec.key_spans(first, last, offset, num_k)
@@ -77,13 +72,9 @@ def _blocks(
             )
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _queries(x: torch.Tensor, block: _Block, num_kv_heads: int) -> torch.Tensor:
     """Rows of a ``[B, N, Hq, D]`` tensor as ``[Hkv, G * rows, D]`` in the compute dtype."""
-    rows = x[block.batch, block.rows].to(_compute_dtype(x.dtype))
+    rows = x[block.batch, block.rows].to(compute_dtype(x.dtype))
     num_rows, num_heads, dim = rows.shape
     grouped = rows.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, dim)
     return grouped.permute(1, 2, 0, 3).flatten(1, 2)
@@ -93,7 +84,7 @@ def _keys(x: torch.Tensor, block: _Block) -> torch.Tensor:
     """The block's keys of a ``[B, M, Hkv, D]`` tensor as ``[Hkv, keys, D]``."""
     sink, window = block.spans
     rows = torch.cat([x[block.batch, sink], x[block.batch, window]])
-    return rows.to(_compute_dtype(x.dtype)).transpose(0, 1)
+    return rows.to(compute_dtype(x.dtype)).transpose(0, 1)
 
 
 def _ungroup(x: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -113,28 +104,24 @@ def _scores(q: torch.Tensor, k: torch.Tensor, block: _Block, scale: float) -> to
     return scores
 
 
+def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """Gradient ``[Hq]`` of learned sinks from ``lse`` and ``delta`` ``[B, Hq, N]``."""
+    mass = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
+    return -(mass * delta).sum(dim=(0, 2)).to(sinks.dtype)
+
+
 @without_autocast
-def torch_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    spec: AttentionSpec,
-    sinks: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """Fill ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]`` for valid arguments."""
+def forward(problem: SinkWindowProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Fill ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]``."""
+    q, k, v, sinks = problem.q, problem.k, problem.v, problem.sinks
     out.zero_()
     lse.fill_(float("-inf"))
     num_kv_heads = k.shape[2]
-    compute = _compute_dtype(q.dtype)
-    for block in _blocks(q, k, spec, cu_seqlens_q, cu_seqlens_k):
+    compute = compute_dtype(q.dtype)
+    for block in _blocks(problem):
         num_rows = block.rows.stop - block.rows.start
-        scores = _scores(
-            _queries(q, block, num_kv_heads), _keys(k, block), block, spec.softmax_scale
-        )
+        rows_q, keys = _queries(q, block, num_kv_heads), _keys(k, block)
+        scores = _scores(rows_q, keys, block, problem.spec.softmax_scale)
         top = scores.new_full((*scores.shape[:2], 1), float("-inf"))
         if scores.shape[2]:
             top = scores.amax(dim=2, keepdim=True)
@@ -154,38 +141,33 @@ def torch_forward(
 
 
 @without_autocast
-def torch_backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+def backward(
+    problem: SinkWindowProblem,
     out: torch.Tensor,
     lse: torch.Tensor,
-    spec: AttentionSpec,
-    sinks: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of q, k, v and sinks, from the output and log-sum-exp of the forward pass."""
+    q, k, v, scale = problem.q, problem.k, problem.v, problem.spec.softmax_scale
     num_kv_heads = k.shape[2]
-    compute = _compute_dtype(q.dtype)
+    compute = compute_dtype(q.dtype)
     dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
     dk = torch.zeros_like(k, dtype=compute, memory_format=torch.contiguous_format)
     dv = torch.zeros_like(v, dtype=compute, memory_format=torch.contiguous_format)
     delta = (dout.to(compute) * out.to(compute)).sum(dim=3).transpose(1, 2)  # [B, Hq, N]
     if dlse is not None:
         delta = delta - dlse
-    for block in _blocks(q, k, spec, cu_seqlens_q, cu_seqlens_k):
+    for block in _blocks(problem):
         num_rows = block.rows.stop - block.rows.start
         rows_q, rows_do = (_queries(x, block, num_kv_heads) for x in (q, dout))
         keys, values = _keys(k, block), _keys(v, block)
         row_lse = lse[block.batch, :, block.rows].reshape(num_kv_heads, -1, 1).to(compute)
         row_delta = delta[block.batch, :, block.rows].reshape(num_kv_heads, -1, 1)
         row_lse = row_lse.masked_fill(row_lse == float("-inf"), 0.0)
-        probs = _scores(rows_q, keys, block, spec.softmax_scale).sub_(row_lse).exp_()
+        probs = _scores(rows_q, keys, block, scale).sub_(row_lse).exp_()
         dscores = torch.matmul(rows_do, values.transpose(1, 2)).sub_(row_delta).mul_(probs)
-        dscores.mul_(spec.softmax_scale)
+        dscores.mul_(scale)
         dq[block.batch, block.rows] = _ungroup(torch.matmul(dscores, keys), num_rows).to(dq.dtype)
         block_dk = torch.matmul(dscores.transpose(1, 2), rows_q).transpose(0, 1)
         block_dv = torch.matmul(probs.transpose(1, 2), rows_do).transpose(0, 1)
@@ -194,8 +176,6 @@ def torch_backward(
         for total, part in ((dk, block_dk), (dv, block_dv)):
             total[block.batch, sink] += part[:num_sink]
             total[block.batch, window] += part[num_sink:]
-    dsinks = None
-    if sinks is not None:
-        mass = (sinks.to(compute)[None, :, None] - lse).exp()
-        dsinks = -(mass * delta).sum(dim=(0, 2)).to(sinks.dtype)
+    sinks = problem.sinks
+    dsinks = None if sinks is None else sink_gradient(sinks, lse, delta)
     return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks

@@ -11,7 +11,8 @@ import torch
 import sparsek_kernels
 from sparsek_backend.bench.ops import peers
 from sparsek_backend.bench.ops.peers import Call
-from sparsek_backend.bench.ops.sink_window import Entry, Inputs, Maker, providers
+from sparsek_backend.bench.ops.sink_window import Entry, Maker, providers
+from sparsek_backend.bench.ops.sink_window_inputs import Inputs
 from sparsek_backend.bench.oracle import MaskRule
 from sparsek_backend.bench.registry import (
     OURS,

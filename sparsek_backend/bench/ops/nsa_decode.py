@@ -209,11 +209,11 @@ def _last_compressed(
         )
         if phi is not None
     )
-    turns = inputs.compression.frequencies
-    if turns is not None:
+    rope_freqs = inputs.compression.rope_freqs
+    if rope_freqs is not None:
         place = torch.tensor([start], device=key.device)
-        turns = turns.double() if dtype == torch.float64 else turns
-        key = rotate(key[None], place, turns)[0]
+        rope_freqs = rope_freqs.double() if dtype == torch.float64 else rope_freqs
+        key = rotate(key[None], place, rope_freqs)[0]
     return key[0, 0], value[0, 0]
 
 

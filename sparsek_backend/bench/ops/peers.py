@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sparsek_backend.bench.ops.sink_window_inputs import Inputs
 from sparsek_backend.bench.registry import Unavailable
-
-if TYPE_CHECKING:
-    from sparsek_backend.bench.ops.sink_window import Inputs
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 import sparsek_kernels
 from sparsek_backend.bench.ops import peers
 from sparsek_backend.bench.ops.peers import Call
+from sparsek_backend.bench.ops.sink_window_inputs import Inputs, make_inputs
 from sparsek_backend.bench.oracle import HeadGrads, Mask, MaskRule, attend_head, compare
 from sparsek_backend.bench.registry import (
     OURS,
@@ -38,97 +38,6 @@ DEFAULTS: dict[str, Param] = {
 }
 
 WINDOW_ALONE = "window without the sinks"
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """One case's tensors.  Varlen batches are packed: B = 1 and cumulative lengths.
-
-    Args:
-        q: [B, N, Hq, D].
-        k: [B, M, Hkv, D].
-        v: [B, M, Hkv, D].
-        dout: [B, N, Hq, D].
-        sinks: [Hq] learned logits, or None.
-        cu_q: [R + 1] int32.
-        cu_k: [R + 1] int32.
-        rule: the mask.
-        packed: whether the batch is packed (B = 1, several requests).
-        query_lens: query tokens of each request.
-        seq_lens: keys of each request.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    dout: torch.Tensor
-    sinks: torch.Tensor | None
-    cu_q: torch.Tensor
-    cu_k: torch.Tensor
-    rule: MaskRule
-    packed: bool
-    query_lens: tuple[int, ...]
-    seq_lens: tuple[int, ...]
-
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.q.shape[2] // self.k.shape[2]
-
-    @property
-    def softmax_scale(self) -> float:
-        """1 / sqrt(D)."""
-        return float(self.q.shape[3] ** -0.5)
-
-    def with_grad(self) -> Inputs:
-        """The same inputs as leaves that require gradients."""
-        return dataclasses.replace(
-            self,
-            q=self.q.detach().requires_grad_(),
-            k=self.k.detach().requires_grad_(),
-            v=self.v.detach().requires_grad_(),
-            sinks=None if self.sinks is None else self.sinks.detach().requires_grad_(),
-        )
-
-
-def make_inputs(case: Case, device: torch.device) -> Inputs:
-    """Draw a case's inputs in its dtype."""
-    spec = case.spec
-    packed = not spec.is_uniform
-    heads, kv_heads = case.int_param("num_heads"), case.int_param("num_kv_heads")
-    dim, dtype = case.int_param("head_dim"), case.dtype()
-    if heads % kv_heads:
-        raise ValueError(f"num_heads: expected a multiple of {kv_heads} KV heads, got {heads}")
-    batch = 1 if packed else spec.num_requests
-    queries = sum(spec.query_lens) if packed else spec.query_lens[0]
-    keys = sum(spec.seq_lens) if packed else spec.seq_lens[0]
-    generator = torch.Generator(device=device).manual_seed(case.int_param("seed"))
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(
-            dtype
-        )
-
-    def cumulative(lengths: tuple[int, ...]) -> torch.Tensor:
-        ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return ends.to(device)
-
-    rule = MaskRule(
-        case.int_param("num_sink"), case.opt_int_param("window_size"), bool(case.params["causal"])
-    )
-    return Inputs(
-        q=draw(batch, queries, heads, dim),
-        k=draw(batch, keys, kv_heads, dim),
-        v=draw(batch, keys, kv_heads, dim),
-        dout=draw(batch, queries, heads, dim),
-        sinks=draw(heads).float() if case.params["learned_sinks"] else None,
-        cu_q=cumulative(spec.query_lens),
-        cu_k=cumulative(spec.seq_lens),
-        rule=rule,
-        packed=packed,
-        query_lens=spec.query_lens,
-        seq_lens=spec.seq_lens,
-    )
 
 
 def pick_requests(inputs: Inputs) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from sparsek_backend.bench.machine import choose_device
+from sparsek_backend.machine import choose_device
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.demo.check import LONGEST, check_attention
 from sparsek_backend.nn.demo.data import RecallTask

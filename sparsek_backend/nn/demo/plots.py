@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sparsek_backend.bench.plots import import_pyplot
 from sparsek_backend.nn.demo.train import RunResult
+from sparsek_backend.pyplot import import_pyplot
 
 COLOURS = {"nsa": "#1b6ca8", "dense": "#e07a1f"}
 NAMES = {"nsa": "native sparse attention", "dense": "dense attention"}

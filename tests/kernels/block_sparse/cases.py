@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from sparsek_kernels.block_sparse import launch
 from sparsek_kernels.block_sparse.config import LaunchConfig
-from sparsek_kernels.block_sparse.launch import launch_backward, launch_forward
+from sparsek_kernels.block_sparse.problem import BlockSparseProblem
 from sparsek_kernels.block_sparse.reference import block_sparse_attention_reference
 from sparsek_kernels.block_sparse.structure import BlockStructure, indices_of_mask
 from tests.kernels.sink_window.cases import problems
@@ -107,13 +108,12 @@ def kernels(case: Case, t: Tensors, config: LaunchConfig | None = None) -> dict[
     out = torch.full(t.q.shape, float("nan"), dtype=t.q.dtype, device=t.q.device)
     lse = torch.full(t.dlse.shape, float("nan"), device=t.q.device)
     s = t.structure
+    indices = (s.crow_indices, s.col_indices, s.ccol_indices, s.row_indices)
     scalars = (case.block, case.causal, case.dim**-0.5)
-    launch_forward(out, lse, t.q, t.k, t.v, s.crow_indices, s.col_indices, *scalars, config)
+    problem = BlockSparseProblem(t.q, t.k, t.v, *indices, *scalars)
+    launch.forward(problem, out, lse, config)
     dlse = t.dlse.masked_fill(lse == float("-inf"), 0.0)
-    grads = launch_backward(
-        t.dout, dlse, t.q, t.k, t.v, out, lse, s.crow_indices, s.col_indices, s.ccol_indices,
-        s.row_indices, *scalars, config,
-    )  # fmt: skip
+    grads = launch.backward(problem, out, lse, t.dout, dlse, config)
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
 
 

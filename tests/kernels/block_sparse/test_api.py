@@ -118,9 +118,14 @@ def test_operators_pass_torchs_own_checks() -> None:
     s = t.structure
     indices = (s.crow_indices, s.col_indices, s.ccol_indices, s.row_indices)
     leaves = [x.detach().clone().requires_grad_() for x in (t.q, t.k, t.v)]
-    torch.library.opcheck(
-        torch.ops.sparsek.block_sparse_fwd.default, (*leaves, *indices, 16, True, 0.3)
-    )
+    operators = torch.ops.sparsek
+    forward = (*leaves, *indices, 16, True, 0.3)
+    torch.library.opcheck(operators.block_sparse_fwd.default, forward)
+    plain = [x.detach() for x in leaves]
+    out, lse = operators.block_sparse_fwd(*plain, *indices, 16, True, 0.3)
+    for dlse in (None, t.dlse.double()):
+        backward = (t.dout, dlse, *plain, out, lse, *indices, 16, True, 0.3)
+        torch.library.opcheck(operators.block_sparse_bwd.default, backward)
 
 
 def test_strided_inputs_are_read_and_not_changed() -> None:
@@ -220,7 +225,7 @@ REFUSED: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     (
         "list of offsets",
         TypeError,
-        "crow_indices: expected a tensor, got list",
+        "crow_indices: expected a torch.Tensor, got list",
         {"pattern": plain(GRID, crow_indices=[0, 1, 2, 3])},
     ),
 ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparsek_kernels import block_sparse_attention
-from sparsek_kernels.block_sparse import launch
+from sparsek_kernels.block_sparse import launch_sm90
 from sparsek_kernels.block_sparse.config import (
     LaunchConfig,
     ProblemShape,
@@ -105,8 +105,8 @@ def test_hopper_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if device_arch(torch.device("cuda")) != 90:
         pytest.skip("needs a Hopper GPU")
     launches: list[int] = []
-    real = launch._forward_hopper
-    monkeypatch.setattr(launch, "_forward_hopper", lambda *a: launches.append(1) or real(*a))
+    real = launch_sm90.forward
+    monkeypatch.setattr(launch_sm90, "forward", lambda *a: launches.append(1) or real(*a))
     check(case, "cuda", configuration(case, with_hopper=True))
     assert launches == [1]
 

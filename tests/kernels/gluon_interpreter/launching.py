@@ -87,7 +87,6 @@ def interpret(
     hardware = {
         "multiprocessors": lambda _device: side_by_side,
         "device_arch": lambda _device: 90,
-        "traits": lambda _device: (90, side_by_side),
         "workspace": _scratch,
     }
     language = Language()

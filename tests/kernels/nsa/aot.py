@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sparsek_kernels.nsa import backward as launch_branches
+from sparsek_kernels.common import grids
 from sparsek_kernels.nsa import launching as launch_common
 from sparsek_kernels.nsa.compress import launch as launch_compress
 from sparsek_kernels.nsa.compressed import (
@@ -31,8 +31,10 @@ from sparsek_kernels.nsa.compressed import (
 from sparsek_kernels.nsa.compressed import (
     launch_sm90 as launch_compressed_hopper,
 )
+from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import ProblemShape, TileConfig
 from sparsek_kernels.nsa.gate import launch as launch_gate
+from sparsek_kernels.nsa.gate.problem import PerBranch
 from sparsek_kernels.nsa.select import (
     launch as launch_select,
 )
@@ -45,11 +47,12 @@ from sparsek_kernels.nsa.selected import (
 from sparsek_kernels.nsa.selected import (
     launch_fwd as launch_selected,
 )
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.barriers import require_lasting_barriers
 
 MODULES = (
-    *(launch_branches, launch_compress, launch_compressed),
+    *(launch_compress, launch_compressed),
     *(launch_compressed_hopper, launch_compressed_select),
     *(launch_gate, launch_select, launch_selected, launch_selected_bwd),
 )
@@ -81,7 +84,7 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     for module in MODULES:
         for name in [n for n in vars(module) if re.fullmatch(r"nsa_\w+_kernel", n)]:
             setattr(module, name, Spy(name, getattr(module, name), seen))
-    launch_common.tile_map_kernel = Spy("tile_map_kernel", launch_common.tile_map_kernel, [])
+    grids.tile_map_kernel = Spy("tile_map_kernel", grids.tile_map_kernel, [])
     launch_common.device_arch = lambda device: arch
     launch_compressed.row_dots = lambda dout, dlse, out: out.new_empty(1, dtype=torch.float32)
     launch_selected_bwd.row_dots = launch_compressed.row_dots
@@ -95,6 +98,13 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     lse = torch.empty(1, group, tokens)
     indices = torch.zeros(1, tokens, 1, spec.top_n, dtype=torch.int32)
     gates = [torch.empty(1, tokens, group) for _ in range(3)]
+
+    def compressed(rows: int = tokens, cu: torch.Tensor | None = None) -> CompressedProblem:
+        return CompressedProblem(q[:, :rows], cmp, cmp, tokens, cu, spec, scale)
+
+    def selected(rows: int = tokens) -> SelectedProblem:
+        return SelectedProblem(q[:, :rows], k, k, indices[:, :rows], None, 64, scale)
+
     base = launch_common.select_config
     launch_common.select_config = lambda *args: replace(
         base(*args),
@@ -106,13 +116,13 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     )
     launch_compress.mean_pool_forward(k, cmp, None, spec)
     launch_compress.mean_pool_backward(cmp, k, None, spec)
-    launch_compressed.backward(q, None, q, cmp, cmp, q, lse, tokens, None, spec, scale)
+    launch_compressed.backward(compressed(), q, lse, q, None)
     for rows in (tokens, 1):
         few, found = q[:, :rows], indices[:, :rows]
-        launch_compressed.forward(few, lse, few, cmp, cmp, tokens, None, spec, scale)
-        launch_select.select(found, few, cmp, lse, tokens, None, spec, scale)
-        launch_selected.forward(few, lse, few, k, k, found, None, 64, scale)
-    launch_selected_bwd.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
+        launch_compressed.forward(compressed(rows), few, lse)
+        launch_select.select(compressed(rows), lse, found)
+        launch_selected.forward(selected(rows), few, lse)
+    launch_selected_bwd.backward(selected(), q, lse, q, None)
     if arch == 90:
         table = base(ProblemShape(1, 65536, 65536, group, 1, dim), spec.top_n, dtype, arch)
         hopper = {
@@ -124,19 +134,17 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
             "selected_bwd_hopper": TileConfig(128, 64, 8, 2),
         }
         launch_common.select_config = lambda *args: replace(base(*args), **hopper)
-        launch_select.select(indices, q, cmp, lse, tokens, None, spec, scale)
+        launch_select.select(compressed(), lse, indices)
         for cu in (None, torch.tensor([0, 0, tokens], dtype=torch.int32)):
-            launch_compressed_select.attend_and_select(
-                q, lse, indices, q, cmp, cmp, tokens, cu, spec, scale
-            )
-        launch_selected.forward(q, lse, q, k, k, indices, None, 64, scale)
-        launch_selected_bwd.backward(q, None, q, k, k, q, lse, indices, None, 64, scale)
+            launch_compressed_select.attend_and_select(compressed(cu=cu), q, lse, indices)
+        launch_selected.forward(selected(), q, lse)
+        launch_selected_bwd.backward(selected(), q, lse, q, None)
         hopper["selected_boxes"] = TileConfig(64, 64, 4, 4, 80)  # for groups of whole boxes
-        launch_selected.forward(q, lse, q, k, k, indices, None, 64, scale)
-    launch_selected.forward_gated(q, q, q, gates, q, k, k, indices, None, 64, scale)
-    launch_branches.gate_rows(q, [q] * 3, gates, [lse] * 3)
+        launch_selected.forward(selected(), q, lse)
+    launch_selected.forward_gated(selected(), q, (q, q), gates)
+    launch_gate.gate_rows(q, PerBranch(q, q, q), PerBranch(*gates), PerBranch(lse, lse, lse))
     launch_gate.forward(q, [q] * 3, gates)
-    launch_gate.backward([q] * 3 + gates, q, [q] * 3, gates)
+    launch_gate.backward([q] * 3, gates, q, [q] * 3, gates)
     # Once for many tokens and once for a decoded one, told apart by their first argument.
     keys = ("GATED", "VARLEN", "BOUNDED")
     found = {(x[0], x[2][0].shape[:2], *map(x[3].get, keys)): x for x in seen}

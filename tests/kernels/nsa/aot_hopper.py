@@ -11,9 +11,7 @@ from pathlib import Path
 
 import torch
 
-from sparsek_kernels.nsa.compressed.launch_sm90 import kernel_rules
 from sparsek_kernels.nsa.config import ProblemShape, select_config
-from sparsek_kernels.nsa.spec import NSASpec
 
 PATH = Path(__file__).parents[1] / "sink_window" / "aot.py"
 place = importlib.util.spec_from_file_location("sink_window_aot", PATH)
@@ -34,8 +32,10 @@ def compile_backward(dim: int, varlen: bool) -> None:
     tiles = {"q_desc": rows, "dout_desc": rows, "k_desc": keys, "v_desc": keys,
              "dq_desc": window.described("fp32", tile.block_m, dim)}  # fmt: skip
     options = {
-        **kernel_rules(shape, NSASpec(), varlen), "GROUP": 2, "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n, "Q_STAGES": tile.num_stages, "G_STAGES": 2, "OVERWRITES": False,
+        "GROUP": 2, "HEAD_DIM": dim, "CAUSAL": True, "WINDOWED": False, "HAS_SINK_KEYS": False,
+        "VARLEN": varlen, "OVERWRITES": False, "KEY_BLOCK": 32, "KEY_STRIDE": 16,
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "Q_STAGES": tile.num_stages,
+        "G_STAGES": 2,
     }  # fmt: skip
     kernel = window.sink_window_hopper_bwd_kernel
     window.report(kernel, 90, options, tile.num_warps, tiles=tiles)

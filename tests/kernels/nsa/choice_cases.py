@@ -30,8 +30,8 @@ def run_best(num_blocks: int, num_init: int, device: str) -> int:
     scores[3, num_blocks - 2 :] = float("inf")  # of no candidate
     found = torch.full((1, rows, 1, top_n), -7, dtype=torch.int32, device=device)
     launch_select.choose(
-        found, scores.to(device), None, None, 0, rows, length - rows,
-        NSASpec(32, 16, block, top_n, num_init, 2), pitch,
+        found, scores[None, :, None].to(device), None, None,
+        NSASpec(32, 16, block, top_n, num_init, 2), offset=length - rows,
     )  # fmt: skip
     total = torch.nan_to_num(scores, nan=0.0)
     own = num_blocks - 1

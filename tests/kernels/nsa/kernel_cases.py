@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from sparsek_kernels import nsa_attention
-from sparsek_kernels.nsa import backward as launch_branches
 from sparsek_kernels.nsa import reference as ref
 from sparsek_kernels.nsa.compress import launch as launch_compress
 from sparsek_kernels.nsa.compressed import launch as launch_compressed
+from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import BOX_GROUPS, TileConfig
 from sparsek_kernels.nsa.gate import launch as launch_gate
-from sparsek_kernels.nsa.launching import launch_config, problem_shape
+from sparsek_kernels.nsa.gate.problem import PerBranch
 from sparsek_kernels.nsa.select import (
     launch as launch_select,
 )
@@ -39,6 +39,7 @@ from sparsek_kernels.nsa.selected import (
 from sparsek_kernels.nsa.selected import (
     launch_fwd as launch_selected,
 )
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.gluon_interpreter import interpret
@@ -214,7 +215,8 @@ def run(case: Case, device: str, size: str) -> int:
 
     out = torch.full(q.shape, float("nan"), dtype=dtype, device=device)
     lse = torch.full(dlse.shape, float("nan"), dtype=torch.float32, device=device)
-    base = launch_config(q, problem_shape(q, case.heads[1], total), spec.top_n)
+    problem = CompressedProblem(q, k_cmp, v_cmp, total, cu, spec, scale)
+    base = problem.config
     plain = gradients(compressed, (q, k_cmp, v_cmp), dout, dlse, dtype)
     exact_all = gradients(compressed, (q, k_cmp, v_cmp), dout, dlse, torch.float64)
     kinds = {"portable ": replace(base, hopper=None, hopper_bwd=None)}
@@ -225,14 +227,12 @@ def run(case: Case, device: str, size: str) -> int:
     for kind, config in kinds.items():
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
-        launch_compressed.forward(out, lse, q, k_cmp, v_cmp, total, cu, spec, scale, config)
+        tuned = replace(problem, tuned=config)
+        launch_compressed.forward(tuned, out, lse)
         judge.error(f"{kind}compressed out", out, plain[0], exact_all[0])
         judge.error(f"{kind}compressed lse", lse, exact_all[1].to(dtype), exact_all[1])
         dead = lse == float("-inf")
-        found = launch_compressed.backward(
-            *(dout, dlse.masked_fill(dead, 0.0), q, k_cmp, v_cmp, out, lse, total, cu, spec),
-            *(scale, config),
-        )
+        found = launch_compressed.backward(tuned, out, lse, dout, dlse.masked_fill(dead, 0.0))
         for name, ours, low, high in zip(
             ("dq", "dk_cmp", "dv_cmp"), found, plain[2:], exact_all[2:], strict=True
         ):
@@ -245,19 +245,18 @@ def run(case: Case, device: str, size: str) -> int:
         kinds["hopper "] = replace(base, select_hopper=TileConfig(128, 64, 4, 2))
         kinds["fused "] = replace(base, hopper=TileConfig(128, 128, 4, 2))
     for kind, config in kinds.items():
+        tuned = replace(problem, tuned=config)
         indices = torch.full(shape, -7, dtype=torch.int32, device=device)
         if kind == "fused ":
             fused, sums = torch.full_like(out, float("nan")), torch.full_like(lse, float("nan"))
             if device == "cpu":  # a few rows at a time
                 launch_compressed_select._SCRATCH_SUMS = 1
                 launch_compressed_select._LEAST_ROWS = 48
-            launch_compressed_select.attend_and_select(
-                fused, sums, indices, q, k_cmp, v_cmp, total, cu, spec, scale, config
-            )
+            launch_compressed_select.attend_and_select(tuned, fused, sums, indices)
             judge.error("fused compressed out", fused, plain[0], exact_all[0])
             judge.error("fused compressed lse", sums, exact_all[1].to(dtype), exact_all[1])
         else:
-            launch_select.select(indices, q, k_cmp, lse, total, cu, spec, scale, config)
+            launch_select.select(tuned, lse, indices)
         equal, lost = [], 0.0
         for b in range(len(bounds)):
             _, length, _ = split(q, b)
@@ -327,10 +326,11 @@ def run(case: Case, device: str, size: str) -> int:
                 designs[f"boxes {design}"] = replace(
                     designs[f"hopper {design}"], selected_boxes=TileConfig(64, 64, 4, 4, 80)
                 )
+    problem = SelectedProblem(q, k, v, indices, cu, spec.sel_block_size, scale)
     for design, config in designs.items():
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
-        launch_selected.forward(out, lse, q, k, v, indices, cu, spec.sel_block_size, scale, config)
+        launch_selected.forward(replace(problem, tuned=config), out, lse)
         judge.error(f"{design} out", out, plain[0], exact_all[0])
         judge.error(f"{design} lse", lse, exact_all[1].to(dtype), exact_all[1])
     designs["rows first"] = replace(
@@ -339,20 +339,16 @@ def run(case: Case, device: str, size: str) -> int:
     for design in designs:
         if design == "token-major":
             continue
-        found = launch_selected_bwd.backward(
-            *(dout, dlse, q, k, v, out, lse, indices, cu, spec.sel_block_size, scale),
-            designs[design],
-        )
+        tuned = replace(problem, tuned=designs[design])
+        found = launch_selected_bwd.backward(tuned, out, lse, dout, dlse)
         for name, ours, low, high in zip(
             ("dq", "dk", "dv"), found, plain[2:], exact_all[2:], strict=True
         ):
             judge.error(f"{design} {name}", ours, low, high)
     acc = torch.randn(case.batch, case.heads[0], num_q, case.dim).to(device)
     delta = (dout.float() * out.float()).sum(-1).transpose(1, 2) - dlse
-    summed, _, _ = launch_selected_bwd.backward_rows(
-        *(dout, lse, delta.contiguous(), acc, q, k, v, indices, cu, spec.sel_block_size, scale),
-        designs["block-major"],
-    )
+    tuned = replace(problem, tuned=designs["block-major"])
+    summed, _, _ = launch_selected_bwd.backward_rows(tuned, dout, lse, delta.contiguous(), acc)
     others = scale * acc.transpose(1, 2)
     low, high = (x[2] + others.to(x[2].dtype) for x in (plain, exact_all))
     judge.error("dq and that of others", summed, low, high)
@@ -360,11 +356,9 @@ def run(case: Case, device: str, size: str) -> int:
     # gates
     cmp, swa = (torch.randn(q.shape).to(dtype).to(device) for _ in range(2))
     weights = [torch.rand(q.shape[:3]).to(device) for _ in range(3)]
-    for design in designs:
-        launch_selected.forward_gated(
-            *(out.fill_(float("nan")), cmp, swa, weights, q, k, v, indices, cu),
-            *(spec.sel_block_size, scale, designs[design]),
-        )
+    for design, config in designs.items():
+        tuned = replace(problem, tuned=config)
+        launch_selected.forward_gated(tuned, out.fill_(float("nan")), (cmp, swa), weights)
         low, high = (
             sum(g.to(x[0].dtype)[..., None] * b.to(x[0].dtype) for g, b in
                 zip(weights, (cmp, x[0], swa), strict=True))
@@ -378,14 +372,16 @@ def run(case: Case, device: str, size: str) -> int:
     exact = sum(b * g[..., None] for b, g in zip(leaves[:3], leaves[3:], strict=True))
     judge.error("gate", out, exact.detach().to(dtype), exact.detach())
     grads = [torch.full_like(x, float("nan")) for x in (*branches, *gates)]
-    launch_gate.backward(grads, dout, branches, gates)
+    launch_gate.backward(grads[:3], grads[3:], dout, branches, gates)
     rows_want = []
     for i, want in enumerate(torch.autograd.grad(exact, leaves, dout.double())):
         judge.error(f"gate gradient {i}", grads[i], want.to(grads[i].dtype), want)
         if i >= 3:
             rows_want.append(want)
     gates[1][:, ::3] = 0.0
-    found, dots, folded = launch_branches.gate_rows(dout, branches, gates, [lse] * 3)
+    found, dots, folded = launch_gate.gate_rows(
+        dout, PerBranch(*branches), PerBranch(*gates), PerBranch(lse, lse, lse)
+    )
     for i, want in enumerate(rows_want):
         judge.error(f"gate rows {i}", found[i], want.to(found[i].dtype), want)
         judge.error(f"gate dots {i}", dots[i], want.transpose(1, 2).float(), want.transpose(1, 2))

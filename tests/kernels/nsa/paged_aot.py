@@ -15,6 +15,7 @@ from sparsek_kernels import PagedBatch
 from sparsek_kernels.nsa.compress.mlp import PhiWeights
 from sparsek_kernels.nsa.paged import launch as launch_paged
 from sparsek_kernels.nsa.paged.cache import Compression, NSAPages
+from sparsek_kernels.nsa.paged.problem import PagedProblem
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.nsa.aot import Launch, Spy, compile_launch
 
@@ -26,7 +27,7 @@ def launches(dtype: torch.dtype, dim: int, group: int) -> list[Launch]:
     seen: list[Launch] = []
     for name in [n for n in vars(launch_paged) if re.fullmatch(r"nsa_\w+_kernel", n)]:
         setattr(launch_paged, name, Spy(name, getattr(launch_paged, name), seen))
-    launch_paged.choose = launch_paged.attend = lambda *args: None
+    launch_paged.choose = launch_paged.attend = lambda *_, **__: None
     spec, heads = NSASpec(), 4
     token_rows = [torch.empty(PAGES, heads, PAGE, dim, dtype=dtype) for _ in range(6)]
     cmp_rows = [torch.empty(PAGES, heads, PAGE // 16, dim, dtype=dtype) for _ in range(2)]
@@ -51,7 +52,8 @@ def launches(dtype: torch.dtype, dim: int, group: int) -> list[Launch]:
     compression = Compression(phi, phi, torch.empty(dim // 2))
     launch_paged.compress_decoded(pages, batch, spec, compression)
     q = torch.empty(1, heads * group, dim, dtype=dtype)
-    launch_paged.decode(torch.empty(1, 3, heads * group, dim), q, pages, batch, spec, 0.1)
+    problem = PagedProblem(q, pages, batch, spec, 0.1)
+    launch_paged.decode(problem, torch.empty(1, 3, heads * group, dim))
     return seen
 
 

@@ -18,6 +18,7 @@ from sparsek_backend.nn import NSAConfig
 from sparsek_kernels import PagedBatch
 from sparsek_kernels.nsa.paged import launch as launch_paged
 from sparsek_kernels.nsa.paged.api import compress_new_blocks
+from sparsek_kernels.nsa.paged.problem import PagedProblem
 from tests.kernels.nsa.paged_layer import SMALL, PagedLayer, make_layer, make_tokens
 
 
@@ -38,10 +39,10 @@ class KernelLayer(PagedLayer):
     def attend(self, q: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         out = super().attend(q, batch)
         if batch.num_decodes:
-            rows = slice(0, batch.num_decode_tokens)
-            out[rows, :2] = float("nan")
+            out[: batch.num_decode_tokens, :2] = float("nan")
             spec, scale = self.layer.config.spec, q.shape[-1] ** -0.5
-            launch_paged.decode(out[rows], q[rows], self.pages, padded(batch), spec, scale)
+            problem = PagedProblem(q, self.pages, padded(batch), spec, scale)
+            launch_paged.decode(problem, out)
         return out
 
 

@@ -52,13 +52,13 @@ class PagedLayer:
         views = [x for i in range(layer.num_branches) for x in tokens[:, i].split(dim, dim=-1)]
         views = views * 3 if layer.num_branches == 1 else views
         self.pages = NSAPages(*views, *tail.split(dim, dim=-1))
-        turns = None
+        rope_freqs = None
         if config.rope_theta is not None:
-            turns = rotary_frequencies(dim, config.rope_theta, device=self.device)
+            rope_freqs = rotary_frequencies(dim, config.rope_theta, device=self.device)
         self.compression = Compression(
             None if layer.phi_k is None else layer.phi_k.weights(self.dtype),
             None if layer.phi_v is None else layer.phi_v.weights(self.dtype),
-            turns,
+            rope_freqs,
             rotated_keys=config.shared_kv,
         )
 

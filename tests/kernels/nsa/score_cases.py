@@ -19,10 +19,10 @@ import torch
 
 from sparsek_kernels.nsa import reference as ref
 from sparsek_kernels.nsa.compressed import launch_sm90 as launch_compressed_hopper
-from sparsek_kernels.nsa.config import ProblemShape, TileConfig, select_config
-from sparsek_kernels.nsa.launching import launch_config, problem_shape
+from sparsek_kernels.nsa.compressed.problem import CompressedProblem
+from sparsek_kernels.nsa.config import TileConfig, select_config
 from sparsek_kernels.nsa.select import launch as launch_select
-from sparsek_kernels.nsa.sequences import compressed_cu_seqlens, compressed_rows, spans
+from sparsek_kernels.nsa.sequences import compressed_rows, spans
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.gluon_interpreter import interpret
 
@@ -72,38 +72,28 @@ CASES = [
 
 
 def summed(
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    lse: torch.Tensor,
-    cu: torch.Tensor | None,
-    cu_cmp: torch.Tensor | None,
-    rows: range,
-    shape: ProblemShape,
-    spec: NSASpec,
-    tile: TileConfig,
+    problem: CompressedProblem, tile: TileConfig, lse: torch.Tensor, rows: range
 ) -> torch.Tensor:
     """Scores ``[B, rows, Hkv, blocks]`` that compressed attention leaves for ``rows``.
 
     They are made of its own log-sum-exps, which must be ``lse`` there.
     """
-    q, k, v = inputs
-    batch, _, num_heads, dim = q.shape
-    arranged = launch_compressed_hopper.arrange(q, k, v, cu, cu_cmp)
+    q, (batch, _, num_heads, _) = problem.q, problem.q.shape
+    arranged = launch_compressed_hopper.arrange(problem)
     pitch = arranged.k.shape[1] // 128
     size = (batch, len(rows), num_heads, pitch)
     words = torch.full((*size, 16), -1, dtype=torch.int32, device=q.device)
     maxima = torch.full(size, float("nan"), device=q.device)
     sums = launch_compressed_hopper.BlockSums(words, maxima, rows.start, len(rows), pitch)
     own, out = torch.full_like(lse, float("nan")), torch.empty_like(q)
-    launch_compressed_hopper.forward(
-        *(out, own, q, arranged, cu, cu_cmp, shape, tile, spec, dim**-0.5, sums)
-    )
+    launch_compressed_hopper.forward(problem, tile, arranged, out, own, sums)
     here = slice(rows.start, rows.stop)
     torch.testing.assert_close(own[..., here], lse[..., here], atol=1e-3, rtol=0)
     bits = torch.stack((words & 0xFFFF, (words >> 16) & 0xFFFF), -1) << 13
     held = (bits + (67 << 23)).view(torch.float32).reshape(*size, 32)
     share = torch.exp2(maxima - own[..., here].transpose(1, 2)[..., None] / math.log(2))
     scores = held * torch.where(own[..., here].isinf().mT[..., None], 0.0, share)[..., None]
-    return scores.view(batch, len(rows), shape.num_kv_heads, -1, pitch * 32).sum(3)
+    return scores.view(batch, len(rows), problem.shape.num_kv_heads, -1, pitch * 32).sum(3)
 
 
 def run(case: Case, tokens: int, device: str, launched: list[str] | None) -> int:
@@ -142,10 +132,9 @@ def run(case: Case, tokens: int, device: str, launched: list[str] | None) -> int
         own = torch.arange(length, device=device) // spec.sel_block_size
         held = torch.arange(pitch, device=device) <= own[:, None] - spec.num_local_blocks
         read[b, span.rows] = held[:, None, :]
-    cu_cmp = compressed_cu_seqlens(cu, spec.cmp_block_size, spec.cmp_stride) if case.shares else cu
-    shape = problem_shape(q, num_kv_heads, tokens)
-    base = launch_config(q, shape, spec.top_n)
-    fused = select_config(replace(shape, num_q=LONG, num_k=LONG), spec.top_n, q.dtype, 90)
+    problem = CompressedProblem(q, k, k, tokens, cu, spec, dim**-0.5)
+    long = replace(problem.shape, num_q=LONG, num_k=LONG)
+    fused = select_config(long, spec.top_n, q.dtype, 90)
     tiles = {
         "nsa_block_scores_kernel": None,
         "nsa_block_scores_hopper_kernel": fused.select_hopper,
@@ -154,7 +143,7 @@ def run(case: Case, tokens: int, device: str, launched: list[str] | None) -> int
     if (spec.cells_per_cmp, spec.cells_per_sel) == (2, 4) and fused.hopper is not None:
         worst, good, kernel = 0.0, True, "nsa_compressed_hopper_fwd_kernel"
         for rows in (range(tokens), range(tokens // 3, tokens // 2)):
-            found = summed((q, k, k), lse, cu, cu_cmp, rows, shape, spec, fused.hopper)
+            found = summed(problem, fused.hopper, lse, rows)
             here = read[:, rows.start : rows.stop]
             want = exact[:, rows.start : rows.stop][here]
             found = torch.nn.functional.pad(found, (0, max(pitch - found.shape[-1], 0)))
@@ -164,13 +153,11 @@ def run(case: Case, tokens: int, device: str, launched: list[str] | None) -> int
         failed += not good
         print(f"{'ok  ' if good else 'FAIL'} {case.name:20} {kernel} worst {worst:.1e}", flush=True)
     for kernel, tile in tiles.items():
-        config, worst, good = replace(base, select_hopper=tile), 0.0, True
+        tuned = replace(problem, tuned=replace(problem.config, select_hopper=tile))
+        worst, good = 0.0, True
         for first, last in ((0, tokens), (tokens // 3, tokens // 2)):
             found = torch.full_like(exact[:, first:last], float("nan"))
-            launch_select.score(
-                *(found, q, k, lse, cu, cu_cmp, first, last - first, 0, pitch),
-                *(shape, spec, dim**-0.5, config),
-            )
+            launch_select.score(tuned, lse, found, first)
             here = read[:, first:last]
             error = (found[here] - exact[:, first:last][here]).abs()
             good &= bool((error < 1e-5 * (1 + 2 * num_heads // num_kv_heads)).all())

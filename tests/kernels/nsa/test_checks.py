@@ -18,6 +18,7 @@ from sparsek_kernels.nsa.compress.mlp import PhiWeights
 from sparsek_kernels.nsa.compressed.launch_sm90 import query_segments
 from sparsek_kernels.nsa.config import ProblemShape, select_config
 from sparsek_kernels.nsa.selected.index import build_index
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.spec import NSASpec
 
 Q = torch.zeros(1, 70, 4, 8)
@@ -245,7 +246,8 @@ def test_index_inverts_the_selection(packed: bool, far_only: bool) -> None:
     chosen = torch.rand(batch, rows, heads, 8).argsort(-1)[..., :slots].int()
     limit = 3 if packed else 4
     chosen = torch.where((chosen < limit) & (torch.rand(chosen.shape) < 0.7), chosen, -1)
-    index = build_index(chosen, rows, offsets, size, 25, 5, far_only)
+    q, k = torch.empty(batch, rows, heads, 1), torch.empty(batch, rows, heads, 1)
+    index = build_index(SelectedProblem(q, k, k, chosen, offsets, size, 1.0), 25, 5, far_only)
     found = set()
     flat = chosen.flatten().tolist()
     starts = torch.tensor([(0, 17, 17)[seq] for seq in seq_of]) if packed else torch.zeros(rows)

@@ -219,38 +219,6 @@ def test_without_gradients_the_output_is_the_same(problem: Any) -> None:
     torch.testing.assert_close(with_gradients.detach(), without)
 
 
-@pytest.mark.parametrize("cu", [None, torch.tensor([0, 9, 33], dtype=torch.int32)])
-def test_operators_keep_their_contracts(problem: Any, cu: torch.Tensor | None) -> None:
-    case = problem(33, **SMALL)
-    q, k, v = case.leaves()[:3]
-    spec = [8, 4, 8, 5, 1, 2]
-    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    k_cmp, v_cmp = nsa_compress(k, v, cmp_block_size=8, cmp_stride=4, cu_seqlens=cu)
-    k_cmp, v_cmp = (x.detach().requires_grad_() for x in (k_cmp, v_cmp))
-    torch.library.opcheck(torch.ops.sparsek.nsa_mean_pool, (k, cu, spec), test_utils=tests)
-    torch.library.opcheck(
-        torch.ops.sparsek.nsa_compressed_fwd,
-        (q, k_cmp, v_cmp, 33, cu, spec, 0.3),
-        test_utils=tests,
-    )
-    _, lse = torch.ops.sparsek.nsa_compressed_fwd(q, k_cmp, v_cmp, 33, cu, spec, 0.3)
-    select = (q.detach(), k_cmp.detach(), lse.detach(), 33, cu, spec, 0.3)
-    torch.library.opcheck(torch.ops.sparsek.nsa_select, select, test_utils=tests)
-    indices = torch.ops.sparsek.nsa_select(*select)
-    torch.library.opcheck(
-        torch.ops.sparsek.nsa_selected_fwd, (q, k, v, indices, cu, 8, 0.3), test_utils=tests
-    )
-    out, stat = q.detach(), lse.detach()
-    gates = [x.detach().requires_grad_() for x in case.gates]
-    branches = (
-        *([out] * 3, [stat] * 3, gates, q, [k_cmp, k, k], [v_cmp, v, v]),
-        *(indices, cu, spec, 20, 0.3),
-    )
-    torch.library.opcheck(torch.ops.sparsek.nsa_branches, branches, test_utils=tests)
-    gated = (out, out, case.gates, out, k.detach(), v.detach(), indices, cu, 8, 0.3)
-    torch.library.opcheck(torch.ops.sparsek.nsa_selected_gated, gated, test_utils=tests)
-
-
 def test_public_names_are_exported() -> None:
     import sparsek_kernels
 

@@ -18,7 +18,7 @@ from sparsek_kernels.paged import (
     paged_attention,
     select_blocks,
 )
-from sparsek_kernels.paged.api import _check_batch_layout
+from sparsek_kernels.paged.checks import check_batch_layout
 from sparsek_kernels.paged.reference import paged_attention_reference
 
 MIXED = ([200, 61, 300, 1, 129], [1, 3, 300, 1, 64], 2)
@@ -187,8 +187,8 @@ def test_any_tile_and_block(data: st.DataObject) -> None:
 
 def test_gpu_kernels_refuse_lengths_that_they_would_misread() -> None:
     batch = make_case(*MIXED).batch
-    _check_batch_layout(batch)
+    check_batch_layout(batch)
     for name in ("block_table", "seq_lens", "cu_seqlens_q"):
         spread = torch.stack([getattr(batch, name)] * 2, dim=-1)[..., 0]
         with pytest.raises(NotImplementedError, match=f"{name}: on a GPU the last dimension"):
-            _check_batch_layout(replace(batch, **{name: spread}, _derived={}))
+            check_batch_layout(replace(batch, **{name: spread}, _derived={}))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from sparsek_kernels.paged import PagedBatch, SelectionPolicy, native_decode, paged_attention
 from sparsek_kernels.paged.api import write_kv
+from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.reference import paged_attention_reference
 
 needs_compiler = pytest.mark.skipif(
@@ -120,9 +121,10 @@ def test_against_the_oracle(data: st.DataObject) -> None:
     )
     sinks = data.draw(st.sampled_from([None, -1.0, 3.0]))
     logits = None if sinks is None else torch.full((problem.q.shape[1],), sinks)
-    assert native_decode.supports(
-        problem.q, problem.k_cache, problem.v_cache, problem.k_summary, problem.batch.block_table
+    operands = PagedOperands(
+        problem.q, problem.k_cache, problem.v_cache, problem.q, 1.0, problem.k_summary
     )
+    assert native_decode.supports(operands, problem.batch)
     torch.testing.assert_close(
         problem.attend(policy, logits).double(),
         problem.expected(policy, logits),

@@ -17,7 +17,7 @@ from sparsek_kernels.paged import (
     select_blocks,
     write_kv,
 )
-from sparsek_kernels.paged.api import _check_triton_layout
+from sparsek_kernels.paged.checks import check_triton_layout
 from sparsek_kernels.paged.reference import (
     gather_sequence,
     paged_attention_reference,
@@ -290,10 +290,10 @@ def test_summaries_of_another_page_size() -> None:
 
 def test_gpu_kernels_refuse_tensors_that_they_would_misread() -> None:
     rows = torch.zeros(3, 8)
-    _check_triton_layout(q=rows, k_summary=None, sinks=rows[:1, 0])
+    check_triton_layout(q=rows, k_summary=None, sinks=rows[:1, 0])
     for name, tensor in {"k_summary": rows.T, "sinks": rows[:, 0]}.items():
         with pytest.raises(NotImplementedError, match=f"{name}: on a GPU the last dimension"):
-            _check_triton_layout(q=rows, **{name: tensor})
+            check_triton_layout(q=rows, **{name: tensor})
 
 
 @pytest.mark.parametrize(

@@ -21,15 +21,16 @@ from unittest import mock
 
 import torch
 import triton
+from hardware import simulated
 from problems import make_problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sparsek_kernels.paged import launch, launch_select, runtime
+from sparsek_kernels.paged import launch, launch_select
 from sparsek_kernels.paged import launch_sm90 as launch_hopper
-from sparsek_kernels.paged.config import LaunchConfig
+from sparsek_kernels.paged.config import TileConfig
 from sparsek_kernels.paged.policy import SelectionPolicy
 from tests.kernels.barriers import require_lasting_barriers
 
@@ -67,7 +68,6 @@ def record(action: Callable[[], object], arch: int, num_sms: int) -> list[Record
     """Run a launcher with its kernels replaced by recorders."""
     seen: list[Recorded] = []
     saved = {name: getattr(module, name) for name, module in KERNELS.items()}
-    traits = runtime.traits
 
     class Spy:
         def __init__(self, name: str) -> None:
@@ -80,12 +80,11 @@ def record(action: Callable[[], object], arch: int, num_sms: int) -> list[Record
             return call
 
     try:
-        runtime.traits = lambda device: (arch, num_sms)
         for name, module in KERNELS.items():
             setattr(module, name, Spy(name))
-        action()
+        with simulated(arch, num_sms):
+            action()
     finally:
-        runtime.traits = traits
         for name, kernel in saved.items():
             setattr(KERNELS[name], name, kernel)
     return seen
@@ -98,7 +97,7 @@ def hopper_kernels(wanted: bool) -> Iterator[None]:
         for module, selector in ((launch, "prefill_config"), (launch_select, "score_config")):
             configure = getattr(module, selector)
 
-            def chosen(configure: Any = configure, **shape: Any) -> LaunchConfig:
+            def chosen(configure: Any = configure, **shape: Any) -> TileConfig:
                 return dataclasses.replace(configure(**shape), hopper=wanted)
 
             stack.enter_context(mock.patch.object(module, selector, chosen))
@@ -199,18 +198,8 @@ def launches(
     for policy in policies:
 
         def step(policy: SelectionPolicy = policy, batch_invariant: bool = False) -> None:
-            launch.paged_attention(
-                problem.q,
-                problem.k_cache,
-                problem.v_cache,
-                problem.batch,
-                policy,
-                head_dim**-0.5,
-                problem.k_summary,
-                None,
-                torch.empty_like(problem.q),
-                batch_invariant=batch_invariant,
-            )
+            operands = problem.operands(torch.empty_like(problem.q))
+            launch.paged_attention(operands, problem.batch, policy, batch_invariant=batch_invariant)
 
         seen += record(functools.partial(step, batch_invariant=True), arch, sms)[:3]
         with hopper_kernels(False):

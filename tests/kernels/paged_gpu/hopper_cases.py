@@ -9,6 +9,7 @@ Prints one line per check and exits 1 if any failed.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,6 @@ from sparsek_kernels.paged import launch_select, write_kv
 from sparsek_kernels.paged import launch_sm90 as launch_hopper
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 from sparsek_kernels.paged.reference import block_logits_reference
-from sparsek_kernels.paged.runtime import LOG2E
 from tests.kernels.gluon_interpreter import interpret
 
 PADDING = 3
@@ -109,7 +109,16 @@ def score_error(problem: Problem, policy: SelectionPolicy) -> tuple[float, bool]
     width = ceil_div(ceil_div(batch.max_seq_len, policy.sel_block_size), 16) * 16
     got = torch.full((tiles.shape[0], heads, group, width), float("nan"))
     launch_hopper.score_tiles_hopper(
-        *(got, q, problem.k_summary, batch, policy, tiles, dim**-0.5 * LOG2E, page_size),
+        *(
+            got,
+            q,
+            problem.k_summary,
+            batch,
+            policy,
+            tiles,
+            dim**-0.5 * math.log2(math.e),
+            page_size,
+        ),
         *(0, tiles.shape[0], width),
     )
     want = torch.full(got.shape, float("nan"), dtype=torch.float64)

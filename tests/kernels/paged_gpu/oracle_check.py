@@ -74,18 +74,8 @@ def attend(
 ) -> torch.Tensor:
     """Output of the kernels; rows nobody wrote stay NaN."""
     out = torch.full_like(problem.q, float("nan"))
-    launch.paged_attention(
-        problem.q,
-        problem.k_cache,
-        problem.v_cache,
-        problem.batch,
-        policy,
-        problem.q.shape[-1] ** -0.5,
-        problem.k_summary,
-        sinks,
-        out,
-        batch_invariant=batch_invariant,
-    )
+    operands = problem.operands(out, sinks=sinks)
+    launch.paged_attention(operands, problem.batch, policy, batch_invariant=batch_invariant)
     return out
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.operands import PagedOperands
 
 
 @dataclass
@@ -21,6 +23,13 @@ class Problem:
     keys: list[torch.Tensor]  # per request [N, Hkv, D]
     values: list[torch.Tensor]
     slots: list[torch.Tensor]  # per request [N]
+
+    def operands(self, out: torch.Tensor, **options: Any) -> PagedOperands:
+        """What the launchers take, at the default scale of the softmax."""
+        scale = self.q.shape[-1] ** -0.5
+        return PagedOperands(
+            self.q, self.k_cache, self.v_cache, out, scale, self.k_summary, **options
+        )
 
 
 def make_caches(

@@ -14,6 +14,7 @@ from problems import Problem, make_problem
 
 from sparsek_kernels.paged import launch, paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -90,18 +91,9 @@ class Company:
         """The output of one step, by piece; NaN where nothing was written."""
         q = self.queries(pieces)
         out = torch.full_like(q, float("nan"))
-        launch.paged_attention(
-            q,
-            self.problem.k_cache,
-            self.problem.v_cache,
-            self.batch(pieces, max_seq_len),
-            self.policy,
-            q.shape[-1] ** -0.5,
-            self.problem.k_summary,
-            self.sinks,
-            out,
-            batch_invariant=batch_invariant,
-        )
+        operands = replace(self.problem.operands(out, sinks=self.sinks), q=q)
+        batch = self.batch(pieces, max_seq_len)
+        launch.paged_attention(operands, batch, self.policy, batch_invariant=batch_invariant)
         return list(out.split([len(piece.rows) for piece in pieces]))
 
 
@@ -220,18 +212,8 @@ def test_no_batch_reconfigures_a_kernel(policy: str, heads: int, group: int) -> 
         q = torch.empty(sum(counts), heads * group, 128, dtype=torch.bfloat16)
 
         def step(batch: PagedBatch = batch, q: torch.Tensor = q) -> None:
-            launch.paged_attention(
-                q,
-                cache,
-                cache,
-                batch,
-                SMALL[policy],
-                0.1,
-                summary,
-                None,
-                torch.empty_like(q),
-                batch_invariant=True,
-            )
+            operands = PagedOperands(q, cache, cache, torch.empty_like(q), 0.1, summary)
+            launch.paged_attention(operands, batch, SMALL[policy], batch_invariant=True)
 
         launched = record(step, 90, 132)
         assert launched

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsek_kernels.paged.config import (
-    LaunchConfig,
+    TileConfig,
     choose_splits,
     decode_config,
     largest_part,
@@ -32,7 +32,7 @@ SHAPES = {
 BLOCKS = st.sampled_from([16, 32, 48, 64, 128, 192])
 
 
-def check(config: LaunchConfig, group: int) -> None:
+def check(config: TileConfig, group: int) -> None:
     for value in (config.block_h, config.block_m, config.block_n, config.queries):
         assert value == next_power_of_2(value)
     assert config.block_m >= 16
@@ -43,7 +43,7 @@ def check(config: LaunchConfig, group: int) -> None:
     assert config.num_warps * 32 * config.max_registers <= 65536
 
 
-@given(**SHAPES, queries=st.integers(1, 8), entries=st.integers(1, 16384), sel_block=BLOCKS)
+@given(**SHAPES, queries=st.integers(1, 8), blocks=st.integers(1, 16384), sel_block=BLOCKS)
 def test_decode(**shape: int) -> None:
     config = decode_config(**shape)
     check(config, shape["group"])
@@ -51,7 +51,7 @@ def test_decode(**shape: int) -> None:
     assert shape["sel_block"] % config.block_n == 0
     assert config.queries >= shape["queries"]
     assert config.block_h >= shape["group"]
-    assert config.splits == 1 or config.splits * 2 <= shape["entries"]
+    assert config.splits == 1 or config.splits * 2 <= shape["blocks"]
 
 
 @given(group=SHAPES["group"], head_dim=SHAPES["head_dim"], sel_block=BLOCKS, arch=SHAPES["arch"])
@@ -66,7 +66,7 @@ def test_single_rows(**shape: int) -> None:
 @given(
     **SHAPES,
     tile=st.sampled_from([1, 16, 48, 64, 128, 256]),
-    entries=st.integers(1, 16384),
+    blocks=st.integers(1, 16384),
     sel_block=BLOCKS,
     itemsize=st.sampled_from([2, 4]),
 )
@@ -112,10 +112,10 @@ def test_logits(**shape: int) -> None:
     assert config.splits == 1 or config.splits * programs <= 8 * shape["num_sms"]
 
 
-@given(programs=st.integers(0, 10000), entries=st.integers(0, 20000), slots=st.integers(1, 1000))
-def test_splits_leave_each_share_some_work(programs: int, entries: int, slots: int) -> None:
-    splits = choose_splits(programs, entries, slots)
-    assert splits == 1 or (splits * 2 <= entries and splits * programs <= slots)
+@given(programs=st.integers(0, 10000), pieces=st.integers(0, 20000), resident=st.integers(1, 1000))
+def test_splits_leave_each_share_some_work(programs: int, pieces: int, resident: int) -> None:
+    splits = choose_splits(programs, pieces, resident)
+    assert splits == 1 or (splits * 2 <= pieces and splits * programs <= resident)
 
 
 def test_small_helpers() -> None:

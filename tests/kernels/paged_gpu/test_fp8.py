@@ -86,19 +86,8 @@ def test_summaries_are_of_the_stored_rows_however_they_came(score_kind: str) -> 
 def test_against_oracle(policy: SelectionPolicy) -> None:
     problem = make(policy.score_kind)
     out = torch.full_like(problem.q, float("nan"))
-    launch.paged_attention(
-        problem.q,
-        problem.k_cache,
-        problem.v_cache,
-        problem.batch,
-        policy,
-        problem.q.shape[-1] ** -0.5,
-        problem.k_summary,
-        None,
-        out,
-        k_scale=SCALES[0],
-        v_scale=SCALES[1],
-    )
+    operands = problem.operands(out, k_scale=SCALES[0], v_scale=SCALES[1])
+    launch.paged_attention(operands, problem.batch, policy)
     want = oracle_check.expected(widened(problem), policy)
     assert (out.double().cpu() - want).abs().max() <= 1e-4
 

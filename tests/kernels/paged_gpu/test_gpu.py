@@ -11,6 +11,7 @@ from problems import Problem, make_problem
 
 from sparsek_kernels.paged import launch, paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 pytestmark = [
@@ -111,19 +112,8 @@ def test_fp8_cache() -> None:
     )
     for policy in (SelectionPolicy(), WINDOW, replace(TOP_K, top_k=40)):
         out = torch.full_like(problem.q, float("nan"))
-        launch.paged_attention(
-            problem.q,
-            problem.k_cache,
-            problem.v_cache,
-            problem.batch,
-            policy,
-            128**-0.5,
-            problem.k_summary,
-            None,
-            out,
-            k_scale=0.5,
-            v_scale=0.25,
-        )
+        operands = problem.operands(out, k_scale=0.5, v_scale=0.25)
+        launch.paged_attention(operands, problem.batch, policy)
         want = oracle_check.expected(wide, policy)
         assert (out.double().cpu() - want).abs().max() < 3e-2
     few = replace(TOP_K, top_k=6)
@@ -188,17 +178,7 @@ def test_graph_replay_with_other_lengths() -> None:
             problem.k_summary,
             problem.slots[0][-1:],
         )
-        launch.paged_attention(
-            problem.q,
-            problem.k_cache,
-            problem.v_cache,
-            problem.batch,
-            TOP_K,
-            128**-0.5,
-            problem.k_summary,
-            None,
-            out,
-        )
+        launch.paged_attention(problem.operands(out), problem.batch, TOP_K)
 
     step()
     torch.cuda.synchronize()
@@ -250,7 +230,8 @@ def test_a_million_tokens_of_context() -> None:
     )
     q = torch.randn(101, heads * 2, dim, device="cuda", dtype=torch.bfloat16)
     out = torch.full_like(q, float("nan"))
-    launch.paged_attention(q, k_cache, v_cache, batch, policy, dim**-0.5, summary, None, out)
+    operands = PagedOperands(q, k_cache, v_cache, out, dim**-0.5, summary)
+    launch.paged_attention(operands, batch, policy)
     chosen = launch.select_blocks(
         q, summary, batch, policy, softmax_scale=dim**-0.5, page_size=page_size
     )

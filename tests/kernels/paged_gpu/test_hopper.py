@@ -13,7 +13,6 @@ from problems import Problem, make_problem
 from sparsek_kernels.paged import launch, launch_select
 from sparsek_kernels.paged import launch_sm90 as launch_hopper
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.runtime import LOG2E
 
 pytestmark = [
     pytest.mark.gpu,
@@ -147,18 +146,8 @@ def test_a_step_of_many_tiles(ran: Counter[str]) -> None:
             page_size=64,
         )
         out = torch.zeros_like(problem.q)
-        launch.attend(
-            problem.q,
-            problem.k_cache,
-            problem.v_cache,
-            problem.batch,
-            policy,
-            chosen if selected is None else selected,
-            None,
-            out,
-            (128**-0.5 * LOG2E, 1.0),
-            False,
-        )
+        given = chosen if selected is None else selected
+        launch.attend(problem.operands(out), problem.batch, policy, given, decode=False)
         return chosen, out
 
     chosen, out = run()

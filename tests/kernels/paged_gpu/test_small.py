@@ -7,9 +7,10 @@ from dataclasses import replace
 import oracle_check
 import pytest
 import torch
+from hardware import simulated
 from problems import make_problem
 
-from sparsek_kernels.paged import launch, launch_select, runtime
+from sparsek_kernels.paged import launch, launch_select
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -167,8 +168,8 @@ def test_two_pass_scores_equal_single_pass(monkeypatch: pytest.MonkeyPatch, num_
     oracle_check.fill(problem, "cell_mean")
     single = oracle_check.attend(problem, TOP_K)
     monkeypatch.setattr(launch_select, "_PARKED_ELEMENTS", 0)
-    monkeypatch.setattr(runtime, "traits", lambda device: (80, num_sms))
-    assert torch.allclose(single, oracle_check.attend(problem, TOP_K), atol=1e-6, rtol=0)
+    with simulated(80, num_sms):
+        assert torch.allclose(single, oracle_check.attend(problem, TOP_K), atol=1e-6, rtol=0)
 
 
 def test_scores_by_head_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ from itertools import accumulate
 
 import torch
 
+from sparsek_kernels.sink_window import launch
 from sparsek_kernels.sink_window.config import LaunchConfig, ProblemShape, TileConfig, select_config
-from sparsek_kernels.sink_window.launch import launch_backward, launch_forward
+from sparsek_kernels.sink_window.problem import SinkWindowProblem
 from sparsek_kernels.sink_window.reference import sink_flash_attention_reference
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
@@ -99,10 +100,11 @@ def oracle(case: Case, t: Tensors, dtype: torch.dtype) -> dict[str, torch.Tensor
     return dict(zip(("out", "lse", "dq", "dk", "dv", "dsinks"), found, strict=False))
 
 
-def spec_of(case: Case) -> AttentionSpec:
-    """The mask of a case as the launchers take it."""
+def problem_of(case: Case, t: Tensors) -> SinkWindowProblem:
+    """A case as the launchers take it."""
     num_sink = case.num_sink if case.window is not None else 0
-    return AttentionSpec(num_sink, case.window, case.causal, case.dim**-0.5)
+    spec = AttentionSpec(num_sink, case.window, case.causal, case.dim**-0.5)
+    return SinkWindowProblem(t.q, t.k, t.v, spec, t.sinks, t.cu_q, t.cu_k)
 
 
 def long_config(case: Case, arch: int) -> LaunchConfig:
@@ -120,14 +122,12 @@ def long_config(case: Case, arch: int) -> LaunchConfig:
 
 def kernels(case: Case, t: Tensors, config: LaunchConfig | None = None) -> dict[str, torch.Tensor]:
     """Output, LSE and gradients of the kernels, every output poisoned with NaN first."""
-    spec = spec_of(case)
+    problem = problem_of(case, t)
     out = torch.full(t.q.shape, float("nan"), dtype=t.q.dtype, device=t.q.device)
     lse = torch.full(t.dlse.shape, float("nan"), device=t.q.device)
-    launch_forward(out, lse, t.q, t.k, t.v, t.sinks, t.cu_q, t.cu_k, spec, config)
+    launch.forward(problem, out, lse, config)
     dlse = t.dlse.masked_fill(lse == float("-inf"), 0.0)
-    grads = launch_backward(
-        t.dout, dlse, t.q, t.k, t.v, out, lse, t.sinks, t.cu_q, t.cu_k, spec, config
-    )
+    grads = launch.backward(problem, out, lse, t.dout, dlse, config)
     found = dict(zip(("out", "lse", "dq", "dk", "dv", "dsinks"), (out, lse, *grads), strict=True))
     return {name: x for name, x in found.items() if x is not None}
 

@@ -11,10 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparsek_kernels.sink_window import config as configs
-from sparsek_kernels.sink_window.calls import problem_shape
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig, select_config
 from tests.kernels.gluon_interpreter import interpret
-from tests.kernels.sink_window.cases import Case, check, long_config, make, spec_of
+from tests.kernels.sink_window.cases import Case, check, long_config, make, problem_of
 
 FORWARD = "sink_window_hopper_fwd_kernel"
 BACKWARD = "sink_window_hopper_bwd_kernel"
@@ -97,7 +96,7 @@ def test_pairs_of_heads(case: Case, way: Way, hold_q: bool) -> None:
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_few_rows(case: Case, way: Way) -> None:
     t = make(case)
-    config = select_config(problem_shape(t.q, t.k, spec_of(case), None), case.dtype, 90)
+    config = select_config(problem_of(case, t).shape, case.dtype, 90)
     config = replace(config, hopper_backward=TileConfig(64, 128, 8, 3))
     launched = run(case, way, config)
     assert launched.count(FEW_ROWS) == launched.count(BACKWARD) == 1

@@ -125,10 +125,21 @@ def test_operators_pass_opcheck() -> None:
         torch.ops.sparsek.sink_flash_fwd_out.default,
         (out, *plain, None, None, None, 2, 4, True, 0.3),
     )
-    out, lse = torch.ops.sparsek.sink_flash_fwd(*plain, None, None, None, 2, 4, True, 0.3)
+    for learned in (None, sinks.detach()):
+        out, lse = torch.ops.sparsek.sink_flash_fwd(*plain, learned, None, None, 2, 4, True, 0.3)
+        torch.library.opcheck(
+            torch.ops.sparsek.sink_flash_bwd.default,
+            (out, None, *plain, out, lse, learned, None, None, 2, 4, True, 0.3),
+        )
+
+
+def test_operators_on_packed_sequences_pass_opcheck() -> None:
+    q, k, v = (x.detach() for x in tensors(9, 12, dtype=torch.bfloat16, batch=1))
+    packed = (None, offsets(0, 4, 9), offsets(0, 4, 12), 2, 4, True, 0.3)
+    torch.library.opcheck(torch.ops.sparsek.sink_flash_fwd.default, (q, k, v, *packed))
+    out, lse = torch.ops.sparsek.sink_flash_fwd(q, k, v, *packed)
     torch.library.opcheck(
-        torch.ops.sparsek.sink_flash_bwd.default,
-        (out, None, *plain, out, lse, None, None, None, 2, 4, True, 0.3),
+        torch.ops.sparsek.sink_flash_bwd.default, (out, lse, q, k, v, out, lse, *packed)
     )
 
 
@@ -190,16 +201,16 @@ def offsets(*values: int) -> torch.Tensor:
 
 x4 = torch.zeros
 REFUSED: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
-    ("not a tensor", TypeError, "q: expected a tensor, got list", {"q": [1]}),
-    ("rank", ValueError, "q: expected 4 dimensions", {"q": x4(12, 6, 8)}),
-    ("dtype", TypeError, "q: expected float16", {"q": x4(1, 12, 6, 8, dtype=torch.int8)}),
-    ("mixed dtypes", TypeError, "k: expected the dtype of q", {"k": x4(1, 12, 2, 8).half()}),
-    ("devices", ValueError, "v: expected the device", {"v": x4(1, 12, 2, 8, device="meta")}),
-    ("batch", ValueError, "k: expected batch size 1, got 2", {"k": x4(2, 12, 2, 8)}),
-    ("head_dim", ValueError, "k: expected head_dim 8, got 4", {"k": x4(1, 12, 2, 4)}),
-    ("k and v", ValueError, "v: expected the shape of k", {"v": x4(1, 11, 2, 8)}),
-    ("groups", ValueError, "q: expected a number of heads divisible", {"q": x4(1, 12, 5, 8)}),
-    ("no head", ValueError, "q: expected a number of heads", {"q": x4(1, 12, 0, 8)}),
+    ("not a tensor", TypeError, "q: expected a torch.Tensor, got list", {"q": [1]}),
+    ("rank", ValueError, r"q: expected shape \[B, N, Hq, D\]", {"q": x4(12, 6, 8)}),
+    ("dtype", TypeError, "q: expected dtype", {"q": x4(1, 12, 6, 8, dtype=torch.int8)}),
+    ("mixed dtypes", TypeError, "k: expected dtype torch.float32", {"k": x4(1, 12, 2, 8).half()}),
+    ("devices", ValueError, "v: expected device cpu", {"v": x4(1, 12, 2, 8, device="meta")}),
+    ("batch", ValueError, r"k: expected shape \[1,", {"k": x4(2, 12, 2, 8)}),
+    ("head_dim", ValueError, r"k: expected .* 8\], got .* 4\]", {"k": x4(1, 12, 2, 4)}),
+    ("k and v", ValueError, r"v: expected shape \[1, 12, 2, 8\]", {"v": x4(1, 11, 2, 8)}),
+    ("groups", ValueError, "q: expected a multiple of num_kv_heads=2", {"q": x4(1, 12, 5, 8)}),
+    ("no head", ValueError, "q: expected .* query heads, got 0", {"q": x4(1, 12, 0, 8)}),
     (
         "large head_dim",
         ValueError,
@@ -219,8 +230,8 @@ REFUSED: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("scale", ValueError, "softmax_scale: expected a finite", {"softmax_scale": float("nan")}),
     ("negative scale", ValueError, "softmax_scale: expected", {"softmax_scale": -1.0}),
     ("sinks shape", ValueError, r"sinks: expected shape \[6\]", {"sinks": x4(2)}),
-    ("sinks dtype", TypeError, "sinks: expected a floating", {"sinks": x4(6, dtype=torch.int32)}),
-    ("sinks device", ValueError, "sinks: expected the device", {"sinks": x4(6, device="meta")}),
+    ("sinks dtype", TypeError, "sinks: expected dtype", {"sinks": x4(6, dtype=torch.int32)}),
+    ("sinks device", ValueError, "sinks: expected device cpu", {"sinks": x4(6, device="meta")}),
     (
         "one cu_seqlens",
         ValueError,
@@ -234,8 +245,8 @@ REFUSED: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
         {"cu_seqlens_k": offsets(0, 12)},
     ),
     ("out shape", ValueError, "out: expected shape", {"out": x4(1, 12, 6, 4)}),
-    ("out dtype", TypeError, "out: expected the dtype", {"out": x4(1, 12, 6, 8).half()}),
-    ("out device", ValueError, "out: expected the device", {"out": x4(1, 12, 6, 8, device="meta")}),
+    ("out dtype", TypeError, "out: expected dtype torch.float32", {"out": x4(1, 12, 6, 8).half()}),
+    ("out device", ValueError, "out: expected device cpu", {"out": x4(1, 12, 6, 8, device="meta")}),
 ]
 BAD_OFFSETS: list[tuple[str, type[Exception], str, torch.Tensor]] = [
     ("end", ValueError, r"expected .* the token count 12, got \[0, 11\]", offsets(0, 11)),

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from sparsek_kernels.common.alignment import copyable
-from sparsek_kernels.sink_window import launch_sm90 as launch_hopper
-from sparsek_kernels.sink_window.calls import Call
+from sparsek_kernels.sink_window import launch_sm90
 from sparsek_kernels.sink_window.config import ProblemShape, select_config
 from sparsek_kernels.sink_window.kernels.fwd_small_sm90 import sink_window_hopper_small_kernel
+from sparsek_kernels.sink_window.problem import SinkWindowProblem
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
 
@@ -20,23 +20,14 @@ def test_a_replayed_launch_has_every_argument_in_its_place(
     monkeypatch: pytest.MonkeyPatch, sinks: bool
 ) -> None:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(launch_hopper, "launch", lambda *args, **_options: calls.append(args))
+    monkeypatch.setattr(launch_sm90, "launch", lambda *args, **_options: calls.append(args))
     q, k, v = (torch.zeros(1, 512, heads, 64, dtype=torch.float16) for heads in (8, 2, 2))
     shape = ProblemShape(1, 512, 512, 8, 2, 64, causal=False)
     config = select_config(shape, q.dtype, 90)
     assert config.hopper_small is not None
     spec = AttentionSpec(0, None, False, 0.125)
-    launch_hopper.forward_small(
-        Call(q, k, spec, None, None, config),
-        config.hopper_small,
-        torch.empty_like(q),
-        None,
-        q,
-        k,
-        v,
-        torch.zeros(8) if sinks else None,
-        spec,
-    )
+    problem = SinkWindowProblem(q, k, v, spec, torch.zeros(8) if sinks else None)
+    launch_sm90.forward_small(problem, config.hopper_small, torch.empty_like(q), None)
     ((kernel, grid, pointers, scalars, constexprs),) = calls
     assert kernel is sink_window_hopper_small_kernel
     assert grid == (8, 8, 1)
@@ -52,4 +43,5 @@ def test_copies_need_aligned_heads() -> None:
     assert copyable(x)
     assert not copyable(x.transpose(2, 3))
     assert not copyable(torch.zeros(1, 10, 3, 68, dtype=torch.float16)[..., :64])
+    assert copyable(torch.zeros(1, 10, 3, 68)[..., :64])  # rows of 17 times 16 bytes
     assert not copyable(x[..., 1:])

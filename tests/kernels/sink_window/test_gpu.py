@@ -9,7 +9,7 @@ import torch
 
 from sparsek_kernels import sink_flash_attention
 from sparsek_kernels.common.device import device_arch
-from sparsek_kernels.sink_window import launch
+from sparsek_kernels.sink_window import launch_sm90
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig
 from sparsek_kernels.sink_window.reference import sink_flash_attention_reference
 from tests.kernels.sink_window.cases import Case, check, kernels, long_config, make
@@ -130,8 +130,8 @@ def test_a_small_problem_runs_the_kernel_for_few_rows(monkeypatch: pytest.Monkey
     if device_arch(torch.device("cuda")) != 90:
         pytest.skip("needs a Hopper GPU")
     launches = []
-    small = launch.forward_small
-    monkeypatch.setattr(launch, "forward_small", lambda *a: launches.append(small(*a)))
+    small = launch_sm90.forward_small
+    monkeypatch.setattr(launch_sm90, "forward_small", lambda *a: launches.append(small(*a)))
     case = SMALL[0]
     kernels(case, make(case, "cuda"))
     assert len(launches) == 1

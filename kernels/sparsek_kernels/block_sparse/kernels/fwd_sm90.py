@@ -1,6 +1,6 @@
 """Forward kernel for Hopper: one loading warp, two warpgroups that compute (Gluon).
 
-The maths is that of :mod:`kernels_fwd`.  A persistent program takes items of two times 64 query
+The maths stands in ``fwd.py``.  A persistent program takes items of two times 64 query
 rows that share a pattern row: halves of a block of 128, or a block of 64 of two heads of a group.
 The loading warp walks the listed blocks and streams 128 keys at a time through shared memory with
 TMA; each warpgroup owns 64 rows and issues ``q k_j`` and ``p_{j-1} v_{j-1}`` together, so that the
@@ -28,7 +28,7 @@ NO_BLOCK: gl.constexpr = gl.constexpr(0x00800000)
 
 @gluon.jit
 def _blocks_below(list_ptr, begin, end, bound, WARPS: gl.constexpr):
-    """As ``kernels_tiles.blocks_below``; every warp counts for itself."""
+    """How many of the ascending entries ``[begin, end)`` are below ``bound``, in every warp."""
     LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0]))
     count = 0
     for first in range(begin, end, SCAN):

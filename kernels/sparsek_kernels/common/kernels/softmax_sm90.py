@@ -6,7 +6,10 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def softmax_step(s, m, total, scale_log2, MASKED: gl.constexpr):
-    """As ``common.softmax.softmax_step``."""
+    """Fold a block of raw scores into the online softmax; masked scores are ``-inf``.
+
+    Returns the block's weights, the new maximum and sum, and the factor for the old output.
+    """
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # [ROWS]
     m_ref = m_new
     if MASKED:

@@ -20,7 +20,7 @@ def add_splits(
     """Sum of the partial outputs of a tile, in split order: ``(row_max, row_sum, acc)``.
 
     ``parts`` and ``states`` point at split 0; loads bypass the L1 cache, which other programs'
-    stores do not reach.  ``num_parts`` splits have entries, the others stored no output.
+    stores do not reach.  The first ``num_parts`` splits stored an output, the others did not.
     """
     row_max = tl.full([BLOCK_M], -1.0e30, dtype=tl.float32)
     for s in tl.static_range(SPLITS):

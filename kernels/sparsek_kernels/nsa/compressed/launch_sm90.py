@@ -6,13 +6,16 @@ stand for blocks, and nothing else differs.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 import triton
 
-from sparsek_kernels.common.descriptors import describable, describe, multiprocessors
+from sparsek_kernels.common.alignment import describable
+from sparsek_kernels.common.descriptors import describe
+from sparsek_kernels.common.device import multiprocessors
+from sparsek_kernels.common.grids import tile_grid
+from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.nsa.compressed.kernels.block_sums_sm90 import KEYS
 from sparsek_kernels.nsa.compressed.kernels.fwd_load_sm90 import (
     BOUND_BF16,
@@ -20,13 +23,13 @@ from sparsek_kernels.nsa.compressed.kernels.fwd_load_sm90 import (
     nsa_arrange_kernel,
 )
 from sparsek_kernels.nsa.compressed.kernels.fwd_sm90 import nsa_compressed_hopper_fwd_kernel
-from sparsek_kernels.nsa.config import ProblemShape, TileConfig
-from sparsek_kernels.nsa.launching import tile_grid
-from sparsek_kernels.nsa.spec import NSASpec
-from sparsek_kernels.sink_window.kernels.bwd_rows import sink_window_bwd_finish_kernel
-from sparsek_kernels.sink_window.kernels.bwd_sm90 import sink_window_hopper_bwd_kernel
+from sparsek_kernels.nsa.compressed.problem import CompressedProblem
+from sparsek_kernels.nsa.config import TileConfig
+from sparsek_kernels.sink_window import launch_sm90 as launch_window
+from sparsek_kernels.sink_window.config import TileConfig as SinkWindowTile
+from sparsek_kernels.sink_window.problem import SinkWindowProblem
+from sparsek_kernels.sink_window.spec import AttentionSpec
 
-_LOG2_E = 1.4426950408889634
 _LEAST_PROGRAMS = 1024  # of the backward pass, so that the last of them hardly count
 _HEADS_TOGETHER = 16
 _MOST_SEGMENTS = 32
@@ -66,29 +69,12 @@ class BlockSums:
     pitch: int
 
 
-def kernel_rules(shape: ProblemShape, spec: NSASpec, varlen: bool) -> dict[str, int | bool]:
-    return {
-        "HEAD_DIM": shape.head_dim,
-        "CAUSAL": True,
-        "WINDOWED": False,
-        "HAS_SINK_KEYS": False,
-        "VARLEN": varlen,
-        "KEY_BLOCK": spec.cmp_block_size,
-        "KEY_STRIDE": spec.cmp_stride,
-    }
-
-
-def arrange(
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    v_cmp: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    cu_cmp: torch.Tensor | None,
-) -> Arranged:
+def arrange(problem: CompressedProblem) -> Arranged:
     """Copies in the order that the forward kernel wants."""
-    batch, rows, heads, dim = k_cmp.shape
+    q, cu_cmp = problem.q, problem.cu_cmp
+    batch, rows, heads, dim = problem.k_cmp.shape
     (num_tiles, _, _), tiles = tile_grid(cu_cmp, rows, KEYS.value, heads, batch)
-    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k_cmp, v_cmp))
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (problem.k_cmp, problem.v_cmp))
     found = (batch, num_tiles * KEYS.value, heads, dim)
     k_out = torch.empty(found, dtype=k.dtype, device=k.device)
     # A packed sequence too short for a block has a tile that nobody writes; its weights are zero.
@@ -101,14 +87,14 @@ def arrange(
         k,
         v,
         q,
-        *(q if x is None else x for x in (cu_seqlens, cu_cmp, tiles)),
+        *problem.pointers(problem.cu_seqlens, cu_cmp, tiles),
         *k.stride()[:3],
         *v.stride()[:3],
         *q.stride()[:3],
         rows,
         q.shape[1],
         found[1],
-        GROUP=q.shape[2] // heads,
+        GROUP=problem.shape.group,
         HEAD_DIM=dim,
         VARLEN=cu_cmp is not None,
         num_warps=8,
@@ -117,19 +103,15 @@ def arrange(
 
 
 def forward(
+    problem: CompressedProblem,
+    tile: TileConfig,
+    keys: Arranged,
     out: torch.Tensor,
     lse: torch.Tensor,
-    q: torch.Tensor,
-    keys: Arranged,
-    cu_seqlens: torch.Tensor | None,
-    cu_cmp: torch.Tensor | None,
-    shape: ProblemShape,
-    tile: TileConfig,
-    spec: NSASpec,
-    scale: float,
     sums: BlockSums | None = None,
 ) -> None:
     """Fill contiguous ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]``, or the rows of ``sums``."""
+    q, shape, cu_seqlens = problem.q, problem.shape, problem.cu_seqlens
     first, rows = (0, shape.num_q) if sums is None else (sums.first, sums.rows)
     cu_rows = None if cu_seqlens is None else cu_seqlens.clamp(first, first + rows)
     (blocks, heads, batch), tiles = tile_grid(
@@ -152,8 +134,8 @@ def forward(
             q_desc,
             k_desc,
             v_desc,
-            *(q if x is None else x for x in (cu_rows, cu_seqlens, cu_cmp, tiles)),
-            scale * _LOG2_E,
+            *problem.pointers(cu_rows, cu_seqlens, problem.cu_cmp, tiles),
+            problem.softmax_scale * LOG2E.value,
             q_rows,
             q_cols,
             k_rows,
@@ -164,14 +146,10 @@ def forward(
             0 if sums is None else sums.pitch,
             blocks,
             num_tiles,
-            GROUP=shape.group,
-            HEAD_DIM=shape.head_dim,
-            CMP_BLOCK=spec.cmp_block_size,
-            CMP_STRIDE=spec.cmp_stride,
+            **problem.rules,
             SUMS=sums is not None,
             BOUNDED=bounded,
             BOUND=bound,
-            VARLEN=cu_seqlens is not None,
             STAGES=tile.num_stages,
             num_warps=tile.num_warps,
         )
@@ -195,21 +173,16 @@ def query_segments(num_q: int, span: int) -> tuple[int, int]:
 
 
 def accumulate(
+    problem: CompressedProblem,
+    tile: SinkWindowTile,
     dq_acc: torch.Tensor,
     dout: torch.Tensor,
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    v_cmp: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    cu_cmp: torch.Tensor | None,
-    shape: ProblemShape,
-    tile: TileConfig,
-    spec: NSASpec,
-    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add unscaled ``dq`` to fp32 ``dq_acc [B, Hq, N, D]``; the gradients of k_cmp and v_cmp."""
+    k_cmp, v_cmp, spec = problem.k_cmp, problem.v_cmp, problem.spec
+    shape, cu_seqlens, cu_cmp = problem.shape, problem.cu_seqlens, problem.cu_cmp
     batch, rows, num_kv_heads, head_dim = k_cmp.shape
     span = tile.block_n * spec.cmp_stride
     segments, segment_rows = query_segments(shape.num_q, span)
@@ -220,67 +193,15 @@ def accumulate(
     parts = shape.group // share
     # Each part of a group gets keys, values and gradients of its own.
     k, v = (x.repeat_interleave(parts, 2) if parts > 1 else x for x in (k_cmp, v_cmp))
-    heads = num_kv_heads * parts
     new = torch.empty if cu_cmp is None else torch.zeros  # packed: rows of no sequence
     dk, dv = (new((segments, *x.shape), dtype=x.dtype, device=x.device) for x in (k, v))
-    (blocks, _, _), tiles = tile_grid(cu_cmp, rows, tile.block_n, heads, batch)
-    seqs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    order_blocks = shape.num_q // tile.block_m + seqs + 1
-    # Key blocks announced per query block, and the ticket counter behind them.
-    order = torch.zeros(
-        batch * shape.num_heads * order_blocks + 4, dtype=torch.int32, device=q.device
+    causal = AttentionSpec(0, None, True, problem.softmax_scale)
+    window = SinkWindowProblem(problem.q, k, v, causal, None, cu_seqlens, cu_cmp)
+    keys = launch_window.CompressedKeys(
+        spec.cmp_block_size, spec.cmp_stride, segments, segment_rows, dk.stride(0)
     )
-    q_desc, q_rows, q_cols = describe(q, tile.block_m)
-    g_desc, g_rows, g_cols = describe(dout, tile.block_m)
-    k_desc, k_rows, k_cols = describe(k, tile.block_n)
-    v_desc, v_rows, v_cols = describe(v, tile.block_n)
-    dq_desc, _, _ = describe(dq_acc.view(1, -1, 1, head_dim), tile.block_m)
-    sink_window_hopper_bwd_kernel[(blocks * heads * batch * segments,)](
-        dk,
-        dv,
-        order,
-        order[-4:],
-        dq_desc,
-        q_desc,
-        g_desc,
-        k_desc,
-        v_desc,
-        lse,
-        delta,
-        delta,
-        delta,
-        q if cu_seqlens is None else cu_seqlens,
-        q if cu_cmp is None else cu_cmp,
-        q if tiles is None else tiles,
-        scale,
-        0,
-        0,
-        *dk.stride()[1:4],
-        q_rows,
-        g_rows,
-        k_rows,
-        v_rows,
-        q_cols,
-        g_cols,
-        k_cols,
-        v_cols,
-        shape.num_q,
-        rows,
-        shape.num_heads,
-        blocks,
-        order_blocks,
-        math.gcd(heads * batch, _HEADS_TOGETHER),
-        segments,
-        segment_rows,
-        dk.stride(0),
-        **kernel_rules(shape, spec, cu_seqlens is not None),
-        GROUP=share,
-        OVERWRITES=False,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        Q_STAGES=tile.num_stages,
-        G_STAGES=2,
-        num_warps=tile.num_warps,
+    launch_window.backward(
+        window, tile, _HEADS_TOGETHER, dq_acc, dk[0], dv[0], dout, lse, delta, compressed=keys
     )
     if segments * parts == 1:
         return dk[0], dv[0]
@@ -290,41 +211,19 @@ def accumulate(
 
 
 def backward(
+    problem: CompressedProblem,
+    tile: SinkWindowTile,
     dout: torch.Tensor,
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    v_cmp: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    cu_cmp: torch.Tensor | None,
-    shape: ProblemShape,
-    tile: TileConfig,
-    spec: NSASpec,
-    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k_cmp and v_cmp; bitwise reproducible."""
+    q, shape = problem.q, problem.shape
     if not describable(dout):
         dout = dout.contiguous()
     dims = (shape.batch, shape.num_heads, shape.num_q, shape.head_dim)
     dq_acc = torch.zeros(dims, dtype=torch.float32, device=q.device)
-    dk, dv = accumulate(
-        *(dq_acc, dout, q, k_cmp, v_cmp, lse, delta),
-        *(cu_seqlens, cu_cmp, shape, tile, spec, scale),
-    )
+    dk, dv = accumulate(problem, tile, dq_acc, dout, lse, delta)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    step = 8192 // shape.padded_dim
-    grid = (triton.cdiv(shape.num_q, step), shape.num_heads, shape.batch)
-    sink_window_bwd_finish_kernel[grid](
-        dq,
-        dq_acc,
-        scale,
-        *dq.stride()[:3],
-        shape.num_q,
-        shape.num_heads,
-        HEAD_DIM=shape.head_dim,
-        BLOCK_M=step,
-        BLOCK_D=shape.padded_dim,
-        num_warps=4,
-    )
+    launch_window.finish_dq(dq, dq_acc, problem.softmax_scale)
     return dq, dk, dv

@@ -1,9 +1,9 @@
-"""Native sparse attention over a paged KV cache: what serving calls, for prefill and decode.
+"""Native sparse attention over a paged KV cache, for prefill and decode.
 
 A page holds K and V of the three branches for its tokens and, for each of its strides of
 ``cmp_stride`` tokens, the compressed key and value of the block that *ends* there.  Such a block
-depends on this page and those before it only, so pages can be shared by all sequences that begin
-alike.  Keys of the compressed branch are unrotated; compressed keys are rotated by the position
+depends on this page and those before it only, so sequences with the same prefix can share pages.
+Keys of the compressed branch are unrotated; compressed keys are rotated by the position
 of their block's first token, as in :class:`sparsek_backend.nn.NativeSparseAttention`.
 
 Decodes run one vectorised step over all requests (Triton kernels on a GPU, which read nothing back
@@ -23,6 +23,7 @@ from sparsek_kernels.nsa.api import nsa_compress
 from sparsek_kernels.nsa.compress.rotary import rotate
 from sparsek_kernels.nsa.paged import torch_path as paged_torch
 from sparsek_kernels.nsa.paged.cache import Compression, NSAPages, check_paged_spec
+from sparsek_kernels.nsa.paged.problem import PagedProblem
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.paged.api import paged_attention, write_kv
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
@@ -50,7 +51,7 @@ def compress_new_blocks(
     first = batch.num_decodes if on_gpu else 0
     if first == batch.num_requests:
         return
-    request, block, slots = batch.derived(
+    request, block, slot_mapping = batch.derived(
         ("nsa blocks", spec, first, pages.page_size),
         lambda: _completed_blocks(batch, first, spec, pages.page_size),
     )
@@ -61,9 +62,9 @@ def compress_new_blocks(
     page = batch.block_table[request[:, None], token // pages.page_size].long()
     offset = token % pages.page_size
     keys, values = pages.k_raw[page, :, offset], pages.v_raw[page, :, offset]  # [B, l, Hkv, D]
-    turns = compression.frequencies
-    if turns is not None and compression.rotated_keys:
-        keys = rotate(keys, -token, turns)
+    rope_freqs = compression.rope_freqs
+    if rope_freqs is not None and compression.rotated_keys:
+        keys = rotate(keys, -token, rope_freqs)
     k_cmp, v_cmp = nsa_compress(
         keys,
         values,
@@ -72,15 +73,18 @@ def compress_new_blocks(
         cmp_block_size=spec.cmp_block_size,
         cmp_stride=spec.cmp_stride,
     )
-    if turns is not None:
-        k_cmp = rotate(k_cmp, start[:, None], turns)
-    write_kv(k_cmp[:, 0], v_cmp[:, 0], pages.k_cmp, pages.v_cmp, None, slots)
+    if rope_freqs is not None:
+        k_cmp = rotate(k_cmp, start[:, None], rope_freqs)
+    write_kv(k_cmp[:, 0], v_cmp[:, 0], pages.k_cmp, pages.v_cmp, None, slot_mapping)
 
 
 def _completed_blocks(
     batch: PagedBatch, first: int, spec: NSASpec, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Request, index and slot of each block that requests from ``first`` on complete, int64."""
+    """Request, index and ``slot_mapping`` of the blocks that requests from ``first`` on complete.
+
+    The slot of a block is its row among those of all pages; all three are int64.
+    """
     lengths, counts = host_lengths(batch)
     rows = [
         (request, block)
@@ -96,8 +100,8 @@ def _completed_blocks(
         host = host.pin_memory()
     request, block = host.to(table.device, non_blocking=True).unbind(1)
     per_page = page_size // spec.cmp_stride
-    cell = block + spec.cells_per_cmp - 1
-    return request, block, table[request, cell // per_page].long() * per_page + cell % per_page
+    row = block + spec.cells_per_cmp - 1
+    return request, block, table[request, row // per_page].long() * per_page + row % per_page
 
 
 def nsa_paged_attention(
@@ -131,7 +135,7 @@ def nsa_paged_attention(
         TypeError, ValueError: an argument does not fit; the message names it.
     """
     pages.check()
-    heads, dim = pages.k_slc.shape[1], pages.k_slc.shape[3]
+    heads, dim = pages.num_kv_heads, pages.k_slc.shape[3]
     check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, pages.k_slc.device)
     check_heads(q.shape[1], heads)
     check_paged_spec(spec, pages.page_size)
@@ -141,69 +145,59 @@ def nsa_paged_attention(
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     window = SelectionPolicy(window_size=window_size, sel_block_size=math.gcd(pages.page_size, 64))
     paged_attention(q, pages.k_swa, pages.v_swa, batch, window, softmax_scale=scale, out=out[:, 2])
+    problem = PagedProblem(q, pages, batch, spec, scale)
     if batch.num_decodes:
-        tokens = slice(0, batch.num_decode_tokens)
         if q.is_cuda:
             from sparsek_kernels.nsa.paged import launch as launch_paged
 
-            launch_paged.decode(out[tokens], q[tokens], pages, batch, spec, scale)
+            launch_paged.decode(problem, out)
         else:
-            paged_torch.decode(out[tokens], q[tokens], pages, batch, spec, scale)
+            paged_torch.decode(problem, out)
     if batch.num_prefills:
         lengths, counts = host_lengths(batch)
         token = batch.first_row + sum(counts[: batch.num_decodes])
         for request in range(batch.num_decodes, batch.num_requests):
             rows = slice(token, token + counts[request])
             if counts[request]:
-                _prefill(
-                    out[rows], q[rows], pages, batch.block_table[request], lengths[request],
-                    spec, scale,
-                )  # fmt: skip
+                _prefill(problem, out[rows], rows, request, lengths[request])
             token = rows.stop
     return out
 
 
 def _prefill(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    pages: NSAPages,
-    table: torch.Tensor,
-    length: int,
-    spec: NSASpec,
-    scale: float,
+    problem: PagedProblem, out: torch.Tensor, rows: slice, request: int, length: int
 ) -> None:
-    """Compressed and selected branch of the last tokens ``q [n, Hq, D]`` of one sequence."""
-    hidden = spec.cells_per_cmp - 1  # strides of a sequence in which no block ends
-    cells = spec.num_compressed(length) + hidden
-    k_cmp, v_cmp = (_gather(x, table, cells)[:, hidden:] for x in (pages.k_cmp, pages.v_cmp))
+    """Compressed and selected branch of tokens ``rows``, the last of a request's ``length``."""
+    pages, spec, table = problem.pages, problem.spec, problem.batch.block_table[request]
+    hidden = spec.cells_per_cmp - 1  # first rows of a sequence, in which no block ends
+    end = hidden + spec.num_compressed(length)
+    k_cmp, v_cmp = (_gather(x, table, end)[:, hidden:] for x in (pages.k_cmp, pages.v_cmp))
     k, v = (_gather(x, table, length) for x in (pages.k_slc, pages.v_slc))
-    _attend_sequence(out, q, k, v, k_cmp, v_cmp, spec, scale)
+    _attend_sequence(out, problem.q[rows], (k, v), (k_cmp, v_cmp), spec, problem.softmax_scale)
 
 
 def _attend_sequence(
     out: torch.Tensor,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cmp: torch.Tensor,
-    v_cmp: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    kv_cmp: tuple[torch.Tensor, torch.Tensor],
     spec: NSASpec,
     scale: float,
 ) -> None:
     """The last tokens of a sequence over its gathered keys and values ``[1, M, Hkv, D]``."""
-    q, length, fields = q[None], k.shape[1], ops.spec_list(spec)
-    found, lse = ops.compressed_fwd(q, k_cmp, v_cmp, length, None, fields, scale)
+    q, length, fields = q[None], kv[0].shape[1], spec.as_list()
+    found, lse = ops.compressed_fwd(q, *kv_cmp, length, None, fields, scale)
     out[:, 0] = found[0]
-    chosen = ops.select(q, k_cmp, lse, length, None, fields, scale)
-    found, _ = ops.selected_fwd(q, k, v, chosen, None, spec.sel_block_size, scale)
+    chosen = ops.select(q, kv_cmp[0], lse, length, None, fields, scale)
+    found, _ = ops.selected_fwd(q, *kv, chosen, None, spec.sel_block_size, scale)
     out[:, 1] = found[0]
 
 
 def rehearse_prefill(q: torch.Tensor, num_kv_heads: int, length: int, spec: NSASpec) -> None:
-    """Take the memory that prefilling ``q`` at the end of ``length`` tokens takes, and free it.
+    """Allocate as much memory as prefilling ``q`` at the end of ``length`` tokens, and free it.
 
-    A server that measures its memory before it serves then leaves room for it; the kernels are
-    compiled on the way.
+    A server that measures its memory before it serves then leaves room for prefills.  The kernels
+    are compiled on the way.
 
     Args:
         q: ``[T, Hq, D]`` of any values; the last of ``length`` tokens.
@@ -212,11 +206,11 @@ def rehearse_prefill(q: torch.Tensor, num_kv_heads: int, length: int, spec: NSAS
         spec: block sizes and counts.
     """
     q, dim = q[:length], q.shape[2]
-    k = q.new_zeros(1, length, num_kv_heads, dim)
-    k_cmp = q.new_zeros(1, spec.num_compressed(length), num_kv_heads, dim)
-    v, v_cmp = torch.zeros_like(k), torch.zeros_like(k_cmp)
+    k, v = (q.new_zeros(1, length, num_kv_heads, dim) for _ in range(2))
+    rows = spec.num_compressed(length)
+    k_cmp, v_cmp = (q.new_zeros(1, rows, num_kv_heads, dim) for _ in range(2))
     out = q.new_empty((q.shape[0], 2, *q.shape[1:]))
-    _attend_sequence(out, torch.zeros_like(q), k, v, k_cmp, v_cmp, spec, dim**-0.5)
+    _attend_sequence(out, torch.zeros_like(q), (k, v), (k_cmp, v_cmp), spec, dim**-0.5)
 
 
 def _gather(cache: torch.Tensor, table: torch.Tensor, count: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""One layer's pages, how its compressed keys and values are made, and what sizes can be served."""
+"""One layer's pages, the maps that compress its keys and values, and the sizes that are served."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class NSAPages:
     """Views of one layer's cache, any strides with a contiguous last dimension.
 
     Args:
-        k_raw: ``[pages, Hkv, page_size, D]`` keys that are compressed; v_raw likewise values.
-        v_raw: see ``k_raw``.
-        k_slc: keys of the selected branch, rotated; v_slc likewise values.
-        v_slc: see ``k_slc``.
-        k_swa: keys of the sliding branch, rotated; v_swa likewise values.
-        v_swa: see ``k_swa``.
+        k_raw: ``[pages, Hkv, page_size, D]`` keys that are compressed.
+        v_raw: values that are compressed.
+        k_slc: keys of the selected branch, rotated.
+        v_slc: values of the selected branch.
+        k_swa: keys of the sliding branch, rotated.
+        v_swa: values of the sliding branch.
         k_cmp: ``[pages, Hkv, page_size / cmp_stride, D]`` compressed keys, rotated: row ``i``
-            belongs to the block that ends in the page's stride ``i``; v_cmp likewise values.
-        v_cmp: see ``k_cmp``.
+            belongs to the block that ends in the page's stride ``i``.
+        v_cmp: compressed values, in the same rows.
     """
 
     k_raw: torch.Tensor
@@ -37,6 +37,11 @@ class NSAPages:
     v_swa: torch.Tensor
     k_cmp: torch.Tensor
     v_cmp: torch.Tensor
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of each branch."""
+        return int(self.k_slc.shape[1])
 
     @property
     def page_size(self) -> int:
@@ -64,20 +69,20 @@ class Compression:
 
     Args:
         phi_k: the learnable map of keys; the block mean when ``None``.
-        phi_v: likewise of values.
-        frequencies: ``[D / 2]`` fp32 of the rotary embedding; ``None`` leaves positions out.
+        phi_v: the learnable map of values; the block mean when ``None``.
+        rope_freqs: ``[D / 2]`` fp32 of the rotary embedding; ``None`` leaves positions out.
         rotated_keys: the pages hold rotated keys (one K and V for all branches), which are
             rotated back before they are compressed.
     """
 
     phi_k: PhiWeights | None
     phi_v: PhiWeights | None
-    frequencies: torch.Tensor | None
+    rope_freqs: torch.Tensor | None
     rotated_keys: bool = False
 
     @cached_property
     def constants(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What positions inside a block add to the hidden layers of keys and of values, fp32."""
+        """``vec(position) W1 + b1`` of keys and of values, fp32 (arXiv 2502.11089, equation 7)."""
         key, value = (
             None if phi is None else (phi.position.reshape(1, -1) @ phi.w1 + phi.b1)[0].float()
             for phi in (self.phi_k, self.phi_v)
@@ -86,7 +91,7 @@ class Compression:
 
 
 def check_paged_spec(spec: NSASpec, page_size: int) -> None:
-    """Whether a layer can be served from pages of ``page_size`` tokens.
+    """Check that a layer can be served from pages of ``page_size`` tokens.
 
     Raises:
         ValueError: sizes that do not nest, or forced blocks that leave nothing to choose or

@@ -10,29 +10,29 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsek_kernels.nsa.compress.mlp import PhiWeights
+from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.nsa.paged.cache import Compression, NSAPages
-from sparsek_kernels.nsa.paged.kernels.attend import (
-    nsa_paged_compress_kernel,
-    nsa_paged_compressed_kernel,
-    nsa_paged_scores_kernel,
-)
+from sparsek_kernels.nsa.paged.kernels.attend_compressed import nsa_paged_compressed_kernel
+from sparsek_kernels.nsa.paged.kernels.compress import nsa_paged_compress_kernel
+from sparsek_kernels.nsa.paged.kernels.scores import nsa_paged_scores_kernel
+from sparsek_kernels.nsa.paged.problem import PagedProblem
 from sparsek_kernels.nsa.select.launch import choose, score_pitch
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.config import choose_splits, largest_part, next_power_of_2
 from sparsek_kernels.paged.launch import attend
+from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
-from sparsek_kernels.paged.runtime import LOG2E, traits, workspace
+from sparsek_kernels.paged.runtime import workspace
 
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """What the kernels are launched with; ``benchmarks/tune_nsa_decode.py`` times alternatives.
+    """Launch parameters of the kernels; ``benchmarks/tune_nsa_decode.py`` times alternatives.
 
     Args:
         cmp_rows: compressed rows that a program attends at a time (half above 128 dimensions).
-        cmp_slots: programs of compressed attention per multiprocessor that splitting aims at.
+        cmp_programs: programs of compressed attention per multiprocessor that splitting aims at.
         cmp_warps: warps of such a program.
         cmp_stages: depth of its software pipeline.
         score_rows: compressed rows that a program scores.
@@ -40,7 +40,7 @@ class DecodeTiles:
     """
 
     cmp_rows: int = 64
-    cmp_slots: int = 2
+    cmp_programs: int = 2
     cmp_warps: int = 4
     cmp_stages: int = 2
     score_rows: int = 128
@@ -57,97 +57,85 @@ def _precision(x: torch.Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
+def _padded(n: int) -> int:
+    """``n`` rounded up to a power of two that tensor cores can use."""
+    return max(next_power_of_2(n), 16)
+
+
 def compress_decoded(
     pages: NSAPages, batch: PagedBatch, spec: NSASpec, compression: Compression
 ) -> None:
     """Store the blocks that the decodes of ``batch`` complete."""
-    constants = compression.constants
-    rotated = compression.rotated_keys
-    for cmp, raw, phi, constant, frequencies in (
-        (pages.k_cmp, pages.k_raw, compression.phi_k, constants[0], compression.frequencies),
-        (pages.v_cmp, pages.v_raw, compression.phi_v, constants[1], None),
-    ):
-        _compress(cmp, raw, batch, spec, phi, constant, frequencies, rotated)
-
-
-def _compress(
-    cmp: torch.Tensor,
-    raw: torch.Tensor,
-    batch: PagedBatch,
-    spec: NSASpec,
-    phi: PhiWeights | None,
-    constant: torch.Tensor | None,
-    frequencies: torch.Tensor | None,
-    rotated: bool,
-) -> None:
-    _, heads, page_size, dim = raw.shape
-    hidden = 1 if phi is None else phi.w1.shape[1]
-    block_h, block_d = max(next_power_of_2(heads), 16), max(next_power_of_2(dim), 16)
-    most_f = max(_WEIGHT_BYTES // (block_d * raw.element_size()), 16)
-    block_f = min(max(next_power_of_2(hidden), 16), most_f)
-    parts = 1 if phi is None else largest_part(spec.cmp_block_size, 8)
+    _, heads, page_size, dim = pages.k_raw.shape
     tiles = batch.num_decodes * batch.decode_query_len
-    shares = 1 if phi is None else tiles * parts * block_h * hidden
-    nsa_paged_compress_kernel[(tiles, parts, ceil_div(hidden, block_f))](
-        cmp,
-        workspace(raw.device, "nsa hidden", shares, torch.float32),
-        workspace(raw.device, "nsa tickets", tiles, torch.int32),
-        raw,
-        raw if phi is None else phi.w1,
-        raw if constant is None else constant,
-        raw if phi is None else phi.w2,
-        raw if phi is None else phi.b2,
-        raw if frequencies is None else frequencies,
-        batch.block_table,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
-        *cmp.stride()[:3],
-        *raw.stride()[:3],
-        batch.block_table.stride(0),
-        TILES_PER_REQUEST=batch.decode_query_len,
-        NUM_HEADS=heads,
-        HEAD_DIM=dim,
-        HIDDEN=hidden,
-        CMP_BLOCK=spec.cmp_block_size,
-        CMP_STRIDE=spec.cmp_stride,
-        PAGE_SIZE=page_size,
-        HAS_PHI=phi is not None,
-        HAS_ROPE=frequencies is not None,
-        ROTATED=rotated and frequencies is not None,
-        PARTS=parts,
-        BLOCK_H=block_h,
-        BLOCK_D=block_d,
-        BLOCK_F=block_f,
-        PRECISION=_precision(raw),
-        NUM_STAGES=_COMPRESS_STAGES,
-        num_warps=4,
-    )
+    block_h, block_d = _padded(heads), _padded(dim)
+    key_constant, value_constant = compression.constants
+    rope_freqs = compression.rope_freqs
+    for cmp, raw, phi, constant, rope in (
+        (pages.k_cmp, pages.k_raw, compression.phi_k, key_constant, rope_freqs),
+        (pages.v_cmp, pages.v_raw, compression.phi_v, value_constant, None),
+    ):
+        hidden = 1 if phi is None else phi.w1.shape[1]
+        parts = 1 if phi is None else largest_part(spec.cmp_block_size, 8)
+        block_f = min(_padded(hidden), max(_WEIGHT_BYTES // (block_d * raw.element_size()), 16))
+        shares = 1 if phi is None else tiles * parts * block_h * hidden
+        nsa_paged_compress_kernel[(tiles, parts, ceil_div(hidden, block_f))](
+            cmp,
+            workspace(raw.device, "nsa hidden", shares, torch.float32),
+            workspace(raw.device, "nsa tickets", tiles, torch.int32),
+            raw,
+            raw if phi is None else phi.w1,
+            raw if constant is None else constant,
+            raw if phi is None else phi.w2,
+            raw if phi is None else phi.b2,
+            raw if rope is None else rope,
+            batch.block_table,
+            batch.seq_lens,
+            batch.cu_seqlens_q,
+            *cmp.stride()[:3],
+            *raw.stride()[:3],
+            batch.block_table.stride(0),
+            TILES_PER_REQUEST=batch.decode_query_len,
+            NUM_HEADS=heads,
+            HEAD_DIM=dim,
+            HIDDEN=hidden,
+            CMP_BLOCK=spec.cmp_block_size,
+            CMP_STRIDE=spec.cmp_stride,
+            PAGE_SIZE=page_size,
+            HAS_PHI=phi is not None,
+            HAS_ROPE=rope is not None,
+            ROTATED=compression.rotated_keys and rope is not None,
+            PARTS=parts,
+            BLOCK_H=block_h,
+            BLOCK_D=block_d,
+            BLOCK_F=block_f,
+            PRECISION=_precision(raw),
+            NUM_STAGES=_COMPRESS_STAGES,
+            num_warps=4,
+        )
 
 
-def decode(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    pages: NSAPages,
-    batch: PagedBatch,
-    spec: NSASpec,
-    scale: float,
-) -> None:
+def decode(problem: PagedProblem, out: torch.Tensor) -> None:
     """Compressed and selected branch of the decodes: fills ``out[:, 0]`` and ``out[:, 1]``.
 
-    Args:
-        out: ``[T, 3, Hq, D]``.
-        q: ``[T, Hq, D]``, the decodes' tokens.
+    ``out`` is ``[T, 3, Hq, D]``; only rows of decodes are written.
     """
-    heads = pages.k_slc.shape[1]
-    tokens, num_heads, _ = q.shape
-    row, first = batch.derived(("nsa decode", tokens), lambda: _rows(tokens, q.device))
-    lse = torch.empty((tokens, num_heads), dtype=torch.float32, device=q.device)
-    _attend_compressed(out[:, 0], lse, first, q, pages, batch, spec, scale)
+    batch, pages, spec, heads = (
+        problem.batch,
+        problem.pages,
+        problem.spec,
+        problem.pages.num_kv_heads,
+    )
+    tokens = batch.num_decode_tokens
+    q, out = problem.q[:tokens], out[:tokens]
+    row, start = batch.derived(("nsa decode", tokens), lambda: _token_sequences(tokens, q.device))
+    lse = torch.empty((tokens, q.shape[1]), dtype=torch.float32, device=q.device)
+    _attend_compressed(problem, out[:, 0], lse, start)
     pitch = score_pitch(spec.num_selectable(batch.max_seq_len))
-    scores = torch.empty((tokens, heads, pitch), dtype=torch.float32, device=q.device)
-    _score(scores, lse, q, pages, batch, spec, scale)
+    scores = torch.empty((1, tokens, heads, pitch), dtype=torch.float32, device=q.device)
+    _score(problem, scores, lse)
     chosen = torch.empty((1, tokens, heads, spec.top_n), dtype=torch.int32, device=q.device)
-    choose(chosen, scores, row, first, 0, tokens, 0, spec, pitch)
+    choose(chosen, scores, row, start, spec)
     free = spec.top_n - spec.num_init_blocks - spec.num_local_blocks
     policy = SelectionPolicy(
         num_sink=spec.num_init_blocks * spec.sel_block_size,
@@ -157,53 +145,37 @@ def decode(
         query_tile=1,
     )
     by_score = chosen[0, :, :, spec.num_init_blocks : spec.num_init_blocks + free]
-    attend(
-        q,
-        pages.k_slc,
-        pages.v_slc,
-        batch,
-        policy,
-        by_score,
-        None,
-        out[:, 1],
-        (scale * LOG2E, 1.0),
-        True,
-    )
+    operands = PagedOperands(q, pages.k_slc, pages.v_slc, out[:, 1], problem.softmax_scale)
+    attend(operands, batch, policy, by_score, decode=True)
 
 
-def _rows(tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of q, and where their sequences would start, which every layer fills in alike.
+def _token_sequences(tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(row, start)``, int32 ``[T]`` each, with which every decoded token is a packed sequence.
 
-    A row that no token has stays at position 0, where nothing is chosen.
+    The kernel of compressed attention stores ``row - position`` in ``start``, which ``choose``
+    reads as ``cu_seqlens``.  A row that no token has stays at position 0, where nothing is chosen.
     """
     row = torch.arange(tokens, device=device, dtype=torch.int32)
     return row, row.clone()
 
 
 def _attend_compressed(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    first: torch.Tensor,
-    q: torch.Tensor,
-    pages: NSAPages,
-    batch: PagedBatch,
-    spec: NSASpec,
-    scale: float,
+    problem: PagedProblem, out: torch.Tensor, lse: torch.Tensor, start: torch.Tensor
 ) -> None:
+    q, pages, batch, spec = problem.q, problem.pages, problem.batch, problem.spec
     _, heads, rows_per_page, dim = pages.k_cmp.shape
-    group = q.shape[1] // heads
-    block_m = max(next_power_of_2(group), 16)
+    block_m, block_d = _padded(problem.group), _padded(dim)
     block_n = TILES.cmp_rows if dim <= 128 else TILES.cmp_rows // 2
-    block_d = max(next_power_of_2(dim), 16)
     tiles = batch.num_decodes * batch.decode_query_len
-    entries = ceil_div(spec.num_compressed(batch.max_seq_len), block_n)
-    splits = choose_splits(tiles * heads, entries, TILES.cmp_slots * traits(q.device)[1])
+    steps = ceil_div(spec.num_compressed(batch.max_seq_len), block_n)
+    programs = TILES.cmp_programs * multiprocessors(q.device)
+    splits = choose_splits(tiles * heads, steps, programs)
     places = tiles * heads if splits > 1 else 1
     rows = places * splits * block_m
     nsa_paged_compressed_kernel[(tiles, heads, splits)](
         out,
         lse,
-        first,
+        start,
         workspace(q.device, "nsa parts", rows * block_d, torch.float32),
         workspace(q.device, "nsa part state", rows * 2, torch.float32),
         workspace(q.device, "nsa tickets", places, torch.int32),
@@ -213,7 +185,7 @@ def _attend_compressed(
         batch.block_table,
         batch.seq_lens,
         batch.cu_seqlens_q,
-        scale,
+        problem.softmax_scale,
         *out.stride()[:2],
         *q.stride()[:2],
         *pages.k_cmp.stride()[:3],
@@ -221,7 +193,7 @@ def _attend_compressed(
         batch.block_table.stride(0),
         TILES_PER_REQUEST=batch.decode_query_len,
         NUM_KV_HEADS=heads,
-        GROUP=group,
+        GROUP=problem.group,
         HEAD_DIM=dim,
         CMP_BLOCK=spec.cmp_block_size,
         CMP_STRIDE=spec.cmp_stride,
@@ -237,38 +209,29 @@ def _attend_compressed(
     )
 
 
-def _score(
-    scores: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    pages: NSAPages,
-    batch: PagedBatch,
-    spec: NSASpec,
-    scale: float,
-) -> None:
-    _, heads, rows_per_page, dim = pages.k_cmp.shape
-    group = q.shape[1] // heads
+def _score(problem: PagedProblem, scores: torch.Tensor, lse: torch.Tensor) -> None:
+    q, k_cmp, batch, spec = problem.q, problem.pages.k_cmp, problem.batch, problem.spec
+    _, heads, rows_per_page, dim = k_cmp.shape
     touching = spec.cells_per_cmp - 1
     block_c = max(next_power_of_2(spec.cells_per_sel + touching), TILES.score_rows)
     blocks = (block_c - touching) // spec.cells_per_sel
-    num_blocks = spec.num_selectable(batch.max_seq_len)
-    nsa_paged_scores_kernel[
-        (batch.num_decodes * batch.decode_query_len, heads, ceil_div(num_blocks, blocks))
-    ](
+    tiles = batch.num_decodes * batch.decode_query_len
+    steps = ceil_div(spec.num_selectable(batch.max_seq_len), blocks)
+    nsa_paged_scores_kernel[(tiles, heads, steps)](
         scores,
         q,
-        pages.k_cmp,
+        k_cmp,
         lse,
         batch.block_table,
         batch.seq_lens,
         batch.cu_seqlens_q,
-        scale,
+        problem.softmax_scale,
         *q.stride()[:2],
-        *pages.k_cmp.stride()[:3],
+        *k_cmp.stride()[:3],
         batch.block_table.stride(0),
-        scores.shape[2],
+        scores.shape[3],
         TILES_PER_REQUEST=batch.decode_query_len,
-        GROUP=group,
+        GROUP=problem.group,
         HEAD_DIM=dim,
         CMP_BLOCK=spec.cmp_block_size,
         CMP_STRIDE=spec.cmp_stride,
@@ -278,8 +241,8 @@ def _score(
         BLOCKS=blocks,
         BLOCK_B=next_power_of_2(blocks),
         BLOCK_C=block_c,
-        BLOCK_G=max(next_power_of_2(group), 16),
-        BLOCK_D=max(next_power_of_2(dim), 16),
+        BLOCK_G=_padded(problem.group),
+        BLOCK_D=_padded(dim),
         PRECISION=_precision(q),
         num_warps=TILES.score_warps,
     )

@@ -4,39 +4,31 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.nsa.paged.cache import NSAPages
-from sparsek_kernels.nsa.spec import NSASpec
-from sparsek_kernels.nsa.torch_path import best_blocks, compute_dtype, fold_scores
+from sparsek_kernels.common.precision import compute_dtype
+from sparsek_kernels.nsa.paged.problem import PagedProblem
+from sparsek_kernels.nsa.torch_path import best_blocks, fold_scores
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 
 _GATHER_ELEMENTS = 1 << 24
 """Most elements of K gathered at once; larger batches are decoded in parts."""
 
 
-def decode(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    pages: NSAPages,
-    batch: PagedBatch,
-    spec: NSASpec,
-    scale: float,
-) -> None:
+def decode(problem: PagedProblem, out: torch.Tensor) -> None:
     """Compressed and selected branch of the decodes: fills ``out[:, 0]`` and ``out[:, 1]``.
 
-    Args:
-        out: ``[T, 3, Hq, D]``.
-        q: ``[T, Hq, D]``, the decodes' tokens.
+    ``out`` is ``[T, 3, Hq, D]``; only rows of decodes are written.
     """
+    batch, pages, spec = problem.batch, problem.pages, problem.spec
     request, position = batch.derived("nsa decodes", lambda: _tokens(batch))
     if not position.numel():
         return
     width = spec.num_compressed(int(position.max()) + 1)
     tokens = max(width, spec.top_n * spec.sel_block_size)
-    step = max(_GATHER_ELEMENTS // (tokens * pages.k_slc.shape[1] * q.shape[2]), 1)
-    for first in range(0, q.shape[0], step):
-        rows = slice(first, first + step)
+    step = max(_GATHER_ELEMENTS // (tokens * pages.num_kv_heads * problem.q.shape[2]), 1)
+    for first in range(0, batch.num_decode_tokens, step):
+        rows = slice(first, min(first + step, batch.num_decode_tokens))
         table = batch.pages(pages.page_size)[request[rows]]
-        _decode(out[rows], q[rows], pages, table, position[rows], spec, scale)
+        _decode(problem, out[rows], rows, table, position[rows])
 
 
 def _tokens(batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,19 +44,19 @@ def _tokens(batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _decode(
+    problem: PagedProblem,
     out: torch.Tensor,
-    q: torch.Tensor,
-    pages: NSAPages,
+    rows: slice,
     table: torch.Tensor,
     position: torch.Tensor,
-    spec: NSASpec,
-    scale: float,
 ) -> None:
-    heads = pages.k_slc.shape[1]
-    queries = q.unflatten(1, (heads, -1)).to(compute_dtype(q.dtype)) * scale  # [T, Hkv, G, D]
+    """Tokens ``rows``, whose sequences have the page tables ``table [T, pages]``."""
+    pages, spec, heads = problem.pages, problem.spec, problem.pages.num_kv_heads
+    queries = problem.q[rows].unflatten(1, (heads, -1)).to(compute_dtype(problem.q.dtype))
+    queries = queries * problem.softmax_scale  # [T, Hkv, G, D]
     own = (position // spec.sel_block_size)[:, None, None]
     length = int(position.max()) + 1
-    mass, found = _compressed(queries, pages, table, position, spec, spec.num_compressed(length))
+    mass, found = _attend_compressed(problem, queries, table, position)
     out[:, 0] = found.flatten(1, 2).to(out.dtype)
     scores = fold_scores(mass, spec.num_selectable(length), spec)
     chosen = best_blocks(scores, own, spec)  # [T, Hkv, n]
@@ -81,23 +73,22 @@ def _decode(
     out[:, 1] = found.flatten(1, 2).to(out.dtype)
 
 
-def _compressed(
-    queries: torch.Tensor,
-    pages: NSAPages,
-    table: torch.Tensor,
-    position: torch.Tensor,
-    spec: NSASpec,
-    width: int,
+def _attend_compressed(
+    problem: PagedProblem, queries: torch.Tensor, table: torch.Tensor, position: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities summed over the group ``[T, Hkv, C]``, and the output ``[T, Hkv, G, D]``."""
+    pages, spec = problem.pages, problem.spec
     per_page = pages.k_cmp.shape[2]
-    block = torch.arange(width)
-    cell = block + spec.cells_per_cmp - 1
-    page = table[:, cell // per_page]  # [T, C]
+    block = torch.arange(spec.num_compressed(int(position.max()) + 1))
+    row = block + spec.cells_per_cmp - 1
+    page = table[:, row // per_page]  # [T, C]
     hidden = block * spec.cmp_stride + spec.cmp_block_size - 1 > position[:, None]  # [T, C]
-    rows = (x[page, :, cell % per_page].transpose(1, 2) for x in (pages.k_cmp, pages.v_cmp))
     # Rows past a sequence's end may hold anything, NaN included.
-    keys, values = (x.to(queries.dtype).masked_fill(hidden[:, None, :, None], 0.0) for x in rows)
+    keys, values = (
+        x[page, :, row % per_page].transpose(1, 2).to(queries.dtype)
+        .masked_fill(hidden[:, None, :, None], 0.0)
+        for x in (pages.k_cmp, pages.v_cmp)
+    )  # fmt: skip
     logits = torch.matmul(queries, keys.mT).masked_fill(hidden[:, None, None], float("-inf"))
     dead = hidden.all(-1)[:, None, None, None]
     probs = torch.softmax(logits, dim=-1).masked_fill(dead, 0.0)

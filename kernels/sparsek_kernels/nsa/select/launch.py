@@ -5,17 +5,18 @@ from __future__ import annotations
 import torch
 import triton
 
-from sparsek_kernels.common.descriptors import describable, describe, tile_layout
-from sparsek_kernels.nsa.config import LaunchConfig, ProblemShape
-from sparsek_kernels.nsa.launching import launch_config, problem_shape, tile_grid
-from sparsek_kernels.nsa.select.kernels.scores import nsa_block_scores_kernel, nsa_top_blocks_kernel
+from sparsek_kernels.common.alignment import copyable, describable
+from sparsek_kernels.common.descriptors import describe, tile_layout
+from sparsek_kernels.common.grids import tile_grid
+from sparsek_kernels.nsa.compressed.problem import CompressedProblem
+from sparsek_kernels.nsa.config import TileConfig
+from sparsek_kernels.nsa.select.kernels.scores import nsa_block_scores_kernel
 from sparsek_kernels.nsa.select.kernels.scores_sm90 import (
     WARPGROUPS,
     nsa_block_scores_hopper_kernel,
 )
-from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
+from sparsek_kernels.nsa.select.kernels.topk import nsa_top_blocks_kernel
 from sparsek_kernels.nsa.spec import NSASpec
-from sparsek_kernels.sink_window.launch_sm90 import copyable
 
 _SCRATCH_SCORES = 1 << 25  # block scores held at once
 _LEAST_ROWS = 2048  # tokens of a launch, however many blocks there are
@@ -26,96 +27,63 @@ def score_pitch(num_blocks: int) -> int:
     return -(-num_blocks // 64) * 64
 
 
-def select(
-    block_indices: torch.Tensor,
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    lse: torch.Tensor,
-    seq_len: int,
-    cu_seqlens: torch.Tensor | None,
-    spec: NSASpec,
-    scale: float,
-    config: LaunchConfig | None = None,
-) -> None:
-    """Fill contiguous ``block_indices [B, N, Hkv, top_n]``."""
+def select(problem: CompressedProblem, lse: torch.Tensor, block_indices: torch.Tensor) -> None:
+    """Fill contiguous ``block_indices [B, N, Hkv, top_n]``; ``lse`` is that of attention."""
     if block_indices.numel() == 0:
         return
-    shape = problem_shape(q, k_cmp.shape[2], seq_len)
-    config = config or launch_config(q, shape, spec.top_n)
-    pitch = score_pitch(spec.num_selectable(seq_len))
+    shape, spec = problem.shape, problem.spec
+    heads, pitch = shape.num_kv_heads, score_pitch(spec.num_selectable(problem.seq_len))
     free = spec.top_n - spec.num_init_blocks - spec.num_local_blocks
-    scored = free > 0 and k_cmp.shape[1] > 0
-    per_row = shape.batch * shape.num_kv_heads * pitch
+    scored = free > 0 and problem.k_cmp.shape[1] > 0
+    per_row = shape.batch * heads * pitch
     step = min(max(_SCRATCH_SCORES // per_row, _LEAST_ROWS), shape.num_q)
-    scores = torch.empty((per_row * step if scored else 1,), dtype=torch.float32, device=q.device)
-    cu_cmp, token_seq = packed_maps(cu_seqlens, shape.num_q, spec)
+    scratch = torch.empty(per_row * step if scored else 1, dtype=torch.float32, device=lse.device)
     lse = lse.contiguous()
-    offset = seq_len - shape.num_q
     for first in range(0, shape.num_q, step):
         rows = min(step, shape.num_q - first)
+        size = (shape.batch, rows, heads, pitch)
         if scored:
-            score(
-                *(scores, q, k_cmp, lse, cu_seqlens, cu_cmp, first, rows, offset, pitch),
-                *(shape, spec, scale, config),
-            )
-        choose(block_indices, scores, token_seq, cu_seqlens, first, rows, offset, spec, pitch)
+            scores = scratch[: per_row * rows].view(size)
+            score(problem, lse, scores, first)
+        else:  # every place is forced
+            scores = scratch.expand(size)
+        choose(
+            *(block_indices, scores, problem.token_seq, problem.cu_seqlens, spec),
+            *(first, problem.offset),
+        )
 
 
-def packed_maps(
-    cu_seqlens: torch.Tensor | None, num_q: int, spec: NSASpec
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Offsets of packed sequences' compressed blocks, and the sequence of each token."""
-    if cu_seqlens is None:
-        return None, None
-    row = torch.arange(num_q, dtype=torch.int32, device=cu_seqlens.device)
-    token_seq = torch.searchsorted(cu_seqlens[1:], row, right=True, out_int32=True)
-    return compressed_cu_seqlens(cu_seqlens, spec.cmp_block_size, spec.cmp_stride), token_seq
-
-
-def score(
-    scores: torch.Tensor,
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    cu_cmp: torch.Tensor | None,
-    first: int,
-    rows: int,
-    offset: int,
-    pitch: int,
-    shape: ProblemShape,
-    spec: NSASpec,
-    scale: float,
-    config: LaunchConfig,
-) -> None:
-    """Scores of rows ``first .. first + rows - 1`` on all blocks that the kernels look at."""
-    tile, cells = config.select, spec.cells_per_sel
-    hopper = config.select_hopper
-    if (
-        hopper is not None
-        and spec.num_local_blocks >= 2
+def _hopper_tile(problem: CompressedProblem) -> TileConfig | None:
+    """Tile of the warp-specialised kernel where it can run."""
+    tile, cells = problem.config.select_hopper, problem.spec.cells_per_sel
+    fits = (
+        tile is not None
+        and problem.spec.num_local_blocks >= 2
         and cells & (cells - 1) == 0
-        and cells <= hopper.block_n
-        and copyable(q)
-        and describable(k_cmp)
-    ):
-        tile = hopper
-    else:
-        hopper = None
+        and cells <= tile.block_n
+        and copyable(problem.q)
+        and describable(problem.k_cmp)
+    )
+    return tile if fits else None
+
+
+def score(problem: CompressedProblem, lse: torch.Tensor, scores: torch.Tensor, first: int) -> None:
+    """Fill ``scores [B, rows, Hkv, pitch]`` of the rows from ``first`` on, where a choice reads."""
+    shape, spec, q, k_cmp = problem.shape, problem.spec, problem.q, problem.k_cmp
+    cu_seqlens = problem.cu_seqlens
+    _, rows, heads, pitch = scores.shape
+    hopper = _hopper_tile(problem)
+    tile = hopper or problem.config.select
     block_t = max(max(tile.block_m, 16) // shape.padded_group, 1)
     together = block_t if hopper is None else block_t * WARPGROUPS.value
     cu_rows = None if cu_seqlens is None else cu_seqlens.clamp(first, first + rows)
-    grid, tiles = tile_grid(cu_rows, rows, together, shape.num_kv_heads, shape.batch)
-    maps = tuple(q if x is None else x for x in (cu_rows, cu_seqlens, cu_cmp, tiles))
-    sizes = (first, rows, shape.num_q, offset, shape.num_heads, k_cmp.shape[1], pitch)
+    grid, tiles = tile_grid(cu_rows, rows, together, heads, shape.batch)
+    maps = problem.pointers(cu_rows, cu_seqlens, problem.cu_cmp, tiles)
+    sizes = (first, rows, shape.num_q, problem.offset, shape.num_heads, k_cmp.shape[1], pitch)
     rules = {
-        "GROUP": shape.group,
-        "HEAD_DIM": shape.head_dim,
-        "CMP_BLOCK": spec.cmp_block_size,
-        "CMP_STRIDE": spec.cmp_stride,
+        **problem.rules,
         "SEL_BLOCK": spec.sel_block_size,
         "NUM_LOCAL": spec.num_local_blocks,
-        "VARLEN": cu_seqlens is not None,
         "BLOCK_T": block_t,
         "BLOCK_G": shape.padded_group,
     }
@@ -127,7 +95,7 @@ def score(
             k_desc,
             lse,
             *maps,
-            scale,
+            problem.softmax_scale,
             *(x // 8 for x in q.stride()[:3]),
             k_rows,
             k_cols,
@@ -140,14 +108,14 @@ def score(
             maxnreg=96,  # of 65536, for one program of twenty warps
         )
         return
-    block_c = triton.next_power_of_2(cells)
+    block_c = triton.next_power_of_2(spec.cells_per_sel)
     nsa_block_scores_kernel[grid](
         scores,
         q,
         k_cmp,
         lse,
         *maps,
-        scale,
+        problem.softmax_scale,
         *q.stride(),
         *k_cmp.stride(),
         *sizes,
@@ -155,7 +123,7 @@ def score(
         BLOCK_B=max(tile.block_n, 16 // block_c),
         BLOCK_C=block_c,
         BLOCK_D=shape.padded_dim,
-        PRECISION=config.precision,
+        PRECISION=problem.config.precision,
         NUM_STAGES=tile.num_stages,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -175,14 +143,16 @@ def choose(
     scores: torch.Tensor,
     token_seq: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
-    first: int,
-    rows: int,
-    offset: int,
     spec: NSASpec,
-    pitch: int,
+    first: int = 0,
+    offset: int = 0,
 ) -> None:
-    """The best blocks of rows ``first .. first + rows - 1``; ``scores [B, rows, Hkv, pitch]``."""
+    """The best blocks of the rows from ``first`` on of ``scores [B, rows, Hkv, pitch]``.
+
+    Packed: ``token_seq`` is the sequence of each row.  Else row ``i`` has position ``i + offset``.
+    """
     batch, num_q, num_kv_heads, _ = block_indices.shape
+    rows, pitch = scores.shape[1], scores.shape[3]
     width = blocks_reached(pitch, cu_seqlens, first + rows + offset, spec)
     nsa_top_blocks_kernel[(rows, num_kv_heads, batch)](
         block_indices,

@@ -10,19 +10,15 @@ import math
 import torch
 import triton
 
-from sparsek_kernels.common.descriptors import describable, multiprocessors
-from sparsek_kernels.nsa.compressed import (
-    launch as launch_compressed,
-)
-from sparsek_kernels.nsa.compressed import (
-    launch_sm90 as launch_compressed_hopper,
-)
+from sparsek_kernels.common.alignment import describable
+from sparsek_kernels.common.device import multiprocessors
+from sparsek_kernels.nsa.compressed import launch as launch_compressed
+from sparsek_kernels.nsa.compressed import launch_sm90
 from sparsek_kernels.nsa.compressed.kernels.block_sums_sm90 import CELLS, KEYS, REACH
 from sparsek_kernels.nsa.compressed.launch_sm90 import BlockSums
-from sparsek_kernels.nsa.config import LaunchConfig
-from sparsek_kernels.nsa.launching import launch_config, problem_shape
-from sparsek_kernels.nsa.select.kernels.scores import nsa_top_summed_blocks_kernel
-from sparsek_kernels.nsa.select.launch import blocks_reached, packed_maps, select
+from sparsek_kernels.nsa.compressed.problem import CompressedProblem
+from sparsek_kernels.nsa.select.kernels.topk import nsa_top_summed_blocks_kernel
+from sparsek_kernels.nsa.select.launch import blocks_reached, select
 from sparsek_kernels.nsa.spec import NSASpec
 
 _SCRATCH_SUMS = 36 << 20  # tiles of block sums held at once, 68 bytes each
@@ -30,27 +26,17 @@ _LEAST_ROWS = 2048  # tokens of a launch, however many blocks there are
 
 
 def attend_and_select(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    block_indices: torch.Tensor,
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    v_cmp: torch.Tensor,
-    seq_len: int,
-    cu_seqlens: torch.Tensor | None,
-    spec: NSASpec,
-    scale: float,
-    config: LaunchConfig | None = None,
+    problem: CompressedProblem, out: torch.Tensor, lse: torch.Tensor, block_indices: torch.Tensor
 ) -> None:
     """Compressed attention into ``out`` and ``lse``, and the selection that follows from it.
 
     On Hopper attention leaves the sums that scores are made of; elsewhere scores are computed from
     the log-sum-exps.
     """
-    shape = problem_shape(q, k_cmp.shape[2], seq_len)
-    config = config or launch_config(q, shape, spec.top_n)
+    q, k_cmp, shape, spec = problem.q, problem.k_cmp, problem.shape, problem.spec
+    tile = problem.config.hopper
     if (
-        config.hopper is None
+        tile is None
         or spec.cells_per_sel != CELLS.value
         or spec.cells_per_cmp != REACH.value
         or spec.num_local_blocks < 2
@@ -58,29 +44,24 @@ def attend_and_select(
         or not describable(q)
         or 0 in (q.numel(), k_cmp.numel())
     ):
-        launch_compressed.forward(
-            out, lse, q, k_cmp, v_cmp, seq_len, cu_seqlens, spec, scale, config
-        )
-        select(block_indices, q, k_cmp, lse, seq_len, cu_seqlens, spec, scale, config)
+        launch_compressed.forward(problem, out, lse)
+        select(problem, lse, block_indices)
         return
-    cu_cmp, token_seq = packed_maps(cu_seqlens, shape.num_q, spec)
-    keys = launch_compressed_hopper.arrange(q, k_cmp, v_cmp, cu_seqlens, cu_cmp)
+    keys = launch_sm90.arrange(problem)
     pitch = -(-k_cmp.shape[1] // KEYS.value)
     per_row = shape.batch * shape.num_heads * pitch
     step = max(_SCRATCH_SUMS // per_row, _LEAST_ROWS)
     # Rows whose tiles are shared out evenly among the multiprocessors.
     programs = multiprocessors(q.device)
-    even = config.hopper.block_m * programs // math.gcd(programs, shape.num_heads * shape.batch)
+    even = tile.block_m * programs // math.gcd(programs, shape.num_heads * shape.batch)
     step = min(max(step // even * even, step % even), shape.num_q)
     words = torch.empty(step * per_row * 16, dtype=torch.int32, device=q.device)
     maxima = torch.empty(step * per_row, dtype=torch.float32, device=q.device)
     for first in range(0, shape.num_q, step):
         rows = min(step, shape.num_q - first)
         sums = BlockSums(words, maxima, first, rows, pitch)
-        launch_compressed_hopper.forward(
-            *(out, lse, q, keys, cu_seqlens, cu_cmp, shape, config.hopper, spec, scale, sums)
-        )
-        choose_summed(block_indices, sums, lse, token_seq, cu_seqlens, spec)
+        launch_sm90.forward(problem, tile, keys, out, lse, sums)
+        choose_summed(block_indices, sums, lse, problem.token_seq, problem.cu_seqlens, spec)
 
 
 def choose_summed(
@@ -112,7 +93,6 @@ def choose_summed(
             sums.first + done,
             sums.rows,
             num_q,
-            0,
             sums.pitch,
             GROUP=group,
             SEL_BLOCK=spec.sel_block_size,

@@ -1,8 +1,8 @@
-"""The selection turned inside out: for each block, the queries that chose it.
+"""The inverse of a selection: for each block, the queries that chose it.
 
-Built with sorting and prefix sums on the device; the host never learns a count.  Rows of q are
-cut into a few chunks so that what a chunk writes stays small, and a chunk's (KV head, block) pairs
-into items of at most ``item_entries`` queries, which are what one program serves.
+Built with sorting and prefix sums on the device; the host never learns a count.  Rows of q are cut
+into a few chunks, so that the scratch of one chunk stays small.  The queries of a (KV head, block)
+pair of a chunk are cut into items of at most ``item_entries``; one program serves one item.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,8 @@ class InverseIndex:
     numbered through all sequences of the batch.
 
     Args:
-        entries: ``[B * N * Hkv * S]`` int32 positions in ``block_indices``, sorted by key, rows
-            ascending; positions that hold -1 come last.
+        entries: ``[B * N * Hkv * S]`` int32, the slot of each entry: a place in ``block_indices``.
+            Sorted by key, rows ascending; slots that hold -1 come last.
         entry_rows: int32, the row of q, within its batch, of each entry.
         entry_offsets: ``[keys + 1]`` int32, where a key's entries start.
         item_offsets: ``[keys + 1]`` int32, where a key's items start.
@@ -49,14 +51,10 @@ class InverseIndex:
     item_entries: int
 
 
-def _block_tables(
-    batch: int,
-    num_k: int,
-    cu_seqlens: torch.Tensor | None,
-    sel_block_size: int,
-    device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor, int]:
+def _block_tables(problem: SelectedProblem) -> tuple[torch.Tensor, torch.Tensor, int]:
     """``cu_blocks``, ``block_seq`` and the number of blocks."""
+    cu_seqlens, sel_block_size = problem.cu_seqlens, problem.sel_block_size
+    batch, num_k, device = problem.shape.batch, problem.shape.num_k, problem.q.device
     if cu_seqlens is None:
         per_seq = -(-num_k // sel_block_size)
         cu_blocks = torch.arange(batch + 1, dtype=torch.int32, device=device) * per_seq
@@ -72,48 +70,37 @@ def _block_tables(
 
 
 def build_index(
-    block_indices: torch.Tensor,
-    num_k: int,
-    cu_seqlens: torch.Tensor | None,
-    sel_block_size: int,
-    chunk_rows: int,
-    item_entries: int,
-    far_only: bool = False,
+    problem: SelectedProblem, chunk_rows: int, item_entries: int, far_only: bool = False
 ) -> InverseIndex:
-    """Invert ``block_indices [B, N, Hkv, S]``; deterministic, no synchronisation.
+    """Invert the selection of ``problem``; deterministic, no synchronisation.
 
     Args:
-        block_indices: contiguous int32, -1 for none.
-        num_k: keys per sequence, or in all when packed.
-        cu_seqlens: offsets of packed sequences.
-        sel_block_size: tokens of a block.
+        problem: whose ``block_indices`` are inverted.
         chunk_rows: rows of ``[B * N]`` that a chunk has.
         item_entries: most queries that an item has.
         far_only: leave out blocks that are near to their query: its own, the one before and the
             first of the sequence (and blocks of the future).
     """
-    batch, num_q, num_kv_heads, slots = block_indices.shape
-    device = block_indices.device
-    cu_blocks, block_seq, num_blocks = _block_tables(
-        batch, num_k, cu_seqlens, sel_block_size, device
-    )
+    batch, num_q, num_kv_heads, top_n = problem.block_indices.shape
+    cu_seqlens, device = problem.cu_seqlens, problem.q.device
+    cu_blocks, block_seq, num_blocks = _block_tables(problem)
     rows = batch * num_q
     num_chunks = -(-rows // chunk_rows)
     num_keys = num_chunks * num_kv_heads * num_blocks
     row = torch.arange(rows, dtype=torch.int32, device=device)
     if cu_seqlens is None:
         seq = row // num_q
-        pos = row % num_q + (num_k - num_q)
+        pos = row % num_q + problem.offset
     else:
         seq = torch.searchsorted(cu_seqlens[1:], row, right=True, out_int32=True)
         pos = row - cu_seqlens[seq]
     head = torch.arange(num_kv_heads, dtype=torch.int32, device=device)
     base = (row // chunk_rows * num_kv_heads)[:, None] + head  # [rows, Hkv]
     base = base * num_blocks + cu_blocks[seq][:, None]
-    chosen = block_indices.view(rows, num_kv_heads, slots)
+    chosen = problem.block_indices.view(rows, num_kv_heads, top_n)
     listed = chosen >= 0
     if far_only:
-        own = pos // sel_block_size
+        own = pos // problem.sel_block_size
         listed = (chosen > 0) & (chosen < (own - 1)[:, None, None])
     keys = torch.where(listed, base[..., None] + chosen, num_keys).view(-1)
     ordered, entries = torch.sort(keys, stable=True)
@@ -122,12 +109,12 @@ def build_index(
     counts = entry_offsets[1:] - entry_offsets[:-1]
     item_offsets = torch.zeros_like(entry_offsets)
     item_offsets[1:] = torch.cumsum(-(-counts // item_entries), 0, dtype=torch.int32)
-    chunk_entries = min(chunk_rows, rows) * num_kv_heads * slots
+    chunk_entries = min(chunk_rows, rows) * num_kv_heads * top_n
     chunk_items = chunk_entries // item_entries + min(num_kv_heads * num_blocks, chunk_entries)
     item = torch.arange(num_chunks * chunk_items, dtype=torch.int32, device=device)
     item_keys = torch.searchsorted(item_offsets[1:], item, right=True, out_int32=True)
     entries = entries.to(torch.int32)
-    entry_rows = entries // (num_kv_heads * slots)
+    entry_rows = entries // (num_kv_heads * top_n)
     return InverseIndex(
         entries=entries,
         entry_rows=entry_rows if batch == 1 else entry_rows % num_q,

@@ -1,4 +1,4 @@
-"""Backward launches of attention inside chosen blocks: parts by block, then their sums."""
+"""Backward launches of selected attention: parts by block, then their sums."""
 
 from __future__ import annotations
 
@@ -8,83 +8,71 @@ import torch
 import triton
 
 from sparsek_kernels.common.descriptors import tile_layout
-from sparsek_kernels.nsa.config import LaunchConfig
+from sparsek_kernels.common.row_dots import row_dots
+from sparsek_kernels.nsa.selected.index import build_index
 from sparsek_kernels.nsa.selected.kernels.bwd import (
     nsa_selected_bwd_dkdv_kernel,
     nsa_selected_bwd_dq_kernel,
     nsa_selected_bwd_part_kernel,
 )
 from sparsek_kernels.nsa.selected.kernels.bwd_sm90 import nsa_selected_hopper_bwd_part_kernel
-from sparsek_kernels.nsa.selected.problem import SelectedCall
-from sparsek_kernels.sink_window.launch import row_dots
+from sparsek_kernels.nsa.selected.plan import LaunchPlan, octet_strides
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
+
+_REGISTERS = 168  # of a thread in the Hopper kernel: one program fills a multiprocessor
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    problem: SelectedProblem,
     out: torch.Tensor,
     lse: torch.Tensor,
-    block_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sel_block_size: int,
-    scale: float,
-    config: LaunchConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> Gradients:
     """Gradients of q, k and v; bitwise reproducible."""
-    delta = row_dots(dout, dlse, out)
-    return backward_rows(
-        dout, lse, delta, None, q, k, v, block_indices, cu_seqlens, sel_block_size, scale, config
-    )
+    return backward_rows(problem, dout, lse, row_dots(dout, dlse, out))
 
 
 def backward_rows(
+    problem: SelectedProblem,
     dout: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,
-    dq_acc: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sel_block_size: int,
-    scale: float,
-    config: LaunchConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As :func:`backward`, with ``delta [B, Hq, N]`` at hand.
+    dq_acc: torch.Tensor | None = None,
+) -> Gradients:
+    """Gradients of q, k and v from ``delta [B, Hq, N]``, the row sums of ``out * dout`` less dlse.
 
     ``dq_acc [B, Hq, N, D]``, fp32 and unscaled, is added to the gradient of q.
     """
+    q, k, v = problem.q, problem.k, problem.v
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-    if q.numel() == 0 or block_indices.numel() == 0:
+    if q.numel() == 0 or problem.block_indices.numel() == 0:
         return dq.zero_(), dk.to(k.dtype), dv.to(v.dtype)
-    call = SelectedCall(q, k, block_indices, cu_seqlens, sel_block_size, config)
-    shape, tile = call.shape, call.config.selected_bwd
-    index = call.index(call.config.chunk_rows_bwd, call.config.item_entries_bwd)
-    slots = index.chunk_rows * shape.num_kv_heads * call.slots
-    dq_part = torch.empty((slots, shape.group, shape.head_dim), dtype=q.dtype, device=q.device)
-    parts = torch.empty(
-        (2, index.chunk_items, call.block_n, shape.head_dim), dtype=torch.float32, device=q.device
-    )
-    block_t = call.rows_to_tokens(32)
-    strides = (*dout.stride(), *q.stride(), *k.stride(), *v.stride())
-    options = {**call.item_options(tile), "ROWS_FIRST": tile.block_m >= 128}
+    shape, config = problem.shape, problem.config
+    index = build_index(problem, config.chunk_rows_bwd, config.item_entries_bwd)
+    plan = LaunchPlan(problem, index)
+    dq_part = torch.empty(plan.part_shape, dtype=q.dtype, device=q.device)
+    size = (2, index.chunk_items, problem.block_n, shape.head_dim)
+    dk_part, dv_part = torch.empty(size, dtype=torch.float32, device=q.device)
+    block_t, tile = problem.tile_tokens(32), config.selected_bwd
     part_kernel: Any = nsa_selected_bwd_part_kernel
-    hopper = call.hopper_tile(call.config.selected_bwd_hopper, dout, q, k, v)
-    if hopper is not None:
-        tile, strides = hopper
-        options = call.hopper_options(tile, 12)
-        options["DS_LAYOUT"] = tile_layout(sel_block_size, tile.block_m, q.dtype)
+    strides = (*dout.stride(), *q.stride(), *k.stride(), *v.stride())
+    options = {**plan.portable_options(tile), "ROWS_FIRST": tile.block_m >= 128}
+    sm90 = plan.sm90_tile(config.selected_bwd_hopper, dout, q, k, v)
+    if sm90 is not None:
         part_kernel = nsa_selected_hopper_bwd_part_kernel
-    for chunk in call.launches(index):
-        first_row, num_rows = chunk.first_row, chunk.num_rows
+        strides = octet_strides(dout, q, k, v)
+        options = {
+            **plan.sm90_options(sm90, _REGISTERS),
+            "BLOCK_G": shape.padded_group,
+            "DS_LAYOUT": tile_layout(problem.sel_block_size, sm90.block_m, q.dtype),
+        }
+    for chunk in plan.chunks():
         part_kernel[(chunk.items,)](
-            parts[0],
-            parts[1],
+            dk_part,
+            dv_part,
             dq_part,
             dout,
             q,
@@ -92,44 +80,48 @@ def backward_rows(
             v,
             lse,
             delta,
-            *call.item_inputs(index),
-            scale,
+            *plan.item_tensors,
+            problem.softmax_scale,
             *strides,
-            *call.item_sizes(index, chunk),
+            *plan.item_sizes(chunk),
             **options,
         )
-        nsa_selected_bwd_dq_kernel[(triton.cdiv(num_rows, block_t), shape.num_kv_heads)](
+        nsa_selected_bwd_dq_kernel[(triton.cdiv(chunk.num_rows, block_t), shape.num_kv_heads)](
             dq,
             dq_part,
             dq if dq_acc is None else dq_acc,
-            call.indices,
-            scale,
-            first_row,
-            num_rows,
+            problem.block_indices,
+            problem.softmax_scale,
+            chunk.first_row,
+            chunk.num_rows,
             shape.num_q,
             shape.num_kv_heads,
-            **call.heads,
+            GROUP=shape.group,
+            TOP_N=problem.top_n,
+            HEAD_DIM=shape.head_dim,
             ADDED=dq_acc is not None,
             BLOCK_T=block_t,
+            BLOCK_G=shape.padded_group,
+            BLOCK_D=shape.padded_dim,
             num_warps=4,
         )
         nsa_selected_bwd_dkdv_kernel[(index.num_blocks, shape.num_kv_heads)](
             dk,
             dv,
-            parts[0],
-            parts[1],
+            dk_part,
+            dv_part,
             index.item_offsets,
             index.block_seq,
             index.cu_blocks,
-            call.cu,
+            *problem.pointers(problem.cu_seqlens),
             chunk.first_key,
             index.num_blocks,
             shape.num_kv_heads,
             shape.num_k,
             HEAD_DIM=shape.head_dim,
-            SEL_BLOCK=sel_block_size,
-            VARLEN=call.varlen,
-            BLOCK_N=call.block_n,
+            SEL_BLOCK=problem.sel_block_size,
+            VARLEN=problem.cu_seqlens is not None,
+            BLOCK_N=problem.block_n,
             BLOCK_D=shape.padded_dim,
             num_warps=8,
         )

@@ -1,273 +1,244 @@
-"""Forward launches of attention inside chosen blocks: token-major, or block-major in two steps."""
+"""Forward launches of selected attention.
+
+Few tokens are served token-major: programs walk the blocks of their tokens.  Many are served
+block-major: the inverse index lists the queries of each block, one kernel writes their parts of the
+output block by block, another attends to the near blocks of each token and adds its parts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import triton
 
-from sparsek_kernels.common.descriptors import (
-    boxable,
-    describe_boxes,
-    multiprocessors,
-    tile_layout,
-)
-from sparsek_kernels.nsa.config import BOX_GROUPS, LaunchConfig
+from sparsek_kernels.common.alignment import boxable
+from sparsek_kernels.common.descriptors import describe_boxes, tile_layout
+from sparsek_kernels.common.device import multiprocessors
+from sparsek_kernels.common.grids import tile_grid
+from sparsek_kernels.nsa.config import BOX_GROUPS
 from sparsek_kernels.nsa.gate import launch as launch_gate
-from sparsek_kernels.nsa.launching import tile_grid
-from sparsek_kernels.nsa.selected.kernels.combine_sm90 import nsa_selected_hopper_combine_kernel
-from sparsek_kernels.nsa.selected.kernels.fwd import (
-    nsa_selected_combine_kernel,
-    nsa_selected_part_kernel,
+from sparsek_kernels.nsa.selected.index import build_index
+from sparsek_kernels.nsa.selected.kernels.fwd_combine import nsa_selected_combine_kernel
+from sparsek_kernels.nsa.selected.kernels.fwd_combine_sm90 import (
+    nsa_selected_hopper_combine_kernel,
 )
-from sparsek_kernels.nsa.selected.kernels.fwd_sm90 import nsa_selected_hopper_part_kernel
-from sparsek_kernels.nsa.selected.kernels.fwd_tma_sm90 import nsa_selected_hopper_tma_part_kernel
+from sparsek_kernels.nsa.selected.kernels.fwd_parts import nsa_selected_part_kernel
+from sparsek_kernels.nsa.selected.kernels.fwd_parts_sm90 import nsa_selected_hopper_part_kernel
+from sparsek_kernels.nsa.selected.kernels.fwd_parts_tma_sm90 import (
+    nsa_selected_hopper_tma_part_kernel,
+)
 from sparsek_kernels.nsa.selected.kernels.fwd_tokens import nsa_selected_tokens_kernel
-from sparsek_kernels.nsa.selected.problem import SelectedCall
+from sparsek_kernels.nsa.selected.plan import Chunk, LaunchPlan, octet_strides
+from sparsek_kernels.nsa.selected.problem import SelectedProblem
 
-MAX_RING_SLOTS = 32
-"""Most blocks per token whose parts one word can mark."""
+_MASK_BITS = 32  # one word marks which blocks of a token have parts
+_REGISTERS = 128  # of a thread in the kernel of parts: two programs share a multiprocessor
 
 
-def _forward_tokens(
-    call: SelectedCall,
+def forward(problem: SelectedProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Fill contiguous ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]``."""
+    if out.numel() == 0:
+        return
+    if problem.top_n == 0:
+        out.zero_()
+        lse.fill_(float("-inf"))
+        return
+    if problem.config.token_major:
+        _forward_tokens(problem, out, lse)
+    else:
+        _forward_blocks(problem, out, lse)
+
+
+def forward_gated(
+    problem: SelectedProblem,
     out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
+    others: Sequence[torch.Tensor],
+    gates: Sequence[torch.Tensor],
 ) -> None:
-    shape, tile = call.shape, call.config.tokens
-    block_t = call.rows_to_tokens(tile.block_m)
-    grid, tiles = tile_grid(call.cu_seqlens, shape.num_q, block_t, shape.num_kv_heads, shape.batch)
+    """Fill ``out`` with the gated sum of the compressed, the selected and the sliding branch.
+
+    ``out`` and ``others``, the outputs of the compressed and the sliding branch, are contiguous
+    ``[B, N, Hq, D]``; the three ``gates`` are ``[B, N, Hq]``.
+    """
+    gates = [x.contiguous() for x in gates]
+    if out.numel() and problem.top_n and not problem.config.token_major:
+        _forward_blocks(problem, out, None, (*others, *gates))
+        return
+    batch, num_q, num_heads, _ = out.shape
+    out_slc = torch.empty_like(out)
+    lse = torch.empty((batch, num_heads, num_q), dtype=torch.float32, device=out.device)
+    forward(problem, out_slc, lse)
+    launch_gate.forward(out, (others[0], out_slc, others[1]), gates)
+
+
+def _forward_tokens(problem: SelectedProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
+    shape, tile = problem.shape, problem.config.tokens
+    block_t = problem.tile_tokens(tile.block_m)
+    grid, tiles = tile_grid(
+        problem.cu_seqlens, shape.num_q, block_t, shape.num_kv_heads, shape.batch
+    )
     nsa_selected_tokens_kernel[grid](
         out,
         lse,
-        q,
-        k,
-        v,
-        call.indices,
-        call.cu,
-        call.cu if tiles is None else tiles,
-        scale,
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
+        problem.q,
+        problem.k,
+        problem.v,
+        problem.block_indices,
+        *problem.pointers(problem.cu_seqlens, tiles),
+        problem.softmax_scale,
+        *problem.q.stride(),
+        *problem.k.stride(),
+        *problem.v.stride(),
         shape.num_q,
         shape.num_k,
-        0 if call.varlen else shape.num_k - shape.num_q,
+        problem.offset,
         shape.num_kv_heads,
-        **call.heads,
-        SEL_BLOCK=call.sel_block_size,
-        VARLEN=call.varlen,
+        **problem.portable_rules,
+        TOP_N=problem.top_n,
         BLOCK_T=block_t,
-        BLOCK_S=triton.next_power_of_2(call.slots),
-        BLOCK_N=call.block_n,
-        PRECISION=call.config.precision,
+        BLOCK_S=triton.next_power_of_2(problem.top_n),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
 
 
-@dataclass(frozen=True)
-class _Step:
-    """One of the two kernels of a block-major pass, and what it takes for this call."""
+def _forward_blocks(
+    problem: SelectedProblem,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    gated: Sequence[torch.Tensor] = (),
+) -> None:
+    """Fill ``out`` and ``lse``, or, without ``lse``, fill ``out`` with the gated sum of branches.
 
+    ``gated``: the outputs of the compressed and the sliding branch, then the three gates.
+    """
+    config = problem.config
+    index = build_index(problem, config.index_rows, config.item_entries, far_only=True)
+    plan = LaunchPlan(problem, index, together=-(-config.chunk_rows // config.index_rows))
+    part = torch.empty(plan.part_shape, dtype=out.dtype, device=out.device)
+    part_lse = torch.empty(plan.part_shape[:2], dtype=torch.float32, device=out.device)
+    write_parts = _part_writer(plan, part, part_lse)
+    combine = _combiner(plan, part, part_lse, out, lse, gated)
+    for chunk in plan.chunks():
+        write_parts(chunk)
+        combine(chunk)
+
+
+def _part_writer(
+    plan: LaunchPlan, part: torch.Tensor, part_lse: torch.Tensor
+) -> Callable[[Chunk], None]:
+    """The launch of the kernel that writes the parts of a chunk."""
+    problem, config, group = plan.problem, plan.problem.config, plan.problem.shape.group
+    q, k, v = problem.q, problem.k, problem.v
     kernel: Any
-    tensors: tuple[Any, ...]
-    strides: tuple[int, ...]
-    options: dict[str, Any]
-
-
-def _part_step(
-    call: SelectedCall, part: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> _Step:
-    """The kernel that writes parts."""
-    tile = call.config.selected_boxes
-    group, dim = call.shape.group, call.shape.head_dim
-    whole = call.sel_block_size == 64 and group in BOX_GROUPS
-    if tile is not None and whole and boxable(q, k, v):
+    tensors: tuple[Any, ...] = (part, q, k, v)
+    strides: tuple[int, ...] = ()
+    boxes = config.selected_boxes
+    whole = problem.sel_block_size == 64 and group in BOX_GROUPS
+    if boxes is not None and whole and boxable(q, k, v):
+        kernel = nsa_selected_hopper_tma_part_kernel
         rows = (describe_boxes(x, 1, group, 64) for x in (part[None], q))
-        keys = (describe_boxes(x, call.sel_block_size, 1, dim) for x in (k, v))
-        options = {**call.hopper_options(tile, 16), "maxnreg": tile.max_registers}
-        del options["BLOCK_G"]
-        return _Step(nsa_selected_hopper_tma_part_kernel, (*rows, *keys), (), options)
-    hopper = call.hopper_tile(call.config.selected_hopper, q, k, v)
-    if hopper is not None:
-        tile, strides = hopper
-        options = call.hopper_options(tile, 16)
-        return _Step(nsa_selected_hopper_part_kernel, (part, q, k, v), strides, options)
-    strides = (*q.stride(), *k.stride(), *v.stride())
-    options = call.item_options(call.config.selected)
-    return _Step(nsa_selected_part_kernel, (part, q, k, v), strides, options)
+        keys = (describe_boxes(x, 64, 1, problem.shape.head_dim) for x in (k, v))
+        tensors = (*rows, *keys)
+        options = plan.sm90_options(boxes, boxes.max_registers)
+    elif (tile := plan.sm90_tile(config.selected_hopper, q, k, v)) is not None:
+        kernel, strides = nsa_selected_hopper_part_kernel, octet_strides(q, k, v)
+        options = {**plan.sm90_options(tile, _REGISTERS), "BLOCK_G": problem.shape.padded_group}
+    else:
+        kernel, strides = nsa_selected_part_kernel, (*q.stride(), *k.stride(), *v.stride())
+        options = plan.portable_options(config.selected)
+
+    def launch(chunk: Chunk) -> None:
+        kernel[(chunk.items,)](
+            tensors[0],
+            part_lse,
+            *tensors[1:],
+            *plan.item_tensors,
+            problem.softmax_scale,
+            *strides,
+            *plan.item_sizes(chunk),
+            **options,
+        )
+
+    return launch
 
 
-def _merge_step(
-    call: SelectedCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[_Step, int]:
-    """The kernel that merges them, and tokens of a tile."""
-    shape, tile = call.shape, call.config.combine
-    shared = {
-        "GROUP": shape.group,
-        "SLOTS": call.slots,
-        "HEAD_DIM": shape.head_dim,
-        "BLOCK_G": shape.padded_group,
-        "SEL_BLOCK": call.sel_block_size,
-        "VARLEN": call.varlen,
-    }
-    slots = triton.next_power_of_2(call.slots)
-    hopper = call.hopper_tile(call.config.combine_hopper, q, k, v)
-    if hopper is not None and call.slots <= MAX_RING_SLOTS:
-        tile, strides = hopper
-        options = {
-            **shared,
-            "Q_LAYOUT": tile_layout(tile.block_m, shape.head_dim, call.dtype),
-            "BLOCK_S": max(slots, 16),
-            "STAGES": tile.num_stages,
+def _combiner(
+    plan: LaunchPlan,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    gated: Sequence[torch.Tensor],
+) -> Callable[[Chunk], None]:
+    """The launch of the kernel that attends to near blocks and adds the parts of a chunk."""
+    problem, config, shape = plan.problem, plan.problem.config, plan.problem.shape
+    q, k, v = problem.q, problem.k, problem.v
+    cu_first = problem.cu_seqlens
+    if cu_first is None and shape.batch > 1:
+        cu_first = torch.arange(shape.batch + 1, dtype=torch.int32, device=q.device) * shape.num_q
+    kernel: Any
+    options: dict[str, Any] = {"TOP_N": problem.top_n, "MAPPED": cu_first is not None}
+    block_s = triton.next_power_of_2(problem.top_n)
+    sm90 = plan.sm90_tile(config.combine_hopper, q, k, v) if block_s <= _MASK_BITS else None
+    if sm90 is not None:
+        kernel, strides = nsa_selected_hopper_combine_kernel, octet_strides(q, k, v)
+        block_t = sm90.block_m // shape.padded_group
+        options |= {
+            **problem.rules,
+            "BLOCK_G": shape.padded_group,
+            "Q_LAYOUT": tile_layout(sm90.block_m, shape.head_dim, q.dtype),
+            "BLOCK_S": max(block_s, 16),
+            "STAGES": sm90.num_stages,
+            "num_warps": sm90.num_warps,
+            "maxnreg": sm90.max_registers,
+        }
+    else:
+        tile = config.combine
+        kernel, strides = nsa_selected_combine_kernel, (*q.stride(), *k.stride(), *v.stride())
+        block_t = problem.tile_tokens(tile.block_m)
+        options |= {
+            **problem.portable_rules,
+            "BLOCK_T": block_t,
+            "BLOCK_S": block_s,
+            "NEAR_STAGES": 2 if tile.max_registers is None else 1,
+            "NUM_STAGES": tile.num_stages,
             "num_warps": tile.num_warps,
             "maxnreg": tile.max_registers,
         }
-        step = _Step(nsa_selected_hopper_combine_kernel, (q, k, v), strides, options)
-        return step, tile.block_m // shape.padded_group
-    block_t = call.rows_to_tokens(tile.block_m)
-    options = {
-        **shared,
-        "BLOCK_T": block_t,
-        "BLOCK_S": slots,
-        "BLOCK_N": call.block_n,
-        "BLOCK_D": shape.padded_dim,
-        "PRECISION": call.config.precision,
-        "NEAR_STAGES": 2 if tile.max_registers is None else 1,
-        "NUM_STAGES": tile.num_stages,
-        "num_warps": tile.num_warps,
-        "maxnreg": tile.max_registers,
-    }
-    strides = (*q.stride(), *k.stride(), *v.stride())
-    return _Step(nsa_selected_combine_kernel, (q, k, v), strides, options), block_t
 
-
-def _forward_blocks(
-    call: SelectedCall,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    others: Sequence[torch.Tensor] = (),
-    gates: Sequence[torch.Tensor] = (),
-) -> None:
-    """Without ``lse``: add the gated ``others`` (compressed, sliding) to this branch's output."""
-    shape = call.shape
-    together = -(-call.config.chunk_rows // call.config.index_rows)
-    index = call.index(call.config.index_rows, call.config.item_entries, far_only=True)
-    slots = together * index.chunk_rows * shape.num_kv_heads * call.slots
-    part = torch.empty((slots, shape.group, shape.head_dim), dtype=q.dtype, device=q.device)
-    part_lse = torch.empty((slots, shape.group), dtype=torch.float32, device=q.device)
-    write = _part_step(call, part, q, k, v)
-    merge, block_t = _merge_step(call, q, k, v)
-    cu_first = call.cu_seqlens
-    if cu_first is None and shape.batch > 1:
-        cu_first = torch.arange(shape.batch + 1, dtype=torch.int32, device=q.device) * shape.num_q
-    gated = (*others, *gates) if lse is None else (q,) * 5
-    for chunks in call.launches(index, together):
-        first_row, num_rows = chunks.first_row, chunks.num_rows
-        write.kernel[(chunks.items,)](
-            write.tensors[0],
-            part_lse,
-            *write.tensors[1:],
-            *call.item_inputs(index),
-            scale,
-            *write.strides,
-            *call.item_sizes(index, chunks),
-            **write.options,
-        )
-        cu_rows = None if cu_first is None else cu_first.clamp(first_row, first_row + num_rows)
-        grid, tiles = tile_grid(cu_rows, num_rows, block_t, shape.num_kv_heads, 1)
+    def launch(chunk: Chunk) -> None:
+        last_row = chunk.first_row + chunk.num_rows
+        cu_rows = None if cu_first is None else cu_first.clamp(chunk.first_row, last_row)
+        grid, tiles = tile_grid(cu_rows, chunk.num_rows, block_t, shape.num_kv_heads, 1)
         counts: tuple[int, ...] = ()
-        if merge.kernel is nsa_selected_hopper_combine_kernel:  # persistent programs
+        if sm90 is not None:  # persistent programs
             counts = (grid[0], grid[0] * grid[1])
             grid = (min(counts[1], 2 * multiprocessors(q.device)), 1, 1)
-        merge.kernel[grid](
+        kernel[grid](
             out,
             out if lse is None else lse,
             part,
             part_lse,
-            *merge.tensors,
-            *gated,
-            call.indices,
-            q if cu_rows is None else cu_rows,
-            q if cu_first is None else cu_first,
-            q if tiles is None else tiles,
-            scale,
-            *merge.strides,
-            first_row,
-            num_rows,
+            q,
+            k,
+            v,
+            *(gated or (q,) * 5),
+            problem.block_indices,
+            *problem.pointers(cu_rows, cu_first, tiles),
+            problem.softmax_scale,
+            *strides,
+            chunk.first_row,
+            chunk.num_rows,
             shape.num_q,
             shape.num_k,
-            0 if call.varlen else shape.num_k - shape.num_q,
+            problem.offset,
             shape.num_kv_heads,
             *counts,
-            MAPPED=cu_first is not None,
             GATED=lse is None,
-            **merge.options,
+            **options,
         )
 
-
-def forward(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sel_block_size: int,
-    scale: float,
-    config: LaunchConfig | None = None,
-) -> None:
-    """Fill contiguous ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]``."""
-    if out.numel() == 0:
-        return
-    if block_indices.shape[3] == 0:
-        out.zero_()
-        lse.fill_(float("-inf"))
-        return
-    call = SelectedCall(q, k, block_indices, cu_seqlens, sel_block_size, config)
-    design = _forward_tokens if call.config.token_major else _forward_blocks
-    design(call, out, lse, q, k, v, scale)
-
-
-def forward_gated(
-    out: torch.Tensor,
-    out_cmp: torch.Tensor,
-    out_swa: torch.Tensor,
-    gates: Sequence[torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block_indices: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sel_block_size: int,
-    scale: float,
-    config: LaunchConfig | None = None,
-) -> None:
-    """Fill ``out`` with the gated sum of three branches, of which this is the selected one.
-
-    All outputs ``[B, N, Hq, D]`` are contiguous; ``gates [B, N, Hq]`` are compressed, selected,
-    sliding.
-    """
-    gates = [x.contiguous() for x in gates]
-    if out.numel() and block_indices.shape[3]:
-        call = SelectedCall(q, k, block_indices, cu_seqlens, sel_block_size, config)
-        if not call.config.token_major:
-            _forward_blocks(call, out, None, q, k, v, scale, (out_cmp, out_swa), gates)
-            return
-    out_slc = torch.empty_like(out)
-    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
-    forward(out_slc, lse, q, k, v, block_indices, cu_seqlens, sel_block_size, scale, config)
-    launch_gate.forward(out, (out_cmp, out_slc, out_swa), gates)
+    return launch

@@ -17,8 +17,8 @@ from sparsek_kernels.paged.kernels.tiles import (
 
 
 @triton.jit
-def entry_start(
-    entry,
+def piece_start(
+    piece,
     selected_ptr,
     num_front,
     first_selected,
@@ -28,24 +28,24 @@ def entry_start(
     BLOCK_N: tl.constexpr,
     HAS_SELECTION: tl.constexpr,
 ):
-    """First position of the ``BLOCK_N`` keys of list entry ``entry``.
+    """First position of piece ``piece``: ``BLOCK_N`` keys of an entry of the tile's list.
 
-    Selected blocks are entries ``[first_selected, first_selected + num_selected)``; those before
-    and after count up from zero, then from ``first_local`` (see ``tile_list``).
+    Selected blocks are entries ``[first_selected, first_selected + num_selected)``; the entries
+    before and after them count up from zero, then from ``first_local`` (see ``tile_list``).
     """
     PARTS: tl.constexpr = SEL_BLOCK // BLOCK_N
-    t = entry // PARTS
+    t = piece // PARTS
     later = tl.where(t >= first_selected, num_selected, 0)
     block = tl.where(t < num_front, t, first_local + t - num_front - later)
     if HAS_SELECTION:
         chosen = (t >= first_selected) & (t < first_selected + num_selected)
         index = tl.load(selected_ptr + t - first_selected, mask=chosen, other=0)
         block = tl.where(chosen, tl.maximum(index, 0), block)
-    return block * SEL_BLOCK + (entry % PARTS) * BLOCK_N
+    return block * SEL_BLOCK + (piece % PARTS) * BLOCK_N
 
 
 @triton.jit
-def attend_entries(
+def attend_pieces(
     acc,
     row_max,
     row_sum,
@@ -56,8 +56,8 @@ def attend_entries(
     v_ptr,
     table_ptr,
     selected_ptr,
-    entry_begin,
-    entry_end,
+    piece_begin,
+    piece_end,
     num_front,
     first_selected,
     num_selected,
@@ -80,18 +80,18 @@ def attend_entries(
     WINDOWED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Online softmax over entries ``[entry_begin, entry_end)`` of the tile's block list.
+    """Online softmax over pieces ``[piece_begin, piece_end)`` of the tile's list of blocks.
 
-    The page of the next entry is looked up one iteration ahead, so that the loads of K and V wait
+    The page of the next piece is looked up one iteration ahead, so that the loads of K and V wait
     for no other load.  ``MASKED`` compares positions (diagonal, window, end of the sequence).
     """
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
     WHOLE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
-    last_entry = entry_end - 1
-    start = entry_start(
-        entry_begin,
+    last_piece = piece_end - 1
+    start = piece_start(
+        piece_begin,
         selected_ptr,
         num_front,
         first_selected,
@@ -101,14 +101,14 @@ def attend_entries(
         BLOCK_N,
         HAS_SELECTION,
     )
-    some = entry_begin < entry_end
+    some = piece_begin < piece_end
     if WHOLE:
         page = page_of(table_ptr, start, some, PAGE_SIZE)
     else:
         page = page_of(table_ptr, start + offs_n, some & (start + offs_n <= high), PAGE_SIZE)
-    for entry in tl.range(entry_begin, entry_end, num_stages=NUM_STAGES):
-        next_start = entry_start(
-            tl.minimum(entry + 1, last_entry),
+    for piece in tl.range(piece_begin, piece_end, num_stages=NUM_STAGES):
+        next_start = piece_start(
+            tl.minimum(piece + 1, last_piece),
             selected_ptr,
             num_front,
             first_selected,
@@ -267,19 +267,19 @@ def attend_kernel(
         SCORED_BLOCKS,
     )
     PARTS: tl.constexpr = SEL_BLOCK // BLOCK_N
-    num_entries = (count - 1) * PARTS + (high % SEL_BLOCK) // BLOCK_N + 1
-    num_entries = tl.where(count > 0, num_entries, 0)
-    num_plain = tl.maximum(num_entries - (high // BLOCK_N - low // BLOCK_N + 1), 0)
+    num_pieces = (count - 1) * PARTS + (high % SEL_BLOCK) // BLOCK_N + 1
+    num_pieces = tl.where(count > 0, num_pieces, 0)
+    num_plain = tl.maximum(num_pieces - (high // BLOCK_N - low // BLOCK_N + 1), 0)
     first_selected = num_front
     if MODE == SINK_WINDOW:
         num_plain = 0
     if SELECTED_LAST:
         first_selected = count - num_selected
-        num_entries = count * PARTS
+        num_pieces = count * PARTS
         num_forced = first_selected * PARTS
-    per_split = tl.cdiv(num_entries, SPLITS)
-    entry_begin = split * per_split
-    entry_end = tl.minimum(entry_begin + per_split, num_entries)
+    per_split = tl.cdiv(num_pieces, SPLITS)
+    piece_begin = split * per_split
+    piece_end = tl.minimum(piece_begin + per_split, num_pieces)
 
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
@@ -308,13 +308,13 @@ def attend_kernel(
     table = block_table_ptr + request.to(tl.int64) * stride_br
     k_head = k_ptr + kv_head * stride_kh
     v_head = v_ptr + kv_head * stride_vh
-    # plain entries, then masked ones; decodes: masked (forced) ones, then plain (selected) ones
+    # Prefills: whole blocks first, then masked ones.  Decodes: the forced blocks, masked, first.
     if SELECTED_LAST:
-        middle = tl.minimum(tl.maximum(num_forced, entry_begin), entry_end)
+        middle = tl.minimum(tl.maximum(num_forced, piece_begin), piece_end)
     else:
-        middle = tl.minimum(tl.maximum(num_plain, entry_begin), entry_end)
-    if not SELECTED_LAST and MODE != SINK_WINDOW:
-        acc, row_max, row_sum = attend_entries(
+        middle = tl.minimum(tl.maximum(num_plain, piece_begin), piece_end)
+    if MODE != SINK_WINDOW:
+        acc, row_max, row_sum = attend_pieces(
             acc,
             row_max,
             row_sum,
@@ -325,7 +325,7 @@ def attend_kernel(
             v_head,
             table,
             selected,
-            entry_begin,
+            piece_begin,
             middle,
             num_front,
             first_selected,
@@ -345,120 +345,48 @@ def attend_kernel(
             SEL_BLOCK,
             PAGE_SIZE,
             HAS_SELECTION,
-            False,
+            SELECTED_LAST,
             False,
             NUM_STAGES,
         )
-    if SELECTED_LAST:
-        acc, row_max, row_sum = attend_entries(
-            acc,
-            row_max,
-            row_sum,
-            q,
-            position,
-            dense_row,
-            k_head,
-            v_head,
-            table,
-            selected,
-            entry_begin,
-            middle,
-            num_front,
-            first_selected,
-            num_selected,
-            first_local,
-            high,
-            window,
-            num_sink,
-            qk_scale,
-            stride_kp,
-            stride_kt,
-            stride_vp,
-            stride_vt,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_N,
-            SEL_BLOCK,
-            PAGE_SIZE,
-            HAS_SELECTION,
-            True,
-            False,
-            NUM_STAGES,
-        )
-        if OVERLAP:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
-        acc, row_max, row_sum = attend_entries(
-            acc,
-            row_max,
-            row_sum,
-            q,
-            position,
-            dense_row,
-            k_head,
-            v_head,
-            table,
-            selected,
-            middle,
-            entry_end,
-            num_front,
-            first_selected,
-            num_selected,
-            first_local,
-            high,
-            window,
-            num_sink,
-            qk_scale,
-            stride_kp,
-            stride_kt,
-            stride_vp,
-            stride_vt,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_N,
-            SEL_BLOCK,
-            PAGE_SIZE,
-            HAS_SELECTION,
-            False,
-            False,
-            NUM_STAGES,
-        )
-    else:
-        acc, row_max, row_sum = attend_entries(
-            acc,
-            row_max,
-            row_sum,
-            q,
-            position,
-            dense_row,
-            k_head,
-            v_head,
-            table,
-            selected,
-            middle,
-            entry_end,
-            num_front,
-            first_selected,
-            num_selected,
-            first_local,
-            high,
-            window,
-            num_sink,
-            qk_scale,
-            stride_kp,
-            stride_kt,
-            stride_vp,
-            stride_vt,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_N,
-            SEL_BLOCK,
-            PAGE_SIZE,
-            HAS_SELECTION,
-            True,
-            MODE == SINK_WINDOW,
-            NUM_STAGES if MODE == SINK_WINDOW else 1,
-        )
+    if OVERLAP and SELECTED_LAST:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc, row_max, row_sum = attend_pieces(
+        acc,
+        row_max,
+        row_sum,
+        q,
+        position,
+        dense_row,
+        k_head,
+        v_head,
+        table,
+        selected,
+        middle,
+        piece_end,
+        num_front,
+        first_selected,
+        num_selected,
+        first_local,
+        high,
+        window,
+        num_sink,
+        qk_scale,
+        stride_kp,
+        stride_kt,
+        stride_vp,
+        stride_vt,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+        SEL_BLOCK,
+        PAGE_SIZE,
+        HAS_SELECTION,
+        not SELECTED_LAST,
+        MODE == SINK_WINDOW,
+        NUM_STAGES if (SELECTED_LAST or MODE == SINK_WINDOW) else 1,
+    )
 
     mask_out = mask_m[:, None] & mask_d[None, :]
     if SPLITS > 1:
@@ -468,7 +396,7 @@ def attend_kernel(
         states = state_ptr + place * SPLITS * 2 * BLOCK_M + offs_m
         tl.store(states + (2 * split) * BLOCK_M, row_max, mask=mask_m)
         tl.store(states + (2 * split + 1) * BLOCK_M, row_sum, mask=mask_m)
-        if entry_begin < entry_end:
+        if piece_begin < piece_end:
             tl.store(parts + split * BLOCK_M * BLOCK_D, acc, mask=mask_out)
         tl.debug_barrier()
         ticket = tl.atomic_add(ticket_ptr + place, 1, sem="acq_rel")
@@ -480,7 +408,7 @@ def attend_kernel(
             states,
             mask_m,
             mask_out,
-            tl.cdiv(num_entries, tl.maximum(per_split, 1)),
+            tl.cdiv(num_pieces, tl.maximum(per_split, 1)),
             BLOCK_M,
             BLOCK_D,
             SPLITS,

@@ -8,8 +8,8 @@ With ``p_ij = exp(s_ij - lse_i)`` and ``delta_i = sum_d out_id dout_id - dlse_i`
 
 Nothing is accumulated atomically.  A program owns a block of keys of one KV head and walks the
 queries of the whole GQA group whose *window* meets it.  Queries that see a sink key only because
-it is a sink are many, so :mod:`kernels_bwd_sink` sums those in parallel chunks and their total
-enters here as ``sink_dk`` and ``sink_dv``.
+it is a sink are many, so the kernel in ``bwd_sink.py`` sums them in parallel chunks, and their
+total enters here as ``sink_dk`` and ``sink_dv``.
 """
 
 import triton

@@ -23,7 +23,7 @@ def tma_add(tensor_desc, coord, src, _semantic=None):
 
 @gluon.jit
 def load_flag(ptr):
-    """Read what :func:`store_flag` announces.
+    """Read the value that :func:`store_flag` announced.
 
     The copies that it speaks of are complete in the L2 cache, and those that wait for it are made
     there: no fence between proxies is needed on the way.

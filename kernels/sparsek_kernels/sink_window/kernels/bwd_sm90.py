@@ -1,7 +1,7 @@
 """Fused backward kernel for Hopper: dk, dv and dq in one pass over the scores (Gluon).
 
-The maths is that of :mod:`kernels_bwd`; here scores and probabilities are computed once, five
-matrix products per tile instead of seven.  A program owns ``BLOCK_N`` keys of one KV head, keeps
+The maths stands in ``bwd.py``; here scores and probabilities are computed once, with five matrix
+products per tile instead of seven.  A program owns ``BLOCK_N`` keys of one KV head, keeps
 ``dk`` and ``dv`` in registers and walks the query blocks of the whole GQA group whose window meets
 its keys.  Its share of ``dq`` is added to an fp32 accumulator in memory by the copy engine.
 
@@ -264,8 +264,8 @@ def sink_window_hopper_bwd_kernel(
 
     ``*_desc`` describe q, dout, k and v as matrices ``[tokens, heads * D]``, and the fp32 ``dq``
     accumulator ``[B, Hq, N, D]`` as ``[B * Hq * N, D]``.  ``dk`` and ``dv`` share their strides;
-    ``stride_dks`` leads to those of the next segment.  ``OVERWRITES``: the first tile that a query
-    block gets replaces what ``dq`` held.
+    the next segment's start ``stride_dks`` elements on.  ``OVERWRITES``: the first tile that a
+    query block gets replaces what ``dq`` held.
     With ``KEY_BLOCK`` above 1 keys stand for blocks of tokens (:func:`last_key`), and the first
     query is at token 0.
     """

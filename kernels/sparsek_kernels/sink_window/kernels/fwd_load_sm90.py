@@ -6,18 +6,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from sparsek_kernels.common.kernels.masks import window_key_blocks
 from sparsek_kernels.common.kernels.sequences import sequence_bounds
+from sparsek_kernels.common.kernels.tiles_sm90 import tile_index
 
 ROWS: gl.constexpr = gl.constexpr(64)
-
-
-@gluon.jit
-def tile_index(step, num_tiles):
-    """Tile of this program's ``step``-th turn: every second pass runs backwards, so that long
-    and short tiles even out."""
-    pid = gl.program_id(0)
-    width = gl.num_programs(0)
-    lane = gl.where(step % 2 == 0, pid, width - 1 - pid)
-    return step * width + lane
 
 
 @gluon.jit
@@ -136,7 +127,7 @@ def load_partition(
     steps = gl.cdiv(num_tiles, gl.num_programs(0))
     done = 0
     for step in range(steps):
-        tile = tile_index(step, num_tiles)
+        tile = tile_index(step)
         if tile < num_tiles:
             (
                 valid, batch, head, kv_head, q_start, _q_len, k_start, _k_len, row, start,

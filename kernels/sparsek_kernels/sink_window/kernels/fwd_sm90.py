@@ -1,6 +1,6 @@
 """Forward kernel for Hopper: one loading warp, two warpgroups that compute (Gluon).
 
-The maths is that of :mod:`kernels_fwd`.  A persistent program takes tiles of ``2 x 64`` query rows:
+The maths stands in ``fwd.py``.  A persistent program takes tiles of ``2 x 64`` query rows:
 of one head, or the same tokens of two heads that share K and V.  The loading warp streams K and V
 through shared memory with TMA; each computing warpgroup owns 64 rows and issues ``q k_j`` and
 ``p_{j-1} v_{j-1}`` together, so that the softmax of block ``j`` overlaps the second product
@@ -19,12 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sparsek_kernels.common.kernels.masks import visible
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_step
-from sparsek_kernels.sink_window.kernels.fwd_load_sm90 import (
-    ROWS,
-    load_partition,
-    tile_index,
-    tile_place,
-)
+from sparsek_kernels.common.kernels.tiles_sm90 import tile_index
+from sparsek_kernels.sink_window.kernels.fwd_load_sm90 import ROWS, load_partition, tile_place
 
 
 @gluon.jit
@@ -103,7 +99,6 @@ def _compute_blocks(
     WINDOWED: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    INDEX: gl.constexpr,
     S_LAYOUT: gl.constexpr,
     O_LAYOUT: gl.constexpr,
     P_LAYOUT: gl.constexpr,
@@ -195,7 +190,7 @@ def _compute_partition(
     tails = 0
     steps = gl.cdiv(num_tiles, gl.num_programs(0))
     for step in range(steps):
-        tile = tile_index(step, num_tiles)
+        tile = tile_index(step)
         if tile < num_tiles:
             (
                 valid, batch, head, _kv_head, q_start, q_len, _k_start, k_len, row, start,
@@ -275,25 +270,22 @@ def _compute_partition(
                     acc, p, m, total, count = _compute_blocks(
                         acc, p, m, total, count, 1, n_left, q_buf, k_smem, v_smem,
                         k_full, k_empty, v_full, v_empty, lse_ptr, pos,
-                        start, k_len,
-                        num_sink, window_size, scale_log2,
-                        True, CAUSAL, WINDOWED, BLOCK_N, STAGES, INDEX,
+                        start, k_len, num_sink, window_size, scale_log2,
+                        True, CAUSAL, WINDOWED, BLOCK_N, STAGES,
                         S_LAYOUT, O_LAYOUT, P_LAYOUT,
                     )  # fmt: skip
                 acc, p, m, total, count = _compute_blocks(
                     acc, p, m, total, count, gl.maximum(n_left, 1), n_full, q_buf, k_smem, v_smem,
                     k_full, k_empty, v_full, v_empty, lse_ptr, pos,
-                        start, k_len,
-                    num_sink, window_size, scale_log2,
-                    False, CAUSAL, WINDOWED, BLOCK_N, STAGES, INDEX,
+                    start, k_len, num_sink, window_size, scale_log2,
+                    False, CAUSAL, WINDOWED, BLOCK_N, STAGES,
                     S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
                 acc, p, m, total, count = _compute_blocks(
                     acc, p, m, total, count, gl.maximum(n_full, 1), n_all, q_buf, k_smem, v_smem,
                     k_full, k_empty, v_full, v_empty, lse_ptr, pos,
-                        start, k_len,
-                    num_sink, window_size, scale_log2,
-                    True, CAUSAL, False, BLOCK_N, STAGES, INDEX,
+                    start, k_len, num_sink, window_size, scale_log2,
+                    True, CAUSAL, False, BLOCK_N, STAGES,
                     S_LAYOUT, O_LAYOUT, P_LAYOUT,
                 )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Forward kernel for problems that take a few microseconds on Hopper (Gluon).
 
-The maths is that of :mod:`kernels_fwd` without a window.  What counts is the length of one program,
-so two warpgroups attend to half of the keys each, and the halves are joined in shared memory:
+The maths stands in ``fwd.py``; there is no window here.  The time is that of one program, so two
+warpgroups attend to half of the keys each, and the halves are joined in shared memory:
 
     lse = log sum_s exp(lse_s),   out = sum_s exp(lse_s - lse) out_s
 
@@ -232,7 +232,7 @@ def sink_window_hopper_small_kernel(
     """Grid ``(query blocks, heads, batch)``: 64 query rows and up to ``SPLITS * CHUNKS * BLOCK_N``
     keys.
 
-    ``octet_*`` are strides in units of 8 elements, which is what one copy moves.
+    ``octet_*`` are strides in units of 8 elements, as many as one copy moves.
     """
     _start_next_kernel()
     dtype: gl.constexpr = q_ptr.dtype.element_ty

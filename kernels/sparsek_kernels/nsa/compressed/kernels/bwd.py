@@ -9,6 +9,7 @@ With ``p = exp(s - lse)``, ``delta = sum_d out dout - dlse``:
 import triton
 import triton.language as tl
 
+from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.nsa.kernels.tiles import compressed_visible, locate_tile
 
 
@@ -80,13 +81,13 @@ def nsa_compressed_bwd_dq_kernel(
     stat = (batch * num_heads + head) * num_q + rows
     # Rows without keys have lse = -inf; +inf makes their probabilities zero.
     lse = tl.load(lse_ptr + stat, mask=mask_m, other=float("inf"))  # [BLOCK_M]
-    lse = tl.where(lse == float("-inf"), float("inf"), lse) * 1.4426950408889634
+    lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
     delta = tl.load(delta_ptr + stat, mask=mask_m, other=0.0)  # [BLOCK_M]
     k_base = k_ptr + batch * stride_kb + kv_head * stride_kh + c_start.to(tl.int64) * stride_kt
     v_base = v_ptr + batch * stride_vb + kv_head * stride_vh + c_start.to(tl.int64) * stride_vt
     seen = compressed_visible(offs_m + offset, CMP_BLOCK, CMP_STRIDE)  # [BLOCK_M]
     last = tl.max(tl.where(mask_m, seen, 0), 0)
-    scale_log2 = scale * 1.4426950408889634
+    scale_log2 = scale * LOG2E
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)  # [BLOCK_M, BLOCK_D]
     for start in tl.range(0, last, BLOCK_N, num_stages=NUM_STAGES):
         key = start + offs_n  # [BLOCK_N]
@@ -193,7 +194,7 @@ def nsa_compressed_bwd_dkdv_kernel(
     stat = (batch * num_heads + head) * num_q + q_start
     first = tile * BLOCK_N * CMP_STRIDE + CMP_BLOCK - 1 - offset
     first = tl.maximum(first, 0) // BLOCK_M * BLOCK_M
-    scale_log2 = scale * 1.4426950408889634
+    scale_log2 = scale * LOG2E
     dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)  # [BLOCK_N, BLOCK_D]
     dv = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)  # [BLOCK_N, BLOCK_D]
     for start in tl.range(first, q_len, BLOCK_M, num_stages=NUM_STAGES):
@@ -206,7 +207,7 @@ def nsa_compressed_bwd_dkdv_kernel(
             g_base + rows * stride_gt + offs_d[None, :] * stride_gd, mask=mask_q, other=0.0
         )  # [BLOCK_M, BLOCK_D]
         lse = tl.load(lse_ptr + stat + local, mask=mask_m, other=float("inf"))  # [BLOCK_M]
-        lse = tl.where(lse == float("-inf"), float("inf"), lse) * 1.4426950408889634
+        lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
         delta = tl.load(delta_ptr + stat + local, mask=mask_m, other=0.0)  # [BLOCK_M]
         seen = compressed_visible(local + offset, CMP_BLOCK, CMP_STRIDE)  # [BLOCK_M]
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]

@@ -7,7 +7,12 @@ sees block ``c`` when ``c d + l - 1 <= t`` (arXiv 2502.11089, equation 8).
 import triton
 import triton.language as tl
 
-from sparsek_kernels.common.kernels.softmax import softmax_finish, softmax_init, softmax_step
+from sparsek_kernels.common.kernels.softmax import (
+    LOG2E,
+    softmax_finish,
+    softmax_init,
+    softmax_step,
+)
 from sparsek_kernels.nsa.kernels.tiles import compressed_visible, locate_tile
 
 
@@ -129,7 +134,7 @@ def nsa_compressed_fwd_kernel(
     last = tl.max(seen, 0)
     m, denom = softmax_init(0.0, BLOCK_M, False)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)  # [BLOCK_M, BLOCK_D]
-    scale_log2 = scale * 1.4426950408889634
+    scale_log2 = scale * LOG2E
     acc, m, denom = _attend_run(
         acc, m, denom, q, k_base, v_base, scale_log2, stride_kt, stride_kd, stride_vt, stride_vd,
         seen, 0, full, False, HEAD_DIM, BLOCK_N, BLOCK_D, PRECISION, NUM_STAGES,

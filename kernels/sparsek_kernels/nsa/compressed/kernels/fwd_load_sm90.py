@@ -12,9 +12,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from sparsek_kernels.common.kernels.masks import last_key
+from sparsek_kernels.common.kernels.tiles_sm90 import tile_index
 from sparsek_kernels.nsa.compressed.kernels.block_sums_sm90 import KEYS, arranged_key
-from sparsek_kernels.nsa.select.kernels.scores import locate_rows
-from sparsek_kernels.sink_window.kernels.fwd_load_sm90 import tile_index
+from sparsek_kernels.nsa.kernels.tiles import locate_rows
 
 ROWS: gl.constexpr = gl.constexpr(64)
 Q_STAGES: gl.constexpr = gl.constexpr(2)  # tiles of queries: the next one's arrive early
@@ -181,7 +181,7 @@ def load_partition(
     count = 0
     done = 0
     for step in range(gl.cdiv(num_tiles, gl.num_programs(0))):
-        tile = tile_index(step, num_tiles)
+        tile = tile_index(step)
         if tile < num_tiles:
             valid, batch, head, kv_head, q_start, _, row, _, key_tile, _, steps = place(
                 where, tile, GROUP, VARLEN, BOUNDED, CMP_BLOCK, CMP_STRIDE

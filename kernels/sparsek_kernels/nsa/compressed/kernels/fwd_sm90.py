@@ -24,7 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparsek_kernels.common.kernels.masks import last_key
+from sparsek_kernels.common.kernels.softmax import LN2
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor
+from sparsek_kernels.common.kernels.tiles_sm90 import tile_index
 from sparsek_kernels.nsa.compressed.kernels.block_sums_sm90 import (
     KEYS,
     arranged_key,
@@ -37,9 +39,6 @@ from sparsek_kernels.nsa.compressed.kernels.fwd_load_sm90 import (
     load_partition,
     place,
 )
-from sparsek_kernels.sink_window.kernels.fwd_load_sm90 import tile_index
-
-LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
@@ -213,7 +212,7 @@ def _compute_partition(
     count = 0
     done = 0
     for step in range(gl.cdiv(num_tiles, gl.num_programs(0))):
-        tile = tile_index(step, num_tiles)
+        tile = tile_index(step)
         if tile < num_tiles:
             valid, batch, head, _, q_start, q_len, row, offset, _, full, steps = place(
                 where, tile, GROUP, VARLEN, BOUNDED, CMP_BLOCK, CMP_STRIDE
@@ -273,7 +272,7 @@ def _compute_partition(
                 acc_token = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
                 total = gl.convert_layout(gl.sum(total, 1), ROW_LAYOUT)
                 empty = total == 0.0
-                lse = gl.where(empty, float("-inf"), (m + gl.log2(total)) * LN_2)
+                lse = gl.where(empty, float("-inf"), (m + gl.log2(total)) * LN2)
                 inv_l = 1.0 / gl.where(empty, 1.0, total)
                 lse_base = lse_ptr + ((batch * num_heads + head) * num_q + q_start)
                 gl.store(lse_base + rows, lse, mask=rows < q_len)

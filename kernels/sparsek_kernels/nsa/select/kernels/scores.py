@@ -1,4 +1,4 @@
-"""Choosing blocks: compressed-attention mass, block scores, and the best blocks of each token.
+"""Block scores of selection, from the mass that compressed attention puts on each block.
 
 With ``p = exp(scale q . k_c - lse)``, ``R = l / d`` and ``K = l' / d`` (arXiv 2502.11089,
 equations 9 and 10), a compressed block that starts at stride ``m`` of selection block ``j`` shares
@@ -8,7 +8,7 @@ equations 9 and 10), a compressed block that starts at stride ``m`` of selection
     score_j = sum_m (R - spill(m)) mass_{jK + m} + sum_m spill(m) mass_{(j - 1) K + m}
 
 Scores of some thousand tokens at a time pass through a scratch tensor of ``[tokens, Hkv, pitch]``,
-``K`` times the heads of a group smaller than the probabilities; a second kernel picks each token's
+``K`` times the heads of a group smaller than the probabilities; then ``topk.py`` picks each token's
 best.  ``pitch`` is the number of blocks rounded up to a multiple of 64: scores move 16 bytes at a
 time, and tiles of blocks need no mask.
 """
@@ -16,42 +16,8 @@ time, and tiles of blocks need no mask.
 import triton
 import triton.language as tl
 
-from sparsek_kernels.nsa.compressed.kernels.block_sums_sm90 import BLOCK_SUMS_SCALE, block_sums_of
-from sparsek_kernels.nsa.kernels.tiles import compressed_visible
-
-
-@triton.jit
-def locate_rows(
-    tile,
-    seq,
-    tiles_ptr,
-    cu_rows_ptr,
-    cu_seqlens_ptr,
-    cu_cmp_ptr,
-    first_row,
-    num_rows,
-    offset,
-    num_cmp,
-    VARLEN: tl.constexpr,
-):
-    """``(seq, tile, batch, q_start, q_len, c_start, c_len, offset)`` of a tile of a launch's rows.
-
-    A launch serves rows ``first_row ..`` of q.  Packed: ``cu_rows`` are the sequences' offsets
-    clipped to those rows, sequence -1 is unused.  ``offset + row - q_start`` is a position.
-    """
-    if VARLEN:
-        seq = tl.load(tiles_ptr + tile.to(tl.int64) * 2)
-        tile = tl.load(tiles_ptr + tile.to(tl.int64) * 2 + 1)
-        known = tl.maximum(seq, 0)
-        q_start = tl.load(cu_rows_ptr + known)
-        q_len = tl.load(cu_rows_ptr + known + 1) - q_start
-        c_start = tl.load(cu_cmp_ptr + known)
-        c_len = tl.load(cu_cmp_ptr + known + 1) - c_start
-        skipped = q_start - tl.load(cu_seqlens_ptr + known)
-        return seq, tile, seq * 0, q_start, q_len, c_start, c_len, skipped
-    else:
-        start = seq * 0 + first_row
-        return seq, tile, seq, start, num_rows, seq * 0, num_cmp, offset + first_row
+from sparsek_kernels.common.kernels.softmax import LOG2E
+from sparsek_kernels.nsa.kernels.tiles import compressed_visible, locate_rows
 
 
 @triton.jit
@@ -188,7 +154,7 @@ def nsa_block_scores_kernel(
     )  # [BLOCK_T * BLOCK_G, BLOCK_D]
     stat = (batch * num_heads + head) * num_q + rows
     lse = tl.load(lse_ptr + stat, mask=mask_r, other=float("inf"))  # [BLOCK_T * BLOCK_G]
-    lse = tl.where(lse == float("-inf"), float("inf"), lse) * 1.4426950408889634
+    lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
     seen = compressed_visible(local + offset, CMP_BLOCK, CMP_STRIDE)  # [BLOCK_T * BLOCK_G]
     last = tl.minimum(tile * BLOCK_T + BLOCK_T, q_len) - 1 + offset
     end = last // SEL_BLOCK - NUM_LOCAL + 1
@@ -201,235 +167,10 @@ def nsa_block_scores_kernel(
     carried = tl.zeros([BLOCK_B, BLOCK_T], tl.float32)
     for first in tl.range(0, end, BLOCK_B, num_stages=NUM_STAGES):
         scores, spilled = _block_scores(
-            q, k_base, lse, seen, first, c_len, scale * 1.4426950408889634,
+            q, k_base, lse, seen, first, c_len, scale * LOG2E,
             stride_kt, stride_kd, HEAD_DIM, CELLS, REACH, NUM_LOCAL < 2,
             BLOCK_T, BLOCK_G, BLOCK_B, BLOCK_C, BLOCK_D, PRECISION,
         )  # fmt: skip
         if REACH > 1:
             scores, carried = with_spill(scores, spilled, carried, block)
         tl.store(scores_ptr + out_row[None, :] * pitch + first + block, scores, mask=mask_t)
-
-
-@triton.jit
-def _num_bits(word):
-    """Set bits of each uint32."""
-    word = word - ((word >> 1) & 0x55555555)
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F
-    return ((word * 0x01010101) >> 24).to(tl.int32)
-
-
-@triton.jit
-def _place_of_bit(word, n):
-    """Place of each uint32's set bit that has ``n`` set bits below it; there must be one."""
-    place = n * 0
-    for step in tl.static_range(5):
-        below = _num_bits((word >> place.to(tl.uint32)) & ((1 << (16 >> step)) - 1))
-        beyond = n >= below
-        n = tl.where(beyond, n - below, n)
-        place = tl.where(beyond, place + (16 >> step), place)
-    return place
-
-
-@triton.jit
-def _packed(flags):
-    """Flags ``[ROWS, 32]`` as uint32 ``[ROWS]``."""
-    return tl.sum(flags.to(tl.uint32) << tl.arange(0, 32).to(tl.uint32)[None, :], 1)
-
-
-@triton.jit
-def _forced_blocks(
-    indices_ptr,
-    token_seq_ptr,
-    cu_seqlens_ptr,
-    first_row,
-    num_q,
-    offset,
-    SEL_BLOCK: tl.constexpr,
-    TOP_N: tl.constexpr,
-    NUM_INIT: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    VARLEN: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-):
-    """Write what follows from the position of the program's token alone, forced blocks and -1.
-
-    Returns where the other ``num_free`` blocks go, and the range ``num_init .. first_local`` that
-    they are chosen from: ``(out, num_free, num_init, first_local)``.
-    """
-    FREE: tl.constexpr = TOP_N - NUM_INIT - NUM_LOCAL
-    batch = tl.program_id(2).to(tl.int64)
-    token = first_row + tl.program_id(0)
-    if VARLEN:
-        seq = tl.load(token_seq_ptr + token)
-        pos = token - tl.load(cu_seqlens_ptr + seq)
-    else:
-        pos = token + offset
-    own = pos // SEL_BLOCK
-    num_init = tl.minimum(own + 1, NUM_INIT)
-    first_local = tl.maximum(own - NUM_LOCAL + 1, num_init)
-    num_local = own + 1 - first_local
-    num_free = tl.minimum(first_local - num_init, FREE)
-    row = (batch * num_q + token) * tl.num_programs(1) + tl.program_id(1)
-    out = indices_ptr + row * TOP_N
-    offs_o = tl.arange(0, BLOCK_O)  # [BLOCK_O]
-    after = offs_o - num_init - num_free
-    rest = tl.where(offs_o < num_init, offs_o, tl.where(after < num_local, first_local + after, -1))
-    by_rule = (offs_o < num_init) | (after >= 0)
-    tl.store(out + offs_o, rest, mask=by_rule & (offs_o < TOP_N))
-    return out + num_init, num_free, num_init, first_local
-
-
-@triton.jit
-def _store_best(
-    out, score, num_free, num_init, first_local, FREE: tl.constexpr, BLOCK_O: tl.constexpr
-):
-    """Write the ``num_free`` best blocks, ascending, of ``score [BLOCK_R, 32]``.
-
-    The score of the worst winner is found by bisection, and a running count places the winners;
-    among equals the lower indices win.
-    """
-    BLOCK_R: tl.constexpr = score.shape[0]
-    COLS: tl.constexpr = score.shape[1]
-    block = tl.arange(0, BLOCK_R)[:, None] * COLS + tl.arange(0, COLS)[None, :]
-    inside = (block >= num_init) & (block < first_local)  # [BLOCK_R, COLS]
-    # NaN counts as zero: whatever q holds, valid blocks come out.  The bits of numbers that
-    # are not negative are ordered as the numbers are.
-    bits = tl.where(score > 0.0, score, 0.0).to(tl.int32, bitcast=True)
-    bits = tl.where(inside, bits, -1)  # [BLOCK_R, COLS]
-    best = tl.max(bits, 0)  # [COLS]
-    # As many scores as there are columns lie at or above the least of these maxima.
-    least = tl.min(best, 0) if COLS >= FREE else -1
-    above = tl.max(best, 0) + 1
-    count = tl.sum((bits >= least).to(tl.int32))
-    while (count != num_free) & (above - least > 1):
-        middle = least + (above - least) // 2
-        found = tl.sum((bits >= middle).to(tl.int32))
-        enough = found >= num_free
-        least = tl.where(enough, middle, least)
-        count = tl.where(enough, found, count)
-        above = tl.where(enough, above, middle)
-    won = _packed(bits >= least)  # [BLOCK_R]
-    if count != num_free:
-        # Of those that equal the worst winner, the first ones that there is room for.
-        equal = _packed(bits == least)
-        size = _num_bits(equal)
-        room = num_free - tl.sum((bits > least).to(tl.int32))
-        room -= tl.cumsum(size, 0) - size  # [BLOCK_R]
-        ahead = (tl.full([BLOCK_R], 1, tl.uint32) << _place_of_bit(equal, room).to(tl.uint32)) - 1
-        equal = tl.where(room >= size, equal, tl.where(room > 0, equal & ahead, 0))
-        won = _packed(bits > least) | equal
-    # The row that holds each winner, and its place there.
-    offs_o = tl.arange(0, BLOCK_O)  # [BLOCK_O]
-    size = _num_bits(won)
-    before = tl.cumsum(size, 0) - size
-    rank = offs_o[:, None] - before[None, :]
-    holds = (rank >= 0) & (rank < size[None, :])  # [BLOCK_O, BLOCK_R]
-    word = tl.sum(tl.where(holds, won[None, :], 0), 1)  # [BLOCK_O]
-    rank = tl.sum(tl.where(holds, rank, 0), 1)
-    first = tl.sum(tl.where(holds, tl.arange(0, BLOCK_R)[None, :] * COLS, 0), 1)
-    winner = first + _place_of_bit(word, rank)
-    tl.store(out + offs_o, winner, mask=offs_o < num_free)
-
-
-@triton.jit
-def nsa_top_blocks_kernel(
-    indices_ptr,
-    scores_ptr,
-    token_seq_ptr,
-    cu_seqlens_ptr,
-    first_row,
-    num_rows,
-    num_q,
-    offset,
-    pitch,
-    SEL_BLOCK: tl.constexpr,
-    TOP_N: tl.constexpr,
-    NUM_INIT: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    VARLEN: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-):
-    """One program: one token and KV head.
-
-    Candidates are the blocks from ``NUM_INIT`` on that lie before the ``NUM_LOCAL`` latest; the
-    ``TOP_N - NUM_INIT - NUM_LOCAL`` best of them and the forced blocks are written ascending, -1
-    after the last, to contiguous ``[B, N, Hkv, TOP_N]`` int32.
-    """
-    out, num_free, num_init, first_local = _forced_blocks(
-        indices_ptr, token_seq_ptr, cu_seqlens_ptr, first_row, num_q, offset,
-        SEL_BLOCK, TOP_N, NUM_INIT, NUM_LOCAL, VARLEN, BLOCK_O,
-    )  # fmt: skip
-    if num_free > 0:
-        COLS: tl.constexpr = 32
-        row = tl.program_id(2).to(tl.int64) * num_rows + tl.program_id(0)
-        at = (row * tl.num_programs(1) + tl.program_id(1)) * pitch
-        first = tl.arange(0, BLOCK_B // COLS)[:, None] * COLS
-        # Unwritten places are read with the rest, so that loads are wide.
-        score = tl.load(
-            scores_ptr + at + first + tl.arange(0, COLS)[None, :],
-            mask=first < first_local,
-            other=0.0,
-        )  # [BLOCK_B / COLS, COLS]
-        FREE: tl.constexpr = TOP_N - NUM_INIT - NUM_LOCAL
-        _store_best(out, score, num_free, num_init, first_local, FREE, BLOCK_O)
-
-
-@triton.jit
-def nsa_top_summed_blocks_kernel(
-    indices_ptr,
-    words_ptr,
-    maxima_ptr,
-    lse_ptr,
-    token_seq_ptr,
-    cu_seqlens_ptr,
-    first_row,
-    num_rows,
-    num_q,
-    offset,
-    pitch,
-    GROUP: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    TOP_N: tl.constexpr,
-    NUM_INIT: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    VARLEN: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-):
-    """As :func:`nsa_top_blocks_kernel`, of the sums that compressed attention left for each head.
-
-    ``words [B, num_rows, Hq, pitch, 16]`` holds them for ``pitch`` tiles of 32 blocks, relative to
-    ``maxima [B, num_rows, Hq, pitch]``.
-    """
-    out, num_free, num_init, first_local = _forced_blocks(
-        indices_ptr, token_seq_ptr, cu_seqlens_ptr, first_row, num_q, offset,
-        SEL_BLOCK, TOP_N, NUM_INIT, NUM_LOCAL, VARLEN, BLOCK_O,
-    )  # fmt: skip
-    if num_free > 0:
-        batch = tl.program_id(2).to(tl.int64)
-        row = tl.program_id(0)
-        num_heads = tl.num_programs(1) * GROUP
-        head = tl.program_id(1) * GROUP
-        at = (batch * num_rows + row) * num_heads + head
-        lse_ptr += (batch * num_heads + head) * num_q + first_row + row
-        tile = tl.arange(0, BLOCK_R)  # [BLOCK_R]
-        reached = tile * 32 < first_local
-        words_ptr += at * pitch * 16
-        maxima_ptr += at * pitch
-        score = tl.zeros([BLOCK_R, 32], tl.float32)
-        for member in tl.static_range(GROUP):
-            words = tl.load(
-                words_ptr + (member * pitch + tile)[:, None] * 16 + tl.arange(0, 16)[None, :],
-                mask=reached[:, None],
-                other=0,
-                eviction_policy="evict_first",
-            )  # [BLOCK_R, 16]
-            maxima = tl.load(maxima_ptr + member * pitch + tile, mask=reached, other=float("-inf"))
-            lse = tl.load(lse_ptr + member * num_q)
-            lse = tl.where(lse == float("-inf"), float("inf"), lse) * 1.4426950408889634
-            share = tl.exp2(maxima - lse) * BLOCK_SUMS_SCALE  # [BLOCK_R]
-            score += block_sums_of(words) * share[:, None]
-        FREE: tl.constexpr = TOP_N - NUM_INIT - NUM_LOCAL
-        _store_best(out, score, num_free, num_init, first_local, FREE, BLOCK_O)

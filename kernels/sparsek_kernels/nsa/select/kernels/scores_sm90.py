@@ -18,9 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from sparsek_kernels.nsa.select.kernels.scores import locate_rows, with_spill
+from sparsek_kernels.common.kernels.softmax import LOG2E
+from sparsek_kernels.nsa.kernels.tiles import locate_rows
+from sparsek_kernels.nsa.select.kernels.scores import with_spill
 
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 WARPGROUPS: gl.constexpr = gl.constexpr(4)
 
 
@@ -121,8 +122,8 @@ def _compute_partition(
     stat = stat_base + member.to(gl.int64) * num_q + local
     mask = (first + local < num_rows) & (member < GROUP)
     lse = gl.load(lse_ptr + stat, mask=mask, other=float("inf"))
-    lse = gl.where(lse == float("-inf"), float("inf"), lse) * LOG2_E
-    scale_log2 = scale * LOG2_E
+    lse = gl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+    scale_log2 = scale * LOG2E
     zero_s = gl.zeros([BLOCK_K, ROWS], gl.float32, S_LAYOUT)
     block = gl.arange(0, BLOCK_B, gl.SliceLayout(1, OUT_LAYOUT))
     token = gl.arange(0, BLOCK_T, gl.SliceLayout(0, OUT_LAYOUT))

@@ -13,7 +13,8 @@ dq; the parts are summed by kernels of their own.
 import triton
 import triton.language as tl
 
-from sparsek_kernels.nsa.selected.kernels.fwd import SIZES, load_entries, locate_item
+from sparsek_kernels.common.kernels.softmax import LOG2E
+from sparsek_kernels.nsa.selected.kernels.items import SIZES, load_entries, locate_item
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -62,7 +63,6 @@ def nsa_selected_bwd_part_kernel(
     offset,
     item_entries,
     GROUP: tl.constexpr,
-    SLOTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -79,7 +79,7 @@ def nsa_selected_bwd_part_kernel(
     ``ROWS_FIRST`` keeps the scores of many rows as ``[rows, BLOCK_N]``, which spreads ``dk`` and
     ``dv`` over more warps; otherwise they are ``[BLOCK_N, rows]`` and need no transposition.
 
-    Writes fp32 ``dk_part[item, BLOCK_N]``, ``dv_part`` alike, and ``dq_part[slot - first_slot,
+    Writes fp32 ``dk_part`` and ``dv_part [items, BLOCK_N, D]``, and ``dq_part[slot - first_slot,
     member]`` in its own dtype, unscaled.
     """
     live, kv_head, batch, k_start, k_len, block, entry, entry_end, shift = locate_item(
@@ -102,7 +102,7 @@ def nsa_selected_bwd_part_kernel(
     k = tl.load(k_base + keys * stride_kt + offs_d[None, :] * stride_kd, mask=mask_k, other=0.0)
     v_base = v_ptr + batch * stride_vb + wide_head * stride_vh
     v = tl.load(v_base + keys * stride_vt + offs_d[None, :] * stride_vd, mask=mask_k, other=0.0)
-    scale_log2 = scale * 1.4426950408889634
+    scale_log2 = scale * LOG2E
     dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)  # [BLOCK_N, BLOCK_D]
     dv = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)  # [BLOCK_N, BLOCK_D]
     slot, row, member, mask_r = load_entries(
@@ -120,7 +120,7 @@ def nsa_selected_bwd_part_kernel(
         )  # [BLOCK_E * BLOCK_G, BLOCK_D]
         stat = (batch * num_kv_heads * GROUP + head) * num_q + wide_row
         lse = tl.load(lse_ptr + stat, mask=mask_r, other=float("inf"))
-        lse = tl.where(lse == float("-inf"), float("inf"), lse) * 1.4426950408889634
+        lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
         delta = tl.load(delta_ptr + stat, mask=mask_r, other=0.0)
         pos = row + shift
         at = (slot - first_slot).to(tl.int64) * GROUP + member
@@ -166,16 +166,16 @@ def nsa_selected_bwd_dq_kernel(
     num_q,
     num_kv_heads,
     GROUP: tl.constexpr,
-    SLOTS: tl.constexpr,
+    TOP_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ADDED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program: ``dq`` of ``BLOCK_T`` tokens of one KV head from the parts of their slots.
+    """One program: ``dq`` of ``BLOCK_T`` tokens of one KV head, the sum of their parts.
 
-    ``ADDED``: and from ``dq_acc [B, Hq, N, D]``.
+    ``ADDED``: ``dq_acc [B, Hq, N, D]`` is added to the sum.
     """
     kv_head = tl.program_id(1)
     offs_r = tl.arange(0, BLOCK_T * BLOCK_G)
@@ -185,8 +185,8 @@ def nsa_selected_bwd_dq_kernel(
     offs_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     mask_q = mask_r[:, None] & (offs_d < HEAD_DIM)[None, :]
     wide = local.to(tl.int64)
-    slot = (wide * num_kv_heads + kv_head) * SLOTS
-    chosen_ptrs = indices_ptr + ((wide + first_row) * num_kv_heads + kv_head) * SLOTS
+    slot = (wide * num_kv_heads + kv_head) * TOP_N
+    chosen_ptrs = indices_ptr + ((wide + first_row) * num_kv_heads + kv_head) * TOP_N
     head = kv_head * GROUP + member
     acc = tl.zeros([BLOCK_T * BLOCK_G, BLOCK_D], dtype=tl.float32)
     if ADDED:
@@ -194,7 +194,7 @@ def nsa_selected_bwd_dq_kernel(
         acc_row = (row // num_q * num_kv_heads * GROUP + head) * num_q + row % num_q
         acc_ptrs = dq_acc_ptr + acc_row[:, None] * HEAD_DIM + offs_d[None, :]
         acc = tl.load(acc_ptrs, mask=mask_q, other=0.0)  # [BLOCK_T * BLOCK_G, BLOCK_D]
-    for s in tl.range(SLOTS, num_stages=4):
+    for s in tl.range(TOP_N, num_stages=4):
         chosen = tl.load(chosen_ptrs + s, mask=mask_r, other=-1)
         at = (slot + s) * GROUP + member
         part_ptrs = dq_part_ptr + at[:, None] * HEAD_DIM + offs_d[None, :]

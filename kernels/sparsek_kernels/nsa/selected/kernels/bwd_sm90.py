@@ -1,6 +1,6 @@
 """Backward of attention inside chosen blocks for Hopper (Gluon): parts of dq, dk and dv.
 
-The maths and the parts are those of :mod:`kernels_selected_bwd`.  Four warps gather the rows of the
+``bwd.py`` has the maths and defines the parts.  Four warps gather the rows of the
 queries that chose a block, a tile ahead of two warpgroups that compute.  Each of these takes half
 the rows of the scores ``[keys, rows]``, half the columns of dk and dv, and half the rows of dq, so
 probabilities and their gradients pass through shared memory.
@@ -16,10 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.nsa.selected.kernels.fwd import SIZES, locate_item
-from sparsek_kernels.nsa.selected.kernels.gather import GATHER_WARPS, copy_rows
-
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
+from sparsek_kernels.common.kernels.softmax import LOG2E
+from sparsek_kernels.nsa.selected.kernels.gather_sm90 import GATHER_WARPS, copy_rows
+from sparsek_kernels.nsa.selected.kernels.items import SIZES, locate_item
 
 
 @gluon.constexpr_function
@@ -91,7 +90,7 @@ def _gather_partition(
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
         row_smem.index(stage).store(row)
         lse = gl.where(lse == float("-inf"), float("inf"), lse)
-        lse_smem.index(stage).store(lse * LOG2_E)
+        lse_smem.index(stage).store(lse * LOG2E)
         delta_smem.index(stage).store(delta)
         slot_smem.index(stage).store(slot)
         gl.thread_barrier()
@@ -171,7 +170,7 @@ def _compute_partition(
     dv = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, KV_LAYOUT)
     zero_s = gl.zeros([BLOCK_N, ROWS], gl.float32, S_LAYOUT)
     zero_q = gl.zeros([ROWS, HEAD_DIM], gl.float32, DQ_LAYOUT)
-    scale_log2 = scale * LOG2_E
+    scale_log2 = scale * LOG2E
     out_member = gl.arange(0, ROWS, gl.SliceLayout(1, OUT_LAYOUT)) % BLOCK_G
     out_col = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, OUT_LAYOUT))[None, :]
     for step in range(steps):
@@ -280,7 +279,8 @@ def nsa_selected_hopper_bwd_part_kernel(
 ):
     """One program: up to ``item_entries`` queries that chose one block of ``SEL_BLOCK`` keys.
 
-    Strides count groups of eight elements.  Writes what ``nsa_selected_bwd_part_kernel`` writes.
+    Strides count groups of eight elements.  Results as of
+    ``nsa_selected_bwd_part_kernel``.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     live, kv_head, batch, k_start, k_len, block, entry, entry_end, shift = locate_item(

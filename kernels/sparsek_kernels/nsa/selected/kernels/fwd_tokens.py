@@ -7,7 +7,7 @@ it saves.  Online softmax as in FlashAttention-2 (arXiv 2307.08691, algorithm 1)
 import triton
 import triton.language as tl
 
-from sparsek_kernels.common.kernels.softmax import softmax_finish, softmax_init, softmax_step
+from sparsek_kernels.common.kernels.softmax import LOG2E, softmax_finish, softmax_init, softmax_step
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def nsa_selected_tokens_kernel(
     offset,
     num_kv_heads,
     GROUP: tl.constexpr,
-    SLOTS: tl.constexpr,
+    TOP_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -76,10 +76,10 @@ def nsa_selected_tokens_kernel(
     wide_head = kv_head.to(tl.int64)
     offs_t = tile * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
     offs_s = tl.arange(0, BLOCK_S)  # [BLOCK_S]
-    choice_row = ((batch * num_q + q_start + offs_t) * num_kv_heads + kv_head) * SLOTS
+    choice_row = ((batch * num_q + q_start + offs_t) * num_kv_heads + kv_head) * TOP_N
     chosen = tl.load(
         indices_ptr + choice_row[:, None] + offs_s[None, :],
-        mask=(offs_t < q_len)[:, None] & (offs_s < SLOTS)[None, :],
+        mask=(offs_t < q_len)[:, None] & (offs_s < TOP_N)[None, :],
         other=-1,
     )  # [BLOCK_T, BLOCK_S]
     chosen = tl.where(chosen < 0, 0x7FFFFFFF, chosen)
@@ -100,7 +100,7 @@ def nsa_selected_tokens_kernel(
     k_base = k_ptr + batch * stride_kb + wide_head * stride_kh
     v_base = v_ptr + batch * stride_vb + wide_head * stride_vh
     pos = local + offset
-    scale_log2 = scale * 1.4426950408889634
+    scale_log2 = scale * LOG2E
     m, denom = softmax_init(0.0, BLOCK_T * BLOCK_G, False)
     acc = tl.zeros([BLOCK_T * BLOCK_G, BLOCK_D], dtype=tl.float32)
     block = tl.min(chosen)

@@ -1,0 +1,56 @@
+"""One block-sparse attention call, as launchers and the torch path take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from sparsek_kernels.block_sparse.config import LaunchConfig, ProblemShape, select_config
+from sparsek_kernels.common.device import device_arch
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSparseProblem:
+    """Checked inputs of one call; index tensors as in :class:`BlockStructure`.
+
+    Args:
+        q: ``[B, N, Hq, D]``.
+        k: ``[B, M, Hkv, D]``.
+        v: ``[B, M, Hkv, D]``.
+        crow_indices: ``[P, R + 1]`` offsets into ``col_indices``.
+        col_indices: ``[nnz]`` key blocks that each row of blocks lists.
+        ccol_indices: ``[P, C + 1]`` offsets into ``row_indices``.
+        row_indices: ``[nnz]`` query blocks that list each column of blocks.
+        block_size: tokens along a side of a block.
+        causal: whether a query is limited to keys up to its own position.
+        softmax_scale: factor of ``q . k``.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    crow_indices: torch.Tensor
+    col_indices: torch.Tensor
+    ccol_indices: torch.Tensor
+    row_indices: torch.Tensor
+    block_size: int
+    causal: bool
+    softmax_scale: float
+
+    @cached_property
+    def shape(self) -> ProblemShape:
+        """Sizes, from which the launch configuration follows."""
+        return ProblemShape(
+            num_heads=self.q.shape[2],
+            num_kv_heads=self.k.shape[2],
+            head_dim=self.q.shape[3],
+            block_size=self.block_size,
+            num_patterns=self.crow_indices.shape[0],
+            num_k=self.k.shape[1],
+        )
+
+    def launch_config(self) -> LaunchConfig:
+        """The table's configuration for these inputs on their GPU."""
+        return select_config(self.shape, self.q.dtype, device_arch(self.q.device))

@@ -1,0 +1,85 @@
+"""What one call of attention over compressed blocks, or of the selection after it, is about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from sparsek_kernels.nsa.config import LaunchConfig, ProblemShape
+from sparsek_kernels.nsa.launching import launch_config, problem_shape
+from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
+from sparsek_kernels.nsa.spec import NSASpec
+
+
+@dataclass(frozen=True)
+class CompressedProblem:
+    """Queries, compressed keys and values, and the rules of one call.
+
+    Args:
+        q: ``[B, N, Hq, D]``, the last N tokens.
+        k_cmp: ``[B, C, Hkv, D]``.
+        v_cmp: ``[B, C, Hkv, D]``; selection does not read it.
+        seq_len: tokens that were compressed, M.
+        cu_seqlens: ``[sequences + 1]`` int32 offsets of packed sequences.
+        spec: block sizes and counts.
+        softmax_scale: factor of ``q . k``.
+        tuned: launch parameters instead of the table's.
+    """
+
+    q: torch.Tensor
+    k_cmp: torch.Tensor
+    v_cmp: torch.Tensor
+    seq_len: int
+    cu_seqlens: torch.Tensor | None
+    spec: NSASpec
+    softmax_scale: float
+    tuned: LaunchConfig | None = None
+
+    @cached_property
+    def shape(self) -> ProblemShape:
+        """Sizes, as the table of launch parameters takes them."""
+        return problem_shape(self.q, self.k_cmp.shape[2], self.seq_len)
+
+    @cached_property
+    def config(self) -> LaunchConfig:
+        """Launch parameters."""
+        return self.tuned or launch_config(self.q, self.shape, self.spec.top_n)
+
+    @property
+    def offset(self) -> int:
+        """Position of the first query; packed sequences start at 0."""
+        return self.seq_len - self.q.shape[1]
+
+    @cached_property
+    def cu_cmp(self) -> torch.Tensor | None:
+        """``[sequences + 1]`` int32 offsets of packed sequences' compressed blocks."""
+        if self.cu_seqlens is None:
+            return None
+        return compressed_cu_seqlens(
+            self.cu_seqlens, self.spec.cmp_block_size, self.spec.cmp_stride
+        )
+
+    @cached_property
+    def token_seq(self) -> torch.Tensor | None:
+        """``[N]`` int32: the packed sequence of each token."""
+        if self.cu_seqlens is None:
+            return None
+        row = torch.arange(self.q.shape[1], dtype=torch.int32, device=self.q.device)
+        return torch.searchsorted(self.cu_seqlens[1:], row, right=True, out_int32=True)
+
+    def pointers(self, *maps: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """``maps`` of packed sequences; fixed lengths pass q, which no kernel reads as a map."""
+        return tuple(self.q if x is None else x for x in maps)
+
+    @property
+    def rules(self) -> dict[str, int | bool]:
+        """Compile-time arguments that every kernel of this problem takes."""
+        return {
+            "GROUP": self.shape.group,
+            "HEAD_DIM": self.shape.head_dim,
+            "CMP_BLOCK": self.spec.cmp_block_size,
+            "CMP_STRIDE": self.spec.cmp_stride,
+            "VARLEN": self.cu_seqlens is not None,
+        }

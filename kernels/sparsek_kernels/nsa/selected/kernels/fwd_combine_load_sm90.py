@@ -1,0 +1,224 @@
+"""Tiles of the combining kernel for Hopper (Gluon), and the warps that copy their inputs."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from sparsek_kernels.nsa.selected.kernels.fwd_combine import is_near
+
+COPY_WARPS: gl.constexpr = gl.constexpr(4)
+CHUNK: gl.constexpr = gl.constexpr(32)
+
+
+@gluon.jit
+def tile_place(
+    index, sizes, maps, MAPPED: gl.constexpr, VARLEN: gl.constexpr, BLOCK_T: gl.constexpr
+):
+    """Where tile ``index`` lies.
+
+    Returns ``(live, kv_head, batch, start, end, base_row, k_start, k_len, shift)``: rows
+    ``start ..`` before ``end`` of ``[B * N]``, the sequence's first row, its keys, and the position
+    of a query in its sequence minus its row.
+    """
+    first_row, num_rows, _num_q, num_k, offset, _num_kv_heads, num_tiles = sizes
+    cu_rows_ptr, cu_first_ptr, tiles_ptr = maps
+    kv_head = index // num_tiles
+    tile = index % num_tiles
+    batch = kv_head * 0
+    base_row = kv_head * 0
+    k_start = kv_head * 0
+    k_len = num_k
+    start = first_row
+    end = first_row + num_rows
+    live = index >= 0
+    if MAPPED:
+        seq = gl.load(tiles_ptr + tile.to(gl.int64) * 2)
+        tile = gl.load(tiles_ptr + tile.to(gl.int64) * 2 + 1)
+        live = seq >= 0
+        seq = gl.maximum(seq, 0)
+        start = gl.load(cu_rows_ptr + seq)
+        end = gl.load(cu_rows_ptr + seq + 1)
+        base_row = gl.load(cu_first_ptr + seq)
+        if VARLEN:
+            k_start = base_row
+            k_len = gl.load(cu_first_ptr + seq + 1) - base_row
+        else:
+            batch = seq
+    start += tile * BLOCK_T
+    return live, kv_head, batch, start, end, base_row, k_start, k_len, offset - base_row
+
+
+@gluon.jit
+def near_steps(start, end, shift, BLOCK_T: gl.constexpr, SEL_BLOCK: gl.constexpr):
+    """``(first step, steps, low)``: step 0 is the first block, step ``i`` block ``low + i - 1``."""
+    low = gl.maximum((start + shift) // SEL_BLOCK - 1, 0)
+    high = (gl.minimum(start + BLOCK_T, end) - 1 + shift) // SEL_BLOCK
+    return gl.where(low > 0, 0, 1), high - low + 2, low
+
+
+@gluon.jit
+def is_far(block, own):
+    """Whether a query in block ``own`` has a part for ``block``; -1, for none, has none."""
+    return (block >= 0) & (is_near(block, own) == 0)
+
+
+@gluon.jit
+def _copy_rows(
+    tile,
+    base_ptr,
+    mask_smem,
+    bit,
+    octet_t,
+    octet_r,
+    BLOCK_G: gl.constexpr,
+):
+    """Start copies to ``tile [ROWS, HEAD_DIM]``; rows without bit ``bit`` in the mask are zeros.
+
+    Row ``r`` lies ``r // BLOCK_G * octet_t + r % BLOCK_G * octet_r`` groups of eight elements after
+    ``base_ptr``.
+    """
+    ROWS: gl.constexpr = tile.shape[0]
+    HEAD_DIM: gl.constexpr = tile.shape[1]
+    WIDE: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [COPY_WARPS, 1], [1, 0]
+    )
+    col = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, WIDE))[None, :]
+    for chunk in gl.static_range(ROWS // CHUNK):
+        row = chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, WIDE))
+        held = mask_smem.slice(chunk * CHUNK, CHUNK).load(gl.SliceLayout(1, WIDE))
+        at = (row // BLOCK_G * octet_t + row % BLOCK_G * octet_r).to(gl.int64) * 8
+        async_copy.async_copy_global_to_shared(
+            tile.slice(chunk * CHUNK, CHUNK),
+            base_ptr + at[:, None] + col,
+            mask=(((held >> bit) & 1) != 0)[:, None],
+        )
+
+
+@gluon.jit
+def _copy_tile(
+    ring,
+    bars,
+    count,
+    base_ptr,
+    mask_smem,
+    bit,
+    octet_t,
+    octet_r,
+    BLOCK_G: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """``_copy_rows`` to buffer number ``count`` of the ring, once it is free; the next number."""
+    full, empty = bars
+    stage = count % STAGES
+    mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+    _copy_rows(ring.index(stage), base_ptr, mask_smem, bit, octet_t, octet_r, BLOCK_G)
+    async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+    return count + 1
+
+
+@gluon.jit
+def copy_partition(
+    pointers,
+    ring,
+    bars,
+    queries,
+    mask_smem,
+    row_smem,
+    strides,
+    sizes,
+    maps,
+    num_items,
+    GROUP: gl.constexpr,
+    BLOCK_G: gl.constexpr,
+    TOP_N: gl.constexpr,
+    BLOCK_S: gl.constexpr,
+    SEL_BLOCK: gl.constexpr,
+    MAPPED: gl.constexpr,
+    VARLEN: gl.constexpr,
+    GATED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Copy tiles into the ring, in the order in which the computing partition takes them."""
+    part_ptr, q_ptr, k_ptr, v_ptr, cmp_ptr, swa_ptr, indices_ptr = pointers
+    octet_qb, octet_qt, octet_qh, octet_kb, octet_kt, octet_kh, octet_vb, octet_vt, octet_vh = (
+        strides
+    )
+    first_row, _num_rows, _num_q, _num_k, _offset, num_kv_heads, _num_tiles = sizes
+    ROWS: gl.constexpr = ring.shape[1]
+    BLOCK_T: gl.constexpr = ROWS // BLOCK_G
+    HEAD_DIM: gl.constexpr = ring.shape[2]
+    OCTETS: gl.constexpr = HEAD_DIM // 8
+    LIST: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [COPY_WARPS, 1], [1, 0])
+    offs_r = gl.arange(0, ROWS, gl.SliceLayout(1, LIST))
+    offs_s = gl.arange(0, BLOCK_S, gl.SliceLayout(0, LIST))
+    key = gl.arange(0, ROWS, gl.SliceLayout(1, LIST))
+    q_smem, q_full, q_empty = queries
+    count = 0
+    turn = 0
+    for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        live, kv_head, batch, start, end, base_row, k_start, k_len, shift = tile_place(
+            index, sizes, maps, MAPPED, VARLEN, BLOCK_T
+        )
+        if live:
+            wide_start = start.to(gl.int64)
+            row = start + offs_r // BLOCK_G
+            inside = (row < end) & (offs_r % BLOCK_G < GROUP)
+            gl.thread_barrier()
+            row_smem.store(inside.to(gl.int32))
+            gl.thread_barrier()
+            q_row = wide_start
+            if not VARLEN:
+                q_row -= base_row
+            q_at = batch.to(gl.int64) * octet_qb + q_row * octet_qt
+            q_at += (kv_head * GROUP).to(gl.int64) * octet_qh
+            mbarrier.wait(q_empty, (turn & 1) ^ 1)
+            _copy_rows(q_smem, q_ptr + q_at * 8, row_smem, 0, octet_qt, octet_qh, BLOCK_G)
+            async_copy.mbarrier_arrive(q_full, increment_count=False)
+            turn += 1
+            k_at = (batch.to(gl.int64) * octet_kb + kv_head.to(gl.int64) * octet_kh) * 8
+            v_at = (batch.to(gl.int64) * octet_vb + kv_head.to(gl.int64) * octet_vh) * 8
+            first, steps, low = near_steps(start, end, shift, BLOCK_T, SEL_BLOCK)
+            for step in range(first, steps):
+                token = gl.where(step == 0, 0, low + step - 1) * SEL_BLOCK
+                gl.thread_barrier()
+                mask_smem.store((token + key < k_len).to(gl.int32))
+                gl.thread_barrier()
+                wide_token = (k_start + token).to(gl.int64) * 8
+                count = _copy_tile(
+                    ring, bars, count, k_ptr + k_at + wide_token * octet_kt, mask_smem, 0,
+                    octet_kt, 0, 1, STAGES,
+                )  # fmt: skip
+                count = _copy_tile(
+                    ring, bars, count, v_ptr + v_at + wide_token * octet_vt, mask_smem, 0,
+                    octet_vt, 0, 1, STAGES,
+                )  # fmt: skip
+            choice = (row.to(gl.int64) * num_kv_heads + kv_head) * TOP_N
+            listed = gl.load(
+                indices_ptr + choice[:, None] + offs_s[None, :],
+                mask=inside[:, None] & (offs_s < TOP_N)[None, :],
+                other=-1,
+            )  # [ROWS, BLOCK_S]
+            own = (row + shift) // SEL_BLOCK
+            far = is_far(listed, own[:, None]).to(gl.int32) << offs_s[None, :]
+            bits = gl.sum(far, 1)
+            gl.thread_barrier()
+            mask_smem.store(bits)
+            gl.thread_barrier()
+            slot = ((wide_start - first_row) * num_kv_heads + kv_head) * TOP_N
+            for s in range(TOP_N):
+                count = _copy_tile(
+                    ring, bars, count, part_ptr + (slot + s) * (GROUP * HEAD_DIM), mask_smem, s,
+                    num_kv_heads * (TOP_N * GROUP * OCTETS), OCTETS, BLOCK_G, STAGES,
+                )  # fmt: skip
+            if GATED:
+                at = (wide_start * num_kv_heads + kv_head) * (GROUP * HEAD_DIM)
+                octet_t = num_kv_heads * (GROUP * OCTETS)
+                count = _copy_tile(
+                    ring, bars, count, cmp_ptr + at, row_smem, 0, octet_t, OCTETS, BLOCK_G,
+                    STAGES,
+                )  # fmt: skip
+                count = _copy_tile(
+                    ring, bars, count, swa_ptr + at, row_smem, 0, octet_t, OCTETS, BLOCK_G,
+                    STAGES,
+                )  # fmt: skip

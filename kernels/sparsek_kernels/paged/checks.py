@@ -1,0 +1,120 @@
+"""Checks of what the paged operations are called with."""
+
+from __future__ import annotations
+
+import torch
+
+from sparsek_kernels.checks import check_tensor
+from sparsek_kernels.paged.batch import PagedBatch, host_lengths
+from sparsek_kernels.paged.policy import ScoreKind, SelectionPolicy, cell_size, summary_vectors
+
+
+def check_cache_dtype(
+    k_cache: torch.Tensor, dtype: torch.dtype, k_scale: float, v_scale: float
+) -> None:
+    if k_cache.dtype == dtype:
+        if k_scale != 1.0 or v_scale != 1.0:
+            raise ValueError(
+                f"k_scale, v_scale: expected 1.0 for a {dtype} cache, got {k_scale} and {v_scale}"
+            )
+        return
+    if k_cache.dtype != torch.float8_e4m3fn:
+        raise TypeError(
+            f"k_cache: expected the dtype of q, {dtype}, or float8_e4m3fn, got {k_cache.dtype}"
+        )
+    if not k_cache.is_cuda:
+        raise NotImplementedError(f"k_cache: fp8 caches need a GPU; on a CPU use {dtype}")
+    if torch.cuda.get_device_capability(k_cache.device) < (8, 9):
+        raise NotImplementedError(f"k_cache: fp8 caches need sm_89 or later; use {dtype}")
+
+
+def check_triton_layout(**tensors: torch.Tensor | None) -> None:
+    """The Triton kernels read rows as whole runs of memory, K and V of one width."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise NotImplementedError(
+                f"{name}: on a GPU the last dimension must be contiguous, got strides "
+                f"{tuple(tensor.stride())}; pass {name}.contiguous()"
+            )
+    k_cache, v_cache = tensors.get("k_cache"), tensors.get("v_cache")
+    if k_cache is not None and v_cache is not None and v_cache.shape[-1] != k_cache.shape[-1]:
+        raise NotImplementedError(
+            f"v_cache: on a GPU V must be as wide as K, {k_cache.shape[-1]}, got "
+            f"{v_cache.shape[-1]}; pad V with zeros"
+        )
+
+
+def check_batch_layout(batch: PagedBatch) -> None:
+    """:func:`check_triton_layout` of a batch's own tensors, once for all layers."""
+    batch.derived(
+        "layout",
+        lambda: check_triton_layout(
+            block_table=batch.block_table,
+            seq_lens=batch.seq_lens,
+            cu_seqlens_q=batch.cu_seqlens_q,
+        ),
+    )
+
+
+def check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[int, int, int]:
+    check_tensor("k_cache", k_cache, ("num_pages", "Hkv", "page_size", "D"))
+    pages, heads, page_size, dim = k_cache.shape
+    check_tensor(
+        "v_cache", v_cache, (pages, heads, page_size, "Dv"), (k_cache.dtype,), k_cache.device
+    )
+    return heads, page_size, dim
+
+
+def check_summary(
+    k_summary: torch.Tensor | None, k_cache: torch.Tensor, page_size: int, score_kind: ScoreKind
+) -> None:
+    if k_summary is None:
+        return
+    pages, heads, _, dim = k_cache.shape
+    shape = (pages, heads, page_vectors(page_size, score_kind), dim)
+    check_tensor("k_summary", k_summary, shape, device=k_cache.device)
+
+
+def page_vectors(page_size: int, score_kind: ScoreKind) -> int:
+    vectors = summary_vectors(page_size)
+    if page_size % cell_size(score_kind):
+        raise ValueError(
+            f"page_size: {score_kind} summaries need a multiple of {cell_size(score_kind)}, "
+            f"got {page_size}"
+        )
+    return vectors
+
+
+def check_pages(policy: SelectionPolicy, page_size: int) -> None:
+    size = policy.sel_block_size
+    if page_size % size and size % page_size:
+        raise ValueError(
+            f"page_size: expected a divisor or a multiple of sel_block_size={size}, got {page_size}"
+        )
+
+
+def check_batch(q: torch.Tensor, batch: PagedBatch, page_size: int) -> None:
+    """Check once per batch what the host knows of it; no device is waited for."""
+    if batch.query_lens_host is None and batch.cu_seqlens_q.device.type != "cpu":
+        return
+    rows = batch.derived(("rows", page_size), lambda: _checked_rows(batch, page_size))
+    if q.shape[0] < rows:
+        raise ValueError(
+            f"q: expected at least {rows} rows, as many as batch has query tokens, got {q.shape[0]}"
+        )
+
+
+def _checked_rows(batch: PagedBatch, page_size: int) -> int:
+    """Rows of queries up to the batch's last one."""
+    lengths = batch.seq_lens_host
+    if lengths is None and batch.seq_lens.device.type == "cpu":
+        lengths, _ = host_lengths(batch)
+    if lengths is not None:
+        room = batch.block_table.shape[1] * page_size
+        for request, (length, count) in enumerate(zip(lengths, batch.query_lens, strict=True)):
+            if not count <= length <= room:
+                raise ValueError(
+                    f"seq_lens: expected {count} (the new tokens) to {room} (the tokens of "
+                    f"{batch.block_table.shape[1]} pages) for request {request}, got {length}"
+                )
+    return batch.first_row + sum(batch.query_lens)

@@ -1,0 +1,41 @@
+"""The tensors of one call of paged attention, as one object from the api to every kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class PagedOperands:
+    """Queries, one layer's cache and the output.
+
+    Args:
+        q: ``[T, Hq, D]``.
+        k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``.
+        out: ``[T, Hq, D]``, written.
+        softmax_scale: factor of ``q . k``.
+        k_summary: ``[num_pages, Hkv, page_size // 16, D]``, or ``None`` where nothing is selected.
+        sinks: ``[Hq]`` learned logits that join the softmax denominator only, or ``None``.
+        k_scale, v_scale: factors of an fp8 cache and its summaries.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    out: torch.Tensor
+    softmax_scale: float
+    k_summary: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.q.shape[1] // self.k_cache.shape[1]
+
+    def of_rows(self, rows: slice) -> PagedOperands:
+        """The operands of some rows of ``q`` and ``out``."""
+        return replace(self, q=self.q[rows], out=self.out[rows])

@@ -1,0 +1,62 @@
+"""One sink-window attention call, as launchers and the torch path take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from sparsek_kernels.common.device import device_arch
+from sparsek_kernels.sink_window.config import LaunchConfig, ProblemShape, select_config
+from sparsek_kernels.sink_window.spec import AttentionSpec
+
+
+@dataclass(frozen=True, eq=False)
+class SinkWindowProblem:
+    """Checked inputs of one call.
+
+    Args:
+        q: ``[B, N, Hq, D]``.
+        k: ``[B, M, Hkv, D]``.
+        v: ``[B, M, Hkv, D]``.
+        spec: mask and scale.
+        sinks: ``[Hq]`` learned logits.
+        cu_seqlens_q: ``[S + 1]`` int32 offsets of packed queries, with ``B = 1``.
+        cu_seqlens_k: ``[S + 1]`` int32 offsets of packed keys.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    spec: AttentionSpec
+    sinks: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+
+    @cached_property
+    def shape(self) -> ProblemShape:
+        """Sizes and mask, from which the launch configuration follows."""
+        batch, num_q, num_heads, head_dim = self.q.shape
+        cu_seqlens = self.cu_seqlens_q
+        return ProblemShape(
+            batch=batch,
+            num_q=num_q,
+            num_k=self.k.shape[1],
+            num_heads=num_heads,
+            num_kv_heads=self.k.shape[2],
+            head_dim=head_dim,
+            num_sink=self.spec.num_sink,
+            window_size=self.spec.window_size,
+            causal=self.spec.causal,
+            num_seqs=None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        )
+
+    @property
+    def varlen(self) -> bool:
+        """Whether sequences are packed."""
+        return self.cu_seqlens_q is not None
+
+    def launch_config(self) -> LaunchConfig:
+        """The table's configuration for these inputs on their GPU."""
+        return select_config(self.shape, self.q.dtype, device_arch(self.q.device))

@@ -1,0 +1,46 @@
+"""Commands with many options, as functions of few parameters."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, get_type_hints
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, for typer, with an option for every field of its dataclass parameters.
+
+    Fields are annotated, and have defaults, as parameters of a typer command; their names differ
+    from those of the other parameters.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    options: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name not in groups:
+            kind = inspect.Parameter.KEYWORD_ONLY
+            options.append(parameter.replace(kind=kind, annotation=hints[name]))
+            continue
+        own = get_type_hints(groups[name], include_extras=True)
+        for field in fields(groups[name]):
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
+            options.append(
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=default,
+                    annotation=own[field.name],
+                )
+            )
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        command(**given)
+
+    vars(run)["__signature__"] = inspect.Signature(options)
+    run.__annotations__ = {option.name: option.annotation for option in options}
+    return run

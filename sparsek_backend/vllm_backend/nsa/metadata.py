@@ -1,0 +1,53 @@
+"""The steps of natively sparse layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+
+from sparsek_backend.vllm_backend.accounting import nsa_attended, query_positions
+from sparsek_backend.vllm_backend.engine import engine_of
+from sparsek_backend.vllm_backend.report import describe_nsa_layers
+from sparsek_backend.vllm_backend.settings import check_page_size, nsa_section
+from sparsek_backend.vllm_backend.step import StepBuilder, StepMetadata, build_batch
+
+from .pages import tail_elements
+
+logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level
+
+
+class NSAMetadataBuilder(StepBuilder):
+    """Builds the metadata of layers that all follow the model's ``nsa`` section."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        resolved = engine_of(vllm_config).resolved
+        self.config = nsa_section(resolved)
+        self.num_layers = len(layer_names)
+        spec = kv_cache_spec
+        check_page_size(resolved, spec.block_size)
+        tail = tail_elements(self.config, spec.num_kv_heads, spec.block_size, spec.head_size)
+        share = tail / (spec.num_kv_heads * spec.block_size * 2 * spec.head_size)
+        indices = [extract_layer_index(name) for name in layer_names]
+        logger.info_once(
+            describe_nsa_layers(indices, self.config, spec.block_size, device.type, share)
+        )
+
+    def assemble(self, common: Any) -> StepMetadata:
+        """Translate vLLM's metadata; compressed keys count as attended."""
+        batch = build_batch(
+            common, self.reorder_batch_threshold or 1, self.on_host, gathers_prefills=True
+        )
+        position = query_positions(batch.seq_lens, batch.query_lens)
+        return StepMetadata(
+            batch=batch.paged,
+            num_actual_tokens=common.num_actual_tokens,
+            attended_tokens=int(nsa_attended(self.config, position).sum()) * self.num_layers,
+            context_tokens=int((position + 1).sum()) * self.num_layers,
+        )

@@ -1,0 +1,103 @@
+"""The settings of an engine, and whether they fit its KV pages."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sparsek_backend.config import (
+    ConfigError,
+    ResolvedConfig,
+    read_section,
+    resolve_config,
+)
+from sparsek_backend.nn.config import NSAConfig
+from sparsek_kernels.nsa.paged.cache import check_paged_spec
+from sparsek_kernels.paged.policy import CELL_SIZE
+
+from .compat import is_batch_invariant, selected_backends
+from .names import BACKEND_NAME, NSA_ARCHITECTURE
+
+
+def engine_config(vllm_config: Any) -> ResolvedConfig:
+    """Return the settings of an engine, merged from all sources.
+
+    Raises:
+        ConfigError: a setting is unknown, invalid, or contradicts another.
+    """
+    return resolve_config(
+        read_section(vllm_config.additional_config),
+        os.environ,
+        _model_section(vllm_config.model_config, "sparse_config"),
+        _model_section(vllm_config.model_config, "nsa"),
+        is_batch_invariant(),
+    )
+
+
+def require_backend(vllm_config: Any) -> None:
+    """Refuse a natively sparse model without ``--attention-backend SPARSEK``.
+
+    Raises:
+        ConfigError: another backend was chosen, or none.
+    """
+    if not any(getattr(x, "name", "") == BACKEND_NAME for x in selected_backends(vllm_config)):
+        raise ConfigError(
+            f"SPARSEK: {NSA_ARCHITECTURE} needs --attention-backend {BACKEND_NAME}, which this "
+            "engine was started without"
+        )
+
+
+def nsa_section(resolved: ResolvedConfig) -> NSAConfig:
+    """Return the ``nsa`` section of the model's config.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if resolved.nsa is None:
+        raise ConfigError(
+            "SPARSEK: this model needs an nsa section in its config.json; docs/nsa.md shows one"
+        )
+    return resolved.nsa
+
+
+def check_page_size(resolved: ResolvedConfig, page_size: int) -> None:
+    """Check that KV pages and selected blocks nest.
+
+    Raises:
+        ConfigError: they do not, or a page cannot hold the summaries that the settings need.
+    """
+    config = resolved.config
+    if resolved.nsa is not None:
+        try:
+            check_paged_spec(resolved.nsa.spec, page_size)
+        except ValueError as error:
+            raise ConfigError(
+                f"SPARSEK cannot serve the nsa section of the model's config: {error}; remedy: "
+                "correct the section or, where the page does not fit, --block-size with a common "
+                "multiple of cmp_stride and sel_block_size"
+            ) from None
+    if config.mode != "block_topk":
+        return
+    size = config.sel_block_size
+    source = resolved.sources["sel_block_size"]
+    if page_size % size and size % page_size:
+        raise ConfigError(
+            f"SPARSEK setting sel_block_size (from {source}): expected a divisor or a multiple of "
+            f"the KV page of {page_size} tokens, got {size}; remedy: --block-size {size}, or set "
+            f"sel_block_size to {page_size}"
+        )
+    if config.score_kind == "min_max" and page_size % (2 * CELL_SIZE):
+        raise ConfigError(
+            f"SPARSEK setting score_kind (from {resolved.sources['score_kind']}): min_max needs "
+            f"KV pages of a multiple of {2 * CELL_SIZE} tokens, got {page_size}; remedy: "
+            "--block-size 64, or score_kind cell_mean"
+        )
+
+
+def _model_section(model_config: Any, section_name: str) -> object:
+    """Return a section of the model's own config, or ``None``."""
+    for name in ("hf_text_config", "hf_config"):
+        section = getattr(getattr(model_config, name, None), section_name, None)
+        if section is not None:
+            return section.to_dict() if hasattr(section, "to_dict") else section
+    return None

@@ -1,0 +1,75 @@
+"""The FlashAttention that vLLM ships, for prefills that attend everything or one window.
+
+A prompt within the budget has nothing to gain from selection and must lose nothing either: it
+takes the fastest dense kernel on the machine, over the same pages.  Where vLLM has no
+FlashAttention for a layer, SparseK's own dense path serves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sparsek_kernels.paged.plan import Segment
+
+
+class FlashPrefill:
+    """vLLM's FlashAttention over our pages.
+
+    Args:
+        attend: ``flash_attn_varlen_func``.
+        version: its ``fa_version``.
+    """
+
+    def __init__(self, attend: Callable[..., Any], version: int) -> None:
+        self._attend = attend
+        self.version = version
+
+    @staticmethod
+    def serves(segment: Segment) -> bool:
+        """Whether FlashAttention has the segment's mask; decodes keep to the paged kernels."""
+        return segment.policy.is_band and segment.batch.num_prefills > 0
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        segment: Segment,
+        *,
+        softmax_scale: float,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend the queries of ``segment``.
+
+        FlashAttention takes scratch for every row that it is given, so it is given no others.
+
+        Args:
+            q: ``[T, Hq, D]``, the rows from which the segment's batch counts.
+            k_cache: ``[num_pages, Hkv, page_size, D]`` keys.
+            v_cache: ``[num_pages, Hkv, page_size, D]`` values.
+            sinks: ``[Hq]`` learned logits, or ``None``.
+            out: ``[T, Hq, D]``, written where the segment has queries.
+        """
+        batch, window = segment.batch, segment.policy.window_size
+        rows = slice(batch.first_row, batch.first_row + batch.num_prefill_tokens)
+        offsets = batch.derived("own offsets", lambda: batch.cu_seqlens_q - batch.first_row)
+        self._attend(
+            q=q[rows],
+            k=k_cache.transpose(1, 2),
+            v=v_cache.transpose(1, 2),
+            out=out[rows],
+            cu_seqlens_q=offsets,
+            max_seqlen_q=batch.max_query_len,
+            seqused_k=batch.seq_lens,
+            max_seqlen_k=batch.max_seq_len,
+            softmax_scale=softmax_scale,
+            causal=True,
+            window_size=[-1, -1] if window is None else [window - 1, 0],
+            block_table=batch.block_table,
+            fa_version=self.version,
+            s_aux=sinks,
+        )

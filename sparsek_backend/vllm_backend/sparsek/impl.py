@@ -1,0 +1,378 @@
+"""The per-layer part: write new keys and values, split the step, attend each segment."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from sparsek_backend.vllm_backend import compat
+from sparsek_backend.vllm_backend.checks import refuse_quantised_output
+from sparsek_backend.vllm_backend.engine import current_engine
+from sparsek_backend.vllm_backend.stats import STATS
+from sparsek_kernels.fallback import paged_fallback, sdpa_fallback
+from sparsek_kernels.paged.api import paged_attention, write_kv
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.plan import Segment, segments
+from sparsek_kernels.paged.policy import ScoreKind, SelectionPolicy
+
+from .flash import FlashPrefill
+from .metadata import SparseKMetadata
+from .pages import FP8_KV_CACHE, PageViews, summary_dtype, view_pages
+
+
+class SparseKImpl(AttentionImpl):
+    """Attention of one layer.  Holds no state of any request: all of that is in the pages."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        use_alibi_sqrt: bool = False,
+    ) -> None:
+        if attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
+            raise NotImplementedError(
+                f"SPARSEK: attention type {attn_type} is not served; leave --attention-backend out"
+            )
+        if use_alibi_sqrt:
+            raise NotImplementedError(
+                "SPARSEK: ALiBi with square-root distances is not served; "
+                "leave --attention-backend out"
+            )
+        if sinks is not None and sinks.shape[0] != num_heads:
+            raise ValueError(f"sinks: expected {num_heads} logits, got {sinks.shape[0]}")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.has_fp8_cache = kv_cache_dtype in FP8_KV_CACHE
+        self.attn_type = attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sliding_window = sliding_window
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes)
+        self.logits_soft_cap = logits_soft_cap or None
+        self.sinks = sinks
+        engine = current_engine()
+        self._settings = engine.resolved.config
+        self.batch_invariant = engine.resolved.batch_invariant
+        self.dtype = engine.dtype
+        self._refuse_what_sdpa_lacks()
+        if self.may_select and self._settings.mode == "block_topk":
+            engine.selects_blocks = True
+        self.policy = self.model_policy()
+        self.flash = self._find_flash()
+        self.summaries: ScoreKind | None = None  # of the layer's pages; decided with the policy
+        self._pages: PageViews | None = None
+        self._pages_key: tuple[int, tuple[int, ...]] | None = None
+
+    @property
+    def fallback_reason(self) -> str | None:
+        """Why this layer's mask needs the SDPA fallback, or ``None``."""
+        if self.attn_type == AttentionType.ENCODER_ONLY:
+            return "encoder-only attention"
+        if self.alibi_slopes is not None:
+            return "ALiBi"
+        if self.logits_soft_cap is not None:
+            return "logits soft cap"
+        return None
+
+    @property
+    def may_select(self) -> bool:
+        """Whether the settings decide what this layer attends, rather than the model."""
+        return self.sliding_window is None and self.fallback_reason is None
+
+    def _refuse_what_sdpa_lacks(self) -> None:
+        if self.fallback_reason is None:
+            return
+        served = f"SPARSEK: {self.fallback_reason} is served by torch SDPA, which"
+        if self.has_fp8_cache:
+            raise NotImplementedError(f"{served} reads no fp8 KV cache; use --kv-cache-dtype auto")
+        if self.batch_invariant:
+            raise NotImplementedError(
+                f"{served} rounds by the batch's shape; unset VLLM_BATCH_INVARIANT"
+            )
+
+    def _find_flash(self) -> FlashPrefill | None:
+        """FlashAttention for dense prefills; over an fp8 cache it would round the queries too.
+
+        Where results must not depend on the batch, prefills and decodes share one kernel instead.
+        """
+        if self.batch_invariant or self.has_fp8_cache:
+            return None
+        if self.fallback_reason is not None or torch.get_default_dtype() == torch.float32:
+            return None
+        found = compat.flash_attention(self.head_size, self.sinks is not None)
+        return None if found is None else FlashPrefill(*found)
+
+    def model_policy(self) -> SelectionPolicy:
+        """Return what the model itself lets this layer attend."""
+        if self.sliding_window is None:
+            return SelectionPolicy()
+        return SelectionPolicy(num_sink=0, window_size=self.sliding_window)
+
+    def bind(
+        self, layer_index: int, page_size: int, full_attention: bool, owner: Any
+    ) -> SelectionPolicy:
+        """Fix the layer's policy, once its place in the model and its pages are known.
+
+        Args:
+            layer_index: position of the layer in the model.
+            page_size: tokens in one KV page.
+            full_attention: whether the layer's pages keep every token.
+            owner: the implementation that writes the pages: this one's, or that of the layer whose
+                KV cache this one shares.
+
+        Returns:
+            The policy of every later :meth:`forward`.
+
+        Raises:
+            NotImplementedError: the layer selects blocks, and another backend writes its pages.
+        """
+        policy = self.model_policy()
+        if self.may_select and full_attention:
+            policy = self._settings.policy_for(layer_index)
+        if not policy.selects_blocks:
+            size = policy.sel_block_size
+            if page_size % size and size % page_size:
+                policy = replace(policy, sel_block_size=math.gcd(page_size, size))
+        if self.batch_invariant:
+            policy = policy.per_token()
+        self.policy = policy
+        if policy.selects_blocks:
+            if not isinstance(owner, SparseKImpl):
+                raise NotImplementedError(
+                    "SPARSEK: a layer that selects blocks shares the KV cache of another backend's "
+                    "layer, which writes no block summaries; select SPARSEK for every layer"
+                )
+            for layer in (self, owner):  # an owner that attends everything writes summaries too
+                layer.summaries = policy.score_kind
+                layer._pages = layer._pages_key = None
+        return policy
+
+    @property
+    def kernel_key(self) -> tuple[Any, ...]:
+        """What decides which kernels serve a layer; layers with equal keys share them."""
+        shape = (self.num_heads, self.num_kv_heads, self.head_size)
+        return (self.policy, *shape, self.kv_cache_dtype, self.sinks is None, self.fallback_reason)
+
+    def dummy_run(self, layer: Any, kv_cache: torch.Tensor, batch: PagedBatch) -> None:
+        """Attend a made-up prefill of zeros, so that its kernels are compiled; counts nothing.
+
+        Args:
+            layer: the layer, which has the scales of an fp8 cache.
+            kv_cache: ``[pages, Hkv, page_size, 2 * D]``.
+            batch: the step.
+        """
+        shape = (batch.num_prefill_tokens, self.num_heads, self.head_size)
+        query = torch.zeros(shape, dtype=self.dtype, device=kv_cache.device)
+        policy = self.policy
+        if self.flash is not None:  # which takes the last queries
+            policy = replace(policy, dense_last=0)
+        pages, out = self._view(kv_cache), torch.empty_like(query)
+        self._attend(Segment(batch, policy), query, pages, self._scales(layer), out)
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write new tokens into their pages and keep the pages' summaries current.
+
+        Args:
+            key: ``[T, Hkv, D]``, padding rows allowed at the end.
+            value: ``[T, Hkv, D]``.
+            kv_cache: ``[pages, Hkv, page_size, 2 * D]``.
+            slot_mapping: ``[T]`` int64, -1 for padding.
+        """
+        if self.attn_type == AttentionType.ENCODER_ONLY:
+            return
+        pages = self._cached_view(kv_cache)
+        k_scale, v_scale = self._scales(layer)
+        write_kv(
+            key,
+            value,
+            pages.keys,
+            pages.values,
+            pages.summary,
+            slot_mapping,
+            score_kind=self.summaries or self.policy.score_kind,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: SparseKMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend the new tokens of a step; the keys of decoders are in the cache already.
+
+        Args:
+            query: ``[T, Hq, D]``.
+            key: ``[T, Hkv, D]``, which encoders attend.
+            value: ``[T, Hkv, D]``, which encoders attend.
+            kv_cache: ``[pages, Hkv, page_size, 2 * D]``.
+            attn_metadata: the step, or ``None`` while vLLM profiles.
+            output: ``[T, Hq, D]``, written.
+
+        Returns:
+            ``output``.
+
+        Raises:
+            NotImplementedError: quantised output was asked for.
+        """
+        refuse_quantised_output(output_scale, output_block_scale)
+        if attn_metadata is None:
+            return output.zero_()
+        STATS.forward_calls += 1
+        tokens = slice(attn_metadata.num_actual_tokens)
+        query, out = query[tokens], output[tokens]
+        if self.attn_type == AttentionType.ENCODER_ONLY:
+            self._attend_encoder(query, key[tokens], value[tokens], attn_metadata, out)
+        elif reason := self.fallback_reason or attn_metadata.fallback_reason:
+            self._attend_by_sdpa(query, kv_cache, attn_metadata, reason, out)
+        else:
+            pages, scales = self._cached_view(kv_cache), self._scales(layer)
+            for segment in self._split(attn_metadata):
+                self._attend(segment, query, pages, scales, out)
+        return output
+
+    def _split(self, step: SparseKMetadata) -> tuple[Segment, ...]:
+        """The step whole, or split into what FlashAttention and what the paged kernels attend."""
+        if self.flash is None:
+            return (Segment(step.batch, self.policy),)
+        return segments(step.batch, self.policy, step.seq_lens)
+
+    def _attend(
+        self,
+        segment: Segment,
+        query: torch.Tensor,
+        pages: PageViews,
+        scales: tuple[float, float],
+        out: torch.Tensor,
+    ) -> None:
+        query, out = query[segment.rows], out[segment.rows]
+        if self.flash is not None and self.flash.serves(segment):
+            self.flash(
+                query,
+                pages.keys,
+                pages.values,
+                segment,
+                softmax_scale=self.scale,
+                sinks=self.sinks,
+                out=out,
+            )
+            return
+        paged_attention(
+            query,
+            pages.keys,
+            pages.values,
+            segment.batch,
+            segment.policy,
+            softmax_scale=self.scale,
+            k_summary=pages.summary,
+            sinks=self.sinks,
+            out=out,
+            k_scale=scales[0],
+            v_scale=scales[1],
+            batch_invariant=self.batch_invariant,
+        )
+
+    def _attend_by_sdpa(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        step: SparseKMetadata,
+        reason: str,
+        out: torch.Tensor,
+    ) -> None:
+        pages = self._cached_view(kv_cache)
+        paged_fallback(
+            query,
+            pages.keys,
+            pages.values,
+            step.batch,
+            causal=True,
+            softmax_scale=self.scale,
+            window_size=self.sliding_window,
+            alibi_slopes=self.alibi_slopes,
+            logits_soft_cap=self.logits_soft_cap,
+            sinks=self.sinks,
+            bidirectional_ranges=step.bidirectional_ranges,
+            reason=reason,
+            out=out,
+        )
+
+    def _attend_encoder(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        step: SparseKMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        offsets = step.query_offsets
+        if offsets is None:
+            raise ValueError("causal: expected False for encoder-only attention, got True")
+        sdpa_fallback(
+            query,
+            key,
+            value,
+            cu_seqlens_q=offsets,
+            cu_seqlens_k=offsets,
+            causal=False,
+            softmax_scale=self.scale,
+            window_size=self.sliding_window,
+            alibi_slopes=self.alibi_slopes,
+            logits_soft_cap=self.logits_soft_cap,
+            sinks=self.sinks,
+            reason="encoder-only attention",
+            out=out,
+        )
+
+    def _scales(self, layer: Any) -> tuple[float, float]:
+        """``(k_scale, v_scale)`` of an fp8 cache, else ``(1.0, 1.0)``."""
+        if not self.has_fp8_cache:
+            return 1.0, 1.0
+        k_scale, v_scale = float(layer._k_scale_float), float(layer._v_scale_float)
+        if not (k_scale > 0.0 and v_scale > 0.0):
+            raise ValueError(
+                f"k_scale, v_scale: expected positive numbers, got {k_scale} and {v_scale}; "
+                "correct the checkpoint's, or use --kv-cache-dtype auto"
+            )
+        return k_scale, v_scale
+
+    def _view(self, kv_cache: torch.Tensor) -> PageViews:
+        """Views of a cache: K, V and, where the layer's pages keep them, summaries."""
+        dtype = None if self.summaries is None else summary_dtype(kv_cache.dtype, self.dtype)
+        return view_pages(kv_cache, dtype)
+
+    def _cached_view(self, kv_cache: torch.Tensor) -> PageViews:
+        """:meth:`_view` of the layer's own cache, made once for each cache tensor."""
+        key = (kv_cache.data_ptr(), kv_cache.shape)
+        if self._pages is None or self._pages_key != key:
+            self._pages, self._pages_key = self._view(kv_cache), key
+        return self._pages

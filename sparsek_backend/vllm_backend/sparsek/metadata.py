@@ -1,0 +1,183 @@
+"""One engine step as SPARSEK's layers read it: built once, used by all of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from sparsek_backend.vllm_backend import compat
+from sparsek_backend.vllm_backend.accounting import attended_by_requests
+from sparsek_backend.vllm_backend.engine import engine_of
+from sparsek_backend.vllm_backend.report import (
+    EAGER_NORMS,
+    describe_layers,
+    describe_model_selection,
+)
+from sparsek_backend.vllm_backend.settings import check_page_size
+from sparsek_backend.vllm_backend.step import Batch, Int64, StepBuilder, StepMetadata, build_batch
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+
+from .pages import summary_dtype
+from .warmup import warm_up_prefills
+
+logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level
+
+Ranges = tuple[Sequence[tuple[int, int]], ...]
+Kind = tuple[SelectionPolicy, str | None, int | None, bool]
+"""Policy, SDPA fallback, FlashAttention's version and fp8 cache of a group of layers."""
+
+
+@dataclass(frozen=True)
+class SparseKMetadata(StepMetadata):
+    """One step of one group of layers.
+
+    Args:
+        seq_lens: keys of each request, on the host; an upper bound for decodes.
+        query_offsets: offsets of each request's query tokens, on the host, for encoder-only
+            models; ``None`` when causal.
+        bidirectional_ranges: for each request, inclusive ranges of positions that attend each
+            other in both directions; ``None`` where no new token is in one.
+    """
+
+    seq_lens: tuple[int, ...]
+    query_offsets: tuple[int, ...] | None
+    bidirectional_ranges: Ranges | None
+
+    @property
+    def fallback_reason(self) -> str | None:
+        """Why this step's mask needs the SDPA fallback, or ``None``."""
+        return "bidirectional prefix" if self.bidirectional_ranges else None
+
+
+class SparseKMetadataBuilder(StepBuilder):
+    """Builds a step's metadata from vLLM's, without synchronising with the device."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.resolved = engine_of(vllm_config).resolved
+        # Speculated tokens share a decode's tiles, which must hold one token where results may not
+        # depend on the batch: there they are short prefills.
+        self._init_reorder_batch_threshold(
+            1, supports_spec_as_decode=not self.resolved.batch_invariant
+        )
+        self.policies = self._bind_layers(kv_cache_spec, layer_names, vllm_config)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return what can be captured: uniform batches, nothing where layers fall back to SDPA."""
+        layers = get_layers_from_vllm_config(vllm_config, Attention)
+        if any(getattr(layer.impl, "fallback_reason", None) for layer in layers.values()):
+            return AttentionCGSupport.NEVER
+        if engine_of(vllm_config).resolved.batch_invariant:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return cls._cudagraph_support
+
+    def _bind_layers(
+        self, spec: Any, layer_names: list[str], vllm_config: Any
+    ) -> Counter[SelectionPolicy]:
+        """Fix every layer's policy; returns how many layers follow each."""
+        full_attention = compat.is_full_attention(spec)
+        if full_attention:
+            check_page_size(self.resolved, spec.block_size)
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        every_layer = vllm_config.compilation_config.static_forward_context
+        groups: dict[Kind, list[int]] = {}
+        policies: Counter[SelectionPolicy] = Counter()
+        for name, layer in layers.items():
+            index = extract_layer_index(name)
+            owner = every_layer[layer.impl.kv_sharing_target_layer_name or name]
+            policy = layer.impl.bind(index, spec.block_size, full_attention, owner.impl)
+            policies[policy] += 1
+            version = None if layer.impl.flash is None else layer.impl.flash.version
+            key = (policy, layer.impl.fallback_reason, version, layer.impl.has_fp8_cache)
+            groups.setdefault(key, []).append(index)
+        self._report_layers(groups, spec, vllm_config.model_config)
+        if not self.on_host:
+            warm_up_prefills(layers.values(), spec, vllm_config, self.device)
+        return policies
+
+    def _report_layers(self, groups: dict[Kind, list[int]], spec: Any, model: Any) -> None:
+        """Log what each group of layers attends, and by which kernels."""
+        resolved = self.resolved
+        summaries = summary_dtype(spec.dtype, model.dtype)
+        if resolved.infllm is not None and any(policy.selects_blocks for policy, *_ in groups):
+            logger.info_once(describe_model_selection(resolved.infllm, resolved.config))
+        for (policy, reason, version, fp8_cache), members in groups.items():
+            logger.info_once(
+                describe_layers(
+                    members,
+                    policy,
+                    reason,
+                    spec.block_size,
+                    self.device.type,
+                    version,
+                    summary_share=summaries.itemsize / (2 * CELL_SIZE * spec.dtype.itemsize),
+                    fp8_cache=fp8_cache,
+                    batch_invariant=resolved.batch_invariant,
+                )
+            )
+        if resolved.batch_invariant and model.enforce_eager:
+            logger.warning_once(EAGER_NORMS)
+
+    def assemble(self, common: Any) -> SparseKMetadata:
+        """Translate vLLM's metadata.
+
+        Raises:
+            NotImplementedError: causality that differs between requests.
+        """
+        if not isinstance(common.causal, bool):
+            raise NotImplementedError(
+                "causal: expected one value for the whole batch, got a tensor; "
+                "leave --attention-backend out"
+            )
+        batch = build_batch(common, self.reorder_batch_threshold or 1, self.on_host)
+        attended, context = self._count(batch)
+        return SparseKMetadata(
+            batch=batch.paged,
+            num_actual_tokens=common.num_actual_tokens,
+            attended_tokens=attended,
+            context_tokens=context,
+            seq_lens=tuple(batch.seq_lens.tolist()),
+            query_offsets=None if common.causal else tuple(batch.offsets.tolist()),
+            bidirectional_ranges=_live_ranges(common, batch.seq_lens - batch.query_lens),
+        )
+
+    def _count(self, batch: Batch) -> tuple[int, int]:
+        """Count attended and context keys over all layers of the group."""
+        lens = (batch.seq_lens, batch.query_lens, batch.paged.num_decodes)
+        attended = sum(
+            layers * attended_by_requests(policy, *lens) for policy, layers in self.policies.items()
+        )
+        return attended, attended_by_requests(SelectionPolicy(), *lens) * self.policies.total()
+
+
+def _live_ranges(common: Any, first_position: Int64) -> Ranges | None:
+    """Return each request's bidirectional ranges, if a new token of the step is in any.
+
+    Args:
+        common: vLLM's metadata; its ranges are keyed by request.
+        first_position: ``[R]`` position of each request's first new token.
+    """
+    ranges = getattr(common, "mm_req_doc_ranges", None)
+    if not ranges:
+        return None
+    live = any(
+        high >= first_position[request]
+        for request, found in ranges.items()
+        for low, high in found
+        if low < high
+    )
+    if not live:
+        return None
+    return tuple(ranges.get(request, ()) for request in range(common.num_reqs))

@@ -1,0 +1,113 @@
+"""Compiling the kernels of sparse prefills while the server starts.
+
+vLLM runs decodes before it captures them in CUDA graphs, but no prefill that is long enough to be
+sparse: its kernels would be compiled while the first long prompt waits for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+
+logger = init_logger(f"vllm.{__name__}")
+
+_FEW_TILES = (1, 2, 4, 8)
+"""Query tiles of a prompt's last chunk, which share a tile's work among more programs."""
+
+
+def prefill_shapes(
+    policy: SelectionPolicy, max_model_len: int, max_tokens: int
+) -> list[tuple[int, int]]:
+    """``(context, query tokens)`` of steps that together need the kernels of every prefill.
+
+    Whole chunks at every power of two that is not attended whole, and short ones at the end.
+
+    Args:
+        max_model_len: longest context.
+        max_tokens: most tokens of a step.
+    """
+    powers = (1 << power for power in range(max_model_len.bit_length()))
+    contexts = [length for length in (*powers, max_model_len) if not policy.sees_all(length - 1)]
+    shapes = [(context, min(context, max_tokens)) for context in contexts]
+    if contexts:
+        longest = contexts[-1]
+        few = (tiles * policy.query_tile for tiles in _FEW_TILES)
+        shapes += [(longest, min(tokens, longest, max_tokens)) for tokens in few]
+    return list(dict.fromkeys(shapes))
+
+
+def made_up_prefill(context: int, tokens: int, width: int, device: torch.device) -> PagedBatch:
+    """One request whose latest ``tokens`` of ``context`` are new; all of its pages are page 0.
+
+    Args:
+        width: columns of the block table, enough for the longest context.
+    """
+
+    def integers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return PagedBatch(
+        block_table=torch.zeros(1, width, dtype=torch.int32, device=device),
+        seq_lens=integers(context),
+        cu_seqlens_q=integers(0, tokens),
+        num_decodes=0,
+        num_decode_tokens=0,
+        decode_query_len=1,
+        max_query_len=tokens,
+        max_seq_len=context,
+        seq_lens_host=(context,),
+        query_lens_host=(tokens,),
+    )
+
+
+def warm_up_prefills(
+    layers: Iterable[Any], spec: Any, vllm_config: Any, device: torch.device
+) -> None:
+    """Run one made-up sparse prefill of each kind through one layer of each kind.
+
+    Args:
+        layers: vLLM's attention layers, bound to their policies.
+        spec: their KV cache spec.
+        vllm_config: the engine's configuration.
+        device: where to run.
+    """
+    begin = time.perf_counter()
+    kinds = {layer.impl.kernel_key: layer for layer in layers}
+    max_model_len = vllm_config.model_config.max_model_len
+    max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    width = ceil_div(max_model_len, spec.block_size)
+    count = 0
+    with torch.inference_mode():
+        for layer in kinds.values():
+            impl = layer.impl
+            by_flash = impl.flash is not None and impl.policy.is_band
+            if by_flash or impl.fallback_reason is not None:
+                continue
+            for context, tokens in prefill_shapes(impl.policy, max_model_len, max_tokens):
+                batch = made_up_prefill(context, tokens, width, device)
+                impl.dummy_run(layer, _one_page(spec, device), batch)
+                count += 1
+    if count:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()  # the KV cache takes all free memory next
+        logger.info_once(
+            "SPARSEK prefill kernels are ready (%.1f s, kept in Triton's cache)",
+            time.perf_counter() - begin,
+        )
+
+
+def _one_page(spec: Any, device: torch.device) -> torch.Tensor:
+    """A KV cache of one page of zeros, laid out as vLLM lays them out."""
+    shape = (1, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+    elements = spec.page_size_bytes // spec.dtype.itemsize
+    storage = torch.zeros(elements, dtype=spec.dtype, device=device)
+    strides = (elements, shape[2] * shape[3], shape[3], 1)
+    return storage.as_strided(shape, strides)

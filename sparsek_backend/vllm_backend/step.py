@@ -1,0 +1,148 @@
+"""One engine step, as the paged kernels and the counters take it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from sparsek_kernels.paged import native_decode
+from sparsek_kernels.paged.batch import PagedBatch
+
+from . import compat
+from .orphans import end_with_server
+from .stats import STATS
+
+logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level
+
+Int64 = np.typing.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of one engine step, on the device and on the host.
+
+    Args:
+        paged: the requests and their pages; padding requests have length 0.
+        offsets: ``[R + 1]`` offsets of each request's query tokens.
+        seq_lens: ``[R]`` keys of each request; an upper bound for decodes.
+    """
+
+    paged: PagedBatch
+    offsets: Int64
+    seq_lens: Int64
+
+    @property
+    def query_lens(self) -> Int64:
+        """``[R]`` query tokens of each request."""
+        return np.diff(self.offsets)
+
+
+def build_batch(
+    common: Any, decode_query_len: int, on_host: bool, gathers_prefills: bool = False
+) -> Batch:
+    """Translate vLLM's ``CommonAttentionMetadata``.
+
+    Args:
+        common: vLLM's metadata of the step.
+        decode_query_len: most query tokens of a decode.
+        on_host: whether the device is the CPU.
+        gathers_prefills: whether kernels gather each prefill's K and V, for which the host must
+            know its exact length.
+    """
+    num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
+        common, decode_threshold=decode_query_len
+    )
+    exact = gathers_prefills and num_prefills > 0
+    offsets = common.query_start_loc_cpu[: common.num_reqs + 1].numpy().astype(np.int64)
+    lens = compat.host_seq_lens(common, on_host, exact)[: common.num_reqs].numpy().astype(np.int64)
+    paged = PagedBatch(
+        block_table=common.block_table_tensor,
+        seq_lens=common.seq_lens,
+        cu_seqlens_q=common.query_start_loc,
+        num_decodes=num_decodes,
+        num_decode_tokens=num_decode_tokens,
+        decode_query_len=decode_query_len,
+        max_query_len=common.max_query_len,
+        max_seq_len=common.max_seq_len,
+        seq_lens_host=tuple(lens.tolist()) if on_host or exact else None,
+        query_lens_host=tuple(np.diff(offsets).tolist()),
+    )
+    return Batch(paged, offsets, lens)
+
+
+@dataclass(frozen=True)
+class StepMetadata(AttentionMetadata):
+    """One step of one group of layers.
+
+    Args:
+        batch: the requests and their pages.
+        num_actual_tokens: query tokens without padding.
+        attended_tokens: keys attended, summed over the step's queries and the group's layers.
+        context_tokens: keys that dense attention would attend.
+    """
+
+    batch: PagedBatch
+    num_actual_tokens: int
+    attended_tokens: int
+    context_tokens: int
+
+    @property
+    def attended_share(self) -> float:
+        """Attended keys over context keys of this step, 1.0 for an empty one."""
+        return self.attended_tokens / self.context_tokens if self.context_tokens else 1.0
+
+
+class StepBuilder(AttentionMetadataBuilder[Any]):
+    """Builds a step's metadata from vLLM's, and counts what the step attends."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    reorder_batch_threshold: int | None = 1
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.on_host = device.type == "cpu"
+        if self.on_host:
+            native_decode.library()  # built before the first request
+        self.reports_metrics = compat.is_first_tensor_rank()
+        end_with_server()
+
+    @abstractmethod
+    def assemble(self, common: Any) -> Any:
+        """Translate vLLM's ``CommonAttentionMetadata``; counts nothing."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
+        """Build the metadata of one step.
+
+        Args:
+            common_prefix_len: ignored; shared prefixes are ordinary pages.
+            common_attn_metadata: vLLM's ``CommonAttentionMetadata``.
+            fast_build: ignored.
+        """
+        metadata = self.assemble(common_attn_metadata)
+        line = STATS.record_step(
+            metadata.attended_tokens, metadata.context_tokens, publish=self.reports_metrics
+        )
+        if line:
+            logger.info(line)
+        return metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """Build the metadata of a made-up step that is captured: short contexts, not counted."""
+        metadata = self.assemble(common_attn_metadata)
+        metadata.batch.seq_lens.fill_(common_attn_metadata.max_query_len)
+        return metadata

@@ -1,0 +1,231 @@
+"""Whether an engine can be served, decided once while it is configured, before a worker starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionBackend
+
+from sparsek_backend.config import ConfigError, ResolvedConfig
+from sparsek_backend.models import verify_model
+
+from .names import NSA_ARCHITECTURE
+from .settings import check_page_size, engine_config, require_backend
+from .sparsek.backend import LEAVE, REMEDIES, SparseKBackend
+from .sparsek.pages import FP8_KV_CACHE
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Stop the start, with one message, if the settings or the model cannot be served.
+
+    Raises:
+        ConfigError: invalid settings.
+        IncompleteFolderError: the model's folder is half-downloaded or damaged.
+        ValueError: the model, its dtype, its KV cache or an option of the engine is not served.
+    """
+    model = vllm_config.model_config
+    if model is not None and NSA_ARCHITECTURE in model.architectures:
+        require_backend(vllm_config)
+    resolved = engine_config(vllm_config)
+    if model is None:
+        return
+    if model.is_encoder_decoder:
+        raise ValueError(
+            _refusal([f"cross-attention of encoder-decoder models not supported (remedy: {LEAVE})"])
+        )
+    if resolved.nsa is not None:
+        _check_nsa(model, vllm_config)
+    reasons = _reasons(_selection(vllm_config, resolved)) if not model.is_attention_free else []
+    reasons += _unserved_options(vllm_config, resolved)
+    if reasons:
+        raise ValueError(_refusal(reasons))
+    _check_dense_layers(vllm_config, resolved)
+    if model.attn_type != "encoder_only":
+        check_page_size(resolved, _page_size(vllm_config))
+    folder = Path(model.model)
+    if vllm_config.load_config.load_format in ("auto", "safetensors") and folder.is_dir():
+        verify_model(folder)
+
+
+def refuse_if_invalid(selection: Mapping[str, Any]) -> None:
+    """Run the backend's ordinary validation, as CUDA platforms do themselves.
+
+    Args:
+        selection: the fields of vLLM's ``AttentionSelectorConfig``.
+
+    Raises:
+        ValueError: every reason with its remedy.
+    """
+    reasons = _reasons(selection)
+    if reasons:
+        raise ValueError(_refusal(reasons))
+
+
+def _refusal(reasons: list[str]) -> str:
+    return f"SPARSEK cannot serve this model: {'; '.join(reasons)}"
+
+
+def _reasons(selection: Mapping[str, Any]) -> list[str]:
+    """Every reason, with its remedy, why the backend refuses a layer's requirements.
+
+    Requirements that the installed vLLM does not know are refused where they are set.
+    """
+    known = inspect.signature(AttentionBackend.validate_configuration).parameters
+    reasons = SparseKBackend.validate_configuration(
+        device_capability=current_platform.get_device_capability(),
+        **{name: value for name, value in selection.items() if name in known},
+    )
+    return reasons + [
+        f"{name} not supported (remedy: {REMEDIES[name][1]})"
+        for name, value in selection.items()
+        if name not in known and name in REMEDIES and value
+    ]
+
+
+def _selection(vllm_config: Any, resolved: ResolvedConfig) -> dict[str, Any]:
+    """What the engine's decoder layers will require of their backend.
+
+    The fields are those of ``AttentionSelectorConfig``, which vLLM fills in the worker.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    cache_scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None) or {}
+    transfer = vllm_config.kv_transfer_config
+    return {
+        "head_size": model.get_head_size(),
+        "dtype": model.dtype,
+        "kv_cache_dtype": _cache_dtype(vllm_config),
+        "block_size": cache.block_size if cache.user_specified_block_size else None,
+        "use_mla": model.use_mla,
+        "has_sink": False,
+        "use_sparse": False,
+        "use_mm_prefix": model.is_mm_prefix_lm,
+        "use_per_head_quant_scales": cache_scheme.get("strategy") == "attn_head",
+        "attn_type": "encoder_only" if model.attn_type == "encoder_only" else "decoder",
+        "use_non_causal": vllm_config.attention_config.use_non_causal,
+        "use_batch_invariant": resolved.batch_invariant,
+        # vLLM turns an offloading size into a connector only after this check
+        "use_kv_connector": cache.kv_offloading_size is not None
+        or (transfer is not None and transfer.is_kv_transfer_instance),
+        "use_pcp": parallel.prefill_context_parallel_size > 1,
+        "use_dcp": parallel.decode_context_parallel_size > 1,
+        "use_rswa": model.rswa_window is not None,
+    }
+
+
+def _cache_dtype(vllm_config: Any) -> str:
+    """The KV cache's format; checkpoints may bring a quantised one."""
+    dtype: str = vllm_config.cache_config.cache_dtype
+    scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None)
+    return "fp8" if dtype == "auto" and scheme is not None else dtype
+
+
+def _unserved_options(vllm_config: Any, resolved: ResolvedConfig) -> list[str]:
+    """Reasons, with remedies, that no layer's requirements tell."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    reasons = []
+    if resolved.config.mode == "block_topk":  # vLLM derives page sizes from pages of one token
+        if model.is_hybrid:
+            reasons.append(
+                "block selection in models with recurrent layers (Mamba, linear attention) not "
+                "supported (remedy: mode sink_window or dense)"
+            )
+        if cache.kv_cache_dtype_skip_layers:
+            reasons.append(
+                "block selection over KV caches of several formats not supported (remedy: leave "
+                "--kv-cache-dtype-skip-layers out, or mode sink_window or dense)"
+            )
+    if cache.kv_sharing_fast_prefill:
+        reasons.append(
+            "--kv-sharing-fast-prefill not supported (remedy: leave --kv-sharing-fast-prefill out)"
+        )
+    fallback = _sdpa_fallback(model)
+    if fallback is not None and _cache_dtype(vllm_config) in FP8_KV_CACHE:
+        reasons.append(
+            f"{fallback} not supported over an fp8 KV cache (remedy: --kv-cache-dtype auto)"
+        )
+    if fallback is not None and resolved.batch_invariant:
+        reasons.append(
+            f"{fallback} not supported with batch invariance (remedy: unset VLLM_BATCH_INVARIANT)"
+        )
+    return reasons
+
+
+def _sdpa_fallback(model: Any) -> str | None:
+    """Why torch SDPA serves the model's layers, as far as its config tells."""
+    config = model.hf_text_config
+    if model.attn_type == "encoder_only":
+        return "encoder-only attention"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "logits soft cap"
+    if config.model_type == "bloom" or getattr(config, "alibi", False):
+        return "ALiBi"
+    return None
+
+
+def _page_size(vllm_config: Any) -> int:
+    """Tokens of a KV page: the user's choice, or the one that vLLM will make for this backend."""
+    cache = vllm_config.cache_config
+    size: int = cache.block_size
+    if cache.user_specified_block_size:
+        return size
+    return SparseKBackend.get_preferred_block_size(size)
+
+
+def _check_dense_layers(vllm_config: Any, resolved: ResolvedConfig) -> None:
+    """Check that the layers which ``dense_layers`` names exist.
+
+    Raises:
+        ConfigError: the model, with its draft model, has fewer layers.
+    """
+    speculative = vllm_config.speculative_config
+    models = [vllm_config.model_config]
+    if speculative is not None:
+        models = [speculative.target_model_config, speculative.draft_model_config]
+    configs = [model.hf_text_config for model in models if model is not None]
+    if not all(hasattr(config, "num_hidden_layers") for config in configs):
+        return
+    count = sum(config.num_hidden_layers for config in configs)
+    layers = resolved.config.dense_layers
+    needed = layers if isinstance(layers, int) else max(layers, default=-1) + 1
+    if needed > count:
+        raise ConfigError(
+            f"SPARSEK setting dense_layers (from {resolved.sources['dense_layers']}): expected "
+            f"layers of the model, which has {count}, counted from 0, got "
+            f"{layers if isinstance(layers, int) else list(layers)}; remedy: correct or remove it"
+        )
+
+
+def _check_nsa(model: Any, vllm_config: Any) -> None:
+    """Check what goes with a model's ``nsa`` section.
+
+    Raises:
+        ValueError: another architecture, or a KV cache, weights or ranks that cannot be served.
+    """
+    if NSA_ARCHITECTURE not in model.architectures:
+        raise ValueError(
+            f"architectures: expected {NSA_ARCHITECTURE} in a config with an nsa section, got "
+            f"{model.architectures}; remedy: correct the model's config.json"
+        )
+    dtype = vllm_config.cache_config.cache_dtype
+    if dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
+        raise ValueError(
+            f"kv_cache_dtype: expected auto for a model with an nsa section, got {dtype}; remedy: "
+            "--kv-cache-dtype auto"
+        )
+    if model.quantization is not None:
+        raise ValueError(
+            f"quantization: expected none for a model with an nsa section, got "
+            f"{model.quantization}; remedy: serve the checkpoint in 16 bits"
+        )
+    heads = model.get_total_num_kv_heads()
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if heads % ranks:
+        raise ValueError(
+            f"tensor_parallel_size: expected a divisor of the {heads} KV heads of a model with an "
+            f"nsa section, got {ranks}; remedy: --tensor-parallel-size with such a divisor"
+        )

@@ -1,0 +1,76 @@
+"""Contracts of every operator: schema, fake implementation, autograd, tracing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek_kernels.nsa import ops
+from tests.kernels.nsa.conftest import make_problem
+
+OPERATORS = {name: x for name, x in vars(ops).items() if isinstance(x, type(ops.mean_pool))}
+SPEC = [8, 4, 8, 5, 1, 2]
+TOKENS, SCALE = 33, 0.3
+
+
+def arguments(cu: torch.Tensor | None, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+    """A call of each operator; what is differentiable requires gradients."""
+    case = make_problem(TOKENS, dtype=dtype)
+    q, k, v, dout = case.q, case.k, case.v, case.dout
+    k_cmp, v_cmp = (ops.mean_pool(x, cu, SPEC) for x in (k, v))
+    cmp = (TOKENS, cu, SPEC, SCALE)
+    out, lse = ops.compressed_fwd(q, k_cmp, v_cmp, *cmp)
+    dlse = torch.randn_like(lse)
+    indices = ops.select(q, k_cmp, lse, *cmp)
+    slc = (indices, cu, 8, SCALE)
+    out_slc, lse_slc = ops.selected_fwd(q, k, v, *slc)
+    outs, lses = [out, out_slc, out], [lse, lse_slc, lse]
+    keys, values = [k_cmp, k, k], [v_cmp, v, v]
+
+    def leaf(x: torch.Tensor) -> torch.Tensor:
+        return x.detach().requires_grad_()
+
+    def leaves(*xs: torch.Tensor) -> list[torch.Tensor]:
+        return [leaf(x) for x in xs]
+
+    rest = (indices, cu, SPEC, 20, SCALE)
+    return {
+        "mean_pool": (leaf(k), cu, SPEC),
+        "mean_pool_bwd": (k_cmp, TOKENS, cu, SPEC),
+        "compressed_fwd": (*leaves(q, k_cmp, v_cmp), *cmp),
+        "compressed_bwd": (dout, dlse, q, k_cmp, v_cmp, out, lse, *cmp),
+        "compressed_select": (q, k_cmp, v_cmp, *cmp),
+        "select": (q, k_cmp, lse, *cmp),
+        "selected_fwd": (*leaves(q, k, v), *slc),
+        "selected_bwd": (dout, None, q, k, v, out_slc, lse_slc, *slc),
+        "selected_gated": (out, out, case.gates, q, k, v, *slc),
+        "branches": (
+            *(outs, lses, leaves(*case.gates), leaf(q), leaves(*keys), leaves(*values)),
+            *rest,
+        ),
+        "branches_bwd": (dout, outs, lses, case.gates, q, keys, values, *rest),
+    }
+
+
+@pytest.mark.parametrize(
+    ("offsets", "dtype"),
+    [(None, torch.float64), ([0, 9, TOKENS], torch.bfloat16)],
+    ids=["fixed-fp64", "packed-bf16"],
+)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_pass_opcheck(name: str, offsets: list[int] | None, dtype: torch.dtype) -> None:
+    cu = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
+    torch.library.opcheck(OPERATORS[name], arguments(cu, dtype)[name])
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["compressed_bwd", "selected_bwd"])
+def test_backward_operators_take_an_absent_gradient(
+    name: str, dtype: torch.dtype, with_dlse: bool
+) -> None:
+    dout, _, q, k, v, out, lse, *rest = arguments(None, dtype)[name]
+    dlse = torch.ones_like(lse) if with_dlse else None
+    torch.library.opcheck(OPERATORS[name], (dout, dlse, q, k, v, out, lse, *rest))

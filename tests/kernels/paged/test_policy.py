@@ -1,0 +1,42 @@
+"""The selection rule for one position and for arrays of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsek_kernels.paged import SelectionPolicy
+
+policies = st.one_of(
+    st.just(SelectionPolicy()),
+    st.builds(
+        SelectionPolicy,
+        num_sink=st.integers(0, 200),
+        window_size=st.integers(1, 700),
+        top_k=st.sampled_from([0, 1, 2, 7, 32]),
+        sel_block_size=st.sampled_from([16, 32, 64, 128]),
+        dense_below=st.sampled_from([0, 1, 100, 1024]),
+        dense_last=st.sampled_from([0, 1, 64]),
+        query_tile=st.sampled_from([1, 16, 64, 100]),
+    ),
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(policies, st.lists(st.integers(0, 20_000), max_size=20))
+def test_arrays_follow_the_rule_of_their_positions(
+    policy: SelectionPolicy, positions: list[int]
+) -> None:
+    array, tensor = np.array(positions, dtype=np.int64), torch.tensor(positions, dtype=torch.int64)
+    for method in (policy.attended_tokens, policy.sees_all):
+        one_by_one = [method(position) for position in positions]
+        assert method(array).tolist() == one_by_one
+        assert method(tensor).tolist() == one_by_one
+    for ranges in (policy.local_range, policy.candidate_range):
+        one_by_one = [ranges(position) for position in positions]
+        for many in (array, tensor):
+            first, end = ranges(many)
+            assert list(zip(first.tolist(), end.tolist(), strict=True)) == one_by_one
+    assert array.tolist() == tensor.tolist() == positions
