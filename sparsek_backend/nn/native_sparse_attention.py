@@ -90,7 +90,7 @@ class NativeSparseAttention(nn.Module):
     True``), ``gate_in``, ``gate_out`` (``weight`` and ``bias``) and, with ``compression="mlp"``,
     ``phi_k`` and ``phi_v`` (:class:`CompressionMLP`).  Without ``shared_kv``, ``k_proj`` and
     ``v_proj`` stack the compressed, selected and sliding branch, in this order.  ``gate_out``
-    stacks the gates of the heads of each branch likewise.
+    stacks the gates of all heads, branch by branch in the same order.
 
     Args:
         hidden_size: elements of a token.

@@ -25,7 +25,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """What works on Transformers models, which is imported for that alone."""
+    """Import the functions for Transformers models when they are asked for."""
     if name in ("attend_patterns", "learn_model_patterns"):
         from sparsek_backend.patterns import models
 

@@ -105,8 +105,8 @@ class BlockMass:
             heads: who shares a pattern, by the mean mass: the query heads of a ``kv`` head,
                 ``all``, or each ``query`` head on its own.
             sinks: first key blocks, always attended and not counted.
-            window: latest key blocks, a query block's own included, likewise; without causality
-                as many after it.
+            window: latest key blocks, a query block's own included, always attended and not
+                counted; without causality as many after it.
 
         Raises:
             TypeError: ``sinks`` or ``window`` is no integer.

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 class BlockSparsePattern(BlockStructure):
     """Which key blocks each query block attends: P patterns over one R x C grid of blocks.
 
-    P is 1 (all heads alike) or divides the query heads: pattern ``p`` serves heads ``p Hq / P``
-    and on.  Query block ``r`` holds queries ``r block_size`` and on, key block ``c`` likewise, so
-    the pattern fits ``ceil(N / block_size) x ceil(M / block_size)`` blocks.  Causality is no part
-    of it: ``block_sparse_attention(..., causal=True)`` cuts the diagonal blocks.
+    P is 1 (one pattern for all heads) or divides the query heads: pattern ``p`` serves heads
+    ``p Hq / P`` and on.  Query block ``r`` holds queries ``r block_size`` and on, key block ``c``
+    keys ``c block_size`` and on, so the pattern fits ``ceil(N / block_size) x
+    ceil(M / block_size)`` blocks.  Causality is no part of it: ``block_sparse_attention(...,
+    causal=True)`` cuts the diagonal blocks.
 
     Args:
         block_size: tokens along a side of a block: 16 to 128, a multiple of 16.
@@ -276,7 +277,8 @@ class BlockSparsePattern(BlockStructure):
         Args:
             density: share of the R x C blocks of each pattern to keep, if it has as many.
             sinks: first key blocks, which stay where they are listed.
-            window: latest key blocks, a query block's own included, which stay likewise.
+            window: latest key blocks, a query block's own included, which stay where they are
+                listed.
 
         Raises:
             ValueError: the pattern has no weights, or ``density`` is out of range.

@@ -84,7 +84,7 @@ def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Installation:
-    """What :func:`install` returns: a context manager that takes its installation back.
+    """A context manager that takes an installation back when it ends (see :func:`install`).
 
     Blocks of one installation may nest, and run in several threads: the last to end takes it back.
     """

@@ -104,8 +104,8 @@ class SparseKAttentionConfig(_Config):  # type: ignore[misc]
 
     Args:
         causal: see :class:`SparseKAttention`.
-        num_sink: likewise.
-        window_size: likewise.
+        num_sink: first tokens that every query sees.
+        window_size: latest tokens that a query sees, its own included.
     """
 
     causal: bool | None
@@ -171,8 +171,8 @@ class SparseKAttention(_Base):  # type: ignore[misc]
 
         Args:
             q: ``[B * heads, N, D]``, ``[B, N, heads, D]`` or ``[B, N, groups, heads, D]``.
-            k: likewise with M tokens.
-            v: likewise, any head dim up to 256.
+            k: keys in the layout of ``q``, with M tokens.
+            v: values in the layout of ``k``, with any head dim up to 256.
             att_mask: ``None``, an xFormers ``AttentionBias``, an :class:`AttentionMask`, or a
                 tensor that broadcasts to ``[B, N, M]`` (3-D inputs) or ``[B, heads, N, M]``:
                 boolean (``True`` is seen) or additive.  It joins the module's own causal or

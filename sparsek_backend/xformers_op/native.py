@@ -1,4 +1,4 @@
-"""A mask plan as calls of ``sink_flash_attention`` and of its backward operator, or of those of
+"""Forward and backward passes of a mask plan on ``sink_flash_attention`` or
 ``block_sparse_attention``.
 """
 
@@ -215,7 +215,7 @@ def native_backward(
     """Gradients of q, k and v, shaped as they are, from what the forward pass left.
 
     Args:
-        dout: ``[B, N, Hq, Dv]``; out likewise; lse: ``[B, Hq, N]``; q, k, v as in the forward.
+        dout and out: ``[B, N, Hq, Dv]``; lse: ``[B, Hq, N]``; q, k, v as in the forward.
     """
     dims = tuple(x.shape[-1] for x in (q, k, v))
     width = max(dims)

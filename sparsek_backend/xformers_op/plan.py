@@ -50,7 +50,7 @@ class Segments:
 
     Args:
         q_info: xFormers' description of the query lengths, on host and device.
-        k_info: likewise for the keys.
+        k_info: xFormers' description of the key lengths.
         packed_keys: whether the keys lie back to back (else gaps, padding or pages between them).
         block_table: ``[S, max_pages]`` int32 physical pages of each sequence, or ``None``.
         page_size: tokens in a page.
