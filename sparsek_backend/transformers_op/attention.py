@@ -14,9 +14,9 @@ from sparsek_backend.transformers_op.policy import policy_of
 from sparsek_backend.transformers_op.sequences import attend, attend_packed
 from sparsek_backend.transformers_op.visibility import Packing, Visibility
 from sparsek_kernels import sink_flash_attention
+from sparsek_kernels.checks import MAX_HEAD_DIM
 from sparsek_kernels.fallback import count_fallback
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.sink_window.checks import MAX_HEAD_DIM
 
 
 # Offsets and rules are read on the host, between compiled graphs.
