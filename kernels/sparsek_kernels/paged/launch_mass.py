@@ -10,14 +10,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sparsek_kernels.common.descriptors import tile_layout
 from sparsek_kernels.common.device import device_arch, multiprocessors
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.config import has_wgmma, next_power_of_2
+from sparsek_kernels.paged.config import mass_config, next_power_of_2, score_columns
 from sparsek_kernels.paged.kernels.block_mass import (
     block_mass_kernel,
     sample_rows_kernel,
     tile_scores_kernel,
 )
 from sparsek_kernels.paged.kernels.block_mass_sm90 import block_mass_sm90_kernel
-from sparsek_kernels.paged.launch_sm90 import describe_cache, is_matrix
+from sparsek_kernels.paged.launch_sm90 import aligned, describe_cache, is_matrix
 from sparsek_kernels.paged.launch_tiles import prefill_tiles
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 from sparsek_kernels.paged.runtime import workspace
@@ -136,14 +136,15 @@ def score_tiles(
         SEL_BLOCK=policy.sel_block_size,
         **rule,
     )
-    if masses_fit(q, k_cache, policy, strips):
+    config = mass_config(
+        group=group, head_dim=dim, itemsize=q.element_size(), arch=device_arch(q.device)
+    )
+    if config.hopper and masses_fit(q, k_cache, policy, strips):
         _mass_sm90(mass, rows, k_cache, batch, step, rule, qk_scale, num_strips, width)
     else:
         span = max(SPAN // policy.sel_block_size, 1)
         spans = ceil_div(batch.max_seq_len, span * policy.sel_block_size)
-        padded = next_power_of_2(policy.sel_block_size)
-        small = dim > 128 or q.element_size() > 2
-        block_mass_kernel[(num_strips * (strips.rows // _SLICE), heads, spans)](
+        block_mass_kernel[(num_strips * (strips.rows // config.block_m), heads, spans)](
             mass,
             rows,
             k_cache,
@@ -158,14 +159,14 @@ def score_tiles(
             NUM_KV_HEADS=heads,
             HEAD_DIM=dim,
             BLOCK_D=next_power_of_2(dim),
-            BLOCK_M=_SLICE,
-            BLOCKS=max((64 if small else 128) // padded, 1),
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
             ROWS=strips.rows,
             PAGE_SIZE=page_size,
             SEL_BLOCK=policy.sel_block_size,
             SPAN_BLOCKS=span,
-            NUM_STAGES=2 if small else 3,
-            num_warps=4,
+            NUM_STAGES=config.num_stages,
+            num_warps=config.num_warps,
             **rule,
         )
     tile_scores_kernel[(count, heads)](
@@ -184,7 +185,7 @@ def score_tiles(
         GROUP=group,
         ROWS=strips.rows,
         SEL_BLOCK=policy.sel_block_size,
-        BLOCK_B=128,
+        BLOCK_B=score_columns(strips.samples * strips.group_pad),
         **rule,
     )
 
@@ -195,18 +196,26 @@ def most_strips(batch: PagedBatch, strips: Strips, tiles: int) -> int:
     return max(min(bound, tiles, strips.table.shape[0]), 1)
 
 
+def most_tiles(batch: PagedBatch, strips: Strips, tiles: int, heads: int, width: int) -> int:
+    """Most of ``tiles`` neighbouring tiles whose masses fit in the scratch at once, at least 1."""
+    room = max(_MASS_ELEMENTS // (heads * width * strips.rows), 1)
+    if most_strips(batch, strips, tiles) <= room:
+        return tiles
+    return max(room, (room - 2 * batch.num_prefills) * strips.tiles)
+
+
 def masses_fit(
     q: torch.Tensor, k_cache: torch.Tensor, policy: SelectionPolicy, strips: Strips
 ) -> bool:
     """Whether the kernel for Hopper takes these inputs."""
     return (
-        has_wgmma(device_arch(q.device))
-        and q.dtype in (torch.float16, torch.bfloat16)
+        q.dtype in (torch.float16, torch.bfloat16)
         and k_cache.dtype == q.dtype
         and q.shape[2] in (64, 128)
         and k_cache.shape[2] % _SLICE == 0
         and policy.sel_block_size == _SLICE
         and strips.rows == _ROWS
+        and aligned(k_cache)
         and is_matrix(k_cache)
     )
 

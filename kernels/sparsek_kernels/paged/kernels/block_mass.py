@@ -153,6 +153,14 @@ def log_sums(s, BLOCKS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def log_add(x, y):
+    """Base-2 logarithm of ``2 ** x + 2 ** y``; either may be ``-inf``."""
+    top = tl.maximum(x, y)
+    reference = tl.where(top == float("-inf"), 0.0, top)
+    return reference + tl.log2(tl.exp2(x - reference) + tl.exp2(y - reference))
+
+
+@triton.jit
 def block_mass_kernel(
     mass_ptr,
     rows_ptr,
@@ -176,7 +184,7 @@ def block_mass_kernel(
     BLOCK_D: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     SAMPLES: tl.constexpr,
@@ -192,8 +200,13 @@ def block_mass_kernel(
     """Logarithmic masses of ``SPAN_BLOCKS`` blocks for ``BLOCK_M`` rows of one strip and KV head.
 
     Grid ``(strips * ROWS // BLOCK_M, Hkv, spans)``.  Writes ``mass [strips, Hkv, width, ROWS]``
-    fp32, up to the block of each slice's last query.
+    fp32, up to the block of each slice's last query.  A step takes ``BLOCK_N`` keys: several blocks
+    at once, or a piece of one.
     """
+    PADDED: tl.constexpr = triton.next_power_of_2(SEL_BLOCK)
+    WIDTH: tl.constexpr = PADDED if PADDED < BLOCK_N else BLOCK_N
+    BLOCKS: tl.constexpr = BLOCK_N // WIDTH
+    PIECES: tl.constexpr = (SEL_BLOCK + WIDTH - 1) // WIDTH
     SLICES: tl.constexpr = ROWS // BLOCK_M
     local = tl.program_id(0) // SLICES
     kv_head = tl.program_id(1).to(tl.int64)
@@ -211,36 +224,40 @@ def block_mass_kernel(
     end = tl.minimum(last // SEL_BLOCK + 1, begin + SPAN_BLOCKS)
     if (last < 0) | (begin >= end):
         return
-    WIDTH: tl.constexpr = triton.next_power_of_2(SEL_BLOCK)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
     place = (local.to(tl.int64) * NUM_KV_HEADS + kv_head) * ROWS + offs_m
     q = tl.load(
         rows_ptr + place[:, None] * HEAD_DIM + offs_d[None, :], mask=mask_d[None, :], other=0.0
     )  # [BLOCK_M, BLOCK_D]
-    column = tl.arange(0, BLOCKS * WIDTH)
+    column = tl.arange(0, BLOCK_N)
     offs_b = tl.arange(0, BLOCKS)
     table = block_table_ptr + request.to(tl.int64) * stride_br
     head = (local.to(tl.int64) * NUM_KV_HEADS + kv_head) * width
     out = mass_ptr + head * ROWS + offs_m
-    for first in tl.range(begin, end, BLOCKS, num_stages=NUM_STAGES):
-        inside = (first + column // WIDTH < end) & (column % WIDTH < SEL_BLOCK)
-        key = (first + column // WIDTH) * SEL_BLOCK + column % WIDTH
-        inside &= key <= last
+    before = tl.full([BLOCK_M, BLOCKS], float("-inf"), tl.float32)
+    for step in tl.range(begin * PIECES, end * PIECES, BLOCKS, num_stages=NUM_STAGES):
+        first = step // PIECES
+        piece = step % PIECES
+        offset = piece * WIDTH + column % WIDTH
+        key = (first + column // WIDTH) * SEL_BLOCK + offset
+        inside = (first + column // WIDTH < end) & (offset < SEL_BLOCK) & (key <= last)
         page = page_of(table, key, inside, PAGE_SIZE)
         row = page * stride_kp + kv_head * stride_kh + key % PAGE_SIZE * stride_kt
         k = tl.load(
             k_ptr + row[None, :] + offs_d[:, None],
             mask=mask_d[:, None] & inside[None, :],
             other=0.0,
-        ).to(q.dtype)  # [BLOCK_D, BLOCKS * WIDTH]
+        ).to(q.dtype)  # [BLOCK_D, BLOCK_N]
         s = tl.dot(q, k, input_precision="ieee") * qk_scale
         s = tl.where(inside[None, :] & (key[None, :] <= position[:, None]), s, float("-inf"))
+        mass = log_sums(s, BLOCKS, WIDTH)
+        if PIECES > 1:
+            mass = log_add(mass, tl.where(piece > 0, before, float("-inf")))
+            before = mass
         block = first + offs_b
         tl.store(
-            out[:, None] + block.to(tl.int64)[None, :] * ROWS,
-            log_sums(s, BLOCKS, WIDTH),
-            mask=(block < end)[None, :],
+            out[:, None] + block.to(tl.int64)[None, :] * ROWS, mass, mask=(block < end)[None, :]
         )
 
 
