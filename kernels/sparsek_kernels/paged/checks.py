@@ -56,9 +56,7 @@ def check_batch_layout(batch: PagedBatch) -> None:
     )
 
 
-def check_cache(
-    k_cache: torch.Tensor, v_cache: torch.Tensor | None = None
-) -> tuple[int, int, int]:
+def check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor | None = None) -> tuple[int, int, int]:
     check_tensor("k_cache", k_cache, ("num_pages", "Hkv", "page_size", "D"))
     pages, heads, page_size, dim = k_cache.shape
     if v_cache is not None:

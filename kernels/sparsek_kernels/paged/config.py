@@ -25,8 +25,8 @@ class TileConfig:
         num_stages: depth of the software pipeline.
         max_registers: registers per thread, so that more programs share a multiprocessor; 0 leaves
             that to the compiler.
-        hopper: take the kernel written for Hopper where it fits the call and nothing is split; block
-            sizes are then its own.
+        hopper: take the kernel written for Hopper where it fits the call and nothing is split;
+            block sizes are then its own.
     """
 
     block_h: int
@@ -215,8 +215,11 @@ def mass_config(*, group: int, head_dim: int, itemsize: int, arch: int) -> TileC
             keys //= 2
         elif rows > 16:
             rows //= 2
+        elif keys > 16:
+            keys //= 2
         else:
-            stages -= 1
+            stages = 1
+            break
     block_h = min(next_power_of_2(group), rows)
     return TileConfig(
         block_h=block_h,

@@ -226,9 +226,7 @@ def select_blocks_eager(
                 tables[request : request + 1], (length - 1) // policy.sel_block_size
             )
             rows = grouped[token + begin - position : end]
-            picked = select_prefill(
-                rows, begin, k_cache, k_summary, index, policy, softmax_scale
-            )
+            picked = select_prefill(rows, begin, k_cache, k_summary, index, policy, softmax_scale)
             found[begin // tile - position // tile :] = picked.sort(dim=-1).values
         chosen.append(found)
         token = end

@@ -219,9 +219,7 @@ def _select_tiles(
     scores = workspace(q.device, "scores", step * heads * width, torch.float32)
     for first in range(0, count, step):
         here = min(step, count - first)
-        score_tiles(
-            scores, q, k_cache, batch, policy, tiles, strips, qk_scale, first, here, width
-        )
+        score_tiles(scores, q, k_cache, batch, policy, tiles, strips, qk_scale, first, here, width)
         _top_blocks(
             out,
             scores,

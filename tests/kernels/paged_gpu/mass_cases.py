@@ -50,6 +50,7 @@ PORTABLE = (
     Case("two requests", [(200, 700), (130, 333)], group=4, page_size=16),
     Case("short ones too", [(77, 900), (64, 64), (1, 1000)], group=7, page_size=32),
     Case("dense_below", [(300, 700)], policy=policy(dense_below=600)),
+    Case("blocks in pieces", [(90, 1500)], 1, 3, 32, policy=policy(sel_block_size=320)),
     Case("blocks of 48", [(300, 700)], 4, 1, 80, 16, policy=policy(sel_block_size=48)),
     Case("tiles of 40", [(300, 700)], 1, 3, policy=policy(query_tile=40)),
     Case("tiles of 8", [(100, 700)], page_size=96, policy=policy(sel_block_size=96, query_tile=8)),
@@ -66,7 +67,7 @@ HOPPER = (
 
 
 def error(case: Case, dtype: torch.dtype, device: str, first: int, count: int) -> float:
-    """Largest difference from the oracle of ``count`` tiles from ``first`` on, per row of a tile."""
+    """Largest difference from the oracle of ``count`` tiles from ``first`` on, per row."""
     problem = make_problem(
         case.lengths,
         heads=case.heads,

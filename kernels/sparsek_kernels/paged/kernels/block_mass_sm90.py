@@ -213,7 +213,7 @@ def masked_masses(
     LAYOUT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Masses of the blocks from key ``begin`` up to ``end``, later keys hidden; the blocks taken."""
+    """Masses of the blocks from key ``begin`` to ``end``, later keys hidden; the blocks taken."""
     column = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
     for key in range(begin, end, BLOCK):
         token = start_product(taken, q_tile, k_tiles, k_full, LAYOUT, STAGES)

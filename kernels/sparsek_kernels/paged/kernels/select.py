@@ -316,8 +316,8 @@ def top_blocks_kernel(
 ):
     """Selected blocks of one tile and KV head, from logits (decode) or from summed scores.
 
-    Logits come by query head, ``stride_sg`` apart.  Tiles that see everything get -1.  ``MAX_BLOCKS`` bounds the blocks of any sequence; shorter
-    ones take a narrower path.
+    Logits come by query head, ``stride_sg`` apart.  Tiles that see everything get -1.
+    ``MAX_BLOCKS`` bounds the blocks of any sequence; shorter ones take a narrower path.
     """
     local = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
