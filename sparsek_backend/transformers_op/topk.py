@@ -92,16 +92,15 @@ def block_indices(
     """
     batch, num_q = q.shape[:2]
     num_k, heads = k.shape[1], k.shape[2]
-    size = policy.sel_block_size
     rule = policy.per_token() if num_q == 1 else policy
     with torch.no_grad():
         k_cache, _, summary, described = _paged(k, v, num_q, policy)
         per_request = select_blocks(
             q.flatten(0, 1).to(k_cache.dtype),
-            summary,
+            k_cache,
             described,
             policy,
-            page_size=size,
+            k_summary=summary,
             softmax_scale=softmax_scale,
         )
         position = torch.arange(num_k - num_q, num_k, device=q.device)

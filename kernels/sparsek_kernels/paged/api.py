@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_tensor
@@ -16,7 +14,7 @@ from sparsek_kernels.paged.checks import (
     check_pages,
     check_summary,
     check_triton_layout,
-    page_vectors,
+    given_summary,
 )
 from sparsek_kernels.paged.eager import paged_attention_eager
 from sparsek_kernels.paged.eager_select import select_blocks_eager
@@ -97,22 +95,25 @@ def write_kv(
 
 def select_blocks(
     q: torch.Tensor,
-    k_summary: torch.Tensor,
+    k_cache: torch.Tensor,
     batch: PagedBatch,
     policy: SelectionPolicy,
     *,
-    page_size: int,
+    k_summary: torch.Tensor | None = None,
     softmax_scale: float | None = None,
+    k_scale: float = 1.0,
 ) -> list[torch.Tensor]:
     """Blocks that win by score, for inspection, metrics and tests.
 
     Args:
         q: ``[T, Hq, D]``, fp16/bf16/fp32; requests packed in the order of ``batch``.
-        k_summary: ``[num_pages, Hkv, page_size // 16, D]``, as :func:`write_kv` keeps them.
+        k_cache: ``[num_pages, Hkv, page_size, D]``, as :func:`write_kv` fills it.
         batch: the requests.
         policy: how blocks compete (docs/selection.md).
-        page_size: tokens in a page.
-        softmax_scale: default ``D ** -0.5``; of an fp8 cache, times its ``k_scale``.
+        k_summary: ``[num_pages, Hkv, page_size // 16, D]``, as :func:`write_kv` keeps them; needed
+            where single tokens select: decodes, and prefills with ``query_tile`` 1.
+        softmax_scale: default ``D ** -0.5``.
+        k_scale: factor of an fp8 (e4m3) cache and its summaries.
 
     Returns:
         One ``[tiles, Hkv, scored_blocks]`` int64 tensor per request, ascending block indices;
@@ -120,26 +121,32 @@ def select_blocks(
 
     Raises:
         TypeError, ValueError: ``policy`` does not select blocks, or an argument does not fit.
+        NotImplementedError: an fp8 cache on a CPU.
     """
     if not policy.selects_blocks:
         raise ValueError(f"policy: expected top_k >= 1, got top_k={policy.top_k}")
-    vectors = page_vectors(page_size, policy.score_kind)
-    check_tensor("k_summary", k_summary, ("num_pages", "Hkv", vectors, "D"))
-    heads = k_summary.shape[1]
-    check_tensor("q", q, ("T", "Hq", k_summary.shape[-1]), FLOAT_DTYPES, k_summary.device)
+    heads, page_size, dim = check_cache(k_cache)
+    check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, k_cache.device)
     check_heads(q.shape[1], heads)
+    check_cache_dtype(k_cache, q.dtype, k_scale)
+    check_summary(k_summary, k_cache, page_size, policy.score_kind)
+    if batch.num_decodes or policy.query_tile == 1:
+        given_summary(k_summary)
     check_pages(policy, page_size)
     check_batch(q, batch, page_size)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scale = dim**-0.5 if softmax_scale is None else softmax_scale
     if q.is_cuda:
         from sparsek_kernels.paged import launch
 
-        check_triton_layout(q=q, k_summary=k_summary)
+        check_triton_layout(q=q, k_cache=k_cache, k_summary=k_summary)
         check_batch_layout(batch)
-        select: Callable[..., torch.Tensor] = launch.select_blocks
+        rows = launch.select_blocks(
+            q, k_cache, batch, policy, k_summary=k_summary, softmax_scale=scale, k_scale=k_scale
+        ).long()
     else:
-        select = select_blocks_eager
-    rows = select(q, k_summary, batch, policy, softmax_scale=scale, page_size=page_size).long()
+        rows = select_blocks_eager(
+            q, k_cache, batch, policy, k_summary=k_summary, softmax_scale=scale
+        )
     counts = []
     for request, (length, count) in enumerate(zip(*host_lengths(batch), strict=True)):
         rule = policy.per_token() if request < batch.num_decodes else policy

@@ -10,7 +10,7 @@ from sparsek_kernels.paged.policy import ScoreKind, SelectionPolicy, cell_size, 
 
 
 def check_cache_dtype(
-    k_cache: torch.Tensor, dtype: torch.dtype, k_scale: float, v_scale: float
+    k_cache: torch.Tensor, dtype: torch.dtype, k_scale: float, v_scale: float = 1.0
 ) -> None:
     if k_cache.dtype == dtype:
         if k_scale != 1.0 or v_scale != 1.0:
@@ -56,12 +56,12 @@ def check_batch_layout(batch: PagedBatch) -> None:
     )
 
 
-def check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[int, int, int]:
+def check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor | None = None) -> tuple[int, int, int]:
     check_tensor("k_cache", k_cache, ("num_pages", "Hkv", "page_size", "D"))
     pages, heads, page_size, dim = k_cache.shape
-    check_tensor(
-        "v_cache", v_cache, (pages, heads, page_size, "Dv"), (k_cache.dtype,), k_cache.device
-    )
+    if v_cache is not None:
+        shape = (pages, heads, page_size, "Dv")
+        check_tensor("v_cache", v_cache, shape, (k_cache.dtype,), k_cache.device)
     return heads, page_size, dim
 
 
@@ -73,6 +73,15 @@ def check_summary(
     pages, heads, _, dim = k_cache.shape
     shape = (pages, heads, page_vectors(page_size, score_kind), dim)
     check_tensor("k_summary", k_summary, shape, device=k_cache.device)
+
+
+def given_summary(k_summary: torch.Tensor | None) -> torch.Tensor:
+    """The page summaries, which whoever selects for single tokens must pass."""
+    if k_summary is None:
+        raise ValueError(
+            "k_summary: expected the page summaries for decodes and query_tile=1, got None"
+        )
+    return k_summary
 
 
 def page_vectors(page_size: int, score_kind: ScoreKind) -> int:

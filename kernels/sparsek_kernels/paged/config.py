@@ -25,8 +25,8 @@ class TileConfig:
         num_stages: depth of the software pipeline.
         max_registers: registers per thread, so that more programs share a multiprocessor; 0 leaves
             that to the compiler.
-        hopper: take the kernel written for Hopper where it fits the call (``launch_hopper.py``) and
-            nothing is split; block sizes are then its own.
+        hopper: take the kernel written for Hopper where it fits the call and nothing is split;
+            block sizes are then its own.
     """
 
     block_h: int
@@ -76,44 +76,12 @@ def shared_memory(arch: int) -> int:
     return (227 if is_hopper(arch) else 99) * 1024
 
 
-def score_bytes(rows: int, columns: int, stages: int, vectors: int, row_bytes: int) -> int:
-    """Most shared memory of a program that scores ``rows`` queries x ``columns`` cells at a time.
+def mass_bytes(rows: int, keys: int, stages: int, row_bytes: int) -> int:
+    """Most shared memory of a program that multiplies ``rows`` queries by ``keys`` keys at a time.
 
-    Queries, cells in every stage of the pipeline (one vector after the other without one), and
-    room to lay a result out anew.
-
-    Args:
-        vectors: of a query and of a cell.
-        row_bytes: bytes of a vector.
+    Queries, keys in every stage of the pipeline, and room to lay a result out anew.
     """
-    held = stages * vectors if stages > 1 else 1
-    return (rows * vectors + held * columns) * row_bytes + (1 << 14)
-
-
-def _fit_scores(
-    rows: int,
-    columns: int,
-    stages: int,
-    least_columns: int,
-    vectors: int,
-    row_bytes: int,
-    arch: int,
-) -> tuple[int, int, int]:
-    """``(rows, columns, stages)`` of a scoring tile, made smaller until ``arch`` can hold it."""
-    least_columns = max(least_columns, 16)
-    columns = max(columns, least_columns)
-    while score_bytes(rows, columns, stages, vectors, row_bytes) > shared_memory(arch):
-        if stages > 2:
-            stages -= 1
-        elif columns > least_columns and stages * columns > rows:
-            columns //= 2
-        elif rows > 16:
-            rows //= 2
-        elif stages > 1:
-            stages -= 1
-        else:
-            break
-    return rows, columns, stages
+    return (rows + stages * keys) * row_bytes + (1 << 14)
 
 
 def decode_config(
@@ -232,58 +200,42 @@ def logits_config(
     )
 
 
-def score_config(
-    *,
-    tiles: int,
-    num_kv_heads: int,
-    group: int,
-    head_dim: int,
-    tile: int,
-    cells: int,
-    vectors: int,
-    max_blocks: int,
-    itemsize: int,
-    arch: int,
-    num_sms: int,
-) -> TileConfig:
-    """Scores of a prefill tile: rows are queries x heads, columns are cells.
+def mass_config(*, group: int, head_dim: int, itemsize: int, arch: int) -> TileConfig:
+    """Block masses: 64 sampled rows, 128 keys at a time; fewer until they fit.
 
     Args:
-        cells: cells of a block.
-        vectors: summary vectors of a cell: 1, or 2 for ``min_max``, which also splits q in two.
         itemsize: bytes of an element of q; 4 bytes leave the tensor cores unused.
     """
-    large = is_hopper(arch) and head_dim <= 128 and itemsize <= 2
-    rows = 64
-    if large:
-        rows = 256 // vectors
-    elif head_dim > 128 or itemsize > 2:
-        rows = 64 // vectors
-    width = next_power_of_2(cells)
-    rows, columns, stages = _fit_scores(
-        rows,
-        128 if head_dim <= 128 else 64,
-        3 - vectors + (1 if large else 0),
-        width,
-        vectors,
-        next_power_of_2(head_dim) * itemsize,
-        arch,
-    )
-    queries = largest_part(tile, min(rows, 64))
-    block_h = max(1, min(next_power_of_2(group), rows // queries))
-    block_m = max(16, queries * block_h)
-    block_n = columns // width
-    splits = choose_splits(tiles * num_kv_heads, max_blocks // block_n, num_sms, most=16)
+    row_bytes = next_power_of_2(head_dim) * itemsize
+    rows, keys, stages = 64, 128 if head_dim <= 128 and itemsize <= 2 else 64, 3
+    while mass_bytes(rows, keys, stages, row_bytes) > shared_memory(arch):
+        if stages > 2:
+            stages -= 1
+        elif keys > 32:
+            keys //= 2
+        elif rows > 16:
+            rows //= 2
+        elif keys > 16:
+            keys //= 2
+        else:
+            stages = 1
+            break
+    block_h = min(next_power_of_2(group), rows)
     return TileConfig(
         block_h=block_h,
-        queries=queries,
-        block_m=block_m,
-        block_n=block_n,
-        splits=splits,
-        num_warps=8 if block_m >= 128 else 4,
+        queries=rows // block_h,
+        block_m=rows,
+        block_n=keys,
+        splits=1,
+        num_warps=4,
         num_stages=stages,
         hopper=has_wgmma(arch),
     )
+
+
+def score_columns(rows: int) -> int:
+    """Blocks at a time of the scores of a tile that has ``rows`` rows of masses."""
+    return min(max(8192 // next_power_of_2(rows), 8), 128)
 
 
 def top_warps(max_blocks: int) -> int:

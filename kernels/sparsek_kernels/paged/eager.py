@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from sparsek_kernels.paged import native_decode
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.eager_plan import TileGroup, plan_decodes, plan_prefill
-from sparsek_kernels.paged.eager_select import select_tiles, select_tokens
+from sparsek_kernels.paged.eager_select import select_prefill, select_tokens
 from sparsek_kernels.paged.gather import block_reader, join_kv, read_sequence
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -197,14 +197,24 @@ def _prefill(
         count = plan.dense_end - start
         pages = batch.block_table[request].long()
         out[:count] = _attend_sequence(q[:count], operands, pages, plan.dense_end)
+    chosen = None
+    if policy.selects_blocks and plan.groups:
+        chosen = select_prefill(
+            q[plan.dense_end - start :],
+            plan.dense_end,
+            operands.k_cache,
+            operands.k_summary,
+            plan.summaries,
+            policy,
+            operands.softmax_scale,
+        )
     for first, tiles, group in plan.groups:
         begin = max(first, plan.dense_end, start)
         end = min(first + tiles * plan.tile, length)
         rows = q[begin - start : end - start]
         selected = None
-        if policy.selects_blocks and operands.k_summary is not None:
-            scale = operands.softmax_scale
-            selected = select_tiles(rows, begin, operands.k_summary, plan.summaries, policy, scale)
+        if chosen is not None:
+            selected, chosen = chosen[:tiles], chosen[tiles:]
         padded = q.new_zeros(tiles * plan.tile, *q.shape[1:])
         padded[begin - first : end - first] = rows
         padded = padded.unflatten(0, (tiles, plan.tile)).permute(0, 2, 3, 1, 4)

@@ -22,19 +22,14 @@ from sparsek_kernels.paged.config import (
 )
 from sparsek_kernels.paged.kernels.attend import attend_kernel
 from sparsek_kernels.paged.kernels.write import write_kv_kernel
-from sparsek_kernels.paged.launch_select import prefill_tiles
 from sparsek_kernels.paged.launch_select import select_blocks as select_blocks
 from sparsek_kernels.paged.launch_sm90 import attend_fits, attend_hopper
+from sparsek_kernels.paged.launch_tiles import prefill_tiles
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import ScoreKind, SelectionPolicy, ceil_div, cell_size
-from sparsek_kernels.paged.runtime import overlap_options, workspace
+from sparsek_kernels.paged.runtime import overlap_options, rows_per_step, workspace
 
 _DENSE_TILE = 64
-
-_ROW_ELEMENTS = 1 << 24
-"""Most elements (64 MiB) of a scratch tensor of a step that is attended token by token."""
-_MOST_ROWS = 1 << 15
-"""Tokens of one launch; a grid's third dimension ends at 65535."""
 
 
 def write_kv(
@@ -108,15 +103,13 @@ def _selected(
     """The blocks that a policy chooses by score, or ``None`` where it chooses none."""
     if not policy.selects_blocks:
         return None
-    if operands.k_summary is None:
-        raise ValueError("k_summary: expected page summaries for block selection, got None")
     return select_blocks(
         operands.q,
-        operands.k_summary,
+        operands.k_cache,
         batch,
         policy,
+        k_summary=operands.k_summary,
         softmax_scale=operands.softmax_scale,
-        page_size=operands.k_cache.shape[2],
         k_scale=operands.k_scale,
     )
 
@@ -148,7 +141,7 @@ def _attend_by_token(operands: PagedOperands, batch: PagedBatch, policy: Selecti
     if rule.selects_blocks:
         blocks = ceil_div(batch.max_seq_len, rule.sel_block_size)
         widest = max(widest, num_heads * (blocks + 16))
-    step = min(max(_ROW_ELEMENTS // widest // 16, 1) * 16, _MOST_ROWS)
+    step = rows_per_step(widest)
     for first in range(0, tokens, step):
         last = min(first + step, tokens)
         attend_decodes(operands.of_rows(slice(first, last)), batch.by_token(first, last))

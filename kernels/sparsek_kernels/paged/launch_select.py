@@ -4,50 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.common.device import device_arch, multiprocessors
+from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.config import (
-    TileConfig,
-    logits_config,
-    next_power_of_2,
-    score_config,
-    top_warps,
-)
+from sparsek_kernels.paged.checks import given_summary
+from sparsek_kernels.paged.config import logits_config, next_power_of_2, top_warps
 from sparsek_kernels.paged.kernels.select import decode_logits_kernel, top_blocks_kernel
-from sparsek_kernels.paged.kernels.tile_scores import tile_scores_kernel, tile_scores_once_kernel
-from sparsek_kernels.paged.launch_sm90 import parked_elements, score_tiles_hopper, scores_fit
+from sparsek_kernels.paged.launch_mass import most_tiles, plan_strips, score_tiles
+from sparsek_kernels.paged.launch_tiles import prefill_tiles
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
-from sparsek_kernels.paged.runtime import overlap_options, workspace
+from sparsek_kernels.paged.runtime import MOST_ROWS, overlap_options, rows_per_step, workspace
 
 _SCRATCH_ELEMENTS = 1 << 24
 """Most float32 elements (64 MiB) of one scratch tensor of scores; larger steps go in batches."""
-
-_PARKED_ELEMENTS = 1 << 27
-"""Most fp16 elements (256 MiB) that single-pass scoring may park."""
-
-
-def prefill_tiles(batch: PagedBatch, tile: int, num_tokens: int) -> torch.Tensor:
-    """Device table of the prefills' tiles: ``[bound, 2]`` int32, request (or -1) and base."""
-    bound = (num_tokens - batch.num_decode_tokens) // tile + 2 * batch.num_prefills
-
-    def build() -> torch.Tensor:
-        first = batch.num_decodes
-        cu = batch.cu_seqlens_q[first:].to(torch.int64)
-        counts = cu[1:] - cu[:-1]
-        lens = batch.seq_lens[first:].to(torch.int64)
-        first_tile = (lens - counts).clamp(min=0) // tile
-        tiles = torch.where(counts > 0, (lens - 1).clamp(min=0) // tile - first_tile + 1, 0)
-        ends = tiles.cumsum(0)
-        index = torch.arange(bound, device=cu.device)
-        owner = torch.searchsorted(ends, index, right=True)
-        known = owner < lens.shape[0]
-        owner = owner.clamp(max=lens.shape[0] - 1)
-        base = (first_tile[owner] + index - (ends - tiles)[owner]) * tile
-        request = torch.where(known, owner + first, -1)
-        return torch.stack([request, base], dim=1).to(torch.int32).contiguous()
-
-    return batch.derived(("prefill tiles", tile, bound), build)
 
 
 def _max_blocks(batch: PagedBatch, sel_block: int) -> int:
@@ -61,19 +30,19 @@ def _cells(policy: SelectionPolicy) -> int:
 
 def select_blocks(
     q: torch.Tensor,
-    k_summary: torch.Tensor,
+    k_cache: torch.Tensor,
     batch: PagedBatch,
     policy: SelectionPolicy,
     *,
+    k_summary: torch.Tensor | None,
     softmax_scale: float,
-    page_size: int,
     k_scale: float = 1.0,
 ) -> torch.Tensor:
     """Selected blocks ``[tiles, Hkv, scored_blocks]`` int32; -1 where a tile sees everything.
 
     Row ``t`` of the decodes is query token ``t``; the prefills' tiles follow in order.
     """
-    heads = k_summary.shape[1]
+    heads, page_size = k_cache.shape[1:3]
     tiles: torch.Tensor | None = None
     count = batch.num_decode_tokens
     if batch.num_prefills:
@@ -84,9 +53,13 @@ def select_blocks(
         return out
     scale = softmax_scale * k_scale * LOG2E.value
     if batch.num_decodes:
-        _select_decodes(out, q, k_summary, batch, policy, scale, page_size)
-    if tiles is not None:
-        _select_tiles(out, q, k_summary, batch, policy, tiles, scale, page_size)
+        _select_decodes(out, q, given_summary(k_summary), batch, policy, scale, page_size)
+    if tiles is None:
+        return out
+    if policy.query_tile == 1:
+        _select_tokens(out, q, given_summary(k_summary), batch, policy, scale, page_size)
+    else:
+        _select_tiles(out, q, k_cache, batch, policy, tiles, scale)
     return out
 
 
@@ -106,7 +79,7 @@ def _select_decodes(
     width = ceil_div(max_blocks, 16) * 16
     length = batch.decode_query_len
     per_request = length * num_heads * width
-    step = max(min(_SCRATCH_ELEMENTS // per_request, batch.num_decodes), 1)
+    step = max(min(_SCRATCH_ELEMENTS // per_request, batch.num_decodes, MOST_ROWS), 1)
     logits = workspace(q.device, "logits", step * per_request, torch.float32)
     config = logits_config(
         requests=step,
@@ -181,7 +154,6 @@ def _top_blocks(
     strides: tuple[int, int, int],
     group: int,
     max_blocks: int,
-    parts: int = 1,
 ) -> None:
     top_blocks_kernel[grid](
         out,
@@ -198,7 +170,6 @@ def _top_blocks(
         TILES_PER_REQUEST=1 if tiles is not None else batch.decode_query_len,
         POLICY_TILE=1 if tiles is None else policy.query_tile,
         GROUP=group,
-        PARTS=parts,
         SEL_BLOCK=policy.sel_block_size,
         SINK_BLOCKS=policy.sink_blocks,
         REACH_BLOCKS=policy.reach_blocks,
@@ -209,67 +180,46 @@ def _top_blocks(
     )
 
 
-def _select_tiles(
+def _select_tokens(
     out: torch.Tensor,
     q: torch.Tensor,
     k_summary: torch.Tensor,
     batch: PagedBatch,
     policy: SelectionPolicy,
-    tiles: torch.Tensor,
     qk_scale: float,
     page_size: int,
 ) -> None:
-    heads = k_summary.shape[1]
-    num_heads, dim = q.shape[1:]
-    group = num_heads // heads
+    """Blocks of prefills whose tiles are single tokens: each is scored as if it were decoded."""
+    first = batch.first_row + batch.num_decode_tokens
+    step = rows_per_step(batch.block_table.shape[1])
+    for begin in range(first, q.shape[0], step):
+        end = min(begin + step, q.shape[0])
+        rows = out[batch.num_decode_tokens + begin - first :]
+        tokens = batch.by_token(begin, end)
+        _select_decodes(rows, q[begin:end], k_summary, tokens, policy, qk_scale, page_size)
+
+
+def _select_tiles(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    batch: PagedBatch,
+    policy: SelectionPolicy,
+    tiles: torch.Tensor,
+    qk_scale: float,
+) -> None:
+    heads = k_cache.shape[1]
+    group = q.shape[1] // heads
     max_blocks = _max_blocks(batch, policy.sel_block_size)
     width = ceil_div(max_blocks, 16) * 16
-    arch, num_sms = device_arch(q.device), multiprocessors(q.device)
     count = tiles.shape[0]
-    step = max(min(_SCRATCH_ELEMENTS // (heads * width), count), 1)
-    config = score_config(
-        tiles=step,
-        num_kv_heads=heads,
-        group=group,
-        head_dim=dim,
-        tile=policy.query_tile,
-        cells=_cells(policy),
-        vectors=2 if policy.score_kind == "min_max" else 1,
-        max_blocks=max_blocks,
-        itemsize=q.element_size(),
-        arch=arch,
-        num_sms=num_sms,
-    )
-    hopper = (
-        config.hopper
-        and config.splits == 1
-        and scores_fit(q, k_summary, policy, page_size)
-        and parked_elements(num_sms, width) <= _PARKED_ELEMENTS
-    )
-    parts = group if hopper else 1
-    step = max(min(_SCRATCH_ELEMENTS // (heads * width * parts), step), 1)
-    scores = workspace(q.device, "scores", step * heads * width * parts, torch.float32)
+    strips = plan_strips(batch, policy, tiles, group, q.shape[0])
+    step = most_tiles(batch, strips, count, heads, width)
+    step = max(min(_SCRATCH_ELEMENTS // (heads * width), step), 1)
+    scores = workspace(q.device, "scores", step * heads * width, torch.float32)
     for first in range(0, count, step):
         here = min(step, count - first)
-        if hopper:
-            score_tiles_hopper(
-                scores, q, k_summary, batch, policy, tiles, qk_scale, page_size, first, here, width
-            )
-        else:
-            _score_tiles(
-                scores,
-                q,
-                k_summary,
-                batch,
-                policy,
-                tiles,
-                qk_scale,
-                page_size,
-                first,
-                here,
-                width,
-                config,
-            )
+        score_tiles(scores, q, k_cache, batch, policy, tiles, strips, qk_scale, first, here, width)
         _top_blocks(
             out,
             scores,
@@ -279,98 +229,7 @@ def _select_tiles(
             (here, heads),
             first,
             batch.num_decode_tokens,
-            (heads * parts * width, parts * width, width),
+            (heads * width, width, 0),
             group,
             max_blocks,
-            parts,
-        )
-
-
-def _score_tiles(
-    scores: torch.Tensor,
-    q: torch.Tensor,
-    k_summary: torch.Tensor,
-    batch: PagedBatch,
-    policy: SelectionPolicy,
-    tiles: torch.Tensor,
-    qk_scale: float,
-    page_size: int,
-    first: int,
-    count: int,
-    width: int,
-    config: TileConfig,
-) -> None:
-    heads = k_summary.shape[1]
-    num_heads, dim = q.shape[1:]
-    group = num_heads // heads
-    strides = (
-        *q.stride()[:2],
-        *k_summary.stride()[:3],
-        batch.block_table.stride(0),
-        heads * width,
-        width,
-    )
-    shape = {
-        "NUM_KV_HEADS": heads,
-        "GROUP": group,
-        "HEAD_DIM": dim,
-        "BLOCK_D": next_power_of_2(dim),
-        "POLICY_TILE": policy.query_tile,
-        "QUERIES": config.queries,
-        "BLOCK_H": config.block_h,
-        "BLOCK_M": config.block_m,
-        "BLOCK_B": config.block_n,
-        "PAGE_SIZE": page_size,
-        "SEL_BLOCK": policy.sel_block_size,
-        "SINK_BLOCKS": policy.sink_blocks,
-        "REACH_BLOCKS": policy.reach_blocks,
-        "SCORED_BLOCKS": policy.scored_blocks,
-        "MIN_MAX": policy.score_kind == "min_max",
-        "NUM_STAGES": config.num_stages,
-        "num_warps": config.num_warps,
-    }
-    where = (tiles, batch.block_table, batch.seq_lens, batch.cu_seqlens_q)
-    num_sms = multiprocessors(q.device)
-    programs = min(num_sms, count * heads)
-    steps = ceil_div(width, config.block_n)
-    parked_size = programs * steps * config.block_m * config.block_n
-    if config.splits == 1 and parked_size <= _PARKED_ELEMENTS:
-        kind = torch.float32 if q.dtype == torch.float32 else torch.float16
-        parked = workspace(q.device, f"parked {kind}", parked_size, kind)
-        maxima = workspace(
-            q.device, "parked maxima", programs * steps * config.block_m, torch.float32
-        )
-        tile_scores_once_kernel[(programs,)](
-            scores,
-            parked,
-            maxima,
-            q,
-            k_summary,
-            *where,
-            qk_scale,
-            policy.dense_below,
-            first,
-            count,
-            steps,
-            *strides,
-            **shape,
-        )
-        return
-    chunks = ceil_div(group, config.block_h) * ceil_div(policy.query_tile, config.queries)
-    state_size = count * heads * chunks * config.splits * 2 * config.block_m
-    state = workspace(q.device, "score state", state_size, torch.float32)
-    for second_pass in (False, True):
-        tile_scores_kernel[(count, heads, config.splits)](
-            scores,
-            state,
-            q,
-            k_summary,
-            *where,
-            qk_scale,
-            policy.dense_below,
-            first,
-            *strides,
-            SPLITS=config.splits,
-            SECOND_PASS=second_pass,
-            **shape,
         )

@@ -12,14 +12,10 @@ from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.config import has_wgmma
 from sparsek_kernels.paged.kernels.attend_sm90 import attend_hopper_kernel
-from sparsek_kernels.paged.kernels.tile_scores_sm90 import tile_scores_hopper_kernel
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
-from sparsek_kernels.paged.runtime import workspace
 
 _BOX = 64
-_HEADS = 4
-_BLOCKS = 32
 _LAST_ROW = 0x70000000
 
 
@@ -33,26 +29,9 @@ def attend_fits(operands: PagedOperands, policy: SelectionPolicy) -> bool:
         and policy.sel_block_size == _BOX
         and policy.query_tile % _BOX == 0
         and copyable(v_cache)
-        and _is_matrix(k_cache)
-        and _is_matrix(v_cache)
+        and is_matrix(k_cache)
+        and is_matrix(v_cache)
     )
-
-
-def scores_fit(
-    q: torch.Tensor, k_summary: torch.Tensor, policy: SelectionPolicy, page_size: int
-) -> bool:
-    """Whether the Hopper kernel can score a step's tiles, if there are enough of them."""
-    return (
-        _tensor_cores_take(q, k_summary, page_size)
-        and q.shape[1] % (_HEADS * k_summary.shape[1]) == 0
-        and policy.score_kind == "cell_mean"
-        and policy.sel_block_size == policy.query_tile == _BOX
-    )
-
-
-def parked_elements(programs: int, width: int) -> int:
-    """Elements that :func:`score_tiles_hopper` parks for rows of ``width`` blocks."""
-    return programs * _HEADS * ceil_div(width, _BLOCKS) * _BOX * _BLOCKS
 
 
 def _tensor_cores_take(q: torch.Tensor, keys: torch.Tensor, page_size: int) -> bool:
@@ -66,60 +45,7 @@ def _tensor_cores_take(q: torch.Tensor, keys: torch.Tensor, page_size: int) -> b
     )
 
 
-def score_tiles_hopper(
-    scores: torch.Tensor,
-    q: torch.Tensor,
-    k_summary: torch.Tensor,
-    batch: PagedBatch,
-    policy: SelectionPolicy,
-    tiles: torch.Tensor,
-    qk_scale: float,
-    page_size: int,
-    first: int,
-    count: int,
-    width: int,
-) -> None:
-    """Scores of ``count`` tiles from ``first`` on, ``[count, Hkv, group, width]``."""
-    heads, _, dim = k_summary.shape[1:]
-    group = q.shape[1] // heads
-    num_sms = multiprocessors(q.device)
-    programs = min(num_sms, count * heads)
-    steps = ceil_div(width, _BLOCKS)
-    size = parked_elements(programs, width)
-    tile_scores_hopper_kernel[(programs,)](
-        scores,
-        workspace(q.device, "parked torch.float16", size, torch.float16),
-        workspace(q.device, "parked maxima", size // _BLOCKS, torch.float32),
-        _describe_queries(q),
-        k_summary,
-        tiles,
-        batch.block_table,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
-        qk_scale,
-        policy.dense_below,
-        first,
-        count,
-        count * heads,
-        steps,
-        q.stride(1),
-        *k_summary.stride()[:3],
-        batch.block_table.stride(0),
-        heads * group * width,
-        group * width,
-        width,
-        GROUP=group,
-        HEAD_DIM=dim,
-        PAGE_SIZE=page_size,
-        SINK_BLOCKS=policy.sink_blocks,
-        REACH_BLOCKS=policy.reach_blocks,
-        SCORED_BLOCKS=policy.scored_blocks,
-        STAGES=3,
-        num_warps=4,
-    )
-
-
-def _is_matrix(cache: torch.Tensor) -> bool:
+def is_matrix(cache: torch.Tensor) -> bool:
     """Whether ``[P, H, page_size, D]`` pages lie at multiples of a row of one matrix."""
     page, _head, row, _ = cache.stride()
     return row > 0 and page % row == 0 and _matrix(cache)[0] < _LAST_ROW
@@ -139,7 +65,7 @@ def _describe_queries(q: torch.Tensor) -> TensorDescriptor:
     return describe_matrix(q, (q.shape[0], columns), q.stride(0), (_BOX, _BOX))
 
 
-def _describe_cache(cache: torch.Tensor) -> tuple[TensorDescriptor, int, int, int]:
+def describe_cache(cache: torch.Tensor) -> tuple[TensorDescriptor, int, int, int]:
     rows, page_rows, head_rows, head_cols = _matrix(cache)
     columns = (cache.shape[1] - 1) * head_cols + cache.shape[3]
     descriptor = describe_matrix(cache, (rows, columns), cache.stride(2), (_BOX, _BOX))
@@ -160,8 +86,8 @@ def attend_hopper(
     group = q.shape[1] // heads
     num_sms = multiprocessors(q.device)
     items = tiles.shape[0] * (policy.query_tile // _BOX) * ceil_div(group, 2) * heads
-    k_desc, *k_distances = _describe_cache(k_cache)
-    v_desc, *v_distances = _describe_cache(v_cache)
+    k_desc, *k_distances = describe_cache(k_cache)
+    v_desc, *v_distances = describe_cache(v_cache)
     attend_hopper_kernel[(min(items, num_sms),)](
         out,
         _describe_queries(q),

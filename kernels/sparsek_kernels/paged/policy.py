@@ -19,6 +19,12 @@ from typing import Any, Literal, TypeAlias
 CELL_SIZE = 16
 """Tokens per summary vector: a page of P tokens carries P / CELL_SIZE vectors per KV head."""
 
+SAMPLE_STRIDE = 16
+"""Query positions of a prefill tile for which one query stands when blocks are scored."""
+
+MOST_SAMPLES = 16
+"""Most queries that a tile is scored by."""
+
 ScoreKind = Literal["cell_mean", "min_max"]
 
 Positions: TypeAlias = Any
@@ -119,6 +125,16 @@ class SelectionPolicy:
         if self.query_tile == 1 and not self.dense_last:
             return self
         return replace(self, query_tile=1, dense_last=0)
+
+    @property
+    def sample_stride(self) -> int:
+        """Query positions of a tile that one sampled query stands for."""
+        return max(SAMPLE_STRIDE, ceil_div(self.query_tile, MOST_SAMPLES))
+
+    @property
+    def samples(self) -> int:
+        """Queries that a tile is scored by: the last of every ``sample_stride`` positions."""
+        return ceil_div(self.query_tile, self.sample_stride)
 
     @property
     def is_dense(self) -> bool:

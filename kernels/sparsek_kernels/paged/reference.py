@@ -78,9 +78,41 @@ def block_scores_reference(
     return probs.reshape(summaries.shape[1], -1, own_block).sum(1)
 
 
+def tile_scores_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: list[int],
+    policy: SelectionPolicy,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """Scores of the blocks of one prefill tile: exact attention masses of its sampled queries.
+
+    Args:
+        q: ``[n, Hq, D]``, the tile's queries at ``positions`` (ascending, consecutive).
+        k: ``[N, Hkv, D]``.
+
+    Returns:
+        ``[Hkv, blocks]`` float64: the share of attention that falls on each block, summed over
+        the sampled queries and over each GQA group.
+    """
+    size, num_kv_heads = policy.sel_block_size, k.shape[1]
+    samples = {
+        p % policy.query_tile // policy.sample_stride: row for row, p in enumerate(positions)
+    }
+    blocks = -(-k.shape[0] // size)
+    total = torch.zeros(num_kv_heads, blocks, dtype=torch.float64)
+    for row in samples.values():  # of every stride, the last query
+        seen = k[: positions[row] + 1].double()
+        heads = q[row].double().unflatten(0, (num_kv_heads, -1))
+        probs = (torch.einsum("hgd,nhd->hgn", heads, seen) * softmax_scale).softmax(-1).sum(1)
+        padded = torch.nn.functional.pad(probs, (0, blocks * size - seen.shape[0]))
+        total += padded.unflatten(-1, (blocks, size)).sum(-1)
+    return total
+
+
 def select_blocks_reference(
     q: torch.Tensor,
-    summaries: torch.Tensor,
+    k: torch.Tensor,
     positions: list[int],
     policy: SelectionPolicy,
     softmax_scale: float,
@@ -89,7 +121,7 @@ def select_blocks_reference(
 
     Args:
         q: ``[n, Hq, D]``, the tile's queries at ``positions``.
-        summaries: ``[vectors, Hkv, D]``.
+        k: ``[N, Hkv, D]``.
 
     Returns:
         For each KV head, ascending block indices; ``None`` where the tile sees everything.
@@ -97,11 +129,12 @@ def select_blocks_reference(
     if policy.sees_all(positions[0]):
         return None
     first, last = policy.candidate_range(positions[0])
-    num_kv_heads = summaries.shape[1]
-    total = torch.zeros(num_kv_heads, last, dtype=torch.float64)
-    for row, position in enumerate(positions):
-        scores = block_scores_reference(q[row], summaries, position, policy, softmax_scale)
-        total += scores[:, :last]
+    num_kv_heads = k.shape[1]
+    if policy.query_tile == 1:
+        summaries = summaries_reference(k, policy.score_kind)
+        total = block_scores_reference(q[0], summaries, positions[0], policy, softmax_scale)
+    else:
+        total = tile_scores_reference(q, k, positions, policy, softmax_scale)
     chosen = []
     for head in range(num_kv_heads):
         ranked = sorted(range(first, last), key=lambda b: (-float(total[head, b]), b))
@@ -128,17 +161,14 @@ def visible_reference(
     length, num_kv_heads = k.shape[0], k.shape[1]
     key = torch.arange(length)
     visible = torch.zeros(len(positions), num_kv_heads, length, dtype=torch.bool)
-    summaries = summaries_reference(k, policy.score_kind) if policy.selects_blocks else None
     tiles: dict[int, list[int]] = {}
     for row, position in enumerate(positions):
         tiles.setdefault(position // policy.query_tile, []).append(row)
     for rows in tiles.values():
         tile_positions = [positions[row] for row in rows]
         chosen: list[list[int]] | None = None
-        if summaries is not None:
-            chosen = select_blocks_reference(
-                q[rows], summaries, tile_positions, policy, softmax_scale
-            )
+        if policy.selects_blocks:
+            chosen = select_blocks_reference(q[rows], k, tile_positions, policy, softmax_scale)
         for row, position in zip(rows, tile_positions, strict=True):
             causal = key <= position
             if policy.sees_all(position):

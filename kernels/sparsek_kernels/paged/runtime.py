@@ -7,6 +7,16 @@ import torch
 from sparsek_kernels.common.device import device_arch
 from sparsek_kernels.paged.config import is_hopper, next_power_of_2
 
+_ROW_ELEMENTS = 1 << 24
+"""Most elements (64 MiB) of a scratch tensor of a step that is handled token by token."""
+MOST_ROWS = 1 << 15
+"""Tokens of one launch; a grid's third dimension ends at 65535."""
+
+
+def rows_per_step(width: int) -> int:
+    """Tokens of one step that is handled token by token, with ``width`` elements for each."""
+    return min(max(_ROW_ELEMENTS // width // 16, 1) * 16, MOST_ROWS)
+
 
 def overlap_options(device: torch.device) -> dict[str, bool]:
     """Compile and launch options that let a kernel start while its predecessor drains."""

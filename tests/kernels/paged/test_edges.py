@@ -97,10 +97,10 @@ def test_selection_of_parts(name: str) -> None:
     lengths, queries, num_decodes = [300, 210, 333, 64, 240], [1, 2, 40, 64, 200], 2
     policy = POLICIES[name]
     case = make_case(lengths, queries, num_decodes, score_kind=policy.score_kind)
-    whole = select_blocks(case.q, case.k_summary, case.batch, policy, page_size=32)
+    whole = select_blocks(case.q, case.k_cache, case.batch, policy, k_summary=case.k_summary)
     for first, last in ((0, 2), (2, 3), (3, 5), (2, 5)):
         part = case.batch.part(first, last)
-        got = select_blocks(case.q, case.k_summary, part, policy, page_size=32)
+        got = select_blocks(case.q, case.k_cache, part, policy, k_summary=case.k_summary)
         for mine, theirs in zip(got, whole[first:last], strict=True):
             assert torch.equal(mine, theirs)
 
@@ -154,7 +154,7 @@ def test_pages_past_a_sequence_are_never_read(name: str, beyond: int) -> None:
         case.batch.block_table[request, -(-length // 32) :] = beyond
     check(case, policy)
     if policy.selects_blocks:
-        chosen = select_blocks(case.q, case.k_summary, case.batch, policy, page_size=32)
+        chosen = select_blocks(case.q, case.k_cache, case.batch, policy, k_summary=case.k_summary)
         assert len(chosen) == len(MIXED[0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ from sparsek_kernels.paged.reference import (
     gather_sequence,
     paged_attention_reference,
     select_blocks_reference,
-    summaries_reference,
 )
 
 MIXED = ([200, 61, 300, 1, 129], [1, 3, 300, 1, 64], 2)
@@ -86,40 +86,116 @@ def test_any_batch(data: st.DataObject) -> None:
     torch.testing.assert_close(run(case, policy).double(), expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("score_kind", ["cell_mean", "min_max"])
-def test_selection_equals_oracle(score_kind: str) -> None:
-    policy = SelectionPolicy(
-        num_sink=16,
-        window_size=20,
-        top_k=3,
-        sel_block_size=32,
-        query_tile=32,
-        score_kind=score_kind,
-    )
-    lengths, queries, num_decodes = [300, 210, 333], [2, 190, 333], 1
-    case = make_case(lengths, queries, num_decodes, score_kind=score_kind)
-    chosen = select_blocks(
-        case.q, case.k_summary, case.batch, policy, page_size=case.k_cache.shape[2]
-    )
+def check_selection(
+    case: Case, queries: list[int], num_decodes: int, policy: SelectionPolicy
+) -> None:
+    """Every tile's blocks are the oracle's."""
+    lengths = case.batch.seq_lens.tolist()
+    chosen = select_blocks(case.q, case.k_cache, case.batch, policy, k_summary=case.k_summary)
     start = 0
     for request, (length, count) in enumerate(zip(lengths, queries, strict=True)):
         rule = policy.per_token() if request < num_decodes else policy
         k = gather_sequence(case.k_cache, case.batch.block_table[request], length)
-        summaries = summaries_reference(k, score_kind)
         first = (length - count) // rule.query_tile
+        assert len(chosen[request]) == rule.num_tiles(length - count, length)
         for tile, rows in enumerate(chosen[request]):
             low = max((first + tile) * rule.query_tile, length - count)
             high = min((first + tile + 1) * rule.query_tile, length)
             positions = list(range(low, high))
             q = case.q[start + low - (length - count) : start + high - (length - count)]
-            expected = select_blocks_reference(
-                q, summaries, positions, rule, case.q.shape[-1] ** -0.5
-            )
+            expected = select_blocks_reference(q, k, positions, rule, case.q.shape[-1] ** -0.5)
             if expected is None:
                 assert (rows == -1).all()
             else:
                 assert rows.tolist() == expected
         start += count
+
+
+@pytest.mark.parametrize("query_tile", [1, 32, 64])
+@pytest.mark.parametrize("score_kind", ["cell_mean", "min_max"])
+def test_selection_equals_oracle(score_kind: str, query_tile: int) -> None:
+    policy = SelectionPolicy(
+        num_sink=16,
+        window_size=20,
+        top_k=3,
+        sel_block_size=32,
+        query_tile=query_tile,
+        score_kind=score_kind,
+    )
+    lengths, queries, num_decodes = [300, 210, 333], [2, 190, 333], 1
+    case = make_case(lengths, queries, num_decodes, score_kind=score_kind)
+    check_selection(case, queries, num_decodes, policy)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_selection_equals_oracle(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=3))
+    queries = [data.draw(st.integers(1, length)) for length in lengths]
+    num_decodes = data.draw(st.integers(0, int(queries[0] <= 3)))
+    page = data.draw(st.sampled_from([16, 32, 48, 64]))
+    kv_heads = data.draw(st.sampled_from([1, 2]))
+    policy = SelectionPolicy(
+        num_sink=data.draw(st.integers(0, 40)),
+        window_size=data.draw(st.integers(1, 90)),
+        top_k=data.draw(st.integers(1, 4)),
+        sel_block_size=page * data.draw(st.sampled_from([1, 2])),
+        dense_below=data.draw(st.sampled_from([0, 100])),
+        query_tile=data.draw(st.integers(1, 300)),
+    )
+    group = data.draw(st.sampled_from([1, 3, 4, 7]))
+    case = make_case(
+        lengths, queries, num_decodes, heads=group * kv_heads, kv_heads=kv_heads, page_size=page
+    )
+    check_selection(case, queries, num_decodes, policy)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_chunks_of_whole_tiles_select_the_same(data: st.DataObject) -> None:
+    """Keys after a chunk are in the cache already, as after preemption: none is looked at."""
+    tile = data.draw(st.sampled_from([2, 16, 24, 64, 100]))
+    policy = SelectionPolicy(
+        num_sink=16, window_size=20, top_k=2, sel_block_size=32, query_tile=tile
+    )
+    length = data.draw(st.integers(1, 420))
+    whole = make_case([length], [length], 0, seed=data.draw(st.integers(0, 9)))
+    expected = select_blocks(whole.q, whole.k_cache, whole.batch, policy)[0]
+    ends = data.draw(st.sets(st.integers(1, length // tile), max_size=4)) if length > tile else ()
+    found = []
+    for begin, end in pairwise([0, *(tile * n for n in sorted(ends) if tile * n < length), length]):
+        batch = replace(
+            whole.batch,
+            seq_lens=torch.tensor([end], dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, end - begin], dtype=torch.int32),
+            max_query_len=end - begin,
+            max_seq_len=end,
+            _derived={},
+        )
+        found += select_blocks(whole.q[begin:end], whole.k_cache, batch, policy)
+    assert torch.equal(torch.cat(found), expected)
+
+
+@pytest.mark.parametrize("name", ["topk", "topk_wide_tile"])
+def test_keys_past_a_sequence_are_left_out(name: str) -> None:
+    case = make_case([300], [120], 0)
+    expected = select_blocks(case.q, case.k_cache, case.batch, POLICIES[name])[0]
+    page = case.batch.block_table[0, 300 // 32]
+    case.k_cache[page, :, 300 % 32 :] = float("nan")
+    found = select_blocks(case.q, case.k_cache, case.batch, POLICIES[name])[0]
+    assert torch.equal(found, expected)
+
+
+def test_a_key_that_one_sampled_query_wants_is_found() -> None:
+    """A mean over the key's cell would hide it."""
+    policy = SelectionPolicy(num_sink=32, window_size=32, top_k=2, sel_block_size=32)
+    case = make_case([640], [64], 0, heads=2, kv_heads=1)
+    wanted = 8.0 * torch.nn.functional.normalize(torch.randn(32), dim=0)
+    case.q[47] = wanted  # the last of the 16 positions that it stands for
+    for position, key in ((200, wanted), (201, -wanted)):
+        case.k_cache[case.batch.block_table[0, position // 32], :, position % 32] = key
+    chosen = select_blocks(case.q, case.k_cache, case.batch, policy)[0]
+    assert 200 // 32 in chosen[0, 0].tolist()
 
 
 def test_last_queries_of_parts_see_everything() -> None:
@@ -272,20 +348,34 @@ def test_batches_that_do_not_fit(fields: dict[str, tuple[int, ...]], match: str)
         batch = replace(batch, seq_lens_host=(40, 71), _derived={})
     with pytest.raises(ValueError, match=match):
         paged_attention(**{**arguments, "batch": batch})
-    q, summary, policy = (arguments[name] for name in ("q", "k_summary", "policy"))
     with pytest.raises(ValueError, match=match):
-        select_blocks(q, summary, batch, policy, page_size=_page_size(arguments))
+        select_blocks(**{**_selection(), "batch": batch})
 
 
-def _page_size(arguments: dict[str, object]) -> int:
-    return int(arguments["k_cache"].shape[2])
+def _selection() -> dict[str, object]:
+    return {name: value for name, value in _arguments().items() if name != "v_cache"}
 
 
-def test_summaries_of_another_page_size() -> None:
-    arguments = _arguments()
-    q, summary, batch, policy = (arguments[name] for name in ("q", "k_summary", "batch", "policy"))
-    with pytest.raises(ValueError, match="k_summary: expected shape"):
-        select_blocks(q, summary, batch, policy, page_size=2 * _page_size(arguments))
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"k_summary": None}, ValueError, "k_summary: expected the page summaries for decodes"),
+        ({"k_summary": torch.zeros(9, 2, 4, 32)}, ValueError, "k_summary: expected shape"),
+        ({"q": torch.zeros(71, 4, 16)}, ValueError, r"q: expected shape \[T, Hq, 32\]"),
+        ({"q": torch.zeros(71, 4, 32, dtype=torch.float16)}, TypeError, "k_cache: expected"),
+        ({"k_scale": 2.0}, ValueError, "k_scale, v_scale: expected 1.0"),
+        ({"policy": POLICIES["window"]}, ValueError, "policy: expected top_k >= 1"),
+    ],
+)
+def test_bad_selections(change: dict[str, object], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        select_blocks(**{**_selection(), **change})
+
+
+def test_prefills_of_single_token_tiles_need_summaries() -> None:
+    case = make_case([300], [300], 0)
+    with pytest.raises(ValueError, match="k_summary: expected the page summaries for decodes"):
+        select_blocks(case.q, case.k_cache, case.batch, POLICIES["topk_token"])
 
 
 def test_gpu_kernels_refuse_tensors_that_they_would_misread() -> None:

@@ -28,8 +28,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sparsek_kernels.paged import launch, launch_select
-from sparsek_kernels.paged import launch_sm90 as launch_hopper
+from sparsek_kernels.paged import launch, launch_mass, launch_select, launch_sm90
 from sparsek_kernels.paged.config import TileConfig
 from sparsek_kernels.paged.policy import SelectionPolicy
 from tests.kernels.barriers import require_lasting_barriers
@@ -39,10 +38,11 @@ KERNELS = {
     "attend_kernel": launch,
     "decode_logits_kernel": launch_select,
     "top_blocks_kernel": launch_select,
-    "tile_scores_kernel": launch_select,
-    "tile_scores_once_kernel": launch_select,
-    "attend_hopper_kernel": launch_hopper,
-    "tile_scores_hopper_kernel": launch_hopper,
+    "sample_rows_kernel": launch_mass,
+    "block_mass_kernel": launch_mass,
+    "tile_scores_kernel": launch_mass,
+    "attend_hopper_kernel": launch_sm90,
+    "block_mass_sm90_kernel": launch_mass,
 }
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -94,7 +94,7 @@ def record(action: Callable[[], object], arch: int, num_sms: int) -> list[Record
 def hopper_kernels(wanted: bool) -> Iterator[None]:
     """Prefills of whole tiles take the kernels written for Hopper where these fit, or never do."""
     with contextlib.ExitStack() as stack:
-        for module, selector in ((launch, "prefill_config"), (launch_select, "score_config")):
+        for module, selector in ((launch, "prefill_config"), (launch_mass, "mass_config")):
             configure = getattr(module, selector)
 
             def chosen(configure: Any = configure, **shape: Any) -> TileConfig:
@@ -205,12 +205,9 @@ def launches(
         with hopper_kernels(False):
             seen += record(step, arch, sms)
         if policy is topk:
-            parked, launch_select._PARKED_ELEMENTS = launch_select._PARKED_ELEMENTS, 0
-            with hopper_kernels(False):  # a step with few tiles, or a very long context
-                seen += [r for r in record(step, arch, sms) if r.name == "tile_scores_kernel"]
-            launch_select._PARKED_ELEMENTS = parked
             with hopper_kernels(True):
-                seen += [r for r in record(step, arch, sms) if "hopper" in r.name]
+                special = ("attend_hopper_kernel", "block_mass_sm90_kernel")
+                seen += [r for r in record(step, arch, sms) if r.name in special]
     seen += record(
         lambda: launch.write_kv(
             problem.keys[0],

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-from sparsek_kernels.paged import launch, launch_select, launch_sm90, runtime
+from sparsek_kernels.paged import launch, launch_mass, launch_select, launch_sm90, runtime
 
 
 @contextlib.contextmanager
@@ -14,7 +14,7 @@ def simulated(arch: int, num_sms: int) -> Iterator[None]:
     """Launchers choose their configurations for this architecture and count of multiprocessors."""
     facts = {"device_arch": lambda _device: arch, "multiprocessors": lambda _device: num_sms}
     with contextlib.ExitStack() as stack:
-        for module in (launch, launch_select, launch_sm90, runtime):
+        for module in (launch, launch_mass, launch_select, launch_sm90, runtime):
             known = {name: value for name, value in facts.items() if hasattr(module, name)}
             stack.enter_context(mock.patch.multiple(module, **known))
         yield

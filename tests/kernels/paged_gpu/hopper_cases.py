@@ -9,9 +9,7 @@ Prints one line per check and exits 1 if any failed.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,10 +17,8 @@ import torch
 from oracle_check import TOLERANCE, attend, expected, fill
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import launch_select, write_kv
-from sparsek_kernels.paged import launch_sm90 as launch_hopper
+from sparsek_kernels.paged import write_kv
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
-from sparsek_kernels.paged.reference import block_logits_reference
 from tests.kernels.gluon_interpreter import interpret
 
 PADDING = 3
@@ -30,18 +26,16 @@ PADDING = 3
 TOP_K = SelectionPolicy(num_sink=64, window_size=65, top_k=2)
 STEP = [(1, 330), (130, 391), (63, 63), (0, 200), (40, 300), (2, 129)]
 SHORT = [(1, 1), (3, 3), (64, 64), (65, 65), (1, 321), (66, 385)]
-BOTH = {"attend_hopper_kernel", "tile_scores_hopper_kernel"}
-ATTEND = {"attend_hopper_kernel"}
+KERNELS = {"attend_hopper_kernel", "block_mass_sm90_kernel"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Requests as (new tokens, sequence length), the rule, and which Hopper kernels take it."""
+    """Requests as (new tokens, sequence length), and the rule."""
 
     name: str
     lengths: list[tuple[int, int]]
     policy: SelectionPolicy = TOP_K
-    kernels: set[str] = field(default_factory=lambda: BOTH)
     sinks: bool = False
     dtype: torch.dtype = torch.bfloat16
     options: dict[str, Any] = field(default_factory=dict)
@@ -58,12 +52,11 @@ CASES = [
     ),
     Case("g4-ring", [(100, 830)], replace(TOP_K, num_sink=128, top_k=5), sinks=True),
     Case("g4-long", [(30, 2250), (70, 8500), (20, 700)], options={"heads": 1}),
-    Case("g3-page128", STEP, kernels=ATTEND, options={"group": 3, "page_size": 128}),
+    Case("g3-page128", STEP, options={"group": 3, "page_size": 128}),
     Case(
         "g2-dense-below",
         [(150, 470), (65, 130)],
         replace(TOP_K, dense_below=384),
-        ATTEND,
         dtype=torch.float16,
         options={"group": 2},
     ),
@@ -71,7 +64,6 @@ CASES = [
         "g7-tiles-of-two",
         [(150, 470), (1, 600)],
         replace(TOP_K, query_tile=128, num_sink=0, top_k=1),
-        ATTEND,
         sinks=True,
         options={"heads": 1, "group": 7},
     ),
@@ -90,57 +82,6 @@ def make(case: Case) -> Problem:
     return replace(problem, q=torch.cat((problem.q, rows)))
 
 
-def tiles_of(problem: Problem, policy: SelectionPolicy) -> Iterator[tuple[int, int, range]]:
-    """Index, request and positions of every tile of the prefills that has queries."""
-    tiles = launch_select.prefill_tiles(problem.batch, policy.query_tile, problem.q.shape[0])
-    for tile, (request, base) in enumerate(tiles.tolist()):
-        if request >= 0:
-            new, length = problem.batch.query_lens[request], int(problem.batch.seq_lens[request])
-            last = min(base + policy.query_tile, length)
-            yield tile, request, range(max(base, length - new), last)
-
-
-def score_error(problem: Problem, policy: SelectionPolicy) -> tuple[float, bool]:
-    """Largest error of the scores of tiles, by query head, and whether nothing else is written."""
-    q, batch = problem.q, problem.batch
-    _, heads, _, dim = problem.k_summary.shape
-    page_size, group = problem.k_cache.shape[2], q.shape[1] // heads
-    tiles = launch_select.prefill_tiles(batch, policy.query_tile, q.shape[0])
-    width = ceil_div(ceil_div(batch.max_seq_len, policy.sel_block_size), 16) * 16
-    got = torch.full((tiles.shape[0], heads, group, width), float("nan"))
-    launch_hopper.score_tiles_hopper(
-        *(
-            got,
-            q,
-            problem.k_summary,
-            batch,
-            policy,
-            tiles,
-            dim**-0.5 * math.log2(math.e),
-            page_size,
-        ),
-        *(0, tiles.shape[0], width),
-    )
-    want = torch.full(got.shape, float("nan"), dtype=torch.float64)
-    for tile, request, positions in tiles_of(problem, policy):
-        if policy.sees_all(positions[0]):
-            continue
-        slots = problem.slots[request][15::16]
-        page, row = slots // page_size, slots % page_size
-        summaries = problem.k_summary[page, :, row // 16]
-        new, length = batch.query_lens[request], int(batch.seq_lens[request])
-        first = int(batch.cu_seqlens_q[request]) - (length - new)
-        blocks = positions[0] // policy.sel_block_size
-        total = torch.zeros(heads * group, blocks, dtype=torch.float64)
-        for position in positions:
-            logits = block_logits_reference(q[first + position], summaries, policy, dim**-0.5)
-            total += logits[:, :blocks].softmax(-1)
-        want[tile, :, :, :blocks] = total.view(heads, group, blocks)
-    written = want.isfinite()
-    error = (got - want)[written].abs().max().item() if written.any() else float("nan")
-    return error, torch.equal(written, got.isfinite())
-
-
 def run(case: Case, launched: list[str]) -> int:
     """Check one case; the number of failures."""
     failed = 0
@@ -151,17 +92,14 @@ def run(case: Case, launched: list[str]) -> int:
         print(f"{'ok  ' if good else 'FAIL'} {case.name:18} {what:10} {detail}", flush=True)
 
     problem = make(case)
-    if "tile_scores_hopper_kernel" in case.kernels:
-        error, same = score_error(problem, case.policy)
-        say(error <= 2e-3 and same, "scores", f"{error:.1e}, those of tiles only: {same}")
     launched.clear()
     gen = torch.Generator().manual_seed(1)
     sinks = torch.randn(problem.q.shape[1], generator=gen) if case.sinks else None
     if sinks is not None:
         sinks[0] = float("-inf")
     got = attend(problem, case.policy, sinks).double()
-    taken = {name for name in launched if "hopper" in name}
-    say(taken == case.kernels, "kernels", ", ".join(sorted(taken)))
+    taken = {name for name in launched if name in {*KERNELS, "block_mass_kernel"}}
+    say(taken == KERNELS, "kernels", ", ".join(sorted(taken)))
     want = expected(problem, case.policy, sinks)
     error = (got - want)[:-PADDING].abs().max().item()
     say(error <= TOLERANCE[case.dtype], "output", f"{error:.1e}")

@@ -12,7 +12,7 @@ import torch
 from aot import record
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import launch, paged_attention
+from sparsek_kernels.paged import launch, paged_attention, runtime
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -151,7 +151,7 @@ def test_a_step_in_slices_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> 
         return by_token(batch, first, last)
 
     monkeypatch.setattr(PagedBatch, "by_token", spy)
-    monkeypatch.setattr(launch, "_ROW_ELEMENTS", 1)
+    monkeypatch.setattr(runtime, "_ROW_ELEMENTS", 1)
     assert all(map(torch.equal, whole, company.serve(pieces)))
     assert slices == [(0, 16), (16, 32), (32, 38)]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import launch, paged_attention
+from sparsek_kernels.paged import launch, launch_select, paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -119,21 +119,28 @@ def test_fp8_cache() -> None:
     few = replace(TOP_K, top_k=6)
     chosen = launch.select_blocks(
         problem.q,
-        problem.k_summary,
+        problem.k_cache,
         problem.batch,
         few,
+        k_summary=problem.k_summary,
         softmax_scale=128**-0.5,
-        page_size=64,
         k_scale=0.5,
     )
     exact = mixed(page_size=64, dim=128, dtype=torch.bfloat16)
     oracle_check.fill(exact, "cell_mean")
     reference = launch.select_blocks(
-        exact.q, exact.k_summary, exact.batch, few, softmax_scale=128**-0.5, page_size=64
+        exact.q,
+        exact.k_cache,
+        exact.batch,
+        few,
+        k_summary=exact.k_summary,
+        softmax_scale=128**-0.5,
     )
-    valid = reference[: problem.batch.num_decode_tokens]
-    same = (chosen[: valid.shape[0]][..., None] == valid[..., None, :]).any(-1).float().mean()
-    assert same > 0.7
+    tiles = launch_select.prefill_tiles(problem.batch, few.query_tile, problem.q.shape[0])
+    known = [torch.ones(problem.batch.num_decode_tokens, device="cuda") > 0, tiles[:, 0] >= 0]
+    for valid in (slice(problem.batch.num_decode_tokens), torch.cat(known)):
+        same = (chosen[valid][..., None] == reference[valid][..., None, :]).any(-1)
+        assert same.float().mean() > 0.7
 
 
 def test_batch_composition_does_not_change_a_request() -> None:
@@ -197,6 +204,19 @@ def test_graph_replay_with_other_lengths() -> None:
         assert (replayed.double().cpu() - want).abs().max() < 3e-2
 
 
+def tile_masses(rows: torch.Tensor, keys: torch.Tensor, positions: list[int]) -> torch.Tensor:
+    """Scores ``[Hkv, blocks]`` of a tile of 64 by keys ``[Hkv, N, D]`` in blocks of 64."""
+    last = {position // 16: index for index, position in enumerate(positions)}
+    total = 0
+    for index in last.values():
+        seen = positions[index] + 1
+        logits = torch.einsum("hgd,hnd->hgn", rows[index].float(), keys[:, :seen].float())
+        probs = torch.softmax(logits * rows.shape[-1] ** -0.5, dim=-1).sum(1)
+        probs = torch.nn.functional.pad(probs, (0, keys.shape[1] - seen))
+        total += probs.unflatten(-1, (-1, 64)).sum(-1)
+    return total
+
+
 def test_a_million_tokens_of_context() -> None:
     """One head, 64-dim: page offsets pass 2**31 elements, and 16384 blocks compete."""
     length, dim, page_size = 1 << 20, 64, 64
@@ -233,7 +253,7 @@ def test_a_million_tokens_of_context() -> None:
     operands = PagedOperands(q, k_cache, v_cache, out, dim**-0.5, summary)
     launch.paged_attention(operands, batch, policy)
     chosen = launch.select_blocks(
-        q, summary, batch, policy, softmax_scale=dim**-0.5, page_size=page_size
+        q, k_cache, batch, policy, k_summary=summary, softmax_scale=dim**-0.5
     )
     cells = summary[table].permute(1, 0, 2, 3).float()  # [Hkv, blocks, 4, D]
     keys = k_cache[table].permute(1, 0, 2, 3).flatten(1, 2)
@@ -248,8 +268,11 @@ def test_a_million_tokens_of_context() -> None:
         rows = q[token : token + len(positions)].unflatten(1, (heads, 2))
         first, last = rule.candidate_range(positions[0])
         own = positions[0] // 64
-        logits = torch.einsum("nhgd,hbcd->nhgbc", rows.float(), cells[:, :own]).amax(-1)
-        probs = torch.softmax(logits * dim**-0.5, dim=-1).sum((0, 2))[:, first:last]
+        if row == 0:
+            logits = torch.einsum("nhgd,hbcd->nhgbc", rows.float(), cells[:, :own]).amax(-1)
+            probs = torch.softmax(logits * dim**-0.5, dim=-1).sum((0, 2))[:, first:last]
+        else:
+            probs = tile_masses(rows, keys, positions)[:, first:last]
         for head in range(heads):
             best = set((probs[head].topk(rule.scored_blocks).indices + first).tolist())
             mine = set(chosen[row, head].tolist())

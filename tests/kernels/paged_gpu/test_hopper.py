@@ -10,8 +10,7 @@ import pytest
 import torch
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import launch, launch_select
-from sparsek_kernels.paged import launch_sm90 as launch_hopper
+from sparsek_kernels.paged import launch, launch_mass, launch_select
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 pytestmark = [
@@ -30,16 +29,12 @@ STEP = [(1, 1500), (1, 65), (200, 1300), (63, 63), (130, 901), (0, 700), (1000, 
 def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Launches of each Hopper kernel; steps with few tiles take them too."""
     counts: Counter[str] = Counter()
-    for module, selector, launcher in (
-        (launch, "prefill_config", "attend_hopper"),
-        (launch_select, "score_config", "score_tiles_hopper"),
-    ):
-        configure, start = getattr(module, selector), getattr(launch_hopper, launcher)
-        monkeypatch.setattr(
-            module,
-            selector,
-            lambda configure=configure, **s: replace(configure(**s), splits=1, hopper=True),
-        )
+    configure = launch.prefill_config
+    monkeypatch.setattr(
+        launch, "prefill_config", lambda **s: replace(configure(**s), splits=1, hopper=True)
+    )
+    for module, launcher in ((launch, "attend_hopper"), (launch_mass, "_mass_sm90")):
+        start = getattr(module, launcher)
         monkeypatch.setattr(
             module,
             launcher,
@@ -69,15 +64,13 @@ def test_layouts(
 ) -> None:
     problem = step(dim=dim, page_size=page_size, dtype=dtype, head_major=head_major)
     oracle_check.check(problem, TOP_K)
-    assert ran == {"attend_hopper": 1, "score_tiles_hopper": 1}
+    assert ran == {"attend_hopper": 1, "_mass_sm90": 1}
 
 
-@pytest.mark.parametrize(
-    ("group", "scored"), [(2, 0), (3, 0), (4, 1), (7, 0), (8, 1), (16, 1)], ids=str
-)
-def test_groups(group: int, scored: int, ran: Counter[str]) -> None:
+@pytest.mark.parametrize("group", [2, 3, 4, 7, 8, 16])
+def test_groups(group: int, ran: Counter[str]) -> None:
     oracle_check.check(step(group=group), TOP_K)
-    assert (ran["attend_hopper"], ran["score_tiles_hopper"]) == (1, scored)
+    assert ran == {"attend_hopper": 1, "_mass_sm90": 1}
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])
@@ -88,7 +81,7 @@ def test_lists_of_odd_and_even_length(top_k: int, ran: Counter[str]) -> None:
 
 def test_tiles_of_two_chunks(ran: Counter[str]) -> None:
     oracle_check.check(step(), replace(TOP_K, query_tile=128, top_k=6))
-    assert ran == {"attend_hopper": 1}
+    assert ran == {"attend_hopper": 1, "_mass_sm90": 1}
 
 
 def test_learned_sinks(ran: Counter[str]) -> None:
@@ -107,16 +100,31 @@ def test_dense_below(ran: Counter[str]) -> None:
         ({"page_size": 32}, TOP_K),
         ({"dim": 96}, TOP_K),
         ({"dtype": torch.float32}, TOP_K),
-        ({}, replace(TOP_K, query_tile=16)),
-        ({}, replace(TOP_K, score_kind="min_max", query_tile=32)),
         ({}, replace(TOP_K, sel_block_size=128, window_size=128)),
     ],
-    ids=["small pages", "dim 96", "fp32", "small tiles", "min-max", "large blocks"],
+    ids=["small pages", "dim 96", "fp32", "large blocks"],
 )
 def test_the_rest_is_left_to_the_portable_kernels(
     options: dict[str, object], policy: SelectionPolicy, ran: Counter[str]
 ) -> None:
     oracle_check.check(step(**options), policy)
+    assert not ran
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [replace(TOP_K, query_tile=16), replace(TOP_K, score_kind="min_max", query_tile=32)],
+    ids=["tiles of 16", "min-max"],
+)
+def test_small_tiles_are_attended_by_the_portable_kernel(
+    policy: SelectionPolicy, ran: Counter[str]
+) -> None:
+    oracle_check.check(step(), policy)
+    assert ran == {"_mass_sm90": 1}
+
+
+def test_single_tokens_are_left_to_the_portable_kernels(ran: Counter[str]) -> None:
+    oracle_check.check(step(), replace(TOP_K, query_tile=1))
     assert not ran
 
 
@@ -139,11 +147,11 @@ def test_a_step_of_many_tiles(ran: Counter[str]) -> None:
         """Selection, and the output over it (or over ``selected``), of the prefills."""
         chosen = launch.select_blocks(
             problem.q,
-            problem.k_summary,
+            problem.k_cache,
             problem.batch,
             policy,
+            k_summary=problem.k_summary,
             softmax_scale=128**-0.5,
-            page_size=64,
         )
         out = torch.zeros_like(problem.q)
         given = chosen if selected is None else selected
@@ -151,9 +159,9 @@ def test_a_step_of_many_tiles(ran: Counter[str]) -> None:
         return chosen, out
 
     chosen, out = run()
-    assert ran == {"attend_hopper": 1, "score_tiles_hopper": 1}
+    assert ran == {"attend_hopper": 1, "_mass_sm90": 1}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch_select, "scores_fit", lambda *_: False)
+        patch.setattr(launch_mass, "masses_fit", lambda *_: False)
         patch.setattr(launch, "attend_fits", lambda *_: False)
         portable, expected = run(chosen)
     torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)

@@ -7,10 +7,9 @@ from dataclasses import replace
 import oracle_check
 import pytest
 import torch
-from hardware import simulated
-from problems import make_problem
+from problems import Problem, make_problem
 
-from sparsek_kernels.paged import launch, launch_select
+from sparsek_kernels.paged import launch, launch_mass, launch_select, runtime
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,6 +68,28 @@ CASES = {
 }
 
 
+def tile_counts(problem: Problem, policy: SelectionPolicy) -> list[int]:
+    """Tiles of every request."""
+    batch = problem.batch
+    return [
+        (policy.per_token() if r < batch.num_decodes else policy).num_tiles(n - new, n)
+        for r, (n, new) in enumerate(zip(batch.seq_lens.tolist(), batch.query_lens, strict=True))
+    ]
+
+
+def select(problem: Problem, policy: SelectionPolicy = TOP_K) -> torch.Tensor:
+    """The blocks of every tile that there is."""
+    rows = launch.select_blocks(
+        problem.q,
+        problem.k_cache,
+        problem.batch,
+        policy,
+        k_summary=problem.k_summary,
+        softmax_scale=0.1,
+    )
+    return rows[: sum(tile_counts(problem, policy))]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_against_oracle(name: str) -> None:
     lengths, policy, options = CASES[name]
@@ -119,14 +140,7 @@ def test_equal_scores_go_to_the_lower_index() -> None:
     problem = make_problem([(1, 640)], num_decodes=1, device=DEVICE)
     problem.keys[0] = torch.ones_like(problem.keys[0])
     oracle_check.fill(problem, "cell_mean")
-    chosen = launch.select_blocks(
-        problem.q,
-        problem.k_summary,
-        problem.batch,
-        TOP_K,
-        softmax_scale=0.1,
-        page_size=16,
-    )
+    chosen = select(problem)
     assert chosen.tolist() == [[list(range(1, 1 + TOP_K.scored_blocks))] * 2]
 
 
@@ -134,14 +148,7 @@ def test_scores_of_nan_queries_stay_in_range() -> None:
     problem = make_problem([(1, 640), (40, 600)], num_decodes=1, device=DEVICE)
     oracle_check.fill(problem, "cell_mean")
     problem.q.fill_(float("nan"))
-    chosen = launch.select_blocks(
-        problem.q,
-        problem.k_summary,
-        problem.batch,
-        TOP_K,
-        softmax_scale=0.1,
-        page_size=16,
-    )
+    chosen = select(problem)
     assert ((chosen[:3] >= 1) & (chosen[:3] < 20)).all()
 
 
@@ -162,37 +169,33 @@ def test_scratch_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(whole, oracle_check.attend(problem, TOP_K), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("num_sms", [4, 64], ids=["whole", "split"])
-def test_two_pass_scores_equal_single_pass(monkeypatch: pytest.MonkeyPatch, num_sms: int) -> None:
-    problem = make_problem([(100, 700)], device=DEVICE)
+def test_masses_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem([(200, 500), (90, 400), (3, 350)], device=DEVICE)
     oracle_check.fill(problem, "cell_mean")
-    single = oracle_check.attend(problem, TOP_K)
-    monkeypatch.setattr(launch_select, "_PARKED_ELEMENTS", 0)
-    with simulated(80, num_sms):
-        assert torch.allclose(single, oracle_check.attend(problem, TOP_K), atol=1e-6, rtol=0)
+    whole = select(problem)
+    score, steps = launch_select.score_tiles, []
+    monkeypatch.setattr(launch_mass, "_MASS_ELEMENTS", 2 * 16 * 256 * 4)
+    monkeypatch.setattr(launch_select, "score_tiles", lambda *a: (steps.append(a[-2]), score(*a)))
+    assert torch.equal(whole, select(problem))
+    assert len(steps) > 1
 
 
-def test_scores_by_head_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the Hopper kernel leaves them; here shares of what the portable kernel wrote."""
-    problem = make_problem([(100, 700)], group=4, device=DEVICE)
+def test_single_tokens_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem([(2, 301), (50, 390), (7, 7)], num_decodes=1, device=DEVICE)
     oracle_check.fill(problem, "cell_mean")
-    whole = oracle_check.attend(problem, TOP_K)
-    configure, score = launch_select.score_config, launch_select._score_tiles
-    calls = []
+    rule = replace(TOP_K, query_tile=1)
+    whole = select(problem, rule)
+    monkeypatch.setattr(runtime, "_ROW_ELEMENTS", 1)
+    assert torch.equal(whole, select(problem, rule))
 
-    def by_head(scores: torch.Tensor, *args: object) -> None:
-        width, count = args[-1], args[-2]
-        summed = torch.zeros(count, 2, width, device=DEVICE)
-        score(summed, *args, configure(**calls[0]))  # type: ignore[arg-type]
-        shares = torch.tensor([0.5, 0.25, 0.125, 0.125], device=DEVICE)[:, None]
-        scores[: summed.numel() * 4] = (summed[:, :, None] * shares).flatten()
 
-    def hopper(**shape: object) -> object:
-        calls.append(shape)
-        return replace(configure(**shape), splits=1, hopper=True)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(launch_select, "score_config", hopper)
-    monkeypatch.setattr(launch_select, "scores_fit", lambda *_: True)
-    monkeypatch.setattr(launch_select, "score_tiles_hopper", by_head)
-    assert torch.equal(whole, oracle_check.attend(problem, TOP_K))
-    assert calls
+@pytest.mark.parametrize("query_tile", [1, 32])
+def test_selection_of_parts(query_tile: int) -> None:
+    """Query tokens of a part keep their offsets in the whole batch."""
+    rule = replace(TOP_K, query_tile=query_tile)
+    problem = make_problem([(1, 301), (50, 390), (70, 400)], num_decodes=1, device=DEVICE)
+    oracle_check.fill(problem, "cell_mean")
+    whole = select(problem, rule).split(tile_counts(problem, rule))
+    for request, expected in enumerate(whole):
+        part = replace(problem, batch=problem.batch.part(request, request + 1))
+        assert torch.equal(select(part, rule), expected)

@@ -217,7 +217,6 @@ def write_top(
     last,
     GROUP: tl.constexpr,
     FROM_LOGITS: tl.constexpr,
-    PARTS: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -246,8 +245,6 @@ def write_top(
             score += tl.sum(weight, axis=0)
     else:
         score = tl.load(score_ptr + offs, mask=offs < num_blocks, other=0.0)
-        for part in tl.static_range(1, PARTS):
-            score += tl.load(score_ptr + part * stride_sg + offs, mask=offs < num_blocks, other=0.0)
     # NaN and negative scores count as zero: whatever q holds, COUNT valid blocks come out.
     score = tl.where(score > 0.0, score, 0.0)
     inside = (offs >= first) & (offs < last)
@@ -310,7 +307,6 @@ def top_blocks_kernel(
     TILES_PER_REQUEST: tl.constexpr,
     POLICY_TILE: tl.constexpr,
     GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     SINK_BLOCKS: tl.constexpr,
     REACH_BLOCKS: tl.constexpr,
@@ -320,9 +316,8 @@ def top_blocks_kernel(
 ):
     """Selected blocks of one tile and KV head, from logits (decode) or from summed scores.
 
-    Scores come in ``PARTS`` addends, ``stride_sg`` apart, as logits come by head.
-    Tiles that see everything get -1.  ``MAX_BLOCKS`` bounds the blocks of any sequence; shorter
-    ones take a narrower path.
+    Logits come by query head, ``stride_sg`` apart.  Tiles that see everything get -1.
+    ``MAX_BLOCKS`` bounds the blocks of any sequence; shorter ones take a narrower path.
     """
     local = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -376,7 +371,6 @@ def top_blocks_kernel(
             last,
             GROUP,
             FROM_LOGITS,
-            PARTS,
             SCORED_BLOCKS,
             SMALL,
         )
@@ -391,7 +385,6 @@ def top_blocks_kernel(
             last,
             GROUP,
             FROM_LOGITS,
-            PARTS,
             SCORED_BLOCKS,
             MEDIUM,
         )
@@ -405,7 +398,6 @@ def top_blocks_kernel(
             last,
             GROUP,
             FROM_LOGITS,
-            PARTS,
             SCORED_BLOCKS,
             MAX_BLOCKS,
         )

@@ -1,0 +1,30 @@
+"""The tiles of a step's prefills, as a table on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from sparsek_kernels.paged.batch import PagedBatch
+
+
+def prefill_tiles(batch: PagedBatch, tile: int, num_tokens: int) -> torch.Tensor:
+    """Device table of the prefills' tiles: ``[bound, 2]`` int32, request (or -1) and base."""
+    bound = (num_tokens - batch.num_decode_tokens) // tile + 2 * batch.num_prefills
+
+    def build() -> torch.Tensor:
+        first = batch.num_decodes
+        cu = batch.cu_seqlens_q[first:].to(torch.int64)
+        counts = cu[1:] - cu[:-1]
+        lens = batch.seq_lens[first:].to(torch.int64)
+        first_tile = (lens - counts).clamp(min=0) // tile
+        tiles = torch.where(counts > 0, (lens - 1).clamp(min=0) // tile - first_tile + 1, 0)
+        ends = tiles.cumsum(0)
+        index = torch.arange(bound, device=cu.device)
+        owner = torch.searchsorted(ends, index, right=True)
+        known = owner < lens.shape[0]
+        owner = owner.clamp(max=lens.shape[0] - 1)
+        base = (first_tile[owner] + index - (ends - tiles)[owner]) * tile
+        request = torch.where(known, owner + first, -1)
+        return torch.stack([request, base], dim=1).to(torch.int32).contiguous()
+
+    return batch.derived(("prefill tiles", tile, bound), build)
