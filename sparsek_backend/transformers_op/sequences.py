@@ -26,7 +26,7 @@ def attend(
 
     Args:
         q: ``[B, N, Hq, D]``, the last N tokens.
-        k: ``[B, M, Hkv, D]``; v likewise.
+        k, v: ``[B, M, Hkv, D]``.
         policy: what a query attends.
         softmax_scale: factor of ``q . k``.
         sinks: ``[Hq]`` learned logits of the denominator, or ``None``.
