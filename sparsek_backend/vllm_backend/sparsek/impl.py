@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from sparsek_kernels.paged.plan import Segment, segments
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from sparsek_backend.vllm_backend import compat
@@ -17,6 +16,7 @@ from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_kernels.fallback import paged_fallback, sdpa_fallback
 from sparsek_kernels.paged.api import paged_attention, write_kv
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.plan import Segment, segments
 from sparsek_kernels.paged.policy import ScoreKind, SelectionPolicy
 
 from .flash import FlashPrefill
