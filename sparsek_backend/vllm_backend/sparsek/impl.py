@@ -262,7 +262,7 @@ class SparseKImpl(AttentionImpl):
 
     def _split(self, step: SparseKMetadata) -> tuple[Segment, ...]:
         """The step whole, or split into what FlashAttention and what the paged kernels attend."""
-        if self.flash is None:
+        if self.flash is None or not step.batch.num_prefills:
             return (Segment(step.batch, self.policy),)
         return segments(step.batch, self.policy, step.seq_lens)
 
