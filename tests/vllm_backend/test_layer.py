@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -209,9 +208,9 @@ def test_pages_have_room_for_summaries_only_where_layers_select(current: Any) ->
     assert window.page_size_padded is None
 
 
-def test_pages_keep_their_size_where_no_layer_selects(vllm_config: Any) -> None:
-    dense = replace(vllm_config, additional_config={"sparsek": {"mode": "dense"}})
-    with building(dense):
+def test_pages_keep_their_size_where_no_layer_selects(tmp_path: Any) -> None:
+    settings = {"sparsek": {"mode": "dense"}}
+    with building(make_config(tmp_path, additional_config=settings)) as dense:
         layer = make_layer()
         builder, spec = make_builder(layer, dense)
         assert spec.page_size_padded is None

@@ -34,7 +34,7 @@ from sparsek_kernels.nsa.compressed import (
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import ProblemShape, TileConfig
 from sparsek_kernels.nsa.gate import launch as launch_gate
-from sparsek_kernels.nsa.gate.problem import PerBranch
+from sparsek_kernels.nsa.gate.branches import PerBranch
 from sparsek_kernels.nsa.select import (
     launch as launch_select,
 )

@@ -26,7 +26,7 @@ def arranged_key(place):
 
 @gluon.jit
 def _from_lane_before(x):
-    """``x [rows, 4]`` of the lane to the left; the first of four lanes gets that of the last."""
+    """``x [rows, 4]`` rotated by one lane: lane ``i`` gets the value of lane ``(i + 3) % 4``."""
     return gl.inline_asm_elementwise(
         """{
         .reg .u32 lane;

@@ -22,10 +22,10 @@ from sparsek_kernels.nsa.kernels.tiles import compressed_visible, locate_rows
 
 @triton.jit
 def with_spill(own, spilled, carried, block):
-    """Scores ``[BLOCK_B, BLOCK_T]``: what blocks have of their own and from the block before each.
+    """Scores ``[BLOCK_B, BLOCK_T]``: each block's ``own`` sum plus the spill of the one before.
 
-    ``block [BLOCK_B, 1]`` counts from 0.  The first takes what was ``carried`` here; row 0 of the
-    second result is to be carried on.
+    ``block [BLOCK_B, 1]`` counts from 0.  The first block takes the spill ``carried`` from the tile
+    before; row 0 of the second result is carried to the next tile.
     """
     BLOCK_B: tl.constexpr = own.shape[0]
     before = tl.broadcast_to((block + (BLOCK_B - 1)) % BLOCK_B, own.shape)
@@ -55,7 +55,7 @@ def _block_scores(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What selection blocks from ``first_block`` on hold and spill: ``[BLOCK_B, BLOCK_T]`` each.
+    """``(own, spilled)`` sums of the blocks from ``first_block`` on, ``[BLOCK_B, BLOCK_T]`` each.
 
     ``BLOCK_C`` rows of keys stand for each block, ``PER_SEL`` of them in use.  Rows of q count the
     heads of a token ``BLOCK_T`` apart, so that a thread holds all of them.

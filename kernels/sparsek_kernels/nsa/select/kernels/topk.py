@@ -112,7 +112,7 @@ def _store_best(
         above = tl.where(enough, above, middle)
     won = _packed(bits >= least)  # [BLOCK_R]
     if count != num_free:
-        # Of those that equal the worst winner, the first ones that there is room for.
+        # Scores equal to the worst winner's fill the room that is left, lower blocks first.
         equal = _packed(bits == least)
         size = _num_bits(equal)
         room = num_free - tl.sum((bits > least).to(tl.int32))
