@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
-from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sparsek_kernels.common.alignment import copyable
+from sparsek_kernels.common.descriptors import describe_matrix
 from sparsek_kernels.common.device import device_arch, multiprocessors
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.paged.batch import PagedBatch
@@ -21,7 +21,6 @@ _BOX = 64
 _HEADS = 4
 _BLOCKS = 32
 _LAST_ROW = 0x70000000
-_ELEMENT = {torch.float16: triton.language.float16, torch.bfloat16: triton.language.bfloat16}
 
 
 def attend_fits(operands: PagedOperands, policy: SelectionPolicy) -> bool:
@@ -33,7 +32,7 @@ def attend_fits(operands: PagedOperands, policy: SelectionPolicy) -> bool:
         and policy.selects_blocks
         and policy.sel_block_size == _BOX
         and policy.query_tile % _BOX == 0
-        and _aligned(v_cache)
+        and copyable(v_cache)
         and _is_matrix(k_cache)
         and _is_matrix(v_cache)
     )
@@ -59,12 +58,11 @@ def parked_elements(programs: int, width: int) -> int:
 def _tensor_cores_take(q: torch.Tensor, keys: torch.Tensor, page_size: int) -> bool:
     return (
         has_wgmma(device_arch(q.device))
-        and q.dtype in _ELEMENT
+        and q.dtype in (torch.float16, torch.bfloat16)
         and keys.dtype == q.dtype
         and q.shape[2] in (64, 128)
         and page_size % _BOX == 0
-        and _aligned(q)
-        and _aligned(keys)
+        and copyable(q, keys)
     )
 
 
@@ -121,12 +119,6 @@ def score_tiles_hopper(
     )
 
 
-def _aligned(x: torch.Tensor) -> bool:
-    """Whether copies of 16 bytes can start at any row."""
-    step = 16 // x.element_size()
-    return x.data_ptr() % 16 == 0 and not any(s % step for s in x.stride()[:-1])
-
-
 def _is_matrix(cache: torch.Tensor) -> bool:
     """Whether ``[P, H, page_size, D]`` pages lie at multiples of a row of one matrix."""
     page, _head, row, _ = cache.stride()
@@ -142,19 +134,16 @@ def _matrix(cache: torch.Tensor) -> tuple[int, int, int, int]:
     return rows, page // row, head_rows, head_cols
 
 
-def _boxes(x: torch.Tensor, rows: int, columns: int, stride: int) -> TensorDescriptor:
-    layout = NVMMASharedLayout.get_default_for([_BOX, _BOX], _ELEMENT[x.dtype])
-    return TensorDescriptor(x, [rows, columns], [stride, 1], [_BOX, _BOX], layout)
-
-
 def _describe_queries(q: torch.Tensor) -> TensorDescriptor:
-    return _boxes(q, q.shape[0], (q.shape[1] - 1) * q.stride(1) + q.shape[2], q.stride(0))
+    columns = (q.shape[1] - 1) * q.stride(1) + q.shape[2]
+    return describe_matrix(q, (q.shape[0], columns), q.stride(0), (_BOX, _BOX))
 
 
 def _describe_cache(cache: torch.Tensor) -> tuple[TensorDescriptor, int, int, int]:
     rows, page_rows, head_rows, head_cols = _matrix(cache)
     columns = (cache.shape[1] - 1) * head_cols + cache.shape[3]
-    return _boxes(cache, rows, columns, cache.stride(2)), page_rows, head_rows, head_cols
+    descriptor = describe_matrix(cache, (rows, columns), cache.stride(2), (_BOX, _BOX))
+    return descriptor, page_rows, head_rows, head_cols
 
 
 def attend_hopper(

@@ -1,6 +1,6 @@
 """Prefill attention over selected blocks for Hopper: one loading warp, two warpgroups (Gluon).
 
-The rule and the maths are those of :mod:`kernels_attend`.  A persistent program takes pairs of
+The rule and the maths: see ``attend.py``.  A persistent program takes pairs of
 query heads of a KV head, 64 query rows each.  The loading warp walks the tile's list of blocks and
 streams two of them at a time through shared memory with TMA; each warpgroup owns one head and
 issues ``q k_j`` and ``p_{j-1} v_{j-1}`` together, so that the softmax of one pair of blocks
@@ -19,11 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_step
 from sparsek_kernels.paged.kernels.attend_load_sm90 import ROWS, load_partition, place
 
 PAIR: gl.constexpr = gl.constexpr(128)
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -164,7 +164,7 @@ def attend_partition(
             second_key = gl.where(odd == 1, 0x70000000, start)
             pairs = (count + 1) // 2
             if HAS_SINKS:
-                logit = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
+                logit = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
                 m = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT) + logit
                 total = gl.where(m == float("-inf"), 0.0, 1.0)
             else:
