@@ -137,6 +137,9 @@ class EngineOptions:
         float | None,
         typer.Option(help="Size of the local engine's KV cache, on a GPU that others use too."),
     ] = None
+    eager: Annotated[
+        bool, typer.Option("--eager", help="enforce_eager: no compilation, no graphs.")
+    ] = False
 
     def arguments(self) -> dict[str, object]:
         """Arguments of `vllm.LLM`."""
@@ -145,6 +148,8 @@ class EngineOptions:
             found["gpu_memory_utilization"] = self.gpu_memory
         if self.kv_cache_gib is not None:
             found["kv_cache_memory_bytes"] = int(self.kv_cache_gib * 2**30)
+        if self.eager:
+            found["enforce_eager"] = True
         return found
 
 

@@ -1,4 +1,4 @@
-"""Key-value records: hundreds of lines that all look alike, one of them asked for."""
+"""Key-value records: hundreds of lines of one form, one of them asked for."""
 
 from __future__ import annotations
 
