@@ -11,6 +11,7 @@ as the layers of a model do.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import multiprocessing
 import statistics
@@ -27,7 +28,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-from sparsek_kernels.paged import launch, launch_select  # noqa: E402
+from sparsek_kernels.paged import launch, launch_mass, launch_select  # noqa: E402
 from sparsek_kernels.paged.batch import PagedBatch  # noqa: E402
 from sparsek_kernels.paged.config import TileConfig  # noqa: E402
 from sparsek_kernels.paged.operands import PagedOperands  # noqa: E402
@@ -110,7 +111,7 @@ def time_graph(calls: list[Callable[[], object]], repeats: int = 30) -> float:
 @contextmanager
 def patched(name: str, value: TileConfig | int | None) -> Iterator[None]:
     """Make the launcher take ``value`` from the selector ``name``."""
-    module = launch if hasattr(launch, name) else launch_select
+    module = next(m for m in (launch, launch_mass, launch_select) if hasattr(m, name))
     stand_in = getattr(module, name) if value is None else lambda *_, **__: value
     with mock.patch.object(module, name, stand_in):
         yield
@@ -119,12 +120,10 @@ def patched(name: str, value: TileConfig | int | None) -> Iterator[None]:
 @contextmanager
 def portable_kernels() -> Iterator[None]:
     """Prefills leave the kernels written for Hopper alone."""
-    attend, score = launch.prefill_config, launch_select.score_config
+    attend, mass = launch.prefill_config, launch_mass.mass_config
     with (
         mock.patch.object(launch, "prefill_config", lambda **s: replace(attend(**s), hopper=False)),
-        mock.patch.object(
-            launch_select, "score_config", lambda **s: replace(score(**s), hopper=False)
-        ),
+        mock.patch.object(launch_mass, "mass_config", lambda **s: replace(mass(**s), hopper=False)),
     ):
         yield
 
@@ -159,12 +158,15 @@ def decode_calls(
         q, batch = make_batch(pages, [(1, length)] * requests, requests, max_len, copy)
         out = torch.empty_like(q)
         operands = PagedOperands(q, k_cache, v_cache, out, DIM**-0.5, summary)
-        args = (q, summary, batch, POLICY)
-        selected = launch.select_blocks(*args, softmax_scale=DIM**-0.5, page_size=PAGE)
-        everything.append(lambda x=operands, b=batch: launch.paged_attention(x, b, POLICY))
-        select.append(
-            lambda a=args: launch.select_blocks(*a, softmax_scale=DIM**-0.5, page_size=PAGE)
+        choose = functools.partial(
+            launch.select_blocks,
+            *(q, k_cache, batch, POLICY),
+            k_summary=summary,
+            softmax_scale=DIM**-0.5,
         )
+        selected = choose()
+        everything.append(lambda x=operands, b=batch: launch.paged_attention(x, b, POLICY))
+        select.append(choose)
         attend.append(
             lambda x=operands, b=batch, s=selected: launch.attend(x, b, rule, s, decode=True)
         )
@@ -310,9 +312,10 @@ def run_prefill(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1))
     attends: list[TileConfig | None] = [None]
     if sweep:
         scores += [
-            TileConfig(4, 64, 256, n, 1, w, s) for n, w, s in ((32, 8, 3), (32, 8, 4), (64, 16, 2))
+            TileConfig(4, m // 4, m, n, 1, w, s)
+            for m, n, w, s in ((64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 4), (128, 128, 8, 3))
         ]
-        scores.append(TileConfig(4, 64, 256, 32, 1, 4, 3, hopper=True))
+        scores.append(TileConfig(4, 16, 64, 64, 1, 4, 3, hopper=True))
         attends += [
             TileConfig(h, 64, 64 * h, n, 1, w, s, r)
             for h, n, w, s, r in ((4, 64, 16, 2, 0), (2, 64, 8, 2, 128))
@@ -330,7 +333,7 @@ def run_prefill(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1))
 
         def select(q: torch.Tensor = q, batch: PagedBatch = batch) -> torch.Tensor:
             return launch.select_blocks(
-                q, cache[2], batch, POLICY, softmax_scale=DIM**-0.5, page_size=PAGE
+                q, cache[0], batch, POLICY, k_summary=cache[2], softmax_scale=DIM**-0.5
             )
 
         selected = select()
@@ -343,7 +346,7 @@ def run_prefill(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1))
             launch.paged_attention(operands, batch, POLICY)
 
         for kind, fn, options in (
-            ("score_config", select, scores),
+            ("mass_config", select, scores),
             ("prefill_config", attend, attends),
         ):
             for config in options:

@@ -94,7 +94,8 @@ class SparsityConfig(BaseModel):
         dense_last: last queries of every prefill chunk that attend everything: a prompt's question
             sits there.  Without effect on selection per token (``query_tile`` 1).
         dense_layers: how many first layers attend everything, or a list of layer indices.
-        score_kind: ``cell_mean`` (the best 16-token mean of K) or ``min_max`` (Quest's bound).
+        score_kind: how single tokens (decodes, ``query_tile`` 1) score blocks: ``cell_mean`` (the
+            best 16-token mean of K) or ``min_max`` (Quest's bound).
         query_tile: prefill queries that share one selection; 1 selects per token.
         sparse_phase: ``prefill`` lets decoded tokens attend everything, ``decode`` the prompt's:
             for measurements, to tell which of the two costs answers.

@@ -96,7 +96,9 @@ def describe_model_selection(model: InfLLMSelection, config: SparsityConfig) -> 
         "cell_mean": f"the best mean of {CELL_SIZE} tokens",
         "min_max": f"the bounds of {2 * CELL_SIZE} tokens",
     }[config.score_kind]
-    shared = "per query" if config.query_tile == 1 else f"per {config.query_tile} prefill queries"
+    shared = "per query"
+    if config.query_tile > 1:
+        shared = f"in prefills by attention to the keys, per {config.query_tile} queries"
     return (
         f"SPARSEK follows the model's sparse_config (InfLLM-v2): {model.init_blocks} initial, "
         f"{model.local_blocks} + 1 local, {model.total_blocks} blocks of {model.block_size} in "

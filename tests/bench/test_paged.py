@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from sparsek_backend.bench.ops import get_op
-from sparsek_backend.bench.ops.paged_inputs import make_inputs
+from sparsek_backend.bench.ops.paged import prefill_tiles, scoring_cost
+from sparsek_backend.bench.ops.paged_inputs import block_scores, make_inputs, wrong_selection
 from sparsek_backend.bench.registry import OURS, Case, Param, Unavailable
 from sparsek_backend.bench.spec import parse_spec
+from sparsek_kernels.paged.policy import SelectionPolicy
 
 SMALL: dict[str, Param] = {
     **get_op("paged_decode").defaults,
@@ -32,6 +34,35 @@ def test_decode_gates(spec: str, max_len: int) -> None:
         assert verdict.passed, (provider.name, verdict.detail)
         passed.add(provider.name)
     assert {OURS, "sparsek_dense"} <= passed
+
+
+@pytest.mark.parametrize("query_tile", [1, 32, 64])
+def test_prefill_gates(query_tile: int) -> None:
+    params = {**SMALL, "chunk": 192, "query_tile": query_tile}
+    providers = get_op("paged_prefill").build(Case("t", parse_spec("q400"), params), CPU)
+    ours = next(provider for provider in providers if provider.name == OURS)
+    verdict = ours.gate(ours.prepare()())
+    assert verdict.passed, verdict.detail
+
+
+def test_a_wrong_selection_of_a_tile_fails_its_gate() -> None:
+    inputs = make_inputs(Case("t", parse_spec("q400"), SMALL), CPU)
+    tile = prefill_tiles(inputs)[-1]
+    scores = block_scores(inputs, tile, inputs.policy, decode=False)
+    first, last = inputs.policy.candidate_range(tile.positions[-1])
+    order = scores[first:last].argsort(descending=True) + first
+    count = inputs.policy.scored_blocks
+    best, worst = order[:count].sort().values, order[-count:].sort().values
+    assert not wrong_selection(best, scores, inputs.policy, tile.positions[-1])
+    assert "beat" in wrong_selection(worst, scores, inputs.policy, tile.positions[-1])
+
+
+def test_the_cost_of_choosing_counts_sampled_queries() -> None:
+    policy = SelectionPolicy(num_sink=64, window_size=64, top_k=1)
+    rows, keys = scoring_cost(policy, [(0, 512), (512, 1024)], group=4)
+    sparse = [base for base in range(0, 1024, 64) if not policy.sees_all(base)]
+    assert rows == sum(base + 16 * n for base in sparse for n in (1, 2, 3, 4))
+    assert keys == 512 + 1024  # strips of 1024 positions, one a chunk
 
 
 def test_max_len_is_the_longest_context_that_a_launch_must_serve() -> None:

@@ -140,8 +140,9 @@ def test_the_line_of_a_model_with_its_own_selection() -> None:
     assert resolved.infllm is not None
     assert describe_model_selection(resolved.infllm, resolved.config) == (
         "SPARSEK follows the model's sparse_config (InfLLM-v2): 1 initial, 32 + 1 local, 96 blocks "
-        "of 64 in all. Blocks are scored by the best mean of 16 tokens of rotated keys, per 64 "
-        "prefill queries; the model was trained with means of 32 tokens every 16, per query"
+        "of 64 in all. Blocks are scored by the best mean of 16 tokens of rotated keys, in "
+        "prefills by attention to the keys, per 64 queries; the model was trained with means of 32 "
+        "tokens every 16, per query"
     )
     nope = resolve_config({"query_tile": 1, "score_kind": "min_max"}, {}, {"use_nope": True})
     assert nope.infllm is not None

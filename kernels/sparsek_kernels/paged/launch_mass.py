@@ -11,7 +11,7 @@ from sparsek_kernels.common.alignment import copyable
 from sparsek_kernels.common.descriptors import tile_layout
 from sparsek_kernels.common.device import device_arch, multiprocessors
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.config import mass_config, next_power_of_2, score_columns
+from sparsek_kernels.paged.config import has_wgmma, mass_config, next_power_of_2, score_columns
 from sparsek_kernels.paged.kernels.block_mass import (
     block_mass_kernel,
     sample_rows_kernel,
@@ -210,7 +210,8 @@ def masses_fit(
 ) -> bool:
     """Whether the kernel for Hopper takes these inputs."""
     return (
-        q.dtype in (torch.float16, torch.bfloat16)
+        has_wgmma(device_arch(q.device))
+        and q.dtype in (torch.float16, torch.bfloat16)
         and k_cache.dtype == q.dtype
         and q.shape[2] in (64, 128)
         and k_cache.shape[2] % _SLICE == 0

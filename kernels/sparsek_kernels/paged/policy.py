@@ -79,8 +79,10 @@ class SelectionPolicy:
         query_tile: query positions that share one selection (block top-k).  1 makes prefill select
             exactly as decode does, which (without ``dense_last``) makes tokens independent of
             chunking and preemption.
-        score_kind: ``cell_mean`` scores a block by its best 16-token mean of K, ``min_max`` by
-            the upper bound that the coordinate-wise range of K allows (Quest, arXiv 2406.10774).
+        score_kind: how single tokens (decodes, and prefills with ``query_tile`` 1) score a block:
+            ``cell_mean`` by its best 16-token mean of K, ``min_max`` by the upper bound that the
+            coordinate-wise range of K allows (Quest, arXiv 2406.10774).  Larger tiles are scored
+            by real keys.
     """
 
     num_sink: int = 0

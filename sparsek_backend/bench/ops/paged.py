@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +11,11 @@ import torch.nn.functional as F
 from sparsek_backend.bench.ops.paged_inputs import (
     DEFAULTS,
     PagedInputs,
+    Tile,
     attend_tile,
     block_scores,
     make_inputs,
+    tile_samples,
     wrong_selection,
 )
 from sparsek_backend.bench.ops.peers import load_fa3
@@ -33,18 +34,10 @@ from sparsek_kernels.paged.api import paged_attention, select_blocks
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 
 DENSE = SelectionPolicy()
+_STRIP_ROWS = 256
+"""Rows, sampled queries times heads of a group, that read the keys together."""
 _GATHER_LIMIT = 1 << 18
 """Most keys over all requests that `sdpa_gather` is asked to gather."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Query rows that share one selection, on one KV head."""
-
-    request: int
-    head: int
-    rows: range
-    positions: range
 
 
 def _spread(count: int, most: int = 3) -> list[int]:
@@ -101,7 +94,7 @@ def gate_tiles(
         chosen = torch.empty(0, dtype=torch.int64)
         if policy.selects_blocks and not policy.sees_all(position):
             chosen = _chosen(inputs, tile, policy, decode=decode)
-            scores = block_scores(inputs, tile.request, tile.head, tile.rows, tile.positions)
+            scores = block_scores(inputs, tile, policy, decode=decode)
             if wrong := wrong_selection(chosen, scores, policy, position):
                 return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
         heads = slice(tile.head * inputs.group, (tile.head + 1) * inputs.group)
@@ -134,7 +127,7 @@ def _chosen(
         inputs.max_len,
     )
     batch = alone.batch(alone.query_lens, alone.seq_lens, int(decode))
-    chosen = select_blocks(alone.q, alone.k_summary, batch, policy, page_size=alone.page_size)
+    chosen = select_blocks(alone.q, alone.k_cache, batch, policy, k_summary=alone.k_summary)
     return chosen[0][-1, tile.head].long().cpu()
 
 
@@ -313,7 +306,7 @@ def _build_select(case: Case, device: torch.device) -> list[Provider]:
     def ours() -> Callable[[], Outputs]:
         def call() -> Outputs:
             return tuple(
-                select_blocks(inputs.q, inputs.k_summary, batch, policy, page_size=inputs.page_size)
+                select_blocks(inputs.q, inputs.k_cache, batch, policy, k_summary=inputs.k_summary)
             )
 
         return call
@@ -321,7 +314,7 @@ def _build_select(case: Case, device: torch.device) -> list[Provider]:
     def gate(outputs: Outputs) -> GateResult:
         rows = torch.cat([part.reshape(-1, *part.shape[-2:]) for part in outputs]).long().cpu()
         for tile in decode_tiles(inputs):
-            scores = block_scores(inputs, tile.request, tile.head, tile.rows, tile.positions)
+            scores = block_scores(inputs, tile, policy, decode=True)
             chosen = rows[tile.rows[-1], tile.head]
             if wrong := wrong_selection(chosen, scores, policy, tile.positions[-1]):
                 return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
@@ -367,12 +360,14 @@ def _build_prefill(case: Case, device: torch.device) -> list[Provider]:
     def provider(
         name: str, prepare: Callable[[], Callable[[], Outputs]], policy: SelectionPolicy
     ) -> Provider:
-        kv_bytes = 2.0 * inputs.k_cache.shape[1] * length * inputs.q.shape[2]
-        num_bytes = (kv_bytes + 2.0 * inputs.q.numel()) * inputs.q.element_size()
-        pairs = attended_pairs(policy, range(length))
-        flops = 4.0 * inputs.q.shape[2] * inputs.q.shape[1] * pairs
+        kv_heads, dim = inputs.k_cache.shape[1], inputs.q.shape[2]
+        kv_bytes = 2.0 * kv_heads * length * dim
+        flops = 4.0 * dim * inputs.q.shape[1] * attended_pairs(policy, range(length))
         if policy.selects_blocks:
-            flops += 2.0 * inputs.q.shape[2] * inputs.q.shape[1] * scored_cells(policy, length)
+            scored, read = scoring_cost(policy, bounds, inputs.group)
+            flops += 2.0 * dim * inputs.q.shape[1] * scored
+            kv_bytes += kv_heads * dim * read
+        num_bytes = (kv_bytes + 2.0 * inputs.q.numel()) * inputs.q.element_size()
         return Provider(
             name=name,
             prepare=prepare,
@@ -389,15 +384,36 @@ def _build_prefill(case: Case, device: torch.device) -> list[Provider]:
     ]
 
 
-def scored_cells(policy: SelectionPolicy, length: int) -> int:
-    """Cells that the queries of a whole prompt score: those before each query's own block."""
-    per_block, size = policy.sel_block_size // CELL_SIZE, policy.sel_block_size
-    blocks = ceil_div(length, size)
-    return sum(
-        block * per_block * min(size, length - block * size)
-        for block in range(blocks)
-        if not policy.sees_all(block * size)
-    )
+def scoring_cost(
+    policy: SelectionPolicy, chunks: Sequence[tuple[int, int]], group: int
+) -> tuple[int, int]:
+    """What choosing the blocks of a prompt costs: vectors scored by a head, and vectors read.
+
+    Tiles score keys by a few queries each; strips of 256 rows (queries times heads of a group) read
+    them once.  Single tokens score the cells before their own block.
+    """
+    if policy.query_tile == 1:
+        per_block, size = policy.sel_block_size // CELL_SIZE, policy.sel_block_size
+        cells = [
+            p // size * per_block
+            for start, end in chunks
+            for p in range(start, end)
+            if not policy.sees_all(p)
+        ]
+        return sum(cells), max(cells, default=0)
+    scored = read = 0
+    tile = policy.query_tile
+    per_strip = max(_STRIP_ROWS // (policy.samples * group), 1) * tile
+    for start, end in chunks:
+        for base in range(start - start % tile, end, tile):
+            if policy.sees_all(base):
+                continue
+            positions = range(max(base, start), min(base + tile, end))
+            scored += sum(positions[row] + 1 for row in tile_samples(policy, positions))
+        for base in range(start - start % per_strip, end, per_strip):
+            last = min(base + per_strip, end) - 1
+            read += 0 if policy.sees_all(last) else last + 1
+    return scored, read
 
 
 DECODE = register(

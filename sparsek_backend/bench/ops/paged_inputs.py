@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from sparsek_backend.bench.oracle import MaskRule, attend_head
 from sparsek_backend.bench.registry import Case, Param
@@ -29,6 +30,16 @@ DEFAULTS: dict[str, Param] = {
 }
 
 _PAGES_AT_A_TIME = 1 << 12
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Query rows that share one selection, on one KV head."""
+
+    request: int
+    head: int
+    rows: range
+    positions: range
 
 
 @dataclass(frozen=True)
@@ -160,34 +171,47 @@ def _summaries(keys: torch.Tensor, policy: SelectionPolicy) -> torch.Tensor:
 
 
 def block_scores(
-    inputs: PagedInputs, request: int, head: int, rows: range, positions: range
+    inputs: PagedInputs, tile: Tile, policy: SelectionPolicy, *, decode: bool
 ) -> torch.Tensor:
-    """Exact score of every block for one tile and KV head: [blocks before the last position's].
+    """Exact score of every block for one tile: [blocks]."""
+    heads = slice(tile.head * inputs.group, (tile.head + 1) * inputs.group)
+    q = inputs.q[tile.rows.start : tile.rows.stop, heads].double()
+    if decode or policy.query_tile == 1:
+        return _summary_scores(inputs, tile, q[-1])
+    k, _ = inputs.keys_of(tile.request, tile.head)
+    rows, size = tile_samples(policy, tile.positions), policy.sel_block_size
+    total = torch.zeros(ceil_div(len(k), size), dtype=torch.float64, device=q.device)
+    for row in rows:
+        seen = k[: tile.positions[row] + 1].double()
+        probs = (q[row] @ seen.T * inputs.softmax_scale).softmax(-1).sum(0)
+        padded = F.pad(probs, (0, len(total) * size - len(seen)))
+        total += torch.unflatten(padded, 0, (-1, size)).sum(-1)
+    return total
 
-    Args:
-        inputs: the case.
-        request: whose summaries.
-        head: KV head.
-        rows: the tile's rows of `q`.
-        positions: their positions in the sequence.
-    """
+
+def tile_samples(policy: SelectionPolicy, positions: range) -> list[int]:
+    """Which of the queries at `positions` of one tile it is scored by."""
+    samples = {
+        p % policy.query_tile // policy.sample_stride: row for row, p in enumerate(positions)
+    }
+    return list(samples.values())
+
+
+def _summary_scores(inputs: PagedInputs, tile: Tile, q: torch.Tensor) -> torch.Tensor:
+    """Score of every block before the last position's for one token's queries [G, D]."""
     policy, size = inputs.policy, inputs.policy.sel_block_size
-    pages = inputs.block_table[request, : ceil_div(inputs.seq_lens[request], inputs.page_size)]
-    cells = inputs.k_summary[pages.long(), head].flatten(0, 1).double()  # [cells, D]
-    q = inputs.q[rows.start : rows.stop, head * inputs.group : (head + 1) * inputs.group].double()
+    length = inputs.seq_lens[tile.request]
+    pages = inputs.block_table[tile.request, : ceil_div(length, inputs.page_size)]
+    cells = inputs.k_summary[pages.long(), tile.head].flatten(0, 1).double()  # [cells, D]
     if policy.score_kind == "cell_mean":
         logits, per_block = q @ cells.T, size // CELL_SIZE
     else:
         low, high = cells[0::2], cells[1::2]
         logits = q.clamp(min=0) @ high.T + q.clamp(max=0) @ low.T
         per_block = size // (2 * CELL_SIZE)
-    blocks = logits.shape[-1] // per_block
+    blocks = tile.positions[-1] // size
     logits = torch.unflatten(logits[..., : blocks * per_block], -1, (blocks, per_block)).amax(-1)
-    logits = logits * inputs.softmax_scale  # [rows, G, blocks]
-    own = torch.tensor([p // size for p in positions], device=q.device)
-    later = torch.arange(blocks, device=q.device)[None, :] >= own[:, None]
-    probs = logits.masked_fill(later[:, None, :], float("-inf")).softmax(-1).nan_to_num(0.0)
-    return probs.sum((0, 1))
+    return (logits * inputs.softmax_scale).softmax(-1).sum(0)
 
 
 def wrong_selection(
@@ -195,8 +219,8 @@ def wrong_selection(
 ) -> str:
     """Why a tile's chosen blocks are not the best by exact score, or an empty string.
 
-    Blocks whose exact scores differ by less than one per cent may stand in for each other: the
-    summaries' products are rounded to fp32 in one order or another.
+    Blocks whose exact scores differ by less than one per cent may stand in for each other: products
+    are rounded to fp32 in one order or another.
     """
     first, last = policy.candidate_range(position)
     blocks = chosen[chosen >= 0]

@@ -86,7 +86,7 @@ def sample_positions(
     return tl.where((position >= low) & (position >= first), position, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["dense_below", "first_tile", "num_tiles"])
 def sample_rows_kernel(
     rows_ptr,
     q_ptr,
@@ -160,7 +160,7 @@ def log_add(x, y):
     return reference + tl.log2(tl.exp2(x - reference) + tl.exp2(y - reference))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["dense_below", "first_tile", "num_tiles"])
 def block_mass_kernel(
     mass_ptr,
     rows_ptr,
@@ -261,7 +261,7 @@ def block_mass_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["dense_below", "first_tile"])
 def tile_scores_kernel(
     scores_ptr,
     mass_ptr,
