@@ -45,7 +45,7 @@ def write_kv(
         key, value: ``[T, Hkv, D]``; the new tokens of a sequence are neighbours, in order.
         k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``, written; any strides (on a GPU the
             last dimension of every tensor is contiguous).
-        k_summary: ``[num_pages, Hkv, page_size // 16, D]``, written likewise; or ``None``.
+        k_summary: ``[num_pages, Hkv, page_size // 16, D]``, written as well; or ``None``.
         slot_mapping: ``[T]`` int64, ``page * page_size + offset``; -1 marks padding.
         score_kind: what the summaries are (see :class:`SelectionPolicy`).
         k_scale, v_scale: of an fp8 (e4m3) cache, which holds ``key / k_scale``.

@@ -116,7 +116,7 @@ def decode_config(
 
 
 def row_config(*, group: int, head_dim: int, sel_block: int, arch: int) -> TileConfig:
-    """One query token per program, nothing split: a row is added up alike in every batch."""
+    """One query token per program, nothing split: every batch adds a row up in the same order."""
     return decode_config(
         tiles=1 << 16,  # so many that there is nothing to gain from splits
         num_kv_heads=1,

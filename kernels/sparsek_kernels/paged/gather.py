@@ -72,7 +72,7 @@ class RunReader:
 
         Args:
             pages: ``[T, 1 or Hkv, n]`` int64 physical pages.
-            runs: likewise, run within the page.
+            runs: run within the page, of the same shape.
 
         Returns:
             ``[T, Hkv, n]`` int64.

@@ -23,8 +23,6 @@ import torch
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.policy import SelectionPolicy
 
-_EVERYTHING = SelectionPolicy()
-
 
 @dataclass(frozen=True)
 class Segment:
@@ -87,6 +85,7 @@ def _segments(
     lengths = _length_bounds(batch) if seq_lens is None else seq_lens
     counts = batch.query_lens
     rule = replace(policy, dense_last=0)
+    everything = SelectionPolicy(sel_block_size=policy.sel_block_size)
     found = []
     if batch.num_decodes:
         found.append(Segment(batch.part(0, batch.num_decodes), rule))
@@ -106,9 +105,12 @@ def _segments(
             max_seq_len=max(lengths[r] for r in members),
             _derived={},
         )
-        found.append(Segment(part, rule if sparse else _EVERYTHING))
+        found.append(Segment(part, rule if sparse else everything))
         if sparse and policy.dense_last:
-            found += _tails(batch, members, policy.dense_last, lengths)
+            found += [
+                Segment(part, everything, rows)
+                for rows, part in _tails(batch, members, policy.dense_last, lengths)
+            ]
     return tuple(found)
 
 
@@ -121,16 +123,17 @@ def _length_bounds(batch: PagedBatch) -> Sequence[int]:
 
 def _tails(
     batch: PagedBatch, members: Sequence[int], count: int, lengths: Sequence[int]
-) -> list[Segment]:
-    """The last ``count`` queries of each of some prefills, which have more of them."""
+) -> list[tuple[slice, PagedBatch]]:
+    """Rows of the last ``count`` queries of each of some longer prefills, as batches of one."""
     ends = list(accumulate(batch.query_lens, initial=batch.first_row))[1:]
     known = batch.seq_lens_host
     offsets = torch.tensor([0, count], dtype=torch.int32)
     if batch.seq_lens.is_cuda:
         offsets = offsets.pin_memory().to(batch.seq_lens.device, non_blocking=True)
     return [
-        Segment(
-            batch=PagedBatch(
+        (
+            slice(ends[r] - count, ends[r]),
+            PagedBatch(
                 block_table=batch.block_table[r : r + 1],
                 seq_lens=batch.seq_lens[r : r + 1],
                 cu_seqlens_q=offsets,
@@ -142,8 +145,6 @@ def _tails(
                 seq_lens_host=None if known is None else (known[r],),
                 query_lens_host=(count,),
             ),
-            policy=_EVERYTHING,
-            rows=slice(ends[r] - count, ends[r]),
         )
         for r in members
     ]

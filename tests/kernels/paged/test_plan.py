@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cache_cases import make_case, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsek_kernels.paged import PagedBatch, SelectionPolicy
+from sparsek_kernels.paged import PagedBatch, SelectionPolicy, paged_attention
 from sparsek_kernels.paged.plan import Segment, first_sparse, segments, split_queries
 
 EVERYTHING = SelectionPolicy()
@@ -140,6 +141,28 @@ def test_last_queries_of_sparse_prefills_come_again_as_dense_segments() -> None:
     assert tails[1].batch.block_table.tolist() == batch.block_table[3:4].tolist()
     assert spans((whole,)) == [(0, [6000], EVERYTHING)]  # every query is among the last
     assert whole.rows == slice(None)
+
+
+@pytest.mark.parametrize("size", [32, 96])
+def test_segments_attended_one_by_one_make_the_step(size: int) -> None:
+    policy = SelectionPolicy(
+        num_sink=16, window_size=20, top_k=1, sel_block_size=size, dense_below=64, dense_last=10
+    )
+    case = make_case([300, 60, 410, 333, 8], [1, 60, 400, 40, 8], 1, page_size=96)
+    found = segments(case.batch, policy)
+    assert [segment.policy.is_dense for segment in found] == [False, True, False, True, True, True]
+    out = torch.full_like(case.q, float("nan"))
+    for segment in found:
+        paged_attention(
+            case.q[segment.rows],
+            case.k_cache,
+            case.v_cache,
+            segment.batch,
+            segment.policy,
+            k_summary=case.k_summary,
+            out=out[segment.rows],
+        )
+    assert torch.equal(out, run(case, policy))
 
 
 def test_tails_of_a_part_keep_their_rows() -> None:

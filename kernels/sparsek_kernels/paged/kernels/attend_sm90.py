@@ -1,6 +1,6 @@
 """Prefill attention over selected blocks for Hopper: one loading warp, two warpgroups (Gluon).
 
-The rule and the maths are those of :mod:`kernels_attend`.  A persistent program takes pairs of
+The rule and the maths: see ``attend.py``.  A persistent program takes pairs of
 query heads of a KV head, 64 query rows each.  The loading warp walks the tile's list of blocks and
 streams two of them at a time through shared memory with TMA; each warpgroup owns one head and
 issues ``q k_j`` and ``p_{j-1} v_{j-1}`` together, so that the softmax of one pair of blocks
