@@ -204,10 +204,11 @@ def mass_config(*, group: int, head_dim: int, itemsize: int, arch: int) -> TileC
     """Block masses: 64 sampled rows, 128 keys at a time; fewer until they fit.
 
     Args:
-        itemsize: bytes of an element of q; 4 bytes leave the tensor cores unused.
+        itemsize: bytes of an element of q; 4 bytes leave the tensor cores unused, and larger tiles
+            would spill registers.
     """
     row_bytes = next_power_of_2(head_dim) * itemsize
-    rows, keys, stages = 64, 128 if head_dim <= 128 and itemsize <= 2 else 64, 3
+    rows, keys, stages = (64, 128 if head_dim <= 128 else 64, 3) if itemsize <= 2 else (32, 32, 2)
     while mass_bytes(rows, keys, stages, row_bytes) > shared_memory(arch):
         if stages > 2:
             stages -= 1

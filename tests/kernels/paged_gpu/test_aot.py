@@ -71,11 +71,18 @@ def test_compiles_with_few_spills(
 
 @pytest.mark.parametrize(
     ("arch", "dtype", "head_dim"),
-    [(86, "float32", 128), (86, "bfloat16", 128), (86, "float16", 256), (90, "float32", 64)],
+    [
+        (86, "float32", 128),
+        (86, "bfloat16", 128),
+        (86, "float32", 256),
+        (86, "float16", 256),
+        (90, "float32", 64),
+    ],
 )
-def test_masses_fit_the_shared_memory(arch: int, dtype: str, head_dim: int) -> None:
+def test_masses_fit_any_gpu(arch: int, dtype: str, head_dim: int) -> None:
     options = ("--dtype", dtype, "--head-dim", str(head_dim), "--only", "block_mass_kernel")
     rows = compiled(arch, *options)
     assert rows
     for row in rows:
+        assert row["stack"] <= 160, row
         assert row["shared"] <= SHARED[arch], row
