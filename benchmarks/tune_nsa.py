@@ -32,7 +32,7 @@ from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.spec import NSASpec
 
 DIM = 128
-PORTABLE = {"hopper": None, "hopper_bwd": None}
+PORTABLE = {"compressed_hopper": None, "compressed_bwd_hopper": None}
 PORTABLE_BWD = {"selected_bwd_hopper": None, "item_entries_bwd": 0.25}
 PORTABLE_PARTS = {"selected_hopper": None, "selected_boxes": None}
 PORTABLE_MERGE = {"combine_hopper": None}
@@ -62,7 +62,7 @@ VARIANTS: dict[str, list[Changes]] = {
     ],
     "compressed": [
         {},
-        {"hopper": (128, 64, 4, 3)},
+        {"compressed_hopper": (128, 64, 4, 3)},
         *({**PORTABLE, "compressed": x} for x in ((128, 64, 8, 3), (128, 128, 8, 3))),
     ],
     "compressed_bwd": [

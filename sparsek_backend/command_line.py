@@ -16,7 +16,9 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     from those of the other parameters.
     """
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, type[Any]] = {n: kind for n, kind in hints.items() if is_dataclass(kind)}
+    groups: dict[str, type[Any]] = {
+        n: kind for n, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)
+    }
     options: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
         if name not in groups:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,40 @@ logger = logging.getLogger(__name__)
 
 _QUERY_ROWS = 256
 _calls: Counter[str] = Counter()
+Ranges = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class FallbackMask:
+    """Which keys a query sees, and how its logits are changed.
+
+    Queries are aligned with the end of their sequence's keys.
+
+    Args:
+        causal: whether key ``j`` needs ``j <= i``.
+        softmax_scale: factor of ``q . k``, ``D ** -0.5`` by default.
+        window_size: latest keys (own included) a query sees; without ``causal``, on both sides.
+        alibi_slopes: ``[Hq]``; adds ``slope * (j - i)`` to the logits (arXiv 2108.12409).
+        logits_soft_cap: logits become ``cap * tanh(logits / cap)`` (Gemma 2).
+        sinks: ``[Hq]`` learned logits that join the denominator only.
+    """
+
+    causal: bool = True
+    softmax_scale: float | None = None
+    window_size: int | None = None
+    alibi_slopes: torch.Tensor | None = None
+    logits_soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    def seen(self, distance: torch.Tensor) -> torch.Tensor:
+        """Which keys are seen from ``distance``, their position minus the query's."""
+        seen = distance <= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
+        if self.window_size is not None:
+            seen &= (distance > -self.window_size) & (distance < self.window_size)
+        return seen
+
+
+_CAUSAL = FallbackMask()
 
 
 def fallback_counts() -> dict[str, int]:
@@ -29,36 +64,35 @@ def fallback_counts() -> dict[str, int]:
     return dict(_calls)
 
 
+def count_fallback(reason: str) -> None:
+    """Count one call that no kernel supports; the first one of a reason is logged."""
+    if not _calls[reason]:
+        logger.warning("SPARSEK serves %s through SDPA: no kernel supports it", reason)
+    _calls[reason] += 1
+
+
 def sdpa_fallback(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    mask: FallbackMask = _CAUSAL,
     *,
     reason: str,
     cu_seqlens_q: Sequence[int],
     cu_seqlens_k: Sequence[int],
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    window_size: int | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    bidirectional_ranges: Sequence[Sequence[tuple[int, int]]] | None = None,
+    bidirectional_ranges: Sequence[Ranges] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of packed sequences under a mask that no kernel supports.
-
-    Queries are aligned with the end of their sequence's keys.
+    """Attention ``[Tq, Hq, Dv]`` of packed sequences under a mask that no kernel supports.
 
     Args:
-        q: ``[Tq, Hq, D]``; k, v: ``[Tk, Hkv, D]``, packed.
+        q: ``[Tq, Hq, D]``, packed.
+        k: ``[Tk, Hkv, D]``, packed.
+        v: ``[Tk, Hkv, Dv]``, packed.
+        mask: the rule of every sequence.
         reason: what made the kernels unusable; logged once, and the key of the counter.
-        cu_seqlens_q, cu_seqlens_k: offsets of the sequences, on the host.
-        causal: whether key ``j`` needs ``j <= i``.
-        window_size: latest keys (own included) a query sees; without ``causal``, on both sides.
-        alibi_slopes: ``[Hq]``; adds ``slope * (j - i)`` to the logits (arXiv 2108.12409).
-        logits_soft_cap: logits become ``cap * tanh(logits / cap)`` (Gemma 2).
-        sinks: ``[Hq]`` learned logits that join the denominator only.
+        cu_seqlens_q: offsets of the sequences' queries, on the host.
+        cu_seqlens_k: offsets of their keys.
         bidirectional_ranges: for each sequence, inclusive position ranges whose tokens see each
             other whatever the causal order.
         out: ``[Tq, Hq, Dv]``, written and returned.
@@ -83,23 +117,12 @@ def sdpa_fallback(
     count_fallback(reason)
     if out is None:
         out = q.new_empty(*q.shape[:2], v.shape[2])
-    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     for index in range(len(cu_seqlens_q) - 1):
         rows = slice(cu_seqlens_q[index], cu_seqlens_q[index + 1])
         keys = slice(cu_seqlens_k[index], cu_seqlens_k[index + 1])
-        _attend_sequence(
-            q[rows],
-            k[keys].transpose(0, 1),
-            v[keys].transpose(0, 1),
-            out[rows],
-            scale,
-            causal,
-            window_size,
-            alibi_slopes,
-            logits_soft_cap,
-            sinks,
-            bidirectional_ranges[index] if bidirectional_ranges else (),
-        )
+        ranges = bidirectional_ranges[index] if bidirectional_ranges else ()
+        part_k, part_v = k[keys].transpose(0, 1), v[keys].transpose(0, 1)
+        _attend_sequence(q[rows], part_k, part_v, out[rows], mask, ranges)
     return out
 
 
@@ -108,15 +131,10 @@ def paged_fallback(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     batch: PagedBatch,
+    mask: FallbackMask = _CAUSAL,
     *,
     reason: str,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    window_size: int | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    bidirectional_ranges: Sequence[Sequence[tuple[int, int]]] | None = None,
+    bidirectional_ranges: Sequence[Ranges] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`sdpa_fallback` over a paged cache: the pages of each sequence are gathered first.
@@ -124,40 +142,24 @@ def paged_fallback(
     Reads sequence lengths on the host, so it cannot be captured in a CUDA graph.
 
     Args:
-        q: ``[T, Hq, D]``; k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``; the rest as in
-            :func:`sdpa_fallback`.
+        q: ``[T, Hq, D]``.
+        k_cache: ``[num_pages, Hkv, page_size, D]``.
+        v_cache: ``[num_pages, Hkv, page_size, Dv]``.
+        batch: the step's sequences and their pages; the rest as in :func:`sdpa_fallback`.
     """
     count_fallback(reason)
     if out is None:
         out = q.new_empty(*q.shape[:2], v_cache.shape[3])
-    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     starts, lengths = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
     for request, length in enumerate(lengths):
         rows = slice(starts[request], starts[request + 1])
         if rows.start == rows.stop:
             continue
         pages = batch.block_table[request].long()
-        _attend_sequence(
-            q[rows],
-            read_sequence(k_cache, pages, length).to(q.dtype),
-            read_sequence(v_cache, pages, length).to(q.dtype),
-            out[rows],
-            scale,
-            causal,
-            window_size,
-            alibi_slopes,
-            logits_soft_cap,
-            sinks,
-            bidirectional_ranges[request] if bidirectional_ranges else (),
-        )
+        k, v = (read_sequence(x, pages, length).to(q.dtype) for x in (k_cache, v_cache))
+        ranges = bidirectional_ranges[request] if bidirectional_ranges else ()
+        _attend_sequence(q[rows], k, v, out[rows], mask, ranges)
     return out
-
-
-def count_fallback(reason: str) -> None:
-    """Count one call that no kernel supports; the first one of a reason is logged."""
-    if not _calls[reason]:
-        logger.warning("SPARSEK serves %s through SDPA: no kernel supports it", reason)
-    _calls[reason] += 1
 
 
 def _attend_sequence(
@@ -165,46 +167,37 @@ def _attend_sequence(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    scale: float,
-    causal: bool,
-    window_size: int | None,
-    alibi_slopes: torch.Tensor | None,
-    soft_cap: float | None,
-    sinks: torch.Tensor | None,
-    ranges: Sequence[tuple[int, int]],
+    mask: FallbackMask,
+    ranges: Ranges,
 ) -> None:
     """One sequence, query rows in blocks.  q: ``[n, Hq, D]``; k, v: ``[Hkv, N, D]``."""
-    count, num_heads, _ = q.shape
-    length = k.shape[1]
-    if count == 0:
-        return
+    count, num_heads, dim = q.shape
+    num_kv_heads, length, _ = k.shape
     if length == 0:
         out.zero_()
         return
-    group = num_heads // k.shape[0]
-    k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
+    scale = dim**-0.5 if mask.softmax_scale is None else mask.softmax_scale
+    k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=0) for x in (k, v))
     key = torch.arange(length, device=q.device)
     for begin in range(0, count, _QUERY_ROWS):
         end = min(begin + _QUERY_ROWS, count)
         position = torch.arange(begin, end, device=q.device) + (length - count)
         distance = key - position[:, None]  # [rows, N]
-        seen = distance <= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-        if window_size is not None:
-            seen = seen & (distance > -window_size) & (distance < window_size)
+        seen = mask.seen(distance)
         for low, high in ranges:
             inside = (position >= low) & (position <= high)
-            seen = seen | (inside[:, None] & (key >= low) & (key <= high))
+            seen |= inside[:, None] & (key >= low) & (key <= high)
         bias = torch.zeros(1, *distance.shape, device=q.device)
-        if alibi_slopes is not None:
-            bias = alibi_slopes.float().view(-1, 1, 1) * distance
+        if mask.alibi_slopes is not None:
+            bias = mask.alibi_slopes.float().view(-1, 1, 1) * distance
         bias = bias.masked_fill(~seen, float("-inf"))
         rows = q[begin:end].transpose(0, 1)
-        if soft_cap is None and sinks is None:
+        if mask.logits_soft_cap is None and mask.sinks is None:
             attended = F.scaled_dot_product_attention(
                 rows[None], k[None], v[None], attn_mask=bias[None].to(q.dtype), scale=scale
             )[0]
         else:
-            attended = _softmax_attention(rows, k, v, bias, scale, soft_cap, sinks)
+            attended = _softmax_attention(rows, k, v, bias, mask, scale)
         attended = attended.masked_fill(~seen.any(-1)[None, :, None], 0.0)
         out[begin:end] = attended.transpose(0, 1)
 
@@ -214,18 +207,24 @@ def _softmax_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     bias: torch.Tensor,
+    mask: FallbackMask,
     scale: float,
-    soft_cap: float | None,
-    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What SDPA has no argument for.  q: ``[H, n, D]``; k, v: ``[H, N, D]``."""
+    """Attention with a soft cap or sinks, which SDPA has no arguments for.
+
+    Args:
+        q: ``[H, n, D]``.
+        k: ``[H, N, D]``.
+        v: ``[H, N, Dv]``.
+        bias: ``[1 or H, n, N]``, ``-inf`` where a key is not seen.
+    """
     logits = torch.matmul(q.float(), k.float().mT) * scale
-    if soft_cap is not None:
-        logits = soft_cap * torch.tanh(logits / soft_cap)
+    if mask.logits_soft_cap is not None:
+        logits = mask.logits_soft_cap * torch.tanh(logits / mask.logits_soft_cap)
     logits = logits + bias
-    if sinks is not None:
-        column = sinks.float().view(-1, 1, 1).expand(-1, logits.shape[1], 1)
-        probs = torch.softmax(torch.cat([logits, column], dim=-1), dim=-1)[..., :-1]
-    else:
+    if mask.sinks is None:
         probs = torch.softmax(logits, dim=-1)
+    else:
+        column = mask.sinks.float().view(-1, 1, 1).expand(-1, logits.shape[1], 1)
+        probs = torch.softmax(torch.cat([logits, column], dim=-1), dim=-1)[..., :-1]
     return torch.matmul(probs.to(v.dtype), v)

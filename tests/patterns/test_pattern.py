@@ -183,7 +183,7 @@ def rewrite(path: Path, header: dict[str, str], **tensors: torch.Tensor) -> None
         ({}, {"weights": torch.ones(10).half()}, "weights: expected a tensor of torch.float32"),
         ({}, {"col_indices": torch.ones(10)}, "col_indices: expected a tensor of torch.int32"),
         ({}, {"crow_indices": torch.arange(5)}, "crow_indices: expected a tensor of torch.int32"),
-        ({}, {"crow_indices": torch.tensor(3).int()}, "crow_indices: expected 2 dimensions"),
+        ({}, {"crow_indices": torch.tensor(3).int()}, "crow_indices: expected shape"),
         ({"block_size": "20"}, {}, "block_size: expected a multiple of 16"),
         ({"num_rows": "5"}, {}, r"crow_indices: expected shape \[patterns, 6\]"),
         ({}, {"col_indices": torch.full((10,), 9, dtype=torch.int32)}, "col_indices: expected"),

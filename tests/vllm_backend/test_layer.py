@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sparsek_kernels.fallback import fallback_counts, sdpa_fallback
+from sparsek_kernels.fallback import FallbackMask, fallback_counts, sdpa_fallback
 from sparsek_kernels.paged.api import paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -180,9 +179,9 @@ def test_pages_have_room_for_summaries_only_where_layers_select(current: Any) ->
     assert window.page_size_padded is None
 
 
-def test_pages_keep_their_size_where_no_layer_selects(vllm_config: Any) -> None:
-    dense = replace(vllm_config, additional_config={"sparsek": {"mode": "dense"}})
-    with building(dense):
+def test_pages_keep_their_size_where_no_layer_selects(tmp_path: Any) -> None:
+    settings = {"sparsek": {"mode": "dense"}}
+    with building(make_config(tmp_path, additional_config=settings)) as dense:
         layer = make_layer()
         builder, spec = make_builder(layer, dense)
         assert spec.page_size_padded is None
@@ -247,11 +246,10 @@ def test_window_and_sinks_of_the_model(current: Any) -> None:
         q,
         k,
         v,
+        FallbackMask(window_size=48, sinks=sinks),
         reason="a test",
         cu_seqlens_q=offsets,
         cu_seqlens_k=offsets,
-        window_size=48,
-        sinks=sinks,
     )
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
 

@@ -9,10 +9,6 @@ import triton
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sparsek_kernels.common.alignment import boxable as boxable
-from sparsek_kernels.common.alignment import describable as describable
-from sparsek_kernels.common.device import multiprocessors as multiprocessors
-
 _ELEMENT = {
     torch.float16: triton.language.float16,
     torch.bfloat16: triton.language.bfloat16,

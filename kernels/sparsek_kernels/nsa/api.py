@@ -1,4 +1,4 @@
-"""Public functions of native sparse attention (arXiv 2502.11089): checks and dispatch only.
+"""Public functions of native sparse attention (arXiv 2502.11089): checks, then operators.
 
 Shapes: B sequences of M tokens, N <= M queries that are the last N tokens, Hq query heads, Hkv
 KV heads (Hq a multiple of Hkv), head size D, C compressed blocks, S blocks per query.  With
@@ -57,9 +57,9 @@ def nsa_compress(
 
     Args:
         k: ``[B, M, Hkv, D]``, fp16, bf16, fp32 or fp64, any strides.
-        v: likewise.
+        v: values, with the shape and dtype of ``k``.
         phi_k: weights of the learnable map for keys; the mean of the block when ``None``.
-        phi_v: likewise for values.
+        phi_v: weights of the learnable map for values; the mean of the block when ``None``.
         cmp_block_size: tokens of a block, a multiple of ``cmp_stride``.
         cmp_stride: tokens from one block to the next.
         cu_seqlens: ``[sequences + 1]`` int32 offsets of packed sequences.
@@ -129,8 +129,8 @@ def compressed_attention(
 
     Args:
         q: ``[B, N, Hq, D]``.
-        k_cmp: ``[B, C, Hkv, D]`` as :func:`nsa_compress` returns it; v_cmp likewise.
-        v_cmp: ``[B, C, Hkv, D]``.
+        k_cmp: ``[B, C, Hkv, D]``, compressed keys of :func:`nsa_compress`.
+        v_cmp: ``[B, C, Hkv, D]``, compressed values of :func:`nsa_compress`.
         cmp_block_size: tokens of a compressed block.
         cmp_stride: tokens from one block to the next.
         seq_len: tokens that were compressed, M; N when ``None``.
@@ -315,12 +315,12 @@ def nsa_attention(
 
     Args:
         q: ``[B, N, Hq, D]``, fp16, bf16, fp32 or fp64.
-        k: keys of the selected branch ``[B, M, Hkv, D]``, v alike.
-        v: values of the selected branch.
+        k: keys of the selected branch ``[B, M, Hkv, D]``.
+        v: values of the selected branch ``[B, M, Hkv, D]``.
         g_cmp: gates of the compressed branch ``[B, N, Hq]``, any floating dtype, not negative (on
             Hopper GPUs gradients pass through their logarithm).
-        g_slc: likewise of the selected branch.
-        g_swa: likewise of the sliding branch.
+        g_slc: gates of the selected branch ``[B, N, Hq]``.
+        g_swa: gates of the sliding branch ``[B, N, Hq]``.
         k_cmp: compressed keys ``[B, C, Hkv, D]`` of :func:`nsa_compress`; the block means of
             ``k`` and ``v`` when ``None``.
         v_cmp: compressed values, given with ``k_cmp``.
@@ -328,12 +328,12 @@ def nsa_attention(
             window holds; ``k`` when ``None``.
         v_swa: values of the sliding branch, given with ``k_swa``.
         block_indices: ``[B, N, Hkv, S]`` int32 selection to use instead of :func:`nsa_select`.
-        cmp_block_size: see :func:`nsa_compress`, as ``cmp_stride``.
+        cmp_block_size: tokens of a compressed block, a multiple of ``cmp_stride``.
         cmp_stride: tokens from one compressed block to the next.
-        sel_block_size: see :func:`nsa_select`, as ``top_n`` and the forced blocks.
-        top_n: blocks per token.
-        num_init_blocks: first blocks, always chosen.
-        num_local_blocks: latest blocks, always chosen.
+        sel_block_size: tokens of a selection block (see :func:`nsa_select`).
+        top_n: blocks per token, the forced ones included.
+        num_init_blocks: first blocks of the sequence, always chosen.
+        num_local_blocks: latest blocks, the query's own included, always chosen.
         window_size: latest tokens that the sliding branch sees, the query's own included.
         softmax_scale: factor of ``q . k``, ``D ** -0.5`` by default.
         cu_seqlens: ``[sequences + 1]`` int32 offsets of packed sequences.
@@ -387,9 +387,9 @@ def nsa_attention(
         raise ValueError(
             f"k_swa: expected {q.shape[1]} tokens{'' if packed else ' or more'}, got {tokens}"
         )
-    # The gradient of the whole is that of one operator, so the branches need none.
+    # One operator computes the gradient of the gated sum, so the branches record none.
     query, key, value = q.detach(), k.detach(), v.detach()
-    # First the branch that waits for nothing: it runs while the others' launches are prepared.
+    # The sliding branch is first: the GPU is busy with it while the host prepares the others.
     out_swa, lse_swa = sink_flash_attention(
         query,
         k_swa.detach(),

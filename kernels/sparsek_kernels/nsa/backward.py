@@ -1,12 +1,12 @@
-"""The backward passes of the three gated branches at once, on Hopper.
+"""Gradients of the gated sum on Hopper: one backward pass for the three branches.
 
 With ``o = sum_b g_b o_b``, ``p_b = exp(s_b - lse_b)`` and ``dg_b = sum_d do o_b``, the gradient of
 the scores of branch ``b`` is
 
     ds_b = g_b p_b (do . v - dg_b),    g_b p_b = exp(s_b - (lse_b - ln g_b))
 
-so every branch takes ``do`` itself, ``dg_b`` for its row sums, and a log-sum-exp with the gate
-folded in; ``g_b do`` is never formed.  All three add to one fp32 gradient of q.
+so every branch takes ``do``, ``dg_b`` in place of its row sums, and a log-sum-exp with the gate
+folded in.  ``g_b do`` is never formed.  The three branches add to one fp32 gradient of q.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 from sparsek_kernels.common.alignment import describable
 from sparsek_kernels.common.operators import new_like
 from sparsek_kernels.nsa.compressed import launch_sm90 as launch_compressed
+from sparsek_kernels.nsa.gate.branches import PerBranch
 from sparsek_kernels.nsa.gate.launch import gate_rows
-from sparsek_kernels.nsa.gate.problem import GatedGradients, GatedProblem, PerBranch
+from sparsek_kernels.nsa.problem import GatedGradients, GatedProblem
 from sparsek_kernels.nsa.selected import launch_bwd as launch_selected
 from sparsek_kernels.sink_window import launch_sm90 as launch_sliding
 
@@ -28,7 +29,7 @@ def backward(problem: GatedProblem, dout: torch.Tensor) -> GatedGradients | None
     Bitwise reproducible.
     """
     keys, values, sliding = problem.keys, problem.values, problem.sliding
-    tile = problem.compressed.config.hopper_bwd
+    tile = problem.compressed.config.compressed_bwd_hopper
     sliding_config = sliding.launch_config()
     sliding_tile = sliding_config.hopper_backward
     if tile is None or sliding_tile is None:

@@ -10,9 +10,9 @@ import torch
 from sparsek_kernels.sink_window.config import TileConfig as SinkWindowTile
 
 BOX_GROUPS = (8, 16, 32, 64)
-"""Groups whose heads one bulk copy moves: whole swizzles of eight rows, 64 rows at most."""
-_PART_BYTES = 1 << 31  # what one chunk's partial outputs may take
-_PART_BYTES_HOPPER_BWD = 1 << 32  # fewer chunks, whose blocks have more queries each
+"""Sizes of groups whose heads one bulk copy moves: whole swizzles of 8 rows, 64 rows at most."""
+_PART_BYTES = 1 << 31  # largest scratch for the partial outputs of a chunk
+_PART_BYTES_HOPPER_BWD = 1 << 32  # fewer chunks give each block more queries
 _MAX_CHUNKS = 8
 _LARGE_SHARED_MEMORY = (80, 90, 100, 103)  # architectures with 160 KiB and more per program
 _TILED = (
@@ -73,35 +73,33 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Everything that the launches need beyond their tensors.
+    """Tiles and sizes of every launch of a call; ``None`` where a Hopper kernel does not run.
 
     Args:
-        compressed: queries and compressed keys of the forward kernel.
-        compressed_dq: likewise of the query-major backward kernel.
-        compressed_dkdv: likewise of the key-major backward kernel.
-        select: rows (tokens times heads) and selection blocks per step of the selection kernel.
-        selected: rows per step of the block-major forward kernel.
-        combine: rows of a program that adds up what that kernel wrote.
+        compressed: queries and compressed keys of compressed attention, forward.
+        compressed_dq: queries and compressed keys of the kernel that computes dq.
+        compressed_dkdv: queries and compressed keys of the kernel that computes dk and dv.
+        select: rows (tokens times heads) and selection blocks per step of the scores kernel.
+        selected: rows per step of selected attention, block-major, forward.
+        combine: rows of a program that adds up the parts of the block-major kernel.
         selected_bwd: rows per step of the block-major backward kernel; from 128 rows on its scores
             are kept rows first.
-        tokens: rows of a program of the token-major kernel.
-        token_major: whether the forward pass is token-major.
+        tokens: rows of a program of selected attention, token-major.
+        token_major: whether the forward pass of selected attention is token-major.
         chunk_rows: tokens whose parts are held at once in the forward pass.
-        chunk_rows_bwd: likewise in the backward pass.
+        chunk_rows_bwd: tokens whose parts are held at once in the backward pass.
         index_rows: tokens whose queries follow one another block by block in the forward pass; they
             stay in the cache if they are few.
-        item_entries: most queries that one block-major program of the forward pass serves.
-        item_entries_bwd: likewise of the backward pass.
+        item_entries: most queries that a block-major program of the forward pass serves.
+        item_entries_bwd: most queries that a block-major program of the backward pass serves.
         precision: input precision of dot products.
-        hopper: tile of the warp-specialised compressed forward kernel, where that one is used.
-        hopper_bwd: tile of the compressed backward kernel on Hopper, which is sink window's.
-        select_hopper: rows of a warpgroup, compressed keys and stages of the warp-specialised
-            scores kernel, where that one is used.
-        selected_hopper: rows and stages of the warp-specialised block-major forward kernel, where
-            that one is used.
-        selected_boxes: likewise of its counterpart for groups whose heads one bulk copy takes.
-        combine_hopper: likewise of the kernel that adds up what that kernel wrote.
-        selected_bwd_hopper: likewise of the backward kernel, where that one is used.
+        compressed_hopper: tile of compressed attention, forward.
+        compressed_bwd_hopper: tile of the sink-window kernel, which computes the backward pass.
+        select_hopper: rows of a warpgroup, compressed keys and stages of the scores kernel.
+        selected_hopper: rows and stages of selected attention, block-major, forward.
+        selected_boxes: rows and stages of the same for groups whose heads one bulk copy takes.
+        combine_hopper: rows and stages of the kernel that adds up parts.
+        selected_bwd_hopper: rows and stages of selected attention, backward.
     """
 
     compressed: TileConfig
@@ -119,13 +117,19 @@ class LaunchConfig:
     item_entries: int
     item_entries_bwd: int
     precision: str = "tf32"
-    hopper: TileConfig | None = None
-    hopper_bwd: SinkWindowTile | None = None
+    compressed_hopper: TileConfig | None = None
+    compressed_bwd_hopper: SinkWindowTile | None = None
     select_hopper: TileConfig | None = None
     selected_hopper: TileConfig | None = None
     selected_boxes: TileConfig | None = None
     combine_hopper: TileConfig | None = None
     selected_bwd_hopper: TileConfig | None = None
+
+
+def row_tile(head_dim: int) -> tuple[int, int]:
+    """Rows of a program that handles each row by itself, and ``head_dim`` padded."""
+    padded = max(16, 1 << (head_dim - 1).bit_length())
+    return max(1, 4096 // padded), padded
 
 
 def _chunk_rows(shape: ProblemShape, top_n: int, itemsize: int, most_bytes: int) -> int:
@@ -194,7 +198,7 @@ def select_config(shape: ProblemShape, top_n: int, dtype: torch.dtype, arch: int
         arch == 90
         and dtype != torch.float32
         and shape.head_dim in (64, 128)
-        # Those kernels know no earlier tokens than the queries.
+        # Hopper kernels take queries for all tokens, not for the last ones only.
         and shape.num_q == shape.num_k
         and rows * shape.num_heads > 8192
     )
@@ -210,9 +214,9 @@ def select_config(shape: ProblemShape, top_n: int, dtype: torch.dtype, arch: int
         item_entries=2 * item_entries if boxes else item_entries,
         item_entries_bwd=4 * item_entries if hopper else item_entries,
         precision="ieee" if dtype == torch.float32 else "tf32",
-        hopper=TileConfig(128, 128, 4, 2) if hopper else None,
-        hopper_bwd=SinkWindowTile(64, 128, 8, 3) if hopper else None,
-        # Without heads to sum, masses need the registers of half a tile.
+        compressed_hopper=TileConfig(128, 128, 4, 2) if hopper else None,
+        compressed_bwd_hopper=SinkWindowTile(64, 128, 8, 3) if hopper else None,
+        # With one head per group nothing is summed, and a full tile needs too many registers.
         select_hopper=TileConfig(128 if shape.group > 1 else 64, 64, 4, 2) if hopper else None,
         selected_hopper=TileConfig(64, 64, 4, 4) if hopper else None,
         selected_boxes=TileConfig(64, 64, 4, 4, 80) if boxes else None,

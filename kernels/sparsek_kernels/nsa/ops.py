@@ -11,7 +11,8 @@ from sparsek_kernels.common.operators import new_like, new_lse, runs_kernels
 from sparsek_kernels.common.precision import compute_dtype
 from sparsek_kernels.nsa import torch_path
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
-from sparsek_kernels.nsa.gate.problem import GatedGradients, GatedProblem, PerBranch
+from sparsek_kernels.nsa.gate.branches import PerBranch
+from sparsek_kernels.nsa.problem import GatedGradients, GatedProblem
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
@@ -416,18 +417,18 @@ def _branch_gradients(problem: GatedProblem, dout: torch.Tensor) -> GatedGradien
         backward(douts, dgates, dout, outs, gates)
     else:
         torch_path.gated_backward(douts, dgates, dout, outs, gates)
-    cmp = _compressed_gradients(problem.compressed, outs.cmp, lses.cmp, douts.cmp, None)
-    slc = _selected_gradients(problem.selected, outs.slc, lses.slc, douts.slc, None)
+    dq_cmp, dk_cmp, dv_cmp = _compressed_gradients(
+        problem.compressed, outs.cmp, lses.cmp, douts.cmp, None
+    )
+    dq_slc, dk, dv = _selected_gradients(problem.selected, outs.slc, lses.slc, douts.slc, None)
     window, cu_seqlens = problem.sliding, problem.cu_seqlens
     dq_swa, dk_swa, dv_swa, _ = sink_window_ops.sink_flash_bwd(
         douts.swa, None, window.q, window.k, window.v, outs.swa, lses.swa, None,
         cu_seqlens, cu_seqlens, 0, problem.window_size, True, problem.softmax_scale,
     )  # fmt: skip
     dtype = problem.q.dtype
-    dq = cmp[0].to(compute_dtype(dtype)).add_(slc[0]).add_(dq_swa).to(dtype)
-    return GatedGradients(
-        dq, PerBranch(cmp[1], slc[1], dk_swa), PerBranch(cmp[2], slc[2], dv_swa), dgates
-    )
+    dq = dq_cmp.to(compute_dtype(dtype)).add_(dq_slc).add_(dq_swa).to(dtype)
+    return GatedGradients(dq, PerBranch(dk_cmp, dk, dk_swa), PerBranch(dv_cmp, dv, dv_swa), dgates)
 
 
 @torch.library.custom_op("sparsek::nsa_branches_bwd", mutates_args=())

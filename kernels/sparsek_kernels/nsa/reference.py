@@ -152,7 +152,9 @@ class NSAReference:
 
     Args:
         out: gated sum ``[B, N, Hq, D]``.
-        out_cmp: compressed branch, likewise ``out_slc`` and ``out_swa``.
+        out_cmp: output of the compressed branch ``[B, N, Hq, D]``.
+        out_slc: output of the selected branch.
+        out_swa: output of the sliding branch.
         lse_cmp: log-sum-exp of the compressed branch ``[B, Hq, N]``.
         block_indices: ``[B, N, Hkv, top_n]`` int32.
         scores: block scores of each sequence, ``[Hkv, N_s, J_s]``.
@@ -192,10 +194,13 @@ def nsa_reference(
 
     Args:
         q: ``[B, N, Hq, D]``; queries are the last N of the M tokens.
-        k: ``[B, M, Hkv, D]``, v alike.
-        g_cmp: gate of the compressed branch ``[B, N, Hq]``, likewise ``g_slc`` and ``g_swa``.
+        k: ``[B, M, Hkv, D]``.
+        v: ``[B, M, Hkv, D]``.
+        g_cmp: gate of the compressed branch ``[B, N, Hq]``.
+        g_slc: gate of the selected branch ``[B, N, Hq]``.
+        g_swa: gate of the sliding branch ``[B, N, Hq]``.
         phi_k: maps ``[C, l, Hkv, D]`` to ``[C, Hkv, D]``; the mean when ``None``.
-        phi_v: likewise for values.
+        phi_v: maps the blocks of values; the mean when ``None``.
         block_indices: a selection to use instead of the one that the scores give.
         cu_seqlens: ``[S + 1]`` offsets of packed sequences (B = 1, N = M).
     """

@@ -78,12 +78,12 @@ class NSASpec:
         ]
 
     @property
-    def cells_per_cmp(self) -> int:
+    def strides_per_cmp(self) -> int:
         """Strides in a compressed block, ``l / d``."""
         return self.cmp_block_size // self.cmp_stride
 
     @property
-    def cells_per_sel(self) -> int:
+    def strides_per_sel(self) -> int:
         """Strides in a selection block, ``l' / d``."""
         return self.sel_block_size // self.cmp_stride
 

@@ -158,13 +158,13 @@ def fold_scores(mass: torch.Tensor, num_blocks: int, spec: NSASpec) -> torch.Ten
     A compressed block that starts in selection block ``j`` shares all of its strides with ``j``
     but the ones that spill into ``j + 1``.
     """
-    per_block = spec.cells_per_sel
+    per_block = spec.strides_per_sel
     missing = num_blocks * per_block - mass.shape[-1]
-    cells = torch.nn.functional.pad(mass, (0, missing)).unflatten(-1, (num_blocks, per_block))
+    by_block = torch.nn.functional.pad(mass, (0, missing)).unflatten(-1, (num_blocks, per_block))
     start = torch.arange(per_block, device=mass.device)
-    spill = (start + spec.cells_per_cmp - per_block).clamp(min=0).to(mass.dtype)
-    spilled = (cells * spill).sum(-1)
-    own = (cells * (spec.cells_per_cmp - spill)).sum(-1)
+    spill = (start + spec.strides_per_cmp - per_block).clamp(min=0).to(mass.dtype)
+    spilled = (by_block * spill).sum(-1)
+    own = (by_block * (spec.strides_per_cmp - spill)).sum(-1)
     scores: torch.Tensor = own + torch.nn.functional.pad(spilled[..., :-1], (1, 0))
     return scores
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
-from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sparsek_kernels.common.alignment import copyable
+from sparsek_kernels.common.descriptors import describe_matrix
 from sparsek_kernels.common.device import device_arch, multiprocessors
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.paged.batch import PagedBatch
@@ -17,7 +17,6 @@ from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
 _BOX = 64
 _LAST_ROW = 0x70000000
-_ELEMENT = {torch.float16: triton.language.float16, torch.bfloat16: triton.language.bfloat16}
 
 
 def attend_fits(operands: PagedOperands, policy: SelectionPolicy) -> bool:
@@ -29,7 +28,7 @@ def attend_fits(operands: PagedOperands, policy: SelectionPolicy) -> bool:
         and policy.selects_blocks
         and policy.sel_block_size == _BOX
         and policy.query_tile % _BOX == 0
-        and aligned(v_cache)
+        and copyable(v_cache)
         and is_matrix(k_cache)
         and is_matrix(v_cache)
     )
@@ -38,19 +37,12 @@ def attend_fits(operands: PagedOperands, policy: SelectionPolicy) -> bool:
 def _tensor_cores_take(q: torch.Tensor, keys: torch.Tensor, page_size: int) -> bool:
     return (
         has_wgmma(device_arch(q.device))
-        and q.dtype in _ELEMENT
+        and q.dtype in (torch.float16, torch.bfloat16)
         and keys.dtype == q.dtype
         and q.shape[2] in (64, 128)
         and page_size % _BOX == 0
-        and aligned(q)
-        and aligned(keys)
+        and copyable(q, keys)
     )
-
-
-def aligned(x: torch.Tensor) -> bool:
-    """Whether copies of 16 bytes can start at any row."""
-    step = 16 // x.element_size()
-    return x.data_ptr() % 16 == 0 and not any(s % step for s in x.stride()[:-1])
 
 
 def is_matrix(cache: torch.Tensor) -> bool:
@@ -68,19 +60,16 @@ def _matrix(cache: torch.Tensor) -> tuple[int, int, int, int]:
     return rows, page // row, head_rows, head_cols
 
 
-def _boxes(x: torch.Tensor, rows: int, columns: int, stride: int) -> TensorDescriptor:
-    layout = NVMMASharedLayout.get_default_for([_BOX, _BOX], _ELEMENT[x.dtype])
-    return TensorDescriptor(x, [rows, columns], [stride, 1], [_BOX, _BOX], layout)
-
-
 def _describe_queries(q: torch.Tensor) -> TensorDescriptor:
-    return _boxes(q, q.shape[0], (q.shape[1] - 1) * q.stride(1) + q.shape[2], q.stride(0))
+    columns = (q.shape[1] - 1) * q.stride(1) + q.shape[2]
+    return describe_matrix(q, (q.shape[0], columns), q.stride(0), (_BOX, _BOX))
 
 
 def describe_cache(cache: torch.Tensor) -> tuple[TensorDescriptor, int, int, int]:
     rows, page_rows, head_rows, head_cols = _matrix(cache)
     columns = (cache.shape[1] - 1) * head_cols + cache.shape[3]
-    return _boxes(cache, rows, columns, cache.stride(2)), page_rows, head_rows, head_cols
+    descriptor = describe_matrix(cache, (rows, columns), cache.stride(2), (_BOX, _BOX))
+    return descriptor, page_rows, head_rows, head_cols
 
 
 def attend_hopper(

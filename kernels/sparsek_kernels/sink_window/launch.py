@@ -11,7 +11,7 @@ from sparsek_kernels.common.alignment import copyable, describable
 from sparsek_kernels.common.grids import tile_grid
 from sparsek_kernels.common.launching import CompiledLaunch, launch, pointer
 from sparsek_kernels.common.operators import new_like
-from sparsek_kernels.common.row_dots import row_dots as row_dots
+from sparsek_kernels.common.row_dots import row_dots
 from sparsek_kernels.sink_window import launch_sm90
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig, accumulator_parts
 from sparsek_kernels.sink_window.kernels.bwd import (

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from sparsek_kernels.common.alignment import copyable as copyable
 from sparsek_kernels.common.descriptors import describe
 from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.grids import tile_grid

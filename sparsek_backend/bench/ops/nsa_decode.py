@@ -148,7 +148,7 @@ def _expected(
         return inputs.rows(getattr(inputs.pages, name), request, head, count).to(dtype)
 
     found = []
-    hidden = SPEC.cells_per_cmp - 1
+    hidden = SPEC.strides_per_cmp - 1
     cells = SPEC.num_compressed(length) + hidden
     found.append(
         _attend(q, rows("k_cmp", cells)[hidden:], rows("v_cmp", cells)[hidden:], inputs.scale)
@@ -169,7 +169,7 @@ def _chosen(inputs: Inputs, request: int, head: int) -> torch.Tensor:
     length = int(inputs.batch.seq_lens[request])
     group = inputs.q.shape[1] // inputs.pages.k_slc.shape[1]
     q = inputs.q[request, head * group : (head + 1) * group].double()
-    hidden = SPEC.cells_per_cmp - 1
+    hidden = SPEC.strides_per_cmp - 1
     keys = inputs.rows(inputs.pages.k_cmp, request, head, SPEC.num_compressed(length) + hidden)
     probs = torch.softmax(q @ keys[hidden:].double().T * inputs.scale, dim=-1)
     scores = block_scores(

@@ -13,7 +13,7 @@ from sparsek_backend.vllm_backend import compat
 from sparsek_backend.vllm_backend.checks import refuse_quantised_output
 from sparsek_backend.vllm_backend.engine import current_engine
 from sparsek_backend.vllm_backend.stats import STATS
-from sparsek_kernels.fallback import paged_fallback, sdpa_fallback
+from sparsek_kernels.fallback import FallbackMask, paged_fallback, sdpa_fallback
 from sparsek_kernels.paged.api import paged_attention, write_kv
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.plan import Segment, segments
@@ -262,7 +262,7 @@ class SparseKImpl(AttentionImpl):
 
     def _split(self, step: SparseKMetadata) -> tuple[Segment, ...]:
         """The step whole, or split into what FlashAttention and what the paged kernels attend."""
-        if self.flash is None:
+        if self.flash is None or not step.batch.num_prefills:
             return (Segment(step.batch, self.policy),)
         return segments(step.batch, self.policy, step.seq_lens)
 
@@ -315,12 +315,7 @@ class SparseKImpl(AttentionImpl):
             pages.keys,
             pages.values,
             step.batch,
-            causal=True,
-            softmax_scale=self.scale,
-            window_size=self.sliding_window,
-            alibi_slopes=self.alibi_slopes,
-            logits_soft_cap=self.logits_soft_cap,
-            sinks=self.sinks,
+            self._fallback_mask(causal=True),
             bidirectional_ranges=step.bidirectional_ranges,
             reason=reason,
             out=out,
@@ -341,16 +336,22 @@ class SparseKImpl(AttentionImpl):
             query,
             key,
             value,
+            self._fallback_mask(causal=False),
             cu_seqlens_q=offsets,
             cu_seqlens_k=offsets,
-            causal=False,
+            reason="encoder-only attention",
+            out=out,
+        )
+
+    def _fallback_mask(self, causal: bool) -> FallbackMask:
+        """The layer's mask and logits, as the SDPA fallback takes them."""
+        return FallbackMask(
+            causal=causal,
             softmax_scale=self.scale,
             window_size=self.sliding_window,
             alibi_slopes=self.alibi_slopes,
             logits_soft_cap=self.logits_soft_cap,
             sinks=self.sinks,
-            reason="encoder-only attention",
-            out=out,
         )
 
     def _scales(self, layer: Any) -> tuple[float, float]:

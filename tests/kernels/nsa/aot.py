@@ -34,7 +34,7 @@ from sparsek_kernels.nsa.compressed import (
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import ProblemShape, TileConfig
 from sparsek_kernels.nsa.gate import launch as launch_gate
-from sparsek_kernels.nsa.gate.problem import PerBranch
+from sparsek_kernels.nsa.gate.branches import PerBranch
 from sparsek_kernels.nsa.select import (
     launch as launch_select,
 )
@@ -126,7 +126,7 @@ def launches(arch: int, dtype: torch.dtype, dim: int, group: int) -> list[Launch
     if arch == 90:
         table = base(ProblemShape(1, 65536, 65536, group, 1, dim), spec.top_n, dtype, arch)
         hopper = {
-            "hopper": table.hopper,
+            "compressed_hopper": table.compressed_hopper,
             "select_hopper": table.select_hopper,
             "selected_hopper": TileConfig(64, 64, 4, 4),
             "selected_boxes": None,

@@ -1,7 +1,7 @@
 """Ahead-of-time compilation of compressed attention's backward kernel for Hopper; a script.
 
-It is the sliding window's with keys that stand for blocks, so that one's script compiles it.  The
-forward kernel is among those of ``aot.py``.
+It is the sink-window kernel with keys that stand for blocks, so the script of that family compiles
+it.  ``aot.py`` compiles the forward kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ place.loader.exec_module(window)
 def compile_backward(dim: int, varlen: bool) -> None:
     """The kernel at the table's tile sizes."""
     shape = ProblemShape(1, 65536, 65536, 64, 4, dim)
-    tile = select_config(shape, 16, torch.bfloat16, 90).hopper_bwd
+    tile = select_config(shape, 16, torch.bfloat16, 90).compressed_bwd_hopper
     if tile is None:
         raise RuntimeError(f"no Hopper kernel is selected for {shape}")
     rows = window.described("bf16", tile.block_m, dim)

@@ -11,7 +11,7 @@ import torch
 
 @dataclass
 class Problem:
-    """Inputs of one NSA call; ``options`` are keyword arguments of oracle and function alike."""
+    """Inputs of one NSA call; ``options`` are keyword arguments of oracle and function."""
 
     q: torch.Tensor
     k: torch.Tensor

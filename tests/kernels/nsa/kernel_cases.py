@@ -26,7 +26,7 @@ from sparsek_kernels.nsa.compressed import launch as launch_compressed
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import BOX_GROUPS, TileConfig
 from sparsek_kernels.nsa.gate import launch as launch_gate
-from sparsek_kernels.nsa.gate.problem import PerBranch
+from sparsek_kernels.nsa.gate.branches import PerBranch
 from sparsek_kernels.nsa.select import (
     launch as launch_select,
 )
@@ -219,10 +219,12 @@ def run(case: Case, device: str, size: str) -> int:
     base = problem.config
     plain = gradients(compressed, (q, k_cmp, v_cmp), dout, dlse, dtype)
     exact_all = gradients(compressed, (q, k_cmp, v_cmp), dout, dlse, torch.float64)
-    kinds = {"portable ": replace(base, hopper=None, hopper_bwd=None)}
+    kinds = {"portable ": replace(base, compressed_hopper=None, compressed_bwd_hopper=None)}
     if hopper:
         kinds["hopper "] = replace(
-            base, hopper=TileConfig(128, 128, 4, 2), hopper_bwd=TileConfig(64, 128, 8, 3)
+            base,
+            compressed_hopper=TileConfig(128, 128, 4, 2),
+            compressed_bwd_hopper=TileConfig(64, 128, 8, 3),
         )
     for kind, config in kinds.items():
         out.fill_(float("nan"))
@@ -243,7 +245,7 @@ def run(case: Case, device: str, size: str) -> int:
     kinds = {"": replace(base, select_hopper=None)}
     if hopper:
         kinds["hopper "] = replace(base, select_hopper=TileConfig(128, 64, 4, 2))
-        kinds["fused "] = replace(base, hopper=TileConfig(128, 128, 4, 2))
+        kinds["fused "] = replace(base, compressed_hopper=TileConfig(128, 128, 4, 2))
     for kind, config in kinds.items():
         tuned = replace(problem, tuned=config)
         indices = torch.full(shape, -7, dtype=torch.int32, device=device)
@@ -425,7 +427,9 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", choices=["tiny", "hopper", "gpu"], default="tiny")
     parser.add_argument("--order", default="first first", help="of partitions, at size hopper")
-    parser.add_argument("--early", action="store_true", help="products before copies, likewise")
+    parser.add_argument(
+        "--early", action="store_true", help="products before copies, at size hopper"
+    )
     parser.add_argument("--only", default="", help="cases with this in their names")
     parser.add_argument("--part", default="0/1", help="I/N: cases I, I + N, ...")
     args = parser.parse_args()

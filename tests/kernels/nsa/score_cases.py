@@ -27,7 +27,7 @@ from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.gluon_interpreter import interpret
 
 FULL = NSASpec()
-DENSE = NSASpec(8, 4, 16, 5)  # FULL's cells in fewer tokens: tiles of keys follow one another
+DENSE = NSASpec(8, 4, 16, 5)  # FULL's strides per block, in fewer tokens: more tiles of keys
 LONG = 1 << 20  # tokens of a sequence that Hopper's kernels serve
 
 
@@ -49,7 +49,7 @@ class Case:
     @property
     def name(self) -> str:
         group, spec = self.heads[0] // self.heads[1], self.spec
-        rules = f"{spec.cells_per_cmp}/{spec.cells_per_sel}"
+        rules = f"{spec.strides_per_cmp}/{spec.strides_per_sel}"
         kind = f"{' packed' * bool(self.shares)}{' sharp' * (self.sharp > 1)}"
         return f"group{group} {rules}{kind}{' outliers' * self.outliers}"
 
@@ -140,10 +140,11 @@ def run(case: Case, tokens: int, device: str, launched: list[str] | None) -> int
         "nsa_block_scores_hopper_kernel": fused.select_hopper,
     }
     failed = 0
-    if (spec.cells_per_cmp, spec.cells_per_sel) == (2, 4) and fused.hopper is not None:
+    tile = fused.compressed_hopper
+    if (spec.strides_per_cmp, spec.strides_per_sel) == (2, 4) and tile is not None:
         worst, good, kernel = 0.0, True, "nsa_compressed_hopper_fwd_kernel"
         for rows in (range(tokens), range(tokens // 3, tokens // 2)):
-            found = summed(problem, fused.hopper, lse, rows)
+            found = summed(problem, tile, lse, rows)
             here = read[:, rows.start : rows.stop]
             want = exact[:, rows.start : rows.stop][here]
             found = torch.nn.functional.pad(found, (0, max(pitch - found.shape[-1], 0)))
@@ -173,7 +174,9 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=600)
     parser.add_argument("--order", default="first first", help="of partitions, without a GPU")
-    parser.add_argument("--early", action="store_true", help="products before copies, likewise")
+    parser.add_argument(
+        "--early", action="store_true", help="products before copies, without a GPU"
+    )
     parser.add_argument("--only", default="", help="cases with this in their names")
     args = parser.parse_args()
     if args.device == "cpu":

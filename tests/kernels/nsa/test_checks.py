@@ -214,7 +214,7 @@ def test_config_is_a_pure_function(group: int, dim: int, dtype: torch.dtype) -> 
             half = dtype == torch.bfloat16
             wanted = arch == 90 and half and dim in (64, 128) and tokens * 4 * group > 8192
             fused = (
-                *("hopper", "hopper_bwd", "select_hopper", "selected_hopper"),
+                *("compressed_hopper", "compressed_bwd_hopper", "select_hopper", "selected_hopper"),
                 *("combine_hopper", "selected_bwd_hopper"),
             )
             assert all((getattr(config, name) is not None) == wanted for name in fused)
@@ -224,8 +224,8 @@ def test_config_is_a_pure_function(group: int, dim: int, dtype: torch.dtype) -> 
 def test_hopper_kernels_serve_whole_sequences_only() -> None:
     last = ProblemShape(1, 4096, 8192, 16, 4, 128)
     whole = ProblemShape(1, 8192, 8192, 16, 4, 128)
-    assert select_config(last, 16, torch.bfloat16, 90).hopper is None
-    assert select_config(whole, 16, torch.bfloat16, 90).hopper is not None
+    assert select_config(last, 16, torch.bfloat16, 90).compressed_hopper is None
+    assert select_config(whole, 16, torch.bfloat16, 90).compressed_hopper is not None
 
 
 @pytest.mark.parametrize("tokens", [1, 2048, 2049, 65536, 100_000, 1 << 20])

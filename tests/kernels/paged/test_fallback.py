@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from sparsek_kernels.fallback import fallback_counts, paged_fallback, sdpa_fallback
+from sparsek_kernels.fallback import FallbackMask, fallback_counts, paged_fallback, sdpa_fallback
 from sparsek_kernels.paged import PagedBatch
 
 
@@ -66,9 +66,10 @@ def test_packed_and_paged(options: dict, rows: int) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(rows, 4, 16), torch.randn(40, 2, 16), torch.randn(40, 2, 16)
     expected = reference(options, q, k, v)
-    packed = sdpa_fallback(
-        q, k, v, reason="a test", cu_seqlens_q=[0, rows], cu_seqlens_k=[0, 40], **options
-    )
+    fields = {name: x for name, x in options.items() if name != "bidirectional_ranges"}
+    given = {"reason": "a test", "bidirectional_ranges": options.get("bidirectional_ranges")}
+    mask = FallbackMask(**fields)
+    packed = sdpa_fallback(q, k, v, mask, cu_seqlens_q=[0, rows], cu_seqlens_k=[0, 40], **given)
     torch.testing.assert_close(packed.double(), expected, atol=1e-5, rtol=1e-4)
     k_cache = torch.full((5, 2, 16, 16), float("nan"))
     v_cache = k_cache.clone()
@@ -86,7 +87,7 @@ def test_packed_and_paged(options: dict, rows: int) -> None:
         max_query_len=rows,
         max_seq_len=40,
     )
-    paged = paged_fallback(q, k_cache, v_cache, batch, reason="a test", **options)
+    paged = paged_fallback(q, k_cache, v_cache, batch, mask, **given)
     torch.testing.assert_close(paged.double(), expected, atol=1e-5, rtol=1e-4)
 
 
@@ -94,17 +95,16 @@ def test_sequences_do_not_mix_and_empty_ones_work() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(9, 2, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 16)
     offsets = [0, 4, 4, 9]
-    both = sdpa_fallback(
-        q, k, v, reason="a test", cu_seqlens_q=offsets, cu_seqlens_k=offsets, logits_soft_cap=5.0
-    )
+    mask = FallbackMask(logits_soft_cap=5.0)
+    both = sdpa_fallback(q, k, v, mask, reason="a test", cu_seqlens_q=offsets, cu_seqlens_k=offsets)
     alone = sdpa_fallback(
         q[4:],
         k[4:],
         v[4:],
+        mask,
         reason="a test",
         cu_seqlens_q=[0, 5],
         cu_seqlens_k=[0, 5],
-        logits_soft_cap=5.0,
     )
     torch.testing.assert_close(both[4:], alone)
 

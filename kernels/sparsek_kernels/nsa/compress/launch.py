@@ -10,13 +10,9 @@ from sparsek_kernels.nsa.compress.kernels.mean_pool import (
     nsa_mean_pool_fwd_kernel,
 )
 from sparsek_kernels.nsa.compress.mlp import stride_starts
+from sparsek_kernels.nsa.config import row_tile
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
 from sparsek_kernels.nsa.spec import NSASpec
-
-
-def _tile(head_dim: int) -> tuple[int, int]:
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    return max(1, 4096 // block_d), block_d
 
 
 def mean_pool_forward(
@@ -30,7 +26,7 @@ def mean_pool_forward(
     if cu_seqlens is not None:
         first, used = stride_starts(cu_seqlens, num_cmp, spec)
         starts = torch.where(used, first, -1).to(torch.int32)
-    _, block_d = _tile(head_dim)
+    _, block_d = row_tile(head_dim)
     block_c = max(1024 // block_d, 1)
     nsa_mean_pool_fwd_kernel[(triton.cdiv(num_cmp, block_c), num_heads, batch)](
         out,
@@ -62,7 +58,7 @@ def mean_pool_backward(
         cu_cmp = compressed_cu_seqlens(cu_seqlens, spec.cmp_block_size, spec.cmp_stride)
         token = torch.arange(num_tokens, dtype=torch.int32, device=dx.device)
         token_seq = torch.searchsorted(cu_seqlens[1:], token, right=True, out_int32=True)
-    block_t, block_d = _tile(head_dim)
+    block_t, block_d = row_tile(head_dim)
     nsa_mean_pool_bwd_kernel[(triton.cdiv(num_tokens, block_t), num_heads, batch)](
         dx,
         dout,

@@ -53,25 +53,25 @@ def phi_compress(
 ) -> torch.Tensor:
     """Compressed ``[B, C, Hkv, D]`` of ``x [B, M, Hkv, D]``; rows past the last block are zero."""
     batch, num_tokens, num_heads, dim = x.shape
-    stride, parts = spec.cmp_stride, spec.cells_per_cmp
+    stride, parts = spec.cmp_stride, spec.strides_per_cmp
     hidden = weights.w1.shape[1]
     by_part = weights.w1.view(parts, stride * dim, hidden)
     constant = weights.position.reshape(1, -1) @ weights.w1 + weights.b1  # [1, F]
     if cu_seqlens is None:
         rows = spec.num_compressed(num_tokens)
-        cells = x[:, : (rows + parts - 1) * stride] if rows else x[:, :0]
-        cells = cells.unflatten(1, (-1, stride)).transpose(2, 3).flatten(3)  # [B, cells, Hkv, dD]
+        strides = x[:, : (rows + parts - 1) * stride] if rows else x[:, :0]
+        strides = strides.unflatten(1, (-1, stride)).transpose(2, 3).flatten(3)  # [B, -, Hkv, d D]
         total = constant.expand(batch, rows, num_heads, hidden)
         for part in range(parts):
-            total = total + cells[:, part : part + rows] @ by_part[part]
+            total = total + strides[:, part : part + rows] @ by_part[part]
     else:
         start, used = stride_starts(cu_seqlens, num_tokens // stride, spec)
         within = torch.arange(stride, device=x.device)
         total = constant.expand(batch, start.shape[0], num_heads, hidden)
         for part in range(parts):
             token = (start[:, None] + part * stride + within).clamp(max=num_tokens - 1)
-            cells = x[:, token].transpose(2, 3).flatten(3)
-            total = total + cells @ by_part[part]
+            strides = x[:, token].transpose(2, 3).flatten(3)
+            total = total + strides @ by_part[part]
     out = torch.nn.functional.gelu(total) @ weights.w2 + weights.b2
     if cu_seqlens is not None:
         out = out * used[None, :, None, None].to(out.dtype)

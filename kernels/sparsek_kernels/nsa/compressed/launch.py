@@ -46,7 +46,7 @@ def forward(problem: CompressedProblem, out: torch.Tensor, lse: torch.Tensor) ->
     if out.numel() == 0:
         return
     q, k_cmp, v_cmp = problem.q, problem.k_cmp, problem.v_cmp
-    hopper = problem.config.hopper
+    hopper = problem.config.compressed_hopper
     if hopper is not None and k_cmp.numel() and describable(q):
         launch_sm90.forward(problem, hopper, launch_sm90.arrange(problem), out, lse)
         return
@@ -80,7 +80,7 @@ def backward(
     if q.numel() == 0 or k_cmp.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k_cmp), torch.zeros_like(v_cmp)
     delta = row_dots(dout, dlse, out)
-    hopper = problem.config.hopper_bwd
+    hopper = problem.config.compressed_bwd_hopper
     if hopper is not None and describable(q, k_cmp, v_cmp):
         return launch_sm90.backward(problem, hopper, dout, lse, delta)
     shape, cu_seqlens, cu_cmp = problem.shape, problem.cu_seqlens, problem.cu_cmp

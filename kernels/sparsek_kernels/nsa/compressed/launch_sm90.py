@@ -1,7 +1,6 @@
 """Launches of attention over compressed blocks on Hopper.
 
-The backward pass is that of the sliding window, whose keys stand for one token each; here they
-stand for blocks, and nothing else differs.
+The sink-window kernel computes the backward pass: its keys may stand for blocks of tokens.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from sparsek_kernels.sink_window.config import TileConfig as SinkWindowTile
 from sparsek_kernels.sink_window.problem import SinkWindowProblem
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
-_LEAST_PROGRAMS = 1024  # of the backward pass, so that the last of them hardly count
+_LEAST_PROGRAMS = 1024  # of the backward pass: the last ones to run then cost little
 _HEADS_TOGETHER = 16
 _MOST_SEGMENTS = 32
 
 
 @dataclass(frozen=True)
 class Arranged:
-    """Compressed keys and values as the forward kernel wants them.
+    """Compressed keys and values in the order of the forward kernel (``arranged_key``).
 
     Args:
-        k: ``[B, whole tiles, Hkv, D]``, each tile in another order.
-        v: likewise.
-        longest: ``[2]`` fp32, the lengths of the longest key and of the longest of some query rows.
+        k: ``[B, whole tiles, Hkv, D]``, permuted within each tile.
+        v: values with the shape and order of ``k``.
+        longest: ``[2]`` fp32, norms of the longest key and of the longest of some sampled queries.
     """
 
     k: torch.Tensor
@@ -52,14 +51,14 @@ class Arranged:
 
 @dataclass(frozen=True)
 class BlockSums:
-    """Sums of weights that some rows of queries leave for the choice of blocks.
+    """Sums of attention weights over selection blocks, from which block scores are made.
 
     Args:
-        words: ``[B, rows, Hq, pitch, 16]`` int32, flat and two sums each.
-        maxima: ``[B, rows, Hq, pitch]`` fp32, flat, what sums are relative to, in base 2.
-        first: the first of the rows.
-        rows: how many there are.
-        pitch: tiles of 32 blocks.
+        words: ``[B, rows, Hq, pitch, 16]`` int32, flat; each word holds two sums of 16 bits.
+        maxima: ``[B, rows, Hq, pitch]`` fp32, flat; base-2 logarithms that sums are relative to.
+        first: first row of q that the sums are of.
+        rows: number of rows.
+        pitch: tiles of 32 blocks per row.
     """
 
     words: torch.Tensor
@@ -70,14 +69,15 @@ class BlockSums:
 
 
 def arrange(problem: CompressedProblem) -> Arranged:
-    """Copies in the order that the forward kernel wants."""
+    """Arranged copies of the compressed keys and values."""
     q, cu_cmp = problem.q, problem.cu_cmp
     batch, rows, heads, dim = problem.k_cmp.shape
     (num_tiles, _, _), tiles = tile_grid(cu_cmp, rows, KEYS.value, heads, batch)
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (problem.k_cmp, problem.v_cmp))
     found = (batch, num_tiles * KEYS.value, heads, dim)
     k_out = torch.empty(found, dtype=k.dtype, device=k.device)
-    # A packed sequence too short for a block has a tile that nobody writes; its weights are zero.
+    # A packed sequence without a block has a tile that no program writes.  Its weights are zero,
+    # so its values must be finite.
     v_out = (torch.empty if cu_cmp is None else torch.zeros)(found, dtype=v.dtype, device=v.device)
     longest = torch.zeros(2, dtype=torch.float32, device=k.device)
     nsa_arrange_kernel[(num_tiles, heads, batch)](
@@ -164,9 +164,10 @@ def _share(group: int, programs: int) -> int:
 
 
 def query_segments(num_q: int, span: int) -> tuple[int, int]:
-    """Segments of queries in the backward pass, and their rows: whole key tiles, ``span`` tokens.
+    """``(segments, rows of a segment)`` of queries in the backward pass, a multiple of ``span``.
 
-    Each has gradients of keys and values of its own, hence few of them.
+    ``span`` is the tokens of a tile of keys.  Every segment writes gradients of keys and values of
+    its own, hence few segments.
     """
     rows = triton.cdiv(triton.cdiv(num_q, _MOST_SEGMENTS), span) * span
     return triton.cdiv(num_q, rows), rows

@@ -13,7 +13,7 @@ from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
 from sparsek_kernels.nsa.spec import NSASpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CompressedProblem:
     """Queries, compressed keys and values, and the rules of one call.
 

@@ -8,19 +8,15 @@ import torch
 import triton
 
 from sparsek_kernels.common.operators import new_like
+from sparsek_kernels.nsa.config import row_tile
+from sparsek_kernels.nsa.gate.branches import PerBranch
 from sparsek_kernels.nsa.gate.kernels.gate import (
     nsa_gate_bwd_kernel,
     nsa_gate_fwd_kernel,
     nsa_gate_rows_kernel,
 )
-from sparsek_kernels.nsa.gate.problem import PerBranch
 
 _ROWS_TOKENS = 8  # tokens of a program of the row sums: it writes 32 bytes of a statistic
-
-
-def _tile(head_dim: int) -> tuple[int, int]:
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    return max(1, 4096 // block_d), block_d
 
 
 def forward(out: torch.Tensor, outs: Sequence[torch.Tensor], gates: Sequence[torch.Tensor]) -> None:
@@ -28,7 +24,7 @@ def forward(out: torch.Tensor, outs: Sequence[torch.Tensor], gates: Sequence[tor
     rows, head_dim = out.numel() // out.shape[-1], out.shape[-1]
     if rows == 0:
         return
-    block_r, block_d = _tile(head_dim)
+    block_r, block_d = row_tile(head_dim)
     nsa_gate_fwd_kernel[(triton.cdiv(rows, block_r),)](
         out,
         *(x.contiguous() for x in (*outs, *gates)),
@@ -52,7 +48,7 @@ def backward(
     rows = dout.numel() // head_dim
     if rows == 0:
         return
-    block_r, block_d = _tile(head_dim)
+    block_r, block_d = row_tile(head_dim)
     nsa_gate_bwd_kernel[(triton.cdiv(rows, block_r),)](
         *douts,
         *dgates,

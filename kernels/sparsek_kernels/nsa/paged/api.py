@@ -100,7 +100,7 @@ def _completed_blocks(
         host = host.pin_memory()
     request, block = host.to(table.device, non_blocking=True).unbind(1)
     per_page = page_size // spec.cmp_stride
-    row = block + spec.cells_per_cmp - 1
+    row = block + spec.strides_per_cmp - 1
     return request, block, table[request, row // per_page].long() * per_page + row % per_page
 
 
@@ -169,7 +169,7 @@ def _prefill(
 ) -> None:
     """Compressed and selected branch of tokens ``rows``, the last of a request's ``length``."""
     pages, spec, table = problem.pages, problem.spec, problem.batch.block_table[request]
-    hidden = spec.cells_per_cmp - 1  # first rows of a sequence, in which no block ends
+    hidden = spec.strides_per_cmp - 1  # first rows of a sequence, in which no block ends
     end = hidden + spec.num_compressed(length)
     k_cmp, v_cmp = (_gather(x, table, end)[:, hidden:] for x in (pages.k_cmp, pages.v_cmp))
     k, v = (_gather(x, table, length) for x in (pages.k_slc, pages.v_slc))

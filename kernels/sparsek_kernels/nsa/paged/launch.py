@@ -212,9 +212,9 @@ def _attend_compressed(
 def _score(problem: PagedProblem, scores: torch.Tensor, lse: torch.Tensor) -> None:
     q, k_cmp, batch, spec = problem.q, problem.pages.k_cmp, problem.batch, problem.spec
     _, heads, rows_per_page, dim = k_cmp.shape
-    touching = spec.cells_per_cmp - 1
-    block_c = max(next_power_of_2(spec.cells_per_sel + touching), TILES.score_rows)
-    blocks = (block_c - touching) // spec.cells_per_sel
+    touching = spec.strides_per_cmp - 1
+    block_c = max(next_power_of_2(spec.strides_per_sel + touching), TILES.score_rows)
+    blocks = (block_c - touching) // spec.strides_per_sel
     tiles = batch.num_decodes * batch.decode_query_len
     steps = ceil_div(spec.num_selectable(batch.max_seq_len), blocks)
     nsa_paged_scores_kernel[(tiles, heads, steps)](

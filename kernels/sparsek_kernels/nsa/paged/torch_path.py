@@ -80,7 +80,7 @@ def _attend_compressed(
     pages, spec = problem.pages, problem.spec
     per_page = pages.k_cmp.shape[2]
     block = torch.arange(spec.num_compressed(int(position.max()) + 1))
-    row = block + spec.cells_per_cmp - 1
+    row = block + spec.strides_per_cmp - 1
     page = table[:, row // per_page]  # [T, C]
     hidden = block * spec.cmp_stride + spec.cmp_block_size - 1 > position[:, None]  # [T, C]
     # Rows past a sequence's end may hold anything, NaN included.

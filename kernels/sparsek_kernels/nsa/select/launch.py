@@ -1,4 +1,4 @@
-"""Launches of block selection: scores of some tokens at a time, then their best blocks."""
+"""Launches of block selection: block scores of some tokens at a time, then the best blocks."""
 
 from __future__ import annotations
 
@@ -23,44 +23,43 @@ _LEAST_ROWS = 2048  # tokens of a launch, however many blocks there are
 
 
 def score_pitch(num_blocks: int) -> int:
-    """Places in a row of the scratch: no tile of a kernel's blocks reaches beyond it."""
+    """Scores in a row of the scratch: ``num_blocks`` rounded up to whole tiles of the kernels."""
     return -(-num_blocks // 64) * 64
 
 
 def select(problem: CompressedProblem, lse: torch.Tensor, block_indices: torch.Tensor) -> None:
-    """Fill contiguous ``block_indices [B, N, Hkv, top_n]``; ``lse`` is that of attention."""
+    """Fill contiguous ``block_indices [B, N, Hkv, top_n]``.
+
+    ``lse [B, Hq, N]`` holds the log-sum-exps of compressed attention.
+    """
     if block_indices.numel() == 0:
         return
     shape, spec = problem.shape, problem.spec
     heads, pitch = shape.num_kv_heads, score_pitch(spec.num_selectable(problem.seq_len))
     free = spec.top_n - spec.num_init_blocks - spec.num_local_blocks
     scored = free > 0 and problem.k_cmp.shape[1] > 0
-    per_row = shape.batch * heads * pitch
-    step = min(max(_SCRATCH_SCORES // per_row, _LEAST_ROWS), shape.num_q)
-    scratch = torch.empty(per_row * step if scored else 1, dtype=torch.float32, device=lse.device)
+    step = max(_SCRATCH_SCORES // (shape.batch * heads * pitch), _LEAST_ROWS)
     lse = lse.contiguous()
+    token_seq, cu_seqlens = problem.token_seq, problem.cu_seqlens
     for first in range(0, shape.num_q, step):
-        rows = min(step, shape.num_q - first)
-        size = (shape.batch, rows, heads, pitch)
+        size = (shape.batch, min(step, shape.num_q - first), heads, pitch)
         if scored:
-            scores = scratch[: per_row * rows].view(size)
+            scores = torch.empty(size, dtype=torch.float32, device=lse.device)
             score(problem, lse, scores, first)
-        else:  # every place is forced
-            scores = scratch.expand(size)
-        choose(
-            *(block_indices, scores, problem.token_seq, problem.cu_seqlens, spec),
-            *(first, problem.offset),
-        )
+        else:  # every block is forced
+            scores = lse.new_empty(1).expand(size)
+        choose(block_indices, scores, token_seq, cu_seqlens, spec, first, problem.offset)
+        del scores  # the next rows reuse its memory
 
 
 def _hopper_tile(problem: CompressedProblem) -> TileConfig | None:
     """Tile of the warp-specialised kernel where it can run."""
-    tile, cells = problem.config.select_hopper, problem.spec.cells_per_sel
+    tile, strides = problem.config.select_hopper, problem.spec.strides_per_sel
     fits = (
         tile is not None
         and problem.spec.num_local_blocks >= 2
-        and cells & (cells - 1) == 0
-        and cells <= tile.block_n
+        and strides & (strides - 1) == 0
+        and strides <= tile.block_n
         and copyable(problem.q)
         and describable(problem.k_cmp)
     )
@@ -68,7 +67,7 @@ def _hopper_tile(problem: CompressedProblem) -> TileConfig | None:
 
 
 def score(problem: CompressedProblem, lse: torch.Tensor, scores: torch.Tensor, first: int) -> None:
-    """Fill ``scores [B, rows, Hkv, pitch]`` of the rows from ``first`` on, where a choice reads."""
+    """Fill ``scores [B, rows, Hkv, pitch]`` of the rows from ``first`` on."""
     shape, spec, q, k_cmp = problem.shape, problem.spec, problem.q, problem.k_cmp
     cu_seqlens = problem.cu_seqlens
     _, rows, heads, pitch = scores.shape
@@ -105,10 +104,10 @@ def score(problem: CompressedProblem, lse: torch.Tensor, scores: torch.Tensor, f
             BLOCK_K=tile.block_n,
             STAGES=tile.num_stages,
             num_warps=tile.num_warps,
-            maxnreg=96,  # of 65536, for one program of twenty warps
+            maxnreg=96,  # twenty warps share 65536 registers
         )
         return
-    block_c = triton.next_power_of_2(spec.cells_per_sel)
+    block_c = triton.next_power_of_2(spec.strides_per_sel)
     nsa_block_scores_kernel[grid](
         scores,
         q,
@@ -131,7 +130,7 @@ def score(problem: CompressedProblem, lse: torch.Tensor, scores: torch.Tensor, f
 
 
 def blocks_reached(pitch: int, cu_seqlens: torch.Tensor | None, end: int, spec: NSASpec) -> int:
-    """Blocks that a kernel looks at; causality bounds those that tokens before ``end`` reach."""
+    """Blocks that a program looks at: a bound on those that tokens before ``end`` see."""
     reach = pitch
     if cu_seqlens is None:
         reach = min(pitch, (end - 1) // spec.sel_block_size + 1)

@@ -1,6 +1,6 @@
-"""Launches of compressed attention and block selection at once.
+"""Launches of compressed attention and block selection together.
 
-Where compressed attention runs on Hopper's kernel, that one leaves sums that scores are made of.
+On Hopper the attention kernel also writes sums of its weights, from which block scores are made.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sparsek_kernels.common.alignment import describable
 from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.nsa.compressed import launch as launch_compressed
 from sparsek_kernels.nsa.compressed import launch_sm90
-from sparsek_kernels.nsa.compressed.kernels.block_sums_sm90 import CELLS, KEYS, REACH
+from sparsek_kernels.nsa.compressed.kernels.block_sums_sm90 import KEYS, PER_CMP, PER_SEL
 from sparsek_kernels.nsa.compressed.launch_sm90 import BlockSums
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.select.kernels.topk import nsa_top_summed_blocks_kernel
@@ -28,17 +28,16 @@ _LEAST_ROWS = 2048  # tokens of a launch, however many blocks there are
 def attend_and_select(
     problem: CompressedProblem, out: torch.Tensor, lse: torch.Tensor, block_indices: torch.Tensor
 ) -> None:
-    """Compressed attention into ``out`` and ``lse``, and the selection that follows from it.
+    """Fill ``out`` and ``lse`` of compressed attention, and the blocks that follow from it.
 
-    On Hopper attention leaves the sums that scores are made of; elsewhere scores are computed from
-    the log-sum-exps.
+    Without block sums, scores are computed from the log-sum-exps.
     """
     q, k_cmp, shape, spec = problem.q, problem.k_cmp, problem.shape, problem.spec
-    tile = problem.config.hopper
+    tile = problem.config.compressed_hopper
     if (
         tile is None
-        or spec.cells_per_sel != CELLS.value
-        or spec.cells_per_cmp != REACH.value
+        or spec.strides_per_sel != PER_SEL.value
+        or spec.strides_per_cmp != PER_CMP.value
         or spec.num_local_blocks < 2
         or spec.top_n == spec.num_init_blocks + spec.num_local_blocks
         or not describable(q)
@@ -51,7 +50,7 @@ def attend_and_select(
     pitch = -(-k_cmp.shape[1] // KEYS.value)
     per_row = shape.batch * shape.num_heads * pitch
     step = max(_SCRATCH_SUMS // per_row, _LEAST_ROWS)
-    # Rows whose tiles are shared out evenly among the multiprocessors.
+    # As many rows as give every multiprocessor the same number of tiles.
     programs = multiprocessors(q.device)
     even = tile.block_m * programs // math.gcd(programs, shape.num_heads * shape.batch)
     step = min(max(step // even * even, step % even), shape.num_q)
@@ -78,7 +77,7 @@ def choose_summed(
     group = heads // num_kv_heads
     done, end = 0, sums.rows
     while done < end:
-        # Tokens that reach few blocks are served by programs that look at few.
+        # Early tokens see few blocks: their programs are narrower.
         width = blocks_reached(sums.pitch * 32, cu_seqlens, sums.first + done + 1, spec)
         rows = end - done
         if cu_seqlens is None:

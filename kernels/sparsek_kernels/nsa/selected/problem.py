@@ -15,7 +15,7 @@ MAX_SEL_BLOCK = 128
 """Largest selection block that the kernels hold on chip."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SelectedProblem:
     """Causal attention inside chosen blocks (arXiv 2502.11089, section 3.3.2).
 

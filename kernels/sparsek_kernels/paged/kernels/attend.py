@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.common.kernels.split_kv import add_splits
 from sparsek_kernels.paged.kernels.tiles import (
     DENSE,
@@ -415,7 +416,7 @@ def attend_kernel(
         )
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=member < GROUP, other=0.0).to(tl.float32)
-        sink = sink * 1.4426950408889634
+        sink = sink * LOG2E
         seen = row_sum > 0.0
         top = tl.where(seen, tl.maximum(row_max, sink), 0.0)
         shrink = tl.where(seen, tl.exp2(row_max - top), 0.0)

@@ -19,11 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_step
 from sparsek_kernels.paged.kernels.attend_load_sm90 import ROWS, load_partition, place
 
 PAIR: gl.constexpr = gl.constexpr(128)
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -164,7 +164,7 @@ def attend_partition(
             second_key = gl.where(odd == 1, 0x70000000, start)
             pairs = (count + 1) // 2
             if HAS_SINKS:
-                logit = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
+                logit = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
                 m = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT) + logit
                 total = gl.where(m == float("-inf"), 0.0, 1.0)
             else:

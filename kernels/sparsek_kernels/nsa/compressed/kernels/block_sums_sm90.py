@@ -10,8 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 KEYS: gl.constexpr = gl.constexpr(128)  # compressed keys of a tile
-CELLS: gl.constexpr = gl.constexpr(4)  # keys that start in a selection block
-REACH: gl.constexpr = gl.constexpr(2)  # strides that a key covers
+PER_SEL: gl.constexpr = gl.constexpr(4)  # keys that start in a selection block
+PER_CMP: gl.constexpr = gl.constexpr(2)  # strides that a key covers
 _DROPPED: gl.constexpr = gl.constexpr(13)  # bits of an fp32 mantissa
 _LEAST: gl.constexpr = gl.constexpr(67 << 23)  # 2^-60, the exponent that stands for zero
 _HELD: gl.constexpr = gl.constexpr(0x1FFFE000)  # sixteen bits above the dropped ones
@@ -26,7 +26,7 @@ def arranged_key(place):
 
 @gluon.jit
 def _from_lane_before(x):
-    """``x [rows, 4]`` of the lane to the left; the first of four lanes gets that of the last."""
+    """``x [rows, 4]`` rotated by one lane: lane ``i`` gets the value of lane ``(i + 3) % 4``."""
     return gl.inline_asm_elementwise(
         """{
         .reg .u32 lane;
@@ -74,7 +74,7 @@ def block_sums(
     x0, x2 = gl.split(gl.permute(even.reshape([N, 8, 2, 4]), (0, 1, 3, 2)))
     x1, x3 = gl.split(gl.permute(odd.reshape([N, 8, 2, 4]), (0, 1, 3, 2)))  # [N, 8, lane]
     first = x0 + x1 + x2
-    # Of the REACH strides of a block's last key, one belongs to the next block.
+    # Of the PER_CMP strides of a block's last key, one belongs to the next block.
     own = gl.permute(first * 2.0 + x3, (0, 2, 1)).reshape([N, 4, 4, 2])
     even, odd = gl.split(own)  # blocks 0 2 4 6, 1 3 5 7
     after_even, after_odd = gl.split(gl.permute(x3, (0, 2, 1)).reshape([N, 4, 4, 2]))
@@ -86,7 +86,7 @@ def block_sums(
     s3, s7 = gl.split(s37)
     b4 += s3
     last = gl.convert_layout(s7, LANES)
-    # Every weight has been counted REACH times by now.
+    # Every weight has been counted PER_CMP times by now.
     lanes = gl.sum(odd, 2) + gl.convert_layout(
         gl.sum(b26, 2) + b0 + b4, gl.SliceLayout(2, odd.type.layout)
     )

@@ -153,8 +153,8 @@ def nsa_compressed_bwd_dkdv_kernel(
 ):
     """One program: ``BLOCK_N`` compressed keys against all queries of one query head.
 
-    Writes fp32 ``[Hq, B, C, D]`` parts, which the host sums over the group.  Tiles of keys are
-    numbered as tiles of queries are in the other kernels (``tiles`` maps compressed offsets).
+    Writes fp32 ``[Hq, B, C, D]`` parts, which the host sums over the group.  ``tiles`` maps tiles
+    of compressed keys.
     """
     head = tl.program_id(1)
     tile = tl.program_id(0)

@@ -121,7 +121,7 @@ def place(
 ):
     """Head, rows and steps of a tile; heads of a group are neighbours, long tiles come first.
 
-    Without ``BOUNDED`` only what the launch before has left is valid, if it had any use at all.
+    Without ``BOUNDED``, a tile is valid if the launch before left it or left all.
     """
     (
         tiles_ptr, cu_rows_ptr, cu_seqlens_ptr, cu_cmp_ptr, left_ptr, all_left, first_row, num_rows,

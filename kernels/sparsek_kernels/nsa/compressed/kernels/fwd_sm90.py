@@ -336,9 +336,9 @@ def nsa_compressed_hopper_fwd_kernel(
     tiles of ``KEYS`` keys that a query's tile of rows sees.
 
     A launch with ``BOUNDED`` serves tiles whose scores do not exceed ``BOUND``, base 2, or none at
-    all if sampled queries exceed it (``longest``, :func:`nsa_arrange_kernel`).  In ``left
-    [num_tiles + 1]`` int32, zeros before, it marks those that it leaves, and last whether there are
-    any; a launch without ``BOUNDED`` serves them.
+    all if sampled queries exceed it (``longest``, :func:`nsa_arrange_kernel`).  It marks the tiles
+    that it leaves in ``left [num_tiles + 1]`` int32, zeros before; the last entry tells whether
+    any are left.  A launch without ``BOUNDED`` serves them.
     """
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, ROWS, HEAD_DIM], q_desc.layout)

@@ -100,7 +100,7 @@ def _branch_rows(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One branch's share of the kernel below."""
+    """Row sums, gate gradient and folded log-sum-exp of one branch."""
     offs_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     mask = mask_r[:, None] & (offs_d < HEAD_DIM)[None, :]
     at = row[:, None] * HEAD_DIM + offs_d[None, :]
@@ -143,10 +143,11 @@ def nsa_gate_rows_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program: ``BLOCK_T`` tokens and ``BLOCK_H`` heads; gradients of the gates and more.
+    """One program: gradients of the gates for ``BLOCK_T`` tokens and ``BLOCK_H`` heads.
 
-    Writes ``dg = sum_d dout o`` of each branch, like the gates ``[B, N, Hq]`` and as fp32
-    ``dots [3, B, Hq, N]``, and ``folded = lse - ln g`` likewise.  Only ``dout`` may be strided.
+    For each branch it writes ``dg = sum_d dout o`` twice, as the gradient ``[B, N, Hq]`` and as
+    fp32 ``dots [3, B, Hq, N]``, and ``folded = lse - ln g``, fp32 ``[3, B, Hq, N]``.  Only ``dout``
+    may be strided.
     """
     offs_r = tl.arange(0, BLOCK_T * BLOCK_H)
     across = tl.cdiv(num_heads, BLOCK_H)  # programs of the same tokens follow one another

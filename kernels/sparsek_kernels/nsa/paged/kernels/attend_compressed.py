@@ -27,14 +27,14 @@ def load_compressed(
     stride_cp,
     stride_cc,
     HEAD_DIM: tl.constexpr,
-    REACH: tl.constexpr,
+    PER_CMP: tl.constexpr,
     ROWS_PER_PAGE: tl.constexpr,
 ):
     """Compressed keys or values ``[BLOCK_N, BLOCK_D]`` of blocks ``block`` of one head.
 
-    A block covers ``REACH`` strides and lies in the row of the last of them.
+    A block covers ``PER_CMP`` strides and lies in the row of the last of them.
     """
-    row = block + REACH - 1
+    row = block + PER_CMP - 1
     page = tl.load(table_ptr + row // ROWS_PER_PAGE, mask=mask, other=0).to(tl.int64)
     at = page * stride_cp + (row % ROWS_PER_PAGE) * stride_cc  # [BLOCK_N]
     inside = mask[:, None] & (offs_d < HEAD_DIM)[None, :]
@@ -86,7 +86,7 @@ def nsa_paged_compressed_kernel(
     The program that draws a token's last ticket adds the shares up, in order, and writes ``out``
     and the natural ``lse [T, Hq]``.  ``start [T]`` gets the token's row of q minus its position.
     """
-    REACH: tl.constexpr = CMP_BLOCK // CMP_STRIDE
+    PER_CMP: tl.constexpr = CMP_BLOCK // CMP_STRIDE
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -122,11 +122,11 @@ def nsa_paged_compressed_kernel(
         inside = block < seen
         k = load_compressed(
             k_head, table, block, inside, offs_d, stride_kp, stride_kc,
-            HEAD_DIM, REACH, ROWS_PER_PAGE,
+            HEAD_DIM, PER_CMP, ROWS_PER_PAGE,
         )  # fmt: skip
         v = load_compressed(
             v_head, table, block, inside, offs_d, stride_vp, stride_vc,
-            HEAD_DIM, REACH, ROWS_PER_PAGE,
+            HEAD_DIM, PER_CMP, ROWS_PER_PAGE,
         )  # fmt: skip
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         scores = tl.where(inside[None, :], scores, float("-inf"))

@@ -51,8 +51,8 @@ def nsa_paged_scores_kernel(
     compressed-attention mass of the ``BLOCK_C`` compressed blocks that touch them, each counted as
     often as the strides that they share.
     """
-    CELLS: tl.constexpr = SEL_BLOCK // CMP_STRIDE
-    REACH: tl.constexpr = CMP_BLOCK // CMP_STRIDE
+    PER_SEL: tl.constexpr = SEL_BLOCK // CMP_STRIDE
+    PER_CMP: tl.constexpr = CMP_BLOCK // CMP_STRIDE
     kv_head = tl.program_id(1)
     request, _base, pos, high, token_of_zero = tile_span(
         tl.program_id(0), seq_lens_ptr, seq_lens_ptr, cu_seqlens_ptr, False, TILES_PER_REQUEST, 1
@@ -73,19 +73,19 @@ def nsa_paged_scores_kernel(
     )  # [BLOCK_G, BLOCK_D]
     row = token * tl.num_programs(1) * GROUP + head
     lse = tl.load(lse_ptr + row, mask=mask_g, other=float("inf"))  # [BLOCK_G]
-    block = first * CELLS - (REACH - 1) + tl.arange(0, BLOCK_C)  # [BLOCK_C]
+    block = first * PER_SEL - (PER_CMP - 1) + tl.arange(0, BLOCK_C)  # [BLOCK_C]
     inside = (block >= 0) & (block < compressed_visible(pos, CMP_BLOCK, CMP_STRIDE))
     k = load_compressed(
         k_ptr + kv_head.to(tl.int64) * stride_kh,
         block_table_ptr + request.to(tl.int64) * stride_br,
-        block, inside, offs_d, stride_kp, stride_kc, HEAD_DIM, REACH, ROWS_PER_PAGE,
+        block, inside, offs_d, stride_kp, stride_kc, HEAD_DIM, PER_CMP, ROWS_PER_PAGE,
     )  # fmt: skip
     scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_C, BLOCK_G]
     p = tl.exp2((scores * scale - lse[None, :]) * LOG2E)
     mass = tl.sum(tl.where(inside[:, None] & mask_g[None, :], p, 0.0), 1)  # [BLOCK_C]
     offs_b = tl.arange(0, BLOCK_B)  # [BLOCK_B]
-    cell = ((first + offs_b) * CELLS)[:, None]  # [BLOCK_B, 1]
-    last = tl.minimum(block[None, :] + REACH, cell + CELLS)
+    cell = ((first + offs_b) * PER_SEL)[:, None]  # [BLOCK_B, 1]
+    last = tl.minimum(block[None, :] + PER_CMP, cell + PER_SEL)
     shared = tl.maximum(last - tl.maximum(block[None, :], cell), 0)  # [BLOCK_B, BLOCK_C]
     found = tl.sum(shared.to(tl.float32) * mass[None, :], 1)  # [BLOCK_B]
     out = scores_ptr + (token * tl.num_programs(1) + kv_head) * pitch

@@ -22,10 +22,10 @@ from sparsek_kernels.nsa.kernels.tiles import compressed_visible, locate_rows
 
 @triton.jit
 def with_spill(own, spilled, carried, block):
-    """Scores ``[BLOCK_B, BLOCK_T]``: what blocks have of their own and from the block before each.
+    """Scores ``[BLOCK_B, BLOCK_T]``: each block's ``own`` sum plus the spill of the one before.
 
-    ``block [BLOCK_B, 1]`` counts from 0.  The first takes what was ``carried`` here; row 0 of the
-    second result is to be carried on.
+    ``block [BLOCK_B, 1]`` counts from 0.  The first block takes the spill ``carried`` from the tile
+    before; row 0 of the second result is carried to the next tile.
     """
     BLOCK_B: tl.constexpr = own.shape[0]
     before = tl.broadcast_to((block + (BLOCK_B - 1)) % BLOCK_B, own.shape)
@@ -45,8 +45,8 @@ def _block_scores(
     stride_kt,
     stride_kd,
     HEAD_DIM: tl.constexpr,
-    CELLS: tl.constexpr,
-    REACH: tl.constexpr,
+    PER_SEL: tl.constexpr,
+    PER_CMP: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -55,16 +55,16 @@ def _block_scores(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What selection blocks from ``first_block`` on hold and spill: ``[BLOCK_B, BLOCK_T]`` each.
+    """``(own, spilled)`` sums of the blocks from ``first_block`` on, ``[BLOCK_B, BLOCK_T]`` each.
 
-    ``BLOCK_C`` rows of keys stand for each block, ``CELLS`` of them in use.  Rows of q count the
+    ``BLOCK_C`` rows of keys stand for each block, ``PER_SEL`` of them in use.  Rows of q count the
     heads of a token ``BLOCK_T`` apart, so that a thread holds all of them.
     """
     offs_k = tl.arange(0, BLOCK_B * BLOCK_C)  # [BLOCK_B * BLOCK_C]
     offs_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    cell = offs_k % BLOCK_C
-    key = (first_block + offs_k // BLOCK_C) * CELLS + cell
-    mask_k = (cell < CELLS) & (key < c_len)
+    part = offs_k % BLOCK_C
+    key = (first_block + offs_k // BLOCK_C) * PER_SEL + part
+    mask_k = (part < PER_SEL) & (key < c_len)
     k = tl.load(
         k_ptr + key.to(tl.int64)[:, None] * stride_kt + offs_d[None, :] * stride_kd,
         mask=mask_k[:, None] & (offs_d < HEAD_DIM)[None, :],
@@ -77,8 +77,10 @@ def _block_scores(
     mass = tl.sum(tl.reshape(p, [BLOCK_B * BLOCK_C, BLOCK_G, BLOCK_T]), 1)
     mass = tl.reshape(mass, [BLOCK_B, BLOCK_C, BLOCK_T])
     offs_c = tl.arange(0, BLOCK_C)
-    spill = tl.where(offs_c < CELLS, tl.maximum(offs_c + (REACH - CELLS), 0), 0).to(tl.float32)
-    share = tl.where(offs_c < CELLS, REACH, 0).to(tl.float32) - spill  # [BLOCK_C]
+    spill = tl.where(offs_c < PER_SEL, tl.maximum(offs_c + (PER_CMP - PER_SEL), 0), 0).to(
+        tl.float32
+    )
+    share = tl.where(offs_c < PER_SEL, PER_CMP, 0).to(tl.float32) - spill  # [BLOCK_C]
     own = tl.sum(mass * share[None, :, None], 1)  # [BLOCK_B, BLOCK_T]
     return own, tl.sum(mass * spill[None, :, None], 1)
 
@@ -129,8 +131,8 @@ def nsa_block_scores_kernel(
     Writes fp32 scores ``[B, num_rows, Hkv, pitch]`` of blocks before the ``NUM_LOCAL`` latest; the
     rest of the scratch holds anything.  The last tokens start first.
     """
-    CELLS: tl.constexpr = SEL_BLOCK // CMP_STRIDE
-    REACH: tl.constexpr = CMP_BLOCK // CMP_STRIDE
+    PER_SEL: tl.constexpr = SEL_BLOCK // CMP_STRIDE
+    PER_CMP: tl.constexpr = CMP_BLOCK // CMP_STRIDE
     kv_head = tl.program_id(1)
     seq, tile, batch, q_start, q_len, c_start, c_len, offset = locate_rows(
         tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(2), tiles_ptr, cu_rows_ptr,
@@ -168,9 +170,9 @@ def nsa_block_scores_kernel(
     for first in tl.range(0, end, BLOCK_B, num_stages=NUM_STAGES):
         scores, spilled = _block_scores(
             q, k_base, lse, seen, first, c_len, scale * LOG2E,
-            stride_kt, stride_kd, HEAD_DIM, CELLS, REACH, NUM_LOCAL < 2,
+            stride_kt, stride_kd, HEAD_DIM, PER_SEL, PER_CMP, NUM_LOCAL < 2,
             BLOCK_T, BLOCK_G, BLOCK_B, BLOCK_C, BLOCK_D, PRECISION,
         )  # fmt: skip
-        if REACH > 1:
+        if PER_CMP > 1:
             scores, carried = with_spill(scores, spilled, carried, block)
         tl.store(scores_ptr + out_row[None, :] * pitch + first + block, scores, mask=mask_t)

@@ -1,12 +1,11 @@
 """Block scores for Hopper (Gluon): one warp loads keys, four warpgroups compute.
 
-The maths and the scratch are those of ``nsa_block_scores_kernel``, for selection blocks that hold a
-power of two of strides, 64 at most, and of which two latest at least need no score.  Each warpgroup
-has tokens of its own and none waits for another, so that the products of some overlap the
-exponentials of the rest.
+Computes what ``nsa_block_scores_kernel`` computes, into the same scratch, if a selection block
+holds a power of two of strides, 64 at most, and at least the two latest blocks are forced.  Each
+warpgroup has its own tokens and waits for no other, so that products overlap exponentials.
 
-A thread of a product holds all heads of some tokens, but only two keys of each.  So the sums over
-the heads change places, once, and then a thread has all keys of neighbouring blocks of a token.
+After a product, a thread holds all heads of some tokens, but only two keys of each.  The sums over
+heads are exchanged once; then a thread has all keys of neighbouring blocks of a token.
 """
 
 from triton.experimental import gluon
@@ -44,11 +43,11 @@ def _block_scores(
     lse,
     scale_log2,
     carried,
-    CELLS: gl.constexpr,
-    REACH: gl.constexpr,
+    PER_SEL: gl.constexpr,
+    PER_CMP: gl.constexpr,
     BLOCK_T: gl.constexpr,
     BLOCK_G: gl.constexpr,
-    CELL_LAYOUT: gl.constexpr,
+    PART_LAYOUT: gl.constexpr,
 ):
     """Scores ``[BLOCK_B, BLOCK_T]`` of products ``s [BLOCK_K, BLOCK_G * BLOCK_T]``.
 
@@ -56,17 +55,17 @@ def _block_scores(
     next tile.
     """
     BLOCK_K: gl.constexpr = s.shape[0]
-    BLOCK_B: gl.constexpr = BLOCK_K // CELLS
+    BLOCK_B: gl.constexpr = BLOCK_K // PER_SEL
     p = gl.exp2(s * scale_log2 - lse[None, :])
     mass = gl.sum(p.reshape([BLOCK_K, BLOCK_G, BLOCK_T]), 1)  # [BLOCK_K, BLOCK_T]
-    mass = gl.convert_layout(mass.reshape([BLOCK_B, CELLS, BLOCK_T]), CELL_LAYOUT)
-    cell = gl.arange(0, CELLS, gl.SliceLayout(0, gl.SliceLayout(2, CELL_LAYOUT)))
-    spill = gl.maximum(cell + (REACH - CELLS), 0).to(gl.float32)[None, :, None]
-    scores = gl.sum(mass * (REACH - spill), 1)  # [BLOCK_B, BLOCK_T]
-    if REACH > 1:
-        # Most cells spill nothing: a choice of zeros costs less than products with them.
+    mass = gl.convert_layout(mass.reshape([BLOCK_B, PER_SEL, BLOCK_T]), PART_LAYOUT)
+    part = gl.arange(0, PER_SEL, gl.SliceLayout(0, gl.SliceLayout(2, PART_LAYOUT)))
+    spill = gl.maximum(part + (PER_CMP - PER_SEL), 0).to(gl.float32)[None, :, None]
+    scores = gl.sum(mass * (PER_CMP - spill), 1)  # [BLOCK_B, BLOCK_T]
+    if PER_CMP > 1:
+        # Most strides spill nothing: a choice of zeros costs less than products with them.
         spilled = gl.sum(gl.where(spill > 0.0, mass * spill, 0.0), 1)
-        block = gl.arange(0, BLOCK_B, gl.SliceLayout(1, gl.SliceLayout(1, CELL_LAYOUT)))[:, None]
+        block = gl.arange(0, BLOCK_B, gl.SliceLayout(1, gl.SliceLayout(1, PART_LAYOUT)))[:, None]
         scores, carried = with_spill(scores, spilled, carried, block)
     return scores, carried
 
@@ -76,8 +75,8 @@ def _compute_partition(
     given,
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
-    CELLS: gl.constexpr,
-    REACH: gl.constexpr,
+    PER_SEL: gl.constexpr,
+    PER_CMP: gl.constexpr,
     BLOCK_T: gl.constexpr,
     BLOCK_G: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -97,14 +96,14 @@ def _compute_partition(
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     COL_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    BLOCK_B: gl.constexpr = BLOCK_K // CELLS
-    # A thread has all cells of up to four neighbouring blocks, whose scores are one store.
+    BLOCK_B: gl.constexpr = BLOCK_K // PER_SEL
+    # A thread has all keys of up to four neighbouring blocks, whose scores are one store.
     HELD: gl.constexpr = max(min(BLOCK_B * BLOCK_T // 128, BLOCK_B, 4), 1)
     LANES: gl.constexpr = min(BLOCK_B // HELD, 32)
-    CELL_LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [HELD, CELLS, 1], [LANES, 1, 32 // LANES], [1, 1, 4], [1, 0, 2]
+    PART_LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [HELD, PER_SEL, 1], [LANES, 1, 32 // LANES], [1, 1, 4], [1, 0, 2]
     )
-    OUT_LAYOUT: gl.constexpr = gl.SliceLayout(1, CELL_LAYOUT)  # [BLOCK_B, BLOCK_T]
+    OUT_LAYOUT: gl.constexpr = gl.SliceLayout(1, PART_LAYOUT)  # [BLOCK_B, BLOCK_T]
     q_buf = q_smem.index(INDEX)
     first += INDEX * BLOCK_T
     row_base += INDEX * BLOCK_T
@@ -139,7 +138,7 @@ def _compute_partition(
         s = warpgroup_mma(k_smem.index(stage), q_buf.permute((1, 0)), zero_s, use_acc=False)
         mbarrier.arrive(empty.index(stage), count=1)
         scores, carried = _block_scores(
-            s, lse, scale_log2, carried, CELLS, REACH, BLOCK_T, BLOCK_G, CELL_LAYOUT
+            s, lse, scale_log2, carried, PER_SEL, PER_CMP, BLOCK_T, BLOCK_G, PART_LAYOUT
         )
         gl.store(scores_ptr + out_base + out, scores, mask=mask_t)
         out += BLOCK_B
@@ -186,8 +185,8 @@ def nsa_block_scores_hopper_kernel(
     ``k_desc`` describes compressed keys as a matrix ``[C, heads * D]``.  Strides of q count groups
     of eight elements.
     """
-    CELLS: gl.constexpr = SEL_BLOCK // CMP_STRIDE
-    REACH: gl.constexpr = CMP_BLOCK // CMP_STRIDE
+    PER_SEL: gl.constexpr = SEL_BLOCK // CMP_STRIDE
+    PER_CMP: gl.constexpr = CMP_BLOCK // CMP_STRIDE
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     kv_head = gl.program_id(1)
     seq, tile, batch, q_start, q_len, c_start, _c_len, offset = locate_rows(
@@ -198,7 +197,7 @@ def nsa_block_scores_hopper_kernel(
     last = gl.minimum(first + WARPGROUPS * BLOCK_T, q_len) - 1 + offset
     end = gl.where(seq >= 0, last // SEL_BLOCK - NUM_LOCAL + 1, 0)
     q_len = gl.where(seq >= 0, q_len, 0)
-    steps = gl.maximum(end * CELLS + BLOCK_K - 1, 0) // BLOCK_K
+    steps = gl.maximum(end * PER_SEL + BLOCK_K - 1, 0) // BLOCK_K
     wide_batch = batch.to(gl.int64)
     num_kv_heads = gl.num_programs(1)
     row_base = q_start + first
@@ -222,25 +221,25 @@ def nsa_block_scores_hopper_kernel(
             (
                 _compute_partition,
                 (
-                    given, GROUP, HEAD_DIM, CELLS, REACH, BLOCK_T, BLOCK_G, BLOCK_K, STAGES, 0,
+                    given, GROUP, HEAD_DIM, PER_SEL, PER_CMP, BLOCK_T, BLOCK_G, BLOCK_K, STAGES, 0,
                 ),
             ),
             (
                 _compute_partition,
                 (
-                    given, GROUP, HEAD_DIM, CELLS, REACH, BLOCK_T, BLOCK_G, BLOCK_K, STAGES, 1,
+                    given, GROUP, HEAD_DIM, PER_SEL, PER_CMP, BLOCK_T, BLOCK_G, BLOCK_K, STAGES, 1,
                 ),
             ),
             (
                 _compute_partition,
                 (
-                    given, GROUP, HEAD_DIM, CELLS, REACH, BLOCK_T, BLOCK_G, BLOCK_K, STAGES, 2,
+                    given, GROUP, HEAD_DIM, PER_SEL, PER_CMP, BLOCK_T, BLOCK_G, BLOCK_K, STAGES, 2,
                 ),
             ),
             (
                 _compute_partition,
                 (
-                    given, GROUP, HEAD_DIM, CELLS, REACH, BLOCK_T, BLOCK_G, BLOCK_K, STAGES, 3,
+                    given, GROUP, HEAD_DIM, PER_SEL, PER_CMP, BLOCK_T, BLOCK_G, BLOCK_K, STAGES, 3,
                 ),
             ),
             (

@@ -53,7 +53,7 @@ def _forced_blocks(
     VARLEN: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ):
-    """Write what follows from the position of the program's token alone, forced blocks and -1.
+    """Write the entries that the token's position decides: forced blocks, and -1 after the last.
 
     Returns where the other ``num_free`` blocks go, and the range ``num_init .. first_local`` that
     they are chosen from: ``(out, num_free, num_init, first_local)``.
@@ -112,7 +112,7 @@ def _store_best(
         above = tl.where(enough, above, middle)
     won = _packed(bits >= least)  # [BLOCK_R]
     if count != num_free:
-        # Of those that equal the worst winner, the first ones that there is room for.
+        # Scores equal to the worst winner's fill the room that is left, lower blocks first.
         equal = _packed(bits == least)
         size = _num_bits(equal)
         room = num_free - tl.sum((bits > least).to(tl.int32))
@@ -198,10 +198,10 @@ def nsa_top_summed_blocks_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ):
-    """As :func:`nsa_top_blocks_kernel`, of the sums that compressed attention left for each head.
+    """:func:`nsa_top_blocks_kernel` for scores that come as block sums of each head.
 
-    ``words [B, num_rows, Hq, pitch, 16]`` holds them for ``pitch`` tiles of 32 blocks, relative to
-    ``maxima [B, num_rows, Hq, pitch]``.
+    ``words [B, num_rows, Hq, pitch, 16]`` holds the sums of ``pitch`` tiles of 32 blocks, relative
+    to ``maxima [B, num_rows, Hq, pitch]``.
     """
     out, num_free, num_init, first_local = _forced_blocks(
         indices_ptr, token_seq_ptr, cu_seqlens_ptr, first_row, num_q, 0,

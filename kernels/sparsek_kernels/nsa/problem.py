@@ -1,4 +1,4 @@
-"""The gated sum of the three branches, with everything that its gradients are made of."""
+"""The gated sum of the three branches, with the inputs of its gradients."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ from typing import NamedTuple
 import torch
 
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
+from sparsek_kernels.nsa.gate.branches import PerBranch
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.sink_window.problem import SinkWindowProblem
 from sparsek_kernels.sink_window.spec import AttentionSpec
-
-
-class PerBranch(NamedTuple):
-    """A tensor of the compressed, of the selected and of the sliding branch."""
-
-    cmp: torch.Tensor
-    slc: torch.Tensor
-    swa: torch.Tensor
 
 
 class GatedGradients(NamedTuple):
@@ -32,7 +25,7 @@ class GatedGradients(NamedTuple):
     gates: PerBranch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GatedProblem:
     """Native sparse attention once its branches are computed (arXiv 2502.11089, equation 5).
 
@@ -65,37 +58,22 @@ class GatedProblem:
     @cached_property
     def compressed(self) -> CompressedProblem:
         """The compressed branch."""
+        k, v, seq_len = self.keys.cmp, self.values.cmp, self.keys.slc.shape[1]
         return CompressedProblem(
-            q=self.q,
-            k_cmp=self.keys.cmp,
-            v_cmp=self.values.cmp,
-            seq_len=self.keys.slc.shape[1],
-            cu_seqlens=self.cu_seqlens,
-            spec=self.spec,
-            softmax_scale=self.softmax_scale,
+            self.q, k, v, seq_len, self.cu_seqlens, self.spec, self.softmax_scale
         )
 
     @cached_property
     def selected(self) -> SelectedProblem:
         """The selected branch."""
+        k, v, block = self.keys.slc, self.values.slc, self.spec.sel_block_size
         return SelectedProblem(
-            q=self.q,
-            k=self.keys.slc,
-            v=self.values.slc,
-            block_indices=self.block_indices,
-            cu_seqlens=self.cu_seqlens,
-            sel_block_size=self.spec.sel_block_size,
-            softmax_scale=self.softmax_scale,
+            self.q, k, v, self.block_indices, self.cu_seqlens, block, self.softmax_scale
         )
 
     @cached_property
     def sliding(self) -> SinkWindowProblem:
         """The sliding branch."""
-        return SinkWindowProblem(
-            q=self.q,
-            k=self.keys.swa,
-            v=self.values.swa,
-            spec=AttentionSpec(0, self.window_size, True, self.softmax_scale),
-            cu_seqlens_q=self.cu_seqlens,
-            cu_seqlens_k=self.cu_seqlens,
-        )
+        k, v, cu_seqlens = self.keys.swa, self.values.swa, self.cu_seqlens
+        spec = AttentionSpec(0, self.window_size, True, self.softmax_scale)
+        return SinkWindowProblem(self.q, k, v, spec, None, cu_seqlens, cu_seqlens)
