@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparsek_kernels.common.alignment import copyable
-from sparsek_kernels.common.descriptors import tile_layout
+from sparsek_kernels.common.descriptors import describe_matrix
 from sparsek_kernels.common.device import device_arch, multiprocessors
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.config import has_wgmma, mass_config, next_power_of_2, score_columns
@@ -237,9 +236,8 @@ def _mass_sm90(
     spans = ceil_div(batch.max_seq_len, SPAN)
     work = num_strips * heads * spans
     k_desc, *k_distances = describe_cache(k_cache)
-    box = [_SLICE, _SLICE]
-    shape = [num_strips * heads * _ROWS, dim]
-    rows_desc = TensorDescriptor(rows, shape, [dim, 1], box, tile_layout(*box, rows.dtype))
+    shape = (num_strips * heads * _ROWS, dim)
+    rows_desc = describe_matrix(rows, shape, dim, (_SLICE, _SLICE))
     block_mass_sm90_kernel[(min(work, multiprocessors(rows.device)),)](
         mass,
         rows_desc,

@@ -52,6 +52,12 @@ CASES = [
     ),
     Case("g4-ring", [(100, 830)], replace(TOP_K, num_sink=128, top_k=5), sinks=True),
     Case("g4-long", [(30, 2250), (70, 8500), (20, 700)], options={"heads": 1}),
+    Case(
+        "g16-token-major",
+        [(3, 400), (70, 450)],
+        replace(TOP_K, dense_below=128),
+        options={"heads": 2, "group": 16, "num_decodes": 1},
+    ),
     Case("g3-page128", STEP, options={"group": 3, "page_size": 128}),
     Case(
         "g2-dense-below",
