@@ -22,12 +22,8 @@ from sparsek_kernels.nsa.compressed import launch as launch_compressed
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import LaunchConfig, TileConfig, select_config
 from sparsek_kernels.nsa.select import launch as launch_select
-from sparsek_kernels.nsa.selected import (
-    launch_bwd as launch_selected_bwd,
-)
-from sparsek_kernels.nsa.selected import (
-    launch_fwd as launch_selected,
-)
+from sparsek_kernels.nsa.selected import launch_bwd as launch_selected_bwd
+from sparsek_kernels.nsa.selected import launch_fwd as launch_selected
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.spec import NSASpec
 

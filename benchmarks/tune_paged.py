@@ -28,9 +28,11 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-from sparsek_kernels.paged import launch, launch_mass, launch_select  # noqa: E402
 from sparsek_kernels.paged.batch import PagedBatch  # noqa: E402
 from sparsek_kernels.paged.config import TileConfig  # noqa: E402
+from sparsek_kernels.paged.launch import attend as launch  # noqa: E402
+from sparsek_kernels.paged.launch import scores as launch_mass  # noqa: E402
+from sparsek_kernels.paged.launch import select as launch_select  # noqa: E402
 from sparsek_kernels.paged.operands import PagedOperands  # noqa: E402
 from sparsek_kernels.paged.policy import SelectionPolicy  # noqa: E402
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from sparsek_kernels.checks import check_heads, check_tensor
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.gather import read_sequence
+from sparsek_kernels.paged.cpu.gather import read_sequence
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from sparsek_kernels.paged import native_decode
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.cpu import native_decode
 
 from . import compat
 from .orphans import end_with_server

@@ -26,18 +26,10 @@ else:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            from xformers.components.attention import (
-                Attention as _Base,
-            )
-            from xformers.components.attention import (
-                AttentionConfig as _Config,
-            )
-            from xformers.components.attention import (
-                AttentionMask as _LegacyMask,
-            )
-            from xformers.components.attention import (
-                register_attention,
-            )
+            from xformers.components.attention import Attention as _Base
+            from xformers.components.attention import AttentionConfig as _Config
+            from xformers.components.attention import AttentionMask as _LegacyMask
+            from xformers.components.attention import register_attention
     except ImportError:
         _LegacyMask = None
         _Base = torch.nn.Module

@@ -14,7 +14,7 @@ from sparsek_backend.vllm_backend.engine import engine_of
 from sparsek_backend.vllm_backend.report import EAGER_NORMS
 from sparsek_backend.vllm_backend.sparsek import impl as impl_module
 from sparsek_backend.vllm_backend.sparsek import metadata as metadata_module
-from sparsek_kernels.paged import launch
+from sparsek_kernels.paged.launch import attend as launch
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import paged_attention_reference

@@ -165,7 +165,7 @@ def test_scales_that_mean_nothing_are_refused(current: Any) -> None:
 def interpreted() -> Iterator[None]:
     """Let layers on a CPU launch the Triton kernels, which run in Triton's interpreter."""
     from sparsek_backend.vllm_backend.sparsek import impl
-    from sparsek_kernels.paged import launch
+    from sparsek_kernels.paged.launch import attend as launch
     from sparsek_kernels.paged.operands import PagedOperands
 
     def attend(

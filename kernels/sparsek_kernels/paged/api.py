@@ -16,9 +16,9 @@ from sparsek_kernels.paged.checks import (
     check_triton_layout,
     given_summary,
 )
-from sparsek_kernels.paged.eager import paged_attention_eager
-from sparsek_kernels.paged.eager_select import select_blocks_eager
-from sparsek_kernels.paged.eager_write import write_kv_eager
+from sparsek_kernels.paged.cpu.attend import paged_attention_eager
+from sparsek_kernels.paged.cpu.select import select_blocks_eager
+from sparsek_kernels.paged.cpu.write import write_kv_eager
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import segments
 from sparsek_kernels.paged.policy import ScoreKind, SelectionPolicy
@@ -66,7 +66,7 @@ def write_kv(
     check_summary(k_summary, k_cache, page_size, score_kind)
     tokens = slot_mapping.shape[0]
     if k_cache.is_cuda:
-        from sparsek_kernels.paged import launch
+        from sparsek_kernels.paged.launch import attend as launch
 
         check_triton_layout(
             key=key,
@@ -136,7 +136,7 @@ def select_blocks(
     check_batch(q, batch, page_size)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     if q.is_cuda:
-        from sparsek_kernels.paged import launch
+        from sparsek_kernels.paged.launch import attend as launch
 
         check_triton_layout(q=q, k_cache=k_cache, k_summary=k_summary)
         check_batch_layout(batch)
@@ -250,6 +250,6 @@ def _attend(
     if not operands.q.is_cuda:
         paged_attention_eager(operands, batch, policy)
         return
-    from sparsek_kernels.paged import launch
+    from sparsek_kernels.paged.launch import attend as launch
 
     launch.paged_attention(operands, batch, policy, batch_invariant=batch_invariant)

@@ -7,12 +7,8 @@ import math
 import torch
 
 from sparsek_kernels.nsa.compressed import launch_sm90 as launch_compressed_hopper
-from sparsek_kernels.nsa.select import (
-    launch as launch_select,
-)
-from sparsek_kernels.nsa.select import (
-    launch_fused as launch_compressed_select,
-)
+from sparsek_kernels.nsa.select import launch as launch_select
+from sparsek_kernels.nsa.select import launch_fused as launch_compressed_select
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.nsa.judge import Judge
 

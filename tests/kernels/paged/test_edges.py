@@ -11,14 +11,9 @@ from cache_cases import POLICIES, Case, make_case, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsek_kernels.paged import (
-    PagedBatch,
-    SelectionPolicy,
-    native_decode,
-    paged_attention,
-    select_blocks,
-)
+from sparsek_kernels.paged import PagedBatch, SelectionPolicy, paged_attention, select_blocks
 from sparsek_kernels.paged.checks import check_batch_layout
+from sparsek_kernels.paged.cpu import native_decode
 from sparsek_kernels.paged.reference import paged_attention_reference
 
 MIXED = ([200, 61, 300, 1, 129], [1, 3, 300, 1, 64], 2)

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsek_kernels.paged import PagedBatch, SelectionPolicy, native_decode, paged_attention
+from sparsek_kernels.paged import PagedBatch, SelectionPolicy, paged_attention
 from sparsek_kernels.paged.api import write_kv
+from sparsek_kernels.paged.cpu import native_decode
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.reference import paged_attention_reference
 

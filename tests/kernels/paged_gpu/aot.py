@@ -28,8 +28,11 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sparsek_kernels.paged import launch, launch_mass, launch_select, launch_sm90
 from sparsek_kernels.paged.config import TileConfig
+from sparsek_kernels.paged.launch import attend as launch
+from sparsek_kernels.paged.launch import attend_sm90 as launch_sm90
+from sparsek_kernels.paged.launch import scores as launch_mass
+from sparsek_kernels.paged.launch import select as launch_select
 from sparsek_kernels.paged.policy import SelectionPolicy
 from tests.kernels.barriers import require_lasting_barriers
 

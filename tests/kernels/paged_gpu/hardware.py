@@ -6,7 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-from sparsek_kernels.paged import launch, launch_mass, launch_select, launch_sm90, runtime
+from sparsek_kernels.paged.launch import attend as launch
+from sparsek_kernels.paged.launch import attend_sm90 as launch_sm90
+from sparsek_kernels.paged.launch import scores as launch_mass
+from sparsek_kernels.paged.launch import scratch as runtime
+from sparsek_kernels.paged.launch import select as launch_select
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from problems import make_problem
 
-from sparsek_kernels.paged import launch_mass
-from sparsek_kernels.paged.launch_tiles import prefill_tiles
+from sparsek_kernels.paged.launch import scores as launch_mass
+from sparsek_kernels.paged.launch.tiles import prefill_tiles
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import tile_scores_reference
 from tests.kernels.gluon_interpreter import interpret

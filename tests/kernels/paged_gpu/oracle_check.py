@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from problems import Problem
 
-from sparsek_kernels.paged import launch
+from sparsek_kernels.paged.launch import attend as launch
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import paged_attention_reference, summaries_reference
 

@@ -12,8 +12,10 @@ import torch
 from aot import record
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import launch, paged_attention, runtime
+from sparsek_kernels.paged import paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.launch import attend as launch
+from sparsek_kernels.paged.launch import scratch as runtime
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
 

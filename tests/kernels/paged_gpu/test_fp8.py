@@ -10,7 +10,7 @@ import pytest
 import torch
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import launch
+from sparsek_kernels.paged.launch import attend as launch
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import summaries_reference
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import launch, launch_select, paged_attention
+from sparsek_kernels.paged import paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.launch import attend as launch
+from sparsek_kernels.paged.launch import select as launch_select
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import launch, launch_mass, launch_select
+from sparsek_kernels.paged.launch import attend as launch
+from sparsek_kernels.paged.launch import scores as launch_mass
+from sparsek_kernels.paged.launch import select as launch_select
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 pytestmark = [

@@ -9,7 +9,10 @@ import pytest
 import torch
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import launch, launch_mass, launch_select, runtime
+from sparsek_kernels.paged.launch import attend as launch
+from sparsek_kernels.paged.launch import scores as launch_mass
+from sparsek_kernels.paged.launch import scratch as runtime
+from sparsek_kernels.paged.launch import select as launch_select
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

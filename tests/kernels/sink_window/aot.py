@@ -24,12 +24,8 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from sparsek_kernels.common.kernels.row_dots import row_dots_kernel
 from sparsek_kernels.common.kernels.sequences import tile_map_kernel
 from sparsek_kernels.sink_window.config import ProblemShape, select_config
-from sparsek_kernels.sink_window.kernels import (
-    bwd as kernels_bwd,
-)
-from sparsek_kernels.sink_window.kernels import (
-    bwd_sink as kernels_bwd_sink,
-)
+from sparsek_kernels.sink_window.kernels import bwd as kernels_bwd
+from sparsek_kernels.sink_window.kernels import bwd_sink as kernels_bwd_sink
 from sparsek_kernels.sink_window.kernels.bwd_rows import sink_window_bwd_finish_kernel
 from sparsek_kernels.sink_window.kernels.bwd_sm90 import sink_window_hopper_bwd_kernel
 from sparsek_kernels.sink_window.kernels.fwd import sink_window_fwd_kernel

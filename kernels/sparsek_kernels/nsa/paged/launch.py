@@ -20,10 +20,10 @@ from sparsek_kernels.nsa.select.launch import choose, score_pitch
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.config import choose_splits, largest_part, next_power_of_2
-from sparsek_kernels.paged.launch import attend
+from sparsek_kernels.paged.launch.attend import attend
+from sparsek_kernels.paged.launch.scratch import workspace
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
-from sparsek_kernels.paged.runtime import workspace
 
 
 @dataclass(frozen=True)

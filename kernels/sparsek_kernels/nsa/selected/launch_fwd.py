@@ -21,9 +21,7 @@ from sparsek_kernels.nsa.config import BOX_GROUPS
 from sparsek_kernels.nsa.gate import launch as launch_gate
 from sparsek_kernels.nsa.selected.index import build_index
 from sparsek_kernels.nsa.selected.kernels.fwd_combine import nsa_selected_combine_kernel
-from sparsek_kernels.nsa.selected.kernels.fwd_combine_sm90 import (
-    nsa_selected_hopper_combine_kernel,
-)
+from sparsek_kernels.nsa.selected.kernels.fwd_combine_sm90 import nsa_selected_hopper_combine_kernel
 from sparsek_kernels.nsa.selected.kernels.fwd_parts import nsa_selected_part_kernel
 from sparsek_kernels.nsa.selected.kernels.fwd_parts_sm90 import nsa_selected_hopper_part_kernel
 from sparsek_kernels.nsa.selected.kernels.fwd_parts_tma_sm90 import (

@@ -7,13 +7,8 @@ import torch.nn.functional as F
 
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.checks import given_summary
-from sparsek_kernels.paged.eager_plan import (
-    SummaryIndex,
-    TokenScoring,
-    not_competing,
-    plan_decodes,
-)
-from sparsek_kernels.paged.gather import read_sequence
+from sparsek_kernels.paged.cpu.gather import read_sequence
+from sparsek_kernels.paged.cpu.plan import SummaryIndex, TokenScoring, not_competing, plan_decodes
 from sparsek_kernels.paged.plan import first_sparse
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div, cell_size
 

@@ -10,10 +10,15 @@ from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.checks import given_summary
 from sparsek_kernels.paged.config import logits_config, next_power_of_2, top_warps
 from sparsek_kernels.paged.kernels.select import decode_logits_kernel, top_blocks_kernel
-from sparsek_kernels.paged.launch_mass import most_tiles, plan_strips, score_tiles
-from sparsek_kernels.paged.launch_tiles import prefill_tiles
+from sparsek_kernels.paged.launch.scores import most_tiles, plan_strips, score_tiles
+from sparsek_kernels.paged.launch.scratch import (
+    MOST_ROWS,
+    overlap_options,
+    rows_per_step,
+    workspace,
+)
+from sparsek_kernels.paged.launch.tiles import prefill_tiles
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
-from sparsek_kernels.paged.runtime import MOST_ROWS, overlap_options, rows_per_step, workspace
 
 _SCRATCH_ELEMENTS = 1 << 24
 """Most float32 elements (64 MiB) of one scratch tensor of scores; larger steps go in batches."""

@@ -17,10 +17,10 @@ from sparsek_kernels.paged.kernels.block_mass import (
     tile_scores_kernel,
 )
 from sparsek_kernels.paged.kernels.block_mass_sm90 import block_mass_sm90_kernel
-from sparsek_kernels.paged.launch_sm90 import describe_cache, is_matrix
-from sparsek_kernels.paged.launch_tiles import prefill_tiles
+from sparsek_kernels.paged.launch.attend_sm90 import describe_cache, is_matrix
+from sparsek_kernels.paged.launch.scratch import workspace
+from sparsek_kernels.paged.launch.tiles import prefill_tiles
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
-from sparsek_kernels.paged.runtime import workspace
 
 _MASS_ELEMENTS = 1 << 26
 """Most fp32 elements (256 MiB) of the scratch of masses; larger steps go in batches of tiles."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from sparsek_kernels.paged import native_decode
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
-from sparsek_kernels.paged.eager_plan import TileGroup, plan_decodes, plan_prefill
-from sparsek_kernels.paged.eager_select import select_prefill, select_tokens
-from sparsek_kernels.paged.gather import block_reader, join_kv, read_sequence
+from sparsek_kernels.paged.cpu import native_decode
+from sparsek_kernels.paged.cpu.gather import block_reader, join_kv, read_sequence
+from sparsek_kernels.paged.cpu.plan import TileGroup, plan_decodes, plan_prefill
+from sparsek_kernels.paged.cpu.select import select_prefill, select_tokens
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
 

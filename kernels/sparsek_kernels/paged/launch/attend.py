@@ -22,12 +22,12 @@ from sparsek_kernels.paged.config import (
 )
 from sparsek_kernels.paged.kernels.attend import attend_kernel
 from sparsek_kernels.paged.kernels.write import write_kv_kernel
-from sparsek_kernels.paged.launch_select import select_blocks as select_blocks
-from sparsek_kernels.paged.launch_sm90 import attend_fits, attend_hopper
-from sparsek_kernels.paged.launch_tiles import prefill_tiles
+from sparsek_kernels.paged.launch.attend_sm90 import attend_fits, attend_hopper
+from sparsek_kernels.paged.launch.scratch import overlap_options, rows_per_step, workspace
+from sparsek_kernels.paged.launch.select import select_blocks as select_blocks
+from sparsek_kernels.paged.launch.tiles import prefill_tiles
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import ScoreKind, SelectionPolicy, ceil_div, cell_size
-from sparsek_kernels.paged.runtime import overlap_options, rows_per_step, workspace
 
 _DENSE_TILE = 64
 

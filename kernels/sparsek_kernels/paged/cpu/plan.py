@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
-from sparsek_kernels.paged.gather import RunReader, locate_blocks, pick_blocks
+from sparsek_kernels.paged.cpu.gather import RunReader, locate_blocks, pick_blocks
 from sparsek_kernels.paged.plan import first_sparse
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 
