@@ -24,6 +24,8 @@ from pydantic import (
     ValidationError,
 )
 
+from sparsek_backend.infllm import FLAG, MODEL_CONFIG, InfLLMSelection, shown
+from sparsek_backend.infllm import ConfigError as ConfigError
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.paged.policy import CELL_SIZE, ScoreKind, SelectionPolicy
 
@@ -33,11 +35,9 @@ Phase = Literal["both", "prefill", "decode"]
 EVERY_QUERY = 1 << 30
 """More queries than a prefill has."""
 
-FLAG = "--additional-config"
 SECTION = "sparsek"
 ENV_PREFIX = "SPARSEK_"
 DEFAULTS = "defaults"
-MODEL_CONFIG = "the model's config"
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
 MAX_TOKENS = 2**31 - 1
@@ -46,10 +46,6 @@ MAX_BLOCKS = 2**20
 """Most blocks that a query may select; room for their indices is kept for every query."""
 
 _KUBERNETES_LINKS = re.compile(r"SPARSEK(_\w+)?_(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?$")
-
-
-class ConfigError(ValueError):
-    """A setting is unknown, invalid or contradictory; the message says which and what to do."""
 
 
 def _no_booleans(value: object) -> object:
@@ -183,104 +179,6 @@ class ResolvedConfig:
     batch_invariant: bool = False
 
 
-@dataclass(frozen=True)
-class InfLLMSelection:
-    """InfLLM-v2's ``sparse_config`` (arXiv 2509.24663; MiniCPM4 and 4.1).
-
-    A query attends ``topk + window_size // block_size`` blocks: the initial ones, its own and the
-    ``window_size // block_size`` before it, and the best-scoring of the rest.  It attends
-    everything while the sequence has fewer than ``dense_len`` tokens.
-
-    Args:
-        block_size, window_size, dense_len: in tokens.
-        init_blocks: first blocks, always attended; ``topk`` counts them.
-        topk: blocks attended beyond the window's.
-        kernel_size, kernel_stride: tokens of the overlapping means of K that are scored.
-        use_nope: whether scores are of queries and keys without positions.
-    """
-
-    block_size: int
-    window_size: int
-    dense_len: int
-    init_blocks: int
-    topk: int
-    kernel_size: int
-    kernel_stride: int
-    use_nope: bool
-
-    @classmethod
-    def read(cls, section: object) -> InfLLMSelection:
-        """Read the section of a model's config; absent fields have InfLLM-v2's defaults.
-
-        Raises:
-            ConfigError: the section is no object, or a field is no integer.
-        """
-        defaults = {
-            "block_size": 64,
-            "window_size": 2048,
-            "dense_len": 8192,
-            "init_blocks": 1,
-            "topk": 64,
-            "kernel_size": 32,
-            "kernel_stride": 16,
-        }
-        try:
-            if not isinstance(section, Mapping):
-                raise TypeError(f"expected an object, got {_shown(section)}")
-            numbers = {name: _integer(name, section, value) for name, value in defaults.items()}
-            if numbers["block_size"] < 1:
-                raise ValueError(f"block_size is {numbers['block_size']}")
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"SPARSEK: sparse_config of {MODEL_CONFIG} does not read as InfLLM-v2 settings "
-                f"({error}); set the fields with {FLAG} and mode sink_window or dense, or correct "
-                "the model's config.json"
-            ) from None
-        return cls(**numbers, use_nope=bool(section.get("use_nope", False)))
-
-    @property
-    def local_blocks(self) -> int:
-        """Blocks before a query's own that its window covers."""
-        return self.window_size // self.block_size
-
-    @property
-    def total_blocks(self) -> int:
-        """Blocks that a query attends."""
-        return self.topk + self.local_blocks
-
-    def settings(self) -> dict[str, Any]:
-        """Return the fields of :class:`SparsityConfig` that attend the same number of blocks."""
-        return {
-            "mode": "block_topk",
-            "sel_block_size": self.block_size,
-            "num_sink": self.init_blocks * self.block_size,
-            "window_size": max(self.local_blocks * self.block_size, 1),
-            "top_k": max(self.total_blocks - self.init_blocks - max(self.local_blocks, 1), 1),
-            "dense_below": max(self.dense_len, 0),
-            "dense_last": 0,
-        }
-
-
-def _integer(name: str, section: Mapping[str, Any], default: int) -> int:
-    value = section.get(name, default)
-    try:
-        number = int(value)
-    except (TypeError, ValueError, OverflowError):
-        number = None
-    if number is None or isinstance(value, bool) or (isinstance(value, float) and number != value):
-        raise ValueError(f"{name}: expected an integer, got {_shown(value)}")
-    return number
-
-
-def _shown(value: object) -> str:
-    """The value as in Python source, cut where it would flood the message."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # thousands of digits, or of brackets
-        return f"a value of type {type(value).__name__} that is too long to print"
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
-
-
 def resolve_config(
     additional: object,
     environ: Mapping[str, str],
@@ -377,12 +275,12 @@ def _read_nsa(mode: object, source: str, section: object) -> NSAConfig | None:
     if mode not in ("auto", "nsa"):
         raise ConfigError(
             f"SPARSEK setting mode (from {source}): expected 'nsa' or 'auto' for a model with an "
-            f"nsa section, whose weights no other mode can use, got {_shown(mode)}; remedy: leave "
+            f"nsa section, whose weights no other mode can use, got {shown(mode)}; remedy: leave "
             "mode out"
         )
     try:
         if not isinstance(section, Mapping):
-            raise TypeError(f"expected an object, got {_shown(section)}")
+            raise TypeError(f"expected an object, got {shown(section)}")
         return NSAConfig.from_dict(section)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
@@ -401,7 +299,7 @@ def read_section(additional_config: object) -> object:
         return None
     if not isinstance(additional_config, Mapping):
         raise ConfigError(
-            f"SPARSEK setting {FLAG}: expected a JSON object, got {_shown(additional_config)}"
+            f"SPARSEK setting {FLAG}: expected a JSON object, got {shown(additional_config)}"
         )
     example = f'{FLAG} \'{{"{SECTION}": {{"top_k": 16}}}}\''
     fields = {_plain(name): name for name in FIELD_NAMES}
@@ -484,7 +382,7 @@ def _describe(error: ValidationError, sources: Mapping[str, str]) -> str:
         reason = item["msg"].removeprefix("Value error, ")
         reason = reason[:1].lower() + reason[1:]
         parts.append(
-            f"SPARSEK setting {name} (from {sources[name]}): {reason}, got {_shown(item['input'])};"
+            f"SPARSEK setting {name} (from {sources[name]}): {reason}, got {shown(item['input'])};"
             f" remedy: correct or remove it (default {SparsityConfig.model_fields[name].default!r})"
         )
     return "; ".join(parts)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sparsek_backend.config import EVERY_QUERY, InfLLMSelection, SparsityConfig
+from sparsek_backend.config import EVERY_QUERY, SparsityConfig
+from sparsek_backend.infllm import InfLLMSelection
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 
