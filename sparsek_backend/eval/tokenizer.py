@@ -31,6 +31,9 @@ class HubTokenizer:
             ) from error
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+            # from a config alone, Transformers makes a tokenizer without a vocabulary
+            if not self._tokenizer.encode("a", add_special_tokens=False):
+                raise ValueError("it encodes nothing")
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"model: expected a folder with a tokenizer, {model!r} has none that loads; make "

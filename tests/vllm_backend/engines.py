@@ -31,7 +31,11 @@ def engine(
         options: more arguments of ``LLM``.
     """
     from vllm import LLM
+    from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 
+    # vLLM's first model runner forbids captures when it has made its own; its second never allows
+    # them again, and would refuse every engine after that in this process.
+    set_cudagraph_capturing_enabled(True)
     options = {
         "enforce_eager": True,
         "max_num_seqs": 8,
