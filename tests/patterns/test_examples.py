@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sparsek_kernels.block_sparse import ops
+from sparsek_kernels.block_sparse import torch_path
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "patterns.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
@@ -23,13 +23,13 @@ def test_example_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for package in ("safetensors", "matplotlib", *(["xformers"] if "xformers" in code else [])):
         pytest.importorskip(package)
     calls: list[str] = []
-    _spy(monkeypatch, ops, "torch_forward", calls)
-    _spy(monkeypatch, ops, "torch_backward", calls)
+    _spy(monkeypatch, torch_path, "forward", calls)
+    _spy(monkeypatch, torch_path, "backward", calls)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "patterns.md", "exec"), {"__name__": "example"})
-    backward = ["torch_backward"] if "backward()" in code else []
-    assert calls == ["torch_forward", *backward]
+    backward = ["backward"] if "backward()" in code else []
+    assert calls == ["forward", *backward]
     if backward:
         assert (tmp_path / "pattern.png").read_bytes().startswith(b"\x89PNG")
 

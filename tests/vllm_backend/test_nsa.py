@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from sparsek_backend.vllm_backend.startup import engine_config
 
 from sparsek_backend.nn import NSALlamaConfig
+from sparsek_backend.vllm_backend.settings import engine_config
 from tests.vllm_backend.engines import (
     counted_preemptions,
     engine,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import TypeVar, cast
 
 import torch
@@ -150,16 +149,6 @@ class PagedBatch:
             max_query_len=1,
             max_seq_len=self.max_seq_len,
         )
-
-    def last_rows(self, count: int) -> dict[int, range]:
-        """Rows of the last ``count`` query tokens of every prefill that has any, by request."""
-        lens = self.query_lens
-        ends = list(accumulate(lens, initial=self.first_row))[1:]
-        return {
-            r: range(ends[r] - min(lens[r], count), ends[r])
-            for r in range(self.num_decodes, self.num_requests)
-            if lens[r]
-        }
 
 
 def host_lengths(batch: PagedBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
