@@ -133,6 +133,17 @@ def measure() -> dict[str, tuple[float, float]]:
     return rows
 
 
+def commit_of(tree: Path) -> str:
+    """The commit of a checkout, ``unknown`` where it has no git."""
+    done = subprocess.run(
+        ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip() or "unknown"
+
+
 def main() -> int:
     """Run the comparison; 1 where results differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -170,8 +181,10 @@ def main() -> int:
     if args.csv:
         with args.csv.open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(["operation", "old_ms", "new_ms", "new_over_old", "same_result"])
-            writer.writerows(rows)
+            names = ["operation", "old_ms", "new_ms", "new_over_old", "same_result"]
+            writer.writerow([*names, "old_commit", "new_commit"])
+            commits = (commit_of(args.old), commit_of(args.new))
+            writer.writerows([*row, *commits] for row in rows)
     return int(failed > 0)
 
 

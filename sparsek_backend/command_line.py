@@ -12,8 +12,8 @@ from typing import Any, get_type_hints
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """The command, for typer, with an option for every field of its dataclass parameters.
 
-    Fields are annotated, and have defaults, as parameters of a typer command; their names differ
-    from those of the other parameters.
+    A field is annotated, and has a default, as a parameter of a typer command would be.  No field
+    has the name of another parameter.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, type[Any]] = {

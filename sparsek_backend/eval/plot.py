@@ -50,7 +50,7 @@ def plot_accuracy(rows: Sequence[Row], path: Path, title: str) -> Path:
 
 
 def _draw(axis: Any, rows: Sequence[Row]) -> None:
-    """Points of every budget, those of one mode joined by a line; dense as a level."""
+    """Draw a point for every budget, a line through each mode's points, and dense as a level."""
     reference, others = rows[0], rows[1:]
     axis.axhline(reference["accuracy"], color="black", linewidth=1, label=reference["label"])
     axis.axhspan(

@@ -207,7 +207,7 @@ def _selected_chunks(
 ) -> Iterator[tuple[Span, slice, torch.Tensor, torch.Tensor]]:
     """Spans, query rows, their chosen keys ``[n, Hkv, K]``, and a mask of the visible ones.
 
-    Keys that are not visible, those of block -1 included, stand as the sequence's first key.
+    A key that is not visible is replaced by the sequence's first key; block -1 has no visible key.
     """
     shape, size, device = problem.shape, problem.sel_block_size, problem.q.device
     ordered = problem.block_indices.sort(dim=-1, descending=True).values

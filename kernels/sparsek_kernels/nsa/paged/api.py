@@ -83,7 +83,7 @@ def _completed_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Request, index and ``slot_mapping`` of the blocks that requests from ``first`` on complete.
 
-    The slot of a block is its row among those of all pages; all three are int64.
+    All three are int64.  A block's slot is ``page * blocks_per_page + place in the page``.
     """
     lengths, counts = host_lengths(batch)
     rows = [

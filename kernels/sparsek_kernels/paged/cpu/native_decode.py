@@ -1,6 +1,6 @@
 """Decoding on a CPU in one call of a C function, built on its first use.
 
-The torch path (``eager.py``) copies the blocks that a token attends and takes about fifty calls
+The torch path (``attend.py``) copies the blocks that a token attends and takes about fifty calls
 for a layer.  Where a C compiler is at hand (Triton needs one as well), decodes over bfloat16 and
 float32 caches go through ``decode.c`` instead: the same rule, float32 arithmetic, no copies of K
 and V.

@@ -1,6 +1,6 @@
 """Exact attention mass of blocks for Hopper: one loading warp, four computing warpgroups (Gluon).
 
-The rule, the strips and the layouts are those of ``block_mass.py``; blocks have 64 keys and strips
+The scores, strips and memory layouts are defined in ``block_mass.py``.  Blocks have 64 keys, strips
 256 rows.  A persistent program takes one strip, KV head and span of keys at a time.  The loading
 warp streams blocks of K through shared memory with TMA; each warpgroup owns 64 rows.
 """
