@@ -41,19 +41,10 @@ def _blocks_below(list_ptr, begin, end, bound, WARPS: gl.constexpr):
 @gluon.jit
 def _place(
     step,
-    crow_ptr,
-    col_ptr,
-    num_q,
-    num_k,
-    num_rows,
-    num_kv_heads,
-    num_items,
-    pattern_heads,
-    GROUP: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    BLOCK: gl.constexpr,
-    WARPS: gl.constexpr,
-):
+    crow_ptr, col_ptr,
+    num_q, num_k, num_rows, num_kv_heads, num_items, pattern_heads,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
     """Item of this program's ``step``-th turn, and the blocks that it lists.
 
     Returns ``(valid, batch, kv_head, member, row, begin, count, full)``: its first head within the
@@ -110,33 +101,15 @@ def _load_tile(
 
 @gluon.jit
 def _load_partition(
-    q_desc,
-    k_desc,
-    v_desc,
-    q_smem,
-    k_smem,
-    v_smem,
-    bars,
-    crow_ptr,
-    col_ptr,
-    q_batch_rows,
-    k_batch_rows,
-    v_batch_rows,
-    q_head_cols,
-    k_head_cols,
-    v_head_cols,
-    num_q,
-    num_k,
-    num_rows,
-    num_kv_heads,
-    num_items,
-    pattern_heads,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    BLOCK: gl.constexpr,
+    q_desc, k_desc, v_desc,
+    q_smem, k_smem, v_smem, bars,
+    crow_ptr, col_ptr,
+    q_batch_rows, k_batch_rows, v_batch_rows,
+    q_head_cols, k_head_cols, v_head_cols,
+    num_q, num_k, num_rows, num_kv_heads, num_items, pattern_heads,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
-):
+):  # fmt: skip
     """Issue every TMA load of this program's items, as buffers become free."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     PARTS: gl.constexpr = HEAD_DIM // 64
@@ -196,34 +169,15 @@ def _mask(
 
 @gluon.jit
 def _attend_tiles(
-    acc,
-    p,
-    m,
-    total,
-    fetched,
-    first,
-    last,
-    q_tile,
-    k_wide,
-    v_wide,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
+    acc, p, m, total, fetched, first, last, q_tile, k_wide, v_wide,
+    k_full, k_empty, v_full, v_empty,
     lse_ptr,
     pos,
     col_ptr,
-    begin,
-    count,
-    scale_log2,
-    MASKED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    BLOCK: gl.constexpr,
-    STAGES: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-    O_LAYOUT: gl.constexpr,
-    P_LAYOUT: gl.constexpr,
-):
+    begin, count, scale_log2,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Tiles ``first .. last``; ``p`` holds the weights of the tile before, not yet applied."""
     for tile in range(first, last):
         stage = fetched % STAGES
@@ -253,31 +207,16 @@ def _attend_tiles(
 
 @gluon.jit
 def _attend_partition(
-    out_ptr,
-    lse_ptr,
-    q_wide,
-    k_wide,
-    v_wide,
+    out_ptr, lse_ptr,
+    q_wide, k_wide, v_wide,
     bars,
-    crow_ptr,
-    col_ptr,
+    crow_ptr, col_ptr,
     scale_log2,
-    stride_ob,
-    stride_ot,
-    stride_oh,
-    num_q,
-    num_k,
-    num_rows,
-    num_kv_heads,
-    num_items,
-    pattern_heads,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    BLOCK: gl.constexpr,
-    STAGES: gl.constexpr,
-    INDEX: gl.constexpr,
-):
+    stride_ob, stride_ot, stride_oh,
+    num_q, num_k, num_rows, num_kv_heads, num_items, pattern_heads,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, INDEX: gl.constexpr,
+):  # fmt: skip
     """One warpgroup: its 64 rows of each item, from scores to output."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     PER_TILE: gl.constexpr = KEYS // BLOCK
@@ -350,35 +289,15 @@ def _attend_partition(
 
 @gluon.jit
 def block_sparse_hopper_fwd_kernel(
-    out_ptr,
-    lse_ptr,
-    q_desc,
-    k_desc,
-    v_desc,
-    crow_ptr,
-    col_ptr,
+    out_ptr, lse_ptr, q_desc, k_desc, v_desc, crow_ptr, col_ptr,
     scale_log2,
-    stride_ob,
-    stride_ot,
-    stride_oh,
-    q_batch_rows,
-    k_batch_rows,
-    v_batch_rows,
-    q_head_cols,
-    k_head_cols,
-    v_head_cols,
-    num_q,
-    num_k,
-    num_rows,
-    num_kv_heads,
-    num_items,
-    pattern_heads,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    BLOCK: gl.constexpr,
+    stride_ob, stride_ot, stride_oh,
+    q_batch_rows, k_batch_rows, v_batch_rows,
+    q_head_cols, k_head_cols, v_head_cols,
+    num_q, num_k, num_rows, num_kv_heads, num_items, pattern_heads,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
-):
+):  # fmt: skip
     """Grid: one program per multiprocessor, each taking ``num_items / programs`` items.
 
     ``*_desc`` describe q, k and v as matrices ``[tokens, heads * D]`` in boxes of 64 columns, 64

@@ -11,14 +11,9 @@ import triton.language as tl
 
 @triton.jit
 def window_key_blocks(
-    p_first,
-    p_last,
-    k_len,
-    window_size,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-):
+    p_first, p_last, k_len, window_size,
+    BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
     """Key blocks for queries at positions ``p_first .. p_last`` (inclusive).
 
     Returns ``(start, n_left, n_full, n_all)``: blocks are ``BLOCK_N`` keys from ``start`` on;
@@ -47,16 +42,9 @@ def window_key_blocks(
 
 @triton.jit
 def window_query_blocks(
-    n_first,
-    n_last,
-    q_len,
-    k_len,
-    window_size,
-    BLOCK_M: tl.constexpr,
-    ALIGN: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-):
+    n_first, n_last, q_len, k_len, window_size,
+    BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
     """Query blocks whose window meets keys ``n_first .. n_last`` (inclusive).
 
     Returns ``(start, m_left, m_full, m_all)``: blocks are ``BLOCK_M`` rows from row ``start`` on
@@ -94,14 +82,9 @@ def last_key(pos, KEY_BLOCK: tl.constexpr, KEY_STRIDE: tl.constexpr):
 
 @triton.jit
 def visible(
-    pos,
-    key,
-    num_sink,
-    window_size,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SINKS_TOO: tl.constexpr,
-):
+    pos, key, num_sink, window_size,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SINKS_TOO: tl.constexpr,
+):  # fmt: skip
     """Whether queries at ``pos`` see ``key`` (broadcast against each other).
 
     ``SINKS_TOO`` decides whether a sink key outside of the window counts.

@@ -6,25 +6,12 @@ import triton.language as tl
 
 @triton.jit
 def row_dots_kernel(
-    delta_ptr,
-    out_ptr,
-    dout_ptr,
-    dlse_ptr,
-    stride_ob,
-    stride_ot,
-    stride_oh,
-    stride_od,
-    stride_gb,
-    stride_gt,
-    stride_gh,
-    stride_gd,
-    num_q,
-    num_heads,
-    HEAD_DIM: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    delta_ptr, out_ptr, dout_ptr, dlse_ptr,
+    stride_ob, stride_ot, stride_oh, stride_od,
+    stride_gb, stride_gt, stride_gh, stride_gd,
+    num_q, num_heads,
+    HEAD_DIM: tl.constexpr, HAS_DLSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """``delta[b, h, i] = sum_d out dout - dlse`` for ``BLOCK_M`` rows of one head."""
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     head = tl.program_id(1).to(tl.int64)

@@ -7,12 +7,10 @@ import triton.language as tl
 @triton.jit
 def sequence_bounds(
     seq,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    num_q,
-    num_k,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    num_q, num_k,
     VARLEN: tl.constexpr,
-):
+):  # fmt: skip
     """``(batch, q_start, q_len, k_start, k_len)`` of sequence ``seq``."""
     if VARLEN:
         q_start = tl.load(cu_seqlens_q_ptr + seq)
@@ -26,13 +24,10 @@ def sequence_bounds(
 
 @triton.jit
 def tile_map_kernel(
-    tiles_ptr,
-    cu_seqlens_ptr,
-    num_seqs,
-    num_tiles,
-    BLOCK: tl.constexpr,
-    SCAN: tl.constexpr,
-):
+    tiles_ptr, cu_seqlens_ptr,
+    num_seqs, num_tiles,
+    BLOCK: tl.constexpr, SCAN: tl.constexpr,
+):  # fmt: skip
     """Fill ``tiles[t] = (sequence, block within it)`` for every block of every sequence.
 
     Program ``s < num_seqs`` writes the tiles of sequence ``s``, the last program marks the unused

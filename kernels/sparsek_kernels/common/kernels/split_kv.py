@@ -8,15 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def add_splits(
-    parts,
-    states,
-    mask_m,
-    mask_out,
-    num_parts,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+    parts, states, mask_m, mask_out, num_parts,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     """Sum of the partial outputs of a tile, in split order: ``(row_max, row_sum, acc)``.
 
     ``parts`` and ``states`` point at split 0; loads bypass the L1 cache, which other programs'

@@ -12,15 +12,11 @@ def compressed_visible(pos, CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr):
 
 @triton.jit
 def locate_tile(
-    tile,
-    seq,
-    tiles_ptr,
-    cu_seqlens_ptr,
-    cu_cmp_ptr,
-    num_q,
-    offset,
+    tile, seq,
+    tiles_ptr, cu_seqlens_ptr, cu_cmp_ptr,
+    num_q, offset,
     VARLEN: tl.constexpr,
-):
+):  # fmt: skip
     """``(seq, tile, batch, q_start, q_len, c_start, offset)`` of a tile of queries.
 
     Packed batches: ``tile`` indexes the map of (sequence, tile within it), sequence -1 is unused,
@@ -40,18 +36,11 @@ def locate_tile(
 
 @triton.jit
 def locate_rows(
-    tile,
-    seq,
-    tiles_ptr,
-    cu_rows_ptr,
-    cu_seqlens_ptr,
-    cu_cmp_ptr,
-    first_row,
-    num_rows,
-    offset,
-    num_cmp,
+    tile, seq,
+    tiles_ptr, cu_rows_ptr, cu_seqlens_ptr, cu_cmp_ptr,
+    first_row, num_rows, offset, num_cmp,
     VARLEN: tl.constexpr,
-):
+):  # fmt: skip
     """``(seq, tile, batch, q_start, q_len, c_start, c_len, offset)`` of a tile of a launch's rows.
 
     A launch serves rows ``first_row ..`` of q.  Packed: ``cu_rows`` are the sequences' offsets

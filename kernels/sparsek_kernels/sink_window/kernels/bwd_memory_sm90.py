@@ -56,26 +56,11 @@ def store_flag(ptr, value):
 @gluon.jit
 def place_task(
     task,
-    tiles_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    num_q,
-    num_k,
-    num_heads,
-    num_blocks,
-    heads_together,
-    num_segments,
-    segment_rows,
-    window_size,
-    GROUP: gl.constexpr,
-    VARLEN: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    KEY_BLOCK: gl.constexpr,
-    KEY_STRIDE: gl.constexpr,
-):
+    tiles_ptr, cu_q_ptr, cu_k_ptr,
+    num_q, num_k, num_heads, num_blocks, heads_together, num_segments, segment_rows, window_size,
+    GROUP: gl.constexpr, VARLEN: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, KEY_BLOCK: gl.constexpr, KEY_STRIDE: gl.constexpr,
+):  # fmt: skip
     """Sequence, KV head, key block, segment and query blocks of a task.
 
     ``heads_together`` KV heads run side by side: fastest, then key blocks, then segments, then the
@@ -140,48 +125,16 @@ def place_step(step, m_all, GROUP: gl.constexpr, WINDOWED: gl.constexpr):
 
 @gluon.jit
 def load_partition(
-    q_desc,
-    dout_desc,
-    k_desc,
-    v_desc,
-    lse_ptr,
-    delta_ptr,
-    q_smem,
-    dout_smem,
-    k_smem,
-    v_smem,
-    lse_smem,
-    delta_smem,
-    kv_full,
-    q_full,
-    q_empty,
-    g_full,
+    q_desc, dout_desc, k_desc, v_desc, lse_ptr, delta_ptr,
+    q_smem, dout_smem, k_smem, v_smem, lse_smem, delta_smem, kv_full, q_full, q_empty, g_full,
     g_empty,
-    batch,
-    kv_head,
-    block,
-    q_start,
-    q_len,
-    k_start,
-    start,
-    m_all,
-    q_batch_rows,
-    g_batch_rows,
-    k_batch_rows,
-    v_batch_rows,
-    q_head_cols,
-    g_head_cols,
-    k_head_cols,
-    v_head_cols,
-    num_q,
-    num_heads,
-    GROUP: gl.constexpr,
-    WINDOWED: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    Q_STAGES: gl.constexpr,
-    G_STAGES: gl.constexpr,
-):
+    batch, kv_head, block, q_start, q_len, k_start, start, m_all,
+    q_batch_rows, g_batch_rows, k_batch_rows, v_batch_rows,
+    q_head_cols, g_head_cols, k_head_cols, v_head_cols,
+    num_q, num_heads,
+    GROUP: gl.constexpr, WINDOWED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr,
+):  # fmt: skip
     """Issue the loads: k and v once, then q, dout, lse and delta of each query block."""
     if m_all > 0:
         key = k_start + block * BLOCK_N
@@ -224,29 +177,12 @@ def load_partition(
 @gluon.jit
 def add_partition(
     dq_desc,
-    dq_smem,
-    dq_full,
-    dq_empty,
+    dq_smem, dq_full, dq_empty,
     order_ptr,
-    seq,
-    batch,
-    kv_head,
-    block,
-    q_start,
-    q_len,
-    k_len,
-    start,
-    m_all,
-    order_blocks,
-    num_q,
-    num_heads,
-    GROUP: gl.constexpr,
-    VARLEN: gl.constexpr,
-    WINDOWED: gl.constexpr,
-    OVERWRITES: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):
+    seq, batch, kv_head, block, q_start, q_len, k_len, start, m_all, order_blocks, num_q, num_heads,
+    GROUP: gl.constexpr, VARLEN: gl.constexpr, WINDOWED: gl.constexpr, OVERWRITES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
     """Add each ``dq`` tile to memory when its turn has come; the first may overwrite."""
     offset = k_len - q_len
     for step in range(GROUP * m_all):

@@ -6,18 +6,12 @@ import triton.language as tl
 
 @triton.jit
 def sink_window_bwd_finish_kernel(
-    dq_ptr,
-    dq_acc_ptr,
+    dq_ptr, dq_acc_ptr,
     scale,
-    stride_dqb,
-    stride_dqt,
-    stride_dqh,
-    num_q,
-    num_heads,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    stride_dqb, stride_dqt, stride_dqh,
+    num_q, num_heads,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """``dq = scale * dq_acc``, from fp32 ``[B, Hq, N, D]``, for ``BLOCK_M`` rows of one head."""
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     head = tl.program_id(1).to(tl.int64)

@@ -14,22 +14,11 @@ ROWS: gl.constexpr = gl.constexpr(64)
 @gluon.jit
 def tile_place(
     tile,
-    tiles_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    num_q,
-    num_k,
-    num_blocks,
-    num_heads,
-    heads_together,
-    window_size,
-    GROUP: gl.constexpr,
-    VARLEN: gl.constexpr,
-    PAIRED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):
+    tiles_ptr, cu_q_ptr, cu_k_ptr,
+    num_q, num_k, num_blocks, num_heads, heads_together, window_size,
+    GROUP: gl.constexpr, VARLEN: gl.constexpr, PAIRED: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
     """Sequence, head, rows and key blocks of a tile; the first key block is never skipped.
 
     A tile has ``2 * ROWS`` query rows of its head, or ``ROWS`` of it and of the head after it
@@ -85,42 +74,16 @@ def tile_place(
 
 @gluon.jit
 def load_partition(
-    q_desc,
-    k_desc,
-    v_desc,
-    sink_k_desc,
-    sink_v_desc,
-    q_smem,
-    k_smem,
-    v_smem,
-    sink_k_smem,
-    sink_v_smem,
-    bars,
-    tiles_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
+    q_desc, k_desc, v_desc, sink_k_desc, sink_v_desc,
+    q_smem, k_smem, v_smem, sink_k_smem, sink_v_smem, bars,
+    tiles_ptr, cu_q_ptr, cu_k_ptr,
     window_size,
-    q_batch_rows,
-    k_batch_rows,
-    v_batch_rows,
-    q_head_cols,
-    k_head_cols,
-    v_head_cols,
-    num_q,
-    num_k,
-    num_heads,
-    num_blocks,
-    num_tiles,
-    heads_together,
-    GROUP: gl.constexpr,
-    HAS_SINK_KEYS: gl.constexpr,
-    VARLEN: gl.constexpr,
-    PAIRED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    q_batch_rows, k_batch_rows, v_batch_rows,
+    q_head_cols, k_head_cols, v_head_cols,
+    num_q, num_k, num_heads, num_blocks, num_tiles, heads_together,
+    GROUP: gl.constexpr, HAS_SINK_KEYS: gl.constexpr, VARLEN: gl.constexpr, PAIRED: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """Issue every TMA load of this program's tiles, as buffers become free."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty, _tail_done = bars
     count = 0

@@ -25,17 +25,9 @@ from sparsek_kernels.sink_window.kernels.fwd_load_sm90 import ROWS, load_partiti
 
 @gluon.jit
 def _mask(
-    s,
-    pos,
-    first_key,
-    k_len,
-    num_sink,
-    window_size,
-    CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-):
+    s, pos, first_key, k_len, num_sink, window_size,
+    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Scores with ``-inf`` where a row does not see a key; rows past the end do not matter."""
     key = first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
     if CAUSAL:
@@ -47,14 +39,9 @@ def _mask(
 
 @gluon.jit
 def _zero_tail(
-    buffer,
-    num_valid,
-    both_done,
-    phase,
-    ROWS_HELD: gl.constexpr,
-    COLS: gl.constexpr,
-    INDEX: gl.constexpr,
-):
+    buffer, num_valid, both_done, phase,
+    ROWS_HELD: gl.constexpr, COLS: gl.constexpr, INDEX: gl.constexpr,
+):  # fmt: skip
     """Clear rows from ``num_valid`` on: they may hold NaN of a neighbouring sequence.
 
     Each of the two warpgroups that read the buffer clears its half and waits for the other.
@@ -73,36 +60,13 @@ def _zero_tail(
 
 @gluon.jit
 def _compute_blocks(
-    acc,
-    p,
-    m,
-    total,
-    count,
-    first,
-    last,
-    q_buf,
-    k_smem,
-    v_smem,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
+    acc, p, m, total, count, first, last,
+    q_buf, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
     lse_ptr,
-    pos,
-    start,
-    k_len,
-    num_sink,
-    window_size,
-    scale_log2,
-    MASKED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-    O_LAYOUT: gl.constexpr,
-    P_LAYOUT: gl.constexpr,
-):
+    pos, start, k_len, num_sink, window_size, scale_log2,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Blocks ``first .. last``; ``p`` holds the weights of the block before, not yet applied."""
     for j in range(first, last):
         stage = count % STAGES
@@ -134,45 +98,17 @@ def _compute_blocks(
 
 @gluon.jit
 def _compute_partition(
-    out_ptr,
-    lse_ptr,
-    q_smem,
-    k_smem,
-    v_smem,
-    sink_k_smem,
-    sink_v_smem,
-    bars,
-    sinks_ptr,
-    tiles_ptr,
-    cu_q_ptr,
-    cu_k_ptr,
-    scale_log2,
-    num_sink,
-    window_size,
-    stride_ob,
-    stride_ot,
-    stride_oh,
-    num_q,
-    num_k,
-    num_heads,
-    num_blocks,
-    num_tiles,
-    heads_together,
-    GROUP: gl.constexpr,
-    HAS_SINK_KEYS: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
-    STORE_LSE: gl.constexpr,
-    VARLEN: gl.constexpr,
-    PAIRED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_S: gl.constexpr,
-    HOLD_Q: gl.constexpr,
-    STAGES: gl.constexpr,
-    INDEX: gl.constexpr,
-):
+    out_ptr, lse_ptr,
+    q_smem, k_smem, v_smem, sink_k_smem, sink_v_smem, bars,
+    sinks_ptr, tiles_ptr, cu_q_ptr, cu_k_ptr,
+    scale_log2, num_sink, window_size,
+    stride_ob, stride_ot, stride_oh,
+    num_q, num_k, num_heads, num_blocks, num_tiles, heads_together,
+    GROUP: gl.constexpr, HAS_SINK_KEYS: gl.constexpr, HAS_SINKS: gl.constexpr,
+    STORE_LSE: gl.constexpr, VARLEN: gl.constexpr, PAIRED: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOWED: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_S: gl.constexpr,
+    HOLD_Q: gl.constexpr, STAGES: gl.constexpr, INDEX: gl.constexpr,
+):  # fmt: skip
     """One warpgroup: half ``INDEX`` of the rows of each tile, from scores to output."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty, tail_done = bars
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -321,49 +257,19 @@ def _compute_partition(
 
 @gluon.jit
 def sink_window_hopper_fwd_kernel(
-    out_ptr,
-    lse_ptr,
-    q_desc,
-    k_desc,
-    v_desc,
-    sink_k_desc,
-    sink_v_desc,
-    sinks_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    tiles_ptr,
-    scale_log2,
-    num_sink,
-    window_size,
-    stride_ob,
-    stride_ot,
-    stride_oh,
-    q_batch_rows,
-    k_batch_rows,
-    v_batch_rows,
-    q_head_cols,
-    k_head_cols,
-    v_head_cols,
-    num_q,
-    num_k,
-    num_heads,
-    num_blocks,
-    num_tiles,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOWED: gl.constexpr,
-    HAS_SINK_KEYS: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
-    STORE_LSE: gl.constexpr,
-    VARLEN: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_S: gl.constexpr,
-    STAGES: gl.constexpr,
-    PAIRED: gl.constexpr,
-    HOLD_Q: gl.constexpr,
+    out_ptr, lse_ptr, q_desc, k_desc, v_desc, sink_k_desc, sink_v_desc, sinks_ptr, cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr, tiles_ptr,
+    scale_log2, num_sink, window_size,
+    stride_ob, stride_ot, stride_oh,
+    q_batch_rows, k_batch_rows, v_batch_rows,
+    q_head_cols, k_head_cols, v_head_cols,
+    num_q, num_k, num_heads, num_blocks, num_tiles,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
+    HAS_SINK_KEYS: gl.constexpr, HAS_SINKS: gl.constexpr, STORE_LSE: gl.constexpr,
+    VARLEN: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_S: gl.constexpr, STAGES: gl.constexpr,
+    PAIRED: gl.constexpr, HOLD_Q: gl.constexpr,
     heads_together=1,
-):
+):  # fmt: skip
     """Grid: one program per multiprocessor, each taking ``num_tiles / programs`` tiles.
 
     ``*_desc`` describe q, k and v as matrices ``[tokens, heads * D]``; ``*_batch_rows`` and

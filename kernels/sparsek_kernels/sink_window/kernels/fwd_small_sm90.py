@@ -51,20 +51,10 @@ def _wait_for_copy(LATER: gl.constexpr):
 
 @gluon.jit
 def _split_partition(
-    pointers,
-    buffers,
-    strides,
-    sizes,
-    scale_log2,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
-    STORE_LSE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    INDEX: gl.constexpr,
-):
+    pointers, buffers, strides, sizes, scale_log2,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, HAS_SINKS: gl.constexpr,
+    STORE_LSE: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS: gl.constexpr, INDEX: gl.constexpr,
+):  # fmt: skip
     """One warpgroup: ``CHUNKS`` blocks of keys, then an equal share of the joined rows."""
     out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, sinks_ptr = pointers
     q_smem, k_smem, v_smem, part_smem, max_smem, sum_smem, q_full, parts_full = buffers
@@ -199,36 +189,12 @@ def _split_partition(
 
 @gluon.jit
 def sink_window_hopper_small_kernel(
-    out_ptr,
-    lse_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    sinks_ptr,
-    scale_log2,
-    octet_ob,
-    octet_ot,
-    octet_oh,
-    octet_qb,
-    octet_qt,
-    octet_qh,
-    octet_kb,
-    octet_kt,
-    octet_kh,
-    octet_vb,
-    octet_vt,
-    octet_vh,
-    num_q,
-    num_k,
-    num_heads,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
-    STORE_LSE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    CHUNKS: gl.constexpr,
-):
+    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, sinks_ptr,
+    scale_log2, octet_ob, octet_ot, octet_oh, octet_qb, octet_qt, octet_qh, octet_kb, octet_kt,
+    octet_kh, octet_vb, octet_vt, octet_vh, num_q, num_k, num_heads,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, HAS_SINKS: gl.constexpr,
+    STORE_LSE: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS: gl.constexpr,
+):  # fmt: skip
     """Grid ``(query blocks, heads, batch)``: 64 query rows and up to ``SPLITS * CHUNKS * BLOCK_N``
     keys.
 

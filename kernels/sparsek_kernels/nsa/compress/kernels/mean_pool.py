@@ -11,22 +11,12 @@ import triton.language as tl
 
 @triton.jit
 def nsa_mean_pool_fwd_kernel(
-    out_ptr,
-    x_ptr,
-    starts_ptr,
-    stride_xb,
-    stride_xt,
-    stride_xh,
-    stride_xd,
-    num_cmp,
-    num_heads,
-    HEAD_DIM: tl.constexpr,
-    CMP_BLOCK: tl.constexpr,
-    CMP_STRIDE: tl.constexpr,
-    VARLEN: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    out_ptr, x_ptr, starts_ptr,
+    stride_xb, stride_xt, stride_xh, stride_xd,
+    num_cmp, num_heads,
+    HEAD_DIM: tl.constexpr, CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One program: ``BLOCK_C`` compressed blocks of one head; ``out`` is contiguous.
 
     ``starts`` holds the first token of each row of a packed batch, -1 for unused rows.
@@ -60,25 +50,12 @@ def nsa_mean_pool_fwd_kernel(
 
 @triton.jit
 def nsa_mean_pool_bwd_kernel(
-    dx_ptr,
-    dout_ptr,
-    token_seq_ptr,
-    cu_seqlens_ptr,
-    cu_cmp_ptr,
-    stride_gb,
-    stride_gt,
-    stride_gh,
-    stride_gd,
-    num_tokens,
-    num_cmp,
-    num_heads,
-    HEAD_DIM: tl.constexpr,
-    CMP_BLOCK: tl.constexpr,
-    CMP_STRIDE: tl.constexpr,
-    VARLEN: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    dx_ptr, dout_ptr, token_seq_ptr, cu_seqlens_ptr, cu_cmp_ptr,
+    stride_gb, stride_gt, stride_gh, stride_gd,
+    num_tokens, num_cmp, num_heads,
+    HEAD_DIM: tl.constexpr, CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One program: ``BLOCK_T`` tokens of one head gather the blocks that cover them."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
     head = tl.program_id(1).to(tl.int64)

@@ -18,27 +18,15 @@ from sparsek_kernels.nsa.kernels.tiles import compressed_visible, locate_tile
 
 @triton.jit
 def _attend_run(
-    acc,
-    m,
-    denom,
-    q,
-    k_ptr,
-    v_ptr,
+    acc, m, denom, q,
+    k_ptr, v_ptr,
     scale_log2,
-    stride_kt,
-    stride_kd,
-    stride_vt,
-    stride_vd,
-    seen,
-    first,
-    last,
-    MASKED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    stride_kt, stride_kd,
+    stride_vt, stride_vd,
+    seen, first, last,
+    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """Online softmax over compressed keys ``first .. last - 1``; row ``i`` sees ``seen[i]``."""
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
@@ -69,41 +57,16 @@ def _attend_run(
 
 @triton.jit
 def nsa_compressed_fwd_kernel(
-    out_ptr,
-    lse_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cu_seqlens_ptr,
-    cu_cmp_ptr,
-    tiles_ptr,
+    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, cu_seqlens_ptr, cu_cmp_ptr, tiles_ptr,
     scale,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_qd,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_kd,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_vd,
-    num_q,
-    offset,
-    num_heads,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CMP_BLOCK: tl.constexpr,
-    CMP_STRIDE: tl.constexpr,
-    VARLEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    stride_qb, stride_qt, stride_qh, stride_qd,
+    stride_kb, stride_kt, stride_kh, stride_kd,
+    stride_vb, stride_vt, stride_vh, stride_vd,
+    num_q, offset, num_heads,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr,
+    VARLEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """One program: ``BLOCK_M`` queries of one head; ``out`` and ``lse`` are contiguous.
 
     The last queries, which see the most blocks, start first.

@@ -26,31 +26,13 @@ _SAMPLES: tl.constexpr = tl.constexpr(64)  # query rows that a program of the ar
 
 @triton.jit
 def nsa_arrange_kernel(
-    k_out_ptr,
-    v_out_ptr,
-    longest_ptr,
-    k_ptr,
-    v_ptr,
-    q_ptr,
-    cu_seqlens_ptr,
-    cu_cmp_ptr,
-    tiles_ptr,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    num_cmp,
-    num_q,
-    rows_out,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VARLEN: tl.constexpr,
-):
+    k_out_ptr, v_out_ptr, longest_ptr, k_ptr, v_ptr, q_ptr, cu_seqlens_ptr, cu_cmp_ptr, tiles_ptr,
+    stride_kb, stride_kt, stride_kh,
+    stride_vb, stride_vt, stride_vh,
+    stride_qb, stride_qt, stride_qh,
+    num_cmp, num_q, rows_out,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
     """One program: one tile of keys and values of one KV head, zeros after the last.
 
     Contiguous ``[B, rows_out, Hkv, D]``; a packed sequence starts at the tile :func:`first_tile`.
@@ -111,14 +93,10 @@ def first_tile(start, seq):
 
 @gluon.jit
 def place(
-    where,
-    tile,
-    GROUP: gl.constexpr,
-    VARLEN: gl.constexpr,
-    BOUNDED: gl.constexpr,
-    CMP_BLOCK: gl.constexpr,
+    where, tile,
+    GROUP: gl.constexpr, VARLEN: gl.constexpr, BOUNDED: gl.constexpr, CMP_BLOCK: gl.constexpr,
     CMP_STRIDE: gl.constexpr,
-):
+):  # fmt: skip
     """Head, rows and steps of a tile; heads of a group are neighbours, long tiles come first.
 
     Without ``BOUNDED``, a tile is valid if the launch before left it or left all.
@@ -157,24 +135,15 @@ def place(
 @gluon.jit
 def load_partition(
     where,
-    q_desc,
-    k_desc,
-    v_desc,
-    q_smem,
-    k_smem,
-    v_smem,
-    bars,
+    q_desc, k_desc, v_desc,
+    q_smem, k_smem, v_smem, bars,
     q_batch_rows,
     q_head_cols,
     k_batch_rows,
     num_tiles,
-    GROUP: gl.constexpr,
-    VARLEN: gl.constexpr,
-    BOUNDED: gl.constexpr,
-    STAGES: gl.constexpr,
-    CMP_BLOCK: gl.constexpr,
-    CMP_STRIDE: gl.constexpr,
-):
+    GROUP: gl.constexpr, VARLEN: gl.constexpr, BOUNDED: gl.constexpr, STAGES: gl.constexpr,
+    CMP_BLOCK: gl.constexpr, CMP_STRIDE: gl.constexpr,
+):  # fmt: skip
     """Issue every copy of this program's tiles, as buffers become free."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     HEAD_DIM: gl.constexpr = k_desc.block_type.shape[1]

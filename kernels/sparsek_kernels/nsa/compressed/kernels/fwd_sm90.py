@@ -43,18 +43,9 @@ from sparsek_kernels.nsa.compressed.kernels.fwd_load_sm90 import (
 
 @gluon.jit
 def _weights(
-    s,
-    m,
-    total,
-    spilled,
-    last_seen,
-    j,
-    sums,
-    scale_log2,
-    MASKED: gl.constexpr,
-    BOUNDED: gl.constexpr,
-    SUMS: gl.constexpr,
-):
+    s, m, total, spilled, last_seen, j, sums, scale_log2,
+    MASKED: gl.constexpr, BOUNDED: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
     """Softmax of the scores of one tile; its block sums and their maxima go to memory.
 
     Weights are relative to ``m``: the running maximum, or what no score exceeds (``BOUNDED``).
@@ -94,30 +85,13 @@ def _weights(
 
 @gluon.jit
 def _compute_tiles(
-    acc,
-    p,
-    m,
-    total,
-    spilled,
-    count,
-    first,
-    last,
-    q_buf,
-    k_smem,
-    v_smem,
-    bars,
+    acc, p, m, total, spilled, count, first, last,
+    q_buf, k_smem, v_smem, bars,
     lse_ptr,
-    last_seen,
-    sums,
-    scale_log2,
-    MASKED: gl.constexpr,
-    BOUNDED: gl.constexpr,
-    SUMS: gl.constexpr,
-    STAGES: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-    O_LAYOUT: gl.constexpr,
-    P_LAYOUT: gl.constexpr,
-):
+    last_seen, sums, scale_log2,
+    MASKED: gl.constexpr, BOUNDED: gl.constexpr, SUMS: gl.constexpr, STAGES: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+):  # fmt: skip
     """Tiles ``first .. last`` of keys; ``p`` holds weights of the one before, not yet applied."""
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty = bars
     for j in range(first, last):
@@ -156,30 +130,13 @@ def _norms(q_buf, layout: gl.constexpr):
 @gluon.jit
 def _compute_partition(
     where,
-    out_ptr,
-    lse_ptr,
-    words_ptr,
-    maxima_ptr,
-    q_smem,
-    k_smem,
-    v_smem,
-    bars,
-    scale_log2,
-    longest,
-    num_q,
-    pitch,
-    num_tiles,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    SUMS: gl.constexpr,
-    BOUNDED: gl.constexpr,
-    BOUND: gl.constexpr,
-    VARLEN: gl.constexpr,
-    STAGES: gl.constexpr,
-    CMP_BLOCK: gl.constexpr,
-    CMP_STRIDE: gl.constexpr,
-    INDEX: gl.constexpr,
-):
+    out_ptr, lse_ptr, words_ptr, maxima_ptr,
+    q_smem, k_smem, v_smem, bars,
+    scale_log2, longest, num_q, pitch, num_tiles,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, SUMS: gl.constexpr, BOUNDED: gl.constexpr,
+    BOUND: gl.constexpr, VARLEN: gl.constexpr, STAGES: gl.constexpr, CMP_BLOCK: gl.constexpr,
+    CMP_STRIDE: gl.constexpr, INDEX: gl.constexpr,
+):  # fmt: skip
     """One warpgroup: rows ``INDEX * 64 ..`` of each tile, from scores to output."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     left_ptr, first_row, num_rows, num_heads = where[4], where[6], where[7], where[8]
@@ -294,40 +251,17 @@ def _compute_partition(
 
 @gluon.jit
 def nsa_compressed_hopper_fwd_kernel(
-    out_ptr,
-    lse_ptr,
-    words_ptr,
-    maxima_ptr,
-    longest_ptr,
-    left_ptr,
-    q_desc,
-    k_desc,
-    v_desc,
-    cu_rows_ptr,
-    cu_seqlens_ptr,
-    cu_cmp_ptr,
-    tiles_ptr,
+    out_ptr, lse_ptr, words_ptr, maxima_ptr, longest_ptr, left_ptr, q_desc, k_desc, v_desc,
+    cu_rows_ptr, cu_seqlens_ptr, cu_cmp_ptr, tiles_ptr,
     scale_log2,
     q_batch_rows,
     q_head_cols,
     k_batch_rows,
-    first_row,
-    num_rows,
-    num_q,
-    num_heads,
-    pitch,
-    num_blocks,
-    num_tiles,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    CMP_BLOCK: gl.constexpr,
-    CMP_STRIDE: gl.constexpr,
-    SUMS: gl.constexpr,
-    BOUNDED: gl.constexpr,
-    BOUND: gl.constexpr,
-    VARLEN: gl.constexpr,
+    first_row, num_rows, num_q, num_heads, pitch, num_blocks, num_tiles,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CMP_BLOCK: gl.constexpr, CMP_STRIDE: gl.constexpr,
+    SUMS: gl.constexpr, BOUNDED: gl.constexpr, BOUND: gl.constexpr, VARLEN: gl.constexpr,
     STAGES: gl.constexpr,
-):
+):  # fmt: skip
     """Grid: one program per multiprocessor, each taking ``num_tiles / programs`` tiles.
 
     ``k_desc`` and ``v_desc`` describe arranged keys and values.  With ``SUMS``, block sums go to

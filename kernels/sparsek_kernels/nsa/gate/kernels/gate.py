@@ -6,18 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def nsa_gate_fwd_kernel(
-    out_ptr,
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    ga_ptr,
-    gb_ptr,
-    gc_ptr,
+    out_ptr, a_ptr, b_ptr, c_ptr, ga_ptr, gb_ptr, gc_ptr,
     num_rows,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One program: ``BLOCK_R`` head vectors of contiguous branches and gates."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)  # [BLOCK_R]
     offs_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
@@ -36,30 +28,12 @@ def nsa_gate_fwd_kernel(
 
 @triton.jit
 def nsa_gate_bwd_kernel(
-    da_ptr,
-    db_ptr,
-    dc_ptr,
-    dga_ptr,
-    dgb_ptr,
-    dgc_ptr,
-    dout_ptr,
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    ga_ptr,
-    gb_ptr,
-    gc_ptr,
-    stride_gb,
-    stride_gt,
-    stride_gh,
-    stride_gd,
-    num_rows,
-    num_q,
-    num_heads,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    da_ptr, db_ptr, dc_ptr, dga_ptr, dgb_ptr, dgc_ptr, dout_ptr, a_ptr, b_ptr, c_ptr, ga_ptr,
+    gb_ptr, gc_ptr,
+    stride_gb, stride_gt, stride_gh, stride_gd,
+    num_rows, num_q, num_heads,
+    HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One program: gradients of ``BLOCK_R`` head vectors; only ``dout`` may be strided."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)  # [BLOCK_R]
     offs_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
@@ -87,19 +61,10 @@ def nsa_gate_bwd_kernel(
 
 @triton.jit
 def _branch_rows(
-    dgate_ptr,
-    dots_ptr,
-    folded_ptr,
-    out_ptr,
-    gate_ptr,
-    lse_ptr,
-    dout,
-    row,
-    stat,
-    mask_r,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    dgate_ptr, dots_ptr, folded_ptr, out_ptr, gate_ptr, lse_ptr,
+    dout, row, stat, mask_r,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Row sums, gate gradient and folded log-sum-exp of one branch."""
     offs_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     mask = mask_r[:, None] & (offs_d < HEAD_DIM)[None, :]
@@ -116,33 +81,12 @@ def _branch_rows(
 
 @triton.jit
 def nsa_gate_rows_kernel(
-    dga_ptr,
-    dgb_ptr,
-    dgc_ptr,
-    dots_ptr,
-    folded_ptr,
-    dout_ptr,
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    ga_ptr,
-    gb_ptr,
-    gc_ptr,
-    lse_a_ptr,
-    lse_b_ptr,
-    lse_c_ptr,
-    stride_gb,
-    stride_gt,
-    stride_gh,
-    stride_gd,
-    num_q,
-    num_heads,
-    num_stats,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    dga_ptr, dgb_ptr, dgc_ptr, dots_ptr, folded_ptr, dout_ptr, a_ptr, b_ptr, c_ptr, ga_ptr, gb_ptr,
+    gc_ptr, lse_a_ptr, lse_b_ptr, lse_c_ptr,
+    stride_gb, stride_gt, stride_gh, stride_gd,
+    num_q, num_heads, num_stats,
+    HEAD_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One program: gradients of the gates for ``BLOCK_T`` tokens and ``BLOCK_H`` heads.
 
     For each branch it writes ``dg = sum_d dout o`` twice, as the gradient ``[B, N, Hq]`` and as

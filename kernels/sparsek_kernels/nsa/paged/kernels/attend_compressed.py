@@ -19,17 +19,11 @@ from sparsek_kernels.paged.kernels.tiles import tile_span
 
 @triton.jit
 def load_compressed(
-    cmp_ptr,
-    table_ptr,
-    block,
-    mask,
-    offs_d,
-    stride_cp,
-    stride_cc,
-    HEAD_DIM: tl.constexpr,
-    PER_CMP: tl.constexpr,
-    ROWS_PER_PAGE: tl.constexpr,
-):
+    cmp_ptr, table_ptr,
+    block, mask, offs_d,
+    stride_cp, stride_cc,
+    HEAD_DIM: tl.constexpr, PER_CMP: tl.constexpr, ROWS_PER_PAGE: tl.constexpr,
+):  # fmt: skip
     """Compressed keys or values ``[BLOCK_N, BLOCK_D]`` of blocks ``block`` of one head.
 
     A block covers ``PER_CMP`` strides and lies in the row of the last of them.
@@ -43,44 +37,19 @@ def load_compressed(
 
 @triton.jit
 def nsa_paged_compressed_kernel(
-    out_ptr,
-    lse_ptr,
-    start_ptr,
-    part_ptr,
-    state_ptr,
-    ticket_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
+    out_ptr, lse_ptr, start_ptr, part_ptr, state_ptr, ticket_ptr, q_ptr, k_ptr, v_ptr,
+    block_table_ptr, seq_lens_ptr, cu_seqlens_ptr,
     scale,
-    stride_ot,
-    stride_oh,
-    stride_qt,
-    stride_qh,
-    stride_kp,
-    stride_kh,
-    stride_kc,
-    stride_vp,
-    stride_vh,
-    stride_vc,
+    stride_ot, stride_oh,
+    stride_qt, stride_qh,
+    stride_kp, stride_kh, stride_kc,
+    stride_vp, stride_vh, stride_vc,
     stride_br,
-    TILES_PER_REQUEST: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CMP_BLOCK: tl.constexpr,
-    CMP_STRIDE: tl.constexpr,
-    ROWS_PER_PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    TILES_PER_REQUEST: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr,
+    ROWS_PER_PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """One program: one decoded token and KV head, one share of the compressed blocks it sees.
 
     The program that draws a token's last ticket adds the shares up, in order, and writes ``out``

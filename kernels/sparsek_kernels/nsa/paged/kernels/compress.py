@@ -12,20 +12,12 @@ from sparsek_kernels.paged.kernels.tiles import tile_span
 
 @triton.jit
 def _raw_row(
-    raw_ptr,
-    table_ptr,
-    token,
-    rope_freqs,
-    stride_rp,
-    stride_rh,
-    stride_rt,
-    offs_h,
-    offs_d,
-    mask_h,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    ROTATED: tl.constexpr,
-):
+    raw_ptr, table_ptr,
+    token, rope_freqs,
+    stride_rp, stride_rh, stride_rt,
+    offs_h, offs_d, mask_h,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, ROTATED: tl.constexpr,
+):  # fmt: skip
     """A token's rows ``(x, partner) [BLOCK_H, BLOCK_D]``; ``partner`` is half a head away.
 
     ``ROTATED`` rows are rotated back by the token's position.
@@ -51,42 +43,17 @@ def _raw_row(
 
 @triton.jit
 def nsa_paged_compress_kernel(
-    cmp_ptr,
-    hidden_ptr,
-    ticket_ptr,
-    raw_ptr,
-    w1_ptr,
-    constant_ptr,
-    w2_ptr,
-    b2_ptr,
-    rope_freqs_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    stride_cp,
-    stride_ch,
-    stride_cc,
-    stride_rp,
-    stride_rh,
-    stride_rt,
+    cmp_ptr, hidden_ptr, ticket_ptr, raw_ptr, w1_ptr, constant_ptr, w2_ptr, b2_ptr, rope_freqs_ptr,
+    block_table_ptr, seq_lens_ptr, cu_seqlens_ptr,
+    stride_cp, stride_ch, stride_cc,
+    stride_rp, stride_rh, stride_rt,
     stride_br,
-    TILES_PER_REQUEST: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    CMP_BLOCK: tl.constexpr,
-    CMP_STRIDE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HAS_PHI: tl.constexpr,
-    HAS_ROPE: tl.constexpr,
-    ROTATED: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    TILES_PER_REQUEST: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HIDDEN: tl.constexpr, CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_PHI: tl.constexpr, HAS_ROPE: tl.constexpr, ROTATED: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """One program: a share of the block that one decoded token completes, if it does, all KV heads.
 
     ``y = gelu(sum_t x_t W1[t] + constant) W2 + b2`` (arXiv 2502.11089, equation 7), or the mean,

@@ -15,36 +15,18 @@ from sparsek_kernels.paged.kernels.tiles import tile_span
 
 @triton.jit
 def nsa_paged_scores_kernel(
-    scores_ptr,
-    q_ptr,
-    k_ptr,
-    lse_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
+    scores_ptr, q_ptr, k_ptr, lse_ptr, block_table_ptr, seq_lens_ptr, cu_seqlens_ptr,
     scale,
-    stride_qt,
-    stride_qh,
-    stride_kp,
-    stride_kh,
-    stride_kc,
+    stride_qt, stride_qh,
+    stride_kp, stride_kh, stride_kc,
     stride_br,
     pitch,
-    TILES_PER_REQUEST: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CMP_BLOCK: tl.constexpr,
-    CMP_STRIDE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    ROWS_PER_PAGE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    TILES_PER_REQUEST: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    CMP_BLOCK: tl.constexpr, CMP_STRIDE: tl.constexpr, SEL_BLOCK: tl.constexpr,
+    NUM_LOCAL: tl.constexpr, ROWS_PER_PAGE: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """One program: ``BLOCKS`` selection blocks for one decoded token and KV head.
 
     Writes fp32 ``scores [T, Hkv, pitch]`` for blocks before the ``NUM_LOCAL`` latest: the

@@ -39,16 +39,10 @@ def _load_partition(k_desc, k_smem, full, empty, row, col, steps, STAGES: gl.con
 
 @gluon.jit
 def _block_scores(
-    s,
-    lse,
-    scale_log2,
-    carried,
-    PER_SEL: gl.constexpr,
-    PER_CMP: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-    BLOCK_G: gl.constexpr,
+    s, lse, scale_log2, carried,
+    PER_SEL: gl.constexpr, PER_CMP: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_G: gl.constexpr,
     PART_LAYOUT: gl.constexpr,
-):
+):  # fmt: skip
     """Scores ``[BLOCK_B, BLOCK_T]`` of products ``s [BLOCK_K, BLOCK_G * BLOCK_T]``.
 
     ``carried`` is what the tile before spills into the first block; the second result is for the
@@ -73,16 +67,10 @@ def _block_scores(
 @gluon.jit
 def _compute_partition(
     given,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    PER_SEL: gl.constexpr,
-    PER_CMP: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-    BLOCK_G: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PER_SEL: gl.constexpr, PER_CMP: gl.constexpr,
+    BLOCK_T: gl.constexpr, BLOCK_G: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     INDEX: gl.constexpr,
-):
+):  # fmt: skip
     """One warpgroup: ``BLOCK_K`` keys for all heads of ``BLOCK_T`` tokens at a time.
 
     Rows of q count the heads of a token ``BLOCK_T`` apart, so that a thread holds all of them.
@@ -146,40 +134,16 @@ def _compute_partition(
 
 @gluon.jit
 def nsa_block_scores_hopper_kernel(
-    scores_ptr,
-    q_ptr,
-    k_desc,
-    lse_ptr,
-    cu_rows_ptr,
-    cu_seqlens_ptr,
-    cu_cmp_ptr,
-    tiles_ptr,
-    scale,
-    octet_qb,
-    octet_qt,
-    octet_qh,
+    scores_ptr, q_ptr, k_desc, lse_ptr, cu_rows_ptr, cu_seqlens_ptr, cu_cmp_ptr, tiles_ptr,
+    scale, octet_qb, octet_qt, octet_qh,
     k_batch_rows,
     k_head_cols,
-    first_row,
-    num_rows,
-    num_q,
-    offset,
-    num_heads,
-    num_cmp,
-    pitch,
-    Q_LAYOUT: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    CMP_BLOCK: gl.constexpr,
-    CMP_STRIDE: gl.constexpr,
-    SEL_BLOCK: gl.constexpr,
-    NUM_LOCAL: gl.constexpr,
-    VARLEN: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-    BLOCK_G: gl.constexpr,
-    BLOCK_K: gl.constexpr,
+    first_row, num_rows, num_q, offset, num_heads, num_cmp, pitch,
+    Q_LAYOUT: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CMP_BLOCK: gl.constexpr,
+    CMP_STRIDE: gl.constexpr, SEL_BLOCK: gl.constexpr, NUM_LOCAL: gl.constexpr,
+    VARLEN: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_G: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
-):
+):  # fmt: skip
     """One program: ``WARPGROUPS * BLOCK_T`` neighbouring tokens of one KV head, the last first.
 
     ``k_desc`` describes compressed keys as a matrix ``[C, heads * D]``.  Strides of q count groups

@@ -40,19 +40,11 @@ def _packed(flags):
 
 @triton.jit
 def _forced_blocks(
-    indices_ptr,
-    token_seq_ptr,
-    cu_seqlens_ptr,
-    first_row,
-    num_q,
-    offset,
-    SEL_BLOCK: tl.constexpr,
-    TOP_N: tl.constexpr,
-    NUM_INIT: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    VARLEN: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-):
+    indices_ptr, token_seq_ptr, cu_seqlens_ptr,
+    first_row, num_q, offset,
+    SEL_BLOCK: tl.constexpr, TOP_N: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
+    VARLEN: tl.constexpr, BLOCK_O: tl.constexpr,
+):  # fmt: skip
     """Write the entries that the token's position decides: forced blocks, and -1 after the last.
 
     Returns where the other ``num_free`` blocks go, and the range ``num_init .. first_local`` that
@@ -135,23 +127,11 @@ def _store_best(
 
 @triton.jit
 def nsa_top_blocks_kernel(
-    indices_ptr,
-    scores_ptr,
-    token_seq_ptr,
-    cu_seqlens_ptr,
-    first_row,
-    num_rows,
-    num_q,
-    offset,
-    pitch,
-    SEL_BLOCK: tl.constexpr,
-    TOP_N: tl.constexpr,
-    NUM_INIT: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    VARLEN: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-):
+    indices_ptr, scores_ptr, token_seq_ptr, cu_seqlens_ptr,
+    first_row, num_rows, num_q, offset, pitch,
+    SEL_BLOCK: tl.constexpr, TOP_N: tl.constexpr, NUM_INIT: tl.constexpr, NUM_LOCAL: tl.constexpr,
+    VARLEN: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_O: tl.constexpr,
+):  # fmt: skip
     """One program: one token and KV head.
 
     Candidates are the blocks from ``NUM_INIT`` on that lie before the ``NUM_LOCAL`` latest; the
@@ -179,25 +159,11 @@ def nsa_top_blocks_kernel(
 
 @triton.jit
 def nsa_top_summed_blocks_kernel(
-    indices_ptr,
-    words_ptr,
-    maxima_ptr,
-    lse_ptr,
-    token_seq_ptr,
-    cu_seqlens_ptr,
-    first_row,
-    num_rows,
-    num_q,
-    pitch,
-    GROUP: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    TOP_N: tl.constexpr,
-    NUM_INIT: tl.constexpr,
-    NUM_LOCAL: tl.constexpr,
-    VARLEN: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-):
+    indices_ptr, words_ptr, maxima_ptr, lse_ptr, token_seq_ptr, cu_seqlens_ptr,
+    first_row, num_rows, num_q, pitch,
+    GROUP: tl.constexpr, SEL_BLOCK: tl.constexpr, TOP_N: tl.constexpr, NUM_INIT: tl.constexpr,
+    NUM_LOCAL: tl.constexpr, VARLEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
+):  # fmt: skip
     """:func:`nsa_top_blocks_kernel` for scores that come as block sums of each head.
 
     ``words [B, num_rows, Hq, pitch, 16]`` holds the sums of ``pitch`` tiles of 32 blocks, relative

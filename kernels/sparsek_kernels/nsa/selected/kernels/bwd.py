@@ -19,61 +19,19 @@ from sparsek_kernels.nsa.selected.kernels.items import SIZES, load_entries, loca
 
 @triton.jit(do_not_specialize=SIZES)
 def nsa_selected_bwd_part_kernel(
-    dk_part_ptr,
-    dv_part_ptr,
-    dq_part_ptr,
-    dout_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    lse_ptr,
-    delta_ptr,
-    item_keys_ptr,
-    item_offsets_ptr,
-    entries_ptr,
-    entry_rows_ptr,
-    entry_offsets_ptr,
-    block_seq_ptr,
-    cu_blocks_ptr,
-    cu_seqlens_ptr,
+    dk_part_ptr, dv_part_ptr, dq_part_ptr, dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr,
+    item_keys_ptr, item_offsets_ptr, entries_ptr, entry_rows_ptr, entry_offsets_ptr, block_seq_ptr,
+    cu_blocks_ptr, cu_seqlens_ptr,
     scale,
-    stride_gb,
-    stride_gt,
-    stride_gh,
-    stride_gd,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_qd,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_kd,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_vd,
-    first_key,
-    num_keys,
-    first_slot,
-    num_blocks,
-    num_kv_heads,
-    num_q,
-    num_k,
-    offset,
-    item_entries,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    VARLEN: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    ROWS_FIRST: tl.constexpr,
-):
+    stride_gb, stride_gt, stride_gh, stride_gd,
+    stride_qb, stride_qt, stride_qh, stride_qd,
+    stride_kb, stride_kt, stride_kh, stride_kd,
+    stride_vb, stride_vt, stride_vh, stride_vd,
+    first_key, num_keys, first_slot, num_blocks, num_kv_heads, num_q, num_k, offset, item_entries,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SEL_BLOCK: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, ROWS_FIRST: tl.constexpr,
+):  # fmt: skip
     """One program: up to ``item_entries`` queries that chose one block, ``BLOCK_E`` at a time.
 
     ``ROWS_FIRST`` keeps the scores of many rows as ``[rows, BLOCK_N]``, which spreads ``dk`` and
@@ -156,23 +114,11 @@ def nsa_selected_bwd_part_kernel(
 
 @triton.jit(do_not_specialize=["first_row", "num_rows", "num_q"])
 def nsa_selected_bwd_dq_kernel(
-    dq_ptr,
-    dq_part_ptr,
-    dq_acc_ptr,
-    indices_ptr,
-    scale,
-    first_row,
-    num_rows,
-    num_q,
-    num_kv_heads,
-    GROUP: tl.constexpr,
-    TOP_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ADDED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    dq_ptr, dq_part_ptr, dq_acc_ptr, indices_ptr,
+    scale, first_row, num_rows, num_q, num_kv_heads,
+    GROUP: tl.constexpr, TOP_N: tl.constexpr, HEAD_DIM: tl.constexpr, ADDED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One program: ``dq`` of ``BLOCK_T`` tokens of one KV head, the sum of their parts.
 
     ``ADDED``: ``dq_acc [B, Hq, N, D]`` is added to the sum.
@@ -207,24 +153,12 @@ def nsa_selected_bwd_dq_kernel(
 
 @triton.jit(do_not_specialize=["first_key", "num_blocks", "num_k"])
 def nsa_selected_bwd_dkdv_kernel(
-    dk_ptr,
-    dv_ptr,
-    dk_part_ptr,
-    dv_part_ptr,
-    item_offsets_ptr,
-    block_seq_ptr,
-    cu_blocks_ptr,
+    dk_ptr, dv_ptr, dk_part_ptr, dv_part_ptr, item_offsets_ptr, block_seq_ptr, cu_blocks_ptr,
     cu_seqlens_ptr,
-    first_key,
-    num_blocks,
-    num_kv_heads,
-    num_k,
-    HEAD_DIM: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    VARLEN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    first_key, num_blocks, num_kv_heads, num_k,
+    HEAD_DIM: tl.constexpr, SEL_BLOCK: tl.constexpr, VARLEN: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """One program adds one block's parts of a launch to fp32 ``dk`` and ``dv [B, M, Hkv, D]``."""
     block = tl.program_id(0)
     kv_head = tl.program_id(1)

@@ -44,21 +44,10 @@ def _look_up(lse_ptr, delta_ptr, entries_ptr, stat_base, row, at, listed):
 
 @gluon.jit
 def _gather_partition(
-    pointers,
-    buffers,
-    strides,
-    batch,
-    kv_head,
-    entry,
-    entry_end,
-    num_q,
-    num_kv_heads,
-    GROUP: gl.constexpr,
-    BLOCK_G: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    ROWS: gl.constexpr,
+    pointers, buffers, strides, batch, kv_head, entry, entry_end, num_q, num_kv_heads,
+    GROUP: gl.constexpr, BLOCK_G: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr,
     STAGES: gl.constexpr,
-):
+):  # fmt: skip
     """Copy rows of q and dout, their lse, delta, row and slot, ``ROWS`` at a time.
 
     Rows past the last entry repeat its first head, with ``lse = inf``.
@@ -114,32 +103,13 @@ def _gather_partition(
 
 @gluon.jit
 def _compute_partition(
-    pointers,
-    buffers,
-    k_smem,
-    v_smem,
-    p_smem,
-    ds_smem,
-    strides,
-    live,
-    batch,
-    kv_head,
-    k_start,
-    k_len,
-    block,
-    entry,
-    entry_end,
-    first_slot,
-    near,
-    shift,
+    pointers, buffers,
+    k_smem, v_smem, p_smem, ds_smem,
+    strides, live, batch, kv_head, k_start, k_len, block, entry, entry_end, first_slot, near, shift,
     scale,
-    GROUP: gl.constexpr,
-    BLOCK_G: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    GROUP: gl.constexpr, BLOCK_G: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """Scores ``[BLOCK_N, ROWS]``, their gradients, and the three products that follow from them."""
     dk_part_ptr, dv_part_ptr, dq_part_ptr, k_ptr, v_ptr = pointers
     q_smem, dout_smem, lse_smem, delta_smem, row_smem, slot_smem, full, empty = buffers
@@ -227,56 +197,16 @@ def _compute_partition(
 
 @gluon.jit(do_not_specialize=SIZES)
 def nsa_selected_hopper_bwd_part_kernel(
-    dk_part_ptr,
-    dv_part_ptr,
-    dq_part_ptr,
-    dout_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    lse_ptr,
-    delta_ptr,
-    item_keys_ptr,
-    item_offsets_ptr,
-    entries_ptr,
-    entry_rows_ptr,
-    entry_offsets_ptr,
-    block_seq_ptr,
-    cu_blocks_ptr,
-    cu_seqlens_ptr,
-    scale,
-    octet_gb,
-    octet_gt,
-    octet_gh,
-    octet_qb,
-    octet_qt,
-    octet_qh,
-    octet_kb,
-    octet_kt,
-    octet_kh,
-    octet_vb,
-    octet_vt,
-    octet_vh,
-    first_key,
-    num_keys,
-    first_slot,
-    num_blocks,
-    num_kv_heads,
-    num_q,
-    num_k,
-    offset,
-    item_entries,
-    Q_LAYOUT: gl.constexpr,
-    K_LAYOUT: gl.constexpr,
-    DS_LAYOUT: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    SEL_BLOCK: gl.constexpr,
-    VARLEN: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_G: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    dk_part_ptr, dv_part_ptr, dq_part_ptr, dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr,
+    item_keys_ptr, item_offsets_ptr, entries_ptr, entry_rows_ptr, entry_offsets_ptr, block_seq_ptr,
+    cu_blocks_ptr, cu_seqlens_ptr,
+    scale, octet_gb, octet_gt, octet_gh, octet_qb, octet_qt, octet_qh, octet_kb, octet_kt, octet_kh,
+    octet_vb, octet_vt, octet_vh, first_key, num_keys, first_slot, num_blocks, num_kv_heads, num_q,
+    num_k, offset, item_entries,
+    Q_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr, DS_LAYOUT: gl.constexpr, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, SEL_BLOCK: gl.constexpr, VARLEN: gl.constexpr, ROWS: gl.constexpr,
+    BLOCK_G: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """One program: up to ``item_entries`` queries that chose one block of ``SEL_BLOCK`` keys.
 
     Strides count groups of eight elements.  Results as of

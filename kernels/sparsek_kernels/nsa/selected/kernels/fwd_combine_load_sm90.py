@@ -68,11 +68,9 @@ def _copy_rows(
     tile,
     base_ptr,
     mask_smem,
-    bit,
-    octet_t,
-    octet_r,
+    bit, octet_t, octet_r,
     BLOCK_G: gl.constexpr,
-):
+):  # fmt: skip
     """Start copies to ``tile [ROWS, HEAD_DIM]``; rows without bit ``bit`` in the mask are zeros.
 
     Row ``r`` lies ``r // BLOCK_G * octet_t + r % BLOCK_G * octet_r`` groups of eight elements after
@@ -102,12 +100,9 @@ def _copy_tile(
     count,
     base_ptr,
     mask_smem,
-    bit,
-    octet_t,
-    octet_r,
-    BLOCK_G: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    bit, octet_t, octet_r,
+    BLOCK_G: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """``_copy_rows`` to buffer number ``count`` of the ring, once it is free; the next number."""
     full, empty = bars
     stage = count % STAGES
@@ -119,26 +114,15 @@ def _copy_tile(
 
 @gluon.jit
 def copy_partition(
-    pointers,
-    ring,
+    pointers, ring,
     bars,
     queries,
-    mask_smem,
-    row_smem,
-    strides,
-    sizes,
-    maps,
-    num_items,
-    GROUP: gl.constexpr,
-    BLOCK_G: gl.constexpr,
-    TOP_N: gl.constexpr,
-    BLOCK_S: gl.constexpr,
-    SEL_BLOCK: gl.constexpr,
-    MAPPED: gl.constexpr,
-    VARLEN: gl.constexpr,
-    GATED: gl.constexpr,
+    mask_smem, row_smem,
+    strides, sizes, maps, num_items,
+    GROUP: gl.constexpr, BLOCK_G: gl.constexpr, TOP_N: gl.constexpr, BLOCK_S: gl.constexpr,
+    SEL_BLOCK: gl.constexpr, MAPPED: gl.constexpr, VARLEN: gl.constexpr, GATED: gl.constexpr,
     STAGES: gl.constexpr,
-):
+):  # fmt: skip
     """Copy tiles into the ring, in the order in which the computing partition takes them."""
     part_ptr, q_ptr, k_ptr, v_ptr, cmp_ptr, swa_ptr, indices_ptr = pointers
     octet_qb, octet_qt, octet_qh, octet_kb, octet_kt, octet_kh, octet_vb, octet_vt, octet_vh = (

@@ -44,25 +44,15 @@ def _give_back(bars, count, STAGES: gl.constexpr):
 
 @gluon.jit
 def _compute_partition(
-    pointers,
-    ring,
+    pointers, ring,
     bars,
     queries,
     weight_smem,
-    sizes,
-    maps,
-    num_items,
-    scale,
-    GROUP: gl.constexpr,
-    BLOCK_G: gl.constexpr,
-    TOP_N: gl.constexpr,
-    BLOCK_S: gl.constexpr,
-    SEL_BLOCK: gl.constexpr,
-    MAPPED: gl.constexpr,
-    VARLEN: gl.constexpr,
-    GATED: gl.constexpr,
+    sizes, maps, num_items, scale,
+    GROUP: gl.constexpr, BLOCK_G: gl.constexpr, TOP_N: gl.constexpr, BLOCK_S: gl.constexpr,
+    SEL_BLOCK: gl.constexpr, MAPPED: gl.constexpr, VARLEN: gl.constexpr, GATED: gl.constexpr,
     STAGES: gl.constexpr,
-):
+):  # fmt: skip
     """Softmax over the near blocks, then the weighted sum of everything that is left."""
     out_ptr, lse_ptr, part_lse_ptr, gate_cmp_ptr, gate_slc_ptr, gate_swa_ptr, indices_ptr = pointers
     first_row, _num_rows, num_q, _num_k, _offset, num_kv_heads, _num_tiles = sizes
@@ -203,52 +193,14 @@ def _compute_partition(
 
 @gluon.jit(do_not_specialize=[*ROW_SIZES, "num_tiles", "num_items"])
 def nsa_selected_hopper_combine_kernel(
-    out_ptr,
-    lse_ptr,
-    part_ptr,
-    part_lse_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cmp_ptr,
-    swa_ptr,
-    gate_cmp_ptr,
-    gate_slc_ptr,
-    gate_swa_ptr,
-    indices_ptr,
-    cu_rows_ptr,
-    cu_first_ptr,
-    tiles_ptr,
-    scale,
-    octet_qb,
-    octet_qt,
-    octet_qh,
-    octet_kb,
-    octet_kt,
-    octet_kh,
-    octet_vb,
-    octet_vt,
-    octet_vh,
-    first_row,
-    num_rows,
-    num_q,
-    num_k,
-    offset,
-    num_kv_heads,
-    num_tiles,
-    num_items,
-    Q_LAYOUT: gl.constexpr,
-    GROUP: gl.constexpr,
-    TOP_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    SEL_BLOCK: gl.constexpr,
-    MAPPED: gl.constexpr,
-    VARLEN: gl.constexpr,
-    GATED: gl.constexpr,
-    BLOCK_G: gl.constexpr,
-    BLOCK_S: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    out_ptr, lse_ptr, part_ptr, part_lse_ptr, q_ptr, k_ptr, v_ptr, cmp_ptr, swa_ptr, gate_cmp_ptr,
+    gate_slc_ptr, gate_swa_ptr, indices_ptr, cu_rows_ptr, cu_first_ptr, tiles_ptr,
+    scale, octet_qb, octet_qt, octet_qh, octet_kb, octet_kt, octet_kh, octet_vb, octet_vt, octet_vh,
+    first_row, num_rows, num_q, num_k, offset, num_kv_heads, num_tiles, num_items,
+    Q_LAYOUT: gl.constexpr, GROUP: gl.constexpr, TOP_N: gl.constexpr, HEAD_DIM: gl.constexpr,
+    SEL_BLOCK: gl.constexpr, MAPPED: gl.constexpr, VARLEN: gl.constexpr, GATED: gl.constexpr,
+    BLOCK_G: gl.constexpr, BLOCK_S: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """Programs share the ``num_items`` tiles of ``SEL_BLOCK`` rows, ``num_tiles`` for a KV head.
 
     Strides count groups of eight elements.  Results as of

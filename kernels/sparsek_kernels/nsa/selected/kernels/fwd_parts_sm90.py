@@ -21,24 +21,13 @@ from sparsek_kernels.nsa.selected.kernels.items import SIZES, locate_item
 
 @gluon.jit
 def _gather_partition(
-    q_ptr,
-    entries_ptr,
-    entry_rows_ptr,
+    q_ptr, entries_ptr, entry_rows_ptr,
     buffers,
     row_smem,
-    octet_qb,
-    octet_qt,
-    octet_qh,
-    batch,
-    kv_head,
-    entry,
-    entry_end,
-    GROUP: gl.constexpr,
-    BLOCK_G: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    ROWS: gl.constexpr,
+    octet_qb, octet_qt, octet_qh, batch, kv_head, entry, entry_end,
+    GROUP: gl.constexpr, BLOCK_G: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr,
     STAGES: gl.constexpr,
-):
+):  # fmt: skip
     """Copy rows of q and their slots, ``ROWS`` at a time; rows past the last entry repeat it."""
     q_smem, slot_smem, full, empty = buffers
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [GATHER_WARPS], [0])
@@ -69,28 +58,13 @@ def _gather_partition(
 
 @gluon.jit
 def _compute_partition(
-    part_ptr,
-    part_lse_ptr,
-    k_ptr,
-    v_ptr,
+    part_ptr, part_lse_ptr, k_ptr, v_ptr,
     buffers,
-    k_smem,
-    v_smem,
-    strides,
-    batch,
-    kv_head,
-    first_token,
-    entry,
-    entry_end,
-    first_slot,
-    scale,
-    GROUP: gl.constexpr,
-    BLOCK_G: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    k_smem, v_smem,
+    strides, batch, kv_head, first_token, entry, entry_end, first_slot, scale,
+    GROUP: gl.constexpr, BLOCK_G: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """Softmax over one block of ``BLOCK_N`` keys for ``ROWS`` rows at a time."""
     q_smem, slot_smem, full, empty = buffers
     octet_kb, octet_kt, octet_kh, octet_vb, octet_vt, octet_vh = strides
@@ -153,48 +127,14 @@ def _compute_partition(
 
 @gluon.jit(do_not_specialize=SIZES)
 def nsa_selected_hopper_part_kernel(
-    part_ptr,
-    part_lse_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    item_keys_ptr,
-    item_offsets_ptr,
-    entries_ptr,
-    entry_rows_ptr,
-    entry_offsets_ptr,
-    block_seq_ptr,
-    cu_blocks_ptr,
-    cu_seqlens_ptr,
-    scale,
-    octet_qb,
-    octet_qt,
-    octet_qh,
-    octet_kb,
-    octet_kt,
-    octet_kh,
-    octet_vb,
-    octet_vt,
-    octet_vh,
-    first_key,
-    num_keys,
-    first_slot,
-    num_blocks,
-    num_kv_heads,
-    num_q,
-    num_k,
-    offset,
-    item_entries,
-    Q_LAYOUT: gl.constexpr,
-    K_LAYOUT: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    SEL_BLOCK: gl.constexpr,
-    VARLEN: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_G: gl.constexpr,
+    part_ptr, part_lse_ptr, q_ptr, k_ptr, v_ptr, item_keys_ptr, item_offsets_ptr, entries_ptr,
+    entry_rows_ptr, entry_offsets_ptr, block_seq_ptr, cu_blocks_ptr, cu_seqlens_ptr,
+    scale, octet_qb, octet_qt, octet_qh, octet_kb, octet_kt, octet_kh, octet_vb, octet_vt, octet_vh,
+    first_key, num_keys, first_slot, num_blocks, num_kv_heads, num_q, num_k, offset, item_entries,
+    Q_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    SEL_BLOCK: gl.constexpr, VARLEN: gl.constexpr, ROWS: gl.constexpr, BLOCK_G: gl.constexpr,
     STAGES: gl.constexpr,
-):
+):  # fmt: skip
     """One program: up to ``item_entries`` queries that chose one block of ``SEL_BLOCK`` keys.
 
     Strides count groups of eight elements.  Results as of ``nsa_selected_part_kernel``.

@@ -70,12 +70,9 @@ def _store_tile(
 @gluon.jit
 def _copy_partition(
     values,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-):
+):  # fmt: skip
     """Load k, v and the first tiles; then store each tile that is done and load another there."""
     (
         part_desc, q_desc, k_desc, v_desc, entries_ptr, entry_rows_ptr, tile_smem, k_smem, v_smem,
@@ -117,13 +114,9 @@ def _copy_partition(
 @gluon.jit
 def _compute_partition(
     values,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    INDEX: gl.constexpr,
-):
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, INDEX: gl.constexpr,
+):  # fmt: skip
     """Softmax over one block of ``BLOCK_N`` keys for every second tile of ``ROWS`` rows."""
     (
         part_lse_ptr, entries_ptr, tile_smem, k_smem, v_smem, bars, entry, entry_end, first_slot,
@@ -177,38 +170,13 @@ def _compute_partition(
 
 @gluon.jit(do_not_specialize=SIZES)
 def nsa_selected_hopper_tma_part_kernel(
-    part_desc,
-    part_lse_ptr,
-    q_desc,
-    k_desc,
-    v_desc,
-    item_keys_ptr,
-    item_offsets_ptr,
-    entries_ptr,
-    entry_rows_ptr,
-    entry_offsets_ptr,
-    block_seq_ptr,
-    cu_blocks_ptr,
-    cu_seqlens_ptr,
-    scale,
-    first_key,
-    num_keys,
-    first_slot,
-    num_blocks,
-    num_kv_heads,
-    num_q,
-    num_k,
-    offset,
+    part_desc, part_lse_ptr, q_desc, k_desc, v_desc, item_keys_ptr, item_offsets_ptr, entries_ptr,
+    entry_rows_ptr, entry_offsets_ptr, block_seq_ptr, cu_blocks_ptr, cu_seqlens_ptr,
+    scale, first_key, num_keys, first_slot, num_blocks, num_kv_heads, num_q, num_k, offset,
     item_entries,
-    Q_LAYOUT: gl.constexpr,
-    K_LAYOUT: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    SEL_BLOCK: gl.constexpr,
-    VARLEN: gl.constexpr,
-    ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    Q_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    SEL_BLOCK: gl.constexpr, VARLEN: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """One program: up to ``item_entries`` queries that chose one block of ``SEL_BLOCK`` keys.
 
     Descriptors are of q, k and v ``[B, N, H, D]`` and of ``part [1, slots, GROUP, D]``.  Results

@@ -10,17 +10,11 @@ CHUNK: gl.constexpr = gl.constexpr(32)
 
 @gluon.jit
 def copy_rows(
-    tile,
-    rows,
+    tile, rows,
     base_ptr,
-    kv_head,
-    octet_t,
-    octet_h,
-    GROUP: gl.constexpr,
-    BLOCK_G: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    ROWS: gl.constexpr,
-):
+    kv_head, octet_t, octet_h,
+    GROUP: gl.constexpr, BLOCK_G: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
     """Start copies to ``tile [ROWS, HEAD_DIM]``: row ``r`` is head ``r % BLOCK_G`` of ``rows[r]``.
 
     Padding repeats the last head of the group.  Strides count groups of eight elements.

@@ -17,21 +17,11 @@ SIZES = [
 
 @triton.jit
 def locate_item(
-    item_keys_ptr,
-    item_offsets_ptr,
-    entry_offsets_ptr,
-    block_seq_ptr,
-    cu_blocks_ptr,
+    item_keys_ptr, item_offsets_ptr, entry_offsets_ptr, block_seq_ptr, cu_blocks_ptr,
     cu_seqlens_ptr,
-    first_key,
-    num_keys,
-    num_blocks,
-    num_kv_heads,
-    offset,
-    num_k,
-    item_entries,
+    first_key, num_keys, num_blocks, num_kv_heads, offset, num_k, item_entries,
     VARLEN: tl.constexpr,
-):
+):  # fmt: skip
     """Which block, head, sequence and entries a program serves.
 
     Items ``item_offsets[first_key] ..`` belong to this launch, one per program.  Returns
@@ -60,14 +50,10 @@ def locate_item(
 
 @triton.jit
 def load_entries(
-    entries_ptr,
-    entry_rows_ptr,
-    entry,
-    entry_end,
-    GROUP: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-):
+    entries_ptr, entry_rows_ptr,
+    entry, entry_end,
+    GROUP: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
     """``(slot, row of q, group member, mask)`` of ``BLOCK_E`` entries times ``BLOCK_G`` heads."""
     offs_r = tl.arange(0, BLOCK_E * BLOCK_G)
     at = entry + offs_r // BLOCK_G
