@@ -153,10 +153,7 @@ def _converse(server: Server, name: str, texts: Path, *, check_answers: bool) ->
         return True
     wrong = [
         f"expected {expected!r} in the answer {answer.text!r}"
-        for expected, answer in (
-            (client.CHAT_ANSWER, chat),
-            (client.DOCUMENT_ANSWER, document),
-        )
+        for expected, answer in ((client.CHAT_ANSWER, chat), (client.DOCUMENT_ANSWER, document))
         if expected not in answer.text
     ]
     for line in wrong:

@@ -41,11 +41,7 @@ def _figure(pyplot: Any, op: str, rows: list[Row]) -> Any:
     names = sorted({row.provider for row in rows}, key=lambda name: (name != OURS, name))
     colours = dict(zip(names, _COLOURS * len(names), strict=False))
     figure, (left, right) = pyplot.subplots(
-        1,
-        2,
-        figsize=(14, 1.6 + 0.24 * (len(rows) + len(cases))),
-        layout="constrained",
-        sharey=True,
+        1, 2, figsize=(14, 1.6 + 0.24 * (len(rows) + len(cases))), layout="constrained", sharey=True
     )
     ticks, y = [], 0
     for case in cases:

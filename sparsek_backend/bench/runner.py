@@ -49,9 +49,7 @@ def run_case(
             green.append((row, provider, timed))
     if green:
         timings = time_interleaved(
-            [timed for _, _, timed in green],
-            device=settings.device,
-            budget_ms=settings.budget_ms,
+            [timed for _, _, timed in green], device=settings.device, budget_ms=settings.budget_ms
         )
         dtype = case.str_param("dtype")
         rows += [

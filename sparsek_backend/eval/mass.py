@@ -67,11 +67,7 @@ def block_masses(
 
 
 def measure(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    policy: SelectionPolicy,
-    softmax_scale: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, policy: SelectionPolicy, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Caught and best mass ``[Hkv]`` of one layer's queries that do not see everything.
 
@@ -200,10 +196,7 @@ def plot_masses(path: Path, masses: Sequence[Mass], title: str) -> Path:
     layers = len({mass.layer for mass in masses})
     heads = len(masses[0].caught)
     figure, axes = pyplot.subplots(
-        1,
-        len(PHASES),
-        figsize=(4.5 + 0.6 * heads, 2.0 + 0.22 * layers),
-        layout="constrained",
+        1, len(PHASES), figsize=(4.5 + 0.6 * heads, 2.0 + 0.22 * layers), layout="constrained"
     )
     for axis, phase in zip(axes, PHASES, strict=True):
         members = [mass for mass in masses if mass.phase == phase]

@@ -115,11 +115,7 @@ class LocalModel:
             on_progress(int(count), what)
 
         run_worker(
-            WORKER,
-            data,
-            label=f"budget {budget.label!r}",
-            on_progress=tell,
-            timeout=SILENCE_LIMIT,
+            WORKER, data, label=f"budget {budget.label!r}", on_progress=tell, timeout=SILENCE_LIMIT
         )
         return key
 
@@ -139,12 +135,7 @@ def run_server(
     row["machine"] = asdict(describe_machine(choose_device(), place.commit))
     append_rows(place.record, [row])
     score(
-        scorer,
-        missing,
-        record=place.record,
-        run=key,
-        batch=_SERVER_BATCH,
-        on_progress=on_progress,
+        scorer, missing, record=place.record, run=key, batch=_SERVER_BATCH, on_progress=on_progress
     )
     return key
 

@@ -74,11 +74,7 @@ def perplexity_table(rows: Sequence[Row]) -> Table:
 def _table(title: str, first: str, *others: str) -> Table:
     """A table that has room for its figures in 80 columns."""
     table = Table(
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        min_width=len(title),
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, min_width=len(title)
     )
     table.padding = (0, 1, 0, 0)
     table.add_column(first, overflow="fold")

@@ -28,10 +28,7 @@ def work(data: Mapping[str, Any]) -> dict[str, Any]:
     record, settings = Path(data["record"]), data["settings"]
     missing = pending(prompts, record, data["run"])
     engine = open_scoring_engine(
-        data["model"],
-        settings=settings,
-        max_model_len=prompts.longest_request,
-        **data["engine"],
+        data["model"], settings=settings, max_model_len=prompts.longest_request, **data["engine"]
     )
     report_progress("0 the engine is ready")
     row = {"kind": "run", "run": data["run"], **data["about"]}

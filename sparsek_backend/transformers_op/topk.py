@@ -80,11 +80,7 @@ def attend_selected(
 
 
 def block_indices(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    policy: SelectionPolicy,
-    softmax_scale: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, policy: SelectionPolicy, softmax_scale: float
 ) -> torch.Tensor:
     """Every block that each query attends: ``[B, N, Hkv, S]`` int32, -1 for none.
 

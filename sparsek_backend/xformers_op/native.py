@@ -43,10 +43,7 @@ def kernel_calls(plan: MaskPlan, num_q: int, num_k: int) -> list[KernelCall]:
         return [KernelCall(band.causal)]
     if num_q < num_k:
         return [KernelCall(True, keys=slice(0, num_q))]
-    return [
-        KernelCall(True, rows=slice(0, num_k)),
-        KernelCall(False, rows=slice(num_k, num_q)),
-    ]
+    return [KernelCall(True, rows=slice(0, num_k)), KernelCall(False, rows=slice(num_k, num_q))]
 
 
 def _segment_calls(plan: MaskPlan, segments: Segments) -> list[KernelCall]:
@@ -157,13 +154,7 @@ def native_forward(
     q, k, v = (_widen(x, width) for x in (q, k, v))
     if plan.pattern is not None:
         out, lse = block_sparse_attention(
-            q,
-            k,
-            v,
-            plan.pattern,
-            causal=plan.band.causal,
-            softmax_scale=scale,
-            return_lse=True,
+            q, k, v, plan.pattern, causal=plan.band.causal, softmax_scale=scale, return_lse=True
         )
         return out[..., :value_dim], lse
     calls = kernel_calls(plan, q.shape[1], k.shape[1])

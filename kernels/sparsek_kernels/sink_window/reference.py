@@ -106,9 +106,7 @@ def sink_flash_attention_reference(
     grads = [torch.zeros_like(t, dtype=dtype) for t in (q, k, v)]
     dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=dtype)
     sequences = zip(
-        _bounds(cu_seqlens_q, batch, num_q),
-        _bounds(cu_seqlens_k, batch, k.shape[1]),
-        strict=True,
+        _bounds(cu_seqlens_q, batch, num_q), _bounds(cu_seqlens_k, batch, k.shape[1]), strict=True
     )
     for (b, rows), (_, cols) in sequences:
         mask = sink_window_mask(

@@ -180,12 +180,7 @@ def _flex(blocks: torch.Tensor, block_size: int) -> Maker:
 
         def call() -> torch.Tensor:
             out: torch.Tensor = compiled(
-                q,
-                k,
-                v,
-                block_mask=block_mask,
-                enable_gqa=inputs.group > 1,
-                kernel_options=options,
+                q, k, v, block_mask=block_mask, enable_gqa=inputs.group > 1, kernel_options=options
             )
             return out
 

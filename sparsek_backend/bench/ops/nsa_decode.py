@@ -181,12 +181,7 @@ def _chosen(inputs: Inputs, request: int, head: int) -> torch.Tensor:
         SPEC.sel_block_size,
     )
     return select_reference(
-        scores,
-        length,
-        SPEC.sel_block_size,
-        SPEC.top_n,
-        SPEC.num_init_blocks,
-        SPEC.num_local_blocks,
+        scores, length, SPEC.sel_block_size, SPEC.top_n, SPEC.num_init_blocks, SPEC.num_local_blocks
     )[0, 0]
 
 

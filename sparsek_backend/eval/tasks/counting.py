@@ -41,12 +41,7 @@ def frequent_words(source: Source) -> Draft:
 
 
 def _most_often(
-    source: Source,
-    *,
-    head: str,
-    pool: Sequence[str],
-    shares: Sequence[float],
-    kind: str,
+    source: Source, *, head: str, pool: Sequence[str], shares: Sequence[float], kind: str
 ) -> Draft:
     """A list in which some words of a pool make their shares and every other one comes rarely."""
     words = source.rng.sample(pool, len(shares))

@@ -12,12 +12,7 @@ import triton
 import triton.language as tl
 
 from sparsek_kernels.block_sparse.kernels.tiles import blocks_below, listed_tokens, packed_rows
-from sparsek_kernels.common.kernels.softmax import (
-    LOG2E,
-    softmax_finish,
-    softmax_init,
-    softmax_step,
-)
+from sparsek_kernels.common.kernels.softmax import LOG2E, softmax_finish, softmax_init, softmax_step
 
 
 @triton.jit

@@ -13,12 +13,7 @@ import triton.language as tl
 
 from sparsek_kernels.common.kernels.masks import visible, window_key_blocks
 from sparsek_kernels.common.kernels.sequences import sequence_bounds
-from sparsek_kernels.common.kernels.softmax import (
-    LOG2E,
-    softmax_finish,
-    softmax_init,
-    softmax_step,
-)
+from sparsek_kernels.common.kernels.softmax import LOG2E, softmax_finish, softmax_init, softmax_step
 
 
 @triton.jit

@@ -7,12 +7,7 @@ sees block ``c`` when ``c d + l - 1 <= t`` (arXiv 2502.11089, equation 8).
 import triton
 import triton.language as tl
 
-from sparsek_kernels.common.kernels.softmax import (
-    LOG2E,
-    softmax_finish,
-    softmax_init,
-    softmax_step,
-)
+from sparsek_kernels.common.kernels.softmax import LOG2E, softmax_finish, softmax_init, softmax_step
 from sparsek_kernels.nsa.kernels.tiles import compressed_visible, locate_tile
 
 

@@ -6,12 +6,7 @@ A tile is one decoded token with all heads of a group.  Nothing is read back to 
 import triton
 import triton.language as tl
 
-from sparsek_kernels.common.kernels.softmax import (
-    LOG2E,
-    softmax_finish,
-    softmax_init,
-    softmax_step,
-)
+from sparsek_kernels.common.kernels.softmax import LOG2E, softmax_finish, softmax_init, softmax_step
 from sparsek_kernels.common.kernels.split_kv import add_splits
 from sparsek_kernels.nsa.kernels.tiles import compressed_visible
 from sparsek_kernels.paged.kernels.tiles import tile_span
