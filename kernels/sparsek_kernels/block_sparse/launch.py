@@ -67,21 +67,11 @@ def forward(
         return
     tile = config.forward
     block_sparse_fwd_kernel[_query_grid(problem, tile)](
-        out,
-        lse,
-        q,
-        k,
-        v,
-        problem.crow_indices,
-        problem.col_indices,
-        problem.softmax_scale,
+        out, lse, q, k, v, problem.crow_indices, problem.col_indices, problem.softmax_scale,
         *(stride for x in (out, q, k, v) for stride in x.stride()),
         *_sizes(problem, problem.crow_indices),
-        **_rules(problem, config, tile),
-        PACK=tile.pack,
-        BLOCK_M=tile.own,
-        BLOCK_N=tile.step,
-    )
+        **_rules(problem, config, tile), PACK=tile.pack, BLOCK_M=tile.own, BLOCK_N=tile.step,
+    )  # fmt: skip
 
 
 def backward(
@@ -102,33 +92,14 @@ def backward(
     strides = [stride for x in (dout, q, k, v) for stride in x.stride()]
     tile = config.dkdv
     block_sparse_bwd_dkdv_kernel[(triton.cdiv(k.shape[1], tile.rows), k.shape[2], k.shape[0])](
-        dk,
-        dv,
-        *inputs,
-        problem.ccol_indices,
-        problem.row_indices,
-        problem.softmax_scale,
-        *dk.stride()[:3],
-        *dv.stride()[:3],
-        *strides,
-        *_sizes(problem, problem.ccol_indices),
-        **_rules(problem, config, tile),
-        BLOCK_M=tile.step,
-        BLOCK_N=tile.own,
-    )
+        dk, dv, *inputs, problem.ccol_indices, problem.row_indices, problem.softmax_scale,
+        *dk.stride()[:3], *dv.stride()[:3], *strides, *_sizes(problem, problem.ccol_indices),
+        **_rules(problem, config, tile), BLOCK_M=tile.step, BLOCK_N=tile.own,
+    )  # fmt: skip
     tile = config.dq
     block_sparse_bwd_dq_kernel[_query_grid(problem, tile)](
-        dq,
-        *inputs,
-        problem.crow_indices,
-        problem.col_indices,
-        problem.softmax_scale,
-        *dq.stride()[:3],
-        *strides,
-        *_sizes(problem, problem.crow_indices),
-        **_rules(problem, config, tile),
-        PACK=tile.pack,
-        BLOCK_M=tile.own,
-        BLOCK_N=tile.step,
-    )
+        dq, *inputs, problem.crow_indices, problem.col_indices, problem.softmax_scale,
+        *dq.stride()[:3], *strides, *_sizes(problem, problem.crow_indices),
+        **_rules(problem, config, tile), PACK=tile.pack, BLOCK_M=tile.own, BLOCK_N=tile.step,
+    )  # fmt: skip
     return dq, dk, dv

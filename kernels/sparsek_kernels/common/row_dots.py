@@ -15,18 +15,9 @@ def row_dots(dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor) -
     block_d = max(16, triton.next_power_of_2(dim))
     block_m = max(1, 8192 // block_d)
     row_dots_kernel[(triton.cdiv(num_q, block_m), num_heads, batch)](
-        delta,
-        out,
-        dout,
-        dlse.contiguous() if dlse is not None else delta,
-        *out.stride(),
-        *dout.stride(),
-        num_q,
-        num_heads,
-        HEAD_DIM=dim,
-        HAS_DLSE=dlse is not None,
-        BLOCK_M=block_m,
-        BLOCK_D=block_d,
-        num_warps=4,
-    )
+        delta, out, dout, dlse.contiguous() if dlse is not None else delta,
+        *out.stride(), *dout.stride(),
+        num_q, num_heads,
+        HEAD_DIM=dim, HAS_DLSE=dlse is not None, BLOCK_M=block_m, BLOCK_D=block_d, num_warps=4,
+    )  # fmt: skip
     return delta

@@ -113,38 +113,16 @@ def _sink_gradients(
         device=q.device,
     )
     sink_window_bwd_sink_kernel[(chunks * sink_blocks, shape.num_kv_heads, seqs)](
-        part[0],
-        part[1],
-        pointer(dq_acc, delta),
-        dout,
-        q,
-        k,
-        v,
-        lse,
-        delta,
-        pointer(problem.cu_seqlens_q, q),
-        pointer(problem.cu_seqlens_k, q),
-        spec.softmax_scale,
-        spec.num_sink,
-        spec.window_size or 0,
+        part[0], part[1], pointer(dq_acc, delta), dout, q, k, v, lse, delta,
+        pointer(problem.cu_seqlens_q, q), pointer(problem.cu_seqlens_k, q), spec.softmax_scale,
+        spec.num_sink, spec.window_size or 0,
         *(stride for x in (dout, q, k, v) for stride in x.stride()),
-        shape.num_q,
-        shape.num_k,
-        shape.num_heads,
-        chunks,
-        sink_blocks,
-        GROUP=shape.group,
-        HEAD_DIM=shape.head_dim,
-        VARLEN=problem.varlen,
-        WRITE_DQ=dq_acc is not None,
-        BLOCK_M=tile.block_m,
-        BLOCK_S=tile.block_n,
-        BLOCK_D=shape.padded_dim,
-        PRECISION=config.precision,
-        NUM_STAGES=tile.num_stages,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        shape.num_q, shape.num_k, shape.num_heads, chunks, sink_blocks,
+        GROUP=shape.group, HEAD_DIM=shape.head_dim, VARLEN=problem.varlen,
+        WRITE_DQ=dq_acc is not None, BLOCK_M=tile.block_m, BLOCK_S=tile.block_n,
+        BLOCK_D=shape.padded_dim, PRECISION=config.precision, NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     total = part.sum(dim=2) if chunks > 1 else part[:, :, 0]
     return total[0], total[1]
 
@@ -180,46 +158,21 @@ def _portable_gradients(
         problem.cu_seqlens_k, shape.num_k, tile.block_n, shape.num_kv_heads, shape.batch
     )
     sink_window_bwd_dkdv_kernel[grid](
-        dk,
-        dv,
-        *inputs,
-        sink_dk,
-        sink_dv,
-        *offsets,
-        pointer(tiles, q),
-        *scalars,
-        *dk.stride()[:3],
-        *dv.stride()[:3],
-        *strides,
-        *sizes,
-        **rules,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        NUM_STAGES=tile.num_stages,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        dk, dv, *inputs, sink_dk, sink_dv, *offsets, pointer(tiles, q), *scalars,
+        *dk.stride()[:3], *dv.stride()[:3], *strides, *sizes,
+        **rules, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     tile = config.dq
     grid, tiles = tile_grid(
         problem.cu_seqlens_q, shape.num_q, tile.block_m, shape.num_heads, shape.batch
     )
     sink_window_bwd_dq_kernel[grid](
-        dq,
-        *inputs,
-        *offsets,
-        pointer(tiles, q),
-        *scalars,
-        *dq.stride()[:3],
-        *strides,
-        *sizes,
-        **rules,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_S=config.sink_block,
-        NUM_STAGES=tile.num_stages,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        dq, *inputs, *offsets, pointer(tiles, q), *scalars,
+        *dq.stride()[:3], *strides, *sizes,
+        **rules, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_S=config.sink_block,
+        NUM_STAGES=tile.num_stages, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
 
 
 def _fused_gradients(

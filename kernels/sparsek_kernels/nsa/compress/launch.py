@@ -29,20 +29,12 @@ def mean_pool_forward(
     _, block_d = row_tile(head_dim)
     block_c = max(1024 // block_d, 1)
     nsa_mean_pool_fwd_kernel[(triton.cdiv(num_cmp, block_c), num_heads, batch)](
-        out,
-        x,
-        starts,
+        out, x, starts,
         *x.stride(),
-        num_cmp,
-        num_heads,
-        HEAD_DIM=head_dim,
-        CMP_BLOCK=spec.cmp_block_size,
-        CMP_STRIDE=spec.cmp_stride,
-        VARLEN=cu_seqlens is not None,
-        BLOCK_C=block_c,
-        BLOCK_D=block_d,
-        num_warps=4,
-    )
+        num_cmp, num_heads,
+        HEAD_DIM=head_dim, CMP_BLOCK=spec.cmp_block_size, CMP_STRIDE=spec.cmp_stride,
+        VARLEN=cu_seqlens is not None, BLOCK_C=block_c, BLOCK_D=block_d, num_warps=4,
+    )  # fmt: skip
 
 
 def mean_pool_backward(
@@ -60,20 +52,9 @@ def mean_pool_backward(
         token_seq = torch.searchsorted(cu_seqlens[1:], token, right=True, out_int32=True)
     block_t, block_d = row_tile(head_dim)
     nsa_mean_pool_bwd_kernel[(triton.cdiv(num_tokens, block_t), num_heads, batch)](
-        dx,
-        dout,
-        token_seq,
-        cu,
-        cu_cmp,
+        dx, dout, token_seq, cu, cu_cmp,
         *dout.stride(),
-        num_tokens,
-        dout.shape[1],
-        num_heads,
-        HEAD_DIM=head_dim,
-        CMP_BLOCK=spec.cmp_block_size,
-        CMP_STRIDE=spec.cmp_stride,
-        VARLEN=cu_seqlens is not None,
-        BLOCK_T=block_t,
-        BLOCK_D=block_d,
-        num_warps=4,
-    )
+        num_tokens, dout.shape[1], num_heads,
+        HEAD_DIM=head_dim, CMP_BLOCK=spec.cmp_block_size, CMP_STRIDE=spec.cmp_stride,
+        VARLEN=cu_seqlens is not None, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=4,
+    )  # fmt: skip

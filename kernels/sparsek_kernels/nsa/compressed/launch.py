@@ -53,19 +53,11 @@ def forward(problem: CompressedProblem, out: torch.Tensor, lse: torch.Tensor) ->
     tile = problem.config.compressed
     grid, tiles = _query_grid(problem, tile.block_m)
     nsa_compressed_fwd_kernel[grid](
-        out,
-        lse,
-        q,
-        k_cmp,
-        v_cmp,
-        *problem.pointers(problem.cu_seqlens, problem.cu_cmp, tiles),
+        out, lse, q, k_cmp, v_cmp, *problem.pointers(problem.cu_seqlens, problem.cu_cmp, tiles),
         problem.softmax_scale,
-        *q.stride(),
-        *k_cmp.stride(),
-        *v_cmp.stride(),
-        *_sizes(problem),
+        *q.stride(), *k_cmp.stride(), *v_cmp.stride(), *_sizes(problem),
         **_options(problem, tile),
-    )
+    )  # fmt: skip
 
 
 def backward(
@@ -90,14 +82,10 @@ def backward(
     tile = problem.config.compressed_dq
     grid, tiles = _query_grid(problem, tile.block_m)
     nsa_compressed_bwd_dq_kernel[grid](
-        dq,
-        *inputs,
-        *problem.pointers(cu_seqlens, cu_cmp, tiles),
-        problem.softmax_scale,
-        *strides,
-        *_sizes(problem),
+        dq, *inputs, *problem.pointers(cu_seqlens, cu_cmp, tiles), problem.softmax_scale,
+        *strides, *_sizes(problem),
         **_options(problem, tile),
-    )
+    )  # fmt: skip
     tile = problem.config.compressed_dkdv
     batch, rows, num_kv_heads, head_dim = k_cmp.shape
     # Packed: rows past the last sequence's blocks belong to no tile.
@@ -106,16 +94,11 @@ def backward(
     parts = new(part_shape, dtype=torch.float32, device=q.device)
     grid, tiles = tile_grid(cu_cmp, rows, tile.block_n, shape.num_heads, batch)
     nsa_compressed_bwd_dkdv_kernel[grid](
-        parts[0],
-        parts[1],
-        *inputs,
-        *problem.pointers(cu_seqlens, cu_cmp, tiles),
+        parts[0], parts[1], *inputs, *problem.pointers(cu_seqlens, cu_cmp, tiles),
         problem.softmax_scale,
-        *strides,
-        *_sizes(problem),
-        rows,
+        *strides, *_sizes(problem), rows,
         **_options(problem, tile),
-    )
+    )  # fmt: skip
     for total, part in ((dk, parts[0]), (dv, parts[1])):
         total.copy_(part.sum(dim=1).permute(1, 2, 0, 3))
     return dq, dk, dv

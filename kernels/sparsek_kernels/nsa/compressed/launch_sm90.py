@@ -81,24 +81,11 @@ def arrange(problem: CompressedProblem) -> Arranged:
     v_out = (torch.empty if cu_cmp is None else torch.zeros)(found, dtype=v.dtype, device=v.device)
     longest = torch.zeros(2, dtype=torch.float32, device=k.device)
     nsa_arrange_kernel[(num_tiles, heads, batch)](
-        k_out,
-        v_out,
-        longest,
-        k,
-        v,
-        q,
-        *problem.pointers(problem.cu_seqlens, cu_cmp, tiles),
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *q.stride()[:3],
-        rows,
-        q.shape[1],
-        found[1],
-        GROUP=problem.shape.group,
-        HEAD_DIM=dim,
-        VARLEN=cu_cmp is not None,
-        num_warps=8,
-    )
+        k_out, v_out, longest, k, v, q, *problem.pointers(problem.cu_seqlens, cu_cmp, tiles),
+        *k.stride()[:3], *v.stride()[:3], *q.stride()[:3],
+        rows, q.shape[1], found[1],
+        GROUP=problem.shape.group, HEAD_DIM=dim, VARLEN=cu_cmp is not None, num_warps=8,
+    )  # fmt: skip
     return Arranged(k_out, v_out, longest)
 
 
@@ -125,34 +112,14 @@ def forward(
     bound = BOUND_BF16.value if q.dtype == torch.bfloat16 else BOUND_FP16.value
     for bounded in (True, False):
         nsa_compressed_hopper_fwd_kernel[(min(num_tiles, multiprocessors(q.device)),)](
-            out,
-            lse,
-            out if sums is None else sums.words,
-            lse if sums is None else sums.maxima,
-            keys.longest,
-            left,
-            q_desc,
-            k_desc,
-            v_desc,
+            out, lse, out if sums is None else sums.words, lse if sums is None else sums.maxima,
+            keys.longest, left, q_desc, k_desc, v_desc,
             *problem.pointers(cu_rows, cu_seqlens, problem.cu_cmp, tiles),
-            problem.softmax_scale * LOG2E.value,
-            q_rows,
-            q_cols,
-            k_rows,
-            first,
-            rows,
-            shape.num_q,
-            shape.num_heads,
-            0 if sums is None else sums.pitch,
-            blocks,
-            num_tiles,
-            **problem.rules,
-            SUMS=sums is not None,
-            BOUNDED=bounded,
-            BOUND=bound,
-            STAGES=tile.num_stages,
-            num_warps=tile.num_warps,
-        )
+            problem.softmax_scale * LOG2E.value, q_rows, q_cols, k_rows, first, rows, shape.num_q,
+            shape.num_heads, 0 if sums is None else sums.pitch, blocks, num_tiles,
+            **problem.rules, SUMS=sums is not None, BOUNDED=bounded, BOUND=bound,
+            STAGES=tile.num_stages, num_warps=tile.num_warps,
+        )  # fmt: skip
 
 
 def _share(group: int, programs: int) -> int:

@@ -26,14 +26,9 @@ def forward(out: torch.Tensor, outs: Sequence[torch.Tensor], gates: Sequence[tor
         return
     block_r, block_d = row_tile(head_dim)
     nsa_gate_fwd_kernel[(triton.cdiv(rows, block_r),)](
-        out,
-        *(x.contiguous() for x in (*outs, *gates)),
-        rows,
-        HEAD_DIM=head_dim,
-        BLOCK_R=block_r,
-        BLOCK_D=block_d,
-        num_warps=4,
-    )
+        out, *(x.contiguous() for x in (*outs, *gates)), rows,
+        HEAD_DIM=head_dim, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=4,
+    )  # fmt: skip
 
 
 def backward(
@@ -50,19 +45,11 @@ def backward(
         return
     block_r, block_d = row_tile(head_dim)
     nsa_gate_bwd_kernel[(triton.cdiv(rows, block_r),)](
-        *douts,
-        *dgates,
-        dout,
-        *(x.contiguous() for x in (*outs, *gates)),
+        *douts, *dgates, dout, *(x.contiguous() for x in (*outs, *gates)),
         *dout.stride(),
-        rows,
-        num_q,
-        num_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_R=block_r,
-        BLOCK_D=block_d,
-        num_warps=4,
-    )
+        rows, num_q, num_heads,
+        HEAD_DIM=head_dim, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=4,
+    )  # fmt: skip
 
 
 def gate_rows(
@@ -80,21 +67,9 @@ def gate_rows(
     block_h = max(8192 // block_d // _ROWS_TOKENS, 1)
     tiles = triton.cdiv(num_q, _ROWS_TOKENS) * triton.cdiv(num_heads, block_h)
     nsa_gate_rows_kernel[(tiles, batch)](
-        *dgates,
-        delta,
-        folded,
-        dout,
-        *outs,
-        *(x.contiguous() for x in gates),
-        *lses,
+        *dgates, delta, folded, dout, *outs, *(x.contiguous() for x in gates), *lses,
         *dout.stride(),
-        num_q,
-        num_heads,
-        batch * num_heads * num_q,
-        HEAD_DIM=head_dim,
-        BLOCK_T=_ROWS_TOKENS,
-        BLOCK_H=block_h,
-        BLOCK_D=block_d,
-        num_warps=8,
-    )
+        num_q, num_heads, batch * num_heads * num_q,
+        HEAD_DIM=head_dim, BLOCK_T=_ROWS_TOKENS, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=8,
+    )  # fmt: skip
     return dgates, PerBranch(*delta), PerBranch(*folded)

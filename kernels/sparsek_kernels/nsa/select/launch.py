@@ -109,24 +109,12 @@ def score(problem: CompressedProblem, lse: torch.Tensor, scores: torch.Tensor, f
         return
     block_c = triton.next_power_of_2(spec.strides_per_sel)
     nsa_block_scores_kernel[grid](
-        scores,
-        q,
-        k_cmp,
-        lse,
-        *maps,
-        problem.softmax_scale,
-        *q.stride(),
-        *k_cmp.stride(),
-        *sizes,
-        **rules,
-        BLOCK_B=max(tile.block_n, 16 // block_c),
-        BLOCK_C=block_c,
-        BLOCK_D=shape.padded_dim,
-        PRECISION=problem.config.precision,
-        NUM_STAGES=tile.num_stages,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        scores, q, k_cmp, lse, *maps, problem.softmax_scale,
+        *q.stride(), *k_cmp.stride(), *sizes,
+        **rules, BLOCK_B=max(tile.block_n, 16 // block_c), BLOCK_C=block_c,
+        BLOCK_D=shape.padded_dim, PRECISION=problem.config.precision, NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
 
 
 def blocks_reached(pitch: int, cu_seqlens: torch.Tensor | None, end: int, spec: NSASpec) -> int:
@@ -154,21 +142,9 @@ def choose(
     rows, pitch = scores.shape[1], scores.shape[3]
     width = blocks_reached(pitch, cu_seqlens, first + rows + offset, spec)
     nsa_top_blocks_kernel[(rows, num_kv_heads, batch)](
-        block_indices,
-        scores,
-        block_indices if token_seq is None else token_seq,
-        block_indices if cu_seqlens is None else cu_seqlens,
-        first,
-        rows,
-        num_q,
-        offset,
-        pitch,
-        SEL_BLOCK=spec.sel_block_size,
-        TOP_N=spec.top_n,
-        NUM_INIT=spec.num_init_blocks,
-        NUM_LOCAL=spec.num_local_blocks,
-        VARLEN=cu_seqlens is not None,
-        BLOCK_B=width,
-        BLOCK_O=triton.next_power_of_2(spec.top_n),
-        num_warps=max(min(width // 1024, 16), 1),
-    )
+        block_indices, scores, block_indices if token_seq is None else token_seq,
+        block_indices if cu_seqlens is None else cu_seqlens, first, rows, num_q, offset, pitch,
+        SEL_BLOCK=spec.sel_block_size, TOP_N=spec.top_n, NUM_INIT=spec.num_init_blocks,
+        NUM_LOCAL=spec.num_local_blocks, VARLEN=cu_seqlens is not None, BLOCK_B=width,
+        BLOCK_O=triton.next_power_of_2(spec.top_n), num_warps=max(min(width // 1024, 16), 1),
+    )  # fmt: skip

@@ -83,24 +83,15 @@ def choose_summed(
         if cu_seqlens is None:
             rows = min(rows, max(width * spec.sel_block_size - sums.first - done, 1))
         nsa_top_summed_blocks_kernel[(rows, num_kv_heads, batch)](
-            block_indices,
-            sums.words[done * heads * sums.pitch * 16 :],
-            sums.maxima[done * heads * sums.pitch :],
-            lse,
+            block_indices, sums.words[done * heads * sums.pitch * 16 :],
+            sums.maxima[done * heads * sums.pitch :], lse,
             block_indices if token_seq is None else token_seq,
-            block_indices if cu_seqlens is None else cu_seqlens,
-            sums.first + done,
-            sums.rows,
-            num_q,
-            sums.pitch,
-            GROUP=group,
-            SEL_BLOCK=spec.sel_block_size,
-            TOP_N=spec.top_n,
-            NUM_INIT=spec.num_init_blocks,
-            NUM_LOCAL=spec.num_local_blocks,
-            VARLEN=cu_seqlens is not None,
-            BLOCK_R=width // 32,
+            block_indices if cu_seqlens is None else cu_seqlens, sums.first + done, sums.rows,
+            num_q, sums.pitch,
+            GROUP=group, SEL_BLOCK=spec.sel_block_size, TOP_N=spec.top_n,
+            NUM_INIT=spec.num_init_blocks, NUM_LOCAL=spec.num_local_blocks,
+            VARLEN=cu_seqlens is not None, BLOCK_R=width // 32,
             BLOCK_O=triton.next_power_of_2(spec.top_n),
             num_warps=max(min(width * triton.next_power_of_2(group) // 8192, 16), 1),
-        )
+        )  # fmt: skip
         done += rows

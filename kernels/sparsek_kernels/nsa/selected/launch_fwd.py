@@ -78,28 +78,14 @@ def _forward_tokens(problem: SelectedProblem, out: torch.Tensor, lse: torch.Tens
         problem.cu_seqlens, shape.num_q, block_t, shape.num_kv_heads, shape.batch
     )
     nsa_selected_tokens_kernel[grid](
-        out,
-        lse,
-        problem.q,
-        problem.k,
-        problem.v,
-        problem.block_indices,
-        *problem.pointers(problem.cu_seqlens, tiles),
-        problem.softmax_scale,
-        *problem.q.stride(),
-        *problem.k.stride(),
-        *problem.v.stride(),
-        shape.num_q,
-        shape.num_k,
-        problem.offset,
-        shape.num_kv_heads,
-        **problem.portable_rules,
-        TOP_N=problem.top_n,
-        BLOCK_T=block_t,
-        BLOCK_S=triton.next_power_of_2(problem.top_n),
-        num_warps=tile.num_warps,
+        out, lse, problem.q, problem.k, problem.v, problem.block_indices,
+        *problem.pointers(problem.cu_seqlens, tiles), problem.softmax_scale,
+        *problem.q.stride(), *problem.k.stride(), *problem.v.stride(),
+        shape.num_q, shape.num_k, problem.offset, shape.num_kv_heads,
+        **problem.portable_rules, TOP_N=problem.top_n, BLOCK_T=block_t,
+        BLOCK_S=triton.next_power_of_2(problem.top_n), num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-    )
+    )  # fmt: skip
 
 
 def _forward_blocks(
@@ -150,15 +136,10 @@ def _part_writer(
 
     def launch(chunk: Chunk) -> None:
         kernel[(chunk.items,)](
-            tensors[0],
-            part_lse,
-            *tensors[1:],
-            *plan.item_tensors,
-            problem.softmax_scale,
-            *strides,
-            *plan.item_sizes(chunk),
+            tensors[0], part_lse, *tensors[1:], *plan.item_tensors, problem.softmax_scale,
+            *strides, *plan.item_sizes(chunk),
             **options,
-        )
+        )  # fmt: skip
 
     return launch
 
@@ -216,27 +197,13 @@ def _combiner(
             counts = (grid[0], grid[0] * grid[1])
             grid = (min(counts[1], 2 * multiprocessors(q.device)), 1, 1)
         kernel[grid](
-            out,
-            out if lse is None else lse,
-            part,
-            part_lse,
-            q,
-            k,
-            v,
-            *(gated or (q,) * 5),
-            problem.block_indices,
-            *problem.pointers(cu_rows, cu_first, tiles),
+            out, out if lse is None else lse, part, part_lse, q, k, v, *(gated or (q,) * 5),
+            problem.block_indices, *problem.pointers(cu_rows, cu_first, tiles),
             problem.softmax_scale,
             *strides,
-            chunk.first_row,
-            chunk.num_rows,
-            shape.num_q,
-            shape.num_k,
-            problem.offset,
-            shape.num_kv_heads,
-            *counts,
-            GATED=lse is None,
-            **options,
-        )
+            chunk.first_row, chunk.num_rows, shape.num_q, shape.num_k, problem.offset,
+            shape.num_kv_heads, *counts,
+            GATED=lse is None, **options,
+        )  # fmt: skip
 
     return launch
