@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from sparsek_kernels.block_sparse import torch_path
 from sparsek_kernels.block_sparse.problem import BlockSparseProblem
-from sparsek_kernels.common.operators import new_like, new_lse, runs_kernels
+from sparsek_kernels.common.operators import (
+    new_like,
+    new_lse,
+    register_gradient,
+    runs_kernels,
+)
 
 
 @torch.library.custom_op("sparsek::block_sparse_fwd", mutates_args=())
@@ -73,31 +76,9 @@ def block_sparse_bwd(
 
 @block_sparse_bwd.register_fake
 def _(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *_: object,
+    dout: object, dlse: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return new_like(q), new_like(k), new_like(v)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, *indices = inputs[:7]
-    ctx.save_for_backward(q, k, v, *output, *indices)
-    ctx.scalars = inputs[7:]
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-    if dout is None and dlse is None:
-        return (None,) * 10
-    q, k, v, out, lse, *indices = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(out)
-    grads = block_sparse_bwd(dout, dlse, q, k, v, out, lse, *indices, *ctx.scalars)
-    return (*grads, *(None,) * 7)
-
-
-block_sparse_fwd.register_autograd(_backward, setup_context=_setup_context)
+register_gradient(block_sparse_fwd, block_sparse_bwd)

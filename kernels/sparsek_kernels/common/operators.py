@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import Any
+
 import torch
 
 from sparsek_kernels.checks import FLOAT_DTYPES
@@ -22,3 +26,31 @@ def new_lse(q: torch.Tensor) -> torch.Tensor:
     """Uninitialised log-sum-exp ``[B, Hq, N]`` for queries ``q [B, N, Hq, D]``."""
     batch, num_q, num_heads, _ = q.shape
     return q.new_empty((batch, num_heads, num_q), dtype=compute_dtype(q.dtype))
+
+
+def register_gradient(forward: Any, backward: Callable[..., tuple[torch.Tensor, ...]]) -> None:
+    """Autograd of an operator ``forward(q, k, v, *rest)``, which returns output and log-sum-exp.
+
+    ``backward(dout, dlse, q, k, v, out, lse, *rest)`` returns the gradients of its first inputs,
+    in their order.  One for an absent input is dropped.
+    """
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        tensors = [x if isinstance(x, torch.Tensor) else None for x in inputs]
+        ctx.save_for_backward(*output, *tensors)
+        ctx.scalars = [None if isinstance(x, torch.Tensor) else x for x in inputs]
+        ctx.set_materialize_grads(False)
+
+    def gradients(
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ) -> tuple[Any, ...]:
+        out, lse, *tensors = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * len(tensors)
+        dout = torch.zeros_like(out) if dout is None else dout
+        inputs = zip(tensors, ctx.scalars, strict=True)
+        q, k, v, *rest = (scalar if x is None else x for x, scalar in inputs)
+        grads = backward(dout, dlse, q, k, v, out, lse, *rest)
+        return tuple(None if x is None else grad for x, grad in zip_longest(tensors, grads))
+
+    forward.register_autograd(gradients, setup_context=setup_context)

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 
-from sparsek_kernels.common.operators import new_like, new_lse, runs_kernels
+from sparsek_kernels.common.operators import (
+    new_like,
+    new_lse,
+    register_gradient,
+    runs_kernels,
+)
 from sparsek_kernels.common.precision import compute_dtype
 from sparsek_kernels.nsa import torch_path
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
@@ -156,27 +161,7 @@ def _(
     return new_like(q), new_like(k_cmp), new_like(v_cmp)
 
 
-def _compressed_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k_cmp, v_cmp, seq_len, cu_seqlens, spec, scale = inputs
-    ctx.save_for_backward(q, k_cmp, v_cmp, *output, cu_seqlens)
-    ctx.seq_len, ctx.spec, ctx.scale = seq_len, spec, scale
-    ctx.set_materialize_grads(False)
-
-
-def _compressed_backward(
-    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
-) -> tuple[Any, ...]:
-    q, k_cmp, v_cmp, out, lse, cu_seqlens = ctx.saved_tensors
-    if dout is None and dlse is None:
-        return (None,) * 7
-    dout = torch.zeros_like(out) if dout is None else dout
-    grads = compressed_bwd(
-        dout, dlse, q, k_cmp, v_cmp, out, lse, ctx.seq_len, cu_seqlens, ctx.spec, ctx.scale
-    )
-    return (*grads, None, None, None, None)
-
-
-compressed_fwd.register_autograd(_compressed_backward, setup_context=_compressed_context)
+register_gradient(compressed_fwd, compressed_bwd)
 
 
 # --- selection ----------------------------------------------------------------------------------
@@ -311,27 +296,7 @@ def _(
     return new_like(q), new_like(k), new_like(v)
 
 
-def _selected_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, block_indices, cu_seqlens, sel_block_size, scale = inputs
-    ctx.save_for_backward(q, k, v, *output, block_indices, cu_seqlens)
-    ctx.sel_block_size, ctx.scale = sel_block_size, scale
-    ctx.set_materialize_grads(False)
-
-
-def _selected_backward(
-    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
-) -> tuple[Any, ...]:
-    q, k, v, out, lse, block_indices, cu_seqlens = ctx.saved_tensors
-    if dout is None and dlse is None:
-        return (None,) * 7
-    dout = torch.zeros_like(out) if dout is None else dout
-    grads = selected_bwd(
-        dout, dlse, q, k, v, out, lse, block_indices, cu_seqlens, ctx.sel_block_size, ctx.scale
-    )
-    return (*grads, None, None, None, None)
-
-
-selected_fwd.register_autograd(_selected_backward, setup_context=_selected_context)
+register_gradient(selected_fwd, selected_bwd)
 
 
 # --- the gated sum ------------------------------------------------------------------------------

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from sparsek_kernels.common.operators import new_like, new_lse, runs_kernels
+from sparsek_kernels.common.operators import (
+    new_like,
+    new_lse,
+    register_gradient,
+    runs_kernels,
+)
 from sparsek_kernels.sink_window import torch_path
 from sparsek_kernels.sink_window.problem import SinkWindowProblem
 from sparsek_kernels.sink_window.spec import AttentionSpec
@@ -125,23 +130,4 @@ def _(
     return new_like(q), new_like(k), new_like(v), dsinks
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *scalars = inputs
-    ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens_q, cu_seqlens_k)
-    ctx.scalars = scalars
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-    if dout is None and dlse is None:
-        return (None,) * 10
-    q, k, v, out, lse, sinks, *offsets = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(out)
-    dq, dk, dv, dsinks = sink_flash_bwd(
-        dout, dlse, q, k, v, out, lse, sinks, *offsets, *ctx.scalars
-    )
-    return (dq, dk, dv, None if sinks is None else dsinks, *(None,) * 6)
-
-
-sink_flash_fwd.register_autograd(_backward, setup_context=_setup_context)
+register_gradient(sink_flash_fwd, sink_flash_bwd)
