@@ -15,6 +15,7 @@ from sparsek_kernels.block_sparse.kernels.fwd import block_sparse_fwd_kernel
 from sparsek_kernels.block_sparse.problem import BlockSparseProblem
 from sparsek_kernels.common.alignment import describable
 from sparsek_kernels.common.grids import Grid
+from sparsek_kernels.common.launching import strides
 from sparsek_kernels.common.operators import new_like
 from sparsek_kernels.common.row_dots import row_dots
 
@@ -68,8 +69,7 @@ def forward(
     tile = config.forward
     block_sparse_fwd_kernel[_query_grid(problem, tile)](
         out, lse, q, k, v, problem.crow_indices, problem.col_indices, problem.softmax_scale,
-        *(stride for x in (out, q, k, v) for stride in x.stride()),
-        *_sizes(problem, problem.crow_indices),
+        *strides(out, q, k, v), *_sizes(problem, problem.crow_indices),
         **_rules(problem, config, tile), PACK=tile.pack, BLOCK_M=tile.own, BLOCK_N=tile.step,
     )  # fmt: skip
 
@@ -89,17 +89,17 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     config = config or problem.launch_config()
     inputs = (dout, q, k, v, lse, row_dots(dout, dlse, out))
-    strides = [stride for x in (dout, q, k, v) for stride in x.stride()]
+    tail = strides(dout, q, k, v)
     tile = config.dkdv
     block_sparse_bwd_dkdv_kernel[(triton.cdiv(k.shape[1], tile.rows), k.shape[2], k.shape[0])](
         dk, dv, *inputs, problem.ccol_indices, problem.row_indices, problem.softmax_scale,
-        *dk.stride()[:3], *dv.stride()[:3], *strides, *_sizes(problem, problem.ccol_indices),
+        *strides(dk, dv, dims=3), *tail, *_sizes(problem, problem.ccol_indices),
         **_rules(problem, config, tile), BLOCK_M=tile.step, BLOCK_N=tile.own,
     )  # fmt: skip
     tile = config.dq
     block_sparse_bwd_dq_kernel[_query_grid(problem, tile)](
         dq, *inputs, problem.crow_indices, problem.col_indices, problem.softmax_scale,
-        *dq.stride()[:3], *strides, *_sizes(problem, problem.crow_indices),
+        *strides(dq, dims=3), *tail, *_sizes(problem, problem.crow_indices),
         **_rules(problem, config, tile), PACK=tile.pack, BLOCK_M=tile.own, BLOCK_N=tile.step,
     )  # fmt: skip
     return dq, dk, dv

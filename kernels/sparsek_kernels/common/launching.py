@@ -11,9 +11,9 @@ from triton import knobs
 from sparsek_kernels.common.device import current_stream
 
 
-def pointer(x: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
-    """``x``, or ``stand_in`` for an absent tensor, which the kernel then does not read."""
-    return stand_in if x is None else x
+def strides(*tensors: torch.Tensor, dims: int = 4) -> tuple[int, ...]:
+    """Strides of the first ``dims`` dimensions of each tensor, one tensor after another."""
+    return tuple(stride for x in tensors for stride in x.stride()[:dims])
 
 
 class CompiledLaunch:

@@ -28,6 +28,11 @@ def new_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty((batch, num_heads, num_q), dtype=compute_dtype(q.dtype))
 
 
+def pointers(stand_in: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """``tensors``, with ``stand_in`` for each absent one, which the kernel then does not read."""
+    return tuple(stand_in if x is None else x for x in tensors)
+
+
 def register_gradient(forward: Any, backward: Callable[..., tuple[torch.Tensor, ...]]) -> None:
     """Autograd of an operator ``forward(q, k, v, *rest)``, which returns output and log-sum-exp.
 

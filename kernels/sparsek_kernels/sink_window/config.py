@@ -75,6 +75,12 @@ class TileConfig:
     num_stages: int
     hold_q: bool = False
 
+    @property
+    def pipeline(self) -> dict[str, int]:
+        """Warps and stages, as a portable kernel and its compiler take them."""
+        stages = self.num_stages
+        return {"NUM_STAGES": stages, "num_warps": self.num_warps, "num_stages": stages}
+
 
 @dataclass(frozen=True)
 class LaunchConfig:

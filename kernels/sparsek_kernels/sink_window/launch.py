@@ -9,8 +9,8 @@ import triton
 
 from sparsek_kernels.common.alignment import copyable, describable
 from sparsek_kernels.common.grids import tile_grid
-from sparsek_kernels.common.launching import CompiledLaunch, launch, pointer
-from sparsek_kernels.common.operators import new_like
+from sparsek_kernels.common.launching import CompiledLaunch, launch, strides
+from sparsek_kernels.common.operators import new_like, pointers
 from sparsek_kernels.common.row_dots import row_dots
 from sparsek_kernels.sink_window import launch_sm90
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig, accumulator_parts
@@ -39,7 +39,7 @@ def forward(
     """
     if out.numel() == 0:
         return None
-    q, k, v, spec, shape = problem.q, problem.k, problem.v, problem.spec, problem.shape
+    q, k, v, shape = problem.q, problem.k, problem.v, problem.shape
     config = config or problem.launch_config()
     hopper, small, tile = config.hopper_forward, config.hopper_small, config.forward
     if hopper is not None and k.numel() and describable(q, k, v):
@@ -53,42 +53,19 @@ def forward(
     return launch(
         sink_window_fwd_kernel,
         grid,
-        (
-            out,
-            pointer(lse, out),
-            q,
-            k,
-            v,
-            pointer(problem.sinks, q),
-            pointer(problem.cu_seqlens_q, q),
-            pointer(problem.cu_seqlens_k, q),
-            pointer(tiles, q),
-        ),
-        (
-            spec.softmax_scale,
-            spec.num_sink,
-            spec.window_size or 0,
-            *(stride for x in (out, q, k, v) for stride in x.stride()),
-            shape.num_q,
-            shape.num_k,
-            shape.num_heads,
-        ),
+        (out, *pointers(out, lse), q, k, v, *pointers(q, problem.sinks), *problem.offsets,
+         *pointers(q, tiles)),
+        (problem.spec.softmax_scale, *problem.window, *strides(out, q, k, v), *problem.sizes),
         {
-            **shape.mask_rules,
-            "HAS_SINK_KEYS": spec.num_sink > 0,
-            "HAS_SINKS": problem.sinks is not None,
-            "STORE_LSE": lse is not None,
-            "VARLEN": problem.varlen,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "BLOCK_S": config.sink_block,
-            "BLOCK_D": shape.padded_dim,
-            "PRECISION": config.precision,
-            "NUM_STAGES": tile.num_stages,
+            **shape.mask_rules, "HAS_SINK_KEYS": shape.num_sink > 0,
+            "HAS_SINKS": problem.sinks is not None, "STORE_LSE": lse is not None,
+            "VARLEN": problem.varlen, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+            "BLOCK_S": config.sink_block, "BLOCK_D": shape.padded_dim,
+            "PRECISION": config.precision, "NUM_STAGES": tile.num_stages,
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-    )
+    )  # fmt: skip
 
 
 def _sink_gradients(
@@ -100,28 +77,22 @@ def _sink_gradients(
     dq_acc: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Unscaled ``dk`` and ``dv`` ``[sequences, Hkv, num_sink, D]`` from outside the window."""
-    q, k, v, spec, shape = problem.q, problem.k, problem.v, problem.spec, problem.shape
+    q, k, v, shape = problem.q, problem.k, problem.v, problem.shape
     tile = config.sink
     sink_blocks = triton.cdiv(shape.num_sink, tile.block_n)
     seqs = shape.batch if shape.num_seqs is None else shape.num_seqs
     longest = triton.cdiv(shape.num_q, 4 * tile.block_m)
     programs = max(seqs * shape.num_kv_heads * sink_blocks, 1)
     chunks = max(1, min(triton.cdiv(_SINK_PROGRAMS, programs), longest))
-    part = torch.empty(
-        (2, seqs, chunks, shape.num_kv_heads, shape.num_sink, shape.head_dim),
-        dtype=torch.float32,
-        device=q.device,
-    )
+    size = (2, seqs, chunks, shape.num_kv_heads, shape.num_sink, shape.head_dim)
+    part = torch.empty(size, dtype=torch.float32, device=q.device)
     sink_window_bwd_sink_kernel[(chunks * sink_blocks, shape.num_kv_heads, seqs)](
-        part[0], part[1], pointer(dq_acc, delta), dout, q, k, v, lse, delta,
-        pointer(problem.cu_seqlens_q, q), pointer(problem.cu_seqlens_k, q), spec.softmax_scale,
-        spec.num_sink, spec.window_size or 0,
-        *(stride for x in (dout, q, k, v) for stride in x.stride()),
-        shape.num_q, shape.num_k, shape.num_heads, chunks, sink_blocks,
+        part[0], part[1], *pointers(delta, dq_acc), dout, q, k, v, lse, delta, *problem.offsets,
+        problem.spec.softmax_scale, *problem.window, *strides(dout, q, k, v),
+        *problem.sizes, chunks, sink_blocks,
         GROUP=shape.group, HEAD_DIM=shape.head_dim, VARLEN=problem.varlen,
         WRITE_DQ=dq_acc is not None, BLOCK_M=tile.block_m, BLOCK_S=tile.block_n,
-        BLOCK_D=shape.padded_dim, PRECISION=config.precision, NUM_STAGES=tile.num_stages,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        BLOCK_D=shape.padded_dim, PRECISION=config.precision, **tile.pipeline,
     )  # fmt: skip
     total = part.sum(dim=2) if chunks > 1 else part[:, :, 0]
     return total[0], total[1]
@@ -136,16 +107,14 @@ def _portable_gradients(
     delta: torch.Tensor,
 ) -> None:
     """Fill ``dq, dk, dv`` with a key-major and a query-major kernel, each with its own scores."""
-    q, k, v, spec, shape = problem.q, problem.k, problem.v, problem.spec, problem.shape
+    q, k, v, shape = problem.q, problem.k, problem.v, problem.shape
     dq, dk, dv = grads
     sink_dk = sink_dv = delta
     if shape.num_sink:
         sink_dk, sink_dv = _sink_gradients(problem, config, dout, lse, delta, None)
     inputs = (dout, q, k, v, lse, delta)
-    offsets = (pointer(problem.cu_seqlens_q, q), pointer(problem.cu_seqlens_k, q))
-    scalars = (spec.softmax_scale, spec.num_sink, spec.window_size or 0)
-    strides = [stride for x in (dout, q, k, v) for stride in x.stride()]
-    sizes = (shape.num_q, shape.num_k, shape.num_heads)
+    scalars = (problem.spec.softmax_scale, *problem.window)
+    tail = (*strides(dout, q, k, v), *problem.sizes)
     rules = {
         **shape.mask_rules,
         "HAS_SINK_KEYS": shape.num_sink > 0,
@@ -158,20 +127,18 @@ def _portable_gradients(
         problem.cu_seqlens_k, shape.num_k, tile.block_n, shape.num_kv_heads, shape.batch
     )
     sink_window_bwd_dkdv_kernel[grid](
-        dk, dv, *inputs, sink_dk, sink_dv, *offsets, pointer(tiles, q), *scalars,
-        *dk.stride()[:3], *dv.stride()[:3], *strides, *sizes,
-        **rules, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, NUM_STAGES=tile.num_stages,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        dk, dv, *inputs, sink_dk, sink_dv, *problem.offsets, *pointers(q, tiles),
+        *scalars, *strides(dk, dv, dims=3), *tail,
+        **rules, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **tile.pipeline,
     )  # fmt: skip
     tile = config.dq
     grid, tiles = tile_grid(
         problem.cu_seqlens_q, shape.num_q, tile.block_m, shape.num_heads, shape.batch
     )
     sink_window_bwd_dq_kernel[grid](
-        dq, *inputs, *offsets, pointer(tiles, q), *scalars,
-        *dq.stride()[:3], *strides, *sizes,
+        dq, *inputs, *problem.offsets, *pointers(q, tiles), *scalars, *strides(dq, dims=3), *tail,
         **rules, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_S=config.sink_block,
-        NUM_STAGES=tile.num_stages, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        **tile.pipeline,
     )  # fmt: skip
 
 

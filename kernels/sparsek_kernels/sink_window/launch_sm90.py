@@ -12,7 +12,8 @@ from sparsek_kernels.common.descriptors import describe
 from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.grids import tile_grid
 from sparsek_kernels.common.kernels.softmax import LOG2E
-from sparsek_kernels.common.launching import CompiledLaunch, launch, pointer
+from sparsek_kernels.common.launching import CompiledLaunch, launch, strides
+from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig
 from sparsek_kernels.sink_window.kernels.bwd_rows import sink_window_bwd_finish_kernel
 from sparsek_kernels.sink_window.kernels.bwd_sm90 import sink_window_hopper_bwd_kernel
@@ -41,7 +42,7 @@ def forward(
     lse: torch.Tensor | None,
 ) -> None:
     """Run the warp-specialised forward kernel."""
-    q, k, v, spec, shape = problem.q, problem.k, problem.v, problem.spec, problem.shape
+    q, k, v, shape = problem.q, problem.k, problem.v, problem.shape
     rules = forward_rules(tile)
     (blocks, heads, batch), tiles = tile_grid(
         problem.cu_seqlens_q, shape.num_q, tile.block_m, shape.num_heads, shape.batch
@@ -54,13 +55,10 @@ def forward(
     if shape.num_sink:
         sink_k_desc, sink_v_desc = (describe(x, config.sink_block)[0] for x in (k, v))
     sink_window_hopper_fwd_kernel[(min(num_tiles, multiprocessors(q.device)),)](
-        out, pointer(lse, out), q_desc, k_desc, v_desc, sink_k_desc, sink_v_desc,
-        pointer(problem.sinks, q), pointer(problem.cu_seqlens_q, q),
-        pointer(problem.cu_seqlens_k, q), pointer(tiles, q), spec.softmax_scale * LOG2E.value,
-        spec.num_sink, spec.window_size or 0,
-        *out.stride()[:3],
-        q_rows, k_rows, v_rows, q_cols, k_cols, v_cols, shape.num_q, shape.num_k, shape.num_heads,
-        blocks, num_tiles,
+        out, *pointers(out, lse), q_desc, k_desc, v_desc, sink_k_desc, sink_v_desc,
+        *pointers(q, problem.sinks), *problem.offsets, *pointers(q, tiles),
+        problem.spec.softmax_scale * LOG2E.value, *problem.window, *out.stride()[:3],
+        q_rows, k_rows, v_rows, q_cols, k_cols, v_cols, *problem.sizes, blocks, num_tiles,
         **shape.mask_rules, HAS_SINK_KEYS=shape.num_sink > 0, HAS_SINKS=problem.sinks is not None,
         STORE_LSE=lse is not None, VARLEN=problem.varlen, **rules, BLOCK_S=config.sink_block,
         heads_together=math.gcd(shape.num_kv_heads * batch, config.forward_together),
@@ -77,13 +75,11 @@ def forward_small(
     return launch(
         sink_window_hopper_small_kernel,
         grid,
-        (out, pointer(lse, out), q, k, v, pointer(sinks, q)),
+        (out, *pointers(out, lse), q, k, v, *pointers(q, sinks)),
         (
             problem.spec.softmax_scale * LOG2E.value,
-            *(stride // 8 for x in (out, q, k, v) for stride in x.stride()[:3]),
-            shape.num_q,
-            shape.num_k,
-            shape.num_heads,
+            *(stride // 8 for stride in strides(out, q, k, v, dims=3)),
+            *problem.sizes,
         ),
         {
             "GROUP": shape.group,
@@ -162,7 +158,7 @@ def backward(
         compressed: given where keys are compressed blocks of tokens; ``dk`` and ``dv`` are then
             the gradients from the first segment of queries.
     """
-    q, k, v, spec, shape = problem.q, problem.k, problem.v, problem.spec, problem.shape
+    q, k, v, shape = problem.q, problem.k, problem.v, problem.shape
     (blocks, heads, batch), tiles = tile_grid(
         problem.cu_seqlens_k, shape.num_k, tile.block_n, shape.num_kv_heads, shape.batch
     )
@@ -177,14 +173,12 @@ def backward(
     k_desc, k_rows, k_cols = describe(k, tile.block_n)
     v_desc, v_rows, v_cols = describe(v, tile.block_n)
     dq_desc, _, _ = describe(dq_acc.view(1, -1, 1, shape.head_dim), tile.block_m)
-    sink_dk, sink_dv = sink_grads or (delta, delta)
     sink_window_hopper_bwd_kernel[(blocks * heads * batch * keys.num_segments,)](
-        dk, dv, order, order[-4:], dq_desc, q_desc, g_desc, k_desc, v_desc, lse, delta, sink_dk,
-        sink_dv, pointer(problem.cu_seqlens_q, q), pointer(problem.cu_seqlens_k, q),
-        pointer(tiles, q), spec.softmax_scale, spec.num_sink, spec.window_size or 0,
-        *dk.stride()[:3],
-        q_rows, g_rows, k_rows, v_rows, q_cols, g_cols, k_cols, v_cols, shape.num_q, shape.num_k,
-        shape.num_heads, blocks, order_blocks, math.gcd(heads * batch, heads_together),
+        dk, dv, order, order[-4:], dq_desc, q_desc, g_desc, k_desc, v_desc, lse, delta,
+        *(sink_grads or (delta, delta)), *problem.offsets, *pointers(q, tiles),
+        problem.spec.softmax_scale, *problem.window, *dk.stride()[:3],
+        q_rows, g_rows, k_rows, v_rows, q_cols, g_cols, k_cols, v_cols, *problem.sizes,
+        blocks, order_blocks, math.gcd(heads * batch, heads_together),
         keys.num_segments, keys.segment_rows, keys.gradient_stride,
         **shape.mask_rules, HAS_SINK_KEYS=sink_grads is not None, VARLEN=problem.varlen,
         OVERWRITES=compressed is None and _overwrites(problem, tile), BLOCK_M=tile.block_m,

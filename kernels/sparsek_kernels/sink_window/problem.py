@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from sparsek_kernels.common.device import device_arch
+from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.sink_window.config import LaunchConfig, ProblemShape, select_config
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
@@ -56,6 +57,21 @@ class SinkWindowProblem:
     def varlen(self) -> bool:
         """Whether sequences are packed."""
         return self.cu_seqlens_q is not None
+
+    @property
+    def offsets(self) -> tuple[torch.Tensor, ...]:
+        """Offsets of packed queries and of packed keys, as kernels take them."""
+        return pointers(self.q, self.cu_seqlens_q, self.cu_seqlens_k)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Sinks and window, as kernels take them."""
+        return self.spec.num_sink, self.spec.window_size or 0
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Queries, keys and query heads."""
+        return self.shape.num_q, self.shape.num_k, self.shape.num_heads
 
     def launch_config(self) -> LaunchConfig:
         """The table's configuration for these inputs on their GPU."""

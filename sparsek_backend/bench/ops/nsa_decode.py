@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sparsek_backend.bench.ops.peers import load_fa3
+from sparsek_backend.bench.ops.paged_inputs import make_batch, shuffled_pages
+from sparsek_backend.bench.ops.peers import fa3_paged
 from sparsek_backend.bench.oracle import compare
 from sparsek_backend.bench.registry import (
     OURS,
@@ -88,10 +89,7 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     tokens = raw[:, :token_size].unflatten(1, (3, heads, size, 2 * dim))
     tail = raw[:, token_size:].unflatten(1, (heads, cells, 2 * dim))
     views = [x for part in (*tokens.unbind(1), tail) for x in part.split(dim, dim=-1)]
-    order = torch.randperm(len(raw), generator=generator, device=device).to(torch.int32)
-    table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
-    for request, own in enumerate(torch.split(order, counts)):
-        table[request, : len(own)] = own
+    table = shuffled_pages(counts, max(counts), generator)
     block = SPEC.cmp_block_size
 
     def phi() -> PhiWeights:
@@ -104,36 +102,14 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     inputs = Inputs(
         q=draw(len(lengths), case.int_param("num_heads"), dim),
         pages=NSAPages(*views),
-        batch=_batch(table, lengths, 1),
+        batch=make_batch(table, (1,) * len(lengths), lengths, len(lengths)),
         compression=Compression(phi(), phi(), rotary_frequencies(dim, 1e4, device=device)),
         window_size=case.int_param("window_size"),
     )
     for request, length in enumerate(lengths):  # as if each had been prefilled
-        row = _batch(table[request : request + 1], (length,), length)
+        row = make_batch(table[request:], (length,), (length,), 0)
         compress_new_blocks(inputs.pages, row, SPEC, inputs.compression)
     return inputs
-
-
-def _batch(table: torch.Tensor, lengths: tuple[int, ...], new: int) -> PagedBatch:
-    """A step of ``new`` tokens a request: decodes of one token, else prefills."""
-    count = len(lengths)
-    decodes = count if new == 1 else 0
-    return PagedBatch(
-        block_table=table,
-        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=table.device),
-        cu_seqlens_q=torch.arange(count + 1, dtype=torch.int32, device=table.device) * new,
-        num_decodes=decodes,
-        num_decode_tokens=decodes,
-        decode_query_len=1,
-        max_query_len=new,
-        max_seq_len=max(lengths),
-        seq_lens_host=lengths,
-        query_lens_host=(new,) * count,
-    )
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    return torch.softmax(q @ k.T * scale, dim=-1) @ v
 
 
 def _expected(
@@ -147,20 +123,19 @@ def _expected(
     def rows(name: str, count: int) -> torch.Tensor:
         return inputs.rows(getattr(inputs.pages, name), request, head, count).to(dtype)
 
-    found = []
     hidden = SPEC.strides_per_cmp - 1
-    cells = SPEC.num_compressed(length) + hidden
-    found.append(
-        _attend(q, rows("k_cmp", cells)[hidden:], rows("v_cmp", cells)[hidden:], inputs.scale)
-    )
     within = torch.arange(SPEC.sel_block_size, device=q.device)
     token = (chosen[chosen >= 0].to(q.device)[:, None] * SPEC.sel_block_size + within).flatten()
-    token = token[token < length]
-    found.append(
-        _attend(q, rows("k_slc", length)[token], rows("v_slc", length)[token], inputs.scale)
-    )
-    last = slice(max(length - inputs.window_size, 0), length)
-    found.append(_attend(q, rows("k_swa", length)[last], rows("v_swa", length)[last], inputs.scale))
+    cells = SPEC.num_compressed(length) + hidden
+    seen: dict[str, tuple[int, slice | torch.Tensor]] = {
+        "cmp": (cells, slice(hidden, cells)),
+        "slc": (length, token[token < length]),
+        "swa": (length, slice(max(length - inputs.window_size, 0), length)),
+    }
+    found = []
+    for branch, (count, which) in seen.items():
+        k, v = (rows(f"{name}_{branch}", count)[which] for name in ("k", "v"))
+        found.append(torch.softmax(q @ k.T * inputs.scale, dim=-1) @ v)
     return torch.stack(found)
 
 
@@ -260,42 +235,16 @@ def _dense(inputs: Inputs) -> Callable[[], Outputs]:
     out = torch.empty_like(inputs.q)
 
     def call() -> Outputs:
-        paged_attention(
-            inputs.q,
-            inputs.pages.k_slc,
-            inputs.pages.v_slc,
-            inputs.batch,
-            SelectionPolicy(),
-            out=out,
-        )
+        k, v = inputs.pages.k_slc, inputs.pages.v_slc
+        paged_attention(inputs.q, k, v, inputs.batch, SelectionPolicy(), out=out)
         return (out,)
 
     return call
 
 
 def _fa3(inputs: Inputs) -> Callable[[], Outputs]:
-    attend = load_fa3(inputs.q)
-    out = torch.empty_like(inputs.q)
-    k, v = (x.transpose(1, 2) for x in (inputs.pages.k_slc, inputs.pages.v_slc))
-    batch = inputs.batch
-
-    def call() -> Outputs:
-        attend(
-            inputs.q,
-            k,
-            v,
-            max_seqlen_q=1,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            max_seqlen_k=batch.max_seq_len,
-            seqused_k=batch.seq_lens,
-            block_table=batch.block_table,
-            causal=True,
-            fa_version=3,
-            out=out,
-        )
-        return (out,)
-
-    return call
+    pages, every = inputs.pages, slice(0, inputs.q.shape[0])
+    return fa3_paged(inputs.q, pages.k_slc, pages.v_slc, [(inputs.batch, every)])
 
 
 def _gate_dense(inputs: Inputs, out: torch.Tensor) -> GateResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from sparsek_backend.bench.ops.paged_inputs import (
     DEFAULTS,
     PagedInputs,
+    Step,
     Tile,
     attend_tile,
     block_scores,
@@ -18,7 +18,7 @@ from sparsek_backend.bench.ops.paged_inputs import (
     tile_samples,
     wrong_selection,
 )
-from sparsek_backend.bench.ops.peers import load_fa3
+from sparsek_backend.bench.ops.peers import fa3_paged
 from sparsek_backend.bench.oracle import compare
 from sparsek_backend.bench.registry import (
     OURS,
@@ -47,17 +47,12 @@ def _spread(count: int, most: int = 3) -> list[int]:
 
 def decode_tiles(inputs: PagedInputs) -> list[Tile]:
     """The last token of a few requests, a KV head each."""
-    ends = [sum(inputs.query_lens[: r + 1]) for r in range(len(inputs.query_lens))]
-    heads = inputs.k_cache.shape[1]
-    return [
-        Tile(
-            request,
-            turn % heads,
-            range(ends[request] - 1, ends[request]),
-            range(inputs.seq_lens[request] - 1, inputs.seq_lens[request]),
-        )
-        for turn, request in enumerate(_spread(len(ends)))
-    ]
+    heads, tiles = inputs.k_cache.shape[1], []
+    for turn, request in enumerate(_spread(len(inputs.seq_lens))):
+        row, position = sum(inputs.query_lens[: request + 1]) - 1, inputs.seq_lens[request] - 1
+        last = (range(row, row + 1), range(position, position + 1))
+        tiles.append(Tile(request, turn % heads, *last))
+    return tiles
 
 
 def prefill_tiles(inputs: PagedInputs) -> list[Tile]:
@@ -97,15 +92,11 @@ def gate_tiles(
             scores = block_scores(inputs, tile, policy, decode=decode)
             if wrong := wrong_selection(chosen, scores, policy, position):
                 return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
-        heads = slice(tile.head * inputs.group, (tile.head + 1) * inputs.group)
         exact, plain = (
-            attend_tile(
-                inputs, tile.request, tile.head, tile.rows, tile.positions, chosen, policy, dtype
-            )
+            attend_tile(inputs, tile, chosen, policy, dtype)
             for dtype in (torch.float64, inputs.q.dtype)
         )
-        got = out[tile.rows.start : tile.rows.stop, heads]
-        verdict = compare(["out"], [got], [exact], [plain])
+        verdict = compare(["out"], [inputs.tile_rows(out, tile)], [exact], [plain])
         if not verdict.passed:
             return verdict
     return verdict
@@ -164,57 +155,24 @@ def decode_cost(inputs: PagedInputs, policy: SelectionPolicy) -> tuple[float, fl
     return flops, kv_bytes + cell_bytes + 2.0 * inputs.q.numel() * width
 
 
-def _ours_decode(inputs: PagedInputs, policy: SelectionPolicy) -> Callable[[], Outputs]:
-    batch = inputs.batch(inputs.query_lens, inputs.seq_lens, len(inputs.seq_lens))
-    out = torch.empty_like(inputs.q)
-
-    def call() -> Outputs:
-        paged_attention(
-            inputs.q,
-            inputs.k_cache,
-            inputs.v_cache,
-            batch,
-            policy,
-            k_summary=inputs.k_summary,
-            out=out,
-        )
-        return (out,)
-
-    return call
-
-
-def _fa3(
-    inputs: PagedInputs, chunks: Sequence[tuple[int, int]] | None = None
+def _ours(
+    inputs: PagedInputs, steps: Sequence[Step], policy: SelectionPolicy
 ) -> Callable[[], Outputs]:
-    """FlashAttention-3 over the same pages: the whole step, or one request in chunks."""
-    flash_attn_varlen_func = load_fa3(inputs.q)
     out = torch.empty_like(inputs.q)
-    k, v = inputs.k_cache.transpose(1, 2), inputs.v_cache.transpose(1, 2)
-    steps = []
-    if chunks is None:
-        batch = inputs.batch(inputs.query_lens, inputs.seq_lens, 0)
-        steps.append((batch, slice(0, inputs.q.shape[0])))
-    for start, end in chunks or ():
-        steps.append((inputs.batch((end - start,), (end,), 0), slice(start, end)))
+    k, v, k_summary = inputs.k_cache, inputs.v_cache, inputs.k_summary
 
     def call() -> Outputs:
         for batch, rows in steps:
-            flash_attn_varlen_func(
-                inputs.q[rows],
-                k,
-                v,
-                max_seqlen_q=batch.max_query_len,
-                cu_seqlens_q=batch.cu_seqlens_q,
-                max_seqlen_k=batch.max_seq_len,
-                seqused_k=batch.seq_lens,
-                block_table=batch.block_table,
-                causal=True,
-                fa_version=3,
-                out=out[rows],
-            )
+            q, part = inputs.q[rows], out[rows]
+            paged_attention(q, k, v, batch, policy, k_summary=k_summary, out=part)
         return (out,)
 
     return call
+
+
+def _fa3(inputs: PagedInputs, steps: Sequence[Step]) -> Callable[[], Outputs]:
+    """FlashAttention-3 over the same pages."""
+    return fa3_paged(inputs.q, inputs.k_cache, inputs.v_cache, steps)
 
 
 def _sdpa_gather(inputs: PagedInputs) -> Callable[[], Outputs]:
@@ -239,7 +197,7 @@ def _sdpa_gather(inputs: PagedInputs) -> Callable[[], Outputs]:
 
 def _build_decode(case: Case, device: torch.device) -> list[Provider]:
     inputs = make_inputs(case, device)
-    tiles = decode_tiles(inputs)
+    tiles, count = decode_tiles(inputs), len(inputs.seq_lens)
     sparse = inputs.policy.per_token()
 
     def provider(
@@ -257,9 +215,9 @@ def _build_decode(case: Case, device: torch.device) -> list[Provider]:
         )
 
     return [
-        provider(OURS, lambda: _ours_decode(inputs, inputs.policy), sparse),
-        provider("sparsek_dense", lambda: _ours_decode(inputs, DENSE), DENSE),
-        provider("fa3", lambda: _fa3(inputs), DENSE),
+        provider(OURS, lambda: _ours(inputs, inputs.whole_step(count), inputs.policy), sparse),
+        provider("sparsek_dense", lambda: _ours(inputs, inputs.whole_step(count), DENSE), DENSE),
+        provider("fa3", lambda: _fa3(inputs, inputs.whole_step(0)), DENSE),
         provider("sdpa_gather", lambda: _sdpa_gather(inputs), DENSE),
     ]
 
@@ -338,25 +296,6 @@ def _build_prefill(case: Case, device: torch.device) -> list[Provider]:
         )
     tiles = prefill_tiles(inputs)
 
-    def ours(policy: SelectionPolicy) -> Callable[[], Outputs]:
-        steps = [(inputs.batch((end - start,), (end,), 0), start, end) for start, end in bounds]
-        out = torch.empty_like(inputs.q)
-
-        def call() -> Outputs:
-            for batch, start, end in steps:
-                paged_attention(
-                    inputs.q[start:end],
-                    inputs.k_cache,
-                    inputs.v_cache,
-                    batch,
-                    policy,
-                    k_summary=inputs.k_summary,
-                    out=out[start:end],
-                )
-            return (out,)
-
-        return call
-
     def provider(
         name: str, prepare: Callable[[], Callable[[], Outputs]], policy: SelectionPolicy
     ) -> Provider:
@@ -378,9 +317,9 @@ def _build_prefill(case: Case, device: torch.device) -> list[Provider]:
         )
 
     return [
-        provider(OURS, functools.partial(ours, inputs.policy), inputs.policy),
-        provider("fa3", lambda: _fa3(inputs), DENSE),
-        provider("fa3_chunked", lambda: _fa3(inputs, bounds), DENSE),
+        provider(OURS, lambda: _ours(inputs, inputs.chunks(bounds), inputs.policy), inputs.policy),
+        provider("fa3", lambda: _fa3(inputs, inputs.whole_step(0)), DENSE),
+        provider("fa3_chunked", lambda: _fa3(inputs, inputs.chunks(bounds)), DENSE),
     ]
 
 

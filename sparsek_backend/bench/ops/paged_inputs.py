@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,10 @@ class Tile:
     head: int
     rows: range
     positions: range
+
+
+Step = tuple[PagedBatch, slice]
+"""One call of a serving op: its batch, and its rows of the queries."""
 
 
 @dataclass(frozen=True)
@@ -88,20 +93,21 @@ class PagedInputs:
         self, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], decodes: int
     ) -> PagedBatch:
         """A step over the first requests of the block table."""
-        device = self.q.device
-        ends = torch.tensor((0, *query_lens), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return PagedBatch(
-            block_table=self.block_table[: len(seq_lens)],
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
-            cu_seqlens_q=ends.to(device),
-            num_decodes=decodes,
-            num_decode_tokens=sum(query_lens[:decodes]),
-            decode_query_len=max(query_lens[:decodes], default=1),
-            max_query_len=max(query_lens),
-            max_seq_len=max(*seq_lens, self.max_len),
-            seq_lens_host=seq_lens,
-            query_lens_host=query_lens,
-        )
+        return make_batch(self.block_table, query_lens, seq_lens, decodes, self.max_len)
+
+    def whole_step(self, decodes: int) -> list[Step]:
+        """All requests in one step, the first ``decodes`` of which are decodes."""
+        batch = self.batch(self.query_lens, self.seq_lens, decodes)
+        return [(batch, slice(0, self.q.shape[0]))]
+
+    def chunks(self, bounds: Sequence[tuple[int, int]]) -> list[Step]:
+        """The only request, prefilled from bound to bound."""
+        return [(self.batch((end - start,), (end,), 0), slice(start, end)) for start, end in bounds]
+
+    def tile_rows(self, x: torch.Tensor, tile: Tile) -> torch.Tensor:
+        """A tile's rows of a tensor [T, Hq, D], and the query heads of its KV head."""
+        heads = slice(tile.head * self.group, (tile.head + 1) * self.group)
+        return x[tile.rows.start : tile.rows.stop, heads]
 
     def keys_of(self, request: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one request and KV head, contiguous: [seq_len, D] each."""
@@ -109,6 +115,40 @@ class PagedInputs:
         pages = self.block_table[request, : ceil_div(length, self.page_size)].long()
         k, v = (cache[pages, head].flatten(0, 1)[:length] for cache in (self.k_cache, self.v_cache))
         return k, v
+
+
+def make_batch(
+    block_table: torch.Tensor,
+    query_lens: tuple[int, ...],
+    seq_lens: tuple[int, ...],
+    decodes: int,
+    max_len: int = 0,
+) -> PagedBatch:
+    """A step over the first requests of a block table, which a context of ``max_len`` must fit."""
+    device = block_table.device
+    ends = torch.tensor((0, *query_lens), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return PagedBatch(
+        block_table=block_table[: len(seq_lens)],
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        cu_seqlens_q=ends.to(device),
+        num_decodes=decodes,
+        num_decode_tokens=sum(query_lens[:decodes]),
+        decode_query_len=max(query_lens[:decodes], default=1),
+        max_query_len=max(query_lens),
+        max_seq_len=max(*seq_lens, max_len),
+        seq_lens_host=seq_lens,
+        query_lens_host=query_lens,
+    )
+
+
+def shuffled_pages(counts: Sequence[int], width: int, generator: torch.Generator) -> torch.Tensor:
+    """Block table ``[requests, width]`` int32 of requests with ``counts`` pages in random order."""
+    device = generator.device
+    order = torch.randperm(sum(counts), generator=generator, device=device).to(torch.int32)
+    table = torch.zeros(len(counts), width, dtype=torch.int32, device=device)
+    for request, own in enumerate(torch.split(order, list(counts))):
+        table[request, : len(own)] = own
+    return table
 
 
 def make_inputs(case: Case, device: torch.device) -> PagedInputs:
@@ -141,12 +181,8 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
         part = slice(start, start + _PAGES_AT_A_TIME)
         kv[part] = torch.randn(kv[part].shape, generator=generator, device=device).to(pages.dtype)
         k_summary[part] = _summaries(k_cache[part], policy)
-    order = torch.randperm(len(pages), generator=generator, device=device).to(torch.int32)
     max_len = case.int_param("max_len")
-    width = max(*counts, ceil_div(max_len, page))
-    table = torch.zeros(len(counts), width, dtype=torch.int32, device=device)
-    for request, own in enumerate(torch.split(order, counts)):
-        table[request, : len(own)] = own
+    table = shuffled_pages(counts, max(*counts, ceil_div(max_len, page)), generator)
     tokens = case.spec.total_query_tokens
     shape = (tokens, case.int_param("num_heads"), dim)
     return PagedInputs(
@@ -174,8 +210,7 @@ def block_scores(
     inputs: PagedInputs, tile: Tile, policy: SelectionPolicy, *, decode: bool
 ) -> torch.Tensor:
     """Exact score of every block for one tile: [blocks]."""
-    heads = slice(tile.head * inputs.group, (tile.head + 1) * inputs.group)
-    q = inputs.q[tile.rows.start : tile.rows.stop, heads].double()
+    q = inputs.tile_rows(inputs.q, tile).double()
     if decode or policy.query_tile == 1:
         return _summary_scores(inputs, tile, q[-1])
     k, _ = inputs.keys_of(tile.request, tile.head)
@@ -235,21 +270,17 @@ def wrong_selection(
 
 def attend_tile(
     inputs: PagedInputs,
-    request: int,
-    head: int,
-    rows: range,
-    positions: range,
+    tile: Tile,
     chosen: torch.Tensor,
     policy: SelectionPolicy,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Attention of one tile over sinks, chosen and local blocks in `dtype`: [rows, G, D]."""
-    k, v = inputs.keys_of(request, head)
-    heads = slice(head * inputs.group, (head + 1) * inputs.group)
-    q = inputs.q[rows.start : rows.stop, heads]
+    k, v = inputs.keys_of(tile.request, tile.head)
+    q = inputs.tile_rows(inputs.q, tile)
     size = policy.sel_block_size
     outputs = []
-    for index, position in enumerate(positions):
+    for index, position in enumerate(tile.positions):
         if policy.sees_all(position):
             seen = torch.arange(position + 1)
         else:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sparsek_backend.bench.ops.paged_inputs import Step
 from sparsek_backend.bench.ops.sink_window_inputs import Inputs
-from sparsek_backend.bench.registry import Unavailable
+from sparsek_backend.bench.registry import Outputs, Unavailable
 
 
 @dataclass(frozen=True)
@@ -178,4 +179,32 @@ def load_fa3(tensor: torch.Tensor) -> Callable[..., torch.Tensor]:
     except ImportError as error:
         raise Unavailable(f"vLLM's FlashAttention is not importable: {error}") from error
     call: Callable[..., torch.Tensor] = flash_attn_varlen_func
+    return call
+
+
+def fa3_paged(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, steps: Sequence[Step]
+) -> Callable[[], Outputs]:
+    """FlashAttention-3 of ``q [T, Hq, D]`` over pages ``[P, Hkv, page_size, D]``, step by step."""
+    flash_attn_varlen_func = load_fa3(q)
+    out = torch.empty_like(q)
+    k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+
+    def call() -> Outputs:
+        for batch, rows in steps:
+            flash_attn_varlen_func(
+                q[rows],
+                k,
+                v,
+                max_seqlen_q=batch.max_query_len,
+                cu_seqlens_q=batch.cu_seqlens_q,
+                max_seqlen_k=batch.max_seq_len,
+                seqused_k=batch.seq_lens,
+                block_table=batch.block_table,
+                causal=True,
+                fa_version=3,
+                out=out[rows],
+            )
+        return (out,)
+
     return call

@@ -6,6 +6,7 @@ import torch
 
 from sparsek_kernels.common.alignment import describable
 from sparsek_kernels.common.grids import Grid, tile_grid
+from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.common.row_dots import row_dots
 from sparsek_kernels.nsa.compressed import launch_sm90
 from sparsek_kernels.nsa.compressed.kernels.bwd import (
@@ -53,7 +54,7 @@ def forward(problem: CompressedProblem, out: torch.Tensor, lse: torch.Tensor) ->
     tile = problem.config.compressed
     grid, tiles = _query_grid(problem, tile.block_m)
     nsa_compressed_fwd_kernel[grid](
-        out, lse, q, k_cmp, v_cmp, *problem.pointers(problem.cu_seqlens, problem.cu_cmp, tiles),
+        out, lse, q, k_cmp, v_cmp, *pointers(problem.q, problem.cu_seqlens, problem.cu_cmp, tiles),
         problem.softmax_scale,
         *q.stride(), *k_cmp.stride(), *v_cmp.stride(), *_sizes(problem),
         **_options(problem, tile),
@@ -82,7 +83,7 @@ def backward(
     tile = problem.config.compressed_dq
     grid, tiles = _query_grid(problem, tile.block_m)
     nsa_compressed_bwd_dq_kernel[grid](
-        dq, *inputs, *problem.pointers(cu_seqlens, cu_cmp, tiles), problem.softmax_scale,
+        dq, *inputs, *pointers(problem.q, cu_seqlens, cu_cmp, tiles), problem.softmax_scale,
         *strides, *_sizes(problem),
         **_options(problem, tile),
     )  # fmt: skip
@@ -94,7 +95,7 @@ def backward(
     parts = new(part_shape, dtype=torch.float32, device=q.device)
     grid, tiles = tile_grid(cu_cmp, rows, tile.block_n, shape.num_heads, batch)
     nsa_compressed_bwd_dkdv_kernel[grid](
-        parts[0], parts[1], *inputs, *problem.pointers(cu_seqlens, cu_cmp, tiles),
+        parts[0], parts[1], *inputs, *pointers(problem.q, cu_seqlens, cu_cmp, tiles),
         problem.softmax_scale,
         *strides, *_sizes(problem), rows,
         **_options(problem, tile),

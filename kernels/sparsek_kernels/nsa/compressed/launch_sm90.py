@@ -15,6 +15,7 @@ from sparsek_kernels.common.descriptors import describe
 from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.grids import tile_grid
 from sparsek_kernels.common.kernels.softmax import LOG2E
+from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.nsa.compressed.kernels.block_sums_sm90 import KEYS
 from sparsek_kernels.nsa.compressed.kernels.fwd_load_sm90 import (
     BOUND_BF16,
@@ -81,7 +82,7 @@ def arrange(problem: CompressedProblem) -> Arranged:
     v_out = (torch.empty if cu_cmp is None else torch.zeros)(found, dtype=v.dtype, device=v.device)
     longest = torch.zeros(2, dtype=torch.float32, device=k.device)
     nsa_arrange_kernel[(num_tiles, heads, batch)](
-        k_out, v_out, longest, k, v, q, *problem.pointers(problem.cu_seqlens, cu_cmp, tiles),
+        k_out, v_out, longest, k, v, q, *pointers(problem.q, problem.cu_seqlens, cu_cmp, tiles),
         *k.stride()[:3], *v.stride()[:3], *q.stride()[:3],
         rows, q.shape[1], found[1],
         GROUP=problem.shape.group, HEAD_DIM=dim, VARLEN=cu_cmp is not None, num_warps=8,
@@ -114,7 +115,7 @@ def forward(
         nsa_compressed_hopper_fwd_kernel[(min(num_tiles, multiprocessors(q.device)),)](
             out, lse, out if sums is None else sums.words, lse if sums is None else sums.maxima,
             keys.longest, left, q_desc, k_desc, v_desc,
-            *problem.pointers(cu_rows, cu_seqlens, problem.cu_cmp, tiles),
+            *pointers(problem.q, cu_rows, cu_seqlens, problem.cu_cmp, tiles),
             problem.softmax_scale * LOG2E.value, q_rows, q_cols, k_rows, first, rows, shape.num_q,
             shape.num_heads, 0 if sums is None else sums.pitch, blocks, num_tiles,
             **problem.rules, SUMS=sums is not None, BOUNDED=bounded, BOUND=bound,

@@ -69,10 +69,6 @@ class CompressedProblem:
         row = torch.arange(self.q.shape[1], dtype=torch.int32, device=self.q.device)
         return torch.searchsorted(self.cu_seqlens[1:], row, right=True, out_int32=True)
 
-    def pointers(self, *maps: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """``maps`` of packed sequences; fixed lengths pass q, which no kernel reads as a map."""
-        return tuple(self.q if x is None else x for x in maps)
-
     @property
     def rules(self) -> dict[str, int | bool]:
         """Compile-time arguments that every kernel of this problem takes."""

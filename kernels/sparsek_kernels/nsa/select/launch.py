@@ -8,6 +8,7 @@ import triton
 from sparsek_kernels.common.alignment import copyable, describable
 from sparsek_kernels.common.descriptors import describe, tile_layout
 from sparsek_kernels.common.grids import tile_grid
+from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import TileConfig
 from sparsek_kernels.nsa.select.kernels.scores import nsa_block_scores_kernel
@@ -77,7 +78,7 @@ def score(problem: CompressedProblem, lse: torch.Tensor, scores: torch.Tensor, f
     together = block_t if hopper is None else block_t * WARPGROUPS.value
     cu_rows = None if cu_seqlens is None else cu_seqlens.clamp(first, first + rows)
     grid, tiles = tile_grid(cu_rows, rows, together, heads, shape.batch)
-    maps = problem.pointers(cu_rows, cu_seqlens, problem.cu_cmp, tiles)
+    maps = pointers(problem.q, cu_rows, cu_seqlens, problem.cu_cmp, tiles)
     sizes = (first, rows, shape.num_q, problem.offset, shape.num_heads, k_cmp.shape[1], pitch)
     rules = {
         **problem.rules,

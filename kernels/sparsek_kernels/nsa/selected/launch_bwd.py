@@ -8,6 +8,7 @@ import torch
 import triton
 
 from sparsek_kernels.common.descriptors import tile_layout
+from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.common.row_dots import row_dots
 from sparsek_kernels.nsa.selected.index import build_index
 from sparsek_kernels.nsa.selected.kernels.bwd import (
@@ -85,7 +86,7 @@ def backward_rows(
         )  # fmt: skip
         nsa_selected_bwd_dkdv_kernel[(index.num_blocks, shape.num_kv_heads)](
             dk, dv, dk_part, dv_part, index.item_offsets, index.block_seq, index.cu_blocks,
-            *problem.pointers(problem.cu_seqlens), chunk.first_key, index.num_blocks,
+            *pointers(problem.q, problem.cu_seqlens), chunk.first_key, index.num_blocks,
             shape.num_kv_heads, shape.num_k,
             HEAD_DIM=shape.head_dim, SEL_BLOCK=problem.sel_block_size,
             VARLEN=problem.cu_seqlens is not None, BLOCK_N=problem.block_n,

@@ -17,6 +17,7 @@ from sparsek_kernels.common.alignment import boxable
 from sparsek_kernels.common.descriptors import describe_boxes, tile_layout
 from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.grids import tile_grid
+from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.nsa.config import BOX_GROUPS
 from sparsek_kernels.nsa.gate import launch as launch_gate
 from sparsek_kernels.nsa.selected.index import build_index
@@ -79,7 +80,7 @@ def _forward_tokens(problem: SelectedProblem, out: torch.Tensor, lse: torch.Tens
     )
     nsa_selected_tokens_kernel[grid](
         out, lse, problem.q, problem.k, problem.v, problem.block_indices,
-        *problem.pointers(problem.cu_seqlens, tiles), problem.softmax_scale,
+        *pointers(problem.q, problem.cu_seqlens, tiles), problem.softmax_scale,
         *problem.q.stride(), *problem.k.stride(), *problem.v.stride(),
         shape.num_q, shape.num_k, problem.offset, shape.num_kv_heads,
         **problem.portable_rules, TOP_N=problem.top_n, BLOCK_T=block_t,
@@ -198,7 +199,7 @@ def _combiner(
             grid = (min(counts[1], 2 * multiprocessors(q.device)), 1, 1)
         kernel[grid](
             out, out if lse is None else lse, part, part_lse, q, k, v, *(gated or (q,) * 5),
-            problem.block_indices, *problem.pointers(cu_rows, cu_first, tiles),
+            problem.block_indices, *pointers(problem.q, cu_rows, cu_first, tiles),
             problem.softmax_scale,
             *strides,
             chunk.first_row, chunk.num_rows, shape.num_q, shape.num_k, problem.offset,

@@ -11,6 +11,7 @@ import torch
 
 from sparsek_kernels.common.alignment import copyable
 from sparsek_kernels.common.descriptors import tile_layout
+from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.nsa.config import TileConfig
 from sparsek_kernels.nsa.selected.index import InverseIndex
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
@@ -76,7 +77,7 @@ class LaunchPlan:
             index.entry_offsets,
             index.block_seq,
             index.cu_blocks,
-            *self.problem.pointers(self.problem.cu_seqlens),
+            *pointers(self.problem.q, self.problem.cu_seqlens),
         )
 
     def item_sizes(self, chunk: Chunk) -> tuple[int, ...]:

@@ -72,10 +72,6 @@ class SelectedProblem:
         """Position of the first query; packed sequences start at 0."""
         return self.k.shape[1] - self.q.shape[1]
 
-    def pointers(self, *maps: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """``maps`` of packed sequences; fixed lengths pass q, which no kernel reads as a map."""
-        return tuple(self.q if x is None else x for x in maps)
-
     def tile_tokens(self, rows: int) -> int:
         """Tokens in a tile of ``rows`` rows (tokens times padded heads), 16 rows at least."""
         return max(max(rows, 16) // self.shape.padded_group, 1)
