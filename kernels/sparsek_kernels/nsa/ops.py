@@ -26,6 +26,15 @@ from sparsek_kernels.sink_window import ops as sink_window_ops
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+def _passes(x: torch.Tensor) -> Any:
+    """The module whose functions take such inputs: launches of kernels, or torch operations."""
+    if runs_kernels(x):
+        from sparsek_kernels.nsa import launches
+
+        return launches
+    return torch_path
+
+
 def _new_indices(q: torch.Tensor, k_cmp: torch.Tensor, spec: Sequence[int]) -> torch.Tensor:
     shape = (q.shape[0], q.shape[1], k_cmp.shape[2], spec[3])
     return torch.empty(shape, dtype=torch.int32, device=q.device)
@@ -42,12 +51,7 @@ def mean_pool(
     rules = NSASpec(*spec)
     rows = compressed_rows(cu_seqlens, x.shape[1], rules.cmp_block_size, rules.cmp_stride)
     out = x.new_empty((x.shape[0], rows, *x.shape[2:]))
-    if runs_kernels(x):
-        from sparsek_kernels.nsa.compress.launch import mean_pool_forward
-
-        mean_pool_forward(x, out, cu_seqlens, rules)
-    else:
-        torch_path.mean_pool_forward(x, out, cu_seqlens, rules)
+    _passes(x).mean_pool_forward(x, out, cu_seqlens, rules)
     return out
 
 
@@ -63,12 +67,7 @@ def mean_pool_bwd(
 ) -> torch.Tensor:
     """Gradient of the pooled tensor's input, ``[B, num_tokens, Hkv, D]``."""
     dx = dout.new_empty((dout.shape[0], num_tokens, *dout.shape[2:]))
-    if runs_kernels(dout):
-        from sparsek_kernels.nsa.compress.launch import mean_pool_backward
-
-        mean_pool_backward(dout, dx, cu_seqlens, NSASpec(*spec))
-    else:
-        torch_path.mean_pool_backward(dout, dx, cu_seqlens, NSASpec(*spec))
+    _passes(dout).mean_pool_backward(dout, dx, cu_seqlens, NSASpec(*spec))
     return dx
 
 
@@ -107,32 +106,13 @@ def compressed_fwd(
     """Output ``[B, N, Hq, D]`` and log-sum-exp ``[B, Hq, N]`` of the compressed branch."""
     problem = CompressedProblem(q, k_cmp, v_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
     out, lse = new_like(q), new_lse(q)
-    if runs_kernels(q):
-        from sparsek_kernels.nsa.compressed.launch import forward
-
-        forward(problem, out, lse)
-    else:
-        torch_path.compressed_forward(problem, out, lse)
+    _passes(q).compressed_forward(problem, out, lse)
     return out, lse
 
 
 @compressed_fwd.register_fake
 def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
     return new_like(q), new_lse(q)
-
-
-def _compressed_gradients(
-    problem: CompressedProblem,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-) -> Gradients:
-    if runs_kernels(dout):
-        from sparsek_kernels.nsa.compressed.launch import backward
-
-        return backward(problem, out, lse, dout, dlse)
-    return torch_path.compressed_backward(problem, out, lse, dout, dlse)
 
 
 @torch.library.custom_op("sparsek::nsa_compressed_bwd", mutates_args=())
@@ -151,7 +131,8 @@ def compressed_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k_cmp and v_cmp."""
     problem = CompressedProblem(q, k_cmp, v_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
-    return _compressed_gradients(problem, out, lse, dout, dlse)
+    grads: Gradients = _passes(q).compressed_backward(problem, out, lse, dout, dlse)
+    return grads
 
 
 @compressed_bwd.register_fake
@@ -180,13 +161,7 @@ def compressed_select(
     """``compressed_fwd``, and ``select`` with its log-sum-exps; not differentiable."""
     problem = CompressedProblem(q, k_cmp, v_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
     out, lse, found = new_like(q), new_lse(q), _new_indices(q, k_cmp, spec)
-    if runs_kernels(q):
-        from sparsek_kernels.nsa.select.launch_fused import attend_and_select
-
-        attend_and_select(problem, out, lse, found)
-    else:
-        torch_path.compressed_forward(problem, out, lse)
-        torch_path.select_forward(problem, lse, found)
+    _passes(q).attend_and_select(problem, out, lse, found)
     return out, lse, found
 
 
@@ -210,12 +185,7 @@ def select(
     """Chosen blocks ``[B, N, Hkv, top_n]`` int32, ascending, ``-1`` after the last."""
     problem = CompressedProblem(q, k_cmp, k_cmp, seq_len, cu_seqlens, NSASpec(*spec), softmax_scale)
     found = _new_indices(q, k_cmp, spec)
-    if runs_kernels(q):
-        from sparsek_kernels.nsa.select.launch import select as launch
-
-        launch(problem, lse, found)
-    else:
-        torch_path.select_forward(problem, lse, found)
+    _passes(q).select_forward(problem, lse, found)
     return found
 
 
@@ -242,32 +212,13 @@ def selected_fwd(
     """Output ``[B, N, Hq, D]`` and log-sum-exp ``[B, Hq, N]`` of the selected branch."""
     problem = SelectedProblem(q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
     out, lse = new_like(q), new_lse(q)
-    if runs_kernels(q):
-        from sparsek_kernels.nsa.selected.launch_fwd import forward
-
-        forward(problem, out, lse)
-    else:
-        torch_path.selected_forward(problem, out, lse)
+    _passes(q).selected_forward(problem, out, lse)
     return out, lse
 
 
 @selected_fwd.register_fake
 def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
     return new_like(q), new_lse(q)
-
-
-def _selected_gradients(
-    problem: SelectedProblem,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-) -> Gradients:
-    if runs_kernels(dout):
-        from sparsek_kernels.nsa.selected.launch_bwd import backward
-
-        return backward(problem, out, lse, dout, dlse)
-    return torch_path.selected_backward(problem, out, lse, dout, dlse)
 
 
 @torch.library.custom_op("sparsek::nsa_selected_bwd", mutates_args=())
@@ -286,7 +237,8 @@ def selected_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
     problem = SelectedProblem(q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
-    return _selected_gradients(problem, out, lse, dout, dlse)
+    grads: Gradients = _passes(q).selected_backward(problem, out, lse, dout, dlse)
+    return grads
 
 
 @selected_bwd.register_fake
@@ -300,17 +252,6 @@ register_gradient(selected_fwd, selected_bwd)
 
 
 # --- the gated sum ------------------------------------------------------------------------------
-
-
-def _gated_sum(outs: Sequence[torch.Tensor], gates: Sequence[torch.Tensor]) -> torch.Tensor:
-    out = new_like(outs[0])
-    if runs_kernels(out):
-        from sparsek_kernels.nsa.gate.launch import forward
-
-        forward(out, outs, gates)
-    else:
-        torch_path.gated_forward(out, outs, gates)
-    return out
 
 
 @torch.library.custom_op("sparsek::nsa_selected_gated", mutates_args=())
@@ -328,15 +269,9 @@ def selected_gated(
 ) -> torch.Tensor:
     """Gated sum ``[B, N, Hq, D]`` of the selected branch and two outputs; not differentiable."""
     problem = SelectedProblem(q, k, v, block_indices, cu_seqlens, sel_block_size, softmax_scale)
-    if runs_kernels(q):
-        from sparsek_kernels.nsa.selected.launch_fwd import forward_gated
-
-        out = new_like(q)
-        forward_gated(problem, out, (out_cmp, out_swa), gates)
-        return out
-    out_slc = new_like(q)
-    torch_path.selected_forward(problem, out_slc, new_lse(q))
-    return _gated_sum((out_cmp, out_slc, out_swa), gates)
+    out = new_like(q)
+    _passes(q).selected_gated(problem, out, (out_cmp, out_swa), gates)
+    return out
 
 
 @selected_gated.register_fake
@@ -364,7 +299,9 @@ def branches(
     contiguous and without gradients of their own; ``gates [B, N, Hq]``, ``q``, ``keys`` and
     ``values`` receive the gradients.
     """
-    return _gated_sum(outs, gates)
+    out = new_like(outs[0])
+    _passes(out).gated_forward(out, outs, gates)
+    return out
 
 
 @branches.register_fake
@@ -376,16 +313,12 @@ def _branch_gradients(problem: GatedProblem, dout: torch.Tensor) -> GatedGradien
     """Gradients of the gated sum, of each branch by itself."""
     outs, lses, gates = problem.outs, problem.lses, problem.gates
     douts, dgates = PerBranch(*map(new_like, outs)), PerBranch(*map(new_like, gates))
-    if runs_kernels(dout):
-        from sparsek_kernels.nsa.gate.launch import backward
-
-        backward(douts, dgates, dout, outs, gates)
-    else:
-        torch_path.gated_backward(douts, dgates, dout, outs, gates)
-    dq_cmp, dk_cmp, dv_cmp = _compressed_gradients(
+    passes = _passes(dout)
+    passes.gated_backward(douts, dgates, dout, outs, gates)
+    dq_cmp, dk_cmp, dv_cmp = passes.compressed_backward(
         problem.compressed, outs.cmp, lses.cmp, douts.cmp, None
     )
-    dq_slc, dk, dv = _selected_gradients(problem.selected, outs.slc, lses.slc, douts.slc, None)
+    dq_slc, dk, dv = passes.selected_backward(problem.selected, outs.slc, lses.slc, douts.slc, None)
     window, cu_seqlens = problem.sliding, problem.cu_seqlens
     dq_swa, dk_swa, dv_swa, _ = sink_window_ops.sink_flash_bwd(
         douts.swa, None, window.q, window.k, window.v, outs.swa, lses.swa, None,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from sparsek_kernels.common.operators import new_lse
 from sparsek_kernels.common.precision import compute_dtype, without_autocast
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
@@ -202,6 +203,14 @@ def select_forward(
         block_indices[span.batch, rows, :, : best.shape[-1]] = best.transpose(0, 1).int()
 
 
+def attend_and_select(
+    problem: CompressedProblem, out: torch.Tensor, lse: torch.Tensor, block_indices: torch.Tensor
+) -> None:
+    """Fill ``out`` and ``lse`` of compressed attention, and the blocks that follow from it."""
+    compressed_forward(problem, out, lse)
+    select_forward(problem, lse, block_indices)
+
+
 def _selected_chunks(
     problem: SelectedProblem,
 ) -> Iterator[tuple[Span, slice, torch.Tensor, torch.Tensor]]:
@@ -300,6 +309,18 @@ def gated_forward(
     for branch, gate in zip(outs, gates, strict=True):
         total += branch.to(compute) * gate.to(compute)[..., None]
     out.copy_(total)
+
+
+def selected_gated(
+    problem: SelectedProblem,
+    out: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    gates: Sequence[torch.Tensor],
+) -> None:
+    """Fill ``out`` with the gated sum of ``others``, compressed and sliding, and this branch."""
+    out_slc = torch.empty_like(out)
+    selected_forward(problem, out_slc, new_lse(problem.q))
+    gated_forward(out, (others[0], out_slc, others[1]), gates)
 
 
 def gated_backward(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 
-from sparsek_kernels.nsa import ops
+from sparsek_kernels.nsa import launches, ops, torch_path
 from tests.kernels.nsa.conftest import make_problem
 
 OPERATORS = {name: x for name, x in vars(ops).items() if isinstance(x, type(ops.mean_pool))}
@@ -74,3 +75,13 @@ def test_backward_operators_take_an_absent_gradient(
     dout, _, q, k, v, out, lse, *rest = arguments(None, dtype)[name]
     dlse = torch.ones_like(lse) if with_dlse else None
     torch.library.opcheck(OPERATORS[name], (dout, dlse, q, k, v, out, lse, *rest))
+
+
+def test_launches_and_torch_operations_have_the_same_signatures() -> None:
+    names = [name for name, x in vars(launches).items() if inspect.isfunction(x)]
+    assert len(names) == 11
+    for name in names:
+        launch, plain = (
+            inspect.signature(getattr(x, name)).parameters for x in (launches, torch_path)
+        )
+        assert launch == plain, name
