@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -84,12 +84,7 @@ def _admit(
             params=" ".join(f"{name}={value}" for name, value in sorted(case.params.items())),
             copy_tb_s=ceilings.copy_tb_s,
             matmul_tflops=ceilings.matmul_tflops[case.str_param("dtype")],
-            gpu=machine.gpu,
-            driver=machine.driver,
-            torch=machine.torch,
-            triton=machine.triton,
-            vllm=machine.vllm,
-            commit=machine.commit,
+            **asdict(machine),
         )
 
     try:

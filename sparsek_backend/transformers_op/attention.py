@@ -12,6 +12,7 @@ from sparsek_backend.transformers_op.dense import attend_dense
 from sparsek_backend.transformers_op.mask import LazyMask
 from sparsek_backend.transformers_op.policy import policy_of
 from sparsek_backend.transformers_op.sequences import attend, attend_packed
+from sparsek_backend.transformers_op.topk import AttentionRule
 from sparsek_backend.transformers_op.visibility import Packing, Visibility
 from sparsek_kernels import sink_flash_attention
 from sparsek_kernels.checks import MAX_HEAD_DIM
@@ -103,9 +104,9 @@ def sparsek_attention(
         q, k, v = (F.pad(x, (0, max(q.shape[-1], width) - x.shape[-1])) for x in (q, k, v))
     packing = packing or mask.packing
     if packing is not None:
-        out = _attend_texts(q, k, v, packing, rule.causal, policy, scale, s_aux)
+        out = _attend_texts(q, k, v, packing, rule.causal, AttentionRule(policy, scale, s_aux))
     elif rule.causal:
-        out = attend(q, k, v, policy, scale, s_aux)
+        out = attend(q, k, v, AttentionRule(policy, scale, s_aux))
     else:
         full = sink_flash_attention(q, k, v, causal=False, sinks=s_aux, softmax_scale=scale)
         out = cast(torch.Tensor, full)
@@ -234,9 +235,7 @@ def _attend_texts(
     v: torch.Tensor,
     packing: Packing,
     causal: bool,
-    policy: SelectionPolicy,
-    scale: float,
-    sinks: torch.Tensor | None,
+    rule: AttentionRule,
 ) -> torch.Tensor:
     """Attention ``[B, N, Hq, D]`` within the texts of a packing; zeros for queries left out."""
     shape = q.shape
@@ -250,7 +249,7 @@ def _attend_texts(
     if len(packing.starts_q) == 1:
         found = q
     elif causal:
-        found = attend_packed(q, k, v, *starts, policy, scale, sinks)
+        found = attend_packed(q, k, v, *starts, rule)
     else:
         cu_seqlens_q, cu_seqlens_k = (
             torch.tensor(x, dtype=torch.int32, device=q.device) for x in starts
@@ -260,8 +259,8 @@ def _attend_texts(
             k,
             v,
             causal=False,
-            sinks=sinks,
-            softmax_scale=scale,
+            sinks=rule.sinks,
+            softmax_scale=rule.softmax_scale,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
         )

@@ -8,57 +8,46 @@ from typing import cast
 
 import torch
 
-from sparsek_backend.transformers_op.topk import attend_selected, attend_selected_with_gradient
+from sparsek_backend.transformers_op.topk import (
+    AttentionRule,
+    attend_selected,
+    attend_selected_with_gradient,
+)
 from sparsek_kernels import sink_flash_attention
 from sparsek_kernels.paged.plan import split_queries
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    policy: SelectionPolicy,
-    softmax_scale: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention of equally long sequences without padding.
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+    """Attention ``[B, N, Hq, D]`` of equally long sequences without padding.
 
     Args:
         q: ``[B, N, Hq, D]``, the last N tokens.
         k, v: ``[B, M, Hkv, D]``.
-        policy: what a query attends.
-        softmax_scale: factor of ``q . k``.
-        sinks: ``[Hq]`` learned logits of the denominator, or ``None``.
-
-    Returns:
-        ``[B, N, Hq, D]``.
+        rule: what a query attends.
     """
-    num_q, num_k = q.shape[1], k.shape[1]
+    num_q, num_k, policy = q.shape[1], k.shape[1], rule.policy
     first, last = split_queries(policy.per_token() if num_q == 1 else policy, num_q, num_k)
     if first == last:
-        return _flash(q, k, v, SelectionPolicy(), softmax_scale, sinks)
+        return _flash(q, k, v, rule.dense())
     if _is_flash_mask(policy):
-        return _flash(q, k, v, policy, softmax_scale, sinks)
-    if policy.selects_blocks and not _needs_gradient(q, k, v, sinks):
-        return attend_selected(q, k, v, policy, softmax_scale, sinks)
+        return _flash(q, k, v, rule)
+    if policy.selects_blocks and not _needs_gradient(q, k, v, rule.sinks):
+        return attend_selected(q, k, v, rule)
 
-    def attend_rows(begin: int, end: int, rule: SelectionPolicy) -> torch.Tensor:
+    def attend_rows(begin: int, end: int, rule: AttentionRule) -> torch.Tensor:
         seen = num_k - num_q + end
-        return _flash(q[:, begin:end], k[:, :seen], v[:, :seen], rule, softmax_scale, sinks)
+        return _flash(q[:, begin:end], k[:, :seen], v[:, :seen], rule)
 
     parts = []
     if first:
-        parts.append(attend_rows(0, first, SelectionPolicy()))
+        parts.append(attend_rows(0, first, rule.dense()))
     if policy.selects_blocks:
-        rest = q[:, first:]
-        parts.append(
-            attend_selected_with_gradient(rest, k, v, policy, softmax_scale, sinks, num_q - last)
-        )
+        parts.append(attend_selected_with_gradient(q[:, first:], k, v, rule, num_q - last))
     else:
-        parts.append(attend_rows(first, last, policy))
+        parts.append(attend_rows(first, last, rule))
     if last < num_q:
-        parts.append(attend_rows(last, num_q, SelectionPolicy()))
+        parts.append(attend_rows(last, num_q, rule.dense()))
     return torch.cat(parts, dim=1)
 
 
@@ -68,9 +57,7 @@ def attend_packed(
     v: torch.Tensor,
     starts_q: Sequence[int],
     starts_k: Sequence[int],
-    policy: SelectionPolicy,
-    softmax_scale: float,
-    sinks: torch.Tensor | None,
+    rule: AttentionRule,
 ) -> torch.Tensor:
     """Attention of packed sequences: :func:`attend` with ``B = 1`` and token offsets.
 
@@ -78,14 +65,14 @@ def attend_packed(
         q: ``[1, T, Hq, D]``; k, v: ``[1, S, Hkv, D]``.
         starts_q: offsets of the sequences' queries, the end included; starts_k: of their keys.
     """
-    if _is_flash_mask(policy):
+    if _is_flash_mask(rule.policy):
         cu_seqlens_q, cu_seqlens_k = (
             torch.tensor(starts, dtype=torch.int32, device=q.device)
             for starts in (starts_q, starts_k)
         )
-        return _flash(q, k, v, policy, softmax_scale, sinks, cu_seqlens_q, cu_seqlens_k)
+        return _flash(q, k, v, rule, cu_seqlens_q, cu_seqlens_k)
     parts = [
-        attend(q[:, q_lo:q_hi], k[:, k_lo:k_hi], v[:, k_lo:k_hi], policy, softmax_scale, sinks)
+        attend(q[:, q_lo:q_hi], k[:, k_lo:k_hi], v[:, k_lo:k_hi], rule)
         for (q_lo, q_hi), (k_lo, k_hi) in zip(pairwise(starts_q), pairwise(starts_k), strict=True)
     ]
     return torch.cat(parts, dim=1)
@@ -107,9 +94,7 @@ def _flash(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    policy: SelectionPolicy,
-    softmax_scale: float,
-    sinks: torch.Tensor | None,
+    rule: AttentionRule,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -117,10 +102,10 @@ def _flash(
         q,
         k,
         v,
-        num_sink=policy.num_sink,
-        window_size=policy.window_size,
-        sinks=sinks,
-        softmax_scale=softmax_scale,
+        num_sink=rule.policy.num_sink,
+        window_size=rule.policy.window_size,
+        sinks=rule.sinks,
+        softmax_scale=rule.softmax_scale,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -16,6 +17,25 @@ from sparsek_kernels.paged import (
     write_kv,
 )
 from sparsek_kernels.paged.policy import ceil_div
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRule:
+    """How queries attend.
+
+    Args:
+        policy: what a query attends.
+        softmax_scale: factor of ``q . k``.
+        sinks: ``[Hq]`` learned logits of the denominator, or ``None``.
+    """
+
+    policy: SelectionPolicy
+    softmax_scale: float
+    sinks: torch.Tensor | None
+
+    def dense(self) -> AttentionRule:
+        """The same with everything attended."""
+        return replace(self, policy=SelectionPolicy())
 
 
 def _paged(
@@ -56,25 +76,20 @@ def _paged(
 
 
 def attend_selected(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    policy: SelectionPolicy,
-    softmax_scale: float,
-    sinks: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
     """Attention ``[B, N, Hq, D]`` of the last N tokens to the blocks that they select."""
     with torch.no_grad():
-        k_cache, v_cache, summary, batch = _paged(k, v, q.shape[1], policy)
+        k_cache, v_cache, summary, batch = _paged(k, v, q.shape[1], rule.policy)
         out = paged_attention(
             q.flatten(0, 1),
             k_cache,
             v_cache,
             batch,
-            policy,
-            softmax_scale=softmax_scale,
+            rule.policy,
+            softmax_scale=rule.softmax_scale,
             k_summary=summary,
-            sinks=sinks,
+            sinks=rule.sinks,
         )
     return out.view(*q.shape[:2], *out.shape[1:])
 
@@ -113,19 +128,13 @@ def block_indices(
 
 
 def attend_selected_with_gradient(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    policy: SelectionPolicy,
-    softmax_scale: float,
-    sinks: torch.Tensor | None,
-    leave_out: int = 0,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule, leave_out: int = 0
 ) -> torch.Tensor:
     """:func:`attend_selected` with gradients of q, k, v and sinks; the selection has none.
 
     The last ``leave_out`` queries take part in the selection of their tile and get no output.
     """
-    indices = block_indices(q, k, v, policy, softmax_scale)
+    indices = block_indices(q, k, v, rule.policy, rule.softmax_scale)
     if leave_out:
         q, k, v, indices = (x[:, :-leave_out] for x in (q, k, v, indices))
     found = selected_attention(
@@ -133,13 +142,13 @@ def attend_selected_with_gradient(
         k,
         v,
         indices,
-        sel_block_size=policy.sel_block_size,
-        softmax_scale=softmax_scale,
+        sel_block_size=rule.policy.sel_block_size,
+        softmax_scale=rule.softmax_scale,
         return_lse=True,
     )
     out, lse = cast(tuple[torch.Tensor, torch.Tensor], found)
-    if sinks is None:
+    if rule.sinks is None:
         return out
     # exp(lse) / (exp(lse) + exp(sink)): what a sink leaves of each softmax weight
-    share = torch.sigmoid(lse - sinks.float()[None, :, None]).transpose(1, 2)
+    share = torch.sigmoid(lse - rule.sinks.float()[None, :, None]).transpose(1, 2)
     return (out * share[..., None]).to(q.dtype)

@@ -101,7 +101,7 @@ def test_gradients_equal_those_of_the_mask(settings: dict[str, Any]) -> None:
     k, v = (torch.randn(1, 200, 2, 16, requires_grad=True) for _ in range(2))
     sinks = torch.randn(6, requires_grad=True)
     scale = 0.25
-    out = sequences.attend(q, k, v, policy, scale, sinks)
+    out = sequences.attend(q, k, v, topk.AttentionRule(policy, scale, sinks))
     seen = visible(200, 4, 32, 64)[0].expand(2, -1, -1)
     if policy.selects_blocks:
         first = first_sparse(policy, 0, 200)

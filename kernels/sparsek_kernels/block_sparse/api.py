@@ -60,15 +60,6 @@ def block_sparse_attention(
     """
     structure, scale = check_arguments(q, k, v, pattern, softmax_scale)
     out, lse = ops.block_sparse_fwd(
-        q,
-        k,
-        v,
-        structure.crow_indices,
-        structure.col_indices,
-        structure.ccol_indices,
-        structure.row_indices,
-        structure.block_size,
-        causal,
-        scale,
+        q, k, v, *structure.indices, structure.block_size, causal, scale
     )
     return (out, lse) if return_lse else out

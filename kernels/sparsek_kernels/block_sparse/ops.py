@@ -6,12 +6,7 @@ import torch
 
 from sparsek_kernels.block_sparse import torch_path
 from sparsek_kernels.block_sparse.problem import BlockSparseProblem
-from sparsek_kernels.common.operators import (
-    new_like,
-    new_lse,
-    register_gradient,
-    runs_kernels,
-)
+from sparsek_kernels.common.operators import new_like, new_lse, register_attention, runs_kernels
 
 
 @torch.library.custom_op("sparsek::block_sparse_fwd", mutates_args=())
@@ -39,11 +34,6 @@ def block_sparse_fwd(
     else:
         torch_path.forward(problem, out, lse)
     return out, lse
-
-
-@block_sparse_fwd.register_fake
-def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return new_like(q), new_lse(q)
 
 
 @torch.library.custom_op("sparsek::block_sparse_bwd", mutates_args=())
@@ -74,11 +64,4 @@ def block_sparse_bwd(
     return torch_path.backward(problem, out, lse, dout, dlse)
 
 
-@block_sparse_bwd.register_fake
-def _(
-    dout: object, dlse: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return new_like(q), new_like(k), new_like(v)
-
-
-register_gradient(block_sparse_fwd, block_sparse_bwd)
+register_attention(block_sparse_fwd, block_sparse_bwd)

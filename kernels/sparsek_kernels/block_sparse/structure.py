@@ -58,6 +58,11 @@ class BlockStructure:
             object.__setattr__(self, name, x)
 
     @property
+    def indices(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The four index tensors, in the order in which operators take them."""
+        return self.crow_indices, self.col_indices, self.ccol_indices, self.row_indices
+
+    @property
     def num_patterns(self) -> int:
         """P: 1, or one pattern for each run of ``Hq / P`` query heads."""
         return self.crow_indices.shape[0]

@@ -59,3 +59,22 @@ def register_gradient(forward: Any, backward: Callable[..., tuple[torch.Tensor, 
         return tuple(None if x is None else grad for x, grad in zip_longest(tensors, grads))
 
     forward.register_autograd(gradients, setup_context=setup_context)
+
+
+def register_attention(forward: Any, backward: Any) -> None:
+    """Fakes and autograd of an operator as of :func:`register_gradient`, and of its gradients.
+
+    ``backward`` has the gradients of q, k and v alone.
+    """
+
+    @forward.register_fake  # type: ignore[untyped-decorator]
+    def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return new_like(q), new_lse(q)
+
+    @backward.register_fake  # type: ignore[untyped-decorator]
+    def _(
+        dout: object, dlse: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return new_like(q), new_like(k), new_like(v)
+
+    register_gradient(forward, backward)

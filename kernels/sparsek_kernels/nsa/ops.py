@@ -7,12 +7,7 @@ from typing import Any
 
 import torch
 
-from sparsek_kernels.common.operators import (
-    new_like,
-    new_lse,
-    register_gradient,
-    runs_kernels,
-)
+from sparsek_kernels.common.operators import new_like, new_lse, register_attention, runs_kernels
 from sparsek_kernels.common.precision import compute_dtype
 from sparsek_kernels.nsa import torch_path
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
@@ -110,11 +105,6 @@ def compressed_fwd(
     return out, lse
 
 
-@compressed_fwd.register_fake
-def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return new_like(q), new_lse(q)
-
-
 @torch.library.custom_op("sparsek::nsa_compressed_bwd", mutates_args=())
 def compressed_bwd(
     dout: torch.Tensor,
@@ -135,14 +125,7 @@ def compressed_bwd(
     return grads
 
 
-@compressed_bwd.register_fake
-def _(
-    dout: Any, dlse: Any, q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, *_: object
-) -> Gradients:
-    return new_like(q), new_like(k_cmp), new_like(v_cmp)
-
-
-register_gradient(compressed_fwd, compressed_bwd)
+register_attention(compressed_fwd, compressed_bwd)
 
 
 # --- selection ----------------------------------------------------------------------------------
@@ -216,11 +199,6 @@ def selected_fwd(
     return out, lse
 
 
-@selected_fwd.register_fake
-def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return new_like(q), new_lse(q)
-
-
 @torch.library.custom_op("sparsek::nsa_selected_bwd", mutates_args=())
 def selected_bwd(
     dout: torch.Tensor,
@@ -241,14 +219,7 @@ def selected_bwd(
     return grads
 
 
-@selected_bwd.register_fake
-def _(
-    dout: Any, dlse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
-) -> Gradients:
-    return new_like(q), new_like(k), new_like(v)
-
-
-register_gradient(selected_fwd, selected_bwd)
+register_attention(selected_fwd, selected_bwd)
 
 
 # --- the gated sum ------------------------------------------------------------------------------

@@ -6,12 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparsek_kernels.common.operators import (
-    new_like,
-    new_lse,
-    register_gradient,
-    runs_kernels,
-)
+from sparsek_kernels.common.operators import new_like, new_lse, register_gradient, runs_kernels
 from sparsek_kernels.sink_window import torch_path
 from sparsek_kernels.sink_window.problem import SinkWindowProblem
 from sparsek_kernels.sink_window.spec import AttentionSpec
