@@ -4,9 +4,29 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+
+def fail(message: object) -> typer.Exit:
+    """Print one error line and return the exit to raise, of status 2."""
+    Console(stderr=True).print(f"[red]error[/red] {escape(str(message))}", highlight=False)
+    return typer.Exit(2)
+
+
+@contextmanager
+def failing_on(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn errors that a user can mend into one message and exit status 2."""
+    try:
+        yield
+    except kinds as error:
+        raise fail(error) from error
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

@@ -21,18 +21,12 @@ from sparsek_backend.bench.results import Row, read_csv, write_csv
 from sparsek_backend.bench.runner import Settings, check_bars, run_case
 from sparsek_backend.bench.serve import ServePlan, parse_cases, run_serve, serve_table, write_serve
 from sparsek_backend.bench.workload import load_workloads
-from sparsek_backend.command_line import grouped
+from sparsek_backend.command_line import fail, failing_on, grouped
 from sparsek_backend.config import resolve_config
 from sparsek_backend.machine import choose_device, describe_machine
 
 app = typer.Typer(help="Benchmarks: kernels, serving, comparisons.", no_args_is_help=True)
 console = Console(width=None)
-
-
-def fail(message: object) -> typer.Exit:
-    """Print one error line and return the exit to raise."""
-    Console(stderr=True).print(f"[red]error[/red] {escape(str(message))}", highlight=False)
-    return typer.Exit(2)
 
 
 @app.command("list")
@@ -63,15 +57,12 @@ def kernels(
     check: Annotated[bool, typer.Option(help="Exit 1 when a bar is not met.")] = False,
 ) -> None:
     """Gate and time kernels over YAML workloads; exit 1 when a gate of ours is red."""
-    try:
+    with failing_on(ValueError, ImportError):
         chosen = _choose(yaml or _default_yaml(), op, case, spec)
         settings = Settings(choose_device(device), budget_ms, tuple(provider or ()))
         machine = describe_machine(settings.device, commit)
-        ceilings = measure_ceilings(
-            settings.device, list(dict.fromkeys(c.dtype() for _, c in chosen))
-        )
-    except (ValueError, ImportError) as error:
-        raise fail(error) from error
+        dtypes = list(dict.fromkeys(c.dtype() for _, c in chosen))
+        ceilings = measure_ceilings(settings.device, dtypes)
     console.print(
         f"{machine.gpu}: copy {ceilings.copy_tb_s:.3g} TB/s, read {ceilings.read_tb_s:.3g} TB/s, "
         + ", ".join(f"{k} matmul {v:.4g} TFLOP/s" for k, v in ceilings.matmul_tflops.items())
@@ -162,7 +153,7 @@ def serve(
     commit: Annotated[str, typer.Option(help="Commit to record where there is no git.")] = "",
 ) -> None:
     """TTFT and TPOT in vLLM: its own backend against SPARSEK, each in processes of its own."""
-    try:
+    with failing_on(ValueError, ImportError, RuntimeError):
         plan = ServePlan(
             model=model,
             cases=parse_cases(context or ["2k"], requests or [1]),
@@ -174,8 +165,6 @@ def serve(
             engine=engine.arguments(),
         )
         rows = run_serve(plan, describe_machine(choose_device(), commit), _say)
-    except (ValueError, ImportError, RuntimeError) as error:
-        raise fail(error) from error
     console.print(serve_table(rows))
     for path in write_serve(out, name, rows):
         console.print(f"wrote {path}")
@@ -205,15 +194,9 @@ def compare(
     provider: Annotated[str, typer.Option(help="Whose rows; 'all' for every one.")] = OURS,
 ) -> None:
     """Ratios of two result files; exit 1 on a regression beyond --tolerance."""
-    try:
-        comparison = compare_rows(
-            read_csv(a),
-            read_csv(b),
-            tolerance=tolerance,
-            provider=None if provider == "all" else provider,
-        )
-    except ValueError as error:
-        raise fail(error) from error
+    with failing_on(ValueError):
+        whose = None if provider == "all" else provider
+        comparison = compare_rows(read_csv(a), read_csv(b), tolerance=tolerance, provider=whose)
     print_comparison(console, comparison)
     if comparison.regressions:
         console.print(f"[red]{len(comparison.regressions)} regressed[/red]")
@@ -226,11 +209,9 @@ def plot(
     out: Annotated[Path, typer.Option(help="Folder for the PNGs.")],
 ) -> None:
     """Draw the plots of a result file again."""
-    try:
+    with failing_on(ValueError, ImportError):
         for png in plot_csv(csv, out):
             console.print(f"wrote {png}")
-    except (ValueError, ImportError) as error:
-        raise fail(error) from error
 
 
 def _choose(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sparsek_backend.command_line import grouped
+from sparsek_backend.command_line import failing_on, grouped
 from sparsek_backend.eval.budgets import (
     DEFAULT_BUDGETS,
     parse_budget,
@@ -56,6 +55,7 @@ app = typer.Typer(
     rich_markup_mode=None, add_completion=False, context_settings={"max_content_width": 100}
 )
 console = Console()
+_mendable = partial(failing_on, ValueError, ImportError, RuntimeError, OSError)
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def evaluate(
     """
     if context.invoked_subcommand is not None:
         return
-    with _errors():
+    with _mendable():
         given = {name for name in context.params if _is_given(context, name)}
         if base_url:
             _refuse(given, _LOCAL_ONLY, "base-url: a server has its own model, budget and engine")
@@ -250,7 +250,7 @@ def make_prompt_file(
     ),
 ) -> None:
     """Prepare prompts as token ids, for a machine that has the model without its tokenizer."""
-    with _errors():
+    with _mendable():
         found = _make(asked.checked(), HubTokenizer(model, asked.chat), model)
         save_prompts(out, found)
     console.print(f"wrote {len(found.prompts)} prompts and {len(found.texts)} texts to {out}")
@@ -262,7 +262,7 @@ def report(
     commit: Commit = "",
 ) -> None:
     """Write tables, JSON and plot again from a record, also of an unfinished evaluation."""
-    with _errors():
+    with _mendable():
         _report(record.parent, record.name.removesuffix(".jsonl"), None, commit)
 
 
@@ -283,7 +283,7 @@ def measure_mass(
 
     The model reads one prompt through Transformers, on a GPU if there is one.
     """
-    with _errors():
+    with _mendable():
         policy = parse_budget(budget).policy()
         if not policy.selects_blocks:
             raise ValueError(f"budget: expected one that selects blocks, got {budget!r}")
@@ -367,16 +367,6 @@ def _report(out: Path, name: str, keys: Sequence[str] | None, commit: str) -> No
         written.append(plot_accuracy(retrieval, out / f"{name}.png", model))
     for path in written:
         console.print(f"wrote {path}")
-
-
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    """Turn what a user can mend into one message and exit status 2."""
-    try:
-        yield
-    except (ValueError, ImportError, RuntimeError, OSError) as error:
-        Console(stderr=True).print(f"[red]error[/red] {escape(str(error))}", highlight=False)
-        raise typer.Exit(2) from error
 
 
 def _default_model() -> Path:

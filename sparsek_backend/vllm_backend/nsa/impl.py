@@ -14,7 +14,7 @@ from sparsek_backend.vllm_backend.engine import current_engine
 from sparsek_backend.vllm_backend.settings import nsa_section
 from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_backend.vllm_backend.step import StepMetadata
-from sparsek_kernels.nsa.paged.api import compress_new_blocks, nsa_paged_attention, rehearse_prefill
+from sparsek_kernels.nsa.paged.api import compress_new_blocks, dummy_run, nsa_paged_attention
 from sparsek_kernels.nsa.paged.cache import Compression, NSAPages
 from sparsek_kernels.paged.api import write_kv
 
@@ -136,7 +136,7 @@ class NSAImpl(AttentionImpl):
             return
         self._engine.dummy_run_done = True
         heads = self.num_kv_heads // self.config.num_branches
-        rehearse_prefill(query, heads, self._max_model_len, self.config.spec)
+        dummy_run(query, heads, self._max_model_len, self.config.spec)
 
     def _view(self, kv_cache: torch.Tensor) -> NSAPages:
         """Return the cache's views, made once for each cache tensor."""

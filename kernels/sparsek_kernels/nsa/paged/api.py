@@ -193,7 +193,7 @@ def _attend_sequence(
     out[:, 1] = found[0]
 
 
-def rehearse_prefill(q: torch.Tensor, num_kv_heads: int, length: int, spec: NSASpec) -> None:
+def dummy_run(q: torch.Tensor, num_kv_heads: int, length: int, spec: NSASpec) -> None:
     """Allocate as much memory as prefilling ``q`` at the end of ``length`` tokens, and free it.
 
     A server that measures its memory before it serves then leaves room for prefills.  The kernels
