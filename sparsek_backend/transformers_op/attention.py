@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from sparsek_backend.transformers_op.dense import attend_dense
 from sparsek_backend.transformers_op.mask import LazyMask
 from sparsek_backend.transformers_op.policy import policy_of
-from sparsek_backend.transformers_op.sequences import attend, attend_packed
+from sparsek_backend.transformers_op.sequences import attend, attend_packed, flash_attend
 from sparsek_backend.transformers_op.topk import AttentionRule
 from sparsek_backend.transformers_op.visibility import Packing, Visibility
-from sparsek_kernels import sink_flash_attention
 from sparsek_kernels.checks import MAX_HEAD_DIM
 from sparsek_kernels.fallback import count_fallback
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -99,17 +98,17 @@ def sparsek_attention(
     policy = SelectionPolicy()
     if rule.causal and not rule.chunked:
         policy = policy_of(module, rule.window_size)
+    served = AttentionRule(policy, scale, s_aux)
     width = v.shape[-1]
     if width != q.shape[-1]:  # a pad of nothing would copy
         q, k, v = (F.pad(x, (0, max(q.shape[-1], width) - x.shape[-1])) for x in (q, k, v))
     packing = packing or mask.packing
     if packing is not None:
-        out = _attend_texts(q, k, v, packing, rule.causal, AttentionRule(policy, scale, s_aux))
+        out = _attend_texts(q, k, v, packing, rule.causal, served)
     elif rule.causal:
-        out = attend(q, k, v, AttentionRule(policy, scale, s_aux))
+        out = attend(q, k, v, served)
     else:
-        full = sink_flash_attention(q, k, v, causal=False, sinks=s_aux, softmax_scale=scale)
-        out = cast(torch.Tensor, full)
+        out = flash_attend(q, k, v, served, causal=False)
     return out[..., :width].contiguous(), None
 
 
@@ -251,20 +250,7 @@ def _attend_texts(
     elif causal:
         found = attend_packed(q, k, v, *starts, rule)
     else:
-        cu_seqlens_q, cu_seqlens_k = (
-            torch.tensor(x, dtype=torch.int32, device=q.device) for x in starts
-        )
-        full = sink_flash_attention(
-            q,
-            k,
-            v,
-            causal=False,
-            sinks=rule.sinks,
-            softmax_scale=rule.softmax_scale,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-        )
-        found = cast(torch.Tensor, full)
+        found = flash_attend(q, k, v, rule, starts, causal=False)
     if packing.rows is None:
         return found.view(shape)
     out = found.new_zeros(shape[0] * shape[1], *shape[2:])

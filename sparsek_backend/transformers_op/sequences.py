@@ -29,15 +29,15 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRul
     num_q, num_k, policy = q.shape[1], k.shape[1], rule.policy
     first, last = split_queries(policy.per_token() if num_q == 1 else policy, num_q, num_k)
     if first == last:
-        return _flash(q, k, v, rule.dense())
+        return flash_attend(q, k, v, rule.dense())
     if _is_flash_mask(policy):
-        return _flash(q, k, v, rule)
+        return flash_attend(q, k, v, rule)
     if policy.selects_blocks and not _needs_gradient(q, k, v, rule.sinks):
         return attend_selected(q, k, v, rule)
 
     def attend_rows(begin: int, end: int, rule: AttentionRule) -> torch.Tensor:
         seen = num_k - num_q + end
-        return _flash(q[:, begin:end], k[:, :seen], v[:, :seen], rule)
+        return flash_attend(q[:, begin:end], k[:, :seen], v[:, :seen], rule)
 
     parts = []
     if first:
@@ -66,11 +66,7 @@ def attend_packed(
         starts_q: offsets of the sequences' queries, the end included; starts_k: of their keys.
     """
     if _is_flash_mask(rule.policy):
-        cu_seqlens_q, cu_seqlens_k = (
-            torch.tensor(starts, dtype=torch.int32, device=q.device)
-            for starts in (starts_q, starts_k)
-        )
-        return _flash(q, k, v, rule, cu_seqlens_q, cu_seqlens_k)
+        return flash_attend(q, k, v, rule, (starts_q, starts_k))
     parts = [
         attend(q[:, q_lo:q_hi], k[:, k_lo:k_hi], v[:, k_lo:k_hi], rule)
         for (q_lo, q_hi), (k_lo, k_hi) in zip(pairwise(starts_q), pairwise(starts_k), strict=True)
@@ -90,20 +86,32 @@ def _is_flash_mask(policy: SelectionPolicy) -> bool:
     return not chooses and policy.dense_below <= policy.window_size
 
 
-def _flash(
+def flash_attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     rule: AttentionRule,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
+    starts: tuple[Sequence[int], Sequence[int]] | None = None,
+    *,
+    causal: bool = True,
 ) -> torch.Tensor:
+    """Attention under the sinks and window of a rule.
+
+    Args:
+        q: ``[B, N, Hq, D]``; k, v: ``[B, M, Hkv, D]``.
+        starts: offsets of packed queries and of packed keys, the end included.
+    """
+    cu_seqlens_q, cu_seqlens_k = (
+        torch.tensor(x, dtype=torch.int32, device=q.device) if x is not None else None
+        for x in starts or (None, None)
+    )
     out = sink_flash_attention(
         q,
         k,
         v,
         num_sink=rule.policy.num_sink,
         window_size=rule.policy.window_size,
+        causal=causal,
         sinks=rule.sinks,
         softmax_scale=rule.softmax_scale,
         cu_seqlens_q=cu_seqlens_q,

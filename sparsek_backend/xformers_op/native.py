@@ -71,29 +71,20 @@ def _segment_calls(plan: MaskPlan, segments: Segments) -> list[KernelCall]:
     shared = [min(q_hi - q_lo, k_hi - k_lo) for (q_lo, q_hi), (k_lo, k_hi) in pairs]
     first_rows = [(q[0], q[0] + n) for q, n in zip(queries, shared, strict=True)]
     first_keys = [(k[0], k[0] + n) for k, n in zip(keys, shared, strict=True)]
-    calls = [
-        KernelCall(
-            True,
-            _index(first_rows, device),
-            _index(first_keys, device),
-            _offsets(first_rows, device),
-            _offsets(first_keys, device),
-        )
-    ]
+    calls = [_call_on(True, first_rows, first_keys, device)]
     rest = [(q, k, n) for (q, k), n in zip(pairs, shared, strict=True) if q[1] - q[0] > n]
     if rest:
         rows = [(q[0] + n, q[1]) for q, _, n in rest]
-        whole = [k for _, k, _ in rest]
-        calls.append(
-            KernelCall(
-                False,
-                _index(rows, device),
-                _index(whole, device),
-                _offsets(rows, device),
-                _offsets(whole, device),
-            )
-        )
+        calls.append(_call_on(False, rows, [k for _, k, _ in rest], device))
     return calls
+
+
+def _call_on(
+    causal: bool, rows: list[Interval], keys: list[Interval], device: torch.device
+) -> KernelCall:
+    """A call on packed sequences, each of which attends with some rows to some keys."""
+    index = _index(rows, device), _index(keys, device)
+    return KernelCall(causal, *index, _offsets(rows, device), _offsets(keys, device))
 
 
 def _offsets(intervals: Iterable[Interval], device: torch.device) -> torch.Tensor:
@@ -217,18 +208,9 @@ def native_backward(
     whole = len(calls) == 1 and calls[0].rows is None and calls[0].keys is None
     if plan.pattern is not None:
         dq, dk, dv = block_sparse_bwd(
-            dout,
-            None,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            *plan.pattern.indices,
-            plan.pattern.block_size,
-            plan.band.causal,
-            scale,
-        )
+            dout, None, q, k, v, out, lse, *plan.pattern.indices, plan.pattern.block_size,
+            plan.band.causal, scale,
+        )  # fmt: skip
     elif whole:
         dq, dk, dv = _call_backward(calls[0], dout, q, k, v, out, lse, plan, scale)
     else:
@@ -254,24 +236,14 @@ def _call_backward(
     plan: MaskPlan,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, keys = call.rows, call.keys
     part_lse = lse
-    if call.rows is not None:
-        part_lse = _take(lse.transpose(1, 2), call.rows).transpose(1, 2).contiguous()
+    if rows is not None:
+        part_lse = _take(lse.transpose(1, 2), rows).transpose(1, 2).contiguous()
     window = plan.band.window_size if call.causal else None
     dq, dk, dv, _ = sink_flash_bwd(
-        _take(dout, call.rows),
-        None,
-        _take(q, call.rows),
-        _take(k, call.keys),
-        _take(v, call.keys),
-        _take(out, call.rows),
-        part_lse,
-        None,
-        call.cu_seqlens_q,
-        call.cu_seqlens_k,
-        plan.band.num_sink if window is not None else 0,
-        window,
-        call.causal,
-        scale,
-    )
+        _take(dout, rows), None, _take(q, rows), _take(k, keys), _take(v, keys), _take(out, rows),
+        part_lse, None, call.cu_seqlens_q, call.cu_seqlens_k,
+        plan.band.num_sink if window is not None else 0, window, call.causal, scale,
+    )  # fmt: skip
     return dq, dk, dv

@@ -10,6 +10,7 @@ torch path.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -120,12 +121,17 @@ def _fold_bias(plan: MaskPlan) -> torch.Tensor | None:
     return bias.flatten(1, 2) if bias is not None and bias.dim() == 5 else bias
 
 
-def _pieces(plan: MaskPlan, num_q: int, num_k: int) -> list[tuple[Interval, Interval]]:
-    """Query and key ranges of each sequence for the torch path."""
-    if plan.segments is None:
-        return [((0, num_q), (0, num_k))]
-    segments = plan.segments
-    return list(zip(segments.query_intervals(), segments.key_intervals(), strict=True))
+def _pieces(
+    plan: MaskPlan, num_q: int, num_k: int
+) -> Iterator[tuple[slice, slice, tuple[Any, ...]]]:
+    """Queries and keys of each sequence for the torch path, and the terms of its band."""
+    pairs: Iterable[tuple[Interval, Interval]] = [((0, num_q), (0, num_k))]
+    if plan.segments is not None:
+        queries, keys = plan.segments.query_intervals(), plan.segments.key_intervals()
+        pairs = zip(queries, keys, strict=True)
+    for (q_lo, q_hi), (k_lo, k_hi) in pairs:
+        terms = plan.band.terms(q_hi - q_lo, k_hi - k_lo)
+        yield slice(q_lo, q_hi), slice(k_lo, k_hi), terms
 
 
 def _dense_forward(
@@ -133,33 +139,18 @@ def _dense_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Output, log-sum-exp and random seed of the torch path."""
     q, k, v = _fold(inp, share_kv=False)
-    bias, band, scale = _fold_bias(plan), plan.band, inp.scale_float
+    bias, scale = _fold_bias(plan), inp.scale_float
     seed = torch.randint(1 << 62, (), dtype=torch.int64) if inp.p != 0.0 else None
-    pieces = _pieces(plan, q.shape[1], k.shape[1])
+    pieces = list(_pieces(plan, q.shape[1], k.shape[1]))
     if not needs_lse and seed is None and plan.segments is None:
-        seen = None
-        if band.causal:
-            shift = band.shift(q.shape[1], k.shape[1])
-            seen = visible_keys(
-                0, q.shape[1], k.shape[1], shift, band.window_size, band.num_sink, q.device
-            )
+        causal, *terms = pieces[0][2]
+        seen = visible_keys(0, q.shape[1], k.shape[1], *terms, q.device) if causal else None
         return sdpa_with_bias(q, k, v, bias, seen, scale), None, None
     parts = [
         biased_attention_fwd(
-            q[:, q_lo:q_hi],
-            k[:, k_lo:k_hi],
-            v[:, k_lo:k_hi],
-            bias,
-            seed,
-            index,
-            band.causal,
-            band.shift(q_hi - q_lo, k_hi - k_lo),
-            band.window_size,
-            band.num_sink,
-            inp.p,
-            scale,
+            q[:, rows], k[:, keys], v[:, keys], bias, seed, index, *terms, inp.p, scale
         )
-        for index, ((q_lo, q_hi), (k_lo, k_hi)) in enumerate(pieces)
+        for index, (rows, keys, terms) in enumerate(pieces)
     ]
     out = torch.cat([part[0] for part in parts], dim=1)
     return out, torch.cat([part[1] for part in parts], dim=2), seed
@@ -169,33 +160,18 @@ def _dense_backward(
     ctx: Context, inp: Inputs, plan: MaskPlan, grad: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     q, k, v = _fold(inp, share_kv=False)
-    bias, band = _fold_bias(plan), plan.band
+    bias = _fold_bias(plan)
     out = ctx.out.reshape(*q.shape[:3], v.shape[3])
     dout = grad.reshape(out.shape)
     bias_grad = isinstance(inp.attn_bias, torch.Tensor) and inp.attn_bias.requires_grad
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     dbias = None
-    for index, ((q_lo, q_hi), (k_lo, k_hi)) in enumerate(_pieces(plan, q.shape[1], k.shape[1])):
-        rows, keys = slice(q_lo, q_hi), slice(k_lo, k_hi)
+    for index, (rows, keys, terms) in enumerate(_pieces(plan, q.shape[1], k.shape[1])):
         dq[:, rows], dk[:, keys], dv[:, keys], dbias = biased_attention_bwd(
-            dout[:, rows],
-            q[:, rows],
-            k[:, keys],
-            v[:, keys],
-            out[:, rows],
-            lse[:, :, rows],
-            bias,
-            ctx.rng_state,
-            index,
-            band.causal,
-            band.shift(q_hi - q_lo, k_hi - k_lo),
-            band.window_size,
-            band.num_sink,
-            inp.p,
-            inp.scale_float,
-            bias_grad,
-        )
+            dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows],
+            bias, ctx.rng_state, index, *terms, inp.p, inp.scale_float, bias_grad,
+        )  # fmt: skip
     return dq, dk, dv, dbias.view(inp.attn_bias.shape) if bias_grad and dbias is not None else None
 
 

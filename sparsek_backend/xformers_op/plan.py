@@ -39,9 +39,9 @@ class Band:
     window_size: int | None = None
     num_sink: int = 0
 
-    def shift(self, num_q: int, num_k: int) -> int:
-        """Position of query 0 on the axis of the keys."""
-        return 0 if self.top_left else num_k - num_q
+    def terms(self, num_q: int, num_k: int) -> tuple[bool, int, int | None, int]:
+        """``(causal, shift, window_size, num_sink)`` of a sequence, as the torch path takes it."""
+        return self.causal, 0 if self.top_left else num_k - num_q, self.window_size, self.num_sink
 
 
 @dataclass(frozen=True)

@@ -416,18 +416,10 @@ def nsa_attention(
     if torch.is_grad_enabled() and any(x.requires_grad for x in leaves):
         out_slc, lse_slc = ops.selected_fwd(*selected)
         out = ops.branches(
-            [out_cmp, out_slc, out_swa],
-            [lse_cmp, lse_slc, lse_swa],
-            gates,
-            q,
-            [k_cmp, k, k_swa],
-            [v_cmp, v, v_swa],
-            block_indices,
-            cu_seqlens,
-            fields,
-            window_size,
-            scale,
-        )
+            [out_cmp, out_slc, out_swa], [lse_cmp, lse_slc, lse_swa], gates,
+            q, [k_cmp, k, k_swa], [v_cmp, v, v_swa], block_indices, cu_seqlens,
+            fields, window_size, scale,
+        )  # fmt: skip
     else:
         out = ops.selected_gated(out_cmp, out_swa, gates, *selected)
     return (out, block_indices) if return_block_indices else out

@@ -45,24 +45,10 @@ def replay_key(
     ):
         return None
     return (
-        device,
-        k.get_device(),
-        v.get_device(),
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        q.shape,
-        k.shape,
-        v.shape,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        num_sink,
-        window_size,
-        causal,
-        softmax_scale,
-        return_lse,
-    )
+        device, k.get_device(), v.get_device(), q.dtype, k.dtype, v.dtype,
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        num_sink, window_size, causal, softmax_scale, return_lse,
+    )  # fmt: skip
 
 
 def replay(

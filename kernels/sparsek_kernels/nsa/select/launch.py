@@ -90,23 +90,12 @@ def score(problem: CompressedProblem, lse: torch.Tensor, scores: torch.Tensor, f
     if hopper is not None:
         k_desc, k_rows, k_cols = describe(k_cmp, tile.block_n)
         nsa_block_scores_hopper_kernel[grid](
-            scores,
-            q,
-            k_desc,
-            lse,
-            *maps,
-            problem.softmax_scale,
-            *(x // 8 for x in q.stride()[:3]),
-            k_rows,
-            k_cols,
-            *sizes,
+            scores, q, k_desc, lse, *maps, problem.softmax_scale,
+            *(x // 8 for x in q.stride()[:3]), k_rows, k_cols, *sizes,
             Q_LAYOUT=tile_layout(block_t * shape.padded_group, shape.head_dim, q.dtype),
-            **rules,
-            BLOCK_K=tile.block_n,
-            STAGES=tile.num_stages,
-            num_warps=tile.num_warps,
+            **rules, BLOCK_K=tile.block_n, STAGES=tile.num_stages, num_warps=tile.num_warps,
             maxnreg=96,  # twenty warps share 65536 registers
-        )
+        )  # fmt: skip
         return
     block_c = triton.next_power_of_2(spec.strides_per_sel)
     nsa_block_scores_kernel[grid](

@@ -70,30 +70,19 @@ class LaunchPlan:
         """Index tensors in the order in which kernels take them."""
         index = self.index
         return (
-            index.item_keys,
-            index.item_offsets,
-            index.entries,
-            index.entry_rows,
-            index.entry_offsets,
-            index.block_seq,
-            index.cu_blocks,
+            index.item_keys, index.item_offsets, index.entries, index.entry_rows,
+            index.entry_offsets, index.block_seq, index.cu_blocks,
             *pointers(self.problem.q, self.problem.cu_seqlens),
-        )
+        )  # fmt: skip
 
     def item_sizes(self, chunk: Chunk) -> tuple[int, ...]:
         """Sizes in the order in which kernels take them."""
         shape = self.problem.shape
+        first_slot = chunk.first_row * shape.num_kv_heads * self.problem.top_n
         return (
-            chunk.first_key,
-            chunk.num_keys,
-            chunk.first_row * shape.num_kv_heads * self.problem.top_n,
-            self.index.num_blocks,
-            shape.num_kv_heads,
-            shape.num_q,
-            shape.num_k,
-            self.problem.offset,
-            self.index.item_entries,
-        )
+            chunk.first_key, chunk.num_keys, first_slot, self.index.num_blocks, shape.num_kv_heads,
+            shape.num_q, shape.num_k, self.problem.offset, self.index.item_entries,
+        )  # fmt: skip
 
     def portable_options(self, tile: TileConfig) -> dict[str, Any]:
         """Compile-time arguments of portable kernels."""

@@ -56,20 +56,9 @@ def tile_place(
     )
     n_all = gl.maximum(n_all, 1)
     return (
-        valid,
-        batch,
-        kv_head * GROUP + g,
-        kv_head,
-        q_start,
-        q_len,
-        k_start,
-        k_len,
-        row,
-        start,
-        n_left,
-        n_full,
-        n_all,
-    )
+        valid, batch, kv_head * GROUP + g, kv_head, q_start, q_len, k_start, k_len, row, start,
+        n_left, n_full, n_all,
+    )  # fmt: skip
 
 
 @gluon.jit
