@@ -48,11 +48,11 @@ def draw_numbers(rng: random.Random, count: int) -> list[str]:
     return [str(number) for number in rng.sample(range(1_000_000, 10_000_000), count)]
 
 
-def draw_made_up_words(rng: random.Random, count: int, syllables: int = 3) -> list[str]:
+def draw_made_up_words(rng: random.Random, count: int) -> list[str]:
     """Distinct made-up words, such as ``zofrate``."""
     words: dict[str, None] = {}
     while len(words) < count:
-        words["".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(syllables))] = None
+        words["".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(3))] = None
     return list(words)
 
 

@@ -30,10 +30,10 @@ def _heads_inside(out: torch.Tensor) -> torch.Tensor:
     return out.transpose(1, 2)
 
 
-def _refuse(inputs: Inputs, *, sinks: bool = True, packed: bool = True) -> None:
-    if sinks and inputs.sinks is not None:
+def _refuse(inputs: Inputs) -> None:
+    if inputs.sinks is not None:
         raise Unavailable("no learned sink logits")
-    if packed and inputs.packed:
+    if inputs.packed:
         raise Unavailable("no packed batches")
 
 

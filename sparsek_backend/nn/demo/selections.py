@@ -22,6 +22,8 @@ from sparsek_backend.nn.demo.train import EVAL_STEP, Trainer
 from sparsek_backend.nn.native_sparse_attention import NativeSparseAttention
 from sparsek_kernels import nsa_attention
 
+SPAN = 64  # neighbouring tokens whose blocks are counted together
+
 
 @torch.no_grad()
 def trained_inputs(trainer: Trainer, length: int, sequences: int) -> dict[str, torch.Tensor]:
@@ -71,16 +73,15 @@ def save_inputs(trainer: Trainer, path: Path, length: int, sequences: int) -> No
     torch.save({name: x.cpu() for name, x in tensors.items()}, path)
 
 
-def overlap(block_indices: torch.Tensor, span: int = 64) -> dict[str, float]:
+def overlap(block_indices: torch.Tensor) -> dict[str, float]:
     """How much neighbouring tokens agree on their blocks.
 
     Args:
         block_indices: ``[B, N, Hkv, S]``, ``-1`` where a token selected fewer.
-        span: neighbouring tokens whose union is counted.
 
     Returns:
         ``shared``: the share of a token's blocks that the token before selected too; ``union``:
-        distinct blocks that ``span`` neighbours selected together, per block of one of them.
+        distinct blocks that ``SPAN`` neighbours selected together, per block of one of them.
         Both over tokens with ``S`` blocks; NaN where there are none.
     """
     batch, length, heads, slots = block_indices.shape
@@ -91,9 +92,9 @@ def overlap(block_indices: torch.Tensor, span: int = 64) -> dict[str, float]:
     full = (by_head > 0).all(-1)
     pairs = full[:, :, 1:] & full[:, :, :-1]
     both = (chosen[:, :, 1:] & chosen[:, :, :-1]).sum(-1)[pairs]
-    whole = length // span * span
-    spans = chosen[:, :, :whole].unflatten(2, (-1, span)).any(3).sum(-1)
-    complete = full[:, :, :whole].unflatten(2, (-1, span)).all(-1)
+    whole = length // SPAN * SPAN
+    spans = chosen[:, :, :whole].unflatten(2, (-1, SPAN)).any(3).sum(-1)
+    complete = full[:, :, :whole].unflatten(2, (-1, SPAN)).all(-1)
     return {
         "shared": float(both.double().mean()) / slots,
         "union": float(spans[complete].double().mean()) / slots,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -278,24 +279,24 @@ class Trainer:
                     right[name] += hit
         return {name: right[name] / asked[name] for name in sorted(asked, key=_bucket_order)}
 
-    def step_time(self, length: int, repeats: int = 5) -> float:
+    def step_time(self, length: int) -> float:
         """Milliseconds of a forward and backward pass over ``timed_tokens`` tokens.
 
-        They are cut into sequences of ``length`` tokens, one at least; median of ``repeats``.
+        They are cut into sequences of ``length`` tokens, one at least; median of five.
         """
         config = self.config
         count = max(config.timed_tokens // length, 1)
         batch = make_batch(config.task, count, length, config.seed, EVAL_STEP)
         tokens, targets = batch.tokens.to(self.device), batch.targets.to(self.device)
         times = []
-        for _ in range(repeats + 2):
+        for _ in range(7):  # two to warm up
             self._synchronize()
             start = time.perf_counter()
             self._loss(tokens, targets).backward()
             self._synchronize()
             times.append((time.perf_counter() - start) * 1e3)
             self.model.zero_grad(set_to_none=True)
-        return sorted(times[2:])[repeats // 2]
+        return statistics.median(times[2:])
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
