@@ -38,6 +38,7 @@ from sparsek_backend.xformers_op.plan import (
     FORWARD_TYPES,
     Interval,
     MaskPlan,
+    Terms,
     bias_reasons,
     plan_of,
 )
@@ -121,9 +122,7 @@ def _fold_bias(plan: MaskPlan) -> torch.Tensor | None:
     return bias.flatten(1, 2) if bias is not None and bias.dim() == 5 else bias
 
 
-def _pieces(
-    plan: MaskPlan, num_q: int, num_k: int
-) -> Iterator[tuple[slice, slice, tuple[Any, ...]]]:
+def _pieces(plan: MaskPlan, num_q: int, num_k: int) -> Iterator[tuple[slice, slice, Terms]]:
     """Queries and keys of each sequence for the torch path, and the terms of its band."""
     pairs: Iterable[tuple[Interval, Interval]] = [((0, num_q), (0, num_k))]
     if plan.segments is not None:
@@ -143,8 +142,10 @@ def _dense_forward(
     seed = torch.randint(1 << 62, (), dtype=torch.int64) if inp.p != 0.0 else None
     pieces = list(_pieces(plan, q.shape[1], k.shape[1]))
     if not needs_lse and seed is None and plan.segments is None:
-        causal, *terms = pieces[0][2]
-        seen = visible_keys(0, q.shape[1], k.shape[1], *terms, q.device) if causal else None
+        causal, shift, window, sinks = pieces[0][2]
+        seen = None
+        if causal:
+            seen = visible_keys(0, q.shape[1], k.shape[1], shift, window, sinks, q.device)
         return sdpa_with_bias(q, k, v, bias, seen, scale), None, None
     parts = [
         biased_attention_fwd(

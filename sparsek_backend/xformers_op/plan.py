@@ -21,6 +21,7 @@ from sparsek_backend.xformers_op.compat import Inputs, attn_bias
 from sparsek_kernels.block_sparse.checks import misfit
 
 Interval = tuple[int, int]
+Terms = tuple[bool, int, int | None, int]
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Band:
     window_size: int | None = None
     num_sink: int = 0
 
-    def terms(self, num_q: int, num_k: int) -> tuple[bool, int, int | None, int]:
+    def terms(self, num_q: int, num_k: int) -> Terms:
         """``(causal, shift, window_size, num_sink)`` of a sequence, as the torch path takes it."""
         return self.causal, 0 if self.top_left else num_k - num_q, self.window_size, self.num_sink
 
