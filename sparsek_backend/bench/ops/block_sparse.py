@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,18 +10,10 @@ import torch
 import sparsek_kernels
 from sparsek_backend.bench.ops import peers
 from sparsek_backend.bench.ops.peers import Call
-from sparsek_backend.bench.ops.sink_window import Entry, Maker, providers
-from sparsek_backend.bench.ops.sink_window_inputs import Inputs
+from sparsek_backend.bench.ops.sink_window import Entry, Maker, providers, register_passes
+from sparsek_backend.bench.ops.sink_window_inputs import Inputs, draw_inputs
 from sparsek_backend.bench.oracle import MaskRule
-from sparsek_backend.bench.registry import (
-    OURS,
-    BenchOp,
-    Case,
-    Param,
-    Provider,
-    Unavailable,
-    register,
-)
+from sparsek_backend.bench.registry import OURS, Case, Param, Provider, Unavailable
 from sparsek_backend.patterns import BlockSparsePattern
 
 DEFAULTS: dict[str, Param] = {
@@ -114,28 +105,7 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     spec = case.spec
     if not spec.is_uniform or spec.query_lens[0] != spec.seq_lens[0]:
         raise ValueError(f"spec: expected prompts of one length, got {spec.text!r}")
-    tokens, dim, dtype = spec.query_lens[0], case.int_param("head_dim"), case.dtype()
-    generator = torch.Generator(device=device).manual_seed(case.int_param("seed"))
-
-    def draw(heads: int) -> torch.Tensor:
-        shape = (spec.num_requests, tokens, heads, dim)
-        return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-    heads, kv_heads = case.int_param("num_heads"), case.int_param("num_kv_heads")
-    ends = torch.arange(spec.num_requests + 1, dtype=torch.int32, device=device) * tokens
-    return Inputs(
-        q=draw(heads),
-        k=draw(kv_heads),
-        v=draw(kv_heads),
-        dout=draw(heads),
-        sinks=None,
-        cu_q=ends,
-        cu_k=ends,
-        rule=MaskRule(causal=bool(case.params["causal"])),
-        packed=False,
-        query_lens=spec.query_lens,
-        seq_lens=spec.seq_lens,
-    )
+    return draw_inputs(case, MaskRule(causal=bool(case.params["causal"])), device)
 
 
 def _ours(pattern: BlockSparsePattern) -> Maker:
@@ -207,19 +177,9 @@ def _build(case: Case, device: torch.device, *, backward: bool) -> list[Provider
     return providers(inputs, entries, backward=backward)
 
 
-FORWARD = register(
-    BenchOp(
-        "block_sparse_fwd",
-        "attention over random blocks, forward",
-        DEFAULTS,
-        functools.partial(_build, backward=False),
-    )
-)
-BACKWARD = register(
-    BenchOp(
-        "block_sparse_bwd",
-        "the same, backward alone (dq, dk and dv)",
-        DEFAULTS,
-        functools.partial(_build, backward=True),
-    )
+register_passes(
+    "block_sparse",
+    ("attention over random blocks, forward", "the same, backward alone (dq, dk and dv)"),
+    DEFAULTS,
+    _build,
 )

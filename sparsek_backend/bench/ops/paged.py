@@ -195,31 +195,47 @@ def _sdpa_gather(inputs: PagedInputs) -> Callable[[], Outputs]:
     return call
 
 
-def _build_decode(case: Case, device: torch.device) -> list[Provider]:
-    inputs = make_inputs(case, device)
-    tiles, count = decode_tiles(inputs), len(inputs.seq_lens)
-    sparse = inputs.policy.per_token()
+Entry = tuple[str, Callable[[], Callable[[], Outputs]], SelectionPolicy]
+"""A provider: its name, what prepares its call, and what it attends."""
+
+
+def _providers(
+    inputs: PagedInputs,
+    entries: Sequence[Entry],
+    cost: Callable[[SelectionPolicy], tuple[float, float]],
+    *,
+    decode: bool,
+) -> list[Provider]:
+    """Providers over the same inputs, ours first; those that attend more than ours say so."""
+    tiles = decode_tiles(inputs) if decode else prefill_tiles(inputs)
 
     def provider(
         name: str, prepare: Callable[[], Callable[[], Outputs]], policy: SelectionPolicy
     ) -> Provider:
-        flops, num_bytes = decode_cost(inputs, policy)
+        flops, num_bytes = cost(policy)
         return Provider(
             name=name,
             prepare=prepare,
-            gate=lambda outputs: gate_tiles(inputs, tiles, policy, outputs[0], decode=True),
+            gate=lambda outputs: gate_tiles(inputs, tiles, policy, outputs[0], decode=decode),
             flops=flops,
             bytes=num_bytes,
-            note="dense" if policy.is_dense and not sparse.is_dense else "",
-            reads_only=True,
+            note="dense" if policy.is_dense and not entries[0][2].is_dense else "",
+            reads_only=decode,
         )
 
-    return [
-        provider(OURS, lambda: _ours(inputs, inputs.whole_step(count), inputs.policy), sparse),
-        provider("sparsek_dense", lambda: _ours(inputs, inputs.whole_step(count), DENSE), DENSE),
-        provider("fa3", lambda: _fa3(inputs, inputs.whole_step(0)), DENSE),
-        provider("sdpa_gather", lambda: _sdpa_gather(inputs), DENSE),
+    return [provider(*entry) for entry in entries]
+
+
+def _build_decode(case: Case, device: torch.device) -> list[Provider]:
+    inputs = make_inputs(case, device)
+    step = inputs.whole_step(len(inputs.seq_lens))
+    entries: list[Entry] = [
+        (OURS, lambda: _ours(inputs, step, inputs.policy), inputs.policy.per_token()),
+        ("sparsek_dense", lambda: _ours(inputs, step, DENSE), DENSE),
+        ("fa3", lambda: _fa3(inputs, inputs.whole_step(0)), DENSE),
+        ("sdpa_gather", lambda: _sdpa_gather(inputs), DENSE),
     ]
+    return _providers(inputs, entries, lambda policy: decode_cost(inputs, policy), decode=True)
 
 
 def _torch_select(inputs: PagedInputs) -> Callable[[], Outputs]:
@@ -294,33 +310,28 @@ def _build_prefill(case: Case, device: torch.device) -> list[Provider]:
         raise ValueError(
             f"chunk: expected a multiple of query_tile {inputs.policy.query_tile}, got {chunk}"
         )
-    tiles = prefill_tiles(inputs)
-
-    def provider(
-        name: str, prepare: Callable[[], Callable[[], Outputs]], policy: SelectionPolicy
-    ) -> Provider:
-        kv_heads, dim = inputs.k_cache.shape[1], inputs.q.shape[2]
-        kv_bytes = 2.0 * kv_heads * length * dim
-        flops = 4.0 * dim * inputs.q.shape[1] * attended_pairs(policy, range(length))
-        if policy.selects_blocks:
-            scored, read = scoring_cost(policy, bounds, inputs.group)
-            flops += 2.0 * dim * inputs.q.shape[1] * scored
-            kv_bytes += kv_heads * dim * read
-        num_bytes = (kv_bytes + 2.0 * inputs.q.numel()) * inputs.q.element_size()
-        return Provider(
-            name=name,
-            prepare=prepare,
-            gate=lambda outputs: gate_tiles(inputs, tiles, policy, outputs[0], decode=False),
-            flops=flops,
-            bytes=num_bytes,
-            note="dense" if policy.is_dense else "",
-        )
-
-    return [
-        provider(OURS, lambda: _ours(inputs, inputs.chunks(bounds), inputs.policy), inputs.policy),
-        provider("fa3", lambda: _fa3(inputs, inputs.whole_step(0)), DENSE),
-        provider("fa3_chunked", lambda: _fa3(inputs, inputs.chunks(bounds)), DENSE),
+    entries: list[Entry] = [
+        (OURS, lambda: _ours(inputs, inputs.chunks(bounds), inputs.policy), inputs.policy),
+        ("fa3", lambda: _fa3(inputs, inputs.whole_step(0)), DENSE),
+        ("fa3_chunked", lambda: _fa3(inputs, inputs.chunks(bounds)), DENSE),
     ]
+    return _providers(
+        inputs, entries, lambda policy: prefill_cost(inputs, policy, bounds), decode=False
+    )
+
+
+def prefill_cost(
+    inputs: PagedInputs, policy: SelectionPolicy, bounds: Sequence[tuple[int, int]]
+) -> tuple[float, float]:
+    """FLOPs and least bytes of a prompt prefilled from bound to bound."""
+    length, kv_heads, dim = inputs.seq_lens[0], inputs.k_cache.shape[1], inputs.q.shape[2]
+    kv_bytes = 2.0 * kv_heads * length * dim
+    flops = 4.0 * dim * inputs.q.shape[1] * attended_pairs(policy, range(length))
+    if policy.selects_blocks:
+        scored, read = scoring_cost(policy, bounds, inputs.group)
+        flops += 2.0 * dim * inputs.q.shape[1] * scored
+        kv_bytes += kv_heads * dim * read
+    return flops, (kv_bytes + 2.0 * inputs.q.numel()) * inputs.q.element_size()
 
 
 def scoring_cost(
@@ -355,13 +366,11 @@ def scoring_cost(
     return scored, read
 
 
-DECODE = register(
-    BenchOp("paged_decode", "a decode step, selection included", DEFAULTS, _build_decode)
-)
-SELECT = register(
+register(BenchOp("paged_decode", "a decode step, selection included", DEFAULTS, _build_decode))
+register(
     BenchOp("paged_select", "the block selection of a decode step alone", DEFAULTS, _build_select)
 )
-PREFILL = register(
+register(
     BenchOp(
         "paged_prefill",
         "one prompt prefilled in chunks, selection included",

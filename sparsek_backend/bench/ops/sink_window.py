@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -232,19 +232,24 @@ def _build(case: Case, device: torch.device, *, backward: bool) -> list[Provider
     return providers(inputs, entries, backward=backward)
 
 
-FORWARD = register(
-    BenchOp(
-        "sink_window_fwd",
+def register_passes(
+    name: str,
+    summaries: tuple[str, str],
+    defaults: Mapping[str, Param],
+    build: Callable[..., list[Provider]],
+) -> None:
+    """Register ``NAME_fwd`` and ``NAME_bwd``: ``build`` without and with ``backward``."""
+    for suffix, summary in zip(("fwd", "bwd"), summaries, strict=True):
+        made = functools.partial(build, backward=suffix == "bwd")
+        register(BenchOp(f"{name}_{suffix}", summary, defaults, made))
+
+
+register_passes(
+    "sink_window",
+    (
         "sink + sliding-window, causal and full attention, forward",
-        DEFAULTS,
-        functools.partial(_build, backward=False),
-    )
-)
-BACKWARD = register(
-    BenchOp(
-        "sink_window_bwd",
         "the same, backward alone (dq, dk, dv and dsinks)",
-        DEFAULTS,
-        functools.partial(_build, backward=True),
-    )
+    ),
+    DEFAULTS,
+    _build,
 )

@@ -64,6 +64,15 @@ class Inputs:
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
     """Draw a case's inputs in its dtype."""
+    num_sink, window_size = case.int_param("num_sink"), case.opt_int_param("window_size")
+    rule = MaskRule(num_sink, window_size, bool(case.params["causal"]))
+    return draw_inputs(case, rule, device, learned_sinks=bool(case.params["learned_sinks"]))
+
+
+def draw_inputs(
+    case: Case, rule: MaskRule, device: torch.device, *, learned_sinks: bool = False
+) -> Inputs:
+    """Random tensors of a case's heads, lengths and dtype under a mask."""
     spec = case.spec
     packed = not spec.is_uniform
     heads, kv_heads = case.int_param("num_heads"), case.int_param("num_kv_heads")
@@ -76,23 +85,18 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     generator = torch.Generator(device=device).manual_seed(case.int_param("seed"))
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(
-            dtype
-        )
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
 
     def cumulative(lengths: tuple[int, ...]) -> torch.Tensor:
         ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return ends.to(device)
 
-    rule = MaskRule(
-        case.int_param("num_sink"), case.opt_int_param("window_size"), bool(case.params["causal"])
-    )
     return Inputs(
         q=draw(batch, queries, heads, dim),
         k=draw(batch, keys, kv_heads, dim),
         v=draw(batch, keys, kv_heads, dim),
         dout=draw(batch, queries, heads, dim),
-        sinks=draw(heads).float() if case.params["learned_sinks"] else None,
+        sinks=draw(heads).float() if learned_sinks else None,
         cu_q=cumulative(spec.query_lens),
         cu_k=cumulative(spec.seq_lens),
         rule=rule,
