@@ -16,6 +16,11 @@ def strides(*tensors: torch.Tensor, dims: int = 4) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in x.stride()[:dims])
 
 
+def octet_strides(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """Strides of each ``[B, N, H, D]`` tensor but the last, in groups of eight elements."""
+    return tuple(stride // 8 for stride in strides(*tensors, dims=3))
+
+
 class CompiledLaunch:
     """One compiled kernel with its grid and every argument after the pointers.
 

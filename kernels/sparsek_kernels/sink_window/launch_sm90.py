@@ -12,7 +12,7 @@ from sparsek_kernels.common.descriptors import describe
 from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.grids import tile_grid
 from sparsek_kernels.common.kernels.softmax import LOG2E
-from sparsek_kernels.common.launching import CompiledLaunch, launch, strides
+from sparsek_kernels.common.launching import CompiledLaunch, launch, octet_strides
 from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig
 from sparsek_kernels.sink_window.kernels.bwd_rows import sink_window_bwd_finish_kernel
@@ -76,11 +76,7 @@ def forward_small(
         sink_window_hopper_small_kernel,
         grid,
         (out, *pointers(out, lse), q, k, v, *pointers(q, sinks)),
-        (
-            problem.spec.softmax_scale * LOG2E.value,
-            *(stride // 8 for stride in strides(out, q, k, v, dims=3)),
-            *problem.sizes,
-        ),
+        (problem.spec.softmax_scale * LOG2E.value, *octet_strides(out, q, k, v), *problem.sizes),
         {
             "GROUP": shape.group,
             "HEAD_DIM": shape.head_dim,

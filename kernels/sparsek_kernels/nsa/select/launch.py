@@ -8,6 +8,7 @@ import triton
 from sparsek_kernels.common.alignment import copyable, describable
 from sparsek_kernels.common.descriptors import describe, tile_layout
 from sparsek_kernels.common.grids import tile_grid
+from sparsek_kernels.common.launching import octet_strides
 from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import TileConfig
@@ -91,7 +92,7 @@ def score(problem: CompressedProblem, lse: torch.Tensor, scores: torch.Tensor, f
         k_desc, k_rows, k_cols = describe(k_cmp, tile.block_n)
         nsa_block_scores_hopper_kernel[grid](
             scores, q, k_desc, lse, *maps, problem.softmax_scale,
-            *(x // 8 for x in q.stride()[:3]), k_rows, k_cols, *sizes,
+            *octet_strides(q), k_rows, k_cols, *sizes,
             Q_LAYOUT=tile_layout(block_t * shape.padded_group, shape.head_dim, q.dtype),
             **rules, BLOCK_K=tile.block_n, STAGES=tile.num_stages, num_warps=tile.num_warps,
             maxnreg=96,  # twenty warps share 65536 registers

@@ -8,6 +8,7 @@ import torch
 import triton
 
 from sparsek_kernels.common.descriptors import tile_layout
+from sparsek_kernels.common.launching import octet_strides
 from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.common.row_dots import row_dots
 from sparsek_kernels.nsa.selected.index import build_index
@@ -17,7 +18,7 @@ from sparsek_kernels.nsa.selected.kernels.bwd import (
     nsa_selected_bwd_part_kernel,
 )
 from sparsek_kernels.nsa.selected.kernels.bwd_sm90 import nsa_selected_hopper_bwd_part_kernel
-from sparsek_kernels.nsa.selected.plan import LaunchPlan, octet_strides
+from sparsek_kernels.nsa.selected.plan import LaunchPlan
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
 
 _REGISTERS = 168  # of a thread in the Hopper kernel: one program fills a multiprocessor

@@ -17,6 +17,7 @@ from sparsek_kernels.common.alignment import boxable
 from sparsek_kernels.common.descriptors import describe_boxes, tile_layout
 from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.grids import tile_grid
+from sparsek_kernels.common.launching import octet_strides
 from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.nsa.config import BOX_GROUPS
 from sparsek_kernels.nsa.gate import launch as launch_gate
@@ -29,7 +30,7 @@ from sparsek_kernels.nsa.selected.kernels.fwd_parts_tma_sm90 import (
     nsa_selected_hopper_tma_part_kernel,
 )
 from sparsek_kernels.nsa.selected.kernels.fwd_tokens import nsa_selected_tokens_kernel
-from sparsek_kernels.nsa.selected.plan import Chunk, LaunchPlan, octet_strides
+from sparsek_kernels.nsa.selected.plan import Chunk, LaunchPlan
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
 
 _MASK_BITS = 32  # one word marks which blocks of a token have parts

@@ -112,8 +112,3 @@ class LaunchPlan:
         """``tile`` where Hopper kernels can copy rows of ``tensors`` by eight elements."""
         whole = self.problem.sel_block_size == 64 and self.problem.shape.padded_group <= 64
         return tile if tile is not None and whole and copyable(*tensors) else None
-
-
-def octet_strides(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Strides of each ``[B, N, H, D]`` tensor but the last, in groups of eight elements."""
-    return tuple(stride // 8 for x in tensors for stride in x.stride()[:3])
