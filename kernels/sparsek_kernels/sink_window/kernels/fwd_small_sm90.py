@@ -190,8 +190,12 @@ def _split_partition(
 @gluon.jit
 def sink_window_hopper_small_kernel(
     out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, sinks_ptr,
-    scale_log2, octet_ob, octet_ot, octet_oh, octet_qb, octet_qt, octet_qh, octet_kb, octet_kt,
-    octet_kh, octet_vb, octet_vt, octet_vh, num_q, num_k, num_heads,
+    scale_log2,
+    octet_ob, octet_ot, octet_oh,
+    octet_qb, octet_qt, octet_qh,
+    octet_kb, octet_kt, octet_kh,
+    octet_vb, octet_vt, octet_vh,
+    num_q, num_k, num_heads,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, HAS_SINKS: gl.constexpr,
     STORE_LSE: gl.constexpr, BLOCK_N: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip

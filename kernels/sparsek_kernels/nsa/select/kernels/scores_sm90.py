@@ -135,9 +135,9 @@ def _compute_partition(
 @gluon.jit
 def nsa_block_scores_hopper_kernel(
     scores_ptr, q_ptr, k_desc, lse_ptr, cu_rows_ptr, cu_seqlens_ptr, cu_cmp_ptr, tiles_ptr,
-    scale, octet_qb, octet_qt, octet_qh,
-    k_batch_rows,
-    k_head_cols,
+    scale,
+    octet_qb, octet_qt, octet_qh,
+    k_batch_rows, k_head_cols,
     first_row, num_rows, num_q, offset, num_heads, num_cmp, pitch,
     Q_LAYOUT: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CMP_BLOCK: gl.constexpr,
     CMP_STRIDE: gl.constexpr, SEL_BLOCK: gl.constexpr, NUM_LOCAL: gl.constexpr,

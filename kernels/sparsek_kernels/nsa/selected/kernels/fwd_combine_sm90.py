@@ -195,7 +195,10 @@ def _compute_partition(
 def nsa_selected_hopper_combine_kernel(
     out_ptr, lse_ptr, part_ptr, part_lse_ptr, q_ptr, k_ptr, v_ptr, cmp_ptr, swa_ptr, gate_cmp_ptr,
     gate_slc_ptr, gate_swa_ptr, indices_ptr, cu_rows_ptr, cu_first_ptr, tiles_ptr,
-    scale, octet_qb, octet_qt, octet_qh, octet_kb, octet_kt, octet_kh, octet_vb, octet_vt, octet_vh,
+    scale,
+    octet_qb, octet_qt, octet_qh,
+    octet_kb, octet_kt, octet_kh,
+    octet_vb, octet_vt, octet_vh,
     first_row, num_rows, num_q, num_k, offset, num_kv_heads, num_tiles, num_items,
     Q_LAYOUT: gl.constexpr, GROUP: gl.constexpr, TOP_N: gl.constexpr, HEAD_DIM: gl.constexpr,
     SEL_BLOCK: gl.constexpr, MAPPED: gl.constexpr, VARLEN: gl.constexpr, GATED: gl.constexpr,

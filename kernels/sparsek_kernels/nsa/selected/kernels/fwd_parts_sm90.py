@@ -24,7 +24,8 @@ def _gather_partition(
     q_ptr, entries_ptr, entry_rows_ptr,
     buffers,
     row_smem,
-    octet_qb, octet_qt, octet_qh, batch, kv_head, entry, entry_end,
+    octet_qb, octet_qt, octet_qh,
+    batch, kv_head, entry, entry_end,
     GROUP: gl.constexpr, BLOCK_G: gl.constexpr, HEAD_DIM: gl.constexpr, ROWS: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -129,7 +130,10 @@ def _compute_partition(
 def nsa_selected_hopper_part_kernel(
     part_ptr, part_lse_ptr, q_ptr, k_ptr, v_ptr, item_keys_ptr, item_offsets_ptr, entries_ptr,
     entry_rows_ptr, entry_offsets_ptr, block_seq_ptr, cu_blocks_ptr, cu_seqlens_ptr,
-    scale, octet_qb, octet_qt, octet_qh, octet_kb, octet_kt, octet_kh, octet_vb, octet_vt, octet_vh,
+    scale,
+    octet_qb, octet_qt, octet_qh,
+    octet_kb, octet_kt, octet_kh,
+    octet_vb, octet_vt, octet_vh,
     first_key, num_keys, first_slot, num_blocks, num_kv_heads, num_q, num_k, offset, item_entries,
     Q_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
     SEL_BLOCK: gl.constexpr, VARLEN: gl.constexpr, ROWS: gl.constexpr, BLOCK_G: gl.constexpr,
