@@ -1,0 +1,67 @@
+"""What the ranks of the tests run; results go back as arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from sparsek_backend.distributed import (
+    SequenceLayout,
+    context_parallel_sink_flash_attention,
+    shard,
+    unshard,
+)
+
+Arrays = dict[str, np.ndarray]
+
+
+def attend(
+    mesh: DeviceMesh, layout: SequenceLayout, settings: dict[str, Any], whole: Arrays
+) -> Arrays:
+    """Output, log-sum-exp and gradients of this rank."""
+    local = {
+        name: shard(torch.from_numpy(x), mesh, layout, 2 if name == "dlse" else 1)
+        for name, x in whole.items()
+        if name != "sinks"
+    }
+    leaves = {name: local[name].requires_grad_() for name in "qkv"}
+    if "sinks" in whole:
+        leaves["sinks"] = torch.from_numpy(whole["sinks"]).requires_grad_()
+    out, lse = context_parallel_sink_flash_attention(
+        *(leaves[name] for name in "qkv"),
+        mesh=mesh,
+        layout=layout,
+        sinks=leaves.get("sinks"),
+        return_lse=True,
+        **settings,
+    )
+    torch.autograd.backward((out, lse), (local["dout"], local["dlse"]))
+    found = {"out": out, "lse": lse, **{f"d{name}": x.grad for name, x in leaves.items()}}
+    return {name: x.detach().numpy() for name, x in found.items()}
+
+
+def round_trip(mesh: DeviceMesh, layout: SequenceLayout) -> tuple[np.ndarray, np.ndarray]:
+    """Token numbers and positions of the shards, after ``shard`` and ``unshard``."""
+    stream = torch.arange(layout.num_tokens)[None, :, None].expand(2, -1, 3)
+    mine = shard(stream, mesh, layout)
+    rank = mesh.get_local_rank()
+    assert torch.equal(mine[0, :, 0], layout.token_indices(rank))
+    positions = layout.position_ids(rank)[:, None]
+    return unshard(mine, mesh, layout).numpy(), unshard(positions, mesh, layout, 0).numpy()
+
+
+def call_with(mesh: DeviceMesh, changed: dict[int, dict[str, Any]]) -> None:
+    """A good call on every rank but for what ``changed`` replaces there."""
+    torch.manual_seed(0)
+    world = mesh.size()
+    arguments: dict[str, Any] = {
+        **{name: torch.randn(1, 8, 2, 8) for name in "qkv"},
+        "layout": SequenceLayout(8 * world, world),
+        "window_size": 4,
+        "num_sink": 2,
+        **changed.get(mesh.get_local_rank(), changed.get(-1, {})),
+    }
+    context_parallel_sink_flash_attention(**arguments, mesh=mesh)
