@@ -1,10 +1,13 @@
 """Attention of sequences that lie on several ranks: context parallelism on torch.distributed."""
 
 from sparsek_backend.distributed.layouts import SequenceLayout, shard, unshard
+from sparsek_backend.distributed.nsa import Compression, context_parallel_nsa_attention
 from sparsek_backend.distributed.sink_window import context_parallel_sink_flash_attention
 
 __all__ = [
+    "Compression",
     "SequenceLayout",
+    "context_parallel_nsa_attention",
     "context_parallel_sink_flash_attention",
     "shard",
     "unshard",

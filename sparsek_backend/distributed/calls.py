@@ -1,4 +1,4 @@
-"""Calls of the sink-window kernels on parts of a rank's queries, with keys put together for them."""
+"""Calls of the sink-window kernels on parts of a rank's queries and the keys that they meet."""
 
 from __future__ import annotations
 
@@ -132,9 +132,7 @@ def backward(
     """
     out, lse, dout, dlse = saved
     by_row = [None if x is None else take_rows(x.transpose(1, 2), call.rows) for x in (lse, dlse)]
-    part_lse, part_dlse = (
-        None if x is None else x.transpose(1, 2).contiguous() for x in by_row
-    )
+    part_lse, part_dlse = (None if x is None else x.transpose(1, 2).contiguous() for x in by_row)
     dq, dk, dv, dsinks = sink_flash_bwd(
         take_rows(dout, call.rows),
         part_dlse,

@@ -83,9 +83,7 @@ def plan_halo(
         asked[rank], sinks.requests, halo.requests, strict=True
     ):
         row = segment.row + lo - segment.start
-        then = tuple(
-            Piece(x.buffer and x.buffer + len(sinks.receives), x.rows) for x in then
-        )
+        then = tuple(Piece(x.buffer and x.buffer + len(sinks.receives), x.rows) for x in then)
         wave = 2 if any(x.buffer for x in then) else int(any(x.buffer for x in first))
         groups[wave].append(Item(slice(row, row + hi - lo), (*first, *then)))
     return HaloPlan(sinks, halo, *(calls_of(group, batch) for group in groups))
@@ -124,9 +122,7 @@ class HaloAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
-    ) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         q, k, v, sinks, out, lse, *received = ctx.saved_tensors
         plan: HaloPlan = ctx.plan
         upstream = (out, lse, torch.zeros_like(out) if dout is None else dout, dlse)

@@ -3,9 +3,9 @@
 Tokens are counted through the whole *stream*: one sequence, or packed sequences one after another.
 The stream is cut into equal chunks of consecutive tokens, wherever the cuts fall.
 
-``contiguous``: one chunk a rank, in order.  ``zigzag``: two chunks a rank, ``r`` and ``2 R - 1 - r``
-of ``2 R``, which gives every rank the same causal work.  A rank's rows are its chunks in ascending
-order.
+``contiguous``: one chunk a rank, in order.  ``zigzag``: two chunks a rank, ``r`` and
+``2 R - 1 - r`` of ``2 R``, which gives every rank the same causal work.  A rank's rows are its
+chunks in ascending order.
 """
 
 from __future__ import annotations
@@ -160,6 +160,11 @@ class SequenceLayout:
         """Tokens of the stream that ``rank`` holds, ``[tokens_per_rank]`` int64 on the CPU."""
         return torch.cat([torch.arange(lo, hi) for lo, hi in self.chunks[rank]])
 
+    def sequence_ids(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
+        """Which sequence each of a rank's tokens belongs to, ``[tokens_per_rank]`` int64."""
+        edges = torch.tensor(self.edges[1:])
+        return torch.searchsorted(edges, self.token_indices(rank), right=True).to(device)
+
     def position_ids(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
         """Position of each of a rank's tokens in its sequence, ``[tokens_per_rank]`` int64."""
         parts = [
@@ -188,6 +193,21 @@ def check_mesh(mesh: DeviceMesh, layout: SequenceLayout) -> None:
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"mesh: expected it to hold this rank, {dist.get_rank()}, got {mesh}")
+
+
+def check_shard(name: str, x: torch.Tensor, layout: SequenceLayout) -> None:
+    """Check that a tensor ``[B, n, ...]`` is a shard of a layout.
+
+    Raises:
+        ValueError: another number of tokens, or a batch of packed sequences.
+    """
+    if x.shape[1] != layout.tokens_per_rank:
+        raise ValueError(
+            f"{name}: expected {layout.tokens_per_rank} tokens, the layout's shard, "
+            f"got {x.shape[1]}"
+        )
+    if layout.packed and x.shape[0] != 1:
+        raise ValueError(f"{name}: expected batch size 1 with packed sequences, got {x.shape[0]}")
 
 
 def shard(x: torch.Tensor, mesh: DeviceMesh, layout: SequenceLayout, dim: int = 1) -> torch.Tensor:

@@ -21,7 +21,6 @@ from sparsek_backend.distributed.exchange import Exchange, by_buffer
 from sparsek_backend.distributed.layouts import Segment, SequenceLayout
 from sparsek_backend.distributed.mesh import Channel
 from sparsek_backend.distributed.rows import Piece, Range, Transfers, plan_transfers, take
-from sparsek_kernels.common.operators import new_like
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,9 @@ class RingPlan:
     steps: tuple[RingStep, ...]
 
 
-def _seen(layout: SequenceLayout, rank: int, source: int, causal: bool) -> list[
-    tuple[list[Segment], list[Range]]
-]:
+def _seen(
+    layout: SequenceLayout, rank: int, source: int, causal: bool
+) -> list[tuple[list[Segment], list[Range]]]:
     """Queries of ``rank`` that see the same keys of another rank, and those keys."""
     found: list[tuple[list[Segment], list[Range]]] = []
     for segment in layout.segments[rank]:
@@ -121,9 +120,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
-    ) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         plan: RingPlan = ctx.plan
         upstream = (out, lse, torch.zeros_like(out) if dout is None else dout, dlse)

@@ -7,13 +7,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sparsek_backend.distributed.calls import Scalars
 from sparsek_backend.distributed.halo import HaloAttention, plan_halo
-from sparsek_backend.distributed.layouts import SequenceLayout, check_mesh
+from sparsek_backend.distributed.layouts import SequenceLayout, check_mesh, check_shard
 from sparsek_backend.distributed.mesh import channel_of
 from sparsek_backend.distributed.ring import RingAttention, plan_ring
 from sparsek_kernels.sink_window.checks import check_arguments
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def context_parallel_sink_flash_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -101,18 +101,3 @@ def context_parallel_sink_flash_attention(
         halo = plan_halo(layout, channel.rank, spec.num_sink, spec.window_size, batch)
         out, lse = HaloAttention.apply(q, k, v, sinks, channel, halo, scalars)
     return (out, lse) if return_lse else out
-
-
-def check_shard(name: str, x: torch.Tensor, layout: SequenceLayout) -> None:
-    """Check that a tensor ``[B, n, ...]`` is a shard of a layout.
-
-    Raises:
-        ValueError: another number of tokens, or a batch of packed sequences.
-    """
-    if x.shape[1] != layout.tokens_per_rank:
-        raise ValueError(
-            f"{name}: expected {layout.tokens_per_rank} tokens, the layout's shard, "
-            f"got {x.shape[1]}"
-        )
-    if layout.packed and x.shape[0] != 1:
-        raise ValueError(f"{name}: expected batch size 1 with packed sequences, got {x.shape[0]}")

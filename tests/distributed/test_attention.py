@@ -91,9 +91,7 @@ def test_sink_window(
 @pytest.mark.parametrize("cu_seqlens", PACKED.values(), ids=PACKED)
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_ring(
-    ranks: Ranks, world: int, order: Any, cu_seqlens: tuple[int, ...] | None
-) -> None:
+def test_ring(ranks: Ranks, world: int, order: Any, cu_seqlens: tuple[int, ...] | None) -> None:
     layout = SequenceLayout(192, world, order, cu_seqlens)
     for causal in (True, False):
         check(ranks, layout, causal=causal)
