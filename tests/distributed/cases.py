@@ -14,6 +14,7 @@ from sparsek_backend.distributed import (
     shard,
     unshard,
 )
+from sparsek_backend.nn import NativeSparseAttention, NSAConfig
 
 Arrays = dict[str, np.ndarray]
 
@@ -65,3 +66,39 @@ def call_with(mesh: DeviceMesh, changed: dict[int, dict[str, Any]]) -> None:
         **changed.get(mesh.get_local_rank(), changed.get(-1, {})),
     }
     context_parallel_sink_flash_attention(**arguments, mesh=mesh)
+
+
+SMALL = {"cmp_block_size": 8, "cmp_stride": 4, "sel_block_size": 8, "top_n": 4, "window_size": 10}
+
+
+def build(options: dict[str, Any], dtype: torch.dtype, mesh: DeviceMesh | None = None) -> Any:
+    """An NSA layer with 4 query heads and 2 KV heads of size 8, the same on every rank."""
+    torch.manual_seed(0)
+    config = NSAConfig.from_dict({**SMALL, **options})
+    return NativeSparseAttention(24, 4, 2, 8, config=config, dtype=dtype, mesh=mesh)
+
+
+def run_layer(
+    mesh: DeviceMesh,
+    layout: SequenceLayout,
+    options: dict[str, Any],
+    whole: Arrays,
+    compressed_only: list[bool] | None = None,
+) -> Arrays:
+    """Output and gradients of the tokens and weights, from this rank's shard."""
+    x, upstream = (shard(torch.from_numpy(whole[name]), mesh, layout) for name in ("x", "dout"))
+    module = build(options, x.dtype, mesh)
+    x.requires_grad_()
+    shut = None if compressed_only is None else torch.tensor(compressed_only)
+    out = module(x, layout=layout, compressed_only=shut)
+    out.backward(upstream)
+    found = {name: p.grad for name, p in module.named_parameters()}
+    assert all(grad is not None for grad in found.values())
+    return {name: y.detach().numpy() for name, y in {"out": out, "dx": x.grad, **found}.items()}
+
+
+def call_layer_with(mesh: DeviceMesh, changed: dict[int, dict[str, Any]]) -> None:
+    """A good call of the layer on every rank but for what ``changed`` replaces there."""
+    arguments = {"hidden_states": torch.randn(1, 12, 24)}
+    arguments.update(changed.get(mesh.get_local_rank(), {}))
+    build({}, torch.float32, mesh)(**arguments)
