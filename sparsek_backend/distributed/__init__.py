@@ -1,5 +1,6 @@
 """Attention of sequences that lie on several ranks: context parallelism on torch.distributed."""
 
+from sparsek_backend.distributed.gradients import sum_gradients
 from sparsek_backend.distributed.layouts import SequenceLayout, shard, unshard
 from sparsek_backend.distributed.nsa import Compression, context_parallel_nsa_attention
 from sparsek_backend.distributed.sink_window import context_parallel_sink_flash_attention
@@ -10,5 +11,6 @@ __all__ = [
     "context_parallel_nsa_attention",
     "context_parallel_sink_flash_attention",
     "shard",
+    "sum_gradients",
     "unshard",
 ]

@@ -6,15 +6,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from sparsek_backend.distributed import (
     SequenceLayout,
     context_parallel_sink_flash_attention,
     shard,
+    sum_gradients,
     unshard,
 )
-from sparsek_backend.nn import NativeSparseAttention, NSAConfig
+from sparsek_backend.nn import (
+    NativeSparseAttention,
+    NSAConfig,
+    NSALlamaConfig,
+    NSALlamaForCausalLM,
+)
 
 Arrays = dict[str, np.ndarray]
 
@@ -102,3 +109,55 @@ def call_layer_with(mesh: DeviceMesh, changed: dict[int, dict[str, Any]]) -> Non
     arguments = {"hidden_states": torch.randn(1, 12, 24)}
     arguments.update(changed.get(mesh.get_local_rank(), {}))
     build({}, torch.float32, mesh)(**arguments)
+
+
+def new_model(mesh: DeviceMesh | None = None) -> NSALlamaForCausalLM:
+    """A model of two layers, the same on every rank."""
+    torch.manual_seed(0)
+    config = NSALlamaConfig(64, 24, 48, 2, 4, 2, 8, nsa=NSAConfig.from_dict(SMALL))
+    return NSALlamaForCausalLM(config, mesh)
+
+
+def token_losses(model: Any, tokens: torch.Tensor, targets: torch.Tensor, **options: Any) -> Any:
+    """The sum of the losses of all tokens."""
+    logits = model(tokens, **options)
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum"
+    )
+
+
+def train(mesh: DeviceMesh, layout: SequenceLayout, tokens: np.ndarray, steps: int) -> Arrays:
+    """Weights after some steps of CP 2 x data parallel 2, sharded over all four by FSDP2."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    cp = both["cp"]
+    model = new_model(cp)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stream = torch.from_numpy(tokens)[both["dp"].get_local_rank()][None]
+    inputs, targets = (shard(x, cp, layout) for x in (stream[:, :-1], stream[:, 1:]))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses = token_losses(model, inputs, targets, layout=layout)
+        # FSDP2 averages over four ranks: their sum over all tokens is the mean loss.
+        (losses * mesh.size() / (2 * layout.num_tokens)).backward()
+        optimizer.step()
+    return {name: x.full_tensor().detach().numpy() for name, x in model.state_dict().items()}
+
+
+def summed_gradients(mesh: DeviceMesh, dtype: str) -> np.ndarray:
+    """A gradient of ``rank + 1`` after ``sum_gradients``; one that is none stays so."""
+    used, unused = (torch.nn.Parameter(torch.zeros(3, dtype=getattr(torch, dtype))) for _ in "ab")
+    used.grad = torch.full_like(used, 1 + mesh.get_local_rank())
+    sum_gradients([used, unused], mesh)
+    assert unused.grad is None
+    return used.grad.float().numpy()
+
+
+def uneven_gradients(mesh: DeviceMesh) -> None:
+    """One rank has no gradient."""
+    weight = torch.nn.Parameter(torch.zeros(3))
+    if mesh.get_local_rank():
+        weight.grad = torch.ones(3)
+    sum_gradients([weight], mesh)
