@@ -197,9 +197,9 @@ class Fetch:
     ) -> None:
         exchange = Exchange(channel, transfers, tensors[0], len(tensors))
         self._journey, self._count = _Journey(exchange, transfers), len(tensors)
-        self._handle = _Start.apply(self._journey, *tensors)
+        self._handle = _Start.apply(self._journey, *tensors)  # type: ignore[no-untyped-call]
 
     def wait(self) -> list[tuple[torch.Tensor, ...]]:
         """For each request, its rows of every tensor."""
-        found = _Finish.apply(self._journey, self._handle)
+        found = _Finish.apply(self._journey, self._handle)  # type: ignore[no-untyped-call]
         return [tuple(found[i : i + self._count]) for i in range(0, len(found), self._count)]

@@ -108,10 +108,9 @@ class HaloAttention(torch.autograd.Function):
         for exchange in exchanges:
             exchange.start((k, v))
         received: list[torch.Tensor] = []
-        groups = (plan.alone, plan.after_sinks, plan.after_halo)
-        for group, exchange in zip(groups, (None, *exchanges), strict=True):
-            if exchange is not None:
-                received += exchange.wait()
+        for index, group in enumerate((plan.alone, plan.after_sinks, plan.after_halo)):
+            if index:
+                received += exchanges[index - 1].wait()
             for call in group:
                 key, value = _put_together(k, v, received, call)
                 calls.forward_into(out, lse, call, q, key, value, sinks, scalars)

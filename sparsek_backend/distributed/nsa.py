@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -104,7 +105,7 @@ def plan_nsa(
             first_block[lo] = total
             total += spec.num_compressed(hi - lo)
 
-    tokens: list[list[list[Range]]] = []
+    tokens: list[list[list[Range]]] = []  # that each rank's blocks are made of
     held: list[tuple[Stretch, ...]] = []
     made: list[list[tuple[int, int]]] = []
     for segments in layout.segments:
@@ -155,14 +156,19 @@ def _compress(
     k, v = tokens
     reach = spec.cmp_block_size - spec.cmp_stride
     lengths = [count * spec.cmp_stride + reach for _, count in plan.blocks]
-    sizes = {"cmp_block_size": spec.cmp_block_size, "cmp_stride": spec.cmp_stride}
-    phi = {"phi_k": compression.phi_k, "phi_v": compression.phi_v}
+    make = partial(
+        nsa_compress,
+        phi_k=compression.phi_k,
+        phi_v=compression.phi_v,
+        cmp_block_size=spec.cmp_block_size,
+        cmp_stride=spec.cmp_stride,
+    )
     if k.shape[0] == 1 and len(lengths) > 1:
         offsets = on_device(offsets_of(lengths), k.device)
-        found = [nsa_compress(k, v, **phi, **sizes, cu_seqlens=offsets)]
+        found = [make(k, v, cu_seqlens=offsets)]
     else:
         parts = zip(k.split(lengths or 0, 1), v.split(lengths or 0, 1), strict=True)
-        found = [nsa_compress(*part, **phi, **sizes) for part in parts]
+        found = [make(*part) for part in parts]
     count = sum(count for _, count in plan.blocks)
     k_cmp, v_cmp = (torch.cat(x, 1)[:, :count] for x in zip(*found, strict=True))
     if compression.rotate is not None:
@@ -273,7 +279,7 @@ def context_parallel_nsa_attention(
     made = _compress(compression, halo.wait()[0], plan, spec)
     compressed = Fetch(channel, plan.compressed, made).wait()
     keys = selected.wait()
-    nearest = [(None, None)] * len(keys) if window is None else window.wait()
+    nearest = None if window is None else window.wait()
     found: list[tuple[int, torch.Tensor]] = []
     for i, group in enumerate(plan.groups):
         cu_seqlens = None if group.cu_seqlens is None else on_device(group.cu_seqlens, q.device)
@@ -281,14 +287,15 @@ def context_parallel_nsa_attention(
         k_cmp, v_cmp = compressed[i]
         if cu_seqlens is not None:
             k_cmp, v_cmp = (_padded(x, rows_q.shape[1] // spec.cmp_stride) for x in (k_cmp, v_cmp))
-        out = nsa_attention(
+        k_swa, v_swa = (None, None) if nearest is None else nearest[i]
+        out: Any = nsa_attention(
             rows_q,
             *keys[i],
             *rows_g,
             k_cmp=k_cmp,
             v_cmp=v_cmp,
-            k_swa=nearest[i][0],
-            v_swa=nearest[i][1],
+            k_swa=k_swa,
+            v_swa=v_swa,
             **asdict(spec),
             window_size=window_size,
             softmax_scale=scale,

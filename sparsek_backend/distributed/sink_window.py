@@ -96,8 +96,9 @@ def context_parallel_sink_flash_attention(
     batch = q.shape[0]
     if spec.window_size is None:
         ring = plan_ring(layout, channel.rank, spec.causal, batch)
-        out, lse = RingAttention.apply(q, k, v, sinks, channel, ring, scalars)
+        found = RingAttention.apply(q, k, v, sinks, channel, ring, scalars)  # type: ignore[no-untyped-call]
     else:
         halo = plan_halo(layout, channel.rank, spec.num_sink, spec.window_size, batch)
-        out, lse = HaloAttention.apply(q, k, v, sinks, channel, halo, scalars)
+        found = HaloAttention.apply(q, k, v, sinks, channel, halo, scalars)  # type: ignore[no-untyped-call]
+    out, lse = found
     return (out, lse) if return_lse else out

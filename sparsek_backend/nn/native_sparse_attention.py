@@ -341,18 +341,20 @@ class NativeSparseAttention(nn.Module):
             shut = shut[layout.sequence_ids(rank, device)].transpose(0, 1)
         positions = layout.position_ids(rank, device)
         q, keys, values, gates = self._project(hidden_states, positions, shut)
-        return context_parallel_nsa_attention(
+        phi_k, phi_v = self._phi(q.dtype)
+        out: torch.Tensor = context_parallel_nsa_attention(
             q,
             keys[1],
             values[1],
             (gates[0], gates[1], gates[2]),
             mesh=mesh,
             layout=layout,
-            compression=Compression(keys[0], values[0], *self._phi(q.dtype), self._rotate),
+            compression=Compression(keys[0], values[0], phi_k, phi_v, self._rotate),
             sliding=None if self.config.shared_kv else (keys[2], values[2]),
             spec=self.config.spec,
             window_size=self.config.window_size,
         )
+        return out
 
     def attention_inputs(
         self,
