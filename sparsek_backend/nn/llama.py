@@ -209,8 +209,8 @@ class NSALlamaForCausalLM(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``config.json`` and ``model.safetensors`` into ``folder``, made if it is missing.
 
-        The weights of a sharded model (``fully_shard``) are gathered one after another: all ranks
-        call this, rank 0 writes, and the folder is complete when it returns.
+        The weights of a sharded model (``fully_shard``, ``tensor_parallel``) are gathered one after
+        another: all ranks call this, rank 0 writes, and the folder is complete when it returns.
 
         Raises:
             ImportError: safetensors is not installed.
@@ -222,8 +222,15 @@ class NSALlamaForCausalLM(nn.Module):
         sharded = any(isinstance(x, DTensor) for x in weights.values())
         writes = not sharded or dist.get_rank() == 0
         state = {}
+        attention = {
+            name: x for name, x in self.named_modules() if isinstance(x, NativeSparseAttention)
+        }
         for name, x in weights.items():
             whole = _whole(x.detach())
+            path, _, parameter = name.partition(".self_attn.")
+            layer = attention.get(f"{path}.self_attn")
+            if layer is not None and layer.head_major:
+                whole = layer.restacked(parameter, whole)
             if writes:
                 state[name] = whole.cpu().contiguous()
         try:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
 
 from sparsek_backend.distributed import (
     Compression,
@@ -83,9 +84,18 @@ class CompressionMLP(nn.Module):
 
     def weights(self, dtype: torch.dtype) -> PhiWeights:
         """The parameters in the dtype of the tokens they meet (they differ under autocast)."""
-        return PhiWeights(
-            *(x.to(dtype) for x in (self.position, self.w1, self.b1, self.w2, self.b2))
-        )
+        named = (self.position, self.w1, self.b1, self.w2, self.b2)
+        return PhiWeights(*(shared_by_heads(x).to(dtype) for x in named))
+
+
+def shared_by_heads(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter that all heads use; where ranks share the heads, their gradients are summed."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    mesh = parameter.device_mesh
+    local = DTensor.from_local(parameter.to_local(), mesh, run_check=False)
+    found: torch.Tensor = local.to_local(grad_placements=[Partial()] * mesh.ndim)
+    return found
 
 
 class NativeSparseAttention(nn.Module):
@@ -98,7 +108,8 @@ class NativeSparseAttention(nn.Module):
     True``), ``gate_in``, ``gate_out`` (``weight`` and ``bias``) and, with ``compression="mlp"``,
     ``phi_k`` and ``phi_v`` (:class:`CompressionMLP`).  Without ``shared_kv``, ``k_proj`` and
     ``v_proj`` stack the compressed, selected and sliding branch, in this order.  ``gate_out``
-    stacks the gates of all heads, branch by branch in the same order.
+    stacks the gates of all heads, branch by branch in the same order.  Tensor parallelism
+    (:class:`KVHeadParallel`) stacks head by head instead, which ``head_major`` tells.
 
     Args:
         hidden_size: elements of a token.
@@ -154,6 +165,7 @@ class NativeSparseAttention(nn.Module):
         self.hidden_size, self.head_dim = hidden_size, head_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.num_branches = self.config.num_branches
+        self.head_major = False
 
         def linear(wide: int, narrow: int, with_bias: bool) -> nn.Linear:
             return nn.Linear(wide, narrow, bias=with_bias, device=device, dtype=dtype)
@@ -210,10 +222,29 @@ class NativeSparseAttention(nn.Module):
         theta = self.config.rope_theta
         return x if theta is None else rotate(x, positions, theta)
 
+    def _by_branch(self, x: torch.Tensor, branches: int, heads: int) -> list[torch.Tensor]:
+        """``[B, N, branches * heads * D]`` as ``[B, N, heads, D]`` for each of the branches."""
+        if self.head_major:
+            return list(x.unflatten(-1, (heads, branches, -1)).unbind(3))
+        return list(x.unflatten(-1, (branches, heads, -1)).unbind(2))
+
     def _branches(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """``[B, N, branches * Hkv * D]`` as ``[B, N, Hkv, D]`` for each of the three branches."""
-        split = x.unflatten(-1, (self.num_branches, self.num_kv_heads, self.head_dim)).unbind(2)
-        return [split[0]] * 3 if self.num_branches == 1 else list(split)
+        """Keys or values of the three branches, ``[B, N, Hkv, D]`` each."""
+        split = self._by_branch(x, self.num_branches, self.num_kv_heads)
+        return split * 3 if self.num_branches == 1 else split
+
+    def restacked(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """A whole parameter, turned from branch by branch to head by head, or back.
+
+        Parameters that stack no branches stay as they are.
+        """
+        layer = name.split(".")[0]
+        if layer not in ("k_proj", "v_proj", "gate_out"):
+            return x
+        gates = layer == "gate_out"
+        branches, size = (3, 1) if gates else (self.num_branches, self.head_dim)
+        shape = (-1, branches, size) if self.head_major else (branches, -1, size)
+        return x.unflatten(0, shape).transpose(0, 1).flatten(0, 2)
 
     def _phi(self, dtype: torch.dtype) -> list[PhiWeights | None]:
         """Weights of the maps of keys and of values, where they are learnable."""
@@ -295,8 +326,8 @@ class NativeSparseAttention(nn.Module):
         k_slc = self._rotate(k_slc, positions)
         k_swa = k_slc if self.config.shared_kv else self._rotate(k_swa, positions)
         hidden = nn.functional.silu(self.gate_in(hidden_states))
-        gates = torch.sigmoid(self.gate_out(hidden)).unflatten(-1, (3, self.num_heads))
-        g_cmp, g_slc, g_swa = gates.unbind(2)
+        gates = self._by_branch(torch.sigmoid(self.gate_out(hidden)), 3, self.num_heads)
+        g_cmp, g_slc, g_swa = (gate.squeeze(-1) for gate in gates)
         if shut is not None:
             g_slc, g_swa = g_slc.masked_fill(shut, 0.0), g_swa.masked_fill(shut, 0.0)
         return q, [k_cmp, k_slc, k_swa], values, [g_cmp, g_slc, g_swa]

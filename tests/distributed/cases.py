@@ -21,6 +21,7 @@ from sparsek_backend.nn import (
     NSAConfig,
     NSALlamaConfig,
     NSALlamaForCausalLM,
+    tensor_parallel,
 )
 
 Arrays = dict[str, np.ndarray]
@@ -111,10 +112,11 @@ def call_layer_with(mesh: DeviceMesh, changed: dict[int, dict[str, Any]]) -> Non
     build({}, torch.float32, mesh)(**arguments)
 
 
-def new_model(mesh: DeviceMesh | None = None) -> NSALlamaForCausalLM:
+def new_model(mesh: DeviceMesh | None = None, tied: bool = False) -> NSALlamaForCausalLM:
     """A model of two layers, the same on every rank."""
     torch.manual_seed(0)
-    config = NSALlamaConfig(64, 24, 48, 2, 4, 2, 8, nsa=NSAConfig.from_dict(SMALL))
+    nsa = NSAConfig.from_dict({**SMALL, "shared_kv": tied})
+    config = NSALlamaConfig(64, 24, 48, 2, 4, 2, 8, tie_word_embeddings=tied, nsa=nsa)
     return NSALlamaForCausalLM(config, mesh)
 
 
@@ -126,24 +128,57 @@ def token_losses(model: Any, tokens: torch.Tensor, targets: torch.Tensor, **opti
     )
 
 
-def train(mesh: DeviceMesh, layout: SequenceLayout, tokens: np.ndarray, steps: int) -> Arrays:
-    """Weights after some steps of CP 2 x data parallel 2, sharded over all four by FSDP2."""
-    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    cp = both["cp"]
-    model = new_model(cp)
+def train(
+    mesh: DeviceMesh, how: str, tied: bool, layout: SequenceLayout, tokens: np.ndarray, folder: str
+) -> None:
+    """Three steps of four ranks together, then a saved folder.
+
+    ``fsdp``: CP 2 x data parallel 2, weights sharded over all four.  ``tp``: the ranks that share a
+    sequence (CP 2) shard the weights of each of TP 2.
+    """
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "cp"))
+    outer, cp = both["outer"], both["cp"]
+    model = new_model(cp, tied)
+    if how == "tp":
+        tensor_parallel(model, outer)
+    weights = mesh if how == "fsdp" else cp
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    stream = torch.from_numpy(tokens)[both["dp"].get_local_rank()][None]
-    inputs, targets = (shard(x, cp, layout) for x in (stream[:, :-1], stream[:, 1:]))
-    for _ in range(steps):
+        fully_shard(layer, mesh=weights)
+    fully_shard(model, mesh=weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    streams = torch.from_numpy(tokens)
+    if how == "fsdp":
+        streams = streams[outer.get_local_rank()][None]
+    for _ in range(3):
         optimizer.zero_grad()
-        losses = token_losses(model, inputs, targets, layout=layout)
-        # FSDP2 averages over four ranks: their sum over all tokens is the mean loss.
-        (losses * mesh.size() / (2 * layout.num_tokens)).backward()
+        losses = 0.0
+        for stream in streams.split(1):
+            inputs, targets = (shard(x, cp, layout) for x in (stream[:, :-1], stream[:, 1:]))
+            losses = losses + token_losses(model, inputs, targets, layout=layout)
+        # FSDP2 averages over its ranks: their sum over all tokens is the mean loss.
+        (losses * weights.size() / (2 * layout.num_tokens)).backward()
         optimizer.step()
-    return {name: x.full_tensor().detach().numpy() for name, x in model.state_dict().items()}
+    model.save_pretrained(folder)
+
+
+def head_parallel_gradients(mesh: DeviceMesh, whole: Arrays) -> Arrays:
+    """Logits and gradients of a model under tensor parallelism alone."""
+    model = tensor_parallel(new_model(), mesh)
+    logits = model(torch.from_numpy(whole["tokens"]))
+    logits.backward(torch.from_numpy(whole["dout"]))
+    found = {"logits": logits.detach().numpy()}
+    for path, module in model.named_modules():
+        for name, x in module.named_parameters(recurse=False):
+            assert x.grad.placements == x.placements
+            found[f"{path}.{name}"] = x.grad.full_tensor().numpy()
+    return found
+
+
+def wrong_tensor_parallel(mesh: DeviceMesh, twice: bool) -> None:
+    """More ranks than KV heads, or a model that is parallel already."""
+    model = tensor_parallel(new_model(), mesh)
+    if twice:
+        tensor_parallel(model, mesh)
 
 
 def summed_gradients(mesh: DeviceMesh, dtype: str) -> np.ndarray:
