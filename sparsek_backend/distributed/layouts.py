@@ -4,8 +4,8 @@ Tokens are counted through the whole *stream*: one sequence, or packed sequences
 The stream is cut into equal chunks of consecutive tokens, wherever the cuts fall.
 
 ``contiguous``: one chunk a rank, in order.  ``zigzag``: two chunks a rank, ``r`` and
-``2 R - 1 - r`` of ``2 R``, which gives every rank the same causal work.  A rank's rows are its
-chunks in ascending order.
+``2 R - 1 - r`` of ``2 R``, which gives every rank the same causal work.  Any other deal names the
+rank of each chunk.  A rank's rows are its chunks in ascending order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sparsek_backend.distributed.mesh import channel_of
 from sparsek_backend.distributed.rows import Ownership, Stretch
 from sparsek_kernels.checks import check_int
 
-Order = Literal["contiguous", "zigzag"]
+Order = Literal["contiguous", "zigzag"] | tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class SequenceLayout:
     """How a stream of tokens is spread over the ranks of a mesh.
 
     Args:
-        num_tokens: tokens of the whole stream; a multiple of ``world_size``, of
-            ``2 * world_size`` for ``zigzag``.
+        num_tokens: tokens of the whole stream; a multiple of the number of chunks.
         world_size: ranks.
-        order: ``contiguous`` or ``zigzag``.
+        order: ``contiguous`` (a chunk a rank), ``zigzag`` (two chunks a rank) or the rank of each
+            chunk, of which every rank has as many.
         cu_seqlens: offsets of packed sequences in the stream, from 0 to ``num_tokens``; one
             sequence when ``None``.
 
@@ -78,8 +78,14 @@ class SequenceLayout:
     def __post_init__(self) -> None:
         check_int("num_tokens", self.num_tokens, 1)
         check_int("world_size", self.world_size, 1)
-        if self.order not in ("contiguous", "zigzag"):
-            raise ValueError(f"order: expected 'contiguous' or 'zigzag', got {self.order!r}")
+        if isinstance(self.order, list):
+            object.__setattr__(self, "order", tuple(self.order))
+        each = {self.chunk_ranks.count(rank) for rank in range(self.world_size)}
+        if len(each) > 1 or each == {0} or set(self.chunk_ranks) - set(range(self.world_size)):
+            raise ValueError(
+                f"order: expected 'contiguous', 'zigzag' or as many chunks of each of "
+                f"{self.world_size} ranks, got {self.order!r}"
+            )
         if self.num_tokens % self.num_chunks:
             raise ValueError(
                 f"num_tokens: expected a multiple of {self.num_chunks} for {self.world_size} ranks "
@@ -98,9 +104,17 @@ class SequenceLayout:
         object.__setattr__(self, "cu_seqlens", edges)
 
     @property
+    def chunk_ranks(self) -> tuple[int, ...]:
+        """The rank of each chunk."""
+        ranks = tuple(range(self.world_size))
+        if isinstance(self.order, tuple):
+            return self.order
+        return {"contiguous": ranks, "zigzag": ranks + ranks[::-1]}.get(self.order, ())
+
+    @property
     def num_chunks(self) -> int:
         """Chunks that the stream is cut into."""
-        return self.world_size * (2 if self.order == "zigzag" else 1)
+        return len(self.chunk_ranks)
 
     @property
     def tokens_per_rank(self) -> int:
@@ -121,16 +135,13 @@ class SequenceLayout:
     def chunks(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Token ranges of each rank, ascending; chunks that touch are one range."""
         size = self.num_tokens // self.num_chunks
-        found: list[tuple[tuple[int, int], ...]] = []
-        for rank in range(self.world_size):
-            ranges = [(rank * size, (rank + 1) * size)]
-            if self.order == "zigzag":
-                last = self.num_chunks - 1 - rank
-                ranges.append((last * size, (last + 1) * size))
-            if len(ranges) == 2 and ranges[0][1] == ranges[1][0]:
-                ranges = [(ranges[0][0], ranges[1][1])]
-            found.append(tuple(ranges))
-        return tuple(found)
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.world_size)]
+        for chunk, rank in enumerate(self.chunk_ranks):
+            own, start = found[rank], chunk * size
+            if own and own[-1][1] == start:
+                start = own.pop()[0]
+            own.append((start, (chunk + 1) * size))
+        return tuple(map(tuple, found))
 
     @cached_property
     def segments(self) -> tuple[tuple[Segment, ...], ...]:

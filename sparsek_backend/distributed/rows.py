@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import torch
@@ -52,7 +52,7 @@ class Ownership:
         lo, hi = wanted
         index = max(bisect_right(starts, lo) - 1, 0)
         parts: list[tuple[int, Stretch]] = []
-        for stretch, rank in found[index:]:
+        for stretch, rank in islice(found, index, None):
             if stretch.start >= hi:
                 break
             first, last = max(lo, stretch.start), min(hi, stretch.stop)
@@ -123,7 +123,7 @@ def plan_transfers(
     def find(wanted: Range) -> list[Piece]:
         lo, hi = wanted
         pieces = []
-        for x, buffer in table[max(bisect_right(starts, lo) - 1, 0) :]:
+        for x, buffer in islice(table, max(bisect_right(starts, lo) - 1, 0), None):
             if x.start >= hi:
                 break
             first, last = max(lo, x.start), min(hi, x.stop)

@@ -244,7 +244,8 @@ class NativeSparseAttention(nn.Module):
         gates = layer == "gate_out"
         branches, size = (3, 1) if gates else (self.num_branches, self.head_dim)
         shape = (-1, branches, size) if self.head_major else (branches, -1, size)
-        return x.unflatten(0, shape).transpose(0, 1).flatten(0, 2)
+        turned: torch.Tensor = x.unflatten(0, shape).transpose(0, 1).flatten(0, 2)
+        return turned
 
     def _phi(self, dtype: torch.dtype) -> list[PhiWeights | None]:
         """Weights of the maps of keys and of values, where they are learnable."""

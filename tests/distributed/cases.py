@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from sparsek_backend.distributed import (
     SequenceLayout,
+    context_parallel_block_sparse_attention,
     context_parallel_sink_flash_attention,
     shard,
     sum_gradients,
@@ -23,6 +24,7 @@ from sparsek_backend.nn import (
     NSALlamaForCausalLM,
     tensor_parallel,
 )
+from sparsek_backend.patterns import BlockSparsePattern
 
 Arrays = dict[str, np.ndarray]
 
@@ -50,6 +52,48 @@ def attend(
     torch.autograd.backward((out, lse), (local["dout"], local["dlse"]))
     found = {"out": out, "lse": lse, **{f"d{name}": x.grad for name, x in leaves.items()}}
     return {name: x.detach().numpy() for name, x in found.items()}
+
+
+def attend_blocks(
+    mesh: DeviceMesh,
+    layout: SequenceLayout,
+    mask: np.ndarray,
+    causal: bool,
+    whole: Arrays,
+) -> Arrays:
+    """Output, log-sum-exp and gradients of this rank under a block mask ``[P, R, C]``."""
+    local = {
+        name: shard(torch.from_numpy(x), mesh, layout, 2 if name == "dlse" else 1)
+        for name, x in whole.items()
+    }
+    leaves = [local[name].requires_grad_() for name in "qkv"]
+    pattern = BlockSparsePattern.from_mask(torch.from_numpy(mask), 16)
+    out, lse = context_parallel_block_sparse_attention(
+        *leaves, pattern, mesh=mesh, layout=layout, causal=causal, return_lse=True
+    )
+    torch.autograd.backward((out, lse), (local["dout"], local["dlse"]))
+    found = {
+        "out": out,
+        "lse": lse,
+        **{f"d{n}": x.grad for n, x in zip("qkv", leaves, strict=True)},
+    }
+    return {name: x.detach().numpy() for name, x in found.items()}
+
+
+def attend_blocks_with(mesh: DeviceMesh, changed: dict[int, dict[str, Any]]) -> None:
+    """A good call on every rank but for what ``changed`` replaces there."""
+    arguments: dict[str, Any] = {
+        "tokens": 32,
+        "rows": 4,
+        "layout": SequenceLayout(64, 2),
+        "listed": -1,
+        **changed.get(mesh.get_local_rank(), changed.get(-1, {})),
+    }
+    q = torch.zeros(1, arguments["tokens"], 2, 8)
+    listed = torch.ones(1, arguments["rows"], arguments["rows"], dtype=torch.bool)
+    listed[0, 0, arguments["listed"]] = False
+    pattern = BlockSparsePattern.from_mask(listed, 16)
+    context_parallel_block_sparse_attention(q, q, q, pattern, mesh=mesh, layout=arguments["layout"])
 
 
 def round_trip(mesh: DeviceMesh, layout: SequenceLayout) -> tuple[np.ndarray, np.ndarray]:

@@ -110,7 +110,8 @@ def test_any_layout(ranks: Ranks, data: st.DataObject) -> None:
     world = data.draw(st.sampled_from([2, 4]))
     tokens = 2 * world * data.draw(st.integers(1, 24))
     cuts = data.draw(st.lists(st.integers(0, tokens), max_size=6))
-    order: Any = data.draw(st.sampled_from(["contiguous", "zigzag"]))
+    deal = st.permutations([*range(world)] * 2).map(tuple)
+    order: Any = data.draw(st.one_of(st.sampled_from(["contiguous", "zigzag"]), deal))
     layout = SequenceLayout(tokens, world, order, (0, *sorted(cuts), tokens))
     window = data.draw(st.one_of(st.none(), st.integers(1, tokens + 2)))
     check(ranks, layout, num_sink=data.draw(st.integers(0, 20)), window_size=window)
@@ -183,6 +184,8 @@ def test_bad_argument_is_an_error_on_every_rank(
         ((10, 4), "num_tokens: expected a multiple of 4"),
         ((12, 4, "zigzag"), "num_tokens: expected a multiple of 8"),
         ((8, 2, "striped"), "order: expected"),
+        ((8, 2, (0, 1, 1)), "order: expected"),
+        ((8, 2, (0, 2, 2, 0)), "order: expected"),
         ((8, 2, "zigzag", (0, 5)), "cu_seqlens: expected"),
         ((8, 2, "zigzag", (0, 5, 3, 8)), "cu_seqlens: expected"),
     ],
