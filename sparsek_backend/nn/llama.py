@@ -230,6 +230,8 @@ class NSALlamaForCausalLM(nn.Module):
             path, _, parameter = name.partition(".self_attn.")
             layer = attention.get(f"{path}.self_attn")
             if layer is not None and layer.head_major:
+                if parameter == "stacked_by_head":
+                    continue
                 whole = layer.restacked(parameter, whole)
             if writes:
                 state[name] = whole.cpu().contiguous()

@@ -165,7 +165,6 @@ class NativeSparseAttention(nn.Module):
         self.hidden_size, self.head_dim = hidden_size, head_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.num_branches = self.config.num_branches
-        self.head_major = False
 
         def linear(wide: int, narrow: int, with_bias: bool) -> nn.Linear:
             return nn.Linear(wide, narrow, bias=with_bias, device=device, dtype=dtype)
@@ -232,6 +231,11 @@ class NativeSparseAttention(nn.Module):
         """Keys or values of the three branches, ``[B, N, Hkv, D]`` each."""
         split = self._by_branch(x, self.num_branches, self.num_kv_heads)
         return split * 3 if self.num_branches == 1 else split
+
+    @property
+    def head_major(self) -> bool:
+        """Whether parameters stack head by head; a buffer tells, so that state dicts do too."""
+        return "stacked_by_head" in self._buffers
 
     def restacked(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """A whole parameter, turned from branch by branch to head by head, or back.

@@ -67,7 +67,7 @@ class KVHeadParallel(ParallelStyle):
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 parameter.copy_(module.restacked(name, parameter))
-        module.head_major = True
+        module.register_buffer("stacked_by_head", torch.ones(1, device=module.q_proj.weight.device))
         by_heads = ("q_proj", "k_proj", "v_proj", "gate_out")
         plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in by_heads}
         parallelize_module(

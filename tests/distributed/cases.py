@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+from examples import train_context_parallel
 from sparsek_backend.distributed import (
     SequenceLayout,
     context_parallel_block_sparse_attention,
@@ -218,11 +220,18 @@ def head_parallel_gradients(mesh: DeviceMesh, whole: Arrays) -> Arrays:
     return found
 
 
-def wrong_tensor_parallel(mesh: DeviceMesh, twice: bool) -> None:
-    """More ranks than KV heads, or a model that is parallel already."""
+def wrong_tensor_parallel(mesh: DeviceMesh, then: str) -> None:
+    """More ranks than KV heads, a model that is parallel already, a state for one that is not."""
     model = tensor_parallel(new_model(), mesh)
-    if twice:
+    if then == "again":
         tensor_parallel(model, mesh)
+    if then == "load":
+        whole = {name: _whole(x) for name, x in model.state_dict().items()}
+        new_model().load_state_dict(whole)
+
+
+def _whole(x: Any) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def summed_gradients(mesh: DeviceMesh, dtype: str) -> np.ndarray:
@@ -240,3 +249,8 @@ def uneven_gradients(mesh: DeviceMesh) -> None:
     if mesh.get_local_rank():
         weight.grad = torch.ones(3)
     sum_gradients([weight], mesh)
+
+
+def run_example(_: DeviceMesh, arguments: list[str]) -> list[float]:
+    """The losses that the training example prints."""
+    return train_context_parallel.train(train_context_parallel.parse(arguments))

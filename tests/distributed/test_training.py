@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,7 @@ from tests.distributed import cases
 from tests.distributed.group import Ranks
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("how", ["fsdp", "tp"])
+@pytest.mark.parametrize(("how", "tied"), [("fsdp", False), ("tp", False), ("tp", True)])
 def test_steps_of_four_ranks_are_those_of_one(
     ranks: Ranks, how: str, tied: bool, tmp_path: Path
 ) -> None:
@@ -57,17 +57,20 @@ def test_tensor_parallel_gradients(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "twice", "message"),
+    ("size", "then", "error", "message"),
     [
-        (4, False, "device_mesh: expected a divisor of 2 KV heads"),
-        (2, True, "model: expected whole weights"),
+        (4, "", "ValueError", "device_mesh: expected a divisor of 2 KV heads"),
+        (2, "again", "ValueError", "model: expected whole weights"),
+        (2, "load", "RuntimeError", "stacked_by_head"),
     ],
 )
-def test_tensor_parallel_that_cannot_be(ranks: Ranks, size: int, twice: bool, message: str) -> None:
-    for done, what in ranks.outcomes(size, cases.wrong_tensor_parallel, twice):
+def test_tensor_parallel_that_cannot_be(
+    ranks: Ranks, size: int, then: str, error: str, message: str
+) -> None:
+    for done, what in ranks.outcomes(size, cases.wrong_tensor_parallel, then):
         assert not done
-        assert what[0] == "ValueError"
-        assert what[1].startswith(message), what[1]
+        assert what[0] == error
+        assert message in what[1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -80,3 +83,25 @@ def test_gradients_that_a_rank_lacks(ranks: Ranks) -> None:
     for done, what in ranks.outcomes(2, cases.uneven_gradients):
         assert not done
         assert what[1].startswith("parameters: expected the same on all ranks")
+
+
+def test_example_goes_on_with_fewer_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    def arguments(folder: str, steps: int, *more: str) -> list[str]:
+        small = ["--layers", "1", "--tokens", "64", "--batch", "2", "--save-every", "2"]
+        return [str(tmp_path / folder), "--steps", str(steps), *small, *more]
+
+    cp, tp = ("--context-parallel", "2"), ("--tensor-parallel", "2")
+    (whole, *_) = ranks.run(4, cases.run_example, arguments("whole", 4, *cp))
+    (heads, *_) = ranks.run(4, cases.run_example, arguments("heads", 2, *cp, *tp))
+    shutil.copytree(tmp_path / "whole" / "step-2", tmp_path / "cut" / "step-2")
+    fewer = Ranks(2)
+    try:
+        (rest, _) = fewer.run(2, cases.run_example, arguments("cut", 4, *cp))
+        (rest_of_heads, _) = fewer.run(2, cases.run_example, arguments("heads", 4, *tp))
+    finally:
+        fewer.close()
+    assert len(whole) == 4
+    assert np.allclose(rest, whole[2:], atol=1e-4)
+    assert np.allclose(heads + rest_of_heads, whole, atol=1e-4)
+    for folder in ("whole", "cut", "heads"):
+        NSALlamaForCausalLM.from_pretrained(tmp_path / folder / "model")
