@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -95,10 +94,3 @@ class Ranks:
             if process.is_alive():
                 process.kill()
         self._folder.cleanup()
-
-
-def die(mesh: DeviceMesh, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-    """``function`` on all ranks but one, which ends without a word."""
-    if mesh.get_local_rank() == rank:
-        os._exit(1)
-    return function(mesh, *args)

@@ -15,7 +15,7 @@ from sparsek_kernels import sink_flash_attention
 from sparsek_kernels.sink_window.reference import sink_flash_attention_reference
 from tests.distributed import cases
 from tests.distributed.cases import Arrays
-from tests.distributed.group import Ranks, die
+from tests.distributed.group import Ranks
 
 
 def draw(layout: SequenceLayout, batch: int = 1, sinks: bool = True) -> dict[str, torch.Tensor]:
@@ -195,10 +195,11 @@ def test_bad_layout(arguments: Any, message: str) -> None:
         SequenceLayout(*arguments)
 
 
-def test_dead_rank_is_an_error_and_no_hang() -> None:
+@pytest.mark.parametrize("where", ["before", "within"])
+def test_dead_rank_is_an_error_and_no_hang(where: str) -> None:
     group = Ranks(2, timeout=20.0)
     try:
-        done, what = group.outcomes(2, die, 1, cases.call_with, {})[0]
+        done, what = group.outcomes(2, cases.die, where)[0]
         assert not done
         assert what[0] == "RuntimeError"
         assert what[1].startswith("mesh: expected an answer of all 2 ranks")

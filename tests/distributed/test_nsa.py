@@ -31,13 +31,14 @@ def check(
     dtype: torch.dtype = torch.float32,
     batch: int = 1,
     shut: list[bool] | None = None,
+    recompute: bool = False,
     **options: Any,
 ) -> None:
     """Output and every gradient, within twice the error of one rank."""
     torch.manual_seed(layout.num_tokens)
     x, dout = (torch.randn(batch, layout.num_tokens, 24, dtype=dtype) for _ in range(2))
     whole = {"x": x.numpy(), "dout": dout.numpy()}
-    shards = ranks.run(layout.world_size, cases.run_layer, layout, options, whole, shut)
+    shards = ranks.run(layout.world_size, cases.run_layer, layout, options, whole, shut, recompute)
     tokens = together(layout, [{name: y[name] for name in ("out", "dx")} for y in shards])
     names = [name for name in shards[0] if name not in tokens]
     shares = [sum(torch.from_numpy(y[name]) for y in shards) for name in names]
@@ -78,6 +79,10 @@ def test_layer(ranks: Ranks, world: int, order: Any, cu_seqlens: tuple[int, ...]
 def test_batch(ranks: Ranks) -> None:
     check(ranks, SequenceLayout(48, 4, "zigzag"), batch=2, window_size=30)
     check(ranks, SequenceLayout(48, 2), batch=2, shut=[True, False])
+
+
+def test_activation_checkpointing(ranks: Ranks) -> None:
+    check(ranks, SequenceLayout(104, 4, "zigzag", PACKED["packed"]), recompute=True)
 
 
 def test_compressed_only_of_packed_sequences(ranks: Ranks) -> None:
