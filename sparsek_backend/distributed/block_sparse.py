@@ -61,7 +61,7 @@ def _entries_of(structure: BlockStructure) -> _Entries:
 
 
 def balanced_layout(pattern: Any, world_size: int, *, causal: bool = False) -> SequenceLayout:
-    """The layout of a sequence in which every rank has as many rows of blocks, of like work.
+    """The layout of a sequence in which every rank has as many rows of blocks and about as much work.
 
     Rows are dealt by falling number of blocks, there and back.
 
@@ -204,7 +204,7 @@ def context_parallel_block_sparse_attention(
             pattern=_entries_of(structure).digest,
             causal=causal,
             softmax_scale=scale,
-            requires_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+            requires_grad=torch.is_grad_enabled() and [x.requires_grad for x in (q, k, v)],
         )
     plan = _plan(structure, layout, channel.rank, causal)
     keys, values = Fetch(channel, plan.transfers, (k, v)).wait()[0]

@@ -84,7 +84,7 @@ class Exchange:
         return self._pending.wait()
 
     def start_return(self, parts: Sequence[TensorParts]) -> None:
-        """Send gradients to the owners; ``parts`` are those of each source's rows."""
+        """Send gradients to the owners; ``parts`` has the gradients of each source's rows."""
         sends = []
         for (rank, count), of_source in zip(self._transfers.receives, parts, strict=True):
             whole = self._buffer(count)

@@ -28,8 +28,8 @@ from sparsek_kernels.common.operators import new_like, new_lse
 class HaloPlan:
     """What a rank exchanges and launches.
 
-    Keys lie in the rank's own rows (buffer 0), then in those of each source of sinks, then in those
-    of each source of the halo.
+    Buffer 0 of a piece holds the rank's own rows.  The rows of each source of sinks follow, then the
+    rows of each source of the halo.
 
     Args:
         sinks: the exchange of sinks.
@@ -47,7 +47,7 @@ class HaloPlan:
 
 
 def _query_ranges(segment: Segment, window: int) -> list[Range]:
-    """Queries of a segment that reach into its halo, then those that do not."""
+    """Queries of a segment that reach into its halo, then the others."""
     reach = 0 if segment.start == segment.sequence else min(window - 1, len(segment))
     middle = segment.start + reach
     return [x for x in ((segment.start, middle), (middle, segment.stop)) if x[0] < x[1]]

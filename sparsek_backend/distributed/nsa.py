@@ -268,7 +268,7 @@ def context_parallel_nsa_attention(
             spec=spec,
             window_size=window_size,
             softmax_scale=scale,
-            requires_grad=torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+            requires_grad=torch.is_grad_enabled() and [x.requires_grad for x in tensors],
         )
     plan = plan_nsa(layout, channel.rank, spec, window_size, q.shape[0])
     compression = compression or Compression(k, v)

@@ -33,7 +33,7 @@ class RingStep:
 
 @dataclass(frozen=True)
 class RingPlan:
-    """The call over a rank's own keys, and the steps over those of the others."""
+    """The call over a rank's own keys, and a step for every other rank."""
 
     own: Call
     steps: tuple[RingStep, ...]

@@ -1,7 +1,7 @@
-"""Which rows each rank fetches from which other, worked out from the layout by every rank alike.
+"""Which rows each rank fetches from which other; every rank works all of it out by itself.
 
 Rows are counted through a stream, of tokens or of compressed blocks.  A rank asks for ranges of it;
-each is put together from *pieces*: its own rows and those that the owners send.
+each is put together from *pieces*: own rows, and rows that their owners send.
 """
 
 from __future__ import annotations
