@@ -61,7 +61,7 @@ def _entries_of(structure: BlockStructure) -> _Entries:
 
 
 def balanced_layout(pattern: Any, world_size: int, *, causal: bool = False) -> SequenceLayout:
-    """The layout of a sequence in which every rank has as many rows of blocks and about as much work.
+    """The layout of a sequence that gives every rank as many rows and about as much work.
 
     Rows are dealt by falling number of blocks, there and back.
 

@@ -28,8 +28,8 @@ from sparsek_kernels.common.operators import new_like, new_lse
 class HaloPlan:
     """What a rank exchanges and launches.
 
-    Buffer 0 of a piece holds the rank's own rows.  The rows of each source of sinks follow, then the
-    rows of each source of the halo.
+    Buffer 0 of a piece holds the rank's own rows.  The rows of each source of sinks follow, then
+    the rows of each source of the halo.
 
     Args:
         sinks: the exchange of sinks.
