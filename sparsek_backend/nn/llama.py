@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from sparsek_backend.distributed import SequenceLayout
 from sparsek_backend.nn.cache import NSACache, unchanged_on_error
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.native_sparse_attention import NativeSparseAttention
@@ -110,7 +112,7 @@ class _MLP(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: NSALlamaConfig) -> None:
+    def __init__(self, config: NSALlamaConfig, mesh: DeviceMesh | None) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = nn.RMSNorm(size, eps=eps)
@@ -121,25 +123,30 @@ class _Layer(nn.Module):
             config.head_dim,
             config=config.nsa,
             bias=config.attention_bias,
+            mesh=mesh,
         )
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
         self.mlp = _MLP(config)
 
     def forward(
-        self, x: torch.Tensor, cache: NSACache | None, compressed_only: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        cache: NSACache | None,
+        compressed_only: torch.Tensor | None,
+        layout: SequenceLayout | None,
     ) -> torch.Tensor:
         normed = self.input_layernorm(x)
-        x = x + self.self_attn(normed, cache=cache, compressed_only=compressed_only)
+        x = x + self.self_attn(normed, cache=cache, compressed_only=compressed_only, layout=layout)
         mixed: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return mixed
 
 
 class _Model(nn.Module):
-    def __init__(self, config: NSALlamaConfig) -> None:
+    def __init__(self, config: NSALlamaConfig, mesh: DeviceMesh | None) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         nn.init.normal_(self.embed_tokens.weight, std=config.hidden_size**-0.5)
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(_Layer(config, mesh) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
 
@@ -148,12 +155,13 @@ class NSALlamaForCausalLM(nn.Module):
 
     Args:
         config: sizes.
+        mesh: ranks that share each sequence (context parallelism); one dimension.
     """
 
-    def __init__(self, config: NSALlamaConfig) -> None:
+    def __init__(self, config: NSALlamaConfig, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
         self.config = config
-        self.model = _Model(config)
+        self.model = _Model(config, mesh)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -168,6 +176,7 @@ class NSALlamaForCausalLM(nn.Module):
         tokens: torch.Tensor,
         caches: Sequence[NSACache] | None = None,
         compressed_only: torch.Tensor | None = None,
+        layout: SequenceLayout | None = None,
     ) -> torch.Tensor:
         """Logits of the next tokens.
 
@@ -176,6 +185,7 @@ class NSALlamaForCausalLM(nn.Module):
             caches: earlier tokens, a cache for every layer, to which these are appended; after any
                 error they are as they were.
             compressed_only: ``[B]`` bool, for training: see :class:`NativeSparseAttention`.
+            layout: with a ``mesh``, which rank holds which tokens: see the same.
 
         Returns:
             ``[B, N, vocab]``.
@@ -191,15 +201,16 @@ class NSALlamaForCausalLM(nn.Module):
         with unchanged_on_error(caches or ()):
             x = self.model.embed_tokens(tokens)
             for index, layer in enumerate(self.model.layers):
-                x = layer(x, None if caches is None else caches[index], compressed_only)
+                cache = None if caches is None else caches[index]
+                x = layer(x, cache, compressed_only, layout)
             logits: torch.Tensor = self.lm_head(self.model.norm(x))
             return logits
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``config.json`` and ``model.safetensors`` into ``folder``, made if it is missing.
 
-        The weights of a sharded model (``fully_shard``) are gathered one after another: all ranks
-        call this, rank 0 writes, and the folder is complete when it returns.
+        The weights of a sharded model (``fully_shard``, ``tensor_parallel``) are gathered one after
+        another: all ranks call this, rank 0 writes, and the folder is complete when it returns.
 
         Raises:
             ImportError: safetensors is not installed.
@@ -211,8 +222,17 @@ class NSALlamaForCausalLM(nn.Module):
         sharded = any(isinstance(x, DTensor) for x in weights.values())
         writes = not sharded or dist.get_rank() == 0
         state = {}
+        attention = {
+            name: x for name, x in self.named_modules() if isinstance(x, NativeSparseAttention)
+        }
         for name, x in weights.items():
             whole = _whole(x.detach())
+            path, _, parameter = name.partition(".self_attn.")
+            layer = attention.get(f"{path}.self_attn")
+            if layer is not None and layer.head_major:
+                if parameter == "stacked_by_head":
+                    continue
+                whole = layer.restacked(parameter, whole)
             if writes:
                 state[name] = whole.cpu().contiguous()
         try:
@@ -228,8 +248,14 @@ class NSALlamaForCausalLM(nn.Module):
                 dist.barrier()
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> NSALlamaForCausalLM:
+    def from_pretrained(
+        cls, folder: str | Path, mesh: DeviceMesh | None = None
+    ) -> NSALlamaForCausalLM:
         """The model of a folder that :meth:`save_pretrained` wrote, on the CPU, in its dtype.
+
+        Args:
+            folder: ``config.json`` and ``model.safetensors``.
+            mesh: ranks that share each sequence, as for the model.
 
         Raises:
             ImportError: safetensors is not installed.
@@ -243,7 +269,7 @@ class NSALlamaForCausalLM(nn.Module):
                 raise ValueError(f"folder: expected {name} in it, got {str(folder)!r} without one")
         text = (folder / "config.json").read_text(encoding="utf-8")
         with torch.device("meta"):
-            model = cls(NSALlamaConfig.from_dict(json.loads(text)))
+            model = cls(NSALlamaConfig.from_dict(json.loads(text)), mesh)
         try:
             state = load_file(folder / "model.safetensors")
         except Exception as error:  # the library's own error type is no public name

@@ -7,77 +7,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from sparsek_backend.distributed import (
+    Compression,
+    SequenceLayout,
+    context_parallel_nsa_attention,
+)
+from sparsek_backend.distributed.layouts import check_mesh, check_shard
+from sparsek_backend.distributed.mesh import channel_of
 from sparsek_backend.nn.cache import NSACache, unchanged_on_error
+from sparsek_backend.nn.compression import CompressionMLP
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.rotary import rotate
 from sparsek_kernels import nsa_attention, nsa_compress
 from sparsek_kernels.nsa.checks import check_sequences
 from sparsek_kernels.nsa.compress.mlp import PhiWeights
 from sparsek_kernels.nsa.sequences import compressed_cu_seqlens
-
-
-class CompressionMLP(nn.Module):
-    """The learnable map of equation 7: an encoding of the place inside a block, then an MLP.
-
-    Parameters: ``position [l, D]``, ``w1 [l * D, F]``, ``b1 [F]``, ``w2 [F, D]``, ``b2 [D]``.
-
-    Args:
-        cmp_block_size: tokens of a block, l.
-        head_dim: elements of a head, D.
-        hidden_size: width of the hidden layer, F.
-        device: where the parameters live.
-        dtype: their dtype.
-    """
-
-    def __init__(
-        self,
-        cmp_block_size: int,
-        head_dim: int,
-        hidden_size: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        wide = cmp_block_size * head_dim
-
-        def make(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-
-        self.position = make(cmp_block_size, head_dim)
-        self.w1 = make(wide, hidden_size)
-        self.b1 = make(hidden_size)
-        self.w2 = make(hidden_size, head_dim)
-        self.b2 = make(head_dim)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw fresh weights: variance-preserving matrices, small encoding, zero biases.
-
-        All places of a block start with one matrix, so that what keys learn at one place holds at
-        the others.  With ``F >= 2 D`` the map starts as the mean of a block, exactly: a hidden unit
-        takes each element of it and another one its negative, and ``gelu(x) - gelu(-x) = x``.
-        """
-        nn.init.normal_(self.position, std=0.02)
-        for weight in (self.w1, self.w2):
-            nn.init.normal_(weight, std=weight.shape[0] ** -0.5)
-        places, size = self.position.shape
-        with torch.no_grad():
-            if self.w1.shape[1] >= 2 * size:
-                mirrored = torch.eye(size, device=self.w1.device).repeat(1, 2)
-                mirrored[:, size:] *= -1
-                self.w1[:size, : 2 * size] = mirrored / places
-                self.w2.zero_()
-                self.w2[: 2 * size] = mirrored.t()
-            self.w1.copy_(self.w1[:size].repeat(places, 1))
-        for bias in (self.b1, self.b2):
-            nn.init.zeros_(bias)
-
-    def weights(self, dtype: torch.dtype) -> PhiWeights:
-        """The parameters in the dtype of the tokens they meet (they differ under autocast)."""
-        return PhiWeights(
-            *(x.to(dtype) for x in (self.position, self.w1, self.b1, self.w2, self.b2))
-        )
 
 
 class NativeSparseAttention(nn.Module):
@@ -90,7 +36,8 @@ class NativeSparseAttention(nn.Module):
     True``), ``gate_in``, ``gate_out`` (``weight`` and ``bias``) and, with ``compression="mlp"``,
     ``phi_k`` and ``phi_v`` (:class:`CompressionMLP`).  Without ``shared_kv``, ``k_proj`` and
     ``v_proj`` stack the compressed, selected and sliding branch, in this order.  ``gate_out``
-    stacks the gates of all heads, branch by branch in the same order.
+    stacks the gates of all heads, branch by branch in the same order.  Tensor parallelism
+    (:class:`KVHeadParallel`) stacks head by head instead, which ``head_major`` tells.
 
     Args:
         hidden_size: elements of a token.
@@ -100,6 +47,7 @@ class NativeSparseAttention(nn.Module):
             when ``None``.
         config: everything else, :class:`NSAConfig`.
         bias: whether the four projections have biases.
+        mesh: ranks that share each sequence (context parallelism); one dimension.
         device: where the parameters live.
         dtype: their dtype.
 
@@ -119,6 +67,7 @@ class NativeSparseAttention(nn.Module):
         *,
         config: NSAConfig | None = None,
         bias: bool = False,
+        mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -134,7 +83,9 @@ class NativeSparseAttention(nn.Module):
                     f"got {hidden_size}"
                 )
             head_dim = hidden_size // num_heads
-        self.config = config or NSAConfig()
+        if mesh is not None and mesh.ndim != 1:
+            raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}; pass mesh['name']")
+        self.config, self.mesh = config or NSAConfig(), mesh
         if self.config.rope_theta is not None and head_dim % 2:
             raise ValueError(
                 f"head_dim: expected an even size with a rotary embedding, got {head_dim}"
@@ -198,21 +149,51 @@ class NativeSparseAttention(nn.Module):
         theta = self.config.rope_theta
         return x if theta is None else rotate(x, positions, theta)
 
+    def _by_branch(self, x: torch.Tensor, branches: int, heads: int) -> list[torch.Tensor]:
+        """``[B, N, branches * heads * D]`` as ``[B, N, heads, D]`` for each of the branches."""
+        if self.head_major:
+            return list(x.unflatten(-1, (heads, branches, -1)).unbind(3))
+        return list(x.unflatten(-1, (branches, heads, -1)).unbind(2))
+
     def _branches(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """``[B, N, branches * Hkv * D]`` as ``[B, N, Hkv, D]`` for each of the three branches."""
-        split = x.unflatten(-1, (self.num_branches, self.num_kv_heads, self.head_dim)).unbind(2)
-        return [split[0]] * 3 if self.num_branches == 1 else list(split)
+        """Keys or values of the three branches, ``[B, N, Hkv, D]`` each."""
+        split = self._by_branch(x, self.num_branches, self.num_kv_heads)
+        return split * 3 if self.num_branches == 1 else split
+
+    @property
+    def head_major(self) -> bool:
+        """Whether parameters stack head by head; a buffer tells, so that state dicts do too."""
+        return "stacked_by_head" in self._buffers
+
+    def restacked(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """A whole parameter, turned from branch by branch to head by head, or back.
+
+        Parameters that stack no branches stay as they are.
+        """
+        layer = name.split(".")[0]
+        if layer not in ("k_proj", "v_proj", "gate_out"):
+            return x
+        gates = layer == "gate_out"
+        branches, size = (3, 1) if gates else (self.num_branches, self.head_dim)
+        shape = (-1, branches, size) if self.head_major else (branches, -1, size)
+        turned: torch.Tensor = x.unflatten(0, shape).transpose(0, 1).flatten(0, 2)
+        return turned
+
+    def _phi(self, dtype: torch.dtype) -> list[PhiWeights | None]:
+        """Weights of the maps of keys and of values, where they are learnable."""
+        return [None if x is None else x.weights(dtype) for x in (self.phi_k, self.phi_v)]
 
     def _compress(
         self, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, first_block: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compressed keys, rotated, and values of unrotated tokens."""
         size, stride = self.config.cmp_block_size, self.config.cmp_stride
+        phi_k, phi_v = self._phi(k.dtype)
         k_cmp, v_cmp = nsa_compress(
             k,
             v,
-            phi_k=None if self.phi_k is None else self.phi_k.weights(k.dtype),
-            phi_v=None if self.phi_v is None else self.phi_v.weights(v.dtype),
+            phi_k=phi_k,
+            phi_v=phi_v,
             cmp_block_size=size,
             cmp_stride=stride,
             cu_seqlens=cu_seqlens,
@@ -224,6 +205,26 @@ class NativeSparseAttention(nn.Module):
             block = block - offsets[seq.clamp(max=offsets.shape[0] - 2)]
         return self._rotate(k_cmp, (block + first_block) * stride), v_cmp
 
+    def _check_hidden_states(self, hidden_states: torch.Tensor) -> None:
+        if hidden_states.dim() != 3 or hidden_states.shape[2] != self.hidden_size:
+            raise ValueError(
+                f"hidden_states: expected shape [B, N, {self.hidden_size}], "
+                f"got {list(hidden_states.shape)}"
+            )
+
+    def _check_compressed_only(
+        self, compressed_only: torch.Tensor | None, count: int, device: torch.device
+    ) -> None:
+        if compressed_only is None:
+            return
+        due = (torch.bool, (count,), device)
+        if (compressed_only.dtype, compressed_only.shape, compressed_only.device) != due:
+            raise ValueError(
+                f"compressed_only: expected bool of shape [{count}], one a sequence, on "
+                f"{device}, got {compressed_only.dtype} of shape "
+                f"{list(compressed_only.shape)} on {compressed_only.device}"
+            )
+
     def _check_inputs(
         self,
         hidden_states: torch.Tensor,
@@ -231,11 +232,7 @@ class NativeSparseAttention(nn.Module):
         cache: NSACache | None,
         compressed_only: torch.Tensor | None,
     ) -> None:
-        if hidden_states.dim() != 3 or hidden_states.shape[2] != self.hidden_size:
-            raise ValueError(
-                f"hidden_states: expected shape [B, N, {self.hidden_size}], "
-                f"got {list(hidden_states.shape)}"
-            )
+        self._check_hidden_states(hidden_states)
         count, num_tokens, _ = hidden_states.shape
         if cu_seqlens is not None:
             if cache is not None:
@@ -246,15 +243,82 @@ class NativeSparseAttention(nn.Module):
                 )
             check_sequences(cu_seqlens, num_tokens, hidden_states.device)
             count = cu_seqlens.shape[0] - 1
-        if compressed_only is None:
-            return
-        due = (torch.bool, (count,), hidden_states.device)
-        if (compressed_only.dtype, compressed_only.shape, compressed_only.device) != due:
-            raise ValueError(
-                f"compressed_only: expected bool of shape [{count}], one a sequence, on "
-                f"{hidden_states.device}, got {compressed_only.dtype} of shape "
-                f"{list(compressed_only.shape)} on {compressed_only.device}"
-            )
+        self._check_compressed_only(compressed_only, count, hidden_states.device)
+
+    def _project(
+        self, hidden_states: torch.Tensor, positions: torch.Tensor, shut: torch.Tensor | None
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Queries, keys and values of each branch, and gates; first branch's keys unrotated.
+
+        ``shut`` are the tokens that have the compressed branch alone.
+        """
+        q = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
+        q = self._rotate(q, positions)
+        k_cmp, k_slc, k_swa = self._branches(self.k_proj(hidden_states))
+        values = self._branches(self.v_proj(hidden_states))
+        k_slc = self._rotate(k_slc, positions)
+        k_swa = k_slc if self.config.shared_kv else self._rotate(k_swa, positions)
+        hidden = nn.functional.silu(self.gate_in(hidden_states))
+        gates = self._by_branch(torch.sigmoid(self.gate_out(hidden)), 3, self.num_heads)
+        g_cmp, g_slc, g_swa = (gate.squeeze(-1) for gate in gates)
+        if shut is not None:
+            g_slc, g_swa = g_slc.masked_fill(shut, 0.0), g_swa.masked_fill(shut, 0.0)
+        return q, [k_cmp, k_slc, k_swa], values, [g_cmp, g_slc, g_swa]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _agree_on_layout(
+        self,
+        mesh: DeviceMesh,
+        layout: SequenceLayout | None,
+        hidden_states: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        cache: NSACache | None,
+        compressed_only: torch.Tensor | None,
+    ) -> SequenceLayout:
+        """The layout of a call, once all ranks have checked their arguments."""
+        with channel_of(mesh).agreed() as facts:
+            if cu_seqlens is not None or cache is not None:
+                name = "cache" if cu_seqlens is None else "cu_seqlens"
+                raise ValueError(f"{name}: expected None with a mesh; sequences are in the layout")
+            self._check_hidden_states(hidden_states)
+            facts["hidden_states"] = tuple(hidden_states.shape)
+            if layout is None:
+                layout = SequenceLayout(hidden_states.shape[1] * mesh.size(), mesh.size())
+            check_mesh(mesh, layout)
+            check_shard("hidden_states", hidden_states, layout)
+            num_sequences = len(layout.edges) - 1 if layout.packed else hidden_states.shape[0]
+            self._check_compressed_only(compressed_only, num_sequences, hidden_states.device)
+            facts["compressed_only"] = compressed_only is None
+        return layout
+
+    def _attend_with_others(
+        self,
+        hidden_states: torch.Tensor,
+        layout: SequenceLayout,
+        compressed_only: torch.Tensor | None,
+        mesh: DeviceMesh,
+    ) -> torch.Tensor:
+        """Attention of this rank's tokens, ``[B, n, Hq, D]``, over all ranks' tokens."""
+        rank, device = mesh.get_local_rank(), hidden_states.device
+        shut = None if compressed_only is None else compressed_only[:, None, None]
+        if shut is not None and layout.packed:
+            shut = shut[layout.sequence_ids(rank, device)].transpose(0, 1)
+        positions = layout.position_ids(rank, device)
+        q, keys, values, gates = self._project(hidden_states, positions, shut)
+        phi_k, phi_v = self._phi(q.dtype)
+        out: torch.Tensor = context_parallel_nsa_attention(
+            q,
+            keys[1],
+            values[1],
+            (gates[0], gates[1], gates[2]),
+            mesh=mesh,
+            layout=layout,
+            compression=Compression(keys[0], values[0], phi_k, phi_v, self._rotate),
+            sliding=None if self.config.shared_kv else (keys[2], values[2]),
+            spec=self.config.spec,
+            window_size=self.config.window_size,
+        )
+        return out
 
     def attention_inputs(
         self,
@@ -285,18 +349,9 @@ class NativeSparseAttention(nn.Module):
             shut = None if shut is None else shut[seq].transpose(0, 1)
         if cache is not None:
             positions = positions + cache.length
-        q = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
-        q = self._rotate(q, positions)
-        keys = self._branches(self.k_proj(hidden_states))
-        values = self._branches(self.v_proj(hidden_states))
-        k_slc = self._rotate(keys[1], positions)
-        k_swa = k_slc if self.config.shared_kv else self._rotate(keys[2], positions)
-        v_slc, v_swa = values[1], values[2]
-        hidden = nn.functional.silu(self.gate_in(hidden_states))
-        gates = torch.sigmoid(self.gate_out(hidden)).unflatten(-1, (3, self.num_heads))
-        g_cmp, g_slc, g_swa = gates.unbind(2)
-        if shut is not None:
-            g_slc, g_swa = g_slc.masked_fill(shut, 0.0), g_swa.masked_fill(shut, 0.0)
+        q, keys, values, gates = self._project(hidden_states, positions, shut)
+        (_, k_slc, k_swa), (_, v_slc, v_swa) = keys, values
+        g_cmp, g_slc, g_swa = gates
         if cache is None:
             k_cmp, v_cmp = self._compress(keys[0], values[0], cu_seqlens, 0)
         else:
@@ -325,8 +380,11 @@ class NativeSparseAttention(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
         cache: NSACache | None = None,
         compressed_only: torch.Tensor | None = None,
+        layout: SequenceLayout | None = None,
     ) -> torch.Tensor:
         """Attend.
+
+        With a ``mesh`` all its ranks call this, and its backward pass, in the same order.
 
         Args:
             hidden_states: ``[B, N, hidden_size]``.
@@ -338,6 +396,8 @@ class NativeSparseAttention(nn.Module):
                 compressed branch alone.  It learns to find the blocks of long sequences as far as
                 it is needed, and short ones can be answered from the other two branches: train
                 with a share of them shut.
+            layout: with a ``mesh``, which rank holds which tokens, packed sequences included; one
+                sequence in contiguous shards when ``None``.  ``hidden_states`` are this rank's.
 
         Returns:
             ``[B, N, hidden_size]``.
@@ -345,10 +405,19 @@ class NativeSparseAttention(nn.Module):
         Raises:
             TypeError: ``cu_seqlens`` is no int32 tensor.
             ValueError: a wrong shape, offsets that do not ascend from 0 to N, ``cache`` with
-                ``cu_seqlens``, or a cache of another batch or without room.
+                ``cu_seqlens``, or a cache of another batch or without room; with a ``mesh``, on
+                every rank, also ``cu_seqlens``, a cache, or arguments that differ among ranks.
+            RuntimeError: a rank of the mesh failed, or did not answer within its group's timeout.
 
         After any error the cache is as it was.
         """
+        if self.mesh is not None:
+            given = (hidden_states, cu_seqlens, cache, compressed_only)
+            layout = self._agree_on_layout(self.mesh, layout, *given)
+            shared = self._attend_with_others(hidden_states, layout, compressed_only, self.mesh)
+            return self._project_out(shared)
+        if layout is not None:
+            raise ValueError("layout: expected None without a mesh, got a layout")
         with unchanged_on_error(() if cache is None else (cache,)):
             inputs = self.attention_inputs(
                 hidden_states, cu_seqlens=cu_seqlens, cache=cache, compressed_only=compressed_only
@@ -358,5 +427,8 @@ class NativeSparseAttention(nn.Module):
                 raise TypeError(f"nsa_attention: expected a tensor, got {type(out).__name__}")
             if cache is not None:
                 out = out.to(hidden_states.dtype)
-            projected: torch.Tensor = self.o_proj(out.flatten(2))
-            return projected
+            return self._project_out(out)
+
+    def _project_out(self, out: torch.Tensor) -> torch.Tensor:
+        projected: torch.Tensor = self.o_proj(out.flatten(2))
+        return projected

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from sparsek_backend.nn.compression import CompressionMLP
 from sparsek_backend.nn.demo.data import IGNORED, RecallTask, make_batch
 from sparsek_backend.nn.demo.model import AttentionKind, ModelConfig, RecallModel
-from sparsek_backend.nn.native_sparse_attention import CompressionMLP
 
 EVAL_STEP = 1 << 30
 """Batches of this step and later ones are never trained on."""

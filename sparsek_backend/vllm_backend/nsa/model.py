@@ -32,8 +32,8 @@ from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
+from sparsek_backend.nn.compression import CompressionMLP
 from sparsek_backend.nn.config import NSAConfig
-from sparsek_backend.nn.native_sparse_attention import CompressionMLP
 from sparsek_backend.vllm_backend.engine import engine_of
 from sparsek_backend.vllm_backend.settings import nsa_section, require_backend
 from sparsek_kernels.nsa.compress.rotary import rotary_frequencies, rotate

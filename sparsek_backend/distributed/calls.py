@@ -1,0 +1,157 @@
+"""Calls of the sink-window kernels on parts of a rank's queries and the keys that they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from sparsek_backend.distributed.rows import Piece, joined, joined_pieces, take_rows
+from sparsek_kernels.sink_window.ops import sink_flash_bwd, sink_flash_fwd, sink_flash_fwd_out
+
+
+class Item(NamedTuple):
+    """Queries of one sequence and the keys that they meet, the queries last."""
+
+    rows: slice
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One launch.
+
+    Args:
+        rows: the rank's rows that are its queries.
+        pieces: where its keys lie.
+        cu_seqlens_q: offsets of the items' queries, where there are several items.
+        cu_seqlens_k: offsets of their keys.
+    """
+
+    rows: tuple[slice, ...]
+    pieces: tuple[Piece, ...]
+    cu_seqlens_q: tuple[int, ...] | None = None
+    cu_seqlens_k: tuple[int, ...] | None = None
+
+
+def calls_of(items: Sequence[Item], batch: int) -> tuple[Call, ...]:
+    """One call for all items, packed; or one for each where a batch forbids packing."""
+    if batch > 1 or len(items) < 2:
+        return tuple(Call((item.rows,), item.pieces) for item in items)
+    return (
+        Call(
+            joined(item.rows for item in items),
+            joined_pieces(piece for item in items for piece in item.pieces),
+            offsets_of(item.rows.stop - item.rows.start for item in items),
+            offsets_of(sum(x.rows.stop - x.rows.start for x in item.pieces) for item in items),
+        ),
+    )
+
+
+def offsets_of(lengths: Iterable[int]) -> tuple[int, ...]:
+    """Offsets of packed sequences of these lengths."""
+    return tuple(accumulate(lengths, initial=0))
+
+
+@lru_cache(maxsize=256)
+def on_device(offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Offsets as an int32 tensor, made once."""
+    with torch.inference_mode(False):
+        return torch.tensor(offsets, dtype=torch.int32, device=device)
+
+
+class Scalars(NamedTuple):
+    """Mask and scale, as the operators take them."""
+
+    num_sink: int
+    window_size: int | None
+    causal: bool
+    softmax_scale: float
+
+
+def _cu_seqlens(call: Call, device: torch.device) -> list[torch.Tensor | None]:
+    both = (call.cu_seqlens_q, call.cu_seqlens_k)
+    return [None if x is None else on_device(x, device) for x in both]
+
+
+def forward(
+    call: Call,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scalars: Scalars,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of the call's queries, for keys ``k`` and ``v`` put together."""
+    found: tuple[torch.Tensor, torch.Tensor] = sink_flash_fwd(
+        take_rows(q, call.rows), k, v, sinks, *_cu_seqlens(call, q.device), *scalars
+    )
+    return found
+
+
+def forward_into(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    call: Call,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scalars: Scalars,
+) -> None:
+    """:func:`forward`, written to the call's rows of ``out [B, N, Hq, D]`` and ``lse``."""
+    if len(call.rows) == 1:
+        rows = call.rows[0]
+        lse[..., rows] = sink_flash_fwd_out(
+            out[:, rows], q[:, rows], k, v, sinks, *_cu_seqlens(call, q.device), *scalars
+        )
+        return
+    part, part_lse = forward(call, q, k, v, sinks, scalars)
+    put_rows(out, call.rows, part)
+    put_rows(lse.transpose(1, 2), call.rows, part_lse.transpose(1, 2))
+
+
+def backward(
+    call: Call,
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scalars: Scalars,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of the call's queries, its keys and values, and its share of that of sinks.
+
+    Args:
+        saved: ``out``, ``lse``, ``dout`` and ``dlse`` of all the rank's rows, over all keys: the
+            probabilities and row sums follow from them, whichever keys this call has.
+    """
+    out, lse, dout, dlse = saved
+    by_row = [None if x is None else take_rows(x.transpose(1, 2), call.rows) for x in (lse, dlse)]
+    part_lse, part_dlse = (None if x is None else x.transpose(1, 2).contiguous() for x in by_row)
+    dq, dk, dv, dsinks = sink_flash_bwd(
+        take_rows(dout, call.rows),
+        part_dlse,
+        take_rows(q, call.rows),
+        k,
+        v,
+        take_rows(out, call.rows),
+        part_lse,
+        sinks,
+        *_cu_seqlens(call, q.device),
+        *scalars,
+    )
+    return dq, dk, dv, None if sinks is None else dsinks
+
+
+def put_rows(total: torch.Tensor, rows: Sequence[slice], part: torch.Tensor) -> None:
+    """Write ``part`` to rows of ``total``, the inverse of :func:`take_rows`."""
+    row = 0
+    for where in rows:
+        count = where.stop - where.start
+        total[:, where] = part[:, row : row + count]
+        row += count

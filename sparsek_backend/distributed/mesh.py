@@ -1,0 +1,126 @@
+"""The ranks of a mesh as one party: agreement on arguments, errors that reach all of them.
+
+Every rank says what it was called with before anything is exchanged.  A bad argument on one rank,
+or arguments that differ, are an error on every rank.  A rank that does not answer within the
+process group's timeout (``init_process_group(timeout=...)``) is an error on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+Facts = dict[str, Any]
+_ERRORS = {error.__name__: error for error in (TypeError, ValueError, NotImplementedError)}
+
+
+class Channel:
+    """A process group as the exchanges need it.
+
+    Args:
+        group: the ranks of a mesh.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = group.rank(), group.size()
+        self.peers = dist.get_process_group_ranks(group)
+        config = str(dist.get_backend_config(group))
+        self.timeout = _timeout(group)
+        self._control = group
+        if "cpu:gloo" not in config:
+            # Words go over the host, so that no agreement waits for the GPU.
+            control = dist.new_group(
+                self.peers, self.timeout, backend="gloo", use_local_synchronization=True
+            )
+            if not isinstance(control, dist.ProcessGroup):
+                raise ValueError(f"mesh: expected it to hold this rank, got ranks {self.peers}")
+            self._control = control
+        if "nccl" in config and torch.cuda.is_available():
+            # NCCL connects a group in its first collective, in which all ranks must take part.
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Turn a failure of the transport into an error that says what it means.
+
+        Raises:
+            RuntimeError: another rank failed or did not answer in time.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"mesh: expected an answer of all {self.size} ranks, got none from one of them on "
+                f"rank {self.rank}: it failed, or took longer than the process group's timeout of "
+                f"{self.timeout.total_seconds():g} s"
+            ) from error
+
+    @contextmanager
+    def agreed(self) -> Iterator[Facts]:
+        """Check arguments inside; afterwards every rank has checked them, and they are the same.
+
+        Yields:
+            A dictionary to fill with what must be the same on all ranks, by argument.
+
+        Raises:
+            TypeError: what a rank raised inside, on every rank.
+            ValueError: the same; or an argument that differs among the ranks.
+            NotImplementedError: the same.
+        """
+        facts: Facts = {}
+        failure: Exception | None = None
+        try:
+            yield facts
+        except tuple(_ERRORS.values()) as error:
+            failure = error
+        mine = int.from_bytes(blake2b(repr(facts).encode(), digest_size=7).digest(), "big")
+        word = torch.tensor([-1 if failure else mine])
+        words = [torch.empty_like(word) for _ in range(self.size)]
+        with self.watched():
+            dist.all_gather(words, word, group=self._control)
+        if failure is None and all(int(x) == mine for x in words):
+            return
+        said: list[Any] = [None] * self.size
+        told = {name: repr(value) for name, value in facts.items()}
+        named = None if failure is None else (type(failure).__name__, str(failure))
+        with self.watched():
+            dist.all_gather_object(said, (named, told), group=self._control)
+        if failure is not None:
+            raise failure
+        for rank, (named, _) in enumerate(said):
+            if named is not None:
+                kind = next((x for x in _ERRORS.values() if x.__name__ == named[0]), ValueError)
+                raise kind(f"{named[1]} (on rank {rank} of the mesh)")
+        for name in told:
+            values = [facts_there.get(name) for _, facts_there in said]
+            other = next((i for i, value in enumerate(values) if value != values[0]), None)
+            if other is not None:
+                raise ValueError(
+                    f"{name}: expected the same on all ranks, got {values[0]} on rank 0 and "
+                    f"{values[other]} on rank {other}"
+                )
+
+
+def _timeout(group: dist.ProcessGroup) -> Any:
+    kind = "cpu" if "cpu:gloo" in str(dist.get_backend_config(group)) else "cuda"
+    backend: Any = group._get_backend(torch.device(kind))
+    return backend.options._timeout
+
+
+_channels: MutableMapping[dist.ProcessGroup, Channel] = WeakKeyDictionary()
+
+
+def channel_of(mesh: DeviceMesh) -> Channel:
+    """The channel of a mesh of one dimension, made when all its ranks first ask for it."""
+    group = mesh.get_group()
+    if group not in _channels:
+        _channels[group] = Channel(group)
+    return _channels[group]

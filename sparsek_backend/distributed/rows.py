@@ -1,0 +1,209 @@
+"""Which rows each rank fetches from which other; every rank works all of it out by itself.
+
+Rows are counted through a stream, of tokens or of compressed blocks.  A rank asks for ranges of it;
+each is put together from *pieces*: own rows, and rows that their owners send.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice, pairwise
+from typing import NamedTuple
+
+import torch
+
+Range = tuple[int, int]
+Part = tuple[slice, torch.Tensor]  # rows of a tensor, and what lies or is added there
+
+
+class Stretch(NamedTuple):
+    """Consecutive rows of the stream in one buffer, from row ``row`` of it on."""
+
+    start: int
+    stop: int
+    row: int
+
+
+class Piece(NamedTuple):
+    """Rows of a buffer: buffer 0 is the rank's own, the others come from its sources in order."""
+
+    buffer: int
+    rows: slice
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Who holds the rows of a stream: the stretches of each rank, ascending."""
+
+    stretches: tuple[tuple[Stretch, ...], ...]
+
+    @cached_property
+    def _by_start(self) -> tuple[list[int], list[tuple[Stretch, int]]]:
+        found = [(x, rank) for rank, own in enumerate(self.stretches) for x in own]
+        found.sort(key=lambda pair: pair[0].start)
+        return [x.start for x, _ in found], found
+
+    def owners(self, wanted: Range) -> list[tuple[int, Stretch]]:
+        """The ranks that hold a range, with the rows of each, ascending."""
+        starts, found = self._by_start
+        lo, hi = wanted
+        index = max(bisect_right(starts, lo) - 1, 0)
+        parts: list[tuple[int, Stretch]] = []
+        for stretch, rank in islice(found, index, None):
+            if stretch.start >= hi:
+                break
+            first, last = max(lo, stretch.start), min(hi, stretch.stop)
+            if first < last:
+                parts.append((rank, Stretch(first, last, stretch.row + first - stretch.start)))
+        return parts
+
+
+def _union(ranges: Iterable[Range]) -> list[Range]:
+    merged: list[Range] = []
+    for lo, hi in sorted(x for x in ranges if x[0] < x[1]):
+        if merged and lo <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(hi, merged[-1][1]))
+        else:
+            merged.append((lo, hi))
+    return merged
+
+
+def _from_others(
+    owners: Ownership, requests: Sequence[Sequence[Range]], rank: int
+) -> dict[int, list[Stretch]]:
+    """What ``rank`` needs of each other rank, once."""
+    found: dict[int, list[Stretch]] = {}
+    for wanted in _union(x for request in requests for x in request):
+        for owner, stretch in owners.owners(wanted):
+            if owner != rank:
+                found.setdefault(owner, []).append(stretch)
+    return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """What one rank sends, receives and puts together.
+
+    Args:
+        sends: ranks of the mesh and the own rows that each gets.
+        receives: ranks of the mesh and how many rows each sends.
+        requests: the pieces of each requested list of ranges, in its order.
+    """
+
+    sends: tuple[tuple[int, tuple[slice, ...]], ...]
+    receives: tuple[tuple[int, int], ...]
+    requests: tuple[tuple[Piece, ...], ...]
+
+
+def plan_transfers(
+    owners: Ownership, requests: Sequence[Sequence[Sequence[Range]]], rank: int
+) -> Transfers:
+    """The transfers of ``rank``, where ``requests[r]`` are the lists of ranges that ``r`` asks."""
+    sends = []
+    for other in range(len(requests)):
+        if other != rank:
+            out = _from_others(owners, requests[other], other).get(rank, [])
+            if out:
+                rows = tuple(slice(x.row, x.row + x.stop - x.start) for x in out)
+                sends.append((other, joined(rows)))
+    incoming = _from_others(owners, requests[rank], rank)
+    receives = tuple((s, sum(x.stop - x.start for x in parts)) for s, parts in incoming.items())
+    table = [(x, 0) for x in owners.stretches[rank]]
+    for buffer, parts in enumerate(incoming.values(), 1):
+        row = 0
+        for x in parts:
+            table.append((Stretch(x.start, x.stop, row), buffer))
+            row += x.stop - x.start
+    table.sort(key=lambda pair: pair[0].start)
+    starts = [x.start for x, _ in table]
+
+    def find(wanted: Range) -> list[Piece]:
+        lo, hi = wanted
+        pieces = []
+        for x, buffer in islice(table, max(bisect_right(starts, lo) - 1, 0), None):
+            if x.start >= hi:
+                break
+            first, last = max(lo, x.start), min(hi, x.stop)
+            if first < last:
+                row = x.row + first - x.start
+                pieces.append(Piece(buffer, slice(row, row + last - first)))
+        return pieces
+
+    found = tuple(
+        joined_pieces([piece for wanted in request for piece in find(wanted)])
+        for request in requests[rank]
+    )
+    return Transfers(tuple(sends), receives, found)
+
+
+def joined(rows: Iterable[slice]) -> tuple[slice, ...]:
+    """The same rows in as few slices as can be."""
+    return tuple(x.rows for x in joined_pieces([Piece(0, x) for x in rows]))
+
+
+def joined_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """The same rows in as few pieces as can be."""
+    found: list[Piece] = []
+    for piece in pieces:
+        if found and found[-1].buffer == piece.buffer and found[-1].rows.stop == piece.rows.start:
+            found[-1] = Piece(piece.buffer, slice(found[-1].rows.start, piece.rows.stop))
+        elif piece.rows.start < piece.rows.stop:
+            found.append(piece)
+    return tuple(found)
+
+
+def take(buffers: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> torch.Tensor:
+    """Pieces one after another, ``[B, rows, H, D]``; a view where they are one."""
+    parts = [buffers[piece.buffer][:, piece.rows] for piece in pieces]
+    if not parts:
+        return buffers[0][:, :0]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def take_rows(x: torch.Tensor, rows: Sequence[slice]) -> torch.Tensor:
+    """Rows of one tensor one after another; a view where they are one slice."""
+    return take([x], [Piece(0, part) for part in rows])
+
+
+def summed(total: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
+    """``total [B, rows, H, D]``, filled with the sum of its parts, in fp32 where several meet.
+
+    Args:
+        total: overwritten; zeros where no part is.
+        parts: rows of ``total``, and what is added there ``[B, their number, H, D]``.
+    """
+    parts = sorted(parts, key=lambda part: part[0].start)
+    edges = {0, total.shape[1]}
+    edges.update(edge for rows, _ in parts for edge in (rows.start, rows.stop))
+    exact = torch.float64 if total.dtype == torch.float64 else torch.float32
+    active: list[Part] = []
+    next_part = 0
+    for lo, hi in pairwise(sorted(edges)):
+        while next_part < len(parts) and parts[next_part][0].start <= lo:
+            active.append(parts[next_part])
+            next_part += 1
+        active = [part for part in active if part[0].stop > lo]
+        here = [x[:, lo - rows.start : hi - rows.start] for rows, x in active]
+        if not here:
+            total[:, lo:hi] = 0
+        elif len(here) == 1:
+            total[:, lo:hi] = here[0]
+        else:
+            found = here[0].to(exact, copy=True)
+            for x in here[1:]:
+                found += x
+            total[:, lo:hi] = found
+    return total
+
+
+def spread(pieces: Sequence[Piece], x: torch.Tensor) -> list[tuple[int, Part]]:
+    """Inverse of :func:`take`: the buffer of each piece, its rows and its part of ``x``."""
+    found, row = [], 0
+    for piece in pieces:
+        count = piece.rows.stop - piece.rows.start
+        found.append((piece.buffer, (piece.rows, x[:, row : row + count])))
+        row += count
+    return found

@@ -1,0 +1,270 @@
+"""What the ranks of the tests run; results go back as arrays."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from examples import train_context_parallel
+from sparsek_backend.distributed import (
+    SequenceLayout,
+    context_parallel_block_sparse_attention,
+    context_parallel_sink_flash_attention,
+    shard,
+    sum_gradients,
+    unshard,
+)
+from sparsek_backend.distributed.exchange import Exchange
+from sparsek_backend.nn import (
+    NativeSparseAttention,
+    NSAConfig,
+    NSALlamaConfig,
+    NSALlamaForCausalLM,
+    tensor_parallel,
+)
+from sparsek_backend.patterns import BlockSparsePattern
+
+Arrays = dict[str, np.ndarray]
+
+
+def attend(
+    mesh: DeviceMesh, layout: SequenceLayout, settings: dict[str, Any], whole: Arrays
+) -> Arrays:
+    """Output, log-sum-exp and gradients of this rank."""
+    local = {
+        name: shard(torch.from_numpy(x), mesh, layout, 2 if name == "dlse" else 1)
+        for name, x in whole.items()
+        if name != "sinks"
+    }
+    leaves = {name: local[name].requires_grad_() for name in "qkv"}
+    if "sinks" in whole:
+        leaves["sinks"] = torch.from_numpy(whole["sinks"]).requires_grad_()
+    out, lse = context_parallel_sink_flash_attention(
+        *(leaves[name] for name in "qkv"),
+        mesh=mesh,
+        layout=layout,
+        sinks=leaves.get("sinks"),
+        return_lse=True,
+        **settings,
+    )
+    torch.autograd.backward((out, lse), (local["dout"], local["dlse"]))
+    found = {"out": out, "lse": lse, **{f"d{name}": x.grad for name, x in leaves.items()}}
+    return {name: x.detach().numpy() for name, x in found.items()}
+
+
+def attend_blocks(
+    mesh: DeviceMesh,
+    layout: SequenceLayout,
+    mask: np.ndarray,
+    causal: bool,
+    whole: Arrays,
+) -> Arrays:
+    """Output, log-sum-exp and gradients of this rank under a block mask ``[P, R, C]``."""
+    local = {
+        name: shard(torch.from_numpy(x), mesh, layout, 2 if name == "dlse" else 1)
+        for name, x in whole.items()
+    }
+    leaves = [local[name].requires_grad_() for name in "qkv"]
+    pattern = BlockSparsePattern.from_mask(torch.from_numpy(mask), 16)
+    out, lse = context_parallel_block_sparse_attention(
+        *leaves, pattern, mesh=mesh, layout=layout, causal=causal, return_lse=True
+    )
+    torch.autograd.backward((out, lse), (local["dout"], local["dlse"]))
+    found = {
+        "out": out,
+        "lse": lse,
+        **{f"d{n}": x.grad for n, x in zip("qkv", leaves, strict=True)},
+    }
+    return {name: x.detach().numpy() for name, x in found.items()}
+
+
+def attend_blocks_with(mesh: DeviceMesh, changed: dict[int, dict[str, Any]]) -> None:
+    """A good call on every rank but for what ``changed`` replaces there."""
+    arguments: dict[str, Any] = {
+        "tokens": 32,
+        "rows": 4,
+        "layout": SequenceLayout(64, 2),
+        "listed": -1,
+        **changed.get(mesh.get_local_rank(), changed.get(-1, {})),
+    }
+    q = torch.zeros(1, arguments["tokens"], 2, 8)
+    listed = torch.ones(1, arguments["rows"], arguments["rows"], dtype=torch.bool)
+    listed[0, 0, arguments["listed"]] = False
+    pattern = BlockSparsePattern.from_mask(listed, 16)
+    context_parallel_block_sparse_attention(q, q, q, pattern, mesh=mesh, layout=arguments["layout"])
+
+
+def round_trip(mesh: DeviceMesh, layout: SequenceLayout) -> tuple[np.ndarray, np.ndarray]:
+    """Token numbers and positions of the shards, after ``shard`` and ``unshard``."""
+    stream = torch.arange(layout.num_tokens)[None, :, None].expand(2, -1, 3)
+    mine = shard(stream, mesh, layout)
+    rank = mesh.get_local_rank()
+    assert torch.equal(mine[0, :, 0], layout.token_indices(rank))
+    positions = layout.position_ids(rank)[:, None]
+    return unshard(mine, mesh, layout).numpy(), unshard(positions, mesh, layout, 0).numpy()
+
+
+def call_with(mesh: DeviceMesh, changed: dict[int, dict[str, Any]]) -> None:
+    """A good call on every rank but for what ``changed`` replaces there."""
+    torch.manual_seed(0)
+    world = mesh.size()
+    arguments: dict[str, Any] = {
+        **{name: torch.randn(1, 8, 2, 8) for name in "qkv"},
+        "layout": SequenceLayout(8 * world, world),
+        "window_size": 4,
+        "num_sink": 2,
+        **changed.get(mesh.get_local_rank(), changed.get(-1, {})),
+    }
+    context_parallel_sink_flash_attention(**arguments, mesh=mesh)
+
+
+def die(mesh: DeviceMesh, where: str) -> None:
+    """A good call, but the last rank ends without a word: before it, or within it."""
+    if mesh.get_local_rank() == mesh.size() - 1:
+        if where == "before":
+            os._exit(1)
+        Exchange.start = lambda *_: os._exit(1)
+    call_with(mesh, {})
+
+
+SMALL = {"cmp_block_size": 8, "cmp_stride": 4, "sel_block_size": 8, "top_n": 4, "window_size": 10}
+
+
+def build(options: dict[str, Any], dtype: torch.dtype, mesh: DeviceMesh | None = None) -> Any:
+    """An NSA layer with 4 query heads and 2 KV heads of size 8, the same on every rank."""
+    torch.manual_seed(0)
+    config = NSAConfig.from_dict({**SMALL, **options})
+    return NativeSparseAttention(24, 4, 2, 8, config=config, dtype=dtype, mesh=mesh)
+
+
+def run_layer(
+    mesh: DeviceMesh,
+    layout: SequenceLayout,
+    options: dict[str, Any],
+    whole: Arrays,
+    compressed_only: list[bool] | None = None,
+    recompute: bool = False,
+) -> Arrays:
+    """Output and gradients of the tokens and weights, from this rank's shard."""
+    x, upstream = (shard(torch.from_numpy(whole[name]), mesh, layout) for name in ("x", "dout"))
+    module = build(options, x.dtype, mesh)
+    x.requires_grad_()
+    shut = None if compressed_only is None else torch.tensor(compressed_only)
+    given = {"layout": layout, "compressed_only": shut}
+    out = checkpoint(module, x, use_reentrant=False, **given) if recompute else module(x, **given)
+    out.backward(upstream)
+    found = {name: p.grad for name, p in module.named_parameters()}
+    assert all(grad is not None for grad in found.values())
+    return {name: y.detach().numpy() for name, y in {"out": out, "dx": x.grad, **found}.items()}
+
+
+def call_layer_with(mesh: DeviceMesh, changed: dict[int, dict[str, Any]]) -> None:
+    """A good call of the layer on every rank but for what ``changed`` replaces there."""
+    arguments = {"hidden_states": torch.randn(1, 12, 24)}
+    arguments.update(changed.get(mesh.get_local_rank(), {}))
+    build({}, torch.float32, mesh)(**arguments)
+
+
+def new_model(mesh: DeviceMesh | None = None, tied: bool = False) -> NSALlamaForCausalLM:
+    """A model of two layers, the same on every rank."""
+    torch.manual_seed(0)
+    nsa = NSAConfig.from_dict({**SMALL, "shared_kv": tied})
+    config = NSALlamaConfig(64, 24, 48, 2, 4, 2, 8, tie_word_embeddings=tied, nsa=nsa)
+    return NSALlamaForCausalLM(config, mesh)
+
+
+def token_losses(model: Any, tokens: torch.Tensor, targets: torch.Tensor, **options: Any) -> Any:
+    """The sum of the losses of all tokens."""
+    logits = model(tokens, **options)
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum"
+    )
+
+
+def train(
+    mesh: DeviceMesh, how: str, tied: bool, layout: SequenceLayout, tokens: np.ndarray, folder: str
+) -> None:
+    """Three steps of four ranks together, then a saved folder.
+
+    ``fsdp``: CP 2 x data parallel 2, weights sharded over all four.  ``tp``: the ranks that share a
+    sequence (CP 2) shard the weights of each of TP 2.
+    """
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "cp"))
+    outer, cp = both["outer"], both["cp"]
+    model = new_model(cp, tied)
+    if how == "tp":
+        tensor_parallel(model, outer)
+    weights = mesh if how == "fsdp" else cp
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=weights)
+    fully_shard(model, mesh=weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    streams = torch.from_numpy(tokens)
+    if how == "fsdp":
+        streams = streams[outer.get_local_rank()][None]
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses = 0.0
+        for stream in streams.split(1):
+            inputs, targets = (shard(x, cp, layout) for x in (stream[:, :-1], stream[:, 1:]))
+            losses = losses + token_losses(model, inputs, targets, layout=layout)
+        # FSDP2 averages over its ranks: their sum over all tokens is the mean loss.
+        (losses * weights.size() / (2 * layout.num_tokens)).backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+
+
+def head_parallel_gradients(mesh: DeviceMesh, whole: Arrays) -> Arrays:
+    """Logits and gradients of a model under tensor parallelism alone."""
+    model = tensor_parallel(new_model(), mesh)
+    logits = model(torch.from_numpy(whole["tokens"]))
+    logits.backward(torch.from_numpy(whole["dout"]))
+    found = {"logits": logits.detach().numpy()}
+    for path, module in model.named_modules():
+        for name, x in module.named_parameters(recurse=False):
+            assert x.grad.placements == x.placements
+            found[f"{path}.{name}"] = x.grad.full_tensor().numpy()
+    return found
+
+
+def wrong_tensor_parallel(mesh: DeviceMesh, then: str) -> None:
+    """More ranks than KV heads, a model that is parallel already, a state for one that is not."""
+    model = tensor_parallel(new_model(), mesh)
+    if then == "again":
+        tensor_parallel(model, mesh)
+    if then == "load":
+        whole = {name: _whole(x) for name, x in model.state_dict().items()}
+        new_model().load_state_dict(whole)
+
+
+def _whole(x: Any) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def summed_gradients(mesh: DeviceMesh, dtype: str) -> np.ndarray:
+    """A gradient of ``rank + 1`` after ``sum_gradients``; one that is none stays so."""
+    used, unused = (torch.nn.Parameter(torch.zeros(3, dtype=getattr(torch, dtype))) for _ in "ab")
+    used.grad = torch.full_like(used, 1 + mesh.get_local_rank())
+    sum_gradients([used, unused], mesh)
+    assert unused.grad is None
+    return used.grad.float().numpy()
+
+
+def uneven_gradients(mesh: DeviceMesh) -> None:
+    """One rank has no gradient."""
+    weight = torch.nn.Parameter(torch.zeros(3))
+    if mesh.get_local_rank():
+        weight.grad = torch.ones(3)
+    sum_gradients([weight], mesh)
+
+
+def run_example(_: DeviceMesh, arguments: list[str]) -> list[float]:
+    """The losses that the training example prints."""
+    return train_context_parallel.train(train_context_parallel.parse(arguments))

@@ -1,0 +1,96 @@
+"""Processes that stay up for a whole test file and run functions as the ranks of a mesh."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+TIMEOUT = 60.0  # seconds
+
+
+def _serve(rank: int, world: int, folder: str, timeout: float, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), world)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+    )
+    sizes = [size for size in (1, 2, 4) if size <= world]
+    meshes = {size: DeviceMesh("cpu", list(range(size))) for size in sizes}
+    while True:
+        task = pipe.recv()
+        if task is None:
+            break
+        size, function, args = task
+        try:
+            pipe.send((True, function(meshes[size], *args)))
+        except Exception as error:
+            pipe.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """``world`` processes with gloo; meshes of 1, 2 and 4 of them, the first ones.
+
+    Args:
+        world: processes.
+        timeout: seconds after which a rank that does not answer is an error.
+    """
+
+    def __init__(self, world: int, timeout: float = TIMEOUT) -> None:
+        context = multiprocessing.get_context("forkserver")
+        # One process imports, the ranks are forks of it.
+        context.set_forkserver_preload(["tests.distributed.cases"])
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes, self.processes = [], []
+        for rank in range(world):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, world, self._folder.name, timeout, there), daemon=True
+            )
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self.processes.append(process)
+
+    def outcomes(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """``(True, result)`` or ``(False, (error's name, message, traceback))`` of each rank."""
+        for pipe in self._pipes[:size]:
+            pipe.send((size, function, args))
+        found = []
+        for pipe in self._pipes[:size]:
+            if not pipe.poll(2 * TIMEOUT):
+                raise TimeoutError("a rank hangs")
+            try:
+                found.append(pipe.recv())
+            except EOFError:
+                found.append((False, ("EOFError", "the rank died", "")))
+        return found
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What ``function(mesh, *args)`` returns on each of the first ``size`` ranks."""
+        found = self.outcomes(size, function, *args)
+        for done, result in found:
+            if not done:
+                raise RuntimeError(result[2])
+        return [result for _, result in found]
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe, process in zip(self._pipes, self.processes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
