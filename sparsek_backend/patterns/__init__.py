@@ -9,6 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sparsek_backend.patterns.learn import BlockMass, learn_pattern
+from sparsek_backend.patterns.masks import (
+    bigbird_pattern,
+    dilated_pattern,
+    longformer_pattern,
+    random_pattern,
+)
 from sparsek_backend.patterns.pattern import BlockSparsePattern
 
 if TYPE_CHECKING:
@@ -19,8 +25,12 @@ __all__ = [
     "BlockMass",
     "BlockSparsePattern",
     "attend_patterns",
+    "bigbird_pattern",
+    "dilated_pattern",
     "learn_model_patterns",
     "learn_pattern",
+    "longformer_pattern",
+    "random_pattern",
 ]
 
 
