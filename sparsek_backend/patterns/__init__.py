@@ -20,6 +20,7 @@ from sparsek_backend.patterns.pattern import BlockSparsePattern
 if TYPE_CHECKING:
     from sparsek_backend.patterns.models import attend_patterns as attend_patterns
     from sparsek_backend.patterns.models import learn_model_patterns as learn_model_patterns
+    from sparsek_backend.patterns.models import learned_patterns as learned_patterns
 
 __all__ = [
     "BlockMass",
@@ -29,6 +30,7 @@ __all__ = [
     "dilated_pattern",
     "learn_model_patterns",
     "learn_pattern",
+    "learned_patterns",
     "longformer_pattern",
     "random_pattern",
 ]
@@ -36,7 +38,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Import the functions for Transformers models when they are asked for."""
-    if name in ("attend_patterns", "learn_model_patterns"):
+    if name in ("attend_patterns", "learn_model_patterns", "learned_patterns"):
         from sparsek_backend.patterns import models
 
         return getattr(models, name)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 
 from sparsek_backend.patterns.learn import BlockMass, Heads, Scope
 from sparsek_backend.patterns.pattern import BlockSparsePattern
+from sparsek_backend.patterns.training.learned import ImportanceOptions, LearnedPattern
 from sparsek_backend.transformers_op.mask import LazyMask, sparsek_mask
 from sparsek_backend.transformers_op.visibility import Visibility
 from sparsek_kernels import block_sparse_attention
@@ -44,7 +45,10 @@ class _Recorder:
         self.masses[layer].add(q, k)
 
 
-_active: ContextVar[_Recorder | Mapping[int, BlockSparsePattern]] = ContextVar("_active")
+Patterns = Mapping[int, BlockSparsePattern | LearnedPattern]
+
+_active: WeakKeyDictionary[torch.nn.Module, _Recorder | Patterns] = WeakKeyDictionary()
+"""By attention layer, so that a backward pass on another thread, which computes again, finds it."""
 
 
 def learn_model_patterns(
@@ -88,14 +92,48 @@ def learn_model_patterns(
     }
 
 
+def learned_patterns(
+    model: Any,
+    num_tokens: int,
+    block_size: int,
+    *,
+    heads: Heads = "kv",
+    importance: ImportanceOptions | None = None,
+    gates: bool = False,
+) -> dict[int, LearnedPattern]:
+    """A pattern for every layer of a causal Transformers model, to be learned while it trains.
+
+    Args:
+        model: a Transformers model whose layers call its attention functions.
+        num_tokens: tokens of the longest text.
+        block_size: tokens along a side of a block.
+        heads: who shares a pattern; see :class:`LearnedPattern` for this, ``importance`` and
+            ``gates``.
+
+    Returns:
+        By layer index, on the model's device; train inside ``attend_patterns(model, patterns)``.
+    """
+    config = model.config.get_text_config()
+    num_heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    return {
+        layer: LearnedPattern(
+            num_heads, kv_heads, num_tokens, block_size,
+            heads=heads, importance=importance, gates=gates,
+        ).to(model.device)
+        for layer in range(config.num_hidden_layers)
+    }  # fmt: skip
+
+
 @contextmanager
-def attend_patterns(model: Any, patterns: Mapping[int, BlockSparsePattern]) -> Iterator[None]:
+def attend_patterns(model: Any, patterns: Patterns) -> Iterator[None]:
     """Within the block, the model's layers attend their patterns alone; differentiable.
 
     Args:
         model: a Transformers model whose layers call its attention functions; run it on whole
             sequences without padding (``use_cache=False``).
         patterns: by layer index, on the model's device; layers without one attend everything.
+            A :class:`LearnedPattern` watches while its layer is in training mode.
 
     Raises:
         NotImplementedError: a layer that is not plain causal attention over whole sequences (as
@@ -107,15 +145,19 @@ def attend_patterns(model: Any, patterns: Mapping[int, BlockSparsePattern]) -> I
 
 
 @contextmanager
-def _attending(model: Any, active: _Recorder | Mapping[int, BlockSparsePattern]) -> Iterator[None]:
+def _attending(model: Any, active: _Recorder | Patterns) -> Iterator[None]:
     before = model.config._attn_implementation
-    token = _active.set(active)
+    layers = [m for m in model.modules() if hasattr(m, "layer_idx")]
+    outer = {layer: _active[layer] for layer in layers if layer in _active}
+    _active.update(dict.fromkeys(layers, active))
     model.set_attn_implementation(_NAME)
     try:
         yield
     finally:
         model.set_attn_implementation(before)
-        _active.reset(token)
+        for layer in layers:
+            del _active[layer]
+        _active.update(outer)
 
 
 def _attention(
@@ -128,7 +170,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function: query ``[B, Hq, N, D]``, key and value ``[B, Hkv, N, D]``."""
-    active, layer = _active.get(), int(module.layer_idx)  # type: ignore[arg-type]
+    active, layer = _active[module], int(module.layer_idx)  # type: ignore[arg-type]
     executed = not isinstance(active, _Recorder) and layer in active
     causal = kwargs.get("is_causal")
     rule = Visibility(causal=getattr(module, "is_causal", True) if causal is None else causal)
@@ -155,10 +197,13 @@ def _attention(
             "model's own code"
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    chosen = None if isinstance(active, _Recorder) else active.get(layer)
     if isinstance(active, _Recorder):
         active.add(layer, q, k, scaling)
-    elif layer in active:
-        out = block_sparse_attention(q, k, v, active[layer], causal=True, softmax_scale=scaling)
+    elif isinstance(chosen, LearnedPattern):
+        return chosen.train(module.training)(q, k, v, scaling), None
+    elif chosen is not None:
+        out = block_sparse_attention(q, k, v, chosen, causal=True, softmax_scale=scaling)
         return cast(torch.Tensor, out), None
     dense: tuple[torch.Tensor, None] = sdpa_attention_forward(
         module, query, key, value, None, scaling=scaling, **kwargs | {"is_causal": True}
