@@ -65,7 +65,9 @@ class LearnedPattern(torch.nn.Module):
         gates: train a gate for every block, by whose probability the pattern is pruned.
     """
 
+    visible: torch.Tensor
     keep: torch.Tensor
+    gates: BlockGates | None
 
     def __init__(
         self,

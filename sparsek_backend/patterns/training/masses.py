@@ -100,7 +100,7 @@ def _sizes(v: torch.Tensor, measure: Measure) -> torch.Tensor | None:
     """Norms of the values ``[B, Hkv, 1, 1, M]``, or ``None`` where they do not count."""
     if measure == "mass":
         return None
-    norms = v.float().norm(p=1 if measure == "l1" else 2, dim=3)  # [B, M, Hkv]
+    norms: torch.Tensor = v.float().norm(p=1 if measure == "l1" else 2, dim=3)  # [B, M, Hkv]
     return norms.transpose(1, 2)[:, :, None, None]
 
 

@@ -127,7 +127,7 @@ class PatternScheduler:
     def _over_ranks(self, loss: float | torch.Tensor) -> float:
         device = self.patterns[0].keep.device
         value = torch.as_tensor(loss, dtype=torch.float32, device=device).detach()
-        return float(over_ranks(value, "mean", self.group))
+        return over_ranks(value, "mean", self.group).item()
 
     def _watch(self, loss: float) -> bool:
         """Bring the earlier patterns back if the loss jumped since the last pruning."""

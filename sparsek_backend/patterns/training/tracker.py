@@ -93,7 +93,7 @@ class ImportanceTracker(torch.nn.Module):
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> ImportanceTracker:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         moved = fn(self.history)
         # Moved to another device, never cast to a lower precision.
         same = moved.dtype == self.history.dtype

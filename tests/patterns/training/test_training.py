@@ -169,9 +169,9 @@ def test_draws_of_gates() -> None:
     assert gates.logits.grad is not None
     assert (gates.logits.grad > 0).all()
     visible = torch.ones(4, 4).tril().bool()
-    assert gates.sparsity_loss(visible, 0.5) == 0
-    assert gates.sparsity_loss(visible, 0.9) == pytest.approx(0.16)
-    assert gates.diversity_loss(visible) == pytest.approx(1.0)
+    assert gates.sparsity_loss(visible, 0.5).item() == 0
+    assert gates.sparsity_loss(visible, 0.9).item() == pytest.approx(0.16)
+    assert gates.diversity_loss(visible).item() == pytest.approx(1.0)
     assert torch.equal(gates.eval()(), torch.full((2, 4, 4), 0.5))
 
 
