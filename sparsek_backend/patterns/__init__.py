@@ -15,6 +15,7 @@ from sparsek_backend.patterns.masks import (
     longformer_pattern,
     random_pattern,
 )
+from sparsek_backend.patterns.model_file import ModelPatterns
 from sparsek_backend.patterns.pattern import BlockSparsePattern
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockMass",
     "BlockSparsePattern",
+    "ModelPatterns",
     "attend_patterns",
     "bigbird_pattern",
     "dilated_pattern",

@@ -38,16 +38,31 @@ class _Recorder:
         self.block_size = block_size
         self.masses: dict[int, BlockMass] = {}
 
-    def add(self, layer: int, q: torch.Tensor, k: torch.Tensor, scale: float | None) -> None:
+    def add(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+    ) -> None:
         """Count queries ``[B, N, Hq, D]`` and keys ``[B, N, Hkv, D]`` of a layer."""
         if layer not in self.masses:
             self.masses[layer] = BlockMass(self.block_size, softmax_scale=scale)
         self.masses[layer].add(q, k)
 
 
+class _Observer:
+    """Shows every layer's batches to its learned pattern; each attends everything."""
+
+    def __init__(self, patterns: Mapping[int, LearnedPattern]) -> None:
+        self.patterns = patterns
+
+    def add(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+    ) -> None:
+        """Count queries ``[B, N, Hq, D]``, keys and values ``[B, N, Hkv, D]`` of a layer."""
+        self.patterns[layer].observe(q, k, v, scale)
+
+
 Patterns = Mapping[int, BlockSparsePattern | LearnedPattern]
 
-_active: WeakKeyDictionary[torch.nn.Module, _Recorder | Patterns] = WeakKeyDictionary()
+_active: WeakKeyDictionary[torch.nn.Module, _Recorder | _Observer | Patterns] = WeakKeyDictionary()
 """By attention layer, so that a backward pass on another thread, which computes again, finds it."""
 
 
@@ -125,6 +140,21 @@ def learned_patterns(
     }  # fmt: skip
 
 
+def observe_model(
+    model: Any, patterns: Mapping[int, LearnedPattern], batches: Iterable[torch.Tensor]
+) -> None:
+    """Run a model, attending everything, and show each layer's batches to its learned pattern.
+
+    Args:
+        model: a Transformers model whose layers call its attention functions.
+        patterns: by layer index, for every layer.
+        batches: token ids ``[B, N]`` without padding, N the tokens that the patterns are for.
+    """
+    with _attending(model, _Observer(patterns)), torch.no_grad():
+        for ids in batches:
+            model(ids.to(model.device), use_cache=False)
+
+
 @contextmanager
 def attend_patterns(model: Any, patterns: Patterns) -> Iterator[None]:
     """Within the block, the model's layers attend their patterns alone; differentiable.
@@ -145,7 +175,7 @@ def attend_patterns(model: Any, patterns: Patterns) -> Iterator[None]:
 
 
 @contextmanager
-def _attending(model: Any, active: _Recorder | Patterns) -> Iterator[None]:
+def _attending(model: Any, active: _Recorder | _Observer | Patterns) -> Iterator[None]:
     before = model.config._attn_implementation
     layers = [m for m in model.modules() if hasattr(m, "layer_idx")]
     outer = {layer: _active[layer] for layer in layers if layer in _active}
@@ -171,7 +201,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """The attention function: query ``[B, Hq, N, D]``, key and value ``[B, Hkv, N, D]``."""
     active, layer = _active[module], int(module.layer_idx)  # type: ignore[arg-type]
-    executed = not isinstance(active, _Recorder) and layer in active
+    executed = not isinstance(active, _Recorder | _Observer) and layer in active
     causal = kwargs.get("is_causal")
     rule = Visibility(causal=getattr(module, "is_causal", True) if causal is None else causal)
     if isinstance(attention_mask, LazyMask):
@@ -197,12 +227,14 @@ def _attention(
             "model's own code"
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    chosen = None if isinstance(active, _Recorder) else active.get(layer)
-    if isinstance(active, _Recorder):
-        active.add(layer, q, k, scaling)
-    elif isinstance(chosen, LearnedPattern):
+    chosen = None
+    if isinstance(active, _Recorder | _Observer):
+        active.add(layer, q, k, v, scaling)
+    else:
+        chosen = active.get(layer)
+    if isinstance(chosen, LearnedPattern):
         return chosen.train(module.training)(q, k, v, scaling), None
-    elif chosen is not None:
+    if chosen is not None:
         out = block_sparse_attention(q, k, v, chosen, causal=True, softmax_scale=scaling)
         return cast(torch.Tensor, out), None
     dense: tuple[torch.Tensor, None] = sdpa_attention_forward(

@@ -241,15 +241,25 @@ class BlockSparsePattern(BlockStructure):
             ValueError: the file is missing, damaged, no pattern, or of a later version; the message
                 names the file and the field.
         """
-        fields, expected = storage.read(Path(path))
+        return cls.of_file(path, *storage.read(Path(path))).to(device)
+
+    @classmethod
+    def of_file(
+        cls, path: str | Path, fields: dict[str, Any], digest: str | None
+    ) -> BlockSparsePattern:
+        """The pattern of the fields of a file, checked, also against its digest if it has one.
+
+        Raises:
+            ValueError: fields that make no pattern, or another digest.
+        """
         try:
             pattern = cls(**fields)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{error} in {path}") from error
-        found = storage.digest(pattern._tensors(), pattern.block_size, pattern.shape)
-        if expected not in (None, found):
-            raise ValueError(f"sha256: expected {found} of what it holds, got {expected} in {path}")
-        return pattern.to(device)
+        found = storage.digest(pattern.tensors(), pattern.block_size, pattern.shape)
+        if digest not in (None, found):
+            raise ValueError(f"sha256: expected {found} of what it holds, got {digest} in {path}")
+        return pattern
 
     def save(self, path: str | Path) -> None:
         """Write the pattern to a safetensors file.
@@ -258,7 +268,7 @@ class BlockSparsePattern(BlockStructure):
             ImportError: safetensors is missing; the message has the install command.
             ValueError: more than 2^26 key blocks, those of all patterns together.
         """
-        storage.write(Path(path), self._tensors(), self.block_size, self.shape)
+        storage.write(Path(path), self.tensors(), self.block_size, self.shape)
 
     @property
     def density(self) -> float:
@@ -403,7 +413,7 @@ class BlockSparsePattern(BlockStructure):
         yield "learned", self.weights is not None
         yield "device", str(self.device)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         """What a file holds."""
         tensors = {"crow_indices": self.crow_indices, "col_indices": self.col_indices}
         return tensors if self.weights is None else {**tensors, "weights": self.weights}

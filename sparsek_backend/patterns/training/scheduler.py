@@ -122,7 +122,7 @@ class PatternScheduler:
     def _next_sparsity(self) -> float:
         """The schedule's, or after setbacks a part of the way to it."""
         wanted = self.schedule.sparsity(self.steps)
-        return self.sparsity + (wanted - self.sparsity) / 2**self._setbacks
+        return self.sparsity + (wanted - self.sparsity) * 0.5**self._setbacks
 
     def _over_ranks(self, loss: float | torch.Tensor) -> float:
         device = self.patterns[0].keep.device
