@@ -57,6 +57,9 @@ class Goal:
     sparsity: Annotated[float | None, typer.Option(help="In place of the preset's.")] = None
     sinks: Annotated[int, typer.Option(help="First key blocks, which stay.")] = 1
     window: Annotated[int, typer.Option(help="Latest key blocks, which stay.")] = 1
+    pooled: Annotated[bool, typer.Option(help="Heads of a layer share one budget of blocks.")] = (
+        False
+    )
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def learn(
             importance=ImportanceOptions(
                 measure=measure, samples=way.samples, reduction="mean", window=len(batches)
             ),
-            pruning=Pruning(sinks=goal.sinks, window=goal.window),
+            pruning=Pruning(sinks=goal.sinks, window=goal.window, pooled=goal.pooled),
             name=model,
         )
         found.save(out)

@@ -25,12 +25,15 @@ class Pruning:
             many after it.
         diversity: from 0 to 1: how much less a block counts for a pattern where the patterns
             before have it all.
+        pooled: whether the patterns of a layer share one budget, so that heads that look far get
+            more blocks than those that look near.
     """
 
     threshold: float = 0.0
     sinks: int = 1
     window: int = 1
     diversity: float = 0.0
+    pooled: bool = False
 
     def __post_init__(self) -> None:
         check_count("sinks", self.sinks, 0)
@@ -40,6 +43,8 @@ class Pruning:
                 raise ValueError(
                     f"{name}: expected a number from 0 to 1, got {getattr(self, name)}"
                 )
+        if self.pooled and self.diversity:
+            raise ValueError(f"diversity: expected 0 where pooled, got {self.diversity}")
 
     def fixed(self, visible: torch.Tensor) -> torch.Tensor:
         """``[R, C]`` bool: the sinks and window among the visible blocks."""
@@ -61,6 +66,13 @@ class Pruning:
             raise ValueError(f"sparsity: expected a number from 0 to below 1, got {sparsity}")
         budget = max(round((1.0 - sparsity) * int(visible.sum())), 1)
         shares = importance / importance.sum(2, keepdim=True).clamp(min=1e-30)
+        if self.pooled:
+            seen = visible.expand_as(importance)
+            fixed = fixed_blocks(importance, seen, self.sinks, self.window)
+            listed = (seen & (shares >= self.threshold)) | fixed
+            count = max(budget * len(importance), int(fixed.sum()))
+            rows = (x.flatten(0, 1)[None] for x in (importance, listed, fixed))
+            return heaviest_blocks(*rows, count).view_as(listed)
         taken = torch.zeros_like(importance[0])
         masks = []
         for index, mass in enumerate(importance):

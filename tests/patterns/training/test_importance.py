@@ -111,6 +111,20 @@ def test_top_k_and_threshold_keep_sinks_and_window() -> None:
     )
 
 
+def test_a_pooled_budget_goes_where_the_mass_is() -> None:
+    visible = torch.ones(8, 8).tril().bool()
+    mass = torch.rand(2, 8, 8, generator=torch.Generator().manual_seed(0)) * visible
+    mass[1] *= 3.0
+    rule = Pruning(sinks=1, window=1, pooled=True)
+    kept = rule.mask(mass, visible, 0.4)
+    near, far = kept.sum((1, 2)).tolist()
+    assert near + far == 2 * round(0.6 * 36)
+    assert far > near
+    rest = visible & ~rule.fixed(visible)
+    dropped = torch.cat([m[rest & ~k] for m, k in zip(mass, kept, strict=True)])
+    assert min(m[rest & k].min() for m, k in zip(mass, kept, strict=True)) >= dropped.max()
+
+
 def test_diversity_spreads_the_heads() -> None:
     visible = torch.ones(8, 8).bool()
     generator = torch.Generator().manual_seed(0)
@@ -135,6 +149,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("tracker: expected at least one batch", lambda: ImportanceTracker((1, 1, 1)).value()),
     ("mass: expected shape", lambda: ImportanceTracker((1, 1, 1)).add(torch.ones(1, 2, 2))),
     ("threshold: expected a number", lambda: Pruning(threshold=2.0)),
+    ("diversity: expected 0 where pooled", lambda: Pruning(diversity=0.5, pooled=True)),
     ("sparsity: expected a number", lambda: Pruning().mask(ONE, ONE[0].bool(), 1.0)),
 ]
 
