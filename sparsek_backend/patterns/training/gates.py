@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from sparsek_kernels import block_sparse_attention
+from sparsek_backend.patterns.biased import biased_attention
 from sparsek_kernels.block_sparse.structure import BlockStructure
 from sparsek_kernels.checks import MAX_HEAD_DIM
 
@@ -84,9 +84,8 @@ def gated_attention(
 ) -> torch.Tensor:
     """Attention whose weights are multiplied by the gate of their block, then normalised.
 
-    The logarithm of a gate is added to the scores of its block.  It travels in the head
-    dimension: queries carry the logarithms of their row of blocks, keys the number of their
-    column.  So the block-sparse operator computes it, with the gradient of the gates.
+    The logarithm of a gate is added to the scores of its block: queries carry the logarithms of
+    their row of blocks, keys the number of their column.
 
     Args:
         q: ``[B, N, Hq, D]``.
@@ -103,24 +102,18 @@ def gated_attention(
     Raises:
         NotImplementedError: D and the key blocks together are more than 256.
     """
-    batch, num_q, num_heads, dim = q.shape
-    num_k, columns, size = k.shape[1], gates.shape[2], pattern.block_size
+    num_heads, dim = q.shape[2:]
+    columns, size = gates.shape[2], pattern.block_size
     if dim + columns > MAX_HEAD_DIM:
         raise NotImplementedError(
             f"gates: expected at most {MAX_HEAD_DIM - dim} key blocks with head_dim {dim}, got "
             f"{columns}; take larger blocks, or prune by importance"
         )
-    scale = dim**-0.5 if softmax_scale is None else softmax_scale
-    bias = gates.clamp(min=_LEAST).log() / scale  # [P, R, C]
-    bias = bias.repeat_interleave(num_heads // bias.shape[0], 0).transpose(0, 1)  # [R, Hq, C]
-    bias = bias.repeat_interleave(size, 0)[:num_q].to(q.dtype)  # [N, Hq, C]
-    block = torch.arange(num_k, device=k.device) // size
-    column = F.one_hot(block, columns).to(k.dtype)[:, None].expand(-1, k.shape[2], -1)
-    wide_q = torch.cat([q, bias.expand(batch, -1, -1, -1)], 3)
-    wide_k = torch.cat([k, column.expand(batch, -1, -1, -1)], 3)
-    wide_v = F.pad(v, (0, columns))
-    out = block_sparse_attention(
-        wide_q, wide_k, wide_v, pattern, causal=causal, softmax_scale=scale
+    logs = gates.clamp(min=_LEAST).log()  # [P, R, C]
+    logs = logs.repeat_interleave(num_heads // logs.shape[0], 0).transpose(0, 1)  # [R, Hq, C]
+    logs = logs.repeat_interleave(size, 0)[: q.shape[1]]  # [N, Hq, C]
+    block = torch.arange(k.shape[1], device=k.device) // size
+    column = F.one_hot(block, columns)[:, None]  # [M, 1, C]
+    return biased_attention(
+        q, k, v, pattern, logs, column, causal=causal, softmax_scale=softmax_scale
     )
-    assert isinstance(out, torch.Tensor)
-    return out[..., :dim]
