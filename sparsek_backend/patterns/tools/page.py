@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import html
 import io
+from collections.abc import Callable
 from pathlib import Path
 
 from sparsek_backend.patterns.model_file import ModelPatterns
 from sparsek_backend.patterns.tools.statistics import Statistics, pattern_statistics
 
-COLUMNS = {
+COLUMNS: dict[str, Callable[[Statistics], str]] = {
     "density": lambda s: f"{s.density:.2%}",
     "sparsity": lambda s: f"{s.sparsity:.2%}",
     "blocks a row": lambda s: f"{s.row_mean:.1f} ± {s.row_std:.1f}, at most {s.row_max}",

@@ -71,8 +71,10 @@ class Pruning:
             fixed = fixed_blocks(importance, seen, self.sinks, self.window)
             listed = (seen & (shares >= self.threshold)) | fixed
             count = max(budget * len(importance), int(fixed.sum()))
-            rows = (x.flatten(0, 1)[None] for x in (importance, listed, fixed))
-            return heaviest_blocks(*rows, count).view_as(listed)
+            weight, listed_rows, fixed_rows = (
+                x.flatten(0, 1)[None] for x in (importance, listed, fixed)
+            )
+            return heaviest_blocks(weight, listed_rows, fixed_rows, count).view_as(listed)
         taken = torch.zeros_like(importance[0])
         masks = []
         for index, mass in enumerate(importance):
