@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
 
+from sparsek_backend.patterns.adaptive import AdaptivePattern
 from sparsek_backend.patterns.learn import BlockMass, Heads, Scope
 from sparsek_backend.patterns.pattern import BlockSparsePattern
 from sparsek_backend.patterns.training.learned import ImportanceOptions, LearnedPattern
@@ -31,6 +32,19 @@ _UNSERVED = {
 """What Transformers passes to layers that are more than plain causal attention."""
 
 
+class Learner(Protocol):
+    """What watches a layer: a :class:`LearnedPattern` or an :class:`AdaptiveLearner`."""
+
+    def observe(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float | None = None,
+    ) -> None:
+        """Count ``q [B, N, Hq, D]``, ``k`` and ``v [B, N, Hkv, D]``."""
+
+
 class _Recorder:
     """Counts the mass of every layer; each attends everything."""
 
@@ -48,19 +62,19 @@ class _Recorder:
 
 
 class _Observer:
-    """Shows every layer's batches to its learned pattern; each attends everything."""
+    """Shows every layer's batches to its learner; each attends everything."""
 
-    def __init__(self, patterns: Mapping[int, LearnedPattern]) -> None:
-        self.patterns = patterns
+    def __init__(self, learners: Mapping[int, Learner]) -> None:
+        self.learners = learners
 
     def add(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
     ) -> None:
         """Count queries ``[B, N, Hq, D]``, keys and values ``[B, N, Hkv, D]`` of a layer."""
-        self.patterns[layer].observe(q, k, v, scale)
+        self.learners[layer].observe(q, k, v, scale)
 
 
-Patterns = Mapping[int, BlockSparsePattern | LearnedPattern]
+Patterns = Mapping[int, BlockSparsePattern | LearnedPattern | AdaptivePattern]
 
 _active: WeakKeyDictionary[torch.nn.Module, _Recorder | _Observer | Patterns] = WeakKeyDictionary()
 """By attention layer, so that a backward pass on another thread, which computes again, finds it."""
@@ -141,16 +155,16 @@ def learned_patterns(
 
 
 def observe_model(
-    model: Any, patterns: Mapping[int, LearnedPattern], batches: Iterable[torch.Tensor]
+    model: Any, learners: Mapping[int, Learner], batches: Iterable[torch.Tensor]
 ) -> None:
-    """Run a model, attending everything, and show each layer's batches to its learned pattern.
+    """Run a model, attending everything, and show each layer's batches to its learner.
 
     Args:
         model: a Transformers model whose layers call its attention functions.
-        patterns: by layer index, for every layer.
-        batches: token ids ``[B, N]`` without padding, N the tokens that the patterns are for.
+        learners: by layer index, for every layer.
+        batches: token ids ``[B, N]`` without padding, N the tokens that the learners are for.
     """
-    with _attending(model, _Observer(patterns)), torch.no_grad():
+    with _attending(model, _Observer(learners)), torch.no_grad():
         for ids in batches:
             model(ids.to(model.device), use_cache=False)
 
@@ -232,7 +246,7 @@ def _attention(
         active.add(layer, q, k, v, scaling)
     else:
         chosen = active.get(layer)
-    if isinstance(chosen, LearnedPattern):
+    if isinstance(chosen, LearnedPattern | AdaptivePattern):
         return chosen.train(module.training)(q, k, v, scaling), None
     if chosen is not None:
         out = block_sparse_attention(q, k, v, chosen, causal=True, softmax_scale=scaling)

@@ -46,11 +46,6 @@ class Pruning:
         if self.pooled and self.diversity:
             raise ValueError(f"diversity: expected 0 where pooled, got {self.diversity}")
 
-    def fixed(self, visible: torch.Tensor) -> torch.Tensor:
-        """``[R, C]`` bool: the sinks and window among the visible blocks."""
-        none = torch.zeros(visible.shape, device=visible.device)
-        return fixed_blocks(none[None], visible[None], self.sinks, self.window)[0]
-
     def mask(
         self, importance: torch.Tensor, visible: torch.Tensor, sparsity: float
     ) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek_backend.patterns import BlockMass
+from sparsek_backend.patterns import BlockMass, BlockSparsePattern
 from sparsek_backend.patterns.training import (
     ImportanceTracker,
     Pruning,
@@ -92,7 +92,7 @@ def test_the_tracker_reduces_its_window(reduction: Any) -> None:
 def test_top_k_and_threshold_keep_sinks_and_window() -> None:
     visible = torch.ones(8, 8).tril().bool()
     mass = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(0)) * visible
-    fixed = Pruning(sinks=1, window=2).fixed(visible)
+    fixed = BlockSparsePattern.local((8, 8), 16, window=2, sinks=1).mask()[0]
     top = Pruning(sinks=1, window=2).mask(mass, visible, 0.25)
     assert top.sum((1, 2)).tolist() == [27] * 3
     assert not (fixed & ~top).any()
@@ -120,7 +120,7 @@ def test_a_pooled_budget_goes_where_the_mass_is() -> None:
     near, far = kept.sum((1, 2)).tolist()
     assert near + far == 2 * round(0.6 * 36)
     assert far > near
-    rest = visible & ~rule.fixed(visible)
+    rest = visible & ~BlockSparsePattern.local((8, 8), 16, window=1, sinks=1).mask()[0]
     dropped = torch.cat([m[rest & ~k] for m, k in zip(mass, kept, strict=True)])
     assert min(m[rest & k].min() for m, k in zip(mass, kept, strict=True)) >= dropped.max()
 
