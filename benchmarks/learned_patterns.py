@@ -5,8 +5,9 @@
 
 Patterns are learned from some texts, have as many blocks as a window with one block of sinks, and
 are judged on other texts.  ``attended`` is the share of the blocks under the diagonal.  A rule is
-``<measure>-<heads>[-pooled]``: what is measured, who shares a pattern, and whether the heads of a
-layer share one budget.
+``<measure>-<heads>[-pooled|-adaptive<K>]``: what is measured, who shares a pattern, and whether the
+heads of a layer share one budget, or each of K kinds of queries has its own pattern.  What adaptive
+patterns attend is counted while they are judged.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import csv
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from sparsek_backend.machine import choose_device, describe_machine
 from sparsek_backend.models import fetch_model, fetch_texts
 from sparsek_backend.patterns import BlockSparsePattern, attend_patterns
+from sparsek_backend.patterns.adaptive import AdaptiveLearner, AdaptivePattern
+from sparsek_backend.patterns.models import observe_model
 from sparsek_backend.patterns.tools.learning import learn_patterns
 from sparsek_backend.patterns.training import ImportanceOptions, Pruning
 
-Patterns = Mapping[int, BlockSparsePattern]
-RULES = ["mass-kv", "l2-kv", "mass-query-pooled", "l2-query-pooled"]
+Patterns = Mapping[int, BlockSparsePattern | AdaptivePattern]
+RULES = ["mass-kv", "l2-kv", "l2-query-pooled", "l2-kv-adaptive4"]
 
 
 def batches(tokenizer: Any, length: int, texts: slice, most: int) -> list[torch.Tensor]:
@@ -53,15 +56,25 @@ def perplexity(model: Any, data: list[torch.Tensor], patterns: Patterns | None) 
 
 def learned(
     model: Any, learn: list[torch.Tensor], block_size: int, sparsity: float, rule: str, samples: int
-) -> dict[int, BlockSparsePattern]:
+) -> Patterns:
     """Patterns by a rule, on the model's device."""
-    measure, heads, *pooled = rule.split("-")
+    measure, heads, *kind = rule.split("-")
+    options = ImportanceOptions(
+        measure=measure, samples=samples, reduction="mean", window=len(learn),  # type: ignore[arg-type]
+    )  # fmt: skip
+    config = model.config
+    if kind and kind[0].startswith("adaptive"):
+        count = {"kv": config.num_key_value_heads, "query": config.num_attention_heads, "all": 1}
+        learners = {
+            layer: AdaptiveLearner(count[heads], block_size, importance=options)
+            for layer in range(config.num_hidden_layers)
+        }
+        observe_model(model, learners, learn)
+        clusters = int(kind[0].removeprefix("adaptive"))
+        return {n: x.pattern(sparsity, clusters).to(model.device) for n, x in learners.items()}
     found = learn_patterns(
         model, learn, block_size=block_size, sparsity=sparsity, heads=heads,  # type: ignore[arg-type]
-        importance=ImportanceOptions(
-            measure=measure, samples=samples, reduction="mean", window=len(learn),  # type: ignore[arg-type]
-        ),
-        pruning=Pruning(pooled=bool(pooled)),
+        importance=options, pruning=Pruning(pooled="pooled" in kind),
     )  # fmt: skip
     return {layer: pattern.to(model.device) for layer, pattern in found.patterns.items()}
 
@@ -79,19 +92,42 @@ def rows(
     for window in options.windows:
         local = BlockSparsePattern.local((blocks, blocks), size, window=window, sinks=1)
         attended = local.num_blocks / visible
-        row = {**common, "attended": round(attended, 4)}
+        row: dict[str, object] = {**common, "attended": round(attended, 4)}
         same = dict.fromkeys(range(model.config.num_hidden_layers), local.to(model.device))
         found = perplexity(model, judge, same)
         yield {"patterns": f"sinks and a window of {window}", **row, "perplexity": found}
         for rule in options.rules:
             patterns = learned(model, learn, size, 1.0 - attended, rule, options.samples)
-            if options.figure is not None and (window, rule) == (
-                options.windows[0],
-                options.rules[0],
-            ):
-                patterns[len(patterns) // 2].show().savefig(options.figure, dpi=110)
-            found = perplexity(model, judge, patterns)
-            yield {"patterns": f"learned, {rule}", **row, "perplexity": found}
+            middle = patterns[len(patterns) // 2]
+            wanted = (window, rule) == (options.windows[0], options.rules[0])
+            if options.figure is not None and wanted and isinstance(middle, BlockSparsePattern):
+                middle.show().savefig(options.figure, dpi=110)
+            with counted(patterns) as listed:
+                row["perplexity"] = perplexity(model, judge, patterns)
+            row["attended"] = round(attended, 4)
+            if listed:
+                row["attended"] = round(sum(listed) / len(listed) / visible, 4)
+            yield {"patterns": f"learned, {rule}", **row}
+
+
+@contextmanager
+def counted(patterns: Patterns) -> Iterator[list[float]]:
+    """Blocks that adaptive patterns attend, a number for each layer and text."""
+    listed: list[float] = []
+    hooks = [
+        pattern.register_forward_pre_hook(
+            lambda module, inputs: listed.append(
+                module.mask(inputs[0]).sum((2, 3)).float().mean().item()
+            )
+        )
+        for pattern in patterns.values()
+        if isinstance(pattern, AdaptivePattern)
+    ]
+    try:
+        yield listed
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def toy(options: argparse.Namespace) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
