@@ -4,10 +4,10 @@
     python benchmarks/graph_attention.py --toy --json /tmp/toy.json         # a CPU, a minute
 
 The citation graph is generated: a stochastic block model of networkx with the nodes, classes and
-mean degree of Cora, and word vectors of Cora's size whose words depend on the class.  The large graph
-is ``--nodes`` nodes in a ring of communities, with nine of ten edges inside them and the others to a
-neighbouring one, under random numbers.  Times are of one layer, forward and backward, beside those
-of edge-by-edge attention (PyTorch Geometric's TransformerConv) where it is installed.
+mean degree of Cora, and word vectors of Cora's size whose words depend on the class.  The large
+graph is a ring of communities, with nine of ten edges inside them and the others to a neighbouring
+one, under random numbers.  Times are of one layer, forward and backward, beside edge-by-edge
+attention (PyTorch Geometric's TransformerConv) where that is installed.
 """
 
 from __future__ import annotations

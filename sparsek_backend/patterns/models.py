@@ -240,7 +240,7 @@ def _attention(
             f"{layer}; record q and k for learn_pattern, and call block_sparse_attention, in the "
             "model's own code"
         )
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = _autocast(*(x.transpose(1, 2) for x in (query, key, value)))
     chosen = None
     if isinstance(active, _Recorder | _Observer):
         active.add(layer, q, k, v, scaling)
@@ -255,6 +255,14 @@ def _attention(
         module, query, key, value, None, scaling=scaling, **kwargs | {"is_causal": True}
     )
     return dense
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors in autocast's dtype, which rotary embeddings leave queries and keys out of."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
 
 
 ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)

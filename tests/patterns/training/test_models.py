@@ -44,6 +44,19 @@ def test_a_model_is_pruned_while_it_trains() -> None:
     assert model(ids, labels=ids, use_cache=False).loss.item() != pytest.approx(pruned, rel=1e-6)
 
 
+def test_a_model_trains_under_autocast() -> None:
+    model, ids = tiny.make_model().train(), tiny.tokens(1, 48)
+    patterns = learned_patterns(model, 48, 16)
+    losses = []
+    with torch.autocast("cpu", torch.bfloat16):
+        losses.append(model(ids, labels=ids, use_cache=False).loss)
+        with attend_patterns(model, patterns):
+            losses.append(model(ids, labels=ids, use_cache=False).loss)
+    losses[1].backward()
+    assert losses[1].item() == pytest.approx(losses[0].item(), abs=0.02)
+    assert model.model.layers[0].self_attn.q_proj.weight.grad.isfinite().all()
+
+
 def test_the_trainer_steps_the_scheduler(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed; the Trainer needs it")
     from transformers import Trainer, TrainingArguments
