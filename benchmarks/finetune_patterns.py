@@ -3,9 +3,9 @@
     python benchmarks/finetune_patterns.py --json finetune_patterns.json     # SmolLM2 on a GPU
     python benchmarks/finetune_patterns.py --toy --json /tmp/toy.json        # seconds on a CPU
 
-Both runs see the same batches.  Reported are the mean losses of the last tenth of the steps, losses on
-held-out texts, and the largest rise of the loss in the steps after a pruning, over the mean of the
-ten steps before it.
+Both runs see the same batches.  Reported are the mean losses of the last tenth of the steps, losses
+on held-out texts, and the largest rise of the loss in the steps after a pruning, over the mean of
+the ten steps before it.
 """
 
 from __future__ import annotations
@@ -70,9 +70,8 @@ def train(options: argparse.Namespace, *, sparse: bool) -> dict[str, Any]:
     scheduler = PatternScheduler(patterns.values(), schedule, Pruning(pooled=True))
     optimiser = torch.optim.AdamW(model.parameters(), lr=options.lr)
     losses, pruned = [], []
-    cast = (
-        torch.autocast("cuda", torch.bfloat16) if options.device.type == "cuda" else nullcontext()
-    )
+    on_gpu = options.device.type == "cuda"
+    cast = torch.autocast("cuda", torch.bfloat16, enabled=on_gpu)
     with attend_patterns(model, patterns) if sparse else nullcontext(), cast:
         model.train()
         for step in range(options.steps):
