@@ -4,10 +4,11 @@
     python benchmarks/learned_patterns.py --toy --csv /tmp/toy.csv       # seconds, random weights
 
 Patterns are learned from some texts, have as many blocks as a window with one block of sinks, and
-are judged on other texts.  ``attended`` is the share of the blocks under the diagonal.  A rule is
-``<measure>-<heads>[-pooled|-adaptive<K>]``: what is measured, who shares a pattern, and whether the
-heads of a layer share one budget, or each of K kinds of queries has its own pattern.  What adaptive
-patterns attend is counted while they are judged.
+are judged on other texts.  ``attended`` is the share of the blocks under the diagonal; of adaptive
+patterns it is counted while they are judged.
+
+A rule is ``<measure>-<heads>[-pooled][-adaptive<K>]``: what is measured, who shares a pattern,
+whether the heads of a layer share one budget, and whether each of K kinds of queries has its own.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from sparsek_backend.patterns.tools.learning import learn_patterns
 from sparsek_backend.patterns.training import ImportanceOptions, Pruning
 
 Patterns = Mapping[int, BlockSparsePattern | AdaptivePattern]
-RULES = ["mass-kv", "l2-kv", "l2-query-pooled", "l2-kv-adaptive4"]
+RULES = ["mass-kv", "l2-kv", "l2-query-pooled", "l2-query-pooled-adaptive4"]
 
 
 def batches(tokenizer: Any, length: int, texts: slice, most: int) -> list[torch.Tensor]:
@@ -63,15 +64,19 @@ def learned(
         measure=measure, samples=samples, reduction="mean", window=len(learn),  # type: ignore[arg-type]
     )  # fmt: skip
     config = model.config
-    if kind and kind[0].startswith("adaptive"):
+    kinds = [int(x.removeprefix("adaptive")) for x in kind if x.startswith("adaptive")]
+    if kinds:
         count = {"kv": config.num_key_value_heads, "query": config.num_attention_heads, "all": 1}
         learners = {
             layer: AdaptiveLearner(count[heads], block_size, importance=options)
             for layer in range(config.num_hidden_layers)
         }
         observe_model(model, learners, learn)
-        clusters = int(kind[0].removeprefix("adaptive"))
-        return {n: x.pattern(sparsity, clusters).to(model.device) for n, x in learners.items()}
+        rule = Pruning(pooled="pooled" in kind)
+        return {
+            layer: learner.pattern(sparsity, kinds[0], pruning=rule).to(model.device)
+            for layer, learner in learners.items()
+        }
     found = learn_patterns(
         model, learn, block_size=block_size, sparsity=sparsity, heads=heads,  # type: ignore[arg-type]
         importance=options, pruning=Pruning(pooled="pooled" in kind),

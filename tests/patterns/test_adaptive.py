@@ -122,6 +122,20 @@ def test_indices_without_knowing_their_number() -> None:
         assert len(found[1]) == room
 
 
+def test_heads_may_share_a_budget() -> None:
+    """The second head looks at nothing in particular, so the first gets more blocks."""
+    found = AdaptiveLearner(2, SIZE, causal=False, importance=EXACT)
+    q, k, v = sequences(12, seed=0)
+    q[:, :, 1] *= 0.01
+    found.observe(q, k, v)
+    for pooled in (False, True):
+        rule = Pruning(sinks=0, window=1, pooled=pooled)
+        table = found.pattern(0.7, 2, pruning=rule).table
+        expected = table.float().mean((1, 2, 3))
+        assert expected.mean() < 0.35
+        assert (expected[0] > 1.3 * expected[1]) == pooled
+
+
 def test_sinks_and_window_are_in_every_cluster() -> None:
     pattern = learner(causal=True).pattern(0.6, 3, pruning=Pruning(sinks=1, window=2))
     fixed = BlockSparsePattern.local((BLOCKS, BLOCKS), SIZE, window=2, sinks=1).mask()[0]

@@ -80,7 +80,8 @@ class AdaptiveLearner:
         Args:
             sparsity: share of the visible blocks left out, on average over the sequences seen.
             clusters: K, kinds of queries of each pattern (k-means of scipy).
-            pruning: sinks and window, which stay in all clusters.
+            pruning: sinks and window, which stay in all clusters, and whether patterns are pooled;
+                nothing else is used.
             smoothing: sequences' worth of the mean over all clusters that is mixed into each, as
                 few sequences show each cluster in each row.
             seed: of the k-means.
@@ -95,18 +96,22 @@ class AdaptiveLearner:
             raise ValueError(f"smoothing: expected a number above 0, got {smoothing}")
         rule = pruning or Pruning()
         features, masses = torch.stack(self._features, 1), torch.stack(self._masses, 1)
-        centroids, table = [], []
+        centroids, weights, often = [], [], []
         for feature, mass in zip(features, masses, strict=True):  # [S, R, D], [S, R, C]
             centers, labels = _cluster(feature, clusters, seed)
             member = torch.nn.functional.one_hot(labels, clusters).float()  # [S, R, K]
             own = torch.einsum("srk,src->krc", member, mass)
             counts = member.sum(0).T[:, :, None]  # [K, R, 1]
-            mixed = (own + smoothing * mass.mean(0)) / (counts + smoothing)
-            often = member.mean((0, 1))  # [K]
             centroids.append(centers)
-            table.append(_chosen(mixed, often, self._visible, rule, sparsity))
+            weights.append((own + smoothing * mass.mean(0)) / (counts + smoothing))
+            often.append(member.mean((0, 1)))
+        # One budget for each pattern, or one for all of them.
+        groups = [slice(0, None)] if rule.pooled else [slice(p, p + 1) for p in range(len(often))]
+        mass, share = torch.stack(weights), torch.stack(often)  # [P, K, R, C], [P, K]
+        budget = (1.0 - sparsity) * int(self._visible.sum())
+        table = [_chosen(mass[g], share[g], self._visible, rule, budget) for g in groups]
         return AdaptivePattern(
-            torch.stack(centroids), torch.stack(table), self.block_size, causal=self.causal
+            torch.stack(centroids), torch.cat(table), self.block_size, causal=self.causal
         )
 
 
@@ -126,24 +131,24 @@ def _cluster(features: torch.Tensor, clusters: int, seed: int) -> tuple[torch.Te
 
 
 def _chosen(
-    mass: torch.Tensor, often: torch.Tensor, visible: torch.Tensor, rule: Pruning, sparsity: float
+    mass: torch.Tensor, often: torch.Tensor, visible: torch.Tensor, rule: Pruning, budget: float
 ) -> torch.Tensor:
-    """``[K, R, C]`` bool: the heaviest blocks, while their expected number is in the budget.
+    """``[P, K, R, C]`` bool: the heaviest blocks, while their expected number is in the budget.
 
     Args:
-        mass: ``[K, R, C]``.
-        often: ``[K]`` how often each cluster occurs, which is what a block of it costs.
+        mass: ``[P, K, R, C]``.
+        often: ``[P, K]`` how often each cluster occurs, which is what a block of it costs.
         visible: ``[R, C]`` bool.
         rule: sinks and window.
-        sparsity: share of the visible blocks to leave out.
+        budget: blocks of each of the P patterns, on average.
     """
     seen = visible.expand_as(mass)
-    fixed = fixed_blocks(mass, seen, rule.sinks, rule.window)
-    price = often[:, None, None].expand_as(mass)
-    left = (1.0 - sparsity) * int(visible.sum()) - float((price * fixed).sum())
-    weight = mass.masked_fill(~seen | fixed, float("-inf")).flatten()
+    fixed = fixed_blocks(mass.flatten(0, 1), seen.flatten(0, 1), rule.sinks, rule.window)
+    chosen = fixed.view_as(mass).clone()
+    price = often[:, :, None, None].expand_as(mass)
+    left = budget * len(mass) - float((price * chosen).sum())
+    weight = mass.masked_fill(~seen | chosen, float("-inf")).flatten()
     order = weight.argsort(descending=True, stable=True)
     within = price.flatten()[order].cumsum(0) <= left + 1e-4
-    chosen = fixed.clone()
     chosen.view(-1)[order[within & weight[order].isfinite()]] = True
     return chosen

@@ -94,7 +94,9 @@ class AdaptivePattern(torch.nn.Module):
         wide = [x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v)]
         scale = check_scale(softmax_scale, q.shape[3])
         indices = (crow, col, ccol, row)
-        out, _ = ops.block_sparse_fwd(*wide, *indices, self.block_size, self.causal, scale)
+        out: torch.Tensor = ops.block_sparse_fwd(
+            *wide, *indices, self.block_size, self.causal, scale
+        )[0]
         return out[0].unflatten(1, (batch, -1)).transpose(0, 1)
 
 
@@ -108,7 +110,7 @@ def block_features(q: torch.Tensor, block_size: int, num_patterns: int) -> torch
     """
     tokens = q.float().unflatten(2, (num_patterns, -1)).mean(3)  # [B, N, P, D]
     tokens = F.pad(tokens, (0, 0, 0, 0, 0, -q.shape[1] % block_size))
-    sums = tokens.unflatten(1, (-1, block_size)).sum(2)  # [B, R, P, D]
+    sums: torch.Tensor = tokens.unflatten(1, (-1, block_size)).sum(2)  # [B, R, P, D]
     first = torch.arange(0, q.shape[1], block_size, device=q.device)
     counts = (q.shape[1] - first).clamp(max=block_size)
     return (sums / counts[:, None, None]).transpose(1, 2)
