@@ -1,9 +1,14 @@
-"""Perplexity of SmolLM2 when every layer attends a learned pattern, or a window of the same size.
+"""Perplexity of a model when every layer attends a learned pattern, or a window of the same size.
 
     python benchmarks/learned_patterns.py --csv learned_patterns.csv --figure learned_patterns.png
+    python benchmarks/learned_patterns.py --toy --csv /tmp/toy.csv       # seconds, random weights
 
-Patterns are learned from some texts of ``sparsek_backend.models``, pruned to as many blocks as a
-window has, and judged on other texts.  ``attended`` is the share of the blocks under the diagonal.
+Patterns are learned from some texts, have as many blocks as a window with one block of sinks, and
+are judged on other texts.  ``attended`` is the share of the blocks under the diagonal; of adaptive
+patterns it is counted while they are judged.
+
+A rule is ``<measure>-<heads>[-pooled][-adaptive<K>]``: what is measured, who shares a pattern,
+whether the heads of a layer share one budget, and whether each of K kinds of queries has its own.
 """
 
 from __future__ import annotations
@@ -13,21 +18,23 @@ import csv
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from sparsek_backend.machine import choose_device, describe_machine
 from sparsek_backend.models import fetch_model, fetch_texts
-from sparsek_backend.patterns import (
-    BlockSparsePattern,
-    attend_patterns,
-    learn_model_patterns,
-)
+from sparsek_backend.patterns import BlockSparsePattern, attend_patterns
+from sparsek_backend.patterns.adaptive import AdaptiveLearner, AdaptivePattern
+from sparsek_backend.patterns.models import observe_model
+from sparsek_backend.patterns.tools.learning import learn_patterns
+from sparsek_backend.patterns.training import ImportanceOptions, Pruning
 
-Patterns = Mapping[int, BlockSparsePattern]
+Patterns = Mapping[int, BlockSparsePattern | AdaptivePattern]
+RULES = ["mass-kv", "l2-kv", "l2-query-pooled", "l2-query-pooled-adaptive4"]
 
 
 def batches(tokenizer: Any, length: int, texts: slice, most: int) -> list[torch.Tensor]:
@@ -41,60 +48,145 @@ def perplexity(model: Any, data: list[torch.Tensor], patterns: Patterns | None) 
     """Over all tokens of the data."""
     context = attend_patterns(model, patterns) if patterns is not None else nullcontext()
     with context, torch.no_grad():
-        losses = [model(ids, labels=ids, use_cache=False).loss.item() for ids in data]
+        losses = []
+        for ids in data:
+            ids = ids.to(model.device)
+            losses.append(model(ids, labels=ids, use_cache=False).loss.item())
     return math.exp(sum(losses) / len(losses))
 
 
+def learned(
+    model: Any, learn: list[torch.Tensor], block_size: int, sparsity: float, rule: str, samples: int
+) -> Patterns:
+    """Patterns by a rule, on the model's device."""
+    measure, heads, *kind = rule.split("-")
+    options = ImportanceOptions(
+        measure=measure, samples=samples, reduction="mean", window=len(learn),  # type: ignore[arg-type]
+    )  # fmt: skip
+    config = model.config
+    kinds = [int(x.removeprefix("adaptive")) for x in kind if x.startswith("adaptive")]
+    if kinds:
+        count = {"kv": config.num_key_value_heads, "query": config.num_attention_heads, "all": 1}
+        learners = {
+            layer: AdaptiveLearner(count[heads], block_size, importance=options)
+            for layer in range(config.num_hidden_layers)
+        }
+        observe_model(model, learners, learn)
+        rule = Pruning(pooled="pooled" in kind)
+        return {
+            layer: learner.pattern(sparsity, kinds[0], pruning=rule).to(model.device)
+            for layer, learner in learners.items()
+        }
+    found = learn_patterns(
+        model, learn, block_size=block_size, sparsity=sparsity, heads=heads,  # type: ignore[arg-type]
+        importance=options, pruning=Pruning(pooled="pooled" in kind),
+    )  # fmt: skip
+    return {layer: pattern.to(model.device) for layer, pattern in found.patterns.items()}
+
+
 def rows(
-    model: Any,
-    learn: list[torch.Tensor],
-    judge: list[torch.Tensor],
-    block_size: int,
-    windows: list[int],
-    figure: Path | None,
+    model: Any, learn: list[torch.Tensor], judge: list[torch.Tensor], options: argparse.Namespace
 ) -> Iterator[dict[str, object]]:
     """A row per pattern; the figure is of the middle layer at the size of the first window."""
-    common = {"tokens": judge[0].shape[1], "block_size": block_size, "texts": len(judge)}
+    size = options.block_size
+    common = {"tokens": judge[0].shape[1], "block_size": size, "texts": len(judge)}
     dense = perplexity(model, judge, None)
     yield {"patterns": "dense", **common, "attended": 1.0, "perplexity": dense}
-    everything = learn_model_patterns(model, learn, block_size=block_size, share=1.0)
-    shape = everything[0].shape
-    for window in windows:
-        local = BlockSparsePattern.local(shape, block_size, window=window, sinks=1)
-        pruned = {i: p.prune(density=local.density) for i, p in everything.items()}
-        if figure is not None and window == windows[0]:
-            pruned[len(pruned) // 2].show().savefig(figure, dpi=110)
-        attended = round(local.num_blocks / (shape[0] * (shape[0] + 1) / 2), 4)
-        same = dict.fromkeys(everything, local)
-        for name, patterns in ((f"sinks and a window of {window}", same), ("learned", pruned)):
-            found = perplexity(model, judge, patterns)
-            yield {"patterns": name, **common, "attended": attended, "perplexity": found}
+    blocks = -(-judge[0].shape[1] // size)
+    visible = blocks * (blocks + 1) / 2
+    for window in options.windows:
+        local = BlockSparsePattern.local((blocks, blocks), size, window=window, sinks=1)
+        attended = local.num_blocks / visible
+        row: dict[str, object] = {**common, "attended": round(attended, 4)}
+        same = dict.fromkeys(range(model.config.num_hidden_layers), local.to(model.device))
+        found = perplexity(model, judge, same)
+        yield {"patterns": f"sinks and a window of {window}", **row, "perplexity": found}
+        for rule in options.rules:
+            patterns = learned(model, learn, size, 1.0 - attended, rule, options.samples)
+            middle = patterns[len(patterns) // 2]
+            wanted = (window, rule) == (options.windows[0], options.rules[0])
+            if options.figure is not None and wanted and isinstance(middle, BlockSparsePattern):
+                middle.show().savefig(options.figure, dpi=110)
+            with counted(patterns) as listed:
+                row["perplexity"] = perplexity(model, judge, patterns)
+            row["attended"] = round(attended, 4)
+            if listed:
+                row["attended"] = round(sum(listed) / len(listed) / visible, 4)
+            yield {"patterns": f"learned, {rule}", **row}
+
+
+@contextmanager
+def counted(patterns: Patterns) -> Iterator[list[float]]:
+    """Blocks that adaptive patterns attend, a number for each layer and text."""
+    listed: list[float] = []
+    hooks = [
+        pattern.register_forward_pre_hook(
+            lambda module, inputs: listed.append(
+                module.mask(inputs[0]).sum((2, 3)).float().mean().item()
+            )
+        )
+        for pattern in patterns.values()
+        if isinstance(pattern, AdaptivePattern)
+    ]
+    try:
+        yield listed
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def toy(options: argparse.Namespace) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
+    """A small random model and random texts: that the script runs, not what it finds."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
+    )  # fmt: skip
+    texts = [torch.randint(97, (1, options.tokens)) for _ in range(options.learn + options.judge)]
+    return LlamaForCausalLM(config), texts[: options.learn], texts[options.learn :]
 
 
 def main() -> int:
     """Learn, judge, print a line per pattern and write them to a CSV."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--windows", type=int, nargs="+", default=[4, 8], help="in blocks")
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder; SmolLM2 by default")
+    parser.add_argument("--toy", action="store_true", help="a random model of two layers")
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--block-size", type=int)
+    parser.add_argument("--windows", type=int, nargs="+", default=[2, 5], help="in blocks")
+    parser.add_argument("--rules", nargs="+", default=RULES)
+    parser.add_argument("--samples", type=int, default=16, help="queries of each block")
     parser.add_argument("--learn", type=int, default=4, help="texts to learn from")
     parser.add_argument("--judge", type=int, default=4, help="texts to judge on")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--commit", default="", help="recorded where there is no git")
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--figure", type=Path, help="where to draw the patterns of a layer")
-    arguments = parser.parse_args()
-    folder = fetch_model()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    learn = batches(tokenizer, arguments.tokens, slice(0, None, 2), arguments.learn)
-    judge = batches(tokenizer, arguments.tokens, slice(1, None, 2), arguments.judge)
+    options = parser.parse_args()
+    options.tokens = options.tokens or (256 if options.toy else 2048)
+    options.block_size = options.block_size or (16 if options.toy else 64)
+    device = choose_device(options.device)
+    if options.toy:
+        model, learn, judge = toy(options)
+    else:
+        folder = options.model or fetch_model()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        learn = batches(tokenizer, options.tokens, slice(0, None, 2), options.learn)
+        judge = batches(tokenizer, options.tokens, slice(1, None, 2), options.judge)
     if not learn or not judge:
-        parser.error(f"--tokens: too few texts have {arguments.tokens} tokens")
-    with arguments.csv.open("w", newline="", encoding="utf-8") as file:
+        parser.error(f"--tokens: too few texts have {options.tokens} tokens")
+    model = model.to(device).eval()
+    machine = describe_machine(device, options.commit)
+    name = "toy" if options.toy else Path(folder).name
+    where = {"model": name, "gpu": machine.gpu, "torch": machine.torch, "commit": machine.commit}
+    with options.csv.open("w", newline="", encoding="utf-8") as file:
         writer = None
-        sizes = (arguments.block_size, arguments.windows, arguments.figure)
-        for row in rows(model, learn, judge, *sizes):
+        for row in rows(model, learn, judge, options):
             row["perplexity"] = round(float(str(row["perplexity"])), 3)
             print(row, flush=True)
+            row |= where
             writer = writer or csv.DictWriter(file, list(row))
             if file.tell() == 0:
                 writer.writeheader()

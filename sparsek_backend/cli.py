@@ -1,4 +1,7 @@
-"""`sparsek`: doctor, model, eval, bench, train-demo. Heavy imports happen inside the commands."""
+"""`sparsek`: doctor, model, eval, bench, patterns, train-demo.
+
+Heavy imports happen inside the commands.
+"""
 
 from __future__ import annotations
 
@@ -84,6 +87,12 @@ def evaluate(context: typer.Context) -> None:
 def bench(context: typer.Context) -> None:
     """Benchmark kernels and serving, compare and plot results."""
     _delegate("sparsek_backend.bench.cli", "bench", "bench", context.args)
+
+
+@app.command("patterns", context_settings=_PASS_THROUGH)
+def patterns(context: typer.Context) -> None:
+    """Learn, show, measure and convert block-sparse patterns."""
+    _delegate("sparsek_backend.patterns.tools.cli", "patterns", "patterns", context.args)
 
 
 @app.command("train-demo", context_settings=_PASS_THROUGH)

@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from sparsek_backend.patterns.pattern import BlockSparsePattern, check_count
+from sparsek_backend.patterns.entries import check_count, check_share
+from sparsek_backend.patterns.pattern import BlockSparsePattern
 from sparsek_backend.patterns.ranking import blocks_holding, fixed_blocks
 from sparsek_kernels.block_sparse.structure import check_block_size
 from sparsek_kernels.checks import check_heads, check_tensor
@@ -112,8 +113,7 @@ class BlockMass:
             TypeError: ``sinks`` or ``window`` is no integer.
             ValueError: an argument out of range, or no samples.
         """
-        if not 0.0 < share <= 1.0:
-            raise ValueError(f"share: expected a number above 0 and up to 1, got {share}")
+        check_share("share", share)
         if scope not in ("row", "head"):
             raise ValueError(f"scope: expected 'row' or 'head', got {scope!r}")
         check_count("sinks", sinks, 0)

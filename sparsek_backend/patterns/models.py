@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 
+from sparsek_backend.patterns.adaptive import AdaptivePattern
 from sparsek_backend.patterns.learn import BlockMass, Heads, Scope
 from sparsek_backend.patterns.pattern import BlockSparsePattern
+from sparsek_backend.patterns.training.learned import ImportanceOptions, LearnedPattern
 from sparsek_backend.transformers_op.mask import LazyMask, sparsek_mask
 from sparsek_backend.transformers_op.visibility import Visibility
 from sparsek_kernels import block_sparse_attention
@@ -30,6 +32,19 @@ _UNSERVED = {
 """What Transformers passes to layers that are more than plain causal attention."""
 
 
+class Learner(Protocol):
+    """What watches a layer: a :class:`LearnedPattern` or an :class:`AdaptiveLearner`."""
+
+    def observe(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float | None = None,
+    ) -> None:
+        """Count ``q [B, N, Hq, D]``, ``k`` and ``v [B, N, Hkv, D]``."""
+
+
 class _Recorder:
     """Counts the mass of every layer; each attends everything."""
 
@@ -37,14 +52,32 @@ class _Recorder:
         self.block_size = block_size
         self.masses: dict[int, BlockMass] = {}
 
-    def add(self, layer: int, q: torch.Tensor, k: torch.Tensor, scale: float | None) -> None:
+    def add(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+    ) -> None:
         """Count queries ``[B, N, Hq, D]`` and keys ``[B, N, Hkv, D]`` of a layer."""
         if layer not in self.masses:
             self.masses[layer] = BlockMass(self.block_size, softmax_scale=scale)
         self.masses[layer].add(q, k)
 
 
-_active: ContextVar[_Recorder | Mapping[int, BlockSparsePattern]] = ContextVar("_active")
+class _Observer:
+    """Shows every layer's batches to its learner; each attends everything."""
+
+    def __init__(self, learners: Mapping[int, Learner]) -> None:
+        self.learners = learners
+
+    def add(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+    ) -> None:
+        """Count queries ``[B, N, Hq, D]``, keys and values ``[B, N, Hkv, D]`` of a layer."""
+        self.learners[layer].observe(q, k, v, scale)
+
+
+Patterns = Mapping[int, BlockSparsePattern | LearnedPattern | AdaptivePattern]
+
+_active: WeakKeyDictionary[torch.nn.Module, _Recorder | _Observer | Patterns] = WeakKeyDictionary()
+"""By attention layer, so that a backward pass on another thread, which computes again, finds it."""
 
 
 def learn_model_patterns(
@@ -88,14 +121,63 @@ def learn_model_patterns(
     }
 
 
+def learned_patterns(
+    model: Any,
+    num_tokens: int,
+    block_size: int,
+    *,
+    heads: Heads = "kv",
+    importance: ImportanceOptions | None = None,
+    gates: bool = False,
+) -> dict[int, LearnedPattern]:
+    """A pattern for every layer of a causal Transformers model, to be learned while it trains.
+
+    Args:
+        model: a Transformers model whose layers call its attention functions.
+        num_tokens: tokens of the longest text.
+        block_size: tokens along a side of a block.
+        heads: who shares a pattern; see :class:`LearnedPattern` for this, ``importance`` and
+            ``gates``.
+
+    Returns:
+        By layer index, on the model's device; train inside ``attend_patterns(model, patterns)``.
+    """
+    config = model.config.get_text_config()
+    num_heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    return {
+        layer: LearnedPattern(
+            num_heads, kv_heads, num_tokens, block_size,
+            heads=heads, importance=importance, gates=gates,
+        ).to(model.device)
+        for layer in range(config.num_hidden_layers)
+    }  # fmt: skip
+
+
+def observe_model(
+    model: Any, learners: Mapping[int, Learner], batches: Iterable[torch.Tensor]
+) -> None:
+    """Run a model, attending everything, and show each layer's batches to its learner.
+
+    Args:
+        model: a Transformers model whose layers call its attention functions.
+        learners: by layer index, for every layer.
+        batches: token ids ``[B, N]`` without padding, N the tokens that the learners are for.
+    """
+    with _attending(model, _Observer(learners)), torch.no_grad():
+        for ids in batches:
+            model(ids.to(model.device), use_cache=False)
+
+
 @contextmanager
-def attend_patterns(model: Any, patterns: Mapping[int, BlockSparsePattern]) -> Iterator[None]:
+def attend_patterns(model: Any, patterns: Patterns) -> Iterator[None]:
     """Within the block, the model's layers attend their patterns alone; differentiable.
 
     Args:
         model: a Transformers model whose layers call its attention functions; run it on whole
             sequences without padding (``use_cache=False``).
         patterns: by layer index, on the model's device; layers without one attend everything.
+            A :class:`LearnedPattern` watches while its layer is in training mode.
 
     Raises:
         NotImplementedError: a layer that is not plain causal attention over whole sequences (as
@@ -107,15 +189,19 @@ def attend_patterns(model: Any, patterns: Mapping[int, BlockSparsePattern]) -> I
 
 
 @contextmanager
-def _attending(model: Any, active: _Recorder | Mapping[int, BlockSparsePattern]) -> Iterator[None]:
+def _attending(model: Any, active: _Recorder | _Observer | Patterns) -> Iterator[None]:
     before = model.config._attn_implementation
-    token = _active.set(active)
+    layers = [m for m in model.modules() if hasattr(m, "layer_idx")]
+    outer = {layer: _active[layer] for layer in layers if layer in _active}
+    _active.update(dict.fromkeys(layers, active))
     model.set_attn_implementation(_NAME)
     try:
         yield
     finally:
         model.set_attn_implementation(before)
-        _active.reset(token)
+        for layer in layers:
+            del _active[layer]
+        _active.update(outer)
 
 
 def _attention(
@@ -128,8 +214,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function: query ``[B, Hq, N, D]``, key and value ``[B, Hkv, N, D]``."""
-    active, layer = _active.get(), int(module.layer_idx)  # type: ignore[arg-type]
-    executed = not isinstance(active, _Recorder) and layer in active
+    active, layer = _active[module], int(module.layer_idx)  # type: ignore[arg-type]
+    executed = not isinstance(active, _Recorder | _Observer) and layer in active
     causal = kwargs.get("is_causal")
     rule = Visibility(causal=getattr(module, "is_causal", True) if causal is None else causal)
     if isinstance(attention_mask, LazyMask):
@@ -154,16 +240,29 @@ def _attention(
             f"{layer}; record q and k for learn_pattern, and call block_sparse_attention, in the "
             "model's own code"
         )
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if isinstance(active, _Recorder):
-        active.add(layer, q, k, scaling)
-    elif layer in active:
-        out = block_sparse_attention(q, k, v, active[layer], causal=True, softmax_scale=scaling)
+    q, k, v = _autocast(*(x.transpose(1, 2) for x in (query, key, value)))
+    chosen = None
+    if isinstance(active, _Recorder | _Observer):
+        active.add(layer, q, k, v, scaling)
+    else:
+        chosen = active.get(layer)
+    if isinstance(chosen, LearnedPattern | AdaptivePattern):
+        return chosen.train(module.training)(q, k, v, scaling), None
+    if chosen is not None:
+        out = block_sparse_attention(q, k, v, chosen, causal=True, softmax_scale=scaling)
         return cast(torch.Tensor, out), None
     dense: tuple[torch.Tensor, None] = sdpa_attention_forward(
         module, query, key, value, None, scaling=scaling, **kwargs | {"is_causal": True}
     )
     return dense
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors in autocast's dtype, which rotary embeddings leave queries and keys out of."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
 
 
 ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)

@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparsek_backend.patterns import storage
+from sparsek_backend.patterns.entries import (
+    block_grid,
+    check_count,
+    check_shape,
+    indices_of_entries,
+    pairs_within,
+    places_of_matrix,
+)
 from sparsek_backend.patterns.ranking import fixed_blocks, heaviest_blocks
-from sparsek_kernels.block_sparse.structure import MAX_BLOCKS, BlockStructure, indices_of_mask
+from sparsek_kernels.block_sparse.structure import BlockStructure, indices_of_mask
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,8 +113,8 @@ class BlockSparsePattern(BlockStructure):
         matrices = list(matrix) if isinstance(matrix, list | tuple) else [matrix]
         if not matrices:
             raise ValueError("matrix: expected at least one scipy sparse matrix, got none")
-        masks = []
-        for item in matrices:
+        places, shapes = [], []
+        for pattern, item in enumerate(matrices):
             if not hasattr(item, "tocsr"):
                 raise TypeError(
                     f"matrix: expected a scipy sparse matrix, got {type(item).__name__}"
@@ -117,13 +125,15 @@ class BlockSparsePattern(BlockStructure):
                     wanted = "square blocks" if block_size is None else f"blocks of {block_size}"
                     raise ValueError(f"matrix: expected {wanted}, got BSR blocks of {sides}")
                 block_size = int(sides[0])
-            masks.append(_marked(item, sides))
+            place = places_of_matrix(item, sides)
+            places.append(torch.cat([torch.full_like(place[:1], pattern), place]))
+            shapes.append((int(item.shape[0]) // sides[0], int(item.shape[1]) // sides[1]))
         if block_size is None:
             raise ValueError("block_size: expected an int for a matrix without blocks, got None")
-        shapes = [list(mask.shape) for mask in masks]
         if any(shape != shapes[0] for shape in shapes):
             raise ValueError(f"matrix: expected blocks of one shape, got {shapes}")
-        return cls.from_mask(torch.stack(masks), block_size)
+        indices = indices_of_entries(torch.cat(places, 1), len(places), shapes[0])
+        return cls(block_size, shapes[0], *indices)
 
     @classmethod
     def from_edges(
@@ -131,6 +141,8 @@ class BlockSparsePattern(BlockStructure):
         edges: Iterable[tuple[int, int]] | torch.Tensor,
         shape: tuple[int, int],
         block_size: int,
+        *,
+        weights: torch.Tensor | None = None,
     ) -> BlockSparsePattern:
         """One pattern of ``(query block, key block)`` pairs, in any order; repeats count once.
 
@@ -138,22 +150,21 @@ class BlockSparsePattern(BlockStructure):
             edges: the pairs, or an integer tensor ``[edges, 2]``.
             shape: ``(R, C)``, query and key blocks.
             block_size: tokens along a side of a block.
+            weights: ``[edges]``, the weight of each; weights of repeats are added.
 
         Raises:
-            ValueError: an edge is no pair of blocks of the grid.
+            ValueError: an edge is no pair of blocks of the grid, or there are other weights than
+                one for each.
         """
-        rows, cols = _check_shape(shape)
-        pairs = edges if isinstance(edges, torch.Tensor) else list(edges)
-        mask = torch.zeros(rows, cols, dtype=torch.bool)
-        if len(pairs):
-            index = _pairs(pairs)
-            if index is None or index.lt(0).any() or index.ge(torch.tensor([rows, cols])).any():
-                raise ValueError(
-                    f"edges: expected pairs of blocks within {rows} x {cols}, "
-                    f"got {pairs[:4]}{' ...' if len(pairs) > 4 else ''}"
-                )
-            mask[index[:, 0], index[:, 1]] = True
-        return cls.from_mask(mask, block_size)
+        shape = check_shape(shape)
+        pairs = pairs_within(edges, shape)
+        if weights is not None and weights.shape != pairs.shape[1:]:
+            raise ValueError(
+                f"weights: expected one for each of {pairs.shape[1]} edges, "
+                f"got shape {list(weights.shape)}"
+            )
+        places = torch.cat([torch.zeros_like(pairs[:1]), pairs])
+        return cls(block_size, shape, *indices_of_entries(places, 1, shape, weights))
 
     @classmethod
     def from_graph(
@@ -201,7 +212,7 @@ class BlockSparsePattern(BlockStructure):
         """
         check_count("window", window, 1)
         check_count("sinks", sinks, 0)
-        row, col = _grid(shape)
+        row, col = block_grid(shape)
         return cls.from_mask((col <= row) & ((col > row - window) | (col < sinks)), block_size)
 
     @classmethod
@@ -217,7 +228,7 @@ class BlockSparsePattern(BlockStructure):
         """
         check_count("stride", stride, 1)
         check_count("window", window, 1)
-        row, col = _grid(shape)
+        row, col = block_grid(shape)
         far = (row - col) % stride == 0
         return cls.from_mask((col <= row) & (far | (col > row - window)), block_size)
 
@@ -230,15 +241,25 @@ class BlockSparsePattern(BlockStructure):
             ValueError: the file is missing, damaged, no pattern, or of a later version; the message
                 names the file and the field.
         """
-        fields, expected = storage.read(Path(path))
+        return cls.of_file(path, *storage.read(Path(path))).to(device)
+
+    @classmethod
+    def of_file(
+        cls, path: str | Path, fields: dict[str, Any], digest: str | None
+    ) -> BlockSparsePattern:
+        """The pattern of the fields of a file, checked, also against its digest if it has one.
+
+        Raises:
+            ValueError: fields that make no pattern, or another digest.
+        """
         try:
             pattern = cls(**fields)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{error} in {path}") from error
-        found = storage.digest(pattern._tensors(), pattern.block_size, pattern.shape)
-        if expected not in (None, found):
-            raise ValueError(f"sha256: expected {found} of what it holds, got {expected} in {path}")
-        return pattern.to(device)
+        found = storage.digest(pattern.tensors(), pattern.block_size, pattern.shape)
+        if digest not in (None, found):
+            raise ValueError(f"sha256: expected {found} of what it holds, got {digest} in {path}")
+        return pattern
 
     def save(self, path: str | Path) -> None:
         """Write the pattern to a safetensors file.
@@ -247,7 +268,7 @@ class BlockSparsePattern(BlockStructure):
             ImportError: safetensors is missing; the message has the install command.
             ValueError: more than 2^26 key blocks, those of all patterns together.
         """
-        storage.write(Path(path), self._tensors(), self.block_size, self.shape)
+        storage.write(Path(path), self.tensors(), self.block_size, self.shape)
 
     @property
     def density(self) -> float:
@@ -264,9 +285,17 @@ class BlockSparsePattern(BlockStructure):
         Raises:
             ValueError: the pattern has no weights.
         """
+        return self._dense(self.mass_of_entries())
+
+    def mass_of_entries(self) -> torch.Tensor:
+        """The weights, ``[nnz]`` fp32, in the order of ``places()``.
+
+        Raises:
+            ValueError: the pattern has no weights.
+        """
         if self.weights is None:
             raise ValueError("weights: expected a learned pattern, got one without weights")
-        return self._dense(self.weights)
+        return self.weights
 
     def prune(self, *, density: float, sinks: int = 1, window: int = 1) -> BlockSparsePattern:
         """Keep the heaviest blocks of each pattern.
@@ -321,6 +350,29 @@ class BlockSparsePattern(BlockStructure):
             mass = torch.maximum(self.mass(), other.mass())
         return self.from_mask(self.mask() | other.mask(), self.block_size, mass=mass)
 
+    def crop(self, shape: tuple[int, int]) -> BlockSparsePattern:
+        """The first ``shape`` query and key blocks, for shorter inputs.
+
+        Raises:
+            ValueError: more blocks than the pattern has.
+        """
+        if shape == self.shape:
+            return self
+        rows, cols = check_shape(shape)
+        if rows > self.shape[0] or cols > self.shape[1]:
+            raise ValueError(f"shape: expected at most {self.shape} blocks, got {shape}")
+        places = self.places()
+        kept = (places[1] < rows) & (places[2] < cols)
+        weights = None if self.weights is None else self.weights[kept]
+        indices = indices_of_entries(places[:, kept], self.num_patterns, shape, weights)
+        return BlockSparsePattern(self.block_size, shape, *indices)
+
+    def places(self) -> torch.Tensor:
+        """``[3, nnz]`` int64: pattern, query block and key block of every listed block."""
+        line = torch.repeat_interleave(self.crow_indices.diff(dim=1).flatten().long())
+        rows = max(self.shape[0], 1)
+        return torch.stack([line // rows, line % rows, self.col_indices.long()])
+
     def to(self, device: torch.device | str) -> BlockSparsePattern:
         """The pattern on ``device``; itself where it is there already."""
         target = torch.empty(0, device=device).device
@@ -361,58 +413,13 @@ class BlockSparsePattern(BlockStructure):
         yield "learned", self.weights is not None
         yield "device", str(self.device)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         """What a file holds."""
         tensors = {"crow_indices": self.crow_indices, "col_indices": self.col_indices}
         return tensors if self.weights is None else {**tensors, "weights": self.weights}
 
     def _dense(self, values: torch.Tensor) -> torch.Tensor:
         """``[P, R, C]`` with a value at every listed block, 0 elsewhere."""
-        dense = values.new_zeros(self.num_patterns * self.shape[0], self.shape[1])
-        rows = torch.repeat_interleave(self.crow_indices.diff(dim=1).flatten())
-        dense[rows, self.col_indices.long()] = values
-        return dense.view(self.num_patterns, *self.shape)
-
-
-def _marked(matrix: Any, sides: tuple[int, int]) -> torch.Tensor:
-    """Dense bool mask of the stored blocks (or entries) of a scipy sparse matrix."""
-    if sides == (1, 1):
-        matrix = matrix.tocsr()
-    rows, cols = (int(n) // side for n, side in zip(matrix.shape, sides, strict=True))
-    mask = torch.zeros(rows, cols, dtype=torch.bool)
-    counts = torch.as_tensor(matrix.indptr).diff()
-    mask[torch.repeat_interleave(counts), torch.as_tensor(matrix.indices).long()] = True
-    return mask
-
-
-def _pairs(pairs: Any) -> torch.Tensor | None:
-    """``[edges, 2]`` integers on the CPU, or ``None`` where they are no such pairs."""
-    try:
-        index = torch.as_tensor(pairs).cpu()
-    except (TypeError, ValueError):
-        return None
-    whole = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
-    return index.long() if whole and index.dim() == 2 and index.shape[1] == 2 else None
-
-
-def _check_shape(shape: Any) -> tuple[int, int]:
-    sizes = tuple(shape) if isinstance(shape, Sequence) else ()
-    if len(sizes) != 2 or any(type(n) is not int or not 0 <= n <= MAX_BLOCKS for n in sizes):
-        raise ValueError(
-            f"shape: expected (query blocks, key blocks), up to {MAX_BLOCKS} each, got {shape!r}"
-        )
-    return sizes
-
-
-def check_count(name: str, value: object, low: int) -> None:
-    """Raise unless ``value`` is an integer, at least ``low``."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    if value < low:
-        raise ValueError(f"{name}: expected an integer >= {low}, got {value}")
-
-
-def _grid(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Place of each query block among the key blocks ``[R, 1]``, and key blocks ``[1, C]``."""
-    rows, cols = _check_shape(shape)
-    return torch.arange(rows)[:, None] + (cols - rows), torch.arange(cols)[None, :]
+        dense = values.new_zeros(self.num_patterns, *self.shape)
+        dense[tuple(self.places())] = values
+        return dense

@@ -1,4 +1,7 @@
-"""Pattern files: safetensors with a format name, a version and a digest in the header."""
+"""Pattern files: safetensors with a format name, a version and digests in the header.
+
+A file holds one pattern, or one for each layer of a model.  Nothing in them is code.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from typing import Any
 import torch
 
 FORMAT = "sparsek.block_sparse_pattern"
+MODEL_FORMAT = "sparsek.model_patterns"
 VERSION = 1
 MAX_COLUMNS = 1 << 26
 """Key blocks of all patterns of a file: a damaged number must not claim all memory."""
 _SIZES = ("block_size", "num_rows", "num_cols")
-_HEADER = ("format", "version", *_SIZES, "sha256")
+_HEADER = ("format", "version", *_SIZES)
+_ABOUT = ("kind", "model", "sparsity")
 _DTYPES = {"crow_indices": torch.int32, "col_indices": torch.int32, "weights": torch.float32}
 _MAX_DIGITS = 18
 
@@ -29,15 +34,65 @@ def write(
     _, save_file = _safetensors()
     _check_columns(tensors["crow_indices"], shape[1], path)
     tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
-    header = {
-        "format": FORMAT,
-        "version": str(VERSION),
-        "block_size": str(block_size),
-        "num_rows": str(shape[0]),
-        "num_cols": str(shape[1]),
-        "sha256": digest(tensors, block_size, shape),
-    }
-    save_file(tensors, path, header)
+    header = {"format": FORMAT, **_sizes(block_size, shape)}
+    save_file(tensors, path, {**header, "sha256": digest(tensors, block_size, shape)})
+
+
+def write_layers(
+    path: Path,
+    layers: dict[int, dict[str, torch.Tensor]],
+    block_size: int,
+    shape: tuple[int, int],
+    about: dict[str, str],
+) -> None:
+    """Write the tensors of a model's layers, each with its digest.
+
+    Args:
+        layers: tensors by layer, of patterns of one block size and shape.
+        block_size: tokens along a side of a block.
+        shape: ``(R, C)``.
+        about: header fields: ``kind``, ``model`` and ``sparsity``.
+    """
+    _, save_file = _safetensors()
+    header = {"format": MODEL_FORMAT, **_sizes(block_size, shape), **about}
+    whole = {}
+    for layer, tensors in layers.items():
+        _check_columns(tensors["crow_indices"], shape[1], path)
+        own = {name: x.cpu().contiguous() for name, x in tensors.items()}
+        header[f"sha256.{layer}"] = digest(own, block_size, shape)
+        whole.update({f"{layer}.{name}": x for name, x in own.items()})
+    save_file(whole, path, header)
+
+
+def read_layers(path: Path) -> tuple[dict[int, tuple[dict[str, Any], str]], dict[str, str]]:
+    """The fields of each layer's pattern, yet to be checked, with its digest; and the header.
+
+    Raises:
+        ValueError: no safetensors file, another format or version, or a field that is missing,
+            unknown, of a wrong type or out of range.
+    """
+    header, tensors = _open(path, MODEL_FORMAT)
+    own: dict[int, dict[str, torch.Tensor]] = {}
+    for name, x in tensors.items():
+        number, _, field = name.partition(".")
+        own.setdefault(_number("layer", number, path), {})[field] = x
+    digests = {f"sha256.{layer}" for layer in own}
+    _check_names([*set(header) - {*_HEADER, *_ABOUT, *digests}], path)
+    for name in (*_ABOUT, *sorted(digests)):
+        if name not in header:
+            raise ValueError(f"{name}: expected a field of this name in {path}")
+    layers = {n: (_fields(header, x, path), header[f"sha256.{n}"]) for n, x in own.items()}
+    return layers, header
+
+
+def format_of(path: Path) -> str:
+    """The format that a file says it has; empty where it is no safetensors file."""
+    safe_open, _ = _safetensors()
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return str((file.metadata() or {}).get("format", ""))
+    except Exception:  # the library's own error type is no public name
+        return ""
 
 
 def read(path: Path) -> tuple[dict[str, Any], str | None]:
@@ -49,6 +104,22 @@ def read(path: Path) -> tuple[dict[str, Any], str | None]:
         ValueError: no safetensors file, another format or version, or a field that is missing,
             unknown, of a wrong type or out of range.
     """
+    header, tensors = _open(path, FORMAT)
+    _check_names([*set(header) - {*_HEADER, "sha256"}], path)
+    return _fields(header, tensors, path), header.get("sha256")
+
+
+def digest(tensors: dict[str, torch.Tensor], block_size: int, shape: tuple[int, int]) -> str:
+    """SHA-256 of a pattern: its sizes, and the names, sizes and bytes of its tensors (on a CPU)."""
+    total = hashlib.sha256(f"{block_size} {shape[0]} {shape[1]}".encode())
+    for name in sorted(tensors):
+        total.update(f" {name} {list(tensors[name].shape)} ".encode())
+        total.update(tensors[name].numpy().data)
+    return total.hexdigest()
+
+
+def _open(path: Path, format_name: str) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Header and tensors of a file of a format, in its present version."""
     safe_open, _ = _safetensors()
     if not path.is_file():
         reason = "is no file" if path.exists() else "does not exist"
@@ -59,29 +130,35 @@ def read(path: Path) -> tuple[dict[str, Any], str | None]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except Exception as error:  # the library's own error type is no public name
         raise ValueError(f"path: expected a safetensors file, got {path}: {error}") from error
-    if header.get("format") != FORMAT:
-        raise ValueError(f"format: expected {FORMAT!r}, got {header.get('format')!r} in {path}")
+    if header.get("format") != format_name:
+        raise ValueError(
+            f"format: expected {format_name!r}, got {header.get('format')!r} in {path}"
+        )
     if header.get("version") != str(VERSION):
         raise ValueError(f"version: expected {VERSION}, got {header.get('version')!r} in {path}")
-    for name in [*(set(header) - set(_HEADER)), *(set(tensors) - set(_DTYPES))]:
-        raise ValueError(f"{name}: expected no field of this name in {path}")
+    return header, tensors
+
+
+def _fields(header: dict[str, str], tensors: dict[str, torch.Tensor], path: Path) -> dict[str, Any]:
+    """The arguments of a pattern, of right types."""
+    _check_names([*set(tensors) - set(_DTYPES)], path)
     for name, dtype in _DTYPES.items():
         found = tensors[name].dtype if name in tensors else None
         if found != dtype and (name != "weights" or found is not None):
             raise ValueError(f"{name}: expected a tensor of {dtype}, got {found} in {path}")
     block_size, rows, columns = (_number(name, header.get(name, ""), path) for name in _SIZES)
     _check_columns(tensors["crow_indices"], columns, path)
-    fields = {"block_size": block_size, "shape": (rows, columns), "weights": None, **tensors}
-    return fields, header.get("sha256")
+    return {"block_size": block_size, "shape": (rows, columns), "weights": None, **tensors}
 
 
-def digest(tensors: dict[str, torch.Tensor], block_size: int, shape: tuple[int, int]) -> str:
-    """SHA-256 of a pattern: its sizes, and the names, sizes and bytes of its tensors (on a CPU)."""
-    total = hashlib.sha256(f"{block_size} {shape[0]} {shape[1]}".encode())
-    for name in sorted(tensors):
-        total.update(f" {name} {list(tensors[name].shape)} ".encode())
-        total.update(tensors[name].numpy().data)
-    return total.hexdigest()
+def _check_names(unknown: list[str], path: Path) -> None:
+    for name in unknown:
+        raise ValueError(f"{name}: expected no field of this name in {path}")
+
+
+def _sizes(block_size: int, shape: tuple[int, int]) -> dict[str, str]:
+    sizes = zip(_SIZES, (block_size, *shape), strict=True)
+    return {"version": str(VERSION), **{name: str(size) for name, size in sizes}}
 
 
 def _number(name: str, text: str, path: Path) -> int:

@@ -8,7 +8,7 @@ from math import prod
 import torch
 
 from sparsek_backend.patterns import BlockSparsePattern
-from sparsek_backend.patterns.pattern import check_count
+from sparsek_backend.patterns.entries import check_count
 from sparsek_backend.xformers_op.compat import attn_bias
 from sparsek_backend.xformers_op.dense import visible_keys
 

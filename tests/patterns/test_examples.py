@@ -14,23 +14,35 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "patterns.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
 
 
+IDS = ["learn and attend", "training", "graphs", "xformers"]
+NEEDS = {
+    "learn and attend": ("safetensors", "matplotlib"),
+    "training": (),
+    "graphs": ("scipy", "networkx"),
+    "xformers": ("xformers",),
+}
+
+
 def test_the_document_has_the_examples() -> None:
-    assert ["xformers" in code for code in EXAMPLES] == [False, True]
+    marks = ("learn_pattern(", "PatternScheduler(", "GraphAttention(", "xformers")
+    assert len(EXAMPLES) == len(marks)
+    assert all(mark in code for mark, code in zip(marks, EXAMPLES, strict=True))
 
 
-@pytest.mark.parametrize("code", EXAMPLES, ids=["learn and attend", "xformers"])
-def test_example_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("safetensors", "matplotlib", *(["xformers"] if "xformers" in code else [])):
+@pytest.mark.parametrize("name", IDS)
+def test_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in NEEDS[name]:
         pytest.importorskip(package)
+    code = EXAMPLES[IDS.index(name)]
     calls: list[str] = []
     _spy(monkeypatch, torch_path, "forward", calls)
     _spy(monkeypatch, torch_path, "backward", calls)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "patterns.md", "exec"), {"__name__": "example"})
-    backward = ["backward"] if "backward()" in code else []
-    assert calls == ["forward", *backward]
-    if backward:
+    assert calls[0] == "forward"
+    assert ("backward" in calls) == ("backward()" in code)
+    if name == "learn and attend":
         assert (tmp_path / "pattern.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,0 +1,136 @@
+"""Edges between nodes, and the blocks of a pattern that hold most of them.
+
+``edge_index`` follows PyTorch Geometric: ``[2, E]``, row 0 the source, row 1 the target.  A target
+attends its sources, so a target is a query and a source is a key.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from sparsek_backend.patterns.entries import check_count, check_share
+from sparsek_backend.patterns.pattern import BlockSparsePattern
+from sparsek_kernels.checks import check_tensor
+
+
+def edge_index_of(graph: Any) -> tuple[torch.Tensor, int]:
+    """``(edge_index [2, E] int64, nodes)`` of a networkx graph or a scipy sparse matrix.
+
+    Args:
+        graph: a networkx graph over the nodes ``0 .. n - 1``, an undirected edge counting both
+            ways; or a square scipy sparse matrix whose entry ``(i, j)`` is an edge from i to j.
+
+    Raises:
+        TypeError: neither of them.
+        ValueError: other nodes, or a matrix that is not square.
+    """
+    if hasattr(graph, "is_directed"):
+        import networkx
+
+        size = graph.number_of_nodes()
+        if set(graph.nodes) != set(range(size)):
+            raise ValueError(
+                f"graph: expected the nodes 0 to {size - 1}, got {list(graph.nodes)[:8]}"
+            )
+        graph = networkx.to_scipy_sparse_array(graph, nodelist=range(size), weight=None)
+    if not hasattr(graph, "tocoo"):
+        raise TypeError(
+            f"graph: expected a networkx graph or a scipy sparse matrix, got {type(graph).__name__}"
+        )
+    if graph.shape[0] != graph.shape[1]:
+        raise ValueError(f"graph: expected a square matrix, got shape {graph.shape}")
+    entries = graph.tocoo()
+    source, target = (torch.as_tensor(x, dtype=torch.int64) for x in (entries.row, entries.col))
+    return torch.stack([source, target]), int(graph.shape[0])
+
+
+def adjacency(edge_index: torch.Tensor, num_nodes: int) -> Any:
+    """A scipy CSR array ``[nodes, nodes]`` with the number of edges from i to j at ``(i, j)``.
+
+    Raises:
+        TypeError: ``edge_index`` is no int64 tensor.
+        ValueError: a wrong shape, or a node that does not exist.
+    """
+    from scipy import sparse
+
+    check_edges(edge_index, num_nodes)
+    source, target = edge_index.cpu().numpy()
+    ones = torch.ones(edge_index.shape[1], dtype=torch.float32).numpy()
+    return sparse.coo_array((ones, (source, target)), shape=(num_nodes, num_nodes)).tocsr()
+
+
+def check_edges(edge_index: torch.Tensor, num_nodes: int) -> None:
+    """Raise unless ``edge_index`` is ``[2, E]`` int64 of nodes ``0 .. num_nodes - 1``."""
+    check_count("num_nodes", num_nodes, 0)
+    check_tensor("edge_index", edge_index, (2, "E"), (torch.int64,))
+    if edge_index.numel():
+        low, high = (int(x) for x in edge_index.aminmax())
+        if low < 0 or high >= num_nodes:
+            raise ValueError(
+                f"edge_index: expected nodes from 0 to {num_nodes - 1}, got {low} to {high}"
+            )
+
+
+def places_in(order: torch.Tensor) -> torch.Tensor:
+    """``[N]``: the place of every node in an ``order [N]`` of nodes."""
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.shape[0], device=order.device)
+    return places
+
+
+def edge_pattern(
+    edge_index: torch.Tensor,
+    num_nodes: int,
+    block_size: int,
+    *,
+    density: float | None = None,
+    order: torch.Tensor | None = None,
+    least: int = 1,
+) -> BlockSparsePattern:
+    """The blocks that hold the most edges; every block's own is among them.
+
+    Edges are counted per block, which gives the weights.  Memory grows with edges and blocks
+    listed, never with the grid.
+
+    Args:
+        edge_index: ``[2, E]`` int64, from source to target; targets attend their sources.
+        num_nodes: N.
+        block_size: nodes along a side of a block.
+        density: most blocks, as a share of the grid; all blocks with an edge when ``None``.
+        order: ``[N]`` nodes in the order in which they are laid out; as numbered when ``None``.
+        least: edges that a block needs to be listed.
+
+    Raises:
+        ValueError: an argument out of range, or a density below one block for each row.
+    """
+    check_edges(edge_index, num_nodes)
+    check_count("least", least, 1)
+    rows = -(-num_nodes // block_size)
+    nodes = edge_index.cpu()
+    if order is not None:
+        check_tensor("order", order, (num_nodes,), (torch.int64,))
+        nodes = places_in(order.cpu())[nodes]
+    own = torch.arange(rows).expand(2, -1)
+    blocks = torch.cat([nodes.flip(0) // block_size, own], 1)  # query block, key block
+    edges = torch.ones(blocks.shape[1])
+    edges[nodes.shape[1] :] = 0.0
+    pattern = BlockSparsePattern.from_edges(blocks.T, (rows, rows), block_size, weights=edges)
+    most = rows * rows
+    if density is not None:
+        check_share("density", density)
+        most = math.floor(density * rows * rows + 1e-6)
+        if most < rows:
+            raise ValueError(
+                f"density: expected at least {1 / max(rows, 1):.4g}, a block for each row, "
+                f"got {density}"
+            )
+    places, counts = pattern.places()[1:], pattern.mass_of_entries()
+    rank = counts.masked_fill(places[0] == places[1], float("inf"))
+    kept = rank.argsort(descending=True, stable=True)[:most]
+    kept = kept[rank[kept] >= least]
+    return BlockSparsePattern.from_edges(
+        places[:, kept].T, (rows, rows), block_size, weights=counts[kept]
+    )

@@ -1,0 +1,85 @@
+"""The patterns of a model's layers, and the file that keeps them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sparsek_backend.patterns import storage
+from sparsek_backend.patterns.pattern import BlockSparsePattern
+
+KIND = "block_sparse"
+
+
+@dataclass(frozen=True)
+class ModelPatterns:
+    """Block-sparse patterns by layer, all over one grid of blocks.
+
+    Args:
+        patterns: by layer index.
+        model: the model that they were learned from; empty where there is none.
+        sparsity: share of the visible blocks that was to be left out.
+
+    Raises:
+        ValueError: no patterns, or patterns of several block sizes or shapes.
+    """
+
+    patterns: dict[int, BlockSparsePattern]
+    model: str = ""
+    sparsity: float = 0.0
+
+    def __post_init__(self) -> None:
+        grids = {(p.block_size, p.shape) for p in self.patterns.values()}
+        if len(grids) != 1:
+            raise ValueError(
+                f"patterns: expected one block size and shape for all layers, got {sorted(grids)}"
+            )
+
+    @property
+    def block_size(self) -> int:
+        """Tokens along a side of a block."""
+        return next(iter(self.patterns.values())).block_size
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(R, C)``, query and key blocks."""
+        return next(iter(self.patterns.values())).shape
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file with kind, version, model, sparsity and a digest per layer.
+
+        Raises:
+            ImportError: safetensors is missing; the message has the install command.
+        """
+        layers = {layer: pattern.tensors() for layer, pattern in sorted(self.patterns.items())}
+        about = {"kind": KIND, "model": self.model, "sparsity": str(self.sparsity)}
+        storage.write_layers(Path(path), layers, self.block_size, self.shape, about)
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> ModelPatterns:
+        """Read a file that :meth:`save` wrote, or a single pattern as that of layer 0.
+
+        Raises:
+            ImportError: safetensors is missing; the message has the install command.
+            ValueError: the file is missing, damaged, of another kind or of a later version; the
+                message names the file and the field.
+        """
+        path = Path(path)
+        if storage.format_of(path) == storage.FORMAT:
+            return cls({0: BlockSparsePattern.load(path, device)})
+        layers, header = storage.read_layers(path)
+        if header["kind"] != KIND:
+            raise ValueError(f"kind: expected {KIND!r}, got {header['kind']!r} in {path}")
+        if not layers:
+            raise ValueError(f"patterns: expected at least one layer in {path}")
+        try:
+            sparsity = float(header["sparsity"])
+        except ValueError as error:
+            raise ValueError(f"sparsity: {error} in {path}") from error
+        patterns = {
+            layer: BlockSparsePattern.of_file(path, *found).to(device)
+            for layer, found in sorted(layers.items())
+        }
+        return cls(patterns, header["model"], sparsity)

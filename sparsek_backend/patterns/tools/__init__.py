@@ -1,0 +1,1 @@
+"""Tools around patterns: learning from texts, statistics, figures, conversion, the command line."""

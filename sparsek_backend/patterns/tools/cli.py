@@ -1,0 +1,197 @@
+"""`sparsek patterns`: learn, show, measure and convert patterns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from sparsek_backend.command_line import grouped
+from sparsek_backend.machine import choose_device
+from sparsek_backend.patterns.model_file import ModelPatterns
+from sparsek_backend.patterns.presets import PRESETS
+from sparsek_backend.patterns.tools.convert import read_patterns, write_patterns
+from sparsek_backend.patterns.tools.page import COLUMNS, write_page
+from sparsek_backend.patterns.tools.statistics import pattern_statistics
+from sparsek_backend.patterns.training.learned import Heads, ImportanceOptions
+from sparsek_backend.patterns.training.masses import Measure
+from sparsek_backend.patterns.training.pruning import Pruning
+
+app = typer.Typer(
+    help="Block-sparse patterns: learn, show, measure, convert.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+File = Annotated[Path, typer.Argument(help="A pattern file (.safetensors, or .npz of scipy).")]
+HeadDim = Annotated[int, typer.Option(help="Elements of a head, for the FLOPs.")]
+BlockSize = Annotated[
+    int | None, typer.Option(help="Tokens along a side of a block, for files that do not say it.")
+]
+
+
+@contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError, ImportError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How many blocks of which size are kept."""
+
+    preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "default"
+    block_size: Annotated[int | None, typer.Option(help="In place of the preset's.")] = None
+    sparsity: Annotated[float | None, typer.Option(help="In place of the preset's.")] = None
+    sinks: Annotated[int, typer.Option(help="First key blocks, which stay.")] = 1
+    window: Annotated[int, typer.Option(help="Latest key blocks, which stay.")] = 1
+    pooled: Annotated[bool, typer.Option(help="Heads of a layer share one budget of blocks.")] = (
+        False
+    )
+
+
+@dataclass(frozen=True)
+class Way:
+    """How blocks are weighed."""
+
+    heads: Annotated[str, typer.Option(help="Who shares a pattern: kv, query or all.")] = "kv"
+    measure: Annotated[str, typer.Option(help="mass, l1 or l2.")] = "l2"
+    samples: Annotated[int, typer.Option(help="Queries of each block that are looked at.")] = 4
+
+
+@app.command()
+@grouped
+def learn(
+    model: Annotated[str, typer.Argument(help="A Transformers model: a folder or a name.")],
+    out: Annotated[Path, typer.Option(help="The file to write.")],
+    goal: Goal,
+    way: Way,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Text files; repeatable. The speeches by default.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 2048,
+    texts: Annotated[int, typer.Option(help="Most texts to read.")] = 8,
+    device: Annotated[str, typer.Option(help="`cuda`, `cpu` or `auto`.")] = "auto",
+) -> None:
+    """Learn a pattern for every layer of a model from what it attends in texts."""
+    with _errors_in_one_line():
+        preset = _one_of("--preset", goal.preset, tuple(PRESETS))
+        heads: Any = _one_of("--heads", way.heads, get_args(Heads))
+        measure: Any = _one_of("--measure", way.measure, get_args(Measure))
+        where = choose_device(device)
+        loaded, batches = _load(model, text, tokens, texts, where)
+        from sparsek_backend.patterns.tools.learning import learn_patterns
+
+        found = learn_patterns(
+            loaded,
+            batches,
+            block_size=goal.block_size or PRESETS[preset].block_size,
+            sparsity=PRESETS[preset].sparsity if goal.sparsity is None else goal.sparsity,
+            heads=heads,
+            importance=ImportanceOptions(
+                measure=measure, samples=way.samples, reduction="mean", window=len(batches)
+            ),
+            pruning=Pruning(sinks=goal.sinks, window=goal.window, pooled=goal.pooled),
+            name=model,
+        )
+        found.save(out)
+    typer.echo(f"wrote {out}: {len(found.patterns)} layers, learned from {len(batches)} texts")
+
+
+@app.command()
+def show(
+    file: File,
+    out: Annotated[Path, typer.Option(help="Folder for the figures and the page.")],
+    block_size: BlockSize = None,
+    head_dim: HeadDim = 64,
+) -> None:
+    """Draw heat maps: a PNG for each layer, and one HTML page with all."""
+    with _errors_in_one_line():
+        written = write_page(read_patterns(file, block_size=block_size), out, head_dim=head_dim)
+    typer.echo(f"wrote {written[-1]} and {len(written) - 1} figures")
+
+
+@app.command()
+def stats(
+    file: File,
+    block_size: BlockSize = None,
+    head_dim: HeadDim = 64,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, with histograms.")] = False,
+) -> None:
+    """Density, blocks per row, importance, bytes and FLOPs of every layer."""
+    with _errors_in_one_line():
+        patterns = read_patterns(file, block_size=block_size)
+        found = {
+            layer: pattern_statistics(pattern, head_dim=head_dim)
+            for layer, pattern in patterns.patterns.items()
+        }
+    if as_json:
+        layers = {layer: asdict(statistics) for layer, statistics in found.items()}
+        typer.echo(json.dumps({**_about(patterns), "layers": layers}))
+        return
+    table = Table("layer", *COLUMNS, title=escape(patterns.model) or None)
+    for layer, statistics in found.items():
+        table.add_row(str(layer), *(text(statistics) for text in COLUMNS.values()))
+    Console().print(table)
+
+
+@app.command()
+def convert(
+    file: File,
+    out: Annotated[Path, typer.Argument(help="The file to write: .safetensors or .npz.")],
+    layer: Annotated[int | None, typer.Option(help="This layer alone.")] = None,
+    head: Annotated[int, typer.Option(help="The pattern of an .npz file.")] = 0,
+    block_size: BlockSize = None,
+) -> None:
+    """Convert between files of a model, of one layer, and scipy matrices."""
+    with _errors_in_one_line():
+        write_patterns(read_patterns(file, block_size=block_size), out, layer=layer, head=head)
+    typer.echo(f"wrote {out}")
+
+
+def _about(patterns: ModelPatterns) -> dict[str, Any]:
+    return {
+        "model": patterns.model,
+        "sparsity": patterns.sparsity,
+        "block_size": patterns.block_size,
+        "shape": patterns.shape,
+    }
+
+
+def _one_of(option: str, value: str, values: tuple[str, ...]) -> str:
+    if value not in values:
+        raise ValueError(f"{option}: expected one of {', '.join(values)}, got {value!r}")
+    return value
+
+
+def _load(
+    name: str, paths: list[Path] | None, tokens: int, most: int, device: torch.device
+) -> tuple[Any, list[torch.Tensor]]:
+    """The model, and ``[1, tokens]`` ids of the texts that are long enough."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from sparsek_backend.models import fetch_texts
+
+    paths = paths or sorted(fetch_texts().glob("*.txt"))
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    batches: list[torch.Tensor] = []
+    for path in paths:
+        ids = tokenizer(path.read_text(encoding="utf-8")).input_ids[:tokens]
+        if len(ids) == tokens and len(batches) < most:
+            batches.append(torch.tensor([ids]))
+    if not batches:
+        raise ValueError(f"--tokens: expected texts of at least {tokens} tokens, got none")
+    return model.to(device).eval(), batches

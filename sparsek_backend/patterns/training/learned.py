@@ -1,0 +1,203 @@
+"""A pattern that is learned while a model trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from sparsek_backend.patterns.entries import check_count
+from sparsek_backend.patterns.pattern import BlockSparsePattern
+from sparsek_backend.patterns.training.gates import BlockGates, gated_attention
+from sparsek_backend.patterns.training.masses import (
+    Measure,
+    sampled_block_masses,
+    visible_blocks,
+)
+from sparsek_backend.patterns.training.tracker import ImportanceTracker, Reduction
+from sparsek_kernels import block_sparse_attention
+from sparsek_kernels.block_sparse.structure import check_block_size
+from sparsek_kernels.checks import check_heads
+
+Heads = Literal["query", "kv", "all"]
+
+
+@dataclass(frozen=True)
+class ImportanceOptions:
+    """How the importance of blocks is measured.
+
+    Args:
+        measure: ``mass``, ``l1`` or ``l2``: see :func:`sampled_block_masses`.
+        samples: queries of each block that are looked at.
+        every: batches between two that are looked at.
+        reduction: over batches: ``mean``, ``max`` or ``ema``.
+        window: batches that ``mean`` and ``max`` look back.
+        decay: of ``ema``.
+        seed: of the queries drawn.
+    """
+
+    measure: Measure = "l2"
+    samples: int = 4
+    every: int = 1
+    reduction: Reduction = "ema"
+    window: int = 16
+    decay: float = 0.9
+    seed: int = 0
+
+
+class LearnedPattern(torch.nn.Module):
+    """Self-attention through a pattern, which watches how much every block matters.
+
+    Attends all that is visible at first; :class:`PatternScheduler` prunes it.  The state dict has
+    the mask, the importance so far and the gates.
+
+    Args:
+        num_heads: query heads.
+        num_kv_heads: key/value heads.
+        num_tokens: tokens of the longest input; shorter ones attend the first blocks of the
+            pattern.
+        block_size: tokens along a side of a block.
+        heads: who shares a pattern: the query heads of a ``kv`` head, ``all``, or each ``query``
+            head on its own.
+        causal: whether queries see earlier keys only.
+        importance: how the importance of blocks is measured.
+        gates: train a gate for every block, by whose probability the pattern is pruned.
+    """
+
+    visible: torch.Tensor
+    keep: torch.Tensor
+    gates: BlockGates | None
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        num_tokens: int,
+        block_size: int,
+        *,
+        heads: Heads = "kv",
+        causal: bool = True,
+        importance: ImportanceOptions | None = None,
+        gates: bool = False,
+    ) -> None:
+        super().__init__()
+        check_heads(num_heads, num_kv_heads)
+        check_count("num_tokens", num_tokens, 1)
+        check_block_size(block_size)
+        patterns = {"query": num_heads, "kv": num_kv_heads, "all": 1}
+        if heads not in patterns:
+            raise ValueError(f"heads: expected 'query', 'kv' or 'all', got {heads!r}")
+        self.block_size = block_size
+        self.causal = causal
+        self.options = importance or ImportanceOptions()
+        check_count("every", self.options.every, 1)
+        visible = visible_blocks(num_tokens, num_tokens, block_size, causal)
+        mask = visible.expand(patterns[heads], -1, -1).clone()
+        self.register_buffer("visible", visible, persistent=False)
+        self.register_buffer("keep", mask)
+        self.tracker = ImportanceTracker(
+            (mask.shape[0], mask.shape[1], mask.shape[2]),
+            reduction=self.options.reduction,
+            window=self.options.window,
+            decay=self.options.decay,
+        )
+        self.gates = BlockGates((mask.shape[0], *mask.shape[1:])) if gates else None
+        self._generator = torch.Generator().manual_seed(self.options.seed)
+        self._batches = 0
+        self._made: dict[int, tuple[torch.Tensor, int, BlockSparsePattern]] = {}
+
+    @property
+    def pattern(self) -> BlockSparsePattern:
+        """The blocks that are attended now."""
+        return self.pattern_of(self.keep.shape[1])
+
+    @pattern.setter
+    def pattern(self, pattern: BlockSparsePattern) -> None:
+        mask = pattern.mask()
+        if pattern.block_size != self.block_size or mask.shape != self.keep.shape:
+            raise ValueError(
+                f"pattern: expected blocks of {self.block_size} and shape "
+                f"{list(self.keep.shape)}, got {pattern}"
+            )
+        self.set_mask(mask)
+
+    def set_mask(self, mask: torch.Tensor) -> None:
+        """Attend the blocks of ``mask [P, R, C]`` bool from now on."""
+        self.keep.copy_(mask & self.visible)
+
+    def pattern_of(self, rows: int) -> BlockSparsePattern:
+        """The first ``rows`` blocks of queries and keys of the pattern; made when it changed."""
+        if rows > self.keep.shape[1]:
+            raise ValueError(
+                f"q: expected at most {self.keep.shape[1]} blocks of {self.block_size} tokens, "
+                f"got {rows}"
+            )
+        made = self._made.get(rows)
+        if made is None or made[0] is not self.keep or made[1] != self.keep._version:
+            pattern = BlockSparsePattern.from_mask(self.keep[:, :rows, :rows], self.block_size)
+            made = (self.keep, self.keep._version, pattern)
+            self._made[rows] = made
+        return made[2]
+
+    @property
+    def sparsity(self) -> float:
+        """Share of the visible blocks that is left out."""
+        seen = self.keep.shape[0] * int(self.visible.sum())
+        return 1.0 - int(self.keep.sum()) / max(seen, 1)
+
+    def importance(self, group: Any = None) -> torch.Tensor:
+        """``[P, R, C]``: by the gates where there are some, else by the tracker.
+
+        Args:
+            group: the process group that the tracker reduces over.
+        """
+        if self.gates is not None:
+            return self.gates.probabilities().detach()
+        return self.tracker.value(group)
+
+    def observe(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float | None = None,
+    ) -> None:
+        """Count a batch of full length, also of blocks that are not attended now."""
+        mass = sampled_block_masses(
+            q, k, v, self.block_size, measure=self.options.measure, samples=self.options.samples,
+            causal=self.causal, softmax_scale=softmax_scale, generator=self._generator,
+        )  # fmt: skip
+        self.tracker.add(mass.unflatten(0, (self.keep.shape[0], -1)).mean(1))
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float | None = None,
+    ) -> torch.Tensor:
+        """Attention ``[B, N, Hq, D]`` over the pattern; differentiable.
+
+        Args:
+            q: ``[B, N, Hq, D]``.
+            k: ``[B, N, Hkv, D]``.
+            v: ``[B, N, Hkv, D]``.
+            softmax_scale: factor of ``q . k``, ``D ** -0.5`` by default.
+        """
+        pattern = self.pattern_of(-(-q.shape[1] // self.block_size))
+        rows = pattern.shape[0]
+        if self.training and self.gates is not None:
+            gates = self.gates()[:, :rows, :rows]
+            return gated_attention(
+                q, k, v, pattern, gates, causal=self.causal, softmax_scale=softmax_scale
+            )
+        if self.training and rows == self.keep.shape[1]:
+            if self._batches % self.options.every == 0:
+                self.observe(q, k, v, softmax_scale)
+            self._batches += 1
+        out = block_sparse_attention(
+            q, k, v, pattern, causal=self.causal, softmax_scale=softmax_scale
+        )
+        assert isinstance(out, torch.Tensor)
+        return out

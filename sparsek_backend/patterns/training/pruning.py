@@ -1,0 +1,97 @@
+"""Which blocks stay: the heaviest, above a threshold, and not the same in every head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sparsek_backend.patterns.entries import check_count
+from sparsek_backend.patterns.ranking import fixed_blocks, heaviest_blocks
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """A rule that turns importance into a mask.
+
+    Sinks and window stay; of the other blocks those at ``threshold`` and above stay, and of these
+    the heaviest, as many as the sparsity leaves.  A rule without a threshold is top-k, sparsity 0
+    leaves the threshold alone.
+
+    Args:
+        threshold: least importance of a block, as a share of its row's total.
+        sinks: first key blocks, which stay.
+        window: latest key blocks, a query block's own included, which stay; without causality as
+            many after it.
+        diversity: from 0 to 1: how much less a block counts for a pattern where the patterns
+            before have it all.
+        pooled: whether the patterns of a layer share one budget, so that heads that look far get
+            more blocks than those that look near.
+    """
+
+    threshold: float = 0.0
+    sinks: int = 1
+    window: int = 1
+    diversity: float = 0.0
+    pooled: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("sinks", self.sinks, 0)
+        check_count("window", self.window, 0)
+        for name in ("threshold", "diversity"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(
+                    f"{name}: expected a number from 0 to 1, got {getattr(self, name)}"
+                )
+        if self.pooled and self.diversity:
+            raise ValueError(f"diversity: expected 0 where pooled, got {self.diversity}")
+
+    def mask(
+        self, importance: torch.Tensor, visible: torch.Tensor, sparsity: float
+    ) -> torch.Tensor:
+        """``[P, R, C]`` bool: the blocks that stay.
+
+        Args:
+            importance: ``[P, R, C]``.
+            visible: ``[R, C]`` bool, the blocks that causality leaves.
+            sparsity: share of the visible blocks to leave out, from 0 to below 1; less is left out
+                where sinks and window alone are more than the rest.
+        """
+        if not 0.0 <= sparsity < 1.0:
+            raise ValueError(f"sparsity: expected a number from 0 to below 1, got {sparsity}")
+        budget = max(round((1.0 - sparsity) * int(visible.sum())), 1)
+        shares = importance / importance.sum(2, keepdim=True).clamp(min=1e-30)
+        if self.pooled:
+            seen = visible.expand_as(importance)
+            fixed = fixed_blocks(importance, seen, self.sinks, self.window)
+            listed = (seen & (shares >= self.threshold)) | fixed
+            count = max(budget * len(importance), int(fixed.sum()))
+            weight, listed_rows, fixed_rows = (
+                x.flatten(0, 1)[None] for x in (importance, listed, fixed)
+            )
+            return heaviest_blocks(weight, listed_rows, fixed_rows, count).view_as(listed)
+        taken = torch.zeros_like(importance[0])
+        masks = []
+        for index, mass in enumerate(importance):
+            weight = mass * (1.0 - self.diversity * taken / max(index, 1))
+            fixed = fixed_blocks(weight[None], visible[None], self.sinks, self.window)
+            listed = (visible & (shares[index] >= self.threshold))[None] | fixed
+            count = max(budget, int(fixed.sum()))
+            masks.append(heaviest_blocks(weight[None], listed, fixed, count)[0])
+            taken = taken + masks[-1]
+        return torch.stack(masks)
+
+
+def overlap(mask: torch.Tensor) -> float:
+    """Blocks that two patterns of ``mask [P, R, C]`` share, over those of either: their mean.
+
+    1 where all patterns are the same, and for a single one.
+    """
+    flat = mask.flatten(1).double()
+    both = flat @ flat.T
+    sizes = flat.sum(1)
+    either = sizes[:, None] + sizes - both
+    first, second = torch.triu_indices(len(flat), len(flat), 1)
+    if not len(first):
+        return 1.0
+    return float((both / either.clamp(min=1.0))[first, second].mean())

@@ -1,0 +1,63 @@
+"""Ranks that see different data hold one pattern."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsek_backend.patterns.training import (
+    PatternScheduler,
+    Pruning,
+    SparseAttentionLayer,
+    SparsitySchedule,
+)
+
+
+def work(rank: int, port: int, folder: str) -> None:
+    """One of two ranks: a layer under DDP, which prunes once, then a loss jumps on rank 1."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    layer = SparseAttentionLayer(16, 2, 128, 16)
+    model = torch.nn.parallel.DistributedDataParallel(layer)
+    schedule = SparsitySchedule(0.4, begin=2, end=2, every=10)
+    scheduler = PatternScheduler(layer, schedule, Pruning(sinks=0, window=0))
+    torch.manual_seed(rank + 1)
+    for _ in range(2):
+        model(torch.randn(2, 128, 16)).square().mean().backward()
+        scheduler.step(1.0)
+    own = layer.attention.tracker.history[0] / (1 - 0.9**2)
+    pruned = layer.pattern.mask()
+    jumped = scheduler.step(1.0 + rank * 1.2)  # 1.6 on average
+    torch.save((own, pruned, jumped), Path(folder) / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_hold_one_pattern(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.start_processes(
+        work, (port, str(tmp_path)), nprocs=2, start_method="fork"
+    )
+    (own, mask, jumped), (other, twin, jumped_too) = (
+        torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)
+    )
+    assert not torch.allclose(own, other), "each rank saw its own data"
+    assert torch.equal(mask, twin)
+    visible = torch.ones(8, 8).tril().bool()
+    rule = Pruning(sinks=0, window=0)
+    assert torch.equal(mask, rule.mask((own + other) / 2, visible, 0.4))
+    assert not torch.equal(mask, rule.mask(own, visible, 0.4))
+    assert jumped is True
+    assert jumped_too is True
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """A forked process must not inherit a running thread pool."""
+    torch.set_num_threads(1)

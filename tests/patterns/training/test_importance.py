@@ -1,0 +1,160 @@
+"""What blocks matter: sampled masses, the tracker over batches, and what is kept of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek_backend.patterns import BlockMass, BlockSparsePattern
+from sparsek_backend.patterns.training import (
+    ImportanceTracker,
+    Pruning,
+    masses,
+    overlap,
+    sampled_block_masses,
+    visible_blocks,
+)
+
+
+def inputs(n: int = 70, m: int = 70, seed: int = 0) -> list[torch.Tensor]:
+    torch.manual_seed(seed)
+    return [2 * torch.randn(2, n, 4, 8), torch.randn(2, m, 2, 8), torch.randn(2, m, 2, 8)]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("n", "m"), [(70, 70), (40, 90)])
+def test_all_queries_give_the_exact_mass(
+    causal: bool, n: int, m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masses, "_MOST_SCORES", 20_000)  # several chunks
+    q, k, v = inputs(n, m)
+    exact = BlockMass(16, causal=causal)
+    exact.add(q, k)
+    found = sampled_block_masses(q, k, v, 16, samples=16, causal=causal)
+    torch.testing.assert_close(found, exact.mean())
+
+
+def test_norms_of_what_a_block_adds() -> None:
+    q, k, v = inputs()
+    scores = torch.einsum("bnhd,bmhd->bhnm", q, k.repeat_interleave(2, 2)) * 8**-0.5
+    probs = scores.masked_fill(~torch.ones(70, 70).tril().bool(), float("-inf")).softmax(-1)
+    for measure, power in (("l1", 1), ("l2", 2)):
+        size = v.norm(p=power, dim=3).repeat_interleave(2, 2).transpose(1, 2)[:, :, None]
+        added = (probs * size).pow(power)
+        found = sampled_block_masses(q, k, v, 16, samples=16, measure=measure)  # type: ignore[arg-type]
+        block = added[:, :, 32:48, 16:32].sum(3).mean((0, 2)).pow(1 / power)
+        torch.testing.assert_close(found[:, 2, 1], block)
+        last = added[:, :, 64:, :16].sum(3).mean((0, 2)).pow(1 / power)
+        torch.testing.assert_close(found[:, 4, 0], last)
+
+
+def test_samples_are_of_every_block_and_right_on_average() -> None:
+    q, k, v = inputs()
+    exact = sampled_block_masses(q, k, v, 16, samples=16)
+    generator = torch.Generator().manual_seed(0)
+    found = torch.stack(
+        [sampled_block_masses(q, k, v, 16, samples=2, generator=generator) for _ in range(300)]
+    )
+    torch.testing.assert_close(found.sum(3), torch.ones(300, 4, 5))
+    assert (found[0] != found[1]).any()
+    torch.testing.assert_close(found.mean(0), exact, atol=0.02, rtol=0.0)
+
+
+def test_blocks_that_causality_leaves() -> None:
+    assert torch.equal(visible_blocks(64, 64, 16, True), torch.ones(4, 4).tril().bool())
+    assert visible_blocks(20, 50, 16, True).int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert visible_blocks(20, 50, 16, False).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "max", "ema"])
+def test_the_tracker_reduces_its_window(reduction: Any) -> None:
+    batches = torch.rand(5, 2, 3, 3, generator=torch.Generator().manual_seed(0))
+    tracker = ImportanceTracker((2, 3, 3), reduction=reduction, window=3, decay=0.5)
+    for mass in batches:
+        tracker.add(mass)
+    weights = 0.5 ** torch.arange(4.0, -1.0, -1.0)
+    wanted = {
+        "mean": batches[2:].mean(0),
+        "max": batches[2:].amax(0),
+        "ema": (batches * weights[:, None, None, None]).sum(0) / weights.sum(),
+    }
+    torch.testing.assert_close(tracker.value(), wanted[reduction])
+    again = ImportanceTracker((2, 3, 3), reduction=reduction, window=3, decay=0.5)
+    again.load_state_dict(tracker.bfloat16().state_dict())
+    torch.testing.assert_close(again.value(), wanted[reduction])
+    tracker.reset()
+    tracker.add(batches[0])
+    torch.testing.assert_close(tracker.value(), batches[0])
+
+
+def test_top_k_and_threshold_keep_sinks_and_window() -> None:
+    visible = torch.ones(8, 8).tril().bool()
+    mass = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(0)) * visible
+    fixed = BlockSparsePattern.local((8, 8), 16, window=2, sinks=1).mask()[0]
+    top = Pruning(sinks=1, window=2).mask(mass, visible, 0.25)
+    assert top.sum((1, 2)).tolist() == [27] * 3
+    assert not (fixed & ~top).any()
+    assert mass[top & ~fixed].min() > 0
+    for kept, weights in zip(top, mass, strict=True):
+        rest = visible & ~fixed
+        assert weights[kept & rest].min() >= weights[~kept & rest].max()
+    above = Pruning(threshold=0.3, sinks=1, window=2).mask(mass, visible, 0.0)
+    shares = mass / mass.sum(2, keepdim=True)
+    assert torch.equal(above, (visible & (shares >= 0.3)) | fixed)
+    both = Pruning(threshold=0.3, sinks=1, window=2).mask(mass, visible, 0.5)
+    assert not (both & ~above).any()
+    assert (
+        Pruning(sinks=1, window=2).mask(mass, visible, 0.99).sum((1, 2)).tolist()
+        == [int(fixed.sum())] * 3
+    )
+
+
+def test_a_pooled_budget_goes_where_the_mass_is() -> None:
+    visible = torch.ones(8, 8).tril().bool()
+    mass = torch.rand(2, 8, 8, generator=torch.Generator().manual_seed(0)) * visible
+    mass[1] *= 3.0
+    rule = Pruning(sinks=1, window=1, pooled=True)
+    kept = rule.mask(mass, visible, 0.4)
+    near, far = kept.sum((1, 2)).tolist()
+    assert near + far == 2 * round(0.6 * 36)
+    assert far > near
+    rest = visible & ~BlockSparsePattern.local((8, 8), 16, window=1, sinks=1).mask()[0]
+    dropped = torch.cat([m[rest & ~k] for m, k in zip(mass, kept, strict=True)])
+    assert min(m[rest & k].min() for m, k in zip(mass, kept, strict=True)) >= dropped.max()
+
+
+def test_diversity_spreads_the_heads() -> None:
+    visible = torch.ones(8, 8).bool()
+    generator = torch.Generator().manual_seed(0)
+    shared, own = torch.rand(8, 8, generator=generator), torch.rand(4, 8, 8, generator=generator)
+    mass = shared + 0.2 * own
+    found = [
+        overlap(Pruning(0.0, 0, 0, diversity).mask(mass, visible, 0.75))
+        for diversity in (0.0, 0.3, 1.0)
+    ]
+    assert found[0] > found[1] > found[2]
+    assert found[2] < 0.2
+    assert overlap(visible[None]) == 1.0
+
+
+ONE = torch.ones(1, 2, 2)
+REFUSED: list[tuple[str, Any]] = [
+    ("measure: expected 'mass', 'l1'", lambda: sampled_block_masses(*inputs(), 16, measure="l3")),  # type: ignore[arg-type]
+    ("samples: expected an integer >= 1", lambda: sampled_block_masses(*inputs(), 16, samples=0)),
+    ("block_size: expected a multiple of 16", lambda: sampled_block_masses(*inputs(), 20)),
+    ("reduction: expected 'mean'", lambda: ImportanceTracker((1, 1, 1), reduction="sum")),  # type: ignore[arg-type]
+    ("decay: expected a number from 0", lambda: ImportanceTracker((1, 1, 1), decay=1.0)),
+    ("tracker: expected at least one batch", lambda: ImportanceTracker((1, 1, 1)).value()),
+    ("mass: expected shape", lambda: ImportanceTracker((1, 1, 1)).add(torch.ones(1, 2, 2))),
+    ("threshold: expected a number", lambda: Pruning(threshold=2.0)),
+    ("diversity: expected 0 where pooled", lambda: Pruning(diversity=0.5, pooled=True)),
+    ("sparsity: expected a number", lambda: Pruning().mask(ONE, ONE[0].bool(), 1.0)),
+]
+
+
+@pytest.mark.parametrize(("message", "action"), REFUSED, ids=[r[0] for r in REFUSED])
+def test_refuses(message: str, action: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        action()

@@ -1,0 +1,209 @@
+"""Patterns that are learned while a model trains."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek_backend.patterns import BlockSparsePattern
+from sparsek_backend.patterns.training import (
+    BlockGates,
+    ImportanceOptions,
+    LearnedPattern,
+    PatternScheduler,
+    Pruning,
+    SparseAttentionLayer,
+    SparsitySchedule,
+    gated_attention,
+)
+from sparsek_kernels import block_sparse_attention
+from tests.patterns.training.planted import train
+
+
+@pytest.mark.parametrize("gates", [False, True], ids=["importance", "gates"])
+def test_a_planted_pattern_is_learned(gates: bool) -> None:
+    run = train(gates=gates)
+    assert run.recall >= 0.95
+    assert int(run.layer.pattern.num_blocks) == int(run.mask.sum())
+    assert run.scheduler.sparsity == pytest.approx(run.layer.attention.sparsity, abs=0.02)
+    assert run.losses[-1] < 0.5 * run.losses[0]
+    assert run.scheduler.reverts == 0
+    after = [max(run.losses[s : s + 5]) / run.losses[s - 1] for s in range(40, 140, 20)]
+    assert max(after) < 1.5, "no pruning raises the loss by more than half"
+
+
+@pytest.mark.parametrize("shape", ["cubic", "linear", "constant"])
+def test_schedules(shape: Any) -> None:
+    schedule = SparsitySchedule(0.8, begin=10, end=30, every=5, initial=0.2, shape=shape)
+    assert [s for s in range(40) if schedule.due(s)] == [10, 15, 20, 25, 30, 35]
+    assert schedule.sparsity(9) == 0.0
+    assert schedule.sparsity(30) == schedule.sparsity(99) == 0.8
+    middle = {"cubic": 0.8 - 0.6 / 8, "linear": 0.5, "constant": 0.8}[shape]
+    assert schedule.sparsity(20) == pytest.approx(middle)
+
+
+def watched(heads: Any = "kv", **options: Any) -> LearnedPattern:
+    """Four heads on two KV heads over 64 tokens, which have seen a batch."""
+    learned = LearnedPattern(4, 2, 64, 16, heads=heads, **options)
+    torch.manual_seed(0)
+    learned(torch.randn(1, 64, 4, 8), torch.randn(1, 64, 2, 8), torch.randn(1, 64, 2, 8))
+    return learned
+
+
+@pytest.mark.parametrize(("heads", "patterns"), [("query", 4), ("kv", 2), ("all", 1)])
+def test_heads_share_or_not(heads: Any, patterns: int) -> None:
+    learned = watched(heads)
+    assert learned.pattern.num_patterns == patterns
+    PatternScheduler(learned, SparsitySchedule(0.5)).prune(0.3)
+    assert learned.pattern.mask().sum((1, 2)).tolist() == [7] * patterns
+
+
+def test_a_jump_of_the_loss_brings_the_patterns_back() -> None:
+    learned = watched()
+    scheduler = PatternScheduler(learned, SparsitySchedule(0.3, begin=3, every=4, end=3))
+    before = learned.keep.clone()
+    changed = [scheduler.step(loss) for loss in (2.0, 2.0, 2.0, 2.9)]
+    assert changed == [False, False, True, False]
+    pruned = learned.keep.clone()
+    assert scheduler.sparsity == 0.3
+    assert pruned.sum() < before.sum()
+    assert scheduler.step(3.2), "51 % above the average"
+    assert torch.equal(learned.keep, before)
+    assert (scheduler.sparsity, scheduler.reverts) == (0.0, 1)
+    assert not scheduler.step(torch.tensor(2.0))
+    assert scheduler.step(2.0), "the next pruning"
+    assert scheduler.sparsity == pytest.approx(0.15), "goes half as far"
+    assert scheduler.step(math.nan), "so is a loss that is no number"
+    assert torch.equal(learned.keep, before)
+
+
+def test_pruned_blocks_may_return() -> None:
+    learned = watched()
+    scheduler = PatternScheduler(learned, SparsitySchedule(0.5), Pruning(sinks=0, window=0))
+    scheduler.prune(0.5)
+    first = learned.keep.clone()
+    learned.tracker.reset()
+    learned.tracker.add((learned.visible & ~first).float())
+    scheduler.prune(0.5)
+    assert (learned.keep & ~first).any()
+    assert not (learned.keep & ~learned.visible).any()
+
+
+@pytest.mark.parametrize("gates", [False, True])
+def test_a_saved_layer_goes_on(gates: bool) -> None:
+    from safetensors.torch import load, save
+
+    torch.manual_seed(0)
+    make = dict(num_kv_heads=1, rope_theta=1e4, gates=gates)
+    layer, other = (SparseAttentionLayer(32, 2, 70, 16, **make) for _ in range(2))  # type: ignore[arg-type]
+    x = torch.randn(2, 70, 32)
+    layer(x)
+    scheduler = PatternScheduler(layer, SparsitySchedule(0.3, begin=1, end=1, every=1))
+    scheduler.step(1.0)
+    other.load_state_dict(load(save(layer.state_dict())))
+    torch.testing.assert_close(other.eval()(x), layer.eval()(x))
+    again = PatternScheduler(other, scheduler.schedule)
+    again.load_state_dict(scheduler.state_dict())
+    assert again.step(9.0)
+    assert other.pattern.density == 15 / 25, "the pattern before"
+    twin = copy.deepcopy(layer)
+    torch.testing.assert_close(twin(x), layer(x))
+
+
+def test_a_state_that_lacks_the_importance_is_refused() -> None:
+    learned, state = watched(), watched().state_dict()
+    state["tracker.history"] = torch.zeros(1, 2, 3, 3)
+    with pytest.raises(RuntimeError, match=r"tracker.history: expected shape \[1, 2, 4, 4\]"):
+        learned.load_state_dict(state)
+    del state["tracker.history"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*tracker.history"):
+        learned.load_state_dict(state)
+
+
+def test_shorter_inputs_attend_the_first_blocks() -> None:
+    learned = LearnedPattern(2, 2, 64, 16).eval()
+    learned.pattern = BlockSparsePattern.local((4, 4), 16, window=2).union(
+        BlockSparsePattern.from_mask(torch.zeros(2, 4, 4).bool(), 16)
+    )
+    q, k, v = (torch.randn(1, 40, 2, 8) for _ in range(3))
+    near = BlockSparsePattern.local((3, 3), 16, window=2)
+    torch.testing.assert_close(learned(q, k, v), block_sparse_attention(q, k, v, near, causal=True))
+    with pytest.raises(ValueError, match="q: expected at most 4 blocks of 16 tokens, got 5"):
+        learned(*(torch.randn(1, 65, 2, 8) for _ in range(3)))
+    with pytest.raises(ValueError, match="pattern: expected blocks of 16 and shape"):
+        learned.pattern = near
+
+
+def test_gates_weigh_their_blocks() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 40, h, 8, dtype=torch.float64) for h in (4, 2, 2))
+    gates = torch.rand(2, 3, 3, dtype=torch.float64) * 0.9 + 0.05
+    pattern = BlockSparsePattern.from_mask(torch.ones(3, 3).bool(), 16)
+    found = gated_attention(q, k, v, pattern, gates)
+    weights = gates.repeat_interleave(2, 0).repeat_interleave(16, 1).repeat_interleave(16, 2)
+    scores = torch.einsum("bnhd,bmhd->bhnm", q, k.repeat_interleave(2, 2)) * 8**-0.5
+    scores = scores.masked_fill(~torch.ones(40, 40).tril().bool(), float("-inf"))
+    probs = scores.softmax(-1) * weights[:, :40, :40]
+    probs = probs / probs.sum(-1, keepdim=True)
+    wanted = torch.einsum("bhnm,bmhd->bnhd", probs, v.repeat_interleave(2, 2))
+    torch.testing.assert_close(found, wanted)
+    small = [x[:, :18, :, :2].clone().requires_grad_() for x in (q, k, v)]
+    edge = gates[:, :2, :2].clone().requires_grad_()
+    two = pattern.crop((2, 2))
+    assert torch.autograd.gradcheck(
+        lambda *x: gated_attention(x[0], x[1], x[2], two, x[3]), (*small, edge)
+    )
+
+
+def test_draws_of_gates() -> None:
+    torch.manual_seed(0)
+    gates = BlockGates((2, 4, 4), temperature=0.1, initial=0.0, hard=True)
+    drawn = torch.stack([gates() for _ in range(200)])
+    assert set(drawn.unique().tolist()) == {0.0, 1.0}
+    assert 0.45 < drawn.mean() < 0.55
+    drawn.sum().backward()
+    assert gates.logits.grad is not None
+    assert (gates.logits.grad > 0).all()
+    visible = torch.ones(4, 4).tril().bool()
+    assert gates.sparsity_loss(visible, 0.5).item() == 0
+    assert gates.sparsity_loss(visible, 0.9).item() == pytest.approx(0.16)
+    assert gates.diversity_loss(visible).item() == pytest.approx(1.0)
+    assert torch.equal(gates.eval()(), torch.full((2, 4, 4), 0.5))
+
+
+REFUSED: list[tuple[type[Exception], str, Any]] = [
+    (ValueError, "final: expected a number from 0", lambda: SparsitySchedule(1.0)),
+    (ValueError, "end: expected an integer >= 5", lambda: SparsitySchedule(0.5, begin=5, end=4)),
+    (ValueError, "shape: expected cubic", lambda: SparsitySchedule(0.5, shape="x")),  # type: ignore[arg-type]
+    (ValueError, "temperature: expected", lambda: BlockGates((1, 1, 1), temperature=0.0)),
+    (ValueError, "heads: expected 'query'", lambda: LearnedPattern(2, 2, 64, 16, heads="x")),  # type: ignore[arg-type]
+    (
+        ValueError, "every: expected an integer >= 1",
+        lambda: LearnedPattern(2, 2, 64, 16, importance=ImportanceOptions(every=0)),
+    ),
+    (
+        ValueError, "modules: expected at least one LearnedPattern",
+        lambda: PatternScheduler(torch.nn.Linear(1, 1), SparsitySchedule(0.5)),
+    ),
+    (
+        ValueError, "tolerance: expected a number above 0",
+        lambda: PatternScheduler(watched(), SparsitySchedule(0.5), tolerance=0.0),
+    ),
+    (
+        NotImplementedError, "gates: expected at most 192 key blocks with head_dim 64, got 200",
+        lambda: gated_attention(
+            *(torch.zeros(1, 16, 1, 64) for _ in range(3)),
+            BlockSparsePattern.from_mask(torch.ones(1, 1).bool(), 16), torch.ones(1, 1, 200),
+        ),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "action"), REFUSED, ids=[r[1] for r in REFUSED])
+def test_refuses(error: type[Exception], message: str, action: Any) -> None:
+    with pytest.raises(error, match=message):
+        action()
