@@ -1,0 +1,7 @@
+#!/bin/sh
+# `vllm serve` with SPARSEK on all addresses. Arguments go to vLLM: a model, then options.
+set -eu
+# Counters of processes that are gone would stay on /metrics.
+mkdir -p "${PROMETHEUS_MULTIPROC_DIR:?must name a folder}"
+find "$PROMETHEUS_MULTIPROC_DIR" -mindepth 1 -delete
+exec vllm serve --host 0.0.0.0 --port 8000 --attention-backend SPARSEK "$@"
