@@ -22,6 +22,7 @@ from pathlib import Path
 from dockerfile_parse import DockerfileParser  # type: ignore[import-not-found]
 
 CONTEXT = Path(__file__).parents[2]
+_CHROOT = shutil.which("chroot") or "/usr/sbin/chroot"
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -43,7 +44,7 @@ class Image:
         """Run a program inside the root, as the present user."""
         environment = {**self.passed, **self.arguments, **self.variables, "HOME": self.home()}
         inner = f"cd {shlex.quote(self.folder)} && exec {shlex.join(words)}"
-        chroot = ["chroot", f"--userspec={self.user}", str(self.root)]
+        chroot = [_CHROOT, f"--userspec={self.user}", str(self.root)]
         subprocess.run([*chroot, "/bin/sh", "-c", inner], env=environment, check=True)
 
     def home(self) -> str:
@@ -133,8 +134,8 @@ def last_stage(dockerfile: Path) -> list[tuple[str, str]]:
 
 
 def prepare(root: Path, binds: list[Path]) -> None:
-    """Give the root what a container has: /proc, /dev, the host's resolver and folders to read."""
-    for folder in ("proc", "dev"):
+    """Give the root what a container has: /proc, /sys, /dev, the resolver; and binds."""
+    for folder in ("proc", "sys", "dev"):
         (root / folder).mkdir(exist_ok=True)
         subprocess.run(["mount", "--rbind", f"/{folder}", root / folder], check=True)
     if Path("/etc/resolv.conf").exists():

@@ -4,4 +4,7 @@ set -eu
 # Counters of processes that are gone would stay on /metrics.
 mkdir -p "${PROMETHEUS_MULTIPROC_DIR:?must name a folder}"
 find "$PROMETHEUS_MULTIPROC_DIR" -mindepth 1 -delete
-exec vllm serve --host 0.0.0.0 --port 8000 --attention-backend SPARSEK "$@"
+# vLLM wants the model first; of an option given twice, the last one counts.
+model=${1:---help}
+if [ $# -gt 0 ]; then shift; fi
+exec vllm serve "$model" --host 0.0.0.0 --port 8000 --attention-backend SPARSEK "$@"

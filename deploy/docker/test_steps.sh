@@ -26,7 +26,7 @@ say "==> serving"
 unshare --mount --pid --fork --kill-child \
     "$python" deploy/docker/run_steps.py deploy/docker/Dockerfile.cpu "${options[@]}" --only-command --start &
 server=$!
-trap 'kill $server 2>/dev/null || true' EXIT
+trap 'kill -9 $server 2>/dev/null || true' EXIT
 for _ in $(seq 150); do
     if "$python" -c 'import urllib.request; urllib.request.urlopen("http://127.0.0.1:8000/health", timeout=4)' 2>/dev/null; then break; fi
     kill -0 "$server"
@@ -45,7 +45,7 @@ assert "Paris" in text, text
 assert "sparsek_context_tokens_total" in metrics
 print(f"answered {text!r}, and /metrics counts it")
 PY
-kill "$server"
+kill -9 "$server" # takes the process namespace with it
 wait "$server" || true
 
 say "==> the steps of the GPU image, with the CPU image in vLLM's place"
@@ -53,6 +53,6 @@ dist=$(mktemp -d)
 "$python" -m hatchling build -t wheel -d "$dist"
 chroot "$root" userdel sparsek
 steps deploy/docker/Dockerfile "${options[@]}" --stage "wheel=$dist" \
-    --env PATH=/opt/sparsek/venv/bin:/usr/local/bin:/usr/bin:/bin \
+    --env PATH=/opt/sparsek/venv/bin:/usr/local/bin:/usr/sbin:/usr/bin:/bin \
     --then "python3 -c 'import importlib.metadata as m; print(m.entry_points(group=\"vllm.general_plugins\"))'"
 say "both Dockerfiles' steps run; the server answers"
