@@ -10,6 +10,8 @@ from sparsek_backend.config import FIELD_NAMES, SparsityConfig
 from sparsek_kernels.fallback import fallback_counts
 
 LABELS = ("model_name", "engine")
+FALLBACK_REASONS = ("ALiBi", "bidirectional prefix", "encoder-only attention", "logits soft cap")
+"""Published from 0, so that a rate sees the first call."""
 
 
 _published_fallbacks: dict[str, int] = {}
@@ -29,6 +31,8 @@ class EngineMetrics:
         if self._families:
             settings = {name: str(getattr(config, name)) for name in FIELD_NAMES}
             self._families["settings"].labels(**self._labels, **settings).set(1)
+            for reason in FALLBACK_REASONS:
+                self._add("fallback", 0, reason=reason)
 
     def record_step(
         self,

@@ -21,6 +21,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.vllm_backend.dashboard import (
+    LABELS_OF_A_SCRAPE,
+    dashboard_queries,
+    rule_queries,
+    selected,
+)
 from tests.vllm_backend.nsa_models import CONFIG, complete, make_model
 from tests.vllm_backend.tiny_models import VOCABULARY, write_tokenizer
 
@@ -261,6 +267,31 @@ def test_counters_reach_the_metrics_page(server: Server) -> None:
             name, value = line.rsplit(" ", 1)
             values[name.split("{")[0]] = float(value)
     assert 0 < values["sparsek_attended_tokens_total"] < values["sparsek_context_tokens_total"]
+
+
+def test_dashboard_and_alerts_read_what_the_metrics_page_has(server: Server) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urllib.request.urlopen(server.url("/metrics"), timeout=30) as page:
+        families = list(text_string_to_metric_families(page.read().decode()))
+    there = {(sample.name, "") for family in families for sample in family.samples}
+    there |= {
+        (sample.name, label)
+        for family in families
+        for sample in family.samples
+        for label in sample.labels
+    }
+    assert ("sparsek_settings_info", "top_k") in there
+    queries = [*dashboard_queries(), *rule_queries()]
+    recorded = {name for name, _ in rule_queries() if ":" in name}
+    for where, query in queries:
+        read = {
+            (metric, label)
+            for metric, label in selected(query)
+            if metric not in {"up", *recorded} and label not in LABELS_OF_A_SCRAPE
+        }
+        assert read <= there, f"{where}: {read - there}"
+    assert len({panel for panel, _ in dashboard_queries()}) == 10
 
 
 def test_killed_in_mid_stream_and_started_again(
