@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Start the quickstart's server and Prometheus, send traffic from the example clients, and check that every
+# Start a server of the small model and Prometheus, send traffic from the example clients, and check that every
 # query of the dashboard has data. After deploy/quickstart.sh; needs Debian or Ubuntu, no root, two minutes.
 set -euo pipefail
 
@@ -22,9 +22,19 @@ if [ -z "$prometheus" ]; then
 fi
 "$(dirname "$prometheus")/promtool" check rules deploy/grafana/alerts.yml
 
-say "==> starting the server"
-"$python" -m sparsek_backend.quickstart --keep --port 8000 >"$work/quickstart.log"
-pids+=("$(sed -n 's/.*stop it with: kill //p' "$work/quickstart.log")")
+say "==> starting the server (log: $work/server.log)"
+model=$("$python" -m sparsek_backend model fetch)
+mkdir "$work/metrics"
+PROMETHEUS_MULTIPROC_DIR=$work/metrics VLLM_CPU_KVCACHE_SPACE=1 VLLM_HOST_IP=127.0.0.1 HF_HUB_OFFLINE=1 \
+    "$VENV/bin/vllm" serve "$model" --attention-backend SPARSEK --enforce-eager --served-model-name small \
+    --additional-config '{"sparsek": {"top_k": 16, "dense_below": 1024}}' \
+    --enable-auto-tool-choice --tool-call-parser hermes --host 127.0.0.1 --port 8000 >"$work/server.log" 2>&1 &
+pids+=($!)
+for _ in $(seq 150); do
+    if "$python" -c 'import urllib.request; urllib.request.urlopen("http://127.0.0.1:8000/health", timeout=4)' 2>/dev/null; then break; fi
+    kill -0 "${pids[0]}" || die "the server stopped; its log is $work/server.log"
+    sleep 2
+done
 
 say "==> starting Prometheus"
 sed 's/server:8000/127.0.0.1:8000/' deploy/grafana/prometheus.yml >"$work/prometheus.yml"

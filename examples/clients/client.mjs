@@ -21,7 +21,7 @@ async function stream(question) {
   console.log();
 }
 
-// Naming the tool needs no option of the server; "auto" needs --enable-auto-tool-choice.
+// The server needs --enable-auto-tool-choice --tool-call-parser hermes (or your model's parser).
 async function callTool() {
   const answer = await client.chat.completions.create({
     model,

@@ -48,8 +48,7 @@ def stream(client: openai.OpenAI, model: str, question: str) -> str:
 def call_tool(client: openai.OpenAI, model: str) -> dict[str, Any]:
     """Have the model fill in a tool's arguments, and return them.
 
-    Naming the tool needs no option of the server. For `tool_choice="auto"` start it with
-    `--enable-auto-tool-choice --tool-call-parser hermes` (or your model's parser).
+    The server needs `--enable-auto-tool-choice --tool-call-parser hermes` (or your model's parser).
     """
     answer = client.chat.completions.create(
         model=model,
