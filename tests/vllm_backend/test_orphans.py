@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 WORKER = f"""
 import sys, time
-sys.path[:0] = [{str(ROOT)!r}]
+sys.path[:0] = {[str(ROOT), *sys.path]!r}
 from sparsek_backend.vllm_backend import orphans
 orphans.POLL_SECONDS = 0.05
 orphans.end_with_server()
