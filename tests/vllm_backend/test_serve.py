@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 import shutil
 import signal
 import socket
@@ -176,6 +177,7 @@ def server(
         environment,
         tmp_path_factory.mktemp("serve") / "server.log",
         *("--additional-config", settings, "--max-num-batched-tokens", "256"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),  # the example clients
     )
     try:
         server.wait_until_healthy()
@@ -221,6 +223,15 @@ def test_streaming_equals_the_whole_answer(server: Server) -> None:
     parts = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
     assert len(parts) > 3
     assert "".join(parts) == whole
+
+
+def test_the_example_client(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    example = runpy.run_path(str(ROOT / "examples" / "clients" / "client.py"))
+    client = server.client()
+    assert "Paris" in example["stream"](client, MODEL, "What is the capital of France?")
+    assert "Paris" in capsys.readouterr().out
+    assert "Paris" in str(example["call_tool"](client, MODEL))
+    assert example["refused_embeddings"](client, MODEL) in (400, 404)
 
 
 def test_logprobs(server: Server) -> None:
