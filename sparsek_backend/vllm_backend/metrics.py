@@ -38,7 +38,6 @@ class EngineMetrics:
         self,
         attended_tokens: int,
         context_tokens: int,
-        *,
         selection_seconds: float = 0.0,
         attention_seconds: float = 0.0,
     ) -> None:

@@ -67,12 +67,9 @@ class EngineStats:
             f"(since start {100 * self.attended_share:.1f} %), fallback calls: {fallbacks}"
         )
 
-    def take_seconds(self) -> dict[str, float]:
-        """Return the two times, which start anew."""
-        taken = {
-            "selection_seconds": self.selection_seconds,
-            "attention_seconds": self.attention_seconds,
-        }
+    def take_seconds(self) -> tuple[float, float]:
+        """Return the time to choose blocks and the time to choose and attend; both start anew."""
+        taken = self.selection_seconds, self.attention_seconds
         self.selection_seconds = self.attention_seconds = 0.0
         return taken
 

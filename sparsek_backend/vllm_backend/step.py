@@ -142,7 +142,7 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
         counted = metadata.attended_tokens, metadata.context_tokens
         line = STATS.record_step(*counted, log=self.metrics is not None)
         if self.metrics is not None:
-            self.metrics.record_step(*counted, **STATS.take_seconds())
+            self.metrics.record_step(*counted, *STATS.take_seconds())
         if line:
             logger.info(line)
         return metadata
