@@ -20,7 +20,6 @@ from sparsek_backend.bench.load_mix import (
     write_number_tokenizer,
     write_prompts,
 )
-from sparsek_backend.bench.report import verdict
 from sparsek_backend.bench.shapes import SHAPES, write_shape
 from sparsek_backend.machine import Machine
 from sparsek_backend.quickstart_server import Server, vllm_command
@@ -28,6 +27,8 @@ from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
 START_TIMEOUT_SECONDS = 1800.0
 SERVED_NAME = "model"
+WARM = 0.0
+"""Stands for the rate of the few requests before the first one: graphs, kernels, connections."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,9 @@ def run_load(plan: LoadPlan, machine: Machine, on_progress: Callable[[str], None
                     f"model: expected a folder or one of {', '.join(SHAPES)}, got {plan.model!r}"
                 )
         tokenizer = _tokenizer(model)
-        prompts = folder / "prompts.jsonl"
-        write_prompts(prompts, lengths, len(tokenizer), tokenizer.decode)
+        for turn, _ in enumerate((WARM, *plan.rates)):  # no rate finds another's prefixes cached
+            path, seed = folder / f"prompts-{turn}.jsonl", plan.seed + turn
+            write_prompts(path, lengths, len(tokenizer), tokenizer.decode, seed)
         rows: list[LoadRow] = []
         for name in names:
             backend = BACKEND_NAME if name == BACKEND_NAME else plan.baseline
@@ -127,9 +129,11 @@ def run_load(plan: LoadPlan, machine: Machine, on_progress: Callable[[str], None
             server = Server(command, _environment(folder, name), port, folder / f"{name}.log")
             try:
                 server.wait_until_healthy(START_TIMEOUT_SECONDS, on_progress, 60)
-                _measure(plan, server, model, prompts, 0.0)  # warm: graphs, kernels, connections
-                for rate in plan.rates:
+                for turn, rate in enumerate((WARM, *plan.rates)):
+                    prompts = folder / f"prompts-{turn}.jsonl"
                     result = _measure(plan, server, model, prompts, rate)
+                    if rate == WARM:
+                        continue
                     rows.append(_row(plan, machine, name, rate, result))
                     on_progress(
                         f"{name}, {rate:g} requests/s: goodput {rows[-1].goodput:.3g}, "
@@ -162,17 +166,18 @@ def server_command(
 def bench_command(
     plan: LoadPlan, url: str, model: Path, prompts: Path, rate: float, result: Path
 ) -> list[str]:
-    """Return the `vllm bench serve` command of one rate; rate 0 warms the server up."""
+    """Return the `vllm bench serve` command of one rate."""
     good = [f"tpot:{plan.tpot_limit_ms:g}"]
     if plan.ttft_limit_ms is not None:
         good.append(f"ttft:{plan.ttft_limit_ms:g}")
-    count = plan.num_requests if rate else min(plan.num_requests, 4)
+    warm = rate == WARM
+    count = min(plan.num_requests, 4) if warm else plan.num_requests
     return [
         *(*vllm_command(), "bench", "serve", "--backend", "openai", "--base-url", url),
         *("--model", SERVED_NAME, "--tokenizer", str(model)),
         *("--dataset-name", "custom", "--dataset-path", str(prompts), "--custom-output-len", "-1"),
         *("--skip-chat-template", "--disable-shuffle", "--num-prompts", str(count)),
-        *("--request-rate", f"{rate:g}" if rate else "inf", "--seed", str(plan.seed)),
+        *("--request-rate", "inf" if warm else f"{rate:g}", "--seed", str(plan.seed)),
         *("--ignore-eos", "--disable-tqdm", "--percentile-metrics", "ttft,tpot"),
         *("--metric-percentiles", "50,99", "--goodput", *good),
         *("--save-result", "--result-dir", str(result.parent), "--result-filename", result.name),
@@ -180,17 +185,17 @@ def bench_command(
 
 
 def load_table(rows: Sequence[LoadRow]) -> Table:
-    """Both backends side by side at every rate, gains and losses."""
+    """Both backends side by side at every rate."""
     table = Table(title="a server under load", title_justify="left")
     for name in (
         *("rate", "backend", "requests/s", "goodput", "TTFT p50 ms", "p99"),
-        *("TPOT p50 ms", "p99", "goodput gained"),
+        *("TPOT p50 ms", "p99", "goodput, ratio"),
     ):
         table.add_column(name)
     base: dict[float, LoadRow] = {}
     for row in rows:
         first = base.setdefault(row.rate, row)
-        gain = "" if first is row or not first.goodput else verdict(row.goodput / first.goodput)
+        gain = "" if first is row or not first.goodput else f"{row.goodput / first.goodput:.2f}x"
         times = (row.ttft_p50_ms, row.ttft_p99_ms, row.tpot_p50_ms, row.tpot_p99_ms)
         table.add_row(
             f"{row.rate:g}",

@@ -58,7 +58,11 @@ def longest(lengths: list[Lengths]) -> int:
 
 
 def write_prompts(
-    path: Path, lengths: list[Lengths], vocab_size: int, decode: Callable[[list[int]], str]
+    path: Path,
+    lengths: list[Lengths],
+    vocab_size: int,
+    decode: Callable[[list[int]], str],
+    seed: int,
 ) -> None:
     """Write random prompts of these lengths, as `vllm bench serve` reads a custom dataset.
 
@@ -67,8 +71,9 @@ def write_prompts(
         lengths: of the requests, in order.
         vocab_size: token ids are below it.
         decode: the tokenizer's; a prompt is as long as its text becomes in tokens again.
+        seed: another one gives prompts that share no prefix with these.
     """
-    draw = random.Random(len(lengths))
+    draw = random.Random(seed)
     with path.open("w", encoding="utf-8") as file:
         for one in lengths:
             text = decode(draw.choices(range(FIRST_TOKEN_ID, vocab_size), k=one.prompt))

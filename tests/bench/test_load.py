@@ -18,6 +18,7 @@ from sparsek_backend.bench.cli import app
 from sparsek_backend.bench.load_mix import draw_lengths, longest
 
 RUNNER = CliRunner()
+first_prompts: list[str] = []
 TIMES = ["p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms"]
 
 
@@ -68,6 +69,7 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         rate = float(option["--request-rate"])
         count = int(option["--num-prompts"])
         prompts = Path(option["--dataset-path"]).read_text().splitlines()
+        first_prompts.append(prompts[0])
         result = {
             "completed": count,
             "failed": 0,
@@ -84,6 +86,7 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return subprocess.CompletedProcess(command, 0, "", "")
 
     FakeServer.commands = []
+    first_prompts.clear()
     monkeypatch.setattr(load, "Server", FakeServer)
     monkeypatch.setattr(load, "vllm_command", lambda: ["vllm"])
     monkeypatch.setattr(load, "subprocess", SimpleNamespace(run=run))
@@ -110,6 +113,9 @@ def test_both_backends_bear_every_rate(stood_in: list[list[str]], tmp_path: Path
     for command in (ours, theirs):
         assert {"--load-format", "dummy", "--enforce-eager"} <= set(command)
     assert len(stood_in) == 6, "each server is warmed up once"
+    prompts = [command[command.index("--dataset-path") + 1] for command in stood_in]
+    assert prompts[:3] == prompts[3:], "the same for both backends"
+    assert len(set(first_prompts)) == 3, "others for each rate: the prefix cache helps none"
     assert stood_in[1][stood_in[1].index("--goodput") + 1 :][:2] == ["tpot:50", "ttft:500"]
 
 
