@@ -20,7 +20,7 @@ if [ -z "$prometheus" ]; then
     (cd "$work" && apt-get download -q prometheus && dpkg -x prometheus_*.deb .)
     prometheus=$work/usr/bin/prometheus
 fi
-"$(dirname "$prometheus")/promtool" check rules deploy/grafana/alerts.yml
+"$(dirname "$prometheus")/promtool" test rules deploy/grafana/alerts_test.yml
 
 say "==> starting the server (log: $work/server.log)"
 model=$("$python" -m sparsek_backend model fetch)
