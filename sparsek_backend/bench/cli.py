@@ -13,13 +13,22 @@ from rich.markup import escape
 
 from sparsek_backend.bench.ceilings import measure_ceilings
 from sparsek_backend.bench.compare import compare_rows
+from sparsek_backend.bench.load import LoadPlan, best_rates, load_table, run_load
+from sparsek_backend.bench.load_plot import plot_load
 from sparsek_backend.bench.ops import all_ops
 from sparsek_backend.bench.plots import plot_csv
 from sparsek_backend.bench.registry import OURS, BenchOp, Case
 from sparsek_backend.bench.report import print_bars, print_case, print_comparison
 from sparsek_backend.bench.results import Row, read_csv, write_csv
 from sparsek_backend.bench.runner import Settings, check_bars, run_case
-from sparsek_backend.bench.serve import ServePlan, parse_cases, run_serve, serve_table, write_serve
+from sparsek_backend.bench.serve import (
+    ServePlan,
+    parse_cases,
+    parse_size,
+    run_serve,
+    serve_table,
+    write_results,
+)
 from sparsek_backend.bench.workload import load_workloads
 from sparsek_backend.command_line import fail, failing_on, grouped
 from sparsek_backend.config import resolve_config
@@ -127,6 +136,27 @@ class EngineOptions:
         }
 
 
+@dataclass(frozen=True)
+class LoadOptions:
+    """Options of `serve` under load."""
+
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(help="Requests a second: a server under load, by `vllm bench serve`."),
+    ] = None
+    mix: Annotated[
+        str, typer.Option(help="With --rate, lengths of requests: sharegpt or documents.")
+    ] = "documents"
+    document_tokens: Annotated[str, typer.Option(help="Mean prompt of --mix documents.")] = "32k"
+    num_requests: Annotated[int, typer.Option(help="Requests of each rate.")] = 100
+    tpot_limit_ms: Annotated[
+        float, typer.Option(help="Goodput: requests with at most this time per output token.")
+    ] = 50.0
+    ttft_limit_ms: Annotated[
+        float | None, typer.Option(help="And at most this time to the first token.")
+    ] = None
+
+
 @app.command()
 @grouped
 def serve(
@@ -135,6 +165,7 @@ def serve(
     ],
     out: Annotated[Path, typer.Option(help="Folder for CSV, JSON and plot.")],
     engine: EngineOptions,
+    load: LoadOptions,
     context: Annotated[list[str] | None, typer.Option(help="Prompt tokens: 2k, 8k.")] = None,
     requests: Annotated[
         list[int] | None, typer.Option(help="Requests that decode together.")
@@ -153,6 +184,11 @@ def serve(
     commit: Annotated[str, typer.Option(help="Commit to record where there is no git.")] = "",
 ) -> None:
     """TTFT and TPOT in vLLM: its own backend against SPARSEK, each in processes of its own."""
+    if load.rate:
+        if context or requests:
+            raise fail("rate: expected alone, got --context or --requests too, which it ignores")
+        _serve_under_load(model, out / name, engine, load, sparsek, baseline, commit)
+        return
     with failing_on(ValueError, ImportError, RuntimeError):
         plan = ServePlan(
             model=model,
@@ -166,7 +202,39 @@ def serve(
         )
         rows = run_serve(plan, describe_machine(choose_device(), commit), _say)
     console.print(serve_table(rows))
-    for path in write_serve(out, name, rows):
+    for path in write_results(out, name, rows):
+        console.print(f"wrote {path}")
+
+
+def _serve_under_load(
+    model: str,
+    stem: Path,
+    engine: EngineOptions,
+    load: LoadOptions,
+    sparsek: str,
+    baseline: str | None,
+    commit: str,
+) -> None:
+    with failing_on(ValueError, ImportError, RuntimeError):
+        plan = LoadPlan(
+            model=model,
+            rates=tuple(load.rate or ()),
+            mix=load.mix,
+            num_requests=load.num_requests,
+            document_tokens=parse_size("document-tokens", load.document_tokens),
+            settings=_settings(sparsek),
+            baseline=baseline,
+            tpot_limit_ms=load.tpot_limit_ms,
+            ttft_limit_ms=load.ttft_limit_ms,
+            engine=engine.arguments(),
+        )
+        rows = run_load(plan, describe_machine(choose_device(), commit), _say)
+    console.print(load_table(rows))
+    for backend, goodput in best_rates(rows).items():
+        console.print(
+            f"{backend}: goodput {goodput:.3g} requests/s at p99 TPOT <= {plan.tpot_limit_ms:g} ms"
+        )
+    for path in write_results(stem.parent, stem.name, rows, plot_load):
         console.print(f"wrote {path}")
 
 

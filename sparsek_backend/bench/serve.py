@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.table import Table
 
+from sparsek_backend.bench.load import LoadRow
 from sparsek_backend.bench.report import verdict
 from sparsek_backend.bench.serve_plot import plot_serve
 from sparsek_backend.bench.shapes import SHAPES, write_shape
@@ -97,15 +98,24 @@ def parse_cases(contexts: Sequence[str], requests: Sequence[int]) -> tuple[Serve
     """
     cases = []
     for text in contexts:
-        try:
-            length = parse_spec(f"q{text}").seq_lens[0]
-        except ValueError as error:
-            raise ValueError(f"context: expected a size such as 8k, got {text!r}") from error
+        length = parse_size("context", text)
         for count in requests:
             if count < 1:
                 raise ValueError(f"requests: expected a positive integer, got {count}")
             cases.append(ServeCase(length, count))
     return tuple(cases)
+
+
+def parse_size(name: str, text: str) -> int:
+    """Return a number of tokens: `8k` is 8192.
+
+    Raises:
+        ValueError: no size; the message has the argument's ``name``.
+    """
+    try:
+        return parse_spec(f"q{text}").seq_lens[0]
+    except ValueError as error:
+        raise ValueError(f"{name}: expected a size such as 8k, got {text!r}") from error
 
 
 def run_serve(
@@ -192,7 +202,12 @@ def _row(
     )
 
 
-def write_serve(out: Path, name: str, rows: Sequence[ServeRow]) -> list[Path]:
+Draw = Callable[[Sequence[Mapping[str, Any]], Path], None]
+
+
+def write_results(
+    out: Path, name: str, rows: Sequence[ServeRow | LoadRow], draw: Draw = plot_serve
+) -> list[Path]:
     """Write NAME.csv, NAME.json and, with matplotlib, NAME.png; returns their paths."""
     out.mkdir(parents=True, exist_ok=True)
     table, full = out / f"{name}.csv", out / f"{name}.json"
@@ -206,7 +221,7 @@ def write_serve(out: Path, name: str, rows: Sequence[ServeRow]) -> list[Path]:
             )
     full.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     try:
-        plot_serve(records, drawn := out / f"{name}.png")
+        draw(records, drawn := out / f"{name}.png")
     except ImportError:
         return [table, full]
     return [table, full, drawn]

@@ -38,6 +38,17 @@ def is_first_tensor_rank() -> bool:
     return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
 
 
+def metric_labels(vllm_config: Any) -> dict[str, str]:
+    """Return the labels of an engine's metrics, as vLLM's own have them."""
+    served = vllm_config.model_config.served_model_name
+    parallel = vllm_config.parallel_config
+    index = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
+    return {
+        "model_name": str(served[0] if isinstance(served, list) else served),
+        "engine": str(index),
+    }
+
+
 def hook_kv_cache_spec(customize: Callable[[Any, Any, int], Any]) -> None:
     """Where backends have no ``customize_spec``, wrap the layer method that makes the spec.
 

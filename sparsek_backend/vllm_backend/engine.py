@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +24,14 @@ class Engine:
     Args:
         resolved: its settings, of which the model's part is the target model's.
         dtype: that model's.
+        labels: of its metrics, with the values that vLLM gives its own.
         selects_blocks: whether any layer selects blocks by score.
         dummy_run_done: whether a natively sparse layer has shown what memory a prefill takes.
     """
 
     resolved: ResolvedConfig
     dtype: torch.dtype
+    labels: Mapping[str, str]
     selects_blocks: bool = False
     dummy_run_done: bool = False
 
@@ -47,7 +50,8 @@ def engine_of(vllm_config: Any) -> Engine:
     for known, engine in _engines:
         if known() is vllm_config.compilation_config:
             return engine
-    engine = Engine(engine_config(vllm_config), vllm_config.model_config.dtype)
+    model = vllm_config.model_config
+    engine = Engine(engine_config(vllm_config), model.dtype, compat.metric_labels(vllm_config))
     _engines.append((weakref.ref(vllm_config.compilation_config), engine))
     return engine
 

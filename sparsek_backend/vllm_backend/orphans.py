@@ -7,26 +7,22 @@ that.  Engines inside the user's own process have no server, and are left alone.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import threading
 import time
-from pathlib import Path
+
+import psutil
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 5.0
-_ENGINE_TITLE = b"::EngineCore"
-_watched: set[int] = set()
+_ENGINE_TITLE = "::EngineCore"
+_watched: set[psutil.Process] = set()
 
 
 def end_with_server() -> None:
     """Watch the engine process that this process is, or works for; once per process."""
     engine = engine_process()
-    if engine is None or engine in _watched:
-        return
-    server = parent_of(engine)
-    if server is None:
+    server = None if engine is None else engine.parent()
+    if engine is None or engine in _watched or server is None:
         return
     _watched.add(engine)
     threading.Thread(
@@ -34,33 +30,24 @@ def end_with_server() -> None:
     ).start()
 
 
-def engine_process() -> int | None:
+def engine_process() -> psutil.Process | None:
     """Return the engine process of a server: this one or its parent, by vLLM's process titles."""
-    for process in (os.getpid(), os.getppid()):
+    this = psutil.Process()
+    for process in (this, this.parent()):
         try:
-            title = Path(f"/proc/{process}/cmdline").read_bytes()
-        except OSError:
+            if process is not None and _ENGINE_TITLE in "".join(process.cmdline()[:1]):
+                return process
+        except psutil.Error:
             continue
-        if _ENGINE_TITLE in title.split(b"\0", 1)[0]:
-            return process
     return None
 
 
-def parent_of(process: int) -> int | None:
-    """Return a process's parent, or ``None`` where the process or /proc is gone."""
+def _watch(engine: psutil.Process, server: psutil.Process) -> None:
     try:
-        fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return None
-    return int(fields[1])
-
-
-def _watch(engine: int, server: int) -> None:
-    while parent_of(engine) == server:
-        time.sleep(POLL_SECONDS)
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if parent_of(engine) is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(engine, number)
-        time.sleep(GRACE_SECONDS)
+        while engine.parent() == server:
+            time.sleep(POLL_SECONDS)
+        for end in (engine.terminate, engine.kill):
+            end()
+            psutil.wait_procs([engine], GRACE_SECONDS)
+    except psutil.NoSuchProcess:
+        return  # it ended by itself

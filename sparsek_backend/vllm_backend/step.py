@@ -20,6 +20,8 @@ from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.cpu import native_decode
 
 from . import compat
+from .engine import engine_of
+from .metrics import EngineMetrics
 from .orphans import end_with_server
 from .stats import STATS
 
@@ -116,7 +118,10 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
         self.on_host = device.type == "cpu"
         if self.on_host:
             native_decode.library()  # built before the first request
-        self.reports_metrics = compat.is_first_tensor_rank()
+        self.metrics = None
+        if compat.is_first_tensor_rank():  # the others attend the same keys
+            engine = engine_of(vllm_config)
+            self.metrics = EngineMetrics(engine.labels, engine.resolved.config)
         end_with_server()
 
     @abstractmethod
@@ -134,9 +139,10 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
             fast_build: ignored.
         """
         metadata = self.assemble(common_attn_metadata)
-        line = STATS.record_step(
-            metadata.attended_tokens, metadata.context_tokens, publish=self.reports_metrics
-        )
+        counted = metadata.attended_tokens, metadata.context_tokens
+        line = STATS.record_step(*counted, log=self.metrics is not None)
+        if self.metrics is not None:
+            self.metrics.record_step(*counted, *STATS.take_seconds())
         if line:
             logger.info(line)
         return metadata

@@ -124,6 +124,9 @@ def test_weights_and_config_are_those_of_the_file(tmp_path: Path, served_wheel: 
 
     assert config["num_key_value_heads"] == KV_HEADS
     assert config["tie_word_embeddings"] is True
+    assert config["dtype"] == "bfloat16"
+    assert config["rms_norm_eps"] == 1e-5
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10000.0
     assert "lm_head.weight" not in weights
     assert len(weights) == 2 + 9 * LAYERS
     value = torch.tensor(expected["blk.1.attn_v.weight"]).to(torch.bfloat16)
@@ -349,3 +352,23 @@ class TestForeignFolders:
         (folder / "model.safetensors").unlink()
         with pytest.raises(models.IncompleteFolderError, match=r"no \*\.safetensors"):
             models.verify_model(folder)
+
+
+def test_a_model_of_the_hub_is_downloaded_and_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    asked: list[str] = []
+
+    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        asked.append(name)
+        assert "*.safetensors" in allow_patterns
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    with pytest.raises(models.IncompleteFolderError, match=r"config\.json is missing"):
+        models.download_model("someone/half-a-model")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.bin").write_bytes(b"weights")
+    assert models.download_model("someone/a-model") == tmp_path
+    assert asked == ["someone/half-a-model", "someone/a-model"]

@@ -65,7 +65,6 @@ def test_share_of_an_8k_decode() -> None:
 def test_totals_share_and_log_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("sparsek_backend.vllm_backend.stats._make_counters", lambda: {})
     stats = EngineStats(_last_log=0.0)
     assert stats.attended_share == 1.0
     assert stats.record_step(50, 100) is None
@@ -81,35 +80,39 @@ def test_totals_share_and_log_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (stats.steps, stats.attended_tokens, stats.context_tokens) == (4, 200, 500)
 
 
-def test_prometheus_counters() -> None:
+def test_prometheus_metrics() -> None:
     prometheus = pytest.importorskip("prometheus_client")
-    from sparsek_backend.vllm_backend.stats import STATS
+    from sparsek_backend.config import FIELD_NAMES, SparsityConfig
+    from sparsek_backend.vllm_backend.metrics import EngineMetrics
 
-    def sample(name: str, labels: dict[str, str] | None = None) -> float:
-        return prometheus.REGISTRY.get_sample_value(name, labels) or 0.0
+    labels = {"model_name": "a test's model", "engine": "3"}
 
-    STATS.record_step(0, 0)
+    def sample(name: str, **more: str) -> float | None:
+        value: float | None = prometheus.REGISTRY.get_sample_value(name, {**labels, **more})
+        return value
+
+    config = SparsityConfig(top_k=7, dense_layers=(0, 2))
+    metrics = EngineMetrics(labels, config)
+    settings = {name: str(getattr(config, name)) for name in FIELD_NAMES}
+    assert sample("sparsek_settings_info", **settings) == 1
+    assert (settings["top_k"], settings["dense_layers"]) == ("7", "(0, 2)")
+    metrics.record_step(0, 0)
     reason = "a test's reason"
-    before = sample("sparsek_attended_tokens_total"), sample("sparsek_context_tokens_total")
     count_fallback(reason)
-    STATS.record_step(3, 7)
-    assert sample("sparsek_attended_tokens_total") == before[0] + 3
-    assert sample("sparsek_context_tokens_total") == before[1] + 7
-    assert sample("sparsek_fallback_total", {"reason": reason}) == 1
-    STATS.record_step(0, 0)
-    assert sample("sparsek_fallback_total", {"reason": reason}) == 1
+    for _ in range(2):
+        metrics.record_step(3, 7, selection_seconds=0.25, attention_seconds=1.0)
+    assert sample("sparsek_attended_tokens_total") == 6
+    assert sample("sparsek_context_tokens_total") == 14
+    assert sample("sparsek_selection_seconds_total") == 0.5
+    assert sample("sparsek_attention_seconds_total") == 2.0
+    assert sample("sparsek_fallback_total", reason=reason) == 1
 
 
-def test_ranks_that_share_heads_are_counted_once() -> None:
-    prometheus = pytest.importorskip("prometheus_client")
-    from sparsek_backend.vllm_backend.stats import STATS
-
-    STATS.record_step(0, 0)
-    before = prometheus.REGISTRY.get_sample_value("sparsek_attended_tokens_total")
-    own = STATS.attended_tokens
-    assert STATS.record_step(3, 7, publish=False) is None
-    assert prometheus.REGISTRY.get_sample_value("sparsek_attended_tokens_total") == before
-    assert STATS.attended_tokens == own + 3
+def test_ranks_that_share_heads_log_once() -> None:
+    stats = EngineStats(_last_log=float("-inf"))
+    assert stats.record_step(3, 7, log=False) is None
+    assert stats.attended_tokens == 3
+    assert stats.record_step(3, 7) is not None
 
 
 def test_ranges_of_layers() -> None:

@@ -91,7 +91,9 @@ def test_decoders(kind: str, reason: str | None, prompts: list[list[int]], tmp_p
         (sample,) = (
             one
             for one in family.samples
-            if one.labels == {"reason": reason} and one.name.endswith("_total")
+            if one.labels["reason"] == reason
+            and one.labels["model_name"] == str(model)
+            and one.name.endswith("_total")
         )
         assert sample.value > 0
     grown = {name for name, count in after.items() if count > before.get(name, 0)}

@@ -156,6 +156,25 @@ def test_one_tensor_rank_reports_metrics(
     assert all(line.startswith("SPARSEK attended") for line in lines)
 
 
+def test_one_prefill_in_a_while_is_timed(current: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparsek_backend.vllm_backend.sparsek.probe import PROBE
+    from sparsek_backend.vllm_backend.stats import STATS
+
+    layer = make_layer()
+    builder, spec = make_builder(layer, current)
+    cache = make_cache(spec, 64)
+    STATS.take_seconds()
+    monkeypatch.setattr(PROBE, "_last", float("-inf"))
+    *_, timed = run(layer, builder, cache, make_step([400], [400], 64), seed=1)
+    taken = STATS.take_seconds()
+    assert min(taken) > 0
+    *_, untimed = run(layer, builder, cache, make_step([400], [400], 64), seed=1)
+    assert torch.equal(timed, untimed)
+    monkeypatch.setattr(PROBE, "_last", float("-inf"))
+    run(layer, builder, cache, make_step([401], [1], 64), seed=2)
+    assert STATS.take_seconds() == (0.0, 0.0), "decodes are not timed"
+
+
 @pytest.mark.parametrize("kind", ["cell_mean", "min_max"])
 def test_a_dense_layer_keeps_the_summaries_of_the_one_that_shares_its_pages(
     kind: str, tmp_path: Any

@@ -9,22 +9,20 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
+import psutil
 
 from sparsek_backend.vllm_backend import orphans
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-
 WORKER = f"""
 import sys, time
-sys.path[:0] = [{str(ROOT)!r}]
+sys.path[:0] = {[str(ROOT), *sys.path]!r}
 from sparsek_backend.vllm_backend import orphans
 orphans.POLL_SECONDS = 0.05
 orphans.end_with_server()
 orphans.end_with_server()
-print(orphans.engine_process(), flush=True)
+print(orphans.engine_process().pid, flush=True)
 time.sleep(60)
 """
 
@@ -33,11 +31,6 @@ def test_a_process_that_is_no_engine_watches_nothing() -> None:
     assert orphans.engine_process() is None
     orphans.end_with_server()
     assert orphans._watched == set()
-
-
-def test_parents() -> None:
-    assert orphans.parent_of(os.getpid()) == os.getppid()
-    assert orphans.parent_of(2**22 + 1) is None
 
 
 def test_engine_ends_after_its_server_is_killed() -> None:
@@ -51,13 +44,13 @@ def test_engine_ends_after_its_server_is_killed() -> None:
     )
     assert server.stdout is not None
     engine = int(server.stdout.readline())
-    assert orphans.parent_of(engine) is not None
+    assert psutil.pid_exists(engine)
     time.sleep(0.3)
-    assert orphans.parent_of(engine) is not None
+    assert psutil.pid_exists(engine)
     os.kill(server.pid, signal.SIGKILL)
     server.wait(10)
     deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and orphans.parent_of(engine) is not None:
+    while time.monotonic() < deadline and psutil.pid_exists(engine):
         time.sleep(0.05)
     server.stdout.close()
-    assert orphans.parent_of(engine) is None
+    assert not psutil.pid_exists(engine)

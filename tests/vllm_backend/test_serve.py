@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 import shutil
 import signal
 import socket
@@ -21,6 +22,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.vllm_backend.dashboard import (
+    LABELS_OF_A_SCRAPE,
+    dashboard_queries,
+    rule_queries,
+    selected,
+)
 from tests.vllm_backend.nsa_models import CONFIG, complete, make_model
 from tests.vllm_backend.tiny_models import VOCABULARY, write_tokenizer
 
@@ -170,6 +177,7 @@ def server(
         environment,
         tmp_path_factory.mktemp("serve") / "server.log",
         *("--additional-config", settings, "--max-num-batched-tokens", "256"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),  # the example clients
     )
     try:
         server.wait_until_healthy()
@@ -217,6 +225,15 @@ def test_streaming_equals_the_whole_answer(server: Server) -> None:
     assert "".join(parts) == whole
 
 
+def test_the_example_client(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    example = runpy.run_path(str(ROOT / "examples" / "clients" / "client.py"))
+    client = server.client()
+    assert "Paris" in example["stream"](client, MODEL, "What is the capital of France?")
+    assert "Paris" in capsys.readouterr().out
+    assert "Paris" in str(example["call_tool"](client, MODEL))
+    assert example["refused_embeddings"](client, MODEL) in (400, 404)
+
+
 def test_logprobs(server: Server) -> None:
     answer = server.client().completions.create(
         model=MODEL, prompt="The capital of France is", max_tokens=3, temperature=0, logprobs=2
@@ -261,6 +278,31 @@ def test_counters_reach_the_metrics_page(server: Server) -> None:
             name, value = line.rsplit(" ", 1)
             values[name.split("{")[0]] = float(value)
     assert 0 < values["sparsek_attended_tokens_total"] < values["sparsek_context_tokens_total"]
+
+
+def test_dashboard_and_alerts_read_what_the_metrics_page_has(server: Server) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urllib.request.urlopen(server.url("/metrics"), timeout=30) as page:
+        families = list(text_string_to_metric_families(page.read().decode()))
+    there = {(sample.name, "") for family in families for sample in family.samples}
+    there |= {
+        (sample.name, label)
+        for family in families
+        for sample in family.samples
+        for label in sample.labels
+    }
+    assert ("sparsek_settings_info", "top_k") in there
+    queries = [*dashboard_queries(), *rule_queries()]
+    recorded = {name for name, _ in rule_queries() if ":" in name}
+    for where, query in queries:
+        read = {
+            (metric, label)
+            for metric, label in selected(query)
+            if metric not in {"up", *recorded} and label not in LABELS_OF_A_SCRAPE
+        }
+        assert read <= there, f"{where}: {read - there}"
+    assert len({panel for panel, _ in dashboard_queries()}) == 10
 
 
 def test_killed_in_mid_stream_and_started_again(

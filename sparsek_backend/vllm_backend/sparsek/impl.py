@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from sparsek_backend.vllm_backend.checks import refuse_quantised_output
 from sparsek_backend.vllm_backend.engine import current_engine
 from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_kernels.fallback import FallbackMask, paged_fallback, sdpa_fallback
-from sparsek_kernels.paged.api import paged_attention, write_kv
+from sparsek_kernels.paged.api import paged_attention, select_blocks, write_kv
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.plan import Segment, segments
 from sparsek_kernels.paged.policy import ScoreKind, SelectionPolicy
@@ -22,6 +23,7 @@ from sparsek_kernels.paged.policy import ScoreKind, SelectionPolicy
 from .flash import FlashPrefill
 from .metadata import SparseKMetadata
 from .pages import FP8_KV_CACHE, PageViews, summary_dtype, view_pages
+from .probe import PROBE
 
 
 class SparseKImpl(AttentionImpl):
@@ -292,12 +294,14 @@ class SparseKImpl(AttentionImpl):
                 out=out,
             )
             return
-        paged_attention(
+        batch, policy = segment.batch, segment.policy
+        attend = partial(
+            paged_attention,
             query,
             pages.keys,
             pages.values,
-            segment.batch,
-            segment.policy,
+            batch,
+            policy,
             softmax_scale=self.scale,
             k_summary=pages.summary,
             sinks=self.sinks,
@@ -306,6 +310,20 @@ class SparseKImpl(AttentionImpl):
             v_scale=scales[1],
             batch_invariant=self.batch_invariant,
         )
+        if not (batch.num_prefills and policy.selects_blocks and PROBE.is_due(query.device)):
+            attend()
+            return
+        select = partial(
+            select_blocks,
+            query,
+            pages.keys,
+            batch,
+            policy,
+            k_summary=pages.summary,
+            softmax_scale=self.scale,
+            k_scale=scales[0],
+        )
+        PROBE.run(select, attend, query.device)
 
     def _attend_by_sdpa(
         self,

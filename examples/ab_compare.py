@@ -1,0 +1,67 @@
+"""Dense and sparse attention on one set of prompts: which answers differ, and how fast each is.
+
+    python examples/ab_compare.py MODEL prompts.txt --top-k 16
+
+One prompt a line. For a verdict with statistics use `sparsek eval`; this is for looking at answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Run:
+    """Answers of one setting, and the seconds that they took together."""
+
+    answers: list[str]
+    seconds: float
+
+
+def answer(model: str, settings: dict[str, Any], prompts: list[str], max_tokens: int) -> Run:
+    """Answer the prompts in this process, which then gives its memory back by ending."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model, attention_backend="SPARSEK", additional_config={"sparsek": settings})
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
+    llm.generate(prompts[:1], sampling)  # warm
+    began = time.perf_counter()
+    outputs = llm.generate(prompts, sampling)
+    return Run([output.outputs[0].text for output in outputs], time.perf_counter() - began)
+
+
+def main() -> None:
+    """Answer with both, and print what differs."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("--top-k", type=int, default=32, help="blocks that a query selects")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    options = parser.parse_args()
+    prompts = [line for line in options.prompts.read_text().splitlines() if line]
+
+    settings = {"dense": {"mode": "dense"}, "sparse": {"top_k": options.top_k, "dense_below": 0}}
+    runs = {}
+    for name, chosen in settings.items():
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(1) as pool:  # an engine a process
+            runs[name] = pool.apply(answer, (options.model, chosen, prompts, options.max_tokens))
+
+    differ = 0
+    pairs = zip(prompts, runs["dense"].answers, runs["sparse"].answers, strict=True)
+    for prompt, dense, sparse in pairs:
+        if dense != sparse:
+            differ += 1
+            print(f"--- ...{prompt[-80:]}\ndense:  {dense!r}\nsparse: {sparse!r}")
+    print(f"{differ} of {len(prompts)} answers differ")
+    for name, run in runs.items():
+        print(f"{name}: {run.seconds:.2f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""`sparsek bench serve --rate`: a server of each backend under the load of `vllm bench serve`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from sparsek_backend.bench.load_mix import (
+    draw_lengths,
+    longest,
+    write_number_tokenizer,
+    write_prompts,
+)
+from sparsek_backend.bench.shapes import SHAPES, write_shape
+from sparsek_backend.machine import Machine
+from sparsek_backend.quickstart_server import Server, vllm_command
+from sparsek_backend.vllm_backend.names import BACKEND_NAME
+
+START_TIMEOUT_SECONDS = 1800.0
+SERVED_NAME = "model"
+WARM = 0.0
+"""Stands for the rate of the few requests before the first one: graphs, kernels, connections."""
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What to measure.
+
+    Args:
+        model: model folder, or a name of `SHAPES`.
+        rates: requests a second, whose arrivals are a Poisson process.
+        mix: `sharegpt` or `documents`.
+        num_requests: requests of each rate.
+        document_tokens: mean prompt of `documents`.
+        settings: our `sparsek` settings; empty for the defaults.
+        baseline: vLLM backend to compare with, None for vLLM's own choice.
+        tpot_limit_ms: a request counts as good with at most this time per output token.
+        ttft_limit_ms: and at most this time to its first token; None for any.
+        engine: further arguments of `vllm.LLM`.
+        seed: of lengths and arrivals.
+    """
+
+    model: str
+    rates: tuple[float, ...]
+    mix: str
+    num_requests: int
+    document_tokens: int
+    settings: Mapping[str, Any]
+    baseline: str | None
+    tpot_limit_ms: float
+    ttft_limit_ms: float | None
+    engine: Mapping[str, Any]
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class LoadRow:
+    """One backend at one rate; times in milliseconds, throughputs in requests a second."""
+
+    backend: str
+    model: str
+    mix: str
+    rate: float
+    requests: int
+    failed: int
+    throughput: float
+    goodput: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    tpot_p50_ms: float
+    tpot_p99_ms: float
+    tpot_limit_ms: float
+    ttft_limit_ms: float | None
+    mean_prompt_tokens: float
+    settings: str
+    gpu: str
+    driver: str
+    torch: str
+    triton: str
+    vllm: str
+    commit: str
+
+
+def run_load(plan: LoadPlan, machine: Machine, on_progress: Callable[[str], None]) -> list[LoadRow]:
+    """Measure both backends, one server after the other.
+
+    Raises:
+        ValueError: the plan does not fit; the message names the argument.
+        ServerError: a server did not start; the message has the end of its log.
+        RuntimeError: `vllm bench serve` failed, or requests did.
+    """
+    for rate in plan.rates:
+        if not 0 < rate < float("inf"):
+            raise ValueError(f"rate: expected requests a second above 0, got {rate}")
+    lengths = draw_lengths(plan.mix, plan.num_requests, plan.document_tokens, plan.seed)
+    names = (plan.baseline or "vLLM's own", BACKEND_NAME)
+    with tempfile.TemporaryDirectory(prefix="sparsek-load-") as scratch:
+        folder = Path(scratch)
+        engine = dict(plan.engine)
+        if plan.model in SHAPES:
+            model = write_shape(plan.model, folder / "shape")
+            write_number_tokenizer(model, SHAPES[plan.model]["vocab_size"])
+            engine["load_format"] = "dummy"
+        else:
+            model = Path(plan.model)
+            if not model.is_dir():
+                raise ValueError(
+                    f"model: expected a folder or one of {', '.join(SHAPES)}, got {plan.model!r}"
+                )
+        tokenizer = _tokenizer(model)
+        for turn, _ in enumerate((WARM, *plan.rates)):  # no rate finds another's prefixes cached
+            path, seed = folder / f"prompts-{turn}.jsonl", plan.seed + turn
+            write_prompts(path, lengths, len(tokenizer), tokenizer.decode, seed)
+        rows: list[LoadRow] = []
+        for name in names:
+            backend = BACKEND_NAME if name == BACKEND_NAME else plan.baseline
+            command = server_command(plan, model, backend, engine, longest(lengths))
+            port = int(command[-1])
+            on_progress(f"{name}: starting the server")
+            server = Server(command, _environment(folder, name), port, folder / f"{name}.log")
+            try:
+                server.wait_until_healthy(START_TIMEOUT_SECONDS, on_progress, 60)
+                for turn, rate in enumerate((WARM, *plan.rates)):
+                    prompts = folder / f"prompts-{turn}.jsonl"
+                    result = _measure(plan, server, model, prompts, rate)
+                    if rate == WARM:
+                        continue
+                    rows.append(_row(plan, machine, name, rate, result))
+                    on_progress(
+                        f"{name}, {rate:g} requests/s: goodput {rows[-1].goodput:.3g}, "
+                        f"p99 of TPOT {rows[-1].tpot_p99_ms:.1f} ms"
+                    )
+            finally:
+                server.stop()
+    return sorted(rows, key=lambda row: (row.rate, row.backend == BACKEND_NAME))
+
+
+def server_command(
+    plan: LoadPlan, model: Path, backend: str | None, engine: Mapping[str, Any], max_len: int
+) -> list[str]:
+    """Return the `vllm serve` command of one backend, with a free port at its end."""
+    command = [*vllm_command(), "serve", str(model), "--served-model-name", SERVED_NAME]
+    command += ["--max-model-len", str(max_len)]
+    if backend is not None:
+        command += ["--attention-backend", backend]
+    if backend == BACKEND_NAME and plan.settings:
+        command += ["--additional-config", json.dumps({"sparsek": dict(plan.settings)})]
+    for name, value in engine.items():
+        flag = "--" + name.replace("_", "-")
+        command += [flag] if value is True else [flag, str(value)]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [*command, "--host", "127.0.0.1", "--port", str(port)]
+
+
+def bench_command(
+    plan: LoadPlan, url: str, model: Path, prompts: Path, rate: float, result: Path
+) -> list[str]:
+    """Return the `vllm bench serve` command of one rate."""
+    good = [f"tpot:{plan.tpot_limit_ms:g}"]
+    if plan.ttft_limit_ms is not None:
+        good.append(f"ttft:{plan.ttft_limit_ms:g}")
+    warm = rate == WARM
+    count = min(plan.num_requests, 4) if warm else plan.num_requests
+    return [
+        *(*vllm_command(), "bench", "serve", "--backend", "openai", "--base-url", url),
+        *("--model", SERVED_NAME, "--tokenizer", str(model)),
+        *("--dataset-name", "custom", "--dataset-path", str(prompts), "--custom-output-len", "-1"),
+        *("--skip-chat-template", "--disable-shuffle", "--num-prompts", str(count)),
+        *("--request-rate", "inf" if warm else f"{rate:g}", "--seed", str(plan.seed)),
+        *("--ignore-eos", "--disable-tqdm", "--percentile-metrics", "ttft,tpot"),
+        *("--metric-percentiles", "50,99", "--goodput", *good),
+        *("--save-result", "--result-dir", str(result.parent), "--result-filename", result.name),
+    ]
+
+
+def load_table(rows: Sequence[LoadRow]) -> Table:
+    """Both backends side by side at every rate."""
+    table = Table(title="a server under load", title_justify="left")
+    for name in (
+        *("rate", "backend", "requests/s", "goodput", "TTFT p50 ms", "p99"),
+        *("TPOT p50 ms", "p99", "goodput, ratio"),
+    ):
+        table.add_column(name)
+    base: dict[float, LoadRow] = {}
+    for row in rows:
+        first = base.setdefault(row.rate, row)
+        gain = "" if first is row or not first.goodput else f"{row.goodput / first.goodput:.2f}x"
+        times = (row.ttft_p50_ms, row.ttft_p99_ms, row.tpot_p50_ms, row.tpot_p99_ms)
+        table.add_row(
+            f"{row.rate:g}",
+            row.backend,
+            f"{row.throughput:.3g}",
+            f"{row.goodput:.3g}",
+            *(f"{value:.4g}" for value in times),
+            gain,
+        )
+    return table
+
+
+def best_rates(rows: Sequence[LoadRow]) -> dict[str, float]:
+    """Return each backend's highest goodput among rates whose p99 of TPOT keeps to the limit."""
+    best = dict.fromkeys((row.backend for row in rows), 0.0)
+    for row in rows:
+        if row.tpot_p99_ms <= row.tpot_limit_ms:
+            best[row.backend] = max(best[row.backend], row.goodput)
+    return best
+
+
+def _tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+def _environment(folder: Path, name: str) -> dict[str, str]:
+    metrics = folder / f"{name}.metrics"
+    metrics.mkdir()
+    wanted = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    given = {key: value for key, value in wanted.items() if key not in os.environ}
+    return {**given, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+
+
+def _measure(
+    plan: LoadPlan, server: Server, model: Path, prompts: Path, rate: float
+) -> dict[str, Any]:
+    """Run `vllm bench serve` and return its result.
+
+    Raises:
+        RuntimeError: it failed, or a request did.
+    """
+    result = prompts.with_name(f"result-{rate:g}.json")
+    result.unlink(missing_ok=True)
+    command = bench_command(plan, server.url, model, prompts, rate, result)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode or not result.exists():
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+        raise RuntimeError(f"vllm bench serve failed at {rate:g} requests a second:\n{tail}")
+    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    if found["failed"]:
+        raise RuntimeError(
+            f"{found['failed']} requests failed at {rate:g} a second; the end of the server's "
+            f"log:\n{server.log_tail()}"
+        )
+    return found
+
+
+def _row(
+    plan: LoadPlan, machine: Machine, name: str, rate: float, result: Mapping[str, Any]
+) -> LoadRow:
+    settings = " ".join(f"{key}={value}" for key, value in plan.settings.items())
+    return LoadRow(
+        backend=name,
+        model=Path(plan.model).name,
+        mix=plan.mix,
+        rate=rate,
+        requests=result["completed"],
+        failed=result["failed"],
+        throughput=result["request_throughput"],
+        goodput=result["request_goodput"],
+        ttft_p50_ms=result["p50_ttft_ms"],
+        ttft_p99_ms=result["p99_ttft_ms"],
+        tpot_p50_ms=result["p50_tpot_ms"],
+        tpot_p99_ms=result["p99_tpot_ms"],
+        tpot_limit_ms=plan.tpot_limit_ms,
+        ttft_limit_ms=plan.ttft_limit_ms,
+        mean_prompt_tokens=result["total_input_tokens"] / result["completed"],
+        settings=(settings or "defaults") if name == BACKEND_NAME else "",
+        **machine.__dict__,
+    )

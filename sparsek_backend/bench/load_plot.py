@@ -1,0 +1,56 @@
+"""Plot of `sparsek bench serve --rate`: goodput and the slowest requests over the arrival rate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparsek_backend.pyplot import import_pyplot
+from sparsek_backend.vllm_backend.names import BACKEND_NAME
+
+_PANELS = (
+    ("goodput", "goodput, requests a second (more is better)"),
+    ("tpot_p99_ms", "p99 of time per output token, ms (less is better)"),
+    ("ttft_p99_ms", "p99 of time to first token, ms (less is better)"),
+)
+
+
+def plot_load(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw both backends over the rate.
+
+    Args:
+        records: rows of `LoadRow`, as dictionaries.
+        path: the PNG to write.
+
+    Raises:
+        ImportError: matplotlib is missing; the message has the install command.
+    """
+    pyplot = import_pyplot()
+    figure, axes = pyplot.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    backends = list(dict.fromkeys(row["backend"] for row in records))
+    for axis, (field, title) in zip(axes, _PANELS, strict=True):
+        for backend in backends:
+            ours = backend == BACKEND_NAME
+            points = sorted((r["rate"], r[field]) for r in records if r["backend"] == backend)
+            axis.plot(
+                [rate for rate, _ in points],
+                [value for _, value in points],
+                marker="o" if ours else "s",
+                color="#1b6ca8" if ours else "#6b6b6b",
+                label=backend,
+            )
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("requests a second that arrive")
+        axis.set_ylim(bottom=0)
+        axis.grid(visible=True, alpha=0.25)
+        axis.legend(fontsize=8)
+    first = records[0]
+    axes[1].axhline(first["tpot_limit_ms"], color="#b03030", linewidth=1, linestyle="--")
+    figure.suptitle(
+        f"{first['model']}, {first['mix']} of {first['mean_prompt_tokens']:.0f} tokens on average, "
+        f"{first['gpu']}, vLLM {first['vllm']}",
+        fontsize=11,
+    )
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

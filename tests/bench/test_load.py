@@ -1,0 +1,149 @@
+"""`sparsek bench serve --rate`: lengths, prompts, commands, rows; no server runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from typer.testing import CliRunner
+
+from sparsek_backend.bench import load
+from sparsek_backend.bench.cli import app
+from sparsek_backend.bench.load_mix import draw_lengths, longest
+
+RUNNER = CliRunner()
+first_prompts: list[str] = []
+TIMES = ["p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms"]
+
+
+def test_lengths_are_of_the_mix_and_the_seed() -> None:
+    chats = draw_lengths("sharegpt", 400, 1, 0)
+    assert 100 < statistics.median(one.prompt for one in chats) < 170
+    assert max(one.prompt for one in chats) > 1000
+    documents = draw_lengths("documents", 400, 32768, 0)
+    assert all(24576 <= one.prompt <= 40960 for one in documents)
+    assert statistics.mean(one.prompt for one in documents) == pytest.approx(32768, rel=0.02)
+    assert documents == draw_lengths("documents", 400, 32768, 0) != chats
+    assert longest(documents) < 40960 + 512 + 17
+    with pytest.raises(ValueError, match="mix: expected one of sharegpt, documents, got 'chat'"):
+        draw_lengths("chat", 1, 1, 0)
+    with pytest.raises(ValueError, match="num_requests: expected at least 1, got 0"):
+        draw_lengths("sharegpt", 0, 1, 0)
+
+
+class FakeServer:
+    """Stands for a server process; keeps its commands."""
+
+    commands: ClassVar[list[list[str]]] = []
+    url = "http://127.0.0.1:1"
+
+    def __init__(self, command: list[str], *_: Any) -> None:
+        self.commands.append(command)
+
+    def wait_until_healthy(self, *_: Any) -> float:
+        return 0.0
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+    def log_tail(self) -> str:
+        return "the log"
+
+
+@pytest.fixture
+def stood_in(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The `vllm bench serve` commands that were run; SPARSEK keeps twice the rate."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        option = dict(itertools.pairwise(command))
+        ours = "SPARSEK" in FakeServer.commands[-1]
+        limit = 4.0 if ours else 2.0
+        rate = float(option["--request-rate"])
+        count = int(option["--num-prompts"])
+        prompts = Path(option["--dataset-path"]).read_text().splitlines()
+        first_prompts.append(prompts[0])
+        result = {
+            "completed": count,
+            "failed": 0,
+            "request_throughput": min(rate, limit),
+            "request_goodput": min(rate, limit),
+            "total_input_tokens": sum(len(json.loads(p)["prompt"].split()) for p in prompts),
+            **{
+                f"p{p}_{m}_ms": 60.0 if rate > limit else 20.0
+                for p in (50, 99)
+                for m in ("ttft", "tpot")
+            },
+        }
+        Path(option["--result-dir"], option["--result-filename"]).write_text(json.dumps(result))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    FakeServer.commands = []
+    first_prompts.clear()
+    monkeypatch.setattr(load, "Server", FakeServer)
+    monkeypatch.setattr(load, "vllm_command", lambda: ["vllm"])
+    monkeypatch.setattr(load, "subprocess", SimpleNamespace(run=run))
+    return commands
+
+
+def test_both_backends_bear_every_rate(stood_in: list[list[str]], tmp_path: Path) -> None:
+    options = ["serve", "--model", "tiny", "--out", str(tmp_path), "--rate", "2", "--rate", "4"]
+    options += ["--document-tokens", "1k", "--num-requests", "6", "--sparsek", '{"top_k": 4}']
+    options += ["--ttft-limit-ms", "500", "--eager", "--name", "load", "--baseline", "CPU_ATTN"]
+    result = RUNNER.invoke(app, options)
+    assert result.exit_code == 0, result.output
+    assert "CPU_ATTN: goodput 2 requests/s at p99 TPOT <= 50 ms" in result.output
+    assert "SPARSEK: goodput 4 requests/s at p99 TPOT <= 50 ms" in result.output
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+    rows = json.loads((tmp_path / "load.json").read_text())
+    assert [(row["rate"], row["backend"]) for row in rows] == [
+        (rate, backend) for rate in (2, 4) for backend in ("CPU_ATTN", "SPARSEK")
+    ]
+    assert rows[1]["mean_prompt_tokens"] == pytest.approx(1024, rel=0.25)
+    theirs, ours = FakeServer.commands
+    assert "--additional-config" in ours
+    assert "--additional-config" not in theirs
+    for command in (ours, theirs):
+        assert {"--load-format", "dummy", "--enforce-eager"} <= set(command)
+    assert len(stood_in) == 6, "each server is warmed up once"
+    prompts = [command[command.index("--dataset-path") + 1] for command in stood_in]
+    assert prompts[:3] == prompts[3:], "the same for both backends"
+    assert len(set(first_prompts)) == 3, "others for each rate: the prefix cache helps none"
+    assert stood_in[1][stood_in[1].index("--goodput") + 1 :][:2] == ["tpot:50", "ttft:500"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rate", "0"], "rate: expected requests a second above 0, got 0"),
+        (["--rate", "1", "--mix", "chat"], "mix: expected one of"),
+        (["--rate", "1", "--context", "2k"], "rate: expected alone"),
+        (["--rate", "1", "--document-tokens", "x"], "document-tokens: expected a size such as 8k"),
+    ],
+)
+def test_wrong_options_start_no_server(
+    options: list[str], message: str, stood_in: list[list[str]], tmp_path: Path
+) -> None:
+    result = RUNNER.invoke(app, ["serve", "--model", "tiny", "--out", str(tmp_path), *options])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+    assert FakeServer.commands == []
+
+
+def test_a_failed_request_is_an_error(
+    stood_in: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 1, "", "it broke")
+
+    monkeypatch.setattr(load, "subprocess", SimpleNamespace(run=fail))
+    result = RUNNER.invoke(app, ["serve", "--model", "tiny", "--out", str(tmp_path), "--rate", "1"])
+    assert result.exit_code == 2
+    assert "it broke" in result.output

@@ -1,0 +1,47 @@
+"""Workflows and citation: valid, and of this version."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import sparsek_backend
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = ROOT / ".github" / "workflows"
+
+
+@pytest.mark.parametrize(
+    ("schema", "files"),
+    [
+        ("vendor.github-workflows", sorted(WORKFLOWS.glob("*.yaml"))),
+        ("vendor.citation-file-format", [ROOT / "CITATION.cff"]),
+    ],
+)
+def test_files_keep_to_their_schemas(schema: str, files: list[Path]) -> None:
+    program = Path(sys.executable).parent / "check-jsonschema"
+    command = [str(program), "--builtin-schema", schema, *map(str, files)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout
+
+
+def test_workflows_run_scripts_that_exist() -> None:
+    text = "".join(path.read_text() for path in WORKFLOWS.glob("*.yaml"))
+    scripts = set(re.findall(r"bash (\S+\.sh)", text))
+    assert {"deploy/test.sh", "deploy/docker/test.sh", "deploy/sbom.sh"} <= scripts
+    assert all((ROOT / script).is_file() for script in scripts)
+    release = yaml.safe_load((WORKFLOWS / "release.yaml").read_text())
+    images = release["jobs"]["images"]["strategy"]["matrix"]["include"]
+    for image in images:
+        dockerfile = (ROOT / "deploy" / "docker" / image["dockerfile"]).read_text()
+        assert re.search(rf"^ARG {image['argument']}=", dockerfile, re.M)
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == sparsek_backend.__version__
