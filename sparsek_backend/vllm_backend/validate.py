@@ -112,6 +112,9 @@ def _selection(vllm_config: Any, resolved: ResolvedConfig) -> dict[str, Any]:
         "use_kv_connector": cache.kv_offloading_size is not None
         or (transfer is not None and transfer.is_kv_transfer_instance),
         "use_pcp": parallel.prefill_context_parallel_size > 1,
+        "use_adaptive_verification": getattr(
+            vllm_config.speculative_config, "enable_adaptive_verification", False
+        ),
         "use_dcp": parallel.decode_context_parallel_size > 1,
         "use_rswa": model.rswa_window is not None,
     }

@@ -36,9 +36,13 @@ REMEDIES: dict[str, tuple[Any, str]] = {
     "use_pcp": (False, "--prefill-context-parallel-size 1"),
     "use_dcp": (False, "--decode-context-parallel-size 1"),
     "use_batch_invariant": (False, "unset VLLM_BATCH_INVARIANT, which needs a GPU"),
+    "use_adaptive_verification": (
+        False,
+        "leave enable_adaptive_verification out of --speculative-config",
+    ),
     "device_capability": (
         None,
-        "use a GPU of compute capability 8.0 or later, or the CPU build of vLLM",
+        "use an NVIDIA GPU of compute capability 8.0 or later, or the CPU build of vLLM",
     ),
 }
 """Arguments of ``validate_configuration``: a value that is served, and what a user can do."""
@@ -81,8 +85,17 @@ class SparseKBackend(HeadMajorPages, AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Whether the kernels run on a GPU (``None`` on CPU)."""
-        return capability is None or tuple(capability) >= (8, 0)
+        """Whether the kernels run on a GPU (``None`` on CPU); AMD's numbers are not NVIDIA's."""
+        from vllm.platforms import current_platform
+
+        return capability is None or (
+            tuple(capability) >= (8, 0) and not current_platform.is_rocm()
+        )
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """False: a step is planned by the host's query lengths."""
+        return False
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -132,6 +145,9 @@ class SparseKBackend(HeadMajorPages, AttentionBackend):
         """Return why settings that are served alone are not together; ``None`` if they are."""
         if use_mm_prefix and compat.is_batch_invariant():
             return "batch invariance not supported with bidirectional prefixes"
+        model = str(dtype).removeprefix("torch.")
+        if kv_cache_dtype in ("float16", "bfloat16") and kv_cache_dtype != model:
+            return f"{kv_cache_dtype} kv_cache_dtype not supported with {model} weights"
         if kv_cache_dtype not in FP8_KV_CACHE:
             return None
         if device_capability is None:
