@@ -70,6 +70,27 @@ def head_major_layouts() -> Sequence[Any]:
     return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
 
 
+def declares_content() -> bool:
+    """Whether a KV cache's shape follows from its spec, what a token takes included (0.29, later).
+
+    Everything in vLLM that moves or sizes pages then knows all bytes of a page.
+    """
+    from vllm.v1.attention.backend import AttentionBackend
+
+    return hasattr(AttentionBackend, "supported_kv_cache_layouts")
+
+
+def with_content(spec: Any, token_bytes: int) -> Any:
+    """Return ``spec`` with ``token_bytes`` for each token and KV head, K and V included."""
+    return replace(spec, state_content_bytes=token_bytes)
+
+
+def content_bytes(spec: Any) -> int:
+    """Return the bytes that a token takes for each KV head, padding of pages left out."""
+    declared: int | None = getattr(spec, "state_content_bytes", None)
+    return declared or 2 * spec.head_size * spec.dtype.itemsize
+
+
 def pad_page(spec: Any, tail_bytes: int) -> Any:
     """Return ``spec`` with ``tail_bytes`` more in every page, which vLLM then accounts for."""
     return replace(spec, page_size_padded=spec.unpadded_page_size_bytes + tail_bytes)

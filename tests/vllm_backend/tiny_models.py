@@ -138,7 +138,7 @@ def _configs() -> dict[str, Any]:
             block_ffn_dim_multiplier=1.0,
         ),
         "linear_attention": Qwen3NextConfig(
-            **COMMON,
+            **{**COMMON, "initializer_range": 0.05},
             **{**DECODER, "num_hidden_layers": 4},
             **EXPERTS,
             shared_expert_intermediate_size=64,

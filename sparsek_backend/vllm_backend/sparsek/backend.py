@@ -13,7 +13,7 @@ from sparsek_backend.vllm_backend.layout import HeadMajorPages
 
 from .impl import SparseKImpl
 from .metadata import SparseKMetadataBuilder
-from .pages import FP8_KV_CACHE, summary_bytes
+from .pages import FP8_KV_CACHE, with_summaries
 
 LEAVE = "leave --attention-backend out"
 REMEDIES: dict[str, tuple[Any, str]] = {
@@ -30,8 +30,8 @@ REMEDIES: dict[str, tuple[Any, str]] = {
     "use_mm_prefix": (False, LEAVE),
     "use_kv_connector": (
         False,
-        "remove --kv-transfer-config and --kv-offloading-size: block summaries do not travel with "
-        "K and V",
+        "remove --kv-transfer-config and --kv-offloading-size, or take vLLM 0.29 or later: before, "
+        "block summaries do not travel with K and V",
     ),
     "use_pcp": (False, "--prefill-context-parallel-size 1"),
     "use_dcp": (False, "--decode-context-parallel-size 1"),
@@ -114,8 +114,8 @@ class SparseKBackend(HeadMajorPages, AttentionBackend):
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        """False: connectors move K and V, and would leave the pages' summaries behind."""
-        return False
+        """Where vLLM knows all bytes of a page; which connectors, ``validate`` decides by name."""
+        return compat.declares_content()
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
@@ -181,4 +181,4 @@ class SparseKBackend(HeadMajorPages, AttentionBackend):
         engine = latest_engine()
         if engine is None or not engine.selects_blocks or not compat.is_full_attention(spec):
             return spec
-        return compat.pad_page(spec, summary_bytes(spec, engine.dtype))
+        return with_summaries(spec, engine.dtype)

@@ -119,10 +119,25 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             SDPA,
         ),
         Row(
-            "hybrids (Qwen3-Next, LFM2, other recurrent layers)",
+            "LFM2 (short convolutions and full attention)",
+            SERVED,
+            (
+                "features/test_hybrids.py::test_chunks_preemption_and_prefix_hits",
+                "features/test_pages.py::test_a_token_takes_as_much_on_every_page",
+            ),
+            "vLLM 0.29 or later",
+        ),
+        Row(
+            "Qwen3-Next (linear attention and full attention)",
+            SERVED,
+            (f"{ON_GPU}::test_models[linear_attention]",),
+            "vLLM 0.29 or later",
+        ),
+        Row(
+            "models with recurrent layers, before vLLM 0.29",
             REFUSED,
-            (f"{START}::test_hybrid_models_select_no_blocks",),
-            "mode `sink_window` or `dense`, which are served",
+            (f"{START}::test_hybrid_models_before_pages_declared_their_content",),
+            "a later vLLM, or mode `sink_window` or `dense`",
         ),
         Row(
             "bidirectional image tokens (Gemma 3 vision, PaliGemma)",
@@ -256,13 +271,39 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "leave it out, or mode `sink_window` or `dense`",
         ),
         Row(
-            "KV connectors, `--kv-offloading-size`",
+            "a page that vLLM copies",
+            SERVED,
+            ("features/test_pages.py::test_vllms_copy_of_a_block_carries_its_summary",),
+            "block summaries are copied with K and V",
+        ),
+    ),
+    "KV connectors (vLLM 0.29 or later)": (
+        Row(
+            "ExampleConnector (shared storage)",
+            SERVED,
+            ("features/test_connectors.py::test_pages_in_files",),
+        ),
+        Row(
+            "OffloadingConnector, `--kv-offloading-size`",
+            SERVED,
+            (
+                "features/test_connectors.py::test_offloaded_pages_are_whole",
+                f"{ON_GPU}::test_connectors[OffloadingConnector]",
+            ),
+        ),
+        Row(
+            "SimpleCPUOffloadConnector",
+            SERVED,
+            (f"{ON_GPU}::test_connectors[SimpleCPUOffloadConnector]",),
+        ),
+        Row(
+            "every other connector (LMCache, NIXL, Mooncake, MultiConnector, your own)",
             REFUSED,
             (
-                f"{START}::test_a_connector_stops_the_start",
+                f"{NOT_SERVED}::test_every_other_kv_connector",
                 f"{START}::test_settings_stop_the_start[offloading]",
             ),
-            "remove them",
+            "leave it out, or take one of the three above",
         ),
     ),
     "Parallelism": (

@@ -15,7 +15,8 @@ import torch
 
 from sparsek_backend.bench.serve_worker import read_stats
 from sparsek_backend.eval.engine import ensure_entry_point
-from tests.vllm_backend.engines import engine, generate, tokens
+from sparsek_backend.vllm_backend import compat
+from tests.vllm_backend.engines import engine, generate, model_runner, tokens
 from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.usefixtures("registered")]
@@ -201,7 +202,38 @@ def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert distance.mean() < 0.1
 
 
-@pytest.mark.parametrize("kind", ["sinks", "moe"])
+CONNECTORS: dict[str, dict[str, Any]] = {
+    "OffloadingConnector": {"cpu_bytes_to_use": 1 << 30},
+    "SimpleCPUOffloadConnector": {"cpu_bytes_to_use": 1 << 30},
+}
+
+
+@pytest.mark.skipif(not compat.declares_content(), reason="vLLM before 0.29 pads pages")
+@pytest.mark.parametrize("name", CONNECTORS)
+def test_connectors(
+    name: str, llama: Path, prompts: list[list[int]], plain: list[list[int]]
+) -> None:
+    """A prompt's pages are stored, given to others, wiped and loaded: the same bits, and tokens."""
+    from vllm.config import KVTransferConfig
+
+    transfer = KVTransferConfig(
+        kv_connector=name, kv_role="kv_both", kv_connector_extra_config=CONNECTORS[name]
+    )
+    options = {**LIMITS, "block_size": 64, "kv_transfer_config": transfer}
+    options |= {"num_gpu_blocks_override": 20}
+    with engine(llama, "SPARSEK", SPARSE, **options) as llm:
+        assert tokens(generate(llm, prompts, together=False)) == plain
+        generate(llm, [prompt[::-1] for prompt in prompts], together=False)  # evicts the first
+        assert llm.reset_prefix_cache()
+        context = model_runner(llm).vllm_config.compilation_config.static_forward_context
+        for layer in context.values():
+            layer.kv_cache.fill_(float("nan"))
+        again = generate(llm, prompts[-1:], together=False)
+    assert tokens(again) == plain[-1:]
+    assert again[0].num_cached_tokens >= len(prompts[-1]) // 2
+
+
+@pytest.mark.parametrize("kind", ["sinks", "moe", "linear_attention"])
 def test_models(kind: str, prompts: list[list[int]], tmp_path: Path) -> None:
     model = make_tiny_model(kind, tmp_path)
     expected = logprobs(model, "TRITON_ATTN", prompts)

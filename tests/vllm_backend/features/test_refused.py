@@ -85,3 +85,24 @@ def test_encoder_decoder_models(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"SPARSEK cannot serve.*cross-attention.*remedy: leave"):
         configure(tmp_path, skip_tokenizer_init=True)
+
+
+def test_every_other_kv_connector(llama: Path) -> None:
+    """By its name, with the option that was given; a connector of the user's own too."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from sparsek_backend.vllm_backend import validate
+
+    config = configure(llama)
+    for name in (*KVConnectorFactory._registry, "MyConnector"):
+        config.kv_transfer_config = KVTransferConfig(kv_connector=name, kv_role="kv_both")
+        if name in validate.KV_CONNECTORS:
+            validate.check_engine(config)
+            continue
+        words = rf"KV connector {name} not supported \(remedy: leave --kv-transfer-config out"
+        with pytest.raises(ValueError, match=words):
+            validate.check_engine(config)
+    config.kv_transfer_config = None
+    config.cache_config.kv_offloading_size = 1
+    validate.check_engine(config)
