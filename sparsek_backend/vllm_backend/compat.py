@@ -64,7 +64,7 @@ def hook_kv_cache_spec(customize: Callable[[Any, Any, int], Any]) -> None:
 
 
 def head_major_layouts() -> Sequence[Any]:
-    """Return the KV layouts (0.32 and later) whose pages hold one head's tokens contiguously."""
+    """Return the KV layouts (0.29 and later) whose pages hold one head's tokens contiguously."""
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
     return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)

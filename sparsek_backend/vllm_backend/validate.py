@@ -154,10 +154,6 @@ def _unserved_options(vllm_config: Any, resolved: ResolvedConfig) -> list[str]:
                 "block selection over KV caches of several formats not supported (remedy: leave "
                 "--kv-cache-dtype-skip-layers out, or mode sink_window or dense)"
             )
-    if cache.kv_sharing_fast_prefill:
-        reasons.append(
-            "--kv-sharing-fast-prefill not supported (remedy: leave --kv-sharing-fast-prefill out)"
-        )
     connector = _connector(vllm_config)
     if connector is not None and connector not in KV_CONNECTORS:
         given = "transfer-config" if vllm_config.kv_transfer_config else "offloading-size"

@@ -179,14 +179,6 @@ def test_a_dense_layer_keeps_the_summaries_of_the_one_that_shares_its_pages(
         assert torch.equal(output, expected)
 
 
-def test_metadata_is_frozen(current: Any) -> None:
-    layer = make_layer()
-    builder, _ = make_builder(layer, current)
-    metadata = builder.build(0, make_step([40], [40], 4))
-    with pytest.raises(AttributeError):
-        metadata.num_actual_tokens = 0
-
-
 def test_profiling_without_metadata(current: Any) -> None:
     layer = make_layer()
     q, output = torch.randn(3, HEADS, DIM), torch.full((3, HEADS, DIM), float("nan"))

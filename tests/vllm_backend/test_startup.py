@@ -212,7 +212,6 @@ def test_a_good_engine_is_configured(llama: Path) -> None:
             {"kv_offloading_size": 1, "kv_offloading_backend": "lmcache"},
             ("KV connector lmcache", "remedy: leave --kv-offloading-size out, or take one of"),
         ),
-        ({"kv_sharing_fast_prefill": True}, ("remedy: leave --kv-sharing-fast-prefill out",)),
         (
             {"kv_cache_dtype_skip_layers": ["0"]},
             ("remedy: leave --kv-cache-dtype-skip-layers out, or mode sink_window or dense",),
@@ -229,7 +228,6 @@ def test_a_good_engine_is_configured(llama: Path) -> None:
         "layers",
         "default-page",
         "offloading",
-        "fast-prefill",
         "skip-layers",
     ],
 )

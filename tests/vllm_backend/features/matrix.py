@@ -212,9 +212,8 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "`--kv-sharing-fast-prefill`",
-            REFUSED,
-            (f"{START}::test_settings_stop_the_start[fast-prefill]",),
-            "leave it out",
+            SERVED,
+            (f"{SCHEDULING}::test_fast_prefill_of_shared_caches",),
         ),
     ),
     "Speculative decoding": (
@@ -336,7 +335,13 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         Row("`--cpu-offload-gb`", SERVED, (f"{ON_GPU}::test_options[weights on the host]",)),
         Row("fp8 weights", SERVED, (f"{ON_GPU}::test_quantised_weights[fp8]",)),
     ),
-    "Hardware": (
+    "Hardware and versions": (
+        Row(
+            "vLLM 0.26.0 to 0.33.0",
+            SERVED,
+            ("test_vllm_api.py::test_the_installed_version",),
+            "run: 0.26.0 on GPUs, 0.32.0 on CPUs; of the others the sources are checked",
+        ),
         Row(
             "AMD GPUs (ROCm)",
             REFUSED,

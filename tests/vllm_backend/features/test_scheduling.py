@@ -28,6 +28,7 @@ SPARSE = {
     "top_k": 3,
     "query_tile": 1,
 }
+COVERING = {"dense_below": 0, "top_k": 32, "window_size": 32, "sel_block_size": 32}
 HIDDEN, KV = DECODER["hidden_size"], 64
 
 
@@ -99,14 +100,19 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def answers(model: Path, prompts: list[list[int]], **options: Any) -> tuple[Any, dict[str, Any]]:
+def answers(
+    model: Path,
+    prompts: list[list[int]],
+    settings: dict[str, Any] = SPARSE,
+    **options: Any,
+) -> tuple[Any, dict[str, Any]]:
     """Greedy tokens, and what the engine counted; SPARSEK's forward ran."""
     with (
         counted_forwards() as calls,
         engine(
             model,
             "SPARSEK",
-            SPARSE,
+            settings,
             max_model_len=500,
             max_num_batched_tokens=128,
             skip_tokenizer_init=True,
@@ -147,3 +153,10 @@ def test_mtp(prompts: list[list[int]], tmp_path: Path) -> None:
     found, counts = answers(model, prompts, speculative_config=asked)
     assert counts["vllm:spec_decode_num_draft_tokens"] > 0
     assert found == answers(model, prompts)[0]
+
+
+def test_fast_prefill_of_shared_caches(prompts: list[list[int]], tmp_path: Path) -> None:
+    """Layers that share another layer's KV attend the last tokens of prompts alone."""
+    model = make_tiny_model("shared_kv", tmp_path)
+    expected, _ = answers(model, prompts, COVERING)
+    assert answers(model, prompts, COVERING, kv_sharing_fast_prefill=True)[0] == expected
