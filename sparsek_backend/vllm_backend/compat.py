@@ -75,10 +75,31 @@ def hook_kv_cache_spec(customize: Callable[[Any, Any, int], Any]) -> None:
 
 
 def head_major_layouts() -> Sequence[Any]:
-    """Return the KV layouts (0.32 and later) whose pages hold one head's tokens contiguously."""
+    """Return the KV layouts (0.29 and later) whose pages hold one head's tokens contiguously."""
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
     return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+
+
+def declares_content() -> bool:
+    """Whether a KV cache's shape follows from its spec, what a token takes included (0.29, later).
+
+    Everything in vLLM that moves or sizes pages then knows all bytes of a page.
+    """
+    from vllm.v1.attention.backend import AttentionBackend
+
+    return hasattr(AttentionBackend, "supported_kv_cache_layouts")
+
+
+def with_content(spec: Any, token_bytes: int) -> Any:
+    """Return ``spec`` with ``token_bytes`` for each token and KV head, K and V included."""
+    return replace(spec, state_content_bytes=token_bytes)
+
+
+def content_bytes(spec: Any) -> int:
+    """Return the bytes that a token takes for each KV head, padding of pages left out."""
+    declared: int | None = getattr(spec, "state_content_bytes", None)
+    return declared or 2 * spec.head_size * spec.dtype.itemsize
 
 
 def pad_page(spec: Any, tail_bytes: int) -> Any:

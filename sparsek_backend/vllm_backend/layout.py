@@ -13,6 +13,10 @@ PREFERRED_PAGE_SIZE = 64
 """Tokens: one selected block is one page, so that a block's K and V are contiguous per head."""
 
 
+SMALLEST_PAGE_SIZE = 16
+"""Tokens: pages are multiples of this."""
+
+
 class HeadMajorPages:
     """A backend's name and the layout of its KV cache, in both generations of vLLM's interface."""
 
@@ -26,7 +30,7 @@ class HeadMajorPages:
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         """Return the page sizes: any multiple of 16 tokens."""
-        return [MultipleOf(16)]
+        return [MultipleOf(SMALLEST_PAGE_SIZE)]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
@@ -35,14 +39,14 @@ class HeadMajorPages:
             return default_block_size
         return PREFERRED_PAGE_SIZE
 
-    # vLLM 0.32 and later: logical [pages, Hkv, page_size, 2 * D].
+    # vLLM 0.29 and later: logical [pages, Hkv, page_size, C], C what a token takes.
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
         """Return layouts in which one head's tokens of a page are contiguous."""
         return tuple(compat.head_major_layouts())
 
-    # vLLM before 0.32.
+    # vLLM before 0.29.
 
     @staticmethod
     def get_kv_cache_shape(

@@ -83,9 +83,12 @@ def build_batch(
     return Batch(paged, offsets, lens)
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepMetadata(AttentionMetadata):
     """One step of one group of layers.
+
+    Nothing changes it once it is built; it is not frozen because vLLM's fast prefill
+    (``--kv-sharing-fast-prefill``) derives a class from it that sets the fields one by one.
 
     Args:
         batch: the requests and their pages.

@@ -13,10 +13,14 @@ from vllm.v1.attention.backend import AttentionBackend
 from sparsek_backend.config import ConfigError, ResolvedConfig
 from sparsek_backend.models import verify_model
 
+from . import compat
 from .names import NSA_ARCHITECTURE
 from .settings import check_page_size, engine_config, require_backend
 from .sparsek.backend import LEAVE, REMEDIES, SparseKBackend
 from .sparsek.pages import FP8_KV_CACHE
+
+KV_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "ExampleConnector")
+"""Connectors that were shown to move whole pages, summaries included."""
 
 
 def check_engine(vllm_config: Any) -> None:
@@ -94,7 +98,6 @@ def _selection(vllm_config: Any, resolved: ResolvedConfig) -> dict[str, Any]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
     cache_scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None) or {}
-    transfer = vllm_config.kv_transfer_config
     return {
         "head_size": model.get_head_size(),
         "dtype": model.dtype,
@@ -108,13 +111,25 @@ def _selection(vllm_config: Any, resolved: ResolvedConfig) -> dict[str, Any]:
         "attn_type": "encoder_only" if model.attn_type == "encoder_only" else "decoder",
         "use_non_causal": vllm_config.attention_config.use_non_causal,
         "use_batch_invariant": resolved.batch_invariant,
-        # vLLM turns an offloading size into a connector only after this check
-        "use_kv_connector": cache.kv_offloading_size is not None
-        or (transfer is not None and transfer.is_kv_transfer_instance),
+        "use_kv_connector": _connector(vllm_config) is not None,
         "use_pcp": parallel.prefill_context_parallel_size > 1,
+        "use_adaptive_verification": getattr(
+            vllm_config.speculative_config, "enable_adaptive_verification", False
+        ),
         "use_dcp": parallel.decode_context_parallel_size > 1,
         "use_rswa": model.rswa_window is not None,
     }
+
+
+def _connector(vllm_config: Any) -> str | None:
+    """The KV connector's name; vLLM turns an offloading size into one only after this check."""
+    transfer, cache = vllm_config.kv_transfer_config, vllm_config.cache_config
+    if transfer is not None and transfer.is_kv_transfer_instance:
+        return str(transfer.kv_connector)
+    if cache.kv_offloading_size is None:
+        return None
+    native = cache.kv_offloading_backend == "native"
+    return "OffloadingConnector" if native else str(cache.kv_offloading_backend)
 
 
 def _cache_dtype(vllm_config: Any) -> str:
@@ -128,20 +143,23 @@ def _unserved_options(vllm_config: Any, resolved: ResolvedConfig) -> list[str]:
     """Reasons, with remedies, that no layer's requirements tell."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     reasons = []
-    if resolved.config.mode == "block_topk":  # vLLM derives page sizes from pages of one token
-        if model.is_hybrid:
+    if resolved.config.mode == "block_topk":
+        if model.is_hybrid and not compat.declares_content():
             reasons.append(
                 "block selection in models with recurrent layers (Mamba, linear attention) not "
-                "supported (remedy: mode sink_window or dense)"
+                "supported before vLLM 0.29 (remedy: a later vLLM, or mode sink_window or dense)"
             )
         if cache.kv_cache_dtype_skip_layers:
             reasons.append(
                 "block selection over KV caches of several formats not supported (remedy: leave "
                 "--kv-cache-dtype-skip-layers out, or mode sink_window or dense)"
             )
-    if cache.kv_sharing_fast_prefill:
+    connector = _connector(vllm_config)
+    if connector is not None and connector not in KV_CONNECTORS:
+        given = "transfer-config" if vllm_config.kv_transfer_config else "offloading-size"
         reasons.append(
-            "--kv-sharing-fast-prefill not supported (remedy: leave --kv-sharing-fast-prefill out)"
+            f"KV connector {connector} not supported (remedy: leave --kv-{given} out, or take one "
+            f"of {', '.join(KV_CONNECTORS)})"
         )
     fallback = _sdpa_fallback(model)
     if fallback is not None and _cache_dtype(vllm_config) in FP8_KV_CACHE:
@@ -216,6 +234,11 @@ def _check_nsa(model: Any, vllm_config: Any) -> None:
         raise ValueError(
             f"kv_cache_dtype: expected auto for a model with an nsa section, got {dtype}; remedy: "
             "--kv-cache-dtype auto"
+        )
+    if _connector(vllm_config) is not None:
+        raise ValueError(
+            f"KV connector: expected none for a model with an nsa section, got "
+            f"{_connector(vllm_config)}; remedy: leave it out"
         )
     if model.quantization is not None:
         raise ValueError(

@@ -80,10 +80,21 @@ def make_builder(layer: Any, config: Any, device: str = "cpu") -> Any:
 
 def make_cache(spec: Any, pages: int, device: str = "cpu") -> torch.Tensor:
     """A layer's cache as vLLM lays it out, every value NaN in any format."""
-    stride = spec.page_size_bytes // spec.dtype.itemsize
+    from sparsek_backend.vllm_backend import compat
+
+    itemsize = spec.dtype.itemsize
+    stride, content = spec.page_size_bytes // itemsize, compat.content_bytes(spec) // itemsize
     raw = torch.full((pages * spec.page_size_bytes,), 255, dtype=torch.uint8, device=device)
-    raw = raw.view(spec.dtype)
-    return raw.as_strided((pages, KV_HEADS, PAGE, 2 * DIM), (stride, PAGE * 2 * DIM, 2 * DIM, 1))
+    shape = (pages, KV_HEADS, PAGE, content)
+    return raw.view(spec.dtype).as_strided(shape, (stride, PAGE * content, content, 1))
+
+
+def keys_and_values(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V ``[pages, Hkv, page_size, D]`` of a cache."""
+    from sparsek_backend.vllm_backend.sparsek.pages import view_pages
+
+    pages = view_pages(cache, DIM, None)
+    return pages.keys, pages.values
 
 
 def make_step(

@@ -19,9 +19,9 @@ from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import paged_attention_reference
 from tests.vllm_backend.layers import (
-    DIM,
     SETTINGS,
     building,
+    keys_and_values,
     make_builder,
     make_cache,
     make_config,
@@ -77,9 +77,7 @@ def test_one_call_serves_decodes_and_prefills(
     (call,) = calls
     assert call["batch_invariant"]
     assert (call["policy"], call["tokens"]) == (policy, 11)
-    expected = paged_attention_reference(
-        q, cache[..., :DIM], cache[..., DIM:], metadata.batch, policy
-    )
+    expected = paged_attention_reference(q, *keys_and_values(cache), metadata.batch, policy)
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
     rows = [199, *range(160, 170)]
     assert metadata.attended_tokens == sum(policy.attended_tokens(row) for row in rows)

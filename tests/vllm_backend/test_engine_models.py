@@ -71,6 +71,8 @@ def decode(model: Path, backend: str, prompts: list[list[int]], **options: Any) 
     [
         ("mha", None),
         ("mqa", None),
+        ("qk_norm", None),
+        ("moe", None),
         ("minicpm", None),
         ("head_dim_80", None),
         ("sliding", None),

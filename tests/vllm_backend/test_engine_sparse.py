@@ -123,7 +123,9 @@ def test_summaries_live_in_accounted_page_bytes(llm: Any) -> None:
     runner = model_runner(llm)
     (group,) = runner.kv_cache_config.kv_cache_groups
     spec = group.kv_cache_spec
-    assert spec.page_size_bytes * 32 == spec.unpadded_page_size_bytes * 33
+    plain = spec.num_kv_heads * spec.block_size * 2 * spec.head_size * spec.dtype.itemsize
+    assert spec.page_size_bytes * 32 == plain * 33
+    assert spec.page_size_padded is None
     for cache in runner.kv_caches:
         assert cache.stride(0) * cache.element_size() >= spec.page_size_bytes
     assert runner.kv_caches[0].untyped_storage().nbytes() == (

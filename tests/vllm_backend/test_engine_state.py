@@ -38,4 +38,4 @@ def test_draft_models_belong_to_the_engine(tmp_path: Any) -> None:
         with building(copy):
             make_layer(1, per_layer_sliding_window=48)
         assert engine_of(copy) is engine_of(config) is latest_engine()
-        assert SparseKBackend.customize_spec(spec).page_size_padded is not None
+        assert SparseKBackend.customize_spec(spec).page_size_bytes > spec.page_size_bytes

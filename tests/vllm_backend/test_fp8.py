@@ -22,6 +22,7 @@ from tests.vllm_backend.layers import (
     PAGE,
     SETTINGS,
     building,
+    keys_and_values,
     make_builder,
     make_cache,
     make_config,
@@ -60,9 +61,9 @@ def scaled(layer: Any, k_scale: float, v_scale: float) -> Any:
 def test_summaries_take_a_sixteenth_of_fp8_pages(current: Any) -> None:
     layer = make_fp8_layer(current)
     spec = make_spec(layer, current)
-    keys_and_values = KV_HEADS * PAGE * 2 * DIM
+    plain = KV_HEADS * PAGE * 2 * DIM
     assert spec.dtype.itemsize == 1
-    assert spec.page_size_bytes == keys_and_values + keys_and_values // 16
+    assert spec.page_size_bytes == plain + plain // 16
 
 
 def test_views_of_fp8_pages(current: Any) -> None:
@@ -70,16 +71,17 @@ def test_views_of_fp8_pages(current: Any) -> None:
 
     spec = make_spec(make_fp8_layer(current), current)
     cache = make_cache(spec, 5)
-    views = view_pages(cache, torch.bfloat16)
+    views = view_pages(cache, DIM, torch.bfloat16)
     assert views.keys.dtype == views.values.dtype == torch.float8_e4m3fn
     assert views.summary is not None
     assert views.summary.dtype == torch.bfloat16
     assert views.summary.shape == (5, KV_HEADS, PAGE // 16, DIM)
     views.summary.fill_(1.0)
-    assert (cache == 255).all()
-    raw = cache.as_strided((5, spec.page_size_bytes), (spec.page_size_bytes, 1))
-    tail = raw[:, KV_HEADS * PAGE * 2 * DIM :].contiguous().view(torch.bfloat16)
-    assert (tail == 1.0).all()
+    for part in (views.keys, views.values):
+        assert (part.view(torch.uint8) == 255).all()
+    heads = cache.flatten(2)
+    behind = heads[..., PAGE * 2 * DIM :].contiguous().view(torch.bfloat16)
+    assert (behind == 1.0).all()
 
 
 def test_the_line_of_an_fp8_cache(current: Any) -> None:
@@ -246,14 +248,12 @@ def test_a_layer_against_the_oracle(
         policy = layer.impl.policy
     assert policy.selects_blocks == (sliding is None)
     assert not policy.sees_all(lengths[0] - 1)
-    stored = cache.cpu().view(torch.float8_e4m3fn).float()
+    keys, values = (stored.float() for stored in keys_and_values(cache.cpu()))
     host = dataclasses.replace(
         batch,
         block_table=batch.block_table.cpu(),
         seq_lens=batch.seq_lens.cpu(),
         cu_seqlens_q=batch.cu_seqlens_q.cpu(),
     )
-    expected = paged_attention_reference(
-        q.cpu(), stored[..., :DIM] * 0.02, stored[..., DIM:] * 0.03, host, policy
-    )
+    expected = paged_attention_reference(q.cpu(), keys * 0.02, values * 0.03, host, policy)
     assert (output.double().cpu() - expected).abs().max() <= 1e-4

@@ -22,6 +22,7 @@ from tests.vllm_backend.layers import (
     PAGE,
     SETTINGS,
     building,
+    keys_and_values,
     make_builder,
     make_cache,
     make_config,
@@ -58,7 +59,7 @@ def test_step_with_decodes_prefills_and_padding(current: Any) -> None:
     assert batch.query_lens_host == (1, 1, 400)
     policy = layer.impl.policy
     assert policy.selects_blocks
-    expected = paged_attention_reference(q, cache[..., :DIM], cache[..., DIM:], batch, policy)
+    expected = paged_attention_reference(q, *keys_and_values(cache), batch, policy)
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
     share = policy.per_token().attended_tokens(299) + policy.per_token().attended_tokens(220)
     dense = 400 - policy.dense_last
@@ -82,7 +83,7 @@ def test_one_phase_alone_is_sparse(phase: str, tmp_path: Path) -> None:
     policy = SelectionPolicy(
         num_sink=16, window_size=32, top_k=2, sel_block_size=32, dense_last=64, query_tile=32
     )
-    caches = (cache[..., :DIM], cache[..., DIM:], metadata.batch)
+    caches = (*keys_and_values(cache), metadata.batch)
     sparse = paged_attention_reference(q, *caches, policy)
     dense = paged_attention_reference(q, *caches, SelectionPolicy())
     expected = torch.where(torch.arange(402)[:, None, None] < 2, dense, sparse)
@@ -131,9 +132,7 @@ def test_flash_attention_takes_dense_prefills_and_the_last_queries_of_sparse_one
     calls.clear()
     step = make_step([300, 280, 600, 70], [1, 20, 600, 70], 64)
     metadata, q, _, _, output = run(layer, builder, cache, step)
-    expected = paged_attention_reference(
-        q, cache[..., :DIM], cache[..., DIM:], metadata.batch, policy
-    )
+    expected = paged_attention_reference(q, *keys_and_values(cache), metadata.batch, policy)
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
     assert calls == [(20, [0, 20], [280]), (64, [0, 64], [600]), (70, [0, 70], [70])]
 
@@ -199,14 +198,6 @@ def test_a_dense_layer_keeps_the_summaries_of_the_one_that_shares_its_pages(
         assert torch.equal(output, expected)
 
 
-def test_metadata_is_frozen(current: Any) -> None:
-    layer = make_layer()
-    builder, _ = make_builder(layer, current)
-    metadata = builder.build(0, make_step([40], [40], 4))
-    with pytest.raises(AttributeError):
-        metadata.num_actual_tokens = 0
-
-
 def test_profiling_without_metadata(current: Any) -> None:
     layer = make_layer()
     q, output = torch.randn(3, HEADS, DIM), torch.full((3, HEADS, DIM), float("nan"))
@@ -221,7 +212,7 @@ def test_pages_have_room_for_summaries_only_where_layers_select(current: Any) ->
     spec = make_spec(layer, current)
     tail = summary_bytes(spec, torch.float32)
     assert tail == KV_HEADS * (PAGE // 16) * DIM * 4
-    assert spec.page_size_bytes == spec.unpadded_page_size_bytes + tail
+    assert spec.page_size_bytes == KV_HEADS * PAGE * 2 * DIM * 4 + tail
     sliding = make_layer(1, per_layer_sliding_window=48)
     window = make_spec(sliding, current)
     assert window.page_size_padded is None
@@ -242,9 +233,9 @@ def test_a_cache_without_room_is_refused() -> None:
     from sparsek_backend.vllm_backend.sparsek.pages import view_pages
 
     cache = torch.zeros(4, KV_HEADS, PAGE, 2 * DIM)
-    assert view_pages(cache, None).summary is None
-    with pytest.raises(ValueError, match=r"kv_cache: expected pages of at least"):
-        view_pages(cache, torch.float32)
+    assert view_pages(cache, DIM, None).summary is None
+    with pytest.raises(ValueError, match="kv_cache: expected room for 64 elements"):
+        view_pages(cache, DIM, torch.float32)
 
 
 def test_old_vllm_pads_through_the_layer(current: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +249,8 @@ def test_old_vllm_pads_through_the_layer(current: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(Attention, "get_kv_cache_spec", Attention.get_kv_cache_spec)
     monkeypatch.setattr(Attention, compat.HOOKED, None, raising=False)
     monkeypatch.delattr(Attention, compat.HOOKED)
-    monkeypatch.delattr(AttentionBackend, "customize_spec", raising=False)
+    for later in ("customize_spec", "supported_kv_cache_layouts"):
+        monkeypatch.delattr(AttentionBackend, later, raising=False)
     layer = make_layer()
     spec = layer.get_kv_cache_spec(current)
     tail = summary_bytes(spec, torch.float32)

@@ -69,7 +69,6 @@ def test_served(changes: dict[str, Any]) -> None:
         ({"attn_type": "encoder_decoder"}, "encoder_decoder"),
         ({"attn_type": "encoder"}, "attention type encoder"),
         ({"use_non_causal": True}, "non-causal"),
-        ({"use_kv_connector": True}, "KV connector"),
         ({"use_pcp": True}, "PCP"),
         ({"use_dcp": True}, "DCP"),
         ({"use_rswa": True}, "R-SWA"),
@@ -91,14 +90,13 @@ def test_every_requirement_of_vllm_is_served_or_has_a_remedy() -> None:
 
     from sparsek_backend.vllm_backend.sparsek.backend import LEAVE, REMEDIES
 
-    served = {"use_adaptive_verification"}
     parameters = inspect.signature(AttentionBackend.validate_configuration).parameters
     flags = [name for name in parameters if name.startswith("use_") and name not in GOOD]
     for name in flags:
-        found = reasons(**{name: True})
-        assert (found == []) == (name in served), name
+        assert (reasons(**{name: True}) == []) == (name == "use_kv_connector"), name
     for name, (_, remedy) in REMEDIES.items():
-        assert remedy.startswith(LEAVE) or name in parameters or name == "use_dcp"
+        newer = name in ("use_dcp", "use_adaptive_verification")
+        assert remedy.startswith(LEAVE) or name in parameters or newer
 
 
 def test_a_remedy_belongs_to_the_cause() -> None:
@@ -210,8 +208,10 @@ def test_a_good_engine_is_configured(llama: Path) -> None:
             {"additional_config": {"sparsek": {"sel_block_size": 96}}},
             ("sel_block_size", "KV page of 128", "--block-size 96"),
         ),
-        ({"kv_offloading_size": 1}, ("KV connector", "remove --kv-transfer-config and")),
-        ({"kv_sharing_fast_prefill": True}, ("remedy: leave --kv-sharing-fast-prefill out",)),
+        (
+            {"kv_offloading_size": 1, "kv_offloading_backend": "lmcache"},
+            ("KV connector lmcache", "remedy: leave --kv-offloading-size out, or take one of"),
+        ),
         (
             {"kv_cache_dtype_skip_layers": ["0"]},
             ("remedy: leave --kv-cache-dtype-skip-layers out, or mode sink_window or dense",),
@@ -228,7 +228,6 @@ def test_a_good_engine_is_configured(llama: Path) -> None:
         "layers",
         "default-page",
         "offloading",
-        "fast-prefill",
         "skip-layers",
     ],
 )
@@ -239,15 +238,6 @@ def test_settings_stop_the_start(
         configure(llama, **options)
     for word in words:
         assert word in str(caught.value)
-
-
-def test_a_connector_stops_the_start(llama: Path) -> None:
-    from vllm.config import KVTransferConfig
-
-    transfer = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")
-    with pytest.raises(ValueError, match=r"SPARSEK cannot serve.*KV connector.*remedy"):
-        configure(llama, kv_transfer_config=transfer)
-    assert configure(llama, kv_transfer_config=transfer, attention_backend="CPU_ATTN") is not None
 
 
 def test_every_layer_of_the_model_may_be_dense(llama: Path) -> None:
@@ -354,30 +344,18 @@ def test_what_sdpa_serves_is_refused_with_fp8_and_batch_invariance(
         validate.check_engine(config)
 
 
-def test_hybrid_models_select_no_blocks(tmp_path: Path) -> None:
-    from transformers import Qwen3NextConfig
+def test_hybrid_models_before_pages_declared_their_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparsek_backend.vllm_backend import compat
 
-    config = Qwen3NextConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        num_experts=0,
-        architectures=["Qwen3NextForCausalLM"],
-    )
-    config.save_pretrained(tmp_path)
+    model = make_tiny_model("short_conv", tmp_path)
+    assert configure(model) is not None
+    monkeypatch.setattr(compat, "declares_content", lambda: False)
     with pytest.raises(ValueError, match=r"SPARSEK cannot serve.*recurrent layers.*sink_window or"):
-        configure(tmp_path, skip_tokenizer_init=True)
+        configure(model)
     for mode in ("dense", "sink_window"):
-        settings = {"sparsek": {"mode": mode}}
-        assert configure(tmp_path, skip_tokenizer_init=True, additional_config=settings) is not None
+        assert configure(model, additional_config={"sparsek": {"mode": mode}}) is not None
 
 
 def test_encoder_decoder_models_are_refused(tmp_path: Path) -> None:

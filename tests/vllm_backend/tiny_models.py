@@ -29,6 +29,7 @@ DECODER = {
     "max_position_embeddings": 16384,
     "tie_word_embeddings": True,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 SPARSE_CONFIG = {
     "kernel_size": 32,
@@ -52,9 +53,15 @@ def _configs() -> dict[str, Any]:
         Gemma2Config,
         Gemma3nTextConfig,
         Gemma3TextConfig,
+        Glm4MoeConfig,
+        GptOssConfig,
+        Lfm2Config,
         LlamaConfig,
         MistralConfig,
         ModernBertConfig,
+        Qwen3Config,
+        Qwen3MoeConfig,
+        Qwen3NextConfig,
     )
 
     return {
@@ -97,6 +104,49 @@ def _configs() -> dict[str, Any]:
             final_logit_softcapping=30.0,
             query_pre_attn_scalar=HEAD_DIM,
         ),
+        "qk_norm": Qwen3Config(**COMMON, **DECODER),
+        "moe": Qwen3MoeConfig(**COMMON, **DECODER, **EXPERTS),
+        "mtp": Glm4MoeConfig(
+            **COMMON,
+            **{**DECODER, "num_hidden_layers": 3, "tie_word_embeddings": False},
+            moe_intermediate_size=64,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            num_nextn_predict_layers=1,
+        ),
+        "sinks": GptOssConfig(
+            **COMMON,
+            **DECODER,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=48,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        "short_conv": Lfm2Config(
+            **COMMON,
+            **DECODER,
+            layer_types=["conv", "full_attention"],
+            conv_dim=128,
+            conv_L_cache=3,
+            block_dim=128,
+            block_ff_dim=128,
+            block_multiple_of=32,
+            block_norm_eps=1e-5,
+            block_auto_adjust_ff_dim=False,
+            block_ffn_dim_multiplier=1.0,
+        ),
+        "linear_attention": Qwen3NextConfig(
+            **{**COMMON, "initializer_range": 0.05},
+            **{**DECODER, "num_hidden_layers": 4},
+            **EXPERTS,
+            shared_expert_intermediate_size=64,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+        ),
         "alibi": BloomConfig(**COMMON, hidden_size=128, n_layer=2, n_head=4),
         "encoder": BertConfig(
             **COMMON,
@@ -135,11 +185,33 @@ def make_tiny_model(name: str, folder: Path) -> Path:
     model.save_pretrained(folder)
     write_tokenizer(folder)
     if name in _ARCHITECTURES:
-        path = folder / "config.json"
-        written = json.loads(path.read_text(encoding="utf-8"))
-        written["architectures"] = [_ARCHITECTURES[name]]
-        path.write_text(json.dumps(written), encoding="utf-8")
+        _change_config(folder, architectures=[_ARCHITECTURES[name]])
+    if name == "mtp":
+        _predict_with_last_layer(folder)
     return folder
+
+
+def _change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    written = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**written, **changes}), encoding="utf-8")
+
+
+def _predict_with_last_layer(folder: Path) -> None:
+    """Make the last of three layers the one that predicts a token more (MTP)."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    size, layer = DECODER["hidden_size"], "model.layers.2"
+    weights[f"{layer}.eh_proj.weight"] = torch.cat([torch.eye(size)] * 2, 1) / 2
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        weights[f"{layer}.{norm}.weight"] = torch.ones(size)
+    weights[f"{layer}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights[f"{layer}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights, path, metadata={"format": "pt"})
+    _change_config(folder, num_hidden_layers=2)
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -13,7 +13,7 @@ from sparsek_backend.vllm_backend.layout import HeadMajorPages
 
 from .impl import SparseKImpl
 from .metadata import SparseKMetadataBuilder
-from .pages import FP8_KV_CACHE, summary_bytes
+from .pages import FP8_KV_CACHE, with_summaries
 
 LEAVE = "leave --attention-backend out"
 REMEDIES: dict[str, tuple[Any, str]] = {
@@ -30,15 +30,19 @@ REMEDIES: dict[str, tuple[Any, str]] = {
     "use_mm_prefix": (False, LEAVE),
     "use_kv_connector": (
         False,
-        "remove --kv-transfer-config and --kv-offloading-size: block summaries do not travel with "
-        "K and V",
+        "remove --kv-transfer-config and --kv-offloading-size, or take vLLM 0.29 or later: before, "
+        "block summaries do not travel with K and V",
     ),
     "use_pcp": (False, "--prefill-context-parallel-size 1"),
     "use_dcp": (False, "--decode-context-parallel-size 1"),
     "use_batch_invariant": (False, "unset VLLM_BATCH_INVARIANT, which needs a GPU"),
+    "use_adaptive_verification": (
+        False,
+        "leave enable_adaptive_verification out of --speculative-config",
+    ),
     "device_capability": (
         None,
-        "use a GPU of compute capability 8.0 or later, or the CPU build of vLLM",
+        "use an NVIDIA GPU of compute capability 8.0 or later, or the CPU build of vLLM",
     ),
 }
 """Arguments of ``validate_configuration``: a value that is served, and what a user can do."""
@@ -81,8 +85,17 @@ class SparseKBackend(HeadMajorPages, AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Whether the kernels run on a GPU (``None`` on CPU)."""
-        return capability is None or tuple(capability) >= (8, 0)
+        """Whether the kernels run on a GPU (``None`` on CPU); AMD's numbers are not NVIDIA's."""
+        from vllm.platforms import current_platform
+
+        return capability is None or (
+            tuple(capability) >= (8, 0) and not current_platform.is_rocm()
+        )
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """False: a step is planned by the host's query lengths."""
+        return False
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -101,8 +114,8 @@ class SparseKBackend(HeadMajorPages, AttentionBackend):
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        """False: connectors move K and V, and would leave the pages' summaries behind."""
-        return False
+        """Where vLLM knows all bytes of a page; which connectors, ``validate`` decides by name."""
+        return compat.declares_content()
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
@@ -132,6 +145,9 @@ class SparseKBackend(HeadMajorPages, AttentionBackend):
         """Return why settings that are served alone are not together; ``None`` if they are."""
         if use_mm_prefix and compat.is_batch_invariant():
             return "batch invariance not supported with bidirectional prefixes"
+        model = str(dtype).removeprefix("torch.")
+        if kv_cache_dtype in ("float16", "bfloat16") and kv_cache_dtype != model:
+            return f"{kv_cache_dtype} kv_cache_dtype not supported with {model} weights"
         if kv_cache_dtype not in FP8_KV_CACHE:
             return None
         if device_capability is None:
@@ -165,4 +181,4 @@ class SparseKBackend(HeadMajorPages, AttentionBackend):
         engine = latest_engine()
         if engine is None or not engine.selects_blocks or not compat.is_full_attention(spec):
             return spec
-        return compat.pad_page(spec, summary_bytes(spec, engine.dtype))
+        return with_summaries(spec, engine.dtype)

@@ -175,7 +175,7 @@ class SparseKImpl(AttentionImpl):
 
         Args:
             layer: the layer, which has the scales of an fp8 cache.
-            kv_cache: ``[pages, Hkv, page_size, 2 * D]``.
+            kv_cache: ``[pages, Hkv, page_size, C]``.
             batch: the step.
         """
         shape = (batch.num_prefill_tokens, self.num_heads, self.head_size)
@@ -199,7 +199,7 @@ class SparseKImpl(AttentionImpl):
         Args:
             key: ``[T, Hkv, D]``, padding rows allowed at the end.
             value: ``[T, Hkv, D]``.
-            kv_cache: ``[pages, Hkv, page_size, 2 * D]``.
+            kv_cache: ``[pages, Hkv, page_size, C]``.
             slot_mapping: ``[T]`` int64, -1 for padding.
         """
         if self.attn_type == AttentionType.ENCODER_ONLY:
@@ -236,7 +236,7 @@ class SparseKImpl(AttentionImpl):
             query: ``[T, Hq, D]``.
             key: ``[T, Hkv, D]``, which encoders attend.
             value: ``[T, Hkv, D]``, which encoders attend.
-            kv_cache: ``[pages, Hkv, page_size, 2 * D]``.
+            kv_cache: ``[pages, Hkv, page_size, C]``.
             attn_metadata: the step, or ``None`` while vLLM profiles.
             output: ``[T, Hq, D]``, written.
 
@@ -393,7 +393,7 @@ class SparseKImpl(AttentionImpl):
     def _view(self, kv_cache: torch.Tensor) -> PageViews:
         """Views of a cache: K, V and, where the layer's pages keep them, summaries."""
         dtype = None if self.summaries is None else summary_dtype(kv_cache.dtype, self.dtype)
-        return view_pages(kv_cache, dtype)
+        return view_pages(kv_cache, self.head_size, dtype)
 
     def _cached_view(self, kv_cache: torch.Tensor) -> PageViews:
         """:meth:`_view` of the layer's own cache, made once for each cache tensor."""

@@ -36,7 +36,7 @@ Kind = tuple[SelectionPolicy, str | None, int | None, bool]
 """Policy, SDPA fallback, FlashAttention's version and fp8 cache of a group of layers."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class SparseKMetadata(StepMetadata):
     """One step of one group of layers.
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
+from sparsek_backend.vllm_backend import compat
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
@@ -106,8 +107,8 @@ def warm_up_prefills(
 
 def _one_page(spec: Any, device: torch.device) -> torch.Tensor:
     """A KV cache of one page of zeros, laid out as vLLM lays them out."""
-    shape = (1, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
-    elements = spec.page_size_bytes // spec.dtype.itemsize
+    itemsize = spec.dtype.itemsize
+    elements, content = spec.page_size_bytes // itemsize, compat.content_bytes(spec) // itemsize
+    shape = (1, spec.num_kv_heads, spec.block_size, content)
     storage = torch.zeros(elements, dtype=spec.dtype, device=device)
-    strides = (elements, shape[2] * shape[3], shape[3], 1)
-    return storage.as_strided(shape, strides)
+    return storage.as_strided(shape, (elements, spec.block_size * content, content, 1))

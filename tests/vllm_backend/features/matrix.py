@@ -1,0 +1,380 @@
+"""What of vLLM a user may combine with SPARSEK: served or refused, and the tests that prove it.
+
+``python -m tests.vllm_backend.features.matrix`` writes ``docs/features.md`` from these rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs" / "features.md"
+TESTS = "tests/vllm_backend"
+
+SERVED, REFUSED = "served", "refused"
+
+INTRODUCTION = """# Features
+
+What of vLLM works together with `--attention-backend SPARSEK`.
+
+*Served* means that a test runs an engine with the feature and compares. While the budget covers
+the context, tokens or log-probabilities equal a dense backend's. While queries select blocks, they
+equal those of an engine without the feature. *Refused* means that the server does not start: its
+message names the feature, and the note here says what to do instead. *Where* says on which machines
+the proof runs. The last column is the proof, below `tests/vllm_backend`.
+
+This page is generated: `python -m tests.vllm_backend.features.matrix`.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One feature.
+
+    Args:
+        feature: as users name it: a kind of model, an option, a field of a request.
+        outcome: ``SERVED`` or ``REFUSED``.
+        proofs: tests below ``tests/vllm_backend``, as pytest names them; without the brackets, all
+            parameters of a test.
+        note: the limit, or what to do instead.
+    """
+
+    feature: str
+    outcome: str
+    proofs: tuple[str, ...]
+    note: str = ""
+
+    @property
+    def where(self) -> str:
+        """On which machines the proofs run, by the names of their files."""
+        on_gpu = {"gpu" in proof.partition("::")[0] for proof in self.proofs}
+        return " and ".join(
+            [name for name, found in (("CPU", False), ("GPU", True)) if found in on_gpu]
+        )
+
+
+def _decoder(kind: str, fallback: str = "None") -> str:
+    return f"test_engine_models.py::test_decoders[{kind}-{fallback}]"
+
+
+def _request(feature: str, name: str | None = None) -> Row:
+    return Row(feature, SERVED, (f"features/test_requests.py::test_served[{name or feature}]",))
+
+
+PARITY, SPARSE, GPU = "test_engine_parity.py", "test_engine_sparse.py", "test_gpu_engine.py"
+START = "test_startup.py"
+NOT_SERVED, ON_GPU = "features/test_refused.py", "features/test_gpu_features.py"
+SCHEDULING = "features/test_scheduling.py"
+SDPA = "attended by PyTorch's SDPA, with one log line and a counter"
+LEAVE = "leave `--attention-backend` out"
+
+MATRIX: dict[str, tuple[Row, ...]] = {
+    "Models": (
+        Row(
+            "Llama, grouped queries",
+            SERVED,
+            (f"{PARITY}::test_eight_at_once", f"{GPU}::test_budget_over_context_equals_flash"),
+        ),
+        Row("one query head per KV head", SERVED, (_decoder("mha"),)),
+        Row("one KV head", SERVED, (_decoder("mqa"),)),
+        Row("head size that is no power of two", SERVED, (_decoder("head_dim_80"),)),
+        Row("Qwen3 (normalised queries and keys)", SERVED, (_decoder("qk_norm"),)),
+        Row("Qwen3-MoE", SERVED, (_decoder("moe"), f"{ON_GPU}::test_models[moe]")),
+        Row("Mistral (sliding window)", SERVED, (_decoder("sliding"),)),
+        Row("Gemma 3 (windows and full attention)", SERVED, (_decoder("hybrid"),)),
+        Row(
+            "Gemma 3n (layers that share another's KV)",
+            SERVED,
+            (
+                _decoder("shared_kv"),
+                "test_layer.py::test_a_dense_layer_keeps_the_summaries_of_the_one_that_shares_its_pages",
+            ),
+        ),
+        Row("Gemma 2 (logit soft caps)", SERVED, (_decoder("soft_cap", "logits soft cap"),), SDPA),
+        Row("BLOOM (ALiBi)", SERVED, (_decoder("alibi", "ALiBi"),), SDPA),
+        Row(
+            "gpt-oss (learned sinks and windows)",
+            SERVED,
+            ("test_layer.py::test_window_and_sinks_of_the_model", f"{ON_GPU}::test_models[sinks]"),
+        ),
+        Row(
+            "MiniCPM4 (InfLLM-v2's `sparse_config`)",
+            SERVED,
+            (
+                _decoder("minicpm"),
+                "test_engine_models.py::test_minicpm_takes_its_own_selection",
+            ),
+            "as many blocks as the model was trained to attend, ranked by SPARSEK's rule",
+        ),
+        Row(
+            "natively sparse models (NSA)",
+            SERVED,
+            ("test_nsa.py::test_whole_prefill", "test_gpu_nsa.py::test_tokens_are_the_modules"),
+        ),
+        Row(
+            "BERT, ModernBERT (encoder only, pooling)",
+            SERVED,
+            ("test_engine_models.py::test_encoder_only_models",),
+            SDPA,
+        ),
+        Row(
+            "LFM2 (short convolutions and full attention)",
+            SERVED,
+            (
+                "features/test_hybrids.py::test_chunks_preemption_and_prefix_hits",
+                "features/test_pages.py::test_a_token_takes_as_much_on_every_page",
+            ),
+            "vLLM 0.29 or later",
+        ),
+        Row(
+            "Qwen3-Next (linear attention and full attention)",
+            SERVED,
+            (f"{ON_GPU}::test_models[linear_attention]",),
+            "vLLM 0.29 or later",
+        ),
+        Row(
+            "models with recurrent layers, before vLLM 0.29",
+            REFUSED,
+            (f"{START}::test_hybrid_models_before_pages_declared_their_content",),
+            "a later vLLM, or mode `sink_window` or `dense`",
+        ),
+        Row(
+            "bidirectional image tokens (Gemma 3 vision, PaliGemma)",
+            SERVED,
+            ("test_layer.py::test_bidirectional_prefix_is_served_by_the_fallback",),
+            SDPA,
+        ),
+        Row("DeepSeek (MLA)", REFUSED, (f"{START}::test_mla_models_are_refused",), LEAVE),
+        Row(
+            "T5, Whisper (encoder-decoder)",
+            REFUSED,
+            (f"{NOT_SERVED}::test_encoder_decoder_models",),
+            LEAVE,
+        ),
+    ),
+    "Requests": (
+        _request("several samples (`n`)", "n"),
+        _request("beam search"),
+        _request("structured output"),
+        _request("prompt embeddings", "prompt embeds"),
+        _request("LoRA"),
+        _request("log-probabilities, of prompts too", "logprobs and prompt logprobs"),
+        _request("penalties and stop tokens"),
+        Row("streaming", SERVED, ("test_serve.py::test_streaming_equals_the_whole_answer",)),
+        Row(
+            "a prompt longer than the model allows",
+            REFUSED,
+            ("test_serve.py::test_a_request_that_is_too_long_gets_400_and_the_server_goes_on",),
+            "status 400; the server goes on",
+        ),
+    ),
+    "Scheduling": (
+        Row(
+            "chunked prefill",
+            SERVED,
+            (f"{PARITY}::test_sequential_in_chunks", f"{SPARSE}::test_chunking"),
+        ),
+        Row(
+            "prefix caching",
+            SERVED,
+            (f"{PARITY}::test_prefix_hits", f"{SPARSE}::test_prefix_hits"),
+        ),
+        Row(
+            "preemption",
+            SERVED,
+            (f"{PARITY}::test_preemption", f"{SPARSE}::test_batch_composition_and_preemption"),
+        ),
+        Row(
+            "asynchronous scheduling",
+            SERVED,
+            (
+                f"{SCHEDULING}::test_async_scheduling",
+                f"{ON_GPU}::test_options[asynchronous scheduling]",
+            ),
+        ),
+        Row(
+            "`VLLM_BATCH_INVARIANT`",
+            SERVED,
+            ("test_batch_invariant.py::test_one_call_serves_decodes_and_prefills",),
+            "on a GPU",
+        ),
+        Row(
+            "`VLLM_BATCH_INVARIANT` on a CPU",
+            REFUSED,
+            (f"{START}::test_batch_invariance_stops_the_start_on_a_cpu",),
+            "unset it",
+        ),
+        Row(
+            "CUDA graphs: none, piecewise, full, full and piecewise",
+            SERVED,
+            (f"{ON_GPU}::test_graphs",),
+        ),
+        Row(
+            "`--kv-sharing-fast-prefill`",
+            SERVED,
+            (f"{SCHEDULING}::test_fast_prefill_of_shared_caches",),
+        ),
+    ),
+    "Speculative decoding": (
+        Row(
+            "n-grams",
+            SERVED,
+            (f"{GPU}::test_scheduling_changes_no_token[speculating]",),
+        ),
+        Row("EAGLE", SERVED, (f"{SCHEDULING}::test_speculation[eagle]",)),
+        Row("EAGLE-3", SERVED, (f"{SCHEDULING}::test_speculation[eagle3]",)),
+        Row("draft model", SERVED, (f"{SCHEDULING}::test_speculation[draft_model]",)),
+        Row("MTP", SERVED, (f"{SCHEDULING}::test_mtp",)),
+        Row(
+            "adaptive verification",
+            REFUSED,
+            (f"{NOT_SERVED}::test_adaptive_verification",),
+            "leave `enable_adaptive_verification` out",
+        ),
+    ),
+    "KV cache": (
+        Row(
+            "`--kv-cache-dtype auto`, or the model's own",
+            SERVED,
+            (f"{NOT_SERVED}::test_every_kv_cache_dtype_of_vllm", f"{PARITY}::test_eight_at_once"),
+        ),
+        Row(
+            "`--kv-cache-dtype fp8`, `fp8_e4m3`",
+            SERVED,
+            (f"{GPU}::test_fp8_cache_is_as_exact_as_flash", f"{GPU}::test_scheduling_of_fp8"),
+            "compute capability 8.9",
+        ),
+        Row(
+            "fp8 KV cache on a CPU",
+            REFUSED,
+            (f"{START}::test_settings_stop_the_start[fp8]",),
+            "`--kv-cache-dtype auto`",
+        ),
+        Row(
+            "16-bit KV cache of another dtype than the model's",
+            REFUSED,
+            (f"{NOT_SERVED}::test_a_cache_of_another_dtype_than_the_model",),
+            "`--kv-cache-dtype auto`",
+        ),
+        Row(
+            "every other KV-cache dtype (fp8_e5m2, int8, int4, nvfp4, TurboQuant, UltraQuant)",
+            REFUSED,
+            (f"{NOT_SERVED}::test_every_kv_cache_dtype_of_vllm",),
+            "`--kv-cache-dtype auto`",
+        ),
+        Row(
+            "`--kv-cache-dtype-skip-layers`",
+            REFUSED,
+            (f"{START}::test_settings_stop_the_start[skip-layers]",),
+            "leave it out, or mode `sink_window` or `dense`",
+        ),
+        Row(
+            "a page that vLLM copies",
+            SERVED,
+            ("features/test_pages.py::test_vllms_copy_of_a_block_carries_its_summary",),
+            "block summaries are copied with K and V",
+        ),
+    ),
+    "KV connectors (vLLM 0.29 or later)": (
+        Row(
+            "ExampleConnector (shared storage)",
+            SERVED,
+            ("features/test_connectors.py::test_pages_in_files",),
+        ),
+        Row(
+            "OffloadingConnector, `--kv-offloading-size`",
+            SERVED,
+            (
+                "features/test_connectors.py::test_offloaded_pages_are_whole",
+                f"{ON_GPU}::test_connectors[OffloadingConnector]",
+            ),
+        ),
+        Row(
+            "SimpleCPUOffloadConnector",
+            SERVED,
+            (f"{ON_GPU}::test_connectors[SimpleCPUOffloadConnector]",),
+        ),
+        Row(
+            "every other connector (LMCache, NIXL, Mooncake, MultiConnector, your own)",
+            REFUSED,
+            (
+                f"{NOT_SERVED}::test_every_other_kv_connector",
+                f"{START}::test_settings_stop_the_start[offloading]",
+            ),
+            "leave it out, or take one of the three above",
+        ),
+    ),
+    "Parallelism": (
+        Row(
+            "tensor parallel",
+            SERVED,
+            (
+                "test_tensor_parallel.py::test_tokens_of_two_ranks",
+                f"{ON_GPU}::test_two_gpus[tensor parallel]",
+            ),
+        ),
+        Row("pipeline parallel", SERVED, (f"{ON_GPU}::test_two_gpus[pipeline parallel]",)),
+        Row("expert parallel", SERVED, (f"{ON_GPU}::test_two_gpus[expert parallel]",)),
+        Row("data parallel", SERVED, (f"{ON_GPU}::test_data_parallel",)),
+        Row(
+            "decode context parallel",
+            REFUSED,
+            (f"{NOT_SERVED}::test_context_parallelism[DCP]",),
+            "`--decode-context-parallel-size 1`",
+        ),
+        Row(
+            "prefill context parallel",
+            REFUSED,
+            (f"{NOT_SERVED}::test_context_parallelism[PCP]",),
+            "`--prefill-context-parallel-size 1`",
+        ),
+    ),
+    "Memory and weights": (
+        Row("sleep mode", SERVED, (f"{ON_GPU}::test_sleep",)),
+        Row("`--cpu-offload-gb`", SERVED, (f"{ON_GPU}::test_options[weights on the host]",)),
+        Row("fp8 weights", SERVED, (f"{ON_GPU}::test_quantised_weights[fp8]",)),
+    ),
+    "Hardware and versions": (
+        Row(
+            "vLLM 0.26.0 to 0.33.0",
+            SERVED,
+            ("test_vllm_api.py::test_the_installed_version",),
+            "run: 0.26.0 on GPUs, 0.32.0 on CPUs; of the others the sources are checked",
+        ),
+        Row(
+            "AMD GPUs (ROCm)",
+            REFUSED,
+            (f"{NOT_SERVED}::test_rocm",),
+            "an NVIDIA GPU, or the CPU build of vLLM",
+        ),
+        Row(
+            "NVIDIA GPUs before compute capability 8.0",
+            REFUSED,
+            (f"{START}::test_refused_with_a_remedy",),
+            "a later one, or the CPU build of vLLM",
+        ),
+    ),
+}
+
+
+def proofs() -> set[str]:
+    """Every test that a row names, from the repository's root."""
+    rows = (row for group in MATRIX.values() for row in group)
+    return {f"{TESTS}/{proof}" for row in rows for proof in row.proofs}
+
+
+def render() -> str:
+    """The page."""
+    parts = [INTRODUCTION]
+    for name, rows in MATRIX.items():
+        lines = [f"## {name}\n", "| feature | | where | note | proof |", "|---|---|---|---|---|"]
+        for row in rows:
+            found = "<br>".join(f"`{proof}`" for proof in row.proofs)
+            lines.append(f"| {row.feature} | {row.outcome} | {row.where} | {row.note} | {found} |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")

@@ -1,0 +1,246 @@
+"""What only a GPU can show: graphs, several GPUs, sleep, weights on the host or quantised.
+
+Engines in fp32 that select blocks per query give the same tokens however the work is done; in 16
+bits log-probabilities are held against Triton attention's, at a budget that covers the context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek_backend.bench.serve_worker import read_stats
+from sparsek_backend.eval.engine import ensure_entry_point
+from sparsek_backend.vllm_backend import compat
+from tests.vllm_backend.engines import engine, generate, model_runner, tokens
+from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.usefixtures("registered")]
+
+COVERING = {"dense_below": 0, "top_k": 64}
+SPARSE = {
+    "dense_below": 0,
+    "num_sink": 16,
+    "window_size": 64,
+    "sel_block_size": 64,
+    "top_k": 3,
+    "query_tile": 1,
+}
+LIMITS: dict[str, Any] = {
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 512,
+    "skip_tokenizer_init": True,
+    "gpu_memory_utilization": 0.2,
+    "kv_cache_memory_bytes": 1 << 30,
+}
+
+
+@pytest.fixture(autouse=True)
+def remote_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers run functions of the tests, and know the plugin."""
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    ensure_entry_point()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        for length in (1, 65, 300, 900)
+    ]
+
+
+def ran(llm: Any) -> list[int]:
+    """Calls of SPARSEK's forward in every worker; replays of graphs are not calls."""
+    return [calls for calls, _ in llm.collective_rpc(read_stats)]
+
+
+def answer(model: Path, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    with engine(model, "SPARSEK", SPARSE, **{**LIMITS, **options}) as llm:
+        found = tokens(generate(llm, prompts, together=True))
+        assert all(calls > 0 for calls in ran(llm))
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(registered: None, llama: Path, prompts: list[list[int]]) -> list[list[int]]:
+    with engine(llama, "SPARSEK", SPARSE, **LIMITS) as llm:
+        return tokens(generate(llm, prompts, together=True))
+
+
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
+def test_graphs(mode: str, llama: Path, prompts: list[list[int]], plain: list[list[int]]) -> None:
+    options = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": mode}}
+    assert answer(llama, prompts, **options) == plain
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "weights on the host": {"cpu_offload_gb": 1},
+    "asynchronous scheduling": {"async_scheduling": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_options(
+    options: dict[str, Any], llama: Path, prompts: list[list[int]], plain: list[list[int]]
+) -> None:
+    assert answer(llama, prompts, **options) == plain
+
+
+def test_sleep(llama: Path, prompts: list[list[int]], plain: list[list[int]]) -> None:
+    """Waking up gives the same tokens, from pages that were freed and written again."""
+    with engine(llama, "SPARSEK", SPARSE, enable_sleep_mode=True, **LIMITS) as llm:
+        assert tokens(generate(llm, prompts, together=True)) == plain
+        llm.sleep(level=1)
+        llm.wake_up()
+        assert tokens(generate(llm, prompts, together=True)) == plain
+
+
+TWO_GPUS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tensor parallel": ("llama", {"tensor_parallel_size": 2}),
+    "pipeline parallel": ("llama", {"pipeline_parallel_size": 2}),
+    "expert parallel": ("moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("kind", "options"), TWO_GPUS.values(), ids=TWO_GPUS.keys())
+def test_two_gpus(
+    kind: str, options: dict[str, Any], prompts: list[list[int]], tmp_path: Path
+) -> None:
+    model = make_tiny_model(kind, tmp_path)
+    expected = answer(model, prompts)
+    with engine(model, "SPARSEK", SPARSE, **LIMITS, **options) as llm:
+        assert tokens(generate(llm, prompts, together=True)) == expected
+        assert [calls > 0 for calls in ran(llm)] == [True, True]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_data_parallel(
+    llama: Path,
+    prompts: list[list[int]],
+    plain: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two engines behind one front end; each request goes to one of them."""
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    arguments = AsyncEngineArgs(
+        model=str(llama),
+        attention_backend="SPARSEK",
+        additional_config={"sparsek": SPARSE},
+        data_parallel_size=2,
+        enforce_eager=True,
+        dtype="float32",
+        seed=0,
+        **LIMITS,
+    )
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=16,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+    async def serve() -> tuple[list[list[int]], list[Any]]:
+        llm = AsyncLLM.from_engine_args(arguments)
+
+        async def one(name: str, prompt: list[int]) -> list[int]:
+            request = {"prompt_token_ids": prompt}
+            async for output in llm.generate(request, params, request_id=name):
+                return list(output.outputs[0].token_ids)
+            raise AssertionError("no answer")
+
+        try:
+            asked = (one(str(index), prompt) for index, prompt in enumerate(prompts))
+            return await asyncio.gather(*asked), await llm.collective_rpc(read_stats)
+        finally:
+            llm.shutdown()
+
+    found, stats = asyncio.run(serve())
+    assert found == plain
+    assert all(calls > 0 for calls, _ in stats)
+
+
+def logprobs(model: Path, backend: str, prompts: list[list[int]], **options: Any) -> torch.Tensor:
+    """Of every token of the prompts but the first."""
+    settings = COVERING if backend == "SPARSEK" else None
+    options = {"dtype": "bfloat16", **LIMITS, **options}
+    with engine(model, backend, settings, **options) as llm:
+        before = ran(llm)
+        found = generate(llm, prompts, together=True, max_tokens=1, prompt_logprobs=0)
+        assert (ran(llm) > before) == (backend == "SPARSEK")
+    pairs = zip(prompts, found, strict=True)
+    return torch.tensor(
+        [
+            entry[token].logprob
+            for prompt, output in pairs
+            for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+        ]
+    )
+
+
+def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Rounding moves logits a little everywhere; a wrong mask moves most of them far."""
+    distance = (found - expected).abs()
+    print(f"|d logprob|: mean {distance.mean():.4f}, largest {distance.max():.4f}")
+    assert distance.mean() < 0.1
+
+
+CONNECTORS: dict[str, dict[str, Any]] = {
+    "OffloadingConnector": {"cpu_bytes_to_use": 1 << 30},
+    "SimpleCPUOffloadConnector": {"cpu_bytes_to_use": 1 << 30},
+}
+
+
+@pytest.mark.skipif(not compat.declares_content(), reason="vLLM before 0.29 pads pages")
+@pytest.mark.parametrize("name", CONNECTORS)
+def test_connectors(
+    name: str, llama: Path, prompts: list[list[int]], plain: list[list[int]]
+) -> None:
+    """A prompt's pages are stored, given to others, wiped and loaded: the same bits, and tokens."""
+    from vllm.config import KVTransferConfig
+
+    transfer = KVTransferConfig(
+        kv_connector=name, kv_role="kv_both", kv_connector_extra_config=CONNECTORS[name]
+    )
+    options = {**LIMITS, "block_size": 64, "kv_transfer_config": transfer}
+    options |= {"num_gpu_blocks_override": 20}
+    with engine(llama, "SPARSEK", SPARSE, **options) as llm:
+        assert tokens(generate(llm, prompts, together=False)) == plain
+        generate(llm, [prompt[::-1] for prompt in prompts], together=False)  # evicts the first
+        assert llm.reset_prefix_cache()
+        context = model_runner(llm).vllm_config.compilation_config.static_forward_context
+        for layer in context.values():
+            layer.kv_cache.fill_(float("nan"))
+        again = generate(llm, prompts[-1:], together=False)
+    assert tokens(again) == plain[-1:]
+    assert again[0].num_cached_tokens >= len(prompts[-1]) // 2
+
+
+@pytest.mark.parametrize("kind", ["sinks", "moe", "linear_attention"])
+def test_models(kind: str, prompts: list[list[int]], tmp_path: Path) -> None:
+    model = make_tiny_model(kind, tmp_path)
+    expected = logprobs(model, "TRITON_ATTN", prompts)
+    check_close(logprobs(model, "SPARSEK", prompts), expected)
+
+
+@pytest.mark.parametrize("method", ["fp8"])
+def test_quantised_weights(method: str, llama: Path, prompts: list[list[int]]) -> None:
+    expected = logprobs(llama, "TRITON_ATTN", prompts, quantization=method)
+    check_close(logprobs(llama, "SPARSEK", prompts, quantization=method), expected)

@@ -1,0 +1,78 @@
+"""Models with recurrent layers: their pages and those of full attention have one size.
+
+CPU_ATTN serves the same steps: vLLM's short convolution on a CPU rounds by the cut of a step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.vllm_backend.engines import (
+    counted_forwards,
+    counted_preemptions,
+    engine,
+    generate,
+    model_runner,
+    requires_cpu_vllm,
+    tokens,
+)
+from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
+
+pytestmark = [pytest.mark.engine, requires_cpu_vllm, pytest.mark.usefixtures("registered")]
+
+COVERING = {"dense_below": 0, "top_k": 32, "window_size": 32, "sel_block_size": 32}
+LENGTHS = (700, 33, 150, 400)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS
+    ]
+
+
+def serve(model: Path, backend: str) -> tuple[list[Any], dict[str, int]]:
+    """Answers to prompts in chunks, too many for the pages, and with prefixes that are known."""
+    asked = prompts()
+    with (
+        counted_forwards() as calls,
+        engine(
+            model,
+            backend,
+            COVERING if backend == "SPARSEK" else None,
+            max_model_len=900,
+            max_num_batched_tokens=128,
+            block_size=32,
+            enable_prefix_caching=True,
+            mamba_cache_mode="align",
+            num_gpu_blocks_override=64,
+            skip_tokenizer_init=True,
+        ) as llm,
+    ):
+        with counted_preemptions(llm) as counter:
+            found = generate(llm, asked, together=True, max_tokens=200)
+        assert llm.reset_prefix_cache()
+        found += generate(llm, [[*asked[0][:320], *asked[1]]], together=False)
+        found += generate(llm, asked[:1] * 2, together=False)
+        groups = model_runner(llm).kv_cache_config.kv_cache_groups
+    assert set(calls) == {backend}
+    kinds = {type(group.kv_cache_spec).__name__ for group in groups}
+    assert kinds == {"MambaSpec", "FullAttentionSpec"}
+    assert len({group.kv_cache_spec.page_size_bytes for group in groups}) == 1
+    return found, dict(counter)
+
+
+def test_chunks_preemption_and_prefix_hits(tmp_path: Path) -> None:
+    model = make_tiny_model("short_conv", tmp_path)
+    expected, their_preemptions = serve(model, "CPU_ATTN")
+    found, preemptions = serve(model, "SPARSEK")
+    assert tokens(found) == tokens(expected)
+    assert preemptions == their_preemptions
+    assert preemptions["preempted"] > 0
+    hits = [answer.num_cached_tokens for answer in found]
+    assert hits == [answer.num_cached_tokens for answer in expected]
+    assert hits[-1] > 0

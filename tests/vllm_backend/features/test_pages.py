@@ -1,0 +1,108 @@
+"""What moves a page moves its summaries: they are part of what vLLM says a token takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek_backend.vllm_backend import compat
+from tests.vllm_backend.layers import (
+    KV_HEADS,
+    building,
+    make_builder,
+    make_cache,
+    make_config,
+    make_layer,
+    make_spec,
+    make_step,
+    run,
+)
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+
+@pytest.fixture
+def current(tmp_path: Path) -> Iterator[Any]:
+    with building(make_config(tmp_path)) as config:
+        yield config
+
+
+def parts(layer: Any, cache: torch.Tensor) -> list[torch.Tensor]:
+    """K, V and summaries of a layer's cache, page by page."""
+    pages = layer.impl._view(cache)
+    return [pages.keys, pages.values, pages.summary]
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["own storage", "shared storage"])
+def test_vllms_copy_of_a_block_carries_its_summary(current: Any, alone: bool) -> None:
+    from vllm.v1.worker import utils
+
+    if not hasattr(utils, "copy_kv_cache_blocks_inplace"):
+        pytest.skip("this vLLM copies no blocks")
+    layer = make_layer()
+    builder, spec = make_builder(layer, current)
+    pages = 16
+    cache = make_cache(spec, pages)
+    if not alone:  # two layers in one allocation, as in vLLM's own
+        cache = torch.cat([cache, cache])[pages:]
+    run(layer, builder, cache, make_step([200], [200], pages))
+    source, target = pages - 2, 1
+    before = [part[source].clone() for part in parts(layer, cache)]
+    assert not any(part.isnan().any() for part in before)
+    utils.copy_kv_cache_blocks_inplace([cache], pages, [(source, target)])
+    for part, expected in zip(parts(layer, cache), before, strict=True):
+        assert torch.equal(part[target], expected)
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 128, 544])
+def test_a_token_takes_as_much_on_every_page(current: Any, page_size: int) -> None:
+    """vLLM asks about a page of one token to size the pages of recurrent layers."""
+    from sparsek_backend.vllm_backend.sparsek.backend import SparseKBackend
+    from sparsek_backend.vllm_backend.sparsek.pages import summary_bytes
+
+    layer = make_layer()
+    plain = replace(layer.get_kv_cache_spec(current), block_size=page_size)
+    page = SparseKBackend.customize_spec(plain)
+    token = SparseKBackend.customize_spec(replace(plain, block_size=1))
+    assert page.page_size_bytes == page_size * token.page_size_bytes
+    room = page.page_size_bytes - plain.page_size_bytes
+    assert 0 <= room - summary_bytes(plain, torch.float32) < KV_HEADS * page_size * 4
+    assert compat.content_bytes(page) % page.dtype.itemsize == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize("head_size", [40, 80, 128])
+def test_views_of_declared_content(current: Any, dtype: torch.dtype, head_size: int) -> None:
+    """K, V and summaries of all heads share no byte, in any dtype and head size."""
+    from sparsek_backend.vllm_backend.sparsek.pages import summary_dtype, view_pages, with_summaries
+
+    make_layer()
+    spec = make_spec(make_layer(1), current)
+    spec = replace(spec, dtype=dtype, head_size=head_size, head_size_v=head_size)
+    spec = with_summaries(replace(spec, state_content_bytes=None), torch.bfloat16)
+    content = compat.content_bytes(spec) // dtype.itemsize
+    cache = torch.zeros(3, KV_HEADS, spec.block_size, content, dtype=dtype)
+    views = view_pages(cache, head_size, summary_dtype(dtype, torch.bfloat16))
+    assert views.summary is not None
+    found = [views.keys, views.values, views.summary]
+    for value, part in enumerate(found, 1):
+        part.copy_(torch.full_like(part, value, dtype=torch.float32))
+    for value, part in enumerate(found, 1):
+        assert (part.float() == value).all()
+
+
+def test_pages_of_hybrids_nest_with_blocks() -> None:
+    """vLLM raises a page to the size of a recurrent state; multiples of a page go on to nest."""
+    from sparsek_backend.config import ConfigError, resolve_config
+    from sparsek_backend.vllm_backend.settings import check_page_size
+
+    resolved = resolve_config(None, {})
+    for page in (64, 576, 1088):
+        check_page_size(resolved, page)
+    with pytest.raises(ConfigError, match=r"sel_block_size.*KV page of 528 tokens, got 64"):
+        check_page_size(resolved, 528)

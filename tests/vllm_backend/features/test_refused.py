@@ -1,0 +1,108 @@
+"""What is refused, is refused while the engine is configured: by name, with what to do instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from tests.vllm_backend.test_startup import configure, reasons
+from tests.vllm_backend.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+SERVED_CACHES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+def test_every_kv_cache_dtype_of_vllm() -> None:
+    """Served, or refused with a remedy; none is taken for another."""
+    from vllm.config.cache import CacheDType
+
+    for name in get_args(CacheDType):
+        dtype = torch.float16 if name == "float16" else torch.bfloat16
+        found = reasons(kv_cache_dtype=name, dtype=dtype, device_capability=(9, 0))
+        assert (found == []) == (name in SERVED_CACHES), name
+        assert all("remedy: --kv-cache-dtype auto" in reason for reason in found), name
+
+
+@pytest.mark.parametrize(("cache", "model"), [("bfloat16", "float32"), ("float16", "bfloat16")])
+def test_a_cache_of_another_dtype_than_the_model(cache: str, model: str, llama: Path) -> None:
+    words = rf"{cache} kv_cache_dtype not supported with {model}.*remedy: --kv-cache-dtype auto"
+    with pytest.raises(ValueError, match=words):
+        configure(llama, kv_cache_dtype=cache, dtype=model)
+    assert configure(llama, kv_cache_dtype=cache, dtype=cache) is not None
+
+
+def test_adaptive_verification() -> None:
+    (reason,) = reasons(use_adaptive_verification=True)
+    assert "adaptive verification" in reason
+    assert "remedy: leave enable_adaptive_verification out of --speculative-config" in reason
+
+
+def test_rocm(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute capability (9, 4) of an MI300 is not Hopper's."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    (reason,) = reasons(device_capability=(9, 4))
+    assert "compute capability not supported" in reason
+    assert "remedy: use an NVIDIA GPU" in reason
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size 1"),
+        ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 1"),
+    ],
+    ids=["DCP", "PCP"],
+)
+def test_context_parallelism(
+    options: dict[str, Any], words: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparsek_backend.vllm_backend import validate
+
+    config = configure(llama)
+    for name, size in options.items():
+        monkeypatch.setattr(config.parallel_config, name, size)
+    with pytest.raises(ValueError, match=rf"SPARSEK cannot serve.*remedy: {words}"):
+        validate.check_engine(config)
+
+
+def test_encoder_decoder_models(tmp_path: Path) -> None:
+    from transformers import T5Config
+
+    config = T5Config(vocab_size=512, d_model=64, num_layers=1, num_heads=2)
+    config.architectures = ["T5ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"SPARSEK cannot serve.*cross-attention.*remedy: leave"):
+        configure(tmp_path, skip_tokenizer_init=True)
+
+
+def test_every_other_kv_connector(llama: Path) -> None:
+    """By its name, with the option that was given; a connector of the user's own too."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from sparsek_backend.vllm_backend import validate
+
+    config = configure(llama)
+    for name in (*KVConnectorFactory._registry, "MyConnector"):
+        config.kv_transfer_config = KVTransferConfig(kv_connector=name, kv_role="kv_both")
+        if name in validate.KV_CONNECTORS:
+            validate.check_engine(config)
+            continue
+        words = rf"KV connector {name} not supported \(remedy: leave --kv-transfer-config out"
+        with pytest.raises(ValueError, match=words):
+            validate.check_engine(config)
+    config.kv_transfer_config = None
+    config.cache_config.kv_offloading_size = 1
+    validate.check_engine(config)
