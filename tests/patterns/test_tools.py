@@ -132,6 +132,7 @@ def test_show_command(file: Path, tmp_path: Path) -> None:
     page = (tmp_path / "page" / "index.html").read_text()
     assert len(re.findall(r'<img [^>]*src="data:image/png;base64,', page)) == 2
     assert "Patterns of a/model" in page
+    assert page.count("█") >= 2, "a histogram for each layer"
     assert page.count("<tr>") == 3
     assert "http" not in page
 

@@ -94,10 +94,9 @@ class AdaptivePattern(torch.nn.Module):
         wide = [x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v)]
         scale = check_scale(softmax_scale, q.shape[3])
         indices = (crow, col, ccol, row)
-        out: torch.Tensor = ops.block_sparse_fwd(
-            *wide, *indices, self.block_size, self.causal, scale
-        )[0]
-        return out[0].unflatten(1, (batch, -1)).transpose(0, 1)
+        out, _ = ops.block_sparse_fwd(*wide, *indices, self.block_size, self.causal, scale)
+        apart: torch.Tensor = out[0].unflatten(1, (batch, -1)).transpose(0, 1)
+        return apart
 
 
 def block_features(q: torch.Tensor, block_size: int, num_patterns: int) -> torch.Tensor:

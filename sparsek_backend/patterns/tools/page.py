@@ -16,6 +16,7 @@ COLUMNS: dict[str, Callable[[Statistics], str]] = {
     "sparsity": lambda s: f"{s.sparsity:.2%}",
     "blocks a row": lambda s: f"{s.row_mean:.1f} ± {s.row_std:.1f}, at most {s.row_max}",
     "overlap": lambda s: f"{s.overlap:.2f}",
+    "importance, 0 to 1": lambda s: _bars(s.importance),
     "bytes": lambda s: f"{s.bytes:,}",
     "GFLOP": lambda s: f"{s.flops / 1e9:.3g}",
     "on tensor cores": lambda s: f"{s.tensor_core_share:.1%}",
@@ -86,6 +87,13 @@ def write_page(patterns: ModelPatterns, folder: Path, *, head_dim: int = 64) -> 
         encoding="utf-8",
     )
     return [*written, page]
+
+
+def _bars(counts: list[int]) -> str:
+    """A histogram in block characters."""
+    steps = "▁▂▃▄▅▆▇█"
+    most = max(counts, default=0)
+    return "".join(steps[round((len(steps) - 1) * count / max(most, 1))] for count in counts)
 
 
 def _row(layer: int, statistics: Statistics) -> str:

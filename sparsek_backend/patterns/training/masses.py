@@ -70,7 +70,7 @@ def sampled_block_masses(
     group = check_heads(num_heads, num_kv_heads)
     tokens, real = (x.to(q.device) for x in _tokens(num_q, block_size, samples, generator))
     rows, taken = tokens.shape
-    keys = k.permute(0, 2, 3, 1)[:, :, None]  # [B, Hkv, 1, D, M]
+    keys = k.permute(0, 2, 3, 1)  # [B, Hkv, D, M]
     sizes = _sizes(v, measure)
     key = torch.arange(num_k, device=q.device)
     step = max(_MOST_SCORES // max(batch * num_heads * taken * num_k, 1), 1)
@@ -78,8 +78,9 @@ def sampled_block_masses(
     for first in range(0, rows, step):
         chosen = tokens[first : first + step].flatten()  # [T]
         queries = q[:, chosen].unflatten(2, (num_kv_heads, group))
-        queries = queries.permute(0, 2, 3, 1, 4)  # [B, Hkv, G, T, D]
-        scores = torch.matmul(queries, keys).float().mul_(scale)  # [B, Hkv, G, T, M]
+        queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G T, D]
+        scores = torch.matmul(queries, keys).float().mul_(scale)
+        scores = scores.unflatten(2, (group, -1))  # [B, Hkv, G, T, M]
         if causal:
             at = chosen + (num_k - num_q)
             scores.masked_fill_(key > at[:, None], float("-inf"))

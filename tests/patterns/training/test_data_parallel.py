@@ -6,7 +6,6 @@ import os
 import socket
 from pathlib import Path
 
-import pytest
 import torch
 
 from sparsek_backend.patterns.training import (
@@ -41,9 +40,7 @@ def test_ranks_hold_one_pattern(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.start_processes(
-        work, (port, str(tmp_path)), nprocs=2, start_method="fork"
-    )
+    torch.multiprocessing.spawn(work, (port, str(tmp_path)), nprocs=2)
     (own, mask, jumped), (other, twin, jumped_too) = (
         torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)
     )
@@ -55,9 +52,3 @@ def test_ranks_hold_one_pattern(tmp_path: Path) -> None:
     assert not torch.equal(mask, rule.mask(own, visible, 0.4))
     assert jumped is True
     assert jumped_too is True
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """A forked process must not inherit a running thread pool."""
-    torch.set_num_threads(1)
