@@ -45,10 +45,11 @@ def stream(client: openai.OpenAI, model: str, question: str) -> str:
     return "".join(pieces)
 
 
-def call_tool(client: openai.OpenAI, model: str) -> dict[str, Any]:
+def call_tool(client: openai.OpenAI, model: str) -> Any:
     """Have the model fill in a tool's arguments, and return them.
 
     The server needs `--enable-auto-tool-choice --tool-call-parser hermes` (or your model's parser).
+    Check what comes back: a small model may not keep to the schema.
     """
     answer = client.chat.completions.create(
         model=model,
@@ -59,8 +60,7 @@ def call_tool(client: openai.OpenAI, model: str) -> dict[str, Any]:
         temperature=0,
     )
     (call,) = answer.choices[0].message.tool_calls or []
-    arguments: dict[str, Any] = json.loads(call.function.arguments)
-    return arguments
+    return json.loads(call.function.arguments)
 
 
 def refused_embeddings(client: openai.OpenAI, model: str) -> int:
