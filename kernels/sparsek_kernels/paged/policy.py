@@ -19,11 +19,14 @@ from typing import Any, Literal, TypeAlias
 CELL_SIZE = 16
 """Tokens per summary vector: a page of P tokens carries P / CELL_SIZE vectors per KV head."""
 
-SAMPLE_STRIDE = 16
-"""Query positions of a prefill tile for which one query stands when blocks are scored."""
+SAMPLE_STRIDE = 4
+"""Query positions of a prefill tile for which one query stands when blocks are ranked exactly."""
 
 MOST_SAMPLES = 16
-"""Most queries that a tile is scored by."""
+"""Most queries by which the blocks of a tile are ranked exactly."""
+
+TOKEN_CANDIDATES, TILE_CANDIDATES = 4, 3
+"""Blocks that are ranked exactly, per place: of a single token, and of a prefill tile."""
 
 ScoreKind = Literal["cell_mean", "min_max"]
 
@@ -79,10 +82,9 @@ class SelectionPolicy:
         query_tile: query positions that share one selection (block top-k).  1 makes prefill select
             exactly as decode does, which (without ``dense_last``) makes tokens independent of
             chunking and preemption.
-        score_kind: how single tokens (decodes, and prefills with ``query_tile`` 1) score a block:
-            ``cell_mean`` by its best 16-token mean of K, ``min_max`` by the upper bound that the
-            coordinate-wise range of K allows (Quest, arXiv 2406.10774).  Larger tiles are scored
-            by real keys.
+        score_kind: how the candidates of single tokens (decodes, and prefills with ``query_tile``
+            1) are found: ``cell_mean`` by 16-token means of K, ``min_max`` by the upper bound that
+            the coordinate-wise range of K allows (Quest, arXiv 2406.10774).
     """
 
     num_sink: int = 0
@@ -119,24 +121,36 @@ class SelectionPolicy:
             )
 
     def per_token(self) -> SelectionPolicy:
-        """The same rule with a selection of its own for every query: what decodes follow."""
+        """What a single token follows: the same budget, selected for it alone, by the cell.
+
+        A selection that tokens do not share can follow each of them closely, so its blocks are as
+        small as a cell.  Sinks, window and ``top_k`` cover as many tokens as before.
+        """
         return self._per_token
 
     @cached_property
     def _per_token(self) -> SelectionPolicy:
-        if self.query_tile == 1 and not self.dense_last:
+        size = cell_size(self.score_kind) if self.selects_blocks else self.sel_block_size
+        if self.query_tile == 1 and not self.dense_last and size == self.sel_block_size:
             return self
-        return replace(self, query_tile=1, dense_last=0)
+        top_k = self.top_k * (self.sel_block_size // size)
+        return replace(self, sel_block_size=size, top_k=top_k, query_tile=1, dense_last=0)
 
     @property
     def sample_stride(self) -> int:
         """Query positions of a tile that one sampled query stands for."""
-        return max(SAMPLE_STRIDE, ceil_div(self.query_tile, MOST_SAMPLES))
+        return max(min(SAMPLE_STRIDE, self.query_tile), ceil_div(self.query_tile, MOST_SAMPLES))
 
     @property
     def samples(self) -> int:
-        """Queries that a tile is scored by: the last of every ``sample_stride`` positions."""
+        """Queries that rank a tile's candidates: the last of every ``sample_stride`` positions."""
         return ceil_div(self.query_tile, self.sample_stride)
+
+    @property
+    def listed_blocks(self) -> int:
+        """Most candidates of a tile that are ranked exactly."""
+        per_place = TOKEN_CANDIDATES if self.query_tile == 1 else TILE_CANDIDATES
+        return per_place * self.scored_blocks
 
     @property
     def is_dense(self) -> bool:

@@ -78,36 +78,75 @@ def block_scores_reference(
     return probs.reshape(summaries.shape[1], -1, own_block).sum(1)
 
 
-def tile_scores_reference(
+def candidates_reference(
     q: torch.Tensor,
     k: torch.Tensor,
     positions: list[int],
     policy: SelectionPolicy,
     softmax_scale: float,
-) -> torch.Tensor:
-    """Scores of the blocks of one prefill tile: exact attention masses of its sampled queries.
+) -> list[list[int]]:
+    """The blocks of one tile that are ranked exactly: the best by what summaries tell.
 
     Args:
         q: ``[n, Hq, D]``, the tile's queries at ``positions`` (ascending, consecutive).
         k: ``[N, Hkv, D]``.
 
     Returns:
-        ``[Hkv, blocks]`` float64: the share of attention that falls on each block, summed over
-        the sampled queries and over each GQA group.
+        For each KV head, at most ``policy.listed_blocks`` ascending block indices.
+    """
+    first, last = policy.candidate_range(positions[0])
+    summaries = summaries_reference(k, policy.score_kind if policy.query_tile == 1 else "cell_mean")
+    total = torch.zeros(k.shape[1], last, dtype=torch.float64)
+    for row, position in enumerate(positions):
+        scores = block_scores_reference(q[row], summaries, position, policy, softmax_scale)
+        total += scores[:, :last]
+    return [best(scores, range(first, last), policy.listed_blocks) for scores in total]
+
+
+def exact_scores_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: list[int],
+    listed: list[list[int]],
+    policy: SelectionPolicy,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """Attention masses of the listed blocks, summed over the tile's samples and each GQA group.
+
+    A query's masses are shares of what it gives to the listed blocks, the sinks and its window.
+
+    Args:
+        q: ``[n, Hq, D]``, the tile's queries at ``positions`` (ascending, consecutive).
+        k: ``[N, Hkv, D]``.
+        listed: for each KV head, blocks of :func:`candidates_reference`.
+
+    Returns:
+        ``[Hkv, blocks]`` float64; blocks that are not listed have no meaning.
     """
     size, num_kv_heads = policy.sel_block_size, k.shape[1]
     samples = {
         p % policy.query_tile // policy.sample_stride: row for row, p in enumerate(positions)
     }
     blocks = -(-k.shape[0] // size)
+    first_local, _ = policy.local_range(positions[0])
+    block = torch.arange(blocks)
+    read = torch.stack([torch.isin(block, torch.tensor(of, dtype=torch.long)) for of in listed])
+    read |= (block < policy.sink_blocks) | (block >= first_local)
     total = torch.zeros(num_kv_heads, blocks, dtype=torch.float64)
     for row in samples.values():  # of every stride, the last query
         seen = k[: positions[row] + 1].double()
         heads = q[row].double().unflatten(0, (num_kv_heads, -1))
-        probs = (torch.einsum("hgd,nhd->hgn", heads, seen) * softmax_scale).softmax(-1).sum(1)
+        logits = torch.einsum("hgd,nhd->hgn", heads, seen) * softmax_scale
+        known = read.repeat_interleave(size, 1)[:, None, : seen.shape[0]]
+        probs = logits.masked_fill(~known, float("-inf")).softmax(-1).sum(1)
         padded = torch.nn.functional.pad(probs, (0, blocks * size - seen.shape[0]))
         total += padded.unflatten(-1, (blocks, size)).sum(-1)
     return total
+
+
+def best(scores: torch.Tensor, blocks: range | list[int], count: int) -> list[int]:
+    """The ``count`` best of ``blocks``, ascending; ties go to the lower index."""
+    return sorted(sorted(blocks, key=lambda b: (-float(scores[b]), b))[:count])
 
 
 def select_blocks_reference(
@@ -128,18 +167,10 @@ def select_blocks_reference(
     """
     if policy.sees_all(positions[0]):
         return None
-    first, last = policy.candidate_range(positions[0])
-    num_kv_heads = k.shape[1]
-    if policy.query_tile == 1:
-        summaries = summaries_reference(k, policy.score_kind)
-        total = block_scores_reference(q[0], summaries, positions[0], policy, softmax_scale)
-    else:
-        total = tile_scores_reference(q, k, positions, policy, softmax_scale)
-    chosen = []
-    for head in range(num_kv_heads):
-        ranked = sorted(range(first, last), key=lambda b: (-float(total[head, b]), b))
-        chosen.append(sorted(ranked[: policy.scored_blocks]))
-    return chosen
+    listed = candidates_reference(q, k, positions, policy, softmax_scale)
+    scores = exact_scores_reference(q, k, positions, listed, policy, softmax_scale)
+    pairs = zip(scores, listed, strict=True)
+    return [best(row, blocks, policy.scored_blocks) for row, blocks in pairs]
 
 
 def visible_reference(
@@ -240,7 +271,8 @@ def paged_attention_reference(
         begin, end = starts[request], starts[request + 1]
         if begin == end:
             continue
-        rule = policy.per_token() if request < batch.num_decodes else policy
+        single = request < batch.num_decodes or policy.query_tile == 1
+        rule = policy.per_token() if single else policy
         pages = batch.block_table[request]
         k = gather_sequence(k_cache, pages, length)
         v = gather_sequence(v_cache, pages, length)
