@@ -125,6 +125,8 @@ def select_blocks(
     """
     if not policy.selects_blocks:
         raise ValueError(f"policy: expected top_k >= 1, got top_k={policy.top_k}")
+    if policy.query_tile == 1:
+        policy = policy.per_token()
     heads, page_size, dim = check_cache(k_cache)
     check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, k_cache.device)
     check_heads(q.shape[1], heads)
@@ -228,6 +230,8 @@ def paged_attention(
             "batch_invariant: needs a GPU, since torch's matrix products on a CPU round by shape; "
             "leave it out"
         )
+    if policy.query_tile == 1:
+        policy = policy.per_token()
     operands = PagedOperands(q, k_cache, v_cache, out, scale, k_summary, sinks, k_scale, v_scale)
     if batch_invariant:
         _attend(operands, batch, policy, batch_invariant=True)
