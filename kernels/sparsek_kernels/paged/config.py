@@ -176,27 +176,30 @@ def logits_config(
     group: int,
     head_dim: int,
     queries: int,
-    cells: int,
+    vectors: int,
     num_sms: int,
 ) -> TileConfig:
-    """Block logits of decodes: about 128 cells (32 KiB at 16 bits and 128 dimensions) at a time.
+    """Block logits of decodes: about 256 vectors (16 KiB at 128 dimensions) at a time.
 
     ``splits`` is the most programs that share a context.  They loop over what is really there; a
     graph captured for long contexts would pay for every program more than the device holds at once,
     with work or without.
+
+    Args:
+        vectors: vectors of the sketch in a block.
     """
     block_h = next_power_of_2(group)
     queries = next_power_of_2(queries)
-    columns = 128 if head_dim <= 128 else 64
+    rows = 256 if head_dim <= 128 else 128
     wanted = max(8 * num_sms // (requests * num_kv_heads), 1)
     return TileConfig(
         block_h=block_h,
         queries=queries,
-        block_m=max(16, queries * block_h),
-        block_n=max(16, columns // next_power_of_2(cells)),
+        block_m=max(8, queries * block_h),
+        block_n=max(16, rows // next_power_of_2(vectors)),
         splits=1 << (wanted.bit_length() - 1),
         num_warps=4,
-        num_stages=2,
+        num_stages=3,
     )
 
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 CELL_SIZE = 16
-"""Tokens per summary vector: a page of P tokens carries P / CELL_SIZE vectors per KV head."""
+"""Tokens of a cell: the block that a single token selects."""
 
 SAMPLE_STRIDE = 4
 """Query positions of a prefill tile for which one query stands when blocks are ranked exactly."""
@@ -28,31 +28,13 @@ MOST_SAMPLES = 16
 TOKEN_CANDIDATES, TILE_CANDIDATES = 4, 3
 """Blocks that are ranked exactly, per place: of a single token, and of a prefill tile."""
 
-ScoreKind = Literal["cell_mean", "min_max"]
-
 Positions: TypeAlias = Any
 """An integer, or an array of them (NumPy, PyTorch): the rule is the same arithmetic for all."""
-
-
-def cell_size(score_kind: ScoreKind) -> int:
-    """Tokens of a cell: what one mean covers, or a minimum with its maximum (two vectors)."""
-    return CELL_SIZE if score_kind == "cell_mean" else 2 * CELL_SIZE
 
 
 def ceil_div(a: int, b: int) -> int:
     """Smallest integer not below ``a / b``, for ``b > 0``."""
     return -(-a // b)
-
-
-def summary_vectors(page_size: int) -> int:
-    """Summary vectors per page and KV head.
-
-    Raises:
-        ValueError: the page does not hold whole cells.
-    """
-    if page_size < CELL_SIZE or page_size % CELL_SIZE:
-        raise ValueError(f"page_size: expected a multiple of {CELL_SIZE}, got {page_size}")
-    return page_size // CELL_SIZE
 
 
 @dataclass(frozen=True)
@@ -82,9 +64,6 @@ class SelectionPolicy:
         query_tile: query positions that share one selection (block top-k).  1 makes prefill select
             exactly as decode does, which (without ``dense_last``) makes tokens independent of
             chunking and preemption.
-        score_kind: how the candidates of single tokens (decodes, and prefills with ``query_tile``
-            1) are found: ``cell_mean`` by 16-token means of K, ``min_max`` by the upper bound that
-            the coordinate-wise range of K allows (Quest, arXiv 2406.10774).
     """
 
     num_sink: int = 0
@@ -94,7 +73,6 @@ class SelectionPolicy:
     dense_below: int = 0
     dense_last: int = 0
     query_tile: int = 64
-    score_kind: ScoreKind = "cell_mean"
 
     def __post_init__(self) -> None:
         lowest = {"num_sink": 0, "top_k": 0, "dense_below": 0, "dense_last": 0, "query_tile": 1}
@@ -114,11 +92,6 @@ class SelectionPolicy:
             raise ValueError(
                 f"sel_block_size: expected a multiple of {CELL_SIZE}, got {self.sel_block_size}"
             )
-        if self.sel_block_size % cell_size(self.score_kind):
-            raise ValueError(
-                f"sel_block_size: {self.score_kind} scores need a multiple of "
-                f"{cell_size(self.score_kind)}, got {self.sel_block_size}"
-            )
 
     def per_token(self) -> SelectionPolicy:
         """What a single token follows: the same budget, selected for it alone, by the cell.
@@ -130,7 +103,7 @@ class SelectionPolicy:
 
     @cached_property
     def _per_token(self) -> SelectionPolicy:
-        size = cell_size(self.score_kind) if self.selects_blocks else self.sel_block_size
+        size = CELL_SIZE if self.selects_blocks else self.sel_block_size
         if self.query_tile == 1 and not self.dense_last and size == self.sel_block_size:
             return self
         top_k = self.top_k * (self.sel_block_size // size)

@@ -9,7 +9,11 @@ from __future__ import annotations
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.policy import ScoreKind, SelectionPolicy, cell_size
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+
+
+VECTOR_SIZE = 4
+"""Tokens whose keys share one vector of the sketch."""
 
 
 def gather_sequence(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
@@ -19,63 +23,83 @@ def gather_sequence(cache: torch.Tensor, pages: torch.Tensor, length: int) -> to
     return torch.stack(rows) if rows else cache.new_empty(0, cache.shape[1], cache.shape[3])
 
 
-def summaries_reference(k: torch.Tensor, score_kind: ScoreKind = "cell_mean") -> torch.Tensor:
-    """Summary vectors of a sequence's complete cells.
+def means_reference(k: torch.Tensor, size: int) -> torch.Tensor:
+    """Means ``[N // size, Hkv, D]`` float64 of every ``size`` keys.  k: ``[N, Hkv, D]``."""
+    count = k.shape[0] // size
+    return k[: count * size].double().unflatten(0, (count, size)).mean(1)
+
+
+def hadamard_reference(dim: int) -> torch.Tensor:
+    """Rotation ``[D, D]`` float64: normalised Hadamard matrices, as large as divide ``D``."""
+    size = dim & -dim
+    i = torch.arange(dim)
+    bits = (i[:, None] % size) & (i % size)
+    odd = sum(bits >> b & 1 for b in range(size.bit_length())) % 2
+    together = i[:, None] // size == i // size
+    return torch.where(together, (1.0 - 2.0 * odd.double()) * size**-0.5, 0.0)
+
+
+def sketch_reference(k: torch.Tensor) -> torch.Tensor:
+    """What the sketch of a sequence's whole vectors stands for, not rotated.
 
     Args:
         k: ``[N, Hkv, D]`` keys after RoPE.
-        score_kind: ``cell_mean``: one mean per 16 tokens; ``min_max``: minimum, then maximum, of
-            every 32 tokens.
 
     Returns:
-        ``[N // 16 (rounded down to whole cells), Hkv, D]`` in the dtype of ``k``.
+        ``[N // 4, Hkv, D]`` float64.
     """
-    cell = cell_size(score_kind)
-    count = k.shape[0] // cell
-    cells = k[: count * cell].double().view(count, cell, *k.shape[1:])
-    if score_kind == "cell_mean":
-        return cells.mean(1).to(k.dtype)
-    return torch.stack([cells.amin(1), cells.amax(1)], dim=1).flatten(0, 1).to(k.dtype)
+    rotation = hadamard_reference(k.shape[-1])
+    means = means_reference(k, VECTOR_SIZE) @ rotation
+    scale = (means.abs().amax(-1, keepdim=True) / 7.5).clamp(max=65504.0).half().double()
+    levels = (means / scale - 0.5).round().clamp(-8, 7)
+    values = torch.where(scale > 0.0, (levels + 0.5) * scale, 0.0)
+    return values @ rotation
 
 
 def block_logits_reference(
-    q: torch.Tensor, summaries: torch.Tensor, policy: SelectionPolicy, softmax_scale: float
+    q: torch.Tensor, vectors: torch.Tensor, per_block: int, softmax_scale: float
 ) -> torch.Tensor:
-    """Block logits of one query.  q: ``[Hq, D]``; returns ``[Hq, complete blocks]`` float64."""
-    group = q.shape[0] // summaries.shape[1]
-    vectors = summaries.double().repeat_interleave(group, dim=1)  # [vectors, Hq, D]
-    query = q.double()
-    if policy.score_kind == "cell_mean":
-        cell_logits = torch.einsum("hd,chd->hc", query, vectors)
-    else:
-        low, high = vectors[0::2], vectors[1::2]
-        cell_logits = torch.maximum(query * low, query * high).sum(-1).T
-    per_block = policy.sel_block_size // cell_size(policy.score_kind)
-    blocks = cell_logits.shape[1] // per_block
-    shaped = cell_logits[:, : blocks * per_block].reshape(-1, blocks, per_block)
-    return shaped.amax(-1) * softmax_scale
+    """Block logits of one query: the best of each block's vectors.
+
+    Args:
+        q: ``[Hq, D]``; vectors: ``[n, Hkv, D]`` float64.
+
+    Returns:
+        ``[Hq, complete blocks]`` float64.
+    """
+    group = q.shape[0] // vectors.shape[1]
+    blocks = vectors.shape[0] // per_block
+    shared = vectors[: blocks * per_block].repeat_interleave(group, dim=1)  # [vectors, Hq, D]
+    logits = torch.einsum("hd,chd->hc", q.double(), shared)
+    return logits.unflatten(1, (blocks, per_block)).amax(-1) * softmax_scale
 
 
 def block_scores_reference(
     q: torch.Tensor,
-    summaries: torch.Tensor,
+    k: torch.Tensor,
     position: int,
     policy: SelectionPolicy,
     softmax_scale: float,
 ) -> torch.Tensor:
     """Scores of the blocks before the query's own, summed over each GQA group.
 
+    Single tokens go by the sketch, tiles by the means of cells.
+
     Args:
         q: ``[Hq, D]``, the query at ``position``.
-        summaries: ``[vectors, Hkv, D]`` of the sequence.
+        k: ``[N, Hkv, D]``.
 
     Returns:
         ``[Hkv, position // sel_block_size]`` float64.
     """
     own_block = position // policy.sel_block_size
-    logits = block_logits_reference(q, summaries, policy, softmax_scale)[:, :own_block]
-    probs = torch.softmax(logits, dim=-1)
-    return probs.reshape(summaries.shape[1], -1, own_block).sum(1)
+    seen = k[: own_block * policy.sel_block_size]
+    if policy.query_tile == 1:
+        vectors, size = sketch_reference(seen), VECTOR_SIZE
+    else:
+        vectors, size = means_reference(seen, CELL_SIZE), CELL_SIZE
+    logits = block_logits_reference(q, vectors, policy.sel_block_size // size, softmax_scale)
+    return torch.softmax(logits, dim=-1).unflatten(0, (k.shape[1], -1)).sum(1)
 
 
 def candidates_reference(
@@ -95,10 +119,9 @@ def candidates_reference(
         For each KV head, at most ``policy.listed_blocks`` ascending block indices.
     """
     first, last = policy.candidate_range(positions[0])
-    summaries = summaries_reference(k, policy.score_kind if policy.query_tile == 1 else "cell_mean")
     total = torch.zeros(k.shape[1], last, dtype=torch.float64)
     for row, position in enumerate(positions):
-        scores = block_scores_reference(q[row], summaries, position, policy, softmax_scale)
+        scores = block_scores_reference(q[row], k, position, policy, softmax_scale)
         total += scores[:, :last]
     return [best(scores, range(first, last), policy.listed_blocks) for scores in total]
 
@@ -262,7 +285,7 @@ def paged_attention_reference(
 ) -> torch.Tensor:
     """What :func:`sparsek_kernels.paged.paged_attention` must return, in float64.
 
-    Summaries are computed from K itself, so that this also checks the ones kept in the cache.
+    The sketch is computed from K itself, so that this also checks the one kept in the cache.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     out = torch.zeros(*q.shape[:2], v_cache.shape[-1], dtype=torch.float64)

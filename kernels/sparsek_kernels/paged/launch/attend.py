@@ -27,7 +27,8 @@ from sparsek_kernels.paged.launch.scratch import overlap_options, rows_per_step,
 from sparsek_kernels.paged.launch.select import select_blocks as select_blocks
 from sparsek_kernels.paged.launch.tiles import prefill_tiles
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.policy import ScoreKind, SelectionPolicy, ceil_div, cell_size
+from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotation_size
 
 _DENSE_TILE = 64
 
@@ -40,11 +41,10 @@ def write_kv(
     k_summary: torch.Tensor | None,
     slot_mapping: torch.Tensor,
     *,
-    score_kind: ScoreKind = "cell_mean",
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Store new rows and refresh the summaries of the cells they touch: one kernel."""
+    """Store new rows and refresh the sketch of the keys they touch: one kernel."""
     tokens = slot_mapping.shape[0]
     if tokens == 0:
         return
@@ -64,7 +64,7 @@ def write_kv(
         tokens,
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
-        *summary.stride()[:3],
+        *summary.stride()[:2],
         *key.stride()[:2],
         *value.stride()[:2],
         NUM_HEADS=heads,
@@ -72,9 +72,9 @@ def write_kv(
         BLOCK_D=block_d,
         BLOCK_H=block_h,
         PAGE_SIZE=page_size,
-        CELL=cell_size(score_kind),
+        ROTATION=rotation_size(dim),
+        VECTOR=VECTOR_SIZE,
         HAS_SUMMARY=k_summary is not None,
-        MIN_MAX=score_kind == "min_max",
         num_warps=4,
     )
 

@@ -9,7 +9,8 @@ from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.checks import given_summary
 from sparsek_kernels.paged.config import logits_config, next_power_of_2, top_warps
-from sparsek_kernels.paged.kernels.select import decode_logits_kernel, top_blocks_kernel
+from sparsek_kernels.paged.kernels.select import top_blocks_kernel
+from sparsek_kernels.paged.kernels.sketch_logits import decode_logits_kernel
 from sparsek_kernels.paged.launch.scores import most_tiles, plan_strips, score_tiles
 from sparsek_kernels.paged.launch.scratch import (
     MOST_ROWS,
@@ -18,7 +19,8 @@ from sparsek_kernels.paged.launch.scratch import (
     workspace,
 )
 from sparsek_kernels.paged.launch.tiles import prefill_tiles
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotation_size
 
 _SCRATCH_ELEMENTS = 1 << 24
 """Most float32 elements (64 MiB) of one scratch tensor of scores; larger steps go in batches."""
@@ -26,11 +28,6 @@ _SCRATCH_ELEMENTS = 1 << 24
 
 def _max_blocks(batch: PagedBatch, sel_block: int) -> int:
     return max(ceil_div(batch.max_seq_len, sel_block), 1)
-
-
-def _cells(policy: SelectionPolicy) -> int:
-    width = 2 * CELL_SIZE if policy.score_kind == "min_max" else CELL_SIZE
-    return policy.sel_block_size // width
 
 
 def select_blocks(
@@ -92,7 +89,7 @@ def _select_decodes(
         group=group,
         head_dim=dim,
         queries=length,
-        cells=_cells(policy),
+        vectors=policy.sel_block_size // VECTOR_SIZE,
         num_sms=multiprocessors(q.device),
     )
     chunks = min(ceil_div(max_blocks, config.block_n), config.splits)
@@ -112,23 +109,24 @@ def _select_decodes(
             num_heads * width,
             width,
             *q.stride()[:2],
-            *k_summary.stride()[:3],
+            *k_summary.stride()[:2],
             batch.block_table.stride(0),
-            NUM_KV_HEADS=heads,
             GROUP=group,
             QUERY_LEN=length,
             HEAD_DIM=dim,
-            BLOCK_D=next_power_of_2(dim),
+            ROTATION=rotation_size(dim),
+            BLOCK_D=max(next_power_of_2(dim), 64),
             BLOCK_H=config.block_h,
             BLOCK_M=config.block_m,
             BLOCK_B=config.block_n,
             PAGE_SIZE=page_size,
             SEL_BLOCK=policy.sel_block_size,
+            VECTOR=VECTOR_SIZE,
             SINK_BLOCKS=policy.sink_blocks,
             REACH_BLOCKS=policy.reach_blocks,
             SCORED_BLOCKS=policy.scored_blocks,
-            MIN_MAX=policy.score_kind == "min_max",
             NUM_STAGES=config.num_stages,
+            ASM=q.is_cuda,
             num_warps=config.num_warps,
             **overlap_options(q.device),
         )
