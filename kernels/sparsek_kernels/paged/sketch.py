@@ -18,7 +18,7 @@ import torch
 
 from sparsek_kernels.paged.policy import CELL_SIZE, ceil_div
 
-VECTOR_SIZE = 4
+VECTOR_TOKENS = 4
 """Tokens whose keys share one vector."""
 
 ALIGNMENT = 16
@@ -35,7 +35,7 @@ def page_vectors(page_size: int) -> int:
     """
     if page_size < CELL_SIZE or page_size % CELL_SIZE:
         raise ValueError(f"page_size: expected a multiple of {CELL_SIZE}, got {page_size}")
-    return page_size // VECTOR_SIZE
+    return page_size // VECTOR_TOKENS
 
 
 def summary_bytes(page_size: int, head_dim: int) -> int:
@@ -118,13 +118,14 @@ def split_summary(
     return rows, scales
 
 
-def read_vectors(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The vectors ``[..., D]`` float32 that a sketch stands for, rotated.
+def read_vectors(k_summary: torch.Tensor, page_size: int, head_dim: int) -> torch.Tensor:
+    """The vectors ``[..., vectors, D]`` float32 that pages keep, rotated.
 
     A key's dot product with a query is the one of its vector with the query's :func:`rotate`.
 
     Args:
-        rows: ``[..., D / 2]`` uint8; scales: ``[...]`` float16, both of :func:`split_summary`.
+        k_summary: ``[..., summary_bytes]`` uint8.
     """
+    rows, scales = split_summary(k_summary, page_size, head_dim)
     levels = torch.cat([rows & 15, rows >> 4], -1)
     return (levels.float() - _MIDDLE) * scales.float()[..., None]

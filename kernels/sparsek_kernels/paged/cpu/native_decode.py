@@ -214,7 +214,7 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         dim,
         operands.k_cache.shape[2],
         rule.sel_block_size,
-        rule.score_kind == "min_max",
+        False,
         splits,
         max_blocks,
         max_picks,

@@ -13,7 +13,8 @@ import torch
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.cpu.gather import RunReader, locate_blocks, pick_blocks
 from sparsek_kernels.paged.plan import first_sparse
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.sketch import VECTOR_TOKENS, read_vectors
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,14 @@ class SummaryIndex:
     num_blocks: int
     _names: dict[Hashable, torch.Tensor] = field(default_factory=dict, repr=False)
 
-    def read(self, k_summary: torch.Tensor, sel_block_size: int) -> torch.Tensor:
-        """``[T, Hkv, vectors of num_blocks, D]`` float32 from ``[P, Hkv, vectors, D]``."""
-        reader = RunReader(k_summary, k_summary.shape[2])
-        vectors = self.num_blocks * sel_block_size // CELL_SIZE
-        names = self._names.get(reader.geometry)
-        if names is None:
-            pages = self.table[:, : -(-vectors // reader.page_size)].unsqueeze(1)
-            names = self._names.setdefault(reader.geometry, reader.locate(pages))
-        rows = reader.read(names)
-        return rows.reshape(*names.shape[:2], -1, reader.dim)[:, :, :vectors].float()
+    def read(
+        self, k_summary: torch.Tensor, page_size: int, dim: int, sel_block_size: int
+    ) -> torch.Tensor:
+        """``[T, Hkv, vectors of num_blocks, D]`` float32, rotated as the sketch is."""
+        vectors = self.num_blocks * sel_block_size // VECTOR_TOKENS
+        pages = self.table[:, : ceil_div(self.num_blocks * sel_block_size, page_size)]
+        rows = k_summary[pages].transpose(1, 2)  # [T, Hkv, W, bytes]
+        return read_vectors(rows, page_size, dim).flatten(2, 3)[:, :, :vectors]
 
 
 def not_competing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from triton import knobs
 
 from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.kernels.softmax import LOG2E
@@ -20,7 +21,7 @@ from sparsek_kernels.paged.launch.scratch import (
 )
 from sparsek_kernels.paged.launch.tiles import prefill_tiles
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
-from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotation_size
+from sparsek_kernels.paged.sketch import VECTOR_TOKENS, rotation_size
 
 _SCRATCH_ELEMENTS = 1 << 24
 """Most float32 elements (64 MiB) of one scratch tensor of scores; larger steps go in batches."""
@@ -89,7 +90,7 @@ def _select_decodes(
         group=group,
         head_dim=dim,
         queries=length,
-        vectors=policy.sel_block_size // VECTOR_SIZE,
+        vectors=policy.sel_block_size // VECTOR_TOKENS,
         num_sms=multiprocessors(q.device),
     )
     chunks = min(ceil_div(max_blocks, config.block_n), config.splits)
@@ -121,12 +122,12 @@ def _select_decodes(
             BLOCK_B=config.block_n,
             PAGE_SIZE=page_size,
             SEL_BLOCK=policy.sel_block_size,
-            VECTOR=VECTOR_SIZE,
+            VECTOR=VECTOR_TOKENS,
             SINK_BLOCKS=policy.sink_blocks,
             REACH_BLOCKS=policy.reach_blocks,
             SCORED_BLOCKS=policy.scored_blocks,
             NUM_STAGES=config.num_stages,
-            ASM=q.is_cuda,
+            ASM=not knobs.runtime.interpret and torch.version.hip is None,
             num_warps=config.num_warps,
             **overlap_options(q.device),
         )
