@@ -10,7 +10,7 @@ from sparsek_kernels.paged.checks import given_summary
 from sparsek_kernels.paged.cpu.gather import read_sequence
 from sparsek_kernels.paged.cpu.plan import SummaryIndex, TokenScoring, not_competing, plan_decodes
 from sparsek_kernels.paged.plan import first_sparse
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div, cell_size
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 
 _QUERY_ROWS = 512
 """Queries that one pass scores by summaries: bounds its [queries, cells] scratch."""
