@@ -53,7 +53,7 @@ def write_kv(
         TypeError, ValueError: an argument does not fit; the message names it.
         NotImplementedError: an fp8 cache on a CPU.
     """
-    heads, page_size, dim = check_cache(k_cache, v_cache)
+    heads, _, dim = check_cache(k_cache, v_cache)
     check_cache_dtype(k_cache, key.dtype, k_scale, v_scale)
     check_tensor("key", key, ("T", heads, dim), device=k_cache.device)
     check_tensor("value", value, (key.shape[0], heads, v_cache.shape[-1]), device=k_cache.device)

@@ -11,8 +11,7 @@ import torch
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 
-
-VECTOR_TOKENS = 4
+VECTOR_SIZE = 4
 """Tokens whose keys share one vector of the sketch."""
 
 
@@ -49,7 +48,7 @@ def sketch_reference(k: torch.Tensor) -> torch.Tensor:
         ``[N // 4, Hkv, D]`` float64.
     """
     rotation = hadamard_reference(k.shape[-1])
-    means = means_reference(k, VECTOR_TOKENS) @ rotation
+    means = means_reference(k, VECTOR_SIZE) @ rotation
     scale = (means.abs().amax(-1, keepdim=True) / 7.5).clamp(max=65504.0).half().double()
     levels = (means / scale - 0.5).round().clamp(-8, 7)
     values = torch.where(scale > 0.0, (levels + 0.5) * scale, 0.0)
@@ -95,7 +94,7 @@ def block_scores_reference(
     own_block = position // policy.sel_block_size
     seen = k[: own_block * policy.sel_block_size]
     if policy.query_tile == 1:
-        vectors, size = sketch_reference(seen), VECTOR_TOKENS
+        vectors, size = sketch_reference(seen), VECTOR_SIZE
     else:
         vectors, size = means_reference(seen, CELL_SIZE), CELL_SIZE
     logits = block_logits_reference(q, vectors, policy.sel_block_size // size, softmax_scale)

@@ -1,13 +1,13 @@
 """What a page keeps for single tokens: its keys as 4-bit means of 4 tokens each.
 
-Vector ``n`` of a page is the mean of the keys of its tokens ``4n`` to ``4n + 3`` (of those that exist
-so far), rotated by a Hadamard matrix so that outlier channels spread, and rounded to 16 levels.
-docs/selection.md says what it is for.
+Vector ``n`` of a page is the mean of the keys of its tokens ``4n`` to ``4n + 3`` (of those that are
+there so far), rotated by a Hadamard matrix so that outlier channels spread, and rounded to 16
+levels.  docs/selection.md says what it is for.
 
-Layout: ``[num_pages, Hkv, summary_bytes]`` uint8.  Of a page and KV head come first the levels, one
-row of ``D / 2`` bytes per vector (channel ``d`` in the low and channel ``d + D / 2`` in the high half
-of byte ``d``), then one float16 scale per vector, then padding.  Level ``l`` of 0 to 15 with scale
-``s`` stands for ``(l - 7.5) * s``.
+Layout: ``[num_pages, Hkv, summary_bytes]`` uint8.  Of a page and KV head come first the levels,
+one row of ``D / 2`` bytes per vector (channel ``d`` in the low and channel ``d + D / 2`` in the high
+half of byte ``d``), then one float16 scale per vector, then padding.  Level ``l`` of 0 to 15 with
+scale ``s`` stands for ``(l - 7.5) * s``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from sparsek_kernels.paged.policy import CELL_SIZE, ceil_div
 
-VECTOR_TOKENS = 4
+VECTOR_SIZE = 4
 """Tokens whose keys share one vector."""
 
 ALIGNMENT = 16
@@ -35,7 +35,7 @@ def page_vectors(page_size: int) -> int:
     """
     if page_size < CELL_SIZE or page_size % CELL_SIZE:
         raise ValueError(f"page_size: expected a multiple of {CELL_SIZE}, got {page_size}")
-    return page_size // VECTOR_TOKENS
+    return page_size // VECTOR_SIZE
 
 
 def summary_bytes(page_size: int, head_dim: int) -> int:
@@ -101,6 +101,20 @@ def pack(levels: torch.Tensor) -> torch.Tensor:
     """Rows of bytes ``[..., D / 2]`` of levels ``[..., D]``."""
     low, high = levels.chunk(2, -1)
     return low | high << 4
+
+
+def sketch_pages(keys: torch.Tensor, k_summary: torch.Tensor) -> None:
+    """Sketch whole pages.
+
+    Args:
+        keys: ``[P, Hkv, page_size, D]``; k_summary: ``[P, Hkv, summary_bytes]``, written.
+    """
+    page_size, dim = keys.shape[2:]
+    rows, scales = split_summary(k_summary, page_size, dim)
+    means = mean_key(keys.unflatten(2, (-1, VECTOR_SIZE)), VECTOR_SIZE)
+    levels, scale = quantise(rotate(means))
+    rows.copy_(pack(levels))
+    scales.copy_(scale)
 
 
 def split_summary(

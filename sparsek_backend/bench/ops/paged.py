@@ -32,6 +32,7 @@ from sparsek_backend.bench.registry import (
 )
 from sparsek_kernels.paged.api import paged_attention, select_blocks
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.sketch import VECTOR_SIZE, read_vectors, rotate
 
 DENSE = SelectionPolicy()
 _STRIP_ROWS = 256
@@ -157,10 +158,10 @@ def decode_cost(inputs: PagedInputs, policy: SelectionPolicy) -> tuple[float, fl
     kv_bytes = 2.0 * dim * kv_heads * width * attended_pairs(policy, last)
     cell_bytes = 0.0
     if policy.selects_blocks:
-        cells = [p // CELL_SIZE for p in positions if not policy.sees_all(p)]
-        flops += 2.0 * dim * inputs.q.shape[1] * sum(cells)
-        scored = sum(p // CELL_SIZE for p in last if not policy.sees_all(p))
-        cell_bytes = float(dim * kv_heads * width * scored)
+        vectors = [p // VECTOR_SIZE for p in positions if not policy.sees_all(p)]
+        flops += 2.0 * dim * inputs.q.shape[1] * sum(vectors)
+        scored = sum(p for p in last if not policy.sees_all(p))
+        cell_bytes = float(kv_heads * scored * inputs.k_summary.shape[2] / inputs.page_size)
     return flops, kv_bytes + cell_bytes + 2.0 * inputs.q.numel() * width
 
 
@@ -270,8 +271,6 @@ def _torch_select(inputs: PagedInputs) -> Callable[[], Outputs]:
     policy = inputs.policy.per_token()
     if len(set(inputs.seq_lens)) > 1 or set(inputs.query_lens) != {1}:
         raise Unavailable("one query token and equal lengths only")
-    if policy.score_kind != "cell_mean":
-        raise Unavailable("cell means only")
     position = inputs.seq_lens[0] - 1
     if policy.sees_all(position):
         raise Unavailable("the budget covers the context: nothing is selected")
@@ -282,9 +281,11 @@ def _torch_select(inputs: PagedInputs) -> Callable[[], Outputs]:
     q = torch.unflatten(inputs.q, 1, (heads, -1))  # [R, H, G, D]
 
     def call() -> Outputs:
-        cells = inputs.k_summary[table].transpose(1, 2).flatten(2, 3)  # [R, H, cells, D]
-        logits = (q @ cells.transpose(2, 3)).float() * inputs.softmax_scale
-        per_block = policy.sel_block_size // CELL_SIZE
+        pages = read_vectors(inputs.k_summary[table], inputs.page_size, q.shape[-1])
+        vectors = pages.to(q.dtype).transpose(1, 2).flatten(2, 3)  # [R, H, vectors, D]
+        rotated = rotate(q).to(q.dtype)
+        logits = (rotated @ vectors.transpose(2, 3)).float() * inputs.softmax_scale
+        per_block = policy.sel_block_size // VECTOR_SIZE
         blocks = torch.unflatten(logits[..., : own * per_block], -1, (own, per_block)).amax(-1)
         scores = blocks.softmax(-1).sum(2)
         return (scores[..., first:last].topk(policy.scored_blocks).indices + first,)
@@ -299,9 +300,9 @@ def _build_select(case: Case, device: torch.device) -> list[Provider]:
     positions = _decode_positions(inputs)
     if any(policy.sees_all(position) for position in positions):
         raise ValueError(f"spec: {case.spec.text} is within the budget, nothing would be selected")
-    cells = sum(position // CELL_SIZE for position in positions)
-    flops = 2.0 * cells * inputs.q.shape[1] * inputs.q.shape[2]
-    num_bytes = float(cells * inputs.k_cache.shape[1] * inputs.q.shape[2] * inputs.q.element_size())
+    flops = 2.0 * (sum(positions) // VECTOR_SIZE) * inputs.q.shape[1] * inputs.q.shape[2]
+    kept = inputs.k_cache.shape[1] * inputs.k_summary.shape[2] / inputs.page_size
+    num_bytes = float(sum(positions) * kept)
 
     def ours() -> Callable[[], Outputs]:
         def call() -> Outputs:

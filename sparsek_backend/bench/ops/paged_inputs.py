@@ -10,7 +10,14 @@ import torch.nn.functional as F
 from sparsek_backend.bench.oracle import MaskRule, attend_head
 from sparsek_backend.bench.registry import Case, Param
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.sketch import (
+    VECTOR_SIZE,
+    read_vectors,
+    rotate,
+    sketch_pages,
+    summary_bytes,
+)
 
 DEFAULTS: dict[str, Param] = {
     "num_heads": 32,
@@ -23,7 +30,6 @@ DEFAULTS: dict[str, Param] = {
     "top_k": 32,
     "sel_block_size": 64,
     "query_tile": 64,
-    "score_kind": "cell_mean",
     "dense_below": 0,
     "max_len": 0,
     "seed": 0,
@@ -50,7 +56,7 @@ class PagedInputs:
         q: [T, Hq, D], packed.
         k_cache: [P, Hkv, page_size, D], a strided view of the pages.
         v_cache: likewise.
-        k_summary: [P, Hkv, page_size // 16, D], a strided view of the tail of each page.
+        k_summary: [P, Hkv, summary_bytes] uint8, a strided view of the tail of each page.
         block_table: [R, max pages] int32, pages in random order.
         query_lens: new tokens of each request.
         seq_lens: keys of each request.
@@ -116,9 +122,6 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
 
     Random keys give every head a selection of its own: no block is shared by luck.
     """
-    score_kind = case.str_param("score_kind")
-    if score_kind not in ("cell_mean", "min_max"):
-        raise ValueError(f"score_kind: expected 'cell_mean' or 'min_max', got {score_kind!r}")
     policy = SelectionPolicy(
         num_sink=case.int_param("num_sink"),
         window_size=case.int_param("window_size"),
@@ -126,21 +129,20 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
         sel_block_size=case.int_param("sel_block_size"),
         dense_below=case.int_param("dense_below"),
         query_tile=case.int_param("query_tile"),
-        score_kind="min_max" if score_kind == "min_max" else "cell_mean",
     )
     heads, dim, page = (case.int_param(n) for n in ("num_kv_heads", "head_dim", "page_size"))
     counts = [ceil_div(length, page) for length in case.spec.seq_lens]
     generator = torch.Generator(device=device).manual_seed(case.int_param("seed"))
-    cells = page // CELL_SIZE
-    kv_size, tail_size = heads * page * 2 * dim, heads * cells * dim
-    pages = torch.empty(sum(counts), kv_size + tail_size, device=device, dtype=case.dtype())
+    dtype, tail = case.dtype(), summary_bytes(page, dim)
+    kv_size, tail_size = heads * page * 2 * dim, heads * tail // dtype.itemsize
+    pages = torch.empty(sum(counts), kv_size + tail_size, device=device, dtype=dtype)
     kv = pages[:, :kv_size].view(-1, heads, page, 2 * dim)
     k_cache, v_cache = kv[..., :dim], kv[..., dim:]
-    k_summary = pages[:, kv_size:].view(-1, heads, cells, dim)
+    k_summary = pages[:, kv_size:].view(torch.uint8).view(-1, heads, tail)
     for start in range(0, len(pages), _PAGES_AT_A_TIME):
         part = slice(start, start + _PAGES_AT_A_TIME)
         kv[part] = torch.randn(kv[part].shape, generator=generator, device=device).to(pages.dtype)
-        k_summary[part] = _summaries(k_cache[part], policy)
+        sketch_pages(k_cache[part], k_summary[part])
     order = torch.randperm(len(pages), generator=generator, device=device).to(torch.int32)
     max_len = case.int_param("max_len")
     width = max(*counts, ceil_div(max_len, page))
@@ -160,14 +162,6 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
         policy=policy,
         max_len=max_len,
     )
-
-
-def _summaries(keys: torch.Tensor, policy: SelectionPolicy) -> torch.Tensor:
-    """[P, Hkv, page_size, D] to [P, Hkv, page_size // 16, D]."""
-    if policy.score_kind == "cell_mean":
-        return torch.unflatten(keys, 2, (-1, CELL_SIZE)).float().mean(3).to(keys.dtype)
-    ranges = torch.unflatten(keys, 2, (-1, 2 * CELL_SIZE))
-    return torch.stack([ranges.amin(3), ranges.amax(3)], dim=3).flatten(2, 3)
 
 
 def block_scores(
@@ -199,17 +193,13 @@ def tile_samples(policy: SelectionPolicy, positions: range) -> list[int]:
 
 def _summary_scores(inputs: PagedInputs, tile: Tile, q: torch.Tensor) -> torch.Tensor:
     """Score of every block before the last position's for one token's queries [G, D]."""
-    policy, size = inputs.policy, inputs.policy.sel_block_size
+    size = inputs.policy.sel_block_size
     length = inputs.seq_lens[tile.request]
     pages = inputs.block_table[tile.request, : ceil_div(length, inputs.page_size)]
-    cells = inputs.k_summary[pages.long(), tile.head].flatten(0, 1).double()  # [cells, D]
-    if policy.score_kind == "cell_mean":
-        logits, per_block = q @ cells.T, size // CELL_SIZE
-    else:
-        low, high = cells[0::2], cells[1::2]
-        logits = q.clamp(min=0) @ high.T + q.clamp(max=0) @ low.T
-        per_block = size // (2 * CELL_SIZE)
-    blocks = tile.positions[-1] // size
+    sketch = inputs.k_summary[pages.long(), tile.head]
+    vectors = read_vectors(sketch, inputs.page_size, q.shape[-1]).flatten(0, 1).double()
+    logits = rotate(q).double() @ vectors.T
+    blocks, per_block = tile.positions[-1] // size, size // VECTOR_SIZE
     logits = torch.unflatten(logits[..., : blocks * per_block], -1, (blocks, per_block)).amax(-1)
     return (logits * inputs.softmax_scale).softmax(-1).sum(0)
 

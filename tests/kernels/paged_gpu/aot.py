@@ -52,6 +52,7 @@ TYPES = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
+    torch.uint8: "*u8",
     torch.int64: "*i64",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
@@ -173,14 +174,10 @@ def launches(
     dtype: torch.dtype,
     head_dim: int,
     group: int,
-    score_kind: str = "cell_mean",
     fp8_cache: bool = False,
 ) -> list[Recorded]:
-    """Everything that a step with decodes and prefills launches, for each kind of policy.
-
-    The summaries of an fp8 cache have the queries' dtype.
-    """
-    topk = SelectionPolicy(num_sink=64, window_size=512, top_k=32, score_kind=score_kind)
+    """Everything that a step with decodes and prefills launches, for each kind of policy."""
+    topk = SelectionPolicy(num_sink=64, window_size=512, top_k=32)
     policies = [topk, SelectionPolicy(), SelectionPolicy(num_sink=4, window_size=1024)]
     sms = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148}[arch]
     problem = make_problem(
@@ -194,9 +191,6 @@ def launches(
         max_seq_len=131072,
         cache_dtype=torch.float8_e4m3fn if fp8_cache else None,
     )
-    if fp8_cache:
-        summary = torch.empty(problem.k_summary.shape, dtype=dtype)
-        problem = dataclasses.replace(problem, k_summary=summary)
     seen: list[Recorded] = []
     for policy in policies:
 
@@ -219,7 +213,6 @@ def launches(
             problem.v_cache,
             problem.k_summary,
             problem.slots[0],
-            score_kind=score_kind,
         ),
         arch,
         sms,
@@ -234,7 +227,6 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--only", default="")
-    parser.add_argument("--score-kind", default="cell_mean")
     parser.add_argument("--fp8-cache", action="store_true")
     args = parser.parse_args()
     seen = launches(
@@ -242,7 +234,6 @@ def main() -> None:
         getattr(torch, args.dtype),
         args.head_dim,
         args.group,
-        args.score_kind,
         args.fp8_cache,
     )
     for launched in seen:

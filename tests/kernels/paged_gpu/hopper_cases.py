@@ -80,7 +80,7 @@ def make(case: Case) -> Problem:
     """A case's problem: pages past the end of a sequence, and rows past the last query, are NaN."""
     options = {"group": 4, "dim": 64, "page_size": 64} | case.options
     problem = make_problem(case.lengths, dtype=case.dtype, **options)
-    fill(problem, case.policy.score_kind, write=write_kv)
+    fill(problem, write=write_kv)
     spare = int(problem.k_cache[:, 0, 0, 0].isnan().nonzero()[0])
     for row, (_, length) in enumerate(case.lengths):
         problem.batch.block_table[row, ceil_div(length, options["page_size"]) :] = spare

@@ -109,7 +109,7 @@ def test_score_columns(rows: int) -> None:
     group=st.integers(1, 16),
     head_dim=st.sampled_from([64, 128, 256]),
     queries=st.integers(1, 8),
-    cells=st.integers(1, 12),
+    vectors=st.integers(1, 64),
     num_sms=st.sampled_from([20, 132]),
 )
 def test_logits(**shape: int) -> None:

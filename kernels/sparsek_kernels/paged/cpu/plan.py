@@ -14,7 +14,7 @@ from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.cpu.gather import RunReader, locate_blocks, pick_blocks
 from sparsek_kernels.paged.plan import first_sparse
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
-from sparsek_kernels.paged.sketch import VECTOR_TOKENS, read_vectors
+from sparsek_kernels.paged.sketch import VECTOR_SIZE, read_vectors
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class SummaryIndex:
         self, k_summary: torch.Tensor, page_size: int, dim: int, sel_block_size: int
     ) -> torch.Tensor:
         """``[T, Hkv, vectors of num_blocks, D]`` float32, rotated as the sketch is."""
-        vectors = self.num_blocks * sel_block_size // VECTOR_TOKENS
+        vectors = self.num_blocks * sel_block_size // VECTOR_SIZE
         pages = self.table[:, : ceil_div(self.num_blocks * sel_block_size, page_size)]
         rows = k_summary[pages].transpose(1, 2)  # [T, Hkv, W, bytes]
         return read_vectors(rows, page_size, dim).flatten(2, 3)[:, :, :vectors]

@@ -10,7 +10,8 @@ from sparsek_kernels.paged.checks import given_summary
 from sparsek_kernels.paged.cpu.gather import read_sequence
 from sparsek_kernels.paged.cpu.plan import SummaryIndex, TokenScoring, not_competing, plan_decodes
 from sparsek_kernels.paged.plan import first_sparse
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotate
 
 _QUERY_ROWS = 512
 """Queries that one pass scores by summaries: bounds its [queries, cells] scratch."""
@@ -29,14 +30,8 @@ def block_logits(
     Returns:
         ``[T, Hkv, M, blocks]`` float32.
     """
-    query = q.float() * softmax_scale
-    if policy.score_kind == "cell_mean":
-        logits = torch.matmul(query, summaries.mT)
-    else:
-        low, high = summaries[:, :, 0::2], summaries[:, :, 1::2]
-        logits = torch.matmul(query.clamp(max=0.0), low.mT)
-        logits += torch.matmul(query.clamp(min=0.0), high.mT)
-    per_block = policy.sel_block_size // cell_size(policy.score_kind)
+    logits = torch.matmul(rotate(q) * softmax_scale, summaries.mT)
+    per_block = policy.sel_block_size // VECTOR_SIZE
     cells = logits.view(*logits.shape[:3], -1, per_block)
     return cells.amax(-1)
 
@@ -60,7 +55,7 @@ def select_tokens(
     softmax_scale: float,
 ) -> torch.Tensor:
     """Blocks of single tokens.  q: ``[T, Hkv, G, D]``; returns ``[T, Hkv, scored_blocks]``."""
-    summaries = plan.index.read(k_summary, rule.sel_block_size)
+    summaries = plan.index.read(k_summary, page_size, q.shape[-1], rule.sel_block_size)
     logits = block_logits(q, summaries, rule, softmax_scale)
     if plan.future is not None:
         logits.masked_fill_(plan.future, float("-inf"))  # blocks past the end may hold NaN
@@ -88,7 +83,7 @@ def select_rows(
     count, heads, group, dim = q.shape
     blocks = (position + count - 1) // rule.sel_block_size
     summaries = index.read(k_summary, rule.sel_block_size)
-    summaries = summaries[:, :, : blocks * rule.sel_block_size // CELL_SIZE]
+    summaries = summaries[:, :, : blocks * rule.sel_block_size // VECTOR_SIZE]
     block = torch.arange(blocks)
     chosen = []
     for begin in range(0, count, _QUERY_ROWS):

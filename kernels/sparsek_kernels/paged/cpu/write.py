@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from sparsek_kernels.paged.sketch import (
-    VECTOR_TOKENS,
+    VECTOR_SIZE,
     mean_key,
     pack,
     quantise,
@@ -39,15 +39,15 @@ def write_kv_eager(
     v_cache[pages, :, offsets] = value.to(v_cache.dtype)
     if k_summary is None:
         return
-    filled = offsets % VECTOR_TOKENS + 1
+    filled = offsets % VECTOR_SIZE + 1
     if slots.numel() > 1:  # keep the last token of each vector: it knows how much the vector holds
-        last = filled == VECTOR_TOKENS
+        last = filled == VECTOR_SIZE
         last[:-1] |= slots[1:] != slots[:-1] + 1
         last[-1] = True
         pages, offsets, filled = pages[last], offsets[last], filled[last]
-    vector = offsets // VECTOR_TOKENS
-    keys = k_cache.unflatten(2, (-1, VECTOR_TOKENS))[pages, :, vector]
-    written = (torch.arange(VECTOR_TOKENS) < filled[:, None])[:, None, :, None]
+    vector = offsets // VECTOR_SIZE
+    keys = k_cache.unflatten(2, (-1, VECTOR_SIZE))[pages, :, vector]
+    written = (torch.arange(VECTOR_SIZE) < filled[:, None])[:, None, :, None]
     mean = mean_key(keys.masked_fill_(~written, 0.0), filled[:, None, None])
     levels, scale = quantise(rotate(mean))
     rows, scales = split_summary(k_summary, page_size, dim)
@@ -70,9 +70,9 @@ def _write_one(
     page, offset = divmod(slot, page_size)
     k_cache[page, :, offset] = key
     v_cache[page, :, offset] = value
-    vector = offset // VECTOR_TOKENS
-    keys = k_cache[page, :, vector * VECTOR_TOKENS : offset + 1]
-    missing = VECTOR_TOKENS - keys.shape[1]
+    vector = offset // VECTOR_SIZE
+    keys = k_cache[page, :, vector * VECTOR_SIZE : offset + 1]
+    missing = VECTOR_SIZE - keys.shape[1]
     mean = mean_key(F.pad(keys, (0, 0, 0, missing)), keys.shape[1])
     levels, scale = quantise(rotate(mean))
     rows, scales = split_summary(k_summary, page_size, dim)

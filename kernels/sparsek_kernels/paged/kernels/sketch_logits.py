@@ -47,7 +47,7 @@ def vector_pages(
     SEL_BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Physical pages of the vectors of blocks ``[first_block, min(first_block + BLOCK_B, end))``."""
+    """Pages ``[ROWS]`` of the vectors of ``BLOCK_B`` blocks from ``first_block`` on, before ``end``."""
     block, position = vector_positions(first_block, BLOCK_B, SEL_BLOCK, VECTOR)
     return tl.load(table_ptr + position // PAGE_SIZE, mask=block < end, other=0)
 
@@ -65,7 +65,7 @@ def vector_scales(
     SEL_BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Scales ``[ROWS]`` float16 of the vectors of blocks ``first_block`` to ``end``."""
+    """Scales ``[ROWS]`` float16 of the vectors that :func:`vector_pages` finds the pages of."""
     block, position = vector_positions(first_block, BLOCK_B, SEL_BLOCK, VECTOR)
     vector = (position % PAGE_SIZE) // VECTOR
     place = page.to(tl.int64) * stride_sp + PAGE_SIZE // VECTOR * HALF + 2 * vector
@@ -77,8 +77,8 @@ def vector_scales(
 def quantise_query(q, HEAD_DIM: tl.constexpr, ROTATION: tl.constexpr):
     """Rows of ``q`` ``[BLOCK_M, BLOCK_D]`` rotated, as int8 with a scale per row.
 
-    Returns the channels of both halves ``[BLOCK_D / 2, BLOCK_M]``, the scales ``[BLOCK_M]`` and what
-    a vector of levels 0 to 15 gives too much with each row, ``[BLOCK_M]`` float32.
+    Returns the channels of both halves ``[BLOCK_D / 2, BLOCK_M]``, the scales ``[BLOCK_M]``, and
+    how much levels from 0 to 15 give too much with each row, ``[BLOCK_M]`` float32.
     """
     x = rotate(q.to(tl.float32), ROTATION)
     scale = tl.max(tl.abs(x), axis=1) / 127.0

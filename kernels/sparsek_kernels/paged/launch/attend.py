@@ -28,7 +28,7 @@ from sparsek_kernels.paged.launch.select import select_blocks as select_blocks
 from sparsek_kernels.paged.launch.tiles import prefill_tiles
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
-from sparsek_kernels.paged.sketch import VECTOR_TOKENS, rotation_size
+from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotation_size
 
 _DENSE_TILE = 64
 
@@ -73,7 +73,7 @@ def write_kv(
         BLOCK_H=block_h,
         PAGE_SIZE=page_size,
         ROTATION=rotation_size(dim),
-        VECTOR=VECTOR_TOKENS,
+        VECTOR=VECTOR_SIZE,
         HAS_SUMMARY=k_summary is not None,
         num_warps=4,
     )

@@ -21,7 +21,7 @@ from sparsek_kernels.paged.launch.scratch import (
 )
 from sparsek_kernels.paged.launch.tiles import prefill_tiles
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
-from sparsek_kernels.paged.sketch import VECTOR_TOKENS, rotation_size
+from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotation_size
 
 _SCRATCH_ELEMENTS = 1 << 24
 """Most float32 elements (64 MiB) of one scratch tensor of scores; larger steps go in batches."""
@@ -90,7 +90,7 @@ def _select_decodes(
         group=group,
         head_dim=dim,
         queries=length,
-        vectors=policy.sel_block_size // VECTOR_TOKENS,
+        vectors=policy.sel_block_size // VECTOR_SIZE,
         num_sms=multiprocessors(q.device),
     )
     chunks = min(ceil_div(max_blocks, config.block_n), config.splits)
@@ -122,7 +122,7 @@ def _select_decodes(
             BLOCK_B=config.block_n,
             PAGE_SIZE=page_size,
             SEL_BLOCK=policy.sel_block_size,
-            VECTOR=VECTOR_TOKENS,
+            VECTOR=VECTOR_SIZE,
             SINK_BLOCKS=policy.sink_blocks,
             REACH_BLOCKS=policy.reach_blocks,
             SCORED_BLOCKS=policy.scored_blocks,
