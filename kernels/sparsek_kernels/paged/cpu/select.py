@@ -16,7 +16,7 @@ from sparsek_kernels.paged.cpu.plan import (
     plan_prefill,
     plan_tokens,
 )
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotate
 
 NOTHING = 1 << 40
