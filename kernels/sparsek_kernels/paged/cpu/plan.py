@@ -28,7 +28,6 @@ class SummaryIndex:
 
     table: torch.Tensor
     num_blocks: int
-    _names: dict[Hashable, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def read(
         self, k_summary: torch.Tensor, page_size: int, dim: int, sel_block_size: int
@@ -182,6 +181,7 @@ class DecodePlan:
 
     dense: tuple[tuple[int, int, int, int], ...]  # (request, first token, end token, keys seen)
     rows: torch.Tensor  # [T] int64 tokens that do not see everything
+    positions: torch.Tensor  # [T] int64 of these tokens
     group: TileGroup | None
     scoring: TokenScoring | None
 
@@ -212,12 +212,14 @@ def _plan_decodes(batch: PagedBatch, rule: SelectionPolicy, page_size: int) -> D
                 positions.append(position)
         token += count
     if not rows:
-        return DecodePlan(tuple(dense), torch.empty(0, dtype=torch.long), None, None)
+        none = torch.empty(0, dtype=torch.long)
+        return DecodePlan(tuple(dense), none, none, None, None)
     where, which = torch.tensor(positions), torch.tensor(requests)
     table = batch.pages(page_size).index_select(0, which)
     return DecodePlan(
         dense=tuple(dense),
         rows=torch.tensor(rows),
+        positions=where,
         group=make_tile_group(table, where, 1, batch.seq_lens.index_select(0, which).long(), rule),
         scoring=plan_tokens(table, where, rule) if rule.selects_blocks else None,
     )
@@ -230,7 +232,7 @@ class PrefillPlan:
     dense_end: int  # first query position that does not see everything
     tile: int
     groups: tuple[tuple[int, int, TileGroup], ...]  # (position of the first tile, tiles, group)
-    summaries: SummaryIndex
+    table: torch.Tensor  # [1, W] int64 page table row
 
 
 def plan_prefill(
@@ -260,5 +262,4 @@ def _plan_prefill(
         lens = torch.full((count,), length)
         groups.append((start, count, make_tile_group(table, firsts, tile, lens, policy)))
         start += count * tile
-    blocks = (length - 1) // policy.sel_block_size
-    return PrefillPlan(low, tile, tuple(groups), SummaryIndex(table, blocks))
+    return PrefillPlan(low, tile, tuple(groups), table)
