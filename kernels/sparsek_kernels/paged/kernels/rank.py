@@ -51,29 +51,30 @@ def sample_positions(
 @triton.jit
 def unit_keys(
     unit,
+    end,
     candidates_ptr,
     first_local,
-    num_units,
     FORCED_BLOCKS: tl.constexpr,
     SINK_BLOCKS: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
     """Positions of the keys of the ``BLOCK_N // UNIT`` units from ``unit`` on.  ``[BLOCK_N]``.
 
-    Units past the list have keys past every query.
+    ``LISTED`` units are candidates', the others those of sinks and local blocks.  Units from
+    ``end`` on have keys past every query.
     """
     PARTS: tl.constexpr = SEL_BLOCK // UNIT
     offs = tl.arange(0, BLOCK_N)
     mine = unit + offs // UNIT
-    known = mine < num_units
     slot = mine // PARTS
-    listed = slot >= FORCED_BLOCKS
-    index = tl.load(candidates_ptr + slot - FORCED_BLOCKS, mask=known & listed, other=0)
-    block = tl.where(slot < SINK_BLOCKS, slot, first_local + slot - SINK_BLOCKS)
-    block = tl.where(listed, index, block)
-    return tl.where(known, block * SEL_BLOCK + mine % PARTS * UNIT + offs % UNIT, NO_KEY)
+    if LISTED:
+        block = tl.load(candidates_ptr + slot - FORCED_BLOCKS, mask=mine < end, other=0)
+    else:
+        block = tl.where(slot < SINK_BLOCKS, slot, first_local + slot - SINK_BLOCKS)
+    return tl.where(mine < end, block * SEL_BLOCK + mine % PARTS * UNIT + offs % UNIT, NO_KEY)
 
 
 @triton.jit
@@ -94,6 +95,68 @@ def log_add(x, y):
     top = tl.maximum(x, y)
     reference = tl.where(top == float("-inf"), 0.0, top)
     return reference + tl.log2(tl.exp2(x - reference) + tl.exp2(y - reference))
+
+
+@triton.jit
+def write_masses(
+    masses,
+    q,
+    position,
+    rows,
+    k_ptr,
+    table_ptr,
+    candidates_ptr,
+    begin,
+    end,
+    first_local,
+    high,
+    qk_scale,
+    stride_kp,
+    stride_kt,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    SINK_BLOCKS: tl.constexpr,
+    FORCED_BLOCKS: tl.constexpr,
+    LISTED: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Logarithmic masses of units ``[begin, end)`` of a tile's list, for the rows of ``q``.
+
+    ``LISTED`` units lie before every query; of others, keys after a row's ``position`` are left
+    out.  Products are ``K . Q^T``: a cell of 16 keys then lies in one warp, which adds it up alone.
+    The pipeline fetches keys ``NUM_STAGES - 1`` iterations ahead, and as many again before each
+    what leads to them: the page, and before it the entry of the list.
+    """
+    UNITS: tl.constexpr = BLOCK_N // UNIT
+    DEPTH: tl.constexpr = (3 if LISTED else 2) * (NUM_STAGES - 1) + 1
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = (offs_d < HEAD_DIM)[None, :]
+    for unit in tl.range(begin, end, UNITS, num_stages=DEPTH):
+        keys = unit_keys(
+            unit, end, candidates_ptr, first_local, FORCED_BLOCKS, SINK_BLOCKS, SEL_BLOCK, UNIT,
+            BLOCK_N, LISTED,
+        )  # fmt: skip
+        page = page_of(table_ptr, keys, keys <= high, PAGE_SIZE)
+        k_row = page * stride_kp + keys % PAGE_SIZE * stride_kt
+        k = tl.load(
+            k_ptr + k_row[:, None] + offs_d[None, :],
+            mask=(keys <= high)[:, None] & mask_d,
+            other=0.0,
+        )  # [BLOCK_N, BLOCK_D]
+        s = tl.dot(k.to(q.dtype), tl.trans(q), input_precision="ieee") * qk_scale
+        if not LISTED:
+            s = tl.where(keys[:, None] <= position[None, :], s, float("-inf"))
+        mine = unit + tl.arange(0, UNITS)
+        tl.store(
+            masses[None, :] + (mine * ROWS)[:, None],
+            log_sums(s, UNITS, UNIT),  # [UNITS, BLOCK_M]
+            mask=(mine < end)[:, None] & (rows < ROWS)[None, :],
+        )
 
 
 @triton.jit(do_not_specialize=["dense_below", "first_tile"])
@@ -141,9 +204,7 @@ def listed_masses_kernel(
     """Logarithmic masses of a share of one tile's list, for ``BLOCK_M`` rows of one KV head.
 
     Grid ``(tiles * row chunks, Hkv, shares)``.  Writes ``[tiles, Hkv, units, rows]`` fp32 for the
-    units that the list has; nothing for tiles that see everything.  Each key is read once, with
-    its row of the block table looked up one iteration ahead and its list entry two.
-    Products are ``K . Q^T``: a cell of 16 keys then lies in one warp, which adds it up alone.
+    units that the list has; nothing for tiles that see everything.  Each key is read once.
     """
     ROWS: tl.constexpr = SAMPLES * GROUP_PAD
     ROW_CHUNKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
@@ -167,56 +228,43 @@ def listed_masses_kernel(
         mask=(position >= 0)[:, None] & mask_d,
         other=0.0,
     )  # [BLOCK_M, BLOCK_D]
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     full = tile_sees_all(
         base, dense_below, TOP_K, TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
     )
     if (high < low) | (high < 0) | full:
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
         return
+    FORCED: tl.constexpr = FORCED_BLOCKS * PARTS
+    FORCED_PIECES: tl.constexpr = (FORCED + UNITS - 1) // UNITS
     first_local = base // SEL_BLOCK - REACH_BLOCKS
-    num_units = (FORCED_BLOCKS + tl.minimum(first_local - SINK_BLOCKS, LISTED_BLOCKS)) * PARTS
-    share = tl.cdiv(tl.cdiv(num_units, UNITS), tl.num_programs(2)) * UNITS
+    listed = tl.minimum(first_local - SINK_BLOCKS, LISTED_BLOCKS) * PARTS
+    pieces = FORCED_PIECES + tl.cdiv(listed, UNITS)
+    share = tl.cdiv(pieces, tl.num_programs(2))
     begin = tl.program_id(2) * share
-    end = tl.minimum(begin + share, num_units)
+    end = tl.minimum(begin + share, pieces)
     place = (local.to(tl.int64) * NUM_KV_HEADS + kv_head) * (FORCED_BLOCKS + LISTED_BLOCKS)
     masses = mass_ptr + place * PARTS * ROWS + rows
     candidates = candidates_ptr + (local.to(tl.int64) * NUM_KV_HEADS + kv_head) * LISTED_BLOCKS
     table = block_table_ptr + request.to(tl.int64) * stride_br
     k_head = k_ptr + kv_head * stride_kh
-    offs_u = tl.arange(0, UNITS)
-    keys = unit_keys(
-        begin, candidates, first_local, end, FORCED_BLOCKS, SINK_BLOCKS, SEL_BLOCK, UNIT, BLOCK_N
-    )
-    page = page_of(table, keys, keys <= high, PAGE_SIZE)
-    next_keys = unit_keys(
-        begin + UNITS, candidates, first_local, end, FORCED_BLOCKS, SINK_BLOCKS, SEL_BLOCK, UNIT,
-        BLOCK_N,
+    # What is attended anyway is read while the kernel that finds candidates is still at work.
+    write_masses(
+        masses, q, position, rows, k_head, table, candidates, begin * UNITS,
+        tl.minimum(end * UNITS, FORCED), first_local, high, qk_scale, stride_kp, stride_kt,
+        HEAD_DIM, BLOCK_D, BLOCK_N, UNIT, ROWS, PAGE_SIZE, SEL_BLOCK, SINK_BLOCKS, FORCED_BLOCKS,
+        False, NUM_STAGES,
     )  # fmt: skip
-    for unit in tl.range(begin, end, UNITS, num_stages=NUM_STAGES):
-        next_page = page_of(table, next_keys, next_keys <= high, PAGE_SIZE)
-        later_keys = unit_keys(
-            unit + 2 * UNITS, candidates, first_local, end, FORCED_BLOCKS, SINK_BLOCKS, SEL_BLOCK,
-            UNIT, BLOCK_N,
-        )  # fmt: skip
-        k_row = page * stride_kp + keys % PAGE_SIZE * stride_kt
-        k = tl.load(
-            k_head + k_row[:, None] + offs_d[None, :],
-            mask=(keys <= high)[:, None] & mask_d,
-            other=0.0,
-        )  # [BLOCK_N, BLOCK_D]
-        s = tl.dot(k.to(q.dtype), tl.trans(q), input_precision="ieee") * qk_scale
-        s = tl.where(keys[:, None] <= position[None, :], s, float("-inf"))  # [BLOCK_N, BLOCK_M]
-        mine = unit + offs_u
-        tl.store(
-            masses[None, :] + (mine * ROWS)[:, None],
-            log_sums(s, UNITS, UNIT),
-            mask=(mine < end)[:, None] & (rows < ROWS)[None, :],
-        )
-        keys = next_keys
-        page = next_page
-        next_keys = later_keys
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    begin = FORCED + (tl.maximum(begin, FORCED_PIECES) - FORCED_PIECES) * UNITS
+    end = FORCED + tl.minimum((end - FORCED_PIECES) * UNITS, listed)
+    write_masses(
+        masses, q, position, rows, k_head, table, candidates, begin, end, first_local, high,
+        qk_scale, stride_kp, stride_kt, HEAD_DIM, BLOCK_D, BLOCK_N, UNIT, ROWS, PAGE_SIZE,
+        SEL_BLOCK, SINK_BLOCKS, FORCED_BLOCKS, True, NUM_STAGES,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["dense_below", "first_tile"])
