@@ -100,10 +100,11 @@ def decode_config(
     block_h = next_power_of_2(group)
     queries = next_power_of_2(queries)
     block_m = max(16, queries * block_h)
-    block_n = largest_part(sel_block, 64 if head_dim <= 128 else 32)
+    block_n = keys_of_blocks(sel_block, 64 if head_dim <= 128 else 32)
+    pieces = blocks if sel_block >= block_n else -(-blocks * sel_block // block_n)
     programs = tiles * num_kv_heads
     narrow = is_hopper(arch) and head_dim <= 128 and block_m == 16
-    splits = choose_splits(programs, blocks, (4 if narrow else 2) * num_sms)
+    splits = choose_splits(programs, pieces, (4 if narrow else 2) * num_sms)
     return TileConfig(
         block_h=block_h,
         queries=queries,
@@ -149,12 +150,13 @@ def prefill_config(
     queries = largest_part(tile, min(rows, 64))
     block_h = max(1, min(next_power_of_2(group), rows // queries))
     block_m = max(16, queries * block_h)
-    block_n = largest_part(sel_block, 64 // shrink)
+    block_n = keys_of_blocks(sel_block, 64 // shrink)
+    pieces = blocks if sel_block >= block_n else -(-blocks * sel_block // block_n)
     chunks = -(-group // block_h) * -(-tile // queries)
     programs = tiles * num_kv_heads * chunks
     splits = max(
-        choose_splits(programs, blocks // 4, num_sms, most=8),
-        choose_splits(programs, blocks // 32, 4 * num_sms, most=16),  # few queries, long contexts
+        choose_splits(programs, pieces // 4, num_sms, most=8),
+        choose_splits(programs, pieces // 32, 4 * num_sms, most=16),  # few queries, long contexts
     )
     return TileConfig(
         block_h=block_h,
@@ -242,9 +244,58 @@ def score_columns(rows: int) -> int:
     return min(max(8192 // next_power_of_2(rows), 8), 128)
 
 
+def listed_config(
+    *, rows: int, head_dim: int, itemsize: int, sel_block: int, arch: int
+) -> TileConfig:
+    """Masses of a tile's list: 64 gathered keys at a time, for at most 128 of the tile's ``rows``.
+
+    With three stages a multiprocessor holds four programs of a few rows, and 128 KiB of keys on
+    their way.  ``queries`` and ``block_h`` say nothing here.
+
+    Args:
+        rows: queries times heads that one tile is ranked by.
+        itemsize: bytes of an element of q; 4 bytes leave the tensor cores unused, and larger tiles
+            would spill registers.
+    """
+    row_bytes = next_power_of_2(head_dim) * itemsize
+    block_m, block_n, stages = (128, 64, 3) if itemsize <= 2 else (16, 32, 2)
+    block_m = min(max(next_power_of_2(rows), 16), block_m)
+    while (block_m + stages * block_n) * row_bytes > shared_memory(arch) - (1 << 14):
+        if block_m > 32:
+            block_m //= 2
+        elif block_n > 16:
+            block_n //= 2
+        else:
+            break
+    return TileConfig(
+        block_h=1,
+        queries=1,
+        block_m=block_m,
+        block_n=block_n,
+        splits=1,
+        num_warps=4,
+        num_stages=stages,
+    )
+
+
+def listed_shares(programs: int, pieces: int, num_sms: int) -> int:
+    """Programs that share one tile's list of ``pieces`` runs of keys: four per multiprocessor."""
+    return max(min(4 * num_sms // max(programs, 1), pieces // 2), 1)
+
+
+def rank_rows(slots: int, rows: int) -> int:
+    """Rows at a time of the shares of a list of ``slots`` blocks: 4096 shares in registers."""
+    return min(max(4096 // next_power_of_2(slots), 1), next_power_of_2(rows))
+
+
 def top_warps(max_blocks: int) -> int:
     """Warps that share one row of scores."""
-    return 8 if max_blocks <= 4096 else 16
+    return 8 if max_blocks <= 8192 else 16
+
+
+def keys_of_blocks(sel_block: int, most: int) -> int:
+    """Keys per iteration over blocks: an equal part of one, or several that are small."""
+    return most if most % sel_block == 0 else largest_part(sel_block, most)
 
 
 def largest_part(n: int, most: int) -> int:

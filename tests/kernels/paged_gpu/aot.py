@@ -31,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sparsek_kernels.paged.config import TileConfig
 from sparsek_kernels.paged.launch import attend as launch
 from sparsek_kernels.paged.launch import attend_sm90 as launch_sm90
+from sparsek_kernels.paged.launch import rank as launch_rank
 from sparsek_kernels.paged.launch import scores as launch_mass
 from sparsek_kernels.paged.launch import select as launch_select
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -41,6 +42,8 @@ KERNELS = {
     "attend_kernel": launch,
     "decode_logits_kernel": launch_select,
     "top_blocks_kernel": launch_select,
+    "listed_masses_kernel": launch_rank,
+    "rank_blocks_kernel": launch_rank,
     "sample_rows_kernel": launch_mass,
     "block_mass_kernel": launch_mass,
     "tile_scores_kernel": launch_mass,

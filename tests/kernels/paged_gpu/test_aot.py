@@ -23,6 +23,8 @@ PORTABLE = {
     "write_kv_kernel",
     "decode_logits_kernel",
     "top_blocks_kernel",
+    "listed_masses_kernel",
+    "rank_blocks_kernel",
     "sample_rows_kernel",
     "block_mass_kernel",
     "tile_scores_kernel",

@@ -18,44 +18,15 @@ def lower_and_higher(low_a, high_a, low_b, high_b):
 
 
 @triton.jit
-def write_top(
-    out_ptr,
-    score_ptr,
-    stride_sg,
-    num_blocks,
-    first,
-    last,
-    GROUP: tl.constexpr,
-    FROM_LOGITS: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write the ``COUNT`` best of blocks ``[first, last)``, ascending; ties to the lower index.
+def best_of(score, first, last, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Which entries of ``[first, last)`` are the ``COUNT`` best, and the place of each among them.
 
-    Scores are non-negative floats, whose bits order as integers: the ``COUNT``-th largest is found
-    by counting, a third of the range at a time, and winners are placed by one prefix sum.
+    score: ``[BLOCK]``, non-negative floats, whose bits order as integers: the ``COUNT``-th largest
+    is found by counting, a third of the range at a time, and winners are placed by one prefix sum.
+    Ties go to the lower entry.  Needs ``last - first >= COUNT``.  Returns two ``[BLOCK]``.
     """
     offs = tl.arange(0, BLOCK)
-    if FROM_LOGITS:
-        WIDE: tl.constexpr = triton.next_power_of_2(GROUP)
-        STEP: tl.constexpr = WIDE if WIDE < 4 else 4
-        score = tl.zeros([BLOCK], dtype=tl.float32)
-        for first_head in tl.static_range(0, GROUP, STEP):
-            head = first_head + tl.arange(0, STEP)
-            live = (head < GROUP)[:, None]
-            logit = tl.load(
-                score_ptr + head[:, None] * stride_sg + offs[None, :],
-                mask=live & (offs < num_blocks)[None, :],
-                other=float("-inf"),
-            )  # [STEP, BLOCK]
-            top = tl.max(logit, axis=1)
-            weight = tl.exp2(logit - tl.where(head < GROUP, top, 0.0)[:, None])
-            total = tl.sum(weight, axis=1)
-            weight = weight * tl.where(head < GROUP, 1.0 / total, 0.0)[:, None]
-            score += tl.sum(weight, axis=0)
-    else:
-        score = tl.load(score_ptr + offs, mask=offs < num_blocks, other=0.0)
-    # NaN and negative scores count as zero: whatever q holds, COUNT valid blocks come out.
+    # NaN and negative scores count as zero: whatever q holds, COUNT valid entries come out.
     score = tl.where(score > 0.0, score, 0.0)
     inside = (offs >= first) & (offs < last)
     key = tl.where(inside, score.to(tl.int32, bitcast=True), -1)
@@ -94,7 +65,79 @@ def write_top(
     if not exact:
         needed = COUNT - tl.sum(above.to(tl.int32), axis=0)
     chosen = above | (equal & (rank_equal <= needed))
-    place = rank_above + tl.minimum(rank_equal, needed) - 1
+    return chosen, rank_above + tl.minimum(rank_equal, needed) - 1
+
+
+@triton.jit
+def sum_of_probabilities(
+    logit_ptr, stride_sg, num_blocks, GROUP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Softmax of each head's logits over ``num_blocks`` blocks, added up over the heads.
+
+    Up to 8,192 blocks are read once, a few heads at a time.  More would not fit into registers:
+    each head is then read for its total, and again for its probabilities.  Returns ``[BLOCK]``.
+    """
+    offs = tl.arange(0, BLOCK)
+    score = tl.zeros([BLOCK], dtype=tl.float32)
+    if BLOCK <= 8192:
+        WIDE: tl.constexpr = triton.next_power_of_2(GROUP)
+        MOST: tl.constexpr = 4 if BLOCK <= 4096 else 2
+        STEP: tl.constexpr = WIDE if WIDE < MOST else MOST
+        for first_head in tl.static_range(0, GROUP, STEP):
+            head = first_head + tl.arange(0, STEP)
+            live = (head < GROUP)[:, None]
+            logit = tl.load(
+                logit_ptr + head[:, None] * stride_sg + offs[None, :],
+                mask=live & (offs < num_blocks)[None, :],
+                other=float("-inf"),
+            )  # [STEP, BLOCK]
+            top = tl.max(logit, axis=1)
+            weight = tl.exp2(logit - tl.where(head < GROUP, top, 0.0)[:, None])
+            total = tl.sum(weight, axis=1)
+            weight = weight * tl.where(head < GROUP, 1.0 / total, 0.0)[:, None]
+            score += tl.sum(weight, axis=0)
+    else:
+        CHUNK: tl.constexpr = 4096
+        lane = tl.arange(0, CHUNK)
+        for head in tl.range(0, GROUP):
+            logits = logit_ptr + head * stride_sg
+            # finite, so that lanes without a block add nothing and no difference is NaN
+            tops = tl.full([CHUNK], -1.0e30, dtype=tl.float32)
+            totals = tl.zeros([CHUNK], dtype=tl.float32)
+            for first in tl.range(0, num_blocks, CHUNK):
+                logit = tl.load(
+                    logits + first + lane, mask=first + lane < num_blocks, other=float("-inf")
+                )
+                higher = tl.maximum(tops, logit)
+                totals = totals * tl.exp2(tops - higher) + tl.exp2(logit - higher)
+                tops = higher
+            top = tl.max(tops, axis=0)
+            inverse = 1.0 / tl.sum(totals * tl.exp2(tops - top), axis=0)
+            logit = tl.load(logits + offs, mask=offs < num_blocks, other=float("-inf"))
+            score += tl.exp2(logit - top) * inverse
+    return score
+
+
+@triton.jit
+def write_top(
+    out_ptr,
+    score_ptr,
+    stride_sg,
+    num_blocks,
+    first,
+    last,
+    GROUP: tl.constexpr,
+    FROM_LOGITS: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the ``COUNT`` best of blocks ``[first, last)``, ascending; ties to the lower index."""
+    offs = tl.arange(0, BLOCK)
+    if FROM_LOGITS:
+        score = sum_of_probabilities(score_ptr, stride_sg, num_blocks, GROUP, BLOCK)
+    else:
+        score = tl.load(score_ptr + offs, mask=offs < num_blocks, other=0.0)
+    chosen, place = best_of(score, first, last, COUNT, BLOCK)
     tl.store(out_ptr + place, offs, mask=chosen)
 
 
@@ -107,107 +150,75 @@ def top_blocks_kernel(
     cu_seqlens_ptr,
     dense_below,
     first_tile,
-    out_tile,
-    stride_ot,
-    stride_oh,
     stride_st,
     stride_sh,
     stride_sg,
     FROM_TABLE: tl.constexpr,
     TILES_PER_REQUEST: tl.constexpr,
-    POLICY_TILE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    TILE: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     SINK_BLOCKS: tl.constexpr,
     REACH_BLOCKS: tl.constexpr,
     SCORED_BLOCKS: tl.constexpr,
+    COUNT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Selected blocks of one tile and KV head, from logits (decode) or from summed scores.
+    """Candidates of one tile and KV head, from logits (single tokens) or from summed scores.
 
-    Logits come by query head, ``stride_sg`` apart.  Tiles that see everything get -1.
+    Logits come by query head, ``stride_sg`` apart.  Writes ``[tiles, Hkv, COUNT]``, ascending, then
+    -1 where there are fewer; nothing for tiles that see everything.
     ``MAX_BLOCKS`` bounds the blocks of any sequence; shorter ones take a narrower path.
     """
     local = tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
-    _request, base, low, high, token_of_zero = tile_span(
+    kv_head = tl.program_id(1)
+    _request, base, low, high, _token_of_zero = tile_span(
         first_tile + local,
         tiles_ptr,
         seq_lens_ptr,
         cu_seqlens_ptr,
         FROM_TABLE,
         TILES_PER_REQUEST,
-        POLICY_TILE,
+        TILE,
     )
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if high < low:
-        return
-    if FROM_TABLE:
-        out_row = (out_tile + first_tile + local).to(tl.int64)
-    else:
-        out_row = (out_tile + token_of_zero + low).to(tl.int64)
-    out = out_ptr + out_row * stride_ot + kv_head * stride_oh
     full = tile_sees_all(
-        base,
-        dense_below,
-        TOP_K,
-        POLICY_TILE,
-        SEL_BLOCK,
-        SINK_BLOCKS,
-        REACH_BLOCKS,
-        SCORED_BLOCKS,
+        base, dense_below, TOP_K, TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
     )
-    if full | (high < 0):
-        WIDTH: tl.constexpr = triton.next_power_of_2(SCORED_BLOCKS)
-        none = tl.arange(0, WIDTH)
-        tl.store(out + none, tl.full([WIDTH], -1, tl.int32), mask=none < SCORED_BLOCKS)
+    if (high < low) | (high < 0) | full:
         return
-    scores = score_ptr + local.to(tl.int64) * stride_st + kv_head * stride_sh
+    out = out_ptr + (local.to(tl.int64) * NUM_KV_HEADS + kv_head) * COUNT
     first = SINK_BLOCKS
     last = base // SEL_BLOCK - REACH_BLOCKS
+    if last - first <= COUNT:  # all of them: their scores do not matter
+        WIDTH: tl.constexpr = triton.next_power_of_2(COUNT)
+        offs = tl.arange(0, WIDTH)
+        block = tl.where(first + offs < last, first + offs, -1)
+        tl.store(out + offs, block, mask=offs < COUNT)
+        return
+    scores = score_ptr + local.to(tl.int64) * stride_st + kv_head.to(tl.int64) * stride_sh
     num_blocks = high // SEL_BLOCK
     FROM_LOGITS: tl.constexpr = not FROM_TABLE
     if (MAX_BLOCKS <= 1024) | (num_blocks <= 1024):
         SMALL: tl.constexpr = 1024 if MAX_BLOCKS > 1024 else MAX_BLOCKS
         write_top(
-            out,
-            scores,
-            stride_sg,
-            num_blocks,
-            first,
-            last,
-            GROUP,
-            FROM_LOGITS,
-            SCORED_BLOCKS,
-            SMALL,
+            out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, SMALL
         )
     elif (MAX_BLOCKS <= 4096) | (num_blocks <= 4096):
         MEDIUM: tl.constexpr = 4096 if MAX_BLOCKS > 4096 else MAX_BLOCKS
         write_top(
-            out,
-            scores,
-            stride_sg,
-            num_blocks,
-            first,
-            last,
-            GROUP,
-            FROM_LOGITS,
-            SCORED_BLOCKS,
-            MEDIUM,
+            out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, MEDIUM
+        )
+    elif (MAX_BLOCKS <= 16384) | (num_blocks <= 16384):
+        LARGE: tl.constexpr = 16384 if MAX_BLOCKS > 16384 else MAX_BLOCKS
+        write_top(
+            out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, LARGE
         )
     else:
         write_top(
-            out,
-            scores,
-            stride_sg,
-            num_blocks,
-            first,
-            last,
-            GROUP,
-            FROM_LOGITS,
-            SCORED_BLOCKS,
-            MAX_BLOCKS,
+            out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, MAX_BLOCKS
         )
