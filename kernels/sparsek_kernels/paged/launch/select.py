@@ -10,7 +10,7 @@ from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.checks import given_summary
 from sparsek_kernels.paged.config import logits_config, next_power_of_2, top_warps
 from sparsek_kernels.paged.kernels.select import decode_logits_kernel, top_blocks_kernel
-from sparsek_kernels.paged.launch.scores import most_tiles, plan_strips, score_tiles
+from sparsek_kernels.paged.launch.scores import score_tiles
 from sparsek_kernels.paged.launch.scratch import (
     MOST_ROWS,
     overlap_options,
@@ -218,13 +218,11 @@ def _select_tiles(
     max_blocks = _max_blocks(batch, policy.sel_block_size)
     width = ceil_div(max_blocks, 16) * 16
     count = tiles.shape[0]
-    strips = plan_strips(batch, policy, tiles, group, q.shape[0])
-    step = most_tiles(batch, strips, count, heads, width)
-    step = max(min(_SCRATCH_ELEMENTS // (heads * width), step), 1)
+    step = max(min(_SCRATCH_ELEMENTS // (heads * width), count), 1)
     scores = workspace(q.device, "scores", step * heads * width, torch.float32)
     for first in range(0, count, step):
         here = min(step, count - first)
-        score_tiles(scores, q, k_cache, batch, policy, tiles, strips, qk_scale, first, here, width)
+        score_tiles(scores, q, k_cache, batch, policy, tiles, qk_scale, first, here, width)
         _top_blocks(
             out,
             scores,
