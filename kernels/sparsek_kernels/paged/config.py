@@ -212,7 +212,7 @@ def score_config(
     arch: int,
     num_sms: int,
 ) -> TileConfig:
-    """Scores of prefill tiles: 64 rows (queries x heads), a cell of 64 blocks; fewer until they fit.
+    """Scores of prefill tiles: 64 rows (queries x heads), one cell of 64 blocks, or fewer.
 
     Args:
         itemsize: bytes of an element of q; 4 bytes leave the tensor cores unused, and larger tiles

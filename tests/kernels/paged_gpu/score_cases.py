@@ -68,7 +68,7 @@ PORTABLE = (
     Case("tiles of 2", [(5, 900)], 1, page_size=96,
          policy=policy(sel_block_size=96, query_tile=2)),
     Case("tiles of 256", [(120, 1100)], 1, 2, policy=policy(sel_block_size=32, query_tile=256)),
-    Case("many heads", [(3, 500)], 1, 40, 16),
+    Case("many heads", [(3, 500)], 1, 40, 16, policy=policy(query_tile=4)),
     Case("page tail of NaN", [(65, 833)], 1, head_major=True),
     Case("fp8 cache", [(40, 700)], 1, fp8_cache=True),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Scores of prefill tiles by means of keys, summed over all queries of a tile and a KV head's group.
+"""Scores of prefill tiles by means of keys, summed over the queries of a tile and a group's heads.
 
 The rule is docs/selection.md, "Candidates".  A *cell* is 16 tokens, and a *part* is a few query
 heads of a few queries of a tile: rows that are scored together.  Three kernels follow each other:

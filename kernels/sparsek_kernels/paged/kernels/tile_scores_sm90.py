@@ -1,18 +1,17 @@
 """Scores of prefill tiles for Hopper: one loading warp, four computing warpgroups (Gluon).
 
-The rule, the means and the parts are defined in ``tile_scores.py``.  Blocks have 64 keys, and a part
-is one query head of 64 queries.  A persistent program takes four query heads of a KV head at a time,
-one for each warpgroup.  The loading warp streams the means of 32 blocks at a time through shared
-memory with TMA.  A single pass suffices: a warpgroup parks ``2 ** (logit - running maximum)`` in a
-scratch of its own, and weighs the parked rows once it knows their denominators, while the tensor
-cores serve its next part.
+The rule, the means and the parts are defined in ``tile_scores.py``.  Blocks have 64 keys, and a
+part is one query head of 64 queries.  A persistent program takes four query heads of a KV head at
+a time, one for each warpgroup.  The loading warp streams the means of 32 blocks at a time through
+shared memory with TMA.  A single pass suffices: a warpgroup parks ``2 ** (logit - running
+maximum)`` in a scratch of its own, and weighs the parked rows once it knows their denominators,
+while the tensor cores serve its next part.
 
-What it takes, for the last chunk of 16,384 tokens of 131,072 with 32 query heads and D = 128: each of
-16,384 x 32 = 0.52 M rows meets 7,680 cells on average, 256 operations each.  These 1.03 TFLOP last
-1.04 ms at the 989 TFLOP/s of the tensor cores and bound the kernel.  A row and block cost one
-exponential (1.0 G in all: 0.27 ms at 16 a clock and multiprocessor) and four maxima (0.27 ms at 64).
-Parking moves 4 bytes for a row and block, 4 GB in all; what does not stay in L2 costs up to 0.84 ms.
-All three overlap the products of the other warpgroups.
+Products bound the kernel.  In the last chunk of 16,384 tokens of 131,072, with 32 query heads and
+D = 128, each of 0.52 M rows meets 7,680 cells on average, 256 operations each: 1.03 TFLOP, or
+1.04 ms at the 989 TFLOP/s of an H200.  The other warpgroups' products overlap the rest: an
+exponential for each row and block (1.0 G: 0.27 ms at 16 a clock and multiprocessor), four maxima
+(0.27 ms at 64), and 4 bytes parked and read back (4 GB: up to 0.84 ms for what leaves L2).
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ def scored_part(
 ):
     """What this program does in its ``turn``-th turn.
 
-    ``(tile, KV head, first head of four, request, base, low, high, row of q of position 0, blocks)``
-    of 64 queries from ``base`` on.  Heads are neighbours, and tiles are taken from the last one on:
-    long contexts come first, and tiles without work fall on neighbouring programs.
+    ``(tile, KV head, first head of four, request, base, low, high, row of q of position 0,
+    blocks)`` of 64 queries from ``base`` on.  Heads are neighbours, and tiles are taken from the
+    last one on: long contexts come first, and tiles without work fall on neighbouring programs.
     """
     CHUNKS: gl.constexpr = TILE // ROWS
     FOURS: gl.constexpr = (GROUP + HEADS - 1) // HEADS
