@@ -32,7 +32,7 @@ from sparsek_kernels.paged.config import TileConfig
 from sparsek_kernels.paged.launch import attend as launch
 from sparsek_kernels.paged.launch import attend_sm90 as launch_sm90
 from sparsek_kernels.paged.launch import rank as launch_rank
-from sparsek_kernels.paged.launch import scores as launch_mass
+from sparsek_kernels.paged.launch import scores as launch_scores
 from sparsek_kernels.paged.launch import select as launch_select
 from sparsek_kernels.paged.policy import SelectionPolicy
 from tests.kernels.barriers import require_lasting_barriers
@@ -44,11 +44,11 @@ KERNELS = {
     "top_blocks_kernel": launch_select,
     "listed_masses_kernel": launch_rank,
     "rank_blocks_kernel": launch_rank,
-    "sample_rows_kernel": launch_mass,
-    "block_mass_kernel": launch_mass,
-    "tile_scores_kernel": launch_mass,
+    "pool_means_kernel": launch_scores,
+    "part_scores_kernel": launch_scores,
+    "add_parts_kernel": launch_scores,
     "attend_hopper_kernel": launch_sm90,
-    "block_mass_sm90_kernel": launch_mass,
+    "tile_scores_sm90_kernel": launch_scores,
 }
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -101,7 +101,7 @@ def record(action: Callable[[], object], arch: int, num_sms: int) -> list[Record
 def hopper_kernels(wanted: bool) -> Iterator[None]:
     """Prefills of whole tiles take the kernels written for Hopper where these fit, or never do."""
     with contextlib.ExitStack() as stack:
-        for module, selector in ((launch, "prefill_config"), (launch_mass, "mass_config")):
+        for module, selector in ((launch, "prefill_config"), (launch_scores, "score_config")):
             configure = getattr(module, selector)
 
             def chosen(configure: Any = configure, **shape: Any) -> TileConfig:
@@ -206,7 +206,7 @@ def launches(
             seen += record(step, arch, sms)
         if policy is topk:
             with hopper_kernels(True):
-                special = ("attend_hopper_kernel", "block_mass_sm90_kernel")
+                special = ("attend_hopper_kernel", "tile_scores_sm90_kernel")
                 seen += [r for r in record(step, arch, sms) if r.name in special]
     seen += record(
         lambda: launch.write_kv(

@@ -26,7 +26,7 @@ PADDING = 3
 TOP_K = SelectionPolicy(num_sink=64, window_size=65, top_k=2)
 STEP = [(1, 330), (130, 391), (63, 63), (0, 200), (40, 300), (2, 129)]
 SHORT = [(1, 1), (3, 3), (64, 64), (65, 65), (1, 321), (66, 385)]
-KERNELS = {"attend_hopper_kernel", "block_mass_sm90_kernel"}
+KERNELS = {"attend_hopper_kernel", "tile_scores_sm90_kernel"}
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def run(case: Case, launched: list[str]) -> int:
     if sinks is not None:
         sinks[0] = float("-inf")
     got = attend(problem, case.policy, sinks).double()
-    taken = {name for name in launched if name in {*KERNELS, "block_mass_kernel"}}
+    taken = {name for name in launched if name in {*KERNELS, "part_scores_kernel"}}
     say(taken == KERNELS, "kernels", ", ".join(sorted(taken)))
     want = expected(problem, case.policy, sinks)
     error = (got - want)[:-PADDING].abs().max().item()

@@ -10,7 +10,6 @@ import torch
 from problems import Problem, make_problem
 
 from sparsek_kernels.paged.launch import attend as launch
-from sparsek_kernels.paged.launch import scores as launch_mass
 from sparsek_kernels.paged.launch import scratch as runtime
 from sparsek_kernels.paged.launch import select as launch_select
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -165,17 +164,6 @@ def test_scratch_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = oracle_check.attend(problem, TOP_K)
     monkeypatch.setattr(launch_select, "_SCRATCH_ELEMENTS", 64)
     assert torch.allclose(whole, oracle_check.attend(problem, TOP_K), atol=1e-6, rtol=0)
-
-
-def test_masses_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = make_problem([(200, 500), (90, 400), (3, 350)], device=DEVICE)
-    oracle_check.fill(problem)
-    whole = select(problem)
-    score, steps = launch_select.score_tiles, []
-    monkeypatch.setattr(launch_mass, "_MASS_ELEMENTS", 2 * 16 * 256 * 4)
-    monkeypatch.setattr(launch_select, "score_tiles", lambda *a: (steps.append(a[-2]), score(*a)))
-    assert torch.equal(whole, select(problem))
-    assert len(steps) > 1
 
 
 def test_single_tokens_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
