@@ -242,11 +242,13 @@ def select_blocks_eager(
     *,
     k_summary: torch.Tensor | None,
     softmax_scale: float,
-) -> torch.Tensor:
-    """Torch form of :func:`sparsek_kernels.paged.select_blocks`, request after request.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Torch form of :func:`sparsek_kernels.paged.select_blocks`.
 
     Returns:
-        ``[tiles, Hkv, scored_blocks]`` int64, ascending; -1 where a tile sees everything.
+        ``[decode tokens, Hkv, scored_blocks of policy.per_token()]`` and
+        ``[prefill tiles, Hkv, scored_blocks of policy]``, int64, ascending; -1 where a tile sees
+        everything.
     """
     heads, page_size, dim = k_cache.shape[1:]
     grouped = q.unflatten(1, (heads, -1))
@@ -271,7 +273,7 @@ def select_blocks_eager(
             softmax_scale,
         )
     tile = policy.query_tile
-    chosen = list(decoded.split([counts[r] for r in range(batch.num_decodes)]))
+    chosen = [nothing(0, policy.scored_blocks)]
     token = batch.first_row + sum(counts[: batch.num_decodes])
     for request in range(batch.num_decodes, batch.num_requests):
         length, end = lengths[request], token + counts[request]
@@ -290,4 +292,4 @@ def select_blocks_eager(
             )
         chosen.append(found)
         token = end
-    return chosen
+    return decoded, torch.cat(chosen)
