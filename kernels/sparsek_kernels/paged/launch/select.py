@@ -167,6 +167,7 @@ def _top_blocks(
         COUNT=policy.listed_blocks,
         MAX_BLOCKS=next_power_of_2(max(call.max_blocks, 16)),
         num_warps=top_warps(call.max_blocks),
+        maxnreg=128,  # so that two programs of 8 warps share a multiprocessor
         **call.tile_keys(),
         **overlap_options(scores.device),
     )
@@ -181,9 +182,7 @@ def _select_tokens(call: Selection) -> None:
     for begin in range(first, call.q.shape[0], step):
         end = min(begin + step, call.q.shape[0])
         rows, tokens = call.out[begin - first :], batch.by_token(begin, end)
-        _select_decodes(
-            replace(call, out=rows, q=call.q[begin:end], batch=tokens, tiles=None)
-        )
+        _select_decodes(replace(call, out=rows, q=call.q[begin:end], batch=tokens, tiles=None))
 
 
 def _select_tiles(call: Selection) -> None:
