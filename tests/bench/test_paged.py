@@ -71,9 +71,3 @@ def test_max_len_is_the_longest_context_that_a_launch_must_serve() -> None:
     assert (batch.max_seq_len, batch.seq_lens.tolist()) == (4096, [100, 100])
     assert batch.block_table.shape == (2, 4096 // 32)
     assert len(inputs.k_cache) == 2 * 4  # pages of what is there alone
-
-
-def test_an_unknown_score_kind_is_refused() -> None:
-    case = Case("t", parse_spec("1q1s1k"), {**SMALL, "score_kind": "mean"})
-    with pytest.raises(ValueError, match="score_kind: expected 'cell_mean' or 'min_max'"):
-        make_inputs(case, CPU)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparsek_kernels.paged.sketch import summary_bytes
 from tests.vllm_backend.engines import (
     counted_preemptions,
     engine,
@@ -119,11 +120,12 @@ def test_prefix_hits(llm: Any, prompts: list[list[int]], alone: list[list[int]])
 
 
 def test_summaries_live_in_accounted_page_bytes(llm: Any) -> None:
-    """Every page is 1/32 larger than K and V, and vLLM's page size says so."""
+    """Every page is larger than K and V by its sketch, and vLLM's page size says so."""
     runner = model_runner(llm)
     (group,) = runner.kv_cache_config.kv_cache_groups
     spec = group.kv_cache_spec
-    assert spec.page_size_bytes * 32 == spec.unpadded_page_size_bytes * 33
+    tail = spec.num_kv_heads * summary_bytes(spec.block_size, spec.head_size)
+    assert spec.page_size_bytes == spec.unpadded_page_size_bytes + tail
     for cache in runner.kv_caches:
         assert cache.stride(0) * cache.element_size() >= spec.page_size_bytes
     assert runner.kv_caches[0].untyped_storage().nbytes() == (

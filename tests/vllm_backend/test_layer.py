@@ -15,6 +15,7 @@ from sparsek_kernels.paged.api import paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import paged_attention_reference
+from sparsek_kernels.paged.sketch import summary_bytes
 from tests.vllm_backend.layers import (
     DIM,
     HEADS,
@@ -156,12 +157,11 @@ def test_one_tensor_rank_reports_metrics(
     assert all(line.startswith("SPARSEK attended") for line in lines)
 
 
-@pytest.mark.parametrize("kind", ["cell_mean", "min_max"])
 def test_a_dense_layer_keeps_the_summaries_of_the_one_that_shares_its_pages(
-    kind: str, tmp_path: Any
+    tmp_path: Any,
 ) -> None:
     """As in Gemma 3n, with a dense owner: its sharer selects as from pages of its own."""
-    settings = {**SETTINGS, "dense_layers": [0], "score_kind": kind}
+    settings = {**SETTINGS, "dense_layers": [0]}
     with building(make_config(tmp_path, additional_config={"sparsek": settings})) as config:
         owner = make_layer(0)
         sharer = make_layer(1, kv_sharing_target_layer_name=owner.layer_name)
@@ -196,12 +196,12 @@ def test_profiling_without_metadata(current: Any) -> None:
 
 
 def test_pages_have_room_for_summaries_only_where_layers_select(current: Any) -> None:
-    from sparsek_backend.vllm_backend.sparsek.pages import summary_bytes
+    from sparsek_backend.vllm_backend.sparsek.pages import tail_bytes
 
     layer = make_layer()
     spec = make_spec(layer, current)
-    tail = summary_bytes(spec, torch.float32)
-    assert tail == KV_HEADS * (PAGE // 16) * DIM * 4
+    tail = tail_bytes(spec)
+    assert tail == KV_HEADS * summary_bytes(PAGE, DIM)
     assert spec.page_size_bytes == spec.unpadded_page_size_bytes + tail
     sliding = make_layer(1, per_layer_sliding_window=48)
     window = make_spec(sliding, current)
@@ -223,9 +223,9 @@ def test_a_cache_without_room_is_refused() -> None:
     from sparsek_backend.vllm_backend.sparsek.pages import view_pages
 
     cache = torch.zeros(4, KV_HEADS, PAGE, 2 * DIM)
-    assert view_pages(cache, None).summary is None
+    assert view_pages(cache, False).summary is None
     with pytest.raises(ValueError, match=r"kv_cache: expected pages of at least"):
-        view_pages(cache, torch.float32)
+        view_pages(cache, True)
 
 
 def test_old_vllm_pads_through_the_layer(current: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def test_old_vllm_pads_through_the_layer(current: Any, monkeypatch: pytest.Monke
     from vllm.v1.attention.backend import AttentionBackend
 
     from sparsek_backend.vllm_backend import compat
-    from sparsek_backend.vllm_backend.sparsek.pages import summary_bytes
+    from sparsek_backend.vllm_backend.sparsek.pages import tail_bytes
 
     monkeypatch.setattr(Attention, "get_kv_cache_spec", Attention.get_kv_cache_spec)
     monkeypatch.setattr(Attention, compat.HOOKED, None, raising=False)
@@ -242,7 +242,7 @@ def test_old_vllm_pads_through_the_layer(current: Any, monkeypatch: pytest.Monke
     monkeypatch.delattr(AttentionBackend, "customize_spec", raising=False)
     layer = make_layer()
     spec = layer.get_kv_cache_spec(current)
-    tail = summary_bytes(spec, torch.float32)
+    tail = tail_bytes(spec)
     assert spec.page_size_bytes == spec.unpadded_page_size_bytes + tail
     window = make_layer(1, per_layer_sliding_window=48).get_kv_cache_spec(current)
     assert (window.block_size, window.page_size_padded) == (PAGE, None)

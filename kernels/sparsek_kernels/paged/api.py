@@ -53,7 +53,7 @@ def write_kv(
         TypeError, ValueError: an argument does not fit; the message names it.
         NotImplementedError: an fp8 cache on a CPU.
     """
-    heads, page_size, dim = check_cache(k_cache, v_cache)
+    heads, _, dim = check_cache(k_cache, v_cache)
     check_cache_dtype(k_cache, key.dtype, k_scale, v_scale)
     check_tensor("key", key, ("T", heads, dim), device=k_cache.device)
     check_tensor("value", value, (key.shape[0], heads, v_cache.shape[-1]), device=k_cache.device)
@@ -113,7 +113,8 @@ def select_blocks(
 
     Returns:
         One ``[tiles, Hkv, scored_blocks]`` int64 tensor per request, ascending block indices;
-        rows of tiles that see everything are -1.  Decodes have a tile per token.
+        rows of tiles that see everything are -1.  Decodes have a tile per token, and the blocks
+        and their number are those of ``policy.per_token()``.
 
     Raises:
         TypeError, ValueError: ``policy`` does not select blocks, or an argument does not fit.
@@ -138,18 +139,22 @@ def select_blocks(
 
         check_triton_layout(q=q, k_cache=k_cache, k_summary=k_summary)
         check_batch_layout(batch)
-        rows = launch.select_blocks(
+        found = launch.select_blocks(
             q, k_cache, batch, policy, k_summary=k_summary, softmax_scale=scale, k_scale=k_scale
-        ).long()
+        )
     else:
-        rows = select_blocks_eager(
+        found = select_blocks_eager(
             q, k_cache, batch, policy, k_summary=k_summary, softmax_scale=scale
         )
-    counts = []
+    tokens: list[int] = []
+    tiles: list[int] = []
     for request, (length, count) in enumerate(zip(*host_lengths(batch), strict=True)):
-        rule = policy.per_token() if request < batch.num_decodes else policy
-        counts.append(rule.num_tiles(length - count, length))
-    return list(rows[: sum(counts)].split(counts))
+        if request < batch.num_decodes:
+            tokens.append(count)
+        else:
+            tiles.append(policy.num_tiles(length - count, length))
+    rows = zip(found, (tokens, tiles), strict=True)
+    return [part for some, counts in rows for part in some[: sum(counts)].long().split(counts)]
 
 
 def paged_attention(

@@ -76,12 +76,12 @@ def shared_memory(arch: int) -> int:
     return (227 if is_hopper(arch) else 99) * 1024
 
 
-def mass_bytes(rows: int, keys: int, stages: int, row_bytes: int) -> int:
-    """Most shared memory of a program that multiplies ``rows`` queries by ``keys`` keys at a time.
+def score_bytes(rows: int, columns: int, stages: int, row_bytes: int) -> int:
+    """Most shared memory of a program that multiplies ``rows`` queries by ``columns`` means.
 
-    Queries, keys in every stage of the pipeline, and room to lay a result out anew.
+    Queries, means in every stage of the pipeline, and room to lay a result out anew.
     """
-    return (rows + stages * keys) * row_bytes + (1 << 14)
+    return (rows + stages * columns) * row_bytes + (1 << 14)
 
 
 def decode_config(
@@ -205,43 +205,51 @@ def logits_config(
     )
 
 
-def mass_config(*, group: int, head_dim: int, itemsize: int, arch: int) -> TileConfig:
-    """Block masses: 64 sampled rows, 128 keys at a time; fewer until they fit.
+def score_config(
+    *,
+    tiles: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    tile: int,
+    blocks: int,
+    itemsize: int,
+    arch: int,
+    num_sms: int,
+) -> TileConfig:
+    """Scores of prefill tiles: 64 rows (queries x heads), one cell of 64 blocks, or fewer.
 
     Args:
         itemsize: bytes of an element of q; 4 bytes leave the tensor cores unused, and larger tiles
             would spill registers.
     """
     row_bytes = next_power_of_2(head_dim) * itemsize
-    rows, keys, stages = (64, 128 if head_dim <= 128 else 64, 3) if itemsize <= 2 else (32, 32, 2)
-    while mass_bytes(rows, keys, stages, row_bytes) > shared_memory(arch):
+    rows, columns, stages = (64, 64, 3) if itemsize <= 2 else (32, 32, 2)
+    while score_bytes(rows, columns, stages, row_bytes) > shared_memory(arch):
         if stages > 2:
             stages -= 1
-        elif keys > 32:
-            keys //= 2
+        elif columns > 32:
+            columns //= 2
         elif rows > 16:
             rows //= 2
-        elif keys > 16:
-            keys //= 2
+        elif columns > 16:
+            columns //= 2
         else:
             stages = 1
             break
     block_h = min(next_power_of_2(group), rows)
+    queries = min(next_power_of_2(tile), rows // block_h)
+    programs = tiles * num_kv_heads * -(-group // block_h) * -(-tile // queries)
     return TileConfig(
         block_h=block_h,
-        queries=rows // block_h,
-        block_m=rows,
-        block_n=keys,
-        splits=1,
+        queries=queries,
+        block_m=max(16, queries * block_h),
+        block_n=columns,
+        splits=choose_splits(programs, blocks // columns, 2 * num_sms, most=16),
         num_warps=4,
         num_stages=stages,
         hopper=has_wgmma(arch),
     )
-
-
-def score_columns(rows: int) -> int:
-    """Blocks at a time of the scores of a tile that has ``rows`` rows of masses."""
-    return min(max(8192 // next_power_of_2(rows), 8), 128)
 
 
 def listed_config(*, rows: int, head_dim: int, itemsize: int, arch: int) -> TileConfig:

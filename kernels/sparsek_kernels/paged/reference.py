@@ -11,7 +11,6 @@ import torch
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 
-
 VECTOR_SIZE = 4
 """Tokens whose keys share one vector of the sketch."""
 

@@ -1,13 +1,13 @@
 """What a page keeps for single tokens: its keys as 4-bit means of 4 tokens each.
 
-Vector ``n`` of a page is the mean of the keys of its tokens ``4n`` to ``4n + 3`` (of those that exist
-so far), rotated by a Hadamard matrix so that outlier channels spread, and rounded to 16 levels.
-docs/selection.md says what it is for.
+Vector ``n`` of a page is the mean of the keys of its tokens ``4n`` to ``4n + 3`` (of those that are
+there so far), rotated by a Hadamard matrix so that outlier channels spread, and rounded to 16
+levels.  docs/selection.md says what it is for.
 
-Layout: ``[num_pages, Hkv, summary_bytes]`` uint8.  Of a page and KV head come first the levels, one
-row of ``D / 2`` bytes per vector (channel ``d`` in the low and channel ``d + D / 2`` in the high half
-of byte ``d``), then one float16 scale per vector, then padding.  Level ``l`` of 0 to 15 with scale
-``s`` stands for ``(l - 7.5) * s``.
+Layout: ``[num_pages, Hkv, summary_bytes]`` uint8.  Of a page and KV head come first the levels,
+one row of ``D / 2`` bytes per vector (channel ``d`` in the low and channel ``d + D / 2`` in the high
+half of byte ``d``), then one float16 scale per vector, then padding.  Level ``l`` of 0 to 15 with
+scale ``s`` stands for ``(l - 7.5) * s``.
 """
 
 from __future__ import annotations
@@ -103,6 +103,20 @@ def pack(levels: torch.Tensor) -> torch.Tensor:
     return low | high << 4
 
 
+def sketch_pages(keys: torch.Tensor, k_summary: torch.Tensor) -> None:
+    """Sketch whole pages.
+
+    Args:
+        keys: ``[P, Hkv, page_size, D]``; k_summary: ``[P, Hkv, summary_bytes]``, written.
+    """
+    page_size, dim = keys.shape[2:]
+    rows, scales = split_summary(k_summary, page_size, dim)
+    means = mean_key(keys.unflatten(2, (-1, VECTOR_SIZE)), VECTOR_SIZE)
+    levels, scale = quantise(rotate(means))
+    rows.copy_(pack(levels))
+    scales.copy_(scale)
+
+
 def split_summary(
     k_summary: torch.Tensor, page_size: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,13 +132,14 @@ def split_summary(
     return rows, scales
 
 
-def read_vectors(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The vectors ``[..., D]`` float32 that a sketch stands for, rotated.
+def read_vectors(k_summary: torch.Tensor, page_size: int, head_dim: int) -> torch.Tensor:
+    """The vectors ``[..., vectors, D]`` float32 that pages keep, rotated.
 
     A key's dot product with a query is the one of its vector with the query's :func:`rotate`.
 
     Args:
-        rows: ``[..., D / 2]`` uint8; scales: ``[...]`` float16, both of :func:`split_summary`.
+        k_summary: ``[..., summary_bytes]`` uint8.
     """
+    rows, scales = split_summary(k_summary, page_size, head_dim)
     levels = torch.cat([rows & 15, rows >> 4], -1)
     return (levels.float() - _MIDDLE) * scales.float()[..., None]

@@ -13,7 +13,7 @@ from sparsek_backend.vllm_backend.layout import HeadMajorPages
 
 from .impl import SparseKImpl
 from .metadata import SparseKMetadataBuilder
-from .pages import FP8_KV_CACHE, summary_bytes
+from .pages import FP8_KV_CACHE, tail_bytes
 
 LEAVE = "leave --attention-backend out"
 REMEDIES: dict[str, tuple[Any, str]] = {
@@ -165,4 +165,4 @@ class SparseKBackend(HeadMajorPages, AttentionBackend):
         engine = latest_engine()
         if engine is None or not engine.selects_blocks or not compat.is_full_attention(spec):
             return spec
-        return compat.pad_page(spec, summary_bytes(spec, engine.dtype))
+        return compat.pad_page(spec, tail_bytes(spec))

@@ -7,25 +7,15 @@ from typing import Any
 
 import torch
 
-from sparsek_kernels.paged.policy import summary_vectors
+from sparsek_kernels.paged.sketch import summary_bytes
 
 FP8_KV_CACHE = ("fp8", "fp8_e4m3")
 """The names after ``--kv-cache-dtype`` of a cache of e4m3 values with a scale per layer."""
 
 
-def summary_dtype(cache_dtype: torch.dtype, model_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of summaries: the cache's own, or the model's behind an fp8 cache.
-
-    Args:
-        cache_dtype: as vLLM allocates the cache, which is bytes for fp8.
-    """
-    return model_dtype if cache_dtype in (torch.uint8, torch.float8_e4m3fn) else cache_dtype
-
-
-def summary_bytes(spec: Any, model_dtype: torch.dtype) -> int:
-    """Bytes that the summaries of one page take: one D-vector per 16 tokens and KV head."""
-    vectors: int = spec.num_kv_heads * summary_vectors(spec.block_size)
-    return int(vectors * spec.head_size * summary_dtype(spec.dtype, model_dtype).itemsize)
+def tail_bytes(spec: Any) -> int:
+    """Bytes that the summaries of one page take, of all KV heads of a layer."""
+    return int(spec.num_kv_heads * summary_bytes(spec.block_size, spec.head_size))
 
 
 @dataclass(frozen=True)
@@ -34,7 +24,8 @@ class PageViews:
 
     Args:
         keys, values: ``[pages, Hkv, page_size, D]`` views of the cache.
-        summary: ``[pages, Hkv, page_size // 16, D]`` view of the pages' tails, or ``None``.
+        summary: ``[pages, Hkv, summary_bytes(page_size, D)]`` uint8 view of the pages' tails, or
+            ``None``.
     """
 
     keys: torch.Tensor
@@ -42,12 +33,12 @@ class PageViews:
     summary: torch.Tensor | None
 
 
-def view_pages(kv_cache: torch.Tensor, summaries: torch.dtype | None) -> PageViews:
+def view_pages(kv_cache: torch.Tensor, summaries: bool) -> PageViews:
     """Split a layer's cache ``[pages, Hkv, page_size, 2 * D]`` into K, V and summaries.
 
     Args:
         kv_cache: as vLLM allocates it; bytes are read as fp8 (e4m3).
-        summaries: dtype of the summaries behind K and V, or ``None`` where there are none.
+        summaries: whether there are summaries behind K and V.
 
     Raises:
         ValueError: summaries are asked for and the pages have no room for them.
@@ -57,11 +48,11 @@ def view_pages(kv_cache: torch.Tensor, summaries: torch.dtype | None) -> PageVie
     pages, heads, page_size, width = kv_cache.shape
     dim = width // 2
     keys, values = kv_cache[..., :dim], kv_cache[..., dim:]
-    if summaries is None:
+    if not summaries:
         return PageViews(keys, values, None)
-    vectors = summary_vectors(page_size)
+    each = summary_bytes(page_size, dim)
     used = heads * page_size * width
-    tail = heads * vectors * dim * summaries.itemsize // kv_cache.itemsize
+    tail = heads * each // kv_cache.itemsize
     stride = kv_cache.stride(0)
     if stride < used + tail:
         raise ValueError(
@@ -69,5 +60,4 @@ def view_pages(kv_cache: torch.Tensor, summaries: torch.dtype | None) -> PageVie
             f"that block summaries fit behind K and V, got a page stride of {stride}"
         )
     behind = kv_cache.as_strided((pages, tail), (stride, 1), kv_cache.storage_offset() + used)
-    summary = behind.view(summaries).unflatten(1, (heads, vectors, dim))
-    return PageViews(keys, values, summary)
+    return PageViews(keys, values, behind.view(torch.uint8).unflatten(1, (heads, each)))

@@ -43,7 +43,10 @@ def check(
     token, unread = 0, torch.ones(problem.k_cache.shape[:3], dtype=torch.bool)
     for request, (new, length) in enumerate(lengths):
         k, v = problem.keys[request], problem.values[request]
-        pages, rows = problem.slots[request].cpu() // page_size, problem.slots[request].cpu() % page_size
+        pages, rows = (
+            problem.slots[request].cpu() // page_size,
+            problem.slots[request].cpu() % page_size,
+        )
         problem.k_cache[pages, :, rows], problem.v_cache[pages, :, rows] = k, v
         drawn: dict[int, torch.Tensor] = {}
         for position in range(length - new, length):
@@ -53,14 +56,18 @@ def check(
                 tile = position // policy.query_tile
                 first, last = policy.candidate_range(position)
                 if tile not in drawn:
-                    order = [torch.randperm(last - first, generator=generator) for _ in range(heads)]
+                    order = [
+                        torch.randperm(last - first, generator=generator) for _ in range(heads)
+                    ]
                     best = [o[: policy.scored_blocks].sort().values + first for o in order]
                     drawn[tile] = torch.stack(best)
                 if table is None:
                     row = token
                 else:
                     base = tile * policy.query_tile
-                    (row,) = (table.cpu() == torch.tensor([request, base])).all(1).nonzero().flatten()
+                    (row,) = (
+                        (table.cpu() == torch.tensor([request, base])).all(1).nonzero().flatten()
+                    )
                 selected[row] = drawn[tile]
                 block = key // policy.sel_block_size
                 forced = (block < policy.sink_blocks) | (block >= last)
@@ -96,9 +103,7 @@ def check(
     ],
     ids=["tokens", "speculative", "large-pages"],
 )
-def test_tokens(
-    lengths: list[tuple[int, int]], options: dict[str, object], fixed: bool
-) -> None:
+def test_tokens(lengths: list[tuple[int, int]], options: dict[str, object], fixed: bool) -> None:
     check(lengths, SMALL, torch.float32, 2e-5, fixed=fixed, **options)
 
 

@@ -28,7 +28,7 @@ def rotate(x, SIZE: tl.constexpr):
 
 @triton.jit
 def halves(x, HEAD_DIM: tl.constexpr):
-    """Channels ``d`` and ``d + HEAD_DIM / 2`` of ``x`` ``[ROWS, WIDTH]``: two ``[ROWS, WIDTH / 2]``.
+    """Channels ``d`` and ``d + HEAD_DIM / 2`` of ``[ROWS, WIDTH]``: two ``[ROWS, WIDTH / 2]``.
 
     Columns from ``HEAD_DIM / 2`` on hold no meaning.
     """

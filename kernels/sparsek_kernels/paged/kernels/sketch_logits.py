@@ -47,17 +47,38 @@ def vector_pages(
     SEL_BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Physical pages of the vectors of blocks ``[first_block, min(first_block + BLOCK_B, end))``."""
+    """Pages ``[ROWS]`` of the vectors of ``BLOCK_B`` blocks from ``first_block`` on, before ``end``."""
     block, position = vector_positions(first_block, BLOCK_B, SEL_BLOCK, VECTOR)
     return tl.load(table_ptr + position // PAGE_SIZE, mask=block < end, other=0)
+
+
+@triton.jit
+def vector_scales(
+    summary_ptr,
+    page,
+    first_block,
+    end,
+    stride_sp,
+    HALF: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Scales ``[ROWS]`` float16 of the vectors that :func:`vector_pages` finds the pages of."""
+    block, position = vector_positions(first_block, BLOCK_B, SEL_BLOCK, VECTOR)
+    vector = (position % PAGE_SIZE) // VECTOR
+    place = page.to(tl.int64) * stride_sp + PAGE_SIZE // VECTOR * HALF + 2 * vector
+    scales = (summary_ptr + place).to(tl.pointer_type(tl.float16))
+    return tl.load(scales, mask=block < end, other=0.0)
 
 
 @triton.jit
 def quantise_query(q, HEAD_DIM: tl.constexpr, ROTATION: tl.constexpr):
     """Rows of ``q`` ``[BLOCK_M, BLOCK_D]`` rotated, as int8 with a scale per row.
 
-    Returns the channels of both halves ``[BLOCK_D / 2, BLOCK_M]``, the scales ``[BLOCK_M]`` and what
-    a vector of levels 0 to 15 gives too much with each row, ``[BLOCK_M]`` float32.
+    Returns the channels of both halves ``[BLOCK_D / 2, BLOCK_M]``, the scales ``[BLOCK_M]``, and
+    how much levels from 0 to 15 give too much with each row, ``[BLOCK_M]`` float32.
     """
     x = rotate(q.to(tl.float32), ROTATION)
     scale = tl.max(tl.abs(x), axis=1) / 127.0
@@ -90,10 +111,11 @@ def block_logits(
     excess,
     summary_ptr,
     page,
+    scale,
     first_block,
     end,
     stride_sp,
-    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
     BLOCK_B: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
@@ -102,26 +124,24 @@ def block_logits(
 ):
     """Logits of ``BLOCK_B`` blocks in units of the rows' scales: maximum over a block's vectors.
 
-    q_low, q_high, excess: from :func:`quantise_query`; page: from :func:`vector_pages`.  Returns
-    ``[BLOCK_B, BLOCK_M]`` float32; blocks from ``end`` on hold no meaning.
+    q_low, q_high, excess: from :func:`quantise_query`; page: from :func:`vector_pages`; scale: from
+    :func:`vector_scales`.  Returns ``[BLOCK_B, BLOCK_M]`` float32; blocks from ``end`` on hold no
+    meaning.
     """
-    HALF: tl.constexpr = HEAD_DIM // 2
     block, position = vector_positions(first_block, BLOCK_B, SEL_BLOCK, VECTOR)
     mask = block < end
     vector = (position % PAGE_SIZE) // VECTOR
-    base = summary_ptr + page.to(tl.int64) * stride_sp
-    scales = (base + PAGE_SIZE // VECTOR * HALF + 2 * vector).to(tl.pointer_type(tl.float16))
+    row = summary_ptr + page.to(tl.int64) * stride_sp + vector * HALF
     offs = tl.arange(0, q_low.shape[0])
     packed = tl.load(
-        (base + vector * HALF)[:, None] + offs[None, :],
+        row[:, None] + offs[None, :],
         mask=mask[:, None] & (offs < HALF)[None, :],
         other=0,
     )  # [ROWS, BLOCK_D / 2]
-    scale = tl.load(scales, mask=mask, other=0.0).to(tl.float32)
     low, high = unpack_levels(packed, ASM)
     sums = tl.dot(low, q_low, out_dtype=tl.int32)
     sums = tl.dot(high, q_high, sums, out_dtype=tl.int32)
-    logits = (sums.to(tl.float32) - excess[None, :]) * scale[:, None]
+    logits = (sums.to(tl.float32) - excess[None, :]) * scale.to(tl.float32)[:, None]
     shaped = tl.reshape(logits, [logits.shape[0] // BLOCK_B, BLOCK_B, logits.shape[1]])
     return tl.max(shaped, axis=0)
 
@@ -209,6 +229,10 @@ def decode_logits_kernel(
     out = logits_ptr + (slot * stride_lt + head * stride_lh)[None, :]
     summary = summary_ptr + kv_head.to(tl.int64) * stride_sh
     stride = tl.num_programs(0) * BLOCK_B
+    HALF: tl.constexpr = HEAD_DIM // 2
+    scale = vector_scales(
+        summary, page, begin, num_blocks, stride_sp, HALF, BLOCK_B, PAGE_SIZE, SEL_BLOCK, VECTOR
+    )
     for first in tl.range(begin, num_blocks, stride, num_stages=NUM_STAGES):
         next_page = vector_pages(
             table, first + stride, num_blocks, BLOCK_B, PAGE_SIZE, SEL_BLOCK, VECTOR
@@ -219,10 +243,11 @@ def decode_logits_kernel(
             excess,
             summary,
             page,
+            scale,
             first,
             num_blocks,
             stride_sp,
-            HEAD_DIM,
+            HALF,
             BLOCK_B,
             PAGE_SIZE,
             SEL_BLOCK,
@@ -233,3 +258,16 @@ def decode_logits_kernel(
         offs_b = first + tl.arange(0, BLOCK_B)
         mask = mask_m[None, :] & (offs_b < num_blocks)[:, None]
         tl.store(out + offs_b[:, None], logits * (q_scale * qk_scale)[None, :], mask=mask)
+        # Last, so that the page is known by now and the next step does not wait for the scales.
+        scale = vector_scales(
+            summary,
+            page,
+            first + stride,
+            num_blocks,
+            stride_sp,
+            HALF,
+            BLOCK_B,
+            PAGE_SIZE,
+            SEL_BLOCK,
+            VECTOR,
+        )

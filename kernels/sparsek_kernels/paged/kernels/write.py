@@ -75,7 +75,7 @@ def write_kv_kernel(
 ):
     """One program: one token, ``BLOCK_H`` KV heads.
 
-    The token that comes last of its ``VECTOR`` in this batch also writes their vector of the sketch.
+    The token that comes last of its ``VECTOR`` in this batch also writes these tokens' vector.
     Keys of this batch are read from the inputs, since their own programs may not have stored them
     yet, and rounded as those store them; earlier keys come from the cache.
     """

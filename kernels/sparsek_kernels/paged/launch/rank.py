@@ -27,7 +27,7 @@ from sparsek_kernels.paged.policy import ceil_div
 
 
 def list_config(call: Selection) -> tuple[TileConfig, int]:
-    """How masses are computed, and the keys of a unit: as many as a block and an iteration share."""
+    """How masses are computed, and the keys of a unit: an equal part of a block at most."""
     config = listed_config(
         rows=call.rows,
         head_dim=call.q.shape[2],

@@ -15,7 +15,7 @@ from sparsek_kernels.paged.config import logits_config, next_power_of_2, top_war
 from sparsek_kernels.paged.kernels.select import top_blocks_kernel
 from sparsek_kernels.paged.kernels.sketch_logits import decode_logits_kernel
 from sparsek_kernels.paged.launch.rank import mass_elements, rank_blocks
-from sparsek_kernels.paged.launch.scores import most_tiles, plan_strips, score_tiles
+from sparsek_kernels.paged.launch.scores import score_tiles
 from sparsek_kernels.paged.launch.scratch import (
     MOST_ROWS,
     overlap_options,
@@ -69,7 +69,7 @@ def select_blocks(
         if policy.query_tile == 1:
             _select_tokens(call)
         else:
-            _select_tiles(call)
+            _select_tiles(call, tiles)
     return decodes, prefills
 
 
@@ -185,19 +185,19 @@ def _select_tokens(call: Selection) -> None:
         _select_decodes(replace(call, out=rows, q=call.q[begin:end], batch=tokens, tiles=None))
 
 
-def _select_tiles(call: Selection) -> None:
+def _select_tiles(call: Selection, tiles: torch.Tensor) -> None:
     """Blocks of prefill tiles: scores by all queries of a tile, candidates, ranks."""
     q, k_cache, batch, policy, heads = call.q, call.k_cache, call.batch, call.policy, call.heads
-    tiles, width = call.tiles, call.width
-    strips = plan_strips(batch, policy, tiles, call.group, q.shape[0])
-    most = most_tiles(batch, strips, tiles.shape[0], heads, width)
-    room = _SCRATCH_ELEMENTS // max(heads * width, mass_elements(call))
-    most = max(min(room, most), 1)
-    scores = workspace(q.device, "scores", most * heads * width, torch.float32)
-    for first in range(0, tiles.shape[0], most):
-        step = Step(first, min(most, tiles.shape[0] - first))
+    width = call.width
+    scored = max(min(_SCRATCH_ELEMENTS // (heads * width), tiles.shape[0]), 1)
+    ranked = max(_SCRATCH_ELEMENTS // mass_elements(call), 1)
+    scores = workspace(q.device, "scores", scored * heads * width, torch.float32)
+    for first in range(0, tiles.shape[0], scored):
+        end = min(first + scored, tiles.shape[0])
         score_tiles(
-            scores, q, k_cache, batch, policy, tiles, strips, call.qk_scale, first, step.count,
-            width,
-        )  # fmt: skip
-        rank_blocks(call, step, _top_blocks(call, step, scores, (heads * width, width, 0)))
+            scores, q, k_cache, batch, policy, tiles, call.qk_scale, first, end - first, width
+        )
+        for begin in range(first, end, ranked):
+            step = Step(begin, min(ranked, end - begin))
+            mine = scores[(begin - first) * heads * width :]
+            rank_blocks(call, step, _top_blocks(call, step, mine, (heads * width, width, 0)))
