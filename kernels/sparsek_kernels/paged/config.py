@@ -252,13 +252,11 @@ def score_config(
     )
 
 
-def listed_config(
-    *, rows: int, head_dim: int, itemsize: int, sel_block: int, arch: int
-) -> TileConfig:
+def listed_config(*, rows: int, head_dim: int, itemsize: int, arch: int) -> TileConfig:
     """Masses of a tile's list: 64 gathered keys at a time, for at most 128 of the tile's ``rows``.
 
-    With three stages a multiprocessor holds four programs of a few rows, and 128 KiB of keys on
-    their way.  ``queries`` and ``block_h`` say nothing here.
+    With three stages a multiprocessor of Hopper holds four programs of a few rows, and 128 KiB of
+    keys on their way.  ``queries`` and ``block_h`` say nothing here.
 
     Args:
         rows: queries times heads that one tile is ranked by.

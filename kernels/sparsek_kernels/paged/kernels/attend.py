@@ -348,8 +348,8 @@ def attend_kernel(
     row_max = tl.full([BLOCK_M], -1.0e30, dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
 
-    selection = (tile if FROM_TABLE else token_of_zero + low).to(tl.int64)
-    selected = selected_ptr + selection * stride_it + kv_head * stride_ih
+    selection = tile if FROM_TABLE else token_of_zero + low
+    selected = selected_ptr + selection.to(tl.int64) * stride_it + kv_head * stride_ih
     table = block_table_ptr + request.to(tl.int64) * stride_br
     k_head = k_ptr + kv_head * stride_kh
     v_head = v_ptr + kv_head * stride_vh

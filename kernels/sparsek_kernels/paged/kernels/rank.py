@@ -1,7 +1,7 @@
 """Ranking a tile's candidates by the attention that they really get.
 
-The rule is docs/selection.md.  A *sample* is a query position of a tile, a *row* one query head of
-a sample; a single token has one sample.  A tile's *list* is its sink blocks, the blocks that its
+The rule is docs/selection.md.  A *sample* is one query position of a tile, a *row* one query head
+of a sample; a single token has one sample.  A tile's *list* is its sink blocks, the blocks that its
 windows touch and its candidates, in *slots* of this order.  Two kernels follow each other:
 
 * ``listed_masses_kernel`` writes, for each row and *unit* of the list (a block, or an equal part of

@@ -13,6 +13,7 @@ import torch
 
 from sparsek_kernels.common.device import device_arch, multiprocessors
 from sparsek_kernels.paged.config import (
+    TileConfig,
     largest_part,
     listed_config,
     listed_shares,
@@ -22,14 +23,24 @@ from sparsek_kernels.paged.config import (
 from sparsek_kernels.paged.kernels.rank import listed_masses_kernel, rank_blocks_kernel
 from sparsek_kernels.paged.launch.scratch import overlap_options, workspace
 from sparsek_kernels.paged.launch.selection import Selection, Step
-from sparsek_kernels.paged.policy import CELL_SIZE, ceil_div
+from sparsek_kernels.paged.policy import ceil_div
+
+
+def list_config(call: Selection) -> tuple[TileConfig, int]:
+    """How masses are computed, and the keys of a unit: an equal part of a block at most."""
+    config = listed_config(
+        rows=call.rows,
+        head_dim=call.q.shape[2],
+        itemsize=call.q.element_size(),
+        arch=device_arch(call.q.device),
+    )
+    return config, largest_part(call.policy.sel_block_size, config.block_n)
 
 
 def mass_elements(call: Selection) -> int:
-    """Most elements that the masses of one tile take."""
-    size = call.policy.sel_block_size
-    unit = min(largest_part(size, 64), CELL_SIZE)
-    return call.heads * call.slots * (size // unit) * call.rows
+    """Elements that the masses of one tile take."""
+    _, unit = list_config(call)
+    return call.heads * call.slots * (call.policy.sel_block_size // unit) * call.rows
 
 
 def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
@@ -40,22 +51,11 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
     """
     q, k_cache, batch, policy = call.q, call.k_cache, call.batch, call.policy
     _, heads, page_size, dim = k_cache.shape
-    config = listed_config(
-        rows=call.rows,
-        head_dim=dim,
-        itemsize=q.element_size(),
-        sel_block=policy.sel_block_size,
-        arch=device_arch(q.device),
-    )
-    unit = largest_part(policy.sel_block_size, config.block_n)
-    units = call.slots * (policy.sel_block_size // unit)
-    masses = workspace(
-        q.device, "masses of lists", step.count * heads * units * call.rows, torch.float32
-    )
+    config, unit = list_config(call)
+    masses = workspace(q.device, "masses of lists", step.count * mass_elements(call), torch.float32)
     programs = step.count * ceil_div(call.rows, config.block_m)
-    shares = listed_shares(
-        programs * heads, ceil_div(units * unit, config.block_n), multiprocessors(q.device)
-    )
+    pieces = ceil_div(call.slots * policy.sel_block_size, config.block_n)
+    shares = listed_shares(programs * heads, pieces, multiprocessors(q.device))
     shape = call.tile_keys() | {
         "GROUP_PAD": next_power_of_2(call.group),
         "UNIT": unit,

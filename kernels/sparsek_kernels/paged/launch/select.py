@@ -69,7 +69,7 @@ def select_blocks(
         if policy.query_tile == 1:
             _select_tokens(call)
         else:
-            _select_tiles(call)
+            _select_tiles(call, tiles)
     return decodes, prefills
 
 
@@ -167,6 +167,7 @@ def _top_blocks(
         COUNT=policy.listed_blocks,
         MAX_BLOCKS=next_power_of_2(max(call.max_blocks, 16)),
         num_warps=top_warps(call.max_blocks),
+        maxnreg=128,  # so that two programs of 8 warps share a multiprocessor
         **call.tile_keys(),
         **overlap_options(scores.device),
     )
@@ -184,10 +185,10 @@ def _select_tokens(call: Selection) -> None:
         _select_decodes(replace(call, out=rows, q=call.q[begin:end], batch=tokens, tiles=None))
 
 
-def _select_tiles(call: Selection) -> None:
+def _select_tiles(call: Selection, tiles: torch.Tensor) -> None:
     """Blocks of prefill tiles: scores by all queries of a tile, candidates, ranks."""
     q, k_cache, batch, policy, heads = call.q, call.k_cache, call.batch, call.policy, call.heads
-    tiles, width = call.tiles, call.width
+    width = call.width
     scored = max(min(_SCRATCH_ELEMENTS // (heads * width), tiles.shape[0]), 1)
     ranked = max(_SCRATCH_ELEMENTS // mass_elements(call), 1)
     scores = workspace(q.device, "scores", scored * heads * width, torch.float32)
