@@ -71,8 +71,8 @@ def block_logits_reference(
     blocks = vectors.shape[0] // per_block
     shared = vectors[: blocks * per_block].repeat_interleave(group, dim=1)  # [vectors, Hq, D]
     logits = torch.einsum("hd,chd->hc", q.double(), shared)
-    best: torch.Tensor = logits.unflatten(1, (blocks, per_block)).amax(-1) * softmax_scale
-    return best
+    highest: torch.Tensor = logits.unflatten(1, (blocks, per_block)).amax(-1)
+    return highest * softmax_scale
 
 
 def block_scores_reference(

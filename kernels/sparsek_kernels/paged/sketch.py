@@ -5,9 +5,9 @@ there so far), rotated by a Hadamard matrix so that outlier channels spread, and
 levels.  docs/selection.md says what it is for.
 
 Layout: ``[num_pages, Hkv, summary_bytes]`` uint8.  Of a page and KV head come first the levels,
-one row of ``D / 2`` bytes per vector (channel ``d`` in the low and channel ``d + D / 2`` in the
-high half of byte ``d``), then one float16 scale per vector, then padding.  Level ``l`` of 0 to 15 with
-scale ``s`` stands for ``(l - 7.5) * s``.
+one row of ``D / 2`` bytes per vector: channel ``d`` in the low half of byte ``d``, channel
+``d + D / 2`` in its high half.  Then come one float16 scale per vector, and padding.  Level ``l``
+of 0 to 15 with scale ``s`` stands for ``(l - 7.5) * s``.
 """
 
 from __future__ import annotations
