@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 from sparsek_kernels.paged.batch import PagedBatch  # noqa: E402
 from sparsek_kernels.paged.config import TileConfig  # noqa: E402
 from sparsek_kernels.paged.launch import attend as launch  # noqa: E402
-from sparsek_kernels.paged.launch import scores as launch_mass  # noqa: E402
+from sparsek_kernels.paged.launch import scores as launch_scores  # noqa: E402
 from sparsek_kernels.paged.launch import select as launch_select  # noqa: E402
 from sparsek_kernels.paged.operands import PagedOperands  # noqa: E402
 from sparsek_kernels.paged.policy import SelectionPolicy  # noqa: E402
@@ -113,7 +113,7 @@ def time_graph(calls: list[Callable[[], object]], repeats: int = 30) -> float:
 @contextmanager
 def patched(name: str, value: TileConfig | int | None) -> Iterator[None]:
     """Make the launcher take ``value`` from the selector ``name``."""
-    module = next(m for m in (launch, launch_mass, launch_select) if hasattr(m, name))
+    module = next(m for m in (launch, launch_scores, launch_select) if hasattr(m, name))
     stand_in = getattr(module, name) if value is None else lambda *_, **__: value
     with mock.patch.object(module, name, stand_in):
         yield
@@ -122,10 +122,12 @@ def patched(name: str, value: TileConfig | int | None) -> Iterator[None]:
 @contextmanager
 def portable_kernels() -> Iterator[None]:
     """Prefills leave the kernels written for Hopper alone."""
-    attend, mass = launch.prefill_config, launch_mass.mass_config
+    attend, score = launch.prefill_config, launch_scores.score_config
     with (
         mock.patch.object(launch, "prefill_config", lambda **s: replace(attend(**s), hopper=False)),
-        mock.patch.object(launch_mass, "mass_config", lambda **s: replace(mass(**s), hopper=False)),
+        mock.patch.object(
+            launch_scores, "score_config", lambda **s: replace(score(**s), hopper=False)
+        ),
     ):
         yield
 
@@ -348,7 +350,7 @@ def run_prefill(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1))
             launch.paged_attention(operands, batch, POLICY)
 
         for kind, fn, options in (
-            ("mass_config", select, scores),
+            ("score_config", select, scores),
             ("prefill_config", attend, attends),
         ):
             for config in options:

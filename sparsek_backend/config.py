@@ -27,7 +27,7 @@ from pydantic import (
 from sparsek_backend.infllm import FLAG, MODEL_CONFIG, InfLLMSelection, shown
 from sparsek_backend.infllm import ConfigError as ConfigError
 from sparsek_backend.nn.config import NSAConfig
-from sparsek_kernels.paged.policy import CELL_SIZE, ScoreKind, SelectionPolicy
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 
 Mode = Literal["auto", "dense", "sink_window", "block_topk", "nsa"]
 Phase = Literal["both", "prefill", "decode"]
@@ -90,8 +90,6 @@ class SparsityConfig(BaseModel):
         dense_last: last queries of every prefill chunk that attend everything: a prompt's question
             sits there.  Without effect on selection per token (``query_tile`` 1).
         dense_layers: how many first layers attend everything, or a list of layer indices.
-        score_kind: how single tokens (decodes, ``query_tile`` 1) score blocks: ``cell_mean`` (the
-            best 16-token mean of K) or ``min_max`` (Quest's bound).
         query_tile: prefill queries that share one selection; 1 selects per token.
         sparse_phase: ``prefill`` lets decoded tokens attend everything, ``decode`` the prompt's:
             for measurements, to tell which of the two costs answers.
@@ -107,7 +105,6 @@ class SparsityConfig(BaseModel):
     dense_below: _Count = 4096
     dense_last: _Count = 64
     dense_layers: _Layers = 0
-    score_kind: ScoreKind = "cell_mean"
     query_tile: _Positive = 64
     sparse_phase: Phase = "both"
 
@@ -146,7 +143,6 @@ class SparsityConfig(BaseModel):
             dense_below=self.dense_below,
             dense_last=EVERY_QUERY if self.sparse_phase == "decode" else dense_last,
             query_tile=self.query_tile,
-            score_kind=self.score_kind,
         )
 
 
@@ -400,10 +396,8 @@ def _check_agreement(config: SparsityConfig, sources: Mapping[str, str]) -> None
             )
     if config.mode != "block_topk":
         return
-    step = 2 * CELL_SIZE if config.score_kind == "min_max" else CELL_SIZE
-    if config.sel_block_size % step:
+    if config.sel_block_size % CELL_SIZE:
         raise ConfigError(
             f"SPARSEK setting sel_block_size (from {sources['sel_block_size']}): expected a "
-            f"multiple of {step} for score_kind {config.score_kind!r}, got "
-            f"{config.sel_block_size}; remedy: use 64"
+            f"multiple of {CELL_SIZE}, got {config.sel_block_size}; remedy: use 64"
         )

@@ -13,7 +13,7 @@ from sparsek_kernels.paged import (
     SelectionPolicy,
     paged_attention,
     select_blocks,
-    summary_vectors,
+    summary_bytes,
     write_kv,
 )
 from sparsek_kernels.paged.policy import ceil_div
@@ -46,7 +46,8 @@ def _paged(
     size = policy.sel_block_size
     pages = ceil_div(num_k, size)
     k_cache, v_cache = (x.new_zeros(batch * pages, heads, size, x.shape[3]) for x in (k, v))
-    summary = k.new_zeros(batch * pages, heads, summary_vectors(size), k.shape[3])
+    shape = (batch * pages, heads, summary_bytes(size, k.shape[3]))
+    summary = k.new_zeros(shape, dtype=torch.uint8)
     slots = torch.arange(batch * pages * size, device=k.device).view(batch, -1)[:, :num_k]
     write_kv(
         k.flatten(0, 1),
@@ -55,7 +56,6 @@ def _paged(
         v_cache,
         summary,
         slots.flatten(),
-        score_kind=policy.score_kind,
     )
     decodes = batch if num_q == 1 else 0
     table = torch.arange(batch * pages, dtype=torch.int32, device=k.device)

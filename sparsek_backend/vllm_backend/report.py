@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sparsek_backend.config import EVERY_QUERY, SparsityConfig
 from sparsek_backend.infllm import InfLLMSelection
 from sparsek_backend.nn.config import NSAConfig
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+from sparsek_kernels.paged.policy import SelectionPolicy
 
 EAGER_NORMS = (
     "SPARSEK: VLLM_BATCH_INVARIANT with enforce_eager: vLLM's own RMSNorm kernel may round by "
@@ -23,7 +23,7 @@ def describe_layers(
     page_size: int,
     device_type: str,
     flash_version: int | None = None,
-    summary_share: float = 1 / (2 * CELL_SIZE),
+    summary_share: float = 0.0,
     fp8_cache: bool = False,
     batch_invariant: bool = False,
 ) -> str:
@@ -93,18 +93,14 @@ def describe_model_selection(model: InfLLMSelection, config: SparsityConfig) -> 
     scored = f"means of {model.kernel_size} tokens every {model.kernel_stride}"
     if model.use_nope:
         scored += ", without positions"
-    served = {
-        "cell_mean": f"the best mean of {CELL_SIZE} tokens",
-        "min_max": f"the bounds of {2 * CELL_SIZE} tokens",
-    }[config.score_kind]
     shared = "per query"
     if config.query_tile > 1:
-        shared = f"in prefills by attention to the keys, per {config.query_tile} queries"
+        shared = f"in prefills per {config.query_tile} queries"
     return (
         f"SPARSEK follows the model's sparse_config (InfLLM-v2): {model.init_blocks} initial, "
         f"{model.local_blocks} + 1 local, {model.total_blocks} blocks of {model.block_size} in "
-        f"all. Blocks are scored by {served} of rotated keys, {shared}; the model was trained with "
-        f"{scored}, per query"
+        f"all. Blocks are scored by means of rotated keys and then by attention to the best ones' "
+        f"keys, {shared}; the model was trained with {scored}, per query"
     )
 
 

@@ -13,7 +13,6 @@ from sparsek_backend.config import (
 )
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.nsa.paged.cache import check_paged_spec
-from sparsek_kernels.paged.policy import CELL_SIZE
 
 from .compat import is_batch_invariant, selected_backends
 from .names import BACKEND_NAME, NSA_ARCHITECTURE
@@ -64,7 +63,7 @@ def check_page_size(resolved: ResolvedConfig, page_size: int) -> None:
     """Check that KV pages and selected blocks nest.
 
     Raises:
-        ConfigError: they do not, or a page cannot hold the summaries that the settings need.
+        ConfigError: they do not.
     """
     config = resolved.config
     if resolved.nsa is not None:
@@ -85,12 +84,6 @@ def check_page_size(resolved: ResolvedConfig, page_size: int) -> None:
             f"SPARSEK setting sel_block_size (from {source}): expected a divisor or a multiple of "
             f"the KV page of {page_size} tokens, got {size}; remedy: --block-size {size}, or set "
             f"sel_block_size to {page_size}"
-        )
-    if config.score_kind == "min_max" and page_size % (2 * CELL_SIZE):
-        raise ConfigError(
-            f"SPARSEK setting score_kind (from {resolved.sources['score_kind']}): min_max needs "
-            f"KV pages of a multiple of {2 * CELL_SIZE} tokens, got {page_size}; remedy: "
-            "--block-size 64, or score_kind cell_mean"
         )
 
 

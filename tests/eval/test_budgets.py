@@ -27,8 +27,8 @@ def test_modes_and_sizes() -> None:
     assert (window.num_sink, window.window_size, window.top_k) == (0, 256, 0)
     sinks = parse_budget("sink_window").policy()
     assert (sinks.num_sink, sinks.window_size, sinks.dense_below) == (4, 512, 0)
-    tiled = parse_budget("block_topk:8,query_tile=1,score_kind=min_max,dense_layers=2").policy()
-    assert (tiled.top_k, tiled.query_tile, tiled.score_kind) == (8, 1, "min_max")
+    tiled = parse_budget("block_topk:8,query_tile=1,dense_layers=2").policy()
+    assert (tiled.top_k, tiled.query_tile) == (8, 1)
     assert parse_budget("dense").is_dense
 
 

@@ -93,7 +93,7 @@ def keys_and_values(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V ``[pages, Hkv, page_size, D]`` of a cache."""
     from sparsek_backend.vllm_backend.sparsek.pages import view_pages
 
-    pages = view_pages(cache, DIM, None)
+    pages = view_pages(cache, DIM, False)
     return pages.keys, pages.values
 
 

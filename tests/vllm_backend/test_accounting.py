@@ -123,9 +123,9 @@ def test_ranges_of_layers() -> None:
 
 def test_the_line_per_layer_group() -> None:
     policy = SelectionPolicy(num_sink=64, window_size=512, top_k=32, dense_below=4096)
-    assert describe_layers(range(30), policy, None, 128, "cpu") == (
+    assert describe_layers(range(30), policy, None, 128, "cpu", summary_share=16.5 / 512) == (
         "SPARSEK layers 0-29: block_topk, 1 sink block + window 512 + 32 blocks of 64 per KV head, "
-        "dense below 4096, 3.1 % summaries, pages of 128, CPU path"
+        "dense below 4096, 3.2 % summaries, pages of 128, CPU path"
     )
     window = SelectionPolicy(num_sink=4, window_size=512)
     assert "sink_window, 4 sink tokens + window 512" in describe_layers(
@@ -143,12 +143,12 @@ def test_the_line_of_a_model_with_its_own_selection() -> None:
     assert resolved.infllm is not None
     assert describe_model_selection(resolved.infllm, resolved.config) == (
         "SPARSEK follows the model's sparse_config (InfLLM-v2): 1 initial, 32 + 1 local, 96 blocks "
-        "of 64 in all. Blocks are scored by the best mean of 16 tokens of rotated keys, in "
-        "prefills by attention to the keys, per 64 queries; the model was trained with means of 32 "
+        "of 64 in all. Blocks are scored by means of rotated keys and then by attention to the "
+        "best ones' keys, in prefills per 64 queries; the model was trained with means of 32 "
         "tokens every 16, per query"
     )
-    nope = resolve_config({"query_tile": 1, "score_kind": "min_max"}, {}, {"use_nope": True})
+    nope = resolve_config({"query_tile": 1}, {}, {"use_nope": True})
     assert nope.infllm is not None
     line = describe_model_selection(nope.infllm, nope.config)
-    assert "the bounds of 32 tokens of rotated keys, per query" in line
+    assert "the best ones' keys, per query; the model" in line
     assert "every 16, without positions, per query" in line

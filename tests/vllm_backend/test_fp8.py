@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from sparsek_kernels.paged.reference import paged_attention_reference
+from sparsek_kernels.paged.sketch import summary_bytes
 from tests.vllm_backend.layers import (
     DIM,
     HEADS,
@@ -58,12 +59,12 @@ def scaled(layer: Any, k_scale: float, v_scale: float) -> Any:
     return layer
 
 
-def test_summaries_take_a_sixteenth_of_fp8_pages(current: Any) -> None:
+def test_pages_of_an_fp8_cache_hold_the_same_sketch(current: Any) -> None:
     layer = make_fp8_layer(current)
     spec = make_spec(layer, current)
     plain = KV_HEADS * PAGE * 2 * DIM
     assert spec.dtype.itemsize == 1
-    assert spec.page_size_bytes == plain + plain // 16
+    assert spec.page_size_bytes == plain + plain // 8
 
 
 def test_views_of_fp8_pages(current: Any) -> None:
@@ -71,17 +72,17 @@ def test_views_of_fp8_pages(current: Any) -> None:
 
     spec = make_spec(make_fp8_layer(current), current)
     cache = make_cache(spec, 5)
-    views = view_pages(cache, DIM, torch.bfloat16)
+    views = view_pages(cache, DIM, True)
     assert views.keys.dtype == views.values.dtype == torch.float8_e4m3fn
     assert views.summary is not None
-    assert views.summary.dtype == torch.bfloat16
-    assert views.summary.shape == (5, KV_HEADS, PAGE // 16, DIM)
-    views.summary.fill_(1.0)
+    assert views.summary.dtype == torch.uint8
+    assert views.summary.shape == (5, KV_HEADS, summary_bytes(PAGE, DIM))
+    views.summary.fill_(7)
     for part in (views.keys, views.values):
         assert (part.view(torch.uint8) == 255).all()
     heads = cache.flatten(2)
-    behind = heads[..., PAGE * 2 * DIM :].contiguous().view(torch.bfloat16)
-    assert (behind == 1.0).all()
+    behind = heads[..., PAGE * 2 * DIM :].contiguous().view(torch.uint8)
+    assert (behind[..., : summary_bytes(PAGE, DIM)] == 7).all()
 
 
 def test_the_line_of_an_fp8_cache(current: Any) -> None:
@@ -91,7 +92,7 @@ def test_the_line_of_an_fp8_cache(current: Any) -> None:
     with mock.patch.object(metadata.logger, "info_once") as told:
         make_builder(layer, current)
     (line,) = told.call_args.args
-    assert f"6.2 % summaries, pages of {PAGE} in fp8" in line
+    assert f"7.0 % summaries, pages of {PAGE} in fp8" in line
 
 
 def test_scales_of_the_layer_reach_the_kernels(current: Any) -> None:

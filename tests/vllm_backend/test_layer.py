@@ -174,12 +174,11 @@ def test_one_prefill_in_a_while_is_timed(current: Any, monkeypatch: pytest.Monke
     assert STATS.take_seconds() == (0.0, 0.0), "decodes are not timed"
 
 
-@pytest.mark.parametrize("kind", ["cell_mean", "min_max"])
 def test_a_dense_layer_keeps_the_summaries_of_the_one_that_shares_its_pages(
-    kind: str, tmp_path: Any
+    tmp_path: Any,
 ) -> None:
     """As in Gemma 3n, with a dense owner: its sharer selects as from pages of its own."""
-    settings = {**SETTINGS, "dense_layers": [0], "score_kind": kind}
+    settings = {**SETTINGS, "dense_layers": [0]}
     with building(make_config(tmp_path, additional_config={"sparsek": settings})) as config:
         owner = make_layer(0)
         sharer = make_layer(1, kv_sharing_target_layer_name=owner.layer_name)
@@ -206,13 +205,10 @@ def test_profiling_without_metadata(current: Any) -> None:
 
 
 def test_pages_have_room_for_summaries_only_where_layers_select(current: Any) -> None:
-    from sparsek_backend.vllm_backend.sparsek.pages import summary_bytes
-
     layer = make_layer()
     spec = make_spec(layer, current)
-    tail = summary_bytes(spec, torch.float32)
-    assert tail == KV_HEADS * (PAGE // 16) * DIM * 4
-    assert spec.page_size_bytes == KV_HEADS * PAGE * 2 * DIM * 4 + tail
+    plain = KV_HEADS * PAGE * 2 * DIM * 4
+    assert spec.page_size_bytes == plain + plain // 16
     sliding = make_layer(1, per_layer_sliding_window=48)
     window = make_spec(sliding, current)
     assert window.page_size_padded is None
@@ -233,9 +229,9 @@ def test_a_cache_without_room_is_refused() -> None:
     from sparsek_backend.vllm_backend.sparsek.pages import view_pages
 
     cache = torch.zeros(4, KV_HEADS, PAGE, 2 * DIM)
-    assert view_pages(cache, DIM, None).summary is None
-    with pytest.raises(ValueError, match="kv_cache: expected room for 64 elements"):
-        view_pages(cache, DIM, torch.float32)
+    assert view_pages(cache, DIM, False).summary is None
+    with pytest.raises(ValueError, match="kv_cache: expected room for"):
+        view_pages(cache, DIM, True)
 
 
 def test_old_vllm_pads_through_the_layer(current: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +240,6 @@ def test_old_vllm_pads_through_the_layer(current: Any, monkeypatch: pytest.Monke
     from vllm.v1.attention.backend import AttentionBackend
 
     from sparsek_backend.vllm_backend import compat
-    from sparsek_backend.vllm_backend.sparsek.pages import summary_bytes
 
     monkeypatch.setattr(Attention, "get_kv_cache_spec", Attention.get_kv_cache_spec)
     monkeypatch.setattr(Attention, compat.HOOKED, None, raising=False)
@@ -253,8 +248,8 @@ def test_old_vllm_pads_through_the_layer(current: Any, monkeypatch: pytest.Monke
         monkeypatch.delattr(AttentionBackend, later, raising=False)
     layer = make_layer()
     spec = layer.get_kv_cache_spec(current)
-    tail = summary_bytes(spec, torch.float32)
-    assert spec.page_size_bytes == spec.unpadded_page_size_bytes + tail
+    plain = spec.unpadded_page_size_bytes
+    assert spec.page_size_bytes == plain + plain // 16
     window = make_layer(1, per_layer_sliding_window=48).get_kv_cache_spec(current)
     assert (window.block_size, window.page_size_padded) == (PAGE, None)
     layer.attn_backend = SimpleNamespace(get_name=lambda: "TRITON_ATTN")

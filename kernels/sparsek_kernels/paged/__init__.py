@@ -2,15 +2,15 @@
 
 from sparsek_kernels.paged.api import paged_attention, select_blocks, write_kv
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.policy import CELL_SIZE, ScoreKind, SelectionPolicy, summary_vectors
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+from sparsek_kernels.paged.sketch import summary_bytes
 
 __all__ = [
     "CELL_SIZE",
     "PagedBatch",
-    "ScoreKind",
     "SelectionPolicy",
     "paged_attention",
     "select_blocks",
-    "summary_vectors",
+    "summary_bytes",
     "write_kv",
 ]

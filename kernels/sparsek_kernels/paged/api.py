@@ -21,7 +21,7 @@ from sparsek_kernels.paged.cpu.select import select_blocks_eager
 from sparsek_kernels.paged.cpu.write import write_kv_eager
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import segments
-from sparsek_kernels.paged.policy import ScoreKind, SelectionPolicy
+from sparsek_kernels.paged.policy import SelectionPolicy
 
 
 def write_kv(
@@ -32,29 +32,28 @@ def write_kv(
     k_summary: torch.Tensor | None,
     slot_mapping: torch.Tensor,
     *,
-    score_kind: ScoreKind = "cell_mean",
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
     """Store new keys and values in their pages and keep the pages' summaries current.
 
-    Summaries of every touched cell are recomputed from the keys in the page, so they carry no
-    accumulated rounding, and a cell that is still filling has the summary of what it holds.
+    Every touched vector of the sketch is made anew from the keys in the page, so it carries no
+    accumulated rounding, and one that is still filling is the mean of what it holds.
 
     Args:
         key, value: ``[T, Hkv, D]``; the new tokens of a sequence are neighbours, in order.
         k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``, written; any strides (on a GPU the
             last dimension of every tensor is contiguous).
-        k_summary: ``[num_pages, Hkv, page_size // 16, D]``, written as well; or ``None``.
+        k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8, written as well; or
+            ``None``.
         slot_mapping: ``[T]`` int64, ``page * page_size + offset``; -1 marks padding.
-        score_kind: what the summaries are (see :class:`SelectionPolicy`).
         k_scale, v_scale: of an fp8 (e4m3) cache, which holds ``key / k_scale``.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
         NotImplementedError: an fp8 cache on a CPU.
     """
-    heads, page_size, dim = check_cache(k_cache, v_cache)
+    heads, _, dim = check_cache(k_cache, v_cache)
     check_cache_dtype(k_cache, key.dtype, k_scale, v_scale)
     check_tensor("key", key, ("T", heads, dim), device=k_cache.device)
     check_tensor("value", value, (key.shape[0], heads, v_cache.shape[-1]), device=k_cache.device)
@@ -63,7 +62,7 @@ def write_kv(
         raise ValueError(
             f"slot_mapping: expected at most {key.shape[0]} entries, got {slot_mapping.shape[0]}"
         )
-    check_summary(k_summary, k_cache, page_size, score_kind)
+    check_summary(k_summary, k_cache)
     tokens = slot_mapping.shape[0]
     if k_cache.is_cuda:
         from sparsek_kernels.paged.launch import attend as launch
@@ -83,14 +82,11 @@ def write_kv(
             v_cache,
             k_summary,
             slot_mapping,
-            score_kind=score_kind,
             k_scale=k_scale,
             v_scale=v_scale,
         )
         return
-    write_kv_eager(
-        key[:tokens], value[:tokens], k_cache, v_cache, k_summary, slot_mapping, score_kind
-    )
+    write_kv_eager(key[:tokens], value[:tokens], k_cache, v_cache, k_summary, slot_mapping)
 
 
 def select_blocks(
@@ -110,14 +106,15 @@ def select_blocks(
         k_cache: ``[num_pages, Hkv, page_size, D]``, as :func:`write_kv` fills it.
         batch: the requests.
         policy: how blocks compete (docs/selection.md).
-        k_summary: ``[num_pages, Hkv, page_size // 16, D]``, as :func:`write_kv` keeps them; needed
-            where single tokens select: decodes, and prefills with ``query_tile`` 1.
+        k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]``, as :func:`write_kv` keeps
+            it; needed where single tokens select: decodes, and prefills with ``query_tile`` 1.
         softmax_scale: default ``D ** -0.5``.
-        k_scale: factor of an fp8 (e4m3) cache and its summaries.
+        k_scale: factor of an fp8 (e4m3) cache and of its sketch.
 
     Returns:
         One ``[tiles, Hkv, scored_blocks]`` int64 tensor per request, ascending block indices;
-        rows of tiles that see everything are -1.  Decodes have a tile per token.
+        rows of tiles that see everything are -1.  Decodes have a tile per token, and the blocks
+        and their number are those of ``policy.per_token()``.
 
     Raises:
         TypeError, ValueError: ``policy`` does not select blocks, or an argument does not fit.
@@ -125,11 +122,13 @@ def select_blocks(
     """
     if not policy.selects_blocks:
         raise ValueError(f"policy: expected top_k >= 1, got top_k={policy.top_k}")
+    if policy.query_tile == 1:
+        policy = policy.per_token()
     heads, page_size, dim = check_cache(k_cache)
     check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, k_cache.device)
     check_heads(q.shape[1], heads)
     check_cache_dtype(k_cache, q.dtype, k_scale)
-    check_summary(k_summary, k_cache, page_size, policy.score_kind)
+    check_summary(k_summary, k_cache)
     if batch.num_decodes or policy.query_tile == 1:
         given_summary(k_summary)
     check_pages(policy, page_size)
@@ -140,18 +139,22 @@ def select_blocks(
 
         check_triton_layout(q=q, k_cache=k_cache, k_summary=k_summary)
         check_batch_layout(batch)
-        rows = launch.select_blocks(
+        found = launch.select_blocks(
             q, k_cache, batch, policy, k_summary=k_summary, softmax_scale=scale, k_scale=k_scale
-        ).long()
+        )
     else:
-        rows = select_blocks_eager(
+        found = select_blocks_eager(
             q, k_cache, batch, policy, k_summary=k_summary, softmax_scale=scale
         )
-    counts = []
+    tokens: list[int] = []
+    tiles: list[int] = []
     for request, (length, count) in enumerate(zip(*host_lengths(batch), strict=True)):
-        rule = policy.per_token() if request < batch.num_decodes else policy
-        counts.append(rule.num_tiles(length - count, length))
-    return list(rows[: sum(counts)].split(counts))
+        if request < batch.num_decodes:
+            tokens.append(count)
+        else:
+            tiles.append(policy.num_tiles(length - count, length))
+    rows = zip(found, (tokens, tiles), strict=True)
+    return [part for some, counts in rows for part in some[: sum(counts)].long().split(counts)]
 
 
 def paged_attention(
@@ -180,10 +183,11 @@ def paged_attention(
         batch: the requests.
         policy: what a query attends (docs/selection.md).
         softmax_scale: default ``D ** -0.5``.
-        k_summary: ``[num_pages, Hkv, page_size // 16, D]``; needed when blocks are selected.
+        k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8; needed when blocks are
+            selected.
         sinks: ``[Hq]`` learned logits that join the softmax denominator only.
         out: ``[T, Hq, Dv]``, written and returned.
-        k_scale, v_scale: factors of an fp8 (e4m3) cache and its summaries.
+        k_scale, v_scale: factors of an fp8 (e4m3) cache; the first one of its sketch as well.
         batch_invariant: compute every row bit for bit as if its token were decoded alone: the
             result depends on the token's query, its sequence's pages up to its position, the policy
             and the width of ``block_table``.  Selection is per token (``query_tile`` 1, no
@@ -203,7 +207,7 @@ def paged_attention(
     check_cache_dtype(k_cache, q.dtype, k_scale, v_scale)
     if policy.selects_blocks and k_summary is None:
         raise ValueError("k_summary: expected the page summaries when top_k >= 1, got None")
-    check_summary(k_summary, k_cache, page_size, policy.score_kind)
+    check_summary(k_summary, k_cache)
     check_pages(policy, page_size)
     check_batch(q, batch, page_size)
     if sinks is not None:
@@ -228,6 +232,8 @@ def paged_attention(
             "batch_invariant: needs a GPU, since torch's matrix products on a CPU round by shape; "
             "leave it out"
         )
+    if policy.query_tile == 1:
+        policy = policy.per_token()
     operands = PagedOperands(q, k_cache, v_cache, out, scale, k_summary, sinks, k_scale, v_scale)
     if batch_invariant:
         _attend(operands, batch, policy, batch_invariant=True)

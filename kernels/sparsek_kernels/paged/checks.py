@@ -6,7 +6,8 @@ import torch
 
 from sparsek_kernels.checks import check_tensor
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
-from sparsek_kernels.paged.policy import ScoreKind, SelectionPolicy, cell_size, summary_vectors
+from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.sketch import summary_bytes
 
 
 def check_cache_dtype(
@@ -65,14 +66,17 @@ def check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor | None = None) -> t
     return heads, page_size, dim
 
 
-def check_summary(
-    k_summary: torch.Tensor | None, k_cache: torch.Tensor, page_size: int, score_kind: ScoreKind
-) -> None:
+def check_summary(k_summary: torch.Tensor | None, k_cache: torch.Tensor) -> None:
     if k_summary is None:
         return
-    pages, heads, _, dim = k_cache.shape
-    shape = (pages, heads, page_vectors(page_size, score_kind), dim)
-    check_tensor("k_summary", k_summary, shape, device=k_cache.device)
+    pages, heads, page_size, dim = k_cache.shape
+    shape = (pages, heads, summary_bytes(page_size, dim))
+    check_tensor("k_summary", k_summary, shape, (torch.uint8,), k_cache.device)
+    if k_summary.stride(2) != 1 or k_summary.stride(0) % 2 or k_summary.stride(1) % 2:
+        raise ValueError(
+            "k_summary: expected the bytes of a page and head side by side, and even strides "
+            f"between them, got strides {k_summary.stride()}"
+        )
 
 
 def given_summary(k_summary: torch.Tensor | None) -> torch.Tensor:
@@ -82,16 +86,6 @@ def given_summary(k_summary: torch.Tensor | None) -> torch.Tensor:
             "k_summary: expected the page summaries for decodes and query_tile=1, got None"
         )
     return k_summary
-
-
-def page_vectors(page_size: int, score_kind: ScoreKind) -> int:
-    vectors = summary_vectors(page_size)
-    if page_size % cell_size(score_kind):
-        raise ValueError(
-            f"page_size: {score_kind} summaries need a multiple of {cell_size(score_kind)}, "
-            f"got {page_size}"
-        )
-    return vectors
 
 
 def check_pages(policy: SelectionPolicy, page_size: int) -> None:

@@ -76,12 +76,12 @@ def shared_memory(arch: int) -> int:
     return (227 if is_hopper(arch) else 99) * 1024
 
 
-def mass_bytes(rows: int, keys: int, stages: int, row_bytes: int) -> int:
-    """Most shared memory of a program that multiplies ``rows`` queries by ``keys`` keys at a time.
+def score_bytes(rows: int, columns: int, stages: int, row_bytes: int) -> int:
+    """Most shared memory of a program that multiplies ``rows`` queries by ``columns`` means.
 
-    Queries, keys in every stage of the pipeline, and room to lay a result out anew.
+    Queries, means in every stage of the pipeline, and room to lay a result out anew.
     """
-    return (rows + stages * keys) * row_bytes + (1 << 14)
+    return (rows + stages * columns) * row_bytes + (1 << 14)
 
 
 def decode_config(
@@ -100,10 +100,11 @@ def decode_config(
     block_h = next_power_of_2(group)
     queries = next_power_of_2(queries)
     block_m = max(16, queries * block_h)
-    block_n = largest_part(sel_block, 64 if head_dim <= 128 else 32)
+    block_n = keys_of_blocks(sel_block, 64 if head_dim <= 128 else 32)
+    pieces = blocks if sel_block >= block_n else -(-blocks * sel_block // block_n)
     programs = tiles * num_kv_heads
     narrow = is_hopper(arch) and head_dim <= 128 and block_m == 16
-    splits = choose_splits(programs, blocks, (4 if narrow else 2) * num_sms)
+    splits = choose_splits(programs, pieces, (4 if narrow else 2) * num_sms)
     return TileConfig(
         block_h=block_h,
         queries=queries,
@@ -149,12 +150,13 @@ def prefill_config(
     queries = largest_part(tile, min(rows, 64))
     block_h = max(1, min(next_power_of_2(group), rows // queries))
     block_m = max(16, queries * block_h)
-    block_n = largest_part(sel_block, 64 // shrink)
+    block_n = keys_of_blocks(sel_block, 64 // shrink)
+    pieces = blocks if sel_block >= block_n else -(-blocks * sel_block // block_n)
     chunks = -(-group // block_h) * -(-tile // queries)
     programs = tiles * num_kv_heads * chunks
     splits = max(
-        choose_splits(programs, blocks // 4, num_sms, most=8),
-        choose_splits(programs, blocks // 32, 4 * num_sms, most=16),  # few queries, long contexts
+        choose_splits(programs, pieces // 4, num_sms, most=8),
+        choose_splits(programs, pieces // 32, 4 * num_sms, most=16),  # few queries, long contexts
     )
     return TileConfig(
         block_h=block_h,
@@ -176,72 +178,130 @@ def logits_config(
     group: int,
     head_dim: int,
     queries: int,
-    cells: int,
+    vectors: int,
     num_sms: int,
 ) -> TileConfig:
-    """Block logits of decodes: about 128 cells (32 KiB at 16 bits and 128 dimensions) at a time.
+    """Block logits of decodes: about 256 vectors (16 KiB at 128 dimensions) at a time.
 
     ``splits`` is the most programs that share a context.  They loop over what is really there; a
     graph captured for long contexts would pay for every program more than the device holds at once,
     with work or without.
+
+    Args:
+        vectors: vectors of the sketch in a block.
     """
     block_h = next_power_of_2(group)
     queries = next_power_of_2(queries)
-    columns = 128 if head_dim <= 128 else 64
+    rows = 256 if head_dim <= 128 else 128
     wanted = max(8 * num_sms // (requests * num_kv_heads), 1)
     return TileConfig(
         block_h=block_h,
         queries=queries,
-        block_m=max(16, queries * block_h),
-        block_n=max(16, columns // next_power_of_2(cells)),
+        block_m=max(8, queries * block_h),
+        block_n=max(16, rows // next_power_of_2(vectors)),
         splits=1 << (wanted.bit_length() - 1),
         num_warps=4,
-        num_stages=2,
+        num_stages=3,
     )
 
 
-def mass_config(*, group: int, head_dim: int, itemsize: int, arch: int) -> TileConfig:
-    """Block masses: 64 sampled rows, 128 keys at a time; fewer until they fit.
+def score_config(
+    *,
+    tiles: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    tile: int,
+    blocks: int,
+    itemsize: int,
+    arch: int,
+    num_sms: int,
+) -> TileConfig:
+    """Scores of prefill tiles: 64 rows (queries x heads), one cell of 64 blocks, or fewer.
 
     Args:
         itemsize: bytes of an element of q; 4 bytes leave the tensor cores unused, and larger tiles
             would spill registers.
     """
     row_bytes = next_power_of_2(head_dim) * itemsize
-    rows, keys, stages = (64, 128 if head_dim <= 128 else 64, 3) if itemsize <= 2 else (32, 32, 2)
-    while mass_bytes(rows, keys, stages, row_bytes) > shared_memory(arch):
+    rows, columns, stages = (64, 64, 3) if itemsize <= 2 else (32, 32, 2)
+    while score_bytes(rows, columns, stages, row_bytes) > shared_memory(arch):
         if stages > 2:
             stages -= 1
-        elif keys > 32:
-            keys //= 2
+        elif columns > 32:
+            columns //= 2
         elif rows > 16:
             rows //= 2
-        elif keys > 16:
-            keys //= 2
+        elif columns > 16:
+            columns //= 2
         else:
             stages = 1
             break
     block_h = min(next_power_of_2(group), rows)
+    queries = min(next_power_of_2(tile), rows // block_h)
+    programs = tiles * num_kv_heads * -(-group // block_h) * -(-tile // queries)
     return TileConfig(
         block_h=block_h,
-        queries=rows // block_h,
-        block_m=rows,
-        block_n=keys,
-        splits=1,
+        queries=queries,
+        block_m=max(16, queries * block_h),
+        block_n=columns,
+        splits=choose_splits(programs, blocks // columns, 2 * num_sms, most=16),
         num_warps=4,
         num_stages=stages,
         hopper=has_wgmma(arch),
     )
 
 
-def score_columns(rows: int) -> int:
-    """Blocks at a time of the scores of a tile that has ``rows`` rows of masses."""
-    return min(max(8192 // next_power_of_2(rows), 8), 128)
+def listed_config(*, rows: int, head_dim: int, itemsize: int, arch: int) -> TileConfig:
+    """Masses of a tile's list: 64 gathered keys at a time, for at most 128 of the tile's ``rows``.
+
+    With three stages a multiprocessor of Hopper holds four programs of a few rows, and 128 KiB of
+    keys on their way.  ``queries`` and ``block_h`` say nothing here.
+
+    Args:
+        rows: queries times heads that one tile is ranked by.
+        itemsize: bytes of an element of q; 4 bytes leave the tensor cores unused, and larger tiles
+            would spill registers.
+    """
+    row_bytes = next_power_of_2(head_dim) * itemsize
+    block_m, block_n, stages = (128, 64, 3) if itemsize <= 2 else (16, 32, 2)
+    block_m = min(max(next_power_of_2(rows), 16), block_m)
+    while (block_m + stages * block_n) * row_bytes > shared_memory(arch) - (1 << 14):
+        if block_m > 32:
+            block_m //= 2
+        elif block_n > 16:
+            block_n //= 2
+        else:
+            break
+    return TileConfig(
+        block_h=1,
+        queries=1,
+        block_m=block_m,
+        block_n=block_n,
+        splits=1,
+        num_warps=4,
+        num_stages=stages,
+    )
+
+
+def listed_shares(programs: int, pieces: int, num_sms: int) -> int:
+    """Programs that share one tile's list of ``pieces`` runs of keys: four per multiprocessor."""
+    return max(min(4 * num_sms // max(programs, 1), pieces // 2), 1)
+
+
+def rank_rows(slots: int, rows: int) -> int:
+    """Rows at a time of the shares of a list of ``slots`` blocks: 4096 shares in registers."""
+    return min(max(4096 // next_power_of_2(slots), 1), next_power_of_2(rows))
 
 
 def top_warps(max_blocks: int) -> int:
     """Warps that share one row of scores."""
-    return 8 if max_blocks <= 4096 else 16
+    return 8 if max_blocks <= 8192 else 16
+
+
+def keys_of_blocks(sel_block: int, most: int) -> int:
+    """Keys per iteration over blocks: an equal part of one, or several that are small."""
+    return most if most % sel_block == 0 else largest_part(sel_block, most)
 
 
 def largest_part(n: int, most: int) -> int:

@@ -16,9 +16,10 @@ class PagedOperands:
         k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``.
         out: ``[T, Hq, D]``, written.
         softmax_scale: factor of ``q . k``.
-        k_summary: ``[num_pages, Hkv, page_size // 16, D]``, or ``None`` where nothing is selected.
+        k_summary: ``[num_pages, Hkv, summary_bytes]`` uint8 (sketch.py), or ``None`` where nothing
+            is selected.
         sinks: ``[Hq]`` learned logits that join the softmax denominator only, or ``None``.
-        k_scale, v_scale: factors of an fp8 cache and its summaries.
+        k_scale, v_scale: factors of an fp8 cache; the first one of its sketch as well.
     """
 
     q: torch.Tensor

@@ -14,42 +14,27 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 CELL_SIZE = 16
-"""Tokens per summary vector: a page of P tokens carries P / CELL_SIZE vectors per KV head."""
+"""Tokens of a cell: the block that a single token selects."""
 
-SAMPLE_STRIDE = 16
-"""Query positions of a prefill tile for which one query stands when blocks are scored."""
+SAMPLE_STRIDE = 4
+"""Query positions of a prefill tile for which one query stands when blocks are ranked exactly."""
 
 MOST_SAMPLES = 16
-"""Most queries that a tile is scored by."""
+"""Most queries by which the blocks of a tile are ranked exactly."""
 
-ScoreKind = Literal["cell_mean", "min_max"]
+TOKEN_CANDIDATES, TILE_CANDIDATES = 4, 3
+"""Blocks that are ranked exactly, per place: of a single token, and of a prefill tile."""
 
 Positions: TypeAlias = Any
 """An integer, or an array of them (NumPy, PyTorch): the rule is the same arithmetic for all."""
 
 
-def cell_size(score_kind: ScoreKind) -> int:
-    """Tokens of a cell: what one mean covers, or a minimum with its maximum (two vectors)."""
-    return CELL_SIZE if score_kind == "cell_mean" else 2 * CELL_SIZE
-
-
 def ceil_div(a: int, b: int) -> int:
     """Smallest integer not below ``a / b``, for ``b > 0``."""
     return -(-a // b)
-
-
-def summary_vectors(page_size: int) -> int:
-    """Summary vectors per page and KV head.
-
-    Raises:
-        ValueError: the page does not hold whole cells.
-    """
-    if page_size < CELL_SIZE or page_size % CELL_SIZE:
-        raise ValueError(f"page_size: expected a multiple of {CELL_SIZE}, got {page_size}")
-    return page_size // CELL_SIZE
 
 
 @dataclass(frozen=True)
@@ -79,10 +64,6 @@ class SelectionPolicy:
         query_tile: query positions that share one selection (block top-k).  1 makes prefill select
             exactly as decode does, which (without ``dense_last``) makes tokens independent of
             chunking and preemption.
-        score_kind: how single tokens (decodes, and prefills with ``query_tile`` 1) score a block:
-            ``cell_mean`` by its best 16-token mean of K, ``min_max`` by the upper bound that the
-            coordinate-wise range of K allows (Quest, arXiv 2406.10774).  Larger tiles are scored
-            by real keys.
     """
 
     num_sink: int = 0
@@ -92,7 +73,6 @@ class SelectionPolicy:
     dense_below: int = 0
     dense_last: int = 0
     query_tile: int = 64
-    score_kind: ScoreKind = "cell_mean"
 
     def __post_init__(self) -> None:
         lowest = {"num_sink": 0, "top_k": 0, "dense_below": 0, "dense_last": 0, "query_tile": 1}
@@ -112,31 +92,38 @@ class SelectionPolicy:
             raise ValueError(
                 f"sel_block_size: expected a multiple of {CELL_SIZE}, got {self.sel_block_size}"
             )
-        if self.sel_block_size % cell_size(self.score_kind):
-            raise ValueError(
-                f"sel_block_size: {self.score_kind} scores need a multiple of "
-                f"{cell_size(self.score_kind)}, got {self.sel_block_size}"
-            )
 
     def per_token(self) -> SelectionPolicy:
-        """The same rule with a selection of its own for every query: what decodes follow."""
+        """What a single token follows: the same budget, selected for it alone, by the cell.
+
+        A selection that tokens do not share can follow each of them closely, so its blocks are as
+        small as a cell.  Sinks, window and ``top_k`` cover as many tokens as before.
+        """
         return self._per_token
 
     @cached_property
     def _per_token(self) -> SelectionPolicy:
-        if self.query_tile == 1 and not self.dense_last:
+        size = CELL_SIZE if self.selects_blocks else self.sel_block_size
+        if self.query_tile == 1 and not self.dense_last and size == self.sel_block_size:
             return self
-        return replace(self, query_tile=1, dense_last=0)
+        top_k = self.top_k * (self.sel_block_size // size)
+        return replace(self, sel_block_size=size, top_k=top_k, query_tile=1, dense_last=0)
 
     @property
     def sample_stride(self) -> int:
         """Query positions of a tile that one sampled query stands for."""
-        return max(SAMPLE_STRIDE, ceil_div(self.query_tile, MOST_SAMPLES))
+        return max(min(SAMPLE_STRIDE, self.query_tile), ceil_div(self.query_tile, MOST_SAMPLES))
 
     @property
     def samples(self) -> int:
-        """Queries that a tile is scored by: the last of every ``sample_stride`` positions."""
+        """Queries that rank a tile's candidates: the last of every ``sample_stride`` positions."""
         return ceil_div(self.query_tile, self.sample_stride)
+
+    @property
+    def listed_blocks(self) -> int:
+        """Most candidates of a tile that are ranked exactly."""
+        per_place = TOKEN_CANDIDATES if self.query_tile == 1 else TILE_CANDIDATES
+        return per_place * self.scored_blocks
 
     @property
     def is_dense(self) -> bool:

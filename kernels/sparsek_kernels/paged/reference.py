@@ -9,7 +9,10 @@ from __future__ import annotations
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.policy import ScoreKind, SelectionPolicy, cell_size
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+
+VECTOR_SIZE = 4
+"""Tokens whose keys share one vector of the sketch."""
 
 
 def gather_sequence(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
@@ -19,95 +22,156 @@ def gather_sequence(cache: torch.Tensor, pages: torch.Tensor, length: int) -> to
     return torch.stack(rows) if rows else cache.new_empty(0, cache.shape[1], cache.shape[3])
 
 
-def summaries_reference(k: torch.Tensor, score_kind: ScoreKind = "cell_mean") -> torch.Tensor:
-    """Summary vectors of a sequence's complete cells.
+def means_reference(k: torch.Tensor, size: int) -> torch.Tensor:
+    """Means ``[N // size, Hkv, D]`` float64 of every ``size`` keys.  k: ``[N, Hkv, D]``."""
+    count = k.shape[0] // size
+    means: torch.Tensor = k[: count * size].double().unflatten(0, (count, size)).mean(1)
+    return means
+
+
+def hadamard_reference(dim: int) -> torch.Tensor:
+    """Rotation ``[D, D]`` float64: normalised Hadamard matrices, as large as divide ``D``."""
+    size = dim & -dim
+    i = torch.arange(dim)
+    bits = (i[:, None] % size) & (i % size)
+    odd = torch.stack([bits >> b & 1 for b in range(size.bit_length())]).sum(0) % 2
+    together = i[:, None] // size == i // size
+    return torch.where(together, (1.0 - 2.0 * odd.double()) * size**-0.5, 0.0)
+
+
+def sketch_reference(k: torch.Tensor) -> torch.Tensor:
+    """What the sketch of a sequence's whole vectors stands for, not rotated.
 
     Args:
         k: ``[N, Hkv, D]`` keys after RoPE.
-        score_kind: ``cell_mean``: one mean per 16 tokens; ``min_max``: minimum, then maximum, of
-            every 32 tokens.
 
     Returns:
-        ``[N // 16 (rounded down to whole cells), Hkv, D]`` in the dtype of ``k``.
+        ``[N // 4, Hkv, D]`` float64.
     """
-    cell = cell_size(score_kind)
-    count = k.shape[0] // cell
-    cells = k[: count * cell].double().view(count, cell, *k.shape[1:])
-    if score_kind == "cell_mean":
-        return cells.mean(1).to(k.dtype)
-    return torch.stack([cells.amin(1), cells.amax(1)], dim=1).flatten(0, 1).to(k.dtype)
+    rotation = hadamard_reference(k.shape[-1])
+    means = means_reference(k, VECTOR_SIZE) @ rotation
+    scale = (means.abs().amax(-1, keepdim=True) / 7.5).clamp(max=65504.0).half().double()
+    levels = (means / scale - 0.5).round().clamp(-8, 7)
+    values = torch.where(scale > 0.0, (levels + 0.5) * scale, 0.0)
+    return values @ rotation
 
 
 def block_logits_reference(
-    q: torch.Tensor, summaries: torch.Tensor, policy: SelectionPolicy, softmax_scale: float
+    q: torch.Tensor, vectors: torch.Tensor, per_block: int, softmax_scale: float
 ) -> torch.Tensor:
-    """Block logits of one query.  q: ``[Hq, D]``; returns ``[Hq, complete blocks]`` float64."""
-    group = q.shape[0] // summaries.shape[1]
-    vectors = summaries.double().repeat_interleave(group, dim=1)  # [vectors, Hq, D]
-    query = q.double()
-    if policy.score_kind == "cell_mean":
-        cell_logits = torch.einsum("hd,chd->hc", query, vectors)
-    else:
-        low, high = vectors[0::2], vectors[1::2]
-        cell_logits = torch.maximum(query * low, query * high).sum(-1).T
-    per_block = policy.sel_block_size // cell_size(policy.score_kind)
-    blocks = cell_logits.shape[1] // per_block
-    shaped = cell_logits[:, : blocks * per_block].reshape(-1, blocks, per_block)
-    return shaped.amax(-1) * softmax_scale
+    """Block logits of one query: the best of each block's vectors.
+
+    Args:
+        q: ``[Hq, D]``; vectors: ``[n, Hkv, D]`` float64.
+
+    Returns:
+        ``[Hq, complete blocks]`` float64.
+    """
+    group = q.shape[0] // vectors.shape[1]
+    blocks = vectors.shape[0] // per_block
+    shared = vectors[: blocks * per_block].repeat_interleave(group, dim=1)  # [vectors, Hq, D]
+    logits = torch.einsum("hd,chd->hc", q.double(), shared)
+    highest: torch.Tensor = logits.unflatten(1, (blocks, per_block)).amax(-1)
+    return highest * softmax_scale
 
 
 def block_scores_reference(
     q: torch.Tensor,
-    summaries: torch.Tensor,
+    k: torch.Tensor,
     position: int,
     policy: SelectionPolicy,
     softmax_scale: float,
 ) -> torch.Tensor:
     """Scores of the blocks before the query's own, summed over each GQA group.
 
+    Single tokens go by the sketch, tiles by the means of cells.
+
     Args:
         q: ``[Hq, D]``, the query at ``position``.
-        summaries: ``[vectors, Hkv, D]`` of the sequence.
+        k: ``[N, Hkv, D]``.
 
     Returns:
         ``[Hkv, position // sel_block_size]`` float64.
     """
     own_block = position // policy.sel_block_size
-    logits = block_logits_reference(q, summaries, policy, softmax_scale)[:, :own_block]
-    probs = torch.softmax(logits, dim=-1)
-    return probs.reshape(summaries.shape[1], -1, own_block).sum(1)
+    seen = k[: own_block * policy.sel_block_size]
+    if policy.query_tile == 1:
+        vectors, size = sketch_reference(seen), VECTOR_SIZE
+    else:
+        vectors, size = means_reference(seen, CELL_SIZE), CELL_SIZE
+    logits = block_logits_reference(q, vectors, policy.sel_block_size // size, softmax_scale)
+    scores: torch.Tensor = torch.softmax(logits, dim=-1).unflatten(0, (k.shape[1], -1)).sum(1)
+    return scores
 
 
-def tile_scores_reference(
+def candidates_reference(
     q: torch.Tensor,
     k: torch.Tensor,
     positions: list[int],
     policy: SelectionPolicy,
     softmax_scale: float,
-) -> torch.Tensor:
-    """Scores of the blocks of one prefill tile: exact attention masses of its sampled queries.
+) -> list[list[int]]:
+    """The blocks of one tile that are ranked exactly: the best by what summaries tell.
 
     Args:
         q: ``[n, Hq, D]``, the tile's queries at ``positions`` (ascending, consecutive).
         k: ``[N, Hkv, D]``.
 
     Returns:
-        ``[Hkv, blocks]`` float64: the share of attention that falls on each block, summed over
-        the sampled queries and over each GQA group.
+        For each KV head, at most ``policy.listed_blocks`` ascending block indices.
+    """
+    first, last = policy.candidate_range(positions[0])
+    total = torch.zeros(k.shape[1], last, dtype=torch.float64)
+    for row, position in enumerate(positions):
+        scores = block_scores_reference(q[row], k, position, policy, softmax_scale)
+        total += scores[:, :last]
+    return [best(scores, range(first, last), policy.listed_blocks) for scores in total]
+
+
+def exact_scores_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: list[int],
+    listed: list[list[int]],
+    policy: SelectionPolicy,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """Attention masses of the listed blocks, summed over the tile's samples and each GQA group.
+
+    A query's masses are shares of what it gives to the listed blocks, the sinks and its window.
+
+    Args:
+        q: ``[n, Hq, D]``, the tile's queries at ``positions`` (ascending, consecutive).
+        k: ``[N, Hkv, D]``.
+        listed: for each KV head, blocks of :func:`candidates_reference`.
+
+    Returns:
+        ``[Hkv, blocks]`` float64; blocks that are not listed have no meaning.
     """
     size, num_kv_heads = policy.sel_block_size, k.shape[1]
     samples = {
         p % policy.query_tile // policy.sample_stride: row for row, p in enumerate(positions)
     }
     blocks = -(-k.shape[0] // size)
+    first_local, _ = policy.local_range(positions[0])
+    block = torch.arange(blocks)
+    read = torch.stack([torch.isin(block, torch.tensor(of, dtype=torch.long)) for of in listed])
+    read |= (block < policy.sink_blocks) | (block >= first_local)
     total = torch.zeros(num_kv_heads, blocks, dtype=torch.float64)
     for row in samples.values():  # of every stride, the last query
         seen = k[: positions[row] + 1].double()
         heads = q[row].double().unflatten(0, (num_kv_heads, -1))
-        probs = (torch.einsum("hgd,nhd->hgn", heads, seen) * softmax_scale).softmax(-1).sum(1)
+        logits = torch.einsum("hgd,nhd->hgn", heads, seen) * softmax_scale
+        known = read.repeat_interleave(size, 1)[:, None, : seen.shape[0]]
+        probs = logits.masked_fill(~known, float("-inf")).softmax(-1).sum(1)
         padded = torch.nn.functional.pad(probs, (0, blocks * size - seen.shape[0]))
         total += padded.unflatten(-1, (blocks, size)).sum(-1)
     return total
+
+
+def best(scores: torch.Tensor, blocks: range | list[int], count: int) -> list[int]:
+    """The ``count`` best of ``blocks``, ascending; ties go to the lower index."""
+    return sorted(sorted(blocks, key=lambda b: (-float(scores[b]), b))[:count])
 
 
 def select_blocks_reference(
@@ -128,18 +192,10 @@ def select_blocks_reference(
     """
     if policy.sees_all(positions[0]):
         return None
-    first, last = policy.candidate_range(positions[0])
-    num_kv_heads = k.shape[1]
-    if policy.query_tile == 1:
-        summaries = summaries_reference(k, policy.score_kind)
-        total = block_scores_reference(q[0], summaries, positions[0], policy, softmax_scale)
-    else:
-        total = tile_scores_reference(q, k, positions, policy, softmax_scale)
-    chosen = []
-    for head in range(num_kv_heads):
-        ranked = sorted(range(first, last), key=lambda b: (-float(total[head, b]), b))
-        chosen.append(sorted(ranked[: policy.scored_blocks]))
-    return chosen
+    listed = candidates_reference(q, k, positions, policy, softmax_scale)
+    scores = exact_scores_reference(q, k, positions, listed, policy, softmax_scale)
+    pairs = zip(scores, listed, strict=True)
+    return [best(row, blocks, policy.scored_blocks) for row, blocks in pairs]
 
 
 def visible_reference(
@@ -231,7 +287,7 @@ def paged_attention_reference(
 ) -> torch.Tensor:
     """What :func:`sparsek_kernels.paged.paged_attention` must return, in float64.
 
-    Summaries are computed from K itself, so that this also checks the ones kept in the cache.
+    The sketch is computed from K itself, so that this also checks the one kept in the cache.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     out = torch.zeros(*q.shape[:2], v_cache.shape[-1], dtype=torch.float64)
@@ -240,7 +296,8 @@ def paged_attention_reference(
         begin, end = starts[request], starts[request + 1]
         if begin == end:
             continue
-        rule = policy.per_token() if request < batch.num_decodes else policy
+        single = request < batch.num_decodes or policy.query_tile == 1
+        rule = policy.per_token() if single else policy
         pages = batch.block_table[request]
         k = gather_sequence(k_cache, pages, length)
         v = gather_sequence(v_cache, pages, length)

@@ -13,9 +13,7 @@ from sparsek_backend.bench.ops.paged_inputs import (
     Step,
     Tile,
     attend_tile,
-    block_scores,
     make_inputs,
-    tile_samples,
     wrong_selection,
 )
 from sparsek_backend.bench.ops.peers import fa3_paged
@@ -32,10 +30,9 @@ from sparsek_backend.bench.registry import (
 )
 from sparsek_kernels.paged.api import paged_attention, select_blocks
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.sketch import VECTOR_SIZE, read_vectors, rotate
 
 DENSE = SelectionPolicy()
-_STRIP_ROWS = 256
-"""Rows, sampled queries times heads of a group, that read the keys together."""
 _GATHER_LIMIT = 1 << 18
 """Most keys over all requests that `sdpa_gather` is asked to gather."""
 
@@ -89,8 +86,7 @@ def gate_tiles(
         chosen = torch.empty(0, dtype=torch.int64)
         if policy.selects_blocks and not policy.sees_all(position):
             chosen = _chosen(inputs, tile, policy, decode=decode)
-            scores = block_scores(inputs, tile, policy, decode=decode)
-            if wrong := wrong_selection(chosen, scores, policy, position):
+            if wrong := wrong_selection(chosen, inputs, tile, policy, decode=decode):
                 return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
         exact, plain = (
             attend_tile(inputs, tile, chosen, policy, dtype)
@@ -138,7 +134,7 @@ def _decode_positions(inputs: PagedInputs) -> list[int]:
 
 
 def decode_cost(inputs: PagedInputs, policy: SelectionPolicy) -> tuple[float, float]:
-    """FLOPs and least bytes: attended K and V, scored summaries, queries and outputs."""
+    """FLOPs and least bytes: attended K and V, sketches, candidates' K, queries and outputs."""
     positions = _decode_positions(inputs)
     kv_heads, dim = inputs.k_cache.shape[1], inputs.q.shape[2]
     width = inputs.q.element_size()
@@ -148,11 +144,23 @@ def decode_cost(inputs: PagedInputs, policy: SelectionPolicy) -> tuple[float, fl
     kv_bytes = 2.0 * dim * kv_heads * width * attended_pairs(policy, last)
     cell_bytes = 0.0
     if policy.selects_blocks:
-        cells = [p // CELL_SIZE for p in positions if not policy.sees_all(p)]
-        flops += 2.0 * dim * inputs.q.shape[1] * sum(cells)
-        scored = sum(p // CELL_SIZE for p in last if not policy.sees_all(p))
-        cell_bytes = float(dim * kv_heads * width * scored)
+        vectors = [p // VECTOR_SIZE for p in positions if not policy.sees_all(p)]
+        flops += 2.0 * dim * inputs.q.shape[1] * sum(vectors)
+        scored = sum(p for p in last if not policy.sees_all(p))
+        cell_bytes = float(kv_heads * scored * inputs.k_summary.shape[2] / inputs.page_size)
+        candidates = sum(unchosen_keys(policy, p) for p in last)
+        flops += 2.0 * dim * inputs.q.shape[1] * candidates
+        cell_bytes += float(kv_heads * dim * width * candidates)
     return flops, kv_bytes + cell_bytes + 2.0 * inputs.q.numel() * width
+
+
+def unchosen_keys(policy: SelectionPolicy, position: int) -> int:
+    """Keys of candidates that lose: read by the second step, and not attended."""
+    if policy.sees_all(position):
+        return 0
+    first, last = policy.candidate_range(position)
+    listed = min(policy.listed_blocks, last - first)
+    return (listed - policy.scored_blocks) * policy.sel_block_size
 
 
 def _ours(
@@ -239,29 +247,42 @@ def _build_decode(case: Case, device: torch.device) -> list[Provider]:
 
 
 def _torch_select(inputs: PagedInputs) -> Callable[[], Outputs]:
-    """Scores and top-n in plain torch, equal lengths: the [requests, heads, cells] scores go
-    through memory."""
+    """Both steps in plain torch, equal lengths: scores and candidates go through memory."""
     policy = inputs.policy.per_token()
     if len(set(inputs.seq_lens)) > 1 or set(inputs.query_lens) != {1}:
         raise Unavailable("one query token and equal lengths only")
-    if policy.score_kind != "cell_mean":
-        raise Unavailable("cell means only")
     position = inputs.seq_lens[0] - 1
     if policy.sees_all(position):
         raise Unavailable("the budget covers the context: nothing is selected")
     first, last = policy.candidate_range(position)
-    own = position // policy.sel_block_size
+    size, own = policy.sel_block_size, position // policy.sel_block_size
     table = inputs.block_table[:, : ceil_div(position + 1, inputs.page_size)].long()
     heads = inputs.k_cache.shape[1]
     q = torch.unflatten(inputs.q, 1, (heads, -1))  # [R, H, G, D]
+    forced = torch.cat([torch.arange(policy.sink_blocks), torch.arange(last, own + 1)])
+    forced = forced.to(q.device).expand(*q.shape[:2], -1)
+    request = torch.arange(q.shape[0], device=q.device)[:, None, None]
+    head = torch.arange(heads, device=q.device)[:, None]
 
     def call() -> Outputs:
-        cells = inputs.k_summary[table].transpose(1, 2).flatten(2, 3)  # [R, H, cells, D]
-        logits = (q @ cells.transpose(2, 3)).float() * inputs.softmax_scale
-        per_block = policy.sel_block_size // CELL_SIZE
+        pages = read_vectors(inputs.k_summary[table], inputs.page_size, q.shape[-1])
+        vectors = pages.to(q.dtype).transpose(1, 2).flatten(2, 3)  # [R, H, vectors, D]
+        rotated = rotate(q).to(q.dtype)
+        logits = (rotated @ vectors.transpose(2, 3)).float() * inputs.softmax_scale
+        per_block = size // VECTOR_SIZE
         blocks = torch.unflatten(logits[..., : own * per_block], -1, (own, per_block)).amax(-1)
-        scores = blocks.softmax(-1).sum(2)
-        return (scores[..., first:last].topk(policy.scored_blocks).indices + first,)
+        scores = blocks.softmax(-1).sum(2)[..., first:last]
+        listed = scores.topk(min(policy.listed_blocks, last - first)).indices + first
+        read = torch.cat([listed, forced], -1)
+        keys = (read[..., None] * size + torch.arange(size, device=q.device)).flatten(2)
+        where = keys.clamp(max=position)
+        page = table[request, where // inputs.page_size]
+        k = inputs.k_cache[page, head, where % inputs.page_size]  # [R, H, keys, D]
+        logits = (q @ k.transpose(2, 3)).float() * inputs.softmax_scale
+        logits = logits.masked_fill((keys > position)[:, :, None], float("-inf"))
+        masses = torch.unflatten(logits.softmax(-1), -1, (-1, size)).sum((2, 4))
+        best = masses[..., : listed.shape[-1]].topk(policy.scored_blocks).indices
+        return (listed.gather(-1, best),)
 
     return call
 
@@ -273,9 +294,9 @@ def _build_select(case: Case, device: torch.device) -> list[Provider]:
     positions = _decode_positions(inputs)
     if any(policy.sees_all(position) for position in positions):
         raise ValueError(f"spec: {case.spec.text} is within the budget, nothing would be selected")
-    cells = sum(position // CELL_SIZE for position in positions)
-    flops = 2.0 * cells * inputs.q.shape[1] * inputs.q.shape[2]
-    num_bytes = float(cells * inputs.k_cache.shape[1] * inputs.q.shape[2] * inputs.q.element_size())
+    flops = 2.0 * (sum(positions) // VECTOR_SIZE) * inputs.q.shape[1] * inputs.q.shape[2]
+    kept = inputs.k_cache.shape[1] * inputs.k_summary.shape[2] / inputs.page_size
+    num_bytes = float(sum(positions) * kept)
 
     def ours() -> Callable[[], Outputs]:
         def call() -> Outputs:
@@ -288,9 +309,8 @@ def _build_select(case: Case, device: torch.device) -> list[Provider]:
     def gate(outputs: Outputs) -> GateResult:
         rows = torch.cat([part.reshape(-1, *part.shape[-2:]) for part in outputs]).long().cpu()
         for tile in decode_tiles(inputs):
-            scores = block_scores(inputs, tile, policy, decode=True)
             chosen = rows[tile.rows[-1], tile.head]
-            if wrong := wrong_selection(chosen, scores, policy, tile.positions[-1]):
+            if wrong := wrong_selection(chosen, inputs, tile, policy, decode=True):
                 return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
         return GateResult(True, "selection is the best by exact score")
 
@@ -328,41 +348,33 @@ def prefill_cost(
     kv_bytes = 2.0 * kv_heads * length * dim
     flops = 4.0 * dim * inputs.q.shape[1] * attended_pairs(policy, range(length))
     if policy.selects_blocks:
-        scored, read = scoring_cost(policy, bounds, inputs.group)
+        scored, read = scoring_cost(policy, bounds)
         flops += 2.0 * dim * inputs.q.shape[1] * scored
         kv_bytes += kv_heads * dim * read
     return flops, (kv_bytes + 2.0 * inputs.q.numel()) * inputs.q.element_size()
 
 
-def scoring_cost(
-    policy: SelectionPolicy, chunks: Sequence[tuple[int, int]], group: int
-) -> tuple[int, int]:
-    """What choosing the blocks of a prompt costs: vectors scored by a head, and vectors read.
+def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """What choosing the blocks of a prompt costs: products of a query head, and keys read.
 
-    Tiles score keys by a few queries each; strips of 256 rows (queries times heads of a group) read
-    them once.  Single tokens score the cells before their own block.
+    All queries score the means of the cells before their own block; the keys of a chunk's context
+    are read for them once.  Samples score the keys of their tile's list.
     """
-    if policy.query_tile == 1:
-        per_block, size = policy.sel_block_size // CELL_SIZE, policy.sel_block_size
-        cells = [
-            p // size * per_block
-            for start, end in chunks
-            for p in range(start, end)
-            if not policy.sees_all(p)
-        ]
-        return sum(cells), max(cells, default=0)
     scored = read = 0
-    tile = policy.query_tile
-    per_strip = max(_STRIP_ROWS // (policy.samples * group), 1) * tile
+    tile, size = policy.query_tile, policy.sel_block_size
     for start, end in chunks:
+        if not policy.sees_all(end - 1):
+            read += end
         for base in range(start - start % tile, end, tile):
             if policy.sees_all(base):
                 continue
             positions = range(max(base, start), min(base + tile, end))
-            scored += sum(positions[row] + 1 for row in tile_samples(policy, positions))
-        for base in range(start - start % per_strip, end, per_strip):
-            last = min(base + per_strip, end) - 1
-            read += 0 if policy.sees_all(last) else last + 1
+            scored += sum(p // size * (size // CELL_SIZE) for p in positions)
+            first, last = policy.candidate_range(base)
+            blocks = policy.sink_blocks + policy.local_blocks
+            blocks += min(policy.listed_blocks, last - first)
+            scored += ceil_div(len(positions), policy.sample_stride) * blocks * size
+            read += blocks * size
     return scored, read
 
 

@@ -12,6 +12,13 @@ from sparsek_backend.bench.oracle import MaskRule, attend_head
 from sparsek_backend.bench.registry import Case, Param
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.sketch import (
+    VECTOR_SIZE,
+    read_vectors,
+    rotate,
+    sketch_pages,
+    summary_bytes,
+)
 
 DEFAULTS: dict[str, Param] = {
     "num_heads": 32,
@@ -24,7 +31,6 @@ DEFAULTS: dict[str, Param] = {
     "top_k": 32,
     "sel_block_size": 64,
     "query_tile": 64,
-    "score_kind": "cell_mean",
     "dense_below": 0,
     "max_len": 0,
     "seed": 0,
@@ -55,7 +61,7 @@ class PagedInputs:
         q: [T, Hq, D], packed.
         k_cache: [P, Hkv, page_size, D], a strided view of the pages.
         v_cache: likewise.
-        k_summary: [P, Hkv, page_size // 16, D], a strided view of the tail of each page.
+        k_summary: [P, Hkv, summary_bytes] uint8, a strided view of the tail of each page.
         block_table: [R, max pages] int32, pages in random order.
         query_lens: new tokens of each request.
         seq_lens: keys of each request.
@@ -156,9 +162,6 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
 
     Random keys give every head a selection of its own: no block is shared by luck.
     """
-    score_kind = case.str_param("score_kind")
-    if score_kind not in ("cell_mean", "min_max"):
-        raise ValueError(f"score_kind: expected 'cell_mean' or 'min_max', got {score_kind!r}")
     policy = SelectionPolicy(
         num_sink=case.int_param("num_sink"),
         window_size=case.int_param("window_size"),
@@ -166,21 +169,24 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
         sel_block_size=case.int_param("sel_block_size"),
         dense_below=case.int_param("dense_below"),
         query_tile=case.int_param("query_tile"),
-        score_kind="min_max" if score_kind == "min_max" else "cell_mean",
     )
+    if policy.query_tile == 1:
+        policy = policy.per_token()
     heads, dim, page = (case.int_param(n) for n in ("num_kv_heads", "head_dim", "page_size"))
     counts = [ceil_div(length, page) for length in case.spec.seq_lens]
     generator = torch.Generator(device=device).manual_seed(case.int_param("seed"))
-    cells = page // CELL_SIZE
-    kv_size, tail_size = heads * page * 2 * dim, heads * cells * dim
-    pages = torch.empty(sum(counts), kv_size + tail_size, device=device, dtype=case.dtype())
+    dtype, tail = case.dtype(), summary_bytes(page, dim)
+    kv_size, kept = heads * page * 2 * dim, heads * tail // dtype.itemsize
+    tail_size = ceil_div(kept, 2 * dim) * 2 * dim  # whole rows of K and V, as in a server's pages
+    pages = torch.empty(sum(counts), kv_size + tail_size, device=device, dtype=dtype)
     kv = pages[:, :kv_size].view(-1, heads, page, 2 * dim)
     k_cache, v_cache = kv[..., :dim], kv[..., dim:]
-    k_summary = pages[:, kv_size:].view(-1, heads, cells, dim)
+    k_summary = pages[:, kv_size : kv_size + kept].view(torch.uint8)
+    k_summary = torch.unflatten(k_summary, 1, (heads, tail))
     for start in range(0, len(pages), _PAGES_AT_A_TIME):
         part = slice(start, start + _PAGES_AT_A_TIME)
         kv[part] = torch.randn(kv[part].shape, generator=generator, device=device).to(pages.dtype)
-        k_summary[part] = _summaries(k_cache[part], policy)
+        sketch_pages(k_cache[part], k_summary[part])
     max_len = case.int_param("max_len")
     table = shuffled_pages(counts, max(*counts, ceil_div(max_len, page)), generator)
     tokens = case.spec.total_query_tokens
@@ -198,74 +204,96 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
     )
 
 
-def _summaries(keys: torch.Tensor, policy: SelectionPolicy) -> torch.Tensor:
-    """[P, Hkv, page_size, D] to [P, Hkv, page_size // 16, D]."""
-    if policy.score_kind == "cell_mean":
-        return torch.unflatten(keys, 2, (-1, CELL_SIZE)).float().mean(3).to(keys.dtype)
-    ranges = torch.unflatten(keys, 2, (-1, 2 * CELL_SIZE))
-    return torch.stack([ranges.amin(3), ranges.amax(3)], dim=3).flatten(2, 3)
-
-
-def block_scores(
+def candidate_scores(
     inputs: PagedInputs, tile: Tile, policy: SelectionPolicy, *, decode: bool
 ) -> torch.Tensor:
-    """Exact score of every block for one tile: [blocks]."""
+    """Score by summaries of every block before the tile's last query: [blocks] float64."""
     q = inputs.tile_rows(inputs.q, tile).double()
+    size = policy.sel_block_size
     if decode or policy.query_tile == 1:
-        return _summary_scores(inputs, tile, q[-1])
+        length = inputs.seq_lens[tile.request]
+        pages = inputs.block_table[tile.request, : ceil_div(length, inputs.page_size)]
+        sketch = inputs.k_summary[pages.long(), tile.head]
+        vectors = read_vectors(sketch, inputs.page_size, q.shape[-1]).flatten(0, 1).double()
+        q, positions, per_block = rotate(q[-1:]).double(), tile.positions[-1:], size // VECTOR_SIZE
+    else:
+        k, _ = inputs.keys_of(tile.request, tile.head)
+        cells = torch.unflatten(k[: len(k) // CELL_SIZE * CELL_SIZE], 0, (-1, CELL_SIZE))
+        vectors = cells.double().mean(1)
+        positions, per_block = tile.positions, size // CELL_SIZE
+    total = torch.zeros(positions[-1] // size, dtype=torch.float64, device=q.device)
+    for rows, position in zip(q, positions, strict=True):
+        own = position // size
+        logits = rows @ vectors[: own * per_block].T * inputs.softmax_scale
+        total[:own] += torch.unflatten(logits, -1, (own, per_block)).amax(-1).softmax(-1).sum(0)
+    return total
+
+
+def exact_scores(
+    inputs: PagedInputs, tile: Tile, policy: SelectionPolicy, listed: torch.Tensor
+) -> torch.Tensor:
+    """Attention masses of the blocks of one tile: [blocks] float64.
+
+    Shares are of what the tile's samples give to the `listed` blocks ([blocks] bool), the sinks and
+    the window.
+    """
+    heads = slice(tile.head * inputs.group, (tile.head + 1) * inputs.group)
+    q = inputs.q[tile.rows.start : tile.rows.stop, heads].double()
     k, _ = inputs.keys_of(tile.request, tile.head)
-    rows, size = tile_samples(policy, tile.positions), policy.sel_block_size
-    total = torch.zeros(ceil_div(len(k), size), dtype=torch.float64, device=q.device)
-    for row in rows:
+    size = policy.sel_block_size
+    samples = {
+        p % policy.query_tile // policy.sample_stride: row for row, p in enumerate(tile.positions)
+    }
+    first_local, _ = policy.local_range(tile.positions[0])
+    block = torch.arange(ceil_div(len(k), size), device=q.device)
+    read = (block < policy.sink_blocks) | (block >= first_local)
+    read[: len(listed)] |= listed
+    total = torch.zeros(len(block), dtype=torch.float64, device=q.device)
+    for row in samples.values():
         seen = k[: tile.positions[row] + 1].double()
-        probs = (q[row] @ seen.T * inputs.softmax_scale).softmax(-1).sum(0)
+        known = read.repeat_interleave(size)[: len(seen)]
+        logits = q[row] @ seen.T * inputs.softmax_scale
+        probs = logits.masked_fill(~known, float("-inf")).softmax(-1).sum(0)
         padded = F.pad(probs, (0, len(total) * size - len(seen)))
         total += torch.unflatten(padded, 0, (-1, size)).sum(-1)
     return total
 
 
-def tile_samples(policy: SelectionPolicy, positions: range) -> list[int]:
-    """Which of the queries at `positions` of one tile it is scored by."""
-    samples = {
-        p % policy.query_tile // policy.sample_stride: row for row, p in enumerate(positions)
-    }
-    return list(samples.values())
-
-
-def _summary_scores(inputs: PagedInputs, tile: Tile, q: torch.Tensor) -> torch.Tensor:
-    """Score of every block before the last position's for one token's queries [G, D]."""
-    policy, size = inputs.policy, inputs.policy.sel_block_size
-    length = inputs.seq_lens[tile.request]
-    pages = inputs.block_table[tile.request, : ceil_div(length, inputs.page_size)]
-    cells = inputs.k_summary[pages.long(), tile.head].flatten(0, 1).double()  # [cells, D]
-    if policy.score_kind == "cell_mean":
-        logits, per_block = q @ cells.T, size // CELL_SIZE
-    else:
-        low, high = cells[0::2], cells[1::2]
-        logits = q.clamp(min=0) @ high.T + q.clamp(max=0) @ low.T
-        per_block = size // (2 * CELL_SIZE)
-    blocks = tile.positions[-1] // size
-    logits = torch.unflatten(logits[..., : blocks * per_block], -1, (blocks, per_block)).amax(-1)
-    return (logits * inputs.softmax_scale).softmax(-1).sum(0)
+_LIST_SLACK, _MASS_SLACK = 0.05, 0.02
+"""Scores that differ by less, relatively, may stand in for each other: queries are rounded to 8
+bits where candidates are sought, and masses are shares of lists that may differ by these."""
 
 
 def wrong_selection(
-    chosen: torch.Tensor, scores: torch.Tensor, policy: SelectionPolicy, position: int
+    chosen: torch.Tensor, inputs: PagedInputs, tile: Tile, policy: SelectionPolicy, *, decode: bool
 ) -> str:
-    """Why a tile's chosen blocks are not the best by exact score, or an empty string.
-
-    Blocks whose exact scores differ by less than one per cent may stand in for each other: products
-    are rounded to fp32 in one order or another.
-    """
-    first, last = policy.candidate_range(position)
+    """Why a tile's chosen blocks do not follow the rule, or an empty string."""
+    first, last = policy.candidate_range(tile.positions[0])
     blocks = chosen[chosen >= 0]
     if blocks.numel() != policy.scored_blocks or len(set(blocks.tolist())) != blocks.numel():
         return f"{blocks.tolist()} are not {policy.scored_blocks} distinct blocks"
     if int(blocks.min()) < first or int(blocks.max()) >= last:
         return f"{blocks.tolist()} leave the candidates {first} to {last - 1}"
-    least = float(scores[first:last].topk(policy.scored_blocks).values[-1])
-    worst = float(scores[blocks.to(scores.device)].min())
-    return "" if worst >= 0.99 * least else f"a block of score {worst:.3e} beat {least:.3e}"
+    blocks = blocks.to(inputs.q.device)
+    scores = candidate_scores(inputs, tile, policy, decode=decode)
+    scores[:first] = scores[last:] = -1.0
+    listed = min(policy.listed_blocks, last - first)
+    least = float(scores.topk(listed).values[-1])
+    if listed == last - first:
+        surely = perhaps = scores >= 0.0
+    else:
+        surely, perhaps = scores > (1 + _LIST_SLACK) * least, scores >= (1 - _LIST_SLACK) * least
+    if not bool(perhaps[blocks].all()):
+        return f"a block of score {float(scores[blocks].min()):.3e} is listed below {least:.3e}"
+    exact = exact_scores(inputs, tile, policy, perhaps)
+    certain = exact[: len(surely)][surely]
+    if len(certain) < policy.scored_blocks:
+        return ""
+    best = float(certain.topk(policy.scored_blocks).values[-1])
+    worst = float(exact[blocks].min())
+    return (
+        "" if worst >= (1 - _MASS_SLACK) * best else f"a block of mass {worst:.3e} beat {best:.3e}"
+    )
 
 
 def attend_tile(

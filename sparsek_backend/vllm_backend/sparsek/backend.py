@@ -181,4 +181,4 @@ class SparseKBackend(HeadMajorPages, AttentionBackend):
         engine = latest_engine()
         if engine is None or not engine.selects_blocks or not compat.is_full_attention(spec):
             return spec
-        return with_summaries(spec, engine.dtype)
+        return with_summaries(spec)

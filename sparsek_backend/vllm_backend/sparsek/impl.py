@@ -18,11 +18,11 @@ from sparsek_kernels.fallback import FallbackMask, paged_fallback, sdpa_fallback
 from sparsek_kernels.paged.api import paged_attention, select_blocks, write_kv
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.plan import Segment, segments
-from sparsek_kernels.paged.policy import ScoreKind, SelectionPolicy
+from sparsek_kernels.paged.policy import SelectionPolicy
 
 from .flash import FlashPrefill
 from .metadata import SparseKMetadata
-from .pages import FP8_KV_CACHE, PageViews, summary_dtype, view_pages
+from .pages import FP8_KV_CACHE, PageViews, view_pages
 from .probe import PROBE
 
 
@@ -76,7 +76,7 @@ class SparseKImpl(AttentionImpl):
             engine.selects_blocks = True
         self.policy = self.model_policy()
         self.flash = self._find_flash()
-        self.summaries: ScoreKind | None = None  # of the layer's pages; decided with the policy
+        self.summaries = False  # in the layer's pages; decided with the policy
         self._pages: PageViews | None = None
         self._pages_key: tuple[int, tuple[int, ...]] | None = None
 
@@ -160,7 +160,7 @@ class SparseKImpl(AttentionImpl):
                     "layer, which writes no block summaries; select SPARSEK for every layer"
                 )
             for layer in (self, owner):  # an owner that attends everything writes summaries too
-                layer.summaries = policy.score_kind
+                layer.summaries = True
                 layer._pages = layer._pages_key = None
         return policy
 
@@ -213,7 +213,6 @@ class SparseKImpl(AttentionImpl):
             pages.values,
             pages.summary,
             slot_mapping,
-            score_kind=self.summaries or self.policy.score_kind,
             k_scale=k_scale,
             v_scale=v_scale,
         )
@@ -392,8 +391,7 @@ class SparseKImpl(AttentionImpl):
 
     def _view(self, kv_cache: torch.Tensor) -> PageViews:
         """Views of a cache: K, V and, where the layer's pages keep them, summaries."""
-        dtype = None if self.summaries is None else summary_dtype(kv_cache.dtype, self.dtype)
-        return view_pages(kv_cache, self.head_size, dtype)
+        return view_pages(kv_cache, self.head_size, self.summaries)
 
     def _cached_view(self, kv_cache: torch.Tensor) -> PageViews:
         """:meth:`_view` of the layer's own cache, made once for each cache tensor."""

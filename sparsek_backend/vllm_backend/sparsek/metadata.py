@@ -24,9 +24,9 @@ from sparsek_backend.vllm_backend.report import (
 )
 from sparsek_backend.vllm_backend.settings import check_page_size
 from sparsek_backend.vllm_backend.step import Batch, Int64, StepBuilder, StepMetadata, build_batch
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+from sparsek_kernels.paged.policy import SelectionPolicy
 
-from .pages import summary_dtype
+from .pages import bytes_behind
 from .warmup import warm_up_prefills
 
 logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level
@@ -110,7 +110,8 @@ class SparseKMetadataBuilder(StepBuilder):
     def _report_layers(self, groups: dict[Kind, list[int]], spec: Any, model: Any) -> None:
         """Log what each group of layers attends, and by which kernels."""
         resolved = self.resolved
-        summaries = summary_dtype(spec.dtype, model.dtype)
+        size, itemsize = spec.head_size, spec.dtype.itemsize
+        behind = bytes_behind(size, itemsize) / (2 * size * itemsize)
         if resolved.infllm is not None and any(policy.selects_blocks for policy, *_ in groups):
             logger.info_once(describe_model_selection(resolved.infllm, resolved.config))
         for (policy, reason, version, fp8_cache), members in groups.items():
@@ -122,7 +123,7 @@ class SparseKMetadataBuilder(StepBuilder):
                     spec.block_size,
                     self.device.type,
                     version,
-                    summary_share=summaries.itemsize / (2 * CELL_SIZE * spec.dtype.itemsize),
+                    summary_share=behind if policy.selects_blocks else 0.0,
                     fp8_cache=fp8_cache,
                     batch_invariant=resolved.batch_invariant,
                 )

@@ -2,50 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sparsek_backend.vllm_backend import compat
-from sparsek_backend.vllm_backend.layout import PREFERRED_PAGE_SIZE, SMALLEST_PAGE_SIZE
-from sparsek_kernels.paged.policy import summary_vectors
+from sparsek_backend.vllm_backend.layout import SMALLEST_PAGE_SIZE
+from sparsek_kernels.paged.sketch import summary_bytes
 
 FP8_KV_CACHE = ("fp8", "fp8_e4m3")
 """The names after ``--kv-cache-dtype`` of a cache of e4m3 values with a scale per layer."""
 
 
-def summary_dtype(cache_dtype: torch.dtype, model_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of summaries: the cache's own, or the model's behind an fp8 cache.
+def bytes_behind(head_size: int, itemsize: int) -> int:
+    """Bytes per token and KV head that pages have behind K and V, for summaries.
 
-    Args:
-        cache_dtype: as vLLM allocates the cache, which is bytes for fp8.
+    Whole rows of K and V for every 16 tokens: then pages and heads lie at multiples of a row, which
+    the kernels for Hopper address as one matrix.  That is 1/16 of K and V, and 1/8 of fp8 ones.
     """
-    return model_dtype if cache_dtype in (torch.uint8, torch.float8_e4m3fn) else cache_dtype
+    rows = math.lcm(2 * head_size * itemsize, SMALLEST_PAGE_SIZE * itemsize)
+    return -(-summary_bytes(SMALLEST_PAGE_SIZE, head_size) // rows) * rows // SMALLEST_PAGE_SIZE
 
 
-def summary_bytes(spec: Any, model_dtype: torch.dtype) -> int:
-    """Bytes that the summaries of one page take: one D-vector per 16 tokens and KV head."""
-    vectors: int = spec.num_kv_heads * summary_vectors(spec.block_size)
-    return int(vectors * spec.head_size * summary_dtype(spec.dtype, model_dtype).itemsize)
-
-
-def with_summaries(spec: Any, model_dtype: torch.dtype) -> Any:
+def with_summaries(spec: Any) -> Any:
     """Return ``spec`` with room for the summaries of its pages.
 
     Where specs state their content, a head's summaries follow that head's K and V, so that whatever
-    moves a page or one head of it moves them too.  vLLM then also asks about a page of one token,
-    to size the pages of recurrent layers.  Earlier versions get pages with padding at their end.
+    moves a page or one head of it moves them too.  Earlier versions get pages with padding at their
+    end.
     """
-    if not compat.declares_content():
-        return compat.pad_page(spec, summary_bytes(spec, model_dtype))
-    page = spec
-    if page.block_size % SMALLEST_PAGE_SIZE:
-        page = compat.with_page_size(spec, PREFERRED_PAGE_SIZE)
-    room = -(-summary_bytes(page, model_dtype) // (page.num_kv_heads * page.block_size))
     itemsize = spec.dtype.itemsize
-    whole = -(-room // itemsize) * itemsize  # the cache is a tensor of the spec's dtype
-    return compat.with_content(spec, 2 * spec.head_size * itemsize + whole)
+    behind = bytes_behind(spec.head_size, itemsize)
+    if not compat.declares_content():
+        return compat.pad_page(spec, spec.num_kv_heads * spec.block_size * behind)
+    return compat.with_content(spec, 2 * spec.head_size * itemsize + behind)
 
 
 @dataclass(frozen=True)
@@ -54,7 +46,8 @@ class PageViews:
 
     Args:
         keys, values: ``[pages, Hkv, page_size, D]`` views of the cache.
-        summary: ``[pages, Hkv, page_size // 16, D]`` view of what follows them, or ``None``.
+        summary: ``[pages, Hkv, summary_bytes(page_size, D)]`` uint8 view of what follows them, or
+            ``None``.
     """
 
     keys: torch.Tensor
@@ -62,14 +55,14 @@ class PageViews:
     summary: torch.Tensor | None
 
 
-def view_pages(kv_cache: torch.Tensor, head_size: int, summaries: torch.dtype | None) -> PageViews:
+def view_pages(kv_cache: torch.Tensor, head_size: int, summaries: bool) -> PageViews:
     """Split a layer's cache into K, V and summaries.
 
     Args:
         kv_cache: ``[pages, Hkv, page_size, C]`` as vLLM allocates it, head by head, with ``C >= 2 *
             D`` elements for each token; bytes are read as fp8 (e4m3).
         head_size: ``D``.
-        summaries: dtype of the summaries behind K and V, or ``None`` where there are none.
+        summaries: whether there are summaries behind K and V.
 
     Raises:
         ValueError: summaries are asked for and the pages have no room for them.
@@ -84,10 +77,10 @@ def view_pages(kv_cache: torch.Tensor, head_size: int, summaries: torch.dtype | 
         strides = (page_stride, head_stride, 2 * head_size, 1)
         both = kv_cache.as_strided((pages, heads, page_size, 2 * head_size), strides)
     keys, values = both[..., :head_size], both[..., head_size:]
-    if summaries is None:
+    if not summaries:
         return PageViews(keys, values, None)
-    vectors = summary_vectors(page_size)
-    tail = vectors * head_size * summaries.itemsize // kv_cache.itemsize
+    each = summary_bytes(page_size, head_size)
+    tail = each // kv_cache.itemsize
     if content > 2 * head_size:
         room, first, stride = page_size * content - used, used, head_stride
     else:  # the page ends in padding, which holds the summaries of every head
@@ -99,4 +92,4 @@ def view_pages(kv_cache: torch.Tensor, head_size: int, summaries: torch.dtype | 
         )
     offset = kv_cache.storage_offset() + first
     behind = kv_cache.as_strided((pages, heads, tail), (page_stride, stride, 1), offset)
-    return PageViews(keys, values, behind.view(summaries).unflatten(2, (vectors, head_size)))
+    return PageViews(keys, values, behind.view(torch.uint8))

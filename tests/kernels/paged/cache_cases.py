@@ -10,7 +10,7 @@ from sparsek_kernels.paged import (
     PagedBatch,
     SelectionPolicy,
     paged_attention,
-    summary_vectors,
+    summary_bytes,
     write_kv,
 )
 
@@ -27,14 +27,6 @@ POLICIES = {
     ),
     "topk_dense_below": SelectionPolicy(
         num_sink=16, window_size=16, top_k=2, sel_block_size=32, dense_below=128, query_tile=32
-    ),
-    "topk_min_max": SelectionPolicy(
-        num_sink=16,
-        window_size=40,
-        top_k=3,
-        sel_block_size=32,
-        query_tile=32,
-        score_kind="min_max",
     ),
 }
 
@@ -60,7 +52,6 @@ def make_case(
     dim: int = 32,
     page_size: int = 32,
     dtype: torch.dtype = torch.float32,
-    score_kind: str = "cell_mean",
     layout: str = "interleaved",
     seed: int = 0,
     permute: int | None = None,
@@ -69,10 +60,10 @@ def make_case(
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-length // page_size) for length in lengths]
     num_pages = sum(needed) + 3
-    vectors = summary_vectors(page_size)
+    each = summary_bytes(page_size, dim)
     if layout == "interleaved":
         page_elements = kv_heads * page_size * 2 * dim
-        tail = kv_heads * vectors * dim
+        tail = kv_heads * each // dtype.itemsize
         raw = torch.full((num_pages * (page_elements + tail),), float("nan"), dtype=dtype)
         pitch = page_elements + tail
         kv = raw.as_strided(
@@ -80,14 +71,14 @@ def make_case(
             (pitch, page_size * 2 * dim, 2 * dim, 1),
         )
         k_cache, v_cache = kv[..., :dim], kv[..., dim:]
-        k_summary = raw.as_strided(
-            (num_pages, kv_heads, vectors, dim), (pitch, vectors * dim, dim, 1), page_elements
-        )
+        tails = raw.view(num_pages, pitch)[:, page_elements:]
+        k_summary = tails.view(torch.uint8).unflatten(1, (kv_heads, each))
+        k_summary.fill_(255)  # as scales, NaN
     else:
         shape = (num_pages, page_size, kv_heads, dim)
         k_cache = torch.full(shape, float("nan"), dtype=dtype).transpose(1, 2)
         v_cache = torch.full(shape, float("nan"), dtype=dtype).transpose(1, 2)
-        k_summary = torch.full((num_pages, kv_heads, vectors, dim), float("nan"), dtype=dtype)
+        k_summary = torch.full((num_pages, kv_heads, each), 255, dtype=torch.uint8)
     order = torch.randperm(
         num_pages, generator=torch.Generator().manual_seed(seed if permute is None else permute)
     )
@@ -111,7 +102,6 @@ def make_case(
                 v_cache,
                 k_summary,
                 slots[part],
-                score_kind=score_kind,
             )
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
     q = 3.0 * torch.randn(int(starts[-1]), heads, dim, generator=generator)

@@ -56,16 +56,17 @@ def test_strides_of_queries_change_nothing(name: str, layout: str) -> None:
 
 
 @pytest.mark.usefixtures("decoder")
-@pytest.mark.parametrize("name", ["dense", "sink_window", "topk", "topk_min_max"])
+@pytest.mark.parametrize("name", ["dense", "sink_window", "topk"])
 @pytest.mark.parametrize("dim", [3, 2, 1])
 def test_caches_of_any_strides(name: str, dim: int) -> None:
     policy = POLICIES[name]
-    case = make_case(*MIXED, score_kind=policy.score_kind)
-    spread = (
+    case = make_case(*MIXED)
+    case.k_cache, case.v_cache = (
         x.transpose(dim, 3).repeat_interleave(2, dim=3)[..., ::2].transpose(dim, 3)
-        for x in (case.k_cache, case.v_cache, case.k_summary)
+        for x in (case.k_cache, case.v_cache)
     )
-    case.k_cache, case.v_cache, case.k_summary = spread
+    by_head = case.k_summary.transpose(0, 1).repeat_interleave(dim, dim=1)
+    case.k_summary = by_head[:, ::dim].transpose(0, 1)
     check(case, policy)
 
 
@@ -87,11 +88,11 @@ def test_a_token_attends_itself_when_its_tile_straddles_blocks() -> None:
     assert (run(case, policy)[700] - before).abs().min() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["topk", "topk_token", "topk_min_max"])
+@pytest.mark.parametrize("name", ["topk", "topk_token"])
 def test_selection_of_parts(name: str) -> None:
     lengths, queries, num_decodes = [300, 210, 333, 64, 240], [1, 2, 40, 64, 200], 2
     policy = POLICIES[name]
-    case = make_case(lengths, queries, num_decodes, score_kind=policy.score_kind)
+    case = make_case(lengths, queries, num_decodes)
     whole = select_blocks(case.q, case.k_cache, case.batch, policy, k_summary=case.k_summary)
     for first, last in ((0, 2), (2, 3), (3, 5), (2, 5)):
         part = case.batch.part(first, last)
@@ -144,7 +145,7 @@ def test_a_window_is_dense_at_the_positions_below(dense_below: int) -> None:
 def test_pages_past_a_sequence_are_never_read(name: str, beyond: int) -> None:
     over = SelectionPolicy(num_sink=16, window_size=40, top_k=1, sel_block_size=96)
     policy = POLICIES.get(name, over)
-    case = make_case(*MIXED, score_kind=policy.score_kind)
+    case = make_case(*MIXED)
     for request, length in enumerate(MIXED[0]):
         case.batch.block_table[request, -(-length // 32) :] = beyond
     check(case, policy)

@@ -17,6 +17,7 @@ from sparsek_kernels.paged.api import write_kv
 from sparsek_kernels.paged.cpu import native_decode
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.reference import paged_attention_reference
+from sparsek_kernels.paged.sketch import summary_bytes
 
 needs_compiler = pytest.mark.skipif(
     native_decode.library() is None, reason="no C compiler: the torch path decodes"
@@ -36,7 +37,6 @@ class Problem:
         dim: int = 64,
         page_size: int = 32,
         dtype: torch.dtype = torch.float32,
-        score_kind: str = "cell_mean",
         together: bool = True,
         seed: int = 0,
     ) -> None:
@@ -50,7 +50,8 @@ class Problem:
             self.k_cache = torch.full((pages, page_size, heads, dim), math.nan).to(dtype)
             self.k_cache = self.k_cache.transpose(1, 2)
             self.v_cache = rows[..., dim:].clone()
-        self.k_summary = torch.full((pages, heads, page_size // 16, dim), math.nan).to(dtype)
+        shape = (pages, heads, summary_bytes(page_size, dim))
+        self.k_summary = torch.full(shape, 255, dtype=torch.uint8)
         order = torch.randperm(pages, generator=generator)
         table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
         start = 0
@@ -61,7 +62,7 @@ class Problem:
             k, v = (torch.randn(length, heads, dim, generator=generator).to(dtype) for _ in "kv")
             at = torch.arange(length)
             slots = own[at // page_size] * page_size + at % page_size
-            write_kv(k, v, self.k_cache, self.v_cache, self.k_summary, slots, score_kind=score_kind)
+            write_kv(k, v, self.k_cache, self.v_cache, self.k_summary, slots)
         new = [min(queries, length) for length in lengths]
         offsets = torch.tensor([0, *new]).cumsum(0)
         self.q = torch.randn(int(offsets[-1]), heads * group, dim, generator=generator).to(dtype)
@@ -99,7 +100,6 @@ class Problem:
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_against_the_oracle(data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(["cell_mean", "min_max"]))
     problem = Problem(
         data.draw(st.lists(st.integers(1, 500), min_size=1, max_size=4)),
         queries=data.draw(st.sampled_from([1, 1, 4])),
@@ -107,7 +107,6 @@ def test_against_the_oracle(data: st.DataObject) -> None:
         group=data.draw(st.sampled_from([1, 3, 4, 16])),
         dim=data.draw(st.sampled_from([16, 64, 80, 128, 256])),
         page_size=data.draw(st.sampled_from([32, 64, 128])),
-        score_kind=kind,
         together=data.draw(st.booleans()),
         seed=data.draw(st.integers(0, 99)),
     )
@@ -118,7 +117,6 @@ def test_against_the_oracle(data: st.DataObject) -> None:
         top_k=0 if window is None else data.draw(st.integers(0, 4)),
         sel_block_size=data.draw(st.sampled_from([32, 64])),
         dense_below=data.draw(st.sampled_from([0, 200])),
-        score_kind=kind,
     )
     sinks = data.draw(st.sampled_from([None, -1.0, 3.0]))
     logits = None if sinks is None else torch.full((problem.q.shape[1],), sinks)

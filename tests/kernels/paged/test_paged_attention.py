@@ -31,7 +31,7 @@ MIXED = ([200, 61, 300, 1, 129], [1, 3, 300, 1, 64], 2)
 @pytest.mark.parametrize("layout", ["interleaved", "token_major"])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 def test_matches_oracle(policy: SelectionPolicy, layout: str) -> None:
-    case = make_case(*MIXED, score_kind=policy.score_kind, layout=layout)
+    case = make_case(*MIXED, layout=layout)
     expected = paged_attention_reference(case.q, case.k_cache, case.v_cache, case.batch, policy)
     torch.testing.assert_close(run(case, policy).double(), expected, atol=2e-5, rtol=1e-4)
 
@@ -112,18 +112,16 @@ def check_selection(
 
 
 @pytest.mark.parametrize("query_tile", [1, 32, 64])
-@pytest.mark.parametrize("score_kind", ["cell_mean", "min_max"])
-def test_selection_equals_oracle(score_kind: str, query_tile: int) -> None:
+def test_selection_equals_oracle(query_tile: int) -> None:
     policy = SelectionPolicy(
         num_sink=16,
         window_size=20,
         top_k=3,
         sel_block_size=32,
         query_tile=query_tile,
-        score_kind=score_kind,
     )
     lengths, queries, num_decodes = [300, 210, 333], [2, 190, 333], 1
-    case = make_case(lengths, queries, num_decodes, score_kind=score_kind)
+    case = make_case(lengths, queries, num_decodes)
     check_selection(case, queries, num_decodes, policy)
 
 
@@ -295,6 +293,9 @@ def test_half_precision_within_twice_torch() -> None:
     assert error <= 2 * 2**-8 * expected.abs().max() + 1e-3
 
 
+SUMMARY = torch.zeros(8, 2, 144, dtype=torch.uint8)
+
+
 def _arguments() -> dict[str, object]:
     case = make_case([40, 70], [1, 70], 1)
     return {
@@ -317,6 +318,8 @@ def _arguments() -> dict[str, object]:
         ({"q": [1]}, TypeError, "q: expected a torch.Tensor, got list"),
         ({"k_summary": None}, ValueError, "k_summary: expected the page summaries"),
         ({"k_summary": torch.zeros(1, 2, 2, 32)}, ValueError, "k_summary: expected shape"),
+        ({"k_summary": SUMMARY.half()}, TypeError, "k_summary: expected dtype torch.uint8"),
+        ({"k_summary": SUMMARY.mT.contiguous().mT}, ValueError, "the bytes of a page and head"),
         ({"sinks": torch.zeros(3)}, ValueError, "sinks: expected shape"),
         ({"out": torch.zeros(1, 4, 32)}, ValueError, "out: expected shape"),
         (
@@ -403,7 +406,7 @@ def test_bad_policies(fields: dict[str, int], match: str) -> None:
 
 def test_attended_tokens_equals_mask() -> None:
     for policy in POLICIES.values():
-        case = make_case([300], [300], 0, score_kind=policy.score_kind)
+        case = make_case([300], [300], 0)
         k = gather_sequence(case.k_cache, case.batch.block_table[0], 300)
         from sparsek_kernels.paged.reference import visible_reference
 

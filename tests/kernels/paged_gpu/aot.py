@@ -31,7 +31,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sparsek_kernels.paged.config import TileConfig
 from sparsek_kernels.paged.launch import attend as launch
 from sparsek_kernels.paged.launch import attend_sm90 as launch_sm90
-from sparsek_kernels.paged.launch import scores as launch_mass
+from sparsek_kernels.paged.launch import rank as launch_rank
+from sparsek_kernels.paged.launch import scores as launch_scores
 from sparsek_kernels.paged.launch import select as launch_select
 from sparsek_kernels.paged.policy import SelectionPolicy
 from tests.kernels.barriers import require_lasting_barriers
@@ -41,17 +42,20 @@ KERNELS = {
     "attend_kernel": launch,
     "decode_logits_kernel": launch_select,
     "top_blocks_kernel": launch_select,
-    "sample_rows_kernel": launch_mass,
-    "block_mass_kernel": launch_mass,
-    "tile_scores_kernel": launch_mass,
+    "listed_masses_kernel": launch_rank,
+    "rank_blocks_kernel": launch_rank,
+    "pool_means_kernel": launch_scores,
+    "part_scores_kernel": launch_scores,
+    "add_parts_kernel": launch_scores,
     "attend_hopper_kernel": launch_sm90,
-    "block_mass_sm90_kernel": launch_mass,
+    "tile_scores_sm90_kernel": launch_scores,
 }
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
+    torch.uint8: "*u8",
     torch.int64: "*i64",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
@@ -97,7 +101,7 @@ def record(action: Callable[[], object], arch: int, num_sms: int) -> list[Record
 def hopper_kernels(wanted: bool) -> Iterator[None]:
     """Prefills of whole tiles take the kernels written for Hopper where these fit, or never do."""
     with contextlib.ExitStack() as stack:
-        for module, selector in ((launch, "prefill_config"), (launch_mass, "mass_config")):
+        for module, selector in ((launch, "prefill_config"), (launch_scores, "score_config")):
             configure = getattr(module, selector)
 
             def chosen(configure: Any = configure, **shape: Any) -> TileConfig:
@@ -173,14 +177,10 @@ def launches(
     dtype: torch.dtype,
     head_dim: int,
     group: int,
-    score_kind: str = "cell_mean",
     fp8_cache: bool = False,
 ) -> list[Recorded]:
-    """Everything that a step with decodes and prefills launches, for each kind of policy.
-
-    The summaries of an fp8 cache have the queries' dtype.
-    """
-    topk = SelectionPolicy(num_sink=64, window_size=512, top_k=32, score_kind=score_kind)
+    """Everything that a step with decodes and prefills launches, for each kind of policy."""
+    topk = SelectionPolicy(num_sink=64, window_size=512, top_k=32)
     policies = [topk, SelectionPolicy(), SelectionPolicy(num_sink=4, window_size=1024)]
     sms = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148}[arch]
     problem = make_problem(
@@ -194,9 +194,6 @@ def launches(
         max_seq_len=131072,
         cache_dtype=torch.float8_e4m3fn if fp8_cache else None,
     )
-    if fp8_cache:
-        summary = torch.empty(problem.k_summary.shape, dtype=dtype)
-        problem = dataclasses.replace(problem, k_summary=summary)
     seen: list[Recorded] = []
     for policy in policies:
 
@@ -209,7 +206,7 @@ def launches(
             seen += record(step, arch, sms)
         if policy is topk:
             with hopper_kernels(True):
-                special = ("attend_hopper_kernel", "block_mass_sm90_kernel")
+                special = ("attend_hopper_kernel", "tile_scores_sm90_kernel")
                 seen += [r for r in record(step, arch, sms) if r.name in special]
     seen += record(
         lambda: launch.write_kv(
@@ -219,7 +216,6 @@ def launches(
             problem.v_cache,
             problem.k_summary,
             problem.slots[0],
-            score_kind=score_kind,
         ),
         arch,
         sms,
@@ -234,7 +230,6 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--only", default="")
-    parser.add_argument("--score-kind", default="cell_mean")
     parser.add_argument("--fp8-cache", action="store_true")
     args = parser.parse_args()
     seen = launches(
@@ -242,7 +237,6 @@ def main() -> None:
         getattr(torch, args.dtype),
         args.head_dim,
         args.group,
-        args.score_kind,
         args.fp8_cache,
     )
     for launched in seen:

@@ -26,7 +26,7 @@ PADDING = 3
 TOP_K = SelectionPolicy(num_sink=64, window_size=65, top_k=2)
 STEP = [(1, 330), (130, 391), (63, 63), (0, 200), (40, 300), (2, 129)]
 SHORT = [(1, 1), (3, 3), (64, 64), (65, 65), (1, 321), (66, 385)]
-KERNELS = {"attend_hopper_kernel", "block_mass_sm90_kernel"}
+KERNELS = {"attend_hopper_kernel", "tile_scores_sm90_kernel"}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def make(case: Case) -> Problem:
     """A case's problem: pages past the end of a sequence, and rows past the last query, are NaN."""
     options = {"group": 4, "dim": 64, "page_size": 64} | case.options
     problem = make_problem(case.lengths, dtype=case.dtype, **options)
-    fill(problem, case.policy.score_kind, write=write_kv)
+    fill(problem, write=write_kv)
     spare = int(problem.k_cache[:, 0, 0, 0].isnan().nonzero()[0])
     for row, (_, length) in enumerate(case.lengths):
         problem.batch.block_table[row, ceil_div(length, options["page_size"]) :] = spare
@@ -104,7 +104,7 @@ def run(case: Case, launched: list[str]) -> int:
     if sinks is not None:
         sinks[0] = float("-inf")
     got = attend(problem, case.policy, sinks).double()
-    taken = {name for name in launched if name in {*KERNELS, "block_mass_kernel"}}
+    taken = {name for name in launched if name in {*KERNELS, "part_scores_kernel"}}
     say(taken == KERNELS, "kernels", ", ".join(sorted(taken)))
     want = expected(problem, case.policy, sinks)
     error = (got - want)[:-PADDING].abs().max().item()

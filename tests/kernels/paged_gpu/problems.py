@@ -9,6 +9,7 @@ import torch
 
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.sketch import summary_bytes
 
 
 @dataclass
@@ -18,7 +19,7 @@ class Problem:
     q: torch.Tensor  # [T, Hq, D]
     k_cache: torch.Tensor  # [P, Hkv, page_size, D]
     v_cache: torch.Tensor
-    k_summary: torch.Tensor  # [P, Hkv, page_size // 16, D]
+    k_summary: torch.Tensor  # [P, Hkv, summary_bytes]
     batch: PagedBatch
     keys: list[torch.Tensor]  # per request [N, Hkv, D]
     values: list[torch.Tensor]
@@ -42,21 +43,21 @@ def make_caches(
     head_major: bool,
     cache_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One buffer per page: K beside V per token, then the summaries; all poisoned with NaN."""
+    """One buffer per page: K beside V per token, then the sketch; all poisoned with NaN."""
     dtype = cache_dtype or dtype
     body = heads * page_size * 2 * dim
-    tail = heads * (page_size // 16) * dim
+    each = summary_bytes(page_size, dim)
+    row = heads * 2 * dim
+    tail = -(-heads * each // dtype.itemsize // row) * row  # whole rows, as in a server's pages
     buffer = torch.full((pages, body + tail), float("nan"), device=device).to(dtype)
     if head_major:
         body_strides = (body + tail, page_size * 2 * dim, 2 * dim, 1)
     else:
         body_strides = (body + tail, 2 * dim, heads * 2 * dim, 1)
     kv = buffer.as_strided((pages, heads, page_size, 2 * dim), body_strides)
-    summary = buffer.as_strided(
-        (pages, heads, page_size // 16, dim),
-        (body + tail, (page_size // 16) * dim, dim, 1),
-        body,
-    )
+    behind = buffer.view(torch.uint8)[:, body * dtype.itemsize :]
+    summary = behind[:, : heads * each].unflatten(1, (heads, each))
+    summary.fill_(255)  # as scales, NaN
     return kv[..., :dim], kv[..., dim:], summary
 
 

@@ -23,12 +23,14 @@ PORTABLE = {
     "write_kv_kernel",
     "decode_logits_kernel",
     "top_blocks_kernel",
-    "sample_rows_kernel",
-    "block_mass_kernel",
-    "tile_scores_kernel",
+    "listed_masses_kernel",
+    "rank_blocks_kernel",
+    "pool_means_kernel",
+    "part_scores_kernel",
+    "add_parts_kernel",
     "attend_kernel",
 }
-HOPPER = {"attend_hopper_kernel", "block_mass_sm90_kernel"}
+HOPPER = {"attend_hopper_kernel", "tile_scores_sm90_kernel"}
 SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
@@ -79,8 +81,8 @@ def test_compiles_with_few_spills(
         (90, "float32", 64),
     ],
 )
-def test_masses_fit_any_gpu(arch: int, dtype: str, head_dim: int) -> None:
-    options = ("--dtype", dtype, "--head-dim", str(head_dim), "--only", "block_mass_kernel")
+def test_scores_fit_any_gpu(arch: int, dtype: str, head_dim: int) -> None:
+    options = ("--dtype", dtype, "--head-dim", str(head_dim), "--only", "part_scores_kernel")
     rows = compiled(arch, *options)
     assert rows
     for row in rows:

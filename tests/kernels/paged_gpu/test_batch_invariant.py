@@ -18,6 +18,7 @@ from sparsek_kernels.paged.launch import attend as launch
 from sparsek_kernels.paged.launch import scratch as runtime
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.sketch import summary_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOP_K = SelectionPolicy(
@@ -29,7 +30,6 @@ SMALL = {
     "model-window": SelectionPolicy(window_size=50),
     "topk": TOP_K,
     "topk-last": replace(TOP_K, dense_last=8),
-    "topk-min-max": replace(TOP_K, score_kind="min_max"),
 }
 
 
@@ -49,7 +49,7 @@ class Company:
         self, problem: Problem, policy: SelectionPolicy, sinks: torch.Tensor | None = None
     ) -> None:
         self.problem, self.policy, self.sinks = problem, policy, sinks
-        oracle_check.fill(problem, policy.score_kind)
+        oracle_check.fill(problem)
         self.ends = problem.batch.cu_seqlens_q.tolist()
         self.lengths = problem.batch.seq_lens.tolist()
 
@@ -160,7 +160,7 @@ def test_a_step_in_slices_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_rows_outside_a_part_are_left_alone() -> None:
     problem = make_problem([(5, 70), (9, 150), (4, 90)], page_size=32, device=DEVICE)
-    oracle_check.fill(problem, "cell_mean")
+    oracle_check.fill(problem)
 
     def attend(batch: PagedBatch) -> torch.Tensor:
         return oracle_check.attend(replace(problem, batch=batch), TOP_K, batch_invariant=True)
@@ -171,13 +171,12 @@ def test_rows_outside_a_part_are_left_alone() -> None:
     assert torch.equal(part[5:14], whole[5:14])
 
 
-@pytest.mark.parametrize("score_kind", ["cell_mean", "min_max"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_pages_are_filled_alike_whatever_the_chunks(score_kind: str, dtype: torch.dtype) -> None:
+def test_pages_are_filled_alike_whatever_the_chunks(dtype: torch.dtype) -> None:
     filled = []
     for cuts in ((1.0,), (0.13, 0.5, 0.501, 0.73, 1.0), tuple(i / 77 for i in range(1, 78))):
         problem = make_problem([(1, 77), (1, 50)], page_size=32, dtype=dtype, device=DEVICE)
-        oracle_check.fill(problem, score_kind, cuts)
+        oracle_check.fill(problem, cuts)
         filled.append((problem.k_cache, problem.v_cache, problem.k_summary))
     for other in filled[1:]:
         for mine, theirs in zip(filled[0], other, strict=True):
@@ -197,7 +196,7 @@ def test_no_batch_reconfigures_a_kernel(policy: str, heads: int, group: int) -> 
     ]
     page_size, width = 32, 1000
     cache = torch.empty(4, heads, page_size, 128, dtype=torch.bfloat16)
-    summary = cache[:, :, :2]
+    summary = torch.empty(4, heads, summary_bytes(page_size, 128), dtype=torch.uint8)
     seen: dict[str, list[dict[str, object]]] = {}
     for lengths, decodes in steps:
         counts = [count for count, _ in lengths]
@@ -221,7 +220,7 @@ def test_no_batch_reconfigures_a_kernel(policy: str, heads: int, group: int) -> 
         assert launched
         for one in launched:
             seen.setdefault(one.name, []).append(one.kwargs)
-    assert len(seen) == (3 if SMALL[policy].selects_blocks else 1)
+    assert len(seen) == (5 if SMALL[policy].selects_blocks else 1)
     for kernel, options in seen.items():
         assert all(each == options[0] for each in options), kernel
 

@@ -11,12 +11,11 @@ from sparsek_kernels.paged.config import (
     decode_config,
     largest_part,
     logits_config,
-    mass_bytes,
-    mass_config,
     next_power_of_2,
     prefill_config,
     row_config,
-    score_columns,
+    score_bytes,
+    score_config,
     shared_memory,
     top_warps,
 )
@@ -79,28 +78,25 @@ def test_prefill(**shape: int) -> None:
 
 
 @given(
+    tiles=st.integers(1, 2000),
+    num_kv_heads=st.integers(1, 16),
     group=st.integers(1, 300),
     head_dim=st.sampled_from([16, 64, 80, 96, 128, 256, 512]),
+    tile=st.integers(2, 512),
+    blocks=st.integers(1, 16384),
     itemsize=st.sampled_from([2, 4]),
     arch=ARCHS,
+    num_sms=st.sampled_from([20, 132]),
 )
-def test_masses(**shape: int) -> None:
-    config = mass_config(**shape)
+def test_scores(**shape: int) -> None:
+    config = score_config(**shape)
     check(config, shape["group"])
-    assert config.block_m == config.queries * config.block_h
-    assert 256 % config.block_m == 0
+    assert config.block_m >= config.queries * config.block_h
     assert config.block_n >= 16
     assert config.hopper == (90 <= shape["arch"] < 100)
     row_bytes = next_power_of_2(shape["head_dim"]) * shape["itemsize"]
-    needed = mass_bytes(config.block_m, config.block_n, config.num_stages, row_bytes)
+    needed = score_bytes(config.block_m, config.block_n, config.num_stages, row_bytes)
     assert needed <= shared_memory(shape["arch"])
-
-
-@given(rows=st.integers(1, 4096))
-def test_score_columns(rows: int) -> None:
-    columns = score_columns(rows)
-    assert columns == next_power_of_2(columns)
-    assert 8 <= columns <= 128
 
 
 @given(
@@ -109,7 +105,7 @@ def test_score_columns(rows: int) -> None:
     group=st.integers(1, 16),
     head_dim=st.sampled_from([64, 128, 256]),
     queries=st.integers(1, 8),
-    cells=st.integers(1, 12),
+    vectors=st.integers(1, 64),
     num_sms=st.sampled_from([20, 132]),
 )
 def test_logits(**shape: int) -> None:

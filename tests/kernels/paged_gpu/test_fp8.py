@@ -1,4 +1,4 @@
-"""fp8 (e4m3) caches with summaries in the model's dtype, in the interpreter or on a GPU."""
+"""fp8 (e4m3) caches and their sketch, in the interpreter or on a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from problems import Problem, make_problem
 
 from sparsek_kernels.paged.launch import attend as launch
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.reference import summaries_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOP_K = SelectionPolicy(num_sink=4, window_size=20, top_k=2, sel_block_size=32, query_tile=32)
@@ -23,14 +22,12 @@ on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter rounds fp8 
 
 
 @cache
-def make(score_kind: str = "cell_mean", cuts: tuple[float, ...] = PIECES) -> Problem:
-    """A filled fp8 cache whose summaries are float32."""
+def make(cuts: tuple[float, ...] = PIECES) -> Problem:
+    """A filled fp8 cache."""
     problem = make_problem(
         LENGTHS, num_decodes=1, page_size=32, device=DEVICE, cache_dtype=torch.float8_e4m3fn
     )
-    summary = torch.full(problem.k_summary.shape, float("nan"), device=DEVICE)
-    problem = replace(problem, k_summary=summary)
-    oracle_check.fill(problem, score_kind, cuts, SCALES)
+    oracle_check.fill(problem, cuts, SCALES)
     return problem
 
 
@@ -59,17 +56,14 @@ def test_rows_are_the_nearest_fp8_values() -> None:
             assert (error == 0).float().mean() > 0.999
 
 
-@pytest.mark.parametrize("score_kind", ["cell_mean", "min_max"])
-def test_summaries_are_of_the_stored_rows_however_they_came(score_kind: str) -> None:
-    whole, pieces = make(score_kind, (1.0,)), make(score_kind)
+def test_the_sketch_is_of_the_stored_rows_however_they_came() -> None:
+    whole, pieces = make((1.0,)), make()
     assert torch.equal(whole.k_cache.view(torch.uint8), pieces.k_cache.view(torch.uint8))
-    assert torch.equal(whole.k_summary.nan_to_num(), pieces.k_summary.nan_to_num())
-    for slot in whole.slots:
+    assert torch.equal(whole.k_summary, pieces.k_summary)
+    for request, slot in enumerate(whole.slots):
         page, row = slot // 32, slot % 32
         stored = whole.k_cache.view(torch.uint8)[page, :, row].view(torch.float8_e4m3fn).float()
-        expected = summaries_reference(stored, score_kind)
-        found = whole.k_summary[page, :, row // 16][::16][: expected.shape[0]]
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        oracle_check.check_sketch(whole, request, stored)
 
 
 @pytest.mark.parametrize(
@@ -79,12 +73,11 @@ def test_summaries_are_of_the_stored_rows_however_they_came(score_kind: str) -> 
         SelectionPolicy(num_sink=3, window_size=50),
         TOP_K,
         replace(TOP_K, query_tile=1),
-        replace(TOP_K, score_kind="min_max"),
     ],
-    ids=["dense", "window", "top_k", "top_k-tile-1", "min_max"],
+    ids=["dense", "window", "top_k", "top_k-tile-1"],
 )
 def test_against_oracle(policy: SelectionPolicy) -> None:
-    problem = make(policy.score_kind)
+    problem = make()
     out = torch.full_like(problem.q, float("nan"))
     operands = problem.operands(out, k_scale=SCALES[0], v_scale=SCALES[1])
     launch.paged_attention(operands, problem.batch, policy)
@@ -97,7 +90,7 @@ def test_too_large_values_are_clipped() -> None:
     problem = make_problem([(1, 20)], device=DEVICE, cache_dtype=torch.float8_e4m3fn)
     problem.keys[0][3, 0, 5] = 1e5
     problem.keys[0][4, 1, 6] = -1e5
-    oracle_check.fill(problem, "cell_mean")
+    oracle_check.fill(problem)
     assert problem.k_cache.float().nan_to_num().abs().max() == 448.0
     stored = problem.slots[0]
     rows = problem.k_cache.view(torch.uint8)[stored // 16, :, stored % 16]

@@ -75,7 +75,7 @@ def test_speculative_and_sinks() -> None:
 
 def test_last_queries_see_everything() -> None:
     problem = mixed(page_size=64, dim=128, dtype=torch.bfloat16)
-    oracle_check.fill(problem, "cell_mean")
+    oracle_check.fill(problem)
     policy = replace(TOP_K, dense_last=70)
     got = paged_attention(
         problem.q,
@@ -92,21 +92,16 @@ def test_last_queries_see_everything() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_queries_that_lie_head_by_head(policy: str) -> None:
     problem = mixed(page_size=64, dim=128, group=4, dtype=torch.bfloat16)
-    oracle_check.fill(problem, "cell_mean")
+    oracle_check.fill(problem)
     whole = oracle_check.attend(problem, POLICIES[policy])
     problem.q = problem.q.transpose(0, 1).contiguous().transpose(0, 1)
     assert torch.equal(whole, oracle_check.attend(problem, POLICIES[policy]))
 
 
-def test_min_max_scores() -> None:
-    problem = mixed(page_size=64, dim=128, dtype=torch.bfloat16)
-    oracle_check.check(problem, replace(TOP_K, score_kind="min_max"))
-
-
 def test_fp8_cache() -> None:
-    """Selection on fp8 summaries is checked through what it attends: the oracle reads the cache."""
+    """Selection is checked through what it attends: the oracle reads the cache."""
     problem = mixed(page_size=64, dim=128, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
-    oracle_check.fill(problem, "cell_mean", scales=(0.5, 0.25))
+    oracle_check.fill(problem, scales=(0.5, 0.25))
     wide = replace(
         problem,
         k_cache=(problem.k_cache.float() * 0.5).bfloat16(),
@@ -129,7 +124,7 @@ def test_fp8_cache() -> None:
         k_scale=0.5,
     )
     exact = mixed(page_size=64, dim=128, dtype=torch.bfloat16)
-    oracle_check.fill(exact, "cell_mean")
+    oracle_check.fill(exact)
     reference = launch.select_blocks(
         exact.q,
         exact.k_cache,
@@ -147,7 +142,7 @@ def test_fp8_cache() -> None:
 
 def test_batch_composition_does_not_change_a_request() -> None:
     problem = mixed(page_size=64, dim=128, dtype=torch.bfloat16, group=4)
-    oracle_check.fill(problem, "cell_mean")
+    oracle_check.fill(problem)
     whole = oracle_check.attend(problem, TOP_K)
     alone = PagedBatch(
         block_table=problem.batch.block_table[4:5],
@@ -175,7 +170,7 @@ def test_graph_replay_with_other_lengths() -> None:
         dtype=torch.bfloat16,
         max_seq_len=131072,
     )
-    oracle_check.fill(problem, "cell_mean")
+    oracle_check.fill(problem)
     out = torch.empty_like(problem.q)
 
     def step() -> None:

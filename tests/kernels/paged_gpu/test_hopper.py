@@ -11,7 +11,7 @@ import torch
 from problems import Problem, make_problem
 
 from sparsek_kernels.paged.launch import attend as launch
-from sparsek_kernels.paged.launch import scores as launch_mass
+from sparsek_kernels.paged.launch import scores as launch_scores
 from sparsek_kernels.paged.launch import select as launch_select
 from sparsek_kernels.paged.policy import SelectionPolicy
 
@@ -31,11 +31,14 @@ STEP = [(1, 1500), (1, 65), (200, 1300), (63, 63), (130, 901), (0, 700), (1000, 
 def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Launches of each Hopper kernel; steps with few tiles take them too."""
     counts: Counter[str] = Counter()
-    configure = launch.prefill_config
-    monkeypatch.setattr(
-        launch, "prefill_config", lambda **s: replace(configure(**s), splits=1, hopper=True)
-    )
-    for module, launcher in ((launch, "attend_hopper"), (launch_mass, "_mass_sm90")):
+    for module, selector in ((launch, "prefill_config"), (launch_scores, "score_config")):
+        configure = getattr(module, selector)
+        monkeypatch.setattr(
+            module,
+            selector,
+            lambda configure=configure, **s: replace(configure(**s), splits=1, hopper=True),
+        )
+    for module, launcher in ((launch, "attend_hopper"), (launch_scores, "_score_sm90")):
         start = getattr(module, launcher)
         monkeypatch.setattr(
             module,
@@ -66,13 +69,13 @@ def test_layouts(
 ) -> None:
     problem = step(dim=dim, page_size=page_size, dtype=dtype, head_major=head_major)
     oracle_check.check(problem, TOP_K)
-    assert ran == {"attend_hopper": 1, "_mass_sm90": 1}
+    assert ran == {"attend_hopper": 1, "_score_sm90": 1}
 
 
 @pytest.mark.parametrize("group", [2, 3, 4, 7, 8, 16])
 def test_groups(group: int, ran: Counter[str]) -> None:
     oracle_check.check(step(group=group), TOP_K)
-    assert ran == {"attend_hopper": 1, "_mass_sm90": 1}
+    assert ran == {"attend_hopper": 1, "_score_sm90": 1}
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])
@@ -83,7 +86,7 @@ def test_lists_of_odd_and_even_length(top_k: int, ran: Counter[str]) -> None:
 
 def test_tiles_of_two_chunks(ran: Counter[str]) -> None:
     oracle_check.check(step(), replace(TOP_K, query_tile=128, top_k=6))
-    assert ran == {"attend_hopper": 1, "_mass_sm90": 1}
+    assert ran == {"attend_hopper": 1, "_score_sm90": 1}
 
 
 def test_learned_sinks(ran: Counter[str]) -> None:
@@ -99,12 +102,12 @@ def test_dense_below(ran: Counter[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "policy"),
     [
-        ({"page_size": 32}, TOP_K),
         ({"dim": 96}, TOP_K),
         ({"dtype": torch.float32}, TOP_K),
         ({}, replace(TOP_K, sel_block_size=128, window_size=128)),
+        ({}, replace(TOP_K, query_tile=16)),
     ],
-    ids=["small pages", "dim 96", "fp32", "large blocks"],
+    ids=["dim 96", "fp32", "large blocks", "tiles of 16"],
 )
 def test_the_rest_is_left_to_the_portable_kernels(
     options: dict[str, object], policy: SelectionPolicy, ran: Counter[str]
@@ -113,16 +116,17 @@ def test_the_rest_is_left_to_the_portable_kernels(
     assert not ran
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [replace(TOP_K, query_tile=16), replace(TOP_K, score_kind="min_max", query_tile=32)],
-    ids=["tiles of 16", "min-max"],
-)
+@pytest.mark.parametrize("query_tile", [16, 32])
 def test_small_tiles_are_attended_by_the_portable_kernel(
-    policy: SelectionPolicy, ran: Counter[str]
+    query_tile: int, ran: Counter[str]
 ) -> None:
-    oracle_check.check(step(), policy)
-    assert ran == {"_mass_sm90": 1}
+    oracle_check.check(step(), replace(TOP_K, query_tile=query_tile))
+    assert ran == Counter()
+
+
+def test_small_pages_are_attended_by_the_portable_kernel(ran: Counter[str]) -> None:
+    oracle_check.check(step(page_size=32), TOP_K)
+    assert ran == {"_score_sm90": 1}
 
 
 def test_single_tokens_are_left_to_the_portable_kernels(ran: Counter[str]) -> None:
@@ -143,7 +147,7 @@ def test_a_step_of_many_tiles(ran: Counter[str]) -> None:
         device="cuda",
     )
     policy = SelectionPolicy(num_sink=64, window_size=512, top_k=16)
-    oracle_check.fill(problem, "cell_mean")
+    oracle_check.fill(problem)
 
     def run(selected: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Selection, and the output over it (or over ``selected``), of the prefills."""
@@ -161,9 +165,9 @@ def test_a_step_of_many_tiles(ran: Counter[str]) -> None:
         return chosen, out
 
     chosen, out = run()
-    assert ran == {"attend_hopper": 1, "_mass_sm90": 1}
+    assert ran == {"attend_hopper": 1, "_score_sm90": 1}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch_mass, "masses_fit", lambda *_: False)
+        patch.setattr(launch_scores, "scores_fit", lambda *_: False)
         patch.setattr(launch, "attend_fits", lambda *_: False)
         portable, expected = run(chosen)
     torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)

@@ -10,7 +10,6 @@ import torch
 from problems import Problem, make_problem
 
 from sparsek_kernels.paged.launch import attend as launch
-from sparsek_kernels.paged.launch import scores as launch_mass
 from sparsek_kernels.paged.launch import scratch as runtime
 from sparsek_kernels.paged.launch import select as launch_select
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -62,11 +61,6 @@ CASES = {
         replace(TOP_K, sel_block_size=96),
         {"num_decodes": 1, "page_size": 32},
     ),
-    "topk-min-max": (
-        [(2, 301), (70, 390)],
-        replace(TOP_K, score_kind="min_max"),
-        {"num_decodes": 1, "page_size": 64},
-    ),
     "topk-wide-group": ([(40, 200)], replace(TOP_K, query_tile=16), {"heads": 1, "group": 8}),
 }
 
@@ -102,7 +96,7 @@ def test_against_oracle(name: str) -> None:
 @pytest.mark.parametrize("num_decodes", [0, 1], ids=["prefill", "decode"])
 def test_a_window_is_dense_at_the_positions_below(num_decodes: int) -> None:
     problem = make_problem([(70, 130)], num_decodes=num_decodes, device=DEVICE)
-    oracle_check.fill(problem, "cell_mean")
+    oracle_check.fill(problem)
     found = oracle_check.attend(problem, replace(WINDOW, window_size=20, dense_below=100))
     below = oracle_check.attend(problem, DENSE)[:40]
     above = oracle_check.attend(problem, replace(WINDOW, window_size=20))[40:]
@@ -113,7 +107,7 @@ def test_a_window_is_dense_at_the_positions_below(num_decodes: int) -> None:
 def test_pages_past_a_sequence_change_nothing(name: str) -> None:
     lengths, policy, options = CASES[name]
     problem = make_problem(lengths, device=DEVICE, **options)
-    oracle_check.fill(problem, policy.score_kind)
+    oracle_check.fill(problem)
     expected = oracle_check.attend(problem, policy)
     for (_, length), pages in zip(lengths, problem.batch.block_table, strict=True):
         pages[-(-length // problem.k_cache.shape[2]) :] = 1 << 30
@@ -129,7 +123,7 @@ def test_learned_sinks(policy: SelectionPolicy) -> None:
 
 def test_budget_over_context_equals_dense() -> None:
     problem = make_problem([(1, 150), (40, 140)], num_decodes=1, device=DEVICE)
-    oracle_check.fill(problem, "cell_mean")
+    oracle_check.fill(problem)
     everything = SelectionPolicy(num_sink=4, window_size=40, top_k=64)
     torch.testing.assert_close(
         oracle_check.attend(problem, everything),
@@ -142,14 +136,14 @@ def test_budget_over_context_equals_dense() -> None:
 def test_equal_scores_go_to_the_lower_index() -> None:
     problem = make_problem([(1, 640)], num_decodes=1, device=DEVICE)
     problem.keys[0] = torch.ones_like(problem.keys[0])
-    oracle_check.fill(problem, "cell_mean")
+    oracle_check.fill(problem)
     chosen = select(problem)
     assert chosen.tolist() == [[list(range(1, 1 + TOP_K.scored_blocks))] * 2]
 
 
 def test_scores_of_nan_queries_stay_in_range() -> None:
     problem = make_problem([(1, 640), (40, 600)], num_decodes=1, device=DEVICE)
-    oracle_check.fill(problem, "cell_mean")
+    oracle_check.fill(problem)
     problem.q.fill_(float("nan"))
     chosen = select(problem)
     assert ((chosen[:3] >= 1) & (chosen[:3] < 20)).all()
@@ -157,7 +151,7 @@ def test_scores_of_nan_queries_stay_in_range() -> None:
 
 def test_padded_requests_write_zeros_or_nothing() -> None:
     problem = make_problem([(1, 150), (1, 40)], num_decodes=2, device=DEVICE)
-    oracle_check.fill(problem, "cell_mean")
+    oracle_check.fill(problem)
     problem.batch.seq_lens[1] = 0
     out = oracle_check.attend(problem, TOP_K)
     assert out[0].isfinite().all()
@@ -166,26 +160,15 @@ def test_padded_requests_write_zeros_or_nothing() -> None:
 
 def test_scratch_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem([(1, 350), (1, 433), (60, 400)], num_decodes=2, device=DEVICE)
-    oracle_check.fill(problem, "cell_mean")
+    oracle_check.fill(problem)
     whole = oracle_check.attend(problem, TOP_K)
     monkeypatch.setattr(launch_select, "_SCRATCH_ELEMENTS", 64)
     assert torch.allclose(whole, oracle_check.attend(problem, TOP_K), atol=1e-6, rtol=0)
 
 
-def test_masses_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = make_problem([(200, 500), (90, 400), (3, 350)], device=DEVICE)
-    oracle_check.fill(problem, "cell_mean")
-    whole = select(problem)
-    score, steps = launch_select.score_tiles, []
-    monkeypatch.setattr(launch_mass, "_MASS_ELEMENTS", 2 * 16 * 256 * 4)
-    monkeypatch.setattr(launch_select, "score_tiles", lambda *a: (steps.append(a[-2]), score(*a)))
-    assert torch.equal(whole, select(problem))
-    assert len(steps) > 1
-
-
 def test_single_tokens_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem([(2, 301), (50, 390), (7, 7)], num_decodes=1, device=DEVICE)
-    oracle_check.fill(problem, "cell_mean")
+    oracle_check.fill(problem)
     rule = replace(TOP_K, query_tile=1)
     whole = select(problem, rule)
     monkeypatch.setattr(runtime, "_ROW_ELEMENTS", 1)
@@ -197,7 +180,7 @@ def test_selection_of_parts(query_tile: int) -> None:
     """Query tokens of a part keep their offsets in the whole batch."""
     rule = replace(TOP_K, query_tile=query_tile)
     problem = make_problem([(1, 301), (50, 390), (70, 400)], num_decodes=1, device=DEVICE)
-    oracle_check.fill(problem, "cell_mean")
+    oracle_check.fill(problem)
     whole = select(problem, rule).split(tile_counts(problem, rule))
     for request, expected in enumerate(whole):
         part = replace(problem, batch=problem.batch.part(request, request + 1))

@@ -63,7 +63,7 @@ def test_vllms_copy_of_a_block_carries_its_summary(current: Any, alone: bool) ->
 def test_a_token_takes_as_much_on_every_page(current: Any, page_size: int) -> None:
     """vLLM asks about a page of one token to size the pages of recurrent layers."""
     from sparsek_backend.vllm_backend.sparsek.backend import SparseKBackend
-    from sparsek_backend.vllm_backend.sparsek.pages import summary_bytes
+    from sparsek_backend.vllm_backend.sparsek.pages import bytes_behind, summary_bytes
 
     layer = make_layer()
     plain = replace(layer.get_kv_cache_spec(current), block_size=page_size)
@@ -71,7 +71,8 @@ def test_a_token_takes_as_much_on_every_page(current: Any, page_size: int) -> No
     token = SparseKBackend.customize_spec(replace(plain, block_size=1))
     assert page.page_size_bytes == page_size * token.page_size_bytes
     room = page.page_size_bytes - plain.page_size_bytes
-    assert 0 <= room - summary_bytes(plain, torch.float32) < KV_HEADS * page_size * 4
+    assert room == KV_HEADS * page_size * bytes_behind(plain.head_size, 4)
+    assert room >= KV_HEADS * summary_bytes(page_size, plain.head_size)
     assert compat.content_bytes(page) % page.dtype.itemsize == 0
 
 
@@ -79,15 +80,15 @@ def test_a_token_takes_as_much_on_every_page(current: Any, page_size: int) -> No
 @pytest.mark.parametrize("head_size", [40, 80, 128])
 def test_views_of_declared_content(current: Any, dtype: torch.dtype, head_size: int) -> None:
     """K, V and summaries of all heads share no byte, in any dtype and head size."""
-    from sparsek_backend.vllm_backend.sparsek.pages import summary_dtype, view_pages, with_summaries
+    from sparsek_backend.vllm_backend.sparsek.pages import view_pages, with_summaries
 
     make_layer()
     spec = make_spec(make_layer(1), current)
     spec = replace(spec, dtype=dtype, head_size=head_size, head_size_v=head_size)
-    spec = with_summaries(replace(spec, state_content_bytes=None), torch.bfloat16)
+    spec = with_summaries(replace(spec, state_content_bytes=None))
     content = compat.content_bytes(spec) // dtype.itemsize
     cache = torch.zeros(3, KV_HEADS, spec.block_size, content, dtype=dtype)
-    views = view_pages(cache, head_size, summary_dtype(dtype, torch.bfloat16))
+    views = view_pages(cache, head_size, True)
     assert views.summary is not None
     found = [views.keys, views.values, views.summary]
     for value, part in enumerate(found, 1):

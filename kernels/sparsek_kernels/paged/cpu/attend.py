@@ -14,12 +14,15 @@ from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.cpu import native_decode
 from sparsek_kernels.paged.cpu.gather import block_reader, join_kv, read_sequence
 from sparsek_kernels.paged.cpu.plan import TileGroup, plan_decodes, plan_prefill
-from sparsek_kernels.paged.cpu.select import select_prefill, select_tokens
+from sparsek_kernels.paged.cpu.select import (
+    group_tiles,
+    prefill_summaries,
+    select_group,
+    select_tokens,
+)
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
 
-_GATHER_ELEMENTS = 1 << 22
-"""Elements of K that one group of tiles may gather: bounds scratch, keeps it near the caches."""
 _DENSE_ROWS = 512
 """Queries that a dense prefill with a prefix handles at once: bounds its mask."""
 
@@ -171,8 +174,16 @@ def _decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) -
     rows = q if every else q.index_select(0, plan.rows)
     selected = None
     if plan.scoring is not None and operands.k_summary is not None:
-        scale = operands.softmax_scale
-        selected = select_tokens(rows, operands.k_summary, plan.scoring, rule, scale)
+        selected = select_tokens(
+            rows,
+            plan.positions,
+            operands.k_cache,
+            operands.k_summary,
+            plan.scoring,
+            plan.group,
+            rule,
+            operands.softmax_scale,
+        )
     attended = attend_tiles(
         rows.unsqueeze(3), operands, plan.group, selected, rule.sel_block_size
     ).squeeze(3)
@@ -187,9 +198,7 @@ def _prefill(
 ) -> None:
     _, heads, page_size, dim = operands.k_cache.shape
     q, out = (x.unflatten(1, (heads, -1)) for x in (operands.q, operands.out))
-    per_tile = heads * dim * (policy.budget_blocks + 1) * policy.sel_block_size
-    group_tiles = max(_GATHER_ELEMENTS // per_tile, 1)
-    plan = plan_prefill(batch, request, policy, group_tiles, page_size)
+    plan = plan_prefill(batch, request, policy, group_tiles(policy, heads, dim), page_size)
     lengths, _ = host_lengths(batch)
     length = lengths[request]
     start = length - q.shape[0]
@@ -197,24 +206,25 @@ def _prefill(
         count = plan.dense_end - start
         pages = batch.block_table[request].long()
         out[:count] = _attend_sequence(q[:count], operands, pages, plan.dense_end)
-    chosen = None
-    if policy.selects_blocks and plan.groups:
-        chosen = select_prefill(
-            q[plan.dense_end - start :],
-            plan.dense_end,
-            operands.k_cache,
-            operands.k_summary,
-            plan.summaries,
-            policy,
-            operands.softmax_scale,
-        )
+    select = policy.selects_blocks and bool(plan.groups)
+    if select:
+        summaries = prefill_summaries(operands.k_cache, operands.k_summary, plan, length, policy)
     for first, tiles, group in plan.groups:
         begin = max(first, plan.dense_end, start)
         end = min(first + tiles * plan.tile, length)
         rows = q[begin - start : end - start]
         selected = None
-        if chosen is not None:
-            selected, chosen = chosen[:tiles], chosen[tiles:]
+        if select:
+            selected = select_group(
+                rows,
+                begin,
+                first,
+                group,
+                operands.k_cache,
+                summaries,
+                policy,
+                operands.softmax_scale,
+            )
         padded = q.new_zeros(tiles * plan.tile, *q.shape[1:])
         padded[begin - first : end - first] = rows
         padded = padded.unflatten(0, (tiles, plan.tile)).permute(0, 2, 3, 1, 4)

@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define CELL 16
+#define VECTOR 4 /* tokens of a vector of the sketch */
 #define RUN 64
 #define MOST_DIM 256
 #define MOST_GROUP 64
@@ -17,21 +17,32 @@ typedef struct {
     int64_t is_bf16;
 } Rows;
 
+/* Vectors of int4 levels, then their fp16 scales (sketch.py); strides in bytes. */
 typedef struct {
-    int64_t request, position, front, picks, local, sinks_end, window_start;
+    const uint8_t *data;
+    int64_t page, head;
+} Sketch;
+
+typedef struct {
+    int64_t request, position, front, picks, local, sinks_end, window_start, listed;
 } Token;
 
 typedef struct {
-    int64_t tokens, heads, group, dim, page_size, block_size, min_max, splits, max_blocks, max_picks;
-    const float *q; /* [tokens, heads, group, dim], scaled */
-    float *out;     /* likewise */
-    Rows k, v, summary;
+    int64_t tokens, heads, group, dim, page_size, block_size, splits;
+    int64_t max_blocks, max_slots, max_picks;
+    const float *q;      /* [tokens, heads, group, dim], scaled */
+    const float *rotated; /* the same, rotated as the sketch is; NULL where nothing is selected */
+    float *out;          /* [tokens, heads, group, dim] */
+    Rows k, v;
+    Sketch sketch;
     const int32_t *table;
     int64_t table_stride;
     const Token *plan;
     const float *sinks; /* [heads, group] or NULL */
-    float *logits;      /* [tokens * heads, group + 1, max_blocks] */
-    int32_t *chosen;    /* [tokens * heads, max_picks] */
+    float *scores;      /* [tokens * heads, group + 1, max_blocks]: by the sketch */
+    float *logits;      /* [tokens * heads, group, max_slots, block_size]: of the keys read */
+    int32_t *listed;    /* [tokens * heads, max_slots] blocks of the candidates */
+    int32_t *chosen;    /* [tokens * heads, max_picks] places in listed, ascending */
     int32_t *waiting;   /* [tokens * heads] pieces that are not attended yet */
     float *parts;       /* [tokens * heads, splits, group, dim + 2]: sums, maximum, total */
 } Decode;
@@ -85,87 +96,199 @@ ALWAYS_INLINE void exp_in_place(float *x, int64_t count, float shift) {
     }
 }
 
-/* Logits of blocks [first, last) of one token and head. */
+ALWAYS_INLINE float from_half(uint16_t half) {
+    const uint32_t exponent = half >> 10 & 31, fraction = half & 1023;
+    if (!exponent) return (float)fraction * 5.9604645e-8f;
+    const uint32_t bits = (exponent + 112) << 23 | fraction << 13;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* Logits of blocks [0, blocks) of one token and head, each its best vector's. */
 ALWAYS_INLINE void score_blocks(const Decode *a, const Token *token, int64_t head, const float *q,
-                                float *logits, int64_t first, int64_t last, int dim) {
-    const int64_t per_block = a->block_size / CELL, per_page = a->page_size / CELL;
-    const int64_t step = a->min_max ? 2 : 1;
+                                float *scores, int64_t blocks, int dim) {
+    const int64_t per_block = a->block_size / VECTOR, per_page = a->page_size / VECTOR;
     const int32_t *pages = a->table + token->request * a->table_stride;
-    float low[MOST_DIM], high[MOST_DIM];
-    for (int64_t block = first; block < last; block++) {
-        for (int64_t g = 0; g < a->group; g++) logits[g * a->max_blocks + block] = -INFINITY;
-        for (int64_t cell = block * per_block; cell < (block + 1) * per_block; cell += step) {
-            int64_t at = pages[cell / per_page] * a->summary.page + head * a->summary.head +
-                         cell % per_page * a->summary.row;
-            if (cell % per_page == 0 && cell + 2 * per_page < last * per_block)
-                prefetch(&a->summary, at + (int64_t)(pages[cell / per_page + 2] -
-                                      pages[cell / per_page]) * a->summary.page, per_page, dim);
-            widen(&a->summary, at, dim, low);
-            if (a->min_max) widen(&a->summary, at + a->summary.row, dim, high);
+    const int64_t half = dim / 2;
+    float levels[MOST_DIM];
+    for (int64_t block = 0; block < blocks; block++) {
+        for (int64_t g = 0; g < a->group; g++) scores[g * a->max_blocks + block] = -INFINITY;
+        for (int64_t vector = block * per_block; vector < (block + 1) * per_block; vector++) {
+            const uint8_t *data = a->sketch.data + pages[vector / per_page] * a->sketch.page +
+                                  head * a->sketch.head;
+            const uint8_t *packed = data + vector % per_page * half;
+            uint16_t bits;
+            memcpy(&bits, data + per_page * half + vector % per_page * 2, 2);
+            const float scale = from_half(bits);
+#pragma omp simd
+            for (int64_t d = 0; d < half; d++) {
+                levels[d] = (float)(packed[d] & 15) - 7.5f;
+                levels[d + half] = (float)(packed[d] >> 4) - 7.5f;
+            }
             for (int64_t g = 0; g < a->group; g++) {
-                const float *row = q + g * dim;
-                float value = 0.0f;
-                if (a->min_max) {
-#pragma omp simd reduction(+ : value)
-                    for (int d = 0; d < dim; d++) {
-                        float x = row[d] * low[d], y = row[d] * high[d];
-                        value += x > y ? x : y;
-                    }
-                } else {
-                    value = dot(row, low, dim);
-                }
-                float *best = logits + g * a->max_blocks + block;
+                const float value = scale * dot(q + g * dim, levels, dim);
+                float *best = scores + g * a->max_blocks + block;
                 *best = value > *best ? value : *best;
             }
         }
     }
 }
 
-/* Probabilities summed over the group, then the best candidates, ties to the lower block. */
-static void pick_blocks(const Decode *a, const Token *token, float *logits, int32_t *chosen) {
-    const int64_t blocks = token->position / a->block_size;
-    float *scores = logits + a->group * a->max_blocks;
-    memset(scores, 0, blocks * sizeof(float));
-    for (int64_t g = 0; g < a->group; g++) {
-        float *row = logits + g * a->max_blocks, top = -INFINITY, total = 0.0f;
-#pragma omp simd reduction(max : top)
-        for (int64_t b = 0; b < blocks; b++) top = row[b] > top ? row[b] : top;
-        exp_in_place(row, blocks, top);
-#pragma omp simd reduction(+ : total)
-        for (int64_t b = 0; b < blocks; b++) total += row[b];
-        for (int64_t b = 0; b < blocks; b++) scores[b] += row[b] / total;
+/* The `count` best of scores [first, last), ascending; ties to the lower index, NaN counts as 0.
+ * Non-negative floats order as their bits, so the count-th largest is found bit by bit. */
+static int64_t best_of(float *scores, int64_t first, int64_t last, int64_t count, int32_t *best) {
+    int64_t found = 0, above = 0;
+    if (last - first <= count) {
+        for (int64_t b = first; b < last; b++) best[found++] = (int32_t)b;
+        return found;
     }
-    for (int64_t place = 0; place < token->picks; place++) {
-        int64_t best = token->front;
-        for (int64_t b = best + 1; b < token->local; b++)
-            if (scores[b] > scores[best]) best = b;
-        chosen[place] = (int32_t)best;
-        scores[best] = -INFINITY;
+    uint32_t threshold = 0;
+    for (int64_t b = first; b < last; b++) scores[b] = scores[b] > 0.0f ? scores[b] : 0.0f;
+    const uint32_t *keys = (const uint32_t *)scores;
+    for (int bit = 30; bit >= 0; bit--) {
+        const uint32_t wanted = threshold | 1u << bit;
+        int64_t reach = 0;
+#pragma omp simd reduction(+ : reach)
+        for (int64_t b = first; b < last; b++) reach += keys[b] >= wanted;
+        if (reach >= count) threshold = wanted;
+    }
+    for (int64_t b = first; b < last; b++) above += keys[b] > threshold;
+    int64_t equal = count - above; /* places for the keys that equal the threshold, the first ones */
+    for (int64_t b = first; b < last && found < count; b++) {
+        if (keys[b] < threshold || (keys[b] == threshold && equal-- <= 0)) continue;
+        best[found++] = (int32_t)b;
+    }
+    return found;
+}
+
+/* Replaces each row of logits by its softmax over [0, count) and adds it to sums. */
+static void add_shares(float *rows, int64_t stride, int64_t group, int64_t count, float *sums) {
+    memset(sums, 0, count * sizeof(float));
+    for (int64_t g = 0; g < group; g++) {
+        float *row = rows + g * stride, top = -INFINITY, total = 0.0f;
+#pragma omp simd reduction(max : top)
+        for (int64_t b = 0; b < count; b++) top = row[b] > top ? row[b] : top;
+        exp_in_place(row, count, top);
+#pragma omp simd reduction(+ : total)
+        for (int64_t b = 0; b < count; b++) total += row[b];
+        for (int64_t b = 0; b < count; b++) sums[b] += row[b] / total;
     }
 }
 
-ALWAYS_INLINE int64_t listed_block(const Token *token, const int32_t *chosen, int64_t entry) {
+/* First step: the candidates whose keys are read, by the sketch. */
+ALWAYS_INLINE void list_blocks(const Decode *a, const Token *token, int64_t unit, int dim) {
+    float *scores = a->scores + unit * (a->group + 1) * a->max_blocks;
+    float *sums = scores + a->group * a->max_blocks;
+    const int64_t blocks = token->position / a->block_size;
+    if (token->local - token->front > token->listed) {
+        score_blocks(a, token, unit % a->heads, a->rotated + unit * a->group * dim, scores, blocks,
+                     dim);
+        add_shares(scores, a->max_blocks, a->group, blocks, sums);
+    }
+    best_of(sums, token->front, token->local, token->listed, a->listed + unit * a->max_slots);
+}
+
+/* What a unit reads: sinks, then window, then candidates. */
+ALWAYS_INLINE int64_t local_slots(const Decode *a, const Token *token) {
+    return token->position / a->block_size + 1 - token->local;
+}
+
+ALWAYS_INLINE int64_t slot_block(const Token *token, const int32_t *listed, int64_t locals,
+                                 int64_t slot) {
+    if (slot < token->front) return slot;
+    slot -= token->front;
+    return slot < locals ? token->local + slot : listed[slot - locals];
+}
+
+/* Logits of the keys of slots [first, last); keys after the token have -inf. */
+ALWAYS_INLINE void read_keys(const Decode *a, const Token *token, int64_t unit, int64_t first,
+                             int64_t last, int dim) {
+    const int64_t size = a->block_size, locals = local_slots(a, token), head = unit % a->heads;
+    const int32_t *pages = a->table + token->request * a->table_stride;
+    const int32_t *listed = a->listed + unit * a->max_slots;
+    const float *q = a->q + unit * a->group * dim;
+    float *logits = a->logits + unit * a->group * a->max_slots * size, key_row[MOST_DIM];
+    for (int64_t slot = first; slot < last; slot++) {
+        const int64_t start = slot_block(token, listed, locals, slot) * size;
+        if (slot + 1 < last) {
+            const int64_t key = slot_block(token, listed, locals, slot + 1) * size;
+            const int64_t page = pages[key / a->page_size], row = key % a->page_size;
+            prefetch(&a->k, page * a->k.page + head * a->k.head + row * a->k.row,
+                     min64(size, a->page_size - row), dim);
+        }
+        for (int64_t j = 0; j < size; j++) {
+            const int64_t key = start + j, seen = key <= token->position;
+            if (seen) {
+                const int64_t page = pages[key / a->page_size], row = key % a->page_size;
+                widen(&a->k, page * a->k.page + head * a->k.head + row * a->k.row, dim, key_row);
+            }
+            for (int64_t g = 0; g < a->group; g++)
+                logits[(g * a->max_slots + slot) * size + j] =
+                    seen ? dot(q + g * dim, key_row, dim) : -INFINITY;
+        }
+    }
+}
+
+/* Second step: the candidates with the largest share of the attention to what was read. */
+ALWAYS_INLINE void choose_blocks(const Decode *a, const Token *token, int64_t unit) {
+    const int64_t size = a->block_size, locals = local_slots(a, token);
+    const int64_t fixed = token->front + locals, slots = fixed + token->listed;
+    const float *logits = a->logits + unit * a->group * a->max_slots * size;
+    float *masses = a->scores + unit * (a->group + 1) * a->max_blocks;
+    float *sums = masses + a->group * a->max_blocks;
+    for (int64_t g = 0; g < a->group; g++) {
+        const float *row = logits + g * a->max_slots * size;
+        float top = -INFINITY, some[RUN * 4];
+        for (int64_t j = 0; j < slots * size; j++) top = row[j] > top ? row[j] : top;
+        for (int64_t slot = 0; slot < slots; slot++) {
+            float total = 0.0f;
+            for (int64_t from = 0; from < size; from += RUN * 4) {
+                const int64_t count = min64(RUN * 4, size - from);
+                memcpy(some, row + slot * size + from, count * sizeof(float));
+                exp_in_place(some, count, top);
+                for (int64_t j = 0; j < count; j++) total += some[j];
+            }
+            masses[g * a->max_blocks + slot] = logf(total);
+        }
+    }
+    add_shares(masses, a->max_blocks, a->group, slots, sums);
+    best_of(sums, fixed, slots, token->picks, a->chosen + unit * a->max_picks);
+}
+
+/* Block of an entry of what a token attends: sinks, chosen blocks, window. */
+ALWAYS_INLINE int64_t entry_slot(const Token *token, const int32_t *chosen, int64_t entry) {
     if (entry < token->front) return entry;
     entry -= token->front;
-    return entry < token->picks ? chosen[entry] : token->local + entry - token->picks;
+    return entry < token->picks ? chosen[entry] : token->front + entry - token->picks;
+}
+
+ALWAYS_INLINE int64_t entry_block(const Decode *a, const Token *token, int64_t unit,
+                                  int64_t entry) {
+    if (!token->picks)
+        return entry < token->front ? entry : token->local + entry - token->front;
+    const int64_t slot = entry_slot(token, a->chosen + unit * a->max_picks, entry);
+    return slot_block(token, a->listed + unit * a->max_slots, local_slots(a, token), slot);
 }
 
 /* Online softmax over entries [first, last) of a token's list of blocks. */
-ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t head, const float *q,
-                                 const int32_t *chosen, int64_t first, int64_t last, float *part,
-                                 int dim) {
-    const int64_t group = a->group, size = a->block_size, width = dim + 2;
+ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t unit, int64_t first,
+                                 int64_t last, float *part, int dim) {
+    const int64_t group = a->group, size = a->block_size, width = dim + 2, head = unit % a->heads;
+    const float *q = a->q + unit * group * dim;
+    const float *known = a->logits + unit * group * a->max_slots * size;
     const int32_t *pages = a->table + token->request * a->table_stride;
     float tile[RUN * MOST_DIM], weights[MOST_GROUP][RUN], sum[MOST_DIM];
     memset(part, 0, group * width * sizeof(float));
     for (int64_t g = 0; g < group; g++) part[g * width + dim] = -INFINITY;
     const int64_t run = min64(RUN, min64(size, a->page_size));
     for (int64_t entry = first; entry < last; entry++) {
-        const int64_t block = listed_block(token, chosen, entry);
+        const int64_t block = entry_block(a, token, unit, entry);
         if (entry + 1 < last) {
-            const int64_t key = listed_block(token, chosen, entry + 1) * size;
+            const int64_t key = entry_block(a, token, unit, entry + 1) * size;
             const int64_t page = pages[key / a->page_size], row = key % a->page_size;
-            prefetch(&a->k, page * a->k.page + head * a->k.head + row * a->k.row, run, dim);
+            if (!token->picks)
+                prefetch(&a->k, page * a->k.page + head * a->k.head + row * a->k.row, run, dim);
             prefetch(&a->v, page * a->v.page + head * a->v.head + row * a->v.row, run, dim);
         }
         int64_t end = min64((block + 1) * size, token->position + 1);
@@ -180,11 +303,19 @@ ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t he
                 key += keys;
                 continue;
             }
-            for (int64_t j = 0; j < keys; j++) widen(&a->k, k_at + j * a->k.row, dim, tile + j * dim);
-            for (int64_t g = 0; g < group; g++) {
+            if (token->picks) { /* the second step read these keys */
+                const int64_t slot = entry_slot(token, a->chosen + unit * a->max_picks, entry);
+                for (int64_t g = 0; g < group; g++)
+                    memcpy(weights[g], known + (g * a->max_slots + slot) * size + key % size,
+                           keys * sizeof(float));
+            } else {
                 for (int64_t j = 0; j < keys; j++)
-                    weights[g][j] = dot(q + g * dim, tile + j * dim, dim);
-                for (int64_t j = hidden_from; j < hidden_to; j++) weights[g][j] = -INFINITY;
+                    widen(&a->k, k_at + j * a->k.row, dim, tile + j * dim);
+                for (int64_t g = 0; g < group; g++) {
+                    for (int64_t j = 0; j < keys; j++)
+                        weights[g][j] = dot(q + g * dim, tile + j * dim, dim);
+                    for (int64_t j = hidden_from; j < hidden_to; j++) weights[g][j] = -INFINITY;
+                }
             }
             for (int64_t j = 0; j < keys; j++) widen(&a->v, v_at + j * a->v.row, dim, tile + j * dim);
             for (int64_t j = hidden_from; j < hidden_to; j++) memset(tile + j * dim, 0, dim * 4);
@@ -240,21 +371,29 @@ ALWAYS_INLINE void decode(const Decode *a, int dim) {
 #pragma omp for schedule(static, 1)
         for (int64_t unit = 0; unit < units; unit++) {
             const Token *token = a->plan + unit / a->heads;
-            float *logits = a->logits + unit * (group + 1) * a->max_blocks;
             a->waiting[unit] = (int32_t)a->splits;
+            if (token->picks) list_blocks(a, token, unit, dim);
+        }
+#pragma omp for schedule(static, 1)
+        for (int64_t piece = 0; piece < units * a->splits; piece++) {
+            const int64_t unit = piece / a->splits, split = piece % a->splits;
+            const Token *token = a->plan + unit / a->heads;
             if (!token->picks) continue;
-            score_blocks(a, token, unit % a->heads, a->q + unit * group * dim, logits, 0,
-                         token->position / a->block_size, dim);
-            pick_blocks(a, token, logits, a->chosen + unit * a->max_picks);
+            const int64_t slots = token->front + local_slots(a, token) + token->listed;
+            read_keys(a, token, unit, slots * split / a->splits, slots * (split + 1) / a->splits,
+                      dim);
+        }
+#pragma omp for schedule(static, 1)
+        for (int64_t unit = 0; unit < units; unit++) {
+            const Token *token = a->plan + unit / a->heads;
+            if (token->picks) choose_blocks(a, token, unit);
         }
 #pragma omp for schedule(static, 1) nowait
         for (int64_t piece = 0; piece < units * a->splits; piece++) {
             const int64_t unit = piece / a->splits, split = piece % a->splits;
             const Token *token = a->plan + unit / a->heads;
-            const int64_t own = token->position / a->block_size;
-            const int64_t count = token->front + token->picks + max64(own + 1 - token->local, 0);
-            attend_blocks(a, token, unit % a->heads, a->q + unit * group * dim,
-                          a->chosen + unit * a->max_picks, count * split / a->splits,
+            const int64_t count = token->front + token->picks + max64(local_slots(a, token), 0);
+            attend_blocks(a, token, unit, count * split / a->splits,
                           count * (split + 1) / a->splits, a->parts + piece * group * (dim + 2), dim);
             if (!__atomic_sub_fetch(a->waiting + unit, 1, __ATOMIC_ACQ_REL)) combine(a, unit);
         }

@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import torch
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.sketch import rotate
 
 logger = logging.getLogger(__name__)
 
@@ -51,22 +53,26 @@ class _Rows(ctypes.Structure):
     )
 
 
+class _Sketch(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("page", ctypes.c_int64), ("head", ctypes.c_int64))
+
+
 class _Decode(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("tokens", "heads", "group", "dim", "page_size")),
-        *((name, ctypes.c_int64) for name in ("block_size", "min_max", "splits")),
-        *((name, ctypes.c_int64) for name in ("max_blocks", "max_picks")),
+        *((name, ctypes.c_int64) for name in ("block_size", "splits")),
+        *((name, ctypes.c_int64) for name in ("max_blocks", "max_slots", "max_picks")),
         ("q", ctypes.c_void_p),
+        ("rotated", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("k", _Rows),
         ("v", _Rows),
-        ("summary", _Rows),
+        ("sketch", _Sketch),
         ("table", ctypes.c_void_p),
         ("table_stride", ctypes.c_int64),
         ("plan", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
-        ("logits", ctypes.c_void_p),
-        ("chosen", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("scores", "logits", "listed", "chosen")),
         ("waiting", ctypes.c_void_p),
         ("parts", ctypes.c_void_p),
     )
@@ -127,15 +133,16 @@ def supports(operands: PagedOperands, batch: PagedBatch) -> bool:
     """Whether the C function decodes these tensors; the torch path does where it does not."""
     k_cache, v_cache, table = operands.k_cache, operands.v_cache, batch.block_table
     dtype, dim = k_cache.dtype, k_cache.shape[-1]
-    summary = k_cache if operands.k_summary is None else operands.k_summary
+    summary = operands.k_summary
     return (
         operands.q.device.type == "cpu"
         and dtype in (torch.bfloat16, torch.float32)
-        and v_cache.dtype == summary.dtype == dtype
+        and v_cache.dtype == dtype
+        and (summary is None or summary.stride(-1) == 1)
         and table.dtype == torch.int32
         and table.stride(-1) == 1
         and k_cache.shape == v_cache.shape
-        and k_cache.stride(-1) == v_cache.stride(-1) == summary.stride(-1) == 1
+        and k_cache.stride(-1) == v_cache.stride(-1) == 1
         and k_cache.shape[2] % 16 == 0
         and dim <= _MOST_DIM
         and operands.group <= _MOST_GROUP
@@ -151,7 +158,8 @@ def plan_tokens(batch: PagedBatch, rule: SelectionPolicy) -> torch.Tensor:
         rule: per token.
 
     Returns:
-        ``[T, 7]`` int64: request, position, front, picks, local, and a range of keys not seen.
+        ``[T, 8]`` int64: request, position, front, picks, local, a range of keys not seen, and how
+        many candidates the picks are from.
     """
     lengths, counts = host_lengths(batch)
     rows = [
@@ -159,19 +167,20 @@ def plan_tokens(batch: PagedBatch, rule: SelectionPolicy) -> torch.Tensor:
         for request in range(batch.num_decodes)
         for position in range(lengths[request] - counts[request], lengths[request])
     ]
-    return torch.tensor(rows, dtype=torch.int64).view(-1, 7)
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 8)
 
 
-def _blocks_of(rule: SelectionPolicy, position: int) -> tuple[int, int, int, int, int, int]:
+def _blocks_of(rule: SelectionPolicy, position: int) -> tuple[int, ...]:
     own = position // rule.sel_block_size
     if rule.sees_all(position):
-        return position, own + 1, 0, own + 1, 0, 0
+        return position, own + 1, 0, own + 1, 0, 0, 0
     if rule.selects_blocks:
         first, local = rule.candidate_range(position)
-        return position, first, rule.scored_blocks, local, 0, 0
+        listed = min(rule.listed_blocks, local - first)
+        return position, first, rule.scored_blocks, local, 0, 0, listed
     start = position + 1 - (rule.window_size or 0)
     local = start // rule.sel_block_size
-    return position, min(rule.sink_blocks, local), 0, local, rule.num_sink, start
+    return position, min(rule.sink_blocks, local), 0, local, rule.num_sink, start, 0
 
 
 def _rows(cache: torch.Tensor) -> _Rows:
@@ -190,7 +199,7 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
     built = library()
     if built is None:
         raise RuntimeError("decode: expected a C compiler, found none; ask supports() first")
-    plan, max_blocks, max_picks = batch.derived(("native", rule), lambda: _sized_plan(batch, rule))
+    sized = batch.derived(("native", rule), lambda: _sized_plan(batch, rule))
     tokens, _, dim = operands.q.shape
     heads, group = operands.k_cache.shape[1], operands.group
     units = tokens * heads
@@ -201,12 +210,18 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
     scaled = (
         operands.q.float() * operands.softmax_scale
     ).contiguous()  # C reads rows of heads, one after another
+    rotated = rotate(scaled) if sized.picks else scaled
     result = torch.empty_like(scaled)
     sink_logits = None if operands.sinks is None else operands.sinks.float().contiguous()
-    num_logits = units * (group + 1) * max_blocks if max_picks else 0
-    num_parts = units * splits * group * (dim + 2)
-    scratch = torch.empty(num_logits + num_parts + units * (max_picks + 1))
-    place = scratch.data_ptr()
+    sizes = (
+        units * (group + 1) * sized.blocks,
+        units * group * sized.slots * rule.sel_block_size,
+        units * sized.slots,
+        units * sized.picks,
+        units,
+        units * splits * group * (dim + 2),
+    )
+    scores, logits, listed, chosen, waiting, parts = torch.empty(sum(sizes)).split(sizes)
     arguments = _Decode(
         tokens,
         heads,
@@ -214,30 +229,55 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         dim,
         operands.k_cache.shape[2],
         rule.sel_block_size,
-        rule.score_kind == "min_max",
         splits,
-        max_blocks,
-        max_picks,
+        sized.blocks,
+        sized.slots,
+        sized.picks,
         scaled.data_ptr(),
+        rotated.data_ptr(),
         result.data_ptr(),
         _rows(operands.k_cache),
         _rows(operands.v_cache),
-        _rows(operands.k_cache if operands.k_summary is None else operands.k_summary),
+        _sketch(operands.k_summary),
         table.data_ptr(),
         table.stride(0),
-        plan.data_ptr(),
+        sized.plan.data_ptr(),
         None if sink_logits is None else sink_logits.data_ptr(),
-        place,
-        place + 4 * (num_logits + num_parts),
-        place + 4 * (num_logits + num_parts + units * max_picks),
-        place + 4 * num_logits,
+        *(scratch.data_ptr() for scratch in (scores, logits, listed, chosen, waiting, parts)),
     )
     built.sparsek_decode(ctypes.addressof(arguments))
     operands.out.copy_(result)
 
 
-def _sized_plan(batch: PagedBatch, rule: SelectionPolicy) -> tuple[torch.Tensor, int, int]:
+@dataclass(frozen=True)
+class _SizedPlan:
+    """The plan of a step's tokens, and the most that one of them needs of each.
+
+    Args:
+        plan: of :func:`plan_tokens`.
+        blocks: to score, or slots where these are more.
+        slots: sinks, local blocks and candidates.
+        picks: blocks chosen.
+    """
+
+    plan: torch.Tensor
+    blocks: int = 0
+    slots: int = 0
+    picks: int = 0
+
+
+def _sized_plan(batch: PagedBatch, rule: SelectionPolicy) -> _SizedPlan:
     plan = plan_tokens(batch, rule)
-    if not plan.numel():
-        return plan, 0, 0
-    return plan, int(plan[:, 1].max()) // rule.sel_block_size, int(plan[:, 3].max())
+    picking = plan[plan[:, 3] > 0]
+    if not picking.numel():
+        return _SizedPlan(plan)
+    _, position, front, picks, local, _, _, listed = picking.unbind(1)
+    own = position // rule.sel_block_size
+    slots = int((front + own + 1 - local + listed).max())
+    return _SizedPlan(plan, max(int(own.max()), slots), slots, int(picks.max()))
+
+
+def _sketch(k_summary: torch.Tensor | None) -> _Sketch:
+    if k_summary is None:
+        return _Sketch()
+    return _Sketch(k_summary.data_ptr(), *k_summary.stride()[:2])

@@ -13,7 +13,8 @@ import torch
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.cpu.gather import RunReader, locate_blocks, pick_blocks
 from sparsek_kernels.paged.plan import first_sparse
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.sketch import VECTOR_SIZE, read_vectors
 
 
 @dataclass(frozen=True)
@@ -27,18 +28,15 @@ class SummaryIndex:
 
     table: torch.Tensor
     num_blocks: int
-    _names: dict[Hashable, torch.Tensor] = field(default_factory=dict, repr=False)
 
-    def read(self, k_summary: torch.Tensor, sel_block_size: int) -> torch.Tensor:
-        """``[T, Hkv, vectors of num_blocks, D]`` float32 from ``[P, Hkv, vectors, D]``."""
-        reader = RunReader(k_summary, k_summary.shape[2])
-        vectors = self.num_blocks * sel_block_size // CELL_SIZE
-        names = self._names.get(reader.geometry)
-        if names is None:
-            pages = self.table[:, : -(-vectors // reader.page_size)].unsqueeze(1)
-            names = self._names.setdefault(reader.geometry, reader.locate(pages))
-        rows = reader.read(names)
-        return rows.reshape(*names.shape[:2], -1, reader.dim)[:, :, :vectors].float()
+    def read(
+        self, k_summary: torch.Tensor, page_size: int, dim: int, sel_block_size: int
+    ) -> torch.Tensor:
+        """``[T, Hkv, vectors of num_blocks, D]`` float32, rotated as the sketch is."""
+        vectors = self.num_blocks * sel_block_size // VECTOR_SIZE
+        pages = self.table[:, : ceil_div(self.num_blocks * sel_block_size, page_size)]
+        rows = k_summary[pages].transpose(1, 2)  # [T, Hkv, W, bytes]
+        return read_vectors(rows, page_size, dim).flatten(2, 3)[:, :, :vectors]
 
 
 def not_competing(
@@ -183,6 +181,7 @@ class DecodePlan:
 
     dense: tuple[tuple[int, int, int, int], ...]  # (request, first token, end token, keys seen)
     rows: torch.Tensor  # [T] int64 tokens that do not see everything
+    positions: torch.Tensor  # [T] int64 of these tokens
     group: TileGroup | None
     scoring: TokenScoring | None
 
@@ -213,12 +212,14 @@ def _plan_decodes(batch: PagedBatch, rule: SelectionPolicy, page_size: int) -> D
                 positions.append(position)
         token += count
     if not rows:
-        return DecodePlan(tuple(dense), torch.empty(0, dtype=torch.long), None, None)
+        none = torch.empty(0, dtype=torch.long)
+        return DecodePlan(tuple(dense), none, none, None, None)
     where, which = torch.tensor(positions), torch.tensor(requests)
     table = batch.pages(page_size).index_select(0, which)
     return DecodePlan(
         dense=tuple(dense),
         rows=torch.tensor(rows),
+        positions=where,
         group=make_tile_group(table, where, 1, batch.seq_lens.index_select(0, which).long(), rule),
         scoring=plan_tokens(table, where, rule) if rule.selects_blocks else None,
     )
@@ -231,7 +232,7 @@ class PrefillPlan:
     dense_end: int  # first query position that does not see everything
     tile: int
     groups: tuple[tuple[int, int, TileGroup], ...]  # (position of the first tile, tiles, group)
-    summaries: SummaryIndex
+    table: torch.Tensor  # [1, W] int64 page table row
 
 
 def plan_prefill(
@@ -261,5 +262,4 @@ def _plan_prefill(
         lens = torch.full((count,), length)
         groups.append((start, count, make_tile_group(table, firsts, tile, lens, policy)))
         start += count * tile
-    blocks = (length - 1) // policy.sel_block_size
-    return PrefillPlan(low, tile, tuple(groups), SummaryIndex(table, blocks))
+    return PrefillPlan(low, tile, tuple(groups), table)

@@ -1,183 +1,237 @@
-"""Torch form of block selection: scores of single tokens and of tiles, the best blocks of each."""
+"""Torch form of block selection: candidates by summaries, then exact masses of what they hold."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.checks import given_summary
-from sparsek_kernels.paged.cpu.gather import read_sequence
-from sparsek_kernels.paged.cpu.plan import SummaryIndex, TokenScoring, not_competing, plan_decodes
-from sparsek_kernels.paged.plan import first_sparse
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div, cell_size
+from sparsek_kernels.paged.cpu.gather import block_reader, read_sequence
+from sparsek_kernels.paged.cpu.plan import (
+    PrefillPlan,
+    TileGroup,
+    TokenScoring,
+    not_competing,
+    plan_decodes,
+    plan_prefill,
+    plan_tokens,
+)
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotate
+
+NOTHING = 1 << 40
+"""In a list of candidates, a place that has none: a block past the end of every sequence."""
 
 _QUERY_ROWS = 512
-"""Queries that one pass scores by summaries: bounds its [queries, cells] scratch."""
-_SAMPLE_ROWS = 32
-"""Queries that one pass scores by keys: bounds its [queries, keys] scratch."""
+"""Queries that one pass scores by means: bounds its [queries, cells] scratch."""
+_GATHER_ELEMENTS = 1 << 22
+"""Elements of K that one group of tiles may gather: bounds scratch, keeps it near the caches."""
 
 
-def block_logits(
-    q: torch.Tensor, summaries: torch.Tensor, policy: SelectionPolicy, softmax_scale: float
-) -> torch.Tensor:
-    """Best cell of every block.
+def group_tiles(policy: SelectionPolicy, heads: int, dim: int) -> int:
+    """Tiles of a prefill that are selected for and attended at once."""
+    blocks = policy.budget_blocks + 1 + (policy.listed_blocks if policy.selects_blocks else 0)
+    return max(_GATHER_ELEMENTS // (heads * dim * blocks * policy.sel_block_size), 1)
+
+
+def list_best(scores: torch.Tensor, outside: torch.Tensor, count: int) -> torch.Tensor:
+    """The ``count`` best candidates, ascending; ties go to the lower index.
 
     Args:
-        q: ``[T, Hkv, M, D]``; summaries: ``[T, Hkv, c, D]`` float32.
+        scores: ``[T, Hkv, blocks]``, not negative, overwritten.
+        outside: ``[T, 1, blocks]`` bool, blocks that do not compete.
 
     Returns:
-        ``[T, Hkv, M, blocks]`` float32.
+        ``[T, Hkv, at most count]`` int64; :data:`NOTHING` where there are fewer candidates.
     """
-    query = q.float() * softmax_scale
-    if policy.score_kind == "cell_mean":
-        logits = torch.matmul(query, summaries.mT)
-    else:
-        low, high = summaries[:, :, 0::2], summaries[:, :, 1::2]
-        logits = torch.matmul(query.clamp(max=0.0), low.mT)
-        logits += torch.matmul(query.clamp(min=0.0), high.mT)
-    per_block = policy.sel_block_size // cell_size(policy.score_kind)
-    cells = logits.view(*logits.shape[:3], -1, per_block)
-    return cells.amax(-1)
+    scores.masked_fill_(outside, -1.0)
+    ranked, blocks = torch.sort(scores, dim=-1, descending=True, stable=True)
+    ranked, blocks = ranked[..., :count], blocks[..., :count]
+    return blocks.masked_fill_(ranked < 0.0, NOTHING).sort(dim=-1).values
 
 
-def best_blocks(scores: torch.Tensor, outside: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` best candidates, best first; ties go to the lower index.
-
-    Args:
-        scores: ``[T, Hkv, blocks]``, overwritten.
-        outside: ``[T, 1, blocks]`` bool, blocks that do not compete.
-    """
-    scores.masked_fill_(outside, float("-inf"))
-    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
-
-
-def select_tokens(
+def token_candidates(
     q: torch.Tensor,
     k_summary: torch.Tensor,
+    page_size: int,
     plan: TokenScoring,
     rule: SelectionPolicy,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """Blocks of single tokens.  q: ``[T, Hkv, G, D]``; returns ``[T, Hkv, scored_blocks]``."""
-    summaries = plan.index.read(k_summary, rule.sel_block_size)
-    logits = block_logits(q, summaries, rule, softmax_scale)
+    """Candidates of single tokens.  q: ``[T, Hkv, G, D]``; returns ``[T, Hkv, listed]`` int64."""
+    vectors = plan.index.read(k_summary, page_size, q.shape[-1], rule.sel_block_size)
+    logits = torch.matmul(rotate(q.float()) * softmax_scale, vectors.mT)
+    logits = logits.unflatten(-1, (-1, rule.sel_block_size // VECTOR_SIZE)).amax(-1)
     if plan.future is not None:
         logits.masked_fill_(plan.future, float("-inf"))  # blocks past the end may hold NaN
     scores = torch.softmax(logits, dim=-1).sum(2)
-    return best_blocks(scores, plan.outside, rule.scored_blocks)
+    return list_best(scores, plan.outside, rule.listed_blocks)
 
 
-def select_rows(
+def cell_means(k: torch.Tensor) -> torch.Tensor:
+    """Means ``[Hkv, cells, D]`` float32 of a sequence's complete cells.  k: ``[Hkv, N, D]``."""
+    cells = k.shape[1] // CELL_SIZE
+    return k[:, : cells * CELL_SIZE].unflatten(1, (cells, CELL_SIZE)).float().mean(2)
+
+
+def tile_candidates(
     q: torch.Tensor,
     position: int,
-    k_summary: torch.Tensor,
-    index: SummaryIndex,
-    rule: SelectionPolicy,
-    softmax_scale: float,
-) -> torch.Tensor:
-    """Blocks of a prefill's queries, each a tile of its own, by the rule of decodes.
-
-    Args:
-        q: ``[n, Hkv, G, D]``, queries from ``position`` on.
-        index: summaries of (at least) the blocks before the last query's own.
-
-    Returns:
-        ``[n, Hkv, scored_blocks]`` int64.
-    """
-    count, heads, group, dim = q.shape
-    blocks = (position + count - 1) // rule.sel_block_size
-    summaries = index.read(k_summary, rule.sel_block_size)
-    summaries = summaries[:, :, : blocks * rule.sel_block_size // CELL_SIZE]
-    block = torch.arange(blocks)
-    chosen = []
-    for begin in range(0, count, _QUERY_ROWS):
-        rows = q[begin : begin + _QUERY_ROWS]
-        where = position + begin + torch.arange(rows.shape[0])
-        flat = rows.permute(1, 2, 0, 3).reshape(1, heads, -1, dim)
-        logits = block_logits(flat, summaries, rule, softmax_scale)
-        logits = logits.view(heads, group, rows.shape[0], blocks)
-        future = block >= (where // rule.sel_block_size)[:, None]
-        probs = torch.softmax(logits.masked_fill_(future, float("-inf")), dim=-1).sum(1)
-        outside = not_competing(block, where, rule)
-        chosen.append(best_blocks(probs.transpose(0, 1), outside, rule.scored_blocks))
-    return torch.cat(chosen)
-
-
-def sampled_rows(position: int, count: int, policy: SelectionPolicy) -> torch.Tensor:
-    """Which of ``count`` queries from ``position`` on their tiles are scored by, ascending."""
-    where = position + torch.arange(count)
-    sample = where % policy.query_tile // policy.sample_stride
-    last = torch.ones(count, dtype=torch.bool)
-    last[:-1] = (sample[1:] != sample[:-1]) | (where[1:] % policy.query_tile == 0)
-    return last.nonzero().squeeze(1)
-
-
-def select_tiles(
-    q: torch.Tensor,
-    position: int,
-    k: torch.Tensor,
+    means: torch.Tensor,
     policy: SelectionPolicy,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """Blocks of the consecutive tiles that hold a prefill's queries, by exact attention masses.
+    """Candidates of the consecutive tiles that hold a prefill's queries.
 
     Args:
         q: ``[n, Hkv, G, D]``, queries from ``position`` on.
-        k: ``[Hkv, N, D]``, the sequence's keys up to the last query's own.
+        means: ``[Hkv, cells, D]`` of (at least) the blocks before the last query's own.
 
     Returns:
-        ``[tiles, Hkv, scored_blocks]`` int64.
+        ``[tiles, Hkv, listed]`` int64.
     """
     count, heads, group, dim = q.shape
     tile, size = policy.query_tile, policy.sel_block_size
-    blocks = ceil_div(position + count, size)
+    blocks = (position + count - 1) // size
+    per_block = size // CELL_SIZE
     first_tile = position // tile
     tiles = (position + count - 1) // tile - first_tile + 1
+    block = torch.arange(blocks)
     scores = torch.zeros(tiles, heads, blocks)
-    samples = sampled_rows(position, count, policy)
-    for rows in samples.split(_SAMPLE_ROWS):
-        where = position + rows
-        keys = int(where[-1]) + 1
-        flat = q[rows].float().permute(1, 2, 0, 3).reshape(heads, -1, dim)
-        logits = torch.matmul(flat * softmax_scale, k[:, :keys].float().mT)
-        logits = logits.view(heads, group, rows.shape[0], keys)
-        seen = int(where[0])  # keys up to here are no query's future
-        future = torch.arange(seen, keys) > where[:, None]
-        logits[..., seen:].masked_fill_(future, float("-inf"))
-        probs = torch.softmax(logits, dim=-1).sum(1)
-        probs = F.pad(probs, (0, ceil_div(keys, size) * size - keys))
-        mass = probs.unflatten(-1, (-1, size)).sum(-1).transpose(0, 1)
-        scores[:, :, : mass.shape[-1]].index_add_(0, where // tile - first_tile, mass)
+    for begin in range(0, count, _QUERY_ROWS):
+        rows = q[begin : begin + _QUERY_ROWS].float()
+        where = position + begin + torch.arange(rows.shape[0])
+        flat = rows.permute(1, 2, 0, 3).reshape(heads, -1, dim) * softmax_scale
+        logits = torch.matmul(flat, means[:, : blocks * per_block].mT)
+        logits = logits.view(heads, group, rows.shape[0], blocks, per_block).amax(-1)
+        future = block >= (where // size)[:, None]
+        probs = torch.softmax(logits.masked_fill_(future, float("-inf")), dim=-1).sum(1)
+        scores.index_add_(0, where // tile - first_tile, probs.transpose(0, 1))
     starts = (first_tile + torch.arange(tiles)) * tile
-    outside = not_competing(torch.arange(blocks), starts, policy)
-    return best_blocks(scores, outside, policy.scored_blocks)
+    return list_best(scores, not_competing(block, starts, policy), policy.listed_blocks)
 
 
-def select_prefill(
+def rank_blocks(
+    q: torch.Tensor,
+    where: torch.Tensor,
+    k_cache: torch.Tensor,
+    group: TileGroup,
+    listed: torch.Tensor,
+    rule: SelectionPolicy,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """The candidates with the largest exact masses.
+
+    Args:
+        q: ``[T, Hkv, S, G, D]``, the samples of each tile.
+        where: ``[T, S]`` their positions; -1 where there is no such query.
+        group: the tiles.
+        listed: ``[T, Hkv, n]`` int64 candidates.
+
+    Returns:
+        ``[T, Hkv, scored_blocks]`` int64, ascending.
+    """
+    size = rule.sel_block_size
+    reader = block_reader(k_cache, size)
+    names = group.names(reader, listed.clamp(max=group.num_blocks - 1), size)
+    keys = reader.read(names).flatten(2, 3).float()  # [T, Hkv, (n + forced) * size, D]
+    forced = group.forced.expand(-1, listed.shape[1], -1)
+    blocks = torch.cat([listed, forced], dim=-1)
+    positions = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten(2)
+    keys = keys[:, :, : positions.shape[-1]]
+    logits = torch.matmul(q.float().flatten(2, 3) * softmax_scale, keys.mT)
+    logits = logits.unflatten(2, q.shape[2:4])
+    future = positions[:, :, None, None] > where[:, None, :, None, None]
+    masses = logits.masked_fill_(future, float("-inf")).unflatten(-1, (-1, size)).logsumexp(-1)
+    shares = torch.softmax(masses, dim=-1).nan_to_num_(0.0)  # of no query: nothing
+    scores = shares.sum((2, 3))[..., : listed.shape[-1]]
+    scores = scores.masked_fill(listed == NOTHING, -1.0)
+    places = torch.sort(scores, dim=-1, descending=True, stable=True).indices
+    return listed.gather(-1, places[..., : rule.scored_blocks]).sort(dim=-1).values
+
+
+def select_tokens(
+    q: torch.Tensor,
+    where: torch.Tensor,
+    k_cache: torch.Tensor,
+    k_summary: torch.Tensor,
+    plan: TokenScoring,
+    group: TileGroup,
+    rule: SelectionPolicy,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """Blocks of single tokens.
+
+    Args:
+        q: ``[T, Hkv, G, D]`` at the positions ``where`` ``[T]``.
+
+    Returns:
+        ``[T, Hkv, scored_blocks]`` int64, ascending.
+    """
+    listed = token_candidates(q, k_summary, k_cache.shape[2], plan, rule, softmax_scale)
+    return rank_blocks(q.unsqueeze(2), where[:, None], k_cache, group, listed, rule, softmax_scale)
+
+
+def sampled_rows(
+    first: int, tiles: int, begin: int, end: int, policy: SelectionPolicy
+) -> torch.Tensor:
+    """Positions of the samples of consecutive tiles, ``[tiles, samples]`` int64; -1 for none.
+
+    Args:
+        first: position of the first tile.
+        begin, end: positions of this chunk's queries.
+    """
+    stride = policy.sample_stride
+    offset = torch.arange(policy.samples) * stride
+    low = first + torch.arange(tiles)[:, None] * policy.query_tile + offset
+    last_of_tile = low - offset + policy.query_tile - 1
+    last = torch.minimum(low + stride - 1, last_of_tile).clamp(max=end - 1)
+    return torch.where(last >= low.clamp(min=begin), last, -1)
+
+
+def select_group(
     q: torch.Tensor,
     position: int,
+    first: int,
+    group: TileGroup,
     k_cache: torch.Tensor,
-    k_summary: torch.Tensor | None,
-    index: SummaryIndex,
+    summaries: torch.Tensor,
     policy: SelectionPolicy,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """Blocks of one request's prefill from ``position`` on, none of whose queries sees everything.
+    """Blocks of neighbouring tiles of one request's prefill.
 
     Args:
-        q: ``[n, Hkv, G, D]``.
-        k_cache: ``[P, Hkv, page_size, D]``.
-        k_summary: needed for a ``query_tile`` of 1.
-        index: the request's pages, and summaries of the blocks before its last query's own.
+        q: ``[n, Hkv, G, D]``, the tiles' queries, from ``position`` on.
+        first: position of the first tile.
+        group: the tiles.
+        summaries: means of K, ``[Hkv, cells, D]``; for a ``query_tile`` of 1 ``k_summary``.
 
     Returns:
-        ``[tiles, Hkv, scored_blocks]`` int64.
+        ``[tiles, Hkv, scored_blocks]`` int64, ascending.
     """
+    end = position + q.shape[0]
     if policy.query_tile == 1:
-        return select_rows(q, position, given_summary(k_summary), index, policy, softmax_scale)
-    k = read_sequence(k_cache, index.table[0], position + q.shape[0])
-    return select_tiles(q, position, k, policy, softmax_scale)
+        where = torch.arange(position, end)
+        plan = plan_tokens(group.table, where, policy)
+        return select_tokens(q, where, k_cache, summaries, plan, group, policy, softmax_scale)
+    listed = tile_candidates(q, position, summaries, policy, softmax_scale)
+    where = sampled_rows(first, listed.shape[0], position, end, policy)
+    rows = q[(where - position).clamp(min=0)].permute(0, 2, 1, 3, 4)  # [T, Hkv, S, G, D]
+    return rank_blocks(rows, where, k_cache, group, listed, policy, softmax_scale)
+
+
+def prefill_summaries(
+    k_cache: torch.Tensor,
+    k_summary: torch.Tensor | None,
+    plan: PrefillPlan,
+    length: int,
+    policy: SelectionPolicy,
+) -> torch.Tensor:
+    """What :func:`select_group` takes as ``summaries`` for the prefill of a plan."""
+    if policy.query_tile == 1:
+        return given_summary(k_summary)
+    return cell_means(read_sequence(k_cache, plan.table[0], length))
 
 
 def select_blocks_eager(
@@ -188,41 +242,54 @@ def select_blocks_eager(
     *,
     k_summary: torch.Tensor | None,
     softmax_scale: float,
-) -> torch.Tensor:
-    """Torch form of :func:`sparsek_kernels.paged.select_blocks`, request after request.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Torch form of :func:`sparsek_kernels.paged.select_blocks`.
 
     Returns:
-        ``[tiles, Hkv, scored_blocks]`` int64, ascending; -1 where a tile sees everything.
+        ``[decode tokens, Hkv, scored_blocks of policy.per_token()]`` and
+        ``[prefill tiles, Hkv, scored_blocks of policy]``, int64, ascending; -1 where a tile sees
+        everything.
     """
-    heads, page_size = k_cache.shape[1:3]
+    heads, page_size, dim = k_cache.shape[1:]
     grouped = q.unflatten(1, (heads, -1))
     lengths, counts = host_lengths(batch)
-
-    def nothing(tiles: int) -> torch.Tensor:
-        return torch.full((tiles, heads, policy.scored_blocks), -1, dtype=torch.int64)
-
-    decoded = nothing(batch.num_decode_tokens)
     rule = policy.per_token()
+
+    def nothing(tiles: int, blocks: int) -> torch.Tensor:
+        return torch.full((tiles, heads, blocks), -1, dtype=torch.int64)
+
+    decoded = nothing(batch.num_decode_tokens, rule.scored_blocks)
     plan = plan_decodes(batch, rule, page_size)
-    if plan.scoring is not None:
+    if plan.scoring is not None and plan.group is not None:
         rows = grouped.index_select(0, plan.rows)
-        picked = select_tokens(rows, given_summary(k_summary), plan.scoring, rule, softmax_scale)
-        decoded[plan.rows] = picked.sort(dim=-1).values
-    chosen = [decoded]
-    tile, tables = policy.query_tile, batch.pages(page_size)
+        decoded[plan.rows] = select_tokens(
+            rows,
+            plan.positions,
+            k_cache,
+            given_summary(k_summary),
+            plan.scoring,
+            plan.group,
+            rule,
+            softmax_scale,
+        )
+    tile = policy.query_tile
+    chosen = [nothing(0, policy.scored_blocks)]
     token = batch.first_row + sum(counts[: batch.num_decodes])
     for request in range(batch.num_decodes, batch.num_requests):
         length, end = lengths[request], token + counts[request]
         position = length - counts[request]
-        begin = first_sparse(policy, position, length)
-        found = nothing(policy.num_tiles(position, length))
-        if begin < length:
-            index = SummaryIndex(
-                tables[request : request + 1], (length - 1) // policy.sel_block_size
+        found = nothing(policy.num_tiles(position, length), policy.scored_blocks)
+        prefill = plan_prefill(batch, request, policy, group_tiles(policy, heads, dim), page_size)
+        if prefill.groups:
+            summaries = prefill_summaries(k_cache, k_summary, prefill, length, policy)
+        for first, tiles, group in prefill.groups:
+            begin = max(first, prefill.dense_end, position)
+            stop = min(first + tiles * tile, length)
+            rows = grouped[token + begin - position : token + stop - position]
+            row = first // tile - position // tile
+            found[row : row + tiles] = select_group(
+                rows, begin, first, group, k_cache, summaries, policy, softmax_scale
             )
-            rows = grouped[token + begin - position : end]
-            picked = select_prefill(rows, begin, k_cache, k_summary, index, policy, softmax_scale)
-            found[begin // tile - position // tile :] = picked.sort(dim=-1).values
         chosen.append(found)
         token = end
-    return torch.cat(chosen)
+    return decoded, torch.cat(chosen)

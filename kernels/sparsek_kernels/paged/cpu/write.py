@@ -1,10 +1,18 @@
-"""Torch form of the cache write: keys, values and the summaries of the cells they touch."""
+"""Torch form of the cache write: keys, values and the sketch of the keys they touch."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
-from sparsek_kernels.paged.policy import CELL_SIZE, ScoreKind, cell_size
+from sparsek_kernels.paged.sketch import (
+    VECTOR_SIZE,
+    mean_key,
+    pack,
+    quantise,
+    rotate,
+    split_summary,
+)
 
 
 def write_kv_eager(
@@ -14,12 +22,11 @@ def write_kv_eager(
     v_cache: torch.Tensor,
     k_summary: torch.Tensor | None,
     slot_mapping: torch.Tensor,
-    score_kind: ScoreKind,
 ) -> None:
     """Torch form of :func:`sparsek_kernels.paged.write_kv`."""
-    page_size = k_cache.shape[2]
+    page_size, dim = k_cache.shape[2:]
     slots = slot_mapping[: key.shape[0]]
-    if slots.numel() == 1 and k_summary is not None and score_kind == "cell_mean":
+    if slots.numel() == 1 and k_summary is not None:
         _write_one(key[0], value[0], k_cache, v_cache, k_summary, int(slots[0]))
         return
     if bool((slots < 0).any()):
@@ -32,24 +39,20 @@ def write_kv_eager(
     v_cache[pages, :, offsets] = value.to(v_cache.dtype)
     if k_summary is None:
         return
-    size = cell_size(score_kind)
-    filled = offsets % size + 1
-    if slots.numel() > 1:  # keep the last token of each cell: it knows how much the cell holds
-        last = filled == size
+    filled = offsets % VECTOR_SIZE + 1
+    if slots.numel() > 1:  # keep the last token of each vector: it knows how much the vector holds
+        last = filled == VECTOR_SIZE
         last[:-1] |= slots[1:] != slots[:-1] + 1
         last[-1] = True
         pages, offsets, filled = pages[last], offsets[last], filled[last]
-    cell = offsets // size
-    rows = k_cache.unflatten(2, (-1, size))[pages, :, cell].float()
-    written = (torch.arange(size) < filled[:, None])[:, None, :, None]
-    if score_kind == "cell_mean":
-        total = rows.masked_fill_(~written, 0.0).sum(2)
-        k_summary[pages, :, cell] = (total / filled[:, None, None]).to(k_summary.dtype)
-        return
-    low = rows.masked_fill(~written, float("inf")).amin(2)
-    high = rows.masked_fill(~written, float("-inf")).amax(2)
-    k_summary[pages, :, 2 * cell] = low.to(k_summary.dtype)
-    k_summary[pages, :, 2 * cell + 1] = high.to(k_summary.dtype)
+    vector = offsets // VECTOR_SIZE
+    keys = k_cache.unflatten(2, (-1, VECTOR_SIZE))[pages, :, vector]
+    written = (torch.arange(VECTOR_SIZE) < filled[:, None])[:, None, :, None]
+    mean = mean_key(keys.masked_fill_(~written, 0.0), filled[:, None, None])
+    levels, scale = quantise(rotate(mean))
+    rows, scales = split_summary(k_summary, page_size, dim)
+    rows[pages, :, vector] = pack(levels)
+    scales[pages, :, vector] = scale
 
 
 def _write_one(
@@ -63,9 +66,15 @@ def _write_one(
     """A single decoded token, key and value ``[Hkv, D]``: slices instead of index tensors."""
     if slot < 0:
         return
-    page, offset = divmod(slot, k_cache.shape[2])
+    page_size, dim = k_cache.shape[2:]
+    page, offset = divmod(slot, page_size)
     k_cache[page, :, offset] = key
     v_cache[page, :, offset] = value
-    cell = offset // CELL_SIZE
-    rows = k_cache[page, :, cell * CELL_SIZE : offset + 1]
-    k_summary[page, :, cell] = rows.mean(1, dtype=torch.float32)
+    vector = offset // VECTOR_SIZE
+    keys = k_cache[page, :, vector * VECTOR_SIZE : offset + 1]
+    missing = VECTOR_SIZE - keys.shape[1]
+    mean = mean_key(F.pad(keys, (0, 0, 0, missing)), keys.shape[1])
+    levels, scale = quantise(rotate(mean))
+    rows, scales = split_summary(k_summary, page_size, dim)
+    rows[page, :, vector] = pack(levels)
+    scales[page, :, vector] = scale

@@ -9,6 +9,7 @@ from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.common.kernels.split_kv import add_splits
 from sparsek_kernels.paged.kernels.tiles import (
     DENSE,
+    NO_KEY,
     SINK_WINDOW,
     page_of,
     tile_list,
@@ -43,6 +44,39 @@ def piece_start(
         index = tl.load(selected_ptr + t - first_selected, mask=chosen, other=0)
         block = tl.where(chosen, tl.maximum(index, 0), block)
     return block * SEL_BLOCK + (piece % PARTS) * BLOCK_N
+
+
+@triton.jit
+def piece_keys(
+    piece,
+    selected_ptr,
+    num_front,
+    first_selected,
+    num_selected,
+    first_local,
+    SEL_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_SELECTION: tl.constexpr,
+):
+    """Positions of the keys of piece ``piece``: the next entries of a list of blocks so small that
+    ``BLOCK_N`` keys hold several.  ``[BLOCK_N]``
+
+    Entries are those of :func:`piece_start`.  The selected ones come last and begin a piece; where
+    a piece has no more entries, its keys lie past every query.
+    """
+    ENTRIES: tl.constexpr = BLOCK_N // SEL_BLOCK
+    offs_n = tl.arange(0, BLOCK_N)
+    forced = tl.cdiv(first_selected, ENTRIES)
+    t = piece * ENTRIES + offs_n // SEL_BLOCK
+    block = tl.where(t < num_front, t, first_local + t - num_front)
+    there = t < first_selected
+    if HAS_SELECTION:
+        late = piece >= forced
+        t -= forced * ENTRIES
+        there = tl.where(late, t < num_selected, there)
+        index = tl.load(selected_ptr + t, mask=late & there, other=0)
+        block = tl.where(late, tl.maximum(index, 0), block)
+    return tl.where(there, block * SEL_BLOCK + offs_n % SEL_BLOCK, NO_KEY)
 
 
 @triton.jit
@@ -89,9 +123,11 @@ def attend_pieces(
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
+    SMALL: tl.constexpr = SEL_BLOCK < BLOCK_N  # several blocks a piece; `start` is then every key's
     WHOLE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
+    find: tl.constexpr = piece_keys if SMALL else piece_start
     last_piece = piece_end - 1
-    start = piece_start(
+    start = find(
         piece_begin,
         selected_ptr,
         num_front,
@@ -103,12 +139,14 @@ def attend_pieces(
         HAS_SELECTION,
     )
     some = piece_begin < piece_end
-    if WHOLE:
+    if SMALL:
+        page = page_of(table_ptr, start, some & (start <= high), PAGE_SIZE)
+    elif WHOLE:
         page = page_of(table_ptr, start, some, PAGE_SIZE)
     else:
         page = page_of(table_ptr, start + offs_n, some & (start + offs_n <= high), PAGE_SIZE)
     for piece in tl.range(piece_begin, piece_end, num_stages=NUM_STAGES):
-        next_start = piece_start(
+        next_start = find(
             tl.minimum(piece + 1, last_piece),
             selected_ptr,
             num_front,
@@ -119,8 +157,11 @@ def attend_pieces(
             BLOCK_N,
             HAS_SELECTION,
         )
-        keys = start + offs_n
-        if WHOLE:
+        keys = start if SMALL else start + offs_n
+        if SMALL:
+            next_page = page_of(table_ptr, next_start, next_start <= high, PAGE_SIZE)
+            rows = keys % PAGE_SIZE
+        elif WHOLE:
             next_page = page_of(table_ptr, next_start, True, PAGE_SIZE)
             rows = (start % PAGE_SIZE) + offs_n
         else:
@@ -176,7 +217,6 @@ def attend_kernel(
     window,
     num_sink,
     dense_below,
-    tile_offset,
     stride_ot,
     stride_oh,
     stride_qt,
@@ -233,8 +273,9 @@ def attend_kernel(
     )
     HAS_SELECTION: tl.constexpr = (MODE != DENSE) and (MODE != SINK_WINDOW) and (SCORED_BLOCKS > 0)
     # Decodes take the selected blocks last: what is attended anyway is read while the kernel that
-    # selects, launched before this one, is still at work.
-    SELECTED_LAST: tl.constexpr = HAS_SELECTION and not FROM_TABLE
+    # selects, launched before this one, is still at work.  So do lists of small blocks.
+    SMALL: tl.constexpr = SEL_BLOCK < BLOCK_N
+    SELECTED_LAST: tl.constexpr = HAS_SELECTION and (SMALL or not FROM_TABLE)
     if OVERLAP and not SELECTED_LAST:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -267,17 +308,23 @@ def attend_kernel(
         REACH_BLOCKS,
         SCORED_BLOCKS,
     )
-    PARTS: tl.constexpr = SEL_BLOCK // BLOCK_N
-    num_pieces = (count - 1) * PARTS + (high % SEL_BLOCK) // BLOCK_N + 1
-    num_pieces = tl.where(count > 0, num_pieces, 0)
-    num_plain = tl.maximum(num_pieces - (high // BLOCK_N - low // BLOCK_N + 1), 0)
-    first_selected = num_front
-    if MODE == SINK_WINDOW:
-        num_plain = 0
-    if SELECTED_LAST:
+    if SMALL:
+        ENTRIES: tl.constexpr = BLOCK_N // SEL_BLOCK
         first_selected = count - num_selected
-        num_pieces = count * PARTS
-        num_forced = first_selected * PARTS
+        num_forced = tl.cdiv(first_selected, ENTRIES)
+        num_pieces = num_forced + tl.cdiv(num_selected, ENTRIES)
+    else:
+        PARTS: tl.constexpr = SEL_BLOCK // BLOCK_N
+        num_pieces = (count - 1) * PARTS + (high % SEL_BLOCK) // BLOCK_N + 1
+        num_pieces = tl.where(count > 0, num_pieces, 0)
+        num_plain = tl.maximum(num_pieces - (high // BLOCK_N - low // BLOCK_N + 1), 0)
+        first_selected = num_front
+        if MODE == SINK_WINDOW:
+            num_plain = 0
+        if SELECTED_LAST:
+            first_selected = count - num_selected
+            num_pieces = count * PARTS
+            num_forced = first_selected * PARTS
     per_split = tl.cdiv(num_pieces, SPLITS)
     piece_begin = split * per_split
     piece_end = tl.minimum(piece_begin + per_split, num_pieces)
@@ -301,15 +348,13 @@ def attend_kernel(
     row_max = tl.full([BLOCK_M], -1.0e30, dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
 
-    if FROM_TABLE:
-        selection = (tile_offset + tile).to(tl.int64)
-    else:
-        selection = (token_of_zero + low).to(tl.int64)
-    selected = selected_ptr + selection * stride_it + kv_head * stride_ih
+    selection = tile if FROM_TABLE else token_of_zero + low
+    selected = selected_ptr + selection.to(tl.int64) * stride_it + kv_head * stride_ih
     table = block_table_ptr + request.to(tl.int64) * stride_br
     k_head = k_ptr + kv_head * stride_kh
     v_head = v_ptr + kv_head * stride_vh
-    # Prefills: whole blocks first, then masked ones.  Decodes: the forced blocks, masked, first.
+    # Prefills: whole blocks first, then masked ones.  Decodes: the forced blocks, masked, first;
+    # selected small ones are masked too, since the list may end within a piece.
     if SELECTED_LAST:
         middle = tl.minimum(tl.maximum(num_forced, piece_begin), piece_end)
     else:
@@ -384,7 +429,7 @@ def attend_kernel(
         SEL_BLOCK,
         PAGE_SIZE,
         HAS_SELECTION,
-        not SELECTED_LAST,
+        SMALL or not SELECTED_LAST,
         MODE == SINK_WINDOW,
         NUM_STAGES if (SELECTED_LAST or MODE == SINK_WINDOW) else 1,
     )

@@ -122,7 +122,6 @@ def load_partition(
     dense_below,
     num_tiles,
     num_items,
-    tile_offset,
     stride_it,
     stride_ih,
     stride_br,
@@ -161,7 +160,7 @@ def load_partition(
         )  # fmt: skip
         if high >= low:
             table = block_table_ptr + request.to(gl.int64) * stride_br
-            chosen = selected_ptr + (tile_offset + tile).to(gl.int64) * stride_it
+            chosen = selected_ptr + tile.to(gl.int64) * stride_it
             chosen += kv_head.to(gl.int64) * stride_ih
             for i in gl.static_range(2):
                 head = kv_head * GROUP + gl.minimum(member + i, GROUP - 1)

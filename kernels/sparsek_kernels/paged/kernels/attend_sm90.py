@@ -217,7 +217,7 @@ def attend_partition(
             done += 1
 
 
-@gluon.jit(do_not_specialize=["dense_below", "num_tiles", "num_items", "tile_offset"])
+@gluon.jit(do_not_specialize=["dense_below", "num_tiles", "num_items"])
 def attend_hopper_kernel(
     out_ptr,
     q_desc,
@@ -234,7 +234,6 @@ def attend_hopper_kernel(
     dense_below,
     num_tiles,
     num_items,
-    tile_offset,
     stride_ot,
     stride_oh,
     stride_it,
@@ -314,7 +313,7 @@ def attend_hopper_kernel(
                 (
                     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, selected_ptr, tiles_ptr,
                     block_table_ptr, seq_lens_ptr, cu_seqlens_ptr, dense_below, num_tiles,
-                    num_items, tile_offset, stride_it, stride_ih, stride_br, q_head_cols,
+                    num_items, stride_it, stride_ih, stride_br, q_head_cols,
                     k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
                     GROUP, HEAD_DIM, TILE, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, PAGE_SIZE,
                     STAGES,

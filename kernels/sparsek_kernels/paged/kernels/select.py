@@ -1,4 +1,4 @@
-"""Choosing blocks by score: logits from page summaries, probabilities, exact top-n.
+"""Choosing blocks by score: probabilities from logits, exact top-n.
 
 The rule is docs/selection.md.  Logits are kept in base 2 (scaled by ``log2(e)``) throughout.
 """
@@ -12,240 +12,21 @@ from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_sees_all, tile_span
 
 
 @triton.jit
-def cell_positions(
-    first_block,
-    BLOCK_B: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    MIN_MAX: tl.constexpr,
-):
-    """Blocks and first positions of the cells of ``BLOCK_B`` blocks, cells of a kind together.
-
-    Column ``n`` is block ``n % BLOCK_B``, cell ``n // BLOCK_B`` of it (the last one repeated up to
-    a power of two): a maximum over cells then stays within a thread.  Returns two ``[COLUMNS]``.
-    """
-    CELLS: tl.constexpr = SEL_BLOCK // 32 if MIN_MAX else SEL_BLOCK // 16
-    WIDTH: tl.constexpr = 32 if MIN_MAX else 16
-    COLUMNS: tl.constexpr = triton.next_power_of_2(CELLS) * BLOCK_B
-    columns = tl.arange(0, COLUMNS)
-    block = first_block + columns % BLOCK_B
-    cell = tl.minimum(columns // BLOCK_B, CELLS - 1)
-    return block, block * SEL_BLOCK + cell * WIDTH
-
-
-@triton.jit
-def cell_pages(
-    table_ptr,
-    first_block,
-    end,
-    BLOCK_B: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    MIN_MAX: tl.constexpr,
-):
-    """Physical pages of the cells of blocks ``[first_block, min(first_block + BLOCK_B, end))``."""
-    block, position = cell_positions(first_block, BLOCK_B, SEL_BLOCK, MIN_MAX)
-    return tl.load(table_ptr + position // PAGE_SIZE, mask=block < end, other=0)
-
-
-@triton.jit
-def block_logits(
-    q,
-    q_low,
-    summary_ptr,
-    page,
-    first_block,
-    end,
-    offs_d,
-    mask_d,
-    stride_sp,
-    stride_sc,
-    BLOCK_B: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    MIN_MAX: tl.constexpr,
-):
-    """Unscaled logits of ``BLOCK_B`` blocks: maximum over a block's cells of ``q . summary``.
-
-    q: ``[BLOCK_M, BLOCK_D]``; ``MIN_MAX`` takes q's positive part in ``q`` and its negative part
-    in ``q_low``, so that ``q . max + q_low . min`` is the sum of coordinate-wise maxima.
-    page: from :func:`cell_pages`.  Returns ``[BLOCK_M, BLOCK_B]``; columns from ``end`` on hold
-    no meaning.
-    """
-    block, position = cell_positions(first_block, BLOCK_B, SEL_BLOCK, MIN_MAX)
-    mask = (block < end)[:, None] & mask_d[None, :]  # [COLUMNS, BLOCK_D]
-    vector = (position % PAGE_SIZE) // 16
-    row = page.to(tl.int64) * stride_sp + vector * stride_sc
-    pointers = summary_ptr + row[:, None] + offs_d[None, :]
-    if MIN_MAX:
-        low = tl.load(pointers, mask=mask, other=0.0).to(q.dtype)
-        high = tl.load(pointers + stride_sc, mask=mask, other=0.0).to(q.dtype)
-        logits = tl.dot(q, tl.trans(high), input_precision="ieee")
-        logits = tl.dot(q_low, tl.trans(low), logits, input_precision="ieee")
-    else:
-        mean = tl.load(pointers, mask=mask, other=0.0).to(q.dtype)
-        logits = tl.dot(q, tl.trans(mean), input_precision="ieee")
-    shaped = tl.reshape(logits, [logits.shape[0], logits.shape[1] // BLOCK_B, BLOCK_B])
-    return tl.max(shaped, axis=1)
-
-
-@triton.jit
-def decode_logits_kernel(
-    logits_ptr,
-    q_ptr,
-    summary_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
-    cu_seqlens_ptr,
-    qk_scale,
-    table_width,
-    dense_below,
-    first_request,
-    stride_lt,
-    stride_lh,
-    stride_qt,
-    stride_qh,
-    stride_sp,
-    stride_sh,
-    stride_sc,
-    stride_br,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    SINK_BLOCKS: tl.constexpr,
-    REACH_BLOCKS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr,
-    MIN_MAX: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Logits of all decoded tokens of one request and one KV head, for a share of the blocks.
-
-    A program takes every ``num_programs(0)``-th run of ``BLOCK_B`` blocks, so that the grid need
-    not grow with the longest context allowed.  Row ``j * BLOCK_H + h`` of the tile is token ``j``,
-    query head ``h`` of the group.  Writes ``[requests * QUERY_LEN, Hq, blocks]`` float32; blocks
-    from a token's own on are left out.
-    """
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    begin = tl.program_id(0) * BLOCK_B
-    kv_head = tl.program_id(1)
-    local_request = tl.program_id(2)
-    request = first_request + local_request
-    # looked up before the lengths are known: a load less to wait for, never followed past the end
-    table = block_table_ptr + request.to(tl.int64) * stride_br
-    table_blocks = (table_width * PAGE_SIZE) // SEL_BLOCK
-    page = cell_pages(table, begin, table_blocks, BLOCK_B, PAGE_SIZE, SEL_BLOCK, MIN_MAX)
-    seq_len = tl.load(seq_lens_ptr + request)
-    first_token = tl.load(cu_seqlens_ptr + request)
-    num_tokens = tl.load(cu_seqlens_ptr + request + 1) - first_token
-    num_blocks = (seq_len - 1) // SEL_BLOCK
-    if (begin >= num_blocks) | (num_tokens <= 0):
-        return
-    full = tile_sees_all(
-        seq_len - 1, dense_below, TOP_K, 1, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
-    )
-    if full:
-        return
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < HEAD_DIM
-    token = offs_m // BLOCK_H
-    member = offs_m % BLOCK_H
-    mask_m = (token < num_tokens) & (member < GROUP)
-    head = kv_head * GROUP + member
-    q_row = (first_token + token).to(tl.int64) * stride_qt + head * stride_qh
-    q = tl.load(
-        q_ptr + q_row[:, None] + offs_d[None, :],
-        mask=mask_m[:, None] & mask_d[None, :],
-        other=0.0,
-    )  # [BLOCK_M, BLOCK_D]
-    q_low = q
-    if MIN_MAX:
-        q_low = tl.minimum(q, 0.0).to(q.dtype)
-        q = tl.maximum(q, 0.0).to(q.dtype)
-    slot = (local_request * QUERY_LEN + token).to(tl.int64)
-    out = logits_ptr + (slot * stride_lt + head * stride_lh)[:, None]
-    summary = summary_ptr + kv_head.to(tl.int64) * stride_sh
-    stride = tl.num_programs(0) * BLOCK_B
-    for first in tl.range(begin, num_blocks, stride, num_stages=NUM_STAGES):
-        next_page = cell_pages(
-            table, first + stride, num_blocks, BLOCK_B, PAGE_SIZE, SEL_BLOCK, MIN_MAX
-        )
-        logits = block_logits(
-            q,
-            q_low,
-            summary,
-            page,
-            first,
-            num_blocks,
-            offs_d,
-            mask_d,
-            stride_sp,
-            stride_sc,
-            BLOCK_B,
-            PAGE_SIZE,
-            SEL_BLOCK,
-            MIN_MAX,
-        )
-        page = next_page
-        offs_b = first + tl.arange(0, BLOCK_B)
-        mask = mask_m[:, None] & (offs_b < num_blocks)[None, :]
-        tl.store(out + offs_b[None, :], logits * qk_scale, mask=mask)
-
-
-@triton.jit
 def lower_and_higher(low_a, high_a, low_b, high_b):
     """Combine of a joint minimum and maximum."""
     return tl.minimum(low_a, low_b), tl.maximum(high_a, high_b)
 
 
 @triton.jit
-def write_top(
-    out_ptr,
-    score_ptr,
-    stride_sg,
-    num_blocks,
-    first,
-    last,
-    GROUP: tl.constexpr,
-    FROM_LOGITS: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write the ``COUNT`` best of blocks ``[first, last)``, ascending; ties to the lower index.
+def best_of(score, first, last, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Which entries of ``[first, last)`` are the ``COUNT`` best, and the place of each among them.
 
-    Scores are non-negative floats, whose bits order as integers: the ``COUNT``-th largest is found
-    by counting, a third of the range at a time, and winners are placed by one prefix sum.
+    score: ``[BLOCK]``, non-negative floats, whose bits order as integers: the ``COUNT``-th largest
+    is found by counting, a third of the range at a time, and winners are placed by one prefix sum.
+    Ties go to the lower entry.  Needs ``last - first >= COUNT``.  Returns two ``[BLOCK]``.
     """
     offs = tl.arange(0, BLOCK)
-    if FROM_LOGITS:
-        WIDE: tl.constexpr = triton.next_power_of_2(GROUP)
-        STEP: tl.constexpr = WIDE if WIDE < 4 else 4
-        score = tl.zeros([BLOCK], dtype=tl.float32)
-        for first_head in tl.static_range(0, GROUP, STEP):
-            head = first_head + tl.arange(0, STEP)
-            live = (head < GROUP)[:, None]
-            logit = tl.load(
-                score_ptr + head[:, None] * stride_sg + offs[None, :],
-                mask=live & (offs < num_blocks)[None, :],
-                other=float("-inf"),
-            )  # [STEP, BLOCK]
-            top = tl.max(logit, axis=1)
-            weight = tl.exp2(logit - tl.where(head < GROUP, top, 0.0)[:, None])
-            total = tl.sum(weight, axis=1)
-            weight = weight * tl.where(head < GROUP, 1.0 / total, 0.0)[:, None]
-            score += tl.sum(weight, axis=0)
-    else:
-        score = tl.load(score_ptr + offs, mask=offs < num_blocks, other=0.0)
-    # NaN and negative scores count as zero: whatever q holds, COUNT valid blocks come out.
+    # NaN and negative scores count as zero: whatever q holds, COUNT valid entries come out.
     score = tl.where(score > 0.0, score, 0.0)
     inside = (offs >= first) & (offs < last)
     key = tl.where(inside, score.to(tl.int32, bitcast=True), -1)
@@ -284,7 +65,79 @@ def write_top(
     if not exact:
         needed = COUNT - tl.sum(above.to(tl.int32), axis=0)
     chosen = above | (equal & (rank_equal <= needed))
-    place = rank_above + tl.minimum(rank_equal, needed) - 1
+    return chosen, rank_above + tl.minimum(rank_equal, needed) - 1
+
+
+@triton.jit
+def sum_of_probabilities(
+    logit_ptr, stride_sg, num_blocks, GROUP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Softmax of each head's logits over ``num_blocks`` blocks, added up over the heads.
+
+    Up to 8,192 blocks are read once, a few heads at a time.  More would not fit into registers:
+    each head is then read for its total, and again for its probabilities.  Returns ``[BLOCK]``.
+    """
+    offs = tl.arange(0, BLOCK)
+    score = tl.zeros([BLOCK], dtype=tl.float32)
+    if BLOCK <= 8192:
+        WIDE: tl.constexpr = triton.next_power_of_2(GROUP)
+        MOST: tl.constexpr = 4 if BLOCK <= 4096 else 2
+        STEP: tl.constexpr = WIDE if WIDE < MOST else MOST
+        for first_head in tl.static_range(0, GROUP, STEP):
+            head = first_head + tl.arange(0, STEP)
+            live = (head < GROUP)[:, None]
+            logit = tl.load(
+                logit_ptr + head[:, None] * stride_sg + offs[None, :],
+                mask=live & (offs < num_blocks)[None, :],
+                other=float("-inf"),
+            )  # [STEP, BLOCK]
+            top = tl.max(logit, axis=1)
+            weight = tl.exp2(logit - tl.where(head < GROUP, top, 0.0)[:, None])
+            total = tl.sum(weight, axis=1)
+            weight = weight * tl.where(head < GROUP, 1.0 / total, 0.0)[:, None]
+            score += tl.sum(weight, axis=0)
+    else:
+        CHUNK: tl.constexpr = 4096
+        lane = tl.arange(0, CHUNK)
+        for head in tl.range(0, GROUP):
+            logits = logit_ptr + head * stride_sg
+            # finite, so that lanes without a block add nothing and no difference is NaN
+            tops = tl.full([CHUNK], -1.0e30, dtype=tl.float32)
+            totals = tl.zeros([CHUNK], dtype=tl.float32)
+            for first in tl.range(0, num_blocks, CHUNK):
+                logit = tl.load(
+                    logits + first + lane, mask=first + lane < num_blocks, other=float("-inf")
+                )
+                higher = tl.maximum(tops, logit)
+                totals = totals * tl.exp2(tops - higher) + tl.exp2(logit - higher)
+                tops = higher
+            top = tl.max(tops, axis=0)
+            inverse = 1.0 / tl.sum(totals * tl.exp2(tops - top), axis=0)
+            logit = tl.load(logits + offs, mask=offs < num_blocks, other=float("-inf"))
+            score += tl.exp2(logit - top) * inverse
+    return score
+
+
+@triton.jit
+def write_top(
+    out_ptr,
+    score_ptr,
+    stride_sg,
+    num_blocks,
+    first,
+    last,
+    GROUP: tl.constexpr,
+    FROM_LOGITS: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the ``COUNT`` best of blocks ``[first, last)``, ascending; ties to the lower index."""
+    offs = tl.arange(0, BLOCK)
+    if FROM_LOGITS:
+        score = sum_of_probabilities(score_ptr, stride_sg, num_blocks, GROUP, BLOCK)
+    else:
+        score = tl.load(score_ptr + offs, mask=offs < num_blocks, other=0.0)
+    chosen, place = best_of(score, first, last, COUNT, BLOCK)
     tl.store(out_ptr + place, offs, mask=chosen)
 
 
@@ -297,107 +150,71 @@ def top_blocks_kernel(
     cu_seqlens_ptr,
     dense_below,
     first_tile,
-    out_tile,
-    stride_ot,
-    stride_oh,
     stride_st,
     stride_sh,
     stride_sg,
     FROM_TABLE: tl.constexpr,
     TILES_PER_REQUEST: tl.constexpr,
-    POLICY_TILE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    TILE: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     SINK_BLOCKS: tl.constexpr,
     REACH_BLOCKS: tl.constexpr,
     SCORED_BLOCKS: tl.constexpr,
+    COUNT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Selected blocks of one tile and KV head, from logits (decode) or from summed scores.
+    """Candidates of one tile and KV head, from logits (single tokens) or from summed scores.
 
-    Logits come by query head, ``stride_sg`` apart.  Tiles that see everything get -1.
+    Logits come by query head, ``stride_sg`` apart.  Writes ``[tiles, Hkv, COUNT]``, ascending, then
+    -1 where there are fewer; nothing for tiles that see everything.
     ``MAX_BLOCKS`` bounds the blocks of any sequence; shorter ones take a narrower path.
     """
     local = tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
-    _request, base, low, high, token_of_zero = tile_span(
+    kv_head = tl.program_id(1)
+    _request, base, low, high, _token_of_zero = tile_span(
         first_tile + local,
         tiles_ptr,
         seq_lens_ptr,
         cu_seqlens_ptr,
         FROM_TABLE,
         TILES_PER_REQUEST,
-        POLICY_TILE,
+        TILE,
     )
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if high < low:
-        return
-    if FROM_TABLE:
-        out_row = (out_tile + first_tile + local).to(tl.int64)
-    else:
-        out_row = (out_tile + token_of_zero + low).to(tl.int64)
-    out = out_ptr + out_row * stride_ot + kv_head * stride_oh
     full = tile_sees_all(
-        base,
-        dense_below,
-        TOP_K,
-        POLICY_TILE,
-        SEL_BLOCK,
-        SINK_BLOCKS,
-        REACH_BLOCKS,
-        SCORED_BLOCKS,
+        base, dense_below, TOP_K, TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
     )
-    if full | (high < 0):
-        WIDTH: tl.constexpr = triton.next_power_of_2(SCORED_BLOCKS)
-        none = tl.arange(0, WIDTH)
-        tl.store(out + none, tl.full([WIDTH], -1, tl.int32), mask=none < SCORED_BLOCKS)
+    if (high < low) | (high < 0) | full:
         return
-    scores = score_ptr + local.to(tl.int64) * stride_st + kv_head * stride_sh
+    out = out_ptr + (local.to(tl.int64) * NUM_KV_HEADS + kv_head) * COUNT
     first = SINK_BLOCKS
     last = base // SEL_BLOCK - REACH_BLOCKS
+    if last - first <= COUNT:  # all of them: their scores do not matter
+        WIDTH: tl.constexpr = triton.next_power_of_2(COUNT)
+        offs = tl.arange(0, WIDTH)
+        block = tl.where(first + offs < last, first + offs, -1)
+        tl.store(out + offs, block, mask=offs < COUNT)
+        return
+    scores = score_ptr + local.to(tl.int64) * stride_st + kv_head.to(tl.int64) * stride_sh
     num_blocks = high // SEL_BLOCK
     FROM_LOGITS: tl.constexpr = not FROM_TABLE
     if (MAX_BLOCKS <= 1024) | (num_blocks <= 1024):
         SMALL: tl.constexpr = 1024 if MAX_BLOCKS > 1024 else MAX_BLOCKS
-        write_top(
-            out,
-            scores,
-            stride_sg,
-            num_blocks,
-            first,
-            last,
-            GROUP,
-            FROM_LOGITS,
-            SCORED_BLOCKS,
-            SMALL,
-        )
+        write_top(out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, SMALL)
     elif (MAX_BLOCKS <= 4096) | (num_blocks <= 4096):
         MEDIUM: tl.constexpr = 4096 if MAX_BLOCKS > 4096 else MAX_BLOCKS
         write_top(
-            out,
-            scores,
-            stride_sg,
-            num_blocks,
-            first,
-            last,
-            GROUP,
-            FROM_LOGITS,
-            SCORED_BLOCKS,
-            MEDIUM,
+            out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, MEDIUM
         )
+    elif (MAX_BLOCKS <= 16384) | (num_blocks <= 16384):
+        LARGE: tl.constexpr = 16384 if MAX_BLOCKS > 16384 else MAX_BLOCKS
+        write_top(out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, LARGE)
     else:
         write_top(
-            out,
-            scores,
-            stride_sg,
-            num_blocks,
-            first,
-            last,
-            GROUP,
-            FROM_LOGITS,
-            SCORED_BLOCKS,
-            MAX_BLOCKS,
+            out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, MAX_BLOCKS
         )

@@ -13,6 +13,8 @@ DENSE: tl.constexpr = tl.constexpr(0)
 SINK_WINDOW: tl.constexpr = tl.constexpr(1)
 TOP_K: tl.constexpr = tl.constexpr(2)
 
+NO_KEY: tl.constexpr = tl.constexpr(1 << 30)  # a position past every query
+
 
 @triton.jit
 def tile_span(

@@ -1,9 +1,44 @@
-"""Storing new keys and values in a paged cache, with the summaries of the cells they touch."""
+"""Storing new keys and values in a paged cache, with the sketch of the keys they touch."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from sparsek_kernels.paged.kernels.rotation import halves, rotate
+
+
+@triton.jit
+def write_vector(
+    base,
+    mean,
+    vector,
+    live,
+    HEAD_DIM: tl.constexpr,
+    ROTATION: tl.constexpr,
+    VECTORS: tl.constexpr,
+):
+    """Write one vector of the sketch of a page (format in sketch.py) for some KV heads.
+
+    base: ``[BLOCK_H]`` where the heads' bytes begin; mean: ``[BLOCK_H, BLOCK_D]`` float32, zero
+    beyond ``HEAD_DIM``; live: ``[BLOCK_H]``, heads that exist.
+    """
+    BLOCK_H: tl.constexpr = mean.shape[0]
+    BLOCK_D: tl.constexpr = mean.shape[1]
+    HALF: tl.constexpr = HEAD_DIM // 2
+    x = rotate(mean, ROTATION)
+    largest = tl.max(tl.abs(x), axis=1)
+    scale = tl.div_rn(largest, tl.full([BLOCK_H], 7.5, tl.float32))
+    scale = tl.minimum(scale, 65504.0).to(tl.float16)
+    step = tl.broadcast_to(scale.to(tl.float32)[:, None], [BLOCK_H, BLOCK_D])
+    level = tl.floor(tl.div_rn(x, tl.where(step > 0.0, step, 1.0)))
+    level = tl.where(step > 0.0, tl.minimum(tl.maximum(level, -8.0), 7.0), 0.0)
+    low, high = halves(level.to(tl.int32) + 8, HEAD_DIM)
+    offs = tl.arange(0, BLOCK_D // 2)
+    rows = base[:, None] + vector * HALF + offs[None, :]
+    tl.store(rows, (low | (high << 4)).to(tl.uint8), mask=live[:, None] & (offs < HALF)[None, :])
+    scales = (base + VECTORS * HALF).to(tl.pointer_type(tl.float16))
+    tl.store(scales + vector, scale, mask=live)
 
 
 @triton.jit
@@ -25,7 +60,6 @@ def write_kv_kernel(
     stride_vt,
     stride_sp,
     stride_sh,
-    stride_sc,
     stride_kt,
     stride_kh,
     stride_xt,
@@ -35,24 +69,20 @@ def write_kv_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    CELL: tl.constexpr,
+    ROTATION: tl.constexpr,
+    VECTOR: tl.constexpr,
     HAS_SUMMARY: tl.constexpr,
-    MIN_MAX: tl.constexpr,
 ):
     """One program: one token, ``BLOCK_H`` KV heads.
 
-    The token that comes last of its cell in this batch also writes the cell's summary: the mean of
-    the cell's rows up to its own (``CELL`` = 16), or their minimum and maximum (``CELL`` = 32).
-    Rows of this batch are read from the inputs, since their own programs may not have stored them
-    yet, and rounded as those store them; earlier rows come from the cache.
+    The token that comes last of its ``VECTOR`` in this batch also writes these tokens' vector.
+    Keys of this batch are read from the inputs, since their own programs may not have stored them
+    yet, and rounded as those store them; earlier keys come from the cache.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
     if HAS_SUMMARY:
         # Here, and K and V stored last: no load waits for another one that it does not need.
-        back = tl.arange(0, CELL)
-        source = token - back
-        source_slot = tl.load(slot_ptr + source, mask=source >= 0, other=-1)
         next_slot = tl.load(slot_ptr + token + 1, mask=token + 1 < num_tokens, other=-1)
     if slot < 0:
         return
@@ -66,41 +96,41 @@ def write_kv_kernel(
     v_page = v_cache_ptr + page * stride_vp + head * stride_vh + offs_d[None, :]
     k = tl.load(k_ptr + token * stride_kt + head * stride_kh + offs_d[None, :], mask=mask)
     v = tl.load(v_ptr + token * stride_xt + head * stride_xh + offs_d[None, :], mask=mask)
+    k = (k.to(tl.float32) * k_inv_scale).to(k_cache_ptr.dtype.element_ty)
 
     if HAS_SUMMARY:
-        in_cell = slot % CELL
-        if (next_slot != slot + 1) | (in_cell == CELL - 1):
-            live = back <= in_cell
-            fresh = live & (source >= 0) & (source_slot == slot - back)
-            mask3 = mask[None, :, :]  # [CELL, BLOCK_H, BLOCK_D]
-            new = tl.load(
-                k_ptr
-                + source[:, None, None] * stride_kt
-                + (head * stride_kh + offs_d[None, :])[None, :, :],
-                mask=mask3 & fresh[:, None, None],
-                other=0.0,
+        before = slot % VECTOR  # tokens of the vector before this one
+        if (next_slot != slot + 1) | (before == VECTOR - 1):
+            total = tl.zeros([BLOCK_H, BLOCK_D], dtype=tl.float32)
+            for step in tl.static_range(1, VECTOR):
+                back = VECTOR - step
+                source = token - back
+                source_slot = tl.load(slot_ptr + source, mask=source >= 0, other=-1)
+                fresh = source_slot == slot - back
+                new = tl.load(
+                    k_ptr + source * stride_kt + head * stride_kh + offs_d[None, :],
+                    mask=mask & (back <= before) & fresh,
+                    other=0.0,
+                )
+                old = tl.load(
+                    k_page + (row - back) * stride_ct,
+                    mask=mask & (back <= before) & (not fresh),
+                    other=0.0,
+                )
+                new = (new.to(tl.float32) * k_inv_scale).to(k_cache_ptr.dtype.element_ty)
+                total += new.to(tl.float32) + old.to(tl.float32)
+            total += tl.where(mask, k.to(tl.float32), 0.0)
+            mean = tl.div_rn(total, tl.full([BLOCK_H, BLOCK_D], 1.0, tl.float32) * (before + 1))
+            write_vector(
+                summary_ptr + page * stride_sp + offs_h.to(tl.int64) * stride_sh,
+                mean,
+                row // VECTOR,
+                offs_h < NUM_HEADS,
+                HEAD_DIM,
+                ROTATION,
+                PAGE_SIZE // VECTOR,
             )
-            old = tl.load(
-                k_page[None, :, :] + (row - back)[:, None, None] * stride_ct,
-                mask=mask3 & (live & ~fresh)[:, None, None],
-                other=0.0,
-            )
-            new = (new.to(tl.float32) * k_inv_scale).to(k_cache_ptr.dtype.element_ty)
-            rows = tl.where(fresh[:, None, None], new.to(tl.float32), old.to(tl.float32))
-            base = summary_ptr + page * stride_sp + head * stride_sh + offs_d[None, :]
-            kind = summary_ptr.dtype.element_ty
-            cell = row // CELL
-            if MIN_MAX:
-                low = tl.min(tl.where(live[:, None, None], rows, float("inf")), axis=0)
-                high = tl.max(tl.where(live[:, None, None], rows, float("-inf")), axis=0)
-                tl.store(base + 2 * cell * stride_sc, low.to(kind), mask=mask)
-                tl.store(base + (2 * cell + 1) * stride_sc, high.to(kind), mask=mask)
-            else:
-                total = tl.sum(tl.where(live[:, None, None], rows, 0.0), axis=0)
-                mean = total / (in_cell + 1).to(tl.float32)
-                tl.store(base + cell * stride_sc, mean.to(kind), mask=mask)
 
-    k = (k.to(tl.float32) * k_inv_scale).to(k_cache_ptr.dtype.element_ty)
     v = (v.to(tl.float32) * v_inv_scale).to(v_cache_ptr.dtype.element_ty)
     tl.store(k_page + row * stride_ct, k, mask=mask)
     tl.store(v_page + row * stride_vt, v, mask=mask)

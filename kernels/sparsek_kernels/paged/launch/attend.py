@@ -27,7 +27,8 @@ from sparsek_kernels.paged.launch.scratch import overlap_options, rows_per_step,
 from sparsek_kernels.paged.launch.select import select_blocks as select_blocks
 from sparsek_kernels.paged.launch.tiles import prefill_tiles
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.policy import ScoreKind, SelectionPolicy, ceil_div, cell_size
+from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotation_size
 
 _DENSE_TILE = 64
 
@@ -40,11 +41,10 @@ def write_kv(
     k_summary: torch.Tensor | None,
     slot_mapping: torch.Tensor,
     *,
-    score_kind: ScoreKind = "cell_mean",
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Store new rows and refresh the summaries of the cells they touch: one kernel."""
+    """Store new rows and refresh the sketch of the keys they touch: one kernel."""
     tokens = slot_mapping.shape[0]
     if tokens == 0:
         return
@@ -64,7 +64,7 @@ def write_kv(
         tokens,
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
-        *summary.stride()[:3],
+        *summary.stride()[:2],
         *key.stride()[:2],
         *value.stride()[:2],
         NUM_HEADS=heads,
@@ -72,9 +72,9 @@ def write_kv(
         BLOCK_D=block_d,
         BLOCK_H=block_h,
         PAGE_SIZE=page_size,
-        CELL=cell_size(score_kind),
+        ROTATION=rotation_size(dim),
+        VECTOR=VECTOR_SIZE,
         HAS_SUMMARY=k_summary is not None,
-        MIN_MAX=score_kind == "min_max",
         num_warps=4,
     )
 
@@ -90,19 +90,19 @@ def paged_attention(
     if batch_invariant:
         _attend_by_token(operands, batch, policy)
         return
-    selected = _selected(operands, batch, policy)
+    decodes, prefills = _selected(operands, batch, policy)
     if batch.num_decodes:
-        attend(operands, batch, policy.per_token(), selected, decode=True)
+        attend(operands, batch, policy.per_token(), decodes, decode=True)
     if batch.num_prefills:
-        attend(operands, batch, policy, selected, decode=False)
+        attend(operands, batch, policy, prefills, decode=False)
 
 
 def _selected(
     operands: PagedOperands, batch: PagedBatch, policy: SelectionPolicy
-) -> torch.Tensor | None:
-    """The blocks that a policy chooses by score, or ``None`` where it chooses none."""
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The blocks that decodes and prefills choose by score, or ``None`` where none are chosen."""
     if not policy.selects_blocks:
-        return None
+        return None, None
     return select_blocks(
         operands.q,
         operands.k_cache,
@@ -132,7 +132,8 @@ def _attend_by_token(operands: PagedOperands, batch: PagedBatch, policy: Selecti
     )
 
     def attend_decodes(mine: PagedOperands, part: PagedBatch) -> None:
-        attend(mine, part, rule, _selected(mine, part, rule), decode=True, config=config)
+        decodes, _ = _selected(mine, part, rule)
+        attend(mine, part, rule, decodes, decode=True, config=config)
 
     if not batch.num_prefills and batch.decode_query_len == 1:
         attend_decodes(operands, batch)  # as it is: a CUDA graph may hold this step
@@ -159,7 +160,8 @@ def attend(
     """Attend the decodes or the prefills of a batch over selected, windowed or all blocks.
 
     Args:
-        selected: ``[tiles, Hkv, scored_blocks]`` int32 of :func:`select_blocks`, or ``None``.
+        selected: ``[tiles, Hkv, scored_blocks]`` int32 of :func:`select_blocks` for the decodes or
+            for the prefills, or ``None``.
         decode: attend the decodes, under a policy per token; else the prefills.
         config: how the kernel is launched; chosen from the shapes where ``None``.
     """
@@ -247,7 +249,6 @@ def attend(
         policy.window_size or 0,
         policy.num_sink,
         policy.dense_below,
-        batch.num_decode_tokens,
         *out.stride()[:2],
         *q.stride()[:2],
         *k_cache.stride()[:3],

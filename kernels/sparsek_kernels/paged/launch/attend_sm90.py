@@ -104,7 +104,6 @@ def attend_hopper(
         policy.dense_below,
         tiles.shape[0],
         items,
-        batch.num_decode_tokens,
         *out.stride()[:2],
         *selected.stride()[:2],
         batch.block_table.stride(0),

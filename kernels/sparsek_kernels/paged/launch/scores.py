@@ -1,8 +1,9 @@
-"""Launching the scores of prefill tiles: exact attention masses of a few queries per tile."""
+"""Launching the scores of prefill tiles: means of cells, then what all queries give to blocks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -10,77 +11,97 @@ from sparsek_kernels.common.alignment import copyable
 from sparsek_kernels.common.descriptors import describe_matrix
 from sparsek_kernels.common.device import device_arch, multiprocessors
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.config import has_wgmma, mass_config, next_power_of_2, score_columns
-from sparsek_kernels.paged.kernels.block_mass import (
-    block_mass_kernel,
-    sample_rows_kernel,
-    tile_scores_kernel,
+from sparsek_kernels.paged.config import TileConfig, has_wgmma, next_power_of_2, score_config
+from sparsek_kernels.paged.kernels.tile_scores import (
+    add_parts_kernel,
+    part_scores_kernel,
+    pool_means_kernel,
 )
-from sparsek_kernels.paged.kernels.block_mass_sm90 import block_mass_sm90_kernel
-from sparsek_kernels.paged.launch.attend_sm90 import describe_cache, is_matrix
+from sparsek_kernels.paged.kernels.tile_scores_sm90 import tile_scores_sm90_kernel
 from sparsek_kernels.paged.launch.scratch import workspace
-from sparsek_kernels.paged.launch.tiles import prefill_tiles
-from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 
-_MASS_ELEMENTS = 1 << 26
-"""Most fp32 elements (256 MiB) of the scratch of masses; larger steps go in batches of tiles."""
+_MEANS_ELEMENTS = 1 << 27
+"""Most elements (256 MiB of 16 bits) of the scratch of means; more requests go in batches."""
+_PARTS_ELEMENTS = 1 << 26
+"""Most fp32 elements (256 MiB) of the scratch of parts; more tiles go in batches."""
+_PARKED_ELEMENTS = 1 << 27
+"""Most fp16 elements (256 MiB) that the kernel for Hopper may park."""
 
-SPAN = 4096
-"""Keys of one piece of work."""
-
-_ROWS = 256
-_SLICE = 64
+_POOLED_CELLS = 8
+_ADDED_BLOCKS = 256
+_TOGETHER = 32
+_ROWS = 64
+_HEADS = 4
 
 
 @dataclass(frozen=True)
-class Strips:
-    """How the tiles of a step are laid out in strips (``kernels/block_mass.py``).
+class _Step:
+    """What all launches of one call share.
 
     Args:
-        samples: queries that each tile is scored by.
-        stride: positions that each of them stands for.
-        group_pad: rows of a sample, a power of two.
-        rows: rows of a strip.
-        table: ``[strips, 2]`` int32, request (or -1) and first position of every strip.
-        of_tile: ``[tiles]`` int32, the strip that holds each tile.
+        q: ``[T, Hq, D]``.
+        batch: the requests of the step.
+        policy: the rule.
+        tiles: the table of the step's tiles.
+        qk_scale: from products to base-2 logits.
+        heads: KV heads.
+        width: blocks in a row of scores.
     """
 
-    samples: int
-    stride: int
-    group_pad: int
-    rows: int
-    table: torch.Tensor
-    of_tile: torch.Tensor
+    q: torch.Tensor
+    batch: PagedBatch
+    policy: SelectionPolicy
+    tiles: torch.Tensor
+    qk_scale: float
+    heads: int
+    width: int
 
     @property
-    def tiles(self) -> int:
-        """Tiles in one strip."""
-        return self.rows // (self.samples * self.group_pad)
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.q.shape[1] // self.heads
 
+    @property
+    def dim(self) -> int:
+        """Columns of a head."""
+        return self.q.shape[2]
 
-def plan_strips(
-    batch: PagedBatch, policy: SelectionPolicy, tiles: torch.Tensor, group: int, num_tokens: int
-) -> Strips:
-    """The strips of a step's prefill tiles, made once for all layers of one group size."""
-    samples, stride = policy.samples, policy.sample_stride
-    group_pad = next_power_of_2(group)
-    rows = max(_ROWS, next_power_of_2(samples * group_pad))
-    tokens = rows // (samples * group_pad) * policy.query_tile
+    @property
+    def rows(self) -> int:
+        """Rows of means of one request and KV head."""
+        cells = self.policy.sel_block_size // CELL_SIZE
+        return ceil_div(self.width, _TOGETHER) * _TOGETHER * cells
 
-    def build() -> Strips:
-        table = prefill_tiles(batch, tokens, num_tokens)
-        request, base = tiles.long().unbind(1)
-        owner = table[:, 0].long()
-        known = owner >= 0
-        ordered = torch.where(known, owner, batch.num_requests).contiguous()
-        first = torch.searchsorted(ordered, request.clamp(min=0))
-        first = first.clamp(max=table.shape[0] - 1)
-        strip = first + base // tokens - table[first, 1].long() // tokens
-        last = (known.sum() - 1).clamp(min=0)
-        of_tile = torch.where(request >= 0, strip, last).to(torch.int32).contiguous()
-        return Strips(samples, stride, group_pad, rows, table, of_tile)
+    @property
+    def lengths(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where the kernels find the positions of a tile."""
+        return self.tiles, self.batch.seq_lens, self.batch.cu_seqlens_q
 
-    return batch.derived(("strips", policy.query_tile, group, tiles.shape[0]), build)
+    @property
+    def rule(self) -> dict[str, int]:
+        """The policy, as the kernels take it."""
+        return {
+            "TILE": self.policy.query_tile,
+            "SEL_BLOCK": self.policy.sel_block_size,
+            "SINK_BLOCKS": self.policy.sink_blocks,
+            "REACH_BLOCKS": self.policy.reach_blocks,
+            "SCORED_BLOCKS": self.policy.scored_blocks,
+        }
+
+    def config(self, count: int) -> TileConfig:
+        """How the kernel for every GPU scores ``count`` tiles."""
+        return score_config(
+            tiles=count,
+            num_kv_heads=self.heads,
+            group=self.group,
+            head_dim=self.dim,
+            tile=self.policy.query_tile,
+            blocks=self.width,
+            itemsize=self.q.element_size(),
+            arch=device_arch(self.q.device),
+            num_sms=multiprocessors(self.q.device),
+        )
 
 
 def score_tiles(
@@ -90,173 +111,181 @@ def score_tiles(
     batch: PagedBatch,
     policy: SelectionPolicy,
     tiles: torch.Tensor,
-    strips: Strips,
     qk_scale: float,
     first: int,
     count: int,
     width: int,
 ) -> None:
-    """Scores of ``count`` tiles from ``first`` on, ``[count, Hkv, width]``."""
-    heads, page_size, dim = k_cache.shape[1:]
-    group = q.shape[1] // heads
-    num_strips = most_strips(batch, strips, count)
-    rows = workspace(
-        q.device, f"sampled rows {q.dtype}", num_strips * heads * strips.rows * dim, q.dtype
-    )
-    mass = workspace(q.device, "masses", num_strips * heads * width * strips.rows, torch.float32)
-    step = (
-        strips.of_tile,
-        strips.table,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
-        policy.dense_below,
-        first,
-        count,
-    )
-    rule = {
-        "TILE": policy.query_tile,
-        "SAMPLES": strips.samples,
-        "STRIDE": strips.stride,
-        "GROUP_PAD": strips.group_pad,
-        "SINK_BLOCKS": policy.sink_blocks,
-        "REACH_BLOCKS": policy.reach_blocks,
-        "SCORED_BLOCKS": policy.scored_blocks,
-    }
-    sample_rows_kernel[(num_strips, heads, strips.rows // _SLICE)](
-        rows,
-        q,
-        *step,
-        *q.stride()[:2],
-        NUM_KV_HEADS=heads,
-        GROUP=group,
-        HEAD_DIM=dim,
-        BLOCK_D=next_power_of_2(dim),
-        BLOCK_M=_SLICE,
-        ROWS=strips.rows,
-        SEL_BLOCK=policy.sel_block_size,
-        **rule,
-    )
-    config = mass_config(
-        group=group, head_dim=dim, itemsize=q.element_size(), arch=device_arch(q.device)
-    )
-    if config.hopper and masses_fit(q, k_cache, policy, strips):
-        _mass_sm90(mass, rows, k_cache, batch, step, rule, qk_scale, num_strips, width)
-    else:
-        span = max(SPAN // policy.sel_block_size, 1)
-        spans = ceil_div(batch.max_seq_len, span * policy.sel_block_size)
-        block_mass_kernel[(num_strips * (strips.rows // config.block_m), heads, spans)](
-            mass,
-            rows,
-            k_cache,
-            *step[:2],
-            batch.block_table,
-            *step[2:4],
-            qk_scale,
-            *step[4:],
-            width,
-            *k_cache.stride()[:3],
-            batch.block_table.stride(0),
-            NUM_KV_HEADS=heads,
-            HEAD_DIM=dim,
-            BLOCK_D=next_power_of_2(dim),
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            ROWS=strips.rows,
-            PAGE_SIZE=page_size,
-            SEL_BLOCK=policy.sel_block_size,
-            SPAN_BLOCKS=span,
-            NUM_STAGES=config.num_stages,
-            num_warps=config.num_warps,
-            **rule,
-        )
-    tile_scores_kernel[(count, heads)](
-        scores,
-        mass,
-        tiles,
-        strips.of_tile,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
-        policy.dense_below,
-        first,
-        width,
-        heads * width,
-        width,
-        NUM_KV_HEADS=heads,
-        GROUP=group,
-        ROWS=strips.rows,
-        SEL_BLOCK=policy.sel_block_size,
-        BLOCK_B=score_columns(strips.samples * strips.group_pad),
-        **rule,
-    )
+    """Scores of ``count`` tiles from ``first`` on, by means of keys: ``[count, Hkv, width]``.
+
+    Blocks before a tile's first query are scored.  The rest of a row, and the rows of tiles that
+    see everything, are left as they are.
+    """
+    heads = k_cache.shape[1]
+    step = _Step(q, batch, policy, tiles, qk_scale, heads, width)
+    config = step.config(count)
+    hopper = config.hopper and config.splits == 1 and scores_fit(q, heads, policy, width)
+    queries, head_parts = _ROWS, step.group
+    if not hopper:
+        queries, head_parts = config.queries, ceil_div(step.group, config.block_h)
+    num_parts = head_parts * ceil_div(policy.query_tile, queries)
+    at_once = even_step(count, _PARTS_ELEMENTS // (heads * num_parts * width))
+    pooled = even_step(batch.num_prefills, _MEANS_ELEMENTS // (heads * step.rows * step.dim))
+    parts = workspace(q.device, "parts", at_once * heads * num_parts * width, torch.float32)
+    means = workspace(q.device, f"means {q.dtype}", pooled * heads * step.rows * step.dim, q.dtype)
+    for request in range(batch.num_decodes, batch.num_requests, pooled):
+        requests = (request, min(pooled, batch.num_requests - request))
+        _pool_means(means, k_cache, step, requests)
+        for tile in range(first, first + count, at_once):
+            here = min(at_once, first + count - tile)
+            if hopper:
+                _score_sm90(parts, means, step, (tile, here), requests)
+            else:
+                _score(parts, means, step, (tile, here), requests, config)
+            add_parts_kernel[(here, heads, ceil_div(width, _ADDED_BLOCKS))](
+                scores.view(-1)[(tile - first) * heads * width :],
+                parts,
+                *step.lengths,
+                policy.dense_below,
+                tile,
+                *requests,
+                width,
+                QUERIES=queries,
+                HEAD_PARTS=head_parts,
+                PARTS=num_parts,
+                BLOCK=_ADDED_BLOCKS,
+                **step.rule,
+            )
 
 
-def most_strips(batch: PagedBatch, strips: Strips, tiles: int) -> int:
-    """An upper bound of the strips that hold ``tiles`` neighbouring tiles."""
-    bound = tiles // strips.tiles + 2 * batch.num_prefills
-    return max(min(bound, tiles, strips.table.shape[0]), 1)
+def even_step(count: int, room: int) -> int:
+    """Items of a batch, at most ``room`` (at least 1), so that batches are of nearly one size."""
+    return ceil_div(count, ceil_div(count, max(room, 1)))
 
 
-def most_tiles(batch: PagedBatch, strips: Strips, tiles: int, heads: int, width: int) -> int:
-    """Most of ``tiles`` neighbouring tiles whose masses fit in the scratch at once, at least 1."""
-    room = max(_MASS_ELEMENTS // (heads * width * strips.rows), 1)
-    if most_strips(batch, strips, tiles) <= room:
-        return tiles
-    return max(room, (room - 2 * batch.num_prefills) * strips.tiles)
-
-
-def masses_fit(
-    q: torch.Tensor, k_cache: torch.Tensor, policy: SelectionPolicy, strips: Strips
-) -> bool:
-    """Whether the kernel for Hopper takes these inputs."""
+def scores_fit(q: torch.Tensor, heads: int, policy: SelectionPolicy, width: int) -> bool:
+    """Whether the kernel for Hopper scores these tiles, if there are enough of them."""
     return (
         has_wgmma(device_arch(q.device))
         and q.dtype in (torch.float16, torch.bfloat16)
-        and k_cache.dtype == q.dtype
         and q.shape[2] in (64, 128)
-        and k_cache.shape[2] % _SLICE == 0
-        and policy.sel_block_size == _SLICE
-        and strips.rows == _ROWS
-        and copyable(k_cache)
-        and is_matrix(k_cache)
+        and q.shape[1] > heads  # a lone query head would leave three of four warpgroups idle
+        and policy.sel_block_size == _ROWS
+        and policy.query_tile % _ROWS == 0
+        and copyable(q)
+        and multiprocessors(q.device) * parked_elements(width) <= _PARKED_ELEMENTS
     )
 
 
-def _mass_sm90(
-    mass: torch.Tensor,
-    rows: torch.Tensor,
-    k_cache: torch.Tensor,
-    batch: PagedBatch,
-    step: tuple[object, ...],
-    rule: dict[str, int],
-    qk_scale: float,
-    num_strips: int,
-    width: int,
+def parked_elements(width: int) -> int:
+    """Elements that one program of the kernel for Hopper parks for ``width`` blocks."""
+    return _HEADS * _ROWS * ceil_div(width, _TOGETHER) * _TOGETHER
+
+
+def _pool_means(
+    means: torch.Tensor, k_cache: torch.Tensor, step: _Step, requests: tuple[int, int]
 ) -> None:
     heads, page_size, dim = k_cache.shape[1:]
-    spans = ceil_div(batch.max_seq_len, SPAN)
-    work = num_strips * heads * spans
-    k_desc, *k_distances = describe_cache(k_cache)
-    shape = (num_strips * heads * _ROWS, dim)
-    rows_desc = describe_matrix(rows, shape, dim, (_SLICE, _SLICE))
-    block_mass_sm90_kernel[(min(work, multiprocessors(rows.device)),)](
-        mass,
-        rows_desc,
-        k_desc,
-        *step[:2],
+    batch = step.batch
+    cells = ceil_div(batch.max_seq_len, CELL_SIZE)
+    pool_means_kernel[(ceil_div(cells, _POOLED_CELLS), heads, requests[1])](
+        means,
+        k_cache,
         batch.block_table,
-        *step[2:4],
-        qk_scale,
-        *step[4:],
-        num_strips,
-        work,
-        width,
-        *k_distances,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        step.policy.dense_below,
+        requests[0],
+        heads * step.rows * dim,
+        step.rows * dim,
+        *k_cache.stride()[:3],
         batch.block_table.stride(0),
-        NUM_KV_HEADS=heads,
         HEAD_DIM=dim,
+        BLOCK_D=next_power_of_2(dim),
+        BLOCK_C=_POOLED_CELLS,
         PAGE_SIZE=page_size,
-        SPAN=SPAN,
-        STAGES=8,
+        **step.rule,
+    )
+
+
+def _score(
+    parts: torch.Tensor,
+    means: torch.Tensor,
+    step: _Step,
+    tiles: tuple[int, int],
+    requests: tuple[int, int],
+    config: TileConfig,
+) -> None:
+    per_head = ceil_div(step.policy.query_tile, config.queries)
+    programs = tiles[1] * ceil_div(step.group, config.block_h) * per_head
+    size = programs * step.heads * config.splits * 2 * config.block_m
+    state = workspace(step.q.device, "score state", size, torch.float32)
+    options: dict[str, Any] = {
+        "GROUP": step.group,
+        "HEAD_DIM": step.dim,
+        "BLOCK_D": next_power_of_2(step.dim),
+        "QUERIES": config.queries,
+        "BLOCK_H": config.block_h,
+        "BLOCK_M": config.block_m,
+        "BLOCK_B": config.block_n,
+        "SPLITS": config.splits,
+        "NUM_STAGES": config.num_stages,
+        "num_warps": config.num_warps,
+        **step.rule,
+    }
+    for second_pass in (False, True):
+        part_scores_kernel[(programs, step.heads, config.splits)](
+            parts,
+            state,
+            step.q,
+            means,
+            *step.lengths,
+            step.qk_scale,
+            step.policy.dense_below,
+            tiles[0],
+            *requests,
+            step.width,
+            *step.q.stride()[:2],
+            step.heads * step.rows * step.dim,
+            step.rows * step.dim,
+            SECOND_PASS=second_pass,
+            **options,
+        )
+
+
+def _score_sm90(
+    parts: torch.Tensor,
+    means: torch.Tensor,
+    step: _Step,
+    tiles: tuple[int, int],
+    requests: tuple[int, int],
+) -> None:
+    q, heads = step.q, step.heads
+    work = tiles[1] * heads * (step.policy.query_tile // _ROWS) * ceil_div(step.group, _HEADS)
+    programs = min(work, multiprocessors(q.device))
+    size = programs * parked_elements(step.width)
+    columns = (q.shape[1] - 1) * q.stride(1) + step.dim
+    tile_scores_sm90_kernel[(programs,)](
+        parts,
+        workspace(q.device, "parked weights", size, torch.float16),
+        workspace(q.device, "parked maxima", size // _TOGETHER, torch.float32),
+        describe_matrix(q, (q.shape[0], columns), q.stride(0), (_ROWS, 64)),
+        describe_matrix(
+            means, (requests[1] * heads * step.rows, step.dim), step.dim, (4 * _TOGETHER, 64)
+        ),
+        *step.lengths,
+        step.qk_scale,
+        step.policy.dense_below,
+        *tiles,
+        *requests,
+        work,
+        step.rows // (4 * _TOGETHER),
+        step.width,
+        q.stride(1),
+        NUM_KV_HEADS=heads,
+        GROUP=step.group,
+        HEAD_DIM=step.dim,
+        STAGES=3,
         num_warps=4,
-        **rule,
+        **step.rule,
     )

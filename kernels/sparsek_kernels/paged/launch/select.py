@@ -1,36 +1,34 @@
-"""Launching block selection: bounded scratch, decodes and prefill tiles."""
+"""Launching block selection: candidates by summaries, then the best of them by exact masses."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+from triton import knobs
 
 from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.checks import given_summary
 from sparsek_kernels.paged.config import logits_config, next_power_of_2, top_warps
-from sparsek_kernels.paged.kernels.select import decode_logits_kernel, top_blocks_kernel
-from sparsek_kernels.paged.launch.scores import most_tiles, plan_strips, score_tiles
+from sparsek_kernels.paged.kernels.select import top_blocks_kernel
+from sparsek_kernels.paged.kernels.sketch_logits import decode_logits_kernel
+from sparsek_kernels.paged.launch.rank import mass_elements, rank_blocks
+from sparsek_kernels.paged.launch.scores import score_tiles
 from sparsek_kernels.paged.launch.scratch import (
     MOST_ROWS,
     overlap_options,
     rows_per_step,
     workspace,
 )
+from sparsek_kernels.paged.launch.selection import Selection, Step
 from sparsek_kernels.paged.launch.tiles import prefill_tiles
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotation_size
 
 _SCRATCH_ELEMENTS = 1 << 24
 """Most float32 elements (64 MiB) of one scratch tensor of scores; larger steps go in batches."""
-
-
-def _max_blocks(batch: PagedBatch, sel_block: int) -> int:
-    return max(ceil_div(batch.max_seq_len, sel_block), 1)
-
-
-def _cells(policy: SelectionPolicy) -> int:
-    width = 2 * CELL_SIZE if policy.score_kind == "min_max" else CELL_SIZE
-    return policy.sel_block_size // width
 
 
 def select_blocks(
@@ -42,199 +40,164 @@ def select_blocks(
     k_summary: torch.Tensor | None,
     softmax_scale: float,
     k_scale: float = 1.0,
-) -> torch.Tensor:
-    """Selected blocks ``[tiles, Hkv, scored_blocks]`` int32; -1 where a tile sees everything.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Selected blocks of the decodes, and of the prefills; -1 where a tile sees everything.
 
-    Row ``t`` of the decodes is query token ``t``; the prefills' tiles follow in order.
+    Returns:
+        ``[decode tokens, Hkv, scored_blocks of policy.per_token()]`` and
+        ``[prefill tiles, Hkv, scored_blocks of policy]``, int32.  Row ``t`` of the decodes is query
+        token ``t``; the prefills' tiles stand in the order of ``prefill_tiles``.
     """
-    heads, page_size = k_cache.shape[1:3]
-    tiles: torch.Tensor | None = None
-    count = batch.num_decode_tokens
-    if batch.num_prefills:
-        tiles = prefill_tiles(batch, policy.query_tile, q.shape[0])
-        count += tiles.shape[0]
-    out = torch.empty(count, heads, policy.scored_blocks, dtype=torch.int32, device=q.device)
-    if policy.scored_blocks == 0:
-        return out
+    heads = k_cache.shape[1]
+
+    def rows(count: int, rule: SelectionPolicy) -> torch.Tensor:
+        shape = (count, heads, rule.scored_blocks)
+        return torch.empty(shape, dtype=torch.int32, device=q.device)
+
+    single = policy.per_token()
+    decodes = rows(batch.num_decode_tokens, single)
     scale = softmax_scale * k_scale * LOG2E.value
-    if batch.num_decodes:
-        _select_decodes(out, q, given_summary(k_summary), batch, policy, scale, page_size)
-    if tiles is None:
-        return out
-    if policy.query_tile == 1:
-        _select_tokens(out, q, given_summary(k_summary), batch, policy, scale, page_size)
-    else:
-        _select_tiles(out, q, k_cache, batch, policy, tiles, scale)
-    return out
+    call = Selection(decodes, q, k_cache, k_summary, batch, single, scale)
+    if batch.num_decodes and single.scored_blocks:
+        _select_decodes(call)
+    if not batch.num_prefills:
+        return decodes, rows(0, policy)
+    tiles = prefill_tiles(batch, policy.query_tile, q.shape[0])
+    prefills = rows(tiles.shape[0], policy)
+    if policy.scored_blocks:
+        call = replace(call, out=prefills, policy=policy, tiles=tiles)
+        if policy.query_tile == 1:
+            _select_tokens(call)
+        else:
+            _select_tiles(call, tiles)
+    return decodes, prefills
 
 
-def _select_decodes(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    k_summary: torch.Tensor,
-    batch: PagedBatch,
-    policy: SelectionPolicy,
-    qk_scale: float,
-    page_size: int,
-) -> None:
-    heads = k_summary.shape[1]
+def _select_decodes(call: Selection) -> None:
+    """Blocks of single tokens: logits of the sketch, candidates, ranks."""
+    batch, num_heads, length = call.batch, call.q.shape[1], call.batch.decode_query_len
+    most = length * max(num_heads * call.width, mass_elements(call))
+    requests = max(min(_SCRATCH_ELEMENTS // most, batch.num_decodes, MOST_ROWS // length), 1)
+    for first in range(0, batch.num_decodes, requests):
+        here = min(requests, batch.num_decodes - first)
+        step = Step(first * length, here * length)
+        # as large for the last requests as for the others: what is compiled depends on that
+        logits = _decode_logits(call, first, here, requests)
+        strides = (num_heads * call.width, call.group * call.width, call.width)
+        rank_blocks(call, step, _top_blocks(call, step, logits, strides))
+
+
+def _decode_logits(call: Selection, first: int, count: int, most: int) -> torch.Tensor:
+    """Logits ``[count * decode_query_len, Hq, width]`` of some requests' tokens, flat."""
+    q, batch, policy = call.q, call.batch, call.policy
+    k_summary = given_summary(call.k_summary)
     num_heads, dim = q.shape[1:]
-    group = num_heads // heads
-    max_blocks = _max_blocks(batch, policy.sel_block_size)
-    width = ceil_div(max_blocks, 16) * 16
     length = batch.decode_query_len
-    per_request = length * num_heads * width
-    step = max(min(_SCRATCH_ELEMENTS // per_request, batch.num_decodes, MOST_ROWS), 1)
-    logits = workspace(q.device, "logits", step * per_request, torch.float32)
+    numel = most * length * num_heads * call.width
+    logits = workspace(q.device, "logits", numel, torch.float32)
     config = logits_config(
-        requests=step,
-        num_kv_heads=heads,
-        group=group,
+        requests=most,
+        num_kv_heads=call.heads,
+        group=call.group,
         head_dim=dim,
         queries=length,
-        cells=_cells(policy),
+        vectors=policy.sel_block_size // VECTOR_SIZE,
         num_sms=multiprocessors(q.device),
     )
-    chunks = min(ceil_div(max_blocks, config.block_n), config.splits)
-    for first in range(0, batch.num_decodes, step):
-        requests = min(step, batch.num_decodes - first)
-        decode_logits_kernel[(chunks, heads, requests)](
-            logits,
-            q,
-            k_summary,
-            batch.block_table,
-            batch.seq_lens,
-            batch.cu_seqlens_q,
-            qk_scale,
-            batch.block_table.shape[1],
-            policy.dense_below,
-            first,
-            num_heads * width,
-            width,
-            *q.stride()[:2],
-            *k_summary.stride()[:3],
-            batch.block_table.stride(0),
-            NUM_KV_HEADS=heads,
-            GROUP=group,
-            QUERY_LEN=length,
-            HEAD_DIM=dim,
-            BLOCK_D=next_power_of_2(dim),
-            BLOCK_H=config.block_h,
-            BLOCK_M=config.block_m,
-            BLOCK_B=config.block_n,
-            PAGE_SIZE=page_size,
-            SEL_BLOCK=policy.sel_block_size,
-            SINK_BLOCKS=policy.sink_blocks,
-            REACH_BLOCKS=policy.reach_blocks,
-            SCORED_BLOCKS=policy.scored_blocks,
-            MIN_MAX=policy.score_kind == "min_max",
-            NUM_STAGES=config.num_stages,
-            num_warps=config.num_warps,
-            **overlap_options(q.device),
-        )
-        _top_blocks(
-            out,
-            logits,
-            None,
-            batch,
-            policy,
-            (requests * length, heads),
-            first * length,
-            0,
-            (num_heads * width, group * width, width),
-            group,
-            max_blocks,
-        )
+    chunks = min(ceil_div(call.max_blocks, config.block_n), config.splits)
+    decode_logits_kernel[(chunks, call.heads, count)](
+        logits,
+        q,
+        k_summary,
+        batch.block_table,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        call.qk_scale,
+        batch.block_table.shape[1],
+        policy.dense_below,
+        first,
+        num_heads * call.width,
+        call.width,
+        *q.stride()[:2],
+        *k_summary.stride()[:2],
+        batch.block_table.stride(0),
+        GROUP=call.group,
+        QUERY_LEN=length,
+        HEAD_DIM=dim,
+        ROTATION=rotation_size(dim),
+        BLOCK_D=max(next_power_of_2(dim), 64),
+        BLOCK_H=config.block_h,
+        BLOCK_M=config.block_m,
+        BLOCK_B=config.block_n,
+        PAGE_SIZE=call.k_cache.shape[2],
+        SEL_BLOCK=policy.sel_block_size,
+        VECTOR=VECTOR_SIZE,
+        SINK_BLOCKS=policy.sink_blocks,
+        REACH_BLOCKS=policy.reach_blocks,
+        SCORED_BLOCKS=policy.listed_blocks,  # as few as all rank exactly: nothing to score
+        NUM_STAGES=config.num_stages,
+        ASM=not knobs.runtime.interpret and torch.version.hip is None,
+        num_warps=config.num_warps,
+        **overlap_options(q.device),
+    )
+    return logits
 
 
 def _top_blocks(
-    out: torch.Tensor,
-    scores: torch.Tensor,
-    tiles: torch.Tensor | None,
-    batch: PagedBatch,
-    policy: SelectionPolicy,
-    grid: tuple[int, int],
-    first_tile: int,
-    out_tile: int,
-    strides: tuple[int, int, int],
-    group: int,
-    max_blocks: int,
-) -> None:
-    top_blocks_kernel[grid](
-        out,
+    call: Selection, step: Step, scores: torch.Tensor, strides: tuple[int, int, int]
+) -> torch.Tensor:
+    """Candidates ``[step.count, Hkv, listed_blocks]`` int32, flat; -1 past the last of a tile.
+
+    Args:
+        scores: of logits or summed probabilities, from tile ``step.first`` on.
+        strides: of ``scores``, from tile to tile, KV head and query head.
+    """
+    batch, policy = call.batch, call.policy
+    numel = step.count * call.heads * policy.listed_blocks
+    candidates = workspace(scores.device, "candidates", numel, torch.int32)
+    top_blocks_kernel[(step.count, call.heads)](
+        candidates,
         scores,
-        batch.seq_lens if tiles is None else tiles,
+        batch.seq_lens if call.tiles is None else call.tiles,
         batch.seq_lens,
         batch.cu_seqlens_q,
         policy.dense_below,
-        first_tile,
-        out_tile,
-        *out.stride()[:2],
+        step.first,
         *strides,
-        FROM_TABLE=tiles is not None,
-        TILES_PER_REQUEST=1 if tiles is not None else batch.decode_query_len,
-        POLICY_TILE=1 if tiles is None else policy.query_tile,
-        GROUP=group,
-        SEL_BLOCK=policy.sel_block_size,
-        SINK_BLOCKS=policy.sink_blocks,
-        REACH_BLOCKS=policy.reach_blocks,
-        SCORED_BLOCKS=policy.scored_blocks,
-        MAX_BLOCKS=next_power_of_2(max(max_blocks, 16)),
-        num_warps=top_warps(max_blocks),
-        **overlap_options(out.device),
+        COUNT=policy.listed_blocks,
+        MAX_BLOCKS=next_power_of_2(max(call.max_blocks, 16)),
+        num_warps=top_warps(call.max_blocks),
+        maxnreg=128,  # so that two programs of 8 warps share a multiprocessor
+        **call.tile_keys(),
+        **overlap_options(scores.device),
     )
+    return candidates
 
 
-def _select_tokens(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    k_summary: torch.Tensor,
-    batch: PagedBatch,
-    policy: SelectionPolicy,
-    qk_scale: float,
-    page_size: int,
-) -> None:
+def _select_tokens(call: Selection) -> None:
     """Blocks of prefills whose tiles are single tokens: each is scored as if it were decoded."""
+    batch = call.batch
     first = batch.first_row + batch.num_decode_tokens
     step = rows_per_step(batch.block_table.shape[1])
-    for begin in range(first, q.shape[0], step):
-        end = min(begin + step, q.shape[0])
-        rows = out[batch.num_decode_tokens + begin - first :]
-        tokens = batch.by_token(begin, end)
-        _select_decodes(rows, q[begin:end], k_summary, tokens, policy, qk_scale, page_size)
+    for begin in range(first, call.q.shape[0], step):
+        end = min(begin + step, call.q.shape[0])
+        rows, tokens = call.out[begin - first :], batch.by_token(begin, end)
+        _select_decodes(replace(call, out=rows, q=call.q[begin:end], batch=tokens, tiles=None))
 
 
-def _select_tiles(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    batch: PagedBatch,
-    policy: SelectionPolicy,
-    tiles: torch.Tensor,
-    qk_scale: float,
-) -> None:
-    heads = k_cache.shape[1]
-    group = q.shape[1] // heads
-    max_blocks = _max_blocks(batch, policy.sel_block_size)
-    width = ceil_div(max_blocks, 16) * 16
-    count = tiles.shape[0]
-    strips = plan_strips(batch, policy, tiles, group, q.shape[0])
-    step = most_tiles(batch, strips, count, heads, width)
-    step = max(min(_SCRATCH_ELEMENTS // (heads * width), step), 1)
-    scores = workspace(q.device, "scores", step * heads * width, torch.float32)
-    for first in range(0, count, step):
-        here = min(step, count - first)
-        score_tiles(scores, q, k_cache, batch, policy, tiles, strips, qk_scale, first, here, width)
-        _top_blocks(
-            out,
-            scores,
-            tiles,
-            batch,
-            policy,
-            (here, heads),
-            first,
-            batch.num_decode_tokens,
-            (heads * width, width, 0),
-            group,
-            max_blocks,
+def _select_tiles(call: Selection, tiles: torch.Tensor) -> None:
+    """Blocks of prefill tiles: scores by all queries of a tile, candidates, ranks."""
+    q, k_cache, batch, policy, heads = call.q, call.k_cache, call.batch, call.policy, call.heads
+    width = call.width
+    scored = max(min(_SCRATCH_ELEMENTS // (heads * width), tiles.shape[0]), 1)
+    ranked = max(_SCRATCH_ELEMENTS // mass_elements(call), 1)
+    scores = workspace(q.device, "scores", scored * heads * width, torch.float32)
+    for first in range(0, tiles.shape[0], scored):
+        end = min(first + scored, tiles.shape[0])
+        score_tiles(
+            scores, q, k_cache, batch, policy, tiles, call.qk_scale, first, end - first, width
         )
+        for begin in range(first, end, ranked):
+            step = Step(begin, min(ranked, end - begin))
+            mine = scores[(begin - first) * heads * width :]
+            rank_blocks(call, step, _top_blocks(call, step, mine, (heads * width, width, 0)))

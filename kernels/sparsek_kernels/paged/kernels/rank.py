@@ -1,0 +1,357 @@
+"""Ranking a tile's candidates by the attention that they really get.
+
+The rule is docs/selection.md.  A *sample* is one query position of a tile, a *row* one query head
+of a sample; a single token has one sample.  A tile's *list* is its sink blocks, the blocks that its
+windows touch and its candidates, in *slots* of this order.  Two kernels follow each other:
+
+* ``listed_masses_kernel`` writes, for each row and *unit* of the list (a block, or an equal part of
+  one), the base-2 logarithm of the sum of the exponentials of the row's scores against its keys;
+* ``rank_blocks_kernel`` divides by the rows' totals, adds up the rows, and keeps the best
+  candidates.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sparsek_kernels.paged.kernels.select import best_of
+from sparsek_kernels.paged.kernels.tiles import (
+    NO_KEY,
+    TOP_K,
+    page_of,
+    tile_sees_all,
+    tile_span,
+)
+
+
+@triton.jit
+def sample_positions(
+    row,
+    base,
+    low,
+    high,
+    TILE: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    STRIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+):
+    """Query position of each row of the tile at ``base``, -1 for rows that are none.
+
+    A tile has a sample for every ``STRIDE`` positions: the last of them that is a query.
+    """
+    sample = row // GROUP_PAD
+    first = base + sample * STRIDE
+    position = tl.minimum(tl.minimum(first + STRIDE, base + TILE) - 1, high)
+    there = (sample < SAMPLES) & (row % GROUP_PAD < GROUP)
+    return tl.where(there & (position >= low) & (position >= first), position, -1)
+
+
+@triton.jit
+def unit_keys(
+    unit,
+    end,
+    candidates_ptr,
+    first_local,
+    FORCED_BLOCKS: tl.constexpr,
+    SINK_BLOCKS: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """Positions of the keys of the ``BLOCK_N // UNIT`` units from ``unit`` on.  ``[BLOCK_N]``.
+
+    ``LISTED`` units are candidates', the others those of sinks and local blocks.  Units from
+    ``end`` on have keys past every query.
+    """
+    PARTS: tl.constexpr = SEL_BLOCK // UNIT
+    offs = tl.arange(0, BLOCK_N)
+    mine = unit + offs // UNIT
+    slot = mine // PARTS
+    if LISTED:
+        block = tl.load(candidates_ptr + slot - FORCED_BLOCKS, mask=mine < end, other=0)
+    else:
+        block = tl.where(slot < SINK_BLOCKS, slot, first_local + slot - SINK_BLOCKS)
+    return tl.where(mine < end, block * SEL_BLOCK + mine % PARTS * UNIT + offs % UNIT, NO_KEY)
+
+
+@triton.jit
+def log_sums(s, UNITS: tl.constexpr, UNIT: tl.constexpr):
+    """Base-2 logarithms of the sums of ``2 ** s`` over each unit's keys.  ``[UNITS, BLOCK_M]``.
+
+    s: ``[UNITS * UNIT, BLOCK_M]``; a unit of ``-inf`` gives ``-inf``.
+    """
+    units = tl.reshape(s, [UNITS, UNIT, s.shape[1]])
+    top = tl.max(units, axis=1)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    return top + tl.log2(tl.sum(tl.exp2(units - top[:, None, :]), axis=1))
+
+
+@triton.jit
+def log_add(x, y):
+    """Base-2 logarithm of ``2 ** x + 2 ** y``; either may be ``-inf``."""
+    top = tl.maximum(x, y)
+    reference = tl.where(top == float("-inf"), 0.0, top)
+    return reference + tl.log2(tl.exp2(x - reference) + tl.exp2(y - reference))
+
+
+@triton.jit
+def write_masses(
+    masses,
+    q,
+    position,
+    rows,
+    k_ptr,
+    table_ptr,
+    candidates_ptr,
+    begin,
+    end,
+    first_local,
+    high,
+    qk_scale,
+    stride_kp,
+    stride_kt,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    SINK_BLOCKS: tl.constexpr,
+    FORCED_BLOCKS: tl.constexpr,
+    LISTED: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Logarithmic masses of units ``[begin, end)`` of a tile's list, for the rows of ``q``.
+
+    ``LISTED`` units lie before every query; of others, keys after a row's ``position`` are left
+    out.  Products are ``K . Q^T``: a cell of 16 keys then lies in one warp, which adds it up alone.
+    The pipeline fetches keys ``NUM_STAGES - 1`` iterations ahead, and as many again before each
+    what leads to them: the page, and before it the entry of the list.
+    """
+    UNITS: tl.constexpr = BLOCK_N // UNIT
+    DEPTH: tl.constexpr = (3 if LISTED else 2) * (NUM_STAGES - 1) + 1
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = (offs_d < HEAD_DIM)[None, :]
+    for unit in tl.range(begin, end, UNITS, num_stages=DEPTH):
+        keys = unit_keys(
+            unit, end, candidates_ptr, first_local, FORCED_BLOCKS, SINK_BLOCKS, SEL_BLOCK, UNIT,
+            BLOCK_N, LISTED,
+        )  # fmt: skip
+        page = page_of(table_ptr, keys, keys <= high, PAGE_SIZE)
+        k_row = page * stride_kp + keys % PAGE_SIZE * stride_kt
+        k = tl.load(
+            k_ptr + k_row[:, None] + offs_d[None, :],
+            mask=(keys <= high)[:, None] & mask_d,
+            other=0.0,
+        )  # [BLOCK_N, BLOCK_D]
+        s = tl.dot(k.to(q.dtype), tl.trans(q), input_precision="ieee") * qk_scale
+        if not LISTED:
+            s = tl.where(keys[:, None] <= position[None, :], s, float("-inf"))
+        mine = unit + tl.arange(0, UNITS)
+        tl.store(
+            masses[None, :] + (mine * ROWS)[:, None],
+            log_sums(s, UNITS, UNIT),  # [UNITS, BLOCK_M]
+            mask=(mine < end)[:, None] & (rows < ROWS)[None, :],
+        )
+
+
+@triton.jit(do_not_specialize=["dense_below", "first_tile"])
+def listed_masses_kernel(
+    mass_ptr,
+    q_ptr,
+    k_ptr,
+    candidates_ptr,
+    tiles_ptr,
+    block_table_ptr,
+    seq_lens_ptr,
+    cu_seqlens_ptr,
+    qk_scale,
+    dense_below,
+    first_tile,
+    stride_qt,
+    stride_qh,
+    stride_kp,
+    stride_kh,
+    stride_kt,
+    stride_br,
+    FROM_TABLE: tl.constexpr,
+    TILES_PER_REQUEST: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    SINK_BLOCKS: tl.constexpr,
+    LOCAL_BLOCKS: tl.constexpr,
+    REACH_BLOCKS: tl.constexpr,
+    SCORED_BLOCKS: tl.constexpr,
+    LISTED_BLOCKS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Logarithmic masses of a share of one tile's list, for ``BLOCK_M`` rows of one KV head.
+
+    Grid ``(tiles * row chunks, Hkv, shares)``.  Writes ``[tiles, Hkv, units, rows]`` fp32 for the
+    units that the list has; nothing for tiles that see everything.  Each key is read once.
+    """
+    ROWS: tl.constexpr = SAMPLES * GROUP_PAD
+    ROW_CHUNKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
+    PARTS: tl.constexpr = SEL_BLOCK // UNIT
+    UNITS: tl.constexpr = BLOCK_N // UNIT
+    FORCED_BLOCKS: tl.constexpr = SINK_BLOCKS + LOCAL_BLOCKS
+    local = tl.program_id(0) // ROW_CHUNKS
+    rows = tl.program_id(0) % ROW_CHUNKS * BLOCK_M + tl.arange(0, BLOCK_M)
+    kv_head = tl.program_id(1).to(tl.int64)
+    request, base, low, high, token_of_zero = tile_span(
+        first_tile + local, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, FROM_TABLE, TILES_PER_REQUEST,
+        TILE,
+    )  # fmt: skip
+    position = sample_positions(rows, base, low, high, TILE, SAMPLES, STRIDE, GROUP, GROUP_PAD)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = (offs_d < HEAD_DIM)[None, :]
+    token = (token_of_zero + position).to(tl.int64)
+    q_row = token * stride_qt + (kv_head * GROUP + rows % GROUP_PAD) * stride_qh
+    q = tl.load(
+        q_ptr + q_row[:, None] + offs_d[None, :],
+        mask=(position >= 0)[:, None] & mask_d,
+        other=0.0,
+    )  # [BLOCK_M, BLOCK_D]
+    full = tile_sees_all(
+        base, dense_below, TOP_K, TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
+    )
+    if (high < low) | (high < 0) | full:
+        if OVERLAP:
+            tl.extra.cuda.gdc_wait()
+        return
+    FORCED: tl.constexpr = FORCED_BLOCKS * PARTS
+    FORCED_PIECES: tl.constexpr = (FORCED + UNITS - 1) // UNITS
+    first_local = base // SEL_BLOCK - REACH_BLOCKS
+    listed = tl.minimum(first_local - SINK_BLOCKS, LISTED_BLOCKS) * PARTS
+    pieces = FORCED_PIECES + tl.cdiv(listed, UNITS)
+    share = tl.cdiv(pieces, tl.num_programs(2))
+    begin = tl.program_id(2) * share
+    end = tl.minimum(begin + share, pieces)
+    place = (local.to(tl.int64) * NUM_KV_HEADS + kv_head) * (FORCED_BLOCKS + LISTED_BLOCKS)
+    masses = mass_ptr + place * PARTS * ROWS + rows
+    candidates = candidates_ptr + (local.to(tl.int64) * NUM_KV_HEADS + kv_head) * LISTED_BLOCKS
+    table = block_table_ptr + request.to(tl.int64) * stride_br
+    k_head = k_ptr + kv_head * stride_kh
+    # What is attended anyway is read while the kernel that finds candidates is still at work.
+    write_masses(
+        masses, q, position, rows, k_head, table, candidates, begin * UNITS,
+        tl.minimum(end * UNITS, FORCED), first_local, high, qk_scale, stride_kp, stride_kt,
+        HEAD_DIM, BLOCK_D, BLOCK_N, UNIT, ROWS, PAGE_SIZE, SEL_BLOCK, SINK_BLOCKS, FORCED_BLOCKS,
+        False, NUM_STAGES,
+    )  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    begin = FORCED + (tl.maximum(begin, FORCED_PIECES) - FORCED_PIECES) * UNITS
+    end = FORCED + tl.minimum((end - FORCED_PIECES) * UNITS, listed)
+    write_masses(
+        masses, q, position, rows, k_head, table, candidates, begin, end, first_local, high,
+        qk_scale, stride_kp, stride_kt, HEAD_DIM, BLOCK_D, BLOCK_N, UNIT, ROWS, PAGE_SIZE,
+        SEL_BLOCK, SINK_BLOCKS, FORCED_BLOCKS, True, NUM_STAGES,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["dense_below", "first_tile"])
+def rank_blocks_kernel(
+    out_ptr,
+    mass_ptr,
+    candidates_ptr,
+    tiles_ptr,
+    seq_lens_ptr,
+    cu_seqlens_ptr,
+    dense_below,
+    first_tile,
+    stride_ot,
+    stride_oh,
+    FROM_TABLE: tl.constexpr,
+    TILES_PER_REQUEST: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    SINK_BLOCKS: tl.constexpr,
+    LOCAL_BLOCKS: tl.constexpr,
+    REACH_BLOCKS: tl.constexpr,
+    SCORED_BLOCKS: tl.constexpr,
+    LISTED_BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Selected blocks of one tile and KV head: the candidates of the highest summed shares.
+
+    Grid ``(tiles, Hkv)``.  Writes ``[rows of tiles, Hkv, SCORED_BLOCKS]`` int32, ascending; tiles
+    that see everything get -1.  ``BLOCK_R`` rows are added up at a time.
+    """
+    ROWS: tl.constexpr = SAMPLES * GROUP_PAD
+    PARTS: tl.constexpr = SEL_BLOCK // UNIT
+    FORCED_BLOCKS: tl.constexpr = SINK_BLOCKS + LOCAL_BLOCKS
+    SLOTS: tl.constexpr = FORCED_BLOCKS + LISTED_BLOCKS
+    BLOCK: tl.constexpr = triton.next_power_of_2(SLOTS)
+    local = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    _request, base, low, high, token_of_zero = tile_span(
+        first_tile + local, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, FROM_TABLE, TILES_PER_REQUEST,
+        TILE,
+    )  # fmt: skip
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if high < low:
+        return
+    if FROM_TABLE:
+        out_row = (first_tile + local).to(tl.int64)
+    else:
+        out_row = (token_of_zero + low).to(tl.int64)
+    out = out_ptr + out_row * stride_ot + kv_head * stride_oh
+    full = tile_sees_all(
+        base, dense_below, TOP_K, TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
+    )
+    if full | (high < 0):
+        WIDTH: tl.constexpr = triton.next_power_of_2(SCORED_BLOCKS)
+        none = tl.arange(0, WIDTH)
+        tl.store(out + none, tl.full([WIDTH], -1, tl.int32), mask=none < SCORED_BLOCKS)
+        return
+    first_local = base // SEL_BLOCK - REACH_BLOCKS
+    num_slots = FORCED_BLOCKS + tl.minimum(first_local - SINK_BLOCKS, LISTED_BLOCKS)
+    place = local.to(tl.int64) * NUM_KV_HEADS + kv_head
+    offs = tl.arange(0, BLOCK)
+    score = tl.zeros([BLOCK], dtype=tl.float32)
+    for first_row in tl.range(0, ROWS, BLOCK_R):
+        row = first_row + tl.arange(0, BLOCK_R)
+        position = sample_positions(row, base, low, high, TILE, SAMPLES, STRIDE, GROUP, GROUP_PAD)
+        mask = (offs < num_slots)[:, None] & (position >= 0)[None, :]
+        masses = mass_ptr + place * SLOTS * PARTS * ROWS + row[None, :]
+        mass = tl.load(masses + (offs * PARTS * ROWS)[:, None], mask=mask, other=float("-inf"))
+        for part in tl.static_range(1, PARTS):
+            unit = offs * PARTS + part
+            more = tl.load(masses + (unit * ROWS)[:, None], mask=mask, other=float("-inf"))
+            mass = log_add(mass, more)  # [BLOCK, BLOCK_R]
+        top = tl.max(mass, axis=0)
+        weight = tl.exp2(mass - tl.where(top == float("-inf"), 0.0, top)[None, :])
+        total = tl.sum(weight, axis=0)
+        score += tl.sum(weight * tl.where(total > 0.0, 1.0 / total, 0.0)[None, :], axis=1)
+    chosen, rank = best_of(score, FORCED_BLOCKS, num_slots, SCORED_BLOCKS, BLOCK)
+    block = tl.load(
+        candidates_ptr + place * LISTED_BLOCKS + offs - FORCED_BLOCKS, mask=chosen, other=0
+    )
+    tl.store(out + rank, block, mask=chosen)

@@ -1,0 +1,107 @@
+"""Launching the second step of selection: candidates, ranked by exact attention masses.
+
+Floors on an H200 (4.26 TB/s), for 32 requests of 64k tokens, 8 KV heads, 128 dimensions of 16 bits
+and ``top_k`` 32: a token's 508 candidates of 16 keys are 16.6 MB of K a request, 125 us in all;
+the chosen K and V, which are attended after, are 10.7 MB a request, 80 us.  The masses must
+therefore be bound by memory: each key is read once, and programs share lists until four of them
+run on every multiprocessor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparsek_kernels.common.device import device_arch, multiprocessors
+from sparsek_kernels.paged.config import (
+    TileConfig,
+    largest_part,
+    listed_config,
+    listed_shares,
+    next_power_of_2,
+    rank_rows,
+)
+from sparsek_kernels.paged.kernels.rank import listed_masses_kernel, rank_blocks_kernel
+from sparsek_kernels.paged.launch.scratch import overlap_options, workspace
+from sparsek_kernels.paged.launch.selection import Selection, Step
+from sparsek_kernels.paged.policy import ceil_div
+
+
+def list_config(call: Selection) -> tuple[TileConfig, int]:
+    """How masses are computed, and the keys of a unit: an equal part of a block at most."""
+    config = listed_config(
+        rows=call.rows,
+        head_dim=call.q.shape[2],
+        itemsize=call.q.element_size(),
+        arch=device_arch(call.q.device),
+    )
+    return config, largest_part(call.policy.sel_block_size, config.block_n)
+
+
+def mass_elements(call: Selection) -> int:
+    """Elements that the masses of one tile take."""
+    _, unit = list_config(call)
+    return call.heads * call.slots * (call.policy.sel_block_size // unit) * call.rows
+
+
+def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
+    """Select the best of a step's candidates, by exact masses of the tiles' samples.
+
+    Args:
+        candidates: at least ``[step.count, Hkv, listed_blocks]`` int32 of ``top_blocks``, flat.
+    """
+    q, k_cache, batch, policy = call.q, call.k_cache, call.batch, call.policy
+    _, heads, page_size, dim = k_cache.shape
+    config, unit = list_config(call)
+    masses = workspace(q.device, "masses of lists", step.count * mass_elements(call), torch.float32)
+    programs = step.count * ceil_div(call.rows, config.block_m)
+    pieces = ceil_div(call.slots * policy.sel_block_size, config.block_n)
+    shares = listed_shares(programs * heads, pieces, multiprocessors(q.device))
+    shape = call.tile_keys() | {
+        "GROUP_PAD": next_power_of_2(call.group),
+        "UNIT": unit,
+        "SAMPLES": policy.samples,
+        "STRIDE": policy.sample_stride,
+        "LOCAL_BLOCKS": policy.local_blocks,
+        "LISTED_BLOCKS": policy.listed_blocks,
+    }
+    tiles = batch.seq_lens if call.tiles is None else call.tiles
+    listed_masses_kernel[(programs, heads, shares)](
+        masses,
+        q,
+        k_cache,
+        candidates,
+        tiles,
+        batch.block_table,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        call.qk_scale,
+        policy.dense_below,
+        step.first,
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        batch.block_table.stride(0),
+        HEAD_DIM=dim,
+        BLOCK_D=next_power_of_2(dim),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        PAGE_SIZE=page_size,
+        NUM_STAGES=config.num_stages,
+        num_warps=config.num_warps,
+        **shape,
+        **overlap_options(q.device),
+    )
+    rank_blocks_kernel[(step.count, heads)](
+        call.out,
+        masses,
+        candidates,
+        tiles,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        policy.dense_below,
+        step.first,
+        *call.out.stride()[:2],
+        BLOCK_R=rank_rows(call.slots, call.rows),
+        num_warps=4 if call.slots <= 1024 else 8,
+        **shape,
+        **overlap_options(q.device),
+    )

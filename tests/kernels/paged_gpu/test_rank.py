@@ -1,0 +1,191 @@
+"""The second step of selection: candidates ranked by exact masses, against the float64 oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from problems import Problem, make_problem
+
+from sparsek_kernels.common.kernels.softmax import LOG2E
+from sparsek_kernels.paged.launch import rank as launch_rank
+from sparsek_kernels.paged.launch.selection import Selection, Step
+from sparsek_kernels.paged.launch.tiles import prefill_tiles
+from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.reference import exact_scores_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TILES = SelectionPolicy(num_sink=4, window_size=40, top_k=3, sel_block_size=32, query_tile=32)
+TOKENS = replace(TILES, window_size=20, top_k=2).per_token()
+LARGE = SelectionPolicy(num_sink=64, window_size=512, top_k=8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests whose tokens, or prefill tiles, rank random candidates."""
+
+    lengths: list[tuple[int, int]]
+    policy: SelectionPolicy
+    options: dict[str, object] = field(default_factory=dict)
+    k_scale: float = 1.0
+
+
+def sized(size: int, **changes: int) -> SelectionPolicy:
+    return replace(TILES, sel_block_size=size, top_k=2, **changes)
+
+
+CASES = {
+    "token": Case([(1, 350), (1, 433), (1, 20), (1, 90)], TOKENS),
+    "token-of-nobody": Case([(1, 350), (1, 0)], TOKENS, {"page_size": 32}),
+    "token-speculative": Case([(3, 301), (2, 290)], TOKENS, {"group": 7, "page_size": 32}),
+    "token-dim-96": Case([(1, 333)], TOKENS, {"dim": 96, "group": 8, "page_size": 64}),
+    "token-group-1": Case([(1, 333)], TOKENS, {"group": 1, "head_major": True}),
+    "token-blocks": Case([(1, 641)], replace(TOKENS, sel_block_size=48), {"page_size": 48}),
+    "token-fp8": Case(
+        [(2, 301)], TOKENS, {"cache_dtype": torch.float8_e4m3fn, "page_size": 32}, 0.37
+    ),
+    "tile": Case([(100, 350), (31, 413), (64, 64)], TILES, {"page_size": 32, "group": 3}),
+    "tile-of-chunks": Case([(7, 390), (45, 400), (2, 386)], sized(64, query_tile=64)),
+    "tile-over-page": Case([(70, 460)], sized(64), {"page_size": 16, "dim": 64, "group": 4}),
+    "tile-128": Case([(65, 901)], sized(128, query_tile=64), {"heads": 1, "page_size": 64}),
+    "tile-48": Case([(70, 460)], sized(48, query_tile=24), {"page_size": 48}),
+    "tile-16": Case([(70, 300)], sized(16, query_tile=100), {"dim": 40}),
+    "tile-wide-group": Case([(40, 460)], sized(32, query_tile=64), {"heads": 1, "group": 12}),
+}
+REAL = {
+    "token": Case([(1, 9000), (1, 4000), (1, 17_000), (1, 300)], LARGE.per_token(), {"group": 4}),
+    "token-speculative": Case([(4, 5000), (3, 7003)], LARGE.per_token(), {"group": 8}),
+    "token-96": Case([(1, 9001)] * 9, LARGE.per_token(), {"group": 7, "dim": 96, "page_size": 16}),
+    "token-fp8": Case(
+        [(1, 8000)], LARGE.per_token(), {"cache_dtype": torch.float8_e4m3fn, "group": 4}, 0.37
+    ),
+    "tile": Case([(700, 4000), (65, 3000)], LARGE, {"group": 4}),
+    "tile-32": Case([(300, 2500)], replace(LARGE, sel_block_size=32), {"page_size": 32}),
+    "tile-128": Case([(300, 6500)], replace(LARGE, sel_block_size=128), {"group": 8, "dim": 64}),
+    "tile-wide": Case([(300, 4500)], replace(LARGE, query_tile=256), {"group": 16, "dim": 64}),
+}
+
+
+def fill_keys(problem: Problem, k_scale: float) -> list[torch.Tensor]:
+    """Write the keys alone; what they stand for in the cache, per request."""
+    page_size = problem.k_cache.shape[2]
+    bytes_wide = problem.k_cache.element_size() == 1
+    stored = []
+    for keys, slots in zip(problem.keys, problem.slots, strict=True):
+        rows = (keys.float() / k_scale).to(problem.k_cache.dtype)
+        target = problem.k_cache.view(torch.uint8) if bytes_wide else problem.k_cache
+        target[slots // page_size, :, slots % page_size] = rows.view(target.dtype)
+        stored.append(rows.float().cpu() * k_scale)
+    return stored
+
+
+def tiles_of(case: Case, problem: Problem) -> list[tuple[int, int, range]]:
+    """Request, base and positions of every tile; no positions where there is no query."""
+    rule, found = case.policy, []
+    if rule.query_tile == 1:
+        for request, (new, length) in enumerate(case.lengths):
+            new = min(new, length)
+            for row in range(problem.batch.decode_query_len):
+                base = length - new + row
+                found.append((request, base, range(base, base + (row < new))))
+        return found
+    table = prefill_tiles(problem.batch, rule.query_tile, problem.q.shape[0])
+    for request, base in table.tolist():
+        new, length = case.lengths[request] if request >= 0 else (0, 0)
+        there = range(max(base, length - new), min(base + rule.query_tile, length))
+        found.append((request, base, there))
+    return found
+
+
+def draw_candidates(
+    case: Case, tiles: list[tuple[int, int, range]], heads: int
+) -> list[list[list[int]]]:
+    """Random candidates of every tile and KV head, as many as the rule lists."""
+    generator = torch.Generator().manual_seed(7)
+    rule, drawn = case.policy, []
+    for _, _, positions in tiles:
+        lists: list[list[int]] = [[] for _ in range(heads)]
+        if positions and not rule.sees_all(positions[0]):
+            first, last = rule.candidate_range(positions[0])
+            count = min(rule.listed_blocks, last - first)
+            for row in lists:
+                order = torch.randperm(last - first, generator=generator)[:count] + first
+                row += sorted(order.tolist())
+        drawn.append(lists)
+    return drawn
+
+
+def check(case: Case, dtype: torch.dtype, tolerance: float) -> None:
+    """Every tile's blocks are candidates with the best exact scores, up to rounding."""
+    tokens = case.policy.query_tile == 1
+    problem = make_problem(
+        case.lengths,
+        num_decodes=len(case.lengths) if tokens else 0,
+        dtype=dtype,
+        device=DEVICE,
+        query_gain=1.5,
+        **case.options,
+    )
+    rule, heads, scale = case.policy, problem.k_cache.shape[1], problem.q.shape[-1] ** -0.5
+    keys = fill_keys(problem, case.k_scale)
+    tiles = tiles_of(case, problem)
+    drawn = draw_candidates(case, tiles, heads)
+    table = None
+    if not tokens:
+        table = prefill_tiles(problem.batch, rule.query_tile, problem.q.shape[0])
+    rows = problem.q.shape[0] if table is None else table.shape[0]
+    out = torch.full((rows, heads, rule.scored_blocks), -7, dtype=torch.int32, device=DEVICE)
+    call = Selection(
+        out, problem.q, problem.k_cache, None, problem.batch, rule, scale * case.k_scale * LOG2E,
+        table,
+    )  # fmt: skip
+    most = rule.listed_blocks
+    padded = [[row + [-1] * (most - len(row)) for row in lists] for lists in drawn]
+    given = torch.tensor(padded, dtype=torch.int32, device=DEVICE)
+    half = len(tiles) // 2
+    for step in (Step(0, half), Step(half, len(tiles) - half)):  # scratch is used again
+        if step.count:
+            launch_rank.rank_blocks(call, step, given[step.first :].contiguous())
+    offsets, ranked = problem.batch.cu_seqlens_q.tolist(), 0
+    for index, (request, base, positions) in enumerate(tiles):
+        if not positions:
+            continue
+        new, length = case.lengths[request]
+        token = offsets[request] + positions[0] - (length - new)
+        found = out[token if tokens else index].tolist()
+        if rule.sees_all(base):
+            assert found == [[-1] * rule.scored_blocks] * heads
+            continue
+        want = exact_scores_reference(
+            problem.q[token : token + len(positions)].cpu(),
+            keys[request],
+            list(positions),
+            drawn[index],
+            rule,
+            scale,
+        )
+        ranked += 1
+        for head in range(heads):
+            chosen, others = found[head], set(drawn[index][head]) - set(found[head])
+            assert chosen == sorted(set(chosen)), (index, head)
+            assert len(chosen) == rule.scored_blocks
+            assert set(chosen) <= set(drawn[index][head])
+            worst = want[head][chosen].min()
+            best = want[head][sorted(others)].max() if others else torch.tensor(0.0)
+            assert best - worst <= tolerance * best, (index, head, best, worst)
+    assert ranked
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_oracle(name: str) -> None:
+    check(CASES[name], torch.float32, 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("name", REAL)
+def test_real_sizes(name: str, page_size: int) -> None:
+    case = REAL[name]
+    options = {"dim": 128, "page_size": page_size, "head_major": page_size == 64}
+    check(replace(case, options=options | case.options), torch.bfloat16, 2e-2)
