@@ -25,8 +25,8 @@ SAMPLE_STRIDE = 4
 MOST_SAMPLES = 16
 """Most queries by which the blocks of a tile are ranked exactly."""
 
-TOKEN_CANDIDATES, TILE_CANDIDATES = 4, 3
-"""Blocks that are ranked exactly, per place: of a single token, and of a prefill tile."""
+CANDIDATES = 3
+"""Blocks that are ranked exactly, for each place."""
 
 Positions: TypeAlias = Any
 """An integer, or an array of them (NumPy, PyTorch): the rule is the same arithmetic for all."""
@@ -122,8 +122,7 @@ class SelectionPolicy:
     @property
     def listed_blocks(self) -> int:
         """Most candidates of a tile that are ranked exactly."""
-        per_place = TOKEN_CANDIDATES if self.query_tile == 1 else TILE_CANDIDATES
-        return per_place * self.scored_blocks
+        return CANDIDATES * self.scored_blocks
 
     @property
     def is_dense(self) -> bool:
