@@ -7,7 +7,12 @@ import torch
 
 from sparsek_backend.bench.ops import get_op
 from sparsek_backend.bench.ops.paged import prefill_tiles, scoring_cost
-from sparsek_backend.bench.ops.paged_inputs import block_scores, make_inputs, wrong_selection
+from sparsek_backend.bench.ops.paged_inputs import (
+    candidate_scores,
+    exact_scores,
+    make_inputs,
+    wrong_selection,
+)
 from sparsek_backend.bench.registry import OURS, Case, Param, Unavailable
 from sparsek_backend.bench.spec import parse_spec
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -46,23 +51,34 @@ def test_prefill_gates(query_tile: int) -> None:
 
 
 def test_a_wrong_selection_of_a_tile_fails_its_gate() -> None:
-    inputs = make_inputs(Case("t", parse_spec("q400"), SMALL), CPU)
-    tile = prefill_tiles(inputs)[-1]
-    scores = block_scores(inputs, tile, inputs.policy, decode=False)
-    first, last = inputs.policy.candidate_range(tile.positions[-1])
-    order = scores[first:last].argsort(descending=True) + first
-    count = inputs.policy.scored_blocks
-    best, worst = order[:count].sort().values, order[-count:].sort().values
-    assert not wrong_selection(best, scores, inputs.policy, tile.positions[-1])
-    assert "beat" in wrong_selection(worst, scores, inputs.policy, tile.positions[-1])
+    inputs = make_inputs(Case("t", parse_spec("q800"), SMALL), CPU)
+    inputs.q.mul_(4.0)  # far from ties
+    tile, policy = prefill_tiles(inputs)[-1], inputs.policy
+    first, last = policy.candidate_range(tile.positions[0])
+    scores = candidate_scores(inputs, tile, policy, decode=False)[first:last]
+    order = scores.argsort(descending=True) + first
+    listed = torch.zeros(last, dtype=torch.bool)
+    listed[order[: policy.listed_blocks]] = True
+    exact = exact_scores(inputs, tile, policy, listed)[:last].where(listed, -1.0)
+    ranked = exact.argsort(descending=True)
+    count, places = policy.scored_blocks, policy.listed_blocks
+
+    def verdict(chosen: torch.Tensor) -> str:
+        return wrong_selection(chosen.sort().values, inputs, tile, policy, decode=False)
+
+    assert not verdict(ranked[:count])
+    assert "beat" in verdict(ranked[places - count : places])
+    assert "listed below" in verdict(order[-count:])
 
 
-def test_the_cost_of_choosing_counts_sampled_queries() -> None:
+def test_the_cost_of_choosing_counts_means_and_lists() -> None:
     policy = SelectionPolicy(num_sink=64, window_size=64, top_k=1)
-    rows, keys = scoring_cost(policy, [(0, 512), (512, 1024)], group=4)
+    products, keys = scoring_cost(policy, [(0, 512), (512, 1024)])
     sparse = [base for base in range(0, 1024, 64) if not policy.sees_all(base)]
-    assert rows == sum(base + 16 * n for base in sparse for n in (1, 2, 3, 4))
-    assert keys == 512 + 1024  # strips of 1024 positions, one a chunk
+    lists = [64 * (1 + 2 + min(3, base // 64 - 2)) for base in sparse]
+    means = sum(64 * base // 16 for base in sparse)  # of the cells before the tile's block
+    assert products == means + sum(16 * length for length in lists)
+    assert keys == 512 + 1024 + sum(lists)
 
 
 def test_max_len_is_the_longest_context_that_a_launch_must_serve() -> None:

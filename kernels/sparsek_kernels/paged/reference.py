@@ -25,7 +25,8 @@ def gather_sequence(cache: torch.Tensor, pages: torch.Tensor, length: int) -> to
 def means_reference(k: torch.Tensor, size: int) -> torch.Tensor:
     """Means ``[N // size, Hkv, D]`` float64 of every ``size`` keys.  k: ``[N, Hkv, D]``."""
     count = k.shape[0] // size
-    return k[: count * size].double().unflatten(0, (count, size)).mean(1)
+    means: torch.Tensor = k[: count * size].double().unflatten(0, (count, size)).mean(1)
+    return means
 
 
 def hadamard_reference(dim: int) -> torch.Tensor:
@@ -33,7 +34,7 @@ def hadamard_reference(dim: int) -> torch.Tensor:
     size = dim & -dim
     i = torch.arange(dim)
     bits = (i[:, None] % size) & (i % size)
-    odd = sum(bits >> b & 1 for b in range(size.bit_length())) % 2
+    odd = torch.stack([bits >> b & 1 for b in range(size.bit_length())]).sum(0) % 2
     together = i[:, None] // size == i // size
     return torch.where(together, (1.0 - 2.0 * odd.double()) * size**-0.5, 0.0)
 
@@ -70,7 +71,8 @@ def block_logits_reference(
     blocks = vectors.shape[0] // per_block
     shared = vectors[: blocks * per_block].repeat_interleave(group, dim=1)  # [vectors, Hq, D]
     logits = torch.einsum("hd,chd->hc", q.double(), shared)
-    return logits.unflatten(1, (blocks, per_block)).amax(-1) * softmax_scale
+    highest: torch.Tensor = logits.unflatten(1, (blocks, per_block)).amax(-1)
+    return highest * softmax_scale
 
 
 def block_scores_reference(
@@ -98,7 +100,8 @@ def block_scores_reference(
     else:
         vectors, size = means_reference(seen, CELL_SIZE), CELL_SIZE
     logits = block_logits_reference(q, vectors, policy.sel_block_size // size, softmax_scale)
-    return torch.softmax(logits, dim=-1).unflatten(0, (k.shape[1], -1)).sum(1)
+    scores: torch.Tensor = torch.softmax(logits, dim=-1).unflatten(0, (k.shape[1], -1)).sum(1)
+    return scores
 
 
 def candidates_reference(

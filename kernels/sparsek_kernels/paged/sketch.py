@@ -5,9 +5,9 @@ there so far), rotated by a Hadamard matrix so that outlier channels spread, and
 levels.  docs/selection.md says what it is for.
 
 Layout: ``[num_pages, Hkv, summary_bytes]`` uint8.  Of a page and KV head come first the levels,
-one row of ``D / 2`` bytes per vector (channel ``d`` in the low and channel ``d + D / 2`` in the high
-half of byte ``d``), then one float16 scale per vector, then padding.  Level ``l`` of 0 to 15 with
-scale ``s`` stands for ``(l - 7.5) * s``.
+one row of ``D / 2`` bytes per vector: channel ``d`` in the low half of byte ``d``, channel
+``d + D / 2`` in its high half.  Then come one float16 scale per vector, and padding.  Level ``l``
+of 0 to 15 with scale ``s`` stands for ``(l - 7.5) * s``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def _signs(head_dim: int) -> torch.Tensor:
     block = torch.ones(1, 1, dtype=torch.float64)
     while block.shape[0] < size:
         block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
-    return torch.block_diag(*[block] * (head_dim // size))
+    signs: torch.Tensor = torch.block_diag(*[block] * (head_dim // size))
+    return signs
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +76,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     Sums are float64, where they are exact: one vector comes out the same in any batch.
     """
     sums = x.double() @ _signs(x.shape[-1]).to(x.device)
-    return sums.float() * rotation_size(x.shape[-1]) ** -0.5
+    return sums.float().mul_(rotation_size(x.shape[-1]) ** -0.5)
 
 
 def mean_key(keys: torch.Tensor, filled: torch.Tensor | int) -> torch.Tensor:

@@ -273,8 +273,7 @@ def _build_decode(case: Case, device: torch.device) -> list[Provider]:
 
 
 def _torch_select(inputs: PagedInputs) -> Callable[[], Outputs]:
-    """Scores and top-n in plain torch, equal lengths: the [requests, heads, cells] scores go
-    through memory."""
+    """Both steps in plain torch, equal lengths: scores and candidates go through memory."""
     policy = inputs.policy.per_token()
     if len(set(inputs.seq_lens)) > 1 or set(inputs.query_lens) != {1}:
         raise Unavailable("one query token and equal lengths only")
@@ -282,20 +281,34 @@ def _torch_select(inputs: PagedInputs) -> Callable[[], Outputs]:
     if policy.sees_all(position):
         raise Unavailable("the budget covers the context: nothing is selected")
     first, last = policy.candidate_range(position)
-    own = position // policy.sel_block_size
+    size, own = policy.sel_block_size, position // policy.sel_block_size
     table = inputs.block_table[:, : ceil_div(position + 1, inputs.page_size)].long()
     heads = inputs.k_cache.shape[1]
     q = torch.unflatten(inputs.q, 1, (heads, -1))  # [R, H, G, D]
+    forced = torch.cat([torch.arange(policy.sink_blocks), torch.arange(last, own + 1)])
+    forced = forced.to(q.device).expand(*q.shape[:2], -1)
+    request = torch.arange(q.shape[0], device=q.device)[:, None, None]
+    head = torch.arange(heads, device=q.device)[:, None]
 
     def call() -> Outputs:
         pages = read_vectors(inputs.k_summary[table], inputs.page_size, q.shape[-1])
         vectors = pages.to(q.dtype).transpose(1, 2).flatten(2, 3)  # [R, H, vectors, D]
         rotated = rotate(q).to(q.dtype)
         logits = (rotated @ vectors.transpose(2, 3)).float() * inputs.softmax_scale
-        per_block = policy.sel_block_size // VECTOR_SIZE
+        per_block = size // VECTOR_SIZE
         blocks = torch.unflatten(logits[..., : own * per_block], -1, (own, per_block)).amax(-1)
-        scores = blocks.softmax(-1).sum(2)
-        return (scores[..., first:last].topk(policy.scored_blocks).indices + first,)
+        scores = blocks.softmax(-1).sum(2)[..., first:last]
+        listed = scores.topk(min(policy.listed_blocks, last - first)).indices + first
+        read = torch.cat([listed, forced], -1)
+        keys = (read[..., None] * size + torch.arange(size, device=q.device)).flatten(2)
+        where = keys.clamp(max=position)
+        page = table[request, where // inputs.page_size]
+        k = inputs.k_cache[page, head, where % inputs.page_size]  # [R, H, keys, D]
+        logits = (q @ k.transpose(2, 3)).float() * inputs.softmax_scale
+        logits = logits.masked_fill((keys > position)[:, :, None], float("-inf"))
+        masses = torch.unflatten(logits.softmax(-1), -1, (-1, size)).sum((2, 4))
+        best = masses[..., : listed.shape[-1]].topk(policy.scored_blocks).indices
+        return (listed.gather(-1, best),)
 
     return call
 

@@ -61,11 +61,12 @@ def test_strides_of_queries_change_nothing(name: str, layout: str) -> None:
 def test_caches_of_any_strides(name: str, dim: int) -> None:
     policy = POLICIES[name]
     case = make_case(*MIXED)
-    spread = (
+    case.k_cache, case.v_cache = (
         x.transpose(dim, 3).repeat_interleave(2, dim=3)[..., ::2].transpose(dim, 3)
-        for x in (case.k_cache, case.v_cache, case.k_summary)
+        for x in (case.k_cache, case.v_cache)
     )
-    case.k_cache, case.v_cache, case.k_summary = spread
+    by_head = case.k_summary.transpose(0, 1).repeat_interleave(dim, dim=1)
+    case.k_summary = by_head[:, ::dim].transpose(0, 1)
     check(case, policy)
 
 

@@ -293,6 +293,9 @@ def test_half_precision_within_twice_torch() -> None:
     assert error <= 2 * 2**-8 * expected.abs().max() + 1e-3
 
 
+SUMMARY = torch.zeros(8, 2, 144, dtype=torch.uint8)
+
+
 def _arguments() -> dict[str, object]:
     case = make_case([40, 70], [1, 70], 1)
     return {
@@ -315,6 +318,8 @@ def _arguments() -> dict[str, object]:
         ({"q": [1]}, TypeError, "q: expected a torch.Tensor, got list"),
         ({"k_summary": None}, ValueError, "k_summary: expected the page summaries"),
         ({"k_summary": torch.zeros(1, 2, 2, 32)}, ValueError, "k_summary: expected shape"),
+        ({"k_summary": SUMMARY.half()}, TypeError, "k_summary: expected dtype torch.uint8"),
+        ({"k_summary": SUMMARY.mT.contiguous().mT}, ValueError, "the bytes of a page and head"),
         ({"sinks": torch.zeros(3)}, ValueError, "sinks: expected shape"),
         ({"out": torch.zeros(1, 4, 32)}, ValueError, "out: expected shape"),
         (

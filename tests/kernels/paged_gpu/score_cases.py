@@ -18,12 +18,12 @@ from problems import Problem, make_problem
 
 from sparsek_kernels.paged.launch import scores as launch_scores
 from sparsek_kernels.paged.launch.tiles import prefill_tiles
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 from sparsek_kernels.paged.reference import (
     best,
-    block_scores_reference,
+    block_logits_reference,
     candidates_reference,
-    summaries_reference,
+    means_reference,
 )
 from tests.kernels.gluon_interpreter import interpret
 
@@ -110,7 +110,8 @@ def check(
 ) -> tuple[float, int]:
     """Largest error of a row's probability, and tiles compared, of ``count`` from ``first`` on.
 
-    Where sums are exact enough (fp32), the candidates are compared too.
+    The oracle's means are rounded as the kernels' are.  Where sums are exact enough (fp32), the
+    candidates are compared too.
     """
     problem = make(case, dtype, device)
     batch, rule, scale = problem.batch, case.policy, case.dim**-0.5
@@ -133,11 +134,14 @@ def check(
         begin = offsets[request] + low - (length - new)
         q = problem.q[begin : begin + high - low + 1].cpu()
         keys = problem.keys[request].cpu()
-        means = summaries_reference(keys)
         blocks = base // rule.sel_block_size
         want = torch.zeros(case.heads, blocks, dtype=torch.float64)
         for position in range(low, high + 1):
-            of = block_scores_reference(q[position - low], means, position, rule, scale)
+            seen = position // rule.sel_block_size * rule.sel_block_size
+            vectors = means_reference(keys[:seen], CELL_SIZE).to(dtype).double()
+            cells = rule.sel_block_size // CELL_SIZE
+            logits = block_logits_reference(q[position - low], vectors, cells, scale)
+            of = logits.softmax(-1).unflatten(0, (case.heads, -1)).sum(1)
             want += of[:, :blocks]
         found = scores[row, :, :blocks].double().cpu()
         error = (found - want).abs().nan_to_num(torch.inf) - (PARKED if hopper else 0.0) * want

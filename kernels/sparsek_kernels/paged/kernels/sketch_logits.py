@@ -47,7 +47,7 @@ def vector_pages(
     SEL_BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Pages ``[ROWS]`` of the vectors of ``BLOCK_B`` blocks from ``first_block`` on, before ``end``."""
+    """Pages ``[ROWS]`` of the vectors of ``BLOCK_B`` blocks from ``first_block`` on, to ``end``."""
     block, position = vector_positions(first_block, BLOCK_B, SEL_BLOCK, VECTOR)
     return tl.load(table_ptr + position // PAGE_SIZE, mask=block < end, other=0)
 
