@@ -89,7 +89,8 @@ def attend(
     """Output of the kernels; rows nobody wrote stay NaN."""
     out = torch.full_like(problem.q, float("nan"))
     operands = problem.operands(out, sinks=sinks)
-    launch.paged_attention(operands, problem.batch, policy, batch_invariant=batch_invariant)
+    rule = policy.per_token() if policy.query_tile == 1 else policy
+    launch.paged_attention(operands, problem.batch, rule, batch_invariant=batch_invariant)
     return out
 
 

@@ -74,17 +74,20 @@ def tile_counts(problem: Problem, policy: SelectionPolicy) -> list[int]:
     ]
 
 
-def select(problem: Problem, policy: SelectionPolicy = TOP_K) -> torch.Tensor:
-    """The blocks of every tile that there is."""
-    rows = launch.select_blocks(
+def select(problem: Problem, policy: SelectionPolicy = TOP_K) -> list[torch.Tensor]:
+    """The blocks of every tile that there is, by request."""
+    rule = policy.per_token() if policy.query_tile == 1 else policy
+    decodes, prefills = launch.select_blocks(
         problem.q,
         problem.k_cache,
         problem.batch,
-        policy,
+        rule,
         k_summary=problem.k_summary,
         softmax_scale=0.1,
     )
-    return rows[: sum(tile_counts(problem, policy))]
+    counts, single = tile_counts(problem, rule), problem.batch.num_decodes
+    tiles = prefills[: sum(counts[single:])]
+    return [*decodes.split(counts[:single]), *tiles.split(counts[single:])]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -137,16 +140,17 @@ def test_equal_scores_go_to_the_lower_index() -> None:
     problem = make_problem([(1, 640)], num_decodes=1, device=DEVICE)
     problem.keys[0] = torch.ones_like(problem.keys[0])
     oracle_check.fill(problem)
-    chosen = select(problem)
-    assert chosen.tolist() == [[list(range(1, 1 + TOP_K.scored_blocks))] * 2]
+    (chosen,) = select(problem)
+    assert chosen.tolist() == [[list(range(1, 1 + TOP_K.per_token().scored_blocks))] * 2]
 
 
 def test_scores_of_nan_queries_stay_in_range() -> None:
     problem = make_problem([(1, 640), (40, 600)], num_decodes=1, device=DEVICE)
     oracle_check.fill(problem)
     problem.q.fill_(float("nan"))
-    chosen = select(problem)
-    assert ((chosen[:3] >= 1) & (chosen[:3] < 20)).all()
+    decode, prefill = select(problem)
+    assert ((decode >= 1) & (decode < 40)).all()
+    assert ((prefill >= 1) & (prefill < 20)).all()
 
 
 def test_padded_requests_write_zeros_or_nothing() -> None:
@@ -172,7 +176,7 @@ def test_single_tokens_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None
     rule = replace(TOP_K, query_tile=1)
     whole = select(problem, rule)
     monkeypatch.setattr(runtime, "_ROW_ELEMENTS", 1)
-    assert torch.equal(whole, select(problem, rule))
+    assert all(map(torch.equal, whole, select(problem, rule)))
 
 
 @pytest.mark.parametrize("query_tile", [1, 32])
@@ -181,7 +185,6 @@ def test_selection_of_parts(query_tile: int) -> None:
     rule = replace(TOP_K, query_tile=query_tile)
     problem = make_problem([(1, 301), (50, 390), (70, 400)], num_decodes=1, device=DEVICE)
     oracle_check.fill(problem)
-    whole = select(problem, rule).split(tile_counts(problem, rule))
-    for request, expected in enumerate(whole):
+    for request, expected in enumerate(select(problem, rule)):
         part = replace(problem, batch=problem.batch.part(request, request + 1))
-        assert torch.equal(select(part, rule), expected)
+        assert torch.equal(select(part, rule)[0], expected)
