@@ -51,7 +51,7 @@ def test_prefill_gates(query_tile: int) -> None:
 
 
 def test_a_wrong_selection_of_a_tile_fails_its_gate() -> None:
-    inputs = make_inputs(Case("t", parse_spec("q800"), SMALL), CPU)
+    inputs = make_inputs(Case("t", parse_spec("q1k"), {**SMALL, "top_k": 8}), CPU)
     inputs.q.mul_(4.0)  # far from ties
     tile, policy = prefill_tiles(inputs)[-1], inputs.policy
     first, last = policy.candidate_range(tile.positions[0])
@@ -72,7 +72,7 @@ def test_a_wrong_selection_of_a_tile_fails_its_gate() -> None:
 
 
 def test_the_cost_of_choosing_counts_means_and_lists() -> None:
-    policy = SelectionPolicy(num_sink=64, window_size=64, top_k=1)
+    policy = SelectionPolicy(num_sink=64, window_size=64, top_k=2)
     products, keys = scoring_cost(policy, [(0, 512), (512, 1024)])
     sparse = [base for base in range(0, 1024, 64) if not policy.sees_all(base)]
     lists = [64 * (1 + 2 + min(3, base // 64 - 2)) for base in sparse]

@@ -90,6 +90,8 @@ def check_selection(
     case: Case, queries: list[int], num_decodes: int, policy: SelectionPolicy
 ) -> None:
     """Every tile's blocks are the oracle's."""
+    if policy.query_tile == 1:
+        policy = policy.per_token()
     lengths = case.batch.seq_lens.tolist()
     chosen = select_blocks(case.q, case.k_cache, case.batch, policy, k_summary=case.k_summary)
     start = 0
@@ -184,16 +186,19 @@ def test_keys_past_a_sequence_are_left_out(name: str) -> None:
     assert torch.equal(found, expected)
 
 
-def test_a_key_that_one_sampled_query_wants_is_found() -> None:
-    """A mean over the key's cell would hide it."""
-    policy = SelectionPolicy(num_sink=32, window_size=32, top_k=2, sel_block_size=32)
-    case = make_case([640], [64], 0, heads=2, kv_heads=1)
+@pytest.mark.parametrize("num_decodes", [0, 1])
+def test_a_key_that_one_query_wants_is_found_among_candidates(num_decodes: int) -> None:
+    """The means that it takes part in hide it; its own score does not."""
+    policy = SelectionPolicy(num_sink=32, window_size=32, top_k=8, sel_block_size=32)
+    case = make_case([640], [1 if num_decodes else 64], num_decodes, heads=2, kv_heads=1)
     wanted = 8.0 * torch.nn.functional.normalize(torch.randn(32), dim=0)
-    case.q[47] = wanted  # the last of the 16 positions that it stands for
+    case.q[0 if num_decodes else 47] = wanted  # the last of the 4 positions that it stands for
     for position, key in ((200, wanted), (201, -wanted)):
         case.k_cache[case.batch.block_table[0, position // 32], :, position % 32] = key
-    chosen = select_blocks(case.q, case.k_cache, case.batch, policy)[0]
-    assert 200 // 32 in chosen[0, 0].tolist()
+    rule = policy.per_token() if num_decodes else policy
+    assert rule.listed_blocks >= 640 // rule.sel_block_size  # all are candidates
+    chosen = select_blocks(case.q, case.k_cache, case.batch, policy, k_summary=case.k_summary)[0]
+    assert 200 // rule.sel_block_size in chosen[0, 0].tolist()
 
 
 def test_last_queries_of_parts_see_everything() -> None:

@@ -189,9 +189,15 @@ ALWAYS_INLINE void list_blocks(const Decode *a, const Token *token, int64_t unit
     best_of(sums, token->front, token->local, token->listed, a->listed + unit * a->max_slots);
 }
 
+/* Tokens of a block: those that choose none go by runs, whatever the size of blocks, so that the
+ * result does not depend on it. */
+ALWAYS_INLINE int64_t block_tokens(const Decode *a, const Token *token) {
+    return token->picks ? a->block_size : RUN;
+}
+
 /* What a unit reads: sinks, then window, then candidates. */
 ALWAYS_INLINE int64_t local_slots(const Decode *a, const Token *token) {
-    return token->position / a->block_size + 1 - token->local;
+    return token->position / block_tokens(a, token) + 1 - token->local;
 }
 
 ALWAYS_INLINE int64_t slot_block(const Token *token, const int32_t *listed, int64_t locals,
@@ -274,7 +280,8 @@ ALWAYS_INLINE int64_t entry_block(const Decode *a, const Token *token, int64_t u
 /* Online softmax over entries [first, last) of a token's list of blocks. */
 ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t unit, int64_t first,
                                  int64_t last, float *part, int dim) {
-    const int64_t group = a->group, size = a->block_size, width = dim + 2, head = unit % a->heads;
+    const int64_t group = a->group, size = block_tokens(a, token), width = dim + 2;
+    const int64_t head = unit % a->heads;
     const float *q = a->q + unit * group * dim;
     const float *known = a->logits + unit * group * a->max_slots * size;
     const int32_t *pages = a->table + token->request * a->table_stride;

@@ -23,7 +23,7 @@ import torch
 
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 from sparsek_kernels.paged.sketch import rotate
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ _FLAGS = (
     "-fPIC",
 )
 _MOST_DIM, _MOST_GROUP = 256, 64
+RUN = 64
+"""Tokens that ``decode.c`` goes by where none are chosen."""
 _PIECES_PER_THREAD = 4
 """Pieces of work for each thread, so that none waits long for the last."""
 
@@ -153,6 +155,8 @@ def supports(operands: PagedOperands, batch: PagedBatch) -> bool:
 def plan_tokens(batch: PagedBatch, rule: SelectionPolicy) -> torch.Tensor:
     """Blocks that each decoded token attends: ``[0, front)``, the best ``picks``, ``[local, own]``.
 
+    Tokens that choose none count in runs of 64 tokens instead.
+
     Args:
         batch: the decodes in front of it.
         rule: per token.
@@ -171,16 +175,16 @@ def plan_tokens(batch: PagedBatch, rule: SelectionPolicy) -> torch.Tensor:
 
 
 def _blocks_of(rule: SelectionPolicy, position: int) -> tuple[int, ...]:
-    own = position // rule.sel_block_size
+    runs = position // RUN + 1
     if rule.sees_all(position):
-        return position, own + 1, 0, own + 1, 0, 0, 0
+        return position, runs, 0, runs, 0, 0, 0
     if rule.selects_blocks:
         first, local = rule.candidate_range(position)
         listed = min(rule.listed_blocks, local - first)
         return position, first, rule.scored_blocks, local, 0, 0, listed
     start = position + 1 - (rule.window_size or 0)
-    local = start // rule.sel_block_size
-    return position, min(rule.sink_blocks, local), 0, local, rule.num_sink, start, 0
+    local = start // RUN
+    return position, min(ceil_div(rule.num_sink, RUN), local), 0, local, rule.num_sink, start, 0
 
 
 def _rows(cache: torch.Tensor) -> _Rows:
