@@ -159,6 +159,95 @@ def write_masses(
         )
 
 
+@triton.jit
+def unit_start(
+    unit,
+    candidates_ptr,
+    first_local,
+    FORCED_BLOCKS: tl.constexpr,
+    SINK_BLOCKS: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """First position of a unit of the list; what ``unit_keys`` says of several."""
+    PARTS: tl.constexpr = SEL_BLOCK // UNIT
+    slot = unit // PARTS
+    if LISTED:
+        block = tl.load(candidates_ptr + slot - FORCED_BLOCKS)
+    else:
+        block = tl.where(slot < SINK_BLOCKS, slot, first_local + slot - SINK_BLOCKS)
+    return block * SEL_BLOCK + unit % PARTS * UNIT
+
+
+@triton.jit
+def write_unit_masses(
+    masses,
+    q,
+    position,
+    rows,
+    k_ptr,
+    table_ptr,
+    candidates_ptr,
+    begin,
+    end,
+    first_local,
+    high,
+    qk_scale,
+    stride_kp,
+    stride_kt,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    SINK_BLOCKS: tl.constexpr,
+    FORCED_BLOCKS: tl.constexpr,
+    LISTED: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """What ``write_masses`` writes, for many rows and units that lie in one page each.
+
+    Products are ``Q . K^T``: a row's keys then lie in four threads, which add them up.  The place
+    of the next unit is looked up an iteration ahead, so that keys wait for no other load.
+    """
+    offs_n = tl.arange(0, UNIT)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = (offs_d < HEAD_DIM)[None, :]
+    last = tl.maximum(end, begin + 1) - 1
+    start = unit_start(
+        tl.minimum(begin, last), candidates_ptr, first_local, FORCED_BLOCKS, SINK_BLOCKS, SEL_BLOCK,
+        UNIT, LISTED,
+    )  # fmt: skip
+    page = page_of(table_ptr, start, (begin < end) & (start <= high), PAGE_SIZE)
+    for unit in tl.range(begin, end, num_stages=NUM_STAGES):
+        next_start = unit_start(
+            tl.minimum(unit + 1, last), candidates_ptr, first_local, FORCED_BLOCKS, SINK_BLOCKS,
+            SEL_BLOCK, UNIT, LISTED,
+        )  # fmt: skip
+        next_page = page_of(table_ptr, next_start, next_start <= high, PAGE_SIZE)
+        keys = start + offs_n
+        k_row = page * stride_kp + (start % PAGE_SIZE + offs_n) * stride_kt
+        pointers = k_ptr + k_row[:, None] + offs_d[None, :]
+        if LISTED and HEAD_DIM == BLOCK_D:
+            k = tl.load(pointers)
+        elif LISTED:
+            k = tl.load(pointers, mask=mask_d, other=0.0)
+        else:
+            k = tl.load(pointers, mask=(keys <= high)[:, None] & mask_d, other=0.0)
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * qk_scale  # [M, UNIT]
+        if not LISTED:
+            s = tl.where(keys[None, :] <= position[:, None], s, float("-inf"))
+        top = tl.max(s, axis=1)
+        if not LISTED:
+            top = tl.where(top == float("-inf"), 0.0, top)
+        mass = top + tl.log2(tl.sum(tl.exp2(s - top[:, None]), axis=1))
+        tl.store(masses + unit * ROWS, mass, mask=rows < ROWS)
+        start = next_start
+        page = next_page
+
+
 @triton.jit(do_not_specialize=["dense_below", "first_tile"])
 def listed_masses_kernel(
     mass_ptr,
@@ -249,22 +338,37 @@ def listed_masses_kernel(
     table = block_table_ptr + request.to(tl.int64) * stride_br
     k_head = k_ptr + kv_head * stride_kh
     # What is attended anyway is read while the kernel that finds candidates is still at work.
-    write_masses(
-        masses, q, position, rows, k_head, table, candidates, begin * UNITS,
-        tl.minimum(end * UNITS, FORCED), first_local, high, qk_scale, stride_kp, stride_kt,
-        HEAD_DIM, BLOCK_D, BLOCK_N, UNIT, ROWS, PAGE_SIZE, SEL_BLOCK, SINK_BLOCKS, FORCED_BLOCKS,
-        False, NUM_STAGES,
-    )  # fmt: skip
+    WHOLE: tl.constexpr = (UNIT == BLOCK_N) and (PAGE_SIZE % UNIT == 0) and (BLOCK_M >= 64)
+    forced_end = tl.minimum(end * UNITS, FORCED)
+    if WHOLE:
+        write_unit_masses(
+            masses, q, position, rows, k_head, table, candidates, begin, forced_end, first_local,
+            high, qk_scale, stride_kp, stride_kt, HEAD_DIM, BLOCK_D, UNIT, ROWS, PAGE_SIZE,
+            SEL_BLOCK, SINK_BLOCKS, FORCED_BLOCKS, False, NUM_STAGES,
+        )  # fmt: skip
+    else:
+        write_masses(
+            masses, q, position, rows, k_head, table, candidates, begin * UNITS, forced_end,
+            first_local, high, qk_scale, stride_kp, stride_kt, HEAD_DIM, BLOCK_D, BLOCK_N, UNIT,
+            ROWS, PAGE_SIZE, SEL_BLOCK, SINK_BLOCKS, FORCED_BLOCKS, False, NUM_STAGES,
+        )  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     begin = FORCED + (tl.maximum(begin, FORCED_PIECES) - FORCED_PIECES) * UNITS
     end = FORCED + tl.minimum((end - FORCED_PIECES) * UNITS, listed)
-    write_masses(
-        masses, q, position, rows, k_head, table, candidates, begin, end, first_local, high,
-        qk_scale, stride_kp, stride_kt, HEAD_DIM, BLOCK_D, BLOCK_N, UNIT, ROWS, PAGE_SIZE,
-        SEL_BLOCK, SINK_BLOCKS, FORCED_BLOCKS, True, NUM_STAGES,
-    )  # fmt: skip
+    if WHOLE:
+        write_unit_masses(
+            masses, q, position, rows, k_head, table, candidates, begin, end, first_local, high,
+            qk_scale, stride_kp, stride_kt, HEAD_DIM, BLOCK_D, UNIT, ROWS, PAGE_SIZE, SEL_BLOCK,
+            SINK_BLOCKS, FORCED_BLOCKS, True, NUM_STAGES,
+        )  # fmt: skip
+    else:
+        write_masses(
+            masses, q, position, rows, k_head, table, candidates, begin, end, first_local, high,
+            qk_scale, stride_kp, stride_kt, HEAD_DIM, BLOCK_D, BLOCK_N, UNIT, ROWS, PAGE_SIZE,
+            SEL_BLOCK, SINK_BLOCKS, FORCED_BLOCKS, True, NUM_STAGES,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["dense_below", "first_tile"])
