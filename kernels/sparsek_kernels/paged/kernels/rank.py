@@ -162,6 +162,7 @@ def write_masses(
 @triton.jit
 def unit_start(
     unit,
+    end,
     candidates_ptr,
     first_local,
     FORCED_BLOCKS: tl.constexpr,
@@ -174,7 +175,7 @@ def unit_start(
     PARTS: tl.constexpr = SEL_BLOCK // UNIT
     slot = unit // PARTS
     if LISTED:
-        block = tl.load(candidates_ptr + slot - FORCED_BLOCKS)
+        block = tl.load(candidates_ptr + slot - FORCED_BLOCKS, mask=unit < end, other=0)
     else:
         block = tl.where(slot < SINK_BLOCKS, slot, first_local + slot - SINK_BLOCKS)
     return block * SEL_BLOCK + unit % PARTS * UNIT
@@ -217,14 +218,14 @@ def write_unit_masses(
     mask_d = (offs_d < HEAD_DIM)[None, :]
     last = tl.maximum(end, begin + 1) - 1
     start = unit_start(
-        tl.minimum(begin, last), candidates_ptr, first_local, FORCED_BLOCKS, SINK_BLOCKS, SEL_BLOCK,
-        UNIT, LISTED,
+        tl.minimum(begin, last), end, candidates_ptr, first_local, FORCED_BLOCKS, SINK_BLOCKS,
+        SEL_BLOCK, UNIT, LISTED,
     )  # fmt: skip
     page = page_of(table_ptr, start, (begin < end) & (start <= high), PAGE_SIZE)
     for unit in tl.range(begin, end, num_stages=NUM_STAGES):
         next_start = unit_start(
-            tl.minimum(unit + 1, last), candidates_ptr, first_local, FORCED_BLOCKS, SINK_BLOCKS,
-            SEL_BLOCK, UNIT, LISTED,
+            tl.minimum(unit + 1, last), end, candidates_ptr, first_local, FORCED_BLOCKS,
+            SINK_BLOCKS, SEL_BLOCK, UNIT, LISTED,
         )  # fmt: skip
         next_page = page_of(table_ptr, next_start, next_start <= high, PAGE_SIZE)
         keys = start + offs_n
