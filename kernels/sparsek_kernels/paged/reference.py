@@ -6,6 +6,9 @@ or by the CPU path, and nothing of theirs is imported here but the rule itself (
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch
@@ -104,6 +107,27 @@ def block_scores_reference(
     return scores
 
 
+def candidate_scores_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: list[int],
+    policy: SelectionPolicy,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """What summaries tell of the blocks up to a tile's last candidate: ``[Hkv, blocks]`` float64.
+
+    Args:
+        q: ``[n, Hq, D]``, the tile's queries at ``positions`` (ascending, consecutive).
+        k: ``[N, Hkv, D]``.
+    """
+    _, last = policy.candidate_range(positions[0])
+    total = torch.zeros(k.shape[1], last, dtype=torch.float64)
+    for row, position in enumerate(positions):
+        scores = block_scores_reference(q[row], k, position, policy, softmax_scale)
+        total += scores[:, :last]
+    return total
+
+
 def candidates_reference(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -121,10 +145,7 @@ def candidates_reference(
         For each KV head, at most ``policy.listed_blocks`` ascending block indices.
     """
     first, last = policy.candidate_range(positions[0])
-    total = torch.zeros(k.shape[1], last, dtype=torch.float64)
-    for row, position in enumerate(positions):
-        scores = block_scores_reference(q[row], k, position, policy, softmax_scale)
-        total += scores[:, :last]
+    total = candidate_scores_reference(q, k, positions, policy, softmax_scale)
     return [best(scores, range(first, last), policy.listed_blocks) for scores in total]
 
 
@@ -198,18 +219,26 @@ def select_blocks_reference(
     return [best(row, blocks, policy.scored_blocks) for row, blocks in pairs]
 
 
+Select: TypeAlias = Callable[
+    [torch.Tensor, torch.Tensor, list[int], SelectionPolicy, float], list[list[int]] | None
+]
+"""A function like :func:`select_blocks_reference`."""
+
+
 def visible_reference(
     q: torch.Tensor,
     k: torch.Tensor,
     positions: list[int],
     policy: SelectionPolicy,
     softmax_scale: float,
+    select: Select = select_blocks_reference,
 ) -> torch.Tensor:
     """Which keys each query sees.
 
     Args:
         q: ``[n, Hq, D]`` at ``positions`` (ascending, consecutive).
         k: ``[N, Hkv, D]``.
+        select: what chooses the blocks of a tile.
 
     Returns:
         ``[n, Hkv, N]`` bool.
@@ -224,7 +253,7 @@ def visible_reference(
         tile_positions = [positions[row] for row in rows]
         chosen: list[list[int]] | None = None
         if policy.selects_blocks:
-            chosen = select_blocks_reference(q[rows], k, tile_positions, policy, softmax_scale)
+            chosen = select(q[rows], k, tile_positions, policy, softmax_scale)
         for row, position in zip(rows, tile_positions, strict=True):
             causal = key <= position
             if policy.sees_all(position):
@@ -284,10 +313,14 @@ def paged_attention_reference(
     *,
     softmax_scale: float | None = None,
     sinks: torch.Tensor | None = None,
+    select: Select = select_blocks_reference,
 ) -> torch.Tensor:
     """What :func:`sparsek_kernels.paged.paged_attention` must return, in float64.
 
     The sketch is computed from K itself, so that this also checks the one kept in the cache.
+
+    Args:
+        select: what chooses the blocks of a tile, called for tiles in the order of their queries.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     out = torch.zeros(*q.shape[:2], v_cache.shape[-1], dtype=torch.float64)
@@ -302,7 +335,7 @@ def paged_attention_reference(
         k = gather_sequence(k_cache, pages, length)
         v = gather_sequence(v_cache, pages, length)
         positions = list(range(length - (end - begin), length))
-        visible = visible_reference(q[begin:end], k, positions, rule, scale)
+        visible = visible_reference(q[begin:end], k, positions, rule, scale, select)
         for row in range(max(end - begin - rule.dense_last, 0), end - begin):
             visible[row] = torch.arange(length) <= positions[row]
         out[begin:end] = attend_reference(q[begin:end], k, v, visible, scale, sinks)

@@ -8,11 +8,15 @@ from collections.abc import Callable
 import torch
 from problems import Problem
 
+from sparsek_kernels.paged.api import select_blocks
 from sparsek_kernels.paged.launch import attend as launch
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import (
+    candidate_scores_reference,
+    exact_scores_reference,
     hadamard_reference,
     paged_attention_reference,
+    select_blocks_reference,
     sketch_reference,
 )
 from sparsek_kernels.paged.sketch import VECTOR_SIZE, read_vectors
@@ -95,14 +99,22 @@ def attend(
 
 
 def expected(
-    problem: Problem, policy: SelectionPolicy, sinks: torch.Tensor | None = None
+    problem: Problem,
+    policy: SelectionPolicy,
+    sinks: torch.Tensor | None = None,
+    chosen: Chosen | None = None,
 ) -> torch.Tensor:
-    """The oracle's output, computed on the CPU."""
+    """The oracle's output, computed on the CPU.
+
+    Args:
+        chosen: blocks of the kernels' choice to attend; by default the oracle's own.
+    """
     batch = dataclasses.replace(
         problem.batch,
         block_table=problem.batch.block_table.cpu(),
         seq_lens=problem.batch.seq_lens.cpu(),
         cu_seqlens_q=problem.batch.cu_seqlens_q.cpu(),
+        _derived={},
     )
     return paged_attention_reference(
         problem.q.cpu(),
@@ -111,7 +123,56 @@ def expected(
         batch,
         policy,
         sinks=None if sinks is None else sinks.cpu(),
+        select=select_blocks_reference if chosen is None else chosen,
     )
+
+
+class Chosen:
+    """The kernels' choice of blocks, each found to follow the rule but for near ties.
+
+    Queries are rounded to 8 bits where the candidates of a token are sought, and means of keys to
+    the dtype of q: scores that differ by little may stand in for each other.
+    """
+
+    LIST_SLACK, MASS_SLACK = 0.1, 0.03
+
+    def __init__(self, problem: Problem, policy: SelectionPolicy) -> None:
+        rows = select_blocks(
+            problem.q, problem.k_cache, problem.batch, policy, k_summary=problem.k_summary
+        )
+        self._tiles = iter([tile.cpu() for request in rows for tile in request])
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        positions: list[int],
+        policy: SelectionPolicy,
+        softmax_scale: float,
+    ) -> list[list[int]] | None:
+        found = next(self._tiles)  # [Hkv, scored_blocks]
+        if policy.sees_all(positions[0]):
+            assert (found == -1).all()
+            return None
+        scores = candidate_scores_reference(q, k, positions, policy, softmax_scale)
+        first, last = policy.candidate_range(positions[0])
+        count = min(policy.listed_blocks, last - first)
+        surely, perhaps = [], []
+        for row in scores[:, first:last]:
+            least = float(row.topk(count).values[-1])
+            low, high = (1 - self.LIST_SLACK) * least, (1 + self.LIST_SLACK) * least
+            everything = count == last - first
+            surely.append([first + int(b) for b in (row > (-1 if everything else high)).nonzero()])
+            perhaps.append([first + int(b) for b in (row >= (-1 if everything else low)).nonzero()])
+        masses = exact_scores_reference(q, k, positions, perhaps, policy, softmax_scale)
+        for head, mine in enumerate(found.tolist()):
+            assert mine == sorted(set(mine))
+            assert set(mine) <= set(perhaps[head])
+            certain = masses[head, surely[head]].sort(descending=True).values
+            if len(certain) >= len(mine):
+                least = (1 - self.MASS_SLACK) * float(certain[len(mine) - 1])
+                assert float(masses[head, mine].min()) >= least
+        return [row.tolist() for row in found]
 
 
 def check(problem: Problem, policy: SelectionPolicy, sinks: torch.Tensor | None = None) -> None:
@@ -119,7 +180,8 @@ def check(problem: Problem, policy: SelectionPolicy, sinks: torch.Tensor | None 
     fill(problem)
     check_cache(problem)
     got = attend(problem, policy, sinks).double().cpu()
-    want = expected(problem, policy, sinks)
+    chosen = Chosen(problem, policy) if policy.selects_blocks else None
+    want = expected(problem, policy, sinks, chosen)
     assert got.isfinite().all()
     error = (got - want).abs().max().item()
     limit = TOLERANCE[problem.q.dtype]

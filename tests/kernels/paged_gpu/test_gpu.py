@@ -9,12 +9,19 @@ import pytest
 import torch
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import paged_attention
+from sparsek_backend.bench.ops.paged_inputs import (
+    PagedInputs,
+    Tile,
+    attend_tile,
+    wrong_selection,
+)
+from sparsek_kernels.paged import paged_attention, select_blocks
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.launch import attend as launch
 from sparsek_kernels.paged.launch import select as launch_select
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.sketch import sketch_pages, summary_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,7 +92,9 @@ def test_last_queries_see_everything() -> None:
         policy,
         k_summary=problem.k_summary,
     )
-    error = (got.double().cpu() - oracle_check.expected(problem, policy)).abs().max().item()
+    chosen = oracle_check.Chosen(problem, policy)
+    want = oracle_check.expected(problem, policy, chosen=chosen)
+    error = (got.double().cpu() - want).abs().max().item()
     assert error <= oracle_check.TOLERANCE[torch.bfloat16]
 
 
@@ -134,9 +143,9 @@ def test_fp8_cache() -> None:
         softmax_scale=128**-0.5,
     )
     tiles = launch_select.prefill_tiles(problem.batch, few.query_tile, problem.q.shape[0])
-    known = [torch.ones(problem.batch.num_decode_tokens, device="cuda") > 0, tiles[:, 0] >= 0]
-    for valid in (slice(problem.batch.num_decode_tokens), torch.cat(known)):
-        same = (chosen[valid][..., None] == reference[valid][..., None, :]).any(-1)
+    known = [slice(None), tiles[:, 0] >= 0]
+    for mine, theirs, valid in zip(chosen, reference, known, strict=True):
+        same = (mine[valid][..., None] == theirs[valid][..., None, :]).any(-1)
         assert same.float().mean() > 0.7
 
 
@@ -197,92 +206,55 @@ def test_graph_replay_with_other_lengths() -> None:
         replayed = out.clone()
         torch.testing.assert_close(replayed, oracle_check.attend(problem, TOP_K), atol=0, rtol=0)
         exact = replace(problem, batch=replace(problem.batch, max_seq_len=4000))
-        want = oracle_check.expected(exact, TOP_K)
+        want = oracle_check.expected(exact, TOP_K, chosen=oracle_check.Chosen(exact, TOP_K))
         assert (replayed.double().cpu() - want).abs().max() < 3e-2
 
 
-def tile_masses(rows: torch.Tensor, keys: torch.Tensor, positions: list[int]) -> torch.Tensor:
-    """Scores ``[Hkv, blocks]`` of a tile of 64 by keys ``[Hkv, N, D]`` in blocks of 64."""
-    last = {position // 16: index for index, position in enumerate(positions)}
-    total = 0
-    for index in last.values():
-        seen = positions[index] + 1
-        logits = torch.einsum("hgd,hnd->hgn", rows[index].float(), keys[:, :seen].float())
-        probs = torch.softmax(logits * rows.shape[-1] ** -0.5, dim=-1).sum(1)
-        probs = torch.nn.functional.pad(probs, (0, keys.shape[1] - seen))
-        total += probs.unflatten(-1, (-1, 64)).sum(-1)
-    return total
-
-
 def test_a_million_tokens_of_context() -> None:
-    """One head, 64-dim: page offsets pass 2**31 elements, and 16384 blocks compete."""
-    length, dim, page_size = 1 << 20, 64, 64
+    """Page offsets pass 2**31 elements, and 65,536 cells compete."""
+    length, dim, page_size, heads = 1 << 20, 64, 64, 8
     policy = SelectionPolicy(num_sink=64, window_size=512, top_k=32)
     pages = 2 * length // page_size
-    heads = 8
-    body, tail = heads * page_size * 2 * dim, heads * (page_size // 16) * dim
+    each = summary_bytes(page_size, dim)
+    body, tail = heads * page_size * 2 * dim, -(-heads * each // (4 * dim)) * 2 * dim
     buffer = torch.empty(pages, body + tail, device="cuda", dtype=torch.bfloat16)
-    for part in buffer.split(4096):
-        part.normal_()
-    assert buffer.numel() > 2**31
     kv = buffer.as_strided(
         (pages, heads, page_size, 2 * dim), (body + tail, page_size * 2 * dim, 2 * dim, 1)
     )
-    summary = buffer.as_strided(
-        (pages, heads, page_size // 16, dim),
-        (body + tail, page_size // 16 * dim, dim, 1),
-        body,
-    )
     k_cache, v_cache = kv[..., :dim], kv[..., dim:]
+    summary = buffer[:, body:].view(torch.uint8)[:, : heads * each].unflatten(1, (heads, each))
+    for first in range(0, pages, 4096):
+        kv[first : first + 4096].normal_()
+        sketch_pages(k_cache[first : first + 4096], summary[first : first + 4096])
+    assert buffer.numel() > 2**31
     table = torch.arange(pages - 1, pages - 1 - length // page_size, -1, device="cuda")
-    batch = PagedBatch(
+    inputs = PagedInputs(
+        q=torch.randn(101, heads * 2, dim, device="cuda", dtype=torch.bfloat16),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k_summary=summary,
         block_table=table.to(torch.int32)[None].repeat(2, 1),
-        seq_lens=torch.tensor([length - 5, length], dtype=torch.int32, device="cuda"),
-        cu_seqlens_q=torch.tensor([0, 1, 101], dtype=torch.int32, device="cuda"),
-        num_decodes=1,
-        num_decode_tokens=1,
-        decode_query_len=1,
-        max_query_len=100,
-        max_seq_len=length,
+        query_lens=(1, 100),
+        seq_lens=(length - 5, length),
+        policy=policy,
     )
-    q = torch.randn(101, heads * 2, dim, device="cuda", dtype=torch.bfloat16)
-    out = torch.full_like(q, float("nan"))
-    operands = PagedOperands(q, k_cache, v_cache, out, dim**-0.5, summary)
+    batch = inputs.batch(inputs.query_lens, inputs.seq_lens, 1)
+    out = torch.full_like(inputs.q, float("nan"))
+    operands = PagedOperands(inputs.q, k_cache, v_cache, out, dim**-0.5, summary)
     launch.paged_attention(operands, batch, policy)
-    chosen = launch.select_blocks(
-        q, k_cache, batch, policy, k_summary=summary, softmax_scale=dim**-0.5
-    )
-    cells = summary[table].permute(1, 0, 2, 3).float()  # [Hkv, blocks, 4, D]
-    keys = k_cache[table].permute(1, 0, 2, 3).flatten(1, 2)
-    values = v_cache[table].permute(1, 0, 2, 3).flatten(1, 2)
-    groups = [(0, [length - 6])]
-    start = length - 100
-    for tile in range(start // 64, length // 64):
-        groups.append((len(groups), list(range(max(start, tile * 64), tile * 64 + 64))))
-    token = 0
-    for row, positions in groups:
-        rule = policy.per_token() if row == 0 else policy
-        rows = q[token : token + len(positions)].unflatten(1, (heads, 2))
-        first, last = rule.candidate_range(positions[0])
-        own = positions[0] // 64
-        if row == 0:
-            logits = torch.einsum("nhgd,hbcd->nhgbc", rows.float(), cells[:, :own]).amax(-1)
-            probs = torch.softmax(logits * dim**-0.5, dim=-1).sum((0, 2))[:, first:last]
-        else:
-            probs = tile_masses(rows, keys, positions)[:, first:last]
+    chosen = select_blocks(inputs.q, k_cache, batch, policy, k_summary=summary)
+    begin = length - 100
+    groups = [(0, 0, range(1), range(length - 6, length - 5))]
+    for index, base in enumerate(range(begin - begin % 64, length, 64)):
+        where = range(max(begin, base), min(base + 64, length))
+        rows = range(1 + where.start - begin, 1 + where.stop - begin)
+        groups.append((1, index, rows, where))
+    for request, index, rows, where in groups:
+        rule = policy.per_token() if request == 0 else policy
         for head in range(heads):
-            best = set((probs[head].topk(rule.scored_blocks).indices + first).tolist())
-            mine = set(chosen[row, head].tolist())
-            assert len(mine) == rule.scored_blocks
-            assert len(best & mine) >= rule.scored_blocks - 1
-            local = range(rule.local_range(positions[0])[0], own + 1)
-            blocks = torch.tensor(sorted({0, *mine, *local}), device="cuda")
-            index = (blocks[:, None] * 64 + torch.arange(64, device="cuda")).flatten()
-            k, v = keys[head, index].double(), values[head, index].double()
-            score = torch.einsum("ngd,kd->ngk", rows[:, head].double(), k) * dim**-0.5
-            limit = torch.tensor(positions, device="cuda")[:, None, None]
-            prob = torch.softmax(score.masked_fill(index > limit, float("-inf")), dim=-1)
-            want = torch.einsum("ngk,kd->ngd", prob, v)
-            got = out[token : token + len(positions)].unflatten(1, (heads, 2))[:, head]
-            assert (got.double() - want).abs().max() < 2e-2
-        token += len(positions)
+            tile = Tile(request, head, rows, where)
+            mine = chosen[request][index, head].cpu()
+            wrong = wrong_selection(mine, inputs, tile, rule, decode=request == 0)
+            assert not wrong
+            want = attend_tile(inputs, tile, mine, rule, torch.float64)
+            assert (inputs.tile_rows(out, tile).double() - want).abs().max() < 2e-2
