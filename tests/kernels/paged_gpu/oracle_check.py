@@ -12,6 +12,7 @@ from sparsek_kernels.paged.api import select_blocks
 from sparsek_kernels.paged.launch import attend as launch
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import (
+    best,
     candidate_scores_reference,
     exact_scores_reference,
     hadamard_reference,
@@ -157,22 +158,41 @@ class Chosen:
         scores = candidate_scores_reference(q, k, positions, policy, softmax_scale)
         first, last = policy.candidate_range(positions[0])
         count = min(policy.listed_blocks, last - first)
-        surely, perhaps = [], []
-        for row in scores[:, first:last]:
+        for head, mine in enumerate(found.tolist()):
+            assert mine == sorted(set(mine))
+            row = scores[head, first:last]
             least = float(row.topk(count).values[-1])
             low, high = (1 - self.LIST_SLACK) * least, (1 + self.LIST_SLACK) * least
             everything = count == last - first
-            surely.append([first + int(b) for b in (row > (-1 if everything else high)).nonzero()])
-            perhaps.append([first + int(b) for b in (row >= (-1 if everything else low)).nonzero()])
-        masses = exact_scores_reference(q, k, positions, perhaps, policy, softmax_scale)
-        for head, mine in enumerate(found.tolist()):
-            assert mine == sorted(set(mine))
-            assert set(mine) <= set(perhaps[head])
-            certain = masses[head, surely[head]].sort(descending=True).values
-            if len(certain) >= len(mine):
-                least = (1 - self.MASS_SLACK) * float(certain[len(mine) - 1])
-                assert float(masses[head, mine].min()) >= least
+            surely, perhaps = (
+                {first + int(b) for b in (everything | (row >= bound)).nonzero()}
+                for bound in (high, low)
+            )
+            assert set(mine) <= perhaps
+            # shares depend a little on which of the near ties are listed
+            lists = (
+                perhaps,
+                surely | set(mine),
+                set(best(scores[head], range(first, last), count)),
+            )
+            assert any(
+                self._are_best(
+                    mine,
+                    surely,
+                    exact_scores_reference(
+                        q, k, positions, [sorted(some)] * len(scores), policy, softmax_scale
+                    )[head],
+                )
+                for some in lists
+            )
         return [row.tolist() for row in found]
+
+    def _are_best(self, mine: list[int], surely: set[int], masses: torch.Tensor) -> bool:
+        """Whether no block that is surely listed has clearly more mass than one of ``mine``."""
+        rest = sorted(surely - set(mine))
+        if not rest:
+            return True
+        return float(masses[mine].min()) >= (1 - self.MASS_SLACK) * float(masses[rest].max())
 
 
 def check(problem: Problem, policy: SelectionPolicy, sinks: torch.Tensor | None = None) -> None:

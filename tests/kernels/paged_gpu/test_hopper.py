@@ -69,13 +69,13 @@ def test_layouts(
 ) -> None:
     problem = step(dim=dim, page_size=page_size, dtype=dtype, head_major=head_major)
     oracle_check.check(problem, TOP_K)
-    assert ran == {"attend_hopper": 1, "_score_sm90": 1}
+    assert set(ran) == {"attend_hopper", "_score_sm90"}
 
 
 @pytest.mark.parametrize("group", [2, 3, 4, 7, 8, 16])
 def test_groups(group: int, ran: Counter[str]) -> None:
     oracle_check.check(step(group=group), TOP_K)
-    assert ran == {"attend_hopper": 1, "_score_sm90": 1}
+    assert set(ran) == {"attend_hopper", "_score_sm90"}
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])
@@ -86,7 +86,7 @@ def test_lists_of_odd_and_even_length(top_k: int, ran: Counter[str]) -> None:
 
 def test_tiles_of_two_chunks(ran: Counter[str]) -> None:
     oracle_check.check(step(), replace(TOP_K, query_tile=128, top_k=6))
-    assert ran == {"attend_hopper": 1, "_score_sm90": 1}
+    assert set(ran) == {"attend_hopper", "_score_sm90"}
 
 
 def test_learned_sinks(ran: Counter[str]) -> None:
@@ -126,7 +126,7 @@ def test_small_tiles_are_attended_by_the_portable_kernel(
 
 def test_small_pages_are_attended_by_the_portable_kernel(ran: Counter[str]) -> None:
     oracle_check.check(step(page_size=32), TOP_K)
-    assert ran == {"_score_sm90": 1}
+    assert set(ran) == {"_score_sm90"}
 
 
 def test_single_tokens_are_left_to_the_portable_kernels(ran: Counter[str]) -> None:
@@ -165,7 +165,7 @@ def test_a_step_of_many_tiles(ran: Counter[str]) -> None:
         return chosen, out
 
     chosen, out = run()
-    assert ran == {"attend_hopper": 1, "_score_sm90": 1}
+    assert set(ran) == {"attend_hopper", "_score_sm90"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch_scores, "scores_fit", lambda *_: False)
         patch.setattr(launch, "attend_fits", lambda *_: False)
