@@ -135,7 +135,7 @@ class SparsityConfig(BaseModel):
                 dense_below=self.dense_below,
             )
         dense_last = self.dense_last if self.query_tile > 1 else 0
-        return SelectionPolicy(
+        policy = SelectionPolicy(
             num_sink=self.num_sink,
             window_size=self.window_size,
             top_k=self.top_k,
@@ -144,6 +144,8 @@ class SparsityConfig(BaseModel):
             dense_last=EVERY_QUERY if self.sparse_phase == "decode" else dense_last,
             query_tile=self.query_tile,
         )
+        single = self.query_tile == 1 and not policy.dense_last
+        return policy.per_token() if single else policy
 
 
 FIELD_NAMES = tuple(SparsityConfig.model_fields)

@@ -75,6 +75,11 @@ def _paged(
     return k_cache, v_cache, summary, described
 
 
+def _selecting(policy: SelectionPolicy, num_q: int) -> SelectionPolicy:
+    """The policy by which ``num_q`` queries select: single tokens have a selection of their own."""
+    return policy.per_token() if num_q == 1 or policy.query_tile == 1 else policy
+
+
 def attend_selected(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
@@ -103,7 +108,7 @@ def block_indices(
     """
     batch, num_q = q.shape[:2]
     num_k, heads = k.shape[1], k.shape[2]
-    rule = policy.per_token() if num_q == 1 else policy
+    rule = _selecting(policy, num_q)
     with torch.no_grad():
         k_cache, _, summary, described = _paged(k, v, num_q, policy)
         per_request = select_blocks(
@@ -135,6 +140,7 @@ def attend_selected_with_gradient(
     The last ``leave_out`` queries take part in the selection of their tile and get no output.
     """
     indices = block_indices(q, k, v, rule.policy, rule.softmax_scale)
+    size = _selecting(rule.policy, q.shape[1]).sel_block_size
     if leave_out:
         q, k, v, indices = (x[:, :-leave_out] for x in (q, k, v, indices))
     found = selected_attention(
@@ -142,7 +148,7 @@ def attend_selected_with_gradient(
         k,
         v,
         indices,
-        sel_block_size=rule.policy.sel_block_size,
+        sel_block_size=size,
         softmax_scale=rule.softmax_scale,
         return_lse=True,
     )

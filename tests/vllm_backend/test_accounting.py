@@ -125,7 +125,7 @@ def test_the_line_per_layer_group() -> None:
     policy = SelectionPolicy(num_sink=64, window_size=512, top_k=32, dense_below=4096)
     assert describe_layers(range(30), policy, None, 128, "cpu", summary_share=16.5 / 512) == (
         "SPARSEK layers 0-29: block_topk, 1 sink block + window 512 + 32 blocks of 64 per KV head, "
-        "dense below 4096, 3.2 % summaries, pages of 128, CPU path"
+        "dense below 4096, 6.2 % summaries, pages of 128, CPU path"
     )
     window = SelectionPolicy(num_sink=4, window_size=512)
     assert "sink_window, 4 sink tokens + window 512" in describe_layers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def test_infllm_attends_as_many_blocks_as_the_model(
         "init_blocks": init_blocks,
         "dense_len": 0,
     }
-    policy = resolve_config(None, {}, section).config.policy_for(0).per_token()
+    policy = replace(resolve_config(None, {}, section).config.policy_for(0), query_tile=1)
     local = window // block
     for position in (200 * block, 200 * block + 1, 201 * block - 1):
         own = position // block
