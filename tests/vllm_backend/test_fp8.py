@@ -53,6 +53,14 @@ def make_fp8_layer(config: Any, index: int = 0, **options: Any) -> Any:
     return make_layer(index, cache_config=cache_config, **options)
 
 
+@pytest.fixture(autouse=True)
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No prefill is timed: the kernels that would run once more are replaced here."""
+    from sparsek_backend.vllm_backend.sparsek.probe import PROBE
+
+    monkeypatch.setattr(PROBE, "is_due", lambda device: False)
+
+
 def scaled(layer: Any, k_scale: float, v_scale: float) -> Any:
     """Set the scales as loading a checkpoint does."""
     layer._k_scale_float, layer._v_scale_float = k_scale, v_scale
@@ -219,15 +227,12 @@ def test_a_layer_against_the_oracle(
     device: str, sliding: int | None, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """float32 queries, so that what is selected is what the oracle selects."""
-    from sparsek_backend.vllm_backend.sparsek.probe import PROBE
-
     prompts, new, last = ([299, 220], 400, 64) if device == "cuda" else ([170, 140], 130, 0)
     config = make_config(
         tmp_path_factory.mktemp("llama"),
         additional_config={"sparsek": {**SETTINGS, "dense_last": last}},
     )
-    patched = interpreted() if device == "cpu" else nullcontext()
-    with building(config), patched, mock.patch.object(PROBE, "is_due", return_value=False):
+    with building(config), interpreted() if device == "cpu" else nullcontext():
         options = {} if sliding is None else {"per_layer_sliding_window": sliding}
         layer = scaled(make_fp8_layer(config, **options), 0.02, 0.03)
         builder, spec = make_builder(layer, config, device)

@@ -357,9 +357,8 @@ def test_killed_in_mid_stream_and_started_again(
             "SPARSEK setting sel_block_size",
             "remedy: --block-size 96",
         ),
-        (("--kv-offloading-size", "1"), "SPARSEK cannot serve", "remedy: remove --kv-transfer"),
     ],
-    ids=["unknown", "page", "offloading"],
+    ids=["unknown", "page"],
 )
 def test_a_bad_setting_ends_the_process_with_one_message(
     smollm2: Path,

@@ -155,6 +155,8 @@ class Chosen:
         if policy.sees_all(positions[0]):
             assert (found == -1).all()
             return None
+        if policy.scored_blocks == 0:
+            return [[] for _ in found]
         scores = candidate_scores_reference(q, k, positions, policy, softmax_scale)
         first, last = policy.candidate_range(positions[0])
         count = min(policy.listed_blocks, last - first)
