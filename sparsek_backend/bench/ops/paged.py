@@ -159,7 +159,7 @@ def unchosen_keys(policy: SelectionPolicy, position: int) -> int:
     if policy.sees_all(position):
         return 0
     first, last = policy.candidate_range(position)
-    listed = min(policy.listed_blocks, last - first)
+    listed = min(policy.listed_blocks, int(last - first))
     return (listed - policy.scored_blocks) * policy.sel_block_size
 
 

@@ -71,7 +71,8 @@ def token_candidates(
 def cell_means(k: torch.Tensor) -> torch.Tensor:
     """Means ``[Hkv, cells, D]`` float32 of a sequence's complete cells.  k: ``[Hkv, N, D]``."""
     cells = k.shape[1] // CELL_SIZE
-    return k[:, : cells * CELL_SIZE].unflatten(1, (cells, CELL_SIZE)).float().mean(2)
+    whole = k[:, : cells * CELL_SIZE].float().contiguous()
+    return whole.view(k.shape[0], cells, CELL_SIZE, k.shape[2]).mean(2)
 
 
 def tile_candidates(
