@@ -56,7 +56,7 @@ def compiled(arch: int, *options: str) -> list[dict[str, Any]]:
         (90, (), 160, HOPPER),
         (90, ("--head-dim", "64", "--group", "8"), 160, HOPPER),
         (100, (), 160, set()),
-        (90, ("--fp8-cache",), 224, set()),  # K and V are widened in registers
+        (90, ("--fp8-cache",), 224, {"tile_scores_sm90_kernel"}),  # K and V widen in registers
     ],
     ids=["sm80", "sm90", "sm90-d64", "sm100", "sm90-fp8"],
 )
