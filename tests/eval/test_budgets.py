@@ -28,7 +28,7 @@ def test_modes_and_sizes() -> None:
     sinks = parse_budget("sink_window").policy()
     assert (sinks.num_sink, sinks.window_size, sinks.dense_below) == (4, 512, 0)
     tiled = parse_budget("block_topk:8,query_tile=1,dense_layers=2").policy()
-    assert (tiled.top_k, tiled.query_tile) == (8, 1)
+    assert (tiled.top_k * tiled.sel_block_size, tiled.query_tile) == (8 * 64, 1)
     assert parse_budget("dense").is_dense
 
 

@@ -32,10 +32,15 @@ SHAPES = {
 BLOCKS = st.sampled_from([16, 32, 48, 64, 128, 192])
 
 
-def check(config: TileConfig, group: int) -> None:
+def check_keys(config: TileConfig, sel_block: int) -> None:
+    """An iteration takes an equal part of a block, or whole small ones."""
+    assert sel_block % config.block_n == 0 or config.block_n % sel_block == 0
+
+
+def check(config: TileConfig, group: int, least: int = 16) -> None:
     for value in (config.block_h, config.block_m, config.block_n, config.queries):
         assert value == next_power_of_2(value)
-    assert config.block_m >= 16
+    assert config.block_m >= least
     assert config.block_m >= config.queries * config.block_h
     assert config.block_h < 2 * group
     assert config.splits >= 1
@@ -48,7 +53,7 @@ def test_decode(**shape: int) -> None:
     config = decode_config(**shape)
     check(config, shape["group"])
     assert config == decode_config(**shape)
-    assert shape["sel_block"] % config.block_n == 0
+    check_keys(config, shape["sel_block"])
     assert config.queries >= shape["queries"]
     assert config.block_h >= shape["group"]
     assert config.splits == 1 or config.splits * 2 <= shape["blocks"]
@@ -60,7 +65,7 @@ def test_single_rows(**shape: int) -> None:
     check(config, shape["group"])
     assert config.splits == config.queries == 1
     assert config.block_h >= shape["group"]
-    assert shape["sel_block"] % config.block_n == 0
+    check_keys(config, shape["sel_block"])
 
 
 @given(
@@ -74,7 +79,7 @@ def test_prefill(**shape: int) -> None:
     config = prefill_config(**shape)
     check(config, shape["group"])
     assert shape["tile"] % config.queries == 0
-    assert shape["sel_block"] % config.block_n == 0
+    check_keys(config, shape["sel_block"])
 
 
 @given(
@@ -110,7 +115,7 @@ def test_scores(**shape: int) -> None:
 )
 def test_logits(**shape: int) -> None:
     config = logits_config(**shape)
-    check(config, shape["group"])
+    check(config, shape["group"], least=8)  # queries are the columns of the product
     programs = shape["requests"] * shape["num_kv_heads"]
     assert config.splits == 1 or config.splits * programs <= 8 * shape["num_sms"]
 
