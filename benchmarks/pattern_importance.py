@@ -37,7 +37,7 @@ def draw(options: argparse.Namespace, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def error(inputs: list[torch.Tensor], options: argparse.Namespace) -> float:
-    """Largest difference of a batch's masses, of all queries, from those of fp64."""
+    """Largest error of a batch's masses against masses computed in fp64 from all queries."""
     one = [x[:1] for x in inputs]
     found, exact = (
         sampled_block_masses(*x, options.block_size, samples=options.block_size)  # type: ignore[misc]
@@ -91,7 +91,7 @@ def main() -> int:
     inputs = draw(options, torch.bfloat16 if on_gpu else torch.float32)
     worst = error(inputs, options)
     if worst > (1e-2 if on_gpu else 1e-5):
-        print(f"error: masses are {worst:.1e} from those of fp64", file=sys.stderr)
+        print(f"error: masses differ by {worst:.1e} from masses computed in fp64", file=sys.stderr)
         return 1
     taken = seconds(inputs, options)
     shape = {

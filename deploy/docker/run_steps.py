@@ -125,7 +125,7 @@ def _ignored(folder: str, names: list[str]) -> set[str]:
 
 
 def last_stage(dockerfile: Path) -> list[tuple[str, str]]:
-    """Return the instructions before the first FROM, then those of the last stage."""
+    """Return the instructions before the first FROM, then the instructions of the last stage."""
     with dockerfile.open("rb") as stream:
         parsed = DockerfileParser(fileobj=stream).structure
     steps = [(item["instruction"], item["value"]) for item in parsed]

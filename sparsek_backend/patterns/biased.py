@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 
@@ -56,5 +58,4 @@ def biased_attention(
     out = block_sparse_attention(
         wide[0], wide[1], F.pad(v, (0, rank)), pattern, causal=causal, softmax_scale=scale
     )
-    assert isinstance(out, torch.Tensor)
-    return out[..., :dim]
+    return cast(torch.Tensor, out)[..., :dim]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from sparsek_backend.patterns.biased import biased_attention
@@ -103,9 +105,7 @@ class GraphAttention(torch.nn.Module):
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: GraphLayout) -> torch.Tensor:
     """``[1, L, H, D]``; places without a node are seen by none."""
     if layout.real is None:
-        out = block_sparse_attention(q, k, v, layout.pattern)
-        assert isinstance(out, torch.Tensor)
-        return out
+        return cast(torch.Tensor, block_sparse_attention(q, k, v, layout.pattern))
     hidden = torch.zeros_like(layout.real, dtype=torch.float32).masked_fill(~layout.real, _HIDDEN)
     ones = torch.ones_like(hidden)
     bias = (ones[:, None, None], hidden[:, None, None])

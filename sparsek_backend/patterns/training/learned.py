@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -199,5 +199,4 @@ class LearnedPattern(torch.nn.Module):
         out = block_sparse_attention(
             q, k, v, pattern, causal=self.causal, softmax_scale=softmax_scale
         )
-        assert isinstance(out, torch.Tensor)
-        return out
+        return cast(torch.Tensor, out)

@@ -20,8 +20,9 @@ What of vLLM works together with `--attention-backend SPARSEK`.
 
 *Served* means that a test runs an engine, or a layer as vLLM builds it, with the feature and
 compares. While the budget covers the context, tokens or log-probabilities equal a dense backend's.
-While queries select blocks, they equal those of an engine without the feature. *Refused* means that
-the server does not start: its message names the feature, and the note here says what to do instead.
+While queries select blocks, tokens equal the tokens of an engine without the feature. *Refused*
+means that the server does not start: its message names the feature, and the note here says what to
+do instead.
 *Where* says on which machines the proof runs. The last column is the proof, below
 `tests/vllm_backend`.
 
