@@ -78,35 +78,37 @@ _Layers = Annotated[int | tuple[int, ...], BeforeValidator(_layer_count_or_indic
 class SparsityConfig(BaseModel):
     """The settings of one engine.  Sizes are in tokens unless a field says otherwise.
 
-    Attributes:
-        mode: ``block_topk`` selects blocks by score, ``sink_window`` keeps sinks and window alone,
-            ``dense`` everything, ``nsa`` what a natively sparse model's config says; ``auto`` is
-            what the model's own config says, else ``block_topk``.
-        num_sink: first tokens that every query sees.
-        window_size: latest tokens that every query sees, its own included.
-        sel_block_size: tokens in a selected block; a multiple of 16.
-        top_k: blocks selected beyond sinks and window, per KV head.
-        dense_below: positions below this attend everything.
-        dense_last: last queries of every prefill chunk that attend everything: a prompt's question
-            sits there.  Without effect on selection per token (``query_tile`` 1).
-        dense_layers: how many first layers attend everything, or a list of layer indices.
-        query_tile: prefill queries that share one selection; 1 selects per token.
-        sparse_phase: ``prefill`` lets decoded tokens attend everything, ``decode`` the prompt's:
-            for measurements, to tell which of the two costs answers.
+    The texts of the fields are the table of docs/configuration.md.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     mode: Mode = "auto"
+    """`block_topk`: sinks, window and the best-scoring blocks. `sink_window`: sinks and window only.
+    `dense`: everything. `nsa`: what a natively sparse model's own weights say. `auto`: what the model's
+    own config says, else `block_topk`."""
     num_sink: _Count = 64
+    """First tokens that every query sees. `block_topk` rounds up to whole blocks."""
     window_size: _Positive = 512
+    """Latest tokens that every query sees, its own included."""
     sel_block_size: _Positive = 64
+    """Tokens in a block, a multiple of 16. It must divide the KV page (64 tokens on a GPU, 128 on a
+    CPU, or `--block-size`) or be a multiple of it."""
     top_k: _Blocks = 32
+    """Blocks selected beyond sinks and window, per KV head."""
     dense_below: _Count = 4096
+    """Positions below this attend everything."""
     dense_last: _Count = 64
+    """Last queries of every prefill chunk that attend everything: a prompt's question sits there.
+    Without effect with `query_tile` 1."""
     dense_layers: _Layers = 0
+    """How many first layers attend everything, or a list of layer indices, counted from 0. Layers that
+    the model (with its draft model) lacks are refused."""
     query_tile: _Positive = 64
+    """Prefill queries that share one selection. 1 selects per token: slower, and independent of
+    chunking."""
     sparse_phase: Phase = "both"
+    """For measurements: `prefill` lets decoded tokens attend everything, `decode` the prompt's."""
 
     @property
     def dense_decode(self) -> bool:

@@ -1,0 +1,275 @@
+"""Tables of the docs that are made from settings, source and committed results.
+
+    python deploy/site/tables.py            # write them into README.md and docs/
+
+A page has ``<!-- table: NAME ARGUMENTS -->``, the table, and ``<!-- end of table -->``.  The site makes
+the tables again when it is built, and the tests hold the committed ones against what this file makes.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = re.compile(r"(<!-- table: (.+?) -->\n)(?:.*?\n)??(<!-- end of table -->)", re.DOTALL)
+OURS = "sparsek"
+PROVIDERS = {
+    "fa3": "FlashAttention-3",
+    "fa3_chunked": "FlashAttention-3, in chunks",
+    "mdy666": "mdy666's kernels",
+    "fla": "flash-linear-attention",
+    "sdpa": "SDPA",
+    "sdpa_cudnn": "SDPA, cuDNN",
+    "sdpa_flash": "SDPA, flash",
+    "sdpa_gather": "SDPA on gathered keys",
+    "sparsek_dense": "ours, dense",
+    "flex": "FlexAttention",
+    "torch": "PyTorch",
+}
+MAX_INTEGER = 2**31 - 1
+
+
+def fill(text: str) -> str:
+    """Return the page with its tables made anew."""
+
+    def make(found: re.Match[str]) -> str:
+        name, *arguments = found[2].split()
+        return f"{found[1]}\n{TABLES[name](*arguments)}\n\n{found[3]}"
+
+    return BLOCK.sub(make, text)
+
+
+def pages() -> list[Path]:
+    """Return the pages that may have tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def settings() -> str:
+    """Return every setting of the vLLM backend, from its pydantic model."""
+    from sparsek_backend.config import ENV_PREFIX, SparsityConfig
+
+    rows = []
+    for name, spec in SparsityConfig.model_json_schema()["properties"].items():
+        meaning = " ".join(spec["description"].split())
+        default = f"`{spec['default']}`"
+        rows.append((f"`{name}`", default, _values(spec), f"`{ENV_PREFIX}{name.upper()}`", meaning))
+    return _table(("field", "default", "values", "variable", "meaning"), rows)
+
+
+def _values(spec: dict[str, Any]) -> str:
+    """Return what a field may be."""
+    if "enum" in spec:
+        return ", ".join(f"`{value}`" for value in spec["enum"])
+    if "anyOf" in spec:
+        return " or ".join(
+            "a list such as `[0, 1]`" if kind["type"] == "array" else "an integer"
+            for kind in spec["anyOf"]
+        )
+    least = spec.get("ge", spec.get("gt", -1) + 1)
+    return f"from {least}" + (f" to {spec['le']}" if spec["le"] < MAX_INTEGER else "")
+
+
+def api(module: str) -> str:
+    """Return a directive of mkdocstrings for every public name of a module."""
+    return "\n\n".join(f"::: {module}.{name}" for name in public_names(module))
+
+
+def public_names(module: str) -> list[str]:
+    """Return ``__all__`` of a module, which is not imported."""
+    parts = module.split(".")
+    base = ROOT / "kernels" if parts[0] == "sparsek_kernels" else ROOT
+    source = base.joinpath(*parts, "__init__.py").read_text(encoding="utf-8")
+    for statement in ast.parse(source).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+            return list(ast.literal_eval(statement.value))
+    raise ValueError(f"{module} has no __all__")
+
+
+def kernels(file: str, *ops: str) -> str:
+    """Return one table for each op of a file of ``sparsek bench kernels``; all ops by default."""
+    rows = _rows(file)
+    tables = []
+    for op in ops or dict.fromkeys(row["op"] for row in rows):
+        here = [row for row in rows if row["op"] == op]
+        tables += [f"`{op}`", _compared(here)]
+    return "\n\n".join((*tables, _measured_on(rows)))
+
+
+def _compared(rows: Sequence[dict[str, str]]) -> str:
+    """Return a line for each case: our time, and of each peer its time over ours."""
+    timed = dict.fromkeys(row["provider"] for row in rows if _milliseconds(row) is not None)
+    peers = [name for name in timed if name != OURS]
+    cases: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    for row in rows:
+        cases.setdefault((row["case"], row["spec"]), {})[row["provider"]] = row
+    lines = []
+    for (case, spec), found in cases.items():
+        ours = _milliseconds(found.get(OURS))
+        cells = [_ratio(_milliseconds(found.get(name)), ours) for name in peers]
+        lines.append((case, f"`{spec}`", _duration(ours), *cells))
+    return _table(("case", "batch", "ours", *(PROVIDERS.get(x, x) for x in peers)), lines)
+
+
+def served(file: str) -> str:
+    """Return the times of ``sparsek bench serve``, of both backends."""
+    rows = _rows(file)
+    base = next(row["backend"] for row in rows if row["backend"] != "SPARSEK")
+    lines = []
+    for context, requests in dict.fromkeys((row["context"], row["requests"]) for row in rows):
+        here = {
+            r["backend"]: r for r in rows if (r["context"], r["requests"]) == (context, requests)
+        }
+        cells: list[str] = [_tokens(int(context)), requests]
+        for name in ("ttft_ms", "tpot_ms"):
+            theirs, ours = (float(here[backend][name]) for backend in (base, "SPARSEK"))
+            cells += [_duration(theirs), _duration(ours), f"{theirs / ours:.2f}x"]
+        lines.append(cells)
+    first, each = f"first token, {base}", f"per token, {base}"
+    head = ("context", "requests", first, "SPARSEK", "", each, "SPARSEK", "")
+    return f"{_table(head, lines)}\n\n{_measured_on(rows)}"
+
+
+def quality(*files: str) -> str:
+    """Return the mean over the tasks of ``sparsek eval``, every budget beside dense attention."""
+    lines, machines = [], []
+    for file in files:
+        found = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+        machines.append(found["machine"])
+        means = [row for row in found["retrieval"] if row["task"] == "mean"]
+        for variant, where in (("plain", "last"), ("followed", "600 tokens behind it")):
+            dense, *budgets = [row for row in means if row["variant"] == variant]
+            lines += [_answers(dense, budget, where) for budget in budgets]
+    head = ("length, prompts", "question", "budget", "attended", "dense", "budget's", "of dense")
+    return f"{_table((*head, 'worse, better', 'added NLL'), lines)}\n\n{_measured_on(machines)}"
+
+
+def _answers(dense: dict[str, Any], budget: dict[str, Any], where: str) -> Iterable[str]:
+    return (
+        f"{_tokens(budget['length'])}, {budget['prompts']}",
+        where,
+        f"`{budget['label']}`",
+        f"{budget['prefill_share']:.0%}",
+        f"{dense['accuracy']:.3f}",
+        f"{budget['accuracy']:.3f}",
+        f"{budget['of_reference']:.1%}",
+        f"{budget['lost']}, {budget['gained']}",
+        f"{budget['delta_nll']:+.3f}",
+    )
+
+
+def shares(*budgets: str) -> str:
+    """Return what share of the context a decoded token attends, for budgets of ``sparsek eval``."""
+    from sparsek_backend.eval.budgets import parse_budget
+
+    lengths = [1024 * size for size in (4, 8, 16, 32, 64, 128)]
+    rows = []
+    for text in budgets:
+        budget = parse_budget(text)
+        policy = budget.policy()
+        tokens = str(policy.budget_blocks * policy.sel_block_size)
+        rows.append((f"`{text}`", tokens, *(f"{budget.decode_share(n):.0%}" for n in lengths)))
+    return _table(("budget", "tokens", *map(_tokens, lengths)), rows)
+
+
+def headline(paged: str, *evaluations: str) -> str:
+    """Return the few figures of the README: attention's speed, and the answers that it keeps."""
+    rows = [row for row in _rows(paged) if row["op"] in ("paged_decode", "paged_prefill")]
+    times = {(row["op"], row["spec"], row["provider"]): _milliseconds(row) for row in rows}
+    lines = []
+    for op, spec, words in (
+        ("paged_decode", "32q1s64k", "decode, 32 requests at 64k"),
+        ("paged_decode", "4q1s128k", "decode, 4 requests at 128k"),
+        ("paged_decode", "32q1s8k", "decode, 32 requests at 8k"),
+        ("paged_prefill", "q128k", "prefill of 128k"),
+        ("paged_prefill", "q32k", "prefill of 32k"),
+    ):
+        ours, theirs = times[op, spec, OURS], times[op, spec, "fa3"]
+        lines.append((words, _duration(theirs), _duration(ours), f"{_ratio(theirs, ours, False)}"))
+    speed = _table(("attention, one H200", "FlashAttention-3", "SparseK", ""), lines)
+    kept = []
+    for file in evaluations:
+        found = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+        means = [r for r in found["retrieval"] if r["task"] == "mean" and "of_reference" in r]
+        share = {row["variant"]: f"{row['of_reference']:.0%}" for row in means}
+        length = _tokens(means[0]["length"])
+        kept.append((f"prompts of {length}", share["plain"], share["followed"]))
+    head = ("answers kept, 0.5B model", "question last", "question 600 tokens before the end")
+    return f"{speed}\n\n{_table(head, kept)}"
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    function.__name__: function
+    for function in (settings, api, kernels, served, quality, shares, headline)
+}
+
+
+def _rows(file: str) -> list[dict[str, str]]:
+    with (RESULTS / file).open(newline="", encoding="utf-8") as lines:
+        return list(csv.DictReader(lines))
+
+
+def _table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _measured_on(rows: Sequence[dict[str, Any]]) -> str:
+    """Return what the rows were measured on, in one sentence."""
+    values = {
+        name: ", ".join(dict.fromkeys(str(row[name]) for row in rows if row.get(name)))
+        for name in ("gpu", "torch", "triton", "vllm", "commit")
+    }
+    gpu, commit = values.pop("gpu"), values.pop("commit")
+    versions = [f"{name} {value}" for name, value in values.items() if value]
+    return f"{gpu}; {', '.join(versions)}; commit {commit or 'not named'}."
+
+
+def _milliseconds(row: dict[str, str] | None) -> float | None:
+    return float(row["ms"]) if row is not None and row["status"] == "ok" and row["ms"] else None
+
+
+def _duration(milliseconds: float | None) -> str:
+    """Return a time in three digits."""
+    if milliseconds is None:
+        return ""
+    for factor, unit in ((1e-3, "s"), (1, "ms"), (1e3, "us")):
+        if milliseconds * factor >= 1 or unit == "us":
+            break
+    value = milliseconds * factor
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+
+
+def _ratio(theirs: float | None, ours: float | None, with_time: bool = True) -> str:
+    """Return how many times as long a peer takes."""
+    if theirs is None or ours is None:
+        return ""
+    ratio = theirs / ours
+    shown = f"{ratio:.1f}x" if ratio >= 1 else f"{ratio:.2f}x"
+    return f"{_duration(theirs)} ({shown})" if with_time else shown
+
+
+def _tokens(count: int) -> str:
+    return f"{count / 1024:g}k" if count % 1024 == 0 else str(count)
+
+
+def main() -> None:
+    """Write the tables into their pages."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        filled = fill(text)
+        if filled != text:
+            page.write_text(filled, encoding="utf-8")
+            print(f"wrote {page.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
