@@ -84,9 +84,9 @@ class SparsityConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     mode: Mode = "auto"
-    """`block_topk`: sinks, window and the best-scoring blocks. `sink_window`: sinks and window only.
-    `dense`: everything. `nsa`: what a natively sparse model's own weights say. `auto`: what the model's
-    own config says, else `block_topk`."""
+    """`block_topk`: sinks, window and the best-scoring blocks. `sink_window`: sinks and window
+    only. `dense`: everything. `nsa`: what a natively sparse model's own weights say. `auto`: what
+    the model's own config says, else `block_topk`."""
     num_sink: _Count = 64
     """First tokens that every query sees. `block_topk` rounds up to whole blocks."""
     window_size: _Positive = 512
@@ -102,8 +102,8 @@ class SparsityConfig(BaseModel):
     """Last queries of every prefill chunk that attend everything: a prompt's question sits there.
     Without effect with `query_tile` 1."""
     dense_layers: _Layers = 0
-    """How many first layers attend everything, or a list of layer indices, counted from 0. Layers that
-    the model (with its draft model) lacks are refused."""
+    """How many first layers attend everything, or a list of layer indices, counted from 0. Layers
+    that the model (with its draft model) lacks are refused."""
     query_tile: _Positive = 64
     """Prefill queries that share one selection. 1 selects per token: slower, and independent of
     chunking."""

@@ -1,4 +1,4 @@
-"""What mkdocs does with this repository: fresh tables, notebooks as pages, files from beside docs/."""
+"""What mkdocs builds beyond docs/: fresh tables, notebooks as pages, files of the repository."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python deploy/site/tables.py            # write them into README.md and docs/
 
-A page has ``<!-- table: NAME ARGUMENTS -->``, the table, and ``<!-- end of table -->``.  The site makes
-the tables again when it is built, and the tests hold the committed ones against what this file makes.
+A page has ``<!-- table: NAME ARGUMENTS -->``, the table, and ``<!-- end of table -->``.  The site
+makes the tables again when it is built, and the tests hold the committed ones against these.
 """
 
 from __future__ import annotations
