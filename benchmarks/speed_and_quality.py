@@ -3,8 +3,8 @@
     python benchmarks/speed_and_quality.py
 
 It reads ``paged_h200.csv`` and ``quality_qwen05b_*_h200.json`` of ``benchmarks/results/``, and
-writes ``speed_and_quality_h200.png`` beside them.  The picture holds a digest of the files, by which the
-tests tell whether it is of the committed ones.
+writes ``speed_and_quality_h200.png`` beside them.  The picture holds a digest of these files, so
+that the tests can tell whether it is of the committed ones.
 """
 
 from __future__ import annotations

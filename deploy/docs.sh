@@ -4,8 +4,12 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-if [ "${1:-}" = --serve ]; then
-    exec mkdocs serve
+python=${SK_VENV:-.venv}/bin/python
+if ! "$python" -c 'import mkdocs' 2>/dev/null; then python=python3; fi
+if ! "$python" -c 'import mkdocs' 2>/dev/null; then
+    printf "error: mkdocs is not installed: run pip install '.[docs]'\n" >&2
+    exit 1
 fi
-mkdocs build --strict
-python deploy/site/links.py site
+if [ "${1:-}" = --serve ]; then exec "$python" -m mkdocs serve; fi
+"$python" -m mkdocs build --strict
+"$python" deploy/site/links.py site

@@ -27,6 +27,7 @@ def on_files(files: Any, config: Any) -> Any:
     exporter = MarkdownExporter()
     for notebook in sorted(NOTEBOOKS.glob("*.ipynb")):
         text, _ = exporter.from_filename(str(notebook))
+        text = text.replace("](../../docs/", "](../")
         source = f"\n[The notebook](../../examples/notebooks/{notebook.name})\n"
         page = f"notebooks/{notebook.stem}.md"
         files.append(File.generated(config, page, content=text + source))

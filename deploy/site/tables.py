@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -57,29 +57,32 @@ def settings() -> str:
     from sparsek_backend.config import ENV_PREFIX, SparsityConfig
 
     rows = []
-    for name, spec in SparsityConfig.model_json_schema()["properties"].items():
-        meaning = " ".join(spec["description"].split())
-        default = f"`{spec['default']}`"
-        rows.append((f"`{name}`", default, _values(spec), f"`{ENV_PREFIX}{name.upper()}`", meaning))
+    for name, field in SparsityConfig.model_fields.items():
+        meaning = " ".join(str(field.description).split())
+        variable = f"`{ENV_PREFIX}{name.upper()}`"
+        rows.append((f"`{name}`", f"`{field.default}`", _values(field), variable, meaning))
     return _table(("field", "default", "values", "variable", "meaning"), rows)
 
 
-def _values(spec: dict[str, Any]) -> str:
+def _values(field: Any) -> str:
     """Return what a field may be."""
-    if "enum" in spec:
-        return ", ".join(f"`{value}`" for value in spec["enum"])
-    if "anyOf" in spec:
-        return " or ".join(
-            "a list such as `[0, 1]`" if kind["type"] == "array" else "an integer"
-            for kind in spec["anyOf"]
-        )
-    least = spec.get("ge", spec.get("gt", -1) + 1)
-    return f"from {least}" + (f" to {spec['le']}" if spec["le"] < MAX_INTEGER else "")
+    if get_origin(field.annotation) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(field.annotation))
+    limits = {
+        name: getattr(item, name)
+        for item in field.metadata
+        for name in ("ge", "gt", "le")
+        if hasattr(item, name)
+    }
+    if not limits:
+        return "an integer, or a list such as `[0, 1]`"
+    least = limits["ge"] if "ge" in limits else limits["gt"] + 1
+    return f"from {least}" + (f" to {limits['le']}" if limits["le"] < MAX_INTEGER else "")
 
 
-def api(module: str) -> str:
-    """Return a directive of mkdocstrings for every public name of a module."""
-    return "\n\n".join(f"::: {module}.{name}" for name in public_names(module))
+def api(module: str, *names: str) -> str:
+    """Return a directive of mkdocstrings for names of a module, by default all public ones."""
+    return "\n\n".join(f"::: {module}.{name}" for name in names or public_names(module))
 
 
 def public_names(module: str) -> list[str]:

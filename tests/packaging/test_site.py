@@ -1,0 +1,99 @@
+"""The documentation site, as far as it shows without a build: tables, figure, pages, notebooks."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+TABLES = runpy.run_path(str(ROOT / "deploy" / "site" / "tables.py"))
+PAGES = TABLES["pages"]()
+LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_are_of_the_committed_results_and_settings(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert TABLES["fill"](text) == text, "stale: run python deploy/site/tables.py"
+    assert text.count("<!-- table: ") == text.count("<!-- end of table -->")
+
+
+def test_the_figure_is_of_the_committed_results() -> None:
+    figure = runpy.run_path(str(ROOT / "benchmarks" / "speed_and_quality.py"))
+    assert figure["digest"]().encode() in figure["FIGURE"].read_bytes(), (
+        "stale: run python benchmarks/speed_and_quality.py"
+    )
+
+
+def test_a_table_is_made_where_none_was() -> None:
+    empty = "<!-- table: api sparsek_kernels write_kv -->\n<!-- end of table -->\n"
+    made = TABLES["fill"](empty + "between\n" + empty)
+    assert made.count("\n\n::: sparsek_kernels.write_kv\n\n") == 2
+    assert "between" in made
+    assert TABLES["fill"](made) == made
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    notebooks = {f"notebooks/{notebook.stem}.md" for notebook in NOTEBOOKS}
+    listed = [page for page in _leaves(site["nav"])]
+    assert sorted(listed) == sorted(pages | notebooks)
+    assert site["strict"]
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
+    listed = re.findall(r"^::: (\S+)$", pages, re.M)
+    assert len(set(listed)) == len(listed)
+    names = {name.rpartition(".")[2] for name in listed}
+    for base in (ROOT, ROOT / "kernels"):
+        for file in base.glob("sparsek_*/**/__init__.py"):
+            if "__all__" in (source := file.read_text(encoding="utf-8")):
+                module = ".".join(file.parent.relative_to(base).parts)
+                missing = set(TABLES["public_names"](module)) - names
+                assert not missing, f"{module}: {missing}, {source[:80]}"
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "examples" / "README.md"], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_links_lead_to_files(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in LINK.findall(text):
+        if "://" not in link and not link.startswith("notebooks/"):
+            assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_hold_small_results_of_code_that_ran(path: Path) -> None:
+    book: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    assert path.stat().st_size < 40_000
+    counts = []
+    for cell in book["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "code":
+            compile(source, f"{path.name}", "exec")
+            counts.append(cell["execution_count"])
+            kinds = {output["output_type"] for output in cell["outputs"]}
+            assert kinds <= {"stream"}, f"{kinds}: run bash deploy/notebooks.sh --write"
+        else:
+            for link in LINK.findall(source):
+                assert (path.parent / link).exists(), link
+    assert counts == list(range(1, len(counts) + 1))
+    assert f"(notebooks/{path.name})" in (ROOT / "examples" / "README.md").read_text()
+
+
+def _leaves(nav: Any) -> list[str]:
+    """Return the pages of a navigation, in order."""
+    if isinstance(nav, str):
+        return [nav]
+    return [page for entry in nav for value in entry.values() for page in _leaves(value)]
