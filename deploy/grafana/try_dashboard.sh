@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Start a server of the small model and Prometheus, send traffic from the example clients, and check that every
 # query of the dashboard has data. After deploy/quickstart.sh; needs Debian or Ubuntu, no root, two minutes.
+# An argument names a file for a picture of the panels, drawn without Grafana.
 set -euo pipefail
 
 # shellcheck source=deploy/lib.sh
@@ -55,3 +56,4 @@ for _ in 1 2 3; do # a rate needs several scrapes
     sleep 6
 done
 "$python" deploy/grafana/panels_have_data.py http://127.0.0.1:9090
+if [ $# -gt 0 ]; then "$python" deploy/grafana/picture.py http://127.0.0.1:9090 "$1"; fi
