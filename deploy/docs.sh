@@ -10,6 +10,7 @@ if ! "$python" -c 'import mkdocs' 2>/dev/null; then
     printf "error: mkdocs is not installed: run pip install '.[docs]'\n" >&2
     exit 1
 fi
+export NO_MKDOCS_2_WARNING=1
 if [ "${1:-}" = --serve ]; then exec "$python" -m mkdocs serve; fi
 "$python" -m mkdocs build --strict
 "$python" deploy/site/links.py site
