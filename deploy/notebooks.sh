@@ -17,7 +17,7 @@ done
 if [ ${#names[@]} -eq 0 ]; then names=(examples/notebooks/*.ipynb); fi
 setup bench,eval,patterns,docs
 
-export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+export PYTHONWARNINGS=ignore VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 for name in "${names[@]}"; do
     logged "running $name" "$VENV/bin/python" -m nbconvert --to notebook --execute "$name" \
         --output-dir "$out" --ExecutePreprocessor.timeout=900 --ExecutePreprocessor.record_timing=False ||
