@@ -72,7 +72,11 @@ _Integer = Annotated[int, BeforeValidator(_no_booleans)]
 _Count = Annotated[_Integer, Field(ge=0, le=MAX_TOKENS)]
 _Positive = Annotated[_Integer, Field(gt=0, le=MAX_TOKENS)]
 _Blocks = Annotated[_Integer, Field(gt=0, le=MAX_BLOCKS)]
-_Layers = Annotated[int | tuple[int, ...], BeforeValidator(_layer_count_or_indices)]
+_Layers = Annotated[
+    int | tuple[int, ...],
+    BeforeValidator(_layer_count_or_indices),
+    Field(examples=[2, [0, 1, 5]]),
+]
 
 
 class SparsityConfig(BaseModel):

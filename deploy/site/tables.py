@@ -53,12 +53,18 @@ def pages() -> list[Path]:
 
 
 def settings() -> str:
-    """Return every setting of the vLLM backend, from its pydantic model."""
+    """Return every setting of the vLLM backend, from its pydantic model.
+
+    Raises:
+        ValueError: a field has no text.
+    """
     from sparsek_backend.config import ENV_PREFIX, SparsityConfig
 
     rows = []
     for name, field in SparsityConfig.model_fields.items():
-        meaning = " ".join(str(field.description).split())
+        if field.description is None:
+            raise ValueError(f"SparsityConfig.{name}: expected a docstring below it, got none")
+        meaning = " ".join(field.description.split())
         variable = f"`{ENV_PREFIX}{name.upper()}`"
         rows.append((f"`{name}`", f"`{field.default}`", _values(field), variable, meaning))
     return _table(("field", "default", "values", "variable", "meaning"), rows)
@@ -75,7 +81,8 @@ def _values(field: Any) -> str:
         if hasattr(item, name)
     }
     if not limits:
-        return "an integer, or a list such as `[0, 1]`"
+        shown = " or ".join(f"`{value}`" for value in field.examples or ())
+        return f"such as {shown}" if shown else ""
     least = limits["ge"] if "ge" in limits else limits["gt"] + 1
     return f"from {least}" + (f" to {limits['le']}" if limits["le"] < MAX_INTEGER else "")
 
