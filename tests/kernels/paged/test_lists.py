@@ -1,4 +1,4 @@
-"""Prefills by ranked lists of blocks: the table of lists, attention against the oracle, refusals."""
+"""Prefills by ranked lists of blocks: tables of lists, attention as the oracle has it, refusals."""
 
 from __future__ import annotations
 
