@@ -3,9 +3,9 @@
     budget  := mode [":" size] ("," setting "=" value)*
     mode    := "dense" | "block_topk" | "pattern" | "sink_window" | "window"
 
-The size is `top_k` for `block_topk` and `pattern`, and `window_size` for the others.  `window` is a sliding window
-without sink tokens, the negative control: it is what sparse attention must not be.  Every budget is
-sparse from the first token on unless it sets `dense_below`.
+The size is `top_k` for `block_topk` and `pattern`, and `window_size` for the others.  `window` is a
+sliding window without sink tokens, the negative control: it is what sparse attention must not be.
+Every budget is sparse from the first token on unless it sets `dense_below`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ import torch
 
 pytest.importorskip("safetensors", reason="safetensors is not installed (the patterns extra)")
 
-from sparsek_backend.config import ConfigError
 from sparsek_backend.patterns.prefill import PrefillPattern
 from sparsek_kernels.paged.cpu import attend
 from sparsek_kernels.paged.reference import listed_reference, paged_attention_reference
@@ -77,12 +76,12 @@ def test_a_file_that_does_not_fit_stops_the_start(
     entries: torch.Tensor, size: int, message: str, tmp_path: Path
 ) -> None:
     PrefillPattern({0: entries}, size).save(tmp_path / "pattern")
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         make_config(tmp_path, additional_config={"sparsek": settings(tmp_path / "pattern")})
 
 
 def test_a_missing_file_stops_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"pattern \(from .*\): path: expected a pattern file"):
+    with pytest.raises(ValueError, match=r"pattern \(from .*\): path: expected a pattern file"):
         make_config(tmp_path, additional_config={"sparsek": settings(tmp_path / "gone")})
 
 
