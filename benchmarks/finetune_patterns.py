@@ -15,6 +15,7 @@ import json
 import math
 import sys
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from sparsek_backend.patterns.training import (
 
 
 def load(options: argparse.Namespace) -> tuple[Any, torch.Tensor]:
-    """A fresh model, and ``[texts, tokens]`` ids; the last eighth of them is held out."""
+    """The model, and ``[texts, tokens]`` ids; the last eighth of them is held out."""
     torch.manual_seed(0)
     if options.toy:
         config = LlamaConfig(
@@ -54,9 +55,11 @@ def load(options: argparse.Namespace) -> tuple[Any, torch.Tensor]:
     return model, texts[torch.randperm(len(texts))]
 
 
-def train(options: argparse.Namespace, *, sparse: bool) -> dict[str, Any]:
+def train(
+    model: Any, texts: torch.Tensor, options: argparse.Namespace, *, sparse: bool
+) -> dict[str, Any]:
     """Losses of a run, and what its scheduler did."""
-    model, texts = load(options)
+    torch.manual_seed(0)
     model = model.to(options.device)
     held = texts[-max(len(texts) // 8, 1) :][: options.judge]
     texts = texts[: -max(len(texts) // 8, 1)]
@@ -130,7 +133,11 @@ def main() -> int:
     options.block_size = options.block_size or (16 if options.toy else 32)
     options.device = choose_device(options.device)
     machine = asdict(describe_machine(options.device, options.commit))
-    runs = {name: train(options, sparse=name == "sparse") for name in ("dense", "sparse")}
+    model, texts = load(options)
+    runs = {
+        name: train(deepcopy(model), texts, options, sparse=name == "sparse")
+        for name in ("dense", "sparse")
+    }
     ratio = runs["sparse"]["held_out_loss"] / runs["dense"]["held_out_loss"]
     result = {
         "model": "toy" if options.toy else str(options.model or "SmolLM2-135M-Instruct"),

@@ -19,6 +19,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def batches(tokenizer: Any, length: int, texts: slice, most: int) -> list[torch.
     """``[1, length]`` token ids: the start of each text that is long enough."""
     paths = sorted(fetch_texts().glob("*.txt"), key=lambda path: -path.stat().st_size)
     ids = (tokenizer(path.read_text()).input_ids[:length] for path in paths[texts])
-    return [torch.tensor([x]) for x in ids if len(x) == length][:most]
+    return list(islice((torch.tensor([x]) for x in ids if len(x) == length), most))
 
 
 def perplexity(model: Any, data: list[torch.Tensor], patterns: Patterns | None) -> float:

@@ -29,7 +29,7 @@ from sparsek_backend.infllm import ConfigError as ConfigError
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 
-Mode = Literal["auto", "dense", "sink_window", "block_topk", "nsa"]
+Mode = Literal["auto", "dense", "sink_window", "block_topk", "pattern", "nsa"]
 Phase = Literal["both", "prefill", "decode"]
 
 EVERY_QUERY = 1 << 30
@@ -88,8 +88,8 @@ class SparsityConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     mode: Mode = "auto"
-    """`block_topk`: sinks, window and the best-scoring blocks. `sink_window`: sinks and window
-    only. `dense`: everything. `nsa`: what a natively sparse model's own weights say. `auto`: what
+    """`block_topk`: sinks, window and the best-scoring blocks. `pattern`: the same, but prefills
+    take their blocks from a learned file. `sink_window`: sinks and window only. `dense`: everything. `nsa`: what a natively sparse model's own weights say. `auto`: what
     the model's own config says, else `block_topk`."""
     num_sink: _Count = 64
     """First tokens that every query sees. `block_topk` rounds up to whole blocks."""
@@ -113,6 +113,14 @@ class SparsityConfig(BaseModel):
     chunking."""
     sparse_phase: Phase = "both"
     """For measurements: `prefill` lets decoded tokens attend everything, `decode` the prompt's."""
+    pattern: str | None = None
+    """The file of mode `pattern`, which `sparsek patterns learn MODEL --prefill --out FILE` makes.
+    Its blocks have `sel_block_size` tokens."""
+
+    @property
+    def selects_blocks(self) -> bool:
+        """Whether queries attend blocks beyond sinks and window."""
+        return self.mode in ("block_topk", "pattern")
 
     @property
     def dense_decode(self) -> bool:
@@ -159,7 +167,8 @@ _FIELDS_OF_MODE: dict[str, frozenset[str]] = {
     "dense": frozenset({"mode"}),
     "nsa": frozenset({"mode"}),
     "sink_window": frozenset({"mode", "num_sink", "window_size", "dense_below", "dense_layers"}),
-    "block_topk": frozenset(FIELD_NAMES),
+    "block_topk": frozenset(FIELD_NAMES) - {"pattern"},
+    "pattern": frozenset(FIELD_NAMES),
 }
 
 
@@ -248,6 +257,12 @@ def _select_per_token(config: SparsityConfig, sources: dict[str, str]) -> Sparsi
         raise ConfigError(
             f"SPARSEK: natively sparse models are not served with {BATCH_INVARIANT}; remedy: "
             f"unset {BATCH_INVARIANT}"
+        )
+    if config.mode == "pattern":
+        raise ConfigError(
+            f"SPARSEK setting mode (from {sources['mode']}): 'pattern' lets the queries of a tile "
+            f"share blocks, which {BATCH_INVARIANT} rules out; remedy: mode block_topk, or unset "
+            f"{BATCH_INVARIANT}"
         )
     fixed: dict[str, Any] = {"query_tile": 1, "dense_last": 0, "sparse_phase": "both"}
     for name, value in fixed.items():
@@ -402,8 +417,20 @@ def _check_agreement(config: SparsityConfig, sources: Mapping[str, str]) -> None
                 f"effect in mode {config.mode!r} (from {sources['mode']}); remedy: remove {name}, "
                 f"or choose a mode that uses it"
             )
-    if config.mode != "block_topk":
+    if not config.selects_blocks:
         return
+    if config.mode == "pattern" and config.pattern is None:
+        raise ConfigError(
+            f"SPARSEK setting mode (from {sources['mode']}): 'pattern' needs a file, and pattern "
+            "is not set; remedy: make one with `sparsek patterns learn MODEL --prefill --out FILE` "
+            "and set pattern to its path"
+        )
+    if config.mode == "pattern" and config.query_tile == 1:
+        raise ConfigError(
+            f"SPARSEK setting query_tile (from {sources['query_tile']}): expected more than 1 in "
+            "mode 'pattern', whose prefills choose blocks for a tile of queries, got 1; remedy: "
+            "remove it, or mode block_topk"
+        )
     if config.sel_block_size % CELL_SIZE:
         raise ConfigError(
             f"SPARSEK setting sel_block_size (from {sources['sel_block_size']}): expected a "

@@ -1,11 +1,11 @@
 """Budgets as users write them: `dense`, `block_topk:16`, `sink_window`, `window`, with settings.
 
     budget  := mode [":" size] ("," setting "=" value)*
-    mode    := "dense" | "block_topk" | "sink_window" | "window"
+    mode    := "dense" | "block_topk" | "pattern" | "sink_window" | "window"
 
-The size is `top_k` for `block_topk` and `window_size` for the others.  `window` is a sliding window
-without sink tokens, the negative control: it is what sparse attention must not be.  Every budget is
-sparse from the first token on unless it sets `dense_below`.
+The size is `top_k` for `block_topk` and `pattern`, and `window_size` for the others.  `window` is a
+sliding window without sink tokens, the negative control: it is what sparse attention must not be.
+Every budget is sparse from the first token on unless it sets `dense_below`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,16 @@ from sparsek_kernels.paged.policy import SelectionPolicy
 
 _MODES: dict[str, dict[str, Any]] = {
     "block_topk": {"mode": "block_topk", "num_sink": 64, "window_size": 512, "top_k": 16},
+    "pattern": {"mode": "pattern", "num_sink": 64, "window_size": 512, "top_k": 16},
     "sink_window": {"mode": "sink_window", "num_sink": 4, "window_size": 512},
     "window": {"mode": "sink_window", "num_sink": 0, "window_size": 512},
 }
-_SIZE = {"block_topk": "top_k", "sink_window": "window_size", "window": "window_size"}
+_SIZE = {
+    "block_topk": "top_k",
+    "pattern": "top_k",
+    "sink_window": "window_size",
+    "window": "window_size",
+}
 
 DEFAULT_BUDGETS = ("block_topk:32", "block_topk:16", "block_topk:8", "sink_window")
 MIXED_PHASES = ("prefill", "decode")

@@ -13,6 +13,7 @@ import torch
 
 FORMAT = "sparsek.block_sparse_pattern"
 MODEL_FORMAT = "sparsek.model_patterns"
+PREFILL_FORMAT = "sparsek.prefill_pattern"
 VERSION = 1
 MAX_COLUMNS = 1 << 26
 """Key blocks of all patterns of a file: a damaged number must not claim all memory."""
@@ -83,6 +84,41 @@ def read_layers(path: Path) -> tuple[dict[int, tuple[dict[str, Any], str]], dict
             raise ValueError(f"{name}: expected a field of this name in {path}")
     layers = {n: (_fields(header, x, path), header[f"sha256.{n}"]) for n, x in own.items()}
     return layers, header
+
+
+def write_prefill(
+    path: Path, entries: dict[int, torch.Tensor], block_size: int, model: str
+) -> None:
+    """Write the ranked entries of a model's layers, with one digest of all."""
+    _, save_file = _safetensors()
+    tensors = {str(layer): x.cpu().clone() for layer, x in sorted(entries.items())}
+    header = {
+        "format": PREFILL_FORMAT,
+        "version": str(VERSION),
+        "block_size": str(block_size),
+        "model": model,
+        "sha256": digest(tensors, block_size, (len(tensors), 0)),
+    }
+    save_file(tensors, path, header)
+
+
+def read_prefill(path: Path) -> tuple[dict[int, torch.Tensor], int, str]:
+    """Entries by layer, block size and model of a file of :func:`write_prefill`.
+
+    Raises:
+        ValueError: no safetensors file, another format or version, a field that is missing,
+            unknown or out of range, or another digest than the file's.
+    """
+    header, tensors = _open(path, PREFILL_FORMAT)
+    _check_names([*set(header) - {"format", "version", "block_size", "model", "sha256"}], path)
+    block_size = _number("block_size", header.get("block_size", ""), path)
+    found = digest(tensors, block_size, (len(tensors), 0))
+    if header.get("sha256") != found:
+        raise ValueError(
+            f"sha256: expected {found} of what it holds, got {header.get('sha256')} in {path}"
+        )
+    entries = {_number("layer", name, path): x for name, x in tensors.items()}
+    return entries, block_size, header.get("model", "")
 
 
 def format_of(path: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -14,7 +14,10 @@ from sparsek_backend.config import ResolvedConfig
 
 from . import compat
 from .names import BACKEND_NAME
-from .settings import engine_config
+from .settings import engine_config, prefill_pattern
+
+if TYPE_CHECKING:
+    from sparsek_backend.patterns.prefill import PrefillPattern
 
 
 @dataclass
@@ -25,6 +28,7 @@ class Engine:
         resolved: its settings, of which the model's part is the target model's.
         dtype: that model's.
         labels: of its metrics, with the values that vLLM gives its own.
+        pattern: what prefills follow in mode ``pattern``, else ``None``.
         selects_blocks: whether any layer selects blocks by score.
         dummy_run_done: whether a natively sparse layer has shown what memory a prefill takes.
     """
@@ -32,6 +36,7 @@ class Engine:
     resolved: ResolvedConfig
     dtype: torch.dtype
     labels: Mapping[str, str]
+    pattern: PrefillPattern | None = None
     selects_blocks: bool = False
     dummy_run_done: bool = False
 
@@ -51,7 +56,10 @@ def engine_of(vllm_config: Any) -> Engine:
         if known() is vllm_config.compilation_config:
             return engine
     model = vllm_config.model_config
-    engine = Engine(engine_config(vllm_config), model.dtype, compat.metric_labels(vllm_config))
+    resolved = engine_config(vllm_config)
+    engine = Engine(
+        resolved, model.dtype, compat.metric_labels(vllm_config), prefill_pattern(resolved)
+    )
     _engines.append((weakref.ref(vllm_config.compilation_config), engine))
     return engine
 

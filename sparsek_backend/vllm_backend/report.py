@@ -25,6 +25,7 @@ def describe_layers(
     flash_version: int | None = None,
     summary_share: float = 0.0,
     fp8_cache: bool = False,
+    by_list: bool = False,
     batch_invariant: bool = False,
 ) -> str:
     """Return the log line of layers that share a policy.
@@ -38,6 +39,7 @@ def describe_layers(
         flash_version: vLLM's FlashAttention that serves dense prefills, or ``None``.
         summary_share: bytes of the summaries over bytes of K and V.
         fp8_cache: whether K and V are stored as fp8.
+        by_list: whether prefills follow a learned pattern.
         batch_invariant: whether results depend on nothing but the request.
     """
     path = "CPU path" if device_type == "cpu" else "Triton kernels"
@@ -46,6 +48,8 @@ def describe_layers(
     if fallback_reason is not None:
         path = f"SDPA fallback ({fallback_reason})"
     parts = [_describe_policy(policy)]
+    if by_list:
+        parts.append("prefills by a learned pattern")
     if policy.dense_below and not policy.is_dense:
         parts.append(f"dense below {policy.dense_below}")
     if policy.dense_last >= EVERY_QUERY:

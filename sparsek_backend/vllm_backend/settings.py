@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparsek_backend.config import (
     ConfigError,
@@ -16,6 +16,9 @@ from sparsek_kernels.nsa.paged.cache import check_paged_spec
 
 from .compat import is_batch_invariant, selected_backends
 from .names import BACKEND_NAME, NSA_ARCHITECTURE
+
+if TYPE_CHECKING:
+    from sparsek_backend.patterns.prefill import PrefillPattern
 
 
 def engine_config(vllm_config: Any) -> ResolvedConfig:
@@ -31,6 +34,34 @@ def engine_config(vllm_config: Any) -> ResolvedConfig:
         _model_section(vllm_config.model_config, "nsa"),
         is_batch_invariant(),
     )
+
+
+def prefill_pattern(resolved: ResolvedConfig) -> PrefillPattern | None:
+    """Return what prefills follow in mode ``pattern``, ``None`` in the others.
+
+    Raises:
+        ConfigError: the file cannot be read, or its blocks have another size.
+    """
+    config = resolved.config
+    if config.pattern is None:
+        return None
+    from sparsek_backend.patterns.prefill import PrefillPattern
+
+    source = f"SPARSEK setting pattern (from {resolved.sources['pattern']})"
+    try:
+        found = PrefillPattern.load(config.pattern)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"{source}: {error}; remedy: make the file with `sparsek patterns learn MODEL "
+            "--prefill --out FILE`"
+        ) from None
+    if found.block_size != config.sel_block_size:
+        raise ConfigError(
+            f"{source}: expected blocks of {config.sel_block_size} tokens, got "
+            f"{found.block_size} in {config.pattern}; remedy: set sel_block_size to "
+            f"{found.block_size}, or learn with --block-size {config.sel_block_size}"
+        )
+    return found
 
 
 def require_backend(vllm_config: Any) -> None:
@@ -75,7 +106,7 @@ def check_page_size(resolved: ResolvedConfig, page_size: int) -> None:
                 "correct the section or, where the page does not fit, --block-size with a common "
                 "multiple of cmp_stride and sel_block_size"
             ) from None
-    if config.mode != "block_topk":
+    if not config.selects_blocks:
         return
     size = config.sel_block_size
     source = resolved.sources["sel_block_size"]

@@ -15,7 +15,7 @@ from sparsek_backend.models import verify_model
 
 from . import compat
 from .names import NSA_ARCHITECTURE
-from .settings import check_page_size, engine_config, require_backend
+from .settings import check_page_size, engine_config, prefill_pattern, require_backend
 from .sparsek.backend import LEAVE, REMEDIES, SparseKBackend
 from .sparsek.pages import FP8_KV_CACHE
 
@@ -48,6 +48,7 @@ def check_engine(vllm_config: Any) -> None:
     if reasons:
         raise ValueError(_refusal(reasons))
     _check_dense_layers(vllm_config, resolved)
+    _check_pattern(model, resolved)
     if model.attn_type != "encoder_only":
         check_page_size(resolved, _page_size(vllm_config))
     folder = Path(model.model)
@@ -143,7 +144,7 @@ def _unserved_options(vllm_config: Any, resolved: ResolvedConfig) -> list[str]:
     """Reasons, with remedies, that no layer's requirements tell."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     reasons = []
-    if resolved.config.mode == "block_topk":
+    if resolved.config.selects_blocks:
         if model.is_hybrid and not compat.declares_content():
             reasons.append(
                 "block selection in models with recurrent layers (Mamba, linear attention) not "
@@ -215,6 +216,26 @@ def _check_dense_layers(vllm_config: Any, resolved: ResolvedConfig) -> None:
             f"SPARSEK setting dense_layers (from {resolved.sources['dense_layers']}): expected "
             f"layers of the model, which has {count}, counted from 0, got "
             f"{layers if isinstance(layers, int) else list(layers)}; remedy: correct or remove it"
+        )
+
+
+def _check_pattern(model: Any, resolved: ResolvedConfig) -> None:
+    """Check that a pattern was learned from a model of this shape.
+
+    Raises:
+        ConfigError: the file cannot be read, or other blocks, layers or KV heads.
+    """
+    pattern = prefill_pattern(resolved)
+    if pattern is None:
+        return
+    heads, layers = model.get_total_num_kv_heads(), model.hf_text_config.num_hidden_layers
+    last = max(pattern.entries)
+    if pattern.num_kv_heads != heads or last >= layers:
+        raise ConfigError(
+            f"SPARSEK setting pattern (from {resolved.sources['pattern']}): expected up to "
+            f"{layers} layers of {heads} KV heads, as the model has, got {last + 1} of "
+            f"{pattern.num_kv_heads}, learned from {pattern.model!r}; remedy: learn it from this "
+            "model"
         )
 
 

@@ -29,6 +29,8 @@ def test_modes_and_sizes() -> None:
     assert (sinks.num_sink, sinks.window_size, sinks.dense_below) == (4, 512, 0)
     tiled = parse_budget("block_topk:8,query_tile=1,dense_layers=2").policy()
     assert (tiled.top_k * tiled.sel_block_size, tiled.query_tile) == (8 * 64, 1)
+    learned = parse_budget("pattern:8,pattern=/a/file").config
+    assert (learned.mode, learned.top_k, learned.pattern) == ("pattern", 8, "/a/file")
     assert parse_budget("dense").is_dense
 
 
@@ -42,6 +44,7 @@ def test_modes_and_sizes() -> None:
         ("block_topk:8,query_tyle=1", "query_tyle"),
         ("sink_window,top_k=8", "top_k"),
         ("dense:4", "'dense' alone"),
+        ("pattern:8", "'pattern' needs a file"),
         ("block_topk:8,window_size=-1", "window_size"),
         ("block_topk:8,sparse_phase=decoding", "sparse_phase"),
         ("sink_window,sparse_phase=decode", "sparse_phase"),

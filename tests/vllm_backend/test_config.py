@@ -231,6 +231,14 @@ BAD: list[tuple[str, Any, dict[str, str], tuple[str, ...]]] = [
     ("nested", {"dense_layers": NESTED}, {}, ("type list that is too long to print",)),
     ("infinite", None, {"SPARSEK_TOP_K": "Infinity"}, ("top_k", "finite", "inf")),
     ("section", ["top_k"], {}, ("--additional-config", "object", "list")),
+    ("no-pattern", {"mode": "pattern"}, {}, ("'pattern' needs a file", "patterns learn")),
+    (
+        "pattern-per-token",
+        {"mode": "pattern", "pattern": "f", "query_tile": 1},
+        {},
+        ("query_tile", "more than 1", "mode block_topk"),
+    ),
+    ("pattern-unused", {"pattern": "f"}, {}, ("contradict", "pattern", "block_topk")),
     (
         "contradiction",
         {"mode": "sink_window", "top_k": 4},
@@ -264,6 +272,14 @@ def test_several_mistakes_in_one_message() -> None:
         resolve_config({"top_k": -1, "window_size": "x"}, {})
     assert "top_k" in str(caught.value)
     assert "window_size" in str(caught.value)
+
+
+def test_mode_pattern_attends_as_much_as_block_topk() -> None:
+    resolved = resolve_config({"mode": "pattern", "top_k": 8}, {"SPARSEK_PATTERN": "/a/file"})
+    assert (resolved.config.mode, resolved.config.pattern) == ("pattern", "/a/file")
+    assert resolved.config.policy_for(0) == SparsityConfig(mode="block_topk", top_k=8).policy_for(0)
+    with pytest.raises(ConfigError, match="rules out"):
+        resolve_config({"mode": "pattern", "pattern": "f"}, {}, batch_invariant=True)
 
 
 def test_policies_per_layer() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from sparsek_kernels.block_sparse.structure import BlockStructure, structure_of
-from sparsek_kernels.checks import check_qkv, check_scale
+from sparsek_kernels.checks import check_qkv, check_scale, check_tensor
+from sparsek_kernels.common.dropout import drop_threshold
 
 
 def check_arguments(
@@ -26,6 +27,42 @@ def check_arguments(
     if reason is not None:
         raise ValueError(f"pattern: {reason}")
     return structure, scale
+
+
+def check_options(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    query_mask: torch.Tensor | None,
+    dropout_p: float,
+    rng_state: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """The state that dropout draws from, ``None`` without dropout, after the options were checked.
+
+    A state that is not given is drawn from torch's generator of the device.
+
+    Raises:
+        TypeError: a wrong type or dtype.
+        ValueError: a wrong shape, device or value.
+    """
+    batch, num_q = q.shape[:2]
+    for name, mask, tokens in (
+        ("key_mask", key_mask, k.shape[1]),
+        ("query_mask", query_mask, num_q),
+    ):
+        if mask is not None:
+            check_tensor(name, mask, (batch, tokens), (torch.bool,), q.device)
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float):
+        raise TypeError(f"dropout_p: expected a float, got {type(dropout_p).__name__}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p: expected a probability below 1, got {dropout_p}")
+    if rng_state is not None:
+        check_tensor("rng_state", rng_state, (2,), (torch.int64,), q.device)
+    if drop_threshold(dropout_p) == 0:
+        return None
+    if rng_state is None:
+        return torch.randint(2**62, (2,), device=q.device)
+    return rng_state
 
 
 def misfit(

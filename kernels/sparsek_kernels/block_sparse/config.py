@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,8 @@ class ProblemShape:
         block_size: tokens along a side of a block.
         num_patterns: patterns, which share the query heads evenly.
         num_k: keys, or 0 where their number does not matter.
+        masked: whether some keys or queries are padding.
+        dropout: whether weights are dropped.
     """
 
     num_heads: int
@@ -26,6 +28,8 @@ class ProblemShape:
     block_size: int
     num_patterns: int = 1
     num_k: int = 0
+    masked: bool = False
+    dropout: bool = False
 
     @property
     def padded_dim(self) -> int:
@@ -89,8 +93,11 @@ def _power_of_two(x: int) -> int:
 
 
 def _rows(block_size: int, most: int) -> int:
-    """Largest share of a block, its size over an integer, that is at most ``most``."""
-    shares = (block_size // n for n in range(1, block_size + 1) if block_size % n == 0)
+    """Largest share of a block, its size over an integer, that is at most ``most``.
+
+    A share is a multiple of 8, because dropout draws the bits of 8 keys together.
+    """
+    shares = (block_size // n for n in range(1, block_size + 1) if block_size % (8 * n) == 0)
     return next(share for share in shares if share <= most)
 
 
@@ -117,7 +124,12 @@ def key_tile(
 
 
 def hopper_stages(shape: ProblemShape) -> int | None:
-    """Pipeline depth of the warp-specialised forward kernel for half-precision shapes it takes."""
+    """Pipeline depth of the warp-specialised forward kernel for half-precision shapes it takes.
+
+    It takes neither padding nor dropout: the portable kernel serves such calls.
+    """
+    if shape.masked or shape.dropout:
+        return None
     two_heads = shape.group > 1 and shape.pattern_heads % shape.group == 0
     if shape.block_size != 128 and not (shape.block_size == 64 and two_heads):
         return None
@@ -157,5 +169,8 @@ def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchC
         forward = query_tile(shape, 128 if large_smem else 64, 32, 8, 2 if large_smem else 1)
         dkdv = key_tile(shape, 64 if large_smem else 32, 32, 8, 1)
         dq = query_tile(shape, 64 if large_smem else 32, 32, 8, 1)
+    if shape.dropout:  # random bits of a tile need registers of their own
+        forward, dq = (replace(tile, num_warps=8) for tile in (forward, dq))
+        dkdv = replace(dkdv, step=min(dkdv.step, 32), num_warps=8)
     stages = hopper_stages(shape) if arch == 90 else None
     return LaunchConfig(forward, dkdv, dq, hopper_stages=stages)

@@ -16,7 +16,7 @@ from sparsek_kernels.block_sparse.problem import BlockSparseProblem
 from sparsek_kernels.common.alignment import describable
 from sparsek_kernels.common.grids import Grid
 from sparsek_kernels.common.launching import strides
-from sparsek_kernels.common.operators import new_like
+from sparsek_kernels.common.operators import new_like, pointers
 from sparsek_kernels.common.row_dots import row_dots
 
 
@@ -47,9 +47,20 @@ def _rules(
         "PRECISION": config.precision,
         "ROWS": tile.rows,
         "NUM_STAGES": tile.num_stages,
+        "HAS_QUERY_MASK": problem.query_mask is not None,
+        "HAS_KEY_MASK": problem.key_mask is not None,
+        "DROPOUT": problem.drop_below > 0,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
+
+
+def _options(problem: BlockSparseProblem) -> tuple[torch.Tensor | float, ...]:
+    """Masks, state of dropout and scalars, which each kernel takes before its strides."""
+    masks = (None if x is None else x.contiguous().view(torch.uint8)
+             for x in (problem.key_mask, problem.query_mask))  # fmt: skip
+    tensors = pointers(problem.q, *masks, problem.rng_state)
+    return *tensors, problem.softmax_scale, problem.keep_scale, problem.drop_below
 
 
 def forward(
@@ -68,7 +79,7 @@ def forward(
         return
     tile = config.forward
     block_sparse_fwd_kernel[_query_grid(problem, tile)](
-        out, lse, q, k, v, problem.crow_indices, problem.col_indices, problem.softmax_scale,
+        out, lse, q, k, v, problem.crow_indices, problem.col_indices, *_options(problem),
         *strides(out, q, k, v), *_sizes(problem, problem.crow_indices),
         **_rules(problem, config, tile), PACK=tile.pack, BLOCK_M=tile.own, BLOCK_N=tile.step,
     )  # fmt: skip
@@ -92,13 +103,13 @@ def backward(
     tail = strides(dout, q, k, v)
     tile = config.dkdv
     block_sparse_bwd_dkdv_kernel[(triton.cdiv(k.shape[1], tile.rows), k.shape[2], k.shape[0])](
-        dk, dv, *inputs, problem.ccol_indices, problem.row_indices, problem.softmax_scale,
+        dk, dv, *inputs, problem.ccol_indices, problem.row_indices, *_options(problem),
         *strides(dk, dv, dims=3), *tail, *_sizes(problem, problem.ccol_indices),
         **_rules(problem, config, tile), BLOCK_M=tile.step, BLOCK_N=tile.own,
     )  # fmt: skip
     tile = config.dq
     block_sparse_bwd_dq_kernel[_query_grid(problem, tile)](
-        dq, *inputs, problem.crow_indices, problem.col_indices, problem.softmax_scale,
+        dq, *inputs, problem.crow_indices, problem.col_indices, *_options(problem),
         *strides(dq, dims=3), *tail, *_sizes(problem, problem.crow_indices),
         **_rules(problem, config, tile), PACK=tile.pack, BLOCK_M=tile.own, BLOCK_N=tile.step,
     )  # fmt: skip

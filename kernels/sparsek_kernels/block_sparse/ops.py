@@ -21,10 +21,15 @@ def block_sparse_fwd(
     block_size: int,
     causal: bool,
     softmax_scale: float,
+    key_mask: torch.Tensor | None = None,
+    query_mask: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output ``[B, N, Hq, D]`` and log-sum-exp ``[B, Hq, N]``; the columns serve the gradient."""
     indices = (crow_indices, col_indices, ccol_indices, row_indices)
-    problem = BlockSparseProblem(q, k, v, *indices, block_size, causal, softmax_scale)
+    options = (key_mask, query_mask, rng_state, dropout_p)
+    problem = BlockSparseProblem(q, k, v, *indices, block_size, causal, softmax_scale, *options)
     out, lse = new_like(q), new_lse(q)
     if runs_kernels(q):
         from sparsek_kernels.block_sparse import launch
@@ -52,10 +57,15 @@ def block_sparse_bwd(
     block_size: int,
     causal: bool,
     softmax_scale: float,
+    key_mask: torch.Tensor | None = None,
+    query_mask: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
     indices = (crow_indices, col_indices, ccol_indices, row_indices)
-    problem = BlockSparseProblem(q, k, v, *indices, block_size, causal, softmax_scale)
+    options = (key_mask, query_mask, rng_state, dropout_p)
+    problem = BlockSparseProblem(q, k, v, *indices, block_size, causal, softmax_scale, *options)
     if runs_kernels(q):
         from sparsek_kernels.block_sparse import launch
 

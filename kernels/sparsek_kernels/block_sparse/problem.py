@@ -9,6 +9,7 @@ import torch
 
 from sparsek_kernels.block_sparse.config import LaunchConfig, ProblemShape, select_config
 from sparsek_kernels.common.device import device_arch
+from sparsek_kernels.common.dropout import LEVELS, drop_threshold
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +27,10 @@ class BlockSparseProblem:
         block_size: tokens along a side of a block.
         causal: whether a query is limited to keys up to its own position.
         softmax_scale: factor of ``q . k``.
+        key_mask: ``[B, M]`` bool, the keys that are seen; all when ``None``.
+        query_mask: ``[B, N]`` bool, the queries that attend; all when ``None``.
+        rng_state: ``[2]`` int64, seed and offset of dropout; ``None`` without dropout.
+        dropout_p: probability that a weight is dropped.
     """
 
     q: torch.Tensor
@@ -38,6 +43,10 @@ class BlockSparseProblem:
     block_size: int
     causal: bool
     softmax_scale: float
+    key_mask: torch.Tensor | None = None
+    query_mask: torch.Tensor | None = None
+    rng_state: torch.Tensor | None = None
+    dropout_p: float = 0.0
 
     @cached_property
     def shape(self) -> ProblemShape:
@@ -49,7 +58,19 @@ class BlockSparseProblem:
             block_size=self.block_size,
             num_patterns=self.crow_indices.shape[0],
             num_k=self.k.shape[1],
+            masked=self.key_mask is not None or self.query_mask is not None,
+            dropout=self.drop_below > 0,
         )
+
+    @property
+    def drop_below(self) -> int:
+        """Random bits below which a weight is dropped; 0 without dropout."""
+        return 0 if self.rng_state is None else drop_threshold(self.dropout_p)
+
+    @property
+    def keep_scale(self) -> float:
+        """Factor of the weights that stay, by which their expected sum is 1."""
+        return LEVELS / (LEVELS - self.drop_below)
 
     def launch_config(self) -> LaunchConfig:
         """The table's configuration for these inputs on their GPU."""

@@ -48,6 +48,9 @@ def block_sparse_attention_reference(
     dtype: torch.dtype = torch.float64,
     dout: torch.Tensor | None = None,
     dlse: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    query_mask: torch.Tensor | None = None,
+    dropout: tuple[float, int, int] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Attention, and with ``dout`` its gradients, computed in ``dtype``.
 
@@ -63,6 +66,9 @@ def block_sparse_attention_reference(
         dtype: precision of every operation.
         dout: ``[B, N, Hq, D]`` upstream gradient of the output.
         dlse: ``[B, Hq, N]`` upstream gradient of the log-sum-exp.
+        key_mask: ``[B, M]`` bool, the keys that are seen.
+        query_mask: ``[B, N]`` bool, the queries that attend.
+        dropout: probability, seed and offset.
 
     Returns:
         ``(out [B, N, Hq, D], lse [B, Hq, N])``, followed, when ``dout`` is given, by ``dq``,
@@ -79,10 +85,18 @@ def block_sparse_attention_reference(
         for head in range(num_heads):
             kv_head = head // (num_heads // num_kv_heads)
             mask = masks[head // (num_heads // masks.shape[0])]
+            if key_mask is not None:
+                mask = mask & key_mask[b]
+            if query_mask is not None:
+                mask = mask & query_mask[b][:, None]
+            factor = None
+            if dropout is not None:
+                plane = b * num_heads + head
+                factor = dropout_factors(num_q, num_k, plane, *dropout).to(q.device, dtype)
             leaves = [q[b, :, head], k[b, :, kv_head], v[b, :, kv_head]]
             with torch.enable_grad():
                 leaves = [x.detach().to(dtype).requires_grad_(dout is not None) for x in leaves]
-                head_out, head_lse = _attend(leaves[0], leaves[1], leaves[2], mask, scale)
+                head_out, head_lse = _attend(leaves, mask, scale, factor)
             out[b, :, head], lse[b, head] = head_out.detach(), head_lse.detach()
             if dout is None:
                 continue
@@ -97,12 +111,53 @@ def block_sparse_attention_reference(
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+    leaves: list[torch.Tensor], mask: torch.Tensor, scale: float, factor: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One head: q ``[N, D]``, k and v ``[M, D]`` -> out ``[N, D]``, lse ``[N]``."""
+    q, k, v = leaves
     scores = ((q @ k.T) * scale).masked_fill(~mask, float("-inf"))
     empty = ~mask.any(dim=-1)
     lse = scores.sum(dim=-1) if k.shape[0] == 0 else torch.logsumexp(scores, dim=-1)
     lse = lse.masked_fill(empty, float("-inf"))
     probs = torch.exp(scores - lse.masked_fill(empty, 0.0)[:, None])
-    return probs.masked_fill(empty[:, None], 0.0) @ v, lse
+    probs = probs.masked_fill(empty[:, None], 0.0)
+    return (probs if factor is None else probs * factor) @ v, lse
+
+
+def philox(counter: torch.Tensor, seed: int) -> torch.Tensor:
+    """Philox-4x32-7 (Salmon et al., SC 2011, section 4): ``[..., 4]`` words from as many."""
+    words = [counter[..., i] for i in range(4)]
+    key = [seed % 2**32, seed // 2**32 % 2**32]
+    for _ in range(7):
+        (high_0, low_0), (high_1, low_1) = _wide(words[0], 0xD2511F53), _wide(words[2], 0xCD9E8D57)
+        words = [high_1 ^ words[1] ^ key[0], low_1, high_0 ^ words[3] ^ key[1], low_0]
+        key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
+    return torch.stack(words, dim=-1)
+
+
+def _wide(x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """High and low words of the product of 32-bit words; partial products have 48 bits."""
+    lower, upper = x * (factor % 2**16), x * (factor // 2**16)
+    middle = upper + lower // 2**16
+    return middle // 2**16, middle % 2**16 * 2**16 + lower % 2**16
+
+
+def dropout_factors(
+    num_q: int, num_k: int, plane: int, dropout_p: float, seed: int, offset: int
+) -> torch.Tensor:
+    """``[num_q, num_k]``: 0 for a dropped weight, else the inverse of the share that stays.
+
+    Eight keys share a call of Philox, two keys share a word.
+
+    Args:
+        plane: batch entry times query heads, plus the head.
+    """
+    query, key = torch.arange(num_q)[:, None], torch.arange(num_k)
+    rest = torch.tensor([plane, offset % 2**32])
+    counter = torch.zeros(num_q, num_k, 4, dtype=torch.int64)
+    counter[..., 0], counter[..., 1], counter[..., 2:] = key // 8, query, rest
+    words = philox(counter, seed)
+    word = words[query, key, key % 8 // 2]
+    bits = torch.where(key % 2 == 0, word % 2**16, word // 2**16)
+    drop = round(dropout_p * 2**16)
+    return (bits >= drop) * (2**16 / (2**16 - drop))

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 
 import torch
 
 from sparsek_kernels.block_sparse.problem import BlockSparseProblem
+from sparsek_kernels.common.dropout import kept_weights
 from sparsek_kernels.common.precision import compute_dtype, without_autocast
 
 
@@ -25,13 +27,13 @@ class _BlockRow:
     tokens: slice
     kv_heads: torch.Tensor  # [heads]
     keys: torch.Tensor  # [keys]
-    hidden: torch.Tensor | None  # [tokens, keys], None where every key is seen
+    hidden: torch.Tensor | None  # broadcasts to [B, heads, tokens, keys]; None: every key is seen
+    kept: torch.Tensor | None  # [B, heads, tokens, keys], None without dropout
 
 
 def _block_rows(problem: BlockSparseProblem) -> Iterator[_BlockRow]:
     q, block_size, causal, shape = problem.q, problem.block_size, problem.causal, problem.shape
     num_q, num_k = q.shape[1], shape.num_k
-    offset = num_k - num_q
     within = torch.arange(block_size, device=q.device)
     for pattern, offsets in enumerate(problem.crow_indices.tolist()):
         heads = slice(pattern * shape.pattern_heads, (pattern + 1) * shape.pattern_heads)
@@ -39,13 +41,37 @@ def _block_rows(problem: BlockSparseProblem) -> Iterator[_BlockRow]:
         for row, (begin, end) in enumerate(pairwise(offsets)):
             tokens = slice(row * block_size, min((row + 1) * block_size, num_q))
             keys = (problem.col_indices[begin:end, None].long() * block_size + within).flatten()
-            keys = keys[keys < (min(tokens.stop + offset, num_k) if causal else num_k)]
-            hidden = None
-            if causal:
-                position = torch.arange(tokens.start, tokens.stop, device=q.device) + offset
-                hidden = keys[None, :] > position[:, None]
-            if keys.shape[0]:
-                yield _BlockRow(heads, tokens, kv_heads, keys, hidden)
+            keys = keys[keys < (min(tokens.stop + num_k - num_q, num_k) if causal else num_k)]
+            if not keys.shape[0]:
+                continue
+            query = torch.arange(tokens.start, tokens.stop, device=q.device)
+            hidden, kept = _hidden(problem, query, keys), _kept(problem, heads, query, keys)
+            yield _BlockRow(heads, tokens, kv_heads, keys, hidden, kept)
+
+
+def _hidden(
+    problem: BlockSparseProblem, query: torch.Tensor, keys: torch.Tensor
+) -> torch.Tensor | None:
+    """Which of the ``keys`` each ``query`` does not see."""
+    parts = []
+    if problem.causal:
+        parts.append(keys > query[:, None] + problem.k.shape[1] - problem.q.shape[1])
+    if problem.key_mask is not None:
+        parts.append(~problem.key_mask[:, None, None, keys])
+    if problem.query_mask is not None:
+        parts.append(~problem.query_mask[:, None, query, None])
+    return reduce(torch.logical_or, parts) if parts else None
+
+
+def _kept(
+    problem: BlockSparseProblem, heads: slice, query: torch.Tensor, keys: torch.Tensor
+) -> torch.Tensor | None:
+    """Which weights dropout leaves."""
+    if problem.rng_state is None:
+        return None
+    batch, _, num_heads, _ = problem.q.shape
+    planes = torch.arange(batch * num_heads, device=query.device).view(batch, num_heads)
+    return kept_weights(problem.rng_state, problem.drop_below, planes[:, heads], query, keys)
 
 
 def _queries(x: torch.Tensor, row: _BlockRow) -> torch.Tensor:
@@ -64,16 +90,28 @@ def _scores(q: torch.Tensor, k: torch.Tensor, row: _BlockRow, scale: float) -> t
     return scores if row.hidden is None else scores.masked_fill_(row.hidden, float("-inf"))
 
 
+def _dropped(x: torch.Tensor, row: _BlockRow, scale: float) -> torch.Tensor:
+    """``x [B, heads, tokens, keys]`` with zeros for dropped weights, the others times ``scale``."""
+    return x if row.kept is None else x.mul(scale).masked_fill_(~row.kept, 0.0)
+
+
+def _unpadded(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """``x [B, T, H, D]`` with zeros for padding, which may hold anything."""
+    return x if mask is None else x.masked_fill(~mask[:, :, None, None], 0.0)
+
+
 @without_autocast
 def forward(problem: BlockSparseProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Fill ``out [B, N, Hq, D]`` and ``lse [B, Hq, N]``."""
-    q, k, v = problem.q, problem.k, problem.v
+    q = _unpadded(problem.q, problem.query_mask)
+    k, v = (_unpadded(x, problem.key_mask) for x in (problem.k, problem.v))
     out.zero_()
     lse.fill_(float("-inf"))
     for row in _block_rows(problem):
         scores = _scores(_queries(q, row), _keys(k, row), row, problem.softmax_scale)
         row_lse = torch.logsumexp(scores, dim=3, keepdim=True)
         probs = scores.sub_(row_lse.masked_fill(row_lse == float("-inf"), 0.0)).exp_()
+        probs = _dropped(probs, row, problem.keep_scale)
         attended = torch.matmul(probs, _keys(v, row)).transpose(1, 2)
         out[:, row.tokens, row.heads] = attended.to(out.dtype)
         lse[:, row.heads, row.tokens] = row_lse[..., 0].to(lse.dtype)
@@ -88,13 +126,17 @@ def backward(
     dlse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v, from the output and log-sum-exp of the forward pass."""
-    q, k, v, scale = problem.q, problem.k, problem.v, problem.softmax_scale
+    scale, keep_scale = problem.softmax_scale, problem.keep_scale
+    q, dout = (_unpadded(x, problem.query_mask) for x in (problem.q, dout))
+    k, v = (_unpadded(x, problem.key_mask) for x in (problem.k, problem.v))
     compute = compute_dtype(q.dtype)
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=compute, device=x.device) for x in (k, v))
     delta = (dout.to(compute) * out.to(compute)).sum(dim=3).transpose(1, 2)  # [B, Hq, N]
     if dlse is not None:
         delta = delta - dlse
+    if problem.query_mask is not None:
+        delta = delta.masked_fill(~problem.query_mask[:, None], 0.0)
     finite_lse = lse.masked_fill(lse == float("-inf"), 0.0).to(compute)
     for row in _block_rows(problem):
         row_q, row_dout, keys, values = (
@@ -102,9 +144,11 @@ def backward(
         )  # fmt: skip
         row_lse, row_delta = (x[:, row.heads, row.tokens, None] for x in (finite_lse, delta))
         probs = _scores(row_q, keys, row, scale).sub_(row_lse).exp_()
-        dscores = torch.matmul(row_dout, values.mT).sub_(row_delta).mul_(probs)
+        dprobs = _dropped(torch.matmul(row_dout, values.mT), row, keep_scale)
+        dscores = dprobs.sub_(row_delta).mul_(probs)
         dscores.mul_(scale)
         dq[:, row.tokens, row.heads] = torch.matmul(dscores, keys).transpose(1, 2).to(dq.dtype)
+        probs = _dropped(probs, row, keep_scale)
         for total, weights, rows in ((dk, dscores, row_q), (dv, probs, row_dout)):
             part = torch.matmul(weights.mT, rows)  # [B, heads, keys, D]
             shared = part.new_zeros(part.shape[0], k.shape[2], *part.shape[2:])

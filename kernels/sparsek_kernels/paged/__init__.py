@@ -2,6 +2,7 @@
 
 from sparsek_kernels.paged.api import paged_attention, select_blocks, write_kv
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.lists import block_lists
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 from sparsek_kernels.paged.sketch import summary_bytes
 
@@ -9,6 +10,7 @@ __all__ = [
     "CELL_SIZE",
     "PagedBatch",
     "SelectionPolicy",
+    "block_lists",
     "paged_attention",
     "select_blocks",
     "summary_bytes",

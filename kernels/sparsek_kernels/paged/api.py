@@ -11,6 +11,7 @@ from sparsek_kernels.paged.checks import (
     check_batch_layout,
     check_cache,
     check_cache_dtype,
+    check_lists,
     check_pages,
     check_summary,
     check_triton_layout,
@@ -98,6 +99,7 @@ def select_blocks(
     k_summary: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     k_scale: float = 1.0,
+    lists: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Blocks that win by score, for inspection, metrics and tests.
 
@@ -110,6 +112,7 @@ def select_blocks(
             it; needed where single tokens select: decodes, and prefills with ``query_tile`` 1.
         softmax_scale: default ``D ** -0.5``.
         k_scale: factor of an fp8 (e4m3) cache and of its sketch.
+        lists: of :func:`block_lists`: prefills follow them, not scores.
 
     Returns:
         One ``[tiles, Hkv, scored_blocks]`` int64 tensor per request, ascending block indices;
@@ -133,6 +136,7 @@ def select_blocks(
         given_summary(k_summary)
     check_pages(policy, page_size)
     check_batch(q, batch, page_size)
+    check_lists(lists, policy, heads, q.device)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     if q.is_cuda:
         from sparsek_kernels.paged.launch import attend as launch
@@ -140,11 +144,18 @@ def select_blocks(
         check_triton_layout(q=q, k_cache=k_cache, k_summary=k_summary)
         check_batch_layout(batch)
         found = launch.select_blocks(
-            q, k_cache, batch, policy, k_summary=k_summary, softmax_scale=scale, k_scale=k_scale
+            q,
+            k_cache,
+            batch,
+            policy,
+            k_summary=k_summary,
+            softmax_scale=scale,
+            k_scale=k_scale,
+            lists=lists,
         )
     else:
         found = select_blocks_eager(
-            q, k_cache, batch, policy, k_summary=k_summary, softmax_scale=scale
+            q, k_cache, batch, policy, k_summary=k_summary, softmax_scale=scale, lists=lists
         )
     tokens: list[int] = []
     tiles: list[int] = []
@@ -171,6 +182,7 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     batch_invariant: bool = False,
+    lists: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of new tokens over their sequences' pages under a selection policy.
 
@@ -192,6 +204,8 @@ def paged_attention(
             result depends on the token's query, its sequence's pages up to its position, the policy
             and the width of ``block_table``.  Selection is per token (``query_tile`` 1, no
             ``dense_last``); slower, for prefills above all.
+        lists: of :func:`block_lists` for ``policy``: prefills attend what they list in place of the
+            best-scoring blocks, decodes select as ever.
 
     Returns:
         ``out``, or a new tensor ``[T, Hq, Dv]`` in the dtype of ``q``; rows of no request are
@@ -210,6 +224,7 @@ def paged_attention(
     check_summary(k_summary, k_cache)
     check_pages(policy, page_size)
     check_batch(q, batch, page_size)
+    check_lists(lists, policy, heads, q.device)
     if sinks is not None:
         check_tensor("sinks", sinks, (q.shape[1],), device=q.device)
     shape = (*q.shape[:2], v_cache.shape[-1])
@@ -234,7 +249,9 @@ def paged_attention(
         )
     if policy.query_tile == 1:
         policy = policy.per_token()
-    operands = PagedOperands(q, k_cache, v_cache, out, scale, k_summary, sinks, k_scale, v_scale)
+    operands = PagedOperands(
+        q, k_cache, v_cache, out, scale, k_summary, sinks, k_scale, v_scale, lists
+    )
     if batch_invariant:
         _attend(operands, batch, policy, batch_invariant=True)
         return out

@@ -121,3 +121,22 @@ def _checked_rows(batch: PagedBatch, page_size: int) -> int:
                     f"{batch.block_table.shape[1]} pages) for request {request}, got {length}"
                 )
     return batch.first_row + sum(batch.query_lens)
+
+
+def check_lists(
+    lists: torch.Tensor | None, policy: SelectionPolicy, heads: int, device: torch.device
+) -> None:
+    """Check lists of blocks against the policy that they were made for.
+
+    Raises:
+        TypeError: no int32 tensor.
+        ValueError: a wrong shape or device, or a policy whose prefills choose token by token.
+    """
+    if lists is None:
+        return
+    if not policy.selects_blocks or policy.query_tile == 1:
+        raise ValueError(
+            "policy: expected top_k >= 1 and query_tile > 1 with lists, got "
+            f"top_k={policy.top_k} and query_tile={policy.query_tile}"
+        )
+    check_tensor("lists", lists, ("rows", heads, policy.scored_blocks), (torch.int32,), device)

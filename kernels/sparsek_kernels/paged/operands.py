@@ -20,6 +20,8 @@ class PagedOperands:
             is selected.
         sinks: ``[Hq]`` learned logits that join the softmax denominator only, or ``None``.
         k_scale, v_scale: factors of an fp8 cache; the first one of its sketch as well.
+        lists: ``[rows, Hkv, scored_blocks]`` int32 of ``block_lists``, by which prefills choose
+            blocks in place of scores; or ``None``.
     """
 
     q: torch.Tensor
@@ -31,6 +33,7 @@ class PagedOperands:
     sinks: torch.Tensor | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0
+    lists: torch.Tensor | None = None
 
     @property
     def group(self) -> int:

@@ -225,6 +225,38 @@ Select: TypeAlias = Callable[
 """A function like :func:`select_blocks_reference`."""
 
 
+def listed_reference(entries: list[list[int]]) -> Select:
+    """What chooses by ranked lists: prefills do so, single tokens by score.
+
+    Args:
+        entries: for each KV head; ``e >= 0`` is block ``e``, ``e < 0`` the block ``-e`` before the
+            one in which the tile begins.
+    """
+
+    def select(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        positions: list[int],
+        policy: SelectionPolicy,
+        softmax_scale: float,
+    ) -> list[list[int]] | None:
+        if policy.query_tile == 1:
+            return select_blocks_reference(q, k, positions, policy, softmax_scale)
+        if policy.sees_all(positions[0]):
+            return None
+        first, last = policy.candidate_range(positions[0])
+        own = positions[0] // policy.query_tile * policy.query_tile // policy.sel_block_size
+        chosen = []
+        for ranked in entries:
+            blocks = [e if e >= 0 else own + e for e in ranked]
+            blocks += range(last - 1, first - 1, -1)  # the nearest, where the list ends early
+            competing = [b for b in dict.fromkeys(blocks) if first <= b < last]
+            chosen.append(sorted(competing[: policy.scored_blocks]))
+        return chosen
+
+    return select
+
+
 def visible_reference(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -6,14 +6,10 @@ from typing import cast
 
 import torch
 
-from sparsek_backend.patterns.biased import biased_attention
 from sparsek_backend.patterns.graphs.layout import GraphLayout, Order, known_layout
 from sparsek_kernels import block_sparse_attention
 from sparsek_kernels.block_sparse.structure import check_block_size
 from sparsek_kernels.checks import check_tensor
-
-_HIDDEN = -3e4
-"""Bias of the scores of a place without a node."""
 
 
 class GraphAttention(torch.nn.Module):
@@ -103,10 +99,9 @@ class GraphAttention(torch.nn.Module):
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: GraphLayout) -> torch.Tensor:
-    """``[1, L, H, D]``; places without a node are seen by none."""
-    if layout.real is None:
-        return cast(torch.Tensor, block_sparse_attention(q, k, v, layout.pattern))
-    hidden = torch.zeros_like(layout.real, dtype=torch.float32).masked_fill(~layout.real, _HIDDEN)
-    ones = torch.ones_like(hidden)
-    bias = (ones[:, None, None], hidden[:, None, None])
-    return biased_attention(q, k, v, layout.pattern, *bias)
+    """``[1, L, H, D]``; places without a node see nothing and are seen by none."""
+    real = None if layout.real is None else layout.real[None]
+    return cast(
+        torch.Tensor,
+        block_sparse_attention(q, k, v, layout.pattern, key_mask=real, query_mask=real),
+    )

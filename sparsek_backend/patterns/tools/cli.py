@@ -84,25 +84,50 @@ def learn(
     tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 2048,
     texts: Annotated[int, typer.Option(help="Most texts to read.")] = 8,
     device: Annotated[str, typer.Option(help="`cuda`, `cpu` or `auto`.")] = "auto",
+    prefill: Annotated[
+        bool,
+        typer.Option(
+            help="For vLLM's mode `pattern`: ranked vertical blocks and slashes, which fit any "
+            "length and number of blocks. Blocks have 64 tokens by default."
+        ),
+    ] = False,
 ) -> None:
     """Learn a pattern for every layer of a model from what it attends in texts."""
     with _errors_in_one_line():
         preset = _one_of("--preset", goal.preset, tuple(PRESETS))
         heads: Any = _one_of("--heads", way.heads, get_args(Heads))
         measure: Any = _one_of("--measure", way.measure, get_args(Measure))
+        if prefill and (heads != "kv" or goal.pooled or goal.sparsity is not None):
+            raise ValueError(
+                "--prefill: expected neither --heads, --pooled nor --sparsity, because a server "
+                "decides how many blocks each KV head attends"
+            )
         where = choose_device(device)
         loaded, batches = _load(model, text, tokens, texts, where)
-        from sparsek_backend.patterns.tools.learning import learn_patterns
+        from sparsek_backend.patterns.tools.learning import learn_patterns, learn_prefill_pattern
 
+        importance = ImportanceOptions(
+            measure=measure, samples=way.samples, reduction="mean", window=len(batches)
+        )
+        if prefill:
+            learn_prefill_pattern(
+                loaded,
+                batches,
+                block_size=goal.block_size or 64,
+                sinks=goal.sinks,
+                window=goal.window,
+                importance=importance,
+                name=model,
+            ).save(out)
+            typer.echo(f"wrote {out}: for prefills, learned from {len(batches)} texts")
+            return
         found = learn_patterns(
             loaded,
             batches,
             block_size=goal.block_size or PRESETS[preset].block_size,
             sparsity=PRESETS[preset].sparsity if goal.sparsity is None else goal.sparsity,
             heads=heads,
-            importance=ImportanceOptions(
-                measure=measure, samples=way.samples, reduction="mean", window=len(batches)
-            ),
+            importance=importance,
             pruning=Pruning(sinks=goal.sinks, window=goal.window, pooled=goal.pooled),
             name=model,
         )

@@ -10,8 +10,41 @@ import torch
 from sparsek_backend.patterns.model_file import ModelPatterns
 from sparsek_backend.patterns.models import learned_patterns, observe_model
 from sparsek_backend.patterns.pattern import BlockSparsePattern
-from sparsek_backend.patterns.training.learned import Heads, ImportanceOptions
+from sparsek_backend.patterns.prefill import PrefillPattern, ranked_entries
+from sparsek_backend.patterns.training.learned import Heads, ImportanceOptions, LearnedPattern
 from sparsek_backend.patterns.training.pruning import Pruning
+
+
+def learn_prefill_pattern(
+    model: Any,
+    batches: Iterable[torch.Tensor],
+    *,
+    block_size: int = 64,
+    sinks: int = 1,
+    window: int = 1,
+    importance: ImportanceOptions | None = None,
+    name: str = "",
+) -> PrefillPattern:
+    """What vLLM's mode ``pattern`` follows, from the importance of blocks on texts.
+
+    Args:
+        model: a Transformers model, which attends everything meanwhile.
+        batches: token ids ``[B, N]`` without padding, all of the same length.
+        block_size: tokens of a block, as the server will select them.
+        sinks: first key blocks, which the server attends anyway.
+        window: latest key blocks, which the server attends anyway.
+        importance: how it is measured; the mean over all batches by default.
+        name: of the model, for the file.
+
+    Raises:
+        ValueError: no batches, or batches of several lengths.
+    """
+    learned = _observed(model, batches, block_size, "kv", importance)
+    entries = {
+        layer: ranked_entries(watched.importance(), sinks=sinks, window=window)
+        for layer, watched in learned.items()
+    }
+    return PrefillPattern(entries, block_size, name)
 
 
 def learn_patterns(
@@ -43,6 +76,22 @@ def learn_patterns(
     Raises:
         ValueError: no batches, or batches of several lengths.
     """
+    patterns = {}
+    for layer, watched in _observed(model, batches, block_size, heads, importance).items():
+        mass = watched.importance()
+        mask = (pruning or Pruning()).mask(mass, watched.visible, sparsity)
+        patterns[layer] = BlockSparsePattern.from_mask(mask, block_size, mass=mass).to("cpu")
+    return ModelPatterns(patterns, name, sparsity)
+
+
+def _observed(
+    model: Any,
+    batches: Iterable[torch.Tensor],
+    block_size: int,
+    heads: Heads,
+    importance: ImportanceOptions | None,
+) -> dict[int, LearnedPattern]:
+    """Patterns that watched the layers of a model on all batches, by layer index."""
     data = list(batches)
     if len({ids.shape[1] for ids in data}) != 1:
         raise ValueError(
@@ -52,9 +101,4 @@ def learn_patterns(
     options = importance or ImportanceOptions(reduction="mean", window=len(data))
     learned = learned_patterns(model, data[0].shape[1], block_size, heads=heads, importance=options)
     observe_model(model, learned, data)
-    patterns = {}
-    for layer, watched in learned.items():
-        mass = watched.importance()
-        mask = (pruning or Pruning()).mask(mass, watched.visible, sparsity)
-        patterns[layer] = BlockSparsePattern.from_mask(mask, block_size, mass=mass).to("cpu")
-    return ModelPatterns(patterns, name, sparsity)
+    return learned

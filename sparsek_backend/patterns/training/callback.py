@@ -31,8 +31,11 @@ class PatternCallback(TrainerCallback):  # type: ignore[misc]
         self._hook: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Listen to the losses of the model."""
-        self._hook = kwargs["model"].register_forward_hook(self._listen)
+        """Follow the model to its device, where the Trainer moved it, and listen to its losses."""
+        model = kwargs["model"]
+        for pattern in self.scheduler.patterns:
+            pattern.to(model.device)
+        self._hook = model.register_forward_hook(self._listen)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Listen no more."""

@@ -17,6 +17,7 @@ from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_kernels.fallback import FallbackMask, paged_fallback, sdpa_fallback
 from sparsek_kernels.paged.api import paged_attention, select_blocks, write_kv
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.lists import block_lists
 from sparsek_kernels.paged.plan import Segment, segments
 from sparsek_kernels.paged.policy import SelectionPolicy
 
@@ -72,11 +73,13 @@ class SparseKImpl(AttentionImpl):
         self.batch_invariant = engine.resolved.batch_invariant
         self.dtype = engine.dtype
         self._refuse_what_sdpa_lacks()
-        if self.may_select and self._settings.mode == "block_topk":
+        if self.may_select and self._settings.selects_blocks:
             engine.selects_blocks = True
+        self._pattern = engine.pattern
         self.policy = self.model_policy()
         self.flash = self._find_flash()
         self.summaries = False  # in the layer's pages; decided with the policy
+        self.lists: torch.Tensor | None = None  # which blocks prefills attend in mode pattern
         self._pages: PageViews | None = None
         self._pages_key: tuple[int, tuple[int, ...]] | None = None
 
@@ -126,7 +129,12 @@ class SparseKImpl(AttentionImpl):
         return SelectionPolicy(num_sink=0, window_size=self.sliding_window)
 
     def bind(
-        self, layer_index: int, page_size: int, full_attention: bool, owner: Any
+        self,
+        layer_index: int,
+        page_size: int,
+        full_attention: bool,
+        owner: Any,
+        device: torch.device,
     ) -> SelectionPolicy:
         """Fix the layer's policy, once its place in the model and its pages are known.
 
@@ -136,6 +144,7 @@ class SparseKImpl(AttentionImpl):
             full_attention: whether the layer's pages keep every token.
             owner: the implementation that writes the pages: this one's, or that of the layer whose
                 KV cache this one shares.
+            device: where the layer runs.
 
         Returns:
             The policy of every later :meth:`forward`.
@@ -159,6 +168,9 @@ class SparseKImpl(AttentionImpl):
                     "SPARSEK: a layer that selects blocks shares the KV cache of another backend's "
                     "layer, which writes no block summaries; select SPARSEK for every layer"
                 )
+            if self._pattern is not None and layer_index in self._pattern.entries:
+                entries = own_kv_heads(self._pattern.entries[layer_index], self.num_kv_heads)
+                self.lists = block_lists(entries, policy).to(device)
             for layer in (self, owner):  # an owner that attends everything writes summaries too
                 layer.summaries = True
                 layer._pages = layer._pages_key = None
@@ -168,7 +180,8 @@ class SparseKImpl(AttentionImpl):
     def kernel_key(self) -> tuple[Any, ...]:
         """What decides which kernels serve a layer; layers with equal keys share them."""
         shape = (self.num_heads, self.num_kv_heads, self.head_size)
-        return (self.policy, *shape, self.kv_cache_dtype, self.sinks is None, self.fallback_reason)
+        kind = (self.sinks is None, self.lists is None, self.fallback_reason)
+        return (self.policy, *shape, self.kv_cache_dtype, *kind)
 
     def dummy_run(self, layer: Any, kv_cache: torch.Tensor, batch: PagedBatch) -> None:
         """Attend a made-up prefill of zeros, so that its kernels are compiled; counts nothing.
@@ -294,6 +307,7 @@ class SparseKImpl(AttentionImpl):
             )
             return
         batch, policy = segment.batch, segment.policy
+        lists = self.lists if policy.selects_blocks else None
         attend = partial(
             paged_attention,
             query,
@@ -308,6 +322,7 @@ class SparseKImpl(AttentionImpl):
             k_scale=scales[0],
             v_scale=scales[1],
             batch_invariant=self.batch_invariant,
+            lists=lists,
         )
         if not (batch.num_prefills and policy.selects_blocks and PROBE.is_due(query.device)):
             attend()
@@ -321,6 +336,7 @@ class SparseKImpl(AttentionImpl):
             k_summary=pages.summary,
             softmax_scale=self.scale,
             k_scale=scales[0],
+            lists=lists,
         )
         PROBE.run(select, attend, query.device)
 
@@ -399,3 +415,17 @@ class SparseKImpl(AttentionImpl):
         if self._pages is None or self._pages_key != key:
             self._pages, self._pages_key = self._view(kv_cache), key
         return self._pages
+
+
+def own_kv_heads(entries: torch.Tensor, count: int) -> torch.Tensor:
+    """The entries of this rank's KV heads, of ``entries`` of all; ranks may share a head."""
+    if entries.shape[0] == count:
+        return entries
+    from vllm.distributed import (
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
+
+    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    first = rank * entries.shape[0] // ranks
+    return entries[first : first + count]

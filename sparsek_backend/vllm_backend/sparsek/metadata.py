@@ -32,8 +32,8 @@ from .warmup import warm_up_prefills
 logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level
 
 Ranges = tuple[Sequence[tuple[int, int]], ...]
-Kind = tuple[SelectionPolicy, str | None, int | None, bool]
-"""Policy, SDPA fallback, FlashAttention's version and fp8 cache of a group of layers."""
+Kind = tuple[SelectionPolicy, str | None, int | None, bool, bool]
+"""Of a group of layers: policy, SDPA fallback, FlashAttention's version, fp8 cache, lists."""
 
 
 @dataclass
@@ -97,10 +97,13 @@ class SparseKMetadataBuilder(StepBuilder):
         for name, layer in layers.items():
             index = extract_layer_index(name)
             owner = every_layer[layer.impl.kv_sharing_target_layer_name or name]
-            policy = layer.impl.bind(index, spec.block_size, full_attention, owner.impl)
+            policy = layer.impl.bind(
+                index, spec.block_size, full_attention, owner.impl, self.device
+            )
             policies[policy] += 1
             version = None if layer.impl.flash is None else layer.impl.flash.version
-            key = (policy, layer.impl.fallback_reason, version, layer.impl.has_fp8_cache)
+            by_list = layer.impl.lists is not None
+            key = (policy, layer.impl.fallback_reason, version, layer.impl.has_fp8_cache, by_list)
             groups.setdefault(key, []).append(index)
         self._report_layers(groups, spec, vllm_config.model_config)
         if not self.on_host:
@@ -114,7 +117,7 @@ class SparseKMetadataBuilder(StepBuilder):
         behind = bytes_behind(size, itemsize) / (2 * size * itemsize)
         if resolved.infllm is not None and any(policy.selects_blocks for policy, *_ in groups):
             logger.info_once(describe_model_selection(resolved.infllm, resolved.config))
-        for (policy, reason, version, fp8_cache), members in groups.items():
+        for (policy, reason, version, fp8_cache, by_list), members in groups.items():
             logger.info_once(
                 describe_layers(
                     members,
@@ -125,6 +128,7 @@ class SparseKMetadataBuilder(StepBuilder):
                     version,
                     summary_share=behind if policy.selects_blocks else 0.0,
                     fp8_cache=fp8_cache,
+                    by_list=by_list,
                     batch_invariant=resolved.batch_invariant,
                 )
             )

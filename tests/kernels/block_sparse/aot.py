@@ -17,15 +17,20 @@ from sparsek_kernels.block_sparse.kernels.fwd_sm90 import block_sparse_hopper_fw
 from tests.kernels.sink_window.aot import INTEGERS, described, report
 
 INTEGERS |= {"crow", "col", "ccol", "row"}
+OPTIONS = {"key_mask_ptr": "*u8", "query_mask_ptr": "*u8", "rng_ptr": "*i64"}
 
 
-def compile_all(arch: int, dim: int, block: int) -> None:
-    """Compile the kernels of one shape as :func:`select_config` has them."""
-    shape = ProblemShape(32, 8, dim, block, 8)
+def compile_all(arch: int, dim: int, block: int, options: bool) -> None:
+    """Compile the kernels of one shape as :func:`select_config` has them, with padding or without.
+
+    Dropout comes with padding.
+    """
+    shape = ProblemShape(32, 8, dim, block, 8, masked=options, dropout=options)
     config = select_config(shape, torch.bfloat16, arch)
     shared = {
         "GROUP": shape.group, "HEAD_DIM": dim, "BLOCK_D": shape.padded_dim, "CAUSAL": True,
         "BLOCK": block, "PRECISION": config.precision, **{f"stride_{x}d": 1 for x in "oqkvg"},
+        **dict.fromkeys(("HAS_KEY_MASK", "HAS_QUERY_MASK", "DROPOUT"), options),
     }  # fmt: skip
     for kernel, tile, is_query in (
         (block_sparse_fwd_kernel, config.forward, True),
@@ -37,7 +42,7 @@ def compile_all(arch: int, dim: int, block: int) -> None:
             "BLOCK_M": tile.own if is_query else tile.step,
             "BLOCK_N": tile.step if is_query else tile.own,
         }  # fmt: skip
-        report(kernel, arch, {**shared, **sizes}, tile.num_warps, tile.num_stages)
+        report(kernel, arch, {**shared, **sizes}, tile.num_warps, tile.num_stages, OPTIONS)
 
 
 def compile_hopper(dim: int, block: int) -> None:
@@ -55,8 +60,8 @@ def compile_hopper(dim: int, block: int) -> None:
 
 
 if __name__ == "__main__":
-    for sizes in ((128, 128), (128, 64), (64, 48)):
-        compile_all(int(sys.argv[1]), *sizes)
+    for case in ((128, 128, False), (128, 64, True), (64, 48, False)):
+        compile_all(int(sys.argv[1]), *case)
     if sys.argv[1] == "90":
         for sizes in ((128, 128), (128, 64), (64, 64)):
             compile_hopper(*sizes)

@@ -13,10 +13,16 @@ from sparsek_kernels.block_sparse.reference import block_sparse_attention_refere
 from sparsek_kernels.block_sparse.structure import BlockStructure, indices_of_mask
 from tests.kernels.sink_window.cases import problems
 
+RNG_STATE = (0x1234_5678_9ABC_DEF0, 7 << 30)
+"""Seed and offset, both beyond 32 bits with a sign."""
+
 
 @dataclass(frozen=True)
 class Case:
-    """One problem; ``patterns`` is how many patterns the heads share, ``density`` of each."""
+    """One problem; ``patterns`` is how many patterns the heads share, ``density`` of each.
+
+    ``padded`` names what has padding: keys (``k``), queries (``q``) or both.
+    """
 
     nq: int = 64
     nk: int = 64
@@ -29,10 +35,14 @@ class Case:
     density: float = 0.4
     causal: bool = False
     dtype: torch.dtype = torch.float32
+    padded: str = ""
+    dropout: float = 0.0
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
         kind = "causal" if self.causal else "full"
+        kind += f"-padded-{self.padded}" if self.padded else ""
+        kind += f"-dropout{self.dropout}" if self.dropout else ""
         return (
             f"{self.batch}x{self.nq}-{self.nk}-h{self.heads}.{self.kv_heads}.{self.patterns}"
             f"-d{self.dim}-b{self.block}x{self.density}-{kind}-{name}"
@@ -49,6 +59,9 @@ class Tensors:
     dout: torch.Tensor
     dlse: torch.Tensor
     structure: BlockStructure
+    key_mask: torch.Tensor | None = None
+    query_mask: torch.Tensor | None = None
+    rng_state: torch.Tensor | None = None
 
 
 def structure_of_mask(mask: torch.Tensor, block_size: int) -> BlockStructure:
@@ -83,7 +96,14 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> Tensors:
     if cols > 2:
         mask[:, :, cols // 2] = False
     structure = structure_of_mask(mask.to(device), case.block)
-    return Tensors(q, k, v, dout, dlse, structure)
+    options = {
+        name: (torch.rand(case.batch, tokens) < 0.8).to(device)
+        for letter, name, tokens in (("k", "key_mask", case.nk), ("q", "query_mask", case.nq))
+        if letter in case.padded
+    }
+    if case.dropout:
+        options["rng_state"] = torch.tensor(RNG_STATE, device=device)
+    return Tensors(q, k, v, dout, dlse, structure, **options)
 
 
 def oracle(case: Case, t: Tensors, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -99,21 +119,30 @@ def oracle(case: Case, t: Tensors, dtype: torch.dtype) -> dict[str, torch.Tensor
         dtype=dtype,
         dout=t.dout,
         dlse=t.dlse,
+        key_mask=t.key_mask,
+        query_mask=t.query_mask,
+        dropout=(case.dropout, *RNG_STATE) if case.dropout else None,
     )
     return dict(zip(("out", "lse", "dq", "dk", "dv"), found, strict=True))
 
 
 def kernels(case: Case, t: Tensors, config: LaunchConfig | None = None) -> dict[str, torch.Tensor]:
-    """Output, LSE and gradients of the kernels, every output poisoned with NaN first."""
+    """Output, LSE and gradients of the kernels, outputs and padding poisoned with NaN first."""
+    q, k, v, dout = (x.clone() for x in (t.q, t.k, t.v, t.dout))
+    for tensors, mask in (((q, dout), t.query_mask), ((k, v), t.key_mask)):
+        for x in tensors:
+            if mask is not None:
+                x[~mask] = float("nan")
     out = torch.full(t.q.shape, float("nan"), dtype=t.q.dtype, device=t.q.device)
     lse = torch.full(t.dlse.shape, float("nan"), device=t.q.device)
     s = t.structure
     indices = (s.crow_indices, s.col_indices, s.ccol_indices, s.row_indices)
     scalars = (case.block, case.causal, case.dim**-0.5)
-    problem = BlockSparseProblem(t.q, t.k, t.v, *indices, *scalars)
+    options = (t.key_mask, t.query_mask, t.rng_state, case.dropout)
+    problem = BlockSparseProblem(q, k, v, *indices, *scalars, *options)
     launch.forward(problem, out, lse, config)
     dlse = t.dlse.masked_fill(lse == float("-inf"), 0.0)
-    grads = launch.backward(problem, out, lse, t.dout, dlse, config)
+    grads = launch.backward(problem, out, lse, dout, dlse, config)
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
 
 

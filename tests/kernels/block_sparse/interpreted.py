@@ -28,6 +28,9 @@ CASES = [
     Case(0, 40, 2, 2, 16),
     Case(200, 200, 2, 1, 16, block=64, causal=True),
     Case(150, 150, 2, 1, 16, block=80, causal=True, density=0.8, dtype=torch.float16),
+    Case(50, 60, 2, 1, 16, 2, padded="qk", causal=True),
+    Case(90, 75, 2, 1, 20, 2, block=48, padded="k", dropout=0.3),
+    Case(70, 60, 2, 1, 16, block=112, patterns=2, padded="q", dropout=0.6, causal=True),
 ]
 WIDE_STEPS = TileConfig(16, 1, 16, 32, 4, 1)
 SPLIT = LaunchConfig(WIDE_STEPS, WIDE_STEPS, TileConfig(16, 2, 32, 16, 4, 1), "ieee")

@@ -25,13 +25,27 @@ CASES = [
     Case(60, 60, 4, 4, 8, density=0.0),
     Case(0, 40, 2, 2, 8),
     Case(40, 0, 2, 2, 8),
+    Case(50, 90, 6, 2, 8, 2, block=32, patterns=2, causal=True, padded="qk"),
+    Case(70, 50, 4, 2, 8, 2, dropout=0.3),
+    Case(50, 70, 4, 2, 8, 2, patterns=4, causal=True, padded="k", dropout=0.7),
 ]
 
 
-def run(t: Any, causal: bool) -> dict[str, torch.Tensor]:
+def options(case: Case, t: Any) -> dict[str, Any]:
+    """What the public function takes besides tensors and pattern."""
+    return {
+        "causal": case.causal,
+        "key_mask": t.key_mask,
+        "query_mask": t.query_mask,
+        "dropout_p": case.dropout,
+        "rng_state": t.rng_state,
+    }
+
+
+def run(t: Any, causal: bool, **more: Any) -> dict[str, torch.Tensor]:
     """Output, LSE and gradients of the public function."""
     leaves = [x.detach().requires_grad_() for x in (t.q, t.k, t.v)]
-    out, lse = block_sparse_attention(*leaves, t.structure, causal=causal, return_lse=True)
+    out, lse = block_sparse_attention(*leaves, t.structure, causal=causal, return_lse=True, **more)
     dlse = t.dlse.masked_fill(lse == float("-inf"), 0.0).to(lse.dtype)
     grads = torch.autograd.grad((out, lse), leaves, (t.dout, dlse))
     found = (out.detach(), lse.detach(), *grads)
@@ -40,7 +54,8 @@ def run(t: Any, causal: bool) -> dict[str, torch.Tensor]:
 
 def check(case: Case) -> None:
     t = make(case)
-    bad = problems(run(t, case.causal), oracle(case, t, torch.float64), oracle(case, t, case.dtype))
+    found = run(t, **options(case, t))
+    bad = problems(found, oracle(case, t, torch.float64), oracle(case, t, case.dtype))
     assert not bad, f"{case}: " + "; ".join(bad)
 
 
@@ -67,15 +82,71 @@ def test_shapes(
     check(Case(nq, nk, heads[0], heads[1], 8, 1, block, heads[2], density, causal, torch.float64))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_gradcheck(causal: bool) -> None:
-    t = make(Case(34, 50, 2, 1, 4, causal=causal, dtype=torch.float64))
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"causal": True},
+        {"padded": "k"},
+        {"padded": "q"},
+        {"dropout": 0.4},
+        {"causal": True, "padded": "qk", "dropout": 0.4, "patterns": 2},
+    ],
+    ids=str,
+)
+def test_gradcheck(more: dict[str, Any]) -> None:
+    case = Case(34, 50, 2, 1, 4, 2, dtype=torch.float64, **more)
+    t = make(case)
     leaves = [x.detach().clone().requires_grad_() for x in (t.q, t.k, t.v)]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return block_sparse_attention(q, k, v, t.structure, causal=causal)
+        return block_sparse_attention(q, k, v, t.structure, **options(case, t))
 
     assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
+
+
+def test_padding_may_hold_anything() -> None:
+    case = Case(50, 70, 4, 2, 8, 2, causal=True, padded="qk")
+    t = make(case)
+    want = run(t, **options(case, t))
+    for x, mask in (
+        (t.q, t.query_mask),
+        (t.dout, t.query_mask),
+        (t.k, t.key_mask),
+        (t.v, t.key_mask),
+    ):
+        x[~mask] = float("nan")
+    found = run(t, **options(case, t))
+    torch.testing.assert_close(found, want, equal_nan=False)
+    assert (found["out"][~t.query_mask] == 0).all()
+    assert (found["dq"][~t.query_mask] == 0).all()
+    assert (found["dk"][~t.key_mask] == 0).all()
+    assert (found["dv"][~t.key_mask] == 0).all()
+
+
+def test_dropout_keeps_its_share_and_follows_its_state() -> None:
+    everything = structure_of_mask(torch.ones(1, 8, 8, dtype=torch.bool), 16)
+    eye = torch.eye(128).expand(2, 4, 128, 128).transpose(1, 2)
+
+    def weights(state: tuple[int, int] | None) -> torch.Tensor:
+        q = torch.zeros(2, 128, 4, 128)
+        rng_state = None if state is None else torch.tensor(state)
+        out = block_sparse_attention(q, q, eye, everything, dropout_p=0.25, rng_state=rng_state)
+        assert isinstance(out, torch.Tensor)
+        return out * 128  # [B, N, H, M], 0 or 1 / 0.75
+
+    first = weights((1, 2))
+    assert torch.equal(first, weights((1, 2)))
+    torch.testing.assert_close(first.unique(), torch.tensor([0.0, 4 / 3]))
+    assert (first > 0).float().mean().item() == pytest.approx(0.75, abs=0.01)
+    others = [weights(x) for x in ((2, 2), (1, 3), (1 + (1 << 32), 2))]
+    for other in (*others, first.flip(0), first.roll(1, 1), first.roll(1, 2), first.roll(1, 3)):
+        assert ((first > 0) == (other > 0)).float().mean().item() == pytest.approx(0.625, abs=0.01)
+    torch.manual_seed(3)
+    drawn = [weights(None) for _ in range(2)]
+    assert not torch.equal(*drawn)
+    torch.manual_seed(3)
+    assert torch.equal(drawn[0], weights(None))
 
 
 def test_all_blocks_equal_dense_attention() -> None:
@@ -98,13 +169,15 @@ def test_rows_without_keys() -> None:
     assert found["lse"][:, :, 32:].isfinite().all()
 
 
+@pytest.mark.parametrize("more", [{}, {"padded": "qk", "dropout": 0.4}], ids=["plain", "options"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiles_without_graph_breaks(backend: str) -> None:
-    t = make(Case(40, 40, 2, 1, 8))
+def test_compiles_without_graph_breaks(backend: str, more: dict[str, Any]) -> None:
+    case = Case(40, 40, 2, 1, 8, causal=True, **more)
+    t = make(case)
     leaves = [x.detach().clone().requires_grad_() for x in (t.q, t.k, t.v)]
 
     def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out, lse = block_sparse_attention(q, k, v, t.structure, causal=True, return_lse=True)
+        out, lse = block_sparse_attention(q, k, v, t.structure, return_lse=True, **options(case, t))
         return out.pow(2).sum() + lse.clamp(min=-9).sum()
 
     compiled = torch.compile(loss, fullgraph=True, backend=backend)
@@ -126,6 +199,8 @@ def test_operators_pass_torchs_own_checks() -> None:
     for dlse in (None, t.dlse.double()):
         backward = (t.dout, dlse, *plain, out, lse, *indices, 16, True, 0.3)
         torch.library.opcheck(operators.block_sparse_bwd.default, backward)
+    mask, state = torch.arange(40)[None] < 30, torch.tensor([1, 2])
+    torch.library.opcheck(operators.block_sparse_fwd.default, (*forward, mask, mask, state, 0.5))
 
 
 def test_strided_inputs_are_read_and_not_changed() -> None:
@@ -212,6 +287,15 @@ REFUSED: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
         "q: expected head_dim from 1 to 256, got 320",
         {name: z(1, 40, 1, 320) for name in "qkv"},
     ),
+    ("key mask", ValueError, r"key_mask: expected shape \[1, 40\]", {"key_mask": z(1, 39).bool()}),
+    (
+        "mask of floats",
+        TypeError,
+        "query_mask: expected dtype torch.bool",
+        {"query_mask": z(1, 40)},
+    ),
+    ("dropout", ValueError, "dropout_p: expected a probability below 1", {"dropout_p": 1.0}),
+    ("state", TypeError, "rng_state: expected dtype torch.int64", {"rng_state": z(2)}),
     ("scale", ValueError, "softmax_scale: expected a finite", {"softmax_scale": float("nan")}),
     ("rows", ValueError, "pattern: expected 4 x 3 blocks of 16", {"q": z(1, 50, 4, 8)}),
     ("columns", ValueError, "pattern: expected 3 x 4 blocks", {x: z(1, 50, 2, 8) for x in "kv"}),

@@ -35,7 +35,7 @@ def test_tiles_fit_blocks_and_patterns(
     patterns = {"one": 1, "kv": kv_heads, "query": heads, "halves": 2 - heads % 2}[split]
     chosen = select_config(ProblemShape(heads, kv_heads, dim, block, patterns), dtype, arch)
     for tile in (chosen.forward, chosen.dq, chosen.dkdv):
-        assert block % tile.rows == 0
+        assert block % tile.rows == tile.rows % 8 == 0
         assert tile.own & (tile.own - 1) == tile.step & (tile.step - 1) == 0
         assert max(16, tile.rows * tile.pack) <= tile.own < 2 * max(16, tile.rows * tile.pack)
         assert min(tile.own, tile.step) >= 16
@@ -60,6 +60,8 @@ def test_tiles_fit_blocks_and_patterns(
         (ProblemShape(32, 8, 128, 128, 8, 1000), False),
         (ProblemShape(32, 8, 96, 128, 8, 1024), False),
         (ProblemShape(32, 8, 128, 32, 8, 1024), False),
+        (ProblemShape(32, 8, 128, 128, 8, 1024, masked=True), False),
+        (ProblemShape(32, 8, 128, 128, 8, 1024, dropout=True), False),
     ],
 )
 def test_what_the_hopper_kernel_takes(shape: ProblemShape, taken: bool) -> None:

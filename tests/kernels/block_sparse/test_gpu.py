@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from sparsek_kernels.block_sparse.config import (
     select_config,
 )
 from sparsek_kernels.block_sparse.reference import block_sparse_attention_reference
+from sparsek_kernels.block_sparse.structure import BlockStructure
 from sparsek_kernels.common.device import device_arch
 from tests.kernels.block_sparse.cases import Case, check, kernels, make, structure_of_mask
 
@@ -57,6 +59,17 @@ GRID = [
         for nq, nk in ((300, 1000), (500, 130), (1, 777))
         for dim, block in ((64, 32), (128, 128))
         for causal in (False, True)
+    ),
+    # padding and dropout, with fewer and more queries than keys, shared and own patterns
+    *(
+        Case(nq, nk, 8, 2, dim, 2, block=block, patterns=patterns, dtype=dtype, causal=causal,
+             padded=padded, dropout=dropout)
+        for nq, nk, causal, dim, block, patterns, dtype in (
+            (333, 333, True, 32, 16, 8, BF16), (200, 500, False, 64, 64, 2, FP16),
+            (500, 200, True, 128, 64, 8, BF16), (333, 333, True, 128, 128, 1, BF16),
+            (200, 500, True, 80, 112, 2, FP32), (500, 200, False, 256, 32, 1, BF16),
+        )
+        for padded, dropout in (("qk", 0.0), ("", 0.2), ("qk", 0.5))
     ),
     # everything, nothing, little
     *(
@@ -114,6 +127,36 @@ def test_hopper_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", HOPPER[::4], ids=str)
 def test_portable_kernels_at_the_same_shapes(case: Case) -> None:
     check(case, "cuda", configuration(case, with_hopper=False))
+
+
+@pytest.mark.parametrize(
+    "more", [{"key_mask": True}, {"query_mask": True}, {"dropout_p": 0.1}], ids=str
+)
+def test_padding_and_dropout_leave_the_hopper_kernel(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device_arch(torch.device("cuda")) != 90:
+        pytest.skip("needs a Hopper GPU")
+    launches: list[int] = []
+    real = launch_sm90.forward
+    monkeypatch.setattr(launch_sm90, "forward", lambda *a: launches.append(1) or real(*a))
+    t = make(Case(1024, 1024, 8, 2, 128, block=128, dtype=BF16), "cuda")
+    block_sparse_attention(t.q, t.k, t.v, t.structure)
+    assert launches == [1]
+    mask = torch.ones(1, 1024, dtype=torch.bool, device="cuda")
+    more = {name: mask if value is True else value for name, value in more.items()}
+    block_sparse_attention(t.q, t.k, t.v, t.structure, **more)
+    assert launches == [1]
+
+
+def test_dropout_is_the_same_on_every_device() -> None:
+    t = make(Case(200, 200, 4, 2, 64, 2, block=64, dropout=0.4))
+    options = {"dropout_p": 0.4, "rng_state": t.rng_state}
+    want = block_sparse_attention(t.q, t.k, t.v, t.structure, **options)
+    s = BlockStructure(64, (4, 4), *(x.cuda() for x in t.structure.indices[:2]))
+    options = {"dropout_p": 0.4, "rng_state": t.rng_state.cuda()}
+    found = block_sparse_attention(t.q.cuda(), t.k.cuda(), t.v.cuda(), s, **options)
+    torch.testing.assert_close(found.cpu(), want, atol=1e-4, rtol=1e-4)
 
 
 def test_all_blocks_equal_dense_attention() -> None:
@@ -218,11 +261,14 @@ def test_captured_in_a_graph() -> None:
 
 
 def test_compiles_without_graph_breaks() -> None:
-    t = make(Case(300, 300, 4, 2, 64, block=32, dtype=BF16), "cuda")
+    t = make(Case(300, 300, 4, 2, 64, block=32, dtype=BF16, padded="k", dropout=0.3), "cuda")
     leaves = [x.contiguous().requires_grad_() for x in (t.q, t.k, t.v)]
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = block_sparse_attention(q, k, v, t.structure, causal=True)
+        out = block_sparse_attention(
+            q, k, v, t.structure, causal=True, key_mask=t.key_mask, dropout_p=0.3,
+            rng_state=t.rng_state,
+        )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out.float().pow(2).sum()
 

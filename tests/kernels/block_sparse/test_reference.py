@@ -11,6 +11,8 @@ import torch.nn.functional as functional
 from sparsek_kernels.block_sparse.reference import (
     block_sparse_attention_reference,
     block_sparse_mask,
+    dropout_factors,
+    philox,
 )
 
 
@@ -66,3 +68,45 @@ def test_row_without_keys_is_zero_with_minus_infinite_lse() -> None:
     assert lse.flatten().tolist()[:2] == [-math.inf, -math.inf]
     assert out[0, 2:].flatten().tolist() == pytest.approx([1.0] * 8)
     assert lse.flatten().tolist()[2:] == pytest.approx([2.0 + math.log(2.0)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("counter", "seed", "words"),
+    [
+        ((0, 0, 0, 0), 0, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            0x299F31D0A4093822,
+            (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
+        ),
+    ],
+)
+def test_philox_gives_the_published_words(
+    counter: tuple[int, ...], seed: int, words: tuple[int, ...]
+) -> None:
+    """Known answers of Random123, the authors' library, for 7 rounds."""
+    assert philox(torch.tensor(counter), seed).tolist() == list(words)
+
+
+def test_dropout_by_hand() -> None:
+    """Keys 8 and 9 share the first word of their octet."""
+    word = int(philox(torch.tensor([1, 2, 5, 9]), 4)[0])
+    bits = [word % 2**16, word // 2**16]
+    factors = dropout_factors(3, 16, 5, 0.5, 4, 9)
+    assert factors[2, 8:10].tolist() == [2.0 * (b >= 2**15) for b in bits]
+
+
+def test_padding_is_a_mask() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 6, 1, 4, dtype=torch.float64) for _ in range(3))
+    keys, queries = torch.arange(6)[None] < 4, torch.arange(6)[None] > 0
+    out, lse = block_sparse_attention_reference(
+        q, k, v, ints([0, 1]), ints(0), 6, key_mask=keys, query_mask=queries
+    )
+    want, want_lse = block_sparse_attention_reference(
+        q, k[:, :4], v[:, :4], ints([0, 1]), ints(0), 6
+    )
+    torch.testing.assert_close(out[:, 1:], want[:, 1:])
+    torch.testing.assert_close(lse[..., 1:], want_lse[..., 1:])
+    assert out[:, 0].abs().max() == 0
+    assert lse[0, 0, 0] == -math.inf

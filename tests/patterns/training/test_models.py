@@ -78,6 +78,15 @@ def test_the_trainer_steps_the_scheduler(tmp_path: Path) -> None:
     assert all(p.sparsity == pytest.approx(1 / 6) for p in patterns.values())
 
 
+def test_patterns_follow_a_model_that_the_trainer_moved() -> None:
+    model = tiny.make_model()
+    patterns = learned_patterns(model, 48, 16)
+    scheduler = PatternScheduler(patterns.values(), SparsitySchedule(0.3))
+    PatternCallback(scheduler).on_train_begin(None, None, None, model=model.to("meta"))
+    assert {x.keep.device.type for x in patterns.values()} == {"meta"}
+    assert {x.tracker.history.device.type for x in patterns.values()} == {"meta"}
+
+
 def test_the_callback_takes_the_mean_loss_of_a_step() -> None:
     model = tiny.make_model().train()
     patterns = learned_patterns(model, 48, 16)

@@ -56,3 +56,11 @@ def packed_rows(
     token = tile * ROWS + offs % ROWS  # [BLOCK_M]
     exists = (offs < ROWS * PACK) & (head < GROUP) & (token < num_q)
     return head, token, exists
+
+
+@triton.jit
+def attending(mask_ptr, index, exists, HAS_MASK: tl.constexpr):
+    """Which of the rows that exist are no padding."""
+    if HAS_MASK:
+        exists = exists & (tl.load(mask_ptr + index, mask=exists, other=0) != 0)
+    return exists

@@ -20,6 +20,7 @@ from sparsek_kernels.paged.cpu.select import (
     select_group,
     select_tokens,
 )
+from sparsek_kernels.paged.lists import listed_blocks
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
 
@@ -207,14 +208,17 @@ def _prefill(
         pages = batch.block_table[request].long()
         out[:count] = _attend_sequence(q[:count], operands, pages, plan.dense_end)
     select = policy.selects_blocks and bool(plan.groups)
-    if select:
+    if select and operands.lists is None:
         summaries = prefill_summaries(operands.k_cache, operands.k_summary, plan, length, policy)
     for first, tiles, group in plan.groups:
         begin = max(first, plan.dense_end, start)
         end = min(first + tiles * plan.tile, length)
         rows = q[begin - start : end - start]
         selected = None
-        if select:
+        if select and operands.lists is not None:
+            starts = first + plan.tile * torch.arange(tiles)
+            selected = listed_blocks(operands.lists, starts, policy).long()
+        elif select:
             selected = select_group(
                 rows,
                 begin,

@@ -16,6 +16,7 @@ from sparsek_kernels.paged.cpu.plan import (
     plan_prefill,
     plan_tokens,
 )
+from sparsek_kernels.paged.lists import listed_blocks
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotate
 
@@ -243,6 +244,7 @@ def select_blocks_eager(
     *,
     k_summary: torch.Tensor | None,
     softmax_scale: float,
+    lists: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Torch form of :func:`sparsek_kernels.paged.select_blocks`.
 
@@ -279,7 +281,13 @@ def select_blocks_eager(
     for request in range(batch.num_decodes, batch.num_requests):
         length, end = lengths[request], token + counts[request]
         position = length - counts[request]
-        found = nothing(policy.num_tiles(position, length), policy.scored_blocks)
+        tiles_here = policy.num_tiles(position, length)
+        if lists is not None:
+            starts = (position // tile + torch.arange(tiles_here)) * tile
+            chosen.append(listed_blocks(lists, starts, policy).long())
+            token = end
+            continue
+        found = nothing(tiles_here, policy.scored_blocks)
         prefill = plan_prefill(batch, request, policy, group_tiles(policy, heads, dim), page_size)
         if prefill.groups:
             summaries = prefill_summaries(k_cache, k_summary, prefill, length, policy)

@@ -111,6 +111,7 @@ def _selected(
         k_summary=operands.k_summary,
         softmax_scale=operands.softmax_scale,
         k_scale=operands.k_scale,
+        lists=operands.lists,
     )
 
 

@@ -24,6 +24,7 @@ from sparsek_kernels.paged.launch.scratch import (
 )
 from sparsek_kernels.paged.launch.selection import Selection, Step
 from sparsek_kernels.paged.launch.tiles import prefill_tiles
+from sparsek_kernels.paged.lists import listed_blocks
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotation_size
 
@@ -40,8 +41,11 @@ def select_blocks(
     k_summary: torch.Tensor | None,
     softmax_scale: float,
     k_scale: float = 1.0,
+    lists: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Selected blocks of the decodes, and of the prefills; -1 where a tile sees everything.
+
+    Prefills follow ``lists`` where they are given (``block_lists``), else scores.
 
     Returns:
         ``[decode tokens, Hkv, scored_blocks of policy.per_token()]`` and
@@ -63,6 +67,8 @@ def select_blocks(
     if not batch.num_prefills:
         return decodes, rows(0, policy)
     tiles = prefill_tiles(batch, policy.query_tile, q.shape[0])
+    if lists is not None:
+        return decodes, listed_blocks(lists, tiles[:, 1], policy)
     prefills = rows(tiles.shape[0], policy)
     if policy.scored_blocks:
         call = replace(call, out=prefills, policy=policy, tiles=tiles)
