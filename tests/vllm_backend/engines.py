@@ -32,7 +32,9 @@ def engine(
     """
     from vllm import LLM
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+    from vllm.envs import disable_envs_cache
 
+    disable_envs_cache()  # an engine before this one has frozen what vLLM reads of the environment
     # vLLM's first model runner forbids captures when it has made its own; its second never allows
     # them again, and would refuse every engine after that in this process.
     set_cudagraph_capturing_enabled(True)

@@ -214,6 +214,63 @@ def _predict_with_last_layer(folder: Path) -> None:
     _change_config(folder, num_hidden_layers=2)
 
 
+GROUP, LEVELS, MIDDLE = 32, 16, 8
+"""Inputs that share a scale, and the 4-bit levels of a quantised weight."""
+_PACKING = {"gptq": (0, 1, 2, 3, 4, 5, 6, 7), "awq": (0, 2, 4, 6, 1, 3, 5, 7)}
+"""Which of eight neighbours lies in each 4 bits of a word, from the lowest."""
+_CONFIGS = {
+    "gptq": {"quant_method": "gptq", "desc_act": False, "sym": True},
+    "awq": {"quant_method": "awq", "zero_point": True, "version": "gemm"},
+}
+
+
+def _packed(levels: Any, method: str) -> Any:
+    """Eight levels of the last dimension in each 32-bit word."""
+    import torch
+
+    order = torch.tensor(_PACKING[method])
+    eights = levels.unflatten(-1, (-1, 8))[..., order].to(torch.int64)
+    words = (eights << (4 * torch.arange(8))).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).contiguous()
+
+
+def _quantised(weight: Any, method: str) -> dict[str, Any]:
+    """A linear layer's weight ``[out, in]`` in 4 bits, under the names of GPTQ or AWQ."""
+    import torch
+
+    inputs = weight.shape[1]
+    groups = weight.T.float().unflatten(0, (-1, GROUP))  # [in / GROUP, GROUP, out]
+    scales = (groups.abs().amax(1) / (MIDDLE - 0.5)).half()
+    levels = (groups / scales.float().unsqueeze(1)).round() + MIDDLE
+    levels = levels.clamp(0, LEVELS - 1).flatten(0, 1)  # [in, out]
+    if method == "awq":
+        zeros = _packed(torch.full(scales.shape, MIDDLE), method)
+        return {"qweight": _packed(levels, method), "qzeros": zeros, "scales": scales}
+    zeros = _packed(torch.full(scales.shape, MIDDLE - 1), method)  # one less, by convention
+    words = _packed(levels.T.contiguous(), method).T.contiguous()
+    index = torch.arange(inputs, dtype=torch.int32) // GROUP
+    return {"qweight": words, "qzeros": zeros, "scales": scales, "g_idx": index}
+
+
+def quantise(folder: Path, method: str) -> Path:
+    """Turn a written model's linear layers into 4 bits, ``gptq`` or ``awq``, and return it."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    weights = {}
+    for name, weight in load_file(path).items():
+        layer = name.removesuffix(".weight")
+        if layer.endswith("_proj"):
+            parts = _quantised(weight, method)
+            weights |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
+        else:
+            weights[name] = weight
+    save_file(weights, path, metadata={"format": "pt"})
+    config = {**_CONFIGS[method], "bits": 4, "group_size": GROUP}
+    _change_config(folder, quantization_config=config)
+    return folder
+
+
 def write_tokenizer(folder: Path) -> None:
     """A tokenizer of numbers: some engines insist on having one."""
     from tokenizers import Tokenizer

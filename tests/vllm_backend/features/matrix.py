@@ -212,6 +212,7 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             SERVED,
             (f"{ON_GPU}::test_graphs",),
         ),
+        Row("vLLM's first and second model runner", SERVED, (f"{ON_GPU}::test_model_runners",)),
         Row(
             "`--kv-sharing-fast-prefill`",
             SERVED,
@@ -224,8 +225,24 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             SERVED,
             (f"{GPU}::test_scheduling_changes_no_token[speculating]",),
         ),
-        Row("EAGLE", SERVED, (f"{SCHEDULING}::test_speculation[eagle]",)),
-        Row("EAGLE-3", SERVED, (f"{SCHEDULING}::test_speculation[eagle3]",)),
+        Row(
+            "EAGLE",
+            SERVED,
+            (
+                f"{SCHEDULING}::test_speculation[eagle]",
+                f"{ON_GPU}::test_speculation[eagle-eager]",
+                f"{ON_GPU}::test_speculation[eagle-graphs]",
+            ),
+        ),
+        Row(
+            "EAGLE-3",
+            SERVED,
+            (
+                f"{SCHEDULING}::test_speculation[eagle3]",
+                f"{ON_GPU}::test_speculation[eagle3-eager]",
+                f"{ON_GPU}::test_speculation[eagle3-graphs]",
+            ),
+        ),
         Row("draft model", SERVED, (f"{SCHEDULING}::test_speculation[draft_model]",)),
         Row("MTP", SERVED, (f"{SCHEDULING}::test_mtp",)),
         Row(
