@@ -142,6 +142,16 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "a later vLLM, or mode `sink_window` or `dense`",
         ),
         Row(
+            "Mamba (no attention)",
+            SERVED,
+            (
+                "features/test_refused.py::test_a_model_without_attention_is_not_refused",
+                f"{ON_GPU}::test_a_model_without_attention",
+            ),
+            "SPARSEK has nothing to do: the flag changes nothing",
+        ),
+        Row("LLaVA (causal image tokens)", SERVED, ("test_engine_models.py::test_images",)),
+        Row(
             "bidirectional image tokens (Gemma 3 vision, PaliGemma)",
             SERVED,
             ("test_layer.py::test_bidirectional_prefix_is_served_by_the_fallback",),
@@ -329,13 +339,31 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "tensor parallel",
             SERVED,
             (
-                "test_tensor_parallel.py::test_tokens_of_two_ranks",
+                "test_parallel.py::test_tokens_of_two_ranks[tensor parallel]",
                 f"{ON_GPU}::test_two_gpus[tensor parallel]",
             ),
         ),
-        Row("pipeline parallel", SERVED, (f"{ON_GPU}::test_two_gpus[pipeline parallel]",)),
-        Row("expert parallel", SERVED, (f"{ON_GPU}::test_two_gpus[expert parallel]",)),
-        Row("data parallel", SERVED, (f"{ON_GPU}::test_data_parallel",)),
+        Row(
+            "pipeline parallel",
+            SERVED,
+            (
+                "test_parallel.py::test_tokens_of_two_ranks[pipeline parallel]",
+                f"{ON_GPU}::test_two_gpus[pipeline parallel]",
+            ),
+        ),
+        Row(
+            "expert parallel",
+            SERVED,
+            (
+                "test_parallel.py::test_tokens_of_two_ranks[expert parallel]",
+                f"{ON_GPU}::test_two_gpus[expert parallel]",
+            ),
+        ),
+        Row(
+            "data parallel",
+            SERVED,
+            ("test_parallel.py::test_two_engines", f"{ON_GPU}::test_data_parallel"),
+        ),
         Row(
             "decode context parallel",
             REFUSED,
@@ -353,6 +381,22 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         Row("sleep mode", SERVED, (f"{ON_GPU}::test_sleep",)),
         Row("`--cpu-offload-gb`", SERVED, (f"{ON_GPU}::test_options[weights on the host]",)),
         Row("fp8 weights", SERVED, (f"{ON_GPU}::test_quantised_weights[fp8]",)),
+        Row(
+            "GPTQ weights",
+            SERVED,
+            (
+                "test_engine_models.py::test_weights_in_4_bits[gptq]",
+                f"{ON_GPU}::test_quantised_weights[gptq]",
+            ),
+        ),
+        Row(
+            "AWQ weights",
+            SERVED,
+            (
+                "test_engine_models.py::test_weights_in_4_bits[awq]",
+                f"{ON_GPU}::test_quantised_weights[awq]",
+            ),
+        ),
     ),
     "Hardware and versions": (
         Row(

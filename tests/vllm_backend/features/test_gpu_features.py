@@ -6,7 +6,6 @@ bits log-probabilities are held against Triton attention's, at a budget that cov
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from sparsek_backend.eval.engine import ensure_entry_point
 from sparsek_backend.vllm_backend import compat
 from sparsek_kernels.paged.launch import scratch
 from tests.vllm_backend.drafts import speculation
-from tests.vllm_backend.engines import engine, generate, model_runner, tokens
+from tests.vllm_backend.engines import engine, generate, generate_by_both, model_runner, tokens
 from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model, quantise
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.usefixtures("registered")]
@@ -184,51 +183,7 @@ def test_two_gpus(
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_data_parallel(llama: Path, prompts: list[list[int]], plain: list[list[int]]) -> None:
-    """Two engines behind one front end: each answers every request.
-
-    vLLM asks the first engine alone for its counters.
-    """
-    from vllm import SamplingParams
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    arguments = AsyncEngineArgs(
-        model=str(llama),
-        attention_backend="SPARSEK",
-        additional_config={"sparsek": SPARSE},
-        data_parallel_size=2,
-        enforce_eager=True,
-        dtype="float32",
-        seed=0,
-        **LIMITS,
-    )
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=16,
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-    async def serve() -> tuple[list[list[int]], list[Any]]:
-        llm = AsyncLLM.from_engine_args(arguments)
-
-        async def one(rank: int, index: int) -> list[int]:
-            request = {"prompt_token_ids": prompts[index]}
-            name = f"{rank} {index}"
-            async for output in llm.generate(request, params, name, data_parallel_rank=rank):
-                return list(output.outputs[0].token_ids)
-            raise AssertionError("no answer")
-
-        try:
-            places = [(rank, index) for rank in range(2) for index in range(len(prompts))]
-            found = await asyncio.gather(*(one(*place) for place in places))
-            return found, await llm.collective_rpc(read_stats)
-        finally:
-            llm.shutdown()
-
-    found, stats = asyncio.run(serve())
+    found, stats = generate_by_both(llama, SPARSE, prompts, **LIMITS)
     assert found == [*plain, *plain]
     assert all(calls > 0 for calls, _ in stats)
 
@@ -301,6 +256,18 @@ def test_models(kind: str, prompts: list[list[int]], tmp_path: Path) -> None:
     model = make_tiny_model(kind, tmp_path)
     expected = logprobs(model, "TRITON_ATTN", prompts)
     check_close(logprobs(model, "SPARSEK", prompts), expected)
+
+
+def test_a_model_without_attention(prompts: list[list[int]], tmp_path: Path) -> None:
+    """SPARSEK has nothing to do: the flag changes no token."""
+    model = make_tiny_model("no_attention", tmp_path)
+    found = []
+    for backend in ("SPARSEK", "TRITON_ATTN"):
+        with engine(model, backend, **LIMITS) as llm:
+            before = ran(llm)
+            found.append(tokens(generate(llm, prompts, together=False)))
+            assert ran(llm) == before
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("method", ["fp8", "gptq", "awq"])
