@@ -29,7 +29,7 @@ from sparsek_backend.infllm import ConfigError as ConfigError
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 
-Mode = Literal["auto", "dense", "sink_window", "block_topk", "nsa"]
+Mode = Literal["auto", "dense", "sink_window", "block_topk", "infllm", "nsa"]
 Phase = Literal["both", "prefill", "decode"]
 
 EVERY_QUERY = 1 << 30
@@ -80,7 +80,8 @@ class SparsityConfig(BaseModel):
 
     Attributes:
         mode: ``block_topk`` selects blocks by score, ``sink_window`` keeps sinks and window alone,
-            ``dense`` everything, ``nsa`` what a natively sparse model's config says; ``auto`` is
+            ``dense`` everything, ``infllm`` the blocks that a model with a ``sparse_config`` was
+            trained to select, ``nsa`` what a natively sparse model's config says; ``auto`` is
             what the model's own config says, else ``block_topk``.
         num_sink: first tokens that every query sees.
         window_size: latest tokens that every query sees, its own included.
@@ -109,6 +110,11 @@ class SparsityConfig(BaseModel):
     sparse_phase: Phase = "both"
 
     @property
+    def selects_blocks(self) -> bool:
+        """Whether layers select blocks by score."""
+        return self.mode in ("block_topk", "infllm")
+
+    @property
     def dense_decode(self) -> bool:
         """Whether decoded tokens attend everything, whatever the prefill does."""
         return self.sparse_phase == "prefill"
@@ -134,6 +140,16 @@ class SparsityConfig(BaseModel):
                 window_size=self.window_size,
                 dense_below=self.dense_below,
             )
+        if self.mode == "infllm":
+            return SelectionPolicy(
+                num_sink=self.num_sink,
+                window_size=self.window_size,
+                top_k=self.top_k,
+                sel_block_size=self.sel_block_size,
+                dense_below=self.dense_below,
+                query_tile=1,
+                ranking="infllm",
+            )
         dense_last = self.dense_last if self.query_tile > 1 else 0
         policy = SelectionPolicy(
             num_sink=self.num_sink,
@@ -152,6 +168,7 @@ FIELD_NAMES = tuple(SparsityConfig.model_fields)
 _FIELDS_OF_MODE: dict[str, frozenset[str]] = {
     "dense": frozenset({"mode"}),
     "nsa": frozenset({"mode"}),
+    "infllm": frozenset({"mode", "dense_layers"}),
     "sink_window": frozenset({"mode", "num_sink", "window_size", "dense_below", "dense_layers"}),
     "block_topk": frozenset(FIELD_NAMES),
 }
@@ -214,8 +231,17 @@ def resolve_config(
     if nsa is not None:
         mode = values["mode"] = "nsa"
     infllm = None
-    if mode in ("auto", "block_topk") and model_sparse_config not in (None, False, {}):
+    has_section = model_sparse_config not in (None, False, {})
+    if mode == "infllm" and not has_section:
+        raise ConfigError(
+            f"SPARSEK setting mode (from {sources['mode']}): 'infllm' needs a model trained with "
+            f"InfLLM-v2, and {MODEL_CONFIG} has no sparse_config section; remedy: leave mode out, "
+            "which selects blocks (block_topk) for other models"
+        )
+    if mode in ("auto", "block_topk", "infllm") and has_section:
         infllm = InfLLMSelection.read(model_sparse_config)
+        if mode == "infllm":
+            infllm.check_trained_rule()
         for name, value in infllm.settings().items():
             if name not in values:
                 values[name] = value
@@ -238,10 +264,11 @@ def _select_per_token(config: SparsityConfig, sources: dict[str, str]) -> Sparsi
     Raises:
         ConfigError: the user asked for it, or for a mode that is not batch-invariant.
     """
-    if config.mode == "nsa":
+    unserved = {"nsa": "natively sparse models are", "infllm": "mode infllm is"}
+    if config.mode in unserved:
         raise ConfigError(
-            f"SPARSEK: natively sparse models are not served with {BATCH_INVARIANT}; remedy: "
-            f"unset {BATCH_INVARIANT}"
+            f"SPARSEK: {unserved[config.mode]} not served with {BATCH_INVARIANT}; remedy: unset "
+            f"{BATCH_INVARIANT}"
         )
     fixed: dict[str, Any] = {"query_tile": 1, "dense_last": 0, "sparse_phase": "both"}
     for name, value in fixed.items():
@@ -396,7 +423,7 @@ def _check_agreement(config: SparsityConfig, sources: Mapping[str, str]) -> None
                 f"effect in mode {config.mode!r} (from {sources['mode']}); remedy: remove {name}, "
                 f"or choose a mode that uses it"
             )
-    if config.mode != "block_topk":
+    if not config.selects_blocks:
         return
     if config.sel_block_size % CELL_SIZE:
         raise ConfigError(

@@ -75,7 +75,7 @@ def check_page_size(resolved: ResolvedConfig, page_size: int) -> None:
                 "correct the section or, where the page does not fit, --block-size with a common "
                 "multiple of cmp_stride and sel_block_size"
             ) from None
-    if config.mode != "block_topk":
+    if not config.selects_blocks:
         return
     size = config.sel_block_size
     source = resolved.sources["sel_block_size"]

@@ -12,6 +12,7 @@ from sparsek_kernels.paged.checks import (
     check_cache,
     check_cache_dtype,
     check_pages,
+    check_ranking,
     check_summary,
     check_triton_layout,
     given_summary,
@@ -118,7 +119,7 @@ def select_blocks(
 
     Raises:
         TypeError, ValueError: ``policy`` does not select blocks, or an argument does not fit.
-        NotImplementedError: an fp8 cache on a CPU.
+        NotImplementedError: an fp8 cache on a CPU, or InfLLM-v2's scores on a GPU.
     """
     if not policy.selects_blocks:
         raise ValueError(f"policy: expected top_k >= 1, got top_k={policy.top_k}")
@@ -137,6 +138,7 @@ def select_blocks(
     if q.is_cuda:
         from sparsek_kernels.paged.launch import attend as launch
 
+        check_ranking(policy)
         check_triton_layout(q=q, k_cache=k_cache, k_summary=k_summary)
         check_batch_layout(batch)
         found = launch.select_blocks(
@@ -199,7 +201,8 @@ def paged_attention(
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
-        NotImplementedError: an fp8 cache, or ``batch_invariant``, on a CPU.
+        NotImplementedError: an fp8 cache, or ``batch_invariant``, on a CPU; InfLLM-v2's scores on
+            a GPU.
     """
     heads, page_size, dim = check_cache(k_cache, v_cache)
     check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, k_cache.device)
@@ -218,6 +221,7 @@ def paged_attention(
     check_tensor("out", out, shape, (q.dtype,), q.device)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     if q.is_cuda:
+        check_ranking(policy)
         check_triton_layout(
             q=q,
             k_cache=k_cache,

@@ -72,7 +72,7 @@ class SparseKImpl(AttentionImpl):
         self.batch_invariant = engine.resolved.batch_invariant
         self.dtype = engine.dtype
         self._refuse_what_sdpa_lacks()
-        if self.may_select and self._settings.mode == "block_topk":
+        if self.may_select and self._settings.selects_blocks:
             engine.selects_blocks = True
         self.policy = self.model_policy()
         self.flash = self._find_flash()

@@ -110,6 +110,21 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "as many blocks as the model was trained to attend, ranked by SPARSEK's rule",
         ),
         Row(
+            "MiniCPM4, blocks ranked as it was trained (mode `infllm`)",
+            SERVED,
+            (
+                "test_engine_models.py::test_minicpm_as_it_was_trained",
+                "test_config.py::test_what_mode_infllm_needs",
+            ),
+            "without `use_nope`",
+        ),
+        Row(
+            "mode `infllm` on a GPU",
+            REFUSED,
+            (f"{NOT_SERVED}::test_the_models_own_selection_on_a_gpu",),
+            "leave the mode out, as in the row of MiniCPM4",
+        ),
+        Row(
             "natively sparse models (NSA)",
             SERVED,
             ("test_nsa.py::test_whole_prefill", "test_gpu_nsa.py::test_tokens_are_the_modules"),

@@ -7,6 +7,7 @@ import torch
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.checks import given_summary
 from sparsek_kernels.paged.cpu.gather import block_reader, read_sequence
+from sparsek_kernels.paged.cpu.infllm import infllm_scores
 from sparsek_kernels.paged.cpu.plan import (
     PrefillPlan,
     TileGroup,
@@ -169,6 +170,9 @@ def select_tokens(
     Returns:
         ``[T, Hkv, scored_blocks]`` int64, ascending.
     """
+    if rule.ranking == "infllm":
+        scores = infllm_scores(q, where, k_cache, plan, rule, softmax_scale)
+        return list_best(scores, plan.outside, rule.scored_blocks)
     listed = token_candidates(q, k_summary, k_cache.shape[2], plan, rule, softmax_scale)
     return rank_blocks(q.unsqueeze(2), where[:, None], k_cache, group, listed, rule, softmax_scale)
 
