@@ -26,6 +26,9 @@ do instead.
 *Where* says on which machines the proof runs. The last column is the proof, below
 `tests/vllm_backend`.
 
+Ray (`--distributed-executor-backend ray`) is not in the tables: vLLM's CPU build refuses it, and it
+was run on no GPU.
+
 This page is generated: `python -m tests.vllm_backend.features.matrix`.
 """
 

@@ -44,8 +44,10 @@ LIMITS: dict[str, Any] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def remote_calls(engine_environment: None) -> Iterator[None]:
-    """Workers run functions of the tests, and know the plugin."""
+    """Workers run functions of the tests and know the plugin; NCCL alone joins GPUs."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
+        patch.setenv("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
         patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
         patch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
         ensure_entry_point()
@@ -175,7 +177,7 @@ def test_two_gpus(
 ) -> None:
     model = make_tiny_model(kind, tmp_path)
     expected = answer(model, prompts)
-    options = {**LIMITS, **options, "disable_custom_all_reduce": True}  # NCCL's is everywhere
+    options = {**LIMITS, **options, "disable_custom_all_reduce": True}
     with engine(model, "SPARSEK", SPARSE, **options) as llm:
         assert tokens(generate(llm, prompts, together=True)) == expected
         assert [calls > 0 for calls in ran(llm)] == [True, True]
