@@ -140,6 +140,8 @@ class SelectionPolicy:
     @property
     def listed_blocks(self) -> int:
         """Most candidates of a tile that are ranked exactly."""
+        if self.ranking == "infllm":
+            return 0
         return CANDIDATES * self.scored_blocks
 
     @property
