@@ -168,7 +168,7 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             ),
             "SPARSEK has nothing to do: the flag changes nothing",
         ),
-        Row("LLaVA (causal image tokens)", SERVED, ("test_engine_models.py::test_images",)),
+        Row("LLaVA (causal image tokens)", SERVED, (f"{ON_GPU}::test_images",)),
         Row(
             "bidirectional image tokens (Gemma 3 vision, PaliGemma)",
             SERVED,
@@ -403,18 +403,11 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "GPTQ weights",
             SERVED,
             (
-                "test_engine_models.py::test_weights_in_4_bits[gptq]",
+                "test_engine_models.py::test_weights_in_4_bits",
                 f"{ON_GPU}::test_quantised_weights[gptq]",
             ),
         ),
-        Row(
-            "AWQ weights",
-            SERVED,
-            (
-                "test_engine_models.py::test_weights_in_4_bits[awq]",
-                f"{ON_GPU}::test_quantised_weights[awq]",
-            ),
-        ),
+        Row("AWQ weights", SERVED, (f"{ON_GPU}::test_quantised_weights[awq]",)),
     ),
     "Hardware and versions": (
         Row(

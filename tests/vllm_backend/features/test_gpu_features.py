@@ -20,7 +20,13 @@ from sparsek_backend.vllm_backend import compat
 from sparsek_kernels.paged.launch import scratch
 from tests.vllm_backend.drafts import speculation
 from tests.vllm_backend.engines import engine, generate, generate_by_both, model_runner, tokens
-from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model, quantise
+from tests.vllm_backend.tiny_models import (
+    IMAGE_SIZE,
+    IMAGE_TOKEN,
+    VOCABULARY,
+    make_tiny_model,
+    quantise,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.usefixtures("registered")]
 
@@ -258,6 +264,34 @@ def test_models(kind: str, prompts: list[list[int]], tmp_path: Path) -> None:
     model = make_tiny_model(kind, tmp_path)
     expected = logprobs(model, "TRITON_ATTN", prompts)
     check_close(logprobs(model, "SPARSEK", prompts), expected)
+
+
+def test_images(prompts: list[list[int]], tmp_path: Path) -> None:
+    """An image's tokens are a decoder's like others: causal, in pages, selected by score."""
+    pytest.importorskip("torchvision")  # without it vLLM cannot import the model
+    from PIL import Image
+    from vllm import SamplingParams
+
+    model = make_tiny_model("images", tmp_path)
+    generator = torch.Generator().manual_seed(8)
+    pixels = torch.randint(0, 256, (2, IMAGE_SIZE, IMAGE_SIZE, 3), generator=generator)
+    images = [Image.fromarray(one.to(torch.uint8).numpy()) for one in pixels]
+    text = prompts[-1][:600]
+    request = {"prompt_token_ids": [*text[:40], IMAGE_TOKEN, *text[40:]]}
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    options = {**LIMITS, "skip_tokenizer_init": False, "dtype": "bfloat16"}
+    found = {}
+    for backend in ("SPARSEK", "TRITON_ATTN"):
+        with engine(model, backend, COVERING if backend == "SPARSEK" else None, **options) as llm:
+            before = ran(llm)
+            requests = [{**request, "multi_modal_data": {"image": image}} for image in images]
+            outputs = llm.generate(requests, params, use_tqdm=False)
+            assert (ran(llm) > before) == (backend == "SPARSEK")
+        rows = [output.prompt_logprobs[-560:] for output in outputs]
+        pairs = [zip(text[-560:], row, strict=True) for row in rows]
+        found[backend] = torch.tensor([[e[token].logprob for token, e in row] for row in pairs])
+    assert (found["SPARSEK"][0] - found["SPARSEK"][1]).abs().mean() > 0.01  # the image is seen
+    check_close(found["SPARSEK"], found["TRITON_ATTN"])
 
 
 def test_a_model_without_attention(prompts: list[list[int]], tmp_path: Path) -> None:
