@@ -102,11 +102,6 @@ def test_encoder_decoder_models(tmp_path: Path) -> None:
         configure(tmp_path, skip_tokenizer_init=True)
 
 
-def test_a_model_without_attention_is_not_refused(tmp_path: Path) -> None:
-    model = make_tiny_model("no_attention", tmp_path)
-    assert configure(model).model_config.is_attention_free
-
-
 def test_every_other_kv_connector(llama: Path) -> None:
     """By its name, with the option that was given; a connector of the user's own too."""
     from vllm.config import KVTransferConfig

@@ -1,4 +1,4 @@
-"""Two ranks, or engines, give the tokens of one, and both select blocks."""
+"""Two ranks give the tokens of one, and both select blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from sparsek_backend.bench.serve_worker import read_stats
 from sparsek_backend.eval.engine import ensure_entry_point
-from tests.vllm_backend.engines import engine, generate, generate_by_both, requires_cpu_vllm, tokens
+from tests.vllm_backend.engines import engine, generate, requires_cpu_vllm, tokens
 from tests.vllm_backend.nsa_models import CONFIG, complete, make_model
 from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
 
@@ -47,64 +47,34 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     ensure_entry_point()
 
 
-RANKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tensor parallel": ("llama", {"tensor_parallel_size": 2}),
-    "pipeline parallel": ("llama", {"pipeline_parallel_size": 2}),
-    "expert parallel": ("moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
-}
-LIMITS: dict[str, Any] = {
-    "max_model_len": 512,
-    "max_num_batched_tokens": 128,
-    "skip_tokenizer_init": True,
-}
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
+def test_tokens_of_two_ranks(
+    two_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny_model("llama", tmp_path)
     generator = torch.Generator().manual_seed(6)
-    return [
+    prompts = [
         torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
         for length in (1, 33, 150, 400)
     ]
-
-
-@pytest.mark.parametrize(("kind", "options"), RANKS.values(), ids=RANKS.keys())
-def test_tokens_of_two_ranks(
-    kind: str,
-    options: dict[str, Any],
-    prompts: list[list[int]],
-    two_ranks: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = make_tiny_model(kind, tmp_path)
-    with engine(model, "SPARSEK", SETTINGS, **LIMITS) as llm:
+    options: dict[str, Any] = {
+        "max_model_len": 512,
+        "max_num_batched_tokens": 128,
+        "skip_tokenizer_init": True,
+    }
+    with engine(model, "SPARSEK", SETTINGS, **options) as llm:
         expected = tokens(generate(llm, prompts, together=True))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")  # two ranks share one NUMA node
-    with engine(model, "SPARSEK", SETTINGS, **options, **LIMITS) as llm:
+    with engine(model, "SPARSEK", SETTINGS, tensor_parallel_size=2, **options) as llm:
         found = tokens(generate(llm, prompts, together=True))
         ranks = llm.collective_rpc(read_stats)
         told = llm.collective_rpc(read_counter)
     assert found == expected
     assert len(ranks) == 2
     assert told[0] > 0
-    if "tensor_parallel_size" in options:  # ranks attend the same keys, which are counted once
-        assert told[1] is None
+    assert told[1] is None  # ranks attend the same keys, which are counted once
     for forward_calls, attended_share in ranks:
         assert forward_calls > 0
         assert attended_share < 0.7
-
-
-def test_two_engines(
-    prompts: list[list[int]], two_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make_tiny_model("llama", tmp_path)
-    with engine(model, "SPARSEK", SETTINGS, **LIMITS) as llm:
-        expected = tokens(generate(llm, prompts, together=True))
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
-    found, stats = generate_by_both(model, SETTINGS, prompts, **LIMITS)
-    assert found == [*expected, *expected]
-    assert all(calls > 0 for calls, _ in stats)
 
 
 def test_a_natively_sparse_model_gives_the_modules_tokens(
