@@ -29,7 +29,8 @@ def semantic_kernels(
     keys = reader.read(names)[0].flatten(1, 3).float()  # [Hkv, keys, D]
     cells = keys.unflatten(1, (-1, CELL_SIZE)).mean(2)
     count = blocks * size // CELL_SIZE
-    return (cells[:, :count] + cells[:, 1 : count + 1]) / 2
+    means: torch.Tensor = (cells[:, :count] + cells[:, 1 : count + 1]) / 2
+    return means
 
 
 def infllm_scores(
