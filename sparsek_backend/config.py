@@ -29,7 +29,7 @@ from sparsek_backend.infllm import ConfigError as ConfigError
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 
-Mode = Literal["auto", "dense", "sink_window", "block_topk", "pattern", "nsa"]
+Mode = Literal["auto", "dense", "sink_window", "block_topk", "pattern", "infllm", "nsa"]
 Phase = Literal["both", "prefill", "decode"]
 
 EVERY_QUERY = 1 << 30
@@ -89,8 +89,10 @@ class SparsityConfig(BaseModel):
 
     mode: Mode = "auto"
     """`block_topk`: sinks, window and the best-scoring blocks. `pattern`: the same, but prefills
-    take their blocks from a learned file. `sink_window`: sinks and window only. `dense`: everything. `nsa`: what a natively sparse model's own weights say. `auto`: what
-    the model's own config says, else `block_topk`."""
+    take their blocks from a learned file. `infllm`: the blocks that a model with a `sparse_config`
+    was trained to select (CPUs only). `sink_window`: sinks and window only. `dense`: everything.
+    `nsa`: what a natively sparse model's own weights say. `auto`: what the model's own config says,
+    else `block_topk`."""
     num_sink: _Count = 64
     """First tokens that every query sees. `block_topk` rounds up to whole blocks."""
     window_size: _Positive = 512
@@ -120,7 +122,7 @@ class SparsityConfig(BaseModel):
     @property
     def selects_blocks(self) -> bool:
         """Whether queries attend blocks beyond sinks and window."""
-        return self.mode in ("block_topk", "pattern")
+        return self.mode in ("block_topk", "pattern", "infllm")
 
     @property
     def dense_decode(self) -> bool:
@@ -148,6 +150,16 @@ class SparsityConfig(BaseModel):
                 window_size=self.window_size,
                 dense_below=self.dense_below,
             )
+        if self.mode == "infllm":
+            return SelectionPolicy(
+                num_sink=self.num_sink,
+                window_size=self.window_size,
+                top_k=self.top_k,
+                sel_block_size=self.sel_block_size,
+                dense_below=self.dense_below,
+                query_tile=1,
+                ranking="infllm",
+            )
         dense_last = self.dense_last if self.query_tile > 1 else 0
         policy = SelectionPolicy(
             num_sink=self.num_sink,
@@ -166,6 +178,7 @@ FIELD_NAMES = tuple(SparsityConfig.model_fields)
 _FIELDS_OF_MODE: dict[str, frozenset[str]] = {
     "dense": frozenset({"mode"}),
     "nsa": frozenset({"mode"}),
+    "infllm": frozenset({"mode", "dense_layers"}),
     "sink_window": frozenset({"mode", "num_sink", "window_size", "dense_below", "dense_layers"}),
     "block_topk": frozenset(FIELD_NAMES) - {"pattern"},
     "pattern": frozenset(FIELD_NAMES),
@@ -229,8 +242,17 @@ def resolve_config(
     if nsa is not None:
         mode = values["mode"] = "nsa"
     infllm = None
-    if mode in ("auto", "block_topk") and model_sparse_config not in (None, False, {}):
+    has_section = model_sparse_config not in (None, False, {})
+    if mode == "infllm" and not has_section:
+        raise ConfigError(
+            f"SPARSEK setting mode (from {sources['mode']}): 'infllm' needs a model trained with "
+            f"InfLLM-v2, and {MODEL_CONFIG} has no sparse_config section; remedy: leave mode out, "
+            "which selects blocks (block_topk) for other models"
+        )
+    if mode in ("auto", "block_topk", "infllm") and has_section:
         infllm = InfLLMSelection.read(model_sparse_config)
+        if mode == "infllm":
+            infllm.check_trained_rule()
         for name, value in infllm.settings().items():
             if name not in values:
                 values[name] = value
@@ -253,10 +275,11 @@ def _select_per_token(config: SparsityConfig, sources: dict[str, str]) -> Sparsi
     Raises:
         ConfigError: the user asked for it, or for a mode that is not batch-invariant.
     """
-    if config.mode == "nsa":
+    unserved = {"nsa": "natively sparse models are", "infllm": "mode infllm is"}
+    if config.mode in unserved:
         raise ConfigError(
-            f"SPARSEK: natively sparse models are not served with {BATCH_INVARIANT}; remedy: "
-            f"unset {BATCH_INVARIANT}"
+            f"SPARSEK: {unserved[config.mode]} not served with {BATCH_INVARIANT}; remedy: unset "
+            f"{BATCH_INVARIANT}"
         )
     if config.mode == "pattern":
         raise ConfigError(

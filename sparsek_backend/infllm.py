@@ -8,6 +8,8 @@ from typing import Any
 
 FLAG = "--additional-config"
 MODEL_CONFIG = "the model's config"
+KERNEL_SIZE, KERNEL_STRIDE = 32, 16
+"""Of the means of K that mode infllm scores."""
 
 
 class ConfigError(ValueError):
@@ -78,6 +80,21 @@ class InfLLMSelection:
     def total_blocks(self) -> int:
         """Blocks that a query attends."""
         return self.topk + self.local_blocks
+
+    def check_trained_rule(self) -> None:
+        """Check that blocks can be scored as the model was trained.
+
+        Raises:
+            ConfigError: they cannot; the message has the field.
+        """
+        expected = {"kernel_size": KERNEL_SIZE, "kernel_stride": KERNEL_STRIDE, "use_nope": False}
+        for name, value in expected.items():
+            if getattr(self, name) != value:
+                raise ConfigError(
+                    f"SPARSEK mode infllm: expected {name} {value} in the sparse_config of "
+                    f"{MODEL_CONFIG}, got {getattr(self, name)}; remedy: mode block_topk, which "
+                    "attends as many blocks, ranked by SPARSEK's own scores"
+                )
 
     def settings(self) -> dict[str, Any]:
         """Return the fields of :class:`SparsityConfig` that attend the same number of blocks."""

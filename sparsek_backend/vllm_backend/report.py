@@ -116,8 +116,9 @@ def _describe_policy(policy: SelectionPolicy) -> str:
             return f"the model's sliding window of {policy.window_size}"
         return f"sink_window, {policy.num_sink} sink tokens + window {policy.window_size}"
     sinks = policy.sink_blocks
+    mode = "infllm" if policy.ranking == "infllm" else "block_topk"
     return (
-        f"block_topk, {sinks} sink block{'' if sinks == 1 else 's'} + window "
+        f"{mode}, {sinks} sink block{'' if sinks == 1 else 's'} + window "
         f"{policy.window_size} + {policy.top_k} blocks of {policy.sel_block_size} per KV head"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+
+from sparsek_backend.bench.serve_worker import read_stats
 
 requires_cpu_vllm = pytest.mark.skipif(
     "not __import__('vllm.platforms').platforms.current_platform.is_cpu()",
@@ -32,7 +35,9 @@ def engine(
     """
     from vllm import LLM
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+    from vllm.envs import disable_envs_cache
 
+    disable_envs_cache()  # an engine before this one has frozen what vLLM reads of the environment
     # vLLM's first model runner forbids captures when it has made its own; its second never allows
     # them again, and would refuse every engine after that in this process.
     set_cudagraph_capturing_enabled(True)
@@ -69,6 +74,55 @@ def generate(
     if together:
         return list(llm.generate(requests, params, use_tqdm=False))
     return [llm.generate([request], params, use_tqdm=False)[0] for request in requests]
+
+
+def generate_by_both(
+    model: Path, settings: dict[str, Any], prompts: Sequence[Sequence[int]], **options: Any
+) -> tuple[list[list[int]], list[Any]]:
+    """Greedy tokens of two data-parallel engines behind one front end.
+
+    Returns:
+        The tokens of every prompt by the first engine, then by the second; and of the first engine,
+        which is the one that vLLM asks, what :func:`read_stats` finds in its workers.
+    """
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = AsyncEngineArgs(
+        model=str(model),
+        attention_backend="SPARSEK",
+        additional_config={"sparsek": settings},
+        data_parallel_size=2,
+        **{"enforce_eager": True, "dtype": "float32", "seed": 0, **options},
+    )
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=16,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+    async def serve() -> tuple[list[list[int]], list[Any]]:
+        llm = AsyncLLM.from_engine_args(arguments)
+
+        async def one(rank: int, index: int) -> list[int]:
+            request = {"prompt_token_ids": list(prompts[index])}
+            name = f"{rank} {index}"
+            async for output in llm.generate(request, params, name, data_parallel_rank=rank):
+                return list(output.outputs[0].token_ids)
+            raise AssertionError("no answer")
+
+        try:
+            places = [(rank, index) for rank in range(2) for index in range(len(prompts))]
+            found = await asyncio.gather(*(one(*place) for place in places))
+            return found, await llm.collective_rpc(read_stats)
+        finally:
+            llm.shutdown()
+
+    return asyncio.run(serve())
 
 
 def tokens(outputs: Sequence[Any]) -> list[list[int]]:

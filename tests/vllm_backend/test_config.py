@@ -92,6 +92,37 @@ def test_infllm_dense_length() -> None:
     assert pure.dense_below == 0
 
 
+def test_infllm_as_it_was_trained() -> None:
+    resolved = resolve_config({"mode": "infllm", "dense_layers": 1}, {}, INFLLM)
+    assert resolved.config.policy_for(0) == SelectionPolicy()
+    policy = resolved.config.policy_for(1)
+    assert (policy.ranking, policy.query_tile, policy.dense_last) == ("infllm", 1, 0)
+    assert policy.budget_blocks == 96
+    assert policy.per_token() is policy
+
+
+@pytest.mark.parametrize(
+    ("settings", "section", "words"),
+    [
+        ({}, None, "needs a model trained with InfLLM-v2"),
+        ({}, {**INFLLM, "kernel_size": 64}, "expected kernel_size 32 in the sparse_config"),
+        ({}, {**INFLLM, "kernel_stride": 32}, "expected kernel_stride 16 in the sparse_config"),
+        ({}, {**INFLLM, "use_nope": True}, "expected use_nope False in the sparse_config"),
+        ({}, {**INFLLM, "block_size": 24}, "sel_block_size"),
+        ({"top_k": 4}, INFLLM, "top_k .* has no effect in mode 'infllm'"),
+        ({"query_tile": 64}, INFLLM, "query_tile .* has no effect in mode 'infllm'"),
+    ],
+)
+def test_what_mode_infllm_needs(settings: dict[str, Any], section: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{words}.*remedy"):
+        resolve_config({"mode": "infllm", **settings}, {}, section)
+
+
+def test_mode_infllm_is_not_batch_invariant() -> None:
+    with pytest.raises(ConfigError, match="mode infllm is not served with VLLM_BATCH_INVARIANT"):
+        resolve_config({"mode": "infllm"}, {}, INFLLM, batch_invariant=True)
+
+
 def test_infllm_section_is_ignored_when_the_user_chooses_another_mode() -> None:
     resolved = resolve_config({"mode": "sink_window"}, {}, INFLLM)
     assert resolved.config.window_size == 512

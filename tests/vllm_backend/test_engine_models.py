@@ -9,8 +9,11 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 
+from sparsek_backend.vllm_backend.sparsek import impl as impl_module
 from sparsek_kernels.fallback import fallback_counts
+from sparsek_kernels.paged.infllm_reference import select_infllm_reference
 from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.reference import paged_attention_reference
 from tests.vllm_backend.engines import (
     counted_forwards,
     engine,
@@ -18,7 +21,11 @@ from tests.vllm_backend.engines import (
     model_runner,
     requires_cpu_vllm,
 )
-from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
+from tests.vllm_backend.tiny_models import (
+    VOCABULARY,
+    make_tiny_model,
+    quantise,
+)
 
 pytestmark = [pytest.mark.engine, requires_cpu_vllm, pytest.mark.usefixtures("registered")]
 
@@ -102,6 +109,15 @@ def test_decoders(kind: str, reason: str | None, prompts: list[list[int]], tmp_p
     assert grown == ({reason} if reason else set())
 
 
+def test_weights_in_4_bits(prompts: list[list[int]], tmp_path: Path) -> None:
+    """In 16 bits rounding moves logits a little everywhere; a wrong mask moves most of them far."""
+    model = quantise(make_tiny_model("llama", tmp_path), "gptq")
+    found = decode(model, "SPARSEK", prompts[2:3], dtype="bfloat16")
+    distance = (found - decode(model, "CPU_ATTN", prompts[2:3], dtype="bfloat16")).abs()
+    print(f"|d logprob|: mean {distance.mean():.4f}, largest {distance.max():.4f}")
+    assert distance.mean() < 0.1
+
+
 def test_minicpm_takes_its_own_selection(prompts: list[list[int]], tmp_path: Path) -> None:
     from sparsek_backend.vllm_backend.stats import STATS
 
@@ -131,6 +147,39 @@ def test_minicpm_takes_its_own_selection(prompts: list[list[int]], tmp_path: Pat
     )
     assert STATS.attended_tokens - before[0] == layers * expected
     assert STATS.context_tokens - before[1] == layers * sum(p + 1 for p in positions)
+
+
+def test_minicpm_as_it_was_trained(
+    prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every layer, in prefill and decode, attends what the oracle of InfLLM-v2 chooses."""
+    real, errors = impl_module.paged_attention, []
+
+    def held_against_oracle(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Any, policy: Any, **options: Any
+    ) -> torch.Tensor:
+        out = real(q, k, v, batch, policy, **options)
+        assert (policy.ranking, policy.query_tile) == ("infllm", 1)
+        scale = options["softmax_scale"]
+        expected = paged_attention_reference(
+            q, k, v, batch, policy, softmax_scale=scale, select=select_infllm_reference
+        )
+        errors.append(float((out.double() - expected).abs().max()))
+        return out
+
+    monkeypatch.setattr(impl_module, "paged_attention", held_against_oracle)
+    model = make_tiny_model("minicpm", tmp_path)
+    with engine(
+        model,
+        "SPARSEK",
+        {"mode": "infllm"},
+        max_model_len=MAX_LEN,
+        max_num_batched_tokens=128,
+        skip_tokenizer_init=True,
+    ) as llm:
+        generate(llm, prompts[-1:], together=False, max_tokens=4)
+    assert len(errors) >= 2 * (3 + 3)
+    assert max(errors) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["encoder", "sliding_encoder"])

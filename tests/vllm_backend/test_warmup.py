@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,3 +98,18 @@ def test_pages_are_laid_out_as_the_engines(current: Any, monkeypatch: pytest.Mon
     assert seen
     assert all(cache.stride() == expected.stride() for cache in seen)
     assert all(cache.shape[1:] == expected.shape[1:] for cache in seen)
+
+
+def test_scratch_is_not_made_in_the_memory_pool_of_sleep_mode(
+    current: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That pool takes the allocations of the thread that makes the pages, and of no other."""
+    layer = make_layer()
+    _, spec = make_builder(layer, current)
+    threads = []
+    monkeypatch.setattr(
+        type(layer.impl), "dummy_run", lambda *_: threads.append(threading.get_ident())
+    )
+    warm_up_prefills([layer], spec, current, torch.device("cpu"))
+    assert len(set(threads)) == 1
+    assert threading.get_ident() not in threads

@@ -29,6 +29,7 @@ DECODER = {
     "max_position_embeddings": 16384,
     "tie_word_embeddings": True,
 }
+IMAGE_TOKEN, IMAGE_SIZE, PATCH_SIZE = VOCABULARY - 1, 64, 8
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 SPARSE_CONFIG = {
@@ -50,6 +51,7 @@ def _configs() -> dict[str, Any]:
     from transformers import (
         BertConfig,
         BloomConfig,
+        CLIPVisionConfig,
         Gemma2Config,
         Gemma3nTextConfig,
         Gemma3TextConfig,
@@ -57,6 +59,8 @@ def _configs() -> dict[str, Any]:
         GptOssConfig,
         Lfm2Config,
         LlamaConfig,
+        LlavaConfig,
+        MambaConfig,
         MistralConfig,
         ModernBertConfig,
         Qwen3Config,
@@ -147,6 +151,22 @@ def _configs() -> dict[str, Any]:
             linear_key_head_dim=128,
             linear_value_head_dim=128,
         ),
+        "no_attention": MambaConfig(**COMMON, hidden_size=128, num_hidden_layers=2),
+        "images": LlavaConfig(
+            text_config=LlamaConfig(**COMMON, **DECODER),
+            vision_config=CLIPVisionConfig(
+                hidden_size=64,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                image_size=IMAGE_SIZE,
+                patch_size=PATCH_SIZE,
+                projection_dim=64,
+            ),
+            image_token_index=IMAGE_TOKEN,
+            vision_feature_layer=-1,
+            tie_word_embeddings=True,
+        ),
         "alibi": BloomConfig(**COMMON, hidden_size=128, n_layer=2, n_head=4),
         "encoder": BertConfig(
             **COMMON,
@@ -174,16 +194,19 @@ def _configs() -> dict[str, Any]:
 def make_tiny_model(name: str, folder: Path) -> Path:
     """Write a random model of the named kind into ``folder`` and return it."""
     import torch
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = _configs()[name]
     kind = AutoModel if "encoder" in name else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if name == "images" else kind
     state = torch.random.get_rng_state()
     torch.manual_seed(7)
     model = kind.from_config(config).float()
     torch.random.set_rng_state(state)
     model.save_pretrained(folder)
     write_tokenizer(folder)
+    if name == "images":
+        _write_processor(folder)
     if name in _ARCHITECTURES:
         _change_config(folder, architectures=[_ARCHITECTURES[name]])
     if name == "mtp":
@@ -212,6 +235,80 @@ def _predict_with_last_layer(folder: Path) -> None:
     weights[f"{layer}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
     save_file(weights, path, metadata={"format": "pt"})
     _change_config(folder, num_hidden_layers=2)
+
+
+GROUP, LEVELS, MIDDLE = 32, 16, 8
+"""Inputs that share a scale, and the 4-bit levels of a quantised weight."""
+_PACKING = {"gptq": (0, 1, 2, 3, 4, 5, 6, 7), "awq": (0, 2, 4, 6, 1, 3, 5, 7)}
+"""Which of eight neighbours lies in each 4 bits of a word, from the lowest."""
+_CONFIGS = {
+    "gptq": {"quant_method": "gptq", "desc_act": False, "sym": True},
+    "awq": {"quant_method": "awq", "zero_point": True, "version": "gemm"},
+}
+
+
+def _packed(levels: Any, method: str) -> Any:
+    """Eight levels of the last dimension in each 32-bit word."""
+    import torch
+
+    order = torch.tensor(_PACKING[method])
+    eights = levels.unflatten(-1, (-1, 8))[..., order].to(torch.int64)
+    words = (eights << (4 * torch.arange(8))).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).contiguous()
+
+
+def _quantised(weight: Any, method: str) -> dict[str, Any]:
+    """A linear layer's weight ``[out, in]`` in 4 bits, under the names of GPTQ or AWQ."""
+    import torch
+
+    inputs = weight.shape[1]
+    groups = weight.T.float().unflatten(0, (-1, GROUP))  # [in / GROUP, GROUP, out]
+    scales = (groups.abs().amax(1) / (MIDDLE - 0.5)).half()
+    levels = (groups / scales.float().unsqueeze(1)).round() + MIDDLE
+    levels = levels.clamp(0, LEVELS - 1).flatten(0, 1)  # [in, out]
+    if method == "awq":
+        zeros = _packed(torch.full(scales.shape, MIDDLE), method)
+        return {"qweight": _packed(levels, method), "qzeros": zeros, "scales": scales}
+    zeros = _packed(torch.full(scales.shape, MIDDLE - 1), method)  # one less, by convention
+    words = _packed(levels.T.contiguous(), method).T.contiguous()
+    index = torch.arange(inputs, dtype=torch.int32) // GROUP
+    return {"qweight": words, "qzeros": zeros, "scales": scales, "g_idx": index}
+
+
+def quantise(folder: Path, method: str) -> Path:
+    """Turn a written model's linear layers into 4 bits, ``gptq`` or ``awq``, and return it."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    weights = {}
+    for name, weight in load_file(path).items():
+        layer = name.removesuffix(".weight")
+        if layer.endswith("_proj"):
+            parts = _quantised(weight, method)
+            weights |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
+        else:
+            weights[name] = weight
+    save_file(weights, path, metadata={"format": "pt"})
+    config = {**_CONFIGS[method], "bits": 4, "group_size": GROUP}
+    _change_config(folder, quantization_config=config)
+    return folder
+
+
+def _write_processor(folder: Path) -> None:
+    """What turns an image into pixels, and its token into one for each patch."""
+    from transformers import AutoTokenizer, CLIPImageProcessor, LlavaProcessor
+
+    size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": [str(IMAGE_TOKEN)]})
+    LlavaProcessor(
+        CLIPImageProcessor(size=size, crop_size=size),
+        tokenizer,
+        patch_size=PATCH_SIZE,
+        vision_feature_select_strategy="default",
+        image_token=str(IMAGE_TOKEN),
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
 
 
 def write_tokenizer(folder: Path) -> None:

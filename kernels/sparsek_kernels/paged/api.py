@@ -13,6 +13,7 @@ from sparsek_kernels.paged.checks import (
     check_cache_dtype,
     check_lists,
     check_pages,
+    check_ranking,
     check_summary,
     check_triton_layout,
     given_summary,
@@ -121,7 +122,7 @@ def select_blocks(
 
     Raises:
         TypeError, ValueError: ``policy`` does not select blocks, or an argument does not fit.
-        NotImplementedError: an fp8 cache on a CPU.
+        NotImplementedError: an fp8 cache on a CPU, or InfLLM-v2's scores on a GPU.
     """
     if not policy.selects_blocks:
         raise ValueError(f"policy: expected top_k >= 1, got top_k={policy.top_k}")
@@ -141,6 +142,7 @@ def select_blocks(
     if q.is_cuda:
         from sparsek_kernels.paged.launch import attend as launch
 
+        check_ranking(policy)
         check_triton_layout(q=q, k_cache=k_cache, k_summary=k_summary)
         check_batch_layout(batch)
         found = launch.select_blocks(
@@ -213,7 +215,8 @@ def paged_attention(
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
-        NotImplementedError: an fp8 cache, or ``batch_invariant``, on a CPU.
+        NotImplementedError: an fp8 cache, or ``batch_invariant``, on a CPU; InfLLM-v2's scores on
+            a GPU.
     """
     heads, page_size, dim = check_cache(k_cache, v_cache)
     check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, k_cache.device)
@@ -233,6 +236,7 @@ def paged_attention(
     check_tensor("out", out, shape, (q.dtype,), q.device)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     if q.is_cuda:
+        check_ranking(policy)
         check_triton_layout(
             q=q,
             k_cache=k_cache,

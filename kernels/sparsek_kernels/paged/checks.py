@@ -88,6 +88,15 @@ def given_summary(k_summary: torch.Tensor | None) -> torch.Tensor:
     return k_summary
 
 
+def check_ranking(policy: SelectionPolicy) -> None:
+    """What the Triton kernels rank blocks by."""
+    if policy.ranking != "masses":
+        raise NotImplementedError(
+            f"policy: on a GPU blocks are ranked by masses, got ranking={policy.ranking!r}; leave "
+            "it out, or run on a CPU"
+        )
+
+
 def check_pages(policy: SelectionPolicy, page_size: int) -> None:
     size = policy.sel_block_size
     if page_size % size and size % page_size:

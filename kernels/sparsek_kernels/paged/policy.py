@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 CELL_SIZE = 16
 """Tokens of a cell: the block that a single token selects."""
@@ -27,6 +27,9 @@ MOST_SAMPLES = 16
 
 CANDIDATES = 3
 """Blocks that are ranked exactly, for each place."""
+
+Ranking: TypeAlias = Literal["masses", "infllm"]
+"""How blocks are ranked: by the two steps of docs/selection.md, or by InfLLM-v2's own scores."""
 
 Positions: TypeAlias = Any
 """An integer, or an array of them (NumPy, PyTorch): the rule is the same arithmetic for all."""
@@ -64,6 +67,7 @@ class SelectionPolicy:
         query_tile: query positions that share one selection (block top-k).  1 makes prefill select
             exactly as decode does, which (without ``dense_last``) makes tokens independent of
             chunking and preemption.
+        ranking: how blocks that compete are ranked.  ``infllm`` is per token.
     """
 
     num_sink: int = 0
@@ -73,6 +77,7 @@ class SelectionPolicy:
     dense_below: int = 0
     dense_last: int = 0
     query_tile: int = 64
+    ranking: Ranking = "masses"
 
     def __post_init__(self) -> None:
         lowest = {"num_sink": 0, "top_k": 0, "dense_below": 0, "dense_last": 0, "query_tile": 1}
@@ -93,16 +98,29 @@ class SelectionPolicy:
                 f"sel_block_size: expected a multiple of {CELL_SIZE}, got {self.sel_block_size}"
             )
 
+        if self.ranking not in get_args(Ranking):
+            raise ValueError(
+                f"ranking: expected one of {', '.join(get_args(Ranking))}, got {self.ranking!r}"
+            )
+        if self.ranking == "infllm" and (self.query_tile != 1 or self.dense_last):
+            raise ValueError(
+                "ranking: expected 'masses' where query_tile is not 1 or dense_last not 0, got "
+                f"'infllm' with {self.query_tile} and {self.dense_last}"
+            )
+
     def per_token(self) -> SelectionPolicy:
         """What a single token follows: the same budget, selected for it alone, by the cell.
 
         A selection that tokens do not share can follow each of them closely, so its blocks are as
-        small as a cell.  Sinks, window and ``top_k`` cover as many tokens as before.
+        small as a cell.  Sinks, window and ``top_k`` cover as many tokens as before.  InfLLM-v2's
+        blocks stay what the model was trained with.
         """
         return self._per_token
 
     @cached_property
     def _per_token(self) -> SelectionPolicy:
+        if self.ranking == "infllm":
+            return self
         size = CELL_SIZE if self.selects_blocks else self.sel_block_size
         if self.query_tile == 1 and not self.dense_last and size == self.sel_block_size:
             return self
@@ -122,6 +140,8 @@ class SelectionPolicy:
     @property
     def listed_blocks(self) -> int:
         """Most candidates of a tile that are ranked exactly."""
+        if self.ranking == "infllm":
+            return 0
         return CANDIDATES * self.scored_blocks
 
     @property

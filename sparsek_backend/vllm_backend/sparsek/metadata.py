@@ -115,8 +115,9 @@ class SparseKMetadataBuilder(StepBuilder):
         resolved = self.resolved
         size, itemsize = spec.head_size, spec.dtype.itemsize
         behind = bytes_behind(size, itemsize) / (2 * size * itemsize)
-        if resolved.infllm is not None and any(policy.selects_blocks for policy, *_ in groups):
-            logger.info_once(describe_model_selection(resolved.infllm, resolved.config))
+        trained = resolved.infllm if resolved.config.mode != "infllm" else None
+        if trained is not None and any(policy.selects_blocks for policy, *_ in groups):
+            logger.info_once(describe_model_selection(trained, resolved.config))
         for (policy, reason, version, fp8_cache, by_list), members in groups.items():
             logger.info_once(
                 describe_layers(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -80,12 +82,27 @@ def warm_up_prefills(
         device: where to run.
     """
     begin = time.perf_counter()
+    with ThreadPoolExecutor(1) as thread:
+        # vLLM makes the pages of an engine with sleep mode in a memory pool whose content it drops
+        # when the engine sleeps.  The pool takes the allocations of this thread alone, so scratch
+        # that kernels keep for later calls is made in another one.
+        count = thread.submit(_run_prefills, layers, spec, vllm_config, device).result()
+    if count:
+        logger.info_once(
+            "SPARSEK prefill kernels are ready (%.1f s, kept in Triton's cache)",
+            time.perf_counter() - begin,
+        )
+
+
+def _run_prefills(layers: Iterable[Any], spec: Any, vllm_config: Any, device: torch.device) -> int:
+    """Return how many made-up prefills were run."""
     kinds = {layer.impl.kernel_key: layer for layer in layers}
     max_model_len = vllm_config.model_config.max_model_len
     max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     width = ceil_div(max_model_len, spec.block_size)
     count = 0
-    with torch.inference_mode():
+    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with torch.inference_mode(), on_device:
         for layer in kinds.values():
             impl = layer.impl
             by_flash = impl.flash is not None and impl.policy.is_band
@@ -95,14 +112,10 @@ def warm_up_prefills(
                 batch = made_up_prefill(context, tokens, width, device)
                 impl.dummy_run(layer, _one_page(spec, device), batch)
                 count += 1
-    if count:
-        if device.type == "cuda":
+        if count and device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # the KV cache takes all free memory next
-        logger.info_once(
-            "SPARSEK prefill kernels are ready (%.1f s, kept in Triton's cache)",
-            time.perf_counter() - begin,
-        )
+    return count
 
 
 def _one_page(spec: Any, device: torch.device) -> torch.Tensor:

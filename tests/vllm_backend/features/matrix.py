@@ -26,6 +26,9 @@ do instead.
 *Where* says on which machines the proof runs. The last column is the proof, below
 `tests/vllm_backend`.
 
+Ray (`--distributed-executor-backend ray`) is not in the tables: vLLM's CPU build refuses it, and it
+was run on no GPU.
+
 This page is generated: `python -m tests.vllm_backend.features.matrix`.
 """
 
@@ -110,6 +113,21 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "as many blocks as the model was trained to attend, ranked by SPARSEK's rule",
         ),
         Row(
+            "MiniCPM4, blocks ranked as it was trained (mode `infllm`)",
+            SERVED,
+            (
+                "test_engine_models.py::test_minicpm_as_it_was_trained",
+                "test_config.py::test_what_mode_infllm_needs",
+            ),
+            "without `use_nope`",
+        ),
+        Row(
+            "mode `infllm` on a GPU",
+            REFUSED,
+            (f"{NOT_SERVED}::test_the_models_own_selection_on_a_gpu",),
+            "leave the mode out, as in the row of MiniCPM4",
+        ),
+        Row(
             "natively sparse models (NSA)",
             SERVED,
             ("test_nsa.py::test_whole_prefill", "test_gpu_nsa.py::test_tokens_are_the_modules"),
@@ -141,6 +159,13 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             (f"{START}::test_hybrid_models_before_pages_declared_their_content",),
             "a later vLLM, or mode `sink_window` or `dense`",
         ),
+        Row(
+            "Mamba (no attention)",
+            SERVED,
+            (f"{ON_GPU}::test_a_model_without_attention",),
+            "SPARSEK has nothing to do: the flag changes nothing",
+        ),
+        Row("LLaVA (causal image tokens)", SERVED, (f"{ON_GPU}::test_images",)),
         Row(
             "bidirectional image tokens (Gemma 3 vision, PaliGemma)",
             SERVED,
@@ -212,6 +237,7 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             SERVED,
             (f"{ON_GPU}::test_graphs",),
         ),
+        Row("vLLM's first and second model runner", SERVED, (f"{ON_GPU}::test_model_runners",)),
         Row(
             "`--kv-sharing-fast-prefill`",
             SERVED,
@@ -224,8 +250,24 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             SERVED,
             (f"{GPU}::test_scheduling_changes_no_token[speculating]",),
         ),
-        Row("EAGLE", SERVED, (f"{SCHEDULING}::test_speculation[eagle]",)),
-        Row("EAGLE-3", SERVED, (f"{SCHEDULING}::test_speculation[eagle3]",)),
+        Row(
+            "EAGLE",
+            SERVED,
+            (
+                f"{SCHEDULING}::test_speculation[eagle]",
+                f"{ON_GPU}::test_speculation[eagle-eager]",
+                f"{ON_GPU}::test_speculation[eagle-graphs]",
+            ),
+        ),
+        Row(
+            "EAGLE-3",
+            SERVED,
+            (
+                f"{SCHEDULING}::test_speculation[eagle3]",
+                f"{ON_GPU}::test_speculation[eagle3-eager]",
+                f"{ON_GPU}::test_speculation[eagle3-graphs]",
+            ),
+        ),
         Row("draft model", SERVED, (f"{SCHEDULING}::test_speculation[draft_model]",)),
         Row("MTP", SERVED, (f"{SCHEDULING}::test_mtp",)),
         Row(
@@ -316,8 +358,18 @@ MATRIX: dict[str, tuple[Row, ...]] = {
                 f"{ON_GPU}::test_two_gpus[tensor parallel]",
             ),
         ),
-        Row("pipeline parallel", SERVED, (f"{ON_GPU}::test_two_gpus[pipeline parallel]",)),
-        Row("expert parallel", SERVED, (f"{ON_GPU}::test_two_gpus[expert parallel]",)),
+        Row(
+            "pipeline parallel",
+            SERVED,
+            (f"{ON_GPU}::test_two_gpus[pipeline parallel]",),
+            "vLLM 0.32's CPU build fails, whatever the backend",
+        ),
+        Row(
+            "expert parallel",
+            SERVED,
+            (f"{ON_GPU}::test_two_gpus[expert parallel]",),
+            "vLLM 0.32's CPU build fails, whatever the backend",
+        ),
         Row("data parallel", SERVED, (f"{ON_GPU}::test_data_parallel",)),
         Row(
             "decode context parallel",
@@ -336,6 +388,15 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         Row("sleep mode", SERVED, (f"{ON_GPU}::test_sleep",)),
         Row("`--cpu-offload-gb`", SERVED, (f"{ON_GPU}::test_options[weights on the host]",)),
         Row("fp8 weights", SERVED, (f"{ON_GPU}::test_quantised_weights[fp8]",)),
+        Row(
+            "GPTQ weights",
+            SERVED,
+            (
+                "test_engine_models.py::test_weights_in_4_bits",
+                f"{ON_GPU}::test_quantised_weights[gptq]",
+            ),
+        ),
+        Row("AWQ weights", SERVED, (f"{ON_GPU}::test_quantised_weights[awq]",)),
     ),
     "Hardware and versions": (
         Row(

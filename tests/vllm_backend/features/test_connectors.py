@@ -131,3 +131,15 @@ def test_offloaded_pages_are_whole(llm: Any) -> None:
             assert torch.equal(getattr(new, part)[target], getattr(old, part)[source])
             rest = [page for page in range(len(new.keys)) if page != target]
             assert torch.equal(getattr(new, part)[rest], getattr(old, part)[rest])
+
+
+def test_a_full_disk_is_an_error_of_the_request(llm: Any) -> None:
+    """Last test of this engine, which the error ends; a server ends with its engine."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
+    prompt = torch.randint(
+        3, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(6)
+    ).tolist()
+    full = mock.patch.object(ExampleConnector, "_generate_filename_debug", return_value="/dev/full")
+    with full, pytest.raises(Exception, match="No space left on device"):
+        generate(llm, [prompt], together=False)

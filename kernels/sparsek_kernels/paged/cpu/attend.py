@@ -151,8 +151,10 @@ def paged_attention_eager(
     """Torch form of :func:`sparsek_kernels.paged.paged_attention`; writes ``operands.out``."""
     if batch.num_decodes:
         decodes = operands.of_rows(slice(batch.num_decode_tokens))
-        decode = native_decode.decode if native_decode.supports(decodes, batch) else _decode
-        decode(decodes, batch, policy.per_token())
+        rule = policy.per_token()
+        native = rule.ranking == "masses" and native_decode.supports(decodes, batch)
+        decode = native_decode.decode if native else _decode
+        decode(decodes, batch, rule)
     _, counts = host_lengths(batch)
     token = int(batch.cu_seqlens_q[batch.num_decodes])
     for request in range(batch.num_decodes, batch.num_requests):

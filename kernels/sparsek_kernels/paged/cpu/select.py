@@ -7,6 +7,7 @@ import torch
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.checks import given_summary
 from sparsek_kernels.paged.cpu.gather import block_reader, read_sequence
+from sparsek_kernels.paged.cpu.infllm import infllm_scores, semantic_kernels
 from sparsek_kernels.paged.cpu.plan import (
     PrefillPlan,
     TileGroup,
@@ -17,7 +18,7 @@ from sparsek_kernels.paged.cpu.plan import (
     plan_tokens,
 )
 from sparsek_kernels.paged.lists import listed_blocks
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotate
 
 NOTHING = 1 << 40
@@ -170,6 +171,14 @@ def select_tokens(
     Returns:
         ``[T, Hkv, scored_blocks]`` int64, ascending.
     """
+    if rule.ranking == "infllm":
+        blocks = plan.index.num_blocks
+        scores = []
+        for token, table in enumerate(plan.index.table):
+            kernels = semantic_kernels(k_cache, table, blocks, rule)
+            one = slice(token, token + 1)
+            scores.append(infllm_scores(q[one], where[one], kernels, blocks, rule, softmax_scale))
+        return list_best(torch.cat(scores), plan.outside, rule.scored_blocks)
     listed = token_candidates(q, k_summary, k_cache.shape[2], plan, rule, softmax_scale)
     return rank_blocks(q.unsqueeze(2), where[:, None], k_cache, group, listed, rule, softmax_scale)
 
@@ -207,7 +216,7 @@ def select_group(
         q: ``[n, Hkv, G, D]``, the tiles' queries, from ``position`` on.
         first: position of the first tile.
         group: the tiles.
-        summaries: means of K, ``[Hkv, cells, D]``; for a ``query_tile`` of 1 ``k_summary``.
+        summaries: what :func:`prefill_summaries` returns.
 
     Returns:
         ``[tiles, Hkv, scored_blocks]`` int64, ascending.
@@ -216,6 +225,10 @@ def select_group(
     if policy.query_tile == 1:
         where = torch.arange(position, end)
         plan = plan_tokens(group.table, where, policy)
+        if policy.ranking == "infllm":
+            blocks = plan.index.num_blocks
+            scores = infllm_scores(q, where, summaries, blocks, policy, softmax_scale)
+            return list_best(scores, plan.outside, policy.scored_blocks)
         return select_tokens(q, where, k_cache, summaries, plan, group, policy, softmax_scale)
     listed = tile_candidates(q, position, summaries, policy, softmax_scale)
     where = sampled_rows(first, listed.shape[0], position, end, policy)
@@ -230,7 +243,10 @@ def prefill_summaries(
     length: int,
     policy: SelectionPolicy,
 ) -> torch.Tensor:
-    """What :func:`select_group` takes as ``summaries`` for the prefill of a plan."""
+    """Means of a prefill's K, ``[Hkv, means, D]``; for a ``query_tile`` of 1 ``k_summary``."""
+    if policy.ranking == "infllm":
+        blocks = ceil_div(length, policy.sel_block_size)
+        return semantic_kernels(k_cache, plan.table[0], blocks, policy)
     if policy.query_tile == 1:
         return given_summary(k_summary)
     return cell_means(read_sequence(k_cache, plan.table[0], length))

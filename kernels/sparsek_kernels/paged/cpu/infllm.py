@@ -1,0 +1,63 @@
+"""Scores of InfLLM-v2 (arXiv 2509.24663) for single tokens, in torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from sparsek_kernels.paged.cpu.gather import block_reader, locate_blocks
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+
+_LOGITS = 1 << 24
+"""Elements of scratch that one pass over queries may fill."""
+
+
+def semantic_kernels(
+    k_cache: torch.Tensor, table: torch.Tensor, blocks: int, rule: SelectionPolicy
+) -> torch.Tensor:
+    """Means ``[Hkv, kernels, D]`` float32 of 32 keys every 16, of a sequence's first blocks.
+
+    The last one ends in the block behind them.  Kernels past the sequence's end are undefined.
+
+    Args:
+        k_cache: ``[P, Hkv, page_size, D]``.
+        table: ``[W]`` int64 page table row.
+    """
+    size = rule.sel_block_size
+    reader = block_reader(k_cache, size)
+    names = locate_blocks(reader, table[None], blocks + 1, size)
+    keys = reader.read(names)[0].flatten(1, 3).float()  # [Hkv, keys, D]
+    cells = keys.unflatten(1, (-1, CELL_SIZE)).mean(2)
+    count = blocks * size // CELL_SIZE
+    means: torch.Tensor = (cells[:, :count] + cells[:, 1 : count + 1]) / 2
+    return means
+
+
+def infllm_scores(
+    q: torch.Tensor,
+    where: torch.Tensor,
+    kernels: torch.Tensor,
+    blocks: int,
+    rule: SelectionPolicy,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """Scores of a sequence's first blocks for its tokens, ``[T, Hkv, blocks]`` float32.
+
+    Args:
+        q: ``[T, Hkv, G, D]`` at the positions ``where`` ``[T]``.
+        kernels: ``[Hkv, n, D]`` of :func:`semantic_kernels`, of (at least) these blocks.
+    """
+    per_block = rule.sel_block_size // CELL_SIZE
+    kernels = kernels[:, : blocks * per_block]
+    last_key = torch.arange(kernels.shape[1]) * CELL_SIZE + 2 * CELL_SIZE - 1
+    step = max(_LOGITS // (q.shape[1] * q.shape[2] * kernels.shape[1]), 1)
+    parts = []
+    for begin in range(0, q.shape[0], step):
+        part = slice(begin, begin + step)
+        logits = torch.matmul(q[part].float() * softmax_scale, kernels.mT)
+        future = (last_key > where[part, None])[:, None, None]
+        shares = torch.softmax(logits.masked_fill_(future, float("-inf")), dim=-1).sum(2)
+        # A block's kernels are its own and the one before; before the first block there is none.
+        overlapping = F.pad(shares, (1, 0)).unfold(-1, per_block + 1, per_block)
+        parts.append(overlapping.amax(-1))
+    return torch.cat(parts)

@@ -1,0 +1,109 @@
+"""InfLLM-v2's own selection: the oracle by hand, and the torch path against the oracle."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sparsek_kernels.paged import SelectionPolicy, paged_attention, select_blocks
+from sparsek_kernels.paged.checks import check_ranking
+from sparsek_kernels.paged.infllm_reference import (
+    block_ranks_reference,
+    kernel_shares_reference,
+    select_infllm_reference,
+)
+from sparsek_kernels.paged.reference import gather_sequence, paged_attention_reference
+from tests.kernels.paged.cache_cases import make_case
+
+INFLLM = partial(SelectionPolicy, query_tile=1, ranking="infllm")
+POLICIES = {
+    "blocks of 64": INFLLM(num_sink=64, window_size=64, top_k=2, sel_block_size=64),
+    "blocks of 32": INFLLM(num_sink=32, window_size=64, top_k=3, sel_block_size=32),
+    "blocks of 16": INFLLM(num_sink=16, window_size=1, top_k=4, sel_block_size=16),
+    "dense below": INFLLM(num_sink=32, window_size=32, top_k=2, sel_block_size=32, dense_below=200),
+}
+SCALE = 32**-0.5
+
+
+def test_five_averages_of_a_block_by_hand() -> None:
+    """As OpenBMB's kernels pool: five of them every four, with one of padding."""
+    policy = POLICIES["blocks of 64"]
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(*shape, generator=generator) for shape in ((4, 32), (700, 2, 32)))
+    position = 690
+    averages = k[: position + 1].double().unfold(0, 32, 16).mean(-1)  # [n, Hkv, D]
+    assert len(averages) == (position + 1 - 32) // 16 + 1
+    logits = torch.einsum("hgd,nhd->hgn", q.double().view(2, 2, 32), averages) * SCALE
+    shares = logits.softmax(-1).sum(1)
+    torch.testing.assert_close(kernel_shares_reference(q, k, position, SCALE), shares)
+    pooled = F.max_pool1d(shares, kernel_size=5, stride=4, padding=1)
+    ranks = block_ranks_reference(q, k, position, policy, SCALE)
+    own = position // 64
+    assert bool((ranks[:, [0, own - 1, own]] == float("inf")).all())
+    torch.testing.assert_close(ranks[:, 1 : own - 1], pooled[:, 1 : own - 1])
+
+
+def test_the_last_average_ends_at_the_query() -> None:
+    q, k = torch.randn(2, 8), torch.randn(64, 1, 8)
+    counts = [kernel_shares_reference(q, k, p, 1.0).shape[1] for p in (31, 46, 47, 62, 63)]
+    assert counts == [1, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+def test_attention_and_choice_equal_the_oracle(policy: SelectionPolicy, page_size: int) -> None:
+    case = make_case([500, 33, 290, 410], [2, 1, 40, 90], 2, page_size=page_size)
+    found = paged_attention(
+        case.q, case.k_cache, case.v_cache, case.batch, policy, k_summary=case.k_summary
+    )
+    expected = paged_attention_reference(
+        case.q, case.k_cache, case.v_cache, case.batch, policy, select=select_infllm_reference
+    )
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
+    chosen = select_blocks(case.q, case.k_cache, case.batch, policy, k_summary=case.k_summary)
+    starts, lengths = case.batch.cu_seqlens_q.tolist(), case.batch.seq_lens.tolist()
+    for request, length in enumerate(lengths):
+        rows = range(starts[request], starts[request + 1])
+        keys = gather_sequence(case.k_cache, case.batch.block_table[request], length)
+        for row, found_blocks in zip(rows, chosen[request], strict=True):
+            position = length - (rows.stop - row)
+            q = case.q[row : row + 1]
+            wanted = select_infllm_reference(q, keys, [position], policy, SCALE)
+            if wanted is None:
+                assert bool((found_blocks == -1).all())
+            else:
+                assert found_blocks.tolist() == wanted
+
+
+def test_it_is_another_choice_than_by_masses() -> None:
+    policy = POLICIES["blocks of 32"]
+    case = make_case([500], [1], 1)
+    arguments = (case.q, case.k_cache, case.v_cache, case.batch)
+    scored = paged_attention(*arguments, policy, k_summary=case.k_summary)
+    masses = SelectionPolicy(num_sink=32, window_size=64, top_k=3, sel_block_size=32, query_tile=1)
+    assert not torch.equal(scored, paged_attention(*arguments, masses, k_summary=case.k_summary))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"query_tile": 64}, "query_tile"), ({"dense_last": 3}, "dense_last")],
+    ids=["tile", "dense_last"],
+)
+def test_it_is_per_token(fields: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=rf"ranking: expected 'masses'.*{words}"):
+        SelectionPolicy(
+            **{"window_size": 64, "top_k": 2, "query_tile": 1, **fields}, ranking="infllm"
+        )
+
+
+def test_an_unknown_ranking() -> None:
+    with pytest.raises(ValueError, match="ranking: expected one of masses, infllm, got 'means'"):
+        SelectionPolicy(ranking="means")  # type: ignore[arg-type]
+
+
+def test_gpu_kernels_refuse_it() -> None:
+    with pytest.raises(NotImplementedError, match="policy: on a GPU blocks are ranked by masses"):
+        check_ranking(POLICIES["blocks of 64"])
