@@ -51,17 +51,18 @@ def plot_accuracy(rows: Sequence[Row], path: Path, title: str) -> Path:
 
 def _draw(axis: Any, rows: Sequence[Row]) -> None:
     """Draw a point for every budget, a line through each mode's points, and dense as a level."""
-    reference, others = rows[0], rows[1:]
+    reference, others = rows[0], [row for row in rows[1:] if row["label"] != rows[0]["label"]]
     axis.axhline(reference["accuracy"], color="black", linewidth=1, label=reference["label"])
     axis.axhspan(
         reference["accuracy_low"], reference["accuracy_high"], color="black", alpha=0.08, lw=0
     )
-    series: dict[tuple[str, str], list[Row]] = {}
+    series: dict[tuple[str, str, bool], list[Row]] = {}
     for row in others:
         mode, _, _ = row["label"].replace(",", ":").partition(":")
         _, _, phase = row["label"].partition("sparse_phase=")
-        series.setdefault((mode, phase.split(",")[0] or "both"), []).append(row)
-    for (mode, phase), members in series.items():
+        calibrated = ",budgets=" in row["label"]
+        series.setdefault((mode, phase.split(",")[0] or "both", calibrated), []).append(row)
+    for (mode, phase, calibrated), members in series.items():
         members = sorted(members, key=lambda row: row["prefill_share"] or 1.0)
         x = [_share(row, phase) for row in members]
         y = [row["accuracy"] for row in members]
@@ -71,12 +72,14 @@ def _draw(axis: Any, rows: Sequence[Row]) -> None:
             x,
             y,
             yerr=[below, above],
-            marker=_MARKERS.get(phase, "o"),
+            marker="s" if calibrated else _MARKERS.get(phase, "o"),
             color=_COLOURS.get(mode),
-            linestyle="-" if phase == "both" else ":",
+            linestyle="--" if calibrated else "-" if phase == "both" else ":",
             capsize=3,
             alpha=1.0 if phase == "both" else 0.5,
-            label=mode if phase == "both" else f"{mode}, sparse {phase}",
+            label=mode
+            + (", budgets per head" if calibrated else "")
+            + ("" if phase == "both" else f", sparse {phase}"),
         )
     axis.set_xlim(0.0, 1.02)
     axis.set_ylim(0.0, 1.02)
