@@ -97,7 +97,10 @@ def measure(
         candidates[row, :, begin:end] = True
     competing = masses * candidates
     best = (masses * ~candidates).sum(-1)
-    best = best + competing.topk(min(policy.scored_blocks, blocks), dim=-1).values.sum(-1)
+    most = min(policy.scored_blocks, blocks)
+    places = policy.head_places or (policy.scored_blocks,) * masses.shape[1]
+    kept = torch.arange(most) < torch.tensor(places)[:, None]
+    best = best + (competing.topk(most, dim=-1).values * kept.to(q.device)).sum(-1)
     return caught.mean(0), best.mean(0)
 
 

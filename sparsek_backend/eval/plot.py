@@ -40,7 +40,8 @@ def plot_accuracy(rows: Sequence[Row], path: Path, title: str) -> Path:
             here = [r for r in means if (r["variant"], r["length"]) == (variant, length)]
             axis.set_title(f"{length} tokens, {variant}", fontsize=10)
             axis.set_xlabel("share of the keys that a prompt attends")
-            _draw(axis, here)
+            if here:
+                _draw(axis, here)
         line[0].set_ylabel("mean accuracy, 95 % interval")
     axes[0][0].legend(fontsize=8, loc="lower right")
     figure.suptitle(title)
@@ -51,7 +52,7 @@ def plot_accuracy(rows: Sequence[Row], path: Path, title: str) -> Path:
 
 def _draw(axis: Any, rows: Sequence[Row]) -> None:
     """Draw a point for every budget, a line through each mode's points, and dense as a level."""
-    reference, others = rows[0], [row for row in rows[1:] if row["label"] != rows[0]["label"]]
+    reference, others = rows[0], rows[1:]
     axis.axhline(reference["accuracy"], color="black", linewidth=1, label=reference["label"])
     axis.axhspan(
         reference["accuracy_low"], reference["accuracy_high"], color="black", alpha=0.08, lw=0

@@ -273,7 +273,7 @@ def write_results(
 
 
 def read_results(paths: Sequence[Path]) -> tuple[str, list[Row]]:
-    """Model and rows of :func:`retrieval_rows` of result JSONs, each cell from the last that has it.
+    """Model and retrieval rows of result JSONs, each cell from the last that has it.
 
     Raises:
         ValueError: a file is no such result, or they are of several models.

@@ -24,6 +24,7 @@ from sparsek_backend.vllm_backend.report import (
 )
 from sparsek_backend.vllm_backend.settings import check_page_size
 from sparsek_backend.vllm_backend.step import Batch, Int64, StepBuilder, StepMetadata, build_batch
+from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 from .pages import bytes_behind
@@ -102,6 +103,10 @@ class SparseKMetadataBuilder(StepBuilder):
             version = None if layer.impl.flash is None else layer.impl.flash.version
             key = (policy, layer.impl.fallback_reason, version, layer.impl.has_fp8_cache)
             groups.setdefault(key, []).append(index)
+        if not self.on_host:
+            for layer in layers.values():  # before a CUDA graph is captured
+                head_places(layer.impl.policy, self.device)
+                head_places(layer.impl.policy.per_token(), self.device)
         self._report_layers(groups, spec, vllm_config.model_config)
         if not self.on_host:
             warm_up_prefills(layers.values(), spec, vllm_config, self.device)
