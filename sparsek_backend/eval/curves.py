@@ -195,14 +195,13 @@ def measure_curves(
         raise ValueError(
             "query_tile: expected more than 1, got 1; single tokens follow the same budgets"
         )
-    levels = tuple(sorted(set(levels)))
-    policies = [replace(policy, top_k=level, dense_last=0, dense_below=0) for level in levels]
-    found = Curves(levels)
+    found = Curves(tuple(sorted(set(levels))))
+    policies = [replace(policy, top_k=level, dense_last=0, dense_below=0) for level in found.levels]
     totals: dict[int, torch.Tensor] = {}
 
     def record(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
         missed = missed_masses(q, k, v, policies, scale).double()
-        totals[layer] = totals.get(layer, 0.0) + missed
+        totals[layer] = totals[layer] + missed if layer in totals else missed
         on_layer()
 
     for ids in prompts:

@@ -138,8 +138,9 @@ def tune(
         )
         raise typer.Exit(1)
     console.print(f"cheapest that hold {loss:g}: {best.label}")
-    settings: dict[str, Any] = {name: best.settings[name] for name in ("top_k", "dense_last")}
-    if "budgets" in best.settings:
+    config = best.config
+    settings: dict[str, Any] = {"top_k": config.top_k, "dense_last": config.dense_last}
+    if config.budgets is not None:
         settings["budgets"] = best.label.partition("budgets=")[2]
     console.print(f"--additional-config '{json.dumps({'sparsek': settings})}'", soft_wrap=True)
 

@@ -128,6 +128,11 @@ class SelectionPolicy:
         """The policy of some of the layer's KV heads."""
         return replace(self, head_top_k=self.head_top_k[heads]) if self.head_top_k else self
 
+    @cached_property
+    def equal_heads(self) -> SelectionPolicy:
+        """The policy without what KV heads have of their own: what a plan of a step depends on."""
+        return replace(self, head_top_k=()) if self.head_top_k else self
+
     @property
     def sample_stride(self) -> int:
         """Query positions of a tile that one sampled query stands for."""

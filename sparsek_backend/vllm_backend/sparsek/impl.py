@@ -174,7 +174,7 @@ class SparseKImpl(AttentionImpl):
     def kernel_key(self) -> tuple[Any, ...]:
         """What decides which kernels serve a layer; layers with equal keys share them."""
         shape = (self.num_heads, self.num_kv_heads, self.head_size)
-        rule = (replace(self.policy, head_top_k=()), bool(self.policy.head_top_k))
+        rule = (self.policy.equal_heads, bool(self.policy.head_top_k))
         return (*rule, *shape, self.kv_cache_dtype, self.sinks is None, self.fallback_reason)
 
     def dummy_run(self, layer: Any, kv_cache: torch.Tensor, batch: PagedBatch) -> None:

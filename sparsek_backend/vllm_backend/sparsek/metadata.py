@@ -177,7 +177,7 @@ def _counted_together(policies: list[SelectionPolicy]) -> Counter[SelectionPolic
     """
     groups: dict[SelectionPolicy, list[SelectionPolicy]] = {}
     for policy in policies:
-        groups.setdefault(replace(policy, head_top_k=()), []).append(policy)
+        groups.setdefault(policy.equal_heads, []).append(policy)
     found: Counter[SelectionPolicy] = Counter()
     for common, members in groups.items():
         heads: tuple[int, ...] = ()

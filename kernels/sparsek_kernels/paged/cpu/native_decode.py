@@ -205,7 +205,8 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
     built = library()
     if built is None:
         raise RuntimeError("decode: expected a C compiler, found none; ask supports() first")
-    sized = batch.derived(("native", rule), lambda: _sized_plan(batch, rule))
+    common = rule.equal_heads
+    sized = batch.derived(("native", common), lambda: _sized_plan(batch, common))
     tokens, _, dim = operands.q.shape
     heads, group = operands.k_cache.shape[1], operands.group
     units = tokens * heads
