@@ -62,14 +62,14 @@ CASES = {
         {"num_decodes": 1, "page_size": 32},
     ),
     "topk-heads": (
-        [(2, 301), (1, 90), (77, 390)],
+        [(1, 301), (40, 290)],
         replace(TOP_K, head_top_k=(1, 3)),
-        {"num_decodes": 2, "page_size": 64},
+        {"num_decodes": 1, "page_size": 64},
     ),
-    "topk-heads-invariant": (
-        [(2, 301), (9, 390)],
+    "topk-heads-tile-1": (
+        [(1, 201), (2, 230)],
         replace(TOP_K, query_tile=1, head_top_k=(3, 1)),
-        {"num_decodes": 1, "group": 3},
+        {"num_decodes": 1},
     ),
     "topk-wide-group": ([(40, 200)], replace(TOP_K, query_tile=16), {"heads": 1, "group": 8}),
 }
