@@ -304,5 +304,7 @@ def select_blocks_eager(
             )
         chosen.append(found)
         token = end
-    tiles = torch.cat(chosen)
-    return decoded.masked_fill_(decoded == NOTHING, -1), tiles.masked_fill_(tiles == NOTHING, -1)
+    prefilled = torch.cat(chosen)
+    for blocks in (decoded, prefilled):
+        blocks.masked_fill_(blocks == NOTHING, -1)
+    return decoded, prefilled

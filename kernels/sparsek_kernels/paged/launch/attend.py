@@ -231,7 +231,7 @@ def attend(
     state = workspace(q.device, "part state", rows * 2, torch.float32)
     ticket = workspace(q.device, "tickets", places, torch.int32)
     indices = batch.seq_lens if selected is None else selected
-    places = head_places(policy, q.device)
+    kept = head_places(policy, q.device)
     attend_kernel[(count * chunks, heads, config.splits)](
         out,
         part,
@@ -242,7 +242,7 @@ def attend(
         v_cache,
         q if operands.sinks is None else operands.sinks,
         indices,
-        batch.seq_lens if places is None else places,
+        batch.seq_lens if kept is None else kept,
         batch.seq_lens if tiles is None else tiles,
         batch.block_table,
         batch.seq_lens,
@@ -278,7 +278,7 @@ def attend(
         PAGE_SIZE=page_size,
         SPLITS=config.splits,
         HAS_SINKS=operands.sinks is not None,
-        HEAD_PLACES=places is not None,
+        HEAD_PLACES=kept is not None,
         NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
