@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -26,6 +27,8 @@ from pydantic import (
 
 from sparsek_backend.infllm import FLAG, MODEL_CONFIG, InfLLMSelection, shown
 from sparsek_backend.infllm import ConfigError as ConfigError
+from sparsek_backend.layer_budgets import MAX_BLOCKS as MAX_BLOCKS
+from sparsek_backend.layer_budgets import LayerBudgets, load_budgets, read_budgets
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 
@@ -42,9 +45,6 @@ BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
 MAX_TOKENS = 2**31 - 1
 """Positions are 32-bit integers."""
-MAX_BLOCKS = 2**20
-"""Most blocks that a query may select; room for their indices is kept for every query."""
-
 _KUBERNETES_LINKS = re.compile(r"SPARSEK(_\w+)?_(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?$")
 
 
@@ -68,10 +68,20 @@ def _layer_count_or_indices(value: object) -> object:
     return value
 
 
+def _budgets_of_path(value: object) -> object:
+    """Read the file of budgets that a path names; what such a file holds is taken as well."""
+    if isinstance(value, str | Path):
+        return load_budgets(Path(value))
+    if value is None or isinstance(value, LayerBudgets):
+        return value
+    return read_budgets(value)
+
+
 _Integer = Annotated[int, BeforeValidator(_no_booleans)]
 _Count = Annotated[_Integer, Field(ge=0, le=MAX_TOKENS)]
 _Positive = Annotated[_Integer, Field(gt=0, le=MAX_TOKENS)]
 _Blocks = Annotated[_Integer, Field(gt=0, le=MAX_BLOCKS)]
+_Budgets = Annotated[LayerBudgets | None, BeforeValidator(_budgets_of_path)]
 _Layers = Annotated[int | tuple[int, ...], BeforeValidator(_layer_count_or_indices)]
 
 
@@ -91,6 +101,8 @@ class SparsityConfig(BaseModel):
             sits there.  Without effect on selection per token (``query_tile`` 1).
         dense_layers: how many first layers attend everything, or a list of layer indices.
         query_tile: prefill queries that share one selection; 1 selects per token.
+        budgets: path of a file with a ``top_k`` for each layer and KV head
+            (``sparsek calibrate``), in place of one for all.
         sparse_phase: ``prefill`` lets decoded tokens attend everything, ``decode`` the prompt's:
             for measurements, to tell which of the two costs answers.
     """
@@ -106,6 +118,7 @@ class SparsityConfig(BaseModel):
     dense_last: _Count = 64
     dense_layers: _Layers = 0
     query_tile: _Positive = 64
+    budgets: _Budgets = None
     sparse_phase: Phase = "both"
 
     @property
@@ -135,14 +148,16 @@ class SparsityConfig(BaseModel):
                 dense_below=self.dense_below,
             )
         dense_last = self.dense_last if self.query_tile > 1 else 0
+        heads = () if self.budgets is None else self.budgets.top_k.get(index, ())
         policy = SelectionPolicy(
             num_sink=self.num_sink,
             window_size=self.window_size,
-            top_k=self.top_k,
+            top_k=max(heads, default=self.top_k),
             sel_block_size=self.sel_block_size,
             dense_below=self.dense_below,
             dense_last=EVERY_QUERY if self.sparse_phase == "decode" else dense_last,
             query_tile=self.query_tile,
+            head_top_k=heads if len(set(heads)) > 1 else (),
         )
         single = self.query_tile == 1 and not policy.dense_last
         return policy.per_token() if single else policy
@@ -227,9 +242,35 @@ def resolve_config(
     if config.mode == "auto":
         config = config.model_copy(update={"mode": "block_topk"})
     _check_agreement(config, sources)
+    if config.budgets is not None:
+        config = _follow_budgets(config, config.budgets, sources)
     if batch_invariant:
         config = _select_per_token(config, sources)
     return ResolvedConfig(config, sources, infllm, nsa, batch_invariant)
+
+
+def _follow_budgets(
+    config: SparsityConfig, budgets: LayerBudgets, sources: dict[str, str]
+) -> SparsityConfig:
+    """Return the settings with the ``top_k`` that a file of budgets shares out.
+
+    Raises:
+        ConfigError: the file is of other blocks, or shares out another ``top_k``.
+    """
+    wanted = {"sel_block_size": budgets.sel_block_size, "top_k": round(budgets.mean)}
+    changes: dict[str, Any] = {}
+    for name, value in wanted.items():
+        given = getattr(config, name)
+        if name == "top_k" and sources[name] in (DEFAULTS, MODEL_CONFIG):
+            changes[name] = value
+            sources[name] = sources["budgets"]
+        elif given != value:
+            raise ConfigError(
+                f"SPARSEK setting {name} (from {sources[name]}): expected {value}, which the "
+                f"budgets (from {sources['budgets']}) were made for, got {given}; remedy: remove "
+                f"{name}, or make budgets for it with `sparsek calibrate`"
+            )
+    return config.model_copy(update=changes)
 
 
 def _select_per_token(config: SparsityConfig, sources: dict[str, str]) -> SparsityConfig:

@@ -121,3 +121,16 @@ def _checked_rows(batch: PagedBatch, page_size: int) -> int:
                     f"{batch.block_table.shape[1]} pages) for request {request}, got {length}"
                 )
     return batch.first_row + sum(batch.query_lens)
+
+
+def check_head_budgets(policy: SelectionPolicy, num_kv_heads: int) -> None:
+    """Check that a policy has a budget for each KV head, or one for all.
+
+    Raises:
+        ValueError: it has another number.
+    """
+    if policy.head_top_k and len(policy.head_top_k) != num_kv_heads:
+        raise ValueError(
+            f"policy: expected head_top_k of {num_kv_heads} KV heads, or none, got "
+            f"{len(policy.head_top_k)}"
+        )
