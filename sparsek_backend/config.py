@@ -30,7 +30,7 @@ from sparsek_backend.infllm import ConfigError as ConfigError
 from sparsek_backend.layer_budgets import MAX_BLOCKS as MAX_BLOCKS
 from sparsek_backend.layer_budgets import LayerBudgets, load_budgets, read_budgets
 from sparsek_backend.nn.config import NSAConfig
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 
 Mode = Literal["auto", "dense", "sink_window", "block_topk", "nsa"]
 Phase = Literal["both", "prefill", "decode"]
@@ -95,7 +95,9 @@ class SparsityConfig(BaseModel):
         num_sink: first tokens that every query sees.
         window_size: latest tokens that every query sees, its own included.
         sel_block_size: tokens in a selected block; a multiple of 16.
-        top_k: blocks selected beyond sinks and window, per KV head.
+        top_k: blocks that a prefill tile selects beyond sinks and window, per KV head.
+        decode_top_k: blocks that a decoded token selects, never more than ``top_k``; it chooses for
+            itself, so fewer do.
         dense_below: positions below this attend everything.
         dense_last: last queries of every prefill chunk that attend everything: a prompt's question
             sits there.  Without effect on selection per token (``query_tile`` 1).
@@ -113,8 +115,9 @@ class SparsityConfig(BaseModel):
     num_sink: _Count = 64
     window_size: _Positive = 512
     sel_block_size: _Positive = 64
-    top_k: _Blocks = 32
-    dense_below: _Count = 4096
+    top_k: _Blocks = 64
+    decode_top_k: _Blocks = 32
+    dense_below: _Count = 8192
     dense_last: _Count = 64
     dense_layers: _Layers = 0
     query_tile: _Positive = 64
@@ -149,10 +152,13 @@ class SparsityConfig(BaseModel):
             )
         dense_last = self.dense_last if self.query_tile > 1 else 0
         heads = () if self.budgets is None else self.budgets.top_k.get(index, ())
+        top_k = max(heads, default=self.top_k)
+        fewer = self.decode_top_k < self.top_k
         policy = SelectionPolicy(
             num_sink=self.num_sink,
             window_size=self.window_size,
-            top_k=max(heads, default=self.top_k),
+            top_k=top_k,
+            decode_top_k=ceil_div(top_k * self.decode_top_k, self.top_k) if fewer else None,
             sel_block_size=self.sel_block_size,
             dense_below=self.dense_below,
             dense_last=EVERY_QUERY if self.sparse_phase == "decode" else dense_last,

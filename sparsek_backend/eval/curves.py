@@ -196,7 +196,8 @@ def measure_curves(
             "query_tile: expected more than 1, got 1; single tokens follow the same budgets"
         )
     found = Curves(tuple(sorted(set(levels))))
-    policies = [replace(policy, top_k=level, dense_last=0, dense_below=0) for level in found.levels]
+    rule = replace(policy, dense_last=0, dense_below=0, decode_top_k=None)
+    policies = [replace(rule, top_k=level) for level in found.levels]
     totals: dict[int, torch.Tensor] = {}
 
     def record(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:

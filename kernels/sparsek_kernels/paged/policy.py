@@ -64,6 +64,8 @@ class SelectionPolicy:
         query_tile: query positions that share one selection (block top-k).  1 makes prefill select
             exactly as decode does, which (without ``dense_last``) makes tokens independent of
             chunking and preemption.
+        decode_top_k: ``top_k`` of a single token, which chooses for itself and needs fewer blocks
+            than a tile whose queries share theirs; ``None``: as many.
         head_top_k: ``top_k`` of each KV head, at most ``top_k``, which stays what decides where
             everything is seen and how many candidates there are.  Empty: ``top_k`` for all.
     """
@@ -75,6 +77,7 @@ class SelectionPolicy:
     dense_below: int = 0
     dense_last: int = 0
     query_tile: int = 64
+    decode_top_k: int | None = None
     head_top_k: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -91,6 +94,11 @@ class SelectionPolicy:
             raise ValueError(
                 "window_size: expected an integer when num_sink or top_k is set, got None"
             )
+        if self.decode_top_k is not None and not 1 <= self.decode_top_k <= self.top_k:
+            raise ValueError(
+                f"decode_top_k: expected an integer from 1 to top_k={self.top_k} or None, got "
+                f"{self.decode_top_k}"
+            )
         for own in self.head_top_k:
             if not 1 <= own <= self.top_k:
                 raise ValueError(
@@ -102,26 +110,30 @@ class SelectionPolicy:
             )
 
     def per_token(self) -> SelectionPolicy:
-        """What a single token follows: the same budget, selected for it alone, by the cell.
+        """What a single token follows: its own budget, selected for it alone, by the cell.
 
         A selection that tokens do not share can follow each of them closely, so its blocks are as
-        small as a cell.  Sinks, window and ``top_k`` cover as many tokens as before.
+        small as a cell.  Sinks and window cover as many tokens as before, ``top_k`` as many as
+        ``decode_top_k`` says; KV heads keep their proportions.
         """
         return self._per_token
 
     @cached_property
     def _per_token(self) -> SelectionPolicy:
         size = CELL_SIZE if self.selects_blocks else self.sel_block_size
-        if self.query_tile == 1 and not self.dense_last and size == self.sel_block_size:
+        alone = self.query_tile == 1 and not self.dense_last and self.decode_top_k is None
+        if alone and size == self.sel_block_size:
             return self
         ratio = self.sel_block_size // size
+        top_k = self.top_k if self.decode_top_k is None else self.decode_top_k
         return replace(
             self,
             sel_block_size=size,
-            top_k=self.top_k * ratio,
+            top_k=top_k * ratio,
             query_tile=1,
             dense_last=0,
-            head_top_k=tuple(own * ratio for own in self.head_top_k),
+            decode_top_k=None,
+            head_top_k=tuple(max(own * top_k * ratio // self.top_k, 1) for own in self.head_top_k),
         )
 
     def of_heads(self, heads: slice) -> SelectionPolicy:
