@@ -111,7 +111,7 @@ def time_graph(calls: list[Callable[[], object]], repeats: int = 30) -> float:
 
 
 @contextmanager
-def patched(name: str, value: TileConfig | int | None) -> Iterator[None]:
+def patched(name: str, value: TileConfig | tuple[int, int] | None) -> Iterator[None]:
     """Make the launcher take ``value`` from the selector ``name``."""
     module = next(m for m in (launch, launch_scores, launch_select) if hasattr(m, name))
     stand_in = getattr(module, name) if value is None else lambda *_, **__: value
@@ -209,7 +209,7 @@ DECODE_SWEEP = [
         ((64, 4, 2, 128), (64, 2, 2, 0), (64, 4, 2, 0)),
     )
 ]
-TOP_SWEEP = [4, 8, 16]
+TOP_SWEEP = [(4, 128), (8, 128), (16, 64), (16, 128), (32, 64)]
 
 
 def run_decode(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) -> None:
@@ -245,11 +245,9 @@ def run_decode(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) 
         )
         if not sweep:
             continue
-        for warps in TOP_SWEEP:
-            with patched("top_warps", warps):
-                print(
-                    f"   {name} top_warps {warps}: select {time_graph(select):.1f} us", flush=True
-                )
+        for top in TOP_SWEEP:
+            with patched("top_warps", top):
+                print(f"   {name} top_warps {top}: select {time_graph(select):.1f} us", flush=True)
         kernel = launch_select.top_blocks_kernel
         launch_select.top_blocks_kernel = {(requests, HEADS): lambda *_, **__: None}
         print(f"   {name} logits alone {time_graph(select):.1f} us", flush=True)

@@ -1,4 +1,4 @@
-"""`sparsek`: doctor, model, eval, bench, patterns, train-demo.
+"""`sparsek`: doctor, model, eval, calibrate, tune, bench, patterns, train-demo.
 
 Heavy imports happen inside the commands.
 """
@@ -86,6 +86,18 @@ def model_fetch(
 def evaluate(context: typer.Context) -> None:
     """Measure what sparsity costs a model: retrieval and perplexity, dense against sparse."""
     _delegate("sparsek_backend.eval.cli", "eval", "eval", context.args)
+
+
+@app.command("calibrate", context_settings=_PASS_THROUGH)
+def calibrate(context: typer.Context) -> None:
+    """Write budgets for each layer and KV head of a model, for the setting `budgets`."""
+    _delegate("sparsek_backend.eval.calibrate", "calibrate", "eval", context.args)
+
+
+@app.command("tune", context_settings=_PASS_THROUGH)
+def tune(context: typer.Context) -> None:
+    """Search the cheapest settings whose answers stay within a loss."""
+    _delegate("sparsek_backend.eval.tune", "tune", "eval", context.args)
 
 
 @app.command("bench", context_settings=_PASS_THROUGH)

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -26,8 +27,10 @@ from pydantic import (
 
 from sparsek_backend.infllm import FLAG, MODEL_CONFIG, InfLLMSelection, shown
 from sparsek_backend.infllm import ConfigError as ConfigError
+from sparsek_backend.layer_budgets import MAX_BLOCKS as MAX_BLOCKS
+from sparsek_backend.layer_budgets import LayerBudgets, load_budgets, read_budgets
 from sparsek_backend.nn.config import NSAConfig
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 
 Mode = Literal["auto", "dense", "sink_window", "block_topk", "pattern", "infllm", "nsa"]
 Phase = Literal["both", "prefill", "decode"]
@@ -42,9 +45,6 @@ BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
 MAX_TOKENS = 2**31 - 1
 """Positions are 32-bit integers."""
-MAX_BLOCKS = 2**20
-"""Most blocks that a query may select; room for their indices is kept for every query."""
-
 _KUBERNETES_LINKS = re.compile(r"SPARSEK(_\w+)?_(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?$")
 
 
@@ -68,6 +68,15 @@ def _layer_count_or_indices(value: object) -> object:
     return value
 
 
+def _budgets_of_path(value: object) -> object:
+    """Read the file of budgets that a path names; what such a file holds is taken as well."""
+    if isinstance(value, str | Path):
+        return load_budgets(Path(value))
+    if value is None or isinstance(value, LayerBudgets):
+        return value
+    return read_budgets(value)
+
+
 _Integer = Annotated[int, BeforeValidator(_no_booleans)]
 _Count = Annotated[_Integer, Field(ge=0, le=MAX_TOKENS)]
 _Positive = Annotated[_Integer, Field(gt=0, le=MAX_TOKENS)]
@@ -77,6 +86,7 @@ _Layers = Annotated[
     BeforeValidator(_layer_count_or_indices),
     Field(examples=[2, [0, 1, 5]]),
 ]
+_Budgets = Annotated[LayerBudgets | None, BeforeValidator(_budgets_of_path)]
 
 
 class SparsityConfig(BaseModel):
@@ -100,9 +110,12 @@ class SparsityConfig(BaseModel):
     sel_block_size: _Positive = 64
     """Tokens in a block, a multiple of 16. It must divide the KV page (64 tokens on a GPU, 128 on a
     CPU, or `--block-size`) or be a multiple of it."""
-    top_k: _Blocks = 32
-    """Blocks selected beyond sinks and window, per KV head."""
-    dense_below: _Count = 4096
+    top_k: _Blocks = 64
+    """Blocks that a prefill tile selects beyond sinks and window, per KV head."""
+    decode_top_k: _Blocks = 32
+    """Blocks that a decoded token selects, never more than `top_k`. It chooses for itself, so fewer
+    do than for a tile of queries."""
+    dense_below: _Count = 8192
     """Positions below this attend everything."""
     dense_last: _Count = 64
     """Last queries of every prefill chunk that attend everything: a prompt's question sits there.
@@ -113,6 +126,9 @@ class SparsityConfig(BaseModel):
     query_tile: _Positive = 64
     """Prefill queries that share one selection. 1 selects per token: slower, and independent of
     chunking."""
+    budgets: _Budgets = None
+    """Path of a file with a `top_k` for each layer and KV head (`sparsek calibrate`), in place of
+    one for all."""
     sparse_phase: Phase = "both"
     """For measurements: `prefill` lets decoded tokens attend everything, `decode` the prompt's."""
     pattern: str | None = None
@@ -161,14 +177,19 @@ class SparsityConfig(BaseModel):
                 ranking="infllm",
             )
         dense_last = self.dense_last if self.query_tile > 1 else 0
+        heads = () if self.budgets is None else self.budgets.top_k.get(index, ())
+        top_k = max(heads, default=self.top_k)
+        fewer = self.decode_top_k < self.top_k
         policy = SelectionPolicy(
             num_sink=self.num_sink,
             window_size=self.window_size,
-            top_k=self.top_k,
+            top_k=top_k,
+            decode_top_k=ceil_div(top_k * self.decode_top_k, self.top_k) if fewer else None,
             sel_block_size=self.sel_block_size,
             dense_below=self.dense_below,
             dense_last=EVERY_QUERY if self.sparse_phase == "decode" else dense_last,
             query_tile=self.query_tile,
+            head_top_k=heads if len(set(heads)) > 1 else (),
         )
         single = self.query_tile == 1 and not policy.dense_last
         return policy.per_token() if single else policy
@@ -264,9 +285,35 @@ def resolve_config(
     if config.mode == "auto":
         config = config.model_copy(update={"mode": "block_topk"})
     _check_agreement(config, sources)
+    if config.budgets is not None:
+        config = _follow_budgets(config, config.budgets, sources)
     if batch_invariant:
         config = _select_per_token(config, sources)
     return ResolvedConfig(config, sources, infllm, nsa, batch_invariant)
+
+
+def _follow_budgets(
+    config: SparsityConfig, budgets: LayerBudgets, sources: dict[str, str]
+) -> SparsityConfig:
+    """Return the settings with the ``top_k`` that a file of budgets shares out.
+
+    Raises:
+        ConfigError: the file is of other blocks, or shares out another ``top_k``.
+    """
+    wanted = {"sel_block_size": budgets.sel_block_size, "top_k": round(budgets.mean)}
+    changes: dict[str, Any] = {}
+    for name, value in wanted.items():
+        given = getattr(config, name)
+        if name == "top_k" and sources[name] in (DEFAULTS, MODEL_CONFIG):
+            changes[name] = value
+            sources[name] = sources["budgets"]
+        elif given != value:
+            raise ConfigError(
+                f"SPARSEK setting {name} (from {sources[name]}): expected {value}, which the "
+                f"budgets (from {sources['budgets']}) were made for, got {given}; remedy: remove "
+                f"{name}, or make budgets for it with `sparsek calibrate`"
+            )
+    return config.model_copy(update=changes)
 
 
 def _select_per_token(config: SparsityConfig, sources: dict[str, str]) -> SparsityConfig:

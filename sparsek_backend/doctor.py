@@ -258,7 +258,7 @@ def check_settings(environ: Mapping[str, str]) -> Iterator[Finding]:
     except ValueError as error:
         yield Finding("settings", "problem", str(error), "unset or correct that variable")
         return
-    chosen = [f"{name}={value}" for name, value in resolved.config.model_dump().items()]
+    chosen = [f"{name}={value}" for name, value in resolved.config]
     yield Finding("settings", "ok", ", ".join(chosen))
 
 

@@ -3,9 +3,10 @@
     budget  := mode [":" size] ("," setting "=" value)*
     mode    := "dense" | "block_topk" | "pattern" | "sink_window" | "window"
 
-The size is `top_k` for `block_topk` and `pattern`, and `window_size` for the others.  `window` is a
-sliding window without sink tokens, the negative control: it is what sparse attention must not be.
-Every budget is sparse from the first token on unless it sets `dense_below`.
+The size is `top_k` for `block_topk` and `pattern`, and `window_size` for the others.  A file of
+budgets follows as `budgets=FILE`.  `window` is a sliding window without sink tokens, the negative
+control: it is what sparse attention must not be.  Every budget is sparse from the first token on
+unless it sets `dense_below`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,7 @@ _SIZE = {
 
 DEFAULT_BUDGETS = ("block_topk:32", "block_topk:16", "block_topk:8", "sink_window")
 MIXED_PHASES = ("prefill", "decode")
+_PICTURED = (8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -55,31 +58,40 @@ class Budget:
         """Whether this is the reference."""
         return self.settings is None
 
-    @property
+    @cached_property
     def config(self) -> SparsityConfig:
         """The settings with their defaults."""
         return resolve_config(self.settings or {"mode": "dense"}, {}).config
 
-    def policy(self) -> SelectionPolicy:
-        """The selection policy of a layer that is not kept dense."""
-        return self.config.model_copy(update={"dense_layers": 0}).policy_for(0)
+    def policy(self, layer: int = 0) -> SelectionPolicy:
+        """The selection policy of a layer, were it not kept dense."""
+        return self.config.model_copy(update={"dense_layers": 0}).policy_for(layer)
+
+    def policies(self) -> list[SelectionPolicy]:
+        """The policies of all layers that differ, were none kept dense."""
+        budgets = self.config.budgets
+        return [self.policy(layer) for layer in ([0] if budgets is None else budgets.top_k)]
 
     def prefill_share(self, length: int) -> float:
         """Keys that a prompt of ``length`` tokens attends, over those that dense attention does.
 
-        In a layer that is not kept dense, for a prompt that is one chunk.
+        The mean of the layers that are not kept dense, for a prompt that is one chunk.
         """
-        policy = self.policy()
         position = np.arange(length)
-        exempt = position >= length - policy.dense_last
-        attended = np.where(exempt, position + 1, policy.attended_tokens(position)).sum()
-        return int(attended) / (length * (length + 1) // 2)
+        policies = self.policies()
+        attended = 0.0
+        for policy in policies:
+            exempt = position >= length - policy.dense_last
+            mine = np.where(exempt, position + 1, policy.attended_tokens(position))
+            attended += mine.sum().item()
+        return attended / len(policies) / (length * (length + 1) // 2)
 
     def decode_share(self, length: int) -> float:
         """Keys that the first token decoded after ``length`` attends, over those before it."""
         if self.config.dense_decode:
             return 1.0
-        return int(self.policy().per_token().attended_tokens(length)) / (length + 1)
+        attended = [one.per_token().attended_tokens(length) for one in self.policies()]
+        return float(sum(attended)) / len(attended) / (length + 1)
 
 
 DENSE = Budget("dense", None)
@@ -113,9 +125,11 @@ def parse_budget(text: str) -> Budget:
             raise ValueError(f"budget: expected setting=value, got {pair!r} in {text!r}")
         settings[name] = _value(value)
     try:
-        resolve_config(settings, {})
+        budgets = resolve_config(settings, {}).config.budgets
     except ConfigError as error:
         raise ValueError(f"budget {text!r}: {error}") from error
+    if budgets is not None:  # what the file holds, wherever it is read
+        settings["budgets"] = budgets.model_dump(mode="json")
     return Budget(text.strip(), settings)
 
 
@@ -143,6 +157,15 @@ def with_mixed_phases(texts: list[str]) -> list[str]:
         if settings.get("mode") == "block_topk" and "sparse_phase" not in settings:
             found += [f"{text},sparse_phase={phase}" for phase in MIXED_PHASES]
     return found
+
+
+def pictured() -> list[str]:
+    """The budgets of one picture: block selection, and sinks and window of as many tokens."""
+    policies = [parse_budget(f"block_topk:{k}").policy() for k in _PICTURED]
+    windows = [(p.budget_blocks - p.sink_blocks) * p.sel_block_size for p in policies]
+    return [f"block_topk:{k}" for k in _PICTURED] + [
+        f"sink_window:{window},num_sink={policies[0].num_sink}" for window in windows
+    ]
 
 
 def _value(text: str) -> object:

@@ -20,6 +20,7 @@ from sparsek_backend.eval.budgets import (
     DEFAULT_BUDGETS,
     parse_budget,
     parse_budgets,
+    pictured,
     with_mixed_phases,
 )
 from sparsek_backend.eval.mass import measure_model, plot_masses, write_masses
@@ -38,6 +39,7 @@ from sparsek_backend.eval.record import read_rows
 from sparsek_backend.eval.results import (
     collect_runs,
     perplexity_rows,
+    read_results,
     retrieval_rows,
     warnings_of,
     write_results,
@@ -151,7 +153,14 @@ class EngineOptions:
         return found
 
 
-_LOCAL_ONLY = ("model", "budget", "mixed", "chat", *(f.name for f in fields(EngineOptions)))
+_LOCAL_ONLY = (
+    "model",
+    "budget",
+    "mixed",
+    "picture",
+    "chat",
+    *(f.name for f in fields(EngineOptions)),
+)
 _OF_PROMPTS = tuple(f.name for f in fields(PromptArguments))
 
 Commit = Annotated[str, typer.Option(help="Commit to record where there is no git.")]
@@ -177,6 +186,14 @@ def evaluate(
         bool,
         typer.Option(
             "--mixed", help="Add each block_topk budget sparse in the prefill or decode alone."
+        ),
+    ] = False,
+    picture: Annotated[
+        bool,
+        typer.Option(
+            "--picture",
+            help="The budgets of one picture: block_topk of four sizes, and sinks and window of as "
+            "many tokens; --budget adds to them.",
         ),
     ] = False,
     base_url: Annotated[
@@ -213,7 +230,8 @@ def evaluate(
             raise ValueError("served-model: expected with --base-url only; use --model")
         if prompts is not None:
             _refuse(given, _OF_PROMPTS, "prompts: the file has the prompts and texts")
-        chosen = list(budget or DEFAULT_BUDGETS)
+        chosen = pictured() if picture else [] if budget else list(DEFAULT_BUDGETS)
+        chosen += budget or []
         budgets = parse_budgets(with_mixed_phases(chosen) if mixed else chosen)
         options = asked.checked()
         import_pyplot()  # what the end needs is missed at the start
@@ -266,6 +284,21 @@ def report(
         _report(record.parent, record.name.removesuffix(".jsonl"), None, commit)
 
 
+@app.command("picture")
+def draw_picture(
+    results: Annotated[list[Path], typer.Argument(help="Result JSONs, of one model.")],
+    out: Annotated[Path, typer.Option(help="Picture to write.")] = Path("picture.png"),
+) -> None:
+    """Draw accuracy over attended share from result files: a panel for each length and variant.
+
+    A budget that several files have is drawn from the last of them.
+    """
+    with _mendable():
+        model, rows = read_results(results)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        console.print(f"wrote {plot_accuracy(rows, out, model)}")
+
+
 @app.command("mass")
 def measure_mass(
     model: Annotated[str, typer.Argument(help="Model folder or name.")],
@@ -284,8 +317,8 @@ def measure_mass(
     The model reads one prompt through Transformers, on a GPU if there is one.
     """
     with _mendable():
-        policy = parse_budget(budget).policy()
-        if not policy.selects_blocks:
+        policy_of = parse_budget(budget).policy
+        if not policy_of(0).selects_blocks:
             raise ValueError(f"budget: expected one that selects blocks, got {budget!r}")
         import_pyplot()
         if prompts is None:
@@ -301,7 +334,7 @@ def measure_mass(
             raise ValueError(f"prompts: expected one of task {task!r} with {length} tokens")
         with console.status("reading the prompt") as status:
             masses = measure_model(
-                model, prompt.ids, policy, on_layer=lambda layer: status.update(f"layer {layer}")
+                model, prompt.ids, policy_of, on_layer=lambda layer: status.update(f"layer {layer}")
             )
         title = f"{Path(model).name}, {budget}, {length} tokens, {task}"
         console.print(f"wrote {write_masses(out / f'{name}.csv', masses)}")

@@ -8,20 +8,18 @@ blocks that it attends; the best choice of as many blocks would catch most.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from sparsek_backend.eval.layers import LayerReader
 from sparsek_backend.pyplot import import_pyplot
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
 PHASES = ("prefill", "decode")
 COLUMNS = ("phase", "layer", "kv_head", "caught", "best")
-_IMPLEMENTATION = "sparsek_mass"
 _ROWS = 128
 """Queries whose masses are computed, evenly spread over those that do not see everything."""
 
@@ -99,78 +97,39 @@ def measure(
         candidates[row, :, begin:end] = True
     competing = masses * candidates
     best = (masses * ~candidates).sum(-1)
-    best = best + competing.topk(min(policy.scored_blocks, blocks), dim=-1).values.sum(-1)
+    most = min(policy.scored_blocks, blocks)
+    places = policy.head_places or (policy.scored_blocks,) * masses.shape[1]
+    kept = torch.arange(most) < torch.tensor(places)[:, None]
+    best = best + (competing.topk(most, dim=-1).values * kept.to(q.device)).sum(-1)
     return caught.mean(0), best.mean(0)
 
 
 def measure_model(
     model: str,
     ids: Sequence[int],
-    policy: SelectionPolicy,
+    policy_of: Callable[[int], SelectionPolicy],
     *,
     on_layer: Callable[[int], None] = lambda layer: None,
 ) -> list[Mass]:
     """Run a model over token ids and measure every causal layer of full attention.
 
+    Args:
+        policy_of: the policy of the layer with an index.
+
     Raises:
         ImportError: Transformers is not installed.
         ValueError: the model has no such layer, or the budget covers the prompt.
     """
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError as error:
-        raise ImportError("this needs Transformers: pip install 'sparsek-backend[eval]'") from error
-
     found: list[Mass] = []
 
     def record(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+        policy = policy_of(layer)
         for phase, rule in zip(PHASES, (policy, policy.per_token()), strict=True):
             found.append(Mass(phase, layer, *(x.cpu() for x in measure(q, k, v, rule, scale))))
         on_layer(layer)
 
-    with _recording(record):
-        loaded = AutoModelForCausalLM.from_pretrained(
-            model, dtype="auto", attn_implementation=_IMPLEMENTATION
-        )
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        with torch.inference_mode():
-            tokens = torch.tensor([list(ids)], device=device)
-            loaded.to(device).eval()(tokens, use_cache=False, logits_to_keep=1)
-    if not found:
-        raise ValueError(f"model: expected causal layers of full attention, {model!r} has none")
+    LayerReader(model).read(ids, record)
     return found
-
-
-@contextmanager
-def _recording(record: Callable[..., None]) -> Iterator[None]:
-    """Let SDPA serve the models loaded here, and show every layer's queries and keys."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def attention(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        if getattr(module, "is_causal", True) and kwargs.get("sliding_window") is None:
-            scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-            states = (x.transpose(1, 2) for x in (query, key, value))
-            record(int(getattr(module, "layer_idx", 0)), *states, scale)
-        found: tuple[torch.Tensor, None] = sdpa(module, query, key, value, attention_mask, **kwargs)
-        return found
-
-    ALL_ATTENTION_FUNCTIONS[_IMPLEMENTATION] = attention
-    ALL_MASK_ATTENTION_FUNCTIONS[_IMPLEMENTATION] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    try:
-        yield
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[_IMPLEMENTATION]
-        del ALL_MASK_ATTENTION_FUNCTIONS[_IMPLEMENTATION]
 
 
 def write_masses(path: Path, masses: Sequence[Mass]) -> Path:

@@ -40,7 +40,8 @@ def plot_accuracy(rows: Sequence[Row], path: Path, title: str) -> Path:
             here = [r for r in means if (r["variant"], r["length"]) == (variant, length)]
             axis.set_title(f"{length} tokens, {variant}", fontsize=10)
             axis.set_xlabel("share of the keys that a prompt attends")
-            _draw(axis, here)
+            if here:
+                _draw(axis, here)
         line[0].set_ylabel("mean accuracy, 95 % interval")
     axes[0][0].legend(fontsize=8, loc="lower right")
     figure.suptitle(title)
@@ -56,12 +57,13 @@ def _draw(axis: Any, rows: Sequence[Row]) -> None:
     axis.axhspan(
         reference["accuracy_low"], reference["accuracy_high"], color="black", alpha=0.08, lw=0
     )
-    series: dict[tuple[str, str], list[Row]] = {}
+    series: dict[tuple[str, str, bool], list[Row]] = {}
     for row in others:
         mode, _, _ = row["label"].replace(",", ":").partition(":")
         _, _, phase = row["label"].partition("sparse_phase=")
-        series.setdefault((mode, phase.split(",")[0] or "both"), []).append(row)
-    for (mode, phase), members in series.items():
+        calibrated = ",budgets=" in row["label"]
+        series.setdefault((mode, phase.split(",")[0] or "both", calibrated), []).append(row)
+    for (mode, phase, calibrated), members in series.items():
         members = sorted(members, key=lambda row: row["prefill_share"] or 1.0)
         x = [_share(row, phase) for row in members]
         y = [row["accuracy"] for row in members]
@@ -71,12 +73,14 @@ def _draw(axis: Any, rows: Sequence[Row]) -> None:
             x,
             y,
             yerr=[below, above],
-            marker=_MARKERS.get(phase, "o"),
+            marker="s" if calibrated else _MARKERS.get(phase, "o"),
             color=_COLOURS.get(mode),
-            linestyle="-" if phase == "both" else ":",
+            linestyle="--" if calibrated else "-" if phase == "both" else ":",
             capsize=3,
             alpha=1.0 if phase == "both" else 0.5,
-            label=mode if phase == "both" else f"{mode}, sparse {phase}",
+            label=mode
+            + (", budgets per head" if calibrated else "")
+            + ("" if phase == "both" else f", sparse {phase}"),
         )
     axis.set_xlim(0.0, 1.02)
     axis.set_ylim(0.0, 1.02)

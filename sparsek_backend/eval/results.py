@@ -272,6 +272,27 @@ def write_results(
     return [*written, full]
 
 
+def read_results(paths: Sequence[Path]) -> tuple[str, list[Row]]:
+    """Model and retrieval rows of result JSONs, each cell from the last that has it.
+
+    Raises:
+        ValueError: a file is no such result, or they are of several models.
+    """
+    models, cells = [], {}
+    for path in paths:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            models.append(str(content["model"]))
+            rows = content["retrieval"]
+            for row in rows:
+                cells[row["variant"], row["length"], row["label"], row["task"]] = row
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: expected the JSON of `sparsek eval`: {error}") from error
+    if len(set(models)) != 1 or not cells:
+        raise ValueError(f"results: expected scores of one model, got {sorted(set(models))}")
+    return models[0], list(cells.values())
+
+
 def _text(value: object) -> str:
     if value is None:
         return ""

@@ -29,13 +29,19 @@ def is_batch_invariant() -> bool:
     return bool(envs.VLLM_BATCH_INVARIANT)
 
 
-def is_first_tensor_rank() -> bool:
-    """Whether this process is the first of the tensor-parallel ranks, or the only one."""
+def tensor_rank() -> tuple[int, int]:
+    """This process's tensor-parallel rank, and how many there are."""
     from vllm.distributed import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
-        return True
-    return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
+        return 0, 1
+    rank: int = parallel_state.get_tensor_model_parallel_rank()
+    return rank, parallel_state.get_tensor_model_parallel_world_size()
+
+
+def is_first_tensor_rank() -> bool:
+    """Whether this process is the first of the tensor-parallel ranks, or the only one."""
+    return tensor_rank()[0] == 0
 
 
 def metric_labels(vllm_config: Any) -> dict[str, str]:

@@ -36,8 +36,8 @@ class EngineMetrics:
 
     def record_step(
         self,
-        attended_tokens: int,
-        context_tokens: int,
+        attended_tokens: float,
+        context_tokens: float,
         selection_seconds: float = 0.0,
         attention_seconds: float = 0.0,
     ) -> None:

@@ -117,9 +117,11 @@ def _describe_policy(policy: SelectionPolicy) -> str:
         return f"sink_window, {policy.num_sink} sink tokens + window {policy.window_size}"
     sinks = policy.sink_blocks
     mode = "infllm" if policy.ranking == "infllm" else "block_topk"
+    blocks = "/".join(map(str, policy.head_top_k)) or str(policy.top_k)
+    fewer = "" if policy.decode_top_k is None else f" ({policy.decode_top_k} for decoded tokens)"
     return (
         f"{mode}, {sinks} sink block{'' if sinks == 1 else 's'} + window "
-        f"{policy.window_size} + {policy.top_k} blocks of {policy.sel_block_size} per KV head"
+        f"{policy.window_size} + {blocks} blocks of {policy.sel_block_size} per KV head{fewer}"
     )
 
 

@@ -16,7 +16,8 @@ class EngineStats:
     """Totals over all layers and steps of this process.
 
     Attributes:
-        attended_tokens: keys attended, summed over queries and layers (not over heads).
+        attended_tokens: keys attended, summed over queries and layers (not over heads: where KV
+            heads differ, their mean).
         context_tokens: keys that dense attention would have attended.
         steps: metadata built for real batches.
         forward_calls: per-layer calls of the backend with a batch.
@@ -24,14 +25,14 @@ class EngineStats:
         attention_seconds: of the same prefills, to choose blocks and attend.
     """
 
-    attended_tokens: int = 0
-    context_tokens: int = 0
+    attended_tokens: float = 0
+    context_tokens: float = 0
     steps: int = 0
     forward_calls: int = 0
     selection_seconds: float = 0.0
     attention_seconds: float = 0.0
     _last_log: float = field(default_factory=time.monotonic)
-    _logged: tuple[int, int] = (0, 0)
+    _logged: tuple[float, float] = (0, 0)
 
     @property
     def attended_share(self) -> float:
@@ -39,7 +40,7 @@ class EngineStats:
         return self.attended_tokens / self.context_tokens if self.context_tokens else 1.0
 
     def record_step(
-        self, attended_tokens: int, context_tokens: int, *, log: bool = True
+        self, attended_tokens: float, context_tokens: float, *, log: bool = True
     ) -> str | None:
         """Add one step; return a log line when one is due.
 

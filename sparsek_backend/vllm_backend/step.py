@@ -99,8 +99,8 @@ class StepMetadata(AttentionMetadata):
 
     batch: PagedBatch
     num_actual_tokens: int
-    attended_tokens: int
-    context_tokens: int
+    attended_tokens: float
+    context_tokens: float
 
     @property
     def attended_share(self) -> float:

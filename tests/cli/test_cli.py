@@ -18,7 +18,9 @@ runner = CliRunner()
 def test_help_names_every_command() -> None:
     result = runner.invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in ("doctor", "model", "eval", "bench", "patterns", "train-demo"):
+    for command in (
+        "doctor", "model", "eval", "calibrate", "tune", "bench", "patterns", "train-demo"
+    ):  # fmt: skip
         assert command in result.output
 
 
@@ -48,7 +50,7 @@ def test_unknown_command_is_named() -> None:
     assert "serve" in result.output
 
 
-@pytest.mark.parametrize("command", ["bench", "eval", "patterns"])
+@pytest.mark.parametrize("command", ["bench", "eval", "calibrate", "tune", "patterns"])
 def test_group_help_belongs_to_the_command_behind(command: str) -> None:
     result = runner.invoke(app, [command, "--help"])
     assert result.exit_code == 0

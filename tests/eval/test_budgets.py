@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -9,8 +11,10 @@ from sparsek_backend.eval.budgets import (
     DEFAULT_BUDGETS,
     parse_budget,
     parse_budgets,
+    pictured,
     with_mixed_phases,
 )
+from sparsek_backend.layer_budgets import LayerBudgets
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 
@@ -89,6 +93,27 @@ def test_shares_by_hand() -> None:
     assert window.decode_share(31) == 8 / 32
     assert parse_budget("block_topk:16").prefill_share(1600) == 1.0
     assert parse_budget("block_topk:16").prefill_share(8192) < 0.5
+
+
+def test_a_picture_has_arms_of_equal_size() -> None:
+    arms = parse_budgets(pictured())[1:]
+    blocks, windows = arms[:4], arms[4:]
+    for block, window in zip(blocks, windows, strict=True):
+        shares = block.decode_share(16384), window.decode_share(16384)
+        assert shares[0] == pytest.approx(shares[1], rel=0.02)
+
+
+def test_budgets_of_heads_count_by_their_mean(tmp_path: Path) -> None:
+    fields = {"model": "m", "num_hidden_layers": 2, "num_key_value_heads": 3, "sel_block_size": 64}
+    numbers = {0: (4, 8, 12), 1: (16, 20, 24)}
+    path = LayerBudgets.make(top_k=numbers, **fields).save(tmp_path / "budgets.json")
+    budget, equal = parse_budget(f"block_topk:14,budgets={path}"), parse_budget("block_topk:14")
+    assert budget.decode_share(8192) == pytest.approx(equal.decode_share(8192))
+    assert budget.prefill_share(8192) == pytest.approx(equal.prefill_share(8192), rel=0.02)
+    path.unlink()  # the settings have its content
+    assert budget.policy(1).head_top_k == (16, 20, 24)
+    with pytest.raises(ValueError, match="budgets"):
+        parse_budget(f"block_topk:14,budgets={path}")
 
 
 def test_mixed_phases_are_the_halves_of_a_budget() -> None:

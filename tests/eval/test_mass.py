@@ -87,7 +87,10 @@ def test_every_layer_of_a_model_is_measured(tmp_path: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     seen: list[int] = []
     masses = measure_model(
-        str(tmp_path / "model"), [i % 99 for i in range(LENGTH)], POLICY, on_layer=seen.append
+        str(tmp_path / "model"),
+        [i % 99 for i in range(LENGTH)],
+        lambda layer: POLICY,
+        on_layer=seen.append,
     )
     assert seen == [0, 1, 2]
     assert [(m.layer, m.phase) for m in masses] == [(i, p) for i in range(3) for p in PHASES]

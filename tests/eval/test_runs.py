@@ -18,6 +18,7 @@ from sparsek_backend.eval.results import (
     Run,
     collect_runs,
     perplexity_rows,
+    read_results,
     retrieval_rows,
     warnings_of,
     write_results,
@@ -171,6 +172,9 @@ def test_results_are_written_and_read_from_the_record_alone(tmp_path: Path) -> N
     document = json.loads(full.read_text())
     assert [one["label"] for one in document["runs"]] == ["dense", "sink_window:600"]
     assert document["retrieval"] == retrieval_rows(runs)
+    assert read_results([full, full]) == ("m", document["retrieval"])
+    with pytest.raises(ValueError, match=r"r\.jsonl: expected the JSON of"):
+        read_results([full, tmp_path / "r.jsonl"])
     picture = plot_accuracy(retrieval_rows(runs), tmp_path / "q.png", "title")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert [table.row_count for table in retrieval_tables(retrieval_rows(runs))] == [2, 3]

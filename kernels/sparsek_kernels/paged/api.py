@@ -11,6 +11,7 @@ from sparsek_kernels.paged.checks import (
     check_batch_layout,
     check_cache,
     check_cache_dtype,
+    check_head_budgets,
     check_lists,
     check_pages,
     check_ranking,
@@ -117,7 +118,8 @@ def select_blocks(
 
     Returns:
         One ``[tiles, Hkv, scored_blocks]`` int64 tensor per request, ascending block indices;
-        rows of tiles that see everything are -1.  Decodes have a tile per token, and the blocks
+        rows of tiles that see everything are -1, and so are the last places of heads that keep
+        fewer (``policy.head_top_k``).  Decodes have a tile per token, and the blocks
         and their number are those of ``policy.per_token()``.
 
     Raises:
@@ -136,6 +138,7 @@ def select_blocks(
     if batch.num_decodes or policy.query_tile == 1:
         given_summary(k_summary)
     check_pages(policy, page_size)
+    check_head_budgets(policy, heads)
     check_batch(q, batch, page_size)
     check_lists(lists, policy, heads, q.device)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
@@ -226,6 +229,7 @@ def paged_attention(
         raise ValueError("k_summary: expected the page summaries when top_k >= 1, got None")
     check_summary(k_summary, k_cache)
     check_pages(policy, page_size)
+    check_head_budgets(policy, heads)
     check_batch(q, batch, page_size)
     check_lists(lists, policy, heads, q.device)
     if sinks is not None:

@@ -183,9 +183,9 @@ def logits_config(
 ) -> TileConfig:
     """Block logits of decodes: about 256 vectors (16 KiB at 128 dimensions) at a time.
 
-    ``splits`` is the most programs that share a context.  They loop over what is really there; a
-    graph captured for long contexts would pay for every program more than the device holds at once,
-    with work or without.
+    ``splits`` is the most programs that share a context: no more than run at once, six on each
+    multiprocessor, for a second round of a few would take as long as the first.  They loop over
+    what is really there.
 
     Args:
         vectors: vectors of the sketch in a block.
@@ -193,13 +193,12 @@ def logits_config(
     block_h = next_power_of_2(group)
     queries = next_power_of_2(queries)
     rows = 256 if head_dim <= 128 else 128
-    wanted = max(8 * num_sms // (requests * num_kv_heads), 1)
     return TileConfig(
         block_h=block_h,
         queries=queries,
         block_m=max(8, queries * block_h),
         block_n=max(16, rows // next_power_of_2(vectors)),
-        splits=1 << (wanted.bit_length() - 1),
+        splits=max(6 * num_sms // (requests * num_kv_heads), 1),
         num_warps=4,
         num_stages=3,
     )
@@ -256,7 +255,8 @@ def listed_config(*, rows: int, head_dim: int, itemsize: int, arch: int) -> Tile
     """Masses of a tile's list: 64 gathered keys at a time, for at most 128 of the tile's ``rows``.
 
     With three stages a multiprocessor of Hopper holds four programs of a few rows, and 128 KiB of
-    keys on their way.  ``queries`` and ``block_h`` say nothing here.
+    keys on their way.  Few rows take two warps: four would multiply by ``wgmma``, and wait for it.
+    ``queries`` and ``block_h`` say nothing here.
 
     Args:
         rows: queries times heads that one tile is ranked by.
@@ -279,7 +279,7 @@ def listed_config(*, rows: int, head_dim: int, itemsize: int, arch: int) -> Tile
         block_m=block_m,
         block_n=block_n,
         splits=1,
-        num_warps=4,
+        num_warps=2 if is_hopper(arch) and block_m == 16 and row_bytes <= 256 else 4,
         num_stages=stages,
     )
 
@@ -294,9 +294,14 @@ def rank_rows(slots: int, rows: int) -> int:
     return min(max(4096 // next_power_of_2(slots), 1), next_power_of_2(rows))
 
 
-def top_warps(max_blocks: int) -> int:
-    """Warps that share one row of scores."""
-    return 8 if max_blocks <= 8192 else 16
+def top_warps(max_blocks: int) -> tuple[int, int]:
+    """Warps that share one row of scores, and registers of a thread.
+
+    Two programs then share a multiprocessor, where the scores of a row fit into their registers.
+    """
+    if max_blocks <= 2048:
+        return 8, 128
+    return 16, 64 if max_blocks <= 8192 else 128
 
 
 def keys_of_blocks(sel_block: int, most: int) -> int:

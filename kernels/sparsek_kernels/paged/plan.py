@@ -76,7 +76,14 @@ def segments(
             bounds are enough: a prefill that only its bound keeps from being dense counts as
             sparse, and the sparse kernels attend everything for it.
     """
-    return batch.derived(("segments", policy), lambda: _segments(batch, policy, seq_lens))
+    common = policy.equal_heads
+    found = batch.derived(("segments", common), lambda: _segments(batch, common, seq_lens))
+    if policy is common:
+        return found
+    rule = replace(policy, dense_last=0)
+    return tuple(
+        replace(part, policy=rule) if part.policy.selects_blocks else part for part in found
+    )
 
 
 def _segments(

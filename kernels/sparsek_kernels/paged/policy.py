@@ -68,6 +68,10 @@ class SelectionPolicy:
             exactly as decode does, which (without ``dense_last``) makes tokens independent of
             chunking and preemption.
         ranking: how blocks that compete are ranked.  ``infllm`` is per token.
+        decode_top_k: ``top_k`` of a single token, which chooses for itself and needs fewer blocks
+            than a tile whose queries share theirs; ``None``: as many.
+        head_top_k: ``top_k`` of each KV head, at most ``top_k``, which stays what decides where
+            everything is seen and how many candidates there are.  Empty: ``top_k`` for all.
     """
 
     num_sink: int = 0
@@ -78,6 +82,8 @@ class SelectionPolicy:
     dense_last: int = 0
     query_tile: int = 64
     ranking: Ranking = "masses"
+    decode_top_k: int | None = None
+    head_top_k: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         lowest = {"num_sink": 0, "top_k": 0, "dense_below": 0, "dense_last": 0, "query_tile": 1}
@@ -93,6 +99,16 @@ class SelectionPolicy:
             raise ValueError(
                 "window_size: expected an integer when num_sink or top_k is set, got None"
             )
+        if self.decode_top_k is not None and not 1 <= self.decode_top_k <= self.top_k:
+            raise ValueError(
+                f"decode_top_k: expected an integer from 1 to top_k={self.top_k} or None, got "
+                f"{self.decode_top_k}"
+            )
+        for own in self.head_top_k:
+            if not 1 <= own <= self.top_k:
+                raise ValueError(
+                    f"head_top_k: expected integers from 1 to top_k={self.top_k}, got {own}"
+                )
         if self.sel_block_size < CELL_SIZE or self.sel_block_size % CELL_SIZE:
             raise ValueError(
                 f"sel_block_size: expected a multiple of {CELL_SIZE}, got {self.sel_block_size}"
@@ -109,11 +125,12 @@ class SelectionPolicy:
             )
 
     def per_token(self) -> SelectionPolicy:
-        """What a single token follows: the same budget, selected for it alone, by the cell.
+        """What a single token follows: its own budget, selected for it alone, by the cell.
 
         A selection that tokens do not share can follow each of them closely, so its blocks are as
-        small as a cell.  Sinks, window and ``top_k`` cover as many tokens as before.  InfLLM-v2's
-        blocks stay what the model was trained with.
+        small as a cell.  Sinks and window cover as many tokens as before, ``top_k`` as many as
+        ``decode_top_k`` says; KV heads keep their proportions.  InfLLM-v2's blocks stay what the
+        model was trained with.
         """
         return self._per_token
 
@@ -122,10 +139,29 @@ class SelectionPolicy:
         if self.ranking == "infllm":
             return self
         size = CELL_SIZE if self.selects_blocks else self.sel_block_size
-        if self.query_tile == 1 and not self.dense_last and size == self.sel_block_size:
+        alone = self.query_tile == 1 and not self.dense_last and self.decode_top_k is None
+        if alone and size == self.sel_block_size:
             return self
-        top_k = self.top_k * (self.sel_block_size // size)
-        return replace(self, sel_block_size=size, top_k=top_k, query_tile=1, dense_last=0)
+        ratio = self.sel_block_size // size
+        top_k = self.top_k if self.decode_top_k is None else self.decode_top_k
+        return replace(
+            self,
+            sel_block_size=size,
+            top_k=top_k * ratio,
+            query_tile=1,
+            dense_last=0,
+            decode_top_k=None,
+            head_top_k=tuple(max(own * top_k * ratio // self.top_k, 1) for own in self.head_top_k),
+        )
+
+    def of_heads(self, heads: slice) -> SelectionPolicy:
+        """The policy of some of the layer's KV heads."""
+        return replace(self, head_top_k=self.head_top_k[heads]) if self.head_top_k else self
+
+    @cached_property
+    def equal_heads(self) -> SelectionPolicy:
+        """The policy without what KV heads have of their own: what a plan of a step depends on."""
+        return replace(self, head_top_k=()) if self.head_top_k else self
 
     @property
     def sample_stride(self) -> int:
@@ -201,6 +237,19 @@ class SelectionPolicy:
         """Blocks chosen by score for each tile, where there are that many candidates."""
         return max(self.budget_blocks - self.sink_blocks - self.reach_blocks - 1, 0)
 
+    @cached_property
+    def head_places(self) -> tuple[int, ...]:
+        """Blocks that each KV head keeps of those, where heads differ; else empty."""
+        return tuple(max(self.scored_blocks - self.top_k + own, 0) for own in self.head_top_k)
+
+    @cached_property
+    def mean_places(self) -> int | float:
+        """Blocks chosen by score, mean over KV heads; an integer where they are equal."""
+        if not self.head_places:
+            return self.scored_blocks
+        total, heads = sum(self.head_places), len(self.head_places)
+        return total / heads if total % heads else total // heads
+
     def candidate_range(self, position: Positions) -> tuple[Positions, Positions]:
         """Half-open range of blocks that compete by score for the tile at ``position``."""
         first_local, _ = self.local_range(position)
@@ -222,14 +271,15 @@ class SelectionPolicy:
     def attended_tokens(self, position: Positions) -> Positions:
         """Keys that the query at ``position`` attends: a function of position alone.
 
-        Queries that ``dense_last`` exempts attend ``position + 1`` keys instead.
+        Where KV heads differ, it is their mean, which may be a fraction.  Queries that
+        ``dense_last`` exempts attend ``position + 1`` keys instead.
         """
         length = position + 1
         if self.window_size is None:
             return length
         if self.selects_blocks:
             first_local, _ = self.local_range(position)
-            chosen = self.sink_blocks + self.scored_blocks
+            chosen = self.sink_blocks + self.mean_places
             sparse = length + (chosen - first_local) * self.sel_block_size
         else:
             sparse = _at_most(length, self.num_sink + self.window_size)

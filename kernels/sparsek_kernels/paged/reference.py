@@ -215,8 +215,9 @@ def select_blocks_reference(
         return None
     listed = candidates_reference(q, k, positions, policy, softmax_scale)
     scores = exact_scores_reference(q, k, positions, listed, policy, softmax_scale)
-    pairs = zip(scores, listed, strict=True)
-    return [best(row, blocks, policy.scored_blocks) for row, blocks in pairs]
+    places = policy.head_places or (policy.scored_blocks,) * len(listed)
+    heads = zip(scores, listed, places, strict=True)
+    return [best(row, blocks, count) for row, blocks, count in heads]
 
 
 Select: TypeAlias = Callable[

@@ -147,7 +147,7 @@ class SparseKImpl(AttentionImpl):
             device: where the layer runs.
 
         Returns:
-            The policy of every later :meth:`forward`.
+            The layer's policy.  Of its KV heads, every later :meth:`forward` has this rank's.
 
         Raises:
             NotImplementedError: the layer selects blocks, and another backend writes its pages.
@@ -161,7 +161,7 @@ class SparseKImpl(AttentionImpl):
                 policy = replace(policy, sel_block_size=math.gcd(page_size, size))
         if self.batch_invariant:
             policy = policy.per_token()
-        self.policy = policy
+        self.policy = policy.of_heads(self._own_heads(len(policy.head_top_k)))
         if policy.selects_blocks:
             if not isinstance(owner, SparseKImpl):
                 raise NotImplementedError(
@@ -176,12 +176,19 @@ class SparseKImpl(AttentionImpl):
                 layer._pages = layer._pages_key = None
         return policy
 
+    def _own_heads(self, total: int) -> slice:
+        """Which of a layer's ``total`` KV heads this rank has; ranks beyond them share one."""
+        rank, ranks = compat.tensor_rank()
+        first = rank * total // ranks
+        return slice(first, first + self.num_kv_heads)
+
     @property
     def kernel_key(self) -> tuple[Any, ...]:
         """What decides which kernels serve a layer; layers with equal keys share them."""
         shape = (self.num_heads, self.num_kv_heads, self.head_size)
+        rule = (self.policy.equal_heads, bool(self.policy.head_top_k))
         kind = (self.sinks is None, self.lists is None, self.fallback_reason)
-        return (self.policy, *shape, self.kv_cache_dtype, *kind)
+        return (*rule, *shape, self.kv_cache_dtype, *kind)
 
     def dummy_run(self, layer: Any, kv_cache: torch.Tensor, batch: PagedBatch) -> None:
         """Attend a made-up prefill of zeros, so that its kernels are compiled; counts nothing.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from sparsek_backend.vllm_backend.report import (
 )
 from sparsek_backend.vllm_backend.settings import check_page_size
 from sparsek_backend.vllm_backend.step import Batch, Int64, StepBuilder, StepMetadata, build_batch
+from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 from .pages import bytes_behind
@@ -86,29 +87,33 @@ class SparseKMetadataBuilder(StepBuilder):
     def _bind_layers(
         self, spec: Any, layer_names: list[str], vllm_config: Any
     ) -> Counter[SelectionPolicy]:
-        """Fix every layer's policy; returns how many layers follow each."""
+        """Fix every layer's policy; returns how many layers to count by each."""
         full_attention = compat.is_full_attention(spec)
         if full_attention:
             check_page_size(self.resolved, spec.block_size)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         every_layer = vllm_config.compilation_config.static_forward_context
         groups: dict[Kind, list[int]] = {}
-        policies: Counter[SelectionPolicy] = Counter()
+        policies: list[SelectionPolicy] = []
         for name, layer in layers.items():
             index = extract_layer_index(name)
             owner = every_layer[layer.impl.kv_sharing_target_layer_name or name]
             policy = layer.impl.bind(
                 index, spec.block_size, full_attention, owner.impl, self.device
             )
-            policies[policy] += 1
+            policies.append(policy)
             version = None if layer.impl.flash is None else layer.impl.flash.version
             by_list = layer.impl.lists is not None
             key = (policy, layer.impl.fallback_reason, version, layer.impl.has_fp8_cache, by_list)
             groups.setdefault(key, []).append(index)
+        if not self.on_host:
+            for layer in layers.values():  # before a CUDA graph is captured
+                head_places(layer.impl.policy, self.device)
+                head_places(layer.impl.policy.per_token(), self.device)
         self._report_layers(groups, spec, vllm_config.model_config)
         if not self.on_host:
             warm_up_prefills(layers.values(), spec, vllm_config, self.device)
-        return policies
+        return _counted_together(policies)
 
     def _report_layers(self, groups: dict[Kind, list[int]], spec: Any, model: Any) -> None:
         """Log what each group of layers attends, and by which kernels."""
@@ -159,7 +164,7 @@ class SparseKMetadataBuilder(StepBuilder):
             bidirectional_ranges=_live_ranges(common, batch.seq_lens - batch.query_lens),
         )
 
-    def _count(self, batch: Batch) -> tuple[int, int]:
+    def _count(self, batch: Batch) -> tuple[float, float]:
         """Count attended and context keys over all layers of the group."""
         lens = (batch.seq_lens, batch.query_lens, batch.paged.num_decodes)
         dense_decode = self.resolved.config.dense_decode
@@ -168,6 +173,26 @@ class SparseKMetadataBuilder(StepBuilder):
             for policy, layers in self.policies.items()
         )
         return attended, attended_by_requests(SelectionPolicy(), *lens) * self.policies.total()
+
+
+def _counted_together(policies: list[SelectionPolicy]) -> Counter[SelectionPolicy]:
+    """How many layers to count by each policy: one for layers that differ in their heads alone.
+
+    Such layers count as one layer that has the heads of all.
+    """
+    groups: dict[SelectionPolicy, list[SelectionPolicy]] = {}
+    for policy in policies:
+        groups.setdefault(policy.equal_heads, []).append(policy)
+    found: Counter[SelectionPolicy] = Counter()
+    for common, members in groups.items():
+        heads: tuple[int, ...] = ()
+        if any(policy.head_top_k for policy in members):
+            width = max(len(policy.head_top_k) for policy in members)
+            heads = sum(
+                (policy.head_top_k or (policy.top_k,) * width for policy in members), start=()
+            )
+        found[replace(common, head_top_k=heads)] += len(members)
+    return found
 
 
 def _live_ranges(common: Any, first_position: Int64) -> Ranges | None:

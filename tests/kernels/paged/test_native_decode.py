@@ -111,12 +111,16 @@ def test_against_the_oracle(data: st.DataObject) -> None:
         seed=data.draw(st.integers(0, 99)),
     )
     window = data.draw(st.sampled_from([None, 1, 20, 70]))
+    top_k = 0 if window is None else data.draw(st.integers(0, 4))
+    kv_heads = problem.k_cache.shape[1]
+    own = st.lists(st.integers(1, max(top_k, 1)), min_size=kv_heads, max_size=kv_heads)
     policy = SelectionPolicy(
         num_sink=0 if window is None else data.draw(st.integers(0, 70)),
         window_size=window,
-        top_k=0 if window is None else data.draw(st.integers(0, 4)),
+        top_k=top_k,
         sel_block_size=data.draw(st.sampled_from([32, 64])),
         dense_below=data.draw(st.sampled_from([0, 200])),
+        head_top_k=tuple(data.draw(own)) if top_k and data.draw(st.booleans()) else (),
     )
     sinks = data.draw(st.sampled_from([None, -1.0, 3.0]))
     logits = None if sinks is None else torch.full((problem.q.shape[1],), sinks)

@@ -178,9 +178,12 @@ def launches(
     head_dim: int,
     group: int,
     fp8_cache: bool = False,
+    head_budgets: bool = False,
 ) -> list[Recorded]:
     """Everything that a step with decodes and prefills launches, for each kind of policy."""
     topk = SelectionPolicy(num_sink=64, window_size=512, top_k=32)
+    if head_budgets:
+        topk = dataclasses.replace(topk, head_top_k=(8, 16, 24, 32) * 2)
     policies = [topk, SelectionPolicy(), SelectionPolicy(num_sink=4, window_size=1024)]
     sms = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148}[arch]
     problem = make_problem(
@@ -231,6 +234,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--only", default="")
     parser.add_argument("--fp8-cache", action="store_true")
+    parser.add_argument("--head-budgets", action="store_true")
     args = parser.parse_args()
     seen = launches(
         args.arch,
@@ -238,6 +242,7 @@ def main() -> None:
         args.head_dim,
         args.group,
         args.fp8_cache,
+        args.head_budgets,
     )
     for launched in seen:
         if args.only in launched.name:

@@ -160,8 +160,11 @@ class Chosen:
         scores = candidate_scores_reference(q, k, positions, policy, softmax_scale)
         first, last = policy.candidate_range(positions[0])
         count = min(policy.listed_blocks, last - first)
-        for head, mine in enumerate(found.tolist()):
+        places = policy.head_places or (policy.scored_blocks,) * len(found)
+        kept = [row[:most] for row, most in zip(found.tolist(), places, strict=True)]
+        for head, mine in enumerate(kept):
             assert mine == sorted(set(mine))
+            assert (found[head, len(mine) :] == -1).all()
             row = scores[head, first:last]
             least = float(row.topk(count).values[-1])
             low, high = (1 - self.LIST_SLACK) * least, (1 + self.LIST_SLACK) * least
@@ -187,12 +190,12 @@ class Chosen:
                 )
                 for some in lists
             )
-        return [row.tolist() for row in found]
+        return kept
 
     def _are_best(self, mine: list[int], surely: set[int], masses: torch.Tensor) -> bool:
         """Whether no block that is surely listed has clearly more mass than one of ``mine``."""
         rest = sorted(surely - set(mine))
-        if not rest:
+        if not rest or not mine:
             return True
         return float(masses[mine].min()) >= (1 - self.MASS_SLACK) * float(masses[rest].max())
 

@@ -54,7 +54,7 @@ def compiled(arch: int, *options: str) -> list[dict[str, Any]]:
     [
         (80, (), 160, set()),
         (90, (), 160, HOPPER),
-        (90, ("--head-dim", "64", "--group", "8"), 160, HOPPER),
+        (90, ("--head-dim", "64", "--group", "8", "--head-budgets"), 160, HOPPER),
         (100, (), 160, set()),
         (90, ("--fp8-cache",), 224, {"tile_scores_sm90_kernel"}),  # K and V widen in registers
     ],

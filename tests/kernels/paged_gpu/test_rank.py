@@ -42,10 +42,12 @@ CASES = {
     "token-dim-96": Case([(1, 333)], TOKENS, {"dim": 96, "group": 8, "page_size": 64}),
     "token-group-1": Case([(1, 333)], TOKENS, {"group": 1, "head_major": True}),
     "token-blocks": Case([(1, 641)], replace(TOKENS, sel_block_size=48), {"page_size": 48}),
+    "token-heads": Case([(1, 350), (1, 433)], replace(TOKENS, head_top_k=(1, 3))),
     "token-fp8": Case(
         [(2, 301)], TOKENS, {"cache_dtype": torch.float8_e4m3fn, "page_size": 32}, 0.37
     ),
     "tile": Case([(100, 350), (31, 413), (64, 64)], TILES, {"page_size": 32, "group": 3}),
+    "tile-heads": Case([(100, 350)], replace(TILES, top_k=4, head_top_k=(3, 1))),
     "tile-of-chunks": Case([(7, 390), (45, 400), (2, 386)], sized(64, query_tile=64)),
     "tile-over-page": Case([(70, 460)], sized(64), {"page_size": 16, "dim": 64, "group": 4}),
     "tile-128": Case([(65, 901)], sized(128, query_tile=64), {"heads": 1, "page_size": 64}),
@@ -166,11 +168,14 @@ def check(case: Case, dtype: torch.dtype, tolerance: float) -> None:
             scale,
         )
         ranked += 1
-        for head in range(heads):
-            chosen, others = found[head], set(drawn[index][head]) - set(found[head])
+        for head, places in enumerate(rule.head_places or (rule.scored_blocks,) * heads):
+            chosen, unused = found[head][:places], found[head][places:]
+            assert unused == [-1] * (rule.scored_blocks - places)
+            others = set(drawn[index][head]) - set(chosen)
             assert chosen == sorted(set(chosen)), (index, head)
-            assert len(chosen) == rule.scored_blocks
             assert set(chosen) <= set(drawn[index][head])
+            if not chosen:
+                continue
             worst = want[head][chosen].min()
             best = want[head][sorted(others)].max() if others else torch.tensor(0.0)
             assert best - worst <= tolerance * best, (index, head, best, worst)

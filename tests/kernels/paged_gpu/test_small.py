@@ -61,6 +61,16 @@ CASES = {
         replace(TOP_K, sel_block_size=96),
         {"num_decodes": 1, "page_size": 32},
     ),
+    "topk-heads": (
+        [(1, 301), (40, 290)],
+        replace(TOP_K, head_top_k=(1, 3)),
+        {"num_decodes": 1, "page_size": 64},
+    ),
+    "topk-heads-tile-1": (
+        [(1, 201), (2, 230)],
+        replace(TOP_K, query_tile=1, head_top_k=(3, 1)),
+        {"num_decodes": 1},
+    ),
     "topk-wide-group": ([(40, 200)], replace(TOP_K, query_tile=16), {"heads": 1, "group": 8}),
 }
 

@@ -19,6 +19,7 @@ from sparsek_kernels.paged.cpu.select import (
     prefill_summaries,
     select_group,
     select_tokens,
+    unused_places,
 )
 from sparsek_kernels.paged.lists import listed_blocks
 from sparsek_kernels.paged.operands import PagedOperands
@@ -40,7 +41,7 @@ def attend(
 
     Args:
         q: ``[T, Hkv, G, Q, D]``; k, v: ``[T, Hkv, n, D]``.
-        bias: additive, broadcastable to ``[T, 1, Q, n]``, or ``None``.
+        bias: additive, broadcastable to ``[T, Hkv, Q, n]``, or ``None``.
         sinks: ``[Hq]`` logits, or ``None``.
 
     Returns:
@@ -69,7 +70,7 @@ def attend_tiles(
     operands: PagedOperands,
     group: TileGroup,
     selected: torch.Tensor | None,
-    sel_block_size: int,
+    policy: SelectionPolicy,
 ) -> torch.Tensor:
     """Attention of tiles over their selected, sink and local blocks.
 
@@ -77,6 +78,15 @@ def attend_tiles(
         q: ``[T, Hkv, G, Q, D]``.
         selected: ``[T, Hkv, scored_blocks]`` int64, or ``None``.
     """
+    sel_block_size = policy.sel_block_size
+    bias = group.bias_as(q.dtype)
+    unused = None if selected is None else unused_places(policy)
+    if selected is not None and unused is not None:  # any keys, which no query sees
+        selected = selected.masked_fill(unused, 0)
+        hidden = q.new_zeros(1, unused.shape[0], 1, group.num_keys)
+        keys = unused.repeat_interleave(sel_block_size, dim=1)
+        hidden[0, :, 0, : keys.shape[1]].masked_fill_(keys, float("-inf"))
+        bias = hidden.expand(-1, -1, q.shape[3], -1) if bias is None else bias + hidden
     joined = join_kv(operands.k_cache, operands.v_cache)
     caches = (operands.k_cache, operands.v_cache) if joined is None else (joined,)
     gathered = []
@@ -88,7 +98,7 @@ def attend_tiles(
             rows[:, :, -group.stale.shape[2] :].masked_fill_(group.stale, 0.0)
         gathered.append(rows)
     k, v = gathered if joined is None else gathered[0].chunk(2, dim=-1)
-    return attend(q, k, v, group.bias_as(q.dtype), operands.softmax_scale, operands.sinks)
+    return attend(q, k, v, bias, operands.softmax_scale, operands.sinks)
 
 
 def attend_dense(
@@ -187,9 +197,7 @@ def _decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) -
             rule,
             operands.softmax_scale,
         )
-    attended = attend_tiles(
-        rows.unsqueeze(3), operands, plan.group, selected, rule.sel_block_size
-    ).squeeze(3)
+    attended = attend_tiles(rows.unsqueeze(3), operands, plan.group, selected, rule).squeeze(3)
     if every:
         out.copy_(attended)
     else:
@@ -234,6 +242,6 @@ def _prefill(
         padded = q.new_zeros(tiles * plan.tile, *q.shape[1:])
         padded[begin - first : end - first] = rows
         padded = padded.unflatten(0, (tiles, plan.tile)).permute(0, 2, 3, 1, 4)
-        attended = attend_tiles(padded, operands, group, selected, policy.sel_block_size)
+        attended = attend_tiles(padded, operands, group, selected, policy)
         attended = attended.permute(0, 3, 1, 2, 4).flatten(0, 1)
         out[begin - start : end - start] = attended[begin - first : end - first]

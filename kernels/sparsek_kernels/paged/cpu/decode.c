@@ -38,6 +38,7 @@ typedef struct {
     const int32_t *table;
     int64_t table_stride;
     const Token *plan;
+    const int32_t *places; /* [heads] picks of each head, fewer than the token's; or NULL */
     const float *sinks; /* [heads, group] or NULL */
     float *scores;      /* [tokens * heads, group + 1, max_blocks]: by the sketch */
     float *logits;      /* [tokens * heads, group, max_slots, block_size]: of the keys read */
@@ -195,6 +196,11 @@ ALWAYS_INLINE int64_t block_tokens(const Decode *a, const Token *token) {
     return token->picks ? a->block_size : RUN;
 }
 
+/* Blocks that a unit keeps of its candidates. */
+ALWAYS_INLINE int64_t unit_picks(const Decode *a, const Token *token, int64_t unit) {
+    return token->picks && a->places ? a->places[unit % a->heads] : token->picks;
+}
+
 /* What a unit reads: sinks, then window, then candidates. */
 ALWAYS_INLINE int64_t local_slots(const Decode *a, const Token *token) {
     return token->position / block_tokens(a, token) + 1 - token->local;
@@ -259,21 +265,22 @@ ALWAYS_INLINE void choose_blocks(const Decode *a, const Token *token, int64_t un
         }
     }
     add_shares(masses, a->max_blocks, a->group, slots, sums);
-    best_of(sums, fixed, slots, token->picks, a->chosen + unit * a->max_picks);
+    best_of(sums, fixed, slots, unit_picks(a, token, unit), a->chosen + unit * a->max_picks);
 }
 
 /* Block of an entry of what a token attends: sinks, chosen blocks, window. */
-ALWAYS_INLINE int64_t entry_slot(const Token *token, const int32_t *chosen, int64_t entry) {
+ALWAYS_INLINE int64_t entry_slot(const Decode *a, const Token *token, int64_t unit, int64_t entry) {
+    const int64_t picks = unit_picks(a, token, unit);
     if (entry < token->front) return entry;
     entry -= token->front;
-    return entry < token->picks ? chosen[entry] : token->front + entry - token->picks;
+    return entry < picks ? a->chosen[unit * a->max_picks + entry] : token->front + entry - picks;
 }
 
 ALWAYS_INLINE int64_t entry_block(const Decode *a, const Token *token, int64_t unit,
                                   int64_t entry) {
     if (!token->picks)
         return entry < token->front ? entry : token->local + entry - token->front;
-    const int64_t slot = entry_slot(token, a->chosen + unit * a->max_picks, entry);
+    const int64_t slot = entry_slot(a, token, unit, entry);
     return slot_block(token, a->listed + unit * a->max_slots, local_slots(a, token), slot);
 }
 
@@ -311,7 +318,7 @@ ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t un
                 continue;
             }
             if (token->picks) { /* the second step read these keys */
-                const int64_t slot = entry_slot(token, a->chosen + unit * a->max_picks, entry);
+                const int64_t slot = entry_slot(a, token, unit, entry);
                 for (int64_t g = 0; g < group; g++)
                     memcpy(weights[g], known + (g * a->max_slots + slot) * size + key % size,
                            keys * sizeof(float));
@@ -399,7 +406,8 @@ ALWAYS_INLINE void decode(const Decode *a, int dim) {
         for (int64_t piece = 0; piece < units * a->splits; piece++) {
             const int64_t unit = piece / a->splits, split = piece % a->splits;
             const Token *token = a->plan + unit / a->heads;
-            const int64_t count = token->front + token->picks + max64(local_slots(a, token), 0);
+            const int64_t count =
+                token->front + unit_picks(a, token, unit) + max64(local_slots(a, token), 0);
             attend_blocks(a, token, unit, count * split / a->splits,
                           count * (split + 1) / a->splits, a->parts + piece * group * (dim + 2), dim);
             if (!__atomic_sub_fetch(a->waiting + unit, 1, __ATOMIC_ACQ_REL)) combine(a, unit);

@@ -23,6 +23,7 @@ import torch
 
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 from sparsek_kernels.paged.sketch import rotate
 
@@ -73,6 +74,7 @@ class _Decode(ctypes.Structure):
         ("table", ctypes.c_void_p),
         ("table_stride", ctypes.c_int64),
         ("plan", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("scores", "logits", "listed", "chosen")),
         ("waiting", ctypes.c_void_p),
@@ -203,7 +205,8 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
     built = library()
     if built is None:
         raise RuntimeError("decode: expected a C compiler, found none; ask supports() first")
-    sized = batch.derived(("native", rule), lambda: _sized_plan(batch, rule))
+    common = rule.equal_heads
+    sized = batch.derived(("native", common), lambda: _sized_plan(batch, common))
     tokens, _, dim = operands.q.shape
     heads, group = operands.k_cache.shape[1], operands.group
     units = tokens * heads
@@ -216,6 +219,7 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
     ).contiguous()  # C reads rows of heads, one after another
     rotated = rotate(scaled) if sized.picks else scaled
     result = torch.empty_like(scaled)
+    places = head_places(rule, torch.device("cpu"))
     sink_logits = None if operands.sinks is None else operands.sinks.float().contiguous()
     sizes = (
         units * (group + 1) * sized.blocks,
@@ -246,6 +250,7 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         table.data_ptr(),
         table.stride(0),
         sized.plan.data_ptr(),
+        None if places is None else places.data_ptr(),
         None if sink_logits is None else sink_logits.data_ptr(),
         *(scratch.data_ptr() for scratch in (scores, logits, listed, chosen, waiting, parts)),
     )

@@ -18,6 +18,7 @@ from sparsek_kernels.paged.cpu.plan import (
     plan_tokens,
 )
 from sparsek_kernels.paged.lists import listed_blocks
+from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotate
 
@@ -132,7 +133,7 @@ def rank_blocks(
         listed: ``[T, Hkv, n]`` int64 candidates.
 
     Returns:
-        ``[T, Hkv, scored_blocks]`` int64, ascending.
+        ``[T, Hkv, scored_blocks]`` int64, ascending; :data:`NOTHING` where a head keeps fewer.
     """
     size = rule.sel_block_size
     reader = block_reader(k_cache, size)
@@ -150,7 +151,17 @@ def rank_blocks(
     scores = shares.sum((2, 3))[..., : listed.shape[-1]]
     scores = scores.masked_fill(listed == NOTHING, -1.0)
     places = torch.sort(scores, dim=-1, descending=True, stable=True).indices
-    return listed.gather(-1, places[..., : rule.scored_blocks]).sort(dim=-1).values
+    chosen = listed.gather(-1, places[..., : rule.scored_blocks])
+    unused = unused_places(rule)
+    if unused is not None:
+        chosen.masked_fill_(unused, NOTHING)
+    return chosen.sort(dim=-1).values
+
+
+def unused_places(rule: SelectionPolicy) -> torch.Tensor | None:
+    """``[Hkv, scored_blocks]`` bool: places that a KV head leaves empty; ``None`` if none does."""
+    places = head_places(rule, torch.device("cpu"))
+    return None if places is None else torch.arange(rule.scored_blocks) >= places[:, None]
 
 
 def select_tokens(
@@ -267,7 +278,7 @@ def select_blocks_eager(
     Returns:
         ``[decode tokens, Hkv, scored_blocks of policy.per_token()]`` and
         ``[prefill tiles, Hkv, scored_blocks of policy]``, int64, ascending; -1 where a tile sees
-        everything.
+        everything, and last where a head keeps fewer.
     """
     heads, page_size, dim = k_cache.shape[1:]
     grouped = q.unflatten(1, (heads, -1))
@@ -317,4 +328,7 @@ def select_blocks_eager(
             )
         chosen.append(found)
         token = end
-    return decoded, torch.cat(chosen)
+    prefilled = torch.cat(chosen)
+    for blocks in (decoded, prefilled):
+        blocks.masked_fill_(blocks == NOTHING, -1)
+    return decoded, prefilled

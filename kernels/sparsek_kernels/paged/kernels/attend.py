@@ -208,6 +208,7 @@ def attend_kernel(
     v_ptr,
     sinks_ptr,
     selected_ptr,
+    places_ptr,
     tiles_ptr,
     block_table_ptr,
     seq_lens_ptr,
@@ -250,6 +251,7 @@ def attend_kernel(
     PAGE_SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HEAD_PLACES: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -308,6 +310,10 @@ def attend_kernel(
         REACH_BLOCKS,
         SCORED_BLOCKS,
     )
+    if HEAD_PLACES:
+        unused = num_selected - tl.minimum(num_selected, tl.load(places_ptr + kv_head))
+        num_selected -= unused
+        count -= unused
     if SMALL:
         ENTRIES: tl.constexpr = BLOCK_N // SEL_BLOCK
         first_selected = count - num_selected

@@ -16,6 +16,7 @@ NO_ROW: gl.constexpr = gl.constexpr(0x70000000)
 @gluon.jit
 def place(
     item,
+    places_ptr,
     tiles_ptr,
     seq_lens_ptr,
     cu_seqlens_ptr,
@@ -26,6 +27,7 @@ def place(
     SINK_BLOCKS: gl.constexpr,
     REACH_BLOCKS: gl.constexpr,
     SCORED_BLOCKS: gl.constexpr,
+    HEAD_PLACES: gl.constexpr,
 ):
     """What work item ``item`` is: ``(tile, kv_head, first member, request, start, low, high,
     token_of_zero, front, selected, first_local, count)``.
@@ -52,6 +54,10 @@ def place(
     front, selected, first_local, count = tile_list(
         policy_start, low, high, full, 0, TOP_K, ROWS, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
     )
+    if HEAD_PLACES:
+        unused = selected - gl.minimum(selected, gl.load(places_ptr + kv_head))
+        selected -= unused
+        count = gl.where(high >= low, count - unused, count)
     return (
         tile, kv_head, member, request, start, low, high, token_of_zero, front, selected,
         first_local, count,
@@ -115,6 +121,7 @@ def load_partition(
     v_smem,
     bars,
     selected_ptr,
+    places_ptr,
     tiles_ptr,
     block_table_ptr,
     seq_lens_ptr,
@@ -138,6 +145,7 @@ def load_partition(
     SINK_BLOCKS: gl.constexpr,
     REACH_BLOCKS: gl.constexpr,
     SCORED_BLOCKS: gl.constexpr,
+    HEAD_PLACES: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -155,8 +163,8 @@ def load_partition(
             tile, kv_head, member, request, start, low, high, token_of_zero, front, selected,
             first_local, count,
         ) = place(
-            item, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, dense_below, num_tiles, GROUP, TILE,
-            SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS,
+            item, places_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, dense_below, num_tiles,
+            GROUP, TILE, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, HEAD_PLACES,
         )  # fmt: skip
         if high >= low:
             table = block_table_ptr + request.to(gl.int64) * stride_br

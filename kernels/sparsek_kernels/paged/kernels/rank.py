@@ -377,6 +377,7 @@ def rank_blocks_kernel(
     out_ptr,
     mass_ptr,
     candidates_ptr,
+    places_ptr,
     tiles_ptr,
     seq_lens_ptr,
     cu_seqlens_ptr,
@@ -400,13 +401,16 @@ def rank_blocks_kernel(
     REACH_BLOCKS: tl.constexpr,
     SCORED_BLOCKS: tl.constexpr,
     LISTED_BLOCKS: tl.constexpr,
+    HEAD_PLACES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Selected blocks of one tile and KV head: the candidates of the highest summed shares.
 
-    Grid ``(tiles, Hkv)``.  Writes ``[rows of tiles, Hkv, SCORED_BLOCKS]`` int32, ascending; tiles
-    that see everything get -1.  ``BLOCK_R`` rows are added up at a time.
+    Grid ``(tiles, Hkv)``.  Writes ``[rows of tiles, Hkv, SCORED_BLOCKS]`` int32, ascending, then -1
+    where a head keeps fewer (``HEAD_PLACES``); tiles that see everything get -1.  ``BLOCK_R`` rows
+    are added up at a time.
     """
+    WIDTH: tl.constexpr = triton.next_power_of_2(SCORED_BLOCKS)
     ROWS: tl.constexpr = SAMPLES * GROUP_PAD
     PARTS: tl.constexpr = SEL_BLOCK // UNIT
     FORCED_BLOCKS: tl.constexpr = SINK_BLOCKS + LOCAL_BLOCKS
@@ -432,7 +436,6 @@ def rank_blocks_kernel(
         base, dense_below, TOP_K, TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
     )
     if full | (high < 0):
-        WIDTH: tl.constexpr = triton.next_power_of_2(SCORED_BLOCKS)
         none = tl.arange(0, WIDTH)
         tl.store(out + none, tl.full([WIDTH], -1, tl.int32), mask=none < SCORED_BLOCKS)
         return
@@ -455,7 +458,14 @@ def rank_blocks_kernel(
         weight = tl.exp2(mass - tl.where(top == float("-inf"), 0.0, top)[None, :])
         total = tl.sum(weight, axis=0)
         score += tl.sum(weight * tl.where(total > 0.0, 1.0 / total, 0.0)[None, :], axis=1)
-    chosen, rank = best_of(score, FORCED_BLOCKS, num_slots, SCORED_BLOCKS, BLOCK)
+    if HEAD_PLACES:
+        places = tl.load(places_ptr + kv_head)
+        chosen, rank = best_of(score, FORCED_BLOCKS, num_slots, places, BLOCK)
+        empty = tl.arange(0, WIDTH)
+        unused = (empty >= places) & (empty < SCORED_BLOCKS)
+        tl.store(out + empty, tl.full([WIDTH], -1, tl.int32), mask=unused)
+    else:
+        chosen, rank = best_of(score, FORCED_BLOCKS, num_slots, SCORED_BLOCKS, BLOCK)
     block = tl.load(
         candidates_ptr + place * LISTED_BLOCKS + offs - FORCED_BLOCKS, mask=chosen, other=0
     )

@@ -18,7 +18,7 @@ def lower_and_higher(low_a, high_a, low_b, high_b):
 
 
 @triton.jit
-def best_of(score, first, last, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def best_of(score, first, last, COUNT, BLOCK: tl.constexpr):
     """Which entries of ``[first, last)`` are the ``COUNT`` best, and the place of each among them.
 
     score: ``[BLOCK]``, non-negative floats, whose bits order as integers: the ``COUNT``-th largest

@@ -27,6 +27,7 @@ from sparsek_kernels.paged.launch.scratch import overlap_options, rows_per_step,
 from sparsek_kernels.paged.launch.select import select_blocks as select_blocks
 from sparsek_kernels.paged.launch.tiles import prefill_tiles
 from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotation_size
 
@@ -231,6 +232,7 @@ def attend(
     state = workspace(q.device, "part state", rows * 2, torch.float32)
     ticket = workspace(q.device, "tickets", places, torch.int32)
     indices = batch.seq_lens if selected is None else selected
+    kept = head_places(policy, q.device)
     attend_kernel[(count * chunks, heads, config.splits)](
         out,
         part,
@@ -241,6 +243,7 @@ def attend(
         v_cache,
         q if operands.sinks is None else operands.sinks,
         indices,
+        batch.seq_lens if kept is None else kept,
         batch.seq_lens if tiles is None else tiles,
         batch.block_table,
         batch.seq_lens,
@@ -276,6 +279,7 @@ def attend(
         PAGE_SIZE=page_size,
         SPLITS=config.splits,
         HAS_SINKS=operands.sinks is not None,
+        HEAD_PLACES=kept is not None,
         NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

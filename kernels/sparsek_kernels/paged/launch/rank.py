@@ -23,6 +23,7 @@ from sparsek_kernels.paged.config import (
 from sparsek_kernels.paged.kernels.rank import listed_masses_kernel, rank_blocks_kernel
 from sparsek_kernels.paged.launch.scratch import overlap_options, workspace
 from sparsek_kernels.paged.launch.selection import Selection, Step
+from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import ceil_div
 
 
@@ -90,16 +91,19 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
         **shape,
         **overlap_options(q.device),
     )
+    places = head_places(policy, q.device)
     rank_blocks_kernel[(step.count, heads)](
         call.out,
         masses,
         candidates,
+        batch.seq_lens if places is None else places,
         tiles,
         batch.seq_lens,
         batch.cu_seqlens_q,
         policy.dense_below,
         step.first,
         *call.out.stride()[:2],
+        HEAD_PLACES=places is not None,
         BLOCK_R=rank_rows(call.slots, call.rows),
         num_warps=4 if call.slots <= 1024 else 8,
         **shape,

@@ -161,6 +161,7 @@ def _top_blocks(
     batch, policy = call.batch, call.policy
     numel = step.count * call.heads * policy.listed_blocks
     candidates = workspace(scores.device, "candidates", numel, torch.int32)
+    warps, registers = top_warps(call.max_blocks)
     top_blocks_kernel[(step.count, call.heads)](
         candidates,
         scores,
@@ -172,8 +173,8 @@ def _top_blocks(
         *strides,
         COUNT=policy.listed_blocks,
         MAX_BLOCKS=next_power_of_2(max(call.max_blocks, 16)),
-        num_warps=top_warps(call.max_blocks),
-        maxnreg=128,  # so that two programs of 8 warps share a multiprocessor
+        num_warps=warps,
+        maxnreg=registers,
         **call.tile_keys(),
         **overlap_options(scores.device),
     )

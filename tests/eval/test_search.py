@@ -1,0 +1,62 @@
+"""The cheapest settings that hold, and how few are measured to find them."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparsek_backend.eval.budgets import Budget, parse_budget
+from sparsek_backend.eval.search import cheapest, cost_of, worst_loss
+
+SIZES = (4, 8, 16, 32, 64)
+
+
+def family(last: int) -> list[Budget]:
+    return [parse_budget(f"block_topk:{k},dense_last={last}") for k in SIZES]
+
+
+def cost(budget: Budget) -> float:
+    return cost_of(budget, [8192])
+
+
+@pytest.mark.parametrize(
+    ("least", "found"),
+    [
+        ((16, 32), "block_topk:16,dense_last=64"),
+        ((16, 8), "block_topk:8,dense_last=0"),
+        ((16, 16), "block_topk:16,dense_last=0"),
+        ((100, 64), "block_topk:64,dense_last=0"),
+        ((4, 4), "block_topk:4,dense_last=0"),
+        ((100, 100), None),
+    ],
+)
+def test_the_cheapest_that_holds(least: tuple[int, int], found: str | None) -> None:
+    asked: list[str] = []
+
+    def holds(budget: Budget) -> bool:
+        asked.append(budget.label)
+        return budget.config.top_k >= least[budget.config.dense_last == 0]
+
+    best = cheapest([family(64), family(0)], cost, holds)
+    assert (None if best is None else best.label) == found
+    assert len(asked) == len(set(asked)) <= 6
+
+
+def test_costs_rise_with_what_is_attended() -> None:
+    few, more = parse_budget("block_topk:8"), parse_budget("block_topk:16")
+    assert cost(few) < cost(more) < 1.0
+    assert cost(parse_budget("block_topk:8,dense_last=0")) < cost(few)
+
+
+def test_the_worst_cell_counts() -> None:
+    rows = [
+        {"label": "dense", "task": "mean", "length": 1},
+        *(
+            {"label": "b", "task": task, "length": 1, "delta_nll": nll, "delta_nll_low": nll - 1,
+             "delta_nll_high": nll + 1}
+            for task, nll in (("mean", 0.25), ("mean", 0.5), ("single", 9.0))
+        ),
+    ]  # fmt: skip
+    found = worst_loss(rows, "b")
+    assert (found.mean, found.low, found.high) == (0.5, -0.5, 1.5)
+    with pytest.raises(ValueError, match="expected scores of 'c'"):
+        worst_loss(rows, "c")
