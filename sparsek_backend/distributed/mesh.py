@@ -63,6 +63,13 @@ class Channel:
                 f"{self.timeout.total_seconds():g} s"
             ) from error
 
+    def told(self, mine: Any) -> list[Any]:
+        """What each rank says, a plain value, sent over the host."""
+        said: list[Any] = [None] * self.size
+        with self.watched():
+            dist.all_gather_object(said, mine, group=self._control)
+        return said
+
     @contextmanager
     def agreed(self) -> Iterator[Facts]:
         """Check arguments inside; afterwards every rank has checked them, and they are the same.
@@ -88,11 +95,9 @@ class Channel:
             dist.all_gather(words, word, group=self._control)
         if failure is None and all(int(x) == mine for x in words):
             return
-        said: list[Any] = [None] * self.size
         told = {name: repr(value) for name, value in facts.items()}
         named = None if failure is None else (type(failure).__name__, str(failure))
-        with self.watched():
-            dist.all_gather_object(said, (named, told), group=self._control)
+        said = self.told((named, told))
         if failure is not None:
             raise failure
         for rank, (named, _) in enumerate(said):

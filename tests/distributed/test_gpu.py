@@ -37,5 +37,6 @@ def test_benchmark_is_green(count: int, tmp_path: Path) -> None:
         "sink_window",
         "ring",
         "nsa",
+        "nsa_chosen",
     }
     assert all(row.is_timed for row in rows)
