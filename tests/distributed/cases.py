@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -16,6 +20,7 @@ from examples import train_context_parallel
 from sparsek_backend.distributed import (
     SequenceLayout,
     context_parallel_block_sparse_attention,
+    context_parallel_nsa_attention,
     context_parallel_sink_flash_attention,
     shard,
     sum_gradients,
@@ -27,8 +32,12 @@ from sparsek_backend.nn import (
     NSAConfig,
     NSALlamaConfig,
     NSALlamaForCausalLM,
+    native_sparse_attention,
     tensor_parallel,
 )
+from sparsek_backend.nn.demo.cli import TINY
+from sparsek_backend.nn.demo.ranks import ranks_of
+from sparsek_backend.nn.demo.train import Trainer
 from sparsek_backend.patterns import BlockSparsePattern
 
 Arrays = dict[str, np.ndarray]
@@ -151,8 +160,22 @@ def run_layer(
     whole: Arrays,
     compressed_only: list[bool] | None = None,
     recompute: bool = False,
+    gather: str = "all",
 ) -> Arrays:
     """Output and gradients of the tokens and weights, from this rank's shard."""
+    attention = partial(context_parallel_nsa_attention, gather=gather)
+    with mock.patch.object(native_sparse_attention, "context_parallel_nsa_attention", attention):
+        return _run_layer(mesh, layout, options, whole, compressed_only, recompute)
+
+
+def _run_layer(
+    mesh: DeviceMesh,
+    layout: SequenceLayout,
+    options: dict[str, Any],
+    whole: Arrays,
+    compressed_only: list[bool] | None,
+    recompute: bool,
+) -> Arrays:
     x, upstream = (shard(torch.from_numpy(whole[name]), mesh, layout) for name in ("x", "dout"))
     module = build(options, x.dtype, mesh)
     x.requires_grad_()
@@ -268,3 +291,69 @@ def uneven_gradients(mesh: DeviceMesh) -> None:
 def run_example(_: DeviceMesh, arguments: list[str]) -> list[float]:
     """The losses that the training example prints."""
     return train_context_parallel.train(train_context_parallel.parse(arguments))
+
+
+def received_keys(
+    mesh: DeviceMesh, layout: SequenceLayout, whole: Arrays, gather: str
+) -> tuple[np.ndarray, int]:
+    """Outputs, and the rows that this rank receives in the largest exchange of keys."""
+    local = {name: shard(torch.from_numpy(x), mesh, layout) for name, x in whole.items()}
+    gates = local["gates"].unbind(-1)
+    counts: list[int] = []
+    start = Exchange.start
+
+    def counted(exchange: Exchange, tensors: Any) -> None:
+        counts.append(sum(rows for _, rows in exchange._transfers.receives))
+        start(exchange, tensors)
+
+    spec = NSAConfig.from_dict({**SMALL, "num_local_blocks": 1, "top_n": 2}).spec
+    options = {"spec": spec, "window_size": 4, "gather": gather}
+    with mock.patch.object(Exchange, "start", counted):
+        out = context_parallel_nsa_attention(
+            *(local[name] for name in "qkv"), gates, mesh=mesh, layout=layout, **options
+        )
+    return out.numpy(), max(counts)
+
+
+def train_demo(_: DeviceMesh, kind: Any, steps: int, folder: str, stop: int) -> list[float]:
+    """The losses of a run of the demo, which ends without a word after ``stop`` steps."""
+    config = replace(TINY, steps=steps, save_every=2)
+    trainer = Trainer(config, kind, Path(folder), torch.device("cpu"), ranks_of(2, "cpu"))
+    while len(trainer.losses) < stop:
+        trainer.step()
+    return trainer.losses
+
+
+def train_demo_of_other_lengths(_: DeviceMesh, lengths: tuple[int, int], tokens: int) -> None:
+    """A run whose batches the ranks cannot share."""
+    low, high = lengths
+    config = replace(TINY, min_length=low, max_length=high, tokens_per_step=tokens)
+    Trainer(config, "nsa", Path("nowhere"), torch.device("cpu"), ranks_of(2, "cpu"))
+
+
+def train_and_save(mesh: DeviceMesh, start: str, folder: str, how: str) -> None:
+    """Three steps of a saved model under FSDP2, with context parallelism or in Transformers."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    tokens = torch.randint(3, 512, (1, 401))
+    model: Any
+    if how == "transformers":
+        model = AutoModelForCausalLM.from_pretrained(start)
+    else:
+        model = NSALlamaForCausalLM.from_pretrained(start, mesh)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    layout = SequenceLayout(400, mesh.size(), "zigzag")
+    for _ in range(3):
+        optimizer.zero_grad()
+        if how == "transformers":
+            loss = model(tokens[:, :-1], labels=tokens[:, :-1]).loss
+        else:
+            parts = (shard(x, mesh, layout) for x in (tokens[:, :-1], tokens[:, 1:]))
+            loss = token_losses(model, *parts, layout=layout) * mesh.size() / 400
+        loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
