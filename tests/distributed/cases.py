@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from examples import train_context_parallel
+from examples.verl_sink_window import SinkWindowAttention
 from sparsek_backend.distributed import (
     SequenceLayout,
     context_parallel_block_sparse_attention,
@@ -357,3 +358,46 @@ def train_and_save(mesh: DeviceMesh, start: str, folder: str, how: str) -> None:
         loss.backward()
         optimizer.step()
     model.save_pretrained(folder)
+
+
+def tiny_llama(implementation: str) -> Any:
+    """A made-up Llama of Transformers, the same on every rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="eager",
+    )
+    model = LlamaForCausalLM(config)
+    model.config._attn_implementation = implementation
+    return model
+
+
+def attend_as_verl_does(mesh: DeviceMesh, whole: Arrays) -> Arrays:
+    """Logits and gradients of a model with verl's patch, from this rank's part of the stream."""
+    from transformers.integrations import flash_attention
+
+    layout = SequenceLayout(whole["tokens"].shape[1], mesh.size())
+    local = {name: shard(torch.from_numpy(x), mesh, layout) for name, x in whole.items()}
+    hook = SinkWindowAttention(3, 9, mesh.get_group)
+    with mock.patch.object(flash_attention, "_flash_attention_forward", hook):
+        model = tiny_llama("flash_attention_2")
+        logits = model(
+            input_ids=local["tokens"], position_ids=local["positions"], use_cache=False
+        ).logits
+        logits.backward(local["dout"])
+    found = {name: x.grad.numpy() for name, x in model.named_parameters()}
+    return {"logits": logits.detach().numpy(), **found}
+
+
+def train_transformers(_: DeviceMesh, arguments: list[str]) -> list[float]:
+    """The losses that the example of Transformers' Trainer logs."""
+    from examples import train_transformers_fsdp2
+
+    return train_transformers_fsdp2.train(train_transformers_fsdp2.parse(arguments))

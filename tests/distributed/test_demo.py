@@ -1,4 +1,4 @@
-"""`sparsek train-demo` on several ranks: one rank's losses, and runs that other ranks go on with."""
+"""`sparsek train-demo` on several ranks: the losses of one, and runs that others go on with."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,19 +70,20 @@ def children(process: int) -> list[int]:
     return [int(x) for x in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
-def test_a_killed_command_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+def killed_and_resumed(folder: Path, *options: str) -> dict[str, Any]:
+    """Runs of one model: ``whole`` in this process, ``broken`` by two ranks, then in this one.
+
+    The ranks are killed after a checkpoint.
+    """
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")])
-    options = ["--size", "tiny", "--models", "nsa", "--device", "cpu", "--steps", "40"]
-    options += ["--save-every", "1"]
     command = [sys.executable, "-m", "sparsek_backend", "train-demo", *options]
-    command += ["--out", str(tmp_path / "broken"), "--context-parallel", "2"]
+    command += ["--out", str(folder / "broken"), "--context-parallel", "2"]
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    broken = subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    while not (tmp_path / "broken" / "nsa.pt").exists():
-        assert broken.poll() is None
+    with (folder / "log").open("w") as log:
+        broken = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    while not list(folder.glob("broken/*.pt")):
+        assert broken.poll() is None, (folder / "log").read_text()[-3000:]
         time.sleep(0.01)
     (launcher,) = children(broken.pid)
     for rank in children(launcher):
@@ -89,9 +91,15 @@ def test_a_killed_command_goes_on_with_another_number_of_ranks(tmp_path: Path) -
     assert broken.wait() == 1
     runs = {}
     for name in ("broken", "whole"):
-        done = CliRunner().invoke(app, [*options, "--out", str(tmp_path / name)])
+        done = CliRunner().invoke(app, [*options, "--out", str(folder / name)])
         assert done.exit_code == 0, done.output
-        (runs[name],) = json.loads((tmp_path / name / "results.json").read_text())["runs"]
+        (runs[name],) = json.loads((folder / name / "results.json").read_text())["runs"]
+    return runs
+
+
+def test_a_killed_command_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    options = ("--size", "tiny", "--models", "nsa", "--device", "cpu")
+    runs = killed_and_resumed(tmp_path, *options, "--steps", "40", "--save-every", "1")
     assert 0 < runs["broken"]["resumed_at"] < 40
     assert runs["broken"]["losses"] == pytest.approx(runs["whole"]["losses"], abs=TOLERANCE)
 

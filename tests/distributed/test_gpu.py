@@ -1,4 +1,4 @@
-"""Context parallelism on GPUs with NCCL: the benchmark's checks against fp64."""
+"""Context parallelism on GPUs with NCCL: the benchmark's checks against fp64, and the demo."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sparsek_backend.bench.results import read_csv
+from tests.distributed.test_demo import killed_and_resumed
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,3 +41,15 @@ def test_benchmark_is_green(count: int, tmp_path: Path) -> None:
         "nsa_chosen",
     }
     assert all(row.is_timed for row in rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+def test_demo_of_two_gpus_has_the_losses_of_one(kind: str, tmp_path: Path) -> None:
+    """In bf16, and killed: one GPU goes on."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA GPUs")
+    options = ("--models", kind, "--device", "cuda", "--max-length", "1024")
+    runs = killed_and_resumed(tmp_path, *options, "--steps", "30", "--save-every", "10")
+    assert runs["broken"]["resumed_at"] > 0
+    assert runs["broken"]["losses"] == pytest.approx(runs["whole"]["losses"], abs=0.05)
