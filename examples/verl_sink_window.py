@@ -5,12 +5,12 @@
     python -m verl.trainer.main_ppo ... actor_rollout_ref.actor.ulysses_sequence_parallel_size=4
 
 verl spreads each stream of packed sequences over the ranks of a group.  Its Ulysses attention then
-exchanges all tokens by heads, so that heads bound the ranks.  Here tokens stay: each rank fetches the
-sinks and the ``window - 1`` keys before its own, and any number of ranks will do.
+exchanges all tokens by heads, so that heads bound the ranks.  Here tokens stay: each rank fetches
+the sinks and the ``window - 1`` keys before its own, and any number of ranks will do.
 
 ``verl.models.transformers.monkey_patch.apply_monkey_patch`` puts its function
-``_ulysses_flash_attention_forward`` into Transformers; ``install`` replaces that function.  Weights,
-losses and FSDP stay verl's: a weight's gradient is the share of the rank's tokens, as it was.
+``_ulysses_flash_attention_forward`` into Transformers; ``install`` replaces that function.  Losses
+and FSDP stay verl's: a weight's gradient is the share of the rank's tokens, as it was.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SinkWindowAttention:
             )
         if dropout or softcap or not is_causal:
             raise NotImplementedError(
-                "dropout, softcap, is_causal: expected causal attention without dropout and soft cap"
+                "dropout, softcap, is_causal: expected causal attention without the other two"
             )
         group = self._group()
         edges = self.edges(position_ids, group)

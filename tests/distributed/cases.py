@@ -396,8 +396,10 @@ def attend_as_verl_does(mesh: DeviceMesh, whole: Arrays) -> Arrays:
     return {"logits": logits.detach().numpy(), **found}
 
 
-def train_transformers(_: DeviceMesh, arguments: list[str]) -> list[float]:
+def train_transformers(mesh: DeviceMesh, arguments: list[str]) -> list[float]:
     """The losses that the example of Transformers' Trainer logs."""
     from examples import train_transformers_fsdp2
 
+    rank, size = str(mesh.get_local_rank()), str(mesh.size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     return train_transformers_fsdp2.train(train_transformers_fsdp2.parse(arguments))

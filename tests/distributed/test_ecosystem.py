@@ -1,4 +1,4 @@
-"""Examples for other training frameworks: verl's attention hook, Transformers' Trainer under FSDP2."""
+"""Examples for other frameworks: verl's attention hook, Transformers' Trainer under FSDP2."""
 
 from __future__ import annotations
 
