@@ -78,7 +78,7 @@ def test_layer(ranks: Ranks, world: int, order: Any, cu_seqlens: tuple[int, ...]
     check(ranks, layout)
     check(ranks, layout, torch.float64, shared_kv=True, compression="mean")
     check(ranks, layout, gather="chosen")
-    check(ranks, layout, torch.float64, gather="chosen", shared_kv=True, top_n=2, window_size=40)
+    check(ranks, layout, torch.float64, gather="chosen", shared_kv=True, top_n=3)
 
 
 def test_blocks_that_no_query_chose_do_not_travel(ranks: Ranks) -> None:
