@@ -1,7 +1,8 @@
 """Native sparse attention's Llama as a Transformers model: AutoModelForCausalLM, Trainer, generate.
 
-Importing this module registers the class.  Its folders and parameters are those of
-:class:`sparsek_backend.nn.NSALlamaForCausalLM`, which vLLM serves.
+AutoConfig imports this module when a checkpoint asks for it, by
+:mod:`sparsek_backend.transformers_hook`, and it registers the class.  Folders and parameters are
+those of :class:`sparsek_backend.nn.NSALlamaForCausalLM`, which vLLM serves.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from sparsek_backend.nn import NSALlamaConfig
 from sparsek_backend.nn.cache import NSACache, unchanged_on_error
 from sparsek_backend.nn.llama import ARCHITECTURE, NSALlamaModel, gathered, is_sharded
 from sparsek_backend.transformers_config import NSALlamaHFConfig
+
+__all__ = ["NSALlamaForCausalLM", "NSALlamaHFConfig"]
 
 
 class NSALlamaCache:

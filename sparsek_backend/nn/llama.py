@@ -24,11 +24,10 @@ from sparsek_backend.distributed import SequenceLayout
 from sparsek_backend.nn.cache import NSACache, unchanged_on_error
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.native_sparse_attention import NativeSparseAttention
+from sparsek_backend.transformers_hook import MODEL_TYPE
 
 ARCHITECTURE = "NSALlamaForCausalLM"
 """Under this name vLLM finds the model class that serves such a folder."""
-MODEL_TYPE = "nsa_llama"
-"""Under this name Transformers finds the config class, and no other model in such a folder."""
 
 
 @dataclass(frozen=True)

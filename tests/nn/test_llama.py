@@ -115,7 +115,7 @@ def test_recomputed_layers_give_the_same_gradients() -> None:
     model, tokens = make().requires_grad_(True), torch.randint(64, (2, 60))
     counts, grads = [], []
     layer = model.model.layers[0]
-    layer.register_forward_hook(lambda *_: counts.append(0))
+    layer.register_forward_pre_hook(lambda *_: counts.append(0))
     for enable in (model.gradient_checkpointing_disable, model.gradient_checkpointing_enable):
         enable()
         model(tokens).square().sum().backward()
