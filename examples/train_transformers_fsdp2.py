@@ -1,11 +1,13 @@
 """Train a Transformers model with sparse attention under FSDP2, by Transformers' own Trainer.
 
     torchrun --nproc-per-node 8 examples/train_transformers_fsdp2.py RUN --model FOLDER
-    torchrun --nproc-per-node 2 examples/train_transformers_fsdp2.py RUN        # CPUs, a tiny model
+    torchrun --nproc-per-node 2 examples/train_transformers_fsdp2.py RUN --cpu  # a tiny model
 
 Every query attends the sinks and a window (``--mode sink_window``), or chosen blocks as well
 (``--mode block_topk``).  RUN/model is a folder for Transformers and ``vllm serve``; its config
 keeps the settings.  The same command goes on from the last checkpoint in RUN.
+
+Accelerate has no FSDP for CPUs: with ``--cpu`` every rank has all weights.
 
 The task is made up: the second half of each sequence repeats the first.
 """
@@ -42,7 +44,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--cpu", action="store_true", help="even where there are GPUs")
+    parser.add_argument("--cpu", action="store_true")
     return parser.parse_args(arguments)
 
 
@@ -91,10 +93,11 @@ def train(options: argparse.Namespace) -> list[float]:
         save_steps=options.save_every,
         per_device_train_batch_size=1,
         learning_rate=options.learning_rate,
-        bf16=torch.cuda.is_available() and not options.cpu,
+        bf16=not options.cpu,
         use_cpu=options.cpu,
-        fsdp=True,
+        fsdp=not options.cpu,
         fsdp_config={"version": 2, "activation_checkpointing": True},
+        ddp_find_unused_parameters=False,
         logging_steps=1,
         report_to=[],
         disable_tqdm=True,
@@ -103,6 +106,8 @@ def train(options: argparse.Namespace) -> list[float]:
     last = get_last_checkpoint(str(options.folder)) if options.folder.exists() else None
     trainer.train(resume_from_checkpoint=last)
     trainer.save_model(str(options.folder / "model"))
+    if trainer.is_world_process_zero():
+        print("trained", type(trainer.model_wrapped).__name__)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 

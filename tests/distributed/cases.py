@@ -332,27 +332,28 @@ def train_demo_of_other_lengths(_: DeviceMesh, lengths: tuple[int, int], tokens:
     Trainer(config, "nsa", Path("nowhere"), torch.device("cpu"), ranks_of(2, "cpu"))
 
 
-def train_and_save(mesh: DeviceMesh, start: str, folder: str, how: str) -> None:
+def train_and_save(mesh: DeviceMesh | None, start: str, folder: str, how: str) -> None:
     """Three steps of a saved model under FSDP2, with context parallelism or in Transformers."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(3)
-    tokens = torch.randint(3, 512, (1, 401))
+    tokens = torch.randint(3, 64, (1, 401))
     model: Any
     if how == "transformers":
         model = AutoModelForCausalLM.from_pretrained(start)
     else:
         model = NSALlamaForCausalLM.from_pretrained(start, mesh)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    if mesh is not None:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    layout = SequenceLayout(400, mesh.size(), "zigzag")
     for _ in range(3):
         optimizer.zero_grad()
-        if how == "transformers":
+        if how == "transformers" or mesh is None:
             loss = model(tokens[:, :-1], labels=tokens[:, :-1]).loss
         else:
+            layout = SequenceLayout(400, mesh.size(), "zigzag")
             parts = (shard(x, mesh, layout) for x in (tokens[:, :-1], tokens[:, 1:]))
             loss = token_losses(model, *parts, layout=layout) * mesh.size() / 400
         loss.backward()
@@ -379,13 +380,15 @@ def tiny_llama(implementation: str) -> Any:
     return model
 
 
-def attend_as_verl_does(mesh: DeviceMesh, whole: Arrays) -> Arrays:
+def attend_as_verl_does(mesh: DeviceMesh | None, whole: Arrays) -> Arrays:
     """Logits and gradients of a model with verl's patch, from this rank's part of the stream."""
     from transformers.integrations import flash_attention
 
-    layout = SequenceLayout(whole["tokens"].shape[1], mesh.size())
-    local = {name: shard(torch.from_numpy(x), mesh, layout) for name, x in whole.items()}
-    hook = SinkWindowAttention(3, 9, mesh.get_group)
+    local = {name: torch.from_numpy(x) for name, x in whole.items()}
+    if mesh is not None:
+        layout = SequenceLayout(whole["tokens"].shape[1], mesh.size())
+        local = {name: shard(x, mesh, layout) for name, x in local.items()}
+    hook = SinkWindowAttention(3, 9, lambda: None if mesh is None else mesh.get_group())
     with mock.patch.object(flash_attention, "_flash_attention_forward", hook):
         model = tiny_llama("flash_attention_2")
         logits = model(
@@ -396,10 +399,13 @@ def attend_as_verl_does(mesh: DeviceMesh, whole: Arrays) -> Arrays:
     return {"logits": logits.detach().numpy(), **found}
 
 
-def train_transformers(mesh: DeviceMesh, arguments: list[str]) -> list[float]:
-    """The losses that the example of Transformers' Trainer logs."""
+def train_transformers(mesh: DeviceMesh, arguments: list[str]) -> tuple[list[float], int]:
+    """The losses that the example of Transformers' Trainer logs, and calls of SparseK's kernels."""
     from examples import train_transformers_fsdp2
+    from sparsek_backend.transformers_op import attention
 
     rank, size = str(mesh.get_local_rank()), str(mesh.size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-    return train_transformers_fsdp2.train(train_transformers_fsdp2.parse(arguments))
+    with mock.patch.object(attention, "attend", wraps=attention.attend) as attend:
+        losses = train_transformers_fsdp2.train(train_transformers_fsdp2.parse(arguments))
+    return losses, attend.call_count
