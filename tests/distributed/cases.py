@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.integrations import flash_attention
 
-from examples import train_context_parallel
+from examples import train_context_parallel, train_transformers_fsdp2
 from examples.verl_sink_window import SinkWindowAttention
 from sparsek_backend.distributed import (
     SequenceLayout,
@@ -40,6 +42,7 @@ from sparsek_backend.nn.demo.cli import TINY
 from sparsek_backend.nn.demo.ranks import ranks_of
 from sparsek_backend.nn.demo.train import Trainer
 from sparsek_backend.patterns import BlockSparsePattern
+from sparsek_backend.transformers_op import attention
 
 Arrays = dict[str, np.ndarray]
 
@@ -136,12 +139,16 @@ def call_with(mesh: DeviceMesh, changed: dict[int, dict[str, Any]]) -> None:
 
 
 def die(mesh: DeviceMesh, where: str) -> None:
-    """A good call, but the last rank ends without a word: before it, or within it."""
+    """A good call, but the last rank ends without a word: before, within or on the way back."""
     if mesh.get_local_rank() == mesh.size() - 1:
         if where == "before":
             os._exit(1)
-        Exchange.start = lambda *_: os._exit(1)
-    call_with(mesh, {})
+        method = "start" if where == "within" else "start_return"
+        setattr(Exchange, method, lambda *_: os._exit(1))
+    if where == "backward":
+        build({}, torch.float32, mesh)(torch.randn(1, 12, 24)).sum().backward()
+    else:
+        call_with(mesh, {})
 
 
 SMALL = {"cmp_block_size": 8, "cmp_stride": 4, "sel_block_size": 8, "top_n": 4, "window_size": 10}
@@ -334,8 +341,6 @@ def train_demo_of_other_lengths(_: DeviceMesh, lengths: tuple[int, int], tokens:
 
 def train_and_save(mesh: DeviceMesh | None, start: str, folder: str, how: str) -> None:
     """Three steps of a saved model under FSDP2, with context parallelism or in Transformers."""
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(3)
     tokens = torch.randint(3, 64, (1, 401))
     model: Any
@@ -363,8 +368,6 @@ def train_and_save(mesh: DeviceMesh | None, start: str, folder: str, how: str) -
 
 def tiny_llama(implementation: str) -> Any:
     """A made-up Llama of Transformers, the same on every rank."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,
@@ -382,8 +385,6 @@ def tiny_llama(implementation: str) -> Any:
 
 def attend_as_verl_does(mesh: DeviceMesh | None, whole: Arrays) -> Arrays:
     """Logits and gradients of a model with verl's patch, from this rank's part of the stream."""
-    from transformers.integrations import flash_attention
-
     local = {name: torch.from_numpy(x) for name, x in whole.items()}
     if mesh is not None:
         layout = SequenceLayout(whole["tokens"].shape[1], mesh.size())
@@ -400,10 +401,7 @@ def attend_as_verl_does(mesh: DeviceMesh | None, whole: Arrays) -> Arrays:
 
 
 def train_transformers(mesh: DeviceMesh, arguments: list[str]) -> tuple[list[float], int]:
-    """The losses that the example of Transformers' Trainer logs, and calls of SparseK's kernels."""
-    from examples import train_transformers_fsdp2
-    from sparsek_backend.transformers_op import attention
-
+    """The losses that the example of Transformers' Trainer logs, and calls of our attention."""
     rank, size = str(mesh.get_local_rank()), str(mesh.size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     with mock.patch.object(attention, "attend", wraps=attention.attend) as attend:

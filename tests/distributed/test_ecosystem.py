@@ -12,8 +12,6 @@ from sparsek_backend.transformers_op import configure
 from tests.distributed import cases
 from tests.distributed.group import Ranks
 
-pytest.importorskip("transformers")
-
 
 def test_verl_hook_on_a_packed_stream(ranks: Ranks) -> None:
     """Logits and gradients are those of one rank with ``attn_implementation="sparsek"``."""
@@ -26,8 +24,8 @@ def test_verl_hook_on_a_packed_stream(ranks: Ranks) -> None:
     configure(model, mode="sink_window", num_sink=3, window_size=9, dense_below=0)
     logits = model(input_ids=whole["tokens"], position_ids=positions, use_cache=False).logits
     logits.backward(whole["dout"])
-    four = ranks.run(4, cases.attend_as_verl_does, arrays)
-    for shares in (four, [cases.attend_as_verl_does(None, arrays)]):
+    pair = ranks.run(2, cases.attend_as_verl_does, arrays)
+    for shares in (pair, [cases.attend_as_verl_does(None, arrays)]):
         found = torch.cat([torch.from_numpy(x.pop("logits")) for x in shares], dim=1)
         torch.testing.assert_close(found, logits.detach(), atol=1e-5, rtol=1e-4)
         for name, parameter in model.named_parameters():
