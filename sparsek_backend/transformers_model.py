@@ -75,7 +75,7 @@ class NSALlamaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def _init_weights(self, module: nn.Module) -> None:
+    def _init_weights(self, module: Any) -> None:
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.hidden_size**-0.5)
         elif hasattr(module, "reset_parameters"):

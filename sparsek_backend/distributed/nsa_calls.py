@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -92,7 +92,7 @@ class NSACall:
             nearest: the window's.
             block_indices: the choice, counted among ``keys``; made here when ``None``.
         """
-        out: Any = nsa_attention(
+        out = nsa_attention(
             self.q,
             *keys,
             *self.gates,
@@ -107,7 +107,7 @@ class NSACall:
             softmax_scale=self.settings.softmax_scale,
             cu_seqlens=self.cu_seqlens,
         )
-        return out
+        return cast(torch.Tensor, out)
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:

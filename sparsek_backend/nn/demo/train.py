@@ -265,7 +265,11 @@ class Trainer:
 
     def _inputs(self, batch: Batch, compressed_only: torch.Tensor | None = None) -> _Inputs:
         """This rank's part of a batch, on its device."""
-        parts = (batch.tokens, tokens_before(batch.tokens), batch.targets)
+        parts: tuple[torch.Tensor, ...] = (
+            batch.tokens,
+            tokens_before(batch.tokens),
+            batch.targets,
+        )
         layout = None
         if self.ranks is not None:
             layout = self.ranks.layout(batch.tokens.shape[1])
