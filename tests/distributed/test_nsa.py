@@ -98,6 +98,9 @@ def test_blocks_that_no_query_chose_do_not_travel(ranks: Ranks) -> None:
         assert fewer <= rows
     assert [rows for _, rows in every] == [0, 64, 128, 192]
     assert chosen[-1][1] < 96
+    for done, what in ranks.outcomes(4, cases.received_keys, layout, arrays, "some"):
+        assert not done
+        assert what[1].startswith("gather: expected 'all' or 'chosen', got 'some'")
 
 
 def test_batch(ranks: Ranks) -> None:

@@ -368,7 +368,10 @@ def nsa_attention(
     gates = []
     for name, gate in (("g_cmp", g_cmp), ("g_slc", g_slc), ("g_swa", g_swa)):
         gates.append(check_tensor(name, gate, tuple(q.shape[:3]), DTYPES, q.device))
-    length = k.shape[1] if seq_len is None else seq_len
+    length = k.shape[1]
+    if seq_len is not None:
+        check_int("seq_len", seq_len, 0)
+        length = seq_len
     if length != k.shape[1] and (k_cmp is None or block_indices is None or length < k.shape[1]):
         raise ValueError(
             f"seq_len: expected {k.shape[1]}, the tokens of k, or more with k_cmp and "
