@@ -66,7 +66,13 @@ CASES = {
     "sink_window": Case((32, 8), 128 * 1024, "contiguous"),
     "ring": Case((32, 8), 32 * 1024, "zigzag"),
     "nsa": Case((64, 4), 64 * 1024, "zigzag"),
+    "nsa_chosen": Case((64, 4), 64 * 1024, "zigzag"),  # keys of the chosen blocks alone travel
 }
+
+
+def is_nsa(name: str) -> bool:
+    """Whether it is native sparse attention, whichever keys travel."""
+    return name.startswith("nsa")
 
 
 def draw(name: str, heads: tuple[int, int], tokens: int, like: torch.Tensor, seed: int) -> Tensors:
@@ -78,7 +84,7 @@ def draw(name: str, heads: tuple[int, int], tokens: int, like: torch.Tensor, see
         return torch.randn(1, tokens, *shape, generator=generator, **kind)
 
     found = [normal(heads[0], DIM), normal(heads[1], DIM), normal(heads[1], DIM)]
-    if name == "nsa":
+    if is_nsa(name):
         found += [normal(heads[0]).sigmoid() for _ in range(3)]
     return [*found, normal(heads[0], DIM)]
 
@@ -87,10 +93,11 @@ def spread_out(
     name: str, mesh: DeviceMesh, layout: SequenceLayout, x: Tensors, window: int
 ) -> torch.Tensor:
     """The attention under context parallelism."""
-    if name == "nsa":
+    if is_nsa(name):
         gates = (x[3], x[4], x[5])
+        gather = "chosen" if name == "nsa_chosen" else "all"
         return context_parallel_nsa_attention(
-            *x[:3], gates, mesh=mesh, layout=layout, window_size=window
+            *x[:3], gates, mesh=mesh, layout=layout, window_size=window, gather=gather
         )
     mask = {"num_sink": NUM_SINK, "window_size": window} if name == "sink_window" else {}
     return context_parallel_sink_flash_attention(*x, mesh=mesh, layout=layout, **mask)
@@ -98,7 +105,7 @@ def spread_out(
 
 def on_one(name: str, x: Tensors, window: int) -> torch.Tensor:
     """The attention on one rank."""
-    if name == "nsa":
+    if is_nsa(name):
         return nsa_attention(*x, window_size=window)
     mask = {"num_sink": NUM_SINK, "window_size": window} if name == "sink_window" else {}
     return sink_flash_attention(*x, **mask)
@@ -106,7 +113,7 @@ def on_one(name: str, x: Tensors, window: int) -> torch.Tensor:
 
 def oracle(name: str, x: Tensors, dout: torch.Tensor, window: int) -> Tensors:
     """Output and gradients in fp64."""
-    if name != "nsa":
+    if not is_nsa(name):
         mask = {"num_sink": NUM_SINK, "window_size": window} if name == "sink_window" else {}
         out, _, *grads = sink_flash_attention_reference(*x, **mask, dout=dout)
         return [out, *grads]
@@ -142,7 +149,7 @@ def check(name: str, mesh: DeviceMesh, like: torch.Tensor) -> str:
     """
     case, world = CASES[name], mesh.size()
     tokens = 512 if like.is_cuda else 32
-    if name == "nsa":  # so few that every block is chosen
+    if is_nsa(name):  # so few that every block is chosen
         tokens = min(tokens, TOP_N * BLOCK // world)
     heads = (2 * case.heads[0] // case.heads[1], 2)
     layout = SequenceLayout(tokens * world, world, case.order)
@@ -159,7 +166,7 @@ def check(name: str, mesh: DeviceMesh, like: torch.Tensor) -> str:
                     f"{name}: tensor {index}, relative error {error:.2e} > 2 * {due:.2e}"
                 )
     words = f"worst relative error {worst:.1e}, bound twice one rank's"
-    if name != "nsa":
+    if not is_nsa(name):
         return words
     tokens = (8 if like.is_cuda else 2) * TOP_N * BLOCK
     layout = SequenceLayout(tokens, world, case.order)
@@ -168,7 +175,7 @@ def check(name: str, mesh: DeviceMesh, like: torch.Tensor) -> str:
     error = (found - alone).float().norm(dim=3) / alone.float().norm(dim=3)
     same = float((error < 0.05).float().mean())
     if same < 0.9:
-        raise SystemExit(f"nsa: {same:.1%} of the rows select as on one rank, expected 90 %")
+        raise SystemExit(f"{name}: {same:.1%} of the rows select as on one rank, expected 90 %")
     return f"{words}; {same:.2%} of the rows select as on one rank"
 
 
@@ -186,7 +193,7 @@ def shared_step(name: str, mesh: DeviceMesh, case: Case, tokens: int, like: torc
     layout = SequenceLayout(tokens * mesh.size(), mesh.size(), case.order)
     *leaves, dout = draw(name, case.heads, tokens, like, mesh.get_local_rank())
     leaves = [x.requires_grad_() for x in leaves]
-    window = NSA_WINDOW if name == "nsa" else WINDOW
+    window = NSA_WINDOW if is_nsa(name) else WINDOW
     return passes(lambda: spread_out(name, mesh, layout, leaves, window), leaves, dout)
 
 

@@ -42,6 +42,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="sequences a step, of all ranks")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     return parser.parse_args(arguments)
 
 
@@ -55,7 +58,7 @@ def draw(step: int, options: argparse.Namespace) -> torch.Tensor:
 
 def train(options: argparse.Namespace) -> list[float]:
     """The losses of the steps of this run."""
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = options.device
     inner = options.context_parallel * options.tensor_parallel
     if dist.get_world_size() % inner:
         raise SystemExit(f"expected a multiple of {inner} ranks, got {dist.get_world_size()}")
@@ -126,13 +129,14 @@ def restore(folder: Path, model: NSALlamaForCausalLM, optimizer: torch.optim.Opt
 
 def main() -> None:
     """One rank."""
-    if torch.cuda.is_available():
+    options = parse()
+    if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl")
     else:
         dist.init_process_group("gloo")
     try:
-        train(parse())
+        train(options)
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -1,3 +1,8 @@
 """SparseK: sparse attention for long-context serving and training."""
 
+from sparsek_backend.transformers_hook import install
+
 __version__ = "0.1.0"
+
+install()
+del install

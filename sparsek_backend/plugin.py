@@ -15,16 +15,15 @@ from sparsek_backend.vllm_backend import names
 def register() -> None:
     """Register the backend with the vLLM that is installed.  Idempotent.
 
-    Five things are added.  Three are for this backend's name alone: a member of vLLM's backend
+    Four things are added.  Three are for this backend's name alone: a member of vLLM's backend
     enum, a check of the settings and the model when an engine is configured, and, on the CPU
     platform (which otherwise replaces every choice by its own backend), the selection of our class.
-    The others are for natively sparse checkpoints: their config class, by the model type, and their
-    model class, by the architecture's name.
+    The fourth is for natively sparse checkpoints: their model class, by the architecture's name.
+    Their config class is known to Transformers since our package was imported.
 
     Raises:
         ImportError: if vLLM is not installed.
     """
-    import sparsek_backend.transformers_config  # noqa: F401
     from sparsek_backend.vllm_backend.register import hook_platform, register_model
 
     backend_member()

@@ -206,7 +206,8 @@ def context_parallel_block_sparse_attention(
             softmax_scale=scale,
             requires_grad=torch.is_grad_enabled() and [x.requires_grad for x in (q, k, v)],
         )
-    plan = _plan(structure, layout, channel.rank, causal)
+    with torch.device("cpu"):  # plans are made there, whatever the default device
+        plan = _plan(structure, layout, channel.rank, causal)
     keys, values = Fetch(channel, plan.transfers, (k, v)).wait()[0]
     found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = block_sparse_attention(
         q,

@@ -169,11 +169,11 @@ class SequenceLayout:
 
     def token_indices(self, rank: int) -> torch.Tensor:
         """Tokens of the stream that ``rank`` holds, ``[tokens_per_rank]`` int64 on the CPU."""
-        return torch.cat([torch.arange(lo, hi) for lo, hi in self.chunks[rank]])
+        return torch.cat([torch.arange(lo, hi, device="cpu") for lo, hi in self.chunks[rank]])
 
     def sequence_ids(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
         """Which sequence each of a rank's tokens belongs to, ``[tokens_per_rank]`` int64."""
-        edges = torch.tensor(self.edges[1:])
+        edges = torch.tensor(self.edges[1:], device="cpu")
         return torch.searchsorted(edges, self.token_indices(rank), right=True).to(device)
 
     def position_ids(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:

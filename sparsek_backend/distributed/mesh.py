@@ -32,10 +32,10 @@ class Channel:
         self.group = group
         self.rank, self.size = group.rank(), group.size()
         self.peers = dist.get_process_group_ranks(group)
-        config = str(dist.get_backend_config(group))
-        self.timeout = _timeout(group)
+        kinds = {device.type for device in group._device_types}
+        self.timeout = _timeout(group, "cpu" if "cpu" in kinds else "cuda")
         self._control = group
-        if "cpu:gloo" not in config:
+        if "cpu" not in kinds:
             # Words go over the host, so that no agreement waits for the GPU.
             control = dist.new_group(
                 self.peers, self.timeout, backend="gloo", use_local_synchronization=True
@@ -43,7 +43,7 @@ class Channel:
             if not isinstance(control, dist.ProcessGroup):
                 raise ValueError(f"mesh: expected it to hold this rank, got ranks {self.peers}")
             self._control = control
-        if "nccl" in config and torch.cuda.is_available():
+        if torch.cuda.is_available() and _backend(group, "cuda").name() == "nccl":
             # NCCL connects a group in its first collective, in which all ranks must take part.
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
@@ -62,6 +62,13 @@ class Channel:
                 f"rank {self.rank}: it failed, or took longer than the process group's timeout of "
                 f"{self.timeout.total_seconds():g} s"
             ) from error
+
+    def told(self, mine: Any) -> list[Any]:
+        """What each rank says, a plain value, sent over the host."""
+        said: list[Any] = [None] * self.size
+        with self.watched():
+            dist.all_gather_object(said, mine, group=self._control)
+        return said
 
     @contextmanager
     def agreed(self) -> Iterator[Facts]:
@@ -82,17 +89,15 @@ class Channel:
         except tuple(_ERRORS.values()) as error:
             failure = error
         mine = int.from_bytes(blake2b(repr(facts).encode(), digest_size=7).digest(), "big")
-        word = torch.tensor([-1 if failure else mine])
+        word = torch.tensor([-1 if failure else mine], device="cpu")
         words = [torch.empty_like(word) for _ in range(self.size)]
         with self.watched():
             dist.all_gather(words, word, group=self._control)
         if failure is None and all(int(x) == mine for x in words):
             return
-        said: list[Any] = [None] * self.size
         told = {name: repr(value) for name, value in facts.items()}
         named = None if failure is None else (type(failure).__name__, str(failure))
-        with self.watched():
-            dist.all_gather_object(said, (named, told), group=self._control)
+        said = self.told((named, told))
         if failure is not None:
             raise failure
         for rank, (named, _) in enumerate(said):
@@ -109,10 +114,12 @@ class Channel:
                 )
 
 
-def _timeout(group: dist.ProcessGroup) -> Any:
-    kind = "cpu" if "cpu:gloo" in str(dist.get_backend_config(group)) else "cuda"
-    backend: Any = group._get_backend(torch.device(kind))
-    return backend.options._timeout
+def _backend(group: dist.ProcessGroup, kind: str) -> Any:
+    return group._get_backend(torch.device(kind))
+
+
+def _timeout(group: dist.ProcessGroup, kind: str) -> Any:
+    return _backend(group, kind).options._timeout
 
 
 _channels: MutableMapping[dist.ProcessGroup, Channel] = WeakKeyDictionary()

@@ -15,7 +15,7 @@ class NSACache:
 
     Keys are stored rotated, and attended, in the cache's dtype.  Of the compressed branch only
     finished blocks are kept, with the unrotated tokens that an unfinished block still needs (fewer
-    than ``cmp_block_size``).  All buffers are allocated once.
+    than ``cmp_block_size``).  All buffers are allocated once, or longer by :meth:`reserve`.
 
     Args:
         spec: block sizes of the layer.
@@ -55,6 +55,24 @@ class NSACache:
     def dtype(self) -> torch.dtype:
         """Dtype of the keys and values."""
         return self.selected.dtype
+
+    def reserve(self, max_len: int) -> None:
+        """Make room for ``max_len`` tokens in all; what is there stays."""
+        if max_len <= self.max_len:
+            return
+        shared = self.sliding is self.selected
+        self.selected = _longer(self.selected, max_len)
+        self.sliding = self.selected if shared else _longer(self.sliding, max_len)
+        self.compressed = _longer(self.compressed, self.spec.num_compressed(max_len))
+        self.max_len = max_len
+
+    def reorder(self, sequences: torch.Tensor) -> None:
+        """Put sequence ``sequences[i]`` in place ``i``; int64, on the cache's device."""
+        shared = self.sliding is self.selected
+        self.selected = self.selected.index_select(1, sequences)
+        self.sliding = self.selected if shared else self.sliding.index_select(1, sequences)
+        self.compressed = self.compressed.index_select(1, sequences)
+        self.pending = self.pending.index_select(1, sequences)
 
     def append_tokens(
         self,
@@ -97,6 +115,11 @@ class NSACache:
         self.compressed[0, :, rows] = k_cmp
         self.compressed[1, :, rows] = v_cmp
         self.compressed_length = rows.stop
+
+
+def _longer(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """``x [2, B, rows, H, D]`` with zero rows behind its own."""
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rows - x.shape[2]))
 
 
 @contextmanager

@@ -7,8 +7,9 @@ Its folder (``save_pretrained``) is what ``vllm serve FOLDER --attention-backend
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from sparsek_backend.distributed import SequenceLayout
 from sparsek_backend.nn.cache import NSACache, unchanged_on_error
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.native_sparse_attention import NativeSparseAttention
+from sparsek_backend.transformers_hook import MODEL_TYPE
 
 ARCHITECTURE = "NSALlamaForCausalLM"
 """Under this name vLLM finds the model class that serves such a folder."""
-MODEL_TYPE = "nsa_llama"
-"""Under this name Transformers finds the config class, and no other model in such a folder."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,9 @@ class _MLP(nn.Module):
         return mixed
 
 
-class _Layer(nn.Module):
+class NSALlamaDecoderLayer(nn.Module):
+    """RMSNorm and attention, RMSNorm and MLP, each added to its input."""
+
     def __init__(self, config: NSALlamaConfig, mesh: DeviceMesh | None) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -141,13 +144,52 @@ class _Layer(nn.Module):
         return mixed
 
 
-class _Model(nn.Module):
-    def __init__(self, config: NSALlamaConfig, mesh: DeviceMesh | None) -> None:
+class NSALlamaModel(nn.Module):
+    """Embedding, layers and last norm.
+
+    Args:
+        config: sizes.
+        mesh: ranks that share each sequence (context parallelism); one dimension.
+    """
+
+    def __init__(self, config: NSALlamaConfig, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         nn.init.normal_(self.embed_tokens.weight, std=config.hidden_size**-0.5)
-        self.layers = nn.ModuleList(_Layer(config, mesh) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            NSALlamaDecoderLayer(config, mesh) for _ in range(config.num_hidden_layers)
+        )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        # Transformers sets both under these names.
+        self.gradient_checkpointing = False
+        self._gradient_checkpointing_func: Callable[..., Any] = partial(
+            checkpoint, use_reentrant=False
+        )
+
+    def new_caches(self, batch: int, max_len: int) -> list[NSACache]:
+        """Empty caches of all layers for ``batch`` sequences of up to ``max_len`` tokens."""
+        layers = [x for x in self.modules() if isinstance(x, NativeSparseAttention)]
+        return [layer.new_cache(batch, max_len) for layer in layers]
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        caches: Sequence[NSACache] | None = None,
+        compressed_only: torch.Tensor | None = None,
+        layout: SequenceLayout | None = None,
+    ) -> torch.Tensor:
+        """Normed states ``[B, N, hidden]``; see :meth:`NSALlamaForCausalLM.forward`."""
+        if caches is not None and len(caches) != len(self.layers):
+            raise ValueError(
+                f"caches: expected one for each of {len(self.layers)} layers, got {len(caches)}"
+            )
+        recompute = self.gradient_checkpointing and self.training and caches is None
+        x = self.embed_tokens(tokens)
+        for index, layer in enumerate(self.layers):
+            inputs = (x, None if caches is None else caches[index], compressed_only, layout)
+            x = self._gradient_checkpointing_func(layer, *inputs) if recompute else layer(*inputs)
+        normed: torch.Tensor = self.norm(x)
+        return normed
 
 
 class NSALlamaForCausalLM(nn.Module):
@@ -161,15 +203,22 @@ class NSALlamaForCausalLM(nn.Module):
     def __init__(self, config: NSALlamaConfig, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
         self.config = config
-        self.model = _Model(config, mesh)
+        self.model = NSALlamaModel(config, mesh)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def new_caches(self, batch: int, max_len: int) -> list[NSACache]:
         """Empty caches of all layers for ``batch`` sequences of up to ``max_len`` tokens."""
-        layers = [x for x in self.modules() if isinstance(x, NativeSparseAttention)]
-        return [layer.new_cache(batch, max_len) for layer in layers]
+        return self.model.new_caches(batch, max_len)
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Keep the input of each layer alone in training; backward passes compute the rest anew."""
+        self.model.gradient_checkpointing = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep what backward passes need."""
+        self.model.gradient_checkpointing = False
 
     def forward(
         self,
@@ -193,17 +242,8 @@ class NSALlamaForCausalLM(nn.Module):
         Raises:
             ValueError: more or fewer caches than layers; see also :class:`NativeSparseAttention`.
         """
-        if caches is not None and len(caches) != len(self.model.layers):
-            raise ValueError(
-                f"caches: expected one for each of {len(self.model.layers)} layers, "
-                f"got {len(caches)}"
-            )
         with unchanged_on_error(caches or ()):
-            x = self.model.embed_tokens(tokens)
-            for index, layer in enumerate(self.model.layers):
-                cache = None if caches is None else caches[index]
-                x = layer(x, cache, compressed_only, layout)
-            logits: torch.Tensor = self.lm_head(self.model.norm(x))
+            logits: torch.Tensor = self.lm_head(self.model(tokens, caches, compressed_only, layout))
             return logits
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -216,25 +256,11 @@ class NSALlamaForCausalLM(nn.Module):
             ImportError: safetensors is not installed.
         """
         save_file = _safetensors().save_file
-        weights = self.state_dict()
-        if self.config.tie_word_embeddings:
-            del weights["lm_head.weight"]
-        sharded = any(isinstance(x, DTensor) for x in weights.values())
+        sharded = is_sharded(self)
         writes = not sharded or dist.get_rank() == 0
-        state = {}
-        attention = {
-            name: x for name, x in self.named_modules() if isinstance(x, NativeSparseAttention)
-        }
-        for name, x in weights.items():
-            whole = _whole(x.detach())
-            path, _, parameter = name.partition(".self_attn.")
-            layer = attention.get(f"{path}.self_attn")
-            if layer is not None and layer.head_major:
-                if parameter == "stacked_by_head":
-                    continue
-                whole = layer.restacked(parameter, whole)
-            if writes:
-                state[name] = whole.cpu().contiguous()
+        state = gathered(self, writes)
+        if self.config.tie_word_embeddings:
+            state.pop("lm_head.weight", None)
         try:
             if writes:
                 folder = Path(folder)
@@ -283,6 +309,34 @@ class NSALlamaForCausalLM(nn.Module):
         if model.config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight
         return model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether several ranks hold parts of the weights (``fully_shard``, ``tensor_parallel``)."""
+    return any(isinstance(x, DTensor) for x in model.parameters())
+
+
+def gathered(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
+    """Whole weights on the CPU, branch by branch, of a model that may be sharded.
+
+    All ranks that hold parts call this, for one tensor after another; those that do not ``keep``
+    what they find return nothing.
+    """
+    attention = {
+        name: x for name, x in model.named_modules() if isinstance(x, NativeSparseAttention)
+    }
+    state = {}
+    for name, x in model.state_dict().items():
+        whole = _whole(x.detach())
+        path, _, parameter = name.partition(".self_attn.")
+        layer = attention.get(f"{path}.self_attn")
+        if layer is not None and layer.head_major:
+            if parameter == "stacked_by_head":
+                continue
+            whole = layer.restacked(parameter, whole)
+        if keep:
+            state[name] = whole.cpu().contiguous()
+    return state
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -11,11 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.integrations import flash_attention
 
-from examples import train_context_parallel
+from examples import train_context_parallel, train_transformers_fsdp2
+from examples.verl_sink_window import SinkWindowAttention
 from sparsek_backend.distributed import (
     SequenceLayout,
     context_parallel_block_sparse_attention,
+    context_parallel_nsa_attention,
     context_parallel_sink_flash_attention,
     shard,
     sum_gradients,
@@ -27,9 +35,14 @@ from sparsek_backend.nn import (
     NSAConfig,
     NSALlamaConfig,
     NSALlamaForCausalLM,
+    native_sparse_attention,
     tensor_parallel,
 )
+from sparsek_backend.nn.demo.cli import TINY
+from sparsek_backend.nn.demo.ranks import ranks_of
+from sparsek_backend.nn.demo.train import Trainer
 from sparsek_backend.patterns import BlockSparsePattern
+from sparsek_backend.transformers_op import attention
 
 Arrays = dict[str, np.ndarray]
 
@@ -126,12 +139,16 @@ def call_with(mesh: DeviceMesh, changed: dict[int, dict[str, Any]]) -> None:
 
 
 def die(mesh: DeviceMesh, where: str) -> None:
-    """A good call, but the last rank ends without a word: before it, or within it."""
+    """A good call, but the last rank ends without a word: before, within or on the way back."""
     if mesh.get_local_rank() == mesh.size() - 1:
         if where == "before":
             os._exit(1)
-        Exchange.start = lambda *_: os._exit(1)
-    call_with(mesh, {})
+        method = "start" if where == "within" else "start_return"
+        setattr(Exchange, method, lambda *_: os._exit(1))
+    if where == "backward":
+        build({}, torch.float32, mesh)(torch.randn(1, 12, 24)).sum().backward()
+    else:
+        call_with(mesh, {})
 
 
 SMALL = {"cmp_block_size": 8, "cmp_stride": 4, "sel_block_size": 8, "top_n": 4, "window_size": 10}
@@ -151,8 +168,22 @@ def run_layer(
     whole: Arrays,
     compressed_only: list[bool] | None = None,
     recompute: bool = False,
+    gather: str = "all",
 ) -> Arrays:
     """Output and gradients of the tokens and weights, from this rank's shard."""
+    attention = partial(context_parallel_nsa_attention, gather=gather)
+    with mock.patch.object(native_sparse_attention, "context_parallel_nsa_attention", attention):
+        return _run_layer(mesh, layout, options, whole, compressed_only, recompute)
+
+
+def _run_layer(
+    mesh: DeviceMesh,
+    layout: SequenceLayout,
+    options: dict[str, Any],
+    whole: Arrays,
+    compressed_only: list[bool] | None,
+    recompute: bool,
+) -> Arrays:
     x, upstream = (shard(torch.from_numpy(whole[name]), mesh, layout) for name in ("x", "dout"))
     module = build(options, x.dtype, mesh)
     x.requires_grad_()
@@ -268,3 +299,111 @@ def uneven_gradients(mesh: DeviceMesh) -> None:
 def run_example(_: DeviceMesh, arguments: list[str]) -> list[float]:
     """The losses that the training example prints."""
     return train_context_parallel.train(train_context_parallel.parse(arguments))
+
+
+def received_keys(
+    mesh: DeviceMesh, layout: SequenceLayout, whole: Arrays, gather: str
+) -> tuple[np.ndarray, int]:
+    """Outputs, and the rows that this rank receives in the largest exchange of keys."""
+    local = {name: shard(torch.from_numpy(x), mesh, layout) for name, x in whole.items()}
+    gates = local["gates"].unbind(-1)
+    counts: list[int] = []
+    start = Exchange.start
+
+    def counted(exchange: Exchange, tensors: Any) -> None:
+        counts.append(sum(rows for _, rows in exchange._transfers.receives))
+        start(exchange, tensors)
+
+    spec = NSAConfig.from_dict({**SMALL, "num_local_blocks": 1, "top_n": 2}).spec
+    options = {"spec": spec, "window_size": 4, "gather": gather}
+    with mock.patch.object(Exchange, "start", counted):
+        out = context_parallel_nsa_attention(
+            *(local[name] for name in "qkv"), gates, mesh=mesh, layout=layout, **options
+        )
+    return out.numpy(), max(counts)
+
+
+def train_demo(_: DeviceMesh, kind: Any, steps: int, folder: str, stop: int) -> list[float]:
+    """The losses of a run of the demo, which ends without a word after ``stop`` steps."""
+    config = replace(TINY, steps=steps, save_every=2)
+    trainer = Trainer(config, kind, Path(folder), torch.device("cpu"), ranks_of(2, "cpu"))
+    while len(trainer.losses) < stop:
+        trainer.step()
+    return trainer.losses
+
+
+def train_demo_of_other_lengths(_: DeviceMesh, lengths: tuple[int, int], tokens: int) -> None:
+    """A run whose batches the ranks cannot share."""
+    low, high = lengths
+    config = replace(TINY, min_length=low, max_length=high, tokens_per_step=tokens)
+    Trainer(config, "nsa", Path("nowhere"), torch.device("cpu"), ranks_of(2, "cpu"))
+
+
+def train_and_save(mesh: DeviceMesh | None, start: str, folder: str, how: str) -> None:
+    """Three steps of a saved model under FSDP2, with context parallelism or in Transformers."""
+    torch.manual_seed(3)
+    tokens = torch.randint(3, 64, (1, 401))
+    model: Any
+    if how == "transformers":
+        model = AutoModelForCausalLM.from_pretrained(start)
+    else:
+        model = NSALlamaForCausalLM.from_pretrained(start, mesh)
+    if mesh is not None:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        if how == "transformers" or mesh is None:
+            loss = model(tokens[:, :-1], labels=tokens[:, :-1]).loss
+        else:
+            layout = SequenceLayout(400, mesh.size(), "zigzag")
+            parts = (shard(x, mesh, layout) for x in (tokens[:, :-1], tokens[:, 1:]))
+            loss = token_losses(model, *parts, layout=layout) * mesh.size() / 400
+        loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+
+
+def tiny_llama(implementation: str) -> Any:
+    """A made-up Llama of Transformers, the same on every rank."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="eager",
+    )
+    model = LlamaForCausalLM(config)
+    model.config._attn_implementation = implementation
+    return model
+
+
+def attend_as_verl_does(mesh: DeviceMesh | None, whole: Arrays) -> Arrays:
+    """Logits and gradients of a model with verl's patch, from this rank's part of the stream."""
+    local = {name: torch.from_numpy(x) for name, x in whole.items()}
+    if mesh is not None:
+        layout = SequenceLayout(whole["tokens"].shape[1], mesh.size())
+        local = {name: shard(x, mesh, layout) for name, x in local.items()}
+    hook = SinkWindowAttention(3, 9, lambda: None if mesh is None else mesh.get_group())
+    with mock.patch.object(flash_attention, "_flash_attention_forward", hook):
+        model = tiny_llama("flash_attention_2")
+        logits = model(
+            input_ids=local["tokens"], position_ids=local["positions"], use_cache=False
+        ).logits
+        logits.backward(local["dout"])
+    found = {name: x.grad.numpy() for name, x in model.named_parameters()}
+    return {"logits": logits.detach().numpy(), **found}
+
+
+def train_transformers(mesh: DeviceMesh, arguments: list[str]) -> tuple[list[float], int]:
+    """The losses that the example of Transformers' Trainer logs, and calls of our attention."""
+    rank, size = str(mesh.get_local_rank()), str(mesh.size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    with mock.patch.object(attention, "attend", wraps=attention.attend) as attend:
+        losses = train_transformers_fsdp2.train(train_transformers_fsdp2.parse(arguments))
+    return losses, attend.call_count

@@ -6,6 +6,7 @@ import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -86,8 +87,8 @@ class Ranks:
 
     def close(self) -> None:
         """End the processes."""
-        for pipe, process in zip(self._pipes, self.processes, strict=True):
-            if process.is_alive():
+        for pipe in self._pipes:
+            with suppress(BrokenPipeError):  # a rank that died
                 pipe.send(None)
         for process in self.processes:
             process.join(10)

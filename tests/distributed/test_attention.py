@@ -195,14 +195,14 @@ def test_bad_layout(arguments: Any, message: str) -> None:
         SequenceLayout(*arguments)
 
 
-@pytest.mark.parametrize("where", ["before", "within"])
-def test_dead_rank_is_an_error_and_no_hang(where: str) -> None:
-    group = Ranks(2, timeout=20.0)
+@pytest.mark.parametrize(("where", "world"), [("before", 2), ("within", 2), ("backward", 4)])
+def test_dead_rank_is_an_error_and_no_hang(where: str, world: int) -> None:
+    group = Ranks(world, timeout=20.0)
     try:
-        done, what = group.outcomes(2, cases.die, where)[0]
-        assert not done
-        assert what[0] == "RuntimeError"
-        assert what[1].startswith("mesh: expected an answer of all 2 ranks")
-        assert "timeout of 20 s" in what[1]
+        for done, what in group.outcomes(world, cases.die, where)[:-1]:
+            assert not done
+            assert what[0] == "RuntimeError"
+            assert what[1].startswith(f"mesh: expected an answer of all {world} ranks")
+            assert "timeout of 20 s" in what[1]
     finally:
         group.close()

@@ -1,4 +1,4 @@
-"""Context parallelism on GPUs with NCCL: the benchmark's checks against fp64."""
+"""Context parallelism on GPUs with NCCL: the benchmark's checks against fp64, and the demo."""
 
 from __future__ import annotations
 
@@ -10,8 +10,21 @@ import pytest
 import torch
 
 from sparsek_backend.bench.results import read_csv
+from tests.distributed.test_demo import killed_and_resumed
 
 ROOT = Path(__file__).parents[2]
+
+
+def torchrun(count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A script on ``count`` GPUs."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*command, "--nproc-per-node", str(count), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.mark.gpu
@@ -20,22 +33,40 @@ def test_benchmark_is_green(count: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} CUDA GPUs")
     csv = tmp_path / "rows.csv"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(count), str(ROOT / "benchmarks" / "distributed.py")),
-            *("--tokens", "8192", "--samples", "1", "--csv", str(csv)),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    benchmark = str(ROOT / "benchmarks" / "distributed.py")
+    done = torchrun(count, benchmark, "--tokens", "8192", "--samples", "1", "--csv", str(csv))
     assert done.returncode == 0, done.stderr[-3000:]
     rows = read_csv(csv)
     assert {row.op.removeprefix("context_parallel_") for row in rows} == {
         "sink_window",
         "ring",
         "nsa",
+        "nsa_chosen",
     }
     assert all(row.is_timed for row in rows)
+
+
+@pytest.mark.gpu
+def test_transformers_trainer_under_fsdp2(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA GPUs")
+    pytest.importorskip("accelerate", reason="accelerate is not installed; the Trainer needs it")
+    transformers = pytest.importorskip("transformers")
+    example = [str(ROOT / "examples" / "train_transformers_fsdp2.py"), str(tmp_path)]
+    for steps in ("3", "5"):  # the second goes on from a checkpoint
+        done = torchrun(2, *example, "--tokens", "256", "--save-every", "2", "--steps", steps)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "trained FSDPLlamaForCausalLM" in done.stdout
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+def test_demo_of_two_gpus_has_the_losses_of_one(kind: str, tmp_path: Path) -> None:
+    """In bf16, and killed: one GPU goes on."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA GPUs")
+    options = ("--models", kind, "--device", "cuda", "--max-length", "1024")
+    runs = killed_and_resumed(tmp_path, *options, "--steps", "30", "--save-every", "10")
+    assert runs["broken"]["resumed_at"] > 0
+    assert runs["broken"]["losses"] == pytest.approx(runs["whole"]["losses"], abs=0.05)

@@ -88,6 +88,7 @@ def test_gradients_that_a_rank_lacks(ranks: Ranks) -> None:
 def test_example_goes_on_with_fewer_ranks(ranks: Ranks, tmp_path: Path) -> None:
     def arguments(folder: str, steps: int, *more: str) -> list[str]:
         small = ["--layers", "1", "--tokens", "64", "--batch", "2", "--save-every", "2"]
+        small += ["--device", "cpu"]
         return [str(tmp_path / folder), "--steps", str(steps), *small, *more]
 
     cp, tp = ("--context-parallel", "2"), ("--tensor-parallel", "2")

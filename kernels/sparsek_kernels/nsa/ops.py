@@ -259,6 +259,7 @@ def branches(
     keys: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor],
     block_indices: torch.Tensor,
+    seq_len: int,
     cu_seqlens: torch.Tensor | None,
     spec: Sequence[int],
     window_size: int,
@@ -310,6 +311,7 @@ def branches_bwd(
     keys: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor],
     block_indices: torch.Tensor,
+    seq_len: int,
     cu_seqlens: torch.Tensor | None,
     spec: Sequence[int],
     window_size: int,
@@ -318,7 +320,8 @@ def branches_bwd(
     """Gradients of q, keys, values and gates."""
     problem = GatedProblem(
         PerBranch(*outs), PerBranch(*lses), PerBranch(*gates), q, PerBranch(*keys),
-        PerBranch(*values), block_indices, cu_seqlens, NSASpec(*spec), window_size, softmax_scale,
+        PerBranch(*values), block_indices, seq_len, cu_seqlens, NSASpec(*spec), window_size,
+        softmax_scale,
     )  # fmt: skip
     found = None
     if runs_kernels(q):
@@ -339,19 +342,20 @@ def _(
 
 
 def _branches_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    outs, lses, gates, q, keys, values, block_indices, cu_seqlens, *scalars = inputs
+    outs, lses, gates, q, keys, values, block_indices, seq_len, cu_seqlens, *scalars = inputs
     ctx.save_for_backward(q, block_indices, cu_seqlens, *outs, *lses, *gates, *keys, *values)
-    ctx.scalars = scalars
+    ctx.seq_len, ctx.scalars = seq_len, scalars
 
 
 def _branches_backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
     q, block_indices, cu_seqlens, *lists = ctx.saved_tensors
     outs, lses, gates, keys, values = (lists[i : i + 3] for i in range(0, 15, 3))
     dq, dkeys, dvalues, dgates = branches_bwd(
-        dout, outs, lses, gates, q, keys, values, block_indices, cu_seqlens, *ctx.scalars
-    )
+        dout, outs, lses, gates, q, keys, values, block_indices, ctx.seq_len, cu_seqlens,
+        *ctx.scalars,
+    )  # fmt: skip
     nothing = [None] * 3
-    return nothing, nothing, dgates, dq, dkeys, dvalues, None, None, None, None, None
+    return nothing, nothing, dgates, dq, dkeys, dvalues, *[None] * 6
 
 
 branches.register_autograd(_branches_backward, setup_context=_branches_context)

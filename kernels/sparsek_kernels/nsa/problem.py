@@ -37,6 +37,7 @@ class GatedProblem:
         keys: ``[B, C, Hkv, D]``, ``[B, M, Hkv, D]`` and ``[B, M', Hkv, D]``.
         values: of the same shapes.
         block_indices: ``[B, N, Hkv, S]`` int32 blocks of the selected branch.
+        seq_len: tokens that were compressed.
         cu_seqlens: ``[sequences + 1]`` int32 offsets of packed sequences.
         spec: block sizes and counts.
         window_size: latest tokens that the sliding branch sees.
@@ -50,6 +51,7 @@ class GatedProblem:
     keys: PerBranch
     values: PerBranch
     block_indices: torch.Tensor
+    seq_len: int
     cu_seqlens: torch.Tensor | None
     spec: NSASpec
     window_size: int
@@ -58,9 +60,9 @@ class GatedProblem:
     @cached_property
     def compressed(self) -> CompressedProblem:
         """The compressed branch."""
-        k, v, seq_len = self.keys.cmp, self.values.cmp, self.keys.slc.shape[1]
+        k, v = self.keys.cmp, self.values.cmp
         return CompressedProblem(
-            self.q, k, v, seq_len, self.cu_seqlens, self.spec, self.softmax_scale
+            self.q, k, v, self.seq_len, self.cu_seqlens, self.spec, self.softmax_scale
         )
 
     @cached_property

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +23,7 @@ from sparsek_backend.nn.demo.check import LONGEST, check_attention
 from sparsek_backend.nn.demo.data import RecallTask
 from sparsek_backend.nn.demo.model import AttentionKind, ModelConfig
 from sparsek_backend.nn.demo.plots import plot_all
+from sparsek_backend.nn.demo.ranks import is_launched, join, leave
 from sparsek_backend.nn.demo.selections import overlap, save_inputs, trained_inputs
 from sparsek_backend.nn.demo.train import DemoConfig, RunResult, Trainer
 
@@ -97,6 +101,7 @@ def _summary(config: DemoConfig, device: torch.device, results: list[RunResult])
 
 @app.command()
 def train_demo(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder for checkpoints, results and plots.")] = Path(
         "train-demo"
     ),
@@ -121,9 +126,18 @@ def train_demo(
         ),
     ] = None,
     save_length: Annotated[int, typer.Option(help="Tokens of the sequences saved.")] = 8192,
+    context_parallel: Annotated[
+        int,
+        typer.Option(
+            help="Processes that share the tokens of each sequence. They are started here; under "
+            "torchrun there may be a multiple of them, which share the sequences of a batch."
+        ),
+    ] = 1,
 ) -> None:
     """Train a sparse transformer and its dense twin on recall; resumes where it stopped."""
-    console = Console()
+    if context_parallel > 1 and not is_launched():
+        raise typer.Exit(_launch(context_parallel, context))
+    console = Console(quiet=os.environ.get("RANK", "0") != "0")
     options = {
         "steps": steps,
         "max_length": max_length,
@@ -137,11 +151,19 @@ def train_demo(
         config = replace(_configs(size), seed=seed, **given)
         timed = _lengths("--time-lengths", time_lengths, config.task.min_length)
         _lengths("--save-length", str(save_length), config.task.min_length)
-        for kind in _kinds(models):
-            trainer = Trainer(config, kind, out, where)
+        ranks = join(context_parallel, where)
+        trained = [Trainer(config, kind, out, where, ranks) for kind in _kinds(models)]
+        for trainer in trained:
             _train(trainer, console)
+        if ranks is not None:
+            is_first = ranks.is_first
+            leave()
+            if not is_first:
+                return
+            trained = [trainer.alone() for trainer in trained]
+        for trainer in trained:
             results.append(_measure(trainer, timed, console))
-            if kind == "nsa" and save_inputs_to is not None:
+            if trainer.kind == "nsa" and save_inputs_to is not None:
                 sequences = max(_SAVED_KV_HEADS // config.model.num_layers, 1)
                 save_inputs(trainer, save_inputs_to, save_length, sequences)
                 console.print(f"wrote {save_inputs_to}")
@@ -157,6 +179,18 @@ def train_demo(
             console.print(f"wrote {path}")
     except ImportError as error:
         console.print(f"no plots: {error}", markup=False)
+
+
+def _launch(count: int, context: typer.Context) -> int:
+    """Run this command in ``count`` processes of this machine; their exit status."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(count), "-m", "sparsek_backend", "train-demo"]
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            command += [parameter.opts[0], str(context.params[name])]
+    return subprocess.run(command, check=False).returncode
 
 
 def _train(trainer: Trainer, console: Console) -> None:
@@ -178,10 +212,12 @@ def _train(trainer: Trainer, console: Console) -> None:
             progress.update(bar, completed=done, loss=loss)
             if done % config.save_every == 0:
                 length = config.length_at(done - 1)
-                progress.console.print(
-                    f"{trainer.kind} step {done}/{config.steps}, {length} tokens: "
-                    f"loss {loss:.4f}, recall {trainer.recall(length, 1)['all']:.1%}"
+                line = (
+                    f"{trainer.kind} step {done}/{config.steps}, {length} tokens: loss {loss:.4f}"
                 )
+                if trainer.ranks is None:
+                    line += f", recall {trainer.recall(length, 1)['all']:.1%}"
+                progress.console.print(line)
 
         trainer.run(report)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from sparsek_backend.distributed import SequenceLayout, context_parallel_sink_flash_attention
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.native_sparse_attention import NativeSparseAttention
 from sparsek_backend.nn.rotary import rotate
@@ -39,53 +41,74 @@ class ModelConfig:
 class DenseAttention(nn.Module):
     """Causal attention with the projections and the rotary embedding of its sparse twin."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.mesh = config, mesh
         wide, narrow = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, wide, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, narrow, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, narrow, bias=False)
         self.o_proj = nn.Linear(wide, config.hidden_size, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, N, hidden]`` to the same shape."""
+    def forward(self, x: torch.Tensor, layout: SequenceLayout | None = None) -> torch.Tensor:
+        """``[B, N, hidden]`` to the same shape; see :meth:`RecallModel.forward`."""
         q, k, v = (
             project(x).unflatten(-1, (-1, self.config.head_dim))
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         theta = self.config.nsa.rope_theta
         if theta is not None:
-            positions = torch.arange(x.shape[1], device=x.device)
+            if self.mesh is None or layout is None:
+                positions = torch.arange(x.shape[1], device=x.device)
+            else:
+                positions = layout.position_ids(self.mesh.get_local_rank(), x.device)
             q, k = rotate(q, positions, theta), rotate(k, positions, theta)
-        out = nn.functional.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
-        )
-        projected: torch.Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        out: Any
+        if self.mesh is None or layout is None:
+            q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+            out = nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True
+            ).transpose(1, 2)
+        else:
+            out = context_parallel_sink_flash_attention(q, k, v, mesh=self.mesh, layout=layout)
+        projected: torch.Tensor = self.o_proj(out.flatten(2))
         return projected
 
 
 class Block(nn.Module):
     """Pre-norm attention and a gated MLP."""
 
-    def __init__(self, config: ModelConfig, kind: AttentionKind) -> None:
+    def __init__(
+        self, config: ModelConfig, kind: AttentionKind, mesh: DeviceMesh | None = None
+    ) -> None:
         super().__init__()
         size = config.hidden_size
         self.attention_norm = nn.RMSNorm(size)
         self.attention: nn.Module
         if kind == "nsa":
             self.attention = NativeSparseAttention(
-                size, config.num_heads, config.num_kv_heads, config.head_dim, config=config.nsa
+                size,
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                config=config.nsa,
+                mesh=mesh,
             )
         else:
-            self.attention = DenseAttention(config)
+            self.attention = DenseAttention(config, mesh)
         self.mlp_norm = nn.RMSNorm(size)
         self.up = nn.Linear(size, 4 * size, bias=False)
         self.down = nn.Linear(2 * size, size, bias=False)
 
-    def forward(self, x: torch.Tensor, compressed_only: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        compressed_only: torch.Tensor | None = None,
+        layout: SequenceLayout | None = None,
+    ) -> torch.Tensor:
         """``[B, N, hidden]`` to the same shape; see :meth:`RecallModel.forward`."""
-        options = {} if compressed_only is None else {"compressed_only": compressed_only}
+        given = {"compressed_only": compressed_only, "layout": layout}
+        options = {name: value for name, value in given.items() if value is not None}
         x = x + self.attention(self.attention_norm(x), **options)
         gate, value = self.up(self.mlp_norm(x)).chunk(2, dim=-1)
         mixed: torch.Tensor = x + self.down(nn.functional.silu(gate) * value)
@@ -99,7 +122,13 @@ class RecallModel(nn.Module):
     value knows its key from the start: what is left to learn is attention over a distance.
     """
 
-    def __init__(self, config: ModelConfig, vocab_size: int, kind: AttentionKind) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocab_size: int,
+        kind: AttentionKind,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
         super().__init__()
         if kind not in ("nsa", "dense"):
             raise ValueError(f"kind: expected 'nsa' or 'dense', got {kind!r}")
@@ -107,11 +136,15 @@ class RecallModel(nn.Module):
         self.previous = nn.Embedding(vocab_size, config.hidden_size)
         for table in (self.embedding, self.previous):
             nn.init.normal_(table.weight, std=config.hidden_size**-0.5)
-        self.blocks = nn.ModuleList(Block(config, kind) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, kind, mesh) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size)
 
     def forward(
-        self, tokens: torch.Tensor, compressed_only: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        compressed_only: torch.Tensor | None = None,
+        before: torch.Tensor | None = None,
+        layout: SequenceLayout | None = None,
     ) -> torch.Tensor:
         """Logits of the next tokens.
 
@@ -119,6 +152,8 @@ class RecallModel(nn.Module):
             tokens: ``[B, N]``.
             compressed_only: ``[B]`` bool, sequences in which sparse attention has its compressed
                 branch alone.
+            before: the token before each one, -1 for none; from ``tokens`` when ``None``.
+            layout: with a mesh, which rank holds which tokens.
 
         Returns:
             ``[B, N, vocab]``.
@@ -126,9 +161,14 @@ class RecallModel(nn.Module):
         Raises:
             TypeError: ``compressed_only`` for dense attention, which has no branches.
         """
-        before = nn.functional.pad(self.previous(tokens[:, :-1]), (0, 0, 1, 0))
-        x = self.embedding(tokens) + before
+        before = tokens_before(tokens) if before is None else before
+        x = self.embedding(tokens) + self.previous(before.clamp(min=0)) * (before >= 0)[..., None]
         for block in self.blocks:
-            x = block(x, compressed_only)
+            x = block(x, compressed_only, layout)
         logits: torch.Tensor = nn.functional.linear(self.norm(x), self.embedding.weight)
         return logits
+
+
+def tokens_before(tokens: torch.Tensor) -> torch.Tensor:
+    """The token before each of ``tokens [B, N]``, -1 for the first."""
+    return nn.functional.pad(tokens[:, :-1], (1, 0), value=-1)

@@ -11,13 +11,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
 
+from sparsek_backend.distributed import SequenceLayout
 from sparsek_backend.nn.compression import CompressionMLP
-from sparsek_backend.nn.demo.data import IGNORED, RecallTask, make_batch
-from sparsek_backend.nn.demo.model import AttentionKind, ModelConfig, RecallModel
+from sparsek_backend.nn.demo.data import IGNORED, Batch, RecallTask, make_batch
+from sparsek_backend.nn.demo.model import AttentionKind, ModelConfig, RecallModel, tokens_before
+from sparsek_backend.nn.demo.ranks import Ranks
 
 EVAL_STEP = 1 << 30
 """Batches of this step and later ones are never trained on."""
@@ -132,26 +141,50 @@ class RunResult:
     overlap: dict[str, float] = field(default_factory=dict)
 
 
+class _Inputs(NamedTuple):
+    """A rank's part of a batch, and how many questions the whole batch asks."""
+
+    tokens: torch.Tensor
+    before: torch.Tensor
+    targets: torch.Tensor
+    asked: int
+    compressed_only: torch.Tensor | None
+    layout: SequenceLayout | None
+
+
 class Trainer:
     """One model, its optimiser and its checkpoint.
 
     Args:
         config: the run.
         kind: the attention.
-        folder: where the checkpoint lives.
+        folder: where the checkpoint lives, of any number of ranks.
         device: where to train; bf16 autocast on CUDA, fp32 on the CPU.
+        ranks: those that train it together, all of which call what is called here; ``None`` for
+            this process alone.
 
     Raises:
-        ValueError: the folder holds a checkpoint of a different run.
+        ValueError: the folder holds a checkpoint of a different run, or the ranks cannot share its
+            batches.
     """
 
     def __init__(
-        self, config: DemoConfig, kind: AttentionKind, folder: Path, device: torch.device
+        self,
+        config: DemoConfig,
+        kind: AttentionKind,
+        folder: Path,
+        device: torch.device,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.config, self.kind, self.device = config, kind, device
+        self.config, self.kind, self.device, self.ranks = config, kind, device, ranks
         self.path = folder / f"{kind}.pt"
         torch.manual_seed(config.seed)
-        self.model = RecallModel(config.model, config.task.vocab_size, kind).to(device)
+        mesh = None if ranks is None else ranks.context
+        self.model = RecallModel(config.model, config.task.vocab_size, kind, mesh).to(device)
+        if ranks is not None:
+            for step in range(config.steps):
+                ranks.check(config.length_at(step), config.batch_at(step))
+            ranks.shard_weights(self.model, self.model.blocks)
         self.optimizer = torch.optim.AdamW(
             _parameter_groups(self.model), lr=config.learning_rate, betas=(0.9, 0.95),
             weight_decay=0.1,
@@ -162,7 +195,7 @@ class Trainer:
         self.resumed_at = len(self.losses)
 
     def _load(self) -> None:
-        saved = torch.load(self.path, map_location=self.device, weights_only=True)
+        saved = torch.load(self.path, map_location="cpu", weights_only=True)
         mine = asdict(self.config)
         changed = sorted(key for key in mine if saved["config"].get(key) != mine[key])
         if changed:
@@ -170,31 +203,54 @@ class Trainer:
                 f"{self.path}: expected a checkpoint of the same run, but {', '.join(changed)} "
                 "differ; choose another folder"
             )
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=saved["model"],
+            optim_state_dict=saved["optimizer"],
+            options=self._whole,
+        )
         self.losses = list(saved["losses"])
 
+    @property
+    def _whole(self) -> StateDictOptions:
+        """Checkpoints are of whole tensors: any number of ranks goes on from them."""
+        shared = self.ranks is not None
+        return StateDictOptions(full_state_dict=shared, cpu_offload=shared)
+
     def _save(self) -> None:
+        weights, moments = get_state_dict(self.model, self.optimizer, options=self._whole)
+        if self.ranks is not None and not self.ranks.is_first:
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         torch.save(
             {
                 "config": asdict(self.config),
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
+                "model": weights,
+                "optimizer": moments,
                 "losses": self.losses,
             },
             partial,
         )
         partial.replace(self.path)
 
+    def alone(self) -> Trainer:
+        """The weights of the last checkpoint, in this process without the others."""
+        found = Trainer(self.config, self.kind, self.path.parent, self.device)
+        found.resumed_at = self.resumed_at
+        return found
+
     def logits(
         self, tokens: torch.Tensor, compressed_only: torch.Tensor | None = None
     ) -> torch.Tensor:
         """``[B, N]`` tokens on the device to ``[B, N, vocab]`` logits, autocast as in training."""
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
+        with self._autocast():
             logits: torch.Tensor = self.model(tokens, compressed_only)
         return logits
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda")
 
     def compressed_only(self, sequences: int) -> torch.Tensor | None:
         """Which sequences of the next step have the compressed branch alone, ``[sequences]`` bool.
@@ -207,16 +263,32 @@ class Trainer:
         drawn = torch.rand(sequences, generator=generator) < self.config.compressed_only
         return drawn.to(self.device)
 
-    def _loss(
-        self,
-        tokens: torch.Tensor,
-        targets: torch.Tensor,
-        compressed_only: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        logits = self.logits(tokens, compressed_only).float()
-        return torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED
+    def _inputs(self, batch: Batch, compressed_only: torch.Tensor | None = None) -> _Inputs:
+        """This rank's part of a batch, on its device."""
+        parts: tuple[torch.Tensor, ...] = (
+            batch.tokens,
+            tokens_before(batch.tokens),
+            batch.targets,
         )
+        layout = None
+        if self.ranks is not None:
+            layout = self.ranks.layout(batch.tokens.shape[1])
+            parts = tuple(self.ranks.tokens(x) for x in parts)
+            compressed_only = None if compressed_only is None else self.ranks.rows(compressed_only)
+        tokens, before, targets = (x.to(self.device) for x in parts)
+        asked = int((batch.targets != IGNORED).sum())
+        return _Inputs(tokens, before, targets, asked, compressed_only, layout)
+
+    def _loss(self, inputs: _Inputs) -> torch.Tensor:
+        """The mean loss of a batch's questions; of several ranks, each has its share."""
+        with self._autocast():
+            logits = self.model(
+                inputs.tokens, inputs.compressed_only, inputs.before, inputs.layout
+            ).float()
+        losses = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), inputs.targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        return losses / inputs.asked
 
     def step(self) -> float:
         """One optimiser step; its loss.
@@ -232,20 +304,22 @@ class Trainer:
             group["lr"] = group["share"] * config.rate_at(step)
         self.optimizer.zero_grad(set_to_none=True)
         with deterministic():
-            loss = self._loss(
-                batch.tokens.to(self.device),
-                batch.targets.to(self.device),
-                self.compressed_only(batch.tokens.shape[0]),
-            )
-            loss.backward()
+            inputs = self._inputs(batch, self.compressed_only(batch.tokens.shape[0]))
+            loss = self._loss(inputs)
+            # FSDP2 averages gradients over the ranks, whose shares add up.
+            (loss if self.ranks is None else loss * self.ranks.world.size()).backward()
+            loss = loss.detach()
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            if not math.isfinite(float(loss.detach() + norm)):
+            if isinstance(norm, DTensor):
+                norm = norm.full_tensor()
+                dist.all_reduce(loss)
+            if not math.isfinite(float(loss + norm)):
                 raise FloatingPointError(
-                    f"{self.kind}: step {step} has a loss of {float(loss.detach())} and gradients "
+                    f"{self.kind}: step {step} has a loss of {float(loss)} and gradients "
                     f"of norm {float(norm)}"
                 )
             self.optimizer.step()
-        self.losses.append(float(loss.detach()))
+        self.losses.append(float(loss))
         done = len(self.losses)
         if done % config.save_every == 0 or done == config.steps:
             self._save()
@@ -287,12 +361,12 @@ class Trainer:
         config = self.config
         count = max(config.timed_tokens // length, 1)
         batch = make_batch(config.task, count, length, config.seed, EVAL_STEP)
-        tokens, targets = batch.tokens.to(self.device), batch.targets.to(self.device)
+        inputs = self._inputs(batch)
         times = []
         for _ in range(7):  # two to warm up
             self._synchronize()
             start = time.perf_counter()
-            self._loss(tokens, targets).backward()
+            self._loss(inputs).backward()
             self._synchronize()
             times.append((time.perf_counter() - start) * 1e3)
             self.model.zero_grad(set_to_none=True)

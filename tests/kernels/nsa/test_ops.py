@@ -36,7 +36,7 @@ def arguments(cu: torch.Tensor | None, dtype: torch.dtype) -> dict[str, tuple[An
     def leaves(*xs: torch.Tensor) -> list[torch.Tensor]:
         return [leaf(x) for x in xs]
 
-    rest = (indices, cu, SPEC, 20, SCALE)
+    rest = (indices, TOKENS, cu, SPEC, 20, SCALE)
     return {
         "mean_pool": (leaf(k), cu, SPEC),
         "mean_pool_bwd": (k_cmp, TOKENS, cu, SPEC),

@@ -1,0 +1,112 @@
+"""`sparsek train-demo` on several ranks: the losses of one, and runs that others go on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from sparsek_backend.nn.demo.cli import TINY, app
+from sparsek_backend.nn.demo.train import Trainer
+from tests.distributed import cases
+from tests.distributed.group import Ranks
+
+TOLERANCE = 1e-4
+"""Losses are about 3, in fp32; ranks add in another order, and steps build on each other."""
+
+
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+def test_losses_are_those_of_one_rank_on_two_and_on_four(
+    ranks: Ranks, kind: str, tmp_path: Path
+) -> None:
+    """Two ranks stop after a checkpoint and a step more, four go on, and one ends the run."""
+    config = replace(TINY, steps=8, save_every=2)
+    alone = Trainer(config, kind, tmp_path / "whole", torch.device("cpu"))
+    alone.run()
+    folder = tmp_path / "shared"
+    pair = Ranks(2)
+    try:
+        first = pair.run(2, cases.train_demo, kind, 8, str(folder), 3)
+    finally:
+        pair.close()
+    then = ranks.run(4, cases.train_demo, kind, 8, str(folder), 6)
+    last = Trainer(config, kind, folder, torch.device("cpu"))
+    assert last.resumed_at == 6
+    last.run()
+    for found in (*first, *then, last.losses):
+        assert found == pytest.approx(alone.losses[: len(found)], abs=TOLERANCE)
+    assert all(found == first[0] for found in first)
+    assert last.recall(64, 2)["all"] == pytest.approx(alone.recall(64, 2)["all"], abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens", "message"),
+    [
+        ((66, 66), 512, "context_parallel: expected lengths in multiples of 4, got 66 tokens"),
+        ((64, 64), 192, "context_parallel: expected 2 groups of ranks to divide each batch, got 3"),
+    ],
+)
+def test_batches_that_ranks_cannot_share(
+    ranks: Ranks, lengths: tuple[int, int], tokens: int, message: str
+) -> None:
+    for done, what in ranks.outcomes(4, cases.train_demo_of_other_lengths, lengths, tokens):
+        assert not done
+        assert what[0] == "ValueError"
+        assert what[1].startswith(message), what[1]
+
+
+def children(process: int) -> list[int]:
+    """Processes that a process started."""
+    return [int(x) for x in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def killed_and_resumed(folder: Path, *options: str) -> dict[str, Any]:
+    """Runs of one model: ``whole`` in this process, ``broken`` by two ranks, then in this one.
+
+    The ranks are killed after a checkpoint.
+    """
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "sparsek_backend", "train-demo", *options]
+    command += ["--out", str(folder / "broken"), "--context-parallel", "2"]
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    with (folder / "log").open("w") as log:
+        broken = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    while not list(folder.glob("broken/*.pt")):
+        assert broken.poll() is None, (folder / "log").read_text()[-3000:]
+        time.sleep(0.01)
+    (launcher,) = children(broken.pid)
+    for rank in children(launcher):
+        os.kill(rank, signal.SIGKILL)
+    assert broken.wait() == 1
+    runs = {}
+    for name in ("broken", "whole"):
+        done = CliRunner().invoke(app, [*options, "--out", str(folder / name)])
+        assert done.exit_code == 0, done.output
+        (runs[name],) = json.loads((folder / name / "results.json").read_text())["runs"]
+    return runs
+
+
+def test_a_killed_command_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    options = ("--size", "tiny", "--models", "nsa", "--device", "cpu")
+    runs = killed_and_resumed(tmp_path, *options, "--steps", "40", "--save-every", "1")
+    assert 0 < runs["broken"]["resumed_at"] < 40
+    assert runs["broken"]["losses"] == pytest.approx(runs["whole"]["losses"], abs=TOLERANCE)
+
+
+def test_ranks_that_torchrun_did_not_start_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    done = CliRunner().invoke(app, ["--device", "cpu", "--context-parallel", "2"])
+    assert done.exit_code == 1
+    words = " ".join(done.output.split())
+    assert "context_parallel: expected a divisor of the 3 ranks, got 2" in words
