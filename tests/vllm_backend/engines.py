@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +20,27 @@ requires_cpu_vllm = pytest.mark.skipif(
     "not __import__('vllm.platforms').platforms.current_platform.is_cpu()",
     reason="compares with CPU_ATTN",
 )
+
+
+@functools.cache
+def _register_kernels_once() -> None:
+    """Every engine on a CPU puts C++ in place of vLLM's Triton kernels; they stay replaced."""
+    from vllm.platforms import current_platform
+
+    platform: Any = type(current_platform)
+    register = functools.cache(platform.register_triton_kernel_overrides)
+    platform.register_triton_kernel_overrides = staticmethod(register)
+
+
+@contextmanager
+def _quickly() -> Iterator[None]:
+    """Start or stop an engine on a CPU without a search of the whole heap at every step.
+
+    vLLM collects garbage eight times, half a second each beside torch and vLLM's own modules.
+    """
+    _register_kernels_once()
+    with mock.patch.object(gc, "collect", lambda generation=2: 0):
+        yield
 
 
 @contextmanager
@@ -36,6 +58,7 @@ def engine(
     from vllm import LLM
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
     from vllm.envs import disable_envs_cache
+    from vllm.platforms import current_platform
 
     disable_envs_cache()  # an engine before this one has frozen what vLLM reads of the environment
     # vLLM's first model runner forbids captures when it has made its own; its second never allows
@@ -48,16 +71,19 @@ def engine(
         "seed": 0,
         **options,
     }
-    llm = LLM(
-        str(model),
-        attention_backend=backend,
-        additional_config={"sparsek": settings} if settings else {},
-        **options,
-    )
+    changing = _quickly if current_platform.is_cpu() else nullcontext
+    with changing():
+        llm = LLM(
+            str(model),
+            attention_backend=backend,
+            additional_config={"sparsek": settings} if settings else {},
+            **options,
+        )
     try:
         yield llm
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        with changing():
+            llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
 
