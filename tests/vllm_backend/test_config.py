@@ -34,7 +34,7 @@ def test_defaults() -> None:
     config = resolved.config
     assert config.mode == "block_topk"
     assert (config.num_sink, config.window_size, config.top_k) == (64, 512, 32)
-    assert (config.sel_block_size, config.dense_below, config.query_tile) == (64, 4096, 64)
+    assert (config.sel_block_size, config.dense_below, config.query_tile) == (64, 8192, 64)
     assert set(resolved.sources.values()) == {"defaults"}
 
 
@@ -318,7 +318,7 @@ def test_policies_per_layer() -> None:
     assert [config.policy_for(layer).is_dense for layer in range(4)] == [True, True, False, False]
     config = SparsityConfig(mode="sink_window", num_sink=4, window_size=100, dense_layers=(1,))
     assert config.policy_for(1) == SelectionPolicy()
-    assert config.policy_for(0) == SelectionPolicy(num_sink=4, window_size=100, dense_below=4096)
+    assert config.policy_for(0) == SelectionPolicy(num_sink=4, window_size=100, dense_below=8192)
     assert SparsityConfig(mode="dense").policy_for(7) == SelectionPolicy()
 
 
