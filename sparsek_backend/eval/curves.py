@@ -15,11 +15,11 @@ from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 Head = tuple[int, int]
 """Layer and KV head."""
 
-_TILES = 16
+_TILES = 8
 """Tiles of a prompt whose selection is measured, evenly spread."""
 _TILE_ROWS = 8
 """Queries of such a tile whose masses are computed."""
-_TOKENS = 32
+_TOKENS = 8
 """Single tokens that are measured, evenly spread; and as many at the prompt's end."""
 
 

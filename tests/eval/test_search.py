@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+from sparsek_backend.eval import tune
 from sparsek_backend.eval.budgets import Budget, parse_budget
+from sparsek_backend.eval.job import score
+from sparsek_backend.eval.prompt_file import PromptSet, save_prompts
+from sparsek_backend.eval.record import append_rows, run_key
+from sparsek_backend.eval.runs import Workplace
 from sparsek_backend.eval.search import cheapest, cost_of, worst_loss
+from sparsek_backend.eval.tasks import make_prompts
+from tests.eval.readers import Reader, WordTokenizer
 
 SIZES = (4, 8, 16, 32, 64)
 
@@ -60,3 +70,43 @@ def test_the_worst_cell_counts() -> None:
     assert (found.mean, found.low, found.high) == (0.5, -0.5, 1.5)
     with pytest.raises(ValueError, match="expected scores of 'c'"):
         worst_loss(rows, "c")
+
+
+def test_the_command_prints_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = WordTokenizer()
+    made = make_prompts(
+        tokenizer, tasks=["single"], variants=["plain"], lengths=[3000], count=8, seed=0
+    )
+    file = tmp_path / "prompts.json"
+    save_prompts(file, PromptSet(list(made)))
+
+    class Arithmetic:
+        """A model that loses the answers unless it selects at least 8 blocks."""
+
+        def __init__(self, *arguments: object) -> None:
+            pass
+
+        def run(self, budget: Budget, place: Workplace, on_progress: object) -> str:
+            loses = not budget.is_dense and budget.config.top_k < 8
+            key = run_key({"label": budget.label})
+            about = {"label": budget.label, "settings": budget.settings, "known": True}
+            append_rows(place.record, [{"kind": "run", "run": key, **about, "machine": {}}])
+            score(
+                Reader(tokenizer, reach=10 if loses else 1 << 20),
+                place.prompts,
+                record=place.record,
+                run=key,
+                batch=8,
+                on_progress=lambda count, what: None,
+            )
+            return key
+
+    monkeypatch.setattr(tune, "LocalModel", Arithmetic)
+    command = ["model", "--prompts", str(file), "--equal", "--out", str(tmp_path), "--size", "4"]
+    done = CliRunner().invoke(tune.app, [*command, "--size", "8", "--size", "16"])
+    assert done.exit_code == 0, done.output
+    assert "cheapest that hold 0.01: block_topk:8,dense_last=0" in done.output
+    assert '{"sparsek": {"top_k": 8, "dense_last": 0}}' in done.output
+    done = CliRunner().invoke(tune.app, command)
+    assert done.exit_code == 1
+    assert "nothing holds a loss of 0.01" in done.output
