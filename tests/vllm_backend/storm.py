@@ -116,7 +116,7 @@ def draw(number: random.Random) -> Shot:
         return Shot("no JSON", BAD, number.choice(NO_JSON))
 
     def wrong_path() -> Shot:
-        path = number.choice(["/v1/nothing", "/v1/models", "/metrics", "/v1/embeddings", "/score"])
+        path = number.choice(["/v1/nothing", "/v1/models", "/v1/embeddings", "/score"])
         return Shot("wrong path", BAD, b"{}", path)
 
     kinds: dict[str, Callable[[], Shot]] = {
@@ -166,7 +166,8 @@ async def _storm(url: str, count: int, seed: int) -> Report:
     report = Report(Counter(), [])
     number = random.Random(seed)
     shots = iter([draw(number) for _ in range(count)])
-    limits = httpx.Limits(max_connections=10 * AT_ONCE)
+    # A connection that is kept may be closed by the server just as the next request takes it.
+    limits = httpx.Limits(max_connections=10 * AT_ONCE, max_keepalive_connections=0)
 
     async def shoot(client: httpx.AsyncClient) -> None:
         for shot in shots:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -135,11 +136,13 @@ def test_offloaded_pages_are_whole(llm: Any) -> None:
 
 def test_a_full_disk_is_an_error_of_the_request(llm: Any) -> None:
     """Last test of this engine, which the error ends; a server ends with its engine."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
-
     prompt = torch.randint(
         3, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(6)
     ).tolist()
-    full = mock.patch.object(ExampleConnector, "_generate_filename_debug", return_value="/dev/full")
-    with full, pytest.raises(Exception, match="No space left on device"):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        mock.patch("safetensors.torch.save_file", side_effect=full) as saved,
+        pytest.raises(OSError, match="No space left on device"),
+    ):
         generate(llm, [prompt], together=False)
+    assert saved.call_count == 1
