@@ -109,18 +109,21 @@ def check_selection(
             if expected is None:
                 assert (rows == -1).all()
             else:
-                assert rows.tolist() == expected
+                most = rule.scored_blocks
+                assert rows.tolist() == [row + [-1] * (most - len(row)) for row in expected]
         start += count
 
 
+@pytest.mark.parametrize("head_top_k", [(), (3, 1)], ids=["equal", "heads"])
 @pytest.mark.parametrize("query_tile", [1, 32, 64])
-def test_selection_equals_oracle(query_tile: int) -> None:
+def test_selection_equals_oracle(query_tile: int, head_top_k: tuple[int, ...]) -> None:
     policy = SelectionPolicy(
         num_sink=16,
         window_size=20,
         top_k=3,
         sel_block_size=32,
         query_tile=query_tile,
+        head_top_k=head_top_k,
     )
     lengths, queries, num_decodes = [300, 210, 333], [2, 190, 333], 1
     case = make_case(lengths, queries, num_decodes)
