@@ -114,6 +114,19 @@ def attend_blocks_with(mesh: DeviceMesh, changed: dict[int, dict[str, Any]]) -> 
     context_parallel_block_sparse_attention(q, q, q, pattern, mesh=mesh, layout=arguments["layout"])
 
 
+def call_by_default_elsewhere(mesh: DeviceMesh) -> None:
+    """Good calls while new tensors go to another device by default."""
+    layout = SequenceLayout(64, 2, "zigzag", (0, 20, 64))
+    q, listed = torch.zeros(1, 32, 2, 8), torch.ones(1, 4, 4, dtype=torch.bool)
+    pattern = BlockSparsePattern.from_mask(listed, 16)
+    with torch.device("meta"):
+        context_parallel_sink_flash_attention(q, q, q, mesh=mesh, layout=layout)
+        context_parallel_block_sparse_attention(
+            q, q, q, pattern, mesh=mesh, layout=SequenceLayout(64, 2)
+        )
+        assert layout.sequence_ids(0).device.type == "cpu"
+
+
 def round_trip(mesh: DeviceMesh, layout: SequenceLayout) -> tuple[np.ndarray, np.ndarray]:
     """Token numbers and positions of the shards, after ``shard`` and ``unshard``."""
     stream = torch.arange(layout.num_tokens)[None, :, None].expand(2, -1, 3)

@@ -195,6 +195,10 @@ def test_bad_layout(arguments: Any, message: str) -> None:
         SequenceLayout(*arguments)
 
 
+def test_plans_are_made_on_the_host_whatever_the_default_device(ranks: Ranks) -> None:
+    ranks.run(2, cases.call_by_default_elsewhere)
+
+
 @pytest.mark.parametrize(("where", "world"), [("before", 2), ("within", 2), ("backward", 4)])
 def test_dead_rank_is_an_error_and_no_hang(where: str, world: int) -> None:
     group = Ranks(world, timeout=20.0)
