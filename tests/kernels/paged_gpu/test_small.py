@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import oracle_check
 import pytest
@@ -88,6 +89,23 @@ def select(problem: Problem, policy: SelectionPolicy = TOP_K) -> list[torch.Tens
     counts, single = tile_counts(problem, rule), problem.batch.num_decodes
     tiles = prefills[: sum(counts[single:])]
     return [*decodes.split(counts[:single]), *tiles.split(counts[single:])]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"page_size": 32, "head_major": True},
+        {"page_size": 48, "heads": 3},
+        {"page_size": 64, "dim": 40},
+        {"page_size": 128, "heads": 1},
+    ],
+    ids=str,
+)
+def test_the_kernel_fills_pages_in_pieces(options: dict[str, Any]) -> None:
+    problem = make_problem([(1, 33), (9, 131)], device=DEVICE, **options)
+    oracle_check.fill(problem, write=launch.write_kv)
+    oracle_check.check_cache(problem)
 
 
 @pytest.mark.parametrize("name", CASES)
