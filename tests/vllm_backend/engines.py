@@ -36,7 +36,7 @@ def _quickly() -> Iterator[None]:
     vLLM collects garbage eight times, half a second each beside torch and vLLM's own modules.
     """
     _register_kernels_once()
-    with mock.patch.object(gc, "collect", lambda generation=2: 0):
+    with mock.patch.object(gc, "collect", return_value=0):
         yield
 
 

@@ -197,11 +197,12 @@ def test_single_tokens_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(map(torch.equal, whole, select(problem, rule)))
 
 
-@pytest.mark.parametrize("query_tile", [1, 32])
-def test_selection_of_parts(query_tile: int) -> None:
+@pytest.mark.parametrize(("query_tile", "new"), [(1, (7, 9)), (32, (50, 70))], ids=["1", "32"])
+def test_selection_of_parts(query_tile: int, new: tuple[int, int]) -> None:
     """Query tokens of a part keep their offsets in the whole batch."""
     rule = replace(TOP_K, query_tile=query_tile)
-    problem = make_problem([(1, 301), (50, 390), (70, 400)], num_decodes=1, device=DEVICE)
+    lengths = [(1, 301), (new[0], 390), (new[1], 400)]
+    problem = make_problem(lengths, num_decodes=1, device=DEVICE)
     oracle_check.fill(problem)
     for request, expected in enumerate(select(problem, rule)):
         part = replace(problem, batch=problem.batch.part(request, request + 1))
