@@ -1,4 +1,4 @@
-"""Filling caches through the write kernel and comparing attention with the float64 oracle."""
+"""Filling caches and comparing attention with the float64 oracle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from problems import Problem
 
-from sparsek_kernels.paged.api import select_blocks
+from sparsek_kernels.paged.api import select_blocks, write_kv
 from sparsek_kernels.paged.launch import attend as launch
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import (
@@ -29,9 +29,14 @@ def fill(
     problem: Problem,
     cuts: tuple[float, ...] = (0.37, 0.71, 1.0),
     scales: tuple[float, float] = (1.0, 1.0),
-    write: Callable[..., None] = launch.write_kv,
+    write: Callable[..., None] | None = None,
 ) -> None:
-    """Write every request's rows in several batches, with padding slots between."""
+    """Write every request's rows in several batches, with padding slots between.
+
+    The kernel writes caches on a GPU, and the torch path those on a CPU, unless ``write`` says
+    otherwise: in the interpreter the kernel takes longer than all that reads the cache.
+    """
+    write = write or (launch.write_kv if problem.k_cache.is_cuda else write_kv)
     done = [0] * len(problem.keys)
     for cut in cuts:
         keys, values, slots = [], [], []

@@ -27,7 +27,7 @@ def make(cuts: tuple[float, ...] = PIECES) -> Problem:
     problem = make_problem(
         LENGTHS, num_decodes=1, page_size=32, device=DEVICE, cache_dtype=torch.float8_e4m3fn
     )
-    oracle_check.fill(problem, cuts, SCALES)
+    oracle_check.fill(problem, cuts, SCALES, write=launch.write_kv)
     return problem
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import oracle_check
 import pytest
@@ -100,6 +101,23 @@ def select(problem: Problem, policy: SelectionPolicy = TOP_K) -> list[torch.Tens
     return [*decodes.split(counts[:single]), *tiles.split(counts[single:])]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"page_size": 32, "head_major": True},
+        {"page_size": 48, "heads": 3},
+        {"page_size": 64, "dim": 40},
+        {"page_size": 128, "heads": 1},
+    ],
+    ids=str,
+)
+def test_the_kernel_fills_pages_in_pieces(options: dict[str, Any]) -> None:
+    problem = make_problem([(1, 33), (9, 131)], device=DEVICE, **options)
+    oracle_check.fill(problem, write=launch.write_kv)
+    oracle_check.check_cache(problem)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_against_oracle(name: str) -> None:
     lengths, policy, options = CASES[name]
@@ -189,11 +207,12 @@ def test_single_tokens_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(map(torch.equal, whole, select(problem, rule)))
 
 
-@pytest.mark.parametrize("query_tile", [1, 32])
-def test_selection_of_parts(query_tile: int) -> None:
+@pytest.mark.parametrize(("query_tile", "new"), [(1, (7, 9)), (32, (50, 70))], ids=["1", "32"])
+def test_selection_of_parts(query_tile: int, new: tuple[int, int]) -> None:
     """Query tokens of a part keep their offsets in the whole batch."""
     rule = replace(TOP_K, query_tile=query_tile)
-    problem = make_problem([(1, 301), (50, 390), (70, 400)], num_decodes=1, device=DEVICE)
+    lengths = [(1, 301), (new[0], 390), (new[1], 400)]
+    problem = make_problem(lengths, num_decodes=1, device=DEVICE)
     oracle_check.fill(problem)
     for request, expected in enumerate(select(problem, rule)):
         part = replace(problem, batch=problem.batch.part(request, request + 1))
