@@ -112,9 +112,9 @@ class SparsityConfig(BaseModel):
     CPU, or `--block-size`) or be a multiple of it."""
     top_k: _Blocks = 64
     """Blocks that a prefill tile selects beyond sinks and window, per KV head."""
-    decode_top_k: _Blocks = 32
-    """Blocks that a decoded token selects, never more than `top_k`. It chooses for itself, so fewer
-    do than for a tile of queries."""
+    decode_top_k: _Blocks | None = None
+    """Blocks that a decoded token selects, never more than `top_k`; by default as many. Fewer make
+    decoding faster."""
     dense_below: _Count = 8192
     """Positions below this attend everything."""
     dense_last: _Count = 64
@@ -179,20 +179,20 @@ class SparsityConfig(BaseModel):
         dense_last = self.dense_last if self.query_tile > 1 else 0
         heads = () if self.budgets is None else self.budgets.top_k.get(index, ())
         top_k = max(heads, default=self.top_k)
-        fewer = self.decode_top_k < self.top_k
+        single = min(self.decode_top_k or self.top_k, self.top_k)
         policy = SelectionPolicy(
             num_sink=self.num_sink,
             window_size=self.window_size,
             top_k=top_k,
-            decode_top_k=ceil_div(top_k * self.decode_top_k, self.top_k) if fewer else None,
+            decode_top_k=ceil_div(top_k * single, self.top_k) if single < self.top_k else None,
             sel_block_size=self.sel_block_size,
             dense_below=self.dense_below,
             dense_last=EVERY_QUERY if self.sparse_phase == "decode" else dense_last,
             query_tile=self.query_tile,
             head_top_k=heads if len(set(heads)) > 1 else (),
         )
-        single = self.query_tile == 1 and not policy.dense_last
-        return policy.per_token() if single else policy
+        alone = self.query_tile == 1 and not policy.dense_last
+        return policy.per_token() if alone else policy
 
 
 FIELD_NAMES = tuple(SparsityConfig.model_fields)

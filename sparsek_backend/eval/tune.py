@@ -117,11 +117,12 @@ def tune(
         if not sizes:
             raise ValueError(f"size: expected one that leaves something out of {lengths[0]} tokens")
         lasts = list(dict.fromkeys((64, 0) if dense_last is None else dense_last))
-        families = [[parse_budget(_trial(k, n)) for k in sizes] for n in lasts]
+        families = [[parse_budget(f"block_topk:{k},dense_last={n}") for k in sizes] for n in lasts]
         if calibrated:
             paths = _calibrate(model, sizes, out, lengths[0], file)
             families += [
-                [parse_budget(f"{_trial(k, n)},budgets={p}") for k, p in paths] for n in lasts
+                [parse_budget(f"block_topk:{k},dense_last={n},budgets={p}") for k, p in paths]
+                for n in lasts
             ]
         trials = Trials(
             LocalModel(model, engine.arguments()),
@@ -138,17 +139,10 @@ def tune(
         raise typer.Exit(1)
     console.print(f"cheapest that hold {loss:g}: {best.label}")
     config = best.config
-    names = ("top_k", "decode_top_k", "dense_last")
-    settings: dict[str, Any] = {name: getattr(config, name) for name in names}
+    settings: dict[str, Any] = {"top_k": config.top_k, "dense_last": config.dense_last}
     if config.budgets is not None:
         settings["budgets"] = best.label.partition("budgets=")[2]
     console.print(f"--additional-config '{json.dumps({'sparsek': settings})}'", soft_wrap=True)
-
-
-def _trial(top_k: int, dense_last: int) -> str:
-    """A budget whose decoded tokens select half as many blocks as its prefills, as by default."""
-    decode = max(top_k // 2, 1)
-    return f"block_topk:{top_k},decode_top_k={decode},dense_last={dense_last}"
 
 
 def _calibrate(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -128,6 +130,10 @@ def test_the_line_per_layer_group() -> None:
         "dense below 4096, 6.2 % summaries, pages of 128, CPU path"
     )
     window = SelectionPolicy(num_sink=4, window_size=512)
+    fewer = describe_layers(
+        [0], replace(policy, decode_top_k=8), None, 128, "cpu", summary_share=1 / 16
+    )
+    assert "32 blocks of 64 per KV head (8 for decoded tokens)" in fewer
     assert "sink_window, 4 sink tokens + window 512" in describe_layers(
         [0], window, None, 64, "cuda"
     )

@@ -329,3 +329,15 @@ def test_fields_are_documented() -> None:
     for name in FIELD_NAMES:
         assert f"`{name}`" in text
         assert f"SPARSEK_{name.upper()}" in text
+
+
+@pytest.mark.parametrize(("top_k", "decode_top_k", "cells"), [(8, 2, 8), (8, 8, 32), (2, 8, 8)])
+def test_decoded_tokens_never_select_more_than_prefills(
+    top_k: int, decode_top_k: int, cells: int
+) -> None:
+    settings = {"top_k": top_k, "decode_top_k": decode_top_k}
+    policy = resolve_config(settings, {}).config.policy_for(0)
+    assert (policy.top_k, policy.per_token().top_k) == (top_k, cells)
+    same = resolve_config(None, {"SPARSEK_TOP_K": "8", "SPARSEK_DECODE_TOP_K": "2"}).config
+    assert same.policy_for(0).per_token().top_k == 8
+    assert resolve_config({"top_k": 8}, {}).config.policy_for(0).per_token().top_k == 32

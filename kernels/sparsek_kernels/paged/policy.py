@@ -68,8 +68,7 @@ class SelectionPolicy:
             exactly as decode does, which (without ``dense_last``) makes tokens independent of
             chunking and preemption.
         ranking: how blocks that compete are ranked.  ``infllm`` is per token.
-        decode_top_k: ``top_k`` of a single token, which chooses for itself and needs fewer blocks
-            than a tile whose queries share theirs; ``None``: as many.
+        decode_top_k: ``top_k`` of a single token; ``None``: as many blocks as a tile.
         head_top_k: ``top_k`` of each KV head, at most ``top_k``, which stays what decides where
             everything is seen and how many candidates there are.  Empty: ``top_k`` for all.
     """

@@ -414,6 +414,10 @@ def test_gpu_kernels_refuse_tensors_that_they_would_misread() -> None:
             {"window_size": 4, "top_k": 2, "head_top_k": (2, 3)},
             "head_top_k: expected integers from 1 to top_k=2, got 3",
         ),
+        (
+            {"window_size": 4, "top_k": 2, "decode_top_k": 3},
+            "decode_top_k: expected an integer from 1 to top_k=2 or None, got 3",
+        ),
     ],
 )
 def test_bad_policies(fields: dict[str, int], match: str) -> None:
