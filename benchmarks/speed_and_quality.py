@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ SPEED = RESULTS / "paged_h200.csv"
 QUALITY = tuple(RESULTS / f"quality_qwen05b_{length}_h200.json" for length in ("8k", "16k", "31k"))
 FIGURE = RESULTS / "speed_and_quality_h200.png"
 VARIANTS = {"plain": "question last", "followed": "question 600 tokens before the end"}
+BUDGETS = {"block_topk:32": "32 blocks", "block_topk:64": "64 blocks"}
 
 
 def digest() -> str:
@@ -55,22 +57,28 @@ def draw_speed(axis: Any, rows: list[Row]) -> None:
     axis.axhline(1.0, color="black", linewidth=1)
     axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-    axis.set_title("attention, times as fast as FlashAttention-3", fontsize=10)
+    axis.set_title("attention of 32 blocks, times as fast as FlashAttention-3", fontsize=10)
 
 
 def draw_quality(axis: Any, results: list[dict[str, Any]]) -> None:
-    """Draw the accuracy of the budget over that of dense attention, with its 95 % interval."""
-    for shift, (variant, name) in zip((0.97, 1.03), VARIANTS.items(), strict=True):
+    """Draw the accuracy of each budget over that of dense attention, with its 95 % interval."""
+    lines = product(BUDGETS.items(), VARIANTS.items())
+    for shift, ((label, size), (variant, name)) in zip(
+        (0.94, 0.98, 1.02, 1.06), lines, strict=True
+    ):
         points = []
         for result in results:
             means = [r for r in result["retrieval"] if r["task"] == "mean"]
-            dense, ours = [row for row in means if row["variant"] == variant][:2]
+            rows = {row["label"]: row for row in means if row["variant"] == variant}
+            if label not in rows:
+                continue
+            dense, ours = rows["dense"], rows[label]
             bounds = [ours[f"delta_accuracy_{end}"] / dense["accuracy"] for end in ("low", "high")]
             points.append((ours["length"] * shift, ours["of_reference"], *bounds))
         x, y, low, high = zip(*points, strict=True)
         below = [share - 1 - bound for share, bound in zip(y, low, strict=True)]
         above = [bound - share + 1 for share, bound in zip(y, high, strict=True)]
-        axis.errorbar(x, y, [below, above], marker="o", capsize=3, label=name)
+        axis.errorbar(x, y, [below, above], marker="o", capsize=3, label=f"{size}, {name}")
     axis.axhline(1.0, color="black", linewidth=1)
     axis.set_ylim(0.0, 1.2)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")

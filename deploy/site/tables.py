@@ -208,9 +208,13 @@ def headline(paged: str, *evaluations: str) -> str:
     for file in evaluations:
         found = json.loads((RESULTS / file).read_text(encoding="utf-8"))
         means = [r for r in found["retrieval"] if r["task"] == "mean" and "of_reference" in r]
-        share = {row["variant"]: f"{row['of_reference']:.0%}" for row in means}
+        shares = {(row["label"], row["variant"]): f"{row['of_reference']:.0%}" for row in means}
         length = _tokens(means[0]["length"])
-        kept.append((f"prompts of {length}", share["plain"], share["followed"]))
+        for label in dict.fromkeys(row["label"] for row in means):
+            budget = label.removeprefix("block_topk:")
+            if budget.isdecimal():
+                answers = (shares[label, variant] for variant in ("plain", "followed"))
+                kept.append((f"prompts of {length}, {budget} blocks", *answers))
     head = ("answers kept, 0.5B model", "question last", "question 600 tokens before the end")
     return f"{speed}\n\n{_table(head, kept)}"
 
