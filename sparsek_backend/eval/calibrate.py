@@ -97,7 +97,9 @@ def read_prompts(
         and prompt.index < count
     ]
     if not found:
-        raise ValueError(f"prompts: expected some of {', '.join(tasks)} with {length} tokens")
+        raise ValueError(
+            f"prompts: expected variant plain of {', '.join(tasks)} with {length} tokens, got none"
+        )
     return found
 
 
@@ -156,7 +158,7 @@ def calibrate(
     ] = None,
     prompts_per_task: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 1,
     prompts: Annotated[
-        Path | None, typer.Option(help="A prompt file, for a model without a tokenizer.")
+        Path | None, typer.Option(help="A file of plain prompts, for a model without a tokenizer.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
 ) -> None:
