@@ -14,21 +14,20 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
-    Field,
     ValidationError,
 )
 
+from sparsek_backend.field_types import MAX_TOKENS as MAX_TOKENS
+from sparsek_backend.field_types import Blocks, Budgets, Count, Layers, Positive
 from sparsek_backend.infllm import FLAG, MODEL_CONFIG, InfLLMSelection, shown
 from sparsek_backend.infllm import ConfigError as ConfigError
 from sparsek_backend.layer_budgets import MAX_BLOCKS as MAX_BLOCKS
-from sparsek_backend.layer_budgets import LayerBudgets, load_budgets, read_budgets
+from sparsek_backend.layer_budgets import LayerBudgets
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 
@@ -43,50 +42,7 @@ ENV_PREFIX = "SPARSEK_"
 DEFAULTS = "defaults"
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
-MAX_TOKENS = 2**31 - 1
-"""Positions are 32-bit integers."""
 _KUBERNETES_LINKS = re.compile(r"SPARSEK(_\w+)?_(SERVICE_HOST|SERVICE_PORT|PORT)(_\w+)?$")
-
-
-def _no_booleans(value: object) -> object:
-    """``true`` is an ``int`` to Python, but never a count of tokens."""
-    if isinstance(value, bool):
-        raise ValueError("expected an integer, got a boolean")
-    return value
-
-
-def _layer_count_or_indices(value: object) -> object:
-    """Check ``dense_layers`` as a whole, so that a mistake has one message."""
-    if isinstance(value, str) and value.strip().isdecimal():
-        value = int(value)
-    members = value if isinstance(value, list | tuple) else (value,)
-    if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in members):
-        raise ValueError(
-            "expected the number of first layers that attend everything, or a list of layer "
-            "indices such as [0, 1, 5]; each is an integer from 0"
-        )
-    return value
-
-
-def _budgets_of_path(value: object) -> object:
-    """Read the file of budgets that a path names; what such a file holds is taken as well."""
-    if isinstance(value, str | Path):
-        return load_budgets(Path(value))
-    if value is None or isinstance(value, LayerBudgets):
-        return value
-    return read_budgets(value)
-
-
-_Integer = Annotated[int, BeforeValidator(_no_booleans)]
-_Count = Annotated[_Integer, Field(ge=0, le=MAX_TOKENS)]
-_Positive = Annotated[_Integer, Field(gt=0, le=MAX_TOKENS)]
-_Blocks = Annotated[_Integer, Field(gt=0, le=MAX_BLOCKS)]
-_Layers = Annotated[
-    int | tuple[int, ...],
-    BeforeValidator(_layer_count_or_indices),
-    Field(examples=[2, [0, 1, 5]]),
-]
-_Budgets = Annotated[LayerBudgets | None, BeforeValidator(_budgets_of_path)]
 
 
 class SparsityConfig(BaseModel):
@@ -103,30 +59,30 @@ class SparsityConfig(BaseModel):
     was trained to select (CPUs only). `sink_window`: sinks and window only. `dense`: everything.
     `nsa`: what a natively sparse model's own weights say. `auto`: what the model's own config says,
     else `block_topk`."""
-    num_sink: _Count = 64
+    num_sink: Count = 64
     """First tokens that every query sees. `block_topk` rounds up to whole blocks."""
-    window_size: _Positive = 512
+    window_size: Positive = 512
     """Latest tokens that every query sees, its own included."""
-    sel_block_size: _Positive = 64
+    sel_block_size: Positive = 64
     """Tokens in a block, a multiple of 16. It must divide the KV page (64 tokens on a GPU, 128 on a
     CPU, or `--block-size`) or be a multiple of it."""
-    top_k: _Blocks = 64
+    top_k: Blocks = 64
     """Blocks that a prefill tile selects beyond sinks and window, per KV head."""
-    decode_top_k: _Blocks | None = None
+    decode_top_k: Blocks | None = None
     """Blocks that a decoded token selects, never more than `top_k`; by default as many. Fewer make
     decoding faster."""
-    dense_below: _Count = 8192
+    dense_below: Count = 8192
     """Positions below this attend everything."""
-    dense_last: _Count = 64
+    dense_last: Count = 64
     """Last queries of every prefill chunk that attend everything: a prompt's question sits there.
     Without effect with `query_tile` 1."""
-    dense_layers: _Layers = 0
+    dense_layers: Layers = 0
     """How many first layers attend everything, or a list of layer indices, counted from 0. Layers
     that the model (with its draft model) lacks are refused."""
-    query_tile: _Positive = 64
+    query_tile: Positive = 64
     """Prefill queries that share one selection. 1 selects per token: slower, and independent of
     chunking."""
-    budgets: _Budgets = None
+    budgets: Budgets = None
     """Path of a file with a `top_k` for each layer and KV head (`sparsek calibrate`), in place of
     one for all."""
     sparse_phase: Phase = "both"
@@ -202,7 +158,7 @@ _FIELDS_OF_MODE: dict[str, frozenset[str]] = {
     "infllm": frozenset({"mode", "dense_layers"}),
     "sink_window": frozenset({"mode", "num_sink", "window_size", "dense_below", "dense_layers"}),
     "block_topk": frozenset(FIELD_NAMES) - {"pattern"},
-    "pattern": frozenset(FIELD_NAMES),
+    "pattern": frozenset(FIELD_NAMES) - {"budgets"},
 }
 
 

@@ -97,6 +97,12 @@ def test_settings_that_the_file_is_not_for_are_refused(
     assert resolve_config(settings(path, top_k=16), {}).config.top_k == 16
 
 
+def test_lists_of_a_pattern_are_as_long_for_every_head(tmp_path: Path) -> None:
+    path = make().save(tmp_path / "budgets.json")
+    with pytest.raises(ConfigError, match=r"budgets \(from .*has no effect in mode 'pattern'"):
+        resolve_config(settings(path, mode="pattern", pattern="f"), {})
+
+
 def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from sparsek_backend.vllm_backend.validate import _check_budgets
