@@ -169,8 +169,9 @@ class SparseKImpl(AttentionImpl):
                     "layer, which writes no block summaries; select SPARSEK for every layer"
                 )
             if self._pattern is not None and layer_index in self._pattern.entries:
-                entries = own_kv_heads(self._pattern.entries[layer_index], self.num_kv_heads)
-                self.lists = block_lists(entries, policy).to(device)
+                entries = self._pattern.entries[layer_index]
+                own = entries[self._own_heads(len(entries))]
+                self.lists = block_lists(own, policy).to(device)
             for layer in (self, owner):  # an owner that attends everything writes summaries too
                 layer.summaries = True
                 layer._pages = layer._pages_key = None
@@ -422,17 +423,3 @@ class SparseKImpl(AttentionImpl):
         if self._pages is None or self._pages_key != key:
             self._pages, self._pages_key = self._view(kv_cache), key
         return self._pages
-
-
-def own_kv_heads(entries: torch.Tensor, count: int) -> torch.Tensor:
-    """The entries of this rank's KV heads, of ``entries`` of all; ranks may share a head."""
-    if entries.shape[0] == count:
-        return entries
-    from vllm.distributed import (
-        get_tensor_model_parallel_rank,
-        get_tensor_model_parallel_world_size,
-    )
-
-    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    first = rank * entries.shape[0] // ranks
-    return entries[first : first + count]
