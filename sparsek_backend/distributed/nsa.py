@@ -147,8 +147,8 @@ def context_parallel_nsa_attention(
         window_size: latest tokens that the sliding branch sees, the query's own included.
         softmax_scale: factor of ``q . k``, ``D ** -0.5`` by default.
         gather: which keys before its tokens a rank receives for the selected branch: ``all``, or
-            those of blocks that its queries ``chosen``.  The latter waits for the GPU once a call,
-            and sends less where a rank's queries leave blocks out.
+            ``chosen``, the keys of the blocks that its queries selected.  ``chosen`` waits for the
+            GPU once a call, and sends less where a rank's queries leave blocks out.
 
     Returns:
         This rank's rows of the output, ``[B, n, Hq, D]``.

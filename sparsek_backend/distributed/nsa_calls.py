@@ -88,7 +88,7 @@ class NSACall:
         """The output.
 
         Args:
-            keys: all tokens before each query, or those of the blocks that were chosen.
+            keys: K and V of all tokens before each query, or of the selected blocks alone.
             nearest: the window's.
             block_indices: the choice, counted among ``keys``; made here when ``None``.
         """

@@ -4,8 +4,8 @@
     mode    := "dense" | "block_topk" | "pattern" | "sink_window" | "window"
 
 The size is `top_k` for `block_topk` and `pattern`, and `window_size` for the others.  A file of
-budgets follows as `budgets=FILE`.  `window` is a sliding window without sink tokens, the negative
-control: it is what sparse attention must not be.  Every budget is sparse from the first token on
+budgets follows as `budgets=FILE`.  `window` is a sliding window without sink tokens: the negative
+control, which any sparse attention must beat.  Every budget is sparse from the first token on
 unless it sets `dense_below`.
 """
 

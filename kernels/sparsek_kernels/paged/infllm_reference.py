@@ -3,7 +3,7 @@
 As OpenBMB's kernels compute it: 32 keys are averaged every 16 tokens, each query head takes the
 softmax over the averages that end at or before the query, heads that share a KV head are added up,
 and a block's score is the largest over the averages whose tokens lie in it (five of them, for
-blocks of 64).  The first blocks and those of the window rank above all others.
+blocks of 64).  Initial blocks and the window's rank above all others.
 
 Their kernels for GPUs approximate the softmax's denominator by averages of 128 keys; this is the
 rule itself.
