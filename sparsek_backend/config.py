@@ -19,6 +19,7 @@ from typing import Any, Literal
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     ValidationError,
 )
 
@@ -68,7 +69,7 @@ class SparsityConfig(BaseModel):
     CPU, or `--block-size`) or be a multiple of it."""
     top_k: Blocks = 64
     """Blocks that a prefill tile selects beyond sinks and window, per KV head."""
-    decode_top_k: Blocks | None = None
+    decode_top_k: Blocks | None = Field(None, examples=[32])
     """Blocks that a decoded token selects, never more than `top_k`; by default as many. Fewer make
     decoding faster."""
     dense_below: Count = 8192
@@ -87,7 +88,7 @@ class SparsityConfig(BaseModel):
     one for all."""
     sparse_phase: Phase = "both"
     """For measurements: `prefill` lets decoded tokens attend everything, `decode` the prompt's."""
-    pattern: str | None = None
+    pattern: str | None = Field(None, examples=["pattern.safetensors"])
     """The file of mode `pattern`, which `sparsek patterns learn MODEL --prefill --out FILE` makes.
     Its blocks have `sel_block_size` tokens."""
 

@@ -51,4 +51,6 @@ Layers = Annotated[
     BeforeValidator(_layer_count_or_indices),
     Field(examples=[2, [0, 1, 5]]),
 ]
-Budgets = Annotated[LayerBudgets | None, BeforeValidator(_budgets_of_path)]
+Budgets = Annotated[
+    LayerBudgets | None, BeforeValidator(_budgets_of_path), Field(examples=["budgets.json"])
+]

@@ -66,7 +66,8 @@ def settings() -> str:
             raise ValueError(f"SparsityConfig.{name}: expected a docstring below it, got none")
         meaning = " ".join(field.description.split())
         variable = f"`{ENV_PREFIX}{name.upper()}`"
-        rows.append((f"`{name}`", f"`{field.default}`", _values(field), variable, meaning))
+        default = "not set" if field.default is None else f"`{field.default}`"
+        rows.append((f"`{name}`", default, _values(field), variable, meaning))
     return _table(("field", "default", "values", "variable", "meaning"), rows)
 
 
