@@ -27,7 +27,8 @@ import torch
 from tests.vllm_backend.servers import MODEL, Server, group_members, server_environment
 from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
 
-MAX_LEN = 192
+MAX_LEN = 4096
+"""Tokens of a sequence; an answer of this length takes seconds, so clients can break in on it."""
 AT_ONCE = 8
 """Requests that the server runs together; ten times as many are sent together."""
 OPTIONS = (
@@ -124,7 +125,9 @@ def draw(number: random.Random) -> Shot:
         "no JSON": no_json,
         "wrong path": wrong_path,
         "fine": lambda: _shot("fine", GOOD, prompt=tokens(number.randrange(1, 150))),
-        "too long": lambda: _shot("too long", BAD, prompt=tokens(number.choice([193, 5000]))),
+        "too long": lambda: _shot(
+            "too long", BAD, prompt=tokens(number.choice([MAX_LEN + 1, 5000]))
+        ),
         "huge max_tokens": lambda: _shot(
             "huge max_tokens", ANY, max_tokens=number.choice([1 << 20, 1 << 62, 1 << 80])
         ),

@@ -77,7 +77,7 @@ def test_a_worker_killed_in_mid_stream_ends_the_server(server: Server) -> None:
         except httpx.HTTPError:
             pass
         else:
-            assert any("error" in line for line in lines)
+            assert any("error" in line for line in lines), lines[-3:]
     server.process.wait(60)
     assert "EngineDeadError" in server.text()
     deadline = time.monotonic() + 60
