@@ -4,13 +4,16 @@ from sparsek_kernels.paged.api import paged_attention, select_blocks, write_kv
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.lists import block_lists
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+from sparsek_kernels.paged.shards import attend_shard, merge_shards
 from sparsek_kernels.paged.sketch import summary_bytes
 
 __all__ = [
     "CELL_SIZE",
     "PagedBatch",
     "SelectionPolicy",
+    "attend_shard",
     "block_lists",
+    "merge_shards",
     "paged_attention",
     "select_blocks",
     "summary_bytes",

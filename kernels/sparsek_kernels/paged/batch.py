@@ -20,7 +20,8 @@ class PagedBatch:
 
     Args:
         block_table: ``[R, max_pages]`` int32, physical page of each logical page; entries past a
-            sequence's last page may hold anything.
+            sequence's last page may hold anything.  -1 stands for a page that another rank holds,
+            where several ranks share a cache (``attend_shard``).
         seq_lens: ``[R]`` int32, keys of each sequence, its new tokens included.
         cu_seqlens_q: ``[R + 1]`` int32, offsets of each request's query tokens.
         num_decodes: requests at the front of the batch that decode.
@@ -77,12 +78,12 @@ class PagedBatch:
         return cast(_T, self._derived[key])
 
     def pages(self, page_size: int) -> torch.Tensor:
-        """``[R, max_pages]`` int64: ``block_table``, with 0 past each sequence's last page."""
+        """``[R, max_pages]`` int64: ``block_table``, 0 past a sequence's end and in place of -1."""
 
         def build() -> torch.Tensor:
             logical = torch.arange(self.block_table.shape[1], device=self.block_table.device)
             unused = logical * page_size >= self.seq_lens[:, None]
-            return self.block_table.long().masked_fill_(unused, 0)
+            return self.block_table.long().clamp_(min=0).masked_fill_(unused, 0)
 
         return self.derived(("pages", page_size), build)
 

@@ -181,6 +181,7 @@ class DecodePlan:
 
     dense: tuple[tuple[int, int, int, int], ...]  # (request, first token, end token, keys seen)
     rows: torch.Tensor  # [T] int64 tokens that do not see everything
+    requests: torch.Tensor  # [T] int64 of these tokens
     positions: torch.Tensor  # [T] int64 of these tokens
     group: TileGroup | None
     scoring: TokenScoring | None
@@ -214,12 +215,13 @@ def _plan_decodes(batch: PagedBatch, rule: SelectionPolicy, page_size: int) -> D
         token += count
     if not rows:
         none = torch.empty(0, dtype=torch.long)
-        return DecodePlan(tuple(dense), none, none, None, None)
+        return DecodePlan(tuple(dense), none, none, none, None, None)
     where, which = torch.tensor(positions), torch.tensor(requests)
     table = batch.pages(page_size).index_select(0, which)
     return DecodePlan(
         dense=tuple(dense),
         rows=torch.tensor(rows),
+        requests=which,
         positions=where,
         group=make_tile_group(table, where, 1, batch.seq_lens.index_select(0, which).long(), rule),
         scoring=plan_tokens(table, where, rule) if rule.selects_blocks else None,

@@ -7,6 +7,7 @@ import torch
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.checks import given_summary
 from sparsek_kernels.paged.cpu.gather import block_reader, read_sequence
+from sparsek_kernels.paged.cpu.held import HeldPages
 from sparsek_kernels.paged.cpu.infllm import infllm_scores, semantic_kernels
 from sparsek_kernels.paged.cpu.plan import (
     PrefillPlan,
@@ -60,11 +61,15 @@ def token_candidates(
     plan: TokenScoring,
     rule: SelectionPolicy,
     softmax_scale: float,
+    here: HeldPages | None,
 ) -> torch.Tensor:
     """Candidates of single tokens.  q: ``[T, Hkv, G, D]``; returns ``[T, Hkv, listed]`` int64."""
     vectors = plan.index.read(k_summary, page_size, q.shape[-1], rule.sel_block_size)
     logits = torch.matmul(rotate(q.float()) * softmax_scale, vectors.mT)
     logits = logits.unflatten(-1, (-1, rule.sel_block_size // VECTOR_SIZE)).amax(-1)
+    if here is not None:
+        blocks = torch.arange(logits.shape[-1]).expand(*logits.shape[:2], -1)
+        logits = here.complete(logits, blocks, rule.sel_block_size)
     if plan.future is not None:
         logits.masked_fill_(plan.future, float("-inf"))  # blocks past the end may hold NaN
     scores = torch.softmax(logits, dim=-1).sum(2)
@@ -123,6 +128,7 @@ def rank_blocks(
     listed: torch.Tensor,
     rule: SelectionPolicy,
     softmax_scale: float,
+    here: HeldPages | None = None,
 ) -> torch.Tensor:
     """The candidates with the largest exact masses.
 
@@ -131,6 +137,7 @@ def rank_blocks(
         where: ``[T, S]`` their positions; -1 where there is no such query.
         group: the tiles.
         listed: ``[T, Hkv, n]`` int64 candidates.
+        here: the pages that this rank holds, where it does not hold them all.
 
     Returns:
         ``[T, Hkv, scored_blocks]`` int64, ascending; :data:`NOTHING` where a head keeps fewer.
@@ -147,6 +154,8 @@ def rank_blocks(
     logits = logits.unflatten(2, q.shape[2:4])
     future = positions[:, :, None, None] > where[:, None, :, None, None]
     masses = logits.masked_fill_(future, float("-inf")).unflatten(-1, (-1, size)).logsumexp(-1)
+    if here is not None:
+        masses = here.complete(masses, blocks, size)
     shares = torch.softmax(masses, dim=-1).nan_to_num_(0.0)  # of no query: nothing
     scores = shares.sum((2, 3))[..., : listed.shape[-1]]
     scores = scores.masked_fill(listed == NOTHING, -1.0)
@@ -173,11 +182,13 @@ def select_tokens(
     group: TileGroup,
     rule: SelectionPolicy,
     softmax_scale: float,
+    here: HeldPages | None = None,
 ) -> torch.Tensor:
     """Blocks of single tokens.
 
     Args:
         q: ``[T, Hkv, G, D]`` at the positions ``where`` ``[T]``.
+        here: the pages that this rank holds, where it does not hold them all.
 
     Returns:
         ``[T, Hkv, scored_blocks]`` int64, ascending.
@@ -190,8 +201,10 @@ def select_tokens(
             one = slice(token, token + 1)
             scores.append(infllm_scores(q[one], where[one], kernels, blocks, rule, softmax_scale))
         return list_best(torch.cat(scores), plan.outside, rule.scored_blocks)
-    listed = token_candidates(q, k_summary, k_cache.shape[2], plan, rule, softmax_scale)
-    return rank_blocks(q.unsqueeze(2), where[:, None], k_cache, group, listed, rule, softmax_scale)
+    page_size = k_cache.shape[2]
+    listed = token_candidates(q, k_summary, page_size, plan, rule, softmax_scale, here)
+    rows = q.unsqueeze(2)
+    return rank_blocks(rows, where[:, None], k_cache, group, listed, rule, softmax_scale, here)
 
 
 def sampled_rows(
