@@ -39,6 +39,15 @@ def tensor_rank() -> tuple[int, int]:
     return rank, parallel_state.get_tensor_model_parallel_world_size()
 
 
+def context_group(spec: Any) -> Any | None:
+    """The group of ranks that hold the pages of a KV cache between them; ``None`` without one."""
+    from vllm.distributed import parallel_state
+
+    if not getattr(spec, "dcp_sharded", False) or parallel_state.get_dcp_world_size_and_rank()[0] == 1:
+        return None
+    return parallel_state.get_dcp_group()
+
+
 def is_first_tensor_rank() -> bool:
     """Whether this process is the first of the tensor-parallel ranks, or the only one."""
     return tensor_rank()[0] == 0

@@ -118,6 +118,13 @@ class SparseKBackend(HeadMajorPages, AttentionBackend):
         return compat.declares_content()
 
     @classmethod
+    def supports_dcp(cls) -> bool:
+        """On a CPU; the GPU's kernels attend whole sequences."""
+        from vllm.platforms import current_platform
+
+        return current_platform.is_cpu() and compat.declares_content()
+
+    @classmethod
     def supports_batch_invariance(cls) -> bool:
         """On a GPU; on a CPU, matrix products (vLLM's as ours) round by the batch's shape."""
         from vllm.platforms import current_platform

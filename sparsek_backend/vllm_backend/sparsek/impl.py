@@ -20,15 +20,19 @@ from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.lists import block_lists
 from sparsek_kernels.paged.plan import Segment, segments
 from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.shards import attend_shard
 
 from .flash import FlashPrefill
 from .metadata import SparseKMetadata
 from .pages import FP8_KV_CACHE, PageViews, view_pages
 from .probe import PROBE
+from .shards import ShardedStep
 
 
 class SparseKImpl(AttentionImpl):
     """Attention of one layer.  Holds no state of any request: all of that is in the pages."""
+
+    can_return_lse_for_decode: bool = True
 
     def __init__(
         self,
@@ -276,6 +280,8 @@ class SparseKImpl(AttentionImpl):
             self._attend_encoder(query, key[tokens], value[tokens], attn_metadata, out)
         elif reason := self.fallback_reason or attn_metadata.fallback_reason:
             self._attend_by_sdpa(query, kv_cache, attn_metadata, reason, out)
+        elif attn_metadata.shards is not None:
+            self._attend_shards(query, kv_cache, attn_metadata.shards, out)
         else:
             pages, scales = self._cached_view(kv_cache), self._scales(layer)
             for segment in self._split(attn_metadata):
@@ -347,6 +353,48 @@ class SparseKImpl(AttentionImpl):
             lists=lists,
         )
         PROBE.run(select, attend, query.device)
+
+    def _attend_shards(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, step: ShardedStep, out: torch.Tensor
+    ) -> None:
+        """Attend keys that several ranks hold between them.
+
+        The ranks have parts of a KV head's query heads, which select together: every rank selects
+        for all of them.  Decodes attend each rank's pages, prefills the gathered ones.
+        """
+        ranks, cut = step.ranks, step.decodes.num_decode_tokens
+        query = ranks.gather_heads(query)
+        policy = self.policy
+        if step.decodes.num_decodes:
+            rule = policy
+            if self._settings.dense_decode and policy.selects_blocks:
+                rule = SelectionPolicy(sel_block_size=policy.sel_block_size)
+            pages = self._cached_view(kv_cache)
+            part, lse = attend_shard(
+                query[:cut],
+                pages.keys,
+                pages.values,
+                step.decodes,
+                rule,
+                largest=ranks.largest,
+                softmax_scale=self.scale,
+                k_summary=pages.summary,
+            )
+            out[:cut] = ranks.merge(part, lse, self.sinks)
+        if step.prefills.num_prefills:
+            pages = self._view(step.gather_pages(kv_cache))
+            everything = paged_attention(
+                query,
+                pages.keys,
+                pages.values,
+                step.prefills,
+                policy,
+                softmax_scale=self.scale,
+                k_summary=pages.summary,
+                sinks=None if self.sinks is None else ranks.gather_heads(self.sinks),
+                lists=self.lists if policy.selects_blocks else None,
+            )
+            out[cut:] = ranks.own_heads(everything)[cut:]
 
     def _attend_by_sdpa(
         self,

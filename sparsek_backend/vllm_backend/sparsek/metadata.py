@@ -28,6 +28,7 @@ from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 from .pages import bytes_behind
+from .shards import ContextRanks, ShardedStep, shard_step
 from .warmup import warm_up_prefills
 
 logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level
@@ -47,11 +48,13 @@ class SparseKMetadata(StepMetadata):
             models; ``None`` when causal.
         bidirectional_ranges: for each request, inclusive ranges of positions that attend each
             other in both directions; ``None`` where no new token is in one.
+        shards: where the pages are, if several ranks hold them between them.
     """
 
     seq_lens: tuple[int, ...]
     query_offsets: tuple[int, ...] | None
     bidirectional_ranges: Ranges | None
+    shards: ShardedStep | None
 
     @property
     def fallback_reason(self) -> str | None:
@@ -73,6 +76,8 @@ class SparseKMetadataBuilder(StepBuilder):
             1, supports_spec_as_decode=not self.resolved.batch_invariant
         )
         self.policies = self._bind_layers(kv_cache_spec, layer_names, vllm_config)
+        self.page_size = kv_cache_spec.block_size
+        self.context_ranks = _context_ranks(kv_cache_spec)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -162,6 +167,9 @@ class SparseKMetadataBuilder(StepBuilder):
             seq_lens=tuple(batch.seq_lens.tolist()),
             query_offsets=None if common.causal else tuple(batch.offsets.tolist()),
             bidirectional_ranges=_live_ranges(common, batch.seq_lens - batch.query_lens),
+            shards=None
+            if self.context_ranks is None
+            else shard_step(batch.paged, self.page_size, self.context_ranks),
         )
 
     def _count(self, batch: Batch) -> tuple[float, float]:
@@ -173,6 +181,13 @@ class SparseKMetadataBuilder(StepBuilder):
             for policy, layers in self.policies.items()
         )
         return attended, attended_by_requests(SelectionPolicy(), *lens) * self.policies.total()
+
+
+def _context_ranks(spec: Any) -> ContextRanks | None:
+    group = compat.context_group(spec)
+    if group is None:
+        return None
+    return ContextRanks(group.device_group, group.rank_in_group, group.world_size)
 
 
 def _counted_together(policies: list[SelectionPolicy]) -> Counter[SelectionPolicy]:

@@ -1,0 +1,125 @@
+"""Decode context parallelism: the ranks that hold a sequence's pages between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.policy import ceil_div
+from sparsek_kernels.paged.shards import merge_shards
+
+
+@dataclass(frozen=True)
+class ContextRanks:
+    """The ranks of a group, which have the same KV heads and neighbouring query heads.
+
+    Page ``n`` of a sequence is on rank ``n % size``, as that rank's page ``n // size``.
+
+    Args:
+        group: their process group.
+        rank: this process's place in it.
+        size: how many there are.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """``[ranks, ...]``: a tensor of every rank."""
+        found = x.new_empty(self.size, *x.shape)
+        dist.all_gather(list(found.unbind()), x.contiguous(), group=self.group)
+        return found
+
+    def gather_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., ranks * H]`` rows of heads ``[..., H, D]`` or logits ``[H]`` of every rank."""
+        heads = x.dim() - 2 if x.dim() > 1 else 0
+        return self.gather(x).movedim(0, heads).flatten(heads, heads + 1)
+
+    def own_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows ``[T, H, D]`` of this rank's heads, of rows of the heads of all."""
+        return x.unflatten(1, (self.size, -1))[:, self.rank]
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """Elementwise maximum over the ranks; ``x`` is overwritten."""
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
+        return x
+
+    def merge(
+        self, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention of this rank's heads over the keys of all ranks, ``[T, H, D]`` float32.
+
+        Args:
+            out: ``[T, ranks * H, D]`` float32, over this rank's keys.
+            lse: ``[T, ranks * H]`` float32.
+            sinks: ``[H]`` learned logits of this rank's heads.
+        """
+        both = torch.cat([out, lse.unsqueeze(-1)], dim=-1)
+        sent = both.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
+        found = torch.empty_like(sent)  # [ranks, T, H, D + 1]
+        dist.all_to_all_single(found, sent, group=self.group)
+        return merge_shards(found[..., :-1], found[..., -1], sinks)
+
+
+@dataclass(frozen=True)
+class ShardedStep:
+    """A step's requests where several ranks hold their pages.
+
+    Args:
+        ranks: these ranks.
+        decodes: the decodes; in their block table, -1 is a page of another rank.
+        prefills: the prefills, over pages that are gathered from all ranks.
+        pages: ``[n]`` int64 pages of this rank's cache that the prefills' sequences have.
+    """
+
+    ranks: ContextRanks
+    decodes: PagedBatch
+    prefills: PagedBatch
+    pages: torch.Tensor
+
+    def gather_pages(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The prefills' pages of all ranks, ``[ranks * n, Hkv, page_size, C]``."""
+        return self.ranks.gather(kv_cache[self.pages]).flatten(0, 1)
+
+
+def shard_step(batch: PagedBatch, page_size: int, ranks: ContextRanks) -> ShardedStep:
+    """Tell the pages of a step's sequences apart by rank.
+
+    Args:
+        batch: the step; its block table has this rank's pages.
+        page_size: tokens of a page.
+        ranks: who holds the pages.
+    """
+    local = batch.block_table
+    table = local.new_full((local.shape[0], local.shape[1] * ranks.size), -1)
+    table[:, ranks.rank :: ranks.size] = local
+    decodes, requests = batch.num_decodes, batch.num_requests
+    gathered, pages = _gathered_table(batch, page_size, ranks.size)
+    return ShardedStep(
+        ranks,
+        replace(batch.part(0, decodes), block_table=table[:decodes], _derived={}),
+        replace(batch.part(decodes, requests), block_table=gathered, _derived={}),
+        pages,
+    )
+
+
+def _gathered_table(
+    batch: PagedBatch, page_size: int, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The prefills' block table over gathered pages, and which of a rank's pages are gathered."""
+    lengths = batch.seq_lens_host or ()
+    counts = [ceil_div(length, page_size * size) for length in lengths[batch.num_decodes :]]
+    total, first = sum(counts), 0
+    logical = torch.arange(max(counts, default=0) * size)
+    table, pages = [], [batch.block_table.new_empty(0)]
+    for request, count in enumerate(counts, batch.num_decodes):
+        table.append(logical % size * total + first + logical // size)
+        pages.append(batch.block_table[request, :count])
+        first += count
+    rows = torch.stack(table) if table else logical.view(0, 0)
+    return rows.to(torch.int32), torch.cat(pages).long()
