@@ -39,12 +39,10 @@ def tensor_rank() -> tuple[int, int]:
     return rank, parallel_state.get_tensor_model_parallel_world_size()
 
 
-def context_group(spec: Any) -> Any | None:
-    """The group of ranks that hold the pages of a KV cache between them; ``None`` without one."""
+def context_group() -> Any:
+    """Return vLLM's group of decode context parallel ranks, of which this process is one."""
     from vllm.distributed import parallel_state
 
-    if not getattr(spec, "dcp_sharded", False) or parallel_state.get_dcp_world_size_and_rank()[0] == 1:
-        return None
     return parallel_state.get_dcp_group()
 
 

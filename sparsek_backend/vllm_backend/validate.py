@@ -18,6 +18,7 @@ from .names import NSA_ARCHITECTURE
 from .settings import check_page_size, engine_config, prefill_pattern, require_backend
 from .sparsek.backend import LEAVE, REMEDIES, SparseKBackend
 from .sparsek.pages import FP8_KV_CACHE
+from .sparsek.shards import check_interleave
 
 KV_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "ExampleConnector")
 """Connectors that were shown to move whole pages, summaries included."""
@@ -52,6 +53,9 @@ def check_engine(vllm_config: Any) -> None:
     _check_budgets(model, resolved)
     if model.attn_type != "encoder_only":
         check_page_size(resolved, _page_size(vllm_config))
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1:
+        check_interleave(parallel.cp_kv_cache_interleave_size, _page_size(vllm_config))
     folder = Path(model.model)
     if vllm_config.load_config.load_format in ("auto", "safetensors") and folder.is_dir():
         verify_model(folder)
@@ -177,7 +181,28 @@ def _unserved_options(vllm_config: Any, resolved: ResolvedConfig) -> list[str]:
         reasons.append(
             f"{fallback} not supported with batch invariance (remedy: unset VLLM_BATCH_INVARIANT)"
         )
+    if vllm_config.parallel_config.decode_context_parallel_size > 1:
+        reasons += [
+            f"{other} not supported with decode context parallelism (remedy: "
+            "--decode-context-parallel-size 1)"
+            for other in _not_sharded(vllm_config, resolved)
+        ]
     return reasons
+
+
+def _not_sharded(vllm_config: Any, resolved: ResolvedConfig) -> list[str]:
+    """What the engine has that needs all keys of a sequence on one rank."""
+    model = vllm_config.model_config
+    found = {
+        "mode infllm": resolved.config.mode == "infllm",
+        "an nsa section": resolved.nsa is not None,
+        "bidirectional prefixes": model.is_mm_prefix_lm,
+        "layers without attention": model.is_hybrid,
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "KV connectors": _connector(vllm_config) is not None,
+        str(_sdpa_fallback(model)): _sdpa_fallback(model) is not None,
+    }
+    return [name for name, present in found.items() if present]
 
 
 def _sdpa_fallback(model: Any) -> str | None:

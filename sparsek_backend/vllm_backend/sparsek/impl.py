@@ -20,13 +20,12 @@ from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.lists import block_lists
 from sparsek_kernels.paged.plan import Segment, segments
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.shards import attend_shard
 
 from .flash import FlashPrefill
 from .metadata import SparseKMetadata
 from .pages import FP8_KV_CACHE, PageViews, view_pages
 from .probe import PROBE
-from .shards import ShardedStep
+from .shards import ShardedStep, attend_decodes, attend_prefills
 
 
 class SparseKImpl(AttentionImpl):
@@ -357,44 +356,31 @@ class SparseKImpl(AttentionImpl):
     def _attend_shards(
         self, query: torch.Tensor, kv_cache: torch.Tensor, step: ShardedStep, out: torch.Tensor
     ) -> None:
-        """Attend keys that several ranks hold between them.
-
-        The ranks have parts of a KV head's query heads, which select together: every rank selects
-        for all of them.  Decodes attend each rank's pages, prefills the gathered ones.
-        """
-        ranks, cut = step.ranks, step.decodes.num_decode_tokens
-        query = ranks.gather_heads(query)
-        policy = self.policy
+        query = step.ranks.gather_heads(query)
         if step.decodes.num_decodes:
-            rule = policy
+            policy = self.policy
             if self._settings.dense_decode and policy.selects_blocks:
-                rule = SelectionPolicy(sel_block_size=policy.sel_block_size)
-            pages = self._cached_view(kv_cache)
-            part, lse = attend_shard(
-                query[:cut],
-                pages.keys,
-                pages.values,
-                step.decodes,
-                rule,
-                largest=ranks.largest,
-                softmax_scale=self.scale,
-                k_summary=pages.summary,
-            )
-            out[:cut] = ranks.merge(part, lse, self.sinks)
-        if step.prefills.num_prefills:
-            pages = self._view(step.gather_pages(kv_cache))
-            everything = paged_attention(
+                policy = SelectionPolicy(sel_block_size=policy.sel_block_size)
+            attend_decodes(
                 query,
-                pages.keys,
-                pages.values,
-                step.prefills,
+                self._cached_view(kv_cache),
+                step,
                 policy,
                 softmax_scale=self.scale,
-                k_summary=pages.summary,
-                sinks=None if self.sinks is None else ranks.gather_heads(self.sinks),
-                lists=self.lists if policy.selects_blocks else None,
+                sinks=self.sinks,
+                out=out,
             )
-            out[cut:] = ranks.own_heads(everything)[cut:]
+        if step.prefills.num_prefills:
+            attend_prefills(
+                query,
+                self._view(step.gather_pages(kv_cache)),
+                step,
+                self.policy,
+                softmax_scale=self.scale,
+                sinks=self.sinks,
+                lists=self.lists if self.policy.selects_blocks else None,
+                out=out,
+            )
 
     def _attend_by_sdpa(
         self,

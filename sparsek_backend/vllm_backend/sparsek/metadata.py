@@ -28,7 +28,7 @@ from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 from .pages import bytes_behind
-from .shards import ContextRanks, ShardedStep, shard_step
+from .shards import ContextRanks, ShardedStep, check_interleave, shard_step
 from .warmup import warm_up_prefills
 
 logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level
@@ -77,7 +77,7 @@ class SparseKMetadataBuilder(StepBuilder):
         )
         self.policies = self._bind_layers(kv_cache_spec, layer_names, vllm_config)
         self.page_size = kv_cache_spec.block_size
-        self.context_ranks = _context_ranks(kv_cache_spec)
+        self.context_ranks = _context_ranks(kv_cache_spec, vllm_config.parallel_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -183,10 +183,22 @@ class SparseKMetadataBuilder(StepBuilder):
         return attended, attended_by_requests(SelectionPolicy(), *lens) * self.policies.total()
 
 
-def _context_ranks(spec: Any) -> ContextRanks | None:
-    group = compat.context_group(spec)
-    if group is None:
+def _context_ranks(spec: Any, parallel: Any) -> ContextRanks | None:
+    """The ranks that hold the pages of a KV cache between them, or ``None`` without such.
+
+    Raises:
+        NotImplementedError: the cache is one that vLLM does not spread over these ranks.
+        ValueError: the ranks do not take whole pages in turn.
+    """
+    if parallel.decode_context_parallel_size == 1:
         return None
+    if not spec.dcp_sharded:
+        raise NotImplementedError(
+            f"SPARSEK: decode context parallelism of a {type(spec).__name__} is not served; "
+            "use --decode-context-parallel-size 1"
+        )
+    check_interleave(parallel.cp_kv_cache_interleave_size, spec.block_size)
+    group = compat.context_group()
     return ContextRanks(group.device_group, group.rank_in_group, group.world_size)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from sparsek_kernels.paged.api import paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.policy import ceil_div
-from sparsek_kernels.paged.shards import merge_shards
+from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.shards import attend_shard, merge_shards
+
+if TYPE_CHECKING:
+    from .pages import PageViews
 
 
 @dataclass(frozen=True)
@@ -123,3 +127,93 @@ def _gathered_table(
         first += count
     rows = torch.stack(table) if table else logical.view(0, 0)
     return rows.to(torch.int32), torch.cat(pages).long()
+
+
+def attend_decodes(
+    query: torch.Tensor,
+    pages: PageViews,
+    step: ShardedStep,
+    policy: SelectionPolicy,
+    *,
+    softmax_scale: float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Attend a step's decodes: every rank its own pages, by a selection that all ranks share.
+
+    Args:
+        query: ``[T, ranks * H, D]``, the query heads of all ranks.
+        pages: this rank's.
+        step: the step.
+        policy: what its queries attend.
+        softmax_scale: factor of ``q . k``.
+        sinks: ``[H]`` learned logits of this rank's heads.
+        out: ``[T, H, D]``; the decodes' rows are written.
+    """
+    rows = slice(step.decodes.num_decode_tokens)
+    part, lse = attend_shard(
+        query[rows],
+        pages.keys,
+        pages.values,
+        step.decodes,
+        policy,
+        largest=step.ranks.largest,
+        softmax_scale=softmax_scale,
+        k_summary=pages.summary,
+    )
+    out[rows] = step.ranks.merge(part, lse, sinks)
+
+
+def attend_prefills(
+    query: torch.Tensor,
+    pages: PageViews,
+    step: ShardedStep,
+    policy: SelectionPolicy,
+    *,
+    softmax_scale: float,
+    sinks: torch.Tensor | None,
+    lists: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Attend a step's prefills over the pages of all ranks.
+
+    The ranks have parts of a KV head's query heads, which share a selection: every rank selects and
+    attends for all of them, and keeps its own.
+
+    Args:
+        query: ``[T, ranks * H, D]``, the query heads of all ranks.
+        pages: of all ranks (:meth:`ShardedStep.gather_pages`).
+        step: the step.
+        policy: what its queries attend.
+        softmax_scale: factor of ``q . k``.
+        sinks: ``[H]`` learned logits of this rank's heads.
+        lists: blocks by a learned list, or ``None``.
+        out: ``[T, H, D]``; the prefills' rows are written.
+    """
+    ranks, rows = step.ranks, slice(step.decodes.num_decode_tokens, None)
+    of_all_heads = paged_attention(
+        query,
+        pages.keys,
+        pages.values,
+        step.prefills,
+        policy,
+        softmax_scale=softmax_scale,
+        k_summary=pages.summary,
+        sinks=None if sinks is None else ranks.gather_heads(sinks),
+        lists=lists,
+    )
+    out[rows] = ranks.own_heads(of_all_heads)[rows]
+
+
+def check_interleave(interleave: int, page_size: int) -> None:
+    """Check that ranks take whole pages in turn, so that blocks are whole on a rank.
+
+    Raises:
+        ValueError: they take other runs of tokens.
+    """
+    if interleave != page_size:
+        raise ValueError(
+            f"cp_kv_cache_interleave_size: expected the KV page of {page_size} tokens with decode "
+            f"context parallelism, got {interleave}; remedy: --cp-kv-cache-interleave-size "
+            f"{page_size}"
+        )

@@ -71,12 +71,11 @@ def attend(
         return list(pool.map(one, range(ranks))), exchange.calls
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_merged_attention_is_that_of_one_rank(policy: SelectionPolicy, ranks: int) -> None:
+def test_merged_attention_is_that_of_one_rank(policy: SelectionPolicy) -> None:
     case = make_case(LENGTHS, QUERIES, len(LENGTHS))
     sinks = torch.linspace(-1, 2, case.q.shape[1])
-    found, calls = attend(case, policy, ranks)
+    found, calls = attend(case, policy, 3)
     outs, lses = (torch.stack(parts) for parts in zip(*found, strict=True))
     merged = merge_shards(outs, lses, sinks)
     expected = paged_attention_reference(
@@ -84,3 +83,22 @@ def test_merged_attention_is_that_of_one_rank(policy: SelectionPolicy, ranks: in
     )
     torch.testing.assert_close(merged.double(), expected, atol=2e-5, rtol=1e-5)
     assert calls == (2 if policy.selects_blocks else 0)
+
+
+def test_what_is_refused() -> None:
+    case = make_case([64, 80], [1, 20], 1)
+
+    def refused(policy: SelectionPolicy, **changes: object) -> None:
+        given = {"k_summary": case.k_summary, **changes}
+        attend_shard(
+            case.q, case.k_cache, case.v_cache, case.batch, policy, largest=abs, **given
+        )
+
+    with pytest.raises(ValueError, match="batch: expected decodes alone, got 1 prefills"):
+        refused(POLICIES["topk"])
+    infllm = SelectionPolicy(window_size=16, top_k=2, query_tile=1, ranking="infllm")
+    with pytest.raises(NotImplementedError, match="policy: .* got ranking='infllm'; keep whole"):
+        refused(infllm)
+    case.batch = case.batch.part(0, 1)
+    with pytest.raises(ValueError, match="k_summary: expected the page summaries"):
+        refused(POLICIES["topk"], k_summary=None)

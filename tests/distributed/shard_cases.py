@@ -1,0 +1,88 @@
+"""A step of decodes and prefills on ranks that hold the pages of its sequences between them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from sparsek_backend.vllm_backend.sparsek.shards import (
+    ContextRanks,
+    attend_decodes,
+    attend_prefills,
+    shard_step,
+)
+from sparsek_kernels.paged import SelectionPolicy
+from sparsek_kernels.paged.policy import ceil_div
+from tests.kernels.paged.cache_cases import Case, make_case
+
+LENGTHS, QUERIES, DECODES, PAGE, HEADS, DIM = [300, 65, 517, 400, 131], [1, 1, 1, 250, 131], 3, 32, 4, 32
+EXTRA = 2  # elements per token that the summaries take
+
+
+def whole_step() -> Case:
+    """The step as one rank has it."""
+    return make_case(LENGTHS, QUERIES, DECODES, heads=HEADS, kv_heads=1, dim=DIM, page_size=PAGE)
+
+
+def sinks() -> torch.Tensor:
+    """A learned logit of each query head."""
+    return torch.linspace(-1.0, 3.0, HEADS)
+
+
+def view(cache: torch.Tensor, summary_bytes: int) -> Any:
+    """K, V and summaries of pages ``[pages, 1, PAGE, 2 D + EXTRA]``."""
+    flat = cache.view(cache.shape[0], 1, -1)
+    both = flat[..., : PAGE * 2 * DIM].unflatten(-1, (PAGE, 2 * DIM))
+    behind = flat[..., PAGE * 2 * DIM :].view(torch.uint8)[..., :summary_bytes]
+    return SimpleNamespace(keys=both[..., :DIM], values=both[..., DIM:], summary=behind)
+
+
+def own_pages(case: Case, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's cache and block table: every ``ranks``-th page of each sequence."""
+    pages = [ceil_div(length, PAGE * ranks) for length in LENGTHS]
+    cache = torch.full((sum(pages) + 2, 1, PAGE, 2 * DIM + EXTRA), float("nan"))
+    table = torch.zeros(len(LENGTHS), max(pages) + 1, dtype=torch.int32)
+    views = view(cache, case.k_summary.shape[-1])
+    here = iter(range(sum(pages) + 1, 0, -1))
+    for request, count in enumerate(pages):
+        for own in range(count):
+            table[request, own] = page = next(here)
+            logical = own * ranks + rank
+            if logical * PAGE < LENGTHS[request]:
+                source = int(case.batch.block_table[request, logical])
+                views.keys[page] = case.k_cache[source]
+                views.values[page] = case.v_cache[source]
+                views.summary[page] = case.k_summary[source]
+    return cache, table
+
+
+def attend(mesh: DeviceMesh, policy: SelectionPolicy) -> np.ndarray:
+    """This rank's heads of the step's output."""
+    size, rank = mesh.size(), mesh.get_local_rank()
+    case = whole_step()
+    cache, table = own_pages(case, rank, size)
+    batch = replace(
+        case.batch,
+        block_table=table,
+        seq_lens_host=tuple(LENGTHS),
+        query_lens_host=tuple(QUERIES),
+        _derived={},
+    )
+    ranks = ContextRanks(mesh.get_group(), rank, size)
+    step = shard_step(batch, PAGE, ranks)
+    own = ranks.own_heads(case.q)
+    query = ranks.gather_heads(own)
+    assert torch.equal(query, case.q)
+    common = {"softmax_scale": DIM**-0.5, "sinks": sinks().view(size, -1)[rank]}
+    out = torch.full_like(own, float("nan"))
+    held = view(cache, case.k_summary.shape[-1])
+    attend_decodes(query, held, step, policy, out=out, **common)
+    assert out[DECODES:].isnan().all()
+    gathered = view(step.gather_pages(cache), case.k_summary.shape[-1])
+    attend_prefills(query, gathered, step, policy, lists=None, out=out, **common)
+    return out.numpy()
