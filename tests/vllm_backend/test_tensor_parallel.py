@@ -77,6 +77,46 @@ def test_tokens_of_two_ranks(
         assert attended_share < 0.7
 
 
+def test_tokens_of_ranks_that_hold_the_context_between_them(
+    two_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles and tokens select as on one rank, in chunks and after a hit of whole pages."""
+    model = make_tiny_model("mqa", tmp_path)
+    generator = torch.Generator().manual_seed(6)
+    prompts = [
+        torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        for length in (1, 33, 150, 700)
+    ]
+    options: dict[str, Any] = {
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 256,
+        "block_size": 32,
+        "skip_tokenizer_init": True,
+    }
+    settings = {**SETTINGS, "query_tile": 32}
+    with engine(model, "SPARSEK", settings, **options) as llm:
+        expected = tokens(generate(llm, prompts, together=True))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    with engine(
+        model,
+        "SPARSEK",
+        settings,
+        tensor_parallel_size=2,
+        decode_context_parallel_size=2,
+        cp_kv_cache_interleave_size=32,
+        worker_extension_cls="tests.vllm_backend.context_parallel.Extension",
+        **options,
+    ) as llm:
+        found = tokens(generate(llm, prompts, together=True))
+        alone = tokens(generate(llm, prompts[3:], together=True))
+        ranks = llm.collective_rpc(read_stats)
+    assert found == expected
+    assert alone == expected[3:]
+    for forward_calls, attended_share in ranks:
+        assert forward_calls > 0
+        assert attended_share < 0.7
+
+
 def test_a_natively_sparse_model_gives_the_modules_tokens(
     two_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
