@@ -20,7 +20,14 @@ from sparsek_kernels.paged import SelectionPolicy
 from sparsek_kernels.paged.policy import ceil_div
 from tests.kernels.paged.cache_cases import Case, make_case
 
-LENGTHS, QUERIES, DECODES, PAGE, HEADS, DIM = [300, 65, 517, 400, 131], [1, 1, 1, 250, 131], 3, 32, 4, 32
+LENGTHS, QUERIES, DECODES, PAGE, HEADS, DIM = (
+    [300, 65, 517, 400, 131],
+    [1, 1, 1, 250, 131],
+    3,
+    32,
+    4,
+    32,
+)
 EXTRA = 2  # elements per token that the summaries take
 
 

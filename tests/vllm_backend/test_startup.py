@@ -70,7 +70,6 @@ def test_served(changes: dict[str, Any]) -> None:
         ({"attn_type": "encoder"}, "attention type encoder"),
         ({"use_non_causal": True}, "non-causal"),
         ({"use_pcp": True}, "PCP"),
-        ({"use_dcp": True}, "DCP"),
         ({"use_rswa": True}, "R-SWA"),
         ({"device_capability": (7, 5)}, "compute capability"),
     ],
@@ -93,7 +92,8 @@ def test_every_requirement_of_vllm_is_served_or_has_a_remedy() -> None:
     parameters = inspect.signature(AttentionBackend.validate_configuration).parameters
     flags = [name for name in parameters if name.startswith("use_") and name not in GOOD]
     for name in flags:
-        assert (reasons(**{name: True}) == []) == (name == "use_kv_connector"), name
+        served = name in ("use_kv_connector", "use_dcp")
+        assert (reasons(**{name: True}) == []) == served, name
     for name, (_, remedy) in REMEDIES.items():
         newer = name in ("use_dcp", "use_adaptive_verification")
         assert remedy.startswith(LEAVE) or name in parameters or newer

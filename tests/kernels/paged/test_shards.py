@@ -90,9 +90,7 @@ def test_what_is_refused() -> None:
 
     def refused(policy: SelectionPolicy, **changes: object) -> None:
         given = {"k_summary": case.k_summary, **changes}
-        attend_shard(
-            case.q, case.k_cache, case.v_cache, case.batch, policy, largest=abs, **given
-        )
+        attend_shard(case.q, case.k_cache, case.v_cache, case.batch, policy, largest=abs, **given)
 
     with pytest.raises(ValueError, match="batch: expected decodes alone, got 1 prefills"):
         refused(POLICIES["topk"])

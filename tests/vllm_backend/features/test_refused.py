@@ -68,13 +68,64 @@ def test_rocm(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_context_parallelism(
     options: dict[str, Any], words: str, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On a GPU; on a CPU, decode context parallelism is served."""
+    from vllm.platforms import current_platform
+
     from sparsek_backend.vllm_backend import validate
 
     config = configure(llama)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     for name, size in options.items():
         monkeypatch.setattr(config.parallel_config, name, size)
     with pytest.raises(ValueError, match=rf"SPARSEK cannot serve.*remedy: {words}"):
         validate.check_engine(config)
+
+
+def check_shared_context(
+    monkeypatch: pytest.MonkeyPatch, model: Path, *, interleave: int = 64, **options: Any
+) -> None:
+    """Validate an engine with pages of 64 tokens, which two ranks hold between them."""
+    from sparsek_backend.vllm_backend import validate
+
+    config = configure(model, block_size=64, **options)
+    monkeypatch.setattr(config.parallel_config, "decode_context_parallel_size", 2)
+    monkeypatch.setattr(config.parallel_config, "cp_kv_cache_interleave_size", interleave)
+    validate.check_engine(config)
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "settings", "connector"),
+    [
+        ("KV connectors", "llama", {}, "OffloadingConnector"),
+        ("mode infllm", "minicpm", {"mode": "infllm"}, None),
+        ("ALiBi", "alibi", {}, None),
+    ],
+    ids=["KV connector", "mode infllm", "ALiBi"],
+)
+def test_what_needs_all_keys_on_one_rank(
+    words: str,
+    model: str,
+    settings: dict[str, Any],
+    connector: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.config import KVTransferConfig
+
+    options: dict[str, Any] = {"additional_config": {"sparsek": settings}}
+    if connector is not None:
+        options["kv_transfer_config"] = KVTransferConfig(kv_connector=connector, kv_role="kv_both")
+    message = rf"{words} not supported with decode context.*remedy: --decode-context-parallel-size"
+    with pytest.raises(ValueError, match=message):
+        check_shared_context(monkeypatch, make_tiny_model(model, tmp_path), **options)
+
+
+def test_ranks_that_take_parts_of_pages_in_turn(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_shared_context(monkeypatch, llama)
+    with pytest.raises(ValueError, match="got 32; remedy: --cp-kv-cache-interleave-size 64"):
+        check_shared_context(monkeypatch, llama, interleave=32)
 
 
 def test_the_models_own_selection_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
