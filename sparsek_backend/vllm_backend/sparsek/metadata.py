@@ -187,16 +187,10 @@ def _context_ranks(spec: Any, parallel: Any) -> ContextRanks | None:
     """The ranks that hold the pages of a KV cache between them, or ``None`` without such.
 
     Raises:
-        NotImplementedError: the cache is one that vLLM does not spread over these ranks.
         ValueError: the ranks do not take whole pages in turn.
     """
     if parallel.decode_context_parallel_size == 1:
         return None
-    if not spec.dcp_sharded:
-        raise NotImplementedError(
-            f"SPARSEK: decode context parallelism of a {type(spec).__name__} is not served; "
-            "use --decode-context-parallel-size 1"
-        )
     check_interleave(parallel.cp_kv_cache_interleave_size, spec.block_size)
     group = compat.context_group()
     return ContextRanks(group.device_group, group.rank_in_group, group.world_size)

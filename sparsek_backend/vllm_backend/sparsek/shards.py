@@ -46,7 +46,8 @@ class ContextRanks:
 
     def own_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Rows ``[T, H, D]`` of this rank's heads, of rows of the heads of all."""
-        return x.unflatten(1, (self.size, -1))[:, self.rank]
+        rows: torch.Tensor = x.unflatten(1, (self.size, -1))[:, self.rank]
+        return rows
 
     def largest(self, x: torch.Tensor) -> torch.Tensor:
         """Elementwise maximum over the ranks; ``x`` is overwritten."""

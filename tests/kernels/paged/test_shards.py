@@ -95,7 +95,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="batch: expected decodes alone, got 1 prefills"):
         refused(POLICIES["topk"])
     infllm = SelectionPolicy(window_size=16, top_k=2, query_tile=1, ranking="infllm")
-    with pytest.raises(NotImplementedError, match="policy: .* got ranking='infllm'; keep whole"):
+    with pytest.raises(NotImplementedError, match=r"policy: .* got ranking='infllm'; keep whole"):
         refused(infllm)
     case.batch = case.batch.part(0, 1)
     with pytest.raises(ValueError, match="k_summary: expected the page summaries"):
