@@ -12,7 +12,7 @@ from tests.kernels.paged.cache_cases import POLICIES
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", ["dense", "sink_window", "topk", "topk_token"])
+@pytest.mark.parametrize("name", ["sink_window", "topk", "topk_token"])
 def test_a_step_of_decodes_and_prefills(name: str, size: int, ranks: Ranks) -> None:
     case, policy = shard_cases.whole_step(), POLICIES[name]
     shares = ranks.run(size, shard_cases.attend, policy)

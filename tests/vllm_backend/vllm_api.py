@@ -69,6 +69,7 @@ FUNCTIONS: dict[str, dict[str, Names]] = {
     },
     "distributed/parallel_state.py": {
         "model_parallel_is_initialized": (),
+        "get_dcp_group": (),
         "get_tensor_model_parallel_rank": (),
     },
 }

@@ -379,8 +379,8 @@ MATRIX: dict[str, tuple[Row, ...]] = {
                 f"{NOT_SERVED}::test_what_needs_all_keys_on_one_rank",
                 f"{NOT_SERVED}::test_ranks_that_take_parts_of_pages_in_turn",
             ),
-            "whole pages in turn: `--cp-kv-cache-interleave-size` of a page; vLLM 0.32's CPU build "
-            "lacks the slots of a rank's tokens, which the test adds",
+            "whole pages in turn: `--cp-kv-cache-interleave-size` of a page; vLLM 0.32 places a "
+            "rank's tokens by a Triton kernel, which its CPU build lacks and the test replaces",
         ),
         Row(
             "decode context parallel on a GPU",
