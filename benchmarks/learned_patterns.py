@@ -5,7 +5,8 @@
 
 Patterns are learned from some texts, have as many blocks as a window with one block of sinks, and
 are judged on other texts.  ``attended`` is the share of the blocks under the diagonal; of adaptive
-patterns it is counted while they are judged.
+patterns it is counted while they are judged.  ``texts_won`` counts the texts on which a pattern
+has a lower perplexity than the window of its size.
 
 A rule is ``<measure>-<heads>[-pooled][-adaptive<K>]``: what is measured, who shares a pattern,
 whether the heads of a layer share one budget, and whether each of K kinds of queries has its own.
@@ -45,14 +46,19 @@ def batches(tokenizer: Any, length: int, texts: slice, most: int) -> list[torch.
     return list(islice((torch.tensor([x]) for x in ids if len(x) == length), most))
 
 
-def perplexity(model: Any, data: list[torch.Tensor], patterns: Patterns | None) -> float:
-    """Over all tokens of the data."""
+def text_losses(model: Any, data: list[torch.Tensor], patterns: Patterns | None) -> list[float]:
+    """The mean negative log-likelihood of each text's tokens."""
     context = attend_patterns(model, patterns) if patterns is not None else nullcontext()
     with context, torch.no_grad():
         losses = []
         for ids in data:
             ids = ids.to(model.device)
             losses.append(model(ids, labels=ids, use_cache=False).loss.item())
+    return losses
+
+
+def perplexity(losses: list[float]) -> float:
+    """Over all tokens of texts of one length."""
     return math.exp(sum(losses) / len(losses))
 
 
@@ -91,8 +97,8 @@ def rows(
     """A row per pattern; the figure is of the middle layer at the size of the first window."""
     size = options.block_size
     common = {"tokens": judge[0].shape[1], "block_size": size, "texts": len(judge)}
-    dense = perplexity(model, judge, None)
-    yield {"patterns": "dense", **common, "attended": 1.0, "perplexity": dense}
+    dense = perplexity(text_losses(model, judge, None))
+    yield {"patterns": "dense", **common, "attended": 1.0, "perplexity": dense, "texts_won": ""}
     blocks = -(-judge[0].shape[1] // size)
     visible = blocks * (blocks + 1) / 2
     for window in options.windows:
@@ -100,8 +106,9 @@ def rows(
         attended = local.num_blocks / visible
         row: dict[str, object] = {**common, "attended": round(attended, 4)}
         same = dict.fromkeys(range(model.config.num_hidden_layers), local.to(model.device))
-        found = perplexity(model, judge, same)
-        yield {"patterns": f"sinks and a window of {window}", **row, "perplexity": found}
+        bars = text_losses(model, judge, same)
+        row |= {"perplexity": perplexity(bars), "texts_won": ""}
+        yield {"patterns": f"sinks and a window of {window}", **row}
         for rule in options.rules:
             patterns = learned(model, learn, size, 1.0 - attended, rule, options.samples)
             middle = patterns[len(patterns) // 2]
@@ -109,7 +116,9 @@ def rows(
             if options.figure is not None and wanted and isinstance(middle, BlockSparsePattern):
                 middle.show().savefig(options.figure, dpi=110)
             with counted(patterns) as listed:
-                row["perplexity"] = perplexity(model, judge, patterns)
+                losses = text_losses(model, judge, patterns)
+            row["perplexity"] = perplexity(losses)
+            row["texts_won"] = sum(a < b for a, b in zip(losses, bars, strict=True))
             row["attended"] = round(attended, 4)
             if listed:
                 row["attended"] = round(sum(listed) / len(listed) / visible, 4)
