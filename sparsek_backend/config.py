@@ -182,6 +182,12 @@ class ResolvedConfig:
     nsa: NSAConfig | None = None
     batch_invariant: bool = False
 
+    @property
+    def scores_without_positions(self) -> bool:
+        """Whether blocks are ranked by queries and keys as they were before their rotation."""
+        follows = self.infllm is not None and self.config.mode == "infllm"
+        return follows and self.infllm.use_nope
+
 
 def resolve_config(
     additional: object,
