@@ -1,11 +1,12 @@
 """Train a natively sparse model in torchtitan, under FSDP2, context and tensor parallelism.
 
-    torchrun --nproc-per-node 8 examples/torchtitan_nsa.py --job.config_file examples/torchtitan_nsa.toml \\
+    torchrun --nproc-per-node 8 examples/torchtitan_nsa.py \\
+        --job.config_file examples/torchtitan_nsa.toml \\
         --parallelism.context_parallel_degree 4 --parallelism.tensor_parallel_degree 2
 
 (torchtitan 0.2.2: ``pip install 'sparsek-backend[torchtitan]'``.)  What torchtitan asks of a model,
-its train spec, is registered as ``nsa_llama``: ``NSALlamaForCausalLM`` and how its weights and tokens
-are spread.  After the last step ``dump_folder``/model is a folder for ``vllm serve``.
+its train spec, is registered as ``nsa_llama``: ``NSALlamaForCausalLM`` and how its weights and
+tokens are spread.  After the last step ``dump_folder``/model is a folder for ``vllm serve``.
 
 The task is made up: the second half of each sequence repeats the first.  For another one give the
 spec a tokenizer and a data loader, such as torchtitan's own for text.

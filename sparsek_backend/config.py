@@ -185,8 +185,9 @@ class ResolvedConfig:
     @property
     def scores_without_positions(self) -> bool:
         """Whether blocks are ranked by queries and keys as they were before their rotation."""
-        follows = self.infllm is not None and self.config.mode == "infllm"
-        return follows and self.infllm.use_nope
+        if self.infllm is None or self.config.mode != "infllm":
+            return False
+        return self.infllm.use_nope
 
 
 def resolve_config(
