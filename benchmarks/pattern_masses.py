@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learned_patterns import batches, toy
+from learned_patterns import batches, by_distance, toy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparsek_backend.machine import choose_device, describe_machine
@@ -58,17 +58,6 @@ class Watch:
     def found(self) -> torch.Tensor:
         """``[measures, texts, heads, rows, columns]``."""
         return torch.stack([x.tracker.history for x in self.learners])
-
-
-def by_distance(weight: torch.Tensor) -> torch.Tensor:
-    """``[..., R, R]``, in each block the mean of its diagonal; sinks keep their own."""
-    smooth = weight.clone()
-    for distance in range(weight.shape[-1] - 1):
-        # block (r, r - distance), but for the first column
-        smooth[..., 1:, 1:].diagonal(-distance, -2, -1).copy_(
-            weight[..., 1:, 1:].diagonal(-distance, -2, -1).mean(-1, keepdim=True)
-        )
-    return smooth
 
 
 def rows(
