@@ -5,10 +5,12 @@
 
 Patterns are learned from some texts, have as many blocks as a window with one block of sinks, and
 are judged on other texts.  ``attended`` is the share of the blocks under the diagonal; of adaptive
-patterns it is counted while they are judged.
+patterns it is counted while they are judged.  ``texts_won`` counts the texts on which a pattern
+has a lower perplexity than the window of its size.
 
-A rule is ``<measure>-<heads>[-pooled][-adaptive<K>]``: what is measured, who shares a pattern,
-whether the heads of a layer share one budget, and whether each of K kinds of queries has its own.
+A rule is ``<measure>-<heads>[-pooled][-distance][-adaptive<K>]``: what is measured, who shares a
+pattern, whether the heads of a layer share one budget, whether blocks as far from the diagonal
+weigh the same, and whether each of K kinds of queries has its own pattern.
 """
 
 from __future__ import annotations
@@ -28,10 +30,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from sparsek_backend.machine import choose_device, describe_machine
 from sparsek_backend.models import fetch_model, fetch_texts
-from sparsek_backend.patterns import BlockSparsePattern, attend_patterns
+from sparsek_backend.patterns import BlockSparsePattern, attend_patterns, learned_patterns
 from sparsek_backend.patterns.adaptive import AdaptiveLearner, AdaptivePattern
 from sparsek_backend.patterns.models import observe_model
-from sparsek_backend.patterns.tools.learning import learn_patterns
 from sparsek_backend.patterns.training import ImportanceOptions, Pruning
 
 Patterns = Mapping[int, BlockSparsePattern | AdaptivePattern]
@@ -45,44 +46,94 @@ def batches(tokenizer: Any, length: int, texts: slice, most: int) -> list[torch.
     return list(islice((torch.tensor([x]) for x in ids if len(x) == length), most))
 
 
-def perplexity(model: Any, data: list[torch.Tensor], patterns: Patterns | None) -> float:
-    """Over all tokens of the data."""
+def text_losses(model: Any, data: list[torch.Tensor], patterns: Patterns | None) -> list[float]:
+    """The mean negative log-likelihood of each text's tokens."""
     context = attend_patterns(model, patterns) if patterns is not None else nullcontext()
     with context, torch.no_grad():
         losses = []
         for ids in data:
             ids = ids.to(model.device)
             losses.append(model(ids, labels=ids, use_cache=False).loss.item())
+    return losses
+
+
+def perplexity(losses: list[float]) -> float:
+    """Over all tokens of texts of one length."""
     return math.exp(sum(losses) / len(losses))
 
 
-def learned(
-    model: Any, learn: list[torch.Tensor], block_size: int, sparsity: float, rule: str, samples: int
-) -> Patterns:
-    """Patterns by a rule, on the model's device."""
-    measure, heads, *kind = rule.split("-")
-    options = ImportanceOptions(
-        measure=measure, samples=samples, reduction="mean", window=len(learn),  # type: ignore[arg-type]
-    )  # fmt: skip
-    config = model.config
-    kinds = [int(x.removeprefix("adaptive")) for x in kind if x.startswith("adaptive")]
-    if kinds:
-        count = {"kv": config.num_key_value_heads, "query": config.num_attention_heads, "all": 1}
-        learners = {
-            layer: AdaptiveLearner(count[heads], block_size, importance=options)
-            for layer in range(config.num_hidden_layers)
-        }
-        observe_model(model, learners, learn)
-        rule = Pruning(pooled="pooled" in kind)
-        return {
-            layer: learner.pattern(sparsity, kinds[0], pruning=rule).to(model.device)
-            for layer, learner in learners.items()
-        }
-    found = learn_patterns(
-        model, learn, block_size=block_size, sparsity=sparsity, heads=heads,  # type: ignore[arg-type]
-        importance=options, pruning=Pruning(pooled="pooled" in kind),
-    )  # fmt: skip
-    return {layer: pattern.to(model.device) for layer, pattern in found.patterns.items()}
+def by_distance(weight: torch.Tensor) -> torch.Tensor:
+    """``[..., R, R]``, in each block the mean of its diagonal; sinks keep their own."""
+    smooth = weight.clone()
+    for distance in range(weight.shape[-1] - 1):
+        # block (r, r - distance), but for the first column
+        smooth[..., 1:, 1:].diagonal(-distance, -2, -1).copy_(
+            weight[..., 1:, 1:].diagonal(-distance, -2, -1).mean(-1, keepdim=True)
+        )
+    return smooth
+
+
+class Lessons:
+    """Patterns of a model by the texts to learn from; the model reads them once for each measure.
+
+    Args:
+        model: it attends everything meanwhile.
+        learn: the texts.
+        block_size: tokens along a side of a block.
+        samples: queries of each block that are looked at.
+    """
+
+    def __init__(
+        self, model: Any, learn: list[torch.Tensor], block_size: int, samples: int
+    ) -> None:
+        self.model, self.learn = model, learn
+        self.block_size, self.samples = block_size, samples
+        self._watched: dict[str, dict[int, Any]] = {}
+
+    def _watch(self, measure: str, heads: str, adaptive: bool) -> dict[int, Any]:
+        """By layer, what has seen the texts."""
+        key = f"{measure} {heads} {adaptive}"
+        if key not in self._watched:
+            options = ImportanceOptions(
+                measure=measure, samples=self.samples, reduction="mean", window=len(self.learn),  # type: ignore[arg-type]
+            )  # fmt: skip
+            config = self.model.config
+            counts = {"kv": config.num_key_value_heads, "query": config.num_attention_heads}
+            watched: dict[int, Any]
+            if adaptive:
+                watched = {
+                    layer: AdaptiveLearner(
+                        counts.get(heads, 1), self.block_size, importance=options
+                    )
+                    for layer in range(config.num_hidden_layers)
+                }
+            else:
+                watched = learned_patterns(
+                    self.model, self.learn[0].shape[1], self.block_size,
+                    heads=heads, importance=options,  # type: ignore[arg-type]
+                )  # fmt: skip
+            observe_model(self.model, watched, self.learn)
+            self._watched[key] = watched
+        return self._watched[key]
+
+    def patterns(self, rule: str, sparsity: float) -> Patterns:
+        """Patterns by a rule, on the model's device."""
+        measure, heads, *kind = rule.split("-")
+        kinds = [int(x.removeprefix("adaptive")) for x in kind if x.startswith("adaptive")]
+        pruning, device = Pruning(pooled="pooled" in kind), self.model.device
+        watched = self._watch(measure, heads, bool(kinds))
+        if kinds:
+            return {
+                layer: learner.pattern(sparsity, kinds[0], pruning=pruning).to(device)
+                for layer, learner in watched.items()
+            }
+        found = {}
+        for layer, seen in watched.items():
+            weight = seen.importance()
+            weight = by_distance(weight) if "distance" in kind else weight
+            mask = pruning.mask(weight, seen.visible, sparsity)
+            found[layer] = BlockSparsePattern.from_mask(mask, self.block_size).to(device)
+        return found
 
 
 def rows(
@@ -90,9 +141,10 @@ def rows(
 ) -> Iterator[dict[str, object]]:
     """A row per pattern; the figure is of the middle layer at the size of the first window."""
     size = options.block_size
+    lessons = Lessons(model, learn, size, options.samples)
     common = {"tokens": judge[0].shape[1], "block_size": size, "texts": len(judge)}
-    dense = perplexity(model, judge, None)
-    yield {"patterns": "dense", **common, "attended": 1.0, "perplexity": dense}
+    dense = perplexity(text_losses(model, judge, None))
+    yield {"patterns": "dense", **common, "attended": 1.0, "perplexity": dense, "texts_won": ""}
     blocks = -(-judge[0].shape[1] // size)
     visible = blocks * (blocks + 1) / 2
     for window in options.windows:
@@ -100,16 +152,19 @@ def rows(
         attended = local.num_blocks / visible
         row: dict[str, object] = {**common, "attended": round(attended, 4)}
         same = dict.fromkeys(range(model.config.num_hidden_layers), local.to(model.device))
-        found = perplexity(model, judge, same)
-        yield {"patterns": f"sinks and a window of {window}", **row, "perplexity": found}
+        bars = text_losses(model, judge, same)
+        row |= {"perplexity": perplexity(bars), "texts_won": ""}
+        yield {"patterns": f"sinks and a window of {window}", **row}
         for rule in options.rules:
-            patterns = learned(model, learn, size, 1.0 - attended, rule, options.samples)
+            patterns = lessons.patterns(rule, 1.0 - attended)
             middle = patterns[len(patterns) // 2]
             wanted = (window, rule) == (options.windows[0], options.rules[0])
             if options.figure is not None and wanted and isinstance(middle, BlockSparsePattern):
                 middle.show().savefig(options.figure, dpi=110)
             with counted(patterns) as listed:
-                row["perplexity"] = perplexity(model, judge, patterns)
+                losses = text_losses(model, judge, patterns)
+            row["perplexity"] = perplexity(losses)
+            row["texts_won"] = sum(a < b for a, b in zip(losses, bars, strict=True))
             row["attended"] = round(attended, 4)
             if listed:
                 row["attended"] = round(sum(listed) / len(listed) / visible, 4)

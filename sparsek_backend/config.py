@@ -182,6 +182,13 @@ class ResolvedConfig:
     nsa: NSAConfig | None = None
     batch_invariant: bool = False
 
+    @property
+    def scores_without_positions(self) -> bool:
+        """Whether blocks are ranked by queries and keys as they were before their rotation."""
+        if self.infllm is None or self.config.mode != "infllm":
+            return False
+        return self.infllm.use_nope
+
 
 def resolve_config(
     additional: object,

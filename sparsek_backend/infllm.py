@@ -87,7 +87,7 @@ class InfLLMSelection:
         Raises:
             ConfigError: they cannot; the message has the field.
         """
-        expected = {"kernel_size": KERNEL_SIZE, "kernel_stride": KERNEL_STRIDE, "use_nope": False}
+        expected = {"kernel_size": KERNEL_SIZE, "kernel_stride": KERNEL_STRIDE}
         for name, value in expected.items():
             if getattr(self, name) != value:
                 raise ConfigError(

@@ -62,6 +62,28 @@ def metric_labels(vllm_config: Any) -> dict[str, str]:
     }
 
 
+def rotation_of(model: Any) -> Any:
+    """Return :attr:`PagedBatch.rotation` of a model, by the module that its layers rotate with.
+
+    vLLM keeps one module for equal arguments: called while the layers are built, this is theirs.
+    Half of a head turned by a position has its cosines, the other half its sines.
+    """
+    import torch
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    config, size = model.hf_text_config, model.get_head_size()
+    rotary = get_rope(
+        size,
+        max_position=config.max_position_embeddings,
+        rope_parameters=config.rope_parameters,
+    )
+    positions = torch.arange(min(model.max_model_len, config.max_position_embeddings))
+    probe = torch.ones(len(positions), size, dtype=torch.float32)
+    probe[:, size // 2 :] = 0.0
+    turned, _ = getattr(rotary, "forward_native", rotary.forward)(positions, probe, probe.clone())
+    return turned.float()
+
+
 def hook_kv_cache_spec(customize: Callable[[Any, Any, int], Any]) -> None:
     """Where backends have no ``customize_spec``, wrap the layer method that makes the spec.
 

@@ -29,6 +29,7 @@ class Engine:
         dtype: that model's.
         labels: of its metrics, with the values that vLLM gives its own.
         pattern: what prefills follow in mode ``pattern``, else ``None``.
+        rotation: :attr:`PagedBatch.rotation` where mode ``infllm`` scores without positions.
         selects_blocks: whether any layer selects blocks by score.
         dummy_run_done: whether a natively sparse layer has shown what memory a prefill takes.
     """
@@ -37,6 +38,7 @@ class Engine:
     dtype: torch.dtype
     labels: Mapping[str, str]
     pattern: PrefillPattern | None = None
+    rotation: torch.Tensor | None = None
     selects_blocks: bool = False
     dummy_run_done: bool = False
 
@@ -68,7 +70,10 @@ def current_engine() -> Engine:
     """Return the engine whose layers are being built."""
     global _latest
     compat.hook_kv_cache_spec(_customize_layer_spec)
-    _latest = engine_of(get_current_vllm_config())
+    config = get_current_vllm_config()
+    _latest = engine_of(config)
+    if _latest.rotation is None and _latest.resolved.scores_without_positions:
+        _latest.rotation = compat.rotation_of(config.model_config)
     return _latest
 
 

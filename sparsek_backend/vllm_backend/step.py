@@ -51,7 +51,11 @@ class Batch:
 
 
 def build_batch(
-    common: Any, decode_query_len: int, on_host: bool, gathers_prefills: bool = False
+    common: Any,
+    decode_query_len: int,
+    on_host: bool,
+    gathers_prefills: bool = False,
+    rotation: torch.Tensor | None = None,
 ) -> Batch:
     """Translate vLLM's ``CommonAttentionMetadata``.
 
@@ -61,6 +65,7 @@ def build_batch(
         on_host: whether the device is the CPU.
         gathers_prefills: whether kernels gather each prefill's K and V, for which the host must
             know its exact length.
+        rotation: :attr:`PagedBatch.rotation`.
     """
     num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
         common, decode_threshold=decode_query_len
@@ -79,6 +84,7 @@ def build_batch(
         max_seq_len=common.max_seq_len,
         seq_lens_host=tuple(lens.tolist()) if on_host or exact else None,
         query_lens_host=tuple(np.diff(offsets).tolist()),
+        rotation=rotation,
     )
     return Batch(paged, offsets, lens)
 

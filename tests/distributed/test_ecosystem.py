@@ -1,7 +1,10 @@
-"""Examples for other frameworks: verl's attention hook, Transformers' Trainer under FSDP2."""
+"""Examples for other frameworks: verl's attention hook, Transformers' Trainer, torchtitan."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +74,20 @@ def test_transformers_model_saved_under_fsdp2(tmp_path: Path) -> None:
     shared, alone = (NSALlamaForCausalLM.from_pretrained(x).state_dict() for x in folders[1:])
     for name, x in alone.items():
         torch.testing.assert_close(shared[name], x, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_torchtitan_on_two_ranks(tmp_path: Path) -> None:
+    """Its own trainer: ranks that share tokens or heads do what one rank does."""
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed (the torchtitan extra)")
+    command = [sys.executable, "-m", "tests.distributed.titan", str(tmp_path)]
+    root = Path(__file__).parents[2]
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    losses = json.loads(run.stdout.splitlines()[-1])
+    assert len(losses["alone"]) == 3
+    alone = NSALlamaForCausalLM.from_pretrained(tmp_path / "alone" / "model").state_dict()
+    for name in ("context", "tensor"):
+        assert losses[name] == pytest.approx(losses["alone"], rel=1e-5), name
+        shared = NSALlamaForCausalLM.from_pretrained(tmp_path / name / "model").state_dict()
+        for part, x in alone.items():
+            torch.testing.assert_close(shared[part], x, atol=1e-3, rtol=1e-3, msg=part)

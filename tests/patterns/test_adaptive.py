@@ -86,6 +86,18 @@ def test_it_attends_what_it_routes_to(causal: bool, tokens: int) -> None:
     torch.testing.assert_close(grads[0], grads[1])
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradcheck(causal: bool) -> None:
+    """Of all but the routing, which has no gradient: the queries stay far from its borders."""
+    torch.manual_seed(0)
+    table = torch.ones(2, 2, 2, 2, dtype=torch.bool).tril()
+    table[1, :, 1, 0] = False
+    centroids = torch.tensor([[-50.0] * 4, [50.0] * 4]).expand(2, -1, -1)
+    pattern = AdaptivePattern(centroids.contiguous(), table, 16, causal=causal)
+    leaves = [torch.randn(1, 24, h, 4, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)]
+    assert torch.autograd.gradcheck(pattern, leaves, fast_mode=True)
+
+
 def test_routing_waits_for_nothing() -> None:
     """Fake tensors have no values: an operation that needs one fails."""
     pattern = learner(causal=True).pattern(0.5, 3)

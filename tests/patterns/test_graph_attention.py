@@ -49,6 +49,16 @@ def test_nodes_attend_the_blocks_of_their_edges(order: Any, concat: bool) -> Non
     torch.testing.assert_close(grads[0], grads[1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("concat", [True, False])
+def test_gradcheck(concat: bool) -> None:
+    torch.manual_seed(0)
+    edges = torch.randint(40, (2, 120))
+    layer = GraphAttention(3, 4, heads=2, concat=concat, block_size=16, density=0.5).double()
+    leaves = [torch.randn(40, 3, dtype=torch.float64, requires_grad=True), *layer.parameters()]
+    layout = graph_layout(edges, 40, 16, density=0.5)
+    assert torch.autograd.gradcheck(lambda x, *_: layer(x, layout), leaves, fast_mode=True)
+
+
 def test_graphs_of_a_batch_do_not_see_each_other() -> None:
     torch.manual_seed(0)
     layer = GraphAttention(6, 8, heads=2, block_size=16)

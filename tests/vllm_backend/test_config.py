@@ -107,7 +107,6 @@ def test_infllm_as_it_was_trained() -> None:
         ({}, None, "needs a model trained with InfLLM-v2"),
         ({}, {**INFLLM, "kernel_size": 64}, "expected kernel_size 32 in the sparse_config"),
         ({}, {**INFLLM, "kernel_stride": 32}, "expected kernel_stride 16 in the sparse_config"),
-        ({}, {**INFLLM, "use_nope": True}, "expected use_nope False in the sparse_config"),
         ({}, {**INFLLM, "block_size": 24}, "sel_block_size"),
         ({"top_k": 4}, INFLLM, "top_k .* has no effect in mode 'infllm'"),
         ({"query_tile": 64}, INFLLM, "query_tile .* has no effect in mode 'infllm'"),

@@ -22,6 +22,7 @@ from tests.vllm_backend.engines import (
     requires_cpu_vllm,
 )
 from tests.vllm_backend.tiny_models import (
+    SPARSE_CONFIG,
     VOCABULARY,
     make_tiny_model,
     quantise,
@@ -149,11 +150,25 @@ def test_minicpm_takes_its_own_selection(prompts: list[list[int]], tmp_path: Pat
     assert STATS.context_tokens - before[1] == layers * sum(p + 1 for p in positions)
 
 
+def unrotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """``[n, heads, D]`` before the rotary embedding of the tiny models, float64."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None, None] * 1e4 ** -(torch.arange(half, dtype=torch.float64) / half)
+    pairs = torch.complex(*x.double().chunk(2, -1)) * torch.polar(torch.ones_like(angles), -angles)
+    return torch.cat([pairs.real, pairs.imag], -1)
+
+
+@pytest.mark.parametrize("use_nope", [False, True], ids=["rotated", "use_nope"])
 def test_minicpm_as_it_was_trained(
-    prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    use_nope: bool, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every layer, in prefill and decode, attends what the oracle of InfLLM-v2 chooses."""
     real, errors = impl_module.paged_attention, []
+
+    def select(q: torch.Tensor, k: torch.Tensor, positions: list[int], *rest: Any) -> Any:
+        if use_nope:
+            q, k = unrotated(q, torch.tensor(positions)), unrotated(k, torch.arange(len(k)))
+        return select_infllm_reference(q, k, positions, *rest)
 
     def held_against_oracle(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Any, policy: Any, **options: Any
@@ -162,17 +177,19 @@ def test_minicpm_as_it_was_trained(
         assert (policy.ranking, policy.query_tile) == ("infllm", 1)
         scale = options["softmax_scale"]
         expected = paged_attention_reference(
-            q, k, v, batch, policy, softmax_scale=scale, select=select_infllm_reference
+            q, k, v, batch, policy, softmax_scale=scale, select=select
         )
         errors.append(float((out.double() - expected).abs().max()))
         return out
 
     monkeypatch.setattr(impl_module, "paged_attention", held_against_oracle)
     model = make_tiny_model("minicpm", tmp_path)
+    section = {**SPARSE_CONFIG, "use_nope": use_nope}
     with engine(
         model,
         "SPARSEK",
         {"mode": "infllm"},
+        hf_overrides={"sparse_config": section},
         max_model_len=MAX_LEN,
         max_num_batched_tokens=128,
         skip_tokenizer_init=True,

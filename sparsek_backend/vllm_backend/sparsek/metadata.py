@@ -69,7 +69,8 @@ class SparseKMetadataBuilder(StepBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.resolved = engine_of(vllm_config).resolved
+        engine = engine_of(vllm_config)
+        self.resolved, self.rotation = engine.resolved, engine.rotation
         # Speculated tokens share a decode's tiles, which must hold one token where results may not
         # depend on the batch: there they are short prefills.
         self._init_reorder_batch_threshold(
@@ -157,7 +158,9 @@ class SparseKMetadataBuilder(StepBuilder):
                 "causal: expected one value for the whole batch, got a tensor; "
                 "leave --attention-backend out"
             )
-        batch = build_batch(common, self.reorder_batch_threshold or 1, self.on_host)
+        batch = build_batch(
+            common, self.reorder_batch_threshold or 1, self.on_host, rotation=self.rotation
+        )
         attended, context = self._count(batch)
         return SparseKMetadata(
             batch=batch.paged,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +78,53 @@ def test_attention_and_choice_equal_the_oracle(policy: SelectionPolicy, page_siz
                 assert bool((found_blocks == -1).all())
             else:
                 assert found_blocks.tolist() == wanted
+
+
+def turned(x: torch.Tensor, positions: torch.Tensor, back: bool = False) -> torch.Tensor:
+    """``[n, heads, D]`` turned by positions and made longer, as YaRN and LongRoPE do; float64."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None, None] * 1e4 ** -(torch.arange(half, dtype=torch.float64) / half)
+    turns = torch.polar(torch.tensor(1.3, dtype=torch.float64), angles)
+    pairs = torch.complex(*x.double().chunk(2, -1))
+    pairs = pairs / turns if back else pairs * turns
+    return torch.cat([pairs.real, pairs.imag], -1)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+def test_scores_without_positions(policy: SelectionPolicy) -> None:
+    """``use_nope``: attention is of rotated keys, the choice of what they were before."""
+    case = make_case([500, 33, 290, 410], [2, 1, 40, 90], 2, page_size=32)
+    places = torch.arange(512)
+    ones = torch.tensor([1.0, 0.0]).repeat_interleave(16).expand(512, 1, 32)
+    rotation = turned(ones, places)[:, 0].float()
+    batch = replace(case.batch, rotation=rotation, _derived={})
+    lengths, counts = case.batch.seq_lens.tolist(), case.batch.cu_seqlens_q.diff().tolist()
+    at = [torch.arange(n - c, n) for n, c in zip(lengths, counts, strict=True)]
+    q = turned(case.q, torch.cat(at)).float()
+    for pages, length in zip(case.batch.block_table, lengths, strict=True):
+        for index in range(-(-length // 32)):
+            keys = case.k_cache[pages[index]]
+            keys.copy_(turned(keys.transpose(0, 1), places[32 * index :][:32]).transpose(0, 1))
+
+    def select(
+        q: torch.Tensor, k: torch.Tensor, positions: list[int], *rest: Any
+    ) -> list[list[int]] | None:
+        q = turned(q, torch.tensor(positions), back=True)
+        k = turned(k, torch.arange(len(k)), back=True)
+        return select_infllm_reference(q, k, positions, *rest)
+
+    found, rotated = (
+        paged_attention(q, case.k_cache, case.v_cache, x, policy, k_summary=case.k_summary)
+        for x in (batch, case.batch)
+    )
+    expected = paged_attention_reference(
+        q, case.k_cache, case.v_cache, case.batch, policy, select=select
+    )
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(rotated, found, atol=1e-2)
+    inspected = select_blocks(q, case.k_cache, batch, policy, k_summary=case.k_summary)
+    last = gather_sequence(case.k_cache, case.batch.block_table[0], 500)
+    assert inspected[0][-1].tolist() == select(q[1:2], last, [499], policy, SCALE)
 
 
 def test_it_is_another_choice_than_by_masses() -> None:

@@ -119,7 +119,7 @@ MATRIX: dict[str, tuple[Row, ...]] = {
                 "test_engine_models.py::test_minicpm_as_it_was_trained",
                 "test_config.py::test_what_mode_infllm_needs",
             ),
-            "without `use_nope`",
+            "with and without `use_nope`",
         ),
         Row(
             "mode `infllm` on a GPU",

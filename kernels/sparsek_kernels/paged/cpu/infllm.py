@@ -12,8 +12,31 @@ _LOGITS = 1 << 24
 """Elements of scratch that one pass over queries may fill."""
 
 
+def unrotated(
+    x: torch.Tensor, rotation: torch.Tensor | None, positions: torch.Tensor
+) -> torch.Tensor:
+    """Queries or keys as they were before their positions turned them, float32.
+
+    Args:
+        x: ``[n, heads, ..., D]``, turned.
+        rotation: of the batch; ``x`` is returned as it is where there is none.
+        positions: ``[n]`` int64; those past the table are undefined.
+    """
+    if rotation is None:
+        return x
+    turns = rotation[positions.clamp(max=rotation.shape[0] - 1)]
+    cos, sin = turns.view(-1, *(1,) * (x.dim() - 2), x.shape[-1]).chunk(2, -1)
+    first, second = x.float().chunk(2, -1)
+    back = torch.cat([first * cos + second * sin, second * cos - first * sin], -1)
+    return back / (cos.square() + sin.square()).repeat(*(1,) * (x.dim() - 1), 2)
+
+
 def semantic_kernels(
-    k_cache: torch.Tensor, table: torch.Tensor, blocks: int, rule: SelectionPolicy
+    k_cache: torch.Tensor,
+    table: torch.Tensor,
+    blocks: int,
+    rule: SelectionPolicy,
+    rotation: torch.Tensor | None,
 ) -> torch.Tensor:
     """Means ``[Hkv, kernels, D]`` float32 of 32 keys every 16, of a sequence's first blocks.
 
@@ -22,11 +45,14 @@ def semantic_kernels(
     Args:
         k_cache: ``[P, Hkv, page_size, D]``.
         table: ``[W]`` int64 page table row.
+        rotation: of the batch; the means are of keys turned back by it.
     """
     size = rule.sel_block_size
     reader = block_reader(k_cache, size)
     names = locate_blocks(reader, table[None], blocks + 1, size)
     keys = reader.read(names)[0].flatten(1, 3).float()  # [Hkv, keys, D]
+    places = torch.arange(keys.shape[1])
+    keys = unrotated(keys.transpose(0, 1), rotation, places).transpose(0, 1)
     cells = keys.unflatten(1, (-1, CELL_SIZE)).mean(2)
     count = blocks * size // CELL_SIZE
     means: torch.Tensor = (cells[:, :count] + cells[:, 1 : count + 1]) / 2

@@ -6,7 +6,7 @@ They are built once per step and shared by all layers.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -84,6 +84,7 @@ class TileGroup:
             where every query sees them all.
         stale: ``[T, 1, last keys, 1]`` bool, keys past the sequence's end; or ``None``.
         num_blocks: blocks of the longest sequence.
+        rotation: the batch's.
     """
 
     table: torch.Tensor
@@ -92,6 +93,7 @@ class TileGroup:
     bias: torch.Tensor | None
     stale: torch.Tensor | None
     num_blocks: int
+    rotation: torch.Tensor | None = None
     _bias: dict[torch.dtype, torch.Tensor] = field(default_factory=dict, repr=False)
     _located: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict, repr=False
@@ -218,12 +220,13 @@ def _plan_decodes(batch: PagedBatch, rule: SelectionPolicy, page_size: int) -> D
         return DecodePlan(tuple(dense), none, none, none, None, None)
     where, which = torch.tensor(positions), torch.tensor(requests)
     table = batch.pages(page_size).index_select(0, which)
+    group = make_tile_group(table, where, 1, batch.seq_lens.index_select(0, which).long(), rule)
     return DecodePlan(
         dense=tuple(dense),
         rows=torch.tensor(rows),
         requests=which,
         positions=where,
-        group=make_tile_group(table, where, 1, batch.seq_lens.index_select(0, which).long(), rule),
+        group=replace(group, rotation=batch.rotation),
         scoring=plan_tokens(table, where, rule) if rule.selects_blocks else None,
     )
 
@@ -264,6 +267,7 @@ def _plan_prefill(
         count = min(group_tiles, ceil_div(length - start, tile))
         firsts = start + tile * torch.arange(count)
         lens = torch.full((count,), length)
-        groups.append((start, count, make_tile_group(table, firsts, tile, lens, policy)))
+        group = make_tile_group(table, firsts, tile, lens, policy)
+        groups.append((start, count, replace(group, rotation=batch.rotation)))
         start += count * tile
     return PrefillPlan(low, tile, tuple(groups), table)

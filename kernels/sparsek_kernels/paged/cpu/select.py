@@ -8,7 +8,7 @@ from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.checks import given_summary
 from sparsek_kernels.paged.cpu.gather import block_reader, read_sequence
 from sparsek_kernels.paged.cpu.held import HeldPages
-from sparsek_kernels.paged.cpu.infllm import infllm_scores, semantic_kernels
+from sparsek_kernels.paged.cpu.infllm import infllm_scores, semantic_kernels, unrotated
 from sparsek_kernels.paged.cpu.plan import (
     PrefillPlan,
     TileGroup,
@@ -195,9 +195,10 @@ def select_tokens(
     """
     if rule.ranking == "infllm":
         blocks = plan.index.num_blocks
+        q = unrotated(q, group.rotation, where)
         scores = []
         for token, table in enumerate(plan.index.table):
-            kernels = semantic_kernels(k_cache, table, blocks, rule)
+            kernels = semantic_kernels(k_cache, table, blocks, rule, group.rotation)
             one = slice(token, token + 1)
             scores.append(infllm_scores(q[one], where[one], kernels, blocks, rule, softmax_scale))
         return list_best(torch.cat(scores), plan.outside, rule.scored_blocks)
@@ -251,6 +252,7 @@ def select_group(
         plan = plan_tokens(group.table, where, policy)
         if policy.ranking == "infllm":
             blocks = plan.index.num_blocks
+            q = unrotated(q, group.rotation, where)
             scores = infllm_scores(q, where, summaries, blocks, policy, softmax_scale)
             return list_best(scores, plan.outside, policy.scored_blocks)
         return select_tokens(q, where, k_cache, summaries, plan, group, policy, softmax_scale)
@@ -270,7 +272,8 @@ def prefill_summaries(
     """Means of a prefill's K, ``[Hkv, means, D]``; for a ``query_tile`` of 1 ``k_summary``."""
     if policy.ranking == "infllm":
         blocks = ceil_div(length, policy.sel_block_size)
-        return semantic_kernels(k_cache, plan.table[0], blocks, policy)
+        rotation = plan.groups[0][2].rotation
+        return semantic_kernels(k_cache, plan.table[0], blocks, policy, rotation)
     if policy.query_tile == 1:
         return given_summary(k_summary)
     return cell_means(read_sequence(k_cache, plan.table[0], length))

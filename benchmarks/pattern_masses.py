@@ -1,0 +1,149 @@
+"""What learned patterns keep of the attention on held-out texts, against sinks and a window.
+
+    python benchmarks/pattern_masses.py --csv pattern_masses.csv
+    python benchmarks/pattern_masses.py --toy --csv /tmp/toy.csv         # seconds, random weights
+
+Exact attention of some queries of each block over all keys says what every block holds: its
+attention (``mass``), or the norm of what it adds to the output (``l2``).  Patterns of one size are
+judged by the share of it that they keep on texts that they were not learned from, mean over heads:
+
+- sinks and a window;
+- the blocks that are heaviest on the learning texts, a budget shared by the heads of a layer;
+- the same by distance: weights are averaged over all blocks as far from the diagonal;
+- the blocks that are heaviest on the judged text itself, which no pattern can know.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from learned_patterns import batches, by_distance, toy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sparsek_backend.machine import choose_device, describe_machine
+from sparsek_backend.models import fetch_model
+from sparsek_backend.patterns import BlockSparsePattern
+from sparsek_backend.patterns.models import observe_model
+from sparsek_backend.patterns.training import ImportanceOptions, LearnedPattern, Pruning
+
+MEASURES = ("mass", "l2")
+
+
+class Watch:
+    """The importance of a layer's blocks by every measure, text by text."""
+
+    def __init__(self, config: Any, tokens: int, block_size: int, samples: int, texts: int) -> None:
+        self.learners = [
+            LearnedPattern(
+                config.num_attention_heads, config.num_key_value_heads, tokens, block_size,
+                heads="query", importance=ImportanceOptions(
+                    measure=measure, samples=samples, reduction="mean", window=texts
+                ),
+            )
+            for measure in MEASURES
+        ]  # fmt: skip
+
+    def observe(self, *inputs: Any) -> None:
+        """Look at a batch of the layer."""
+        for learner in self.learners:
+            learner.observe(*inputs)
+
+    @property
+    def found(self) -> torch.Tensor:
+        """``[measures, texts, heads, rows, columns]``."""
+        return torch.stack([x.tracker.history for x in self.learners])
+
+
+def rows(
+    model: Any, learn: list[torch.Tensor], judge: list[torch.Tensor], options: argparse.Namespace
+) -> Iterator[dict[str, object]]:
+    """A row per pattern, size and measure."""
+    size, tokens = options.block_size, judge[0].shape[1]
+    watched = []
+    for data in (learn, judge):
+        layers = {
+            layer: Watch(model.config, tokens, size, options.samples, len(data))
+            for layer in range(model.config.num_hidden_layers)
+        }
+        observe_model(model, layers, data)
+        watched.append(torch.stack([layers[layer].found for layer in range(len(layers))], 1))
+    learned, held_out = watched[0].mean(2), watched[1]  # [measures, layers, (texts,) heads, R, C]
+    blocks = learned.shape[-1]
+    visible = torch.ones(blocks, blocks, dtype=torch.bool).tril()
+    pooled = Pruning(pooled=True)
+    for window in options.windows:
+        local = BlockSparsePattern.local((blocks, blocks), size, window=window, sinks=1)
+        attended = local.num_blocks / int(visible.sum())
+
+        def masks(weights: torch.Tensor, attended: float = attended) -> torch.Tensor:
+            flat = weights.flatten(0, -4)
+            found = [pooled.mask(x, visible, 1.0 - attended) for x in flat]
+            return torch.stack(found).view(weights.shape)
+
+        for index, measure in enumerate(MEASURES):
+            weight, seen = learned[index], held_out[index]
+            patterns = {
+                "sinks and window": local.mask().expand(seen.shape),
+                "learned": masks(weight)[:, None],
+                "learned by distance": masks(by_distance(weight))[:, None],
+                "of the text itself": masks(seen),
+            }
+            for name, mask in patterns.items():
+                kept = (seen * mask).sum((-1, -2)) / seen.sum((-1, -2))
+                yield {
+                    "patterns": name, "measure": measure, "attended": round(attended, 4),
+                    "kept": round(float(kept.mean()), 4), "tokens": tokens, "block_size": size,
+                    "texts": len(judge),
+                }  # fmt: skip
+
+
+def main() -> int:
+    """Measure, print a line per pattern and write them to a CSV."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder; SmolLM2 by default")
+    parser.add_argument("--toy", action="store_true", help="a random model of two layers")
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--block-size", type=int)
+    parser.add_argument("--windows", type=int, nargs="+", default=[2, 5], help="in blocks")
+    parser.add_argument("--samples", type=int, default=16, help="queries of each block")
+    parser.add_argument("--learn", type=int, default=4, help="texts to learn from")
+    parser.add_argument("--judge", type=int, default=4, help="texts to judge on")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--commit", default="", help="recorded where there is no git")
+    parser.add_argument("--csv", type=Path, required=True)
+    options = parser.parse_args()
+    options.tokens = options.tokens or (256 if options.toy else 2048)
+    options.block_size = options.block_size or (16 if options.toy else 64)
+    device = choose_device(options.device)
+    if options.toy:
+        model, learn, judge = toy(options)
+    else:
+        folder = options.model or fetch_model()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        learn = batches(tokenizer, options.tokens, slice(0, None, 2), options.learn)
+        judge = batches(tokenizer, options.tokens, slice(1, None, 2), options.judge)
+    if not learn or not judge:
+        parser.error(f"--tokens: too few texts have {options.tokens} tokens")
+    machine = describe_machine(device, options.commit)
+    name = "toy" if options.toy else Path(folder).name
+    where = {"model": name, "gpu": machine.gpu, "torch": machine.torch, "commit": machine.commit}
+    found = [row | where for row in rows(model.to(device).eval(), learn, judge, options)]
+    with options.csv.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(found[0]))
+        writer.writeheader()
+        writer.writerows(found)
+    for row in found:
+        print(row)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
