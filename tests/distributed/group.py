@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-TIMEOUT = 60.0  # seconds
+TIMEOUT = 600.0
+"""Seconds that no rank takes on any machine."""
 
 
 def _serve(rank: int, world: int, folder: str, timeout: float, pipe: Connection) -> None:
@@ -69,7 +70,7 @@ class Ranks:
             pipe.send((size, function, args))
         found = []
         for pipe in self._pipes[:size]:
-            if not pipe.poll(2 * TIMEOUT):
+            if not pipe.poll(TIMEOUT):
                 raise TimeoutError("a rank hangs")
             try:
                 found.append(pipe.recv())
@@ -94,4 +95,5 @@ class Ranks:
             process.join(10)
             if process.is_alive():
                 process.kill()
+                process.join()
         self._folder.cleanup()
