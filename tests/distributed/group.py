@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 TIMEOUT = 600.0
 """Seconds that no rank takes on any machine."""
@@ -24,10 +25,13 @@ def _serve(rank: int, world: int, folder: str, timeout: float, pipe: Connection)
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), world)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT)
     )
     sizes = [size for size in (1, 2, 4) if size <= world]
     meshes = {size: DeviceMesh("cpu", list(range(size))) for size in sizes}
+    for size in sizes:
+        if rank < size:
+            _set_pg_timeout(timedelta(seconds=timeout), meshes[size].get_group())
     while True:
         task = pipe.recv()
         if task is None:
@@ -45,7 +49,7 @@ class Ranks:
 
     Args:
         world: processes.
-        timeout: seconds after which a rank that does not answer is an error.
+        timeout: seconds after which a rank that does not answer is an error, once all have met.
     """
 
     def __init__(self, world: int, timeout: float = TIMEOUT) -> None:
