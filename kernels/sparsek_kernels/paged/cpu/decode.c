@@ -323,13 +323,11 @@ ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t un
             } else {
                 for (int64_t j = 0; j < keys; j++) {
                     if (done + j < ahead) prefetch(&a->k, then_k + (done + j) * a->k.row, dim);
-                    widen(&a->k, k_at + j * a->k.row, dim, tile + j * dim);
+                    widen(&a->k, k_at + j * a->k.row, dim, sum);
+                    for (int64_t g = 0; g < group; g++) weights[g][j] = dot(q + g * dim, sum, dim);
                 }
-                for (int64_t g = 0; g < group; g++) {
-                    for (int64_t j = 0; j < keys; j++)
-                        weights[g][j] = dot(q + g * dim, tile + j * dim, dim);
+                for (int64_t g = 0; g < group; g++)
                     for (int64_t j = hidden_from; j < hidden_to; j++) weights[g][j] = -INFINITY;
-                }
             }
             for (int64_t j = 0; j < keys; j++) {
                 if (done + j < ahead) prefetch(&a->v, then_v + (done + j) * a->v.row, dim);
