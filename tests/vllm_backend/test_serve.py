@@ -26,6 +26,7 @@ from tests.vllm_backend.nsa_models import CONFIG, complete, make_model
 from tests.vllm_backend.servers import (
     MODEL,
     ROOT,
+    SECONDS,
     Server,
     command,
     group_members,
@@ -145,7 +146,7 @@ def test_a_request_that_is_too_long_gets_400_and_the_server_goes_on(server: Serv
 
 
 def test_counters_reach_the_metrics_page(server: Server) -> None:
-    with urllib.request.urlopen(server.url("/metrics"), timeout=30) as page:
+    with urllib.request.urlopen(server.url("/metrics"), timeout=SECONDS) as page:
         lines = page.read().decode().splitlines()
     values = {}
     for line in lines:
@@ -158,7 +159,7 @@ def test_counters_reach_the_metrics_page(server: Server) -> None:
 def test_dashboard_and_alerts_read_what_the_metrics_page_has(server: Server) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
-    with urllib.request.urlopen(server.url("/metrics"), timeout=30) as page:
+    with urllib.request.urlopen(server.url("/metrics"), timeout=SECONDS) as page:
         families = list(text_string_to_metric_families(page.read().decode()))
     there = {(sample.name, "") for family in families for sample in family.samples}
     there |= {
