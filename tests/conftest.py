@@ -1,10 +1,12 @@
-"""Kernels run in Triton's interpreter where there is no GPU; Triton decides that at its import."""
+"""Kernels run in Triton's interpreter where there is no GPU; every run draws the same numbers."""
 
 from __future__ import annotations
 
 import os
 
+import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -13,3 +15,20 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.kernels.interpreter import replace_language_once_a_launch
 
     replace_language_once_a_launch()
+
+# Hypothesis draws the same examples in every run, however long they take.
+settings.register_profile(
+    "repeatable",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A test's numbers depend on no test that ran before it in this process."""
+    torch.manual_seed(0)

@@ -157,7 +157,7 @@ def test_compare_command_exits_by_tolerance(tmp_path: Path) -> None:
 TINY = """
 defaults: {num_heads: 4, num_kv_heads: 2, head_dim: 16, dtype: float32}
 workloads:
-  - {op: sink_window_fwd, name: causal, specs: [q64], bars: {max_ms: 1000}}
+  - {op: sink_window_fwd, name: causal, specs: [q64], bars: {max_ms: 1.0e+9}}
   - {op: sink_window_fwd, name: window, specs: [2q40s50], params: {num_sink: 2, window_size: 9}}
   - {op: sink_window_bwd, name: window, specs: [q40], params: {num_sink: 2, window_size: 9}}
   - op: sink_window_bwd

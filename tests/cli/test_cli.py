@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 from typer.testing import CliRunner
@@ -24,18 +23,16 @@ def test_help_names_every_command() -> None:
         assert command in result.output
 
 
-def test_help_imports_no_torch_and_is_quick() -> None:
+def test_help_imports_few_modules_and_no_heavy_ones() -> None:
     code = (
         "import sys\n"
         "from sparsek_backend.cli import app\n"
         "app(args=['--help'], standalone_mode=False)\n"
-        "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'matplotlib')))\n"
+        "heavy = {'torch', 'vllm', 'transformers', 'triton', 'matplotlib', 'numpy', 'pydantic'}\n"
+        "sys.exit(bool(heavy & set(sys.modules)) or len(sys.modules) > 600)\n"
     )
-    began = time.monotonic()
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    elapsed = time.monotonic() - began
     assert result.returncode == 0, result.stderr
-    assert elapsed < 5, "a busy machine may take longer than the usual 0.3 s, but not this long"
 
 
 def test_version_is_the_package_version() -> None:

@@ -307,7 +307,7 @@ def test_two_processes_build_it_once(tmp_path: Path) -> None:
     for child in children:
         child.start()
     for child in children:
-        child.join(60)
+        child.join()
     assert [child.exitcode for child in children] == [0, 0, 0, 0]
     assert log.read_text().splitlines() == [models.TEXTS_PACKAGE]
 

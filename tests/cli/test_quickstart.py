@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 import socket
 import sys
 import textwrap
@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 
-from sparsek_backend import quickstart, quickstart_client
+from sparsek_backend import quickstart, quickstart_client, quickstart_server
 from sparsek_backend.quickstart_server import Server, ServerError, check_port
+from tests.ports import hold_port
 
 METRICS = """\
 # HELP sparsek_attended_tokens_total Keys attended
@@ -29,10 +31,9 @@ sparsek_context_tokens_created 9.0
 
 
 @pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> Iterator[int]:
+    with hold_port() as held:
+        yield int(held.getsockname()[1])
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -132,21 +133,35 @@ def test_a_server_that_dies_is_reported_at_once_with_its_log(
 ) -> None:
     command = [sys.executable, "-c", "import sys; print('out of luck'); sys.exit(3)"]
     server = Server(command, {}, free_port, tmp_path / "serve.log")
-    began = time.monotonic()
     with pytest.raises(ServerError, match=r"(?s)exit status 3 .*out of luck"):
-        server.wait_until_healthy(60, lambda _line: None)
-    assert time.monotonic() - began < 30
+        server.wait_until_healthy(math.inf, lambda _line: None)
     server.stop()
 
 
-def test_a_server_that_never_answers_runs_out_of_time(tmp_path: Path, free_port: int) -> None:
+class Clock:
+    """Stands for the module ``time``: only sleeping takes time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_server_that_never_answers_runs_out_of_time(
+    tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quickstart_server, "time", Clock())
     server = Server(
-        [sys.executable, "-c", "import time; time.sleep(60)"], {}, free_port, tmp_path / "l"
+        [sys.executable, "-c", "import time; time.sleep(3600)"], {}, free_port, tmp_path / "l"
     )
     progress: list[str] = []
-    with pytest.raises(ServerError, match="not ready after 1 s"):
-        server.wait_until_healthy(1, progress.append, every_seconds=0.2)
-    assert progress
+    with pytest.raises(ServerError, match="not ready after 30 s"):
+        server.wait_until_healthy(30, progress.append)
+    assert progress == ["    ... 10 s", "    ... 20 s", "    ... 30 s"]
     server.stop()
     assert not _alive(server.pid)
 
@@ -155,23 +170,21 @@ def test_stop_ends_children_that_ignore_the_polite_signal(tmp_path: Path, free_p
     script = textwrap.dedent(
         """
         import os, signal, sys, time
-        child = os.fork()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = os.fork()
         if child:
             print(child, flush=True)
-        time.sleep(60)
+        time.sleep(3600)
         """
     )
     server = Server([sys.executable, "-c", script], {}, free_port, tmp_path / "log")
-    deadline = time.monotonic() + 30
-    while not server.log.read_text().strip() and time.monotonic() < deadline:
+    while not server.log.read_text().endswith("\n"):
         time.sleep(0.05)
     child = int(server.log.read_text())
     server.stop(grace_seconds=0.5)
     assert not _alive(server.pid)
-    while _alive(child) and time.monotonic() < deadline:
+    while _alive(child):  # signalled, and about to end
         time.sleep(0.05)
-    assert not _alive(child)
 
 
 def test_environment_reaches_the_server_and_health_ends_the_wait(
@@ -191,7 +204,7 @@ def test_environment_reaches_the_server_and_health_ends_the_wait(
     environment = {"SOME_SETTING": "heard", "PORT": str(free_port)}
     server = Server([sys.executable, "-c", script], environment, free_port, tmp_path / "log")
     try:
-        assert server.wait_until_healthy(60, lambda _line: None) < 60
+        assert server.wait_until_healthy(math.inf, lambda _line: None) >= 0
         assert "heard" in server.log_tail()
     finally:
         server.stop()
@@ -250,8 +263,6 @@ def test_a_half_downloaded_model_is_named_before_anything_starts(
 def _alive(pid: int) -> bool:
     """Whether a process runs; one that has ended but was not waited for does not."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"

@@ -15,18 +15,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-TIMEOUT = 60.0  # seconds
+TIMEOUT = 600.0
+"""Seconds that no rank takes on any machine."""
 
 
 def _serve(rank: int, world: int, folder: str, timeout: float, pipe: Connection) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), world)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT)
     )
     sizes = [size for size in (1, 2, 4) if size <= world]
     meshes = {size: DeviceMesh("cpu", list(range(size))) for size in sizes}
+    for size in sizes:
+        if rank < size:
+            _set_pg_timeout(timedelta(seconds=timeout), meshes[size].get_group())
     while True:
         task = pipe.recv()
         if task is None:
@@ -44,7 +49,7 @@ class Ranks:
 
     Args:
         world: processes.
-        timeout: seconds after which a rank that does not answer is an error.
+        timeout: seconds after which a rank that does not answer is an error, once all have met.
     """
 
     def __init__(self, world: int, timeout: float = TIMEOUT) -> None:
@@ -69,7 +74,7 @@ class Ranks:
             pipe.send((size, function, args))
         found = []
         for pipe in self._pipes[:size]:
-            if not pipe.poll(2 * TIMEOUT):
+            if not pipe.poll(TIMEOUT):
                 raise TimeoutError("a rank hangs")
             try:
                 found.append(pipe.recv())
@@ -94,4 +99,5 @@ class Ranks:
             process.join(10)
             if process.is_alive():
                 process.kill()
+                process.join()
         self._folder.cleanup()

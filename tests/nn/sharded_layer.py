@@ -1,12 +1,11 @@
 """Processes train an NSA layer under ``fully_shard`` and save a model: what ``test_sharding`` runs.
 
-python sharded_layer.py {cpu,cuda} PROCESSES PORT FOLDER
+python sharded_layer.py {cpu,cuda} PROCESSES FOLDER
 """
 
 from __future__ import annotations
 
 import copy
-import os
 import sys
 from pathlib import Path
 
@@ -66,13 +65,14 @@ def save(world: int, device: str, folder: Path, tied: bool) -> None:
         assert torch.equal(x, whole[name]), name
 
 
-def work(rank: int, world: int, device: str, port: int, folder: str) -> None:
+def work(rank: int, world: int, device: str, folder: str) -> None:
     """One rank."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world)
+    store = dist.FileStore(str(Path(folder) / "store"), world)
+    kind = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(kind, store=store, rank=rank, world_size=world)
     for dtype in (torch.float32, torch.bfloat16):
         compare(rank, world, device, dtype)
     for tied in (False, True):
@@ -82,11 +82,6 @@ def work(rank: int, world: int, device: str, port: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    kind, processes, free_port, target = (
-        sys.argv[1],
-        int(sys.argv[2]),
-        int(sys.argv[3]),
-        sys.argv[4],
-    )
-    mp.spawn(work, args=(processes, kind, free_port, target), nprocs=processes)
+    on, processes, target = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    mp.spawn(work, args=(processes, on, target), nprocs=processes)
     print("sharded layer agrees")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -189,11 +189,21 @@ def test_command_writes_results_and_plots(tmp_path: Path) -> None:
         assert words in " ".join(wrong.output.split())
 
 
-def demo_process(folder: Path, *options: str) -> subprocess.Popen[bytes]:
+RUN = "from sparsek_backend.nn.demo.cli import app; app()"
+KILLED = f"""
+import os, signal
+from sparsek_backend.nn.demo.train import Trainer
+save = Trainer._save
+Trainer._save = lambda self: (save(self), os.kill(os.getpid(), signal.SIGKILL))
+{RUN}
+"""
+"""The command, killed as soon as it has written a checkpoint."""
+
+
+def demo_process(folder: Path, *options: str, code: str = RUN) -> subprocess.Popen[bytes]:
     """The command in a process of its own."""
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")])
-    code = "from sparsek_backend.nn.demo.cli import app; app()"
     return subprocess.Popen(
         [sys.executable, "-c", code, "--out", str(folder), *options],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
@@ -221,13 +231,10 @@ ON_GPU = [
 def test_a_process_that_was_killed(kind: str, options: tuple[str, ...], tmp_path: Path) -> None:
     """Killed after a checkpoint and started again, it ends like two unbroken runs of the seed."""
     options = ("--models", kind, *options)
-    broken = demo_process(tmp_path / "broken", *options)
+    broken = demo_process(tmp_path / "broken", *options, code=KILLED)
     whole = [demo_process(tmp_path / name, *options) for name in ("first", "second")]
-    while not (tmp_path / "broken" / f"{kind}.pt").exists():
-        assert broken.poll() is None
-        time.sleep(0.002)
-    broken.kill()
-    broken.wait()
+    assert broken.wait() == -signal.SIGKILL
+    assert (tmp_path / "broken" / f"{kind}.pt").exists()
     assert not (tmp_path / "broken" / "results.json").exists()
     assert demo_process(tmp_path / "broken", *options).wait() == 0
     assert [process.wait() for process in whole] == [0, 0]

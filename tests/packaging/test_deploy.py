@@ -37,7 +37,6 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
         stdin=subprocess.DEVNULL,
     )
 

@@ -22,7 +22,7 @@ VERSION = sparsek_backend.__version__
 def run(*command: object, cwd: Path = ROOT) -> str:
     """Run a command and return what it printed; its errors are the test's."""
     result = subprocess.run(
-        [str(word) for word in command], cwd=cwd, capture_output=True, text=True, timeout=300
+        [str(word) for word in command], cwd=cwd, capture_output=True, text=True
     )
     assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
     return result.stdout

@@ -23,7 +23,6 @@ def python(code: str, *path: Path, cwd: Path = ROOT) -> subprocess.CompletedProc
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
     )
 
 

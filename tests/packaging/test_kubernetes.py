@@ -30,7 +30,7 @@ def rendered(name: str) -> list[dict[str, Any]]:
     """The objects of an overlay, as kustomize renders it, or of a file."""
     if name in OVERLAYS:
         command = [str(KUBECTL), "kustomize", str(KUBERNETES / name)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         return list(yaml.safe_load_all(result.stdout))
     return list(yaml.safe_load_all((KUBERNETES / name).read_text()))

@@ -129,18 +129,25 @@ def make_step(
     )
 
 
-def run(layer: Any, builder: Any, cache: torch.Tensor, step: Any, seed: int = 0) -> Any:
-    """Write and attend as vLLM does, with padding rows; returns metadata, q, k, v and output."""
+def write(layer: Any, cache: torch.Tensor, step: Any, seed: int = 0) -> list[torch.Tensor]:
+    """Write K and V of a step as vLLM does, with padding rows; returns q, k and v."""
     generator = torch.Generator().manual_seed(seed)
     padded = step.num_actual_tokens + 3
     device = cache.device
-    q = torch.randn(padded, HEADS, DIM, generator=generator).to(device)
-    k = torch.randn(padded, KV_HEADS, DIM, generator=generator).to(device)
-    v = torch.randn(padded, KV_HEADS, DIM, generator=generator).to(device)
-    output = torch.full_like(q, float("nan"))
+    q, k, v = (
+        torch.randn(padded, heads, DIM, generator=generator).to(device)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
     slots = torch.cat([step.slot_mapping, torch.full((3,), -1, device=device)])
-    metadata = builder.build(0, step)
     layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
+    return [q, k, v]
+
+
+def run(layer: Any, builder: Any, cache: torch.Tensor, step: Any, seed: int = 0) -> Any:
+    """Write and attend as vLLM does, with padding rows; returns metadata, q, k, v and output."""
+    metadata = builder.build(0, step)
+    q, k, v = write(layer, cache, step, seed)
+    output = torch.full_like(q, float("nan"))
     assert layer.impl.forward(layer, q, k, v, cache, metadata, output) is output
     real = step.num_actual_tokens
     assert output[real:].isnan().all()

@@ -6,29 +6,33 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.ports import hold_port
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2"
 MAX_LEN = 1024
 GPU_SHARE = "0.2"
-START_SECONDS = 300
+SECONDS = 600
+"""What no server takes on any machine: to start, to answer, to end."""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Return when a condition holds."""
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, f"not after {SECONDS} s"
+        time.sleep(0.2)
 
 
 def _has_distribution(name: str) -> bool:
@@ -97,7 +101,8 @@ class Server:
     """A server process in a process group of its own, and its log."""
 
     def __init__(self, model: Path, environment: dict[str, str], log: Path, *extra: str) -> None:
-        self.port = free_port()
+        self._held = hold_port()
+        self.port = int(self._held.getsockname()[1])
         self.log = log
         self._file = log.open("w", encoding="utf-8")
         self.process = subprocess.Popen(
@@ -112,15 +117,15 @@ class Server:
         return f"http://127.0.0.1:{self.port}{path}"
 
     def wait_until_healthy(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
+        def healthy() -> bool:
             assert self.process.poll() is None, self.text()[-3000:]
             try:
-                with urllib.request.urlopen(self.url("/health"), timeout=2):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
-        raise AssertionError(f"not healthy after {START_SECONDS} s: {self.text()[-3000:]}")
+                with urllib.request.urlopen(self.url("/health"), timeout=SECONDS):
+                    return True
+            except OSError:
+                return False
+
+        wait_until(healthy)
 
     def text(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
@@ -128,7 +133,7 @@ class Server:
     def client(self) -> Any:
         from openai import OpenAI
 
-        return OpenAI(base_url=self.url("/v1"), api_key="none", max_retries=0, timeout=120)
+        return OpenAI(base_url=self.url("/v1"), api_key="none", max_retries=0, timeout=SECONDS)
 
     def stop(self) -> None:
         """End the whole group; it is this test's own."""
@@ -138,8 +143,9 @@ class Server:
                 self.process.wait(30)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(30)
+        self.process.wait()
         self._file.close()
+        self._held.close()
 
 
 def group_members(group: int) -> list[int]:

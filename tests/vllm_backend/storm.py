@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,13 @@ from typing import Any
 import httpx
 import torch
 
-from tests.vllm_backend.servers import MODEL, Server, group_members, server_environment
+from tests.vllm_backend.servers import (
+    MODEL,
+    SECONDS,
+    Server,
+    group_members,
+    server_environment,
+)
 from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
 
 MAX_LEN = 4096
@@ -40,7 +47,6 @@ OPTIONS = (
 )
 """Of a server of a tiny model, which selects blocks beyond the first hundred tokens."""
 PROMPT = list(range(3, 123))
-SECONDS = 300
 COMPLETIONS = "/v1/completions"
 
 GOOD, BAD, ANY = "good", "bad", "any"
@@ -213,7 +219,8 @@ def memory(server: Server) -> dict[str, float]:
     """MiB that the server's processes hold, and that the GPU has given to anyone."""
     size, pages = os.sysconf("SC_PAGE_SIZE"), 0
     for process in group_members(server.process.pid):
-        pages += int(Path(f"/proc/{process}/statm").read_text().split()[1])
+        with suppress(OSError):  # it ended meanwhile
+            pages += int(Path(f"/proc/{process}/statm").read_text().split()[1])
     found = {"host": pages * size / 2**20}
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()

@@ -28,6 +28,7 @@ from tests.vllm_backend.layers import (
     make_layer,
     make_step,
     run,
+    write,
 )
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -70,8 +71,7 @@ def test_one_call_serves_decodes_and_prefills(
     policy = layer.impl.policy
     assert policy.selects_blocks
     assert policy == policy.per_token()
-    run(layer, builder, cache, make_step([199, 160], [199, 160], 32), seed=1)
-    calls.clear()
+    write(layer, cache, make_step([199, 160], [199, 160], 32), seed=1)
     step = make_step([200, 170], [1, 10], 32)
     metadata, q, _, _, output = run(layer, builder, cache, step)
     (call,) = calls

@@ -6,8 +6,6 @@ import os
 import runpy
 import signal
 import subprocess
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ports import hold_port
 from tests.vllm_backend.dashboard import (
     LABELS_OF_A_SCRAPE,
     dashboard_queries,
@@ -27,11 +26,12 @@ from tests.vllm_backend.nsa_models import CONFIG, complete, make_model
 from tests.vllm_backend.servers import (
     MODEL,
     ROOT,
+    SECONDS,
     Server,
     command,
-    free_port,
     group_members,
     server_environment,
+    wait_until,
 )
 from tests.vllm_backend.tiny_models import VOCABULARY, write_tokenizer
 
@@ -146,7 +146,7 @@ def test_a_request_that_is_too_long_gets_400_and_the_server_goes_on(server: Serv
 
 
 def test_counters_reach_the_metrics_page(server: Server) -> None:
-    with urllib.request.urlopen(server.url("/metrics"), timeout=30) as page:
+    with urllib.request.urlopen(server.url("/metrics"), timeout=SECONDS) as page:
         lines = page.read().decode().splitlines()
     values = {}
     for line in lines:
@@ -159,7 +159,7 @@ def test_counters_reach_the_metrics_page(server: Server) -> None:
 def test_dashboard_and_alerts_read_what_the_metrics_page_has(server: Server) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
-    with urllib.request.urlopen(server.url("/metrics"), timeout=30) as page:
+    with urllib.request.urlopen(server.url("/metrics"), timeout=SECONDS) as page:
         families = list(text_string_to_metric_families(page.read().decode()))
     there = {(sample.name, "") for family in families for sample in family.samples}
     there |= {
@@ -198,16 +198,13 @@ def test_killed_in_mid_stream_and_started_again(
     chunks = iter(stream)
     next(chunks)
     os.kill(server.process.pid, signal.SIGKILL)
-    server.process.wait(30)
+    server.process.wait()
     import httpx
 
     with pytest.raises((APIError, httpx.HTTPError)):
         for _ in chunks:
             pass
-    deadline = time.monotonic() + 60
-    while group_members(server.process.pid) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert group_members(server.process.pid) == []
+    wait_until(lambda: not group_members(server.process.pid))
 
     again = Server(smollm2, environment, tmp_path / "again.log")
     try:
@@ -243,13 +240,13 @@ def test_a_bad_setting_ends_the_process_with_one_message(
     message: str,
     remedy: str,
 ) -> None:
-    done = subprocess.run(
-        command(smollm2, free_port(), *options),
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    with hold_port() as held:
+        done = subprocess.run(
+            command(smollm2, held.getsockname()[1], *options),
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
     assert done.returncode != 0
     text = done.stdout + done.stderr
     assert text.count(message) == 1

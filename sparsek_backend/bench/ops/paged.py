@@ -16,7 +16,7 @@ from sparsek_backend.bench.ops.paged_inputs import (
     make_inputs,
     wrong_selection,
 )
-from sparsek_backend.bench.ops.peers import fa3_paged
+from sparsek_backend.bench.ops.peers import cpu_attn_paged, fa3_paged
 from sparsek_backend.bench.oracle import compare
 from sparsek_backend.bench.registry import (
     OURS,
@@ -183,6 +183,11 @@ def _fa3(inputs: PagedInputs, steps: Sequence[Step]) -> Callable[[], Outputs]:
     return fa3_paged(inputs.q, inputs.k_cache, inputs.v_cache, steps)
 
 
+def _cpu_attn(inputs: PagedInputs, steps: Sequence[Step]) -> Callable[[], Outputs]:
+    """vLLM's own attention on CPUs."""
+    return cpu_attn_paged(inputs.q, inputs.k_cache, inputs.v_cache, steps)
+
+
 def _sdpa_gather(inputs: PagedInputs) -> Callable[[], Outputs]:
     """Dense decode without a paged kernel: gather every page, then SDPA."""
     if sum(inputs.seq_lens) > _GATHER_LIMIT:
@@ -241,6 +246,7 @@ def _build_decode(case: Case, device: torch.device) -> list[Provider]:
         (OURS, lambda: _ours(inputs, step, inputs.policy), inputs.policy.per_token()),
         ("sparsek_dense", lambda: _ours(inputs, step, DENSE), DENSE),
         ("fa3", lambda: _fa3(inputs, inputs.whole_step(0)), DENSE),
+        ("cpu_attn", lambda: _cpu_attn(inputs, inputs.whole_step(0)), DENSE),
         ("sdpa_gather", lambda: _sdpa_gather(inputs), DENSE),
     ]
     return _providers(inputs, entries, lambda policy: decode_cost(inputs, policy), decode=True)

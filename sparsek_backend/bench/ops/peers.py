@@ -208,3 +208,66 @@ def fa3_paged(
         return (out,)
 
     return call
+
+
+def cpu_attn_paged(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, steps: Sequence[Step]
+) -> Callable[[], Outputs]:
+    """vLLM's CPU_ATTN of ``q [T, Hq, D]`` over pages ``[P, Hkv, page_size, D]``, step by step.
+
+    It attends a copy of the pages in the order of bytes that it writes itself.
+    """
+    if q.device.type != "cpu":
+        raise Unavailable("CPU_ATTN runs on CPUs only")
+    try:
+        from vllm import _custom_ops as ops
+        from vllm import envs
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    except ImportError as error:
+        raise Unavailable(f"vLLM's CPU_ATTN is not importable: {error}") from error
+    if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
+        raise Unavailable("this vLLM is not built for CPUs")
+    pages, kv_heads, page_size, dim = k_cache.shape
+    isa = _get_attn_isa(q.dtype, page_size, dim)
+    k, v = torch.empty(pages, kv_heads, 2 * page_size, dim, dtype=q.dtype).chunk(2, dim=2)
+    written = [cache.transpose(1, 2).flatten(0, 1) for cache in (k_cache, v_cache)]
+    ops.cpu_attn_reshape_and_cache(*written, k, v, torch.arange(pages * page_size), isa)
+    plans = [
+        ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(batch.seq_lens),
+            num_heads=q.shape[1],
+            num_kv_heads=kv_heads,
+            head_dim=dim,
+            seq_lens=batch.seq_lens,
+            dtype=q.dtype,
+            query_start_loc=batch.cu_seqlens_q,
+            causal=True,
+            sliding_window_size=-1,
+            isa=isa,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        )
+        for batch, _ in steps
+    ]
+    out = torch.empty_like(q)
+
+    def call() -> Outputs:
+        for (batch, rows), plan in zip(steps, plans, strict=True):
+            ops.cpu_attention_with_kv_cache(
+                query=q[rows],
+                key_cache=k,
+                value_cache=v,
+                output=out[rows],
+                query_start_loc=batch.cu_seqlens_q,
+                seq_lens=batch.seq_lens,
+                scale=dim**-0.5,
+                causal=True,
+                alibi_slopes=None,
+                sliding_window=-1,
+                block_table=batch.block_table,
+                softcap=0.0,
+                scheduler_metadata=plan,
+                s_aux=None,
+            )
+        return (out,)
+
+    return call

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 
 import torch
@@ -16,10 +14,10 @@ from sparsek_backend.patterns.training import (
 )
 
 
-def work(rank: int, port: int, folder: str) -> None:
+def work(rank: int, folder: str) -> None:
     """One of two ranks: a layer under DDP, which prunes once, then a loss jumps on rank 1."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    store = torch.distributed.FileStore(str(Path(folder) / "store"), 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     torch.manual_seed(0)
     layer = SparseAttentionLayer(16, 2, 128, 16)
     model = torch.nn.parallel.DistributedDataParallel(layer)
@@ -37,10 +35,7 @@ def work(rank: int, port: int, folder: str) -> None:
 
 
 def test_ranks_hold_one_pattern(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(work, (port, str(tmp_path)), nprocs=2)
+    torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
     (own, mask, jumped), (other, twin, jumped_too) = (
         torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)
     )

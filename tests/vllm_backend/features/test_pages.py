@@ -76,6 +76,26 @@ def test_a_token_takes_as_much_on_every_page(current: Any, page_size: int) -> No
     assert compat.content_bytes(page) % page.dtype.itemsize == 0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    [(torch.float32, 0.063), (torch.bfloat16, 0.063), (torch.float16, 0.063), (torch.uint8, 0.125)],
+    ids=["fp32", "bf16", "fp16", "fp8"],
+)
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+def test_what_vllm_counts_for_summaries(
+    current: Any, page_size: int, head_size: int, dtype: torch.dtype, most: float
+) -> None:
+    """At most 6.3 % of K and V, and an eighth where these are fp8."""
+    from sparsek_backend.vllm_backend.sparsek.backend import SparseKBackend
+
+    spec = make_layer().get_kv_cache_spec(current)
+    sizes = {"block_size": page_size, "head_size": head_size, "head_size_v": head_size}
+    plain = replace(spec, dtype=dtype, state_content_bytes=None, **sizes)
+    behind = SparseKBackend.customize_spec(plain).page_size_bytes - plain.page_size_bytes
+    assert 0 < behind <= most * plain.page_size_bytes
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
 @pytest.mark.parametrize("head_size", [40, 80, 128])
 def test_views_of_declared_content(current: Any, dtype: torch.dtype, head_size: int) -> None:

@@ -61,12 +61,12 @@ ALWAYS_INLINE void widen(const Rows *rows, int64_t at, int dim, float *to) {
     for (int d = 0; d < dim; d++) bits[d] = (uint32_t)from[d] << 16;
 }
 
-/* Ask for rows ahead of their use: blocks lie far apart, which the hardware does not foresee. */
-ALWAYS_INLINE void prefetch(const Rows *rows, int64_t at, int64_t count, int dim) {
+/* Ask for a row ahead of its use: blocks lie far apart, which the hardware does not foresee.  One
+ * row is asked for with each that is read, since a processor waits where it is asked for many. */
+ALWAYS_INLINE void prefetch(const Rows *rows, int64_t at, int dim) {
     const int64_t bytes = rows->is_bf16 ? 2 : 4;
-    for (int64_t j = 0; j < count; j++)
-        for (int64_t line = 0; line < dim * bytes; line += 64)
-            __builtin_prefetch(rows->data + (at + j * rows->row) * bytes + line);
+    for (int64_t line = 0; line < dim * bytes; line += 64)
+        __builtin_prefetch(rows->data + at * bytes + line);
 }
 
 ALWAYS_INLINE float dot(const float *a, const float *b, int dim) {
@@ -223,13 +223,12 @@ ALWAYS_INLINE void read_keys(const Decode *a, const Token *token, int64_t unit, 
     float *logits = a->logits + unit * a->group * a->max_slots * size, key_row[MOST_DIM];
     for (int64_t slot = first; slot < last; slot++) {
         const int64_t start = slot_block(token, listed, locals, slot) * size;
-        if (slot + 1 < last) {
-            const int64_t key = slot_block(token, listed, locals, slot + 1) * size;
-            const int64_t page = pages[key / a->page_size], row = key % a->page_size;
-            prefetch(&a->k, page * a->k.page + head * a->k.head + row * a->k.row,
-                     min64(size, a->page_size - row), dim);
-        }
+        const int64_t then = slot_block(token, listed, locals, min64(slot + 1, last - 1)) * size;
+        const int64_t then_row = then % a->page_size, ahead = min64(size, a->page_size - then_row);
+        const int64_t then_at = pages[then / a->page_size] * a->k.page + head * a->k.head +
+                                then_row * a->k.row;
         for (int64_t j = 0; j < size; j++) {
+            if (j < ahead) prefetch(&a->k, then_at + j * a->k.row, dim);
             const int64_t key = start + j, seen = key <= token->position;
             if (seen) {
                 const int64_t page = pages[key / a->page_size], row = key % a->page_size;
@@ -298,17 +297,16 @@ ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t un
     const int64_t run = min64(RUN, min64(size, a->page_size));
     for (int64_t entry = first; entry < last; entry++) {
         const int64_t block = entry_block(a, token, unit, entry);
-        if (entry + 1 < last) {
-            const int64_t key = entry_block(a, token, unit, entry + 1) * size;
-            const int64_t page = pages[key / a->page_size], row = key % a->page_size;
-            if (!token->picks)
-                prefetch(&a->k, page * a->k.page + head * a->k.head + row * a->k.row, run, dim);
-            prefetch(&a->v, page * a->v.page + head * a->v.head + row * a->v.row, run, dim);
-        }
+        const int64_t then = entry_block(a, token, unit, min64(entry + 1, last - 1)) * size;
+        const int64_t then_page = pages[then / a->page_size], then_row = then % a->page_size;
+        const int64_t then_k = then_page * a->k.page + head * a->k.head + then_row * a->k.row;
+        const int64_t then_v = then_page * a->v.page + head * a->v.head + then_row * a->v.row;
+        const int64_t ahead = min64(size, a->page_size - then_row);
         int64_t end = min64((block + 1) * size, token->position + 1);
         for (int64_t key = block * size; key < end;) {
             const int64_t page = pages[key / a->page_size], row = key % a->page_size;
             const int64_t keys = min64(run, min64(end - key, a->page_size - row));
+            const int64_t done = key - block * size;
             const int64_t k_at = page * a->k.page + head * a->k.head + row * a->k.row;
             const int64_t v_at = page * a->v.page + head * a->v.head + row * a->v.row;
             const int64_t hidden_from = min64(max64(token->sinks_end - key, 0), keys);
@@ -323,15 +321,18 @@ ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t un
                     memcpy(weights[g], known + (g * a->max_slots + slot) * size + key % size,
                            keys * sizeof(float));
             } else {
-                for (int64_t j = 0; j < keys; j++)
-                    widen(&a->k, k_at + j * a->k.row, dim, tile + j * dim);
-                for (int64_t g = 0; g < group; g++) {
-                    for (int64_t j = 0; j < keys; j++)
-                        weights[g][j] = dot(q + g * dim, tile + j * dim, dim);
-                    for (int64_t j = hidden_from; j < hidden_to; j++) weights[g][j] = -INFINITY;
+                for (int64_t j = 0; j < keys; j++) {
+                    if (done + j < ahead) prefetch(&a->k, then_k + (done + j) * a->k.row, dim);
+                    widen(&a->k, k_at + j * a->k.row, dim, sum);
+                    for (int64_t g = 0; g < group; g++) weights[g][j] = dot(q + g * dim, sum, dim);
                 }
+                for (int64_t g = 0; g < group; g++)
+                    for (int64_t j = hidden_from; j < hidden_to; j++) weights[g][j] = -INFINITY;
             }
-            for (int64_t j = 0; j < keys; j++) widen(&a->v, v_at + j * a->v.row, dim, tile + j * dim);
+            for (int64_t j = 0; j < keys; j++) {
+                if (done + j < ahead) prefetch(&a->v, then_v + (done + j) * a->v.row, dim);
+                widen(&a->v, v_at + j * a->v.row, dim, tile + j * dim);
+            }
             for (int64_t j = hidden_from; j < hidden_to; j++) memset(tile + j * dim, 0, dim * 4);
             for (int64_t g = 0; g < group; g++) {
                 float *state = part + g * width, *weight = weights[g];

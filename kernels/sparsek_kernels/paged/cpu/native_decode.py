@@ -35,6 +35,9 @@ _FLAGS = (
     "-march=native",
     "-fno-math-errno",
     "-fno-strict-aliasing",
+    "-fassociative-math",
+    "-fno-signed-zeros",
+    "-fno-trapping-math",
     "-fopenmp",
     "-shared",
     "-fPIC",
@@ -111,7 +114,7 @@ def _build(compiler: str) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             made = Path(scratch) / name
             command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE), "-lm"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=600)
             if done.returncode:
                 raise OSError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
             made.replace(path)
