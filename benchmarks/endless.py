@@ -3,8 +3,8 @@
     python benchmarks/endless.py --tokens 20000 --num-sink 4
     python benchmarks/endless.py --tokens 20000 --num-sink 0        # the control
 
-Every token is scored by the model that has seen what the cache keeps of the tokens before it, which
-is what endless generation conditions on.  ``--chunk 1`` feeds token by token, as generation does.
+Every token is scored by the model with the tokens before it that the cache still keeps, as in
+endless generation.  ``--chunk 1`` feeds token by token, as generation does.
 Reads SmolLM2 and the texts of ``sparsek_backend.models``.
 """
 

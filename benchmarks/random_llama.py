@@ -88,8 +88,7 @@ def write_llama(folder: Path, seed: int = 0, **changes: Any) -> Path:
 def reorder_neurons(source: Path, folder: Path, seed: int = 1) -> Path:
     """Write the same model with the neurons of every MLP in another order; returns ``folder``.
 
-    Both compute the same sums, in an order of their own: how far their answers differ is what
-    rounding alone does to them.
+    Both compute the same sums in different orders: their answers differ by rounding alone.
     """
     from safetensors.torch import load_file, save_file
 

@@ -166,7 +166,7 @@ class Soak:
             if self.arguments.batch_invariant:
                 differs = bits(answer) != bits(self.solo[index])
             if differs:
-                raise RuntimeError(f"prompt {index} alone is not answered alike twice: {again}")
+                raise RuntimeError(f"prompt {index} alone gets two different answers: {again}")
             self.solo_distance = max(self.solo_distance, again.distance)
 
     async def client(self, until: float) -> None:

@@ -1,4 +1,4 @@
-"""Tensor parallel: the tokens of two GPUs are those of one, and the time per token on two.
+"""Tensor parallel: two GPUs give the tokens of one; and the time per token on two.
 
     python benchmarks/tensor_parallel.py --out benchmarks/results        # two GPUs
     python benchmarks/tensor_parallel.py --no-tpot --longest 600 --ranks 1 --out /tmp/tp     # a CPU

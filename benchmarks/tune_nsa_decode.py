@@ -85,7 +85,7 @@ def single_changes(start: DecodeTiles) -> list[DecodeTiles]:
 def sweep(
     start: DecodeTiles, others: Sequence[DecodeTiles], shapes: Sequence[int], table: Any
 ) -> dict[DecodeTiles, list[float]]:
-    """Times of each configuration over those of ``start``, one for each shape."""
+    """Times of each configuration over the times of ``start``, one for each shape."""
     ratios: dict[DecodeTiles, list[float]] = {tiles: [] for tiles in (start, *others)}
     for heads, kv_heads, spec in (SHAPES[index] for index in shapes):
         params = {**DEFAULTS, "num_heads": heads, "num_kv_heads": kv_heads}

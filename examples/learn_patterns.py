@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> tuple[float, float, float]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def read(name: str) -> torch.Tensor:
-        ids = tokenizer((texts / name).read_text(), return_tensors="pt").input_ids
+        ids = tokenizer((texts / name).read_text(), return_tensors="pt", verbose=False).input_ids
         return ids[:, : options.tokens].to(model.device)
 
     learned = learn_model_patterns(

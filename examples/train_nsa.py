@@ -3,8 +3,9 @@
     pip install 'sparsek-backend[eval]'
     python examples/train_nsa.py --steps 300
 
-Tokens are bytes, so no tokenizer is needed.  The text is a file of yours, or a speech that is
-fetched.  `vllm serve FOLDER --attention-backend SPARSEK --skip-tokenizer-init` serves the result.
+It takes minutes on a CPU.  Tokens are bytes, so no tokenizer is needed.  The text is a file of
+yours, or a speech that is fetched.  `vllm serve FOLDER --attention-backend SPARSEK
+--skip-tokenizer-init` serves the result.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ def doctor() -> None:
     """Say whether serving would work here, on which kernels, and what to run if not."""
     from sparsek_backend.doctor import examine, print_report
 
+    typer.echo("looking at this machine: importing torch and vLLM may take a minute", err=True)
     raise typer.Exit(print_report(examine()))
 
 
@@ -61,7 +62,7 @@ def model_fetch(
     ] = None,
     directory: Annotated[
         Path | None,
-        typer.Option(help="The small model's (default ~/.cache/sparsek/smollm2-135m-instruct)."),
+        typer.Option(help="Folder to make (default ~/.cache/sparsek/smollm2-135m-instruct)."),
     ] = None,
     texts: Annotated[
         bool, typer.Option("--texts", help="Also fetch the State of the Union texts.")

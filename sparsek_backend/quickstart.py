@@ -136,6 +136,7 @@ def _converse(server: Server, name: str, texts: Path, *, check_answers: bool) ->
 
     _say(f"\n==> a long document with one planted sentence: {client.PLANTED}")
     _say(f"    {client.DOCUMENT_QUESTION}")
+    _say("    (the model reads the document first; on a CPU this takes a minute or two)")
     before = client.read_attended(server.url)
     marks: list[client.Attended] = []
     document = _ask(

@@ -1,8 +1,8 @@
 """Native sparse attention's Llama as a Transformers model: AutoModelForCausalLM, Trainer, generate.
 
 AutoConfig imports this module when a checkpoint asks for it, by
-:mod:`sparsek_backend.transformers_hook`, and it registers the class.  Folders and parameters are
-those of :class:`sparsek_backend.nn.NSALlamaForCausalLM`, which vLLM serves.
+:mod:`sparsek_backend.transformers_hook`, and it registers the class.  It has the folders
+and parameters of :class:`sparsek_backend.nn.NSALlamaForCausalLM`, which vLLM serves.
 """
 
 from __future__ import annotations

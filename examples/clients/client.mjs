@@ -65,5 +65,10 @@ if (document) {
   const text = await readFile(document, "utf8");
   await stream(`${text}\n\nSummarise the document above in one sentence.`);
 }
-console.log(`==> tool: get_weather(${JSON.stringify(await callTool())})`);
+try {
+  console.log(`==> tool: get_weather(${JSON.stringify(await callTool())})`);
+} catch (error) {
+  if (!(error instanceof OpenAI.BadRequestError)) throw error;
+  console.log(`==> tool: refused (${error.message})`);
+}
 console.log(`==> embeddings: status ${await refusedEmbeddings()}, as for any chat model`);

@@ -79,7 +79,10 @@ def main() -> None:
     parser.add_argument("--document", type=Path, help="a text to ask about")
     options = parser.parse_args()
     client = openai.OpenAI(base_url=f"{options.url}/v1", api_key="none", timeout=600)
-    model = client.models.list().data[0].id
+    try:
+        model = client.models.list().data[0].id
+    except openai.APIConnectionError:
+        raise SystemExit(f"error: no server answers at {options.url}: start one") from None
 
     print(f"==> {model}, streamed")
     stream(client, model, "What is the capital of France?")
@@ -87,7 +90,10 @@ def main() -> None:
         print(f"==> about {options.document.name}")
         text = options.document.read_text(encoding="utf-8")
         stream(client, model, f"{text}\n\nSummarise the document above in one sentence.")
-    print(f"==> tool: get_weather({call_tool(client, model)})")
+    try:
+        print(f"==> tool: get_weather({call_tool(client, model)})")
+    except openai.BadRequestError as error:
+        print(f"==> tool: refused ({error.message})")
     print(f"==> embeddings: status {refused_embeddings(client, model)}, as for any chat model")
 
 

@@ -33,7 +33,7 @@ WARM = 0.0
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What to measure.
+    """Model, request rates and limits of a measurement under load.
 
     Args:
         model: model folder, or a name of `SHAPES`.

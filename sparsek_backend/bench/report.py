@@ -63,7 +63,7 @@ def _gate(row: Row) -> str:
 
 
 def print_bars(console: Console, results: list[BarResult]) -> None:
-    """Which bars hold."""
+    """Print a table of the bars, with the ratio asked for, the ratio found and whether it holds."""
     if not results:
         return
     table = Table(title="bars", title_justify="left")

@@ -97,7 +97,7 @@ def read_csv(path: Path) -> list[Row]:
     """Read rows that `write_csv` wrote.
 
     Raises:
-        ValueError: the file is missing or its columns are not those of a result file.
+        ValueError: the file is missing or its columns are not a result file's.
     """
     if not path.is_file():
         raise ValueError(f"results: expected a CSV file, got {str(path)!r} which does not exist")

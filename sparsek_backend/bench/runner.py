@@ -19,12 +19,12 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Settings:
-    """How to run.
+    """Device, time and providers of a run.
 
     Args:
         device: where.
         budget_ms: time for the samples of one case, all providers together.
-        providers: names to run, empty for those of the workload.
+        providers: names to run, empty for the workload's own.
     """
 
     device: torch.device

@@ -39,7 +39,7 @@ class ServeCase:
 
 @dataclass(frozen=True)
 class ServePlan:
-    """What to measure.
+    """Model, cases and settings of a measurement of TTFT and TPOT.
 
     Args:
         model: model folder or name, or a name of `SHAPES`.
@@ -228,7 +228,7 @@ def write_results(
 
 
 def serve_table(rows: Sequence[ServeRow]) -> Table:
-    """Both backends side by side, gains and losses alike."""
+    """A table of both backends side by side, with gains and losses."""
     table = Table(title="end to end in vLLM", title_justify="left")
     for name in ("case", "backend", "TTFT ms", "p20-p80", "TPOT ms", "p20-p80", "TTFT", "TPOT"):
         table.add_column(name)

@@ -78,7 +78,7 @@ def time_interleaved(
     min_samples: int = 7,
     max_samples: int = 60,
 ) -> list[Timing]:
-    """Time several calls, one sample of each in turn, so that drift hits all of them alike.
+    """Time several calls, one sample of each in turn, so that drift hits all of them equally.
 
     Where any of them takes longer than 100 ms on a GPU, all rest for 0.3 s before every sample: a
     call would otherwise run at the clock that the call before it left.

@@ -38,7 +38,7 @@ class _Entries:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What a rank fetches, and the pattern of its rows over what it has then."""
+    """Key blocks that a rank fetches, and the pattern of its rows over own and fetched blocks."""
 
     transfers: Transfers
     structure: BlockStructure

@@ -64,7 +64,7 @@ def fetch_chosen(
 def _before_and_own(
     segment: Segment, blocks: torch.Tensor, size: int
 ) -> tuple[list[Range], torch.Tensor]:
-    """What a segment that others precede asks for, and the chosen blocks' places there."""
+    """Ranges to fetch for a later segment of a sequence, and the chosen blocks' places there."""
     own = (segment.start - segment.sequence) // size
     count = -(-(segment.stop - segment.sequence) // size)
     blocks = blocks.long()  # -1, for none, is the last of the following

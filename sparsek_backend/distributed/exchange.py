@@ -41,7 +41,7 @@ class Pending:
             self._works = dist.batch_isend_irecv(ops) if ops else []
 
     def wait(self) -> list[torch.Tensor]:
-        """What was received, once it is there (on a GPU, for the current stream)."""
+        """The received tensors; waits until they are there (on a GPU, the current stream waits)."""
         with self._channel.watched():
             for work in self._works:
                 work.wait()
@@ -124,7 +124,7 @@ def by_buffer(
 
 
 class _Journey:
-    """What the two halves of a differentiable exchange share."""
+    """State that departure and arrival of a differentiable exchange share."""
 
     def __init__(self, exchange: Exchange, transfers: Transfers) -> None:
         self.exchange, self.transfers = exchange, transfers

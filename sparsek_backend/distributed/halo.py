@@ -26,7 +26,7 @@ from sparsek_kernels.common.operators import new_like, new_lse
 
 @dataclass(frozen=True)
 class HaloPlan:
-    """What a rank exchanges and launches.
+    """Exchange and launches of one rank.
 
     Buffer 0 of a piece holds the rank's own rows.  The rows of each source of sinks follow, then
     the rows of each source of the halo.

@@ -64,7 +64,7 @@ class Channel:
             ) from error
 
     def told(self, mine: Any) -> list[Any]:
-        """What each rank says, a plain value, sent over the host."""
+        """One plain Python value of each rank, in rank order, gathered over the host."""
         said: list[Any] = [None] * self.size
         with self.watched():
             dist.all_gather_object(said, mine, group=self._control)

@@ -39,7 +39,7 @@ class Group:
 
 @dataclass(frozen=True)
 class NSAPlan:
-    """What a rank exchanges and launches; each exchange but ``halo`` has a request a group.
+    """Exchanges and launches of one rank; each exchange but ``halo`` has a request for each group.
 
     Args:
         halo: the exchange of the tokens that this rank's blocks are made of.

@@ -25,7 +25,7 @@ from sparsek_backend.distributed.rows import Piece, Range, Transfers, plan_trans
 
 @dataclass(frozen=True)
 class RingStep:
-    """One step of one rank: what it exchanges, then the calls over the keys that came."""
+    """One step of one rank: an exchange of keys, then the calls over the keys received."""
 
     transfers: Transfers
     calls: tuple[Call, ...]

@@ -74,7 +74,7 @@ def _union(ranges: Iterable[Range]) -> list[Range]:
 def _from_others(
     owners: Ownership, requests: Sequence[Sequence[Range]], rank: int
 ) -> dict[int, list[Stretch]]:
-    """What ``rank`` needs of each other rank, once."""
+    """Rows that ``rank`` fetches from each other rank, every row once."""
     found: dict[int, list[Stretch]] = {}
     for wanted in _union(x for request in requests for x in request):
         for owner, stretch in owners.owners(wanted):
@@ -85,7 +85,7 @@ def _from_others(
 
 @dataclass(frozen=True)
 class Transfers:
-    """What one rank sends, receives and puts together.
+    """Rows that one rank sends and receives, and the lists that it makes of them.
 
     Args:
         sends: ranks of the mesh and the own rows that each gets.

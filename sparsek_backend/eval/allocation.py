@@ -16,7 +16,7 @@ MOST = 4
 
 
 def step_of(mean: int) -> int:
-    """What budgets are multiples of: the largest divisor of ``mean`` up to a quarter of it."""
+    """Unit of all budgets: the largest divisor of ``mean`` up to a quarter of it."""
     return next(step for step in range(max(mean // PARTS, 1), 0, -1) if mean % step == 0)
 
 

@@ -42,7 +42,7 @@ _PICTURED = (8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Budget:
-    """What is attended in one run.
+    """A budget as the user wrote it, and the settings that it stands for.
 
     Args:
         label: as the user wrote it.

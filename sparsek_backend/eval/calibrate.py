@@ -33,7 +33,7 @@ console = Console()
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a model's heads miss, and what says how it was measured.
+    """Missed mass of a model's heads, with the settings and prompts that it was measured with.
 
     Args:
         model: its name in files.

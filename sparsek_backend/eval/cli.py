@@ -102,7 +102,7 @@ class PromptArguments:
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0
 
     def checked(self) -> PromptOptions:
-        """What they ask for, with the defaults.
+        """The options with defaults filled in.
 
         Raises:
             ValueError: an option names what does not exist, or names something twice.

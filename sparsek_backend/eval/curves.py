@@ -1,4 +1,4 @@
-"""How much exact attention mass each KV head misses, as a function of its budget."""
+"""Exact attention mass that each KV head misses, as a function of its budget."""
 
 from __future__ import annotations
 

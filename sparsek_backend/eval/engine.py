@@ -98,7 +98,7 @@ def ensure_entry_point() -> None:
 
 
 def backend_report(settings: Mapping[str, Any] | None) -> str:
-    """What ran in this process, proven by the backend's own counters.
+    """Name of the backend that ran in this process, with its own counters as proof.
 
     Raises:
         RuntimeError: our backend was asked for and its forward never ran.

@@ -35,7 +35,7 @@ class Scorer(Protocol):
 
 
 def pending(prompts: PromptSet, record: Path, run: str) -> PromptSet:
-    """What a run has not scored yet."""
+    """The prompts and texts that a run has not scored yet."""
     done = scored(read_rows(record), run)
     return PromptSet(
         [prompt for prompt in prompts.prompts if identity(prompt_row(prompt)) not in done],

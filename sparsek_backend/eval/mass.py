@@ -26,7 +26,7 @@ _ROWS = 128
 
 @dataclass(frozen=True)
 class Mass:
-    """What a layer's selection catches, mean over queries and query heads.
+    """Share of the exact mass that a layer's selection catches, mean over queries and query heads.
 
     Args:
         phase: ``prefill``, where a tile shares a selection, or ``decode``, where each query has

@@ -184,7 +184,7 @@ def make_answer(tokenizer: Tokenizer, text: str) -> Answer:
 
 
 def _notes(tokenizer: Tokenizer, rng: random.Random) -> list[Tokens]:
-    """What the variant ``followed`` puts behind a question."""
+    """Notes on how to answer, as token ids; variant ``followed`` puts them behind a question."""
     begin = tokenizer.encode(NOTES_BEGIN)
     return [begin, *_take(tokenizer, make_notes(rng), FOLLOWED_BY - len(begin))]
 

@@ -27,7 +27,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class PromptSet:
-    """What an evaluation asks.
+    """Prompts and texts of an evaluation.
 
     Args:
         prompts: the retrieval prompts.

@@ -30,7 +30,7 @@ def run_key(parts: Mapping[str, Any]) -> str:
 
 
 def prompt_row(prompt: Prompt) -> Row:
-    """What names a prompt in the record."""
+    """The fields that identify a prompt in the record."""
     return {
         "kind": "prompt",
         "task": prompt.task,
@@ -42,13 +42,13 @@ def prompt_row(prompt: Prompt) -> Row:
 
 
 def text_row(name: str, tokens: Tokens) -> Row:
-    """What names a text in the record."""
+    """The fields that identify a text in the record."""
     digest = hashlib.sha256(array("q", tokens).tobytes()).hexdigest()[:16]
     return {"kind": "text", "name": name, "digest": digest, "tokens": len(tokens)}
 
 
 def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a row is about: rows of two runs with one identity are a pair."""
+    """Identity of the prompt or text that a row scores; rows of two runs with one identity pair."""
     names = ("kind", "task", "variant", "length", "index", "name", "digest")
     return tuple(row.get(name) for name in names)
 
@@ -87,5 +87,5 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def scored(rows: Iterable[Mapping[str, Any]], run: str) -> set[tuple[Any, ...]]:
-    """What a run has scored already."""
+    """Identities of the prompts and texts that a run has scored already."""
     return {identity(row) for row in rows if row["run"] == run and row["kind"] != "run"}

@@ -213,7 +213,7 @@ def perplexity_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a reader must know before the figures.
+    """Warnings to print above the figures.
 
     Args:
         rows: of :func:`retrieval_rows` and :func:`perplexity_rows`.

@@ -147,7 +147,7 @@ def _about(
 
 
 def _fingerprint(folder: Path) -> Sequence[object]:
-    """What tells one folder of weights from another: its configuration and its files' sizes."""
+    """Fingerprint of a folder of weights: a digest of its configuration, and its files' sizes."""
     if not folder.is_dir():
         return []
     files = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin"))

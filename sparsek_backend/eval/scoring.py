@@ -11,7 +11,7 @@ from sparsek_backend.eval.prompt import Answer, Prompt, Tokens
 
 @dataclass(frozen=True)
 class Reply:
-    """What a model made of a prompt.
+    """A model's reply to a prompt, with the log-probabilities of the right answer.
 
     Args:
         tokens: the greedy continuation, or ``None`` where only its text is known.
@@ -27,7 +27,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Score:
-    """How good a reply is.
+    """Accuracy of a reply, and the NLL of the right answer.
 
     Args:
         accuracy: share of the expected answers that it contains.

@@ -1,7 +1,7 @@
 """A Llama-shaped language model with native sparse attention, to train here and to serve in vLLM.
 
-Its folder (``save_pretrained``) is what ``vllm serve FOLDER --attention-backend SPARSEK`` and
-``from_pretrained`` read.
+``vllm serve FOLDER --attention-backend SPARSEK`` and ``from_pretrained`` read the folder that
+``save_pretrained`` writes.
 """
 
 from __future__ import annotations
@@ -285,8 +285,8 @@ class NSALlamaForCausalLM(nn.Module):
 
         Raises:
             ImportError: safetensors is not installed.
-            ValueError: a file is missing, the config is no such model's, or the weights are not
-                those of the config.
+            ValueError: a file is missing, the config is no such model's, or the weights do
+                not fit the config.
         """
         folder = Path(folder)
         load_file = _safetensors().load_file

@@ -25,7 +25,7 @@ def random_pattern(
     Args:
         shape: ``(R, C)``; the last query block sits at the last key block.
         block_size: tokens along a side of a block.
-        density: share of the blocks that are seen, which is what causality leaves.
+        density: share of the visible blocks that a pattern lists.
         seed: the same seed gives the same blocks.
         num_patterns: P, each drawn for itself.
         causal: whether later key blocks are left out.

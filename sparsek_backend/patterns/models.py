@@ -29,11 +29,11 @@ _UNSERVED = {
     "position_bias": "a position bias",
     "cu_seq_lens_q": "packed texts",
 }
-"""What Transformers passes to layers that are more than plain causal attention."""
+"""Arguments that Transformers passes only to layers that are not plain causal attention."""
 
 
 class Learner(Protocol):
-    """What watches a layer: a :class:`LearnedPattern` or an :class:`AdaptiveLearner`."""
+    """An observer of a layer: a :class:`LearnedPattern` or an :class:`AdaptiveLearner`."""
 
     def observe(
         self,

@@ -266,7 +266,7 @@ class BlockSparsePattern(BlockStructure):
 
         Raises:
             ImportError: safetensors is missing; the message has the install command.
-            ValueError: more than 2^26 key blocks, those of all patterns together.
+            ValueError: more than 2^26 key blocks in all patterns together.
         """
         storage.write(Path(path), self.tensors(), self.block_size, self.shape)
 
@@ -414,7 +414,7 @@ class BlockSparsePattern(BlockStructure):
         yield "device", str(self.device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a file holds."""
+        """The tensors that :meth:`save` writes: indices, and weights if there are any."""
         tensors = {"crow_indices": self.crow_indices, "col_indices": self.col_indices}
         return tensors if self.weights is None else {**tensors, "weights": self.weights}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Preset:
-    """Where to begin.
+    """Block size and sparsity to begin with.
 
     Args:
         block_size: tokens along a side of a block.

@@ -10,13 +10,13 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from sparsek_backend.transformers_op.policy import settings_of
 
 _PROBE = 37
-"""Position at which a layer's keys are compared with those of position 0."""
+"""Position at which a layer's keys are compared with its keys at position 0."""
 
 
 class SinkWindowLayer(DynamicLayer):  # type: ignore[misc]
     """One layer's first ``num_sink`` and last ``window_size - 1`` keys and values.
 
-    What ``update`` returns is sinks, window and the new tokens, so that attention over it with the
+    ``update`` returns sinks, window and the new tokens, so that attention over them with the
     same ``num_sink`` and ``window_size`` is exactly attention over the whole text.
 
     With ``inv_freq``, sinks follow the window: their rotary position is moved forward by as many

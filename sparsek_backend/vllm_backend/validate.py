@@ -97,9 +97,9 @@ def _reasons(selection: Mapping[str, Any]) -> list[str]:
 
 
 def _selection(vllm_config: Any, resolved: ResolvedConfig) -> dict[str, Any]:
-    """What the engine's decoder layers will require of their backend.
+    """Requirements of the engine's decoder layers, for ``validate_configuration``.
 
-    The fields are those of ``AttentionSelectorConfig``, which vLLM fills in the worker.
+    They are the fields of ``AttentionSelectorConfig``, which vLLM fills in the worker.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config

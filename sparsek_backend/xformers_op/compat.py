@@ -1,4 +1,4 @@
-"""Where xFormers keeps what we need: the one place that knows its versions apart.
+"""Names of xFormers, from the place where the installed version keeps them.
 
 Up to 0.0.35 the operators live in ``xformers.ops.fmha``; later versions re-export them from the
 ``mslk`` package.  Base classes and biases import the same way from both, and the module that

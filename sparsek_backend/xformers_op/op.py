@@ -85,7 +85,7 @@ def _reasons(op: Any, inp: Inputs, types: tuple[type, ...]) -> list[str]:
 
 
 def _fallback_reason(inp: Inputs, plan: MaskPlan) -> str | None:
-    """What sends these inputs to torch instead of a kernel."""
+    """The reason why torch serves these inputs, or None where a kernel does."""
     if inp.p != 0.0:
         return "xFormers attention with dropout"
     if plan.bias is not None:

@@ -1,4 +1,4 @@
-"""What an xFormers bias means, in the terms of SparseK's kernels.
+"""An xFormers bias translated into arguments of SparseK's kernels.
 
 Every supported bias is a *band* (full, causal, or sinks + window, aligned to the first or to the
 last key) over the whole batch or over packed sequences, with an optional additive tensor or, over

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import runpy
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -49,3 +52,53 @@ def test_patterns_are_learned_saved_and_attended(tmp_path: Path) -> None:
     kept, dense, sparse = example["main"](arguments)
     assert kept < 0.95
     assert 0 < abs(sparse - dense) < 0.5
+
+
+class WithoutTools(BaseHTTPRequestHandler):
+    """A chat server whose every answer is `Paris`, and which takes neither tools nor embeddings."""
+
+    def do_GET(self) -> None:
+        self._reply(200, json.dumps({"object": "list", "data": [{"id": "tiny"}]}))
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not request.get("stream"):
+            self._reply(400, json.dumps({"error": {"message": "set --tool-call-parser"}}))
+            return
+        event = json.dumps({"choices": [{"index": 0, "delta": {"content": "Paris"}}]})
+        self._reply(200, f"data: {event}\n\ndata: [DONE]\n\n", "text/event-stream")
+
+    def _reply(self, status: int, body: str, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_arguments: object) -> None:
+        """Stay quiet."""
+
+
+def test_the_client_goes_on_without_tools_and_names_a_server_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("openai")
+    main = runpy.run_path(str(EXAMPLES / "clients" / "client.py"))["main"]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), WithoutTools)
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr("sys.argv", ["client.py", "--url", url])
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        main()
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    printed = capsys.readouterr().out
+    assert "Paris" in printed
+    assert "tool: refused" in printed
+    assert "--tool-call-parser" in printed
+    assert "embeddings: status 400" in printed
+    with pytest.raises(SystemExit, match=f"no server answers at {url}"):
+        main()

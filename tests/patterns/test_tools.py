@@ -203,6 +203,7 @@ def test_learn_command(tmp_path: Path) -> None:
         app, ["learn", str(tmp_path / "model"), "--out", str(out), *options, *named]
     )
     assert result.exit_code == 0, result.output
+    assert "learning from 2 texts of 90 tokens on " in result.stderr
     found = ModelPatterns.load(out)
     assert (found.model, found.sparsity) == (str(tmp_path / "model"), 0.3)
     assert found.shape == (6, 6)

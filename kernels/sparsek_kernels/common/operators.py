@@ -1,4 +1,4 @@
-"""What the operators of attention share: kernels or torch, and the tensors that they return."""
+"""Parts of all operators of attention: kernels or torch, and the tensors that they return."""
 
 from __future__ import annotations
 

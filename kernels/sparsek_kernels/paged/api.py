@@ -119,8 +119,8 @@ def select_blocks(
     Returns:
         One ``[tiles, Hkv, scored_blocks]`` int64 tensor per request, ascending block indices;
         rows of tiles that see everything are -1, and so are the last places of heads that keep
-        fewer (``policy.head_top_k``).  Decodes have a tile per token, and the blocks
-        and their number are those of ``policy.per_token()``.
+        fewer (``policy.head_top_k``).  Decodes have a tile per token, and blocks
+        of the size and number that ``policy.per_token()`` has.
 
     Raises:
         TypeError, ValueError: ``policy`` does not select blocks, or an argument does not fit.

@@ -89,7 +89,7 @@ def given_summary(k_summary: torch.Tensor | None) -> torch.Tensor:
 
 
 def check_ranking(policy: SelectionPolicy) -> None:
-    """What the Triton kernels rank blocks by."""
+    """Refuse a policy whose ranking the Triton kernels lack: they rank blocks by masses."""
     if policy.ranking != "masses":
         raise NotImplementedError(
             f"policy: on a GPU blocks are ranked by masses, got ranking={policy.ranking!r}; leave "

@@ -45,7 +45,7 @@ def block_ranks_reference(
     policy: SelectionPolicy,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """What ranks the blocks up to the query's own: ``[Hkv, blocks]``, inf for the forced ones."""
+    """Scores of the blocks up to the query's own: ``[Hkv, blocks]``, inf for forced blocks."""
     size = policy.sel_block_size
     shares = kernel_shares_reference(q, k, position, softmax_scale)
     own = position // size

@@ -16,7 +16,7 @@ from sparsek_kernels.paged.policy import SelectionPolicy
 
 
 def block_lists(entries: torch.Tensor, policy: SelectionPolicy) -> torch.Tensor:
-    """What tiles attend beyond sinks and window: ``[rows, Hkv, scored_blocks]`` int32.
+    """Blocks that tiles attend beyond sinks and window: ``[rows, Hkv, scored_blocks]`` int32.
 
     Row ``r`` is of tiles that begin in block ``r``.  A block is written as itself, or as minus its
     distance to block ``r``; the last row so serves all later ones, because from there on neither

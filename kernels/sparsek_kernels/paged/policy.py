@@ -124,12 +124,12 @@ class SelectionPolicy:
             )
 
     def per_token(self) -> SelectionPolicy:
-        """What a single token follows: its own budget, selected for it alone, by the cell.
+        """The policy of a single token: its own budget, selected for it alone, by the cell.
 
         A selection that tokens do not share can follow each of them closely, so its blocks are as
         small as a cell.  Sinks and window cover as many tokens as before, ``top_k`` as many as
-        ``decode_top_k`` says; KV heads keep their proportions.  InfLLM-v2's blocks stay what the
-        model was trained with.
+        ``decode_top_k`` says; KV heads keep their proportions.  InfLLM-v2's blocks keep the
+        size that the model was trained with.
         """
         return self._per_token
 

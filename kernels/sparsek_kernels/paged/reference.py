@@ -43,7 +43,7 @@ def hadamard_reference(dim: int) -> torch.Tensor:
 
 
 def sketch_reference(k: torch.Tensor) -> torch.Tensor:
-    """What the sketch of a sequence's whole vectors stands for, not rotated.
+    """Keys as the sketch of a sequence's whole vectors gives them back, rotated back.
 
     Args:
         k: ``[N, Hkv, D]`` keys after RoPE.
@@ -114,7 +114,7 @@ def candidate_scores_reference(
     policy: SelectionPolicy,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """What summaries tell of the blocks up to a tile's last candidate: ``[Hkv, blocks]`` float64.
+    """Scores by summaries of the blocks up to a tile's last candidate: ``[Hkv, blocks]`` float64.
 
     Args:
         q: ``[n, Hq, D]``, the tile's queries at ``positions`` (ascending, consecutive).
@@ -227,7 +227,7 @@ Select: TypeAlias = Callable[
 
 
 def listed_reference(entries: list[list[int]]) -> Select:
-    """What chooses by ranked lists: prefills do so, single tokens by score.
+    """A function that chooses prefill tiles' blocks by ranked lists, and single tokens' by score.
 
     Args:
         entries: for each KV head; ``e >= 0`` is block ``e``, ``e < 0`` the block ``-e`` before the

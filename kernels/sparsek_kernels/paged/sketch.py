@@ -1,4 +1,4 @@
-"""What a page keeps for single tokens: its keys as 4-bit means of 4 tokens each.
+"""The sketch of a page, for the selection of single tokens: 4-bit means of 4 keys each.
 
 Vector ``n`` of a page is the mean of the keys of its tokens ``4n`` to ``4n + 3`` (of those that are
 there so far), rotated by a Hadamard matrix so that outlier channels spread, and rounded to 16

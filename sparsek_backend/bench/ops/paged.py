@@ -101,7 +101,7 @@ def gate_tiles(
 def _chosen(
     inputs: PagedInputs, tile: Tile, policy: SelectionPolicy, *, decode: bool
 ) -> torch.Tensor:
-    """What our kernels choose for one tile, asked for by itself."""
+    """Blocks that our kernels choose for one tile when it is their only input."""
     alone = PagedInputs(
         inputs.q[tile.rows.start : tile.rows.stop],
         inputs.k_cache,
@@ -219,7 +219,7 @@ def _providers(
     *,
     decode: bool,
 ) -> list[Provider]:
-    """Providers over the same inputs, ours first; those that attend more than ours say so."""
+    """Providers over the same inputs, ours first; a note marks each that attends more than ours."""
     tiles = decode_tiles(inputs) if decode else prefill_tiles(inputs)
 
     def provider(
@@ -361,7 +361,7 @@ def prefill_cost(
 
 
 def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """What choosing the blocks of a prompt costs: products of a query head, and keys read.
+    """Cost of choosing the blocks of a prompt: products of a query head, and keys read.
 
     All queries score the means of the cells before their own block; the keys of a chunk's context
     are read for them once.  Samples score the keys of their tile's list.

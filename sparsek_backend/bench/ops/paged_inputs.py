@@ -60,7 +60,7 @@ class PagedInputs:
     Args:
         q: [T, Hq, D], packed.
         k_cache: [P, Hkv, page_size, D], a strided view of the pages.
-        v_cache: likewise.
+        v_cache: [P, Hkv, page_size, D], a strided view of the same pages.
         k_summary: [P, Hkv, summary_bytes] uint8, a strided view of the tail of each page.
         block_table: [R, max pages] int32, pages in random order.
         query_lens: new tokens of each request.

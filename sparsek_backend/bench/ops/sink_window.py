@@ -173,7 +173,7 @@ def _backward(call: Call, leaves: Inputs) -> Callable[[], Outputs]:
 
 @dataclass(frozen=True)
 class Entry:
-    """An implementation: its name, how it is called, what it computes, how that differs."""
+    """An implementation: its name, its call, its mask, and a note where that is not ours."""
 
     name: str
     make: Maker

@@ -12,7 +12,7 @@ from sparsek_backend.eval.prompt import Draft, Tokenizer
 
 @dataclass(frozen=True)
 class Source:
-    """What one prompt is drawn from.
+    """Seed, place and length from which a task makes one prompt.
 
     Args:
         seed: of the whole evaluation; pools that all prompts share depend on it alone.

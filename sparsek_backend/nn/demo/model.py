@@ -1,4 +1,4 @@
-"""A small causal transformer whose attention is native sparse or dense, otherwise alike."""
+"""A small causal transformer with native sparse attention, or its twin with dense attention."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from sparsek_backend.distributed import SequenceLayout, shard
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks of a run; those of a row of ``mesh`` share the tokens of the same sequences.
+    """Ranks of a run; the ranks in a row of ``mesh`` share the tokens of the same sequences.
 
     Args:
         world: all ranks, which share the weights.
@@ -42,7 +42,7 @@ class Ranks:
         return self.world.get_local_rank() == 0
 
     def layout(self, length: int) -> SequenceLayout:
-        """Who holds which tokens of sequences of a length."""
+        """The zigzag layout of sequences of ``length`` tokens over the ranks of a row."""
         return SequenceLayout(length, self.context.size(), "zigzag")
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:

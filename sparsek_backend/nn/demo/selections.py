@@ -74,7 +74,7 @@ def save_inputs(trainer: Trainer, path: Path, length: int, sequences: int) -> No
 
 
 def overlap(block_indices: torch.Tensor) -> dict[str, float]:
-    """How much neighbouring tokens agree on their blocks.
+    """Share of selected blocks that neighbouring tokens have in common.
 
     Args:
         block_indices: ``[B, N, Hkv, S]``, ``-1`` where a token selected fewer.

@@ -121,7 +121,7 @@ class DemoConfig:
 
 @dataclass
 class RunResult:
-    """What one model of the demo did.
+    """Losses, recall and step times of one model of the demo.
 
     Args:
         kind: its attention.

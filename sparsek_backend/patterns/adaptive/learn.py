@@ -137,7 +137,7 @@ def _chosen(
 
     Args:
         mass: ``[P, K, R, C]``.
-        often: ``[P, K]`` how often each cluster occurs, which is what a block of it costs.
+        often: ``[P, K]`` how often each cluster occurs; a block of the cluster costs as much.
         visible: ``[R, C]`` bool.
         rule: sinks and window.
         budget: blocks of each of the P patterns, on average.

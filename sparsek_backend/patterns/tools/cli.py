@@ -104,6 +104,7 @@ def learn(
             )
         where = choose_device(device)
         loaded, batches = _load(model, text, tokens, texts, where)
+        typer.echo(f"learning from {len(batches)} texts of {tokens} tokens on {where}", err=True)
         from sparsek_backend.patterns.tools.learning import learn_patterns, learn_prefill_pattern
 
         importance = ImportanceOptions(
@@ -214,8 +215,10 @@ def _load(
     model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
     batches: list[torch.Tensor] = []
     for path in paths:
-        ids = tokenizer(path.read_text(encoding="utf-8")).input_ids[:tokens]
-        if len(ids) == tokens and len(batches) < most:
+        if len(batches) == most:
+            break
+        ids = tokenizer(path.read_text(encoding="utf-8"), verbose=False).input_ids[:tokens]
+        if len(ids) == tokens:
             batches.append(torch.tensor([ids]))
     if not batches:
         raise ValueError(f"--tokens: expected texts of at least {tokens} tokens, got none")

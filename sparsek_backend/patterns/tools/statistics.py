@@ -26,7 +26,7 @@ class Statistics:
         row_mean: listed blocks per query block, on average.
         row_std: their standard deviation.
         row_max: the most.
-        overlap: blocks that two patterns share over those of either, on average.
+        overlap: blocks that both of two patterns list over blocks that either lists, on average.
         importance: histogram of the listed blocks' weights over the largest one, in equal steps
             from 0 to 1; empty without weights.
         bytes: of the index tensors and weights.

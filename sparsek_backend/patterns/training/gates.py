@@ -65,7 +65,7 @@ class BlockGates(torch.nn.Module):
         return (kept - (1.0 - sparsity)).square().mean()
 
     def diversity_loss(self, visible: torch.Tensor) -> torch.Tensor:
-        """How alike the patterns are: the mean cosine of every two of them, 0 for a single one."""
+        """Mean cosine similarity of every two patterns, 0 for a single one."""
         rows = F.normalize(self.probabilities()[:, visible], dim=1)
         others = len(rows) * (len(rows) - 1)
         cosines = rows @ rows.T

@@ -83,7 +83,7 @@ class Pruning:
 
 
 def overlap(mask: torch.Tensor) -> float:
-    """Blocks that two patterns of ``mask [P, R, C]`` share, over those of either: their mean.
+    """Mean Jaccard index of every two of the patterns ``mask [P, R, C]``: shared blocks over all.
 
     1 where all patterns are the same, and for a single one.
     """

@@ -100,7 +100,7 @@ class PatternScheduler:
         return torch.stack(losses).mean() if losses else self.patterns[0].keep.new_zeros(()).float()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the modules' own state."""
+        """The scheduler's state; patterns and importance are in the modules' own."""
         masks, sparsity = self._before or (None, None)
         return {
             "steps": self.steps,

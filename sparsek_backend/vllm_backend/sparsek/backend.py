@@ -114,7 +114,7 @@ class SparseKBackend(HeadMajorPages, AttentionBackend):
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        """Where vLLM knows all bytes of a page; which connectors, ``validate`` decides by name."""
+        """True where vLLM knows all bytes of a page; ``validate`` checks the connector's name."""
         return compat.declares_content()
 
     @classmethod

@@ -188,7 +188,7 @@ class SparseKImpl(AttentionImpl):
 
     @property
     def kernel_key(self) -> tuple[Any, ...]:
-        """What decides which kernels serve a layer; layers with equal keys share them."""
+        """A key by which layers share kernels: shape, rule, cache dtype and mask of the layer."""
         shape = (self.num_heads, self.num_kv_heads, self.head_size)
         rule = (self.policy.equal_heads, bool(self.policy.head_top_k))
         kind = (self.sinks is None, self.lists is None, self.fallback_reason)

@@ -60,7 +60,7 @@ def packed_rows(
 
 @triton.jit
 def attending(mask_ptr, index, exists, HAS_MASK: tl.constexpr):
-    """Which of the rows that exist are no padding."""
+    """Rows that exist and are no padding, as a mask."""
     if HAS_MASK:
         exists = exists & (tl.load(mask_ptr + index, mask=exists, other=0) != 0)
     return exists

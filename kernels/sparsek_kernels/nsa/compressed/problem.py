@@ -1,4 +1,4 @@
-"""What one call of attention over compressed blocks, or of the selection after it, is about."""
+"""Tensors, settings and sizes of one call of compressed attention, or of its selection."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ def piece_keys(
     """Positions of the keys of piece ``piece``: the next entries of a list of blocks so small that
     ``BLOCK_N`` keys hold several.  ``[BLOCK_N]``
 
-    Entries are those of :func:`piece_start`.  The selected ones come last and begin a piece; where
-    a piece has no more entries, its keys lie past every query.
+    :func:`piece_start` says which entries a piece has.  Selected entries come last and begin a
+    piece; where a piece has no more entries, its keys lie past every query.
     """
     ENTRIES: tl.constexpr = BLOCK_N // SEL_BLOCK
     offs_n = tl.arange(0, BLOCK_N)
@@ -274,7 +274,7 @@ def attend_kernel(
         tile, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, FROM_TABLE, TILES_PER_REQUEST, TILE
     )
     HAS_SELECTION: tl.constexpr = (MODE != DENSE) and (MODE != SINK_WINDOW) and (SCORED_BLOCKS > 0)
-    # Decodes take the selected blocks last: what is attended anyway is read while the kernel that
+    # Decodes take the selected blocks last: sinks and window are read while the kernel that
     # selects, launched before this one, is still at work.  So do lists of small blocks.
     SMALL: tl.constexpr = SEL_BLOCK < BLOCK_N
     SELECTED_LAST: tl.constexpr = HAS_SELECTION and (SMALL or not FROM_TABLE)

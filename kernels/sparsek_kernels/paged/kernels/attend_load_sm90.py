@@ -29,7 +29,7 @@ def place(
     SCORED_BLOCKS: gl.constexpr,
     HEAD_PLACES: gl.constexpr,
 ):
-    """What work item ``item`` is: ``(tile, kv_head, first member, request, start, low, high,
+    """Work item ``item``: ``(tile, kv_head, first member, request, start, low, high,
     token_of_zero, front, selected, first_local, count)``.
 
     Pairs of heads of a tile are neighbours, then its chunks of 64 queries, then tiles: what runs

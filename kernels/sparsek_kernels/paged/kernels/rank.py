@@ -63,7 +63,7 @@ def unit_keys(
 ):
     """Positions of the keys of the ``BLOCK_N // UNIT`` units from ``unit`` on.  ``[BLOCK_N]``.
 
-    ``LISTED`` units are candidates', the others those of sinks and local blocks.  Units from
+    ``LISTED`` units belong to candidates, the others to sinks and local blocks.  Units from
     ``end`` on have keys past every query.
     """
     PARTS: tl.constexpr = SEL_BLOCK // UNIT
@@ -208,7 +208,7 @@ def write_unit_masses(
     LISTED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """What ``write_masses`` writes, for many rows and units that lie in one page each.
+    """Write the masses of ``write_masses``, for many rows and units that lie in one page each.
 
     Products are ``Q . K^T``: a row's keys then lie in four threads, which add them up.  The place
     of the next unit is looked up an iteration ahead, so that keys wait for no other load.
@@ -338,7 +338,7 @@ def listed_masses_kernel(
     candidates = candidates_ptr + (local.to(tl.int64) * NUM_KV_HEADS + kv_head) * LISTED_BLOCKS
     table = block_table_ptr + request.to(tl.int64) * stride_br
     k_head = k_ptr + kv_head * stride_kh
-    # What is attended anyway is read while the kernel that finds candidates is still at work.
+    # Sinks and local blocks need no candidates: read them while the kernel that finds these runs.
     WHOLE: tl.constexpr = (UNIT == BLOCK_N) and (PAGE_SIZE % UNIT == 0) and (BLOCK_M >= 64)
     forced_end = tl.minimum(end * UNITS, FORCED)
     if WHOLE:

@@ -56,7 +56,7 @@ def scored_part(
     REACH_BLOCKS: gl.constexpr,
     SCORED_BLOCKS: gl.constexpr,
 ):
-    """What this program does in its ``turn``-th turn.
+    """The program's work in its ``turn``-th turn.
 
     ``(tile, KV head, first head of four, request, base, low, high, row of q of position 0,
     blocks)`` of 64 queries from ``base`` on.  Heads are neighbours, and tiles are taken from the

@@ -28,7 +28,7 @@ from sparsek_kernels.paged.policy import ceil_div
 
 
 def list_config(call: Selection) -> tuple[TileConfig, int]:
-    """How masses are computed, and the keys of a unit: an equal part of a block at most."""
+    """Tile sizes of the kernel of masses, and the keys of a unit: a block or a part of it."""
     config = listed_config(
         rows=call.rows,
         head_dim=call.q.shape[2],

@@ -37,7 +37,7 @@ _HEADS = 4
 
 @dataclass(frozen=True)
 class _Step:
-    """What all launches of one call share.
+    """Arguments that all launches of one call share.
 
     Args:
         q: ``[T, Hq, D]``.

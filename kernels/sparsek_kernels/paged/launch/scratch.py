@@ -1,4 +1,4 @@
-"""What launchers share: scratch that outlives a call, and launch options."""
+"""Scratch memory that outlives a call, and launch options, for all launchers."""
 
 from __future__ import annotations
 

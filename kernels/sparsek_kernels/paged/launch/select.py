@@ -87,7 +87,7 @@ def _select_decodes(call: Selection) -> None:
     for first in range(0, batch.num_decodes, requests):
         here = min(requests, batch.num_decodes - first)
         step = Step(first * length, here * length)
-        # as large for the last requests as for the others: what is compiled depends on that
+        # As large for the last requests as for the others, since its size decides what is compiled.
         logits = _decode_logits(call, first, here, requests)
         strides = (num_heads * call.width, call.group * call.width, call.width)
         rank_blocks(call, step, _top_blocks(call, step, logits, strides))

@@ -68,7 +68,7 @@ class Selection:
         return self.policy.sink_blocks + self.policy.local_blocks + self.policy.listed_blocks
 
     def tile_keys(self) -> dict[str, int | bool]:
-        """What kernels know of tiles and of the rule when they are compiled."""
+        """Compile-time constants of tiles and of the policy."""
         return {
             "FROM_TABLE": self.tiles is not None,
             "TILES_PER_REQUEST": 1 if self.tiles is not None else self.batch.decode_query_len,

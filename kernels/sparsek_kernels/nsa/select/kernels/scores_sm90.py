@@ -45,8 +45,8 @@ def _block_scores(
 ):  # fmt: skip
     """Scores ``[BLOCK_B, BLOCK_T]`` of products ``s [BLOCK_K, BLOCK_G * BLOCK_T]``.
 
-    ``carried`` is what the tile before spills into the first block; the second result is for the
-    next tile.
+    ``carried`` are the sums that the tile before adds to the first block; the second result is
+    ``carried`` of the next tile.
     """
     BLOCK_K: gl.constexpr = s.shape[0]
     BLOCK_B: gl.constexpr = BLOCK_K // PER_SEL

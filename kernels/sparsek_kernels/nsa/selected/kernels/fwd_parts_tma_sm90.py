@@ -82,7 +82,7 @@ def _copy_partition(
     dtype: gl.constexpr = tile_smem.dtype
     BOX_LAYOUT: gl.constexpr = q_desc.layout
     BLOCK_E: gl.constexpr = ROWS // GROUP
-    # In a tile's memory, all rows of the first 64 columns come before those of the next 64.
+    # In a tile's memory, all rows of the first 64 columns come before all rows of the next 64.
     BOXES: gl.constexpr = STAGES * (HEAD_DIM // COLS) * BLOCK_E
     boxes = tile_smem._reinterpret(dtype, [BOXES, 1, 1, GROUP, COLS], BOX_LAYOUT)
     steps = (entry_end - entry + BLOCK_E - 1) // BLOCK_E
