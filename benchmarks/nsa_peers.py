@@ -2,7 +2,8 @@
 
 * ``fla``: flash-linear-attention 0.6.0 (``pip install fla-core==0.6.0 einops``), groups of 16;
 * ``mdy666``: ``flash_nsa`` of mdy666/Scalable-Flash-Native-Sparse-Attention on ``PYTHONPATH``;
-* ``xunhaolai``: ``native_sparse_attention`` of XunhaoLai/native-sparse-attention-triton on
+* ``xunhaolai``: ``native_sparse_attention`` of XunhaoLai/native-sparse-attention-triton, also
+  on ``PYTHONPATH``;
 * dense causal attention: ``fa3`` (vLLM's FlashAttention-3, forward only) and torch's ``cudnn`` and
   ``fa2``.
 

@@ -119,7 +119,7 @@ class NSALlama(NSALlamaForCausalLM):
                     buffer.fill_(1.0)  # tensor parallelism's mark: weights stack head by head
 
     def forward(self, tokens: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Logits of this rank's tokens; torchtitan's positions are those of the layout."""
+        """Logits of this rank's tokens; the layout gives their positions."""
         return super().forward(tokens, layout=self.layout)
 
 

@@ -33,7 +33,7 @@ class HeldPages:
         """Values of blocks, each from the rank that holds the block.
 
         Args:
-            values: ``[T, Hkv, ..., n]``; those of blocks that are not here may be anything.
+            values: ``[T, Hkv, ..., n]``; a block of another rank may have any value.
             blocks: ``[T, Hkv, n]`` int64 blocks of ``size`` tokens.
         """
         missing = ~self.has(blocks * size)
