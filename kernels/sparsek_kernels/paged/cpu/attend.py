@@ -17,8 +17,8 @@ from sparsek_kernels.paged.cpu.plan import TileGroup, plan_decodes, plan_prefill
 from sparsek_kernels.paged.cpu.select import (
     group_tiles,
     prefill_summaries,
+    select_decodes,
     select_group,
-    select_tokens,
     unused_places,
 )
 from sparsek_kernels.paged.lists import listed_blocks
@@ -185,18 +185,7 @@ def _decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) -
         return
     every = plan.rows.numel() == q.shape[0]
     rows = q if every else q.index_select(0, plan.rows)
-    selected = None
-    if plan.scoring is not None and operands.k_summary is not None:
-        selected = select_tokens(
-            rows,
-            plan.positions,
-            operands.k_cache,
-            operands.k_summary,
-            plan.scoring,
-            plan.group,
-            rule,
-            operands.softmax_scale,
-        )
+    selected = select_decodes(rows, operands, plan, rule)
     attended = attend_tiles(rows.unsqueeze(3), operands, plan.group, selected, rule).squeeze(3)
     if every:
         out.copy_(attended)

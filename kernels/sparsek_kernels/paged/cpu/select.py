@@ -10,6 +10,7 @@ from sparsek_kernels.paged.cpu.gather import block_reader, read_sequence
 from sparsek_kernels.paged.cpu.held import HeldPages
 from sparsek_kernels.paged.cpu.infllm import infllm_scores, semantic_kernels, unrotated
 from sparsek_kernels.paged.cpu.plan import (
+    DecodePlan,
     PrefillPlan,
     TileGroup,
     TokenScoring,
@@ -19,6 +20,7 @@ from sparsek_kernels.paged.cpu.plan import (
     plan_tokens,
 )
 from sparsek_kernels.paged.lists import listed_blocks
+from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotate
@@ -206,6 +208,37 @@ def select_tokens(
     listed = token_candidates(q, k_summary, page_size, plan, rule, softmax_scale, here)
     rows = q.unsqueeze(2)
     return rank_blocks(rows, where[:, None], k_cache, group, listed, rule, softmax_scale, here)
+
+
+def select_decodes(
+    q: torch.Tensor,
+    operands: PagedOperands,
+    plan: DecodePlan,
+    rule: SelectionPolicy,
+    here: HeldPages | None = None,
+) -> torch.Tensor | None:
+    """Blocks of the plan's decoded tokens, or ``None`` where the rule selects none.
+
+    Args:
+        q: ``[T, Hkv, G, D]``, the queries of ``plan.rows``.
+        here: the pages that this rank holds, where it does not hold them all.
+
+    Returns:
+        ``[T, Hkv, scored_blocks]`` int64, ascending.
+    """
+    if plan.group is None or plan.scoring is None or operands.k_summary is None:
+        return None
+    return select_tokens(
+        q,
+        plan.positions,
+        operands.k_cache,
+        operands.k_summary,
+        plan.scoring,
+        plan.group,
+        rule,
+        operands.softmax_scale,
+        here,
+    )
 
 
 def sampled_rows(

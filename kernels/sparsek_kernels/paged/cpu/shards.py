@@ -10,7 +10,7 @@ from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.cpu.gather import RunReader, block_reader
 from sparsek_kernels.paged.cpu.held import HeldPages
 from sparsek_kernels.paged.cpu.plan import TileGroup, plan_decodes
-from sparsek_kernels.paged.cpu.select import NOTHING, select_tokens
+from sparsek_kernels.paged.cpu.select import NOTHING, select_decodes
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
 
@@ -42,19 +42,7 @@ def attend_shard_eager(
         held = (batch.block_table >= 0).index_select(0, plan.requests)
         here = HeldPages(held, page_size, largest)
         rows = q.index_select(0, plan.rows)
-        selected = None
-        if plan.scoring is not None and operands.k_summary is not None:
-            selected = select_tokens(
-                rows,
-                plan.positions,
-                operands.k_cache,
-                operands.k_summary,
-                plan.scoring,
-                plan.group,
-                rule,
-                operands.softmax_scale,
-                here,
-            )
+        selected = select_decodes(rows, operands, plan, rule, here)
         out[plan.rows], lse[plan.rows] = _attend_blocks(
             rows, operands, plan.group, selected, rule, here
         )
@@ -64,7 +52,7 @@ def attend_shard_eager(
 def _attend_everything(
     q: torch.Tensor, operands: PagedOperands, table: torch.Tensor, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last ``n`` queries of a sequence over its pages that are here; q: ``[n, Hkv, G, D]``."""
+    """Attention of a sequence's last queries ``q [n, Hkv, G, D]`` over this rank's pages of it."""
     page_size = operands.k_cache.shape[2]
     logical = (table >= 0).nonzero()[:, 0]
     pages = table[logical].long()
@@ -89,7 +77,7 @@ def _attend_blocks(
     rule: SelectionPolicy,
     here: HeldPages,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Single tokens over those of their blocks that are here; q: ``[T, Hkv, G, D]``."""
+    """Attention of single tokens ``q [T, Hkv, G, D]`` over the blocks that this rank holds."""
     size, heads = rule.sel_block_size, q.shape[1]
     blocks = group.forced.expand(-1, heads, -1)
     known = selected
