@@ -287,16 +287,22 @@ class SparseKImpl(AttentionImpl):
                 self._attend(segment, query, pages, scales, out)
         return output
 
+    @property
+    def _decode_policy(self) -> SelectionPolicy:
+        """The policy of decodes: the layer's own, or everything where prefills alone select."""
+        if self._settings.dense_decode and self.policy.selects_blocks:
+            return SelectionPolicy(sel_block_size=self.policy.sel_block_size)
+        return self.policy
+
     def _split(self, step: SparseKMetadata) -> tuple[Segment, ...]:
         """The step whole, or split into what FlashAttention and what the paged kernels attend."""
-        dense_decode = self._settings.dense_decode and self.policy.selects_blocks
-        dense_decode &= step.batch.num_decodes > 0
+        decodes = self._decode_policy
+        dense_decode = step.batch.num_decodes > 0 and decodes is not self.policy
         if not dense_decode and (self.flash is None or not step.batch.num_prefills):
             return (Segment(step.batch, self.policy),)
         parts = segments(step.batch, self.policy, step.seq_lens)
         if dense_decode:  # the first part is the decodes
-            everything = SelectionPolicy(sel_block_size=self.policy.sel_block_size)
-            parts = (replace(parts[0], policy=everything), *parts[1:])
+            parts = (replace(parts[0], policy=decodes), *parts[1:])
         return parts
 
     def _attend(
@@ -358,14 +364,11 @@ class SparseKImpl(AttentionImpl):
     ) -> None:
         query = step.ranks.gather_heads(query)
         if step.decodes.num_decodes:
-            policy = self.policy
-            if self._settings.dense_decode and policy.selects_blocks:
-                policy = SelectionPolicy(sel_block_size=policy.sel_block_size)
             attend_decodes(
                 query,
                 self._cached_view(kv_cache),
                 step,
-                policy,
+                self._decode_policy,
                 softmax_scale=self.scale,
                 sinks=self.sinks,
                 out=out,
