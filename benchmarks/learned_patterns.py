@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -202,23 +202,34 @@ def toy(options: argparse.Namespace) -> tuple[Any, list[torch.Tensor], list[torc
     return LlamaForCausalLM(config), texts[: options.learn], texts[options.learn :]
 
 
-def main() -> int:
-    """Learn, judge, print a line per pattern and write them to a CSV."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def make_parser(summary: str) -> argparse.ArgumentParser:
+    """Options of a script that learns patterns from some texts and judges them on others."""
+    parser = argparse.ArgumentParser(description=summary)
     parser.add_argument("--model", type=Path, help="a Hugging Face folder; SmolLM2 by default")
     parser.add_argument("--toy", action="store_true", help="a random model of two layers")
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--windows", type=int, nargs="+", default=[2, 5], help="in blocks")
-    parser.add_argument("--rules", nargs="+", default=RULES)
     parser.add_argument("--samples", type=int, default=16, help="queries of each block")
     parser.add_argument("--learn", type=int, default=4, help="texts to learn from")
     parser.add_argument("--judge", type=int, default=4, help="texts to judge on")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--commit", default="", help="recorded where there is no git")
     parser.add_argument("--csv", type=Path, required=True)
-    parser.add_argument("--figure", type=Path, help="where to draw the patterns of a layer")
-    options = parser.parse_args()
+    return parser
+
+
+class Subject(NamedTuple):
+    """A model on its device, the texts, and the columns that tell where it was measured."""
+
+    model: Any
+    learn: list[torch.Tensor]
+    judge: list[torch.Tensor]
+    where: dict[str, str]
+
+
+def prepare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Subject:
+    """The model and texts of the options; their sizes are filled in."""
     options.tokens = options.tokens or (256 if options.toy else 2048)
     options.block_size = options.block_size or (16 if options.toy else 64)
     device = choose_device(options.device)
@@ -233,10 +244,19 @@ def main() -> int:
         judge = batches(tokenizer, options.tokens, slice(1, None, 2), options.judge)
     if not learn or not judge:
         parser.error(f"--tokens: too few texts have {options.tokens} tokens")
-    model = model.to(device).eval()
     machine = describe_machine(device, options.commit)
     name = "toy" if options.toy else Path(folder).name
     where = {"model": name, "gpu": machine.gpu, "torch": machine.torch, "commit": machine.commit}
+    return Subject(model.to(device).eval(), learn, judge, where)
+
+
+def main() -> int:
+    """Learn, judge, print a line per pattern and write them to a CSV."""
+    parser = make_parser(__doc__.splitlines()[0])
+    parser.add_argument("--rules", nargs="+", default=RULES)
+    parser.add_argument("--figure", type=Path, help="where to draw the patterns of a layer")
+    options = parser.parse_args()
+    model, learn, judge, where = prepare(parser, options)
     with options.csv.open("w", newline="", encoding="utf-8") as file:
         writer = None
         for row in rows(model, learn, judge, options):

@@ -19,15 +19,11 @@ import argparse
 import csv
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from learned_patterns import batches, by_distance, toy
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from learned_patterns import by_distance, make_parser, prepare
 
-from sparsek_backend.machine import choose_device, describe_machine
-from sparsek_backend.models import fetch_model
 from sparsek_backend.patterns import BlockSparsePattern
 from sparsek_backend.patterns.models import observe_model
 from sparsek_backend.patterns.training import ImportanceOptions, LearnedPattern, Pruning
@@ -105,37 +101,10 @@ def rows(
 
 def main() -> int:
     """Measure, print a line per pattern and write them to a CSV."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="a Hugging Face folder; SmolLM2 by default")
-    parser.add_argument("--toy", action="store_true", help="a random model of two layers")
-    parser.add_argument("--tokens", type=int)
-    parser.add_argument("--block-size", type=int)
-    parser.add_argument("--windows", type=int, nargs="+", default=[2, 5], help="in blocks")
-    parser.add_argument("--samples", type=int, default=16, help="queries of each block")
-    parser.add_argument("--learn", type=int, default=4, help="texts to learn from")
-    parser.add_argument("--judge", type=int, default=4, help="texts to judge on")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--commit", default="", help="recorded where there is no git")
-    parser.add_argument("--csv", type=Path, required=True)
+    parser = make_parser(__doc__.splitlines()[0])
     options = parser.parse_args()
-    options.tokens = options.tokens or (256 if options.toy else 2048)
-    options.block_size = options.block_size or (16 if options.toy else 64)
-    device = choose_device(options.device)
-    if options.toy:
-        model, learn, judge = toy(options)
-    else:
-        folder = options.model or fetch_model()
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        learn = batches(tokenizer, options.tokens, slice(0, None, 2), options.learn)
-        judge = batches(tokenizer, options.tokens, slice(1, None, 2), options.judge)
-    if not learn or not judge:
-        parser.error(f"--tokens: too few texts have {options.tokens} tokens")
-    machine = describe_machine(device, options.commit)
-    name = "toy" if options.toy else Path(folder).name
-    where = {"model": name, "gpu": machine.gpu, "torch": machine.torch, "commit": machine.commit}
-    found = [row | where for row in rows(model.to(device).eval(), learn, judge, options)]
+    model, learn, judge, where = prepare(parser, options)
+    found = [row | where for row in rows(model, learn, judge, options)]
     with options.csv.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(found[0]))
         writer.writeheader()
