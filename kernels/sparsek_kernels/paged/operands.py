@@ -22,6 +22,8 @@ class PagedOperands:
         k_scale, v_scale: factors of an fp8 cache; the first one of its sketch as well.
         lists: ``[rows, Hkv, scored_blocks]`` int32 of ``block_lists``, by which prefills choose
             blocks in place of scores; or ``None``.
+        lse: ``[T, Hq]`` float32, contiguous, written, where several ranks hold the pages between
+            them: the natural log-sum-exp of each row's logits; else ``None``.
     """
 
     q: torch.Tensor
@@ -34,6 +36,7 @@ class PagedOperands:
     k_scale: float = 1.0
     v_scale: float = 1.0
     lists: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -42,4 +45,5 @@ class PagedOperands:
 
     def of_rows(self, rows: slice) -> PagedOperands:
         """The operands of some rows of ``q`` and ``out``."""
-        return replace(self, q=self.q[rows], out=self.out[rows])
+        lse = None if self.lse is None else self.lse[rows]
+        return replace(self, q=self.q[rows], out=self.out[rows], lse=lse)

@@ -18,11 +18,13 @@ from sparsek_kernels.checks import check_heads, check_tensor
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.checks import (
     check_batch,
+    check_batch_layout,
     check_cache,
     check_cache_dtype,
     check_head_budgets,
     check_pages,
     check_summary,
+    check_triton_layout,
     given_summary,
 )
 from sparsek_kernels.paged.cpu.shards import attend_shard_eager
@@ -61,18 +63,13 @@ def attend_shard(
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
-        NotImplementedError: a GPU, or InfLLM-v2's scores.
+        NotImplementedError: InfLLM-v2's scores, or a layout that the kernels lack.
     """
     heads, page_size, dim = check_cache(k_cache, v_cache)
     check_tensor("q", q, ("T", "Hq", dim), device=k_cache.device)
     check_heads(q.shape[1], heads)
     check_cache_dtype(k_cache, q.dtype, 1.0, 1.0)
     check_summary(k_summary, k_cache)
-    if q.is_cuda:
-        raise NotImplementedError(
-            "q: pages of several ranks are attended on CPUs alone, got a GPU; keep whole sequences "
-            "on a rank and call paged_attention"
-        )
     if policy.ranking != "masses":
         raise NotImplementedError(
             f"policy: pages of several ranks are ranked by masses, got ranking={policy.ranking!r}; "
@@ -89,7 +86,13 @@ def attend_shard(
     out = q.new_empty((*q.shape[:2], v_cache.shape[-1]), dtype=torch.float32)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     operands = PagedOperands(q, k_cache, v_cache, out, scale, k_summary)
-    return out, attend_shard_eager(operands, batch, rule, largest)
+    if not q.is_cuda:
+        return out, attend_shard_eager(operands, batch, rule, largest)
+    from sparsek_kernels.paged.launch import shards as launch
+
+    check_triton_layout(q=q, k_cache=k_cache, v_cache=v_cache, k_summary=k_summary)
+    check_batch_layout(batch)
+    return out, launch.attend_shard(operands, batch, rule, largest)
 
 
 def merge_shards(

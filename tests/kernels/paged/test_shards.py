@@ -2,73 +2,30 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from threading import Barrier
-
 import pytest
 import torch
 
 from sparsek_kernels.paged import SelectionPolicy, attend_shard, merge_shards
 from sparsek_kernels.paged.reference import paged_attention_reference
 from tests.kernels.paged.cache_cases import POLICIES, Case, make_case
+from tests.kernels.shared_pages import Largest, held_pages, on_ranks
 
 LENGTHS, QUERIES = [1, 33, 64, 131, 300, 517], [1, 2, 1, 2, 1, 2]
-
-
-class Exchange:
-    """Threads in place of ranks: what each brings, all of them get."""
-
-    def __init__(self, ranks: int) -> None:
-        self.brought: list[torch.Tensor | None] = [None] * ranks
-        self.barrier = Barrier(ranks, timeout=60)
-        self.calls = 0
-
-    def largest(self, rank: int, values: torch.Tensor) -> torch.Tensor:
-        self.brought[rank] = values
-        self.barrier.wait()
-        found = torch.stack([value for value in self.brought if value is not None]).amax(0)
-        self.calls += rank == 0
-        self.barrier.wait()
-        return found
-
-
-def shard(case: Case, rank: int, ranks: int) -> Case:
-    """The case with every ``ranks``-th page of its sequences; other pages are NaN."""
-    pages = case.k_summary.shape[0]
-    table = case.batch.block_table.clone()
-    others = torch.arange(table.shape[1]) % ranks != rank
-    used = torch.arange(table.shape[1]) * case.k_cache.shape[2] < case.batch.seq_lens[:, None]
-    foreign = table[used & others].long()
-    table[:, others] = -1
-    k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
-    k_summary = case.k_summary.clone()
-    assert foreign.unique().numel() == foreign.numel() < pages
-    k_cache[foreign], v_cache[foreign], k_summary[foreign] = float("nan"), float("nan"), 255
-    batch = replace(case.batch, block_table=table, _derived={})
-    return Case(case.q, k_cache, v_cache, k_summary, batch)
 
 
 def attend(
     case: Case, policy: SelectionPolicy, ranks: int
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
     """Output and log-sum-exp of every rank, and how often they exchanged scores."""
-    exchange = Exchange(ranks)
+    caches = (case.k_cache, case.v_cache, case.k_summary)
 
-    def one(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        mine = shard(case, rank, ranks)
+    def one(rank: int, largest: Largest) -> tuple[torch.Tensor, torch.Tensor]:
+        (k_cache, v_cache, k_summary), batch = held_pages(caches, case.batch, rank, ranks)
         return attend_shard(
-            mine.q,
-            mine.k_cache,
-            mine.v_cache,
-            mine.batch,
-            policy,
-            largest=lambda values: exchange.largest(rank, values),
-            k_summary=mine.k_summary,
+            case.q, k_cache, v_cache, batch, policy, largest=largest, k_summary=k_summary
         )
 
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(one, range(ranks))), exchange.calls
+    return on_ranks(ranks, one)
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)

@@ -34,6 +34,7 @@ from sparsek_kernels.paged.launch import attend_sm90 as launch_sm90
 from sparsek_kernels.paged.launch import rank as launch_rank
 from sparsek_kernels.paged.launch import scores as launch_scores
 from sparsek_kernels.paged.launch import select as launch_select
+from sparsek_kernels.paged.launch import shards as launch_shards
 from sparsek_kernels.paged.policy import SelectionPolicy
 from tests.kernels.barriers import require_lasting_barriers
 
@@ -226,6 +227,32 @@ def launches(
     return seen
 
 
+def sharded_launches(arch: int) -> list[Recorded]:
+    """What decodes over the pages of one rank launch, for each kind of policy."""
+    problem = make_problem(
+        [(1, 2400)],
+        num_decodes=1,
+        heads=1,
+        group=16,
+        dim=128,
+        page_size=64,
+        dtype=torch.bfloat16,
+        max_seq_len=131072,
+    )
+    seen: list[Recorded] = []
+    for policy in (
+        SelectionPolicy(num_sink=64, window_size=512, top_k=32).per_token(),
+        SelectionPolicy(),
+        SelectionPolicy(num_sink=4, window_size=1024),
+    ):
+        operands = problem.operands(torch.empty(problem.q.shape))
+        step = functools.partial(
+            launch_shards.attend_shard, operands, problem.batch, policy, lambda x: x
+        )
+        seen += record(step, arch, 132)
+    return seen
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--arch", type=int, default=90)
@@ -235,15 +262,19 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--fp8-cache", action="store_true")
     parser.add_argument("--head-budgets", action="store_true")
+    parser.add_argument("--sharded", action="store_true")
     args = parser.parse_args()
-    seen = launches(
-        args.arch,
-        getattr(torch, args.dtype),
-        args.head_dim,
-        args.group,
-        args.fp8_cache,
-        args.head_budgets,
-    )
+    if args.sharded:
+        seen = sharded_launches(args.arch)
+    else:
+        seen = launches(
+            args.arch,
+            getattr(torch, args.dtype),
+            args.head_dim,
+            args.group,
+            args.fp8_cache,
+            args.head_budgets,
+        )
     for launched in seen:
         if args.only in launched.name:
             print(json.dumps(compile_launch(launched, args.arch)), flush=True)

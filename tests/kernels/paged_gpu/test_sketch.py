@@ -88,6 +88,7 @@ def block_logits(problem: Problem, sel_block: int) -> torch.Tensor:
         SCORED_BLOCKS=0,
         NUM_STAGES=config.num_stages,
         ASM=not knobs.runtime.interpret,
+        SHARDED=False,
         num_warps=config.num_warps,
         **overlap_options(q.device),
     )

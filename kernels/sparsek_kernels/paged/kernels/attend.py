@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparsek_kernels.common.kernels.softmax import LOG2E
+from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 from sparsek_kernels.common.kernels.split_kv import add_splits
 from sparsek_kernels.paged.kernels.tiles import (
     DENSE,
@@ -113,12 +113,14 @@ def attend_pieces(
     HAS_SELECTION: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SHARDED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     """Online softmax over pieces ``[piece_begin, piece_end)`` of the tile's list of blocks.
 
     The page of the next piece is looked up one iteration ahead, so that the loads of K and V wait
     for no other load.  ``MASKED`` compares positions (diagonal, window, end of the sequence).
+    With ``SHARDED``, pages of other ranks (-1 in the block table) are masked and never read.
     """
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
@@ -172,7 +174,10 @@ def attend_pieces(
         k_rows = page * stride_kp + rows * stride_kt  # [BLOCK_N]
         v_rows = page * stride_vp + rows * stride_vt
         mask = (keys <= high)[:, None] & mask_d[None, :] if MASKED else mask_d[None, :]
-        if MASKED or HEAD_DIM != BLOCK_D:
+        if SHARDED:
+            here = (keys >= 0) & (page >= 0)  # [BLOCK_N]
+            mask = mask & here[:, None]
+        if MASKED or SHARDED or HEAD_DIM != BLOCK_D:
             k = tl.load(k_ptr + k_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
             v = tl.load(v_ptr + v_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
         else:
@@ -185,6 +190,8 @@ def attend_pieces(
                 inside = (keys < num_sink)[None, :] | (keys[None, :] > position[:, None] - window)
                 visible = visible & (inside | dense_row[:, None])
             logits = tl.where(visible, logits, float("-inf"))
+        if SHARDED:
+            logits = tl.where(here[None, :], logits, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(logits, axis=1) * qk_scale)
         weights = tl.exp2(logits * qk_scale - new_max[:, None])
         shrink = tl.exp2(row_max - new_max)
@@ -200,6 +207,7 @@ def attend_pieces(
 @triton.jit
 def attend_kernel(
     out_ptr,
+    lse_ptr,
     part_ptr,
     state_ptr,
     ticket_ptr,
@@ -252,6 +260,7 @@ def attend_kernel(
     SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HEAD_PLACES: tl.constexpr,
+    SHARDED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -260,6 +269,9 @@ def attend_kernel(
     Row ``m`` is query ``m // BLOCK_H``, head ``m % BLOCK_H``.  ``SPLITS`` programs share a tile;
     each leaves an unnormalised output with its row maxima and sums, and the program that draws the
     last ticket adds them up in split order, so the result does not depend on timing.
+
+    With ``SHARDED``, pages of other ranks (-1 in the block table) are left out, and the natural
+    log-sum-exps of the logits are written too, ``[T, Hq]`` float32, -inf where no key is here.
     """
     HEAD_CHUNKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     QUERY_CHUNKS: tl.constexpr = (TILE + QUERIES - 1) // QUERIES
@@ -399,6 +411,7 @@ def attend_kernel(
             HAS_SELECTION,
             SELECTED_LAST,
             False,
+            SHARDED,
             NUM_STAGES,
         )
     if OVERLAP and SELECTED_LAST:
@@ -437,6 +450,7 @@ def attend_kernel(
         HAS_SELECTION,
         SMALL or not SELECTED_LAST,
         MODE == SINK_WINDOW,
+        SHARDED,
         NUM_STAGES if (SELECTED_LAST or MODE == SINK_WINDOW) else 1,
     )
 
@@ -473,6 +487,9 @@ def attend_kernel(
         shrink = tl.where(seen, tl.exp2(row_max - top), 0.0)
         row_sum = row_sum * shrink + tl.where(seen, tl.exp2(sink - top), 0.0)
         acc = acc * shrink[:, None]
+    if SHARDED:
+        lse = tl.where(row_sum > 0.0, (row_max + tl.log2(row_sum)) * LN2, float("-inf"))
+        tl.store(lse_ptr + token * (NUM_KV_HEADS * GROUP) + head, lse, mask=mask_m)
     inverse = tl.where(row_sum > 0.0, v_scale / row_sum, 0.0)
     result = (acc * inverse[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(

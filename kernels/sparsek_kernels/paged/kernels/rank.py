@@ -123,6 +123,7 @@ def write_masses(
     SINK_BLOCKS: tl.constexpr,
     FORCED_BLOCKS: tl.constexpr,
     LISTED: tl.constexpr,
+    SHARDED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     """Logarithmic masses of units ``[begin, end)`` of a tile's list, for the rows of ``q``.
@@ -143,14 +144,17 @@ def write_masses(
         )  # fmt: skip
         page = page_of(table_ptr, keys, keys <= high, PAGE_SIZE)
         k_row = page * stride_kp + keys % PAGE_SIZE * stride_kt
+        here = (keys <= high) & (page >= 0) if SHARDED else keys <= high
         k = tl.load(
             k_ptr + k_row[:, None] + offs_d[None, :],
-            mask=(keys <= high)[:, None] & mask_d,
+            mask=here[:, None] & mask_d,
             other=0.0,
         )  # [BLOCK_N, BLOCK_D]
         s = tl.dot(k.to(q.dtype), tl.trans(q), input_precision="ieee") * qk_scale
         if not LISTED:
             s = tl.where(keys[:, None] <= position[None, :], s, float("-inf"))
+        if SHARDED:
+            s = tl.where(here[:, None], s, float("-inf"))
         mine = unit + tl.arange(0, UNITS)
         tl.store(
             masses[None, :] + (mine * ROWS)[:, None],
@@ -288,13 +292,15 @@ def listed_masses_kernel(
     REACH_BLOCKS: tl.constexpr,
     SCORED_BLOCKS: tl.constexpr,
     LISTED_BLOCKS: tl.constexpr,
+    SHARDED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Logarithmic masses of a share of one tile's list, for ``BLOCK_M`` rows of one KV head.
 
     Grid ``(tiles * row chunks, Hkv, shares)``.  Writes ``[tiles, Hkv, units, rows]`` fp32 for the
-    units that the list has; nothing for tiles that see everything.  Each key is read once.
+    units that the list has; nothing for tiles that see everything.  Each key is read once.  With
+    ``SHARDED``, units in pages of other ranks (-1 in the block table) get -inf.
     """
     ROWS: tl.constexpr = SAMPLES * GROUP_PAD
     ROW_CHUNKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
@@ -339,7 +345,8 @@ def listed_masses_kernel(
     table = block_table_ptr + request.to(tl.int64) * stride_br
     k_head = k_ptr + kv_head * stride_kh
     # Sinks and local blocks need no candidates: read them while the kernel that finds these runs.
-    WHOLE: tl.constexpr = (UNIT == BLOCK_N) and (PAGE_SIZE % UNIT == 0) and (BLOCK_M >= 64)
+    MANY: tl.constexpr = BLOCK_M >= 64 and not SHARDED  # rows; ranks share pages of decodes alone
+    WHOLE: tl.constexpr = (UNIT == BLOCK_N) and (PAGE_SIZE % UNIT == 0) and MANY
     forced_end = tl.minimum(end * UNITS, FORCED)
     if WHOLE:
         write_unit_masses(
@@ -351,7 +358,7 @@ def listed_masses_kernel(
         write_masses(
             masses, q, position, rows, k_head, table, candidates, begin * UNITS, forced_end,
             first_local, high, qk_scale, stride_kp, stride_kt, HEAD_DIM, BLOCK_D, BLOCK_N, UNIT,
-            ROWS, PAGE_SIZE, SEL_BLOCK, SINK_BLOCKS, FORCED_BLOCKS, False, NUM_STAGES,
+            ROWS, PAGE_SIZE, SEL_BLOCK, SINK_BLOCKS, FORCED_BLOCKS, False, SHARDED, NUM_STAGES,
         )  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -368,7 +375,7 @@ def listed_masses_kernel(
         write_masses(
             masses, q, position, rows, k_head, table, candidates, begin, end, first_local, high,
             qk_scale, stride_kp, stride_kt, HEAD_DIM, BLOCK_D, BLOCK_N, UNIT, ROWS, PAGE_SIZE,
-            SEL_BLOCK, SINK_BLOCKS, FORCED_BLOCKS, True, NUM_STAGES,
+            SEL_BLOCK, SINK_BLOCKS, FORCED_BLOCKS, True, SHARDED, NUM_STAGES,
         )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from sparsek_kernels.paged.kernels.rotation import halves, rotate
-from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_sees_all
+from sparsek_kernels.paged.kernels.tiles import TOP_K, page_of, tile_sees_all
 
 _UNPACK = tl.constexpr(
     """
@@ -46,10 +46,15 @@ def vector_pages(
     PAGE_SIZE: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
+    SHARDED: tl.constexpr,
 ):
-    """Pages ``[ROWS]`` of the vectors of ``BLOCK_B`` blocks from ``first_block`` on, to ``end``."""
+    """Pages ``[ROWS]`` of the vectors of ``BLOCK_B`` blocks from ``first_block`` on, to ``end``.
+
+    With ``SHARDED``, page 0 stands for the pages of other ranks.
+    """
     block, position = vector_positions(first_block, BLOCK_B, SEL_BLOCK, VECTOR)
-    return tl.load(table_ptr + position // PAGE_SIZE, mask=block < end, other=0)
+    page = tl.load(table_ptr + position // PAGE_SIZE, mask=block < end, other=0)
+    return tl.maximum(page, 0) if SHARDED else page
 
 
 @triton.jit
@@ -181,6 +186,7 @@ def decode_logits_kernel(
     SCORED_BLOCKS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     ASM: tl.constexpr,
+    SHARDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Logits of all decoded tokens of one request and one KV head, for a share of the blocks.
@@ -188,7 +194,8 @@ def decode_logits_kernel(
     A program takes every ``num_programs(0)``-th run of ``BLOCK_B`` blocks, so that the grid need
     not grow with the longest context allowed.  Row ``j * BLOCK_H + h`` of the tile is token ``j``,
     query head ``h`` of the group.  Writes ``[requests * QUERY_LEN, Hq, blocks]`` float32; blocks
-    from a token's own on are left out.
+    from a token's own on are left out.  With ``SHARDED``, blocks in pages of other ranks (-1 in the
+    block table) get -inf.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -200,7 +207,7 @@ def decode_logits_kernel(
     # looked up before the lengths are known: a load less to wait for, never followed past the end
     table = block_table_ptr + request.to(tl.int64) * stride_br
     table_blocks = (table_width * PAGE_SIZE) // SEL_BLOCK
-    page = vector_pages(table, begin, table_blocks, BLOCK_B, PAGE_SIZE, SEL_BLOCK, VECTOR)
+    page = vector_pages(table, begin, table_blocks, BLOCK_B, PAGE_SIZE, SEL_BLOCK, VECTOR, SHARDED)
     seq_len = tl.load(seq_lens_ptr + request)
     first_token = tl.load(cu_seqlens_ptr + request)
     num_tokens = tl.load(cu_seqlens_ptr + request + 1) - first_token
@@ -235,7 +242,7 @@ def decode_logits_kernel(
     )
     for first in tl.range(begin, num_blocks, stride, num_stages=NUM_STAGES):
         next_page = vector_pages(
-            table, first + stride, num_blocks, BLOCK_B, PAGE_SIZE, SEL_BLOCK, VECTOR
+            table, first + stride, num_blocks, BLOCK_B, PAGE_SIZE, SEL_BLOCK, VECTOR, SHARDED
         )
         logits = block_logits(
             q_low,
@@ -257,7 +264,11 @@ def decode_logits_kernel(
         page = next_page
         offs_b = first + tl.arange(0, BLOCK_B)
         mask = mask_m[None, :] & (offs_b < num_blocks)[:, None]
-        tl.store(out + offs_b[:, None], logits * (q_scale * qk_scale)[None, :], mask=mask)
+        logits *= (q_scale * qk_scale)[None, :]
+        if SHARDED:
+            held = page_of(table, offs_b * SEL_BLOCK, offs_b < num_blocks, PAGE_SIZE) >= 0
+            logits = tl.where(held[:, None], logits, float("-inf"))
+        tl.store(out + offs_b[:, None], logits, mask=mask)
         # Last, so that the page is known by now and the next step does not wait for the scales.
         scale = vector_scales(
             summary,

@@ -235,6 +235,7 @@ def attend(
     kept = head_places(policy, q.device)
     attend_kernel[(count * chunks, heads, config.splits)](
         out,
+        out if operands.lse is None else operands.lse,
         part,
         state,
         ticket,
@@ -280,6 +281,7 @@ def attend(
         SPLITS=config.splits,
         HAS_SINKS=operands.sinks is not None,
         HEAD_PLACES=kept is not None,
+        SHARDED=operands.lse is not None,
         NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

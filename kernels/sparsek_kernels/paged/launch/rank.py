@@ -53,7 +53,8 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
     q, k_cache, batch, policy = call.q, call.k_cache, call.batch, call.policy
     _, heads, page_size, dim = k_cache.shape
     config, unit = list_config(call)
-    masses = workspace(q.device, "masses of lists", step.count * mass_elements(call), torch.float32)
+    numel = step.count * mass_elements(call)
+    masses = workspace(q.device, "masses of lists", numel, torch.float32)
     programs = step.count * ceil_div(call.rows, config.block_m)
     pieces = ceil_div(call.slots * policy.sel_block_size, config.block_n)
     shares = listed_shares(programs * heads, pieces, multiprocessors(q.device))
@@ -86,11 +87,13 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         PAGE_SIZE=page_size,
+        SHARDED=call.largest is not None,
         NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
         **shape,
         **overlap_options(q.device),
     )
+    masses = call.complete(masses, numel)
     places = head_places(policy, q.device)
     rank_blocks_kernel[(step.count, heads)](
         call.out,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -42,10 +43,12 @@ def select_blocks(
     softmax_scale: float,
     k_scale: float = 1.0,
     lists: torch.Tensor | None = None,
+    largest: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Selected blocks of the decodes, and of the prefills; -1 where a tile sees everything.
 
-    Prefills follow ``lists`` where they are given (``block_lists``), else scores.
+    Prefills follow ``lists`` where they are given (``block_lists``), else scores.  ``largest`` is
+    that of :class:`Selection`.
 
     Returns:
         ``[decode tokens, Hkv, scored_blocks of policy.per_token()]`` and
@@ -61,7 +64,7 @@ def select_blocks(
     single = policy.per_token()
     decodes = rows(batch.num_decode_tokens, single)
     scale = softmax_scale * k_scale * LOG2E.value
-    call = Selection(decodes, q, k_cache, k_summary, batch, single, scale)
+    call = Selection(decodes, q, k_cache, k_summary, batch, single, scale, largest=largest)
     if batch.num_decodes and single.scored_blocks:
         _select_decodes(call)
     if not batch.num_prefills:
@@ -143,10 +146,11 @@ def _decode_logits(call: Selection, first: int, count: int, most: int) -> torch.
         SCORED_BLOCKS=policy.listed_blocks,  # as few as all rank exactly: nothing to score
         NUM_STAGES=config.num_stages,
         ASM=not knobs.runtime.interpret and torch.version.hip is None,
+        SHARDED=call.largest is not None,
         num_warps=config.num_warps,
         **overlap_options(q.device),
     )
-    return logits
+    return call.complete(logits, count * length * num_heads * call.width)
 
 
 def _top_blocks(

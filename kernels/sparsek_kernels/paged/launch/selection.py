@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,6 +27,8 @@ class Selection:
         qk_scale: factor of ``q . k`` in base 2.
         tiles: ``[tiles, 2]`` int32, request (or -1) and base of every prefill tile; ``None``: the
             decodes of ``batch`` select, each token for itself.
+        largest: elementwise maximum of a contiguous tensor over the ranks that hold the pages
+            between them; ``None`` where this rank has them all.
     """
 
     out: torch.Tensor
@@ -36,6 +39,7 @@ class Selection:
     policy: SelectionPolicy
     qk_scale: float
     tiles: torch.Tensor | None = None
+    largest: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def heads(self) -> int:
@@ -66,6 +70,10 @@ class Selection:
     def slots(self) -> int:
         """Blocks of a tile's list: sinks, local ones and candidates."""
         return self.policy.sink_blocks + self.policy.local_blocks + self.policy.listed_blocks
+
+    def complete(self, scores: torch.Tensor, numel: int) -> torch.Tensor:
+        """The first ``numel`` scores, each from the rank that holds its block; flat."""
+        return scores if self.largest is None else self.largest(scores[:numel])
 
     def tile_keys(self) -> dict[str, int | bool]:
         """Compile-time constants of tiles and of the policy."""

@@ -1,0 +1,74 @@
+"""Ranks that hold the pages of sequences between them: threads, and the pages that each has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Barrier, Lock
+from typing import TypeVar
+
+import torch
+
+from sparsek_kernels.paged import PagedBatch
+
+Largest = Callable[[torch.Tensor], torch.Tensor]
+_Result = TypeVar("_Result")
+
+
+class Exchange:
+    """Threads in place of ranks, of which one runs at a time: what each brings, all of them get."""
+
+    def __init__(self, ranks: int) -> None:
+        self.brought: list[torch.Tensor | None] = [None] * ranks
+        self.barrier, self.turn = Barrier(ranks, timeout=60), Lock()
+        self.calls = 0
+
+    def largest(self, rank: int, values: torch.Tensor) -> torch.Tensor:
+        assert values.is_contiguous()
+        self.brought[rank] = values.clone()  # ranks of one process share the kernels' scratch
+        self.turn.release()
+        try:
+            self.barrier.wait()
+            found = torch.stack([value for value in self.brought if value is not None]).amax(0)
+            self.calls += rank == 0
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
+        return found
+
+
+def on_ranks(ranks: int, work: Callable[[int, Largest], _Result]) -> tuple[list[_Result], int]:
+    """What ``work(rank, largest)`` returns on every rank, and how often they exchanged scores."""
+    exchange = Exchange(ranks)
+
+    def one(rank: int) -> _Result:
+        with exchange.turn:
+            try:
+                return work(rank, lambda values: exchange.largest(rank, values))
+            except BaseException:
+                exchange.barrier.abort()
+                raise
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(one, range(ranks))), exchange.calls
+
+
+def held_pages(
+    caches: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    batch: PagedBatch,
+    rank: int,
+    ranks: int,
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], PagedBatch]:
+    """K, V, summaries and a batch with every ``ranks``-th page of its sequences; others are NaN."""
+    k_cache, v_cache, k_summary = caches
+    table = batch.block_table.clone()
+    logical = torch.arange(table.shape[1], device=table.device)
+    others = logical % ranks != rank
+    used = logical * k_cache.shape[2] < batch.seq_lens[:, None]
+    foreign = table[used & others].long()
+    table[:, others] = -1
+    assert foreign.unique().numel() == foreign.numel() < k_cache.shape[0]
+    k_cache, v_cache, k_summary = k_cache.clone(), v_cache.clone(), k_summary.clone()
+    k_cache[foreign], v_cache[foreign], k_summary[foreign] = float("nan"), float("nan"), 255
+    return (k_cache, v_cache, k_summary), replace(batch, block_table=table, _derived={})
