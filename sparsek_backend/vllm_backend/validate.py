@@ -82,7 +82,8 @@ def _refusal(reasons: list[str]) -> str:
 def _reasons(selection: Mapping[str, Any]) -> list[str]:
     """Every reason, with its remedy, why the backend refuses a layer's requirements.
 
-    Requirements that the installed vLLM does not know are refused where they are set.
+    Of requirements that the installed vLLM does not know, those that the backend does not support
+    are refused where they are set.
     """
     known = inspect.signature(AttentionBackend.validate_configuration).parameters
     reasons = SparseKBackend.validate_configuration(
@@ -92,8 +93,13 @@ def _reasons(selection: Mapping[str, Any]) -> list[str]:
     return reasons + [
         f"{name} not supported (remedy: {REMEDIES[name][1]})"
         for name, value in selection.items()
-        if name not in known and name in REMEDIES and value
+        if name not in known and name in REMEDIES and value and not _supports(name)
     ]
+
+
+def _supports(requirement: str) -> bool:
+    supports = getattr(SparseKBackend, f"supports_{requirement.removeprefix('use_')}", None)
+    return supports is not None and supports()
 
 
 def _selection(vllm_config: Any, resolved: ResolvedConfig) -> dict[str, Any]:
@@ -200,6 +206,8 @@ def _not_sharded(vllm_config: Any, resolved: ResolvedConfig) -> list[str]:
         "layers without attention": model.is_hybrid,
         "speculative decoding": vllm_config.speculative_config is not None,
         "KV connectors": _connector(vllm_config) is not None,
+        "an fp8 KV cache": _cache_dtype(vllm_config) in FP8_KV_CACHE,
+        "batch invariance": resolved.batch_invariant,
         str(_sdpa_fallback(model)): _sdpa_fallback(model) is not None,
     }
     return [name for name, present in found.items() if present]

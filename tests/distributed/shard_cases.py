@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from sparsek_backend.vllm_backend.sparsek import shards
 from sparsek_backend.vllm_backend.sparsek.shards import (
     ContextRanks,
     attend_decodes,
@@ -68,8 +69,10 @@ def own_pages(case: Case, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Te
     return cache, table
 
 
-def attend(mesh: DeviceMesh, policy: SelectionPolicy) -> np.ndarray:
-    """This rank's heads of the step's output."""
+def attend(mesh: DeviceMesh, policy: SelectionPolicy, gathered_tokens: int) -> np.ndarray:
+    """This rank's heads of the step's output; both prefills' pages are gathered at once, or not."""
+    shards.GATHERED_TOKENS = gathered_tokens
+    parts = [2] if gathered_tokens >= sum(LENGTHS[DECODES:]) else [1, 1]
     size, rank = mesh.size(), mesh.get_local_rank()
     case = whole_step()
     cache, table = own_pages(case, rank, size)
@@ -90,6 +93,9 @@ def attend(mesh: DeviceMesh, policy: SelectionPolicy) -> np.ndarray:
     held = view(cache, case.k_summary.shape[-1])
     attend_decodes(query, held, step, policy, out=out, **common)
     assert out[DECODES:].isnan().all()
-    gathered = view(step.gather_pages(cache), case.k_summary.shape[-1])
-    attend_prefills(query, gathered, step, policy, lists=None, out=out, **common)
+    assert [part.batch.num_requests for part in step.prefills] == parts
+    for part in step.prefills:
+        found = part.gather(cache, cache.flatten(1), ranks)
+        gathered = view(found, case.k_summary.shape[-1])
+        attend_prefills(query, gathered, part.batch, ranks, policy, lists=None, out=out, **common)
     return out.numpy()

@@ -350,7 +350,9 @@ def test_capturing_a_graph_is_short_and_not_counted(current: Any) -> None:
     assert metadata.batch.max_seq_len == 512
 
 
-def test_cuda_graphs_except_for_fallbacks(current: Any) -> None:
+def test_cuda_graphs_except_for_fallbacks_and_shared_pages(
+    current: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.v1.attention.backend import AttentionCGSupport
 
     from sparsek_backend.vllm_backend.sparsek.metadata import SparseKMetadataBuilder
@@ -359,8 +361,33 @@ def test_cuda_graphs_except_for_fallbacks(current: Any) -> None:
     spec = make_spec(layer, current)
     support = SparseKMetadataBuilder.get_cudagraph_support
     assert support(current, spec) is AttentionCGSupport.UNIFORM_BATCH
+    with monkeypatch.context() as patch:
+        patch.setattr(current.parallel_config, "decode_context_parallel_size", 2)
+        assert support(current, spec) is AttentionCGSupport.NEVER
     make_layer(1, logits_soft_cap=30.0)
     assert support(current, spec) is AttentionCGSupport.NEVER
+
+
+def test_shared_pages_are_found_by_lengths_of_the_host(current: Any) -> None:
+    """On a GPU: of prefills they are exact, and of decodes never read."""
+    from sparsek_backend.vllm_backend.sparsek.shards import ContextRanks
+
+    layer = make_layer()
+    builder, spec = make_builder(layer, current)
+    builder.on_host = False
+    builder.context_ranks = ContextRanks(None, 1, 2)  # type: ignore[arg-type]
+    step = make_step([90, 50, 200], [1, 50, 70], 32)
+    step.seq_lens_cpu_upper_bound = torch.tensor([99, 50, 200])
+    shards = builder.build(0, step).shards
+    size = spec.block_size
+    assert shards is not None
+    assert shards.decodes.num_decodes == shards.decodes.num_requests == 1
+    assert (shards.decodes.block_table[0, ::2] == -1).all()
+    assert torch.equal(shards.decodes.block_table[0, 1::2], step.block_table_tensor[0])
+    (part,) = shards.prefills
+    assert part.batch.seq_lens_host == (50, 200)
+    assert part.batch.first_row == 1
+    assert len(part.pages) == -(-50 // (2 * size)) + -(-200 // (2 * size))
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["bounds", "none"])

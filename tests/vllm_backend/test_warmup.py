@@ -86,6 +86,23 @@ def test_each_kind_of_layer_runs_once_and_is_not_counted(
     assert attended == expected
 
 
+def test_a_rank_that_attends_for_others_prepares_for_all_of_their_heads(
+    current: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer()
+    _, spec = make_builder(layer, current)
+    monkeypatch.setattr(layer.impl, "dcp_world_size", 2)
+    monkeypatch.setattr(layer.impl, "sinks", torch.zeros(layer.impl.num_heads))
+    seen = []
+
+    def paged_attention(q: Any, *_: Any, sinks: Any, **options: Any) -> None:
+        seen.append((q.shape[1], sinks.shape[0]))
+
+    monkeypatch.setattr(impl_module, "paged_attention", paged_attention)
+    warm_up_prefills([layer], spec, current, torch.device("cpu"))
+    assert set(seen) == {(2 * layer.impl.num_heads, 2 * layer.impl.num_heads)}
+
+
 def test_pages_are_laid_out_as_the_engines(current: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer()
     _, spec = make_builder(layer, current)

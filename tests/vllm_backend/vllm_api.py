@@ -84,6 +84,7 @@ FIELDS: dict[str, dict[str, Names]] = {
         ),
         "AttentionCGSupport": ("NEVER", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE"),
         "AttentionType": ("DECODER", "ENCODER_ONLY"),
+        "AttentionImplBase": ("dcp_world_size",),
     },
     "v1/kv_cache_interface.py": {
         "KVCacheSpec": ("block_size",),

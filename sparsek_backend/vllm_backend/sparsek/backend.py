@@ -119,10 +119,8 @@ class SparseKBackend(HeadMajorPages, AttentionBackend):
 
     @classmethod
     def supports_dcp(cls) -> bool:
-        """On a CPU; the GPU's kernels attend whole sequences."""
-        from vllm.platforms import current_platform
-
-        return current_platform.is_cpu() and compat.declares_content()
+        """Ranks that hold whole pages in turn; ``validate`` checks what goes with it."""
+        return True
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

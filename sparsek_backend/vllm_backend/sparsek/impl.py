@@ -23,7 +23,7 @@ from sparsek_kernels.paged.policy import SelectionPolicy
 
 from .flash import FlashPrefill
 from .metadata import SparseKMetadata
-from .pages import FP8_KV_CACHE, PageViews, view_pages
+from .pages import FP8_KV_CACHE, PageViews, page_rows, view_pages
 from .probe import PROBE
 from .shards import ShardedStep, attend_decodes, attend_prefills
 
@@ -116,9 +116,10 @@ class SparseKImpl(AttentionImpl):
     def _find_flash(self) -> FlashPrefill | None:
         """FlashAttention for dense prefills; over an fp8 cache it would round the queries too.
 
+        Ranks that hold the context between them attend every prefill by the paged kernels.
         Where results must not depend on the batch, prefills and decodes share one kernel instead.
         """
-        if self.batch_invariant or self.has_fp8_cache:
+        if self.batch_invariant or self.has_fp8_cache or self.dcp_world_size > 1:
             return None
         if self.fallback_reason is not None or torch.get_default_dtype() == torch.float32:
             return None
@@ -202,13 +203,15 @@ class SparseKImpl(AttentionImpl):
             kv_cache: ``[pages, Hkv, page_size, C]``.
             batch: the step.
         """
-        shape = (batch.num_prefill_tokens, self.num_heads, self.head_size)
+        heads = self.num_heads * self.dcp_world_size  # a rank attends for all of them
+        shape = (batch.num_prefill_tokens, heads, self.head_size)
         query = torch.zeros(shape, dtype=self.dtype, device=kv_cache.device)
         policy = self.policy
         if self.flash is not None:  # which takes the last queries
             policy = replace(policy, dense_last=0)
         pages, out = self._view(kv_cache), torch.empty_like(query)
-        self._attend(Segment(batch, policy), query, pages, self._scales(layer), out)
+        sinks = None if self.sinks is None else self.sinks.repeat(self.dcp_world_size)
+        self._attend(Segment(batch, policy), query, pages, self._scales(layer), sinks, out)
 
     def do_kv_cache_update(
         self,
@@ -284,7 +287,7 @@ class SparseKImpl(AttentionImpl):
         else:
             pages, scales = self._cached_view(kv_cache), self._scales(layer)
             for segment in self._split(attn_metadata):
-                self._attend(segment, query, pages, scales, out)
+                self._attend(segment, query, pages, scales, self.sinks, out)
         return output
 
     @property
@@ -311,6 +314,7 @@ class SparseKImpl(AttentionImpl):
         query: torch.Tensor,
         pages: PageViews,
         scales: tuple[float, float],
+        sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
         query, out = query[segment.rows], out[segment.rows]
@@ -321,7 +325,7 @@ class SparseKImpl(AttentionImpl):
                 pages.values,
                 segment,
                 softmax_scale=self.scale,
-                sinks=self.sinks,
+                sinks=sinks,
                 out=out,
             )
             return
@@ -336,7 +340,7 @@ class SparseKImpl(AttentionImpl):
             policy,
             softmax_scale=self.scale,
             k_summary=pages.summary,
-            sinks=self.sinks,
+            sinks=sinks,
             out=out,
             k_scale=scales[0],
             v_scale=scales[1],
@@ -373,11 +377,13 @@ class SparseKImpl(AttentionImpl):
                 sinks=self.sinks,
                 out=out,
             )
-        if step.prefills.num_prefills:
+        rows = page_rows(kv_cache, self.head_size, self.summaries)
+        for part in step.prefills:
             attend_prefills(
                 query,
-                self._view(step.gather_pages(kv_cache)),
-                step,
+                self._view(part.gather(kv_cache, rows, step.ranks)),
+                part.batch,
+                step.ranks,
                 self.policy,
                 softmax_scale=self.scale,
                 sinks=self.sinks,

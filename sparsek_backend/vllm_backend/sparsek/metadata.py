@@ -82,9 +82,15 @@ class SparseKMetadataBuilder(StepBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Return what can be captured: uniform batches, nothing where layers fall back to SDPA."""
+        """Return what can be captured: uniform batches.
+
+        Nothing where layers fall back to SDPA, or where ranks hold the context between them: a step
+        of these makes block tables of its own.
+        """
         layers = get_layers_from_vllm_config(vllm_config, Attention)
         if any(getattr(layer.impl, "fallback_reason", None) for layer in layers.values()):
+            return AttentionCGSupport.NEVER
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
             return AttentionCGSupport.NEVER
         if engine_of(vllm_config).resolved.batch_invariant:
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -159,7 +165,11 @@ class SparseKMetadataBuilder(StepBuilder):
                 "leave --attention-backend out"
             )
         batch = build_batch(
-            common, self.reorder_batch_threshold or 1, self.on_host, rotation=self.rotation
+            common,
+            self.reorder_batch_threshold or 1,
+            self.on_host,
+            gathers_prefills=self.context_ranks is not None,
+            rotation=self.rotation,
         )
         attended, context = self._count(batch)
         return SparseKMetadata(

@@ -55,6 +55,20 @@ class PageViews:
     summary: torch.Tensor | None
 
 
+def page_rows(kv_cache: torch.Tensor, head_size: int, summaries: bool) -> torch.Tensor:
+    """Each page of a layer's cache as one row of elements, summaries included: a view.
+
+    Args:
+        kv_cache: ``[pages, Hkv, page_size, C]`` as :func:`view_pages` takes it.
+        head_size: ``D``.
+        summaries: whether there are summaries behind K and V.
+    """
+    pages, heads, page_size, content = kv_cache.shape
+    if summaries and content == 2 * head_size:  # they are in the padding at the page's end
+        content += bytes_behind(head_size, kv_cache.itemsize) // kv_cache.itemsize
+    return kv_cache.as_strided((pages, heads * page_size * content), (kv_cache.stride(0), 1))
+
+
 def view_pages(kv_cache: torch.Tensor, head_size: int, summaries: bool) -> PageViews:
     """Split a layer's cache into K, V and summaries.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,10 @@ from sparsek_kernels.paged.shards import attend_shard, merge_shards
 
 if TYPE_CHECKING:
     from .pages import PageViews
+
+
+GATHERED_TOKENS = 1 << 17
+"""Tokens of several sequences whose pages are gathered at once: a bound of the memory they take."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +40,9 @@ class ContextRanks:
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """``[ranks, ...]``: a tensor of every rank."""
-        found = x.new_empty(self.size, *x.shape)
-        dist.all_gather(list(found.unbind()), x.contiguous(), group=self.group)
-        return found
+        found = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(found, x.contiguous(), group=self.group)
+        return found.view(self.size, *x.shape)
 
     def gather_heads(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., ranks * H]`` rows of heads ``[..., H, D]`` or logits ``[H]`` of every rank."""
@@ -72,24 +77,44 @@ class ContextRanks:
 
 
 @dataclass(frozen=True)
+class GatheredPrefills:
+    """Some of a step's prefills, over pages that are gathered from all ranks.
+
+    Args:
+        batch: the requests; their block table counts gathered pages.
+        pages: ``[n]`` int64 pages of this rank's cache that their sequences have.
+    """
+
+    batch: PagedBatch
+    pages: torch.Tensor
+
+    def gather(
+        self, kv_cache: torch.Tensor, rows: torch.Tensor, ranks: ContextRanks
+    ) -> torch.Tensor:
+        """The pages of all ranks, ``[ranks * n, Hkv, page_size, C]``, laid out as they lie here.
+
+        Args:
+            kv_cache: ``[pages, Hkv, page_size, C]``.
+            rows: its pages (``page_rows``).
+        """
+        found = ranks.gather(rows[self.pages]).flatten(0, 1)
+        strides = (found.stride(0), *kv_cache.stride()[1:])
+        return found.as_strided((found.shape[0], *kv_cache.shape[1:]), strides)
+
+
+@dataclass(frozen=True)
 class ShardedStep:
     """A step's requests where several ranks hold their pages.
 
     Args:
         ranks: these ranks.
         decodes: the decodes; in their block table, -1 is a page of another rank.
-        prefills: the prefills, over pages that are gathered from all ranks.
-        pages: ``[n]`` int64 pages of this rank's cache that the prefills' sequences have.
+        prefills: the prefills, in parts that gather :data:`GATHERED_TOKENS` or one sequence.
     """
 
     ranks: ContextRanks
     decodes: PagedBatch
-    prefills: PagedBatch
-    pages: torch.Tensor
-
-    def gather_pages(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """The prefills' pages of all ranks, ``[ranks * n, Hkv, page_size, C]``."""
-        return self.ranks.gather(kv_cache[self.pages]).flatten(0, 1)
+    prefills: tuple[GatheredPrefills, ...]
 
 
 def shard_step(batch: PagedBatch, page_size: int, ranks: ContextRanks) -> ShardedStep:
@@ -103,31 +128,49 @@ def shard_step(batch: PagedBatch, page_size: int, ranks: ContextRanks) -> Sharde
     local = batch.block_table
     table = local.new_full((local.shape[0], local.shape[1] * ranks.size), -1)
     table[:, ranks.rank :: ranks.size] = local
-    decodes, requests = batch.num_decodes, batch.num_requests
-    gathered, pages = _gathered_table(batch, page_size, ranks.size)
+    decodes = batch.part(0, batch.num_decodes)
+    # What the host knows of decodes on a GPU is an upper bound.
+    lengths = decodes.seq_lens_host if local.device.type == "cpu" else None
     return ShardedStep(
         ranks,
-        replace(batch.part(0, decodes), block_table=table[:decodes], _derived={}),
-        replace(batch.part(decodes, requests), block_table=gathered, _derived={}),
-        pages,
+        replace(
+            decodes,
+            block_table=table[: batch.num_decodes],
+            seq_lens_host=lengths,
+            _derived={},
+        ),
+        tuple(
+            _gathered_prefills(batch.part(first, last), page_size, ranks.size)
+            for first, last in _parts_of_prefills(batch)
+        ),
     )
 
 
-def _gathered_table(
-    batch: PagedBatch, page_size: int, size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The prefills' block table over gathered pages, and which of a rank's pages are gathered."""
+def _parts_of_prefills(batch: PagedBatch) -> Iterator[tuple[int, int]]:
+    """First and end of runs of prefills that have few tokens together, or are one."""
     lengths = batch.seq_lens_host or ()
-    counts = [ceil_div(length, page_size * size) for length in lengths[batch.num_decodes :]]
+    first, tokens = batch.num_decodes, 0
+    for request in range(batch.num_decodes, batch.num_requests):
+        tokens += lengths[request]
+        if tokens > GATHERED_TOKENS and request > first:
+            yield first, request
+            first, tokens = request, lengths[request]
+    if first < batch.num_requests:
+        yield first, batch.num_requests
+
+
+def _gathered_prefills(batch: PagedBatch, page_size: int, size: int) -> GatheredPrefills:
+    """Prefills over gathered pages: first all of the first rank, then those of the next."""
+    counts = [ceil_div(length, page_size * size) for length in batch.seq_lens_host or ()]
     total, first = sum(counts), 0
-    logical = torch.arange(max(counts, default=0) * size)
-    table, pages = [], [batch.block_table.new_empty(0)]
-    for request, count in enumerate(counts, batch.num_decodes):
+    logical = torch.arange(max(counts) * size, device=batch.block_table.device)
+    table, pages = [], []
+    for request, count in enumerate(counts):
         table.append(logical % size * total + first + logical // size)
         pages.append(batch.block_table[request, :count])
         first += count
-    rows = torch.stack(table) if table else logical.view(0, 0)
-    return rows.to(torch.int32), torch.cat(pages).long()
+    rows = torch.stack(table).to(torch.int32)
+    return GatheredPrefills(replace(batch, block_table=rows, _derived={}), torch.cat(pages).long())
 
 
 def attend_decodes(
@@ -168,7 +211,8 @@ def attend_decodes(
 def attend_prefills(
     query: torch.Tensor,
     pages: PageViews,
-    step: ShardedStep,
+    batch: PagedBatch,
+    ranks: ContextRanks,
     policy: SelectionPolicy,
     *,
     softmax_scale: float,
@@ -176,27 +220,28 @@ def attend_prefills(
     lists: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Attend a step's prefills over the pages of all ranks.
+    """Attend some of a step's prefills over the pages of all ranks.
 
     The ranks have parts of a KV head's query heads, which share a selection: every rank selects and
     attends for all of them, and keeps its own.
 
     Args:
         query: ``[T, ranks * H, D]``, the query heads of all ranks.
-        pages: of all ranks (:meth:`ShardedStep.gather_pages`).
-        step: the step.
+        pages: of all ranks (:meth:`GatheredPrefills.gather`).
+        batch: the prefills.
+        ranks: who has the other heads.
         policy: what its queries attend.
         softmax_scale: factor of ``q . k``.
         sinks: ``[H]`` learned logits of this rank's heads.
         lists: blocks by a learned list, or ``None``.
         out: ``[T, H, D]``; the prefills' rows are written.
     """
-    ranks, rows = step.ranks, slice(step.decodes.num_decode_tokens, None)
+    rows = slice(batch.first_row, batch.first_row + batch.num_prefill_tokens)
     of_all_heads = paged_attention(
         query,
         pages.keys,
         pages.values,
-        step.prefills,
+        batch,
         policy,
         softmax_scale=softmax_scale,
         k_summary=pages.summary,

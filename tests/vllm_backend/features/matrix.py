@@ -376,22 +376,18 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             SERVED,
             (
                 "test_tensor_parallel.py::test_tokens_of_ranks_that_hold_the_context_between_them",
+                f"{ON_GPU}::test_decode_context_parallel",
                 f"{NOT_SERVED}::test_what_needs_all_keys_on_one_rank",
                 f"{NOT_SERVED}::test_ranks_that_take_parts_of_pages_in_turn",
             ),
-            "whole pages in turn: `--cp-kv-cache-interleave-size` of a page; vLLM 0.32 places a "
-            "rank's tokens by a Triton kernel, which its CPU build lacks and the test replaces",
-        ),
-        Row(
-            "decode context parallel on a GPU",
-            REFUSED,
-            (f"{NOT_SERVED}::test_context_parallelism[DCP]",),
-            "`--decode-context-parallel-size 1`",
+            "whole pages in turn: `--cp-kv-cache-interleave-size` of a page; piecewise CUDA "
+            "graphs; vLLM 0.32 places a rank's tokens by a Triton kernel, which its CPU build "
+            "lacks and the test replaces",
         ),
         Row(
             "prefill context parallel",
             REFUSED,
-            (f"{NOT_SERVED}::test_context_parallelism[PCP]",),
+            (f"{NOT_SERVED}::test_prefill_context_parallelism",),
             "`--prefill-context-parallel-size 1`",
         ),
     ),

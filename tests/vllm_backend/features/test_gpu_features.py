@@ -190,6 +190,28 @@ def test_two_gpus(
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_decode_context_parallel(eager: bool, prompts: list[list[int]], tmp_path: Path) -> None:
+    """Two ranks hold the pages of a KV head between them; prompts in chunks, and a prefix hit."""
+    model = make_tiny_model("mqa", tmp_path)
+    limits = {**LIMITS, "max_num_batched_tokens": 256, "block_size": 64}
+    expected = answer(model, prompts, **limits)
+    ranks = {
+        "tensor_parallel_size": 2,
+        "decode_context_parallel_size": 2,
+        "cp_kv_cache_interleave_size": 64,
+        "disable_custom_all_reduce": True,
+        "enforce_eager": eager,
+    }
+    with engine(model, "SPARSEK", SPARSE, **limits, **ranks) as llm:
+        assert tokens(generate(llm, prompts, together=True)) == expected
+        again = generate(llm, prompts[3:], together=True)
+        assert tokens(again) == expected[3:]
+        assert again[0].num_cached_tokens >= len(prompts[3]) // 2
+        assert [calls > 0 for calls in ran(llm)] == [True, True]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_data_parallel(llama: Path, prompts: list[list[int]], plain: list[list[int]]) -> None:
     found, stats = generate_by_both(llama, SPARSE, prompts, **LIMITS)
     assert found == [*plain, *plain]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sparsek_backend.vllm_backend import compat
+from sparsek_backend.vllm_backend.sparsek.pages import bytes_behind, page_rows, view_pages
 from tests.vllm_backend.layers import (
     KV_HEADS,
     building,
@@ -127,3 +128,28 @@ def test_pages_of_hybrids_nest_with_blocks() -> None:
         check_page_size(resolved, page)
     with pytest.raises(ConfigError, match=r"sel_block_size.*KV page of 528 tokens, got 64"):
         check_page_size(resolved, 528)
+
+
+@pytest.mark.parametrize("summaries", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_pages_row_is_the_whole_page(padded: bool, summaries: bool) -> None:
+    """Rows of some pages, laid out as the cache, are a cache of these pages: in every version."""
+    pages, heads, tokens, dim = 6, 2, 32, 32
+    behind = bytes_behind(dim, 2) // 2 if summaries else 0
+    content = 2 * dim if padded else 2 * dim + behind
+    page = heads * tokens * (2 * dim + behind)
+    raw = torch.randn(2 * pages * page).to(torch.bfloat16)  # pages of two layers by turns
+    strides = (2 * page, tokens * content, content, 1)
+    cache = raw.as_strided((pages, heads, tokens, content), strides)
+    chosen = torch.tensor([4, 1, 3])
+    rows = page_rows(cache, dim, summaries)[chosen]
+    assert rows.shape == (3, page)
+    found = view_pages(
+        rows.as_strided((3, heads, tokens, content), (page, *strides[1:])), dim, summaries
+    )
+    whole = view_pages(cache, dim, summaries)
+    assert torch.equal(found.keys, whole.keys[chosen])
+    assert torch.equal(found.values, whole.values[chosen])
+    assert (found.summary is not None) == summaries
+    if found.summary is not None and whole.summary is not None:
+        assert torch.equal(found.summary, whole.summary[chosen])

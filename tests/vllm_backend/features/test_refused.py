@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -57,28 +58,29 @@ def test_rocm(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "remedy: use an NVIDIA GPU" in reason
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size 1"),
-        ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 1"),
-    ],
-    ids=["DCP", "PCP"],
-)
-def test_context_parallelism(
-    options: dict[str, Any], words: str, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU; on a CPU, decode context parallelism is served."""
-    from vllm.platforms import current_platform
-
+def test_prefill_context_parallelism(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from sparsek_backend.vllm_backend import validate
 
     config = configure(llama)
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    for name, size in options.items():
-        monkeypatch.setattr(config.parallel_config, name, size)
-    with pytest.raises(ValueError, match=rf"SPARSEK cannot serve.*remedy: {words}"):
+    monkeypatch.setattr(config.parallel_config, "prefill_context_parallel_size", 2)
+    words = "SPARSEK cannot serve.*remedy: --prefill-context-parallel-size 1"
+    with pytest.raises(ValueError, match=words):
         validate.check_engine(config)
+
+
+def test_a_requirement_that_the_installed_vllm_does_not_know(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 0.29 vLLM asks no backend whether it serves decode context parallelism."""
+    from sparsek_backend.vllm_backend import validate
+
+    asked = {"head_size": 64, "use_dcp": True, "use_adaptive_verification": True}
+    monkeypatch.setattr(validate.AttentionBackend, "validate_configuration", lambda head_size: [])
+    monkeypatch.setattr(
+        validate.SparseKBackend, "validate_configuration", lambda head_size, device_capability: []
+    )
+    (reason,) = validate._reasons(asked)
+    assert reason.startswith("use_adaptive_verification not supported")
 
 
 def check_shared_context(
@@ -118,6 +120,19 @@ def test_what_needs_all_keys_on_one_rank(
     message = rf"{words} not supported with decode context.*remedy: --decode-context-parallel-size"
     with pytest.raises(ValueError, match=message):
         check_shared_context(monkeypatch, make_tiny_model(model, tmp_path), **options)
+
+
+def test_what_ranks_with_shared_pages_lack_on_a_gpu(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparsek_backend.vllm_backend import validate
+
+    config = configure(llama)
+    resolved = validate.engine_config(config)
+    assert validate._not_sharded(config, resolved) == []
+    monkeypatch.setattr(config.cache_config, "cache_dtype", "fp8")
+    resolved = replace(resolved, batch_invariant=True)
+    assert validate._not_sharded(config, resolved) == ["an fp8 KV cache", "batch invariance"]
 
 
 def test_ranks_that_take_parts_of_pages_in_turn(
