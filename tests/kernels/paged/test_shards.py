@@ -12,6 +12,7 @@ import torch
 from sparsek_kernels.paged import SelectionPolicy, attend_shard, merge_shards
 from sparsek_kernels.paged.reference import paged_attention_reference
 from tests.kernels.paged.cache_cases import POLICIES, Case, make_case
+from tests.kernels.worst_sketch import worst_sketch
 
 LENGTHS, QUERIES = [1, 33, 64, 131, 300, 517], [1, 2, 1, 2, 1, 2]
 
@@ -34,7 +35,7 @@ class Exchange:
 
 
 def shard(case: Case, rank: int, ranks: int) -> Case:
-    """The case with every ``ranks``-th page of its sequences; other pages are NaN."""
+    """The case with every ``ranks``-th page of its sequences; other pages are poison."""
     pages = case.k_summary.shape[0]
     table = case.batch.block_table.clone()
     others = torch.arange(table.shape[1]) % ranks != rank
@@ -44,7 +45,8 @@ def shard(case: Case, rank: int, ranks: int) -> Case:
     k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
     k_summary = case.k_summary.clone()
     assert foreign.unique().numel() == foreign.numel() < pages
-    k_cache[foreign], v_cache[foreign], k_summary[foreign] = float("nan"), float("nan"), 255
+    k_cache[foreign], v_cache[foreign] = float("nan"), float("nan")
+    k_summary[foreign] = worst_sketch(*k_cache.shape[2:])
     batch = replace(case.batch, block_table=table, _derived={})
     return Case(case.q, k_cache, v_cache, k_summary, batch)
 
