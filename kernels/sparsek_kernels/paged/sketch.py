@@ -4,16 +4,16 @@ Vector ``n`` of a page is the mean of the keys of its tokens ``4n`` to ``4n + 3`
 there so far), rotated by a Hadamard matrix so that outlier channels spread, and rounded to 16
 levels.  docs/selection.md says what it is for.
 
-Layout: ``[num_pages, Hkv, summary_bytes]`` uint8.  A page and KV head has one row of ``D / 2`` bytes
-per vector, and padding: channel ``d`` in the low half of byte ``d``, channel ``d + D / 2`` in its
-high half.  Level ``l`` of 0 to 15 with scale ``s`` stands for ``(l - 7.5) * s``.
+Layout: ``[num_pages, Hkv, summary_bytes]`` uint8.  A page and KV head has one row of ``D / 2``
+bytes per vector, and padding: channel ``d`` in the low half of byte ``d``, channel ``d + D / 2`` in
+its high half.  Level ``l`` of 0 to 15 with scale ``s`` stands for ``(l - 7.5) * s``.
 
-The scale takes no room of its own.  It is a float of 5 bits of exponent and 3 of mantissa, and these
-8 bits are the row's *checksum*: the sum of its bytes ``b(i) * 2 ** (i % 4)``, modulo 256.  A level of a
-low half thus counts 1, 2, 4 or 8, one of a high half 16, 32, 64 or 128.  For each of these weights the
-writer may move one level by one step, and takes the value that is nearest to halfway between two
-levels, where that costs next to nothing.  Who reads gets all checksums by one more product with a
-matrix of weights.
+The scale takes no room.  It is a float of 5 bits of exponent and 3 of mantissa, and these 8 bits
+are the row's *checksum*: the sum of ``byte(i) * 2 ** (i % 4)``, modulo 256.  A level of a low half
+thus counts 1, 2, 4 or 8 times, and one of a high half 16, 32, 64 or 128 times.  For each of these
+weights the writer may move one level by one step: the one whose value is nearest to halfway between
+two levels, where the other level costs next to nothing.  A reader gets the checksums of many rows
+by one product with a matrix of weights.
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ def quantise(vectors: torch.Tensor) -> torch.Tensor:
     nearest = keys.amax(-2, keepdim=True)  # [..., 2, 1, 4]
     total = (levels * weights).sum((-3, -2, -1), dtype=torch.int32)
     downs = ((nearest & 1) * weights[:, :1]).sum((-3, -2, -1), dtype=torch.int32)
-    moved = (code - total + downs) ^ downs  # the bits whose sum, some of them negative, is wanted
+    # Moving the weights ``m`` adds ``m - 2 * (m & downs)``: that is ``missing`` for this ``m``.
+    missing = code - total
+    moved = (missing + downs) ^ downs
     moves = (keys == nearest) & ((moved[..., None, None, None] & weights) != 0)
     levels += (1 - ((keys & 1) << 1)) * moves
     low, high = levels.to(torch.uint8).flatten(-2).unbind(-2)

@@ -20,8 +20,8 @@ def bytes_behind(head_size: int, itemsize: int) -> int:
     """Bytes per token and KV head that pages have behind K and V, for summaries.
 
     Whole rows of K and V for every 64 tokens: then pages and heads of so many tokens lie at
-    multiples of a row, which the kernels for Hopper address as one matrix.  That is 1/32 of K and V,
-    and 1/16 of fp8 ones.
+    multiples of a row, which the kernels for Hopper address as one matrix.  That is 1/32 of K and
+    V, and 1/16 of fp8 ones.
     """
     rows = math.lcm(2 * head_size * itemsize, PREFERRED_PAGE_SIZE * itemsize)
     used = summary_bytes(SMALLEST_PAGE_SIZE, head_size) * PREFERRED_PAGE_SIZE // SMALLEST_PAGE_SIZE

@@ -63,7 +63,7 @@ def make_case(
     seed: int = 0,
     permute: int | None = None,
 ) -> Case:
-    """Sequences written to shuffled pages of a cache whose unused part is NaN, or a sketch that outweighs any."""
+    """Sequences written to shuffled pages of a cache whose unused part is poison."""
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-length // page_size) for length in lengths]
     num_pages = sum(needed) + 3

@@ -57,8 +57,8 @@ def vector_pages(
 def checksum_weights(HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_M: tl.constexpr):
     """Weights of a row's bytes in its checksum, the same in every column.
 
-    Returns ``[BLOCK_HALF, BLOCK_M]`` int8: a product with rows of bytes gives their checksums in the
-    very layout of the logits.
+    Returns ``[BLOCK_HALF, BLOCK_M]`` int8: a product with rows of bytes gives their checksums in
+    the very layout of the logits.
     """
     offs = tl.arange(0, BLOCK_HALF)
     weight = tl.where(offs < HALF, 1 << (offs % 4), 0).to(tl.int8)
@@ -116,9 +116,9 @@ def block_logits(
 ):
     """Logits of ``BLOCK_B`` blocks in units of the rows' scales: maximum over a block's vectors.
 
-    q_low, q_high, excess: from :func:`quantise_query`; weights: from :func:`checksum_weights`; page:
-    from :func:`vector_pages`.  Returns ``[BLOCK_B, BLOCK_M]`` float32; blocks from ``end`` on hold
-    no meaning.
+    q_low, q_high, excess: from :func:`quantise_query`; weights: from :func:`checksum_weights`;
+    page: from :func:`vector_pages`.  Returns ``[BLOCK_B, BLOCK_M]`` float32; blocks from ``end`` on
+    hold no meaning.
     """
     block, position = vector_positions(first_block, BLOCK_B, SEL_BLOCK, VECTOR)
     mask = block < end

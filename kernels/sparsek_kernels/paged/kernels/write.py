@@ -14,10 +14,10 @@ EDGE = tl.constexpr(7.49)
 
 @triton.jit
 def with_checksum(level, rest, code, HEAD_DIM: tl.constexpr):
-    """Levels ``[BLOCK_H, BLOCK_D]`` int32 whose checksums are ``code``, eight of them moved at most.
+    """Levels ``[BLOCK_H, BLOCK_D]`` int32 with checksums ``code``, at most eight of a row moved.
 
-    level: the nearest ones, 0 beyond ``HEAD_DIM``; rest: how far the values lie above them; code:
-    ``[BLOCK_H]`` int32.
+    The arithmetic is explained in sketch.py.  level: the nearest ones, 0 beyond ``HEAD_DIM``; rest:
+    how far the values lie above them; code: ``[BLOCK_H]`` int32.
     """
     BLOCK_H: tl.constexpr = level.shape[0]
     RUNS: tl.constexpr = level.shape[1] // 4
@@ -36,7 +36,8 @@ def with_checksum(level, rest, code, HEAD_DIM: tl.constexpr):
     upper = tl.max(tl.where(high[None, :, :] & inside, key, -1), axis=1, keep_dims=True)
     down = ((low & 1) | ((upper & 1) << 4)) << column[None, None, :]
     downs = tl.sum(tl.sum(down, axis=2), axis=1)
-    moved = (code - total + downs) ^ downs
+    missing = code - total
+    moved = (missing + downs) ^ downs
     moves = (key == tl.where(high[None, :, :], upper, low)) & inside
     moves = moves & ((moved[:, None, None] & weight) != 0)
     level += tl.where(moves, 1 - ((key & 1) << 1), 0)
