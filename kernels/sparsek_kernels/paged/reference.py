@@ -43,8 +43,8 @@ def hadamard_reference(dim: int) -> torch.Tensor:
 
 
 def scale_reference(largest: torch.Tensor) -> torch.Tensor:
-    """``largest / 7.5`` rounded to 4 significant bits, from ``2 ** -16`` to 61440."""
-    fraction, exponent = torch.frexp((largest / 7.5).clamp(2.0**-16, 61440.0))
+    """``largest / 8`` rounded to 4 significant bits, from ``2 ** -16`` to 61440."""
+    fraction, exponent = torch.frexp((largest / 8.0).clamp(2.0**-16, 61440.0))
     return torch.ldexp((fraction * 16.0 + 0.5).floor(), exponent - 4)
 
 

@@ -50,8 +50,9 @@ def test_the_sketch_equals_the_oracle(dim: int) -> None:
     assert (levels > 0.001).double().mean() < 1e-3
     means = keys.unflatten(0, (-1, VECTOR_SIZE)).mean(1)
     error = (found - rotate(means)).abs() / scale[..., None]
-    assert error.max() < 1.5
-    assert (error > 0.51).sum(-1).max() <= 8
+    inside = rotate(means).abs() / scale[..., None] < 7.5
+    assert error[inside].max() < 1.01
+    assert ((error > 0.51) & inside).sum(-1).max() <= 8
     whole = torch.empty_like(summary)
     sketch_pages(k_cache, whole)
     assert torch.equal(rows, view_rows(whole, PAGE, dim))
@@ -100,12 +101,12 @@ def test_values_at_the_ends_of_the_scale() -> None:
         levels, scale = levels_and_scale(nothing)
         assert scale == 2.0**-16
         assert {*levels} <= {7, 8}
-    assert levels_and_scale([7.5, -7.5, 7.5, -7.5] * 2)[1] == 1.0
+    assert levels_and_scale([8.0, -8.0, 8.0, -8.0] * 2)[1] == 1.0
 
 
-@pytest.mark.parametrize(("dim", "most"), [(64, 1.12), (128, 1.05), (256, 1.03)])
-def test_the_scale_costs_next_to_nothing(dim: int, most: float) -> None:
-    """Squared error of products, over the one of nearest levels with an exact scale beside them."""
+@pytest.mark.parametrize(("dim", "most"), [(64, 1.03), (128, 0.95), (256, 0.92)])
+def test_a_scale_that_takes_no_room_costs_no_accuracy(dim: int, most: float) -> None:
+    """Squared error beside nearest levels, 7.5 of which are the largest channel's, exactly."""
     torch.manual_seed(dim)
     vectors = torch.randn(4000, dim)
     step = vectors.abs().amax(-1, keepdim=True) / 7.5

@@ -63,7 +63,7 @@ def write_vector(
     HALF: tl.constexpr = HEAD_DIM // 2
     x = rotate(mean, ROTATION)
     largest = tl.max(tl.abs(x), axis=1)
-    code = code_of(tl.div_rn(largest, tl.full([BLOCK_H], 7.5, tl.float32)))
+    code = code_of(largest / 8.0)
     step = tl.broadcast_to(scale_of(code)[:, None], [BLOCK_H, BLOCK_D])
     y = tl.minimum(tl.maximum(tl.div_rn(x, step), -EDGE), EDGE)
     level = tl.floor(y)
