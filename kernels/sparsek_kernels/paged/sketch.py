@@ -130,30 +130,33 @@ def _run_keys(head_dim: int) -> torch.Tensor:
 def quantise(vectors: torch.Tensor) -> torch.Tensor:
     """Rows of bytes ``[..., D / 2]`` of rotated float32 vectors ``[..., D]``."""
     dim, device = vectors.shape[-1], vectors.device
-    weights = _weights(dim).to(device)
+    weights, every = _weights(dim).to(device), (-3, -2, -1)
     code = scale_codes(vectors.abs().amax(-1) / _LARGEST)
     values = (vectors / code_scales(code)[..., None]).clamp_(-_EDGE, _EDGE)
+    values = values.reshape(*vectors.shape[:-1], *weights.shape)
     lower = values.floor()
-    rest = (values - (lower + 0.5)).unflatten(-1, (2, -1, 4))
-    levels = (lower + 8).to(torch.int32).unflatten(-1, (2, -1, 4))
+    rest = values.sub_(lower + 0.5)
+    levels, down = lower.to(torch.int32).add_(8), rest < 0
     # Of each weight the one that is nearest to halfway between two levels, the last of equals.
-    keys = (rest.abs().view(torch.int32) & -128) | _run_keys(dim).to(device) | (rest < 0)
+    keys = rest.abs().view(torch.int32) & -128
+    keys.bitwise_or_(_run_keys(dim).to(device)).bitwise_or_(down)
     nearest = keys.amax(-2, keepdim=True)  # [..., 2, 1, 4]
-    total = (levels * weights).sum((-3, -2, -1), dtype=torch.int32)
-    downs = ((nearest & 1) * weights[:, :1]).sum((-3, -2, -1), dtype=torch.int32)
     # Moving the weights ``m`` adds ``m - 2 * (m & downs)``: that is ``missing`` for this ``m``.
-    missing = code - total
+    missing = code - (levels * weights).sum(every, dtype=torch.int32)
+    downs = ((nearest & 1) * weights[:, :1]).sum(every, dtype=torch.int32)
     moved = (missing + downs) ^ downs
     moves = (keys == nearest) & ((moved[..., None, None, None] & weights) != 0)
-    levels += (1 - ((keys & 1) << 1)) * moves
+    levels.add_(moves).add_(moves & down, alpha=-2)
     low, high = levels.to(torch.uint8).flatten(-2).unbind(-2)
-    return low | high << 4
+    rows: torch.Tensor = low | high << 4
+    return rows
 
 
 def checksums(rows: torch.Tensor) -> torch.Tensor:
     """Checksums ``[...]`` int32 of rows of bytes ``[..., D / 2]``."""
     weights = _weights(2 * rows.shape[-1])[0].flatten().to(rows.device)
-    return (rows * weights).sum(-1, dtype=torch.int32) & 255
+    sums: torch.Tensor = (rows * weights).sum(-1, dtype=torch.int32) & 255
+    return sums
 
 
 def sketch_pages(keys: torch.Tensor, k_summary: torch.Tensor) -> None:
@@ -174,7 +177,8 @@ def view_rows(k_summary: torch.Tensor, page_size: int, head_dim: int) -> torch.T
         k_summary: ``[..., summary_bytes]`` uint8.
     """
     shape = (page_vectors(page_size), head_dim // 2)
-    return k_summary[..., : shape[0] * shape[1]].unflatten(-1, shape)
+    rows: torch.Tensor = k_summary[..., : shape[0] * shape[1]].unflatten(-1, shape)
+    return rows
 
 
 def read_vectors(k_summary: torch.Tensor, page_size: int, head_dim: int) -> torch.Tensor:
