@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from sparsek_kernels.paged import PagedBatch
+from tests.kernels.worst_sketch import worst_sketch
 
 Largest = Callable[[torch.Tensor], torch.Tensor]
 _Result = TypeVar("_Result")
@@ -60,7 +61,7 @@ def held_pages(
     rank: int,
     ranks: int,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], PagedBatch]:
-    """K, V, summaries and a batch with every ``ranks``-th page of its sequences; others are NaN."""
+    """K, V, summaries and a batch with every ``ranks``-th page of its sequences; others are poison."""
     k_cache, v_cache, k_summary = caches
     table = batch.block_table.clone()
     logical = torch.arange(table.shape[1], device=table.device)
@@ -70,5 +71,6 @@ def held_pages(
     table[:, others] = -1
     assert foreign.unique().numel() == foreign.numel() < k_cache.shape[0]
     k_cache, v_cache, k_summary = k_cache.clone(), v_cache.clone(), k_summary.clone()
-    k_cache[foreign], v_cache[foreign], k_summary[foreign] = float("nan"), float("nan"), 255
+    k_cache[foreign], v_cache[foreign] = float("nan"), float("nan")
+    k_summary[foreign] = worst_sketch(*k_cache.shape[2:]).to(k_summary.device)
     return (k_cache, v_cache, k_summary), replace(batch, block_table=table, _derived={})

@@ -125,13 +125,13 @@ def test_ranges_of_layers() -> None:
 
 def test_the_line_per_layer_group() -> None:
     policy = SelectionPolicy(num_sink=64, window_size=512, top_k=32, dense_below=4096)
-    assert describe_layers(range(30), policy, None, 128, "cpu", summary_share=1 / 16) == (
+    assert describe_layers(range(30), policy, None, 128, "cpu", summary_share=1 / 32) == (
         "SPARSEK layers 0-29: block_topk, 1 sink block + window 512 + 32 blocks of 64 per KV head, "
-        "dense below 4096, 6.2 % summaries, pages of 128, CPU path"
+        "dense below 4096, 3.1 % summaries, pages of 128, CPU path"
     )
     window = SelectionPolicy(num_sink=4, window_size=512)
     fewer = describe_layers(
-        [0], replace(policy, decode_top_k=8), None, 128, "cpu", summary_share=1 / 16
+        [0], replace(policy, decode_top_k=8), None, 128, "cpu", summary_share=1 / 32
     )
     assert "32 blocks of 64 per KV head (8 for decoded tokens)" in fewer
     assert "sink_window, 4 sink tokens + window 512" in describe_layers(

@@ -69,7 +69,7 @@ def test_pages_of_an_fp8_cache_hold_the_same_sketch(current: Any) -> None:
     spec = make_spec(layer, current)
     plain = KV_HEADS * PAGE * 2 * DIM
     assert spec.dtype.itemsize == 1
-    assert spec.page_size_bytes == plain + plain // 8
+    assert spec.page_size_bytes == plain + plain // 16
 
 
 def test_views_of_fp8_pages(current: Any) -> None:
@@ -97,7 +97,7 @@ def test_the_line_of_an_fp8_cache(current: Any) -> None:
     with mock.patch.object(metadata.logger, "info_once") as told:
         make_builder(layer, current)
     (line,) = told.call_args.args
-    assert f"12.5 % summaries, pages of {PAGE} in fp8" in line
+    assert f"6.2 % summaries, pages of {PAGE} in fp8" in line
 
 
 def test_scales_of_the_layer_reach_the_kernels(current: Any) -> None:

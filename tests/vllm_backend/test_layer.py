@@ -208,7 +208,7 @@ def test_pages_have_room_for_summaries_only_where_layers_select(current: Any) ->
     layer = make_layer()
     spec = make_spec(layer, current)
     plain = KV_HEADS * PAGE * 2 * DIM * 4
-    assert spec.page_size_bytes == plain + plain // 16
+    assert spec.page_size_bytes == plain + plain // 64
     sliding = make_layer(1, per_layer_sliding_window=48)
     window = make_spec(sliding, current)
     assert window.page_size_padded is None
@@ -249,7 +249,7 @@ def test_old_vllm_pads_through_the_layer(current: Any, monkeypatch: pytest.Monke
     layer = make_layer()
     spec = layer.get_kv_cache_spec(current)
     plain = spec.unpadded_page_size_bytes
-    assert spec.page_size_bytes == plain + plain // 16
+    assert spec.page_size_bytes == plain + plain // 64
     window = make_layer(1, per_layer_sliding_window=48).get_kv_cache_spec(current)
     assert (window.block_size, window.page_size_padded) == (PAGE, None)
     layer.attn_backend = SimpleNamespace(get_name=lambda: "TRITON_ATTN")

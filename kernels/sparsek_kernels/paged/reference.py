@@ -42,6 +42,35 @@ def hadamard_reference(dim: int) -> torch.Tensor:
     return torch.where(together, (1.0 - 2.0 * odd.double()) * size**-0.5, 0.0)
 
 
+def scale_reference(largest: torch.Tensor) -> torch.Tensor:
+    """``largest / 8`` rounded to 4 significant bits, from ``2 ** -16`` to 61440."""
+    fraction, exponent = torch.frexp((largest / 8.0).clamp(2.0**-16, 61440.0))
+    return torch.ldexp((fraction * 16.0 + 0.5).floor(), exponent - 4)
+
+
+def levels_reference(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Levels ``[n, D]`` from 0 to 15 of rotated vectors, and their scales ``[n]``: float64."""
+    half = vectors.shape[1] // 2
+    scales = scale_reference(vectors.abs().amax(1))
+    values = (vectors / scales[:, None]).clamp(-7.49, 7.49)
+    levels = values.floor()
+    rest = values - (levels + 0.5)
+    step = torch.where(rest < 0.0, -1.0, 1.0)
+    levels = levels + 8.0
+    channel = torch.arange(2 * half)
+    weight = 2 ** (channel % half % 4 + 4 * (channel // half))
+    fraction, exponent = torch.frexp(scales)
+    missing = (exponent + 15) * 8 + (fraction * 16.0).long() - 8 - (levels.long() * weight).sum(1)
+    rows = torch.arange(vectors.shape[0])
+    for bit in range(8):  # what lower bits carry is known when a bit's turn comes
+        distance = torch.where(weight == 1 << bit, rest.abs(), -1.0)
+        nearest = 2 * half - 1 - distance.flip(1).argmax(1)
+        moved = step[rows, nearest] * (missing >> bit & 1)
+        levels[rows, nearest] += moved
+        missing = missing - (moved.long() << bit)
+    return levels, scales
+
+
 def sketch_reference(k: torch.Tensor) -> torch.Tensor:
     """Keys as the sketch of a sequence's whole vectors gives them back, rotated back.
 
@@ -52,10 +81,9 @@ def sketch_reference(k: torch.Tensor) -> torch.Tensor:
         ``[N // 4, Hkv, D]`` float64.
     """
     rotation = hadamard_reference(k.shape[-1])
-    means = means_reference(k, VECTOR_SIZE) @ rotation
-    scale = (means.abs().amax(-1, keepdim=True) / 7.5).clamp(max=65504.0).half().double()
-    levels = (means / scale - 0.5).round().clamp(-8, 7)
-    values = torch.where(scale > 0.0, (levels + 0.5) * scale, 0.0)
+    means = means_reference(k, VECTOR_SIZE)
+    levels, scales = levels_reference((means @ rotation).flatten(0, 1))
+    values = ((levels - 7.5) * scales[:, None]).view_as(means)
     return values @ rotation
 
 

@@ -4,10 +4,16 @@ Vector ``n`` of a page is the mean of the keys of its tokens ``4n`` to ``4n + 3`
 there so far), rotated by a Hadamard matrix so that outlier channels spread, and rounded to 16
 levels.  docs/selection.md says what it is for.
 
-Layout: ``[num_pages, Hkv, summary_bytes]`` uint8.  Of a page and KV head come first the levels,
-one row of ``D / 2`` bytes per vector: channel ``d`` in the low half of byte ``d``, channel
-``d + D / 2`` in its high half.  Then come one float16 scale per vector, and padding.  Level ``l``
-of 0 to 15 with scale ``s`` stands for ``(l - 7.5) * s``.
+Layout: ``[num_pages, Hkv, summary_bytes]`` uint8.  A page and KV head has one row of ``D / 2``
+bytes per vector, and padding: channel ``d`` in the low half of byte ``d``, channel ``d + D / 2`` in
+its high half.  Level ``l`` of 0 to 15 with scale ``s`` stands for ``(l - 7.5) * s``.
+
+The scale takes no room.  It is a float of 5 bits of exponent and 3 of mantissa, and these 8 bits
+are the row's *checksum*: the sum of ``byte(i) * 2 ** (i % 4)``, modulo 256.  A level of a low half
+thus counts 1, 2, 4 or 8 times, and one of a high half 16, 32, 64 or 128 times.  For each of these
+weights the writer may move one level by one step: the one whose value is nearest to halfway between
+two levels, where the other level costs next to nothing.  A reader gets the checksums of many rows
+by one product with a matrix of weights.
 """
 
 from __future__ import annotations
@@ -24,7 +30,16 @@ VECTOR_SIZE = 4
 ALIGNMENT = 16
 """Bytes: a multiple of them is kept per page and KV head, so that pages stay aligned."""
 
+MOST_DIM = 512
+"""Channels of a head at most: each of a row's runs of 4 bytes has a number of 6 bits."""
+
 _MIDDLE = 7.5
+_LARGEST = 8.0
+"""Steps of a vector's largest channel.  Cut to 7.5 it is a little off, and all others are finer."""
+_EDGE = 7.49
+"""Values from here on are rounded to the outermost level, which has no next one."""
+_FIRST = 111 << 3
+"""Exponent of code 0 among float32's, before the 3 bits of a code's mantissa."""
 
 
 def page_vectors(page_size: int) -> int:
@@ -43,14 +58,14 @@ def summary_bytes(page_size: int, head_dim: int) -> int:
 
     Raises:
         ValueError: the page does not hold whole cells.
-        NotImplementedError: rows of levels would be no whole number of 16-bit words.
+        NotImplementedError: rows would be no whole number of 4 bytes, or too long.
     """
-    if head_dim % 4:
+    if head_dim % 8 or head_dim > MOST_DIM:
         raise NotImplementedError(
-            f"head_dim: selecting blocks needs a multiple of 4, got {head_dim}; attend everything, "
-            "or sinks and a window alone (top_k=0)"
+            f"head_dim: selecting blocks needs a multiple of 8 up to {MOST_DIM}, got {head_dim}; "
+            "attend everything, or sinks and a window alone (top_k=0)"
         )
-    size = page_vectors(page_size) * (head_dim // 2 + 2)
+    size = page_vectors(page_size) * head_dim // 2
     return ceil_div(size, ALIGNMENT) * ALIGNMENT
 
 
@@ -89,19 +104,59 @@ def mean_key(keys: torch.Tensor, filled: torch.Tensor | int) -> torch.Tensor:
     return (first + second + third + fourth) / filled
 
 
-def quantise(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Levels ``[..., D]`` uint8 and scales ``[...]`` float16 of rotated float32 vectors."""
-    largest = torch.finfo(torch.float16).max
-    scale = (vectors.abs().amax(-1) / _MIDDLE).clamp_(max=largest).half()
-    step = scale.float()[..., None]
-    level = (vectors / step).floor_().clamp_(-8, 7).masked_fill_(step == 0, 0.0)
-    return (level + 8).to(torch.uint8), scale
+def scale_codes(scales: torch.Tensor) -> torch.Tensor:
+    """Nearest codes, int32, of non-negative float32 scales."""
+    return (((scales.view(torch.int32) + (1 << 19)) >> 20) - _FIRST).clamp_(0, 255)
 
 
-def pack(levels: torch.Tensor) -> torch.Tensor:
-    """Rows of bytes ``[..., D / 2]`` of levels ``[..., D]``."""
-    low, high = levels.chunk(2, -1)
-    return low | high << 4
+def code_scales(codes: torch.Tensor) -> torch.Tensor:
+    """Float32 scales of int32 codes: ``2 ** -16`` to 61440."""
+    return ((codes + _FIRST) << 20).view(torch.float32)
+
+
+@lru_cache
+def _weights(head_dim: int) -> torch.Tensor:
+    """``[2, D / 8, 4]`` int32: what a level of each half, run of 4 bytes and byte counts."""
+    each = torch.tensor([[1, 2, 4, 8], [16, 32, 64, 128]], dtype=torch.int32)
+    return each[:, None].expand(2, head_dim // 8, 4).contiguous()
+
+
+@lru_cache
+def _run_keys(head_dim: int) -> torch.Tensor:
+    """``[D / 8, 1]`` int32, by which runs of equals differ."""
+    return (torch.arange(head_dim // 8, dtype=torch.int32) << 1)[:, None]
+
+
+def quantise(vectors: torch.Tensor) -> torch.Tensor:
+    """Rows of bytes ``[..., D / 2]`` of rotated float32 vectors ``[..., D]``."""
+    dim, device = vectors.shape[-1], vectors.device
+    weights, every = _weights(dim).to(device), (-3, -2, -1)
+    code = scale_codes(vectors.abs().amax(-1) / _LARGEST)
+    values = (vectors / code_scales(code)[..., None]).clamp_(-_EDGE, _EDGE)
+    values = values.reshape(*vectors.shape[:-1], *weights.shape)
+    lower = values.floor()
+    rest = values.sub_(lower + 0.5)
+    levels, down = lower.to(torch.int32).add_(8), rest < 0
+    # Of each weight the one that is nearest to halfway between two levels, the last of equals.
+    keys = rest.abs().view(torch.int32) & -128
+    keys.bitwise_or_(_run_keys(dim).to(device)).bitwise_or_(down)
+    nearest = keys.amax(-2, keepdim=True)  # [..., 2, 1, 4]
+    # Moving the weights ``m`` adds ``m - 2 * (m & downs)``: that is ``missing`` for this ``m``.
+    missing = code - (levels * weights).sum(every, dtype=torch.int32)
+    downs = ((nearest & 1) * weights[:, :1]).sum(every, dtype=torch.int32)
+    moved = (missing + downs) ^ downs
+    moves = (keys == nearest) & ((moved[..., None, None, None] & weights) != 0)
+    levels.add_(moves).add_(moves & down, alpha=-2)
+    low, high = levels.to(torch.uint8).flatten(-2).unbind(-2)
+    rows: torch.Tensor = low | high << 4
+    return rows
+
+
+def checksums(rows: torch.Tensor) -> torch.Tensor:
+    """Checksums ``[...]`` int32 of rows of bytes ``[..., D / 2]``."""
+    weights = _weights(2 * rows.shape[-1])[0].flatten().to(rows.device)
+    sums: torch.Tensor = (rows * weights).sum(-1, dtype=torch.int32) & 255
+    return sums
 
 
 def sketch_pages(keys: torch.Tensor, k_summary: torch.Tensor) -> None:
@@ -111,26 +166,19 @@ def sketch_pages(keys: torch.Tensor, k_summary: torch.Tensor) -> None:
         keys: ``[P, Hkv, page_size, D]``; k_summary: ``[P, Hkv, summary_bytes]``, written.
     """
     page_size, dim = keys.shape[2:]
-    rows, scales = split_summary(k_summary, page_size, dim)
     means = mean_key(keys.unflatten(2, (-1, VECTOR_SIZE)), VECTOR_SIZE)
-    levels, scale = quantise(rotate(means))
-    rows.copy_(pack(levels))
-    scales.copy_(scale)
+    view_rows(k_summary, page_size, dim).copy_(quantise(rotate(means)))
 
 
-def split_summary(
-    k_summary: torch.Tensor, page_size: int, head_dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the rows ``[..., vectors, D / 2]`` uint8 and the scales ``[..., vectors]`` float16.
+def view_rows(k_summary: torch.Tensor, page_size: int, head_dim: int) -> torch.Tensor:
+    """View of the rows ``[..., vectors, D / 2]``.
 
     Args:
         k_summary: ``[..., summary_bytes]`` uint8.
     """
-    vectors = page_vectors(page_size)
-    middle = vectors * head_dim // 2
-    rows = k_summary[..., :middle].unflatten(-1, (vectors, head_dim // 2))
-    scales = k_summary[..., middle : middle + 2 * vectors].view(torch.float16)
-    return rows, scales
+    shape = (page_vectors(page_size), head_dim // 2)
+    rows: torch.Tensor = k_summary[..., : shape[0] * shape[1]].unflatten(-1, shape)
+    return rows
 
 
 def read_vectors(k_summary: torch.Tensor, page_size: int, head_dim: int) -> torch.Tensor:
@@ -141,6 +189,6 @@ def read_vectors(k_summary: torch.Tensor, page_size: int, head_dim: int) -> torc
     Args:
         k_summary: ``[..., summary_bytes]`` uint8.
     """
-    rows, scales = split_summary(k_summary, page_size, head_dim)
+    rows = view_rows(k_summary, page_size, head_dim)
     levels = torch.cat([rows & 15, rows >> 4], -1)
-    return (levels.float() - _MIDDLE) * scales.float()[..., None]
+    return (levels.float() - _MIDDLE) * code_scales(checksums(rows))[..., None]

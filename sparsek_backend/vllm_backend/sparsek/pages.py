@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sparsek_backend.vllm_backend import compat
-from sparsek_backend.vllm_backend.layout import SMALLEST_PAGE_SIZE
+from sparsek_backend.vllm_backend.layout import PREFERRED_PAGE_SIZE, SMALLEST_PAGE_SIZE
 from sparsek_kernels.paged.sketch import summary_bytes
 
 FP8_KV_CACHE = ("fp8", "fp8_e4m3")
@@ -19,11 +19,13 @@ FP8_KV_CACHE = ("fp8", "fp8_e4m3")
 def bytes_behind(head_size: int, itemsize: int) -> int:
     """Bytes per token and KV head that pages have behind K and V, for summaries.
 
-    Whole rows of K and V for every 16 tokens: then pages and heads lie at multiples of a row, which
-    the kernels for Hopper address as one matrix.  That is 1/16 of K and V, and 1/8 of fp8 ones.
+    Whole rows of K and V for every 64 tokens: then pages and heads of so many tokens lie at
+    multiples of a row, which the kernels for Hopper address as one matrix.  That is 1/32 of K and
+    V, and 1/16 of fp8 ones.
     """
-    rows = math.lcm(2 * head_size * itemsize, SMALLEST_PAGE_SIZE * itemsize)
-    return -(-summary_bytes(SMALLEST_PAGE_SIZE, head_size) // rows) * rows // SMALLEST_PAGE_SIZE
+    rows = math.lcm(2 * head_size * itemsize, PREFERRED_PAGE_SIZE * itemsize)
+    used = summary_bytes(SMALLEST_PAGE_SIZE, head_size) * PREFERRED_PAGE_SIZE // SMALLEST_PAGE_SIZE
+    return -(-used // rows) * rows // PREFERRED_PAGE_SIZE
 
 
 def with_summaries(spec: Any) -> Any:

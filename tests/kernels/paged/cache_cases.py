@@ -13,6 +13,7 @@ from sparsek_kernels.paged import (
     summary_bytes,
     write_kv,
 )
+from tests.kernels.worst_sketch import worst_sketch
 
 POLICIES = {
     "dense": SelectionPolicy(),
@@ -62,7 +63,7 @@ def make_case(
     seed: int = 0,
     permute: int | None = None,
 ) -> Case:
-    """Sequences written to shuffled pages of a cache whose unused part is NaN."""
+    """Sequences written to shuffled pages of a cache whose unused part is poison."""
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-length // page_size) for length in lengths]
     num_pages = sum(needed) + 3
@@ -79,12 +80,12 @@ def make_case(
         k_cache, v_cache = kv[..., :dim], kv[..., dim:]
         tails = raw.view(num_pages, pitch)[:, page_elements:]
         k_summary = tails.view(torch.uint8).unflatten(1, (kv_heads, each))
-        k_summary.fill_(255)  # as scales, NaN
+        k_summary.copy_(worst_sketch(page_size, dim))
     else:
         shape = (num_pages, page_size, kv_heads, dim)
         k_cache = torch.full(shape, float("nan"), dtype=dtype).transpose(1, 2)
         v_cache = torch.full(shape, float("nan"), dtype=dtype).transpose(1, 2)
-        k_summary = torch.full((num_pages, kv_heads, each), 255, dtype=torch.uint8)
+        k_summary = worst_sketch(page_size, dim).repeat(num_pages, kv_heads, 1)
     order = torch.randperm(
         num_pages, generator=torch.Generator().manual_seed(seed if permute is None else permute)
     )

@@ -17,7 +17,7 @@ from sparsek_kernels.paged.api import write_kv
 from sparsek_kernels.paged.cpu import native_decode
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.reference import paged_attention_reference
-from sparsek_kernels.paged.sketch import summary_bytes
+from tests.kernels.worst_sketch import worst_sketch
 
 needs_compiler = pytest.mark.skipif(
     native_decode.library() is None, reason="no C compiler: the torch path decodes"
@@ -50,8 +50,7 @@ class Problem:
             self.k_cache = torch.full((pages, page_size, heads, dim), math.nan).to(dtype)
             self.k_cache = self.k_cache.transpose(1, 2)
             self.v_cache = rows[..., dim:].clone()
-        shape = (pages, heads, summary_bytes(page_size, dim))
-        self.k_summary = torch.full(shape, 255, dtype=torch.uint8)
+        self.k_summary = worst_sketch(page_size, dim).repeat(pages, heads, 1)
         order = torch.randperm(pages, generator=generator)
         table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
         start = 0

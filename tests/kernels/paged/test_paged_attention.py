@@ -301,7 +301,7 @@ def test_half_precision_within_twice_torch() -> None:
     assert error <= 2 * 2**-8 * expected.abs().max() + 1e-3
 
 
-SUMMARY = torch.zeros(8, 2, 144, dtype=torch.uint8)
+SUMMARY = torch.zeros(8, 2, 128, dtype=torch.uint8)
 
 
 def _arguments() -> dict[str, object]:

@@ -20,7 +20,14 @@ from sparsek_kernels.paged.reference import (
     select_blocks_reference,
     sketch_reference,
 )
-from sparsek_kernels.paged.sketch import VECTOR_SIZE, read_vectors
+from sparsek_kernels.paged.sketch import (
+    VECTOR_SIZE,
+    checksums,
+    code_scales,
+    read_vectors,
+    view_rows,
+)
+from tests.kernels.worst_sketch import worst_sketch
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -66,9 +73,12 @@ def check_sketch(problem: Problem, request: int, keys: torch.Tensor) -> None:
     expected = sketch_reference(keys.cpu()) @ hadamard_reference(dim)
     slot = problem.slots[request].cpu()
     page, vector = slot // page_size, slot % page_size // VECTOR_SIZE
-    kept = read_vectors(problem.k_summary.cpu(), page_size, dim)  # [P, Hkv, vectors, D]
+    summary = problem.k_summary.cpu()
+    scales = code_scales(checksums(view_rows(summary, page_size, dim)))
+    kept = read_vectors(summary, page_size, dim)  # [P, Hkv, vectors, D]
     found = kept[page, :, vector][::VECTOR_SIZE][: expected.shape[0]].double()
-    levels = (found - expected).abs() / (expected.abs().amax(-1, keepdim=True) / 7.5)
+    scale = scales[page, :, vector][::VECTOR_SIZE][: expected.shape[0], :, None]
+    levels = (found - expected).abs() / scale
     assert (levels < 1.01).all()
     assert (levels > 0.01).sum() <= 1e-3 * levels.numel()
 
@@ -86,7 +96,8 @@ def check_cache(problem: Problem) -> None:
     spare = torch.ones(problem.k_cache.shape[0], dtype=torch.bool, device=problem.q.device)
     spare[used] = False
     assert problem.k_cache[spare].isnan().all()
-    assert (problem.k_summary[spare] == 255).all()
+    poison = worst_sketch(*problem.k_cache.shape[2:]).to(problem.q.device)
+    assert (problem.k_summary[spare] == poison).all()
 
 
 def attend(

@@ -10,11 +10,12 @@ import torch
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.sketch import summary_bytes
+from tests.kernels.worst_sketch import worst_sketch
 
 
 @dataclass
 class Problem:
-    """A filled cache (pages permuted, unused ones poisoned with NaN) and a batch over it."""
+    """A filled cache (pages permuted, unused ones poisoned) and a batch over it."""
 
     q: torch.Tensor  # [T, Hq, D]
     k_cache: torch.Tensor  # [P, Hkv, page_size, D]
@@ -43,7 +44,7 @@ def make_caches(
     head_major: bool,
     cache_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One buffer per page: K beside V per token, then the sketch; all poisoned with NaN."""
+    """One buffer per page: K beside V per token, then the sketch; all poisoned."""
     dtype = cache_dtype or dtype
     body = heads * page_size * 2 * dim
     each = summary_bytes(page_size, dim)
@@ -57,7 +58,7 @@ def make_caches(
     kv = buffer.as_strided((pages, heads, page_size, 2 * dim), body_strides)
     behind = buffer.view(torch.uint8)[:, body * dtype.itemsize :]
     summary = behind[:, : heads * each].unflatten(1, (heads, each))
-    summary.fill_(255)  # as scales, NaN
+    summary.copy_(worst_sketch(page_size, dim))
     return kv[..., :dim], kv[..., dim:], summary
 
 

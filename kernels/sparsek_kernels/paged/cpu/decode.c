@@ -17,7 +17,7 @@ typedef struct {
     int64_t is_bf16;
 } Rows;
 
-/* Vectors of int4 levels, then their fp16 scales (sketch.py); strides in bytes. */
+/* Vectors of int4 levels (sketch.py); strides in bytes. */
 typedef struct {
     const uint8_t *data;
     int64_t page, head;
@@ -97,13 +97,19 @@ ALWAYS_INLINE void exp_in_place(float *x, int64_t count, float shift) {
     }
 }
 
-ALWAYS_INLINE float from_half(uint16_t half) {
-    const uint32_t exponent = half >> 10 & 31, fraction = half & 1023;
-    if (!exponent) return (float)fraction * 5.9604645e-8f;
-    const uint32_t bits = (exponent + 112) << 23 | fraction << 13;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
+/* Scale of a row of `half` bytes of the sketch: its checksum, 5 bits of exponent and 3 of mantissa. */
+ALWAYS_INLINE float row_scale(const uint8_t *row, int64_t half) {
+    uint32_t sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < half / 4; i++) {
+        uint32_t word;
+        memcpy(&word, row + 4 * i, 4);
+        sum += word + (word >> 8 << 1) + (word >> 16 << 2) + (word >> 24 << 3);
+    }
+    const uint32_t bits = ((sum & 255) + (111 << 3)) << 20;
+    float scale;
+    memcpy(&scale, &bits, 4);
+    return scale;
 }
 
 /* Logits of blocks [0, blocks) of one token and head, each its best vector's. */
@@ -116,12 +122,9 @@ ALWAYS_INLINE void score_blocks(const Decode *a, const Token *token, int64_t hea
     for (int64_t block = 0; block < blocks; block++) {
         for (int64_t g = 0; g < a->group; g++) scores[g * a->max_blocks + block] = -INFINITY;
         for (int64_t vector = block * per_block; vector < (block + 1) * per_block; vector++) {
-            const uint8_t *data = a->sketch.data + pages[vector / per_page] * a->sketch.page +
-                                  head * a->sketch.head;
-            const uint8_t *packed = data + vector % per_page * half;
-            uint16_t bits;
-            memcpy(&bits, data + per_page * half + vector % per_page * 2, 2);
-            const float scale = from_half(bits);
+            const uint8_t *packed = a->sketch.data + pages[vector / per_page] * a->sketch.page +
+                                    head * a->sketch.head + vector % per_page * half;
+            const float scale = row_scale(packed, half);
 #pragma omp simd
             for (int64_t d = 0; d < half; d++) {
                 levels[d] = (float)(packed[d] & 15) - 7.5f;

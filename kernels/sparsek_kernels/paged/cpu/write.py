@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from sparsek_kernels.paged.sketch import (
     VECTOR_SIZE,
     mean_key,
-    pack,
     quantise,
     rotate,
-    split_summary,
+    view_rows,
 )
 
 
@@ -49,10 +48,7 @@ def write_kv_eager(
     keys = k_cache.unflatten(2, (-1, VECTOR_SIZE))[pages, :, vector]
     written = (torch.arange(VECTOR_SIZE) < filled[:, None])[:, None, :, None]
     mean = mean_key(keys.masked_fill_(~written, 0.0), filled[:, None, None])
-    levels, scale = quantise(rotate(mean))
-    rows, scales = split_summary(k_summary, page_size, dim)
-    rows[pages, :, vector] = pack(levels)
-    scales[pages, :, vector] = scale
+    view_rows(k_summary, page_size, dim)[pages, :, vector] = quantise(rotate(mean))
 
 
 def _write_one(
@@ -74,7 +70,4 @@ def _write_one(
     keys = k_cache[page, :, vector * VECTOR_SIZE : offset + 1]
     missing = VECTOR_SIZE - keys.shape[1]
     mean = mean_key(F.pad(keys, (0, 0, 0, missing)), keys.shape[1])
-    levels, scale = quantise(rotate(mean))
-    rows, scales = split_summary(k_summary, page_size, dim)
-    rows[page, :, vector] = pack(levels)
-    scales[page, :, vector] = scale
+    view_rows(k_summary, page_size, dim)[page, :, vector] = quantise(rotate(mean))

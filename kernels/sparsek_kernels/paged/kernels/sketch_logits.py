@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from sparsek_kernels.paged.kernels.rotation import halves, rotate
+from sparsek_kernels.paged.kernels.scale_code import scale_of
 from sparsek_kernels.paged.kernels.tiles import TOP_K, page_of, tile_sees_all
 
 _UNPACK = tl.constexpr(
@@ -58,24 +59,15 @@ def vector_pages(
 
 
 @triton.jit
-def vector_scales(
-    summary_ptr,
-    page,
-    first_block,
-    end,
-    stride_sp,
-    HALF: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Scales ``[ROWS]`` float16 of the vectors that :func:`vector_pages` finds the pages of."""
-    block, position = vector_positions(first_block, BLOCK_B, SEL_BLOCK, VECTOR)
-    vector = (position % PAGE_SIZE) // VECTOR
-    place = page.to(tl.int64) * stride_sp + PAGE_SIZE // VECTOR * HALF + 2 * vector
-    scales = (summary_ptr + place).to(tl.pointer_type(tl.float16))
-    return tl.load(scales, mask=block < end, other=0.0)
+def checksum_weights(HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Weights of a row's bytes in its checksum, the same in every column.
+
+    Returns ``[BLOCK_HALF, BLOCK_M]`` int8: a product with rows of bytes gives their checksums in
+    the very layout of the logits.
+    """
+    offs = tl.arange(0, BLOCK_HALF)
+    weight = tl.where(offs < HALF, 1 << (offs % 4), 0).to(tl.int8)
+    return tl.broadcast_to(weight[:, None], [BLOCK_HALF, BLOCK_M])
 
 
 @triton.jit
@@ -114,9 +106,9 @@ def block_logits(
     q_low,
     q_high,
     excess,
+    weights,
     summary_ptr,
     page,
-    scale,
     first_block,
     end,
     stride_sp,
@@ -129,9 +121,9 @@ def block_logits(
 ):
     """Logits of ``BLOCK_B`` blocks in units of the rows' scales: maximum over a block's vectors.
 
-    q_low, q_high, excess: from :func:`quantise_query`; page: from :func:`vector_pages`; scale: from
-    :func:`vector_scales`.  Returns ``[BLOCK_B, BLOCK_M]`` float32; blocks from ``end`` on hold no
-    meaning.
+    q_low, q_high, excess: from :func:`quantise_query`; weights: from :func:`checksum_weights`;
+    page: from :func:`vector_pages`.  Returns ``[BLOCK_B, BLOCK_M]`` float32; blocks from ``end`` on
+    hold no meaning.
     """
     block, position = vector_positions(first_block, BLOCK_B, SEL_BLOCK, VECTOR)
     mask = block < end
@@ -143,10 +135,12 @@ def block_logits(
         mask=mask[:, None] & (offs < HALF)[None, :],
         other=0,
     )  # [ROWS, BLOCK_D / 2]
+    # As signed bytes, which leaves a sum modulo 256 as it is.
+    code = tl.dot(packed.to(tl.int8, bitcast=True), weights, out_dtype=tl.int32) & 255
     low, high = unpack_levels(packed, ASM)
     sums = tl.dot(low, q_low, out_dtype=tl.int32)
     sums = tl.dot(high, q_high, sums, out_dtype=tl.int32)
-    logits = (sums.to(tl.float32) - excess[None, :]) * scale.to(tl.float32)[:, None]
+    logits = (sums.to(tl.float32) - excess[None, :]) * scale_of(code)
     shaped = tl.reshape(logits, [logits.shape[0] // BLOCK_B, BLOCK_B, logits.shape[1]])
     return tl.max(shaped, axis=0)
 
@@ -237,9 +231,7 @@ def decode_logits_kernel(
     summary = summary_ptr + kv_head.to(tl.int64) * stride_sh
     stride = tl.num_programs(0) * BLOCK_B
     HALF: tl.constexpr = HEAD_DIM // 2
-    scale = vector_scales(
-        summary, page, begin, num_blocks, stride_sp, HALF, BLOCK_B, PAGE_SIZE, SEL_BLOCK, VECTOR
-    )
+    weights = checksum_weights(HALF, BLOCK_D // 2, BLOCK_M)
     for first in tl.range(begin, num_blocks, stride, num_stages=NUM_STAGES):
         next_page = vector_pages(
             table, first + stride, num_blocks, BLOCK_B, PAGE_SIZE, SEL_BLOCK, VECTOR, SHARDED
@@ -248,9 +240,9 @@ def decode_logits_kernel(
             q_low,
             q_high,
             excess,
+            weights,
             summary,
             page,
-            scale,
             first,
             num_blocks,
             stride_sp,
@@ -269,16 +261,3 @@ def decode_logits_kernel(
             held = page_of(table, offs_b * SEL_BLOCK, offs_b < num_blocks, PAGE_SIZE) >= 0
             logits = tl.where(held[:, None], logits, float("-inf"))
         tl.store(out + offs_b[:, None], logits, mask=mask)
-        # Last, so that the page is known by now and the next step does not wait for the scales.
-        scale = vector_scales(
-            summary,
-            page,
-            first + stride,
-            num_blocks,
-            stride_sp,
-            HALF,
-            BLOCK_B,
-            PAGE_SIZE,
-            SEL_BLOCK,
-            VECTOR,
-        )

@@ -6,6 +6,42 @@ import triton
 import triton.language as tl
 
 from sparsek_kernels.paged.kernels.rotation import halves, rotate
+from sparsek_kernels.paged.kernels.scale_code import code_of, scale_of
+
+EDGE = tl.constexpr(7.49)
+"""Values from here on are rounded to the outermost level, which has no next one."""
+
+
+@triton.jit
+def with_checksum(level, rest, code, HEAD_DIM: tl.constexpr):
+    """Levels ``[BLOCK_H, BLOCK_D]`` int32 with checksums ``code``, at most eight of a row moved.
+
+    The arithmetic is explained in sketch.py.  level: the nearest ones, 0 beyond ``HEAD_DIM``; rest:
+    how far the values lie above them; code: ``[BLOCK_H]`` int32.
+    """
+    BLOCK_H: tl.constexpr = level.shape[0]
+    RUNS: tl.constexpr = level.shape[1] // 4
+    run = tl.arange(0, RUNS)[:, None]
+    high = run >= HEAD_DIM // 8
+    column = tl.arange(0, 4)
+    weight = (1 << (column[None, :] + tl.where(high, 4, 0)))[None, :, :]  # [1, RUNS, 4]
+    level = tl.reshape(level, [BLOCK_H, RUNS, 4])
+    rest = tl.reshape(rest, [BLOCK_H, RUNS, 4])
+    total = tl.sum(tl.sum(level * weight, axis=2), axis=1)
+    # Of each weight the one that is nearest to halfway between two levels, the last of equals.
+    nearness = tl.abs(rest).to(tl.int32, bitcast=True) & -128
+    key = nearness | ((run % 64) << 1)[None, :, :] | (rest < 0.0).to(tl.int32)
+    inside = (run < HEAD_DIM // 4)[None, :, :]
+    low = tl.max(tl.where(high[None, :, :], -1, key), axis=1, keep_dims=True)  # [BLOCK_H, 1, 4]
+    upper = tl.max(tl.where(high[None, :, :] & inside, key, -1), axis=1, keep_dims=True)
+    down = ((low & 1) | ((upper & 1) << 4)) << column[None, None, :]
+    downs = tl.sum(tl.sum(down, axis=2), axis=1)
+    missing = code - total
+    moved = (missing + downs) ^ downs
+    moves = (key == tl.where(high[None, :, :], upper, low)) & inside
+    moves = moves & ((moved[:, None, None] & weight) != 0)
+    level += tl.where(moves, 1 - ((key & 1) << 1), 0)
+    return tl.reshape(level, [BLOCK_H, RUNS * 4])
 
 
 @triton.jit
@@ -16,7 +52,6 @@ def write_vector(
     live,
     HEAD_DIM: tl.constexpr,
     ROTATION: tl.constexpr,
-    VECTORS: tl.constexpr,
 ):
     """Write one vector of the sketch of a page (format in sketch.py) for some KV heads.
 
@@ -28,17 +63,17 @@ def write_vector(
     HALF: tl.constexpr = HEAD_DIM // 2
     x = rotate(mean, ROTATION)
     largest = tl.max(tl.abs(x), axis=1)
-    scale = tl.div_rn(largest, tl.full([BLOCK_H], 7.5, tl.float32))
-    scale = tl.minimum(scale, 65504.0).to(tl.float16)
-    step = tl.broadcast_to(scale.to(tl.float32)[:, None], [BLOCK_H, BLOCK_D])
-    level = tl.floor(tl.div_rn(x, tl.where(step > 0.0, step, 1.0)))
-    level = tl.where(step > 0.0, tl.minimum(tl.maximum(level, -8.0), 7.0), 0.0)
-    low, high = halves(level.to(tl.int32) + 8, HEAD_DIM)
+    code = code_of(largest / 8.0)
+    step = tl.broadcast_to(scale_of(code)[:, None], [BLOCK_H, BLOCK_D])
+    y = tl.minimum(tl.maximum(tl.div_rn(x, step), -EDGE), EDGE)
+    level = tl.floor(y)
+    rest = y - (level + 0.5)
+    inside = tl.arange(0, BLOCK_D) < HEAD_DIM
+    level = tl.where(inside[None, :], level.to(tl.int32) + 8, 0)
+    low, high = halves(with_checksum(level, rest, code, HEAD_DIM), HEAD_DIM)
     offs = tl.arange(0, BLOCK_D // 2)
     rows = base[:, None] + vector * HALF + offs[None, :]
     tl.store(rows, (low | (high << 4)).to(tl.uint8), mask=live[:, None] & (offs < HALF)[None, :])
-    scales = (base + VECTORS * HALF).to(tl.pointer_type(tl.float16))
-    tl.store(scales + vector, scale, mask=live)
 
 
 @triton.jit
@@ -128,7 +163,6 @@ def write_kv_kernel(
                 offs_h < NUM_HEADS,
                 HEAD_DIM,
                 ROTATION,
-                PAGE_SIZE // VECTOR,
             )
 
     v = (v.to(tl.float32) * v_inv_scale).to(v_cache_ptr.dtype.element_ty)
