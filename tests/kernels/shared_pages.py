@@ -61,7 +61,7 @@ def held_pages(
     rank: int,
     ranks: int,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], PagedBatch]:
-    """K, V, summaries and a batch with every ``ranks``-th page of its sequences; others are poison."""
+    """K, V, summaries and a batch with every ``ranks``-th page of its sequences, others poison."""
     k_cache, v_cache, k_summary = caches
     table = batch.block_table.clone()
     logical = torch.arange(table.shape[1], device=table.device)
