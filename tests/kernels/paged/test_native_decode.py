@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from sparsek_kernels.paged import PagedBatch, SelectionPolicy, paged_attention
 from sparsek_kernels.paged.api import write_kv
-from sparsek_kernels.paged.cpu import native_decode
+from sparsek_kernels.paged.cpu import native, native_decode
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.reference import paged_attention_reference
 from tests.kernels.worst_sketch import worst_sketch
 
 needs_compiler = pytest.mark.skipif(
-    native_decode.library() is None, reason="no C compiler: the torch path decodes"
+    native.library() is None, reason="no C compiler: the torch path decodes"
 )
 
 
@@ -147,7 +147,7 @@ def test_bfloat16_equals_the_torch_path(threads: int, monkeypatch: pytest.Monkey
     finally:
         torch.set_num_threads(before)
     exact = problem.expected(policy)
-    monkeypatch.setattr(native_decode, "library", lambda: None)
+    monkeypatch.setattr(native, "library", lambda: None)
     torch_path = problem.attend(policy)
     assert (found - exact).abs().max() <= 2 * (torch_path - exact).abs().max()
 
@@ -184,14 +184,14 @@ def test_without_a_compiler_the_torch_path_decodes(
 ) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
-    native_decode.library.cache_clear()
+    native.library.cache_clear()
     try:
         problem = Problem([300, 20])
         policy = SelectionPolicy(num_sink=16, window_size=40, top_k=2, sel_block_size=32)
         with caplog.at_level(logging.WARNING):
             found = problem.attend(policy)
     finally:
-        native_decode.library.cache_clear()
+        native.library.cache_clear()
     assert "no C compiler" in caplog.text
     torch.testing.assert_close(found.double(), problem.expected(policy), atol=2e-5, rtol=1e-4)
 
@@ -201,12 +201,12 @@ def test_a_compiler_that_fails_is_named(
 ) -> None:
     monkeypatch.setenv("CC", "false")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native_decode.library.cache_clear()
+    native.library.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
-            assert native_decode.library() is None
+            assert native.library() is None
     finally:
-        native_decode.library.cache_clear()
+        native.library.cache_clear()
     assert "torch path" in caplog.text
     assert "false" in caplog.text
 
@@ -216,7 +216,7 @@ def test_a_user_without_a_home_gets_a_temporary_folder(monkeypatch: pytest.Monke
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(native_decode.Path, "home", homeless)
-    folder = native_decode._cache_folder()
+    monkeypatch.setattr(native.Path, "home", homeless)
+    folder = native._cache_folder()
     assert folder.is_dir()
     folder.rmdir()

@@ -1,7 +1,7 @@
-"""Decoding on a CPU in one call of a C function, built on its first use.
+"""Decoding on a CPU in one call of a C function.
 
 The torch path (``attend.py``) copies the blocks that a token attends and takes about fifty calls
-for a layer.  Where a C compiler is at hand (Triton needs one as well), decodes over bfloat16 and
+for a layer.  Where a C compiler is at hand, decodes over bfloat16 and
 float32 caches go through ``decode.c`` instead: the same rule, float32 arithmetic, no copies of K
 and V.
 """
@@ -9,39 +9,17 @@ and V.
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import shutil
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
+from sparsek_kernels.paged.cpu import native
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 from sparsek_kernels.paged.sketch import rotate
 
-logger = logging.getLogger(__name__)
-
-_SOURCE = Path(__file__).with_name("decode.c")
-_FLAGS = (
-    "-O3",
-    "-march=native",
-    "-fno-math-errno",
-    "-fno-strict-aliasing",
-    "-fassociative-math",
-    "-fno-signed-zeros",
-    "-fno-trapping-math",
-    "-fopenmp",
-    "-shared",
-    "-fPIC",
-)
 _MOST_DIM, _MOST_GROUP = 256, 64
 RUN = 64
 """Tokens that ``decode.c`` goes by where none are chosen."""
@@ -85,57 +63,6 @@ class _Decode(ctypes.Structure):
     )
 
 
-@cache
-def library() -> ctypes.CDLL | None:
-    """The compiled function, or ``None`` where it cannot be built: the log then says why.
-
-    The library is kept in ``$XDG_CACHE_HOME/sparsek`` under a name that depends on the source, the
-    compiler and the processor.
-    """
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc"))), None)
-    if compiler is None:
-        logger.warning("no C compiler (cc, gcc): decoding on the CPU takes the slower torch path")
-        return None
-    try:
-        return _build(compiler)
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("decoding on the CPU takes the slower torch path: %s", error)
-        return None
-
-
-def _build(compiler: str) -> ctypes.CDLL:
-    processor = Path("/proc/cpuinfo")
-    flags = processor.read_text().split("\n\n")[0] if processor.exists() else ""
-    flags = "".join(line for line in flags.splitlines() if line.startswith(("model name", "flags")))
-    parts = (_SOURCE.read_text(), compiler, flags, *_FLAGS)
-    name = f"decode-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
-    path = _cache_folder() / name
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            made = Path(scratch) / name
-            command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE), "-lm"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-            if done.returncode:
-                raise OSError(f"{' '.join(command)}: {done.stderr.strip()[-500:]}")
-            made.replace(path)
-    found = ctypes.CDLL(str(path))
-    found.sparsek_decode.argtypes = (ctypes.c_void_p,)
-    found.sparsek_decode.restype = None
-    return found
-
-
-def _cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/sparsek``, or a new folder where that cannot be written."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsek"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home
-        pass
-    return Path(tempfile.mkdtemp(prefix="sparsek-"))
-
-
 def supports(operands: PagedOperands, batch: PagedBatch) -> bool:
     """Whether the C function decodes these tensors; the torch path does where it does not."""
     k_cache, v_cache, table = operands.k_cache, operands.v_cache, batch.block_table
@@ -153,7 +80,7 @@ def supports(operands: PagedOperands, batch: PagedBatch) -> bool:
         and k_cache.shape[2] % 16 == 0
         and dim <= _MOST_DIM
         and operands.group <= _MOST_GROUP
-        and library() is not None
+        and native.library() is not None
     )
 
 
@@ -205,7 +132,7 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         batch: the decodes in front of it.
         rule: per token.
     """
-    built = library()
+    built = native.library()
     if built is None:
         raise RuntimeError("decode: expected a C compiler, found none; ask supports() first")
     common = rule.equal_heads
