@@ -32,3 +32,14 @@ settings.load_profile("repeatable")
 def pytest_runtest_setup() -> None:
     """A test's numbers depend on no test that ran before it in this process."""
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start engines and servers run first: none of them is what others wait for."""
+    starts = {
+        item.path
+        for item in items
+        if item.get_closest_marker("engine") or item.get_closest_marker("serve")
+    }
+    items.sort(key=lambda item: item.path not in starts)
