@@ -12,9 +12,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.kernels.interpreter import replace_language_once_a_launch
+    from tests.kernels.interpreter import hasten_interpreter
 
-    replace_language_once_a_launch()
+    hasten_interpreter()
 
 # Hypothesis draws the same examples in every run, however long they take.
 settings.register_profile(
