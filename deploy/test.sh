@@ -23,10 +23,10 @@ if [ ${#failed[@]} -gt 0 ]; then
 fi
 
 # Without a GPU, two workers of one thread each; a file's tests stay together, so that the engine
-# they share is started once.
+# they share is started once. Files keep the order of tests/conftest.py: long ones run first.
 options=()
 if ! has_gpu; then
-    options=(-m "not gpu" -n 2 --dist loadfile)
+    options=(-m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder)
     export OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 fi
 printf '==> pytest\n'

@@ -12,9 +12,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.kernels.interpreter import replace_language_once_a_launch
+    from tests.kernels.interpreter import hasten_interpreter
 
-    replace_language_once_a_launch()
+    hasten_interpreter()
 
 # Hypothesis draws the same examples in every run, however long they take.
 settings.register_profile(
@@ -32,3 +32,14 @@ settings.load_profile("repeatable")
 def pytest_runtest_setup() -> None:
     """A test's numbers depend on no test that ran before it in this process."""
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start engines and servers run first: none of them is what others wait for."""
+    starts = {
+        item.path
+        for item in items
+        if item.get_closest_marker("engine") or item.get_closest_marker("serve")
+    }
+    items.sort(key=lambda item: item.path not in starts)

@@ -1,9 +1,10 @@
-"""Triton's interpreter, made faster: ``triton.language`` is replaced once a launch."""
+"""Triton's interpreter, made faster: it leaves out what it repeats, and what it throws away."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import triton.language as tl
@@ -22,13 +23,35 @@ def _languages(function: Callable[..., Any]) -> frozenset[str]:
 
 
 @functools.cache
-def replace_language_once_a_launch() -> None:
+def hasten_interpreter() -> None:
+    """Replace the parts of Triton's interpreter that take longest, once in this process."""
+    _replace_language_once_a_launch()
+    _keep_numpy_types()
+    # Half of all steps: a check of each sum of integers, whose finding only debug mode looks at.
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _keep_numpy_types() -> None:
+    """Fill the table of NumPy's types once, not at each step."""
+    find = interpreter._get_np_dtype
+    find_once = functools.cache(find)
+
+    def numpy_type(dtype: Any) -> Any:
+        scalar = dtype.scalar
+        return find(scalar) if isinstance(scalar, tl.pointer_type) else find_once(scalar)
+
+    interpreter._get_np_dtype = numpy_type
+
+
+def _replace_language_once_a_launch() -> None:
     """Leave out what each device function repeats when a kernel calls it, ``tl.sum`` among them.
 
     It searches all of ``triton.language`` for functions of the compiler, which its kernel's launch
     has replaced already.
     """
-    replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     replaced: set[frozenset[str]] = set()
 
     def replace_once(function: Callable[..., Any]) -> Any:
@@ -36,7 +59,7 @@ def replace_language_once_a_launch() -> None:
         if languages in replaced:
             return interpreter._LangPatchScope()
         replaced.add(languages)
-        return replace(function)
+        return patch(function)
 
     def launch_afresh(self: Any, *args: Any, **kwargs: Any) -> None:
         replaced.clear()

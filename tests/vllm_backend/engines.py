@@ -34,12 +34,19 @@ def _register_kernels_once() -> None:
 
 @contextmanager
 def _quickly() -> Iterator[None]:
-    """Start or stop an engine on a CPU without a search of the whole heap at every step.
+    """Start or stop an engine on a CPU without what takes long and changes nothing.
 
-    vLLM collects garbage eight times, half a second each beside torch and vLLM's own modules.
+    vLLM searches the whole heap for garbage eight times, half a second each beside torch and vLLM's
+    own modules.  It imports itself in a process of its own to inspect an architecture that it has
+    not seen on this machine, lest it touch a GPU.
     """
+    from vllm.model_executor.models import registry
+
     _register_kernels_once()
-    with mock.patch.object(gc, "collect", return_value=0):
+    with (
+        mock.patch.object(gc, "collect", return_value=0),
+        mock.patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()),
+    ):
         yield
 
 

@@ -35,6 +35,7 @@ from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.sequences import compressed_rows
 from sparsek_kernels.nsa.spec import NSASpec
 from tests.kernels.gluon_interpreter import interpret
+from tests.kernels.interpreter import hasten_interpreter
 from tests.kernels.nsa.choice_cases import run_best, run_summed
 from tests.kernels.nsa.judge import Judge
 
@@ -427,6 +428,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.device == "cpu":
         torch.set_num_threads(1)
+    if args.size == "tiny":
+        hasten_interpreter()
     first, step = (int(x) for x in args.part.split("/"))
     cases = {"tiny": TINY, "hopper": HOPPER, "gpu": GPU}[args.size]
     cases = [case for case in cases[first::step] if args.only in case.name]

@@ -19,6 +19,7 @@ from sparsek_kernels import PagedBatch
 from sparsek_kernels.nsa.paged import launch as launch_paged
 from sparsek_kernels.nsa.paged.api import compress_new_blocks
 from sparsek_kernels.nsa.paged.problem import PagedProblem
+from tests.kernels.interpreter import hasten_interpreter
 from tests.kernels.nsa.paged_layer import SMALL, PagedLayer, make_layer, make_tokens
 
 
@@ -121,6 +122,7 @@ def error(case: Case) -> float:
 
 def main() -> int:
     torch.set_num_threads(1)
+    hasten_interpreter()
     failed = 0
     for case in CASES:
         worst = error(case)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek_kernels.paged import SelectionPolicy
+from sparsek_kernels.paged.reference import visible_reference
 
 policies = st.one_of(
     st.just(SelectionPolicy()),
@@ -40,6 +41,31 @@ def test_arrays_follow_the_rule_of_their_positions(
             first, end = ranges(many)
             assert list(zip(first.tolist(), end.tolist(), strict=True)) == one_by_one
     assert array.tolist() == tensor.tolist() == positions
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    policy=st.builds(
+        SelectionPolicy,
+        num_sink=st.integers(0, 40),
+        window_size=st.integers(1, 90),
+        top_k=st.integers(0, 4),
+        sel_block_size=st.sampled_from([16, 32, 48, 64]),
+        dense_below=st.sampled_from([0, 1, 100]),
+        query_tile=st.integers(1, 100),
+    ),
+    length=st.integers(1, 260),
+)
+def test_the_attended_tokens_are_as_many_as_the_oracle_sees(
+    policy: SelectionPolicy, length: int
+) -> None:
+    generator = torch.Generator().manual_seed(length)
+    q = torch.randn(length, 4, 8, generator=generator)
+    k = torch.randn(length, 2, 8, generator=generator)
+    for rule in (policy, policy.per_token()):
+        seen = visible_reference(q, k, list(range(length)), rule, 8**-0.5).sum(-1)
+        expected = rule.attended_tokens(torch.arange(length))
+        assert torch.equal(seen, expected[:, None].expand(-1, 2))
 
 
 def test_decoded_tokens_have_a_budget_of_their_own() -> None:

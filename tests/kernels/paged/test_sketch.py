@@ -62,29 +62,47 @@ def test_the_sketch_equals_the_oracle(dim: int) -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(
-    length=st.integers(1, 70),
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=3),
     dim=st.sampled_from([32, 80, 128]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     data=st.data(),
 )
 def test_the_same_bytes_in_any_order(
-    length: int, dim: int, dtype: torch.dtype, data: st.DataObject
+    lengths: list[int], dim: int, dtype: torch.dtype, data: st.DataObject
 ) -> None:
-    torch.manual_seed(length)
-    order = torch.randperm(5)
-    position = torch.arange(length)
-    slots = order[position // PAGE] * PAGE + position % PAGE
-    keys = torch.randn(length, HEADS, dim).to(dtype)
-    whole, pieces = empty_pages(5, dim, dtype), empty_pages(5, dim, dtype)
-    write_kv(keys, keys, *whole, slots)
-    begin = 0
-    while begin < length:
-        end = begin + data.draw(st.sampled_from([1, 2, 3, 9, length]))
-        write_kv(keys[begin:end], keys[begin:end], *pieces, slots[begin:end])
-        begin = end
-    assert torch.equal(whole[2], pieces[2])
-    untouched = torch.ones(5, dtype=torch.bool)
-    untouched[slots // PAGE] = False
+    """Requests whole, one by one; and in pieces, several a call, over what pages held before."""
+    torch.manual_seed(sum(lengths))
+    pages = 3 * len(lengths) + 2
+    free = torch.randperm(pages)
+    slots, keys, left = [], [], []
+    for request, length in enumerate(lengths):
+        position = torch.arange(length)
+        slots.append(free[3 * request + position // PAGE] * PAGE + position % PAGE)
+        keys.append(torch.randn(length, HEADS, dim).to(dtype))
+        left.append(0)
+    whole, pieces = empty_pages(pages, dim, dtype), empty_pages(pages, dim, dtype)
+    for key, slot in zip(keys, slots, strict=True):
+        write_kv(key, key, *whole, slot)
+    if data.draw(st.booleans(), label="pages of a request that is gone"):
+        old = 100.0 * torch.randn(pages * PAGE, HEADS, dim).to(dtype)
+        write_kv(old, old, *pieces, torch.arange(pages * PAGE))
+    while unfinished := [r for r, length in enumerate(lengths) if left[r] < length]:
+        step = data.draw(st.lists(st.sampled_from(unfinished), min_size=1, unique=True))
+        parts = []
+        for request in step:
+            end = left[request] + data.draw(st.sampled_from([1, 2, 3, 9, 70]))
+            parts.append((request, slice(left[request], end)))
+            left[request] = end
+        key = torch.cat([keys[request][rows] for request, rows in parts])
+        write_kv(key, key, *pieces, torch.cat([slots[request][rows] for request, rows in parts]))
+    for slot in slots:
+        held = (slot[::VECTOR_SIZE] // PAGE, slot[::VECTOR_SIZE] % PAGE // VECTOR_SIZE)
+        for mine, theirs in zip(
+            split_summary(pieces[2], PAGE, dim), split_summary(whole[2], PAGE, dim), strict=True
+        ):
+            assert torch.equal(mine[held[0], :, held[1]], theirs[held[0], :, held[1]])
+    untouched = torch.ones(pages, dtype=torch.bool)
+    untouched[torch.cat(slots) // PAGE] = False
     assert (whole[2][untouched] == 255).all()
 
 
