@@ -102,7 +102,7 @@ def backward(
     inputs = (dout, q, k, v, lse, row_dots(dout, dlse, out))
     tail = strides(dout, q, k, v)
     tile = config.dkdv
-    block_sparse_bwd_dkdv_kernel[(triton.cdiv(k.shape[1], tile.rows), k.shape[2], k.shape[0])](
+    block_sparse_bwd_dkdv_kernel[(k.shape[2] * triton.cdiv(k.shape[1], tile.rows), k.shape[0])](
         dk, dv, *inputs, problem.ccol_indices, problem.row_indices, *_options(problem),
         *strides(dk, dv, dims=3), *tail, *_sizes(problem, problem.ccol_indices),
         **_rules(problem, config, tile), BLOCK_M=tile.step, BLOCK_N=tile.own,

@@ -106,11 +106,12 @@ def block_sparse_bwd_dkdv_kernel(
 ):  # fmt: skip
     """One program: ``dk`` and ``dv`` of ``ROWS`` keys of one KV head, over its whole group.
 
-    Grid ``(key tiles, KV heads, batch)``.
+    Grid ``(KV heads * key tiles, batch)``, heads fastest: under causality the first keys have
+    the longest lists, and those of every head start first, so that no long program is left over.
     """
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    batch = tl.program_id(2).to(tl.int64)
+    tile = tl.program_id(0) // (num_heads // GROUP)
+    kv_head = tl.program_id(0) % (num_heads // GROUP)
+    batch = tl.program_id(1).to(tl.int64)
     offs_n = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     key = tile * ROWS + offs_n  # [BLOCK_N]
     offs_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
