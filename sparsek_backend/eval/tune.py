@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +11,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sparsek_backend.command_line import failing_on, grouped
+from sparsek_backend.command_line import failing_on, grouped, refuse_set
 from sparsek_backend.eval.allocation import levels_of
 from sparsek_backend.eval.budgets import DENSE, Budget, parse_budget
 from sparsek_backend.eval.calibrate import TASKS_READ, measure, read_prompts
-from sparsek_backend.eval.cli import EngineOptions, PromptArguments
+from sparsek_backend.eval.cli import EngineOptions, QuestionArguments
 from sparsek_backend.eval.prompt_file import load_prompts, save_prompts
 from sparsek_backend.eval.record import read_rows
 from sparsek_backend.eval.results import collect_runs, retrieval_rows
@@ -89,7 +88,7 @@ def tune(
     prompts: Annotated[
         Path | None, typer.Option(help="A prompt file, for a model without a tokenizer.")
     ] = None,
-    asked: PromptArguments,
+    asked: QuestionArguments,
     engine: EngineOptions,
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("tune-results"),
     commit: Annotated[str, typer.Option(help="Commit to record where there is no git.")] = "",
@@ -100,11 +99,13 @@ def tune(
     continues an interrupted search.
     """
     with failing_on(ValueError, ImportError, RuntimeError, OSError):
-        options = replace(asked.checked(), texts=0)
-        if not options.prompts_per_task and prompts is None:
-            raise ValueError("prompts-per-task: expected at least 1, got 0")
         file = prompts or out / "prompts.json.gz"
-        if prompts is None:
+        if prompts is not None:
+            refuse_set(asked, "prompts: the file has the prompts")
+        else:
+            if asked.prompts_per_task == 0:
+                raise ValueError("prompts-per-task: expected at least 1, got 0")
+            options = asked.checked()
             found = options.make(HubTokenizer(model, asked.chat), {"model": Path(model).name})
             save_prompts(file, found)
         found = load_prompts(file)

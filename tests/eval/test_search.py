@@ -110,3 +110,7 @@ def test_the_command_prints_what_holds(tmp_path: Path, monkeypatch: pytest.Monke
     done = CliRunner().invoke(tune.app, command)
     assert done.exit_code == 1
     assert "nothing holds a loss of 0.01" in done.output
+    for ignored in (["--task", "single"], ["--texts", "4"]):
+        done = CliRunner().invoke(tune.app, [*command, *ignored])
+        assert done.exit_code == 2
+        assert ignored[0] in done.output
