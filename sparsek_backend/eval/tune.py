@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +18,7 @@ from sparsek_backend.eval.allocation import levels_of
 from sparsek_backend.eval.budgets import DENSE, Budget, parse_budget
 from sparsek_backend.eval.calibrate import TASKS_READ, measure, read_prompts
 from sparsek_backend.eval.cli import EngineOptions, QuestionArguments
+from sparsek_backend.eval.prompt import Prompt
 from sparsek_backend.eval.prompt_file import load_prompts, save_prompts
 from sparsek_backend.eval.record import read_rows
 from sparsek_backend.eval.results import collect_runs, retrieval_rows
@@ -103,12 +106,11 @@ def tune(
         if prompts is not None:
             refuse_set(asked, "prompts: the file has the prompts")
         else:
-            if asked.prompts_per_task == 0:
-                raise ValueError("prompts-per-task: expected at least 1, got 0")
             options = asked.checked()
             found = options.make(HubTokenizer(model, asked.chat), {"model": Path(model).name})
             save_prompts(file, found)
         found = load_prompts(file)
+        _check_counts(found.prompts)
         lengths = sorted({prompt.length for prompt in found.prompts})
         sizes = [
             k
@@ -142,8 +144,19 @@ def tune(
     config = best.config
     settings: dict[str, Any] = {"top_k": config.top_k, "dense_last": config.dense_last}
     if config.budgets is not None:
-        settings["budgets"] = best.label.partition("budgets=")[2]
+        settings["budgets"] = str(Path(best.label.partition("budgets=")[2]).resolve())
     console.print(f"--additional-config '{json.dumps({'sparsek': settings})}'", soft_wrap=True)
+
+
+def _check_counts(prompts: Sequence[Prompt]) -> None:
+    """Refuse single prompts: an interval of one has no width, and would always hold."""
+    counts = Counter((one.task, one.variant, one.length) for one in prompts)
+    fewest = min(counts.values(), default=0)
+    if fewest < 2:
+        raise ValueError(
+            "prompts-per-task: expected at least 2 prompts of each task, variant and length, "
+            f"got {fewest}"
+        )
 
 
 def _calibrate(

@@ -154,6 +154,11 @@ def digest(tensors: dict[str, torch.Tensor], block_size: int, shape: tuple[int, 
     return total.hexdigest()
 
 
+def _described(format_name: str | None) -> str:
+    hint = ", which `sparsek patterns learn --prefill` makes" * (format_name == PREFILL_FORMAT)
+    return f"{format_name!r}{hint}"
+
+
 def _open(path: Path, format_name: str) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Header and tensors of a file of a format, in its present version."""
     safe_open, _ = _safetensors()
@@ -168,7 +173,8 @@ def _open(path: Path, format_name: str) -> tuple[dict[str, str], dict[str, torch
         raise ValueError(f"path: expected a safetensors file, got {path}: {error}") from error
     if header.get("format") != format_name:
         raise ValueError(
-            f"format: expected {format_name!r}, got {header.get('format')!r} in {path}"
+            f"format: expected {_described(format_name)}, got {_described(header.get('format'))} "
+            f"in {path}"
         )
     if header.get("version") != str(VERSION):
         raise ValueError(f"version: expected {VERSION}, got {header.get('version')!r} in {path}")

@@ -42,6 +42,25 @@ def test_workflows_run_scripts_that_exist() -> None:
         assert re.search(rf"^ARG {image['argument']}=", dockerfile, re.M)
 
 
+def test_manifests_name_images_of_this_version() -> None:
+    manifests = (ROOT / "deploy" / "kubernetes").rglob("*.yaml")
+    text = "".join(path.read_text() for path in manifests)
+    tags = re.findall(r"ghcr\.io/sparsek/sparsek[\w-]*:(\S+)|(?:newTag|tag): (\S+)", text)
+    assert len(tags) >= 6
+    assert {one or other for one, other in tags} == {sparsek_backend.__version__}
+
+
 def test_the_citation_is_of_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == sparsek_backend.__version__
+    assert f"## [{citation['version']}] - {citation['date-released']}" in _changelog()
+
+
+def test_the_changelog_is_in_order() -> None:
+    heads = re.findall(r"^## \[(.+?)\]", _changelog(), re.M)
+    assert len(set(heads)) == len(heads)
+    assert heads[heads[0] == "Unreleased"] == sparsek_backend.__version__
+
+
+def _changelog() -> str:
+    return (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
