@@ -30,6 +30,21 @@ def test_files_keep_to_their_schemas(schema: str, files: list[Path]) -> None:
     assert result.returncode == 0, result.stdout
 
 
+def test_the_workflows_shell_passes_the_linter(tmp_path: Path) -> None:
+    scripts = []
+    for path in WORKFLOWS.glob("*.yaml"):
+        for name, job in yaml.safe_load(path.read_text())["jobs"].items():
+            for number, step in enumerate(job["steps"]):
+                if "run" in step:
+                    script = tmp_path / f"{path.stem}-{name}-{number}.sh"
+                    script.write_text(re.sub(r"\$\{\{.+?\}\}", "value", step["run"]))
+                    scripts.append(str(script))
+    assert len(scripts) > 8
+    shellcheck = str(Path(sys.executable).parent / "shellcheck")
+    result = subprocess.run([shellcheck, "-s", "bash", *scripts], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
 def test_workflows_run_scripts_that_exist() -> None:
     text = "".join(path.read_text() for path in WORKFLOWS.glob("*.yaml"))
     scripts = set(re.findall(r"bash (\S+\.sh)", text))
