@@ -154,11 +154,6 @@ def digest(tensors: dict[str, torch.Tensor], block_size: int, shape: tuple[int, 
     return total.hexdigest()
 
 
-def _described(format_name: str | None) -> str:
-    hint = ", which `sparsek patterns learn --prefill` makes" * (format_name == PREFILL_FORMAT)
-    return f"{format_name!r}{hint}"
-
-
 def _open(path: Path, format_name: str) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Header and tensors of a file of a format, in its present version."""
     safe_open, _ = _safetensors()
@@ -172,10 +167,9 @@ def _open(path: Path, format_name: str) -> tuple[dict[str, str], dict[str, torch
     except Exception as error:  # the library's own error type is no public name
         raise ValueError(f"path: expected a safetensors file, got {path}: {error}") from error
     if header.get("format") != format_name:
-        raise ValueError(
-            f"format: expected {_described(format_name)}, got {_described(header.get('format'))} "
-            f"in {path}"
-        )
+        found = header.get("format")
+        made = ", which `learn --prefill` made for vLLM," if found == PREFILL_FORMAT else ""
+        raise ValueError(f"format: expected {format_name!r}, got {found!r}{made} in {path}")
     if header.get("version") != str(VERSION):
         raise ValueError(f"version: expected {VERSION}, got {header.get('version')!r} in {path}")
     return header, tensors
