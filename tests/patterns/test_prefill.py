@@ -99,7 +99,7 @@ def test_the_command_learns_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     model, ids = tiny.make_model(), tiny.tokens(2, 96)
     monkeypatch.setattr(cli, "_load", lambda *_: (model, [ids[:1], ids[1:]]))
-    out = tmp_path / "f"
+    out = tmp_path / "f.safetensors"
     command = ["learn", "a/model", "--out", str(out), "--prefill", "--block-size", "16"]
     done = CliRunner().invoke(cli.app, command)
     assert done.exit_code == 0, done.output
