@@ -1,6 +1,7 @@
 """Two checkouts of this repository against each other on one GPU: did a change cost speed?
 
     python benchmarks/compare_trees.py OLD NEW --csv trees.csv
+    python benchmarks/compare_trees.py OLD NEW --only attention nsa   # OLD selects blocks otherwise
 
 Each round times every operation in a process of the old checkout, then in one of the new; the row
 of an operation has the median over the rounds and the ratio new over old.  Both must give the same
@@ -17,67 +18,89 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 OURS = Path(__file__).resolve()
 Call = Callable[[], Any]
+Operations = dict[str, tuple[Call, bool]]
+"""Name of every operation, what runs it, and whether a CUDA graph times it."""
 
 
-def operations() -> dict[str, tuple[Call, bool]]:
-    """Name of every operation, what runs it, and whether a CUDA graph times it."""
+def draw(*shape: int) -> Any:
+    """A bf16 tensor of normal values on the GPU."""
     import torch
 
-    from sparsek_kernels import (
-        PagedBatch,
-        SelectionPolicy,
-        nsa_attention,
-        paged_attention,
-        sink_flash_attention,
-        write_kv,
-    )
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
-    torch.manual_seed(0)
 
-    def draw(*shape: int, grad: bool = False) -> torch.Tensor:
-        return torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
+def both_passes(name: str, call: Callable[..., Any], *inputs: Any) -> Operations:
+    """Forward and backward pass of ``call``."""
+    import torch
 
-    found: dict[str, tuple[Call, bool]] = {}
-
-    def both_passes(name: str, call: Callable[..., Any], *inputs: torch.Tensor) -> None:
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        out = call(*leaves)
-        upstream = torch.randn_like(out)
-        found[f"{name} forward"] = (lambda: call(*inputs), True)
-        found[f"{name} backward"] = (
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = call(*leaves)
+    upstream = torch.randn_like(out)
+    return {
+        f"{name} forward": (lambda: call(*inputs), True),
+        f"{name} backward": (
             lambda: torch.autograd.grad(out, leaves, upstream, retain_graph=True),
             False,
-        )
+        ),
+    }
+
+
+def attention() -> Operations:
+    """Causal and sink-window attention, and the eager call of a small problem."""
+    from sparsek_kernels import sink_flash_attention
 
     q, k, v = draw(1, 16384, 32, 128), draw(1, 16384, 8, 128), draw(1, 16384, 8, 128)
-    both_passes("causal 16k", sink_flash_attention, q, k, v)
-    both_passes(
-        "sinks and window 16k",
-        lambda *x: sink_flash_attention(*x, num_sink=4, window_size=1024),
-        *(q, k, v),
-    )
+    small = [draw(1, 512, 8, 64) for _ in range(3)]
+    return {
+        **both_passes("causal 16k", sink_flash_attention, q, k, v),
+        **both_passes(
+            "sinks and window 16k",
+            partial(sink_flash_attention, num_sink=4, window_size=1024),
+            *(q, k, v),
+        ),
+        "small, eager": (lambda: sink_flash_attention(*small), False),
+    }
+
+
+def nsa() -> Operations:
+    """Native sparse attention."""
+    import torch
+
+    from sparsek_kernels import nsa_attention
+
+    found: Operations = {}
     for heads, kv_heads, tokens in ((64, 4, 65536), (32, 8, 32768), (64, 4, 8192)):
         sizes = (heads, kv_heads, kv_heads)
         tensors = [draw(1, tokens, n, 128) for n in sizes]
         gates = [torch.rand(1, tokens, heads, device="cuda", dtype=torch.bfloat16) for _ in "csw"]
         name = f"nsa {heads}/{kv_heads} {tokens // 1024}k"
-        found[f"{name} forward"] = (lambda t=(*tensors, *gates): nsa_attention(*t), tokens < 32768)
+        found[f"{name} forward"] = (partial(nsa_attention, *tensors, *gates), tokens < 32768)
     tensors = [draw(1, 16384, n, 128) for n in (64, 4, 4)]
     gates = [torch.rand(1, 16384, 64, device="cuda", dtype=torch.bfloat16) for _ in "csw"]
-    both_passes("nsa 64/4 16k", nsa_attention, *tensors, *gates)
-    small = [draw(1, 512, 8, 64) for _ in range(3)]
-    found["small, eager"] = (lambda: sink_flash_attention(*small), False)
+    return found | both_passes("nsa 64/4 16k", nsa_attention, *tensors, *gates)
+
+
+def decode() -> Operations:
+    """Selection and attention of single tokens over a paged cache."""
+    import torch
+
+    from sparsek_kernels import PagedBatch, SelectionPolicy, paged_attention, write_kv
+    from sparsek_kernels.paged.sketch import summary_bytes
+
+    found: Operations = {}
     policy = SelectionPolicy(num_sink=64, window_size=512, top_k=32)
     for requests, length in ((32, 8192), (4, 131072), (1, 131072)):
         pages = requests * length // 64
         cache = draw(pages, 64, 8, 256).transpose(1, 2)
-        summary = torch.zeros(pages, 8, 4, 128, device="cuda", dtype=torch.bfloat16)
+        size = summary_bytes(64, 128)
+        summary = torch.zeros(pages, 8, size, device="cuda", dtype=torch.uint8)
         slots = torch.arange(pages * 64, device="cuda")
         for part in slots.split(1 << 16):
             page, row = part // 64, part % 64
@@ -96,22 +119,28 @@ def operations() -> dict[str, tuple[Call, bool]]:
             max_seq_len=length,
         )
         query = draw(requests, 32, 128)
-        found[f"decode {requests} x {length // 1024}k"] = (
-            lambda a=(query, cache[..., :128], cache[..., 128:], batch, policy), s=summary: (
-                paged_attention(*a, k_summary=s)
-            ),
-            True,
-        )
+        keys, values = cache[..., :128], cache[..., 128:]
+        call = partial(paged_attention, query, keys, values, batch, policy, k_summary=summary)
+        found[f"decode {requests} x {length // 1024}k"] = (call, True)
     return found
 
 
-def measure() -> dict[str, tuple[float, float]]:
+FAMILIES: dict[str, Callable[[], Operations]] = {
+    "attention": attention,
+    "nsa": nsa,
+    "decode": decode,
+}
+
+
+def measure(families: list[str]) -> dict[str, tuple[float, float]]:
     """Milliseconds and a fingerprint of the result of every operation, in this process's tree."""
     import torch
     import triton
 
+    torch.manual_seed(0)
     rows = {}
-    for name, (call, graph) in operations().items():
+    operations = {k: v for family in families for k, v in FAMILIES[family]().items()}
+    for name, (call, graph) in operations.items():
         result = call()
         parts = result if isinstance(result, tuple | list) else (result,)
         print_of = sum(float(x.double().abs().mean()) for x in parts if x is not None)
@@ -150,10 +179,11 @@ def main() -> int:
     parser.add_argument("old", type=Path, nargs="?")
     parser.add_argument("new", type=Path, nargs="?")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     if args.old is None:
-        print(json.dumps(measure()))
+        print(json.dumps(measure(args.only)))
         return 0
     runs: dict[str, list[dict[str, list[float]]]] = {"old": [], "new": []}
     for turn in range(args.rounds):
@@ -161,7 +191,11 @@ def main() -> int:
             paths = [str(tree), str(tree / "kernels"), os.environ.get("PYTHONPATH", "")]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
             done = subprocess.run(
-                [sys.executable, str(OURS)], env=environment, capture_output=True, text=True
+                [sys.executable, str(OURS), "--only", *args.only],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
             )
             if done.returncode:
                 print(done.stderr[-3000:], file=sys.stderr)
