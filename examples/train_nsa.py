@@ -5,7 +5,10 @@
 
 It takes minutes on a CPU.  Tokens are bytes, so no tokenizer is needed.  The text is a file of
 yours, or a speech that is fetched.  `vllm serve FOLDER --attention-backend SPARSEK
---skip-tokenizer-init` serves the result.
+--skip-tokenizer-init` serves the result.  Without a tokenizer, ask with token ids:
+
+    curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{
+        "model": "FOLDER", "prompt": [72, 101, 108, 108, 111], "return_token_ids": true}'
 """
 
 from __future__ import annotations

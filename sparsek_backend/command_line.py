@@ -66,3 +66,15 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     vars(run)["__signature__"] = inspect.Signature(options)
     run.__annotations__ = {option.name: option.annotation for option in options}
     return run
+
+
+def refuse_set(group: Any, reason: str) -> None:
+    """Refuse options that a command would ignore: the fields that are not at their defaults.
+
+    Raises:
+        ValueError: some are set; the message has ``reason`` and names them.
+    """
+    names = [f.name for f in fields(group) if getattr(group, f.name) != f.default]
+    if names:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        raise ValueError(f"{reason}; drop {options}")

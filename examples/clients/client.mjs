@@ -1,13 +1,23 @@
 // Talk to a SparseK server with OpenAI's Node client: stream, ask about a document, call a tool.
 //
-//   npm install openai
+//   npm install openai        (Node 22 or later)
 //   node client.mjs http://127.0.0.1:8000 report.txt
 import { readFile } from "node:fs/promises";
 import OpenAI from "openai";
 
 const [url = "http://127.0.0.1:8000", document] = process.argv.slice(2);
 const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", timeout: 600_000 });
-const model = (await client.models.list()).data[0].id;
+const model = (await models()).data[0].id;
+
+async function models() {
+  try {
+    return await client.models.list();
+  } catch (error) {
+    if (!(error instanceof OpenAI.APIConnectionError)) throw error;
+    console.error(`error: no server answers at ${url}: start one`);
+    process.exit(1);
+  }
+}
 
 async function stream(question) {
   const chunks = await client.chat.completions.create({

@@ -29,8 +29,9 @@ from sparsek_backend.bench.serve import (
     serve_table,
     write_results,
 )
+from sparsek_backend.bench.shapes import SHAPES
 from sparsek_backend.bench.workload import load_workloads
-from sparsek_backend.command_line import fail, failing_on, grouped
+from sparsek_backend.command_line import fail, failing_on, grouped, refuse_set
 from sparsek_backend.config import resolve_config
 from sparsek_backend.machine import choose_device, describe_machine
 
@@ -137,6 +138,22 @@ class EngineOptions:
 
 
 @dataclass(frozen=True)
+class CaseOptions:
+    """Options of `serve` without load: requests that start together."""
+
+    context: Annotated[
+        list[str] | None, typer.Option(help="Prompt tokens, such as 16k. Repeatable; 2k if none.")
+    ] = None
+    requests: Annotated[
+        list[int] | None,
+        typer.Option(help="Requests that decode together. Repeatable; 1 if none."),
+    ] = None
+    output_tokens: Annotated[int, typer.Option(help="Tokens generated per request.")] = 64
+    repeats: Annotated[int, typer.Option(min=1, help="Samples per case and round.")] = 3
+    rounds: Annotated[int, typer.Option(min=1, help="Engines of each backend, in turn.")] = 1
+
+
+@dataclass(frozen=True)
 class LoadOptions:
     """Options of `serve` under load."""
 
@@ -161,15 +178,12 @@ class LoadOptions:
 @grouped
 def serve(
     model: Annotated[
-        str, typer.Option(help="Model folder, or a shape without weights: llama-3.1-8b, tiny.")
+        str, typer.Option(help=f"Model folder, or a shape without weights: {', '.join(SHAPES)}.")
     ],
     out: Annotated[Path, typer.Option(help="Folder for CSV, JSON and plot.")],
     engine: EngineOptions,
+    cases: CaseOptions,
     load: LoadOptions,
-    context: Annotated[list[str] | None, typer.Option(help="Prompt tokens: 2k, 8k.")] = None,
-    requests: Annotated[
-        list[int] | None, typer.Option(help="Requests that decode together.")
-    ] = None,
     sparsek: Annotated[
         str, typer.Option(help="Our settings as JSON; default settings if {}.")
     ] = "{}",
@@ -177,27 +191,27 @@ def serve(
         str | None,
         typer.Option(help="vLLM backend to compare with; vLLM's own choice if left out."),
     ] = None,
-    output_tokens: Annotated[int, typer.Option(help="Tokens generated per request.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Samples per case and round.")] = 3,
-    rounds: Annotated[int, typer.Option(min=1, help="Engines of each backend, in turn.")] = 1,
     name: Annotated[str, typer.Option(help="Stem of the result files.")] = "serve",
     commit: Annotated[str, typer.Option(help="Commit to record where there is no git.")] = "",
 ) -> None:
     """TTFT and TPOT in vLLM: its own backend against SPARSEK, each in processes of its own."""
+    with failing_on(ValueError):
+        if load.rate:
+            refuse_set(cases, "rate: requests come as --mix says")
+        else:
+            refuse_set(load, "rate: expected with options of a load")
     if load.rate:
-        if context or requests:
-            raise fail("rate: expected alone, got --context or --requests too, which it ignores")
         _serve_under_load(model, out / name, engine, load, sparsek, baseline, commit)
         return
     with failing_on(ValueError, ImportError, RuntimeError):
         plan = ServePlan(
             model=model,
-            cases=parse_cases(context or ["2k"], requests or [1]),
+            cases=parse_cases(cases.context or ["2k"], cases.requests or [1]),
             settings=_settings(sparsek),
             baseline=baseline,
-            output_tokens=output_tokens,
-            repeats=repeats,
-            rounds=rounds,
+            output_tokens=cases.output_tokens,
+            repeats=cases.repeats,
+            rounds=cases.rounds,
             engine=engine.arguments(),
         )
         rows = run_serve(plan, describe_machine(choose_device(), commit), _say)

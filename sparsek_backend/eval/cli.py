@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -61,8 +61,8 @@ _mendable = partial(failing_on, ValueError, ImportError, RuntimeError, OSError)
 
 
 @dataclass(frozen=True)
-class PromptArguments:
-    """Options that say what is asked."""
+class QuestionArguments:
+    """Options that say which questions are asked."""
 
     task: Annotated[
         list[str] | None,
@@ -86,11 +86,6 @@ class PromptArguments:
             f"{PROMPTS_ON_GPU} with a GPU, {PROMPTS_ON_CPU} without.",
         ),
     ] = None
-    texts: Annotated[int, typer.Option(min=0, help="Texts for perplexity; 0 skips it.")] = 4
-    text_length: Annotated[int, typer.Option(min=128, help="Tokens of each text.")] = 4096
-    texts_folder: Annotated[
-        Path | None, typer.Option(help="Folder of .txt files; by default speeches are fetched.")
-    ] = None
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -101,8 +96,8 @@ class PromptArguments:
     ] = None
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0
 
-    def checked(self) -> PromptOptions:
-        """The options with defaults filled in.
+    def checked(self, **texts: Any) -> PromptOptions:
+        """The options with defaults filled in; without ``texts``, there is no perplexity.
 
         Raises:
             ValueError: an option names what does not exist, or names something twice.
@@ -118,10 +113,28 @@ class PromptArguments:
             variants=tuple(cast(Variant, one) for one in self.variant or VARIANTS),
             lengths=tuple(self.length or (4096,)),
             prompts_per_task=default_prompts_per_task() if count is None else count,
+            seed=self.seed,
+            **texts,
+        )
+
+
+@dataclass(frozen=True)
+class PromptArguments(QuestionArguments):
+    """Options that say which questions are asked, and which texts are read."""
+
+    texts: Annotated[int, typer.Option(min=0, help="Texts for perplexity; 0 skips it.")] = 4
+    text_length: Annotated[int, typer.Option(min=128, help="Tokens of each text.")] = 4096
+    texts_folder: Annotated[
+        Path | None, typer.Option(help="Folder of .txt files; by default speeches are fetched.")
+    ] = None
+
+    def checked(self, **texts: Any) -> PromptOptions:
+        """The options with defaults filled in."""
+        return super().checked(
             texts=self.texts,
             text_length=self.text_length,
             texts_folder=self.texts_folder,
-            seed=self.seed,
+            **texts,
         )
 
 

@@ -23,20 +23,20 @@ class PromptOptions:
     Args:
         tasks, variants, lengths: of the retrieval prompts.
         prompts_per_task: of each task, variant and length; 0 skips retrieval.
+        seed: of the prompts.
         texts: how many texts are scored for perplexity; 0 skips it.
         text_length: tokens of each.
         texts_folder: folder of `.txt` files; ``None`` fetches speeches.
-        seed: of the prompts.
     """
 
     tasks: tuple[str, ...]
     variants: tuple[Variant, ...]
     lengths: tuple[int, ...]
     prompts_per_task: int
-    texts: int
-    text_length: int
-    texts_folder: Path | None
     seed: int
+    texts: int = 0
+    text_length: int = 4096
+    texts_folder: Path | None = None
 
     def __post_init__(self) -> None:
         for name in self.tasks:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +13,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sparsek_backend.command_line import failing_on, grouped
+from sparsek_backend.command_line import failing_on, grouped, refuse_set
 from sparsek_backend.eval.allocation import levels_of
 from sparsek_backend.eval.budgets import DENSE, Budget, parse_budget
 from sparsek_backend.eval.calibrate import TASKS_READ, measure, read_prompts
-from sparsek_backend.eval.cli import EngineOptions, PromptArguments
+from sparsek_backend.eval.cli import EngineOptions, QuestionArguments
+from sparsek_backend.eval.prompt import Prompt
 from sparsek_backend.eval.prompt_file import load_prompts, save_prompts
 from sparsek_backend.eval.record import read_rows
 from sparsek_backend.eval.results import collect_runs, retrieval_rows
@@ -89,7 +91,7 @@ def tune(
     prompts: Annotated[
         Path | None, typer.Option(help="A prompt file, for a model without a tokenizer.")
     ] = None,
-    asked: PromptArguments,
+    asked: QuestionArguments,
     engine: EngineOptions,
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("tune-results"),
     commit: Annotated[str, typer.Option(help="Commit to record where there is no git.")] = "",
@@ -100,14 +102,15 @@ def tune(
     continues an interrupted search.
     """
     with failing_on(ValueError, ImportError, RuntimeError, OSError):
-        options = replace(asked.checked(), texts=0)
-        if not options.prompts_per_task and prompts is None:
-            raise ValueError("prompts-per-task: expected at least 1, got 0")
         file = prompts or out / "prompts.json.gz"
-        if prompts is None:
+        if prompts is not None:
+            refuse_set(asked, "prompts: the file has the prompts")
+        else:
+            options = asked.checked()
             found = options.make(HubTokenizer(model, asked.chat), {"model": Path(model).name})
             save_prompts(file, found)
         found = load_prompts(file)
+        _check_counts(found.prompts)
         lengths = sorted({prompt.length for prompt in found.prompts})
         sizes = [
             k
@@ -141,8 +144,19 @@ def tune(
     config = best.config
     settings: dict[str, Any] = {"top_k": config.top_k, "dense_last": config.dense_last}
     if config.budgets is not None:
-        settings["budgets"] = best.label.partition("budgets=")[2]
+        settings["budgets"] = str(Path(best.label.partition("budgets=")[2]).resolve())
     console.print(f"--additional-config '{json.dumps({'sparsek': settings})}'", soft_wrap=True)
+
+
+def _check_counts(prompts: Sequence[Prompt]) -> None:
+    """Refuse single prompts: an interval of one has no width, and would always hold."""
+    counts = Counter((one.task, one.variant, one.length) for one in prompts)
+    fewest = min(counts.values(), default=0)
+    if fewest < 2:
+        raise ValueError(
+            "prompts-per-task: expected at least 2 prompts of each task, variant and length, "
+            f"got {fewest}"
+        )
 
 
 def _calibrate(

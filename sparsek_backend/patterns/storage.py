@@ -167,9 +167,9 @@ def _open(path: Path, format_name: str) -> tuple[dict[str, str], dict[str, torch
     except Exception as error:  # the library's own error type is no public name
         raise ValueError(f"path: expected a safetensors file, got {path}: {error}") from error
     if header.get("format") != format_name:
-        raise ValueError(
-            f"format: expected {format_name!r}, got {header.get('format')!r} in {path}"
-        )
+        found = header.get("format")
+        made = ", which `learn --prefill` made for vLLM," if found == PREFILL_FORMAT else ""
+        raise ValueError(f"format: expected {format_name!r}, got {found!r}{made} in {path}")
     if header.get("version") != str(VERSION):
         raise ValueError(f"version: expected {VERSION}, got {header.get('version')!r} in {path}")
     return header, tensors

@@ -124,7 +124,8 @@ def test_both_backends_bear_every_rate(stood_in: list[list[str]], tmp_path: Path
     [
         (["--rate", "0"], "rate: expected requests a second above 0, got 0"),
         (["--rate", "1", "--mix", "chat"], "mix: expected one of"),
-        (["--rate", "1", "--context", "2k"], "rate: expected alone"),
+        (["--rate", "1", "--context", "2k"], "rate: requests come as --mix says; drop --context"),
+        (["--num-requests", "4"], "rate: expected with options of a load; drop --num-requests"),
         (["--rate", "1", "--document-tokens", "x"], "document-tokens: expected a size such as 8k"),
     ],
 )

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from sparsek_backend.eval import tune
 from sparsek_backend.eval.budgets import Budget, parse_budget
 from sparsek_backend.eval.job import score
-from sparsek_backend.eval.prompt_file import PromptSet, save_prompts
+from sparsek_backend.eval.prompt_file import PromptSet, load_prompts, save_prompts
 from sparsek_backend.eval.record import append_rows, run_key
 from sparsek_backend.eval.runs import Workplace
 from sparsek_backend.eval.search import cheapest, cost_of, worst_loss
@@ -110,3 +110,12 @@ def test_the_command_prints_what_holds(tmp_path: Path, monkeypatch: pytest.Monke
     done = CliRunner().invoke(tune.app, command)
     assert done.exit_code == 1
     assert "nothing holds a loss of 0.01" in done.output
+    single = tmp_path / "single.json"
+    save_prompts(single, PromptSet(load_prompts(file).prompts[:1]))
+    done = CliRunner().invoke(tune.app, ["model", "--prompts", str(single)])
+    assert done.exit_code == 2
+    assert "at least 2 prompts" in " ".join(done.output.split())
+    for ignored in (["--task", "single"], ["--texts", "4"]):
+        done = CliRunner().invoke(tune.app, [*command, *ignored])
+        assert done.exit_code == 2
+        assert ignored[0] in done.output

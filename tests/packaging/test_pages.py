@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +12,7 @@ from typer import Typer
 from typer.main import get_command
 
 from sparsek_backend.cli import app
+from sparsek_backend.config import SparsityConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -89,3 +91,16 @@ def test_every_table_has_a_head(page: Path) -> None:
     for above, line, below in zip(lines, lines[1:], lines[2:], strict=False):
         if line.startswith("|") and not above.startswith("|"):
             assert re.fullmatch(r"\|[\s:|-]+", below), f"no head: {line}"
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "examples" / "README.md"], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_scripts_and_settings_exist(page: Path) -> None:
+    text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
+    for script in re.findall(
+        r"\b(?:bash|python|node) ((?:deploy|examples|benchmarks)/[\w./-]+)", text
+    ):
+        assert (ROOT / script).is_file(), script
+    for section in re.findall(r'\{"sparsek": (\{.*?\})\}', text):
+        assert set(json.loads(section)) <= set(SparsityConfig.model_fields), section

@@ -30,6 +30,21 @@ def test_files_keep_to_their_schemas(schema: str, files: list[Path]) -> None:
     assert result.returncode == 0, result.stdout
 
 
+def test_the_workflows_shell_passes_the_linter(tmp_path: Path) -> None:
+    scripts = []
+    for path in WORKFLOWS.glob("*.yaml"):
+        for name, job in yaml.safe_load(path.read_text())["jobs"].items():
+            for number, step in enumerate(job["steps"]):
+                if "run" in step:
+                    script = tmp_path / f"{path.stem}-{name}-{number}.sh"
+                    script.write_text(re.sub(r"\$\{\{.+?\}\}", "value", step["run"]))
+                    scripts.append(str(script))
+    assert len(scripts) > 8
+    shellcheck = str(Path(sys.executable).parent / "shellcheck")
+    result = subprocess.run([shellcheck, "-s", "bash", *scripts], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
 def test_workflows_run_scripts_that_exist() -> None:
     text = "".join(path.read_text() for path in WORKFLOWS.glob("*.yaml"))
     scripts = set(re.findall(r"bash (\S+\.sh)", text))
@@ -42,6 +57,25 @@ def test_workflows_run_scripts_that_exist() -> None:
         assert re.search(rf"^ARG {image['argument']}=", dockerfile, re.M)
 
 
+def test_manifests_name_images_of_this_version() -> None:
+    manifests = (ROOT / "deploy" / "kubernetes").rglob("*.yaml")
+    text = "".join(path.read_text() for path in manifests)
+    tags = re.findall(r"ghcr\.io/sparsek/sparsek[\w-]*:(\S+)|(?:newTag|tag): (\S+)", text)
+    assert len(tags) >= 6
+    assert {one or other for one, other in tags} == {sparsek_backend.__version__}
+
+
 def test_the_citation_is_of_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == sparsek_backend.__version__
+    assert f"## [{citation['version']}] - {citation['date-released']}" in _changelog()
+
+
+def test_the_changelog_is_in_order() -> None:
+    heads = re.findall(r"^## \[(.+?)\]", _changelog(), re.M)
+    assert len(set(heads)) == len(heads)
+    assert heads[heads[0] == "Unreleased"] == sparsek_backend.__version__
+
+
+def _changelog() -> str:
+    return (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -99,11 +99,14 @@ def test_the_command_learns_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     model, ids = tiny.make_model(), tiny.tokens(2, 96)
     monkeypatch.setattr(cli, "_load", lambda *_: (model, [ids[:1], ids[1:]]))
-    out = tmp_path / "f"
+    out = tmp_path / "f.safetensors"
     command = ["learn", "a/model", "--out", str(out), "--prefill", "--block-size", "16"]
     done = CliRunner().invoke(cli.app, command)
     assert done.exit_code == 0, done.output
     assert "for prefills, learned from 2 texts" in done.output
+    unread = CliRunner().invoke(cli.app, ["stats", str(out)])
+    assert unread.exit_code == 1
+    assert "which `learn --prefill` made for vLLM" in unread.output
     found = PrefillPattern.load(out)
     assert found.model == "a/model"
     assert len(found.entries) == model.config.num_hidden_layers
