@@ -2,7 +2,7 @@
 
     python benchmarks/speed_and_quality.py
 
-It reads ``paged_h200.csv`` and ``quality_qwen05b_*_h200.json`` of ``benchmarks/results/``, and
+It reads ``paged_*h200.csv`` and ``quality_qwen05b_*_h200.json`` of ``benchmarks/results/``, and
 writes ``speed_and_quality_h200.png`` beside them.  The picture holds a digest of these files, so
 that the tests can tell whether it is of the committed ones.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,24 @@ from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.pyplot import import_pyplot
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SPEED = RESULTS / "paged_h200.csv"
-QUALITY = tuple(RESULTS / f"quality_qwen05b_{length}_h200.json" for length in ("8k", "16k", "31k"))
+SPEED = {
+    "64 blocks": RESULTS / "paged_h200.csv",
+    "32 blocks": RESULTS / "paged_blocks32_h200.csv",
+}
+LENGTHS = ("8k", "16k", "31k")
+QUALITY = {
+    "block_topk:64": [RESULTS / f"quality_qwen05b_{n}_blocks64_h200.json" for n in LENGTHS],
+    "block_topk:32": [RESULTS / f"quality_qwen05b_{n}_h200.json" for n in LENGTHS],
+}
 FIGURE = RESULTS / "speed_and_quality_h200.png"
 VARIANTS = {"plain": "question last", "followed": "question 600 tokens before the end"}
-BUDGETS = {"block_topk:32": "32 blocks", "block_topk:64": "64 blocks"}
+BUDGETS = {"block_topk:64": "64 blocks", "block_topk:32": "32 blocks"}
 
 
 def digest() -> str:
     """Return a digest of the files that the figure is drawn from."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in (SPEED, *QUALITY))).hexdigest()
+    paths = (*SPEED.values(), *chain(*QUALITY.values()))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 
 def speed_lines(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
@@ -50,28 +58,32 @@ def speed_lines(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
     return {name: sorted(points) for name, points in lines.items()}
 
 
-def draw_speed(axis: Any, rows: list[Row]) -> None:
-    """Draw how many times as fast attention is, a line for each kind of step."""
-    for name, points in speed_lines(rows).items():
-        axis.plot(*zip(*points, strict=True), marker="o", label=name)
+def draw_speed(axis: Any) -> None:
+    """Draw how many times as fast attention is, a line for each kind of step and budget."""
+    colours: dict[str, str] = {}
+    for (size, path), style in zip(SPEED.items(), ("-", "--"), strict=True):
+        for name, points in speed_lines(read_csv(path)).items():
+            colour = colours.setdefault(name, f"C{len(colours)}")
+            label = name if style == "-" else None
+            axis.plot(*zip(*points, strict=True), style, marker="o", color=colour, label=label)
+        axis.plot([], [], style, color="black", label=size)
     axis.axhline(1.0, color="black", linewidth=1)
     axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-    axis.set_title("attention of 32 blocks, times as fast as FlashAttention-3", fontsize=10)
+    axis.set_title("attention, times as fast as FlashAttention-3", fontsize=10)
 
 
-def draw_quality(axis: Any, results: list[dict[str, Any]]) -> None:
+def draw_quality(axis: Any) -> None:
     """Draw the accuracy of each budget over that of dense attention, with its 95 % interval."""
     lines = product(BUDGETS.items(), VARIANTS.items())
     for shift, ((label, size), (variant, name)) in zip(
         (0.94, 0.98, 1.02, 1.06), lines, strict=True
     ):
         points = []
-        for result in results:
+        for path in QUALITY[label]:
+            result = json.loads(path.read_text(encoding="utf-8"))
             means = [r for r in result["retrieval"] if r["task"] == "mean"]
             rows = {row["label"]: row for row in means if row["variant"] == variant}
-            if label not in rows:
-                continue
             dense, ours = rows["dense"], rows[label]
             bounds = [ours[f"delta_accuracy_{end}"] / dense["accuracy"] for end in ("low", "high")]
             points.append((ours["length"] * shift, ours["of_reference"], *bounds))
@@ -88,12 +100,11 @@ def draw_quality(axis: Any, results: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Draw the figure."""
     pyplot = import_pyplot()
-    rows = read_csv(SPEED)
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(10, 3.6), sharex=True, layout="constrained"
     )
-    draw_speed(left, rows)
-    draw_quality(right, [json.loads(path.read_text(encoding="utf-8")) for path in QUALITY])
+    draw_speed(left)
+    draw_quality(right)
     for axis in (left, right):
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks := [2048 << i for i in range(10)])

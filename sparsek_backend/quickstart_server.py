@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 
 HOST = "127.0.0.1"
 LOG_TAIL_LINES = 30
+_ENGINE_ERROR = re.compile(r"^\((?:EngineCore|Worker)[^)]*\) .*\b\w*(?:Error|Exception): ")
 
 
 class ServerError(RuntimeError):
@@ -118,9 +120,13 @@ class Server:
             time.sleep(0.5)
 
     def log_tail(self) -> str:
-        """Return the last lines of the log."""
+        """Return the last lines of the log, and before them the last error of vLLM's engine.
+
+        Where the engine failed, they are a traceback of the API server that names no cause.
+        """
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(lines[-LOG_TAIL_LINES:])
+        causes = [line for line in lines[:-LOG_TAIL_LINES] if _ENGINE_ERROR.search(line)]
+        return "\n".join([*causes[-1:], *lines[-LOG_TAIL_LINES:]])
 
     def stop(self, grace_seconds: float = 20.0) -> None:
         """End the process and everything it started: first politely, then not."""

@@ -190,11 +190,16 @@ def shares(*budgets: str) -> str:
     return _table(("budget", "tokens", *map(_tokens, lengths)), rows)
 
 
-def headline(paged: str, *evaluations: str) -> str:
-    """Return the few figures of the README: attention's speed, and the answers that it keeps."""
-    rows = [row for row in _rows(paged) if row["op"] in ("paged_decode", "paged_prefill")]
-    times = {(row["op"], row["spec"], row["provider"]): _milliseconds(row) for row in rows}
+def headline(paged: str, smaller: str, *evaluations: str) -> str:
+    """Return the few figures of the README: attention's speed, and the answers that it keeps.
+
+    Args:
+        paged: times of 64 blocks.
+        smaller: times of 32 blocks.
+        evaluations: file and blocks, such as ``quality.json:64``.
+    """
     lines = []
+    runs = [_times(file) for file in (paged, smaller)]
     for op, spec, words in (
         ("paged_decode", "32q1s64k", "decode, 32 requests at 64k"),
         ("paged_decode", "4q1s128k", "decode, 4 requests at 128k"),
@@ -202,20 +207,32 @@ def headline(paged: str, *evaluations: str) -> str:
         ("paged_prefill", "q128k", "prefill of 128k"),
         ("paged_prefill", "q32k", "prefill of 32k"),
     ):
-        ours, theirs = times[op, spec, OURS], times[op, spec, "fa3"]
-        lines.append((words, _duration(theirs), _duration(ours), f"{_ratio(theirs, ours, False)}"))
-    speed = _table(("attention, one H200", "FlashAttention-3", "SparseK", ""), lines)
+        cells = [words, _duration(runs[0][op, spec, "fa3"])]
+        for times in runs:
+            ours = times.get((op, spec, OURS))
+            if ours is None:
+                cells += ["not measured", ""]
+            else:
+                cells += [_duration(ours), _ratio(times[op, spec, "fa3"], ours, False)]
+        lines.append(cells)
+    names = (
+        "attention, one H200",
+        "FlashAttention-3",
+        "64 blocks, the default",
+        "",
+        "32 blocks",
+        "",
+    )
+    speed = _table(names, lines)
     kept = []
-    for file in evaluations:
-        found = json.loads((RESULTS / file).read_text(encoding="utf-8"))
-        means = [r for r in found["retrieval"] if r["task"] == "mean" and "of_reference" in r]
-        shares = {(row["label"], row["variant"]): f"{row['of_reference']:.0%}" for row in means}
-        length = _tokens(means[0]["length"])
-        for label in dict.fromkeys(row["label"] for row in means):
-            budget = label.removeprefix("block_topk:")
-            if budget.isdecimal():
-                answers = (shares[label, variant] for variant in ("plain", "followed"))
-                kept.append((f"prompts of {length}, {budget} blocks", *answers))
+    for evaluation in evaluations:
+        file, blocks = evaluation.split(":")
+        found = json.loads((RESULTS / file).read_text(encoding="utf-8"))["retrieval"]
+        budget = f"block_topk:{blocks}"
+        means = [r for r in found if r["task"] == "mean" and r["label"] == budget]
+        shares = {row["variant"]: f"{row['of_reference']:.0%}" for row in means}
+        words = f"prompts of {_tokens(means[0]['length'])}, {blocks} blocks"
+        kept.append((words, shares["plain"], shares["followed"]))
     head = ("answers kept, 0.5B model", "question last", "question 600 tokens before the end")
     return f"{speed}\n\n{_table(head, kept)}"
 
@@ -224,6 +241,15 @@ TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (settings, api, kernels, served, quality, shares, headline)
 }
+
+
+def _times(file: str) -> dict[tuple[str, str, str], float]:
+    """Milliseconds by op, batch and provider, of those that were timed."""
+    return {
+        (row["op"], row["spec"], row["provider"]): _milliseconds(row)
+        for row in _rows(file)
+        if row["op"] in ("paged_decode", "paged_prefill") and row["ms"]
+    }
 
 
 def _rows(file: str) -> list[dict[str, str]]:
@@ -272,7 +298,10 @@ def _ratio(theirs: float | None, ours: float | None, with_time: bool = True) -> 
 
 
 def _tokens(count: int) -> str:
-    return f"{count / 1024:g}k" if count % 1024 == 0 else str(count)
+    for unit in (1024, 1000):
+        if count % unit == 0:
+            return f"{count // unit}k"
+    return str(count)
 
 
 def main() -> None:

@@ -210,6 +210,22 @@ def test_environment_reaches_the_server_and_health_ends_the_wait(
         server.stop()
 
 
+def test_a_server_that_dies_names_the_error_of_its_engine(tmp_path: Path, free_port: int) -> None:
+    script = """
+        import sys
+        print("(EngineCore pid=7) ERROR [core.py:1] ValueError: Free memory is 1 GiB")
+        print("\\n".join(f"(APIServer pid=6) frame {n}" for n in range(60)))
+        sys.exit("(APIServer pid=6) RuntimeError: Engine core initialization failed.")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    server = Server(command, {}, free_port, tmp_path / "log")
+    try:
+        with pytest.raises(ServerError, match=r"(?s)Free memory is 1 GiB.*initialization failed"):
+            server.wait_until_healthy(math.inf, lambda _line: None)
+    finally:
+        server.stop()
+
+
 def test_the_server_listens_on_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quickstart, "vllm_command", lambda: ["vllm"])
     command = quickstart.serve_command(Path("/models/tiny"), "tiny", 8123, gpu=False)

@@ -68,8 +68,7 @@ def gate_tiles(
     tiles: Sequence[Tile],
     policy: SelectionPolicy,
     out: torch.Tensor,
-    *,
-    decode: bool,
+    steps: Sequence[Step],
 ) -> GateResult:
     """Check a few tiles: the selection by exact scores, then the output over that selection.
 
@@ -78,14 +77,16 @@ def gate_tiles(
         tiles: what to check.
         policy: what the provider attends; dense for dense peers.
         out: [T, Hq, D].
-        decode: whether the tiles are decodes.
+        steps: the calls of the op that made ``out``.
     """
     verdict = GateResult(False, "no tile was checked")
     for tile in tiles:
         position = tile.positions[-1]
         chosen = torch.empty(0, dtype=torch.int64)
         if policy.selects_blocks and not policy.sees_all(position):
-            chosen = _chosen(inputs, tile, policy, decode=decode)
+            step = next(step for step in steps if tile.rows.start < step[1].stop)
+            chosen = _chosen(inputs, tile, policy, step)
+            decode = step[0].num_decodes > 0
             if wrong := wrong_selection(chosen, inputs, tile, policy, decode=decode):
                 return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
         exact, plain = (
@@ -98,24 +99,15 @@ def gate_tiles(
     return verdict
 
 
-def _chosen(
-    inputs: PagedInputs, tile: Tile, policy: SelectionPolicy, *, decode: bool
-) -> torch.Tensor:
-    """Blocks that our kernels choose for one tile when it is their only input."""
-    alone = PagedInputs(
-        inputs.q[tile.rows.start : tile.rows.stop],
-        inputs.k_cache,
-        inputs.v_cache,
-        inputs.k_summary,
-        inputs.block_table[tile.request : tile.request + 1],
-        (len(tile.rows),),
-        (tile.positions[-1] + 1,),
-        policy,
-        inputs.max_len,
-    )
-    batch = alone.batch(alone.query_lens, alone.seq_lens, int(decode))
-    chosen = select_blocks(alone.q, alone.k_cache, batch, policy, k_summary=alone.k_summary)
-    return chosen[0][-1, tile.head].long().cpu()
+def _chosen(inputs: PagedInputs, tile: Tile, policy: SelectionPolicy, step: Step) -> torch.Tensor:
+    """Blocks that our kernels choose for one tile in the step that has it.
+
+    The tile alone could be scored by another kernel, whose rounding decides other near ties.
+    """
+    batch, rows = step
+    found = select_blocks(inputs.q[rows], inputs.k_cache, batch, policy, k_summary=inputs.k_summary)
+    row = -1 if batch.num_decodes else (tile.rows.start - rows.start) // policy.query_tile
+    return found[tile.request][row, tile.head].long().cpu()
 
 
 def attended_pairs(policy: SelectionPolicy, positions: Sequence[int] | range) -> int:
@@ -216,10 +208,13 @@ def _providers(
     inputs: PagedInputs,
     entries: Sequence[Entry],
     cost: Callable[[SelectionPolicy], tuple[float, float]],
-    *,
-    decode: bool,
+    steps: Sequence[Step],
 ) -> list[Provider]:
-    """Providers over the same inputs, ours first; a note marks each that attends more than ours."""
+    """Providers over the same inputs, ours first; a note marks each that attends more than ours.
+
+    ``steps`` are the calls of ours.
+    """
+    decode = steps[0][0].num_decodes > 0
     tiles = decode_tiles(inputs) if decode else prefill_tiles(inputs)
 
     def provider(
@@ -229,7 +224,7 @@ def _providers(
         return Provider(
             name=name,
             prepare=prepare,
-            gate=lambda outputs: gate_tiles(inputs, tiles, policy, outputs[0], decode=decode),
+            gate=lambda outputs: gate_tiles(inputs, tiles, policy, outputs[0], steps),
             flops=flops,
             bytes=num_bytes,
             note="dense" if policy.is_dense and not entries[0][2].is_dense else "",
@@ -249,7 +244,7 @@ def _build_decode(case: Case, device: torch.device) -> list[Provider]:
         ("cpu_attn", lambda: _cpu_attn(inputs, inputs.whole_step(0)), DENSE),
         ("sdpa_gather", lambda: _sdpa_gather(inputs), DENSE),
     ]
-    return _providers(inputs, entries, lambda policy: decode_cost(inputs, policy), decode=True)
+    return _providers(inputs, entries, lambda policy: decode_cost(inputs, policy), step)
 
 
 def _torch_select(inputs: PagedInputs) -> Callable[[], Outputs]:
@@ -336,14 +331,13 @@ def _build_prefill(case: Case, device: torch.device) -> list[Provider]:
         raise ValueError(
             f"chunk: expected a multiple of query_tile {inputs.policy.query_tile}, got {chunk}"
         )
+    chunks = inputs.chunks(bounds)
     entries: list[Entry] = [
-        (OURS, lambda: _ours(inputs, inputs.chunks(bounds), inputs.policy), inputs.policy),
+        (OURS, lambda: _ours(inputs, chunks, inputs.policy), inputs.policy),
         ("fa3", lambda: _fa3(inputs, inputs.whole_step(0)), DENSE),
-        ("fa3_chunked", lambda: _fa3(inputs, inputs.chunks(bounds)), DENSE),
+        ("fa3_chunked", lambda: _fa3(inputs, chunks), DENSE),
     ]
-    return _providers(
-        inputs, entries, lambda policy: prefill_cost(inputs, policy, bounds), decode=False
-    )
+    return _providers(inputs, entries, lambda policy: prefill_cost(inputs, policy, bounds), chunks)
 
 
 def prefill_cost(

@@ -97,10 +97,8 @@ def test_the_same_bytes_in_any_order(
         write_kv(key, key, *pieces, torch.cat([slots[request][rows] for request, rows in parts]))
     for slot in slots:
         held = (slot[::VECTOR_SIZE] // PAGE, slot[::VECTOR_SIZE] % PAGE // VECTOR_SIZE)
-        for mine, theirs in zip(
-            split_summary(pieces[2], PAGE, dim), split_summary(whole[2], PAGE, dim), strict=True
-        ):
-            assert torch.equal(mine[held[0], :, held[1]], theirs[held[0], :, held[1]])
+        mine, theirs = (view_rows(summary, PAGE, dim) for summary in (pieces[2], whole[2]))
+        assert torch.equal(mine[held[0], :, held[1]], theirs[held[0], :, held[1]])
     untouched = torch.ones(pages, dtype=torch.bool)
     untouched[torch.cat(slots) // PAGE] = False
     assert (whole[2][untouched] == 255).all()
