@@ -150,7 +150,7 @@ URL = "http://127.0.0.1:1/v1"
         (["--task", "passkey"], "expected one of single"),
         (["--task", "single", "--task", "single"], "given twice"),
         (["--variant", "late"], "expected one of plain, followed"),
-        (["--prompts", "absent.json", "--seed", "1"], "drop --texts-folder, --seed"),
+        (["--prompts", "absent.json", "--seed", "1"], "drop --seed, --texts-folder"),
         (["--model", "."], "a folder with a tokenizer"),
     ],
 )
