@@ -36,7 +36,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start engines and servers run first: none of them is what others wait for."""
+    """Put files that start engines and servers first: they are the longest to run."""
     starts = {
         item.path
         for item in items

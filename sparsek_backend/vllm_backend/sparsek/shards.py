@@ -160,7 +160,7 @@ def _parts_of_prefills(batch: PagedBatch) -> Iterator[tuple[int, int]]:
 
 
 def _gathered_prefills(batch: PagedBatch, page_size: int, size: int) -> GatheredPrefills:
-    """Prefills over gathered pages: first all of the first rank, then those of the next."""
+    """Block tables of the prefills over gathered pages, which stand rank after rank."""
     counts = [ceil_div(length, page_size * size) for length in batch.seq_lens_host or ()]
     total, first = sum(counts), 0
     logical = torch.arange(max(counts) * size, device=batch.block_table.device)

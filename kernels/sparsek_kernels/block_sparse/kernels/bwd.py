@@ -106,8 +106,8 @@ def block_sparse_bwd_dkdv_kernel(
 ):  # fmt: skip
     """One program: ``dk`` and ``dv`` of ``ROWS`` keys of one KV head, over its whole group.
 
-    Grid ``(KV heads * key tiles, batch)``, heads fastest: under causality the first keys have
-    the longest lists, and those of every head start first, so that no long program is left over.
+    Grid ``(KV heads * key tiles, batch)``, heads fastest.  Under causality the first keys have the
+    longest lists.  These lists start first for every head, so that none runs on alone at the end.
     """
     tile = tl.program_id(0) // (num_heads // GROUP)
     kv_head = tl.program_id(0) % (num_heads // GROUP)
