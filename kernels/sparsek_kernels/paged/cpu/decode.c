@@ -1,15 +1,12 @@
 /* Decoding on a CPU: select, attend over the pages in place, combine.  Called by native_decode.py,
  * which documents the arguments.  All arithmetic is float32; a bfloat16 is a float32's upper half. */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "lanes.h"
 
 #define VECTOR 4 /* tokens of a vector of the sketch */
 #define RUN 64
 #define MOST_DIM 256
 #define MOST_GROUP 64
-#define ALWAYS_INLINE static inline __attribute__((always_inline))
 
 typedef struct {
     const char *data;
@@ -51,49 +48,114 @@ typedef struct {
 ALWAYS_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 ALWAYS_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-ALWAYS_INLINE void widen(const Rows *rows, int64_t at, int dim, float *to) {
-    if (!rows->is_bf16) {
-        memcpy(to, (const float *)rows->data + at, dim * sizeof(float));
-        return;
-    }
-    const uint16_t *from = (const uint16_t *)rows->data + at;
-    uint32_t *bits = (uint32_t *)__builtin_assume_aligned(to, 4);
-    for (int d = 0; d < dim; d++) bits[d] = (uint32_t)from[d] << 16;
+/* Where the row of a key starts, in elements. */
+ALWAYS_INLINE int64_t row_of(const Decode *a, const Rows *rows, const int32_t *pages, int64_t head,
+                             int64_t key) {
+    return pages[key / a->page_size] * rows->page + head * rows->head +
+           key % a->page_size * rows->row;
 }
 
-/* Ask for a row ahead of its use: blocks lie far apart, which the hardware does not foresee.  One
- * row is asked for with each that is read, since a processor waits where it is asked for many. */
-ALWAYS_INLINE void prefetch(const Rows *rows, int64_t at, int dim) {
+/* Rows to ask for ahead of their use: blocks lie far apart, which the hardware does not foresee.
+ * A few are asked for at a time, and into the second-level cache: a block of K and V with the next
+ * would fill the first. */
+#define ASK(at) __builtin_prefetch(at, 0, 2)
+
+typedef struct {
+    const char *data;
+    int64_t bytes, count; /* of a row; rows */
+} Ahead;
+
+ALWAYS_INLINE Ahead ahead_of(const Decode *a, const Rows *rows, const int32_t *pages, int64_t head,
+                             int64_t key, int64_t done, int64_t size) {
+    const int64_t bytes = rows->is_bf16 ? 2 : 4, at = row_of(a, rows, pages, head, key);
+    const int64_t count = min64(size, a->page_size - key % a->page_size) - done;
+    return (Ahead){rows->data + (at + done * rows->row) * bytes, rows->row * bytes, count};
+}
+
+/* Logits of `keys` keys that follow one another in a page, for each query head of a group. */
+ALWAYS_INLINE void logits_of(const Rows *rows, int64_t at, int64_t keys, Ahead ahead,
+                             const float *q, int64_t group, float *logits, int64_t stride,
+                             int dim) {
     const int64_t bytes = rows->is_bf16 ? 2 : 4;
-    for (int64_t line = 0; line < dim * bytes; line += 64)
-        __builtin_prefetch(rows->data + at * bytes + line);
+    float wide[LANES][MOST_DIM];
+    for (int64_t first = 0; first < keys; first += LANES) {
+        const int64_t count = min64(LANES, keys - first);
+        const char *row[LANES]; /* the last one again where there are fewer */
+        for (int64_t j = 0; j < LANES; j++)
+            row[j] = rows->data + (at + (first + min64(j, count - 1)) * rows->row) * bytes;
+        for (int64_t j = first; j < min64(first + LANES, ahead.count); j++)
+            for (int64_t line = 0; line < dim * bytes; line += 64)
+                ASK(ahead.data + j * ahead.bytes + line);
+        if (rows->is_bf16)
+            for (int64_t j = 0; j < LANES; j++) {
+                widen(row[j], wide[j], dim);
+                row[j] = (const char *)wide[j];
+            }
+        for (int64_t g = 0; g < group; g++) {
+            const Lanes found = dots(q + g * dim, row, dim);
+            memcpy(logits + g * stride + first, &found, count * sizeof(float));
+        }
+    }
 }
 
-ALWAYS_INLINE float dot(const float *a, const float *b, int dim) {
-    float total = 0.0f;
-#pragma omp simd reduction(+ : total)
-    for (int d = 0; d < dim; d++) total += a[d] * b[d];
-    return total;
+/* Adds the weighted rows of `keys` keys to `count` channels of up to four heads' sums. */
+ALWAYS_INLINE void add_channels(const char *rows, int64_t row_bytes, int is_bf16, int64_t keys,
+                                Ahead ahead, const float *weights, int heads, float *sums,
+                                int64_t width, int64_t channel, int64_t first, int64_t second) {
+    Lanes x[4], y[4];
+    for (int g = 0; g < heads; g++) {
+        x[g] = load((const char *)(sums + g * width), 0, channel, first);
+        y[g] = load((const char *)(sums + g * width), 0, channel + LANES, second);
+    }
+    for (int64_t j = 0; j < keys; j++) {
+        const char *row = rows + j * row_bytes;
+        if (j < ahead.count && !(is_bf16 && channel % 32))
+            ASK(ahead.data + j * ahead.bytes + channel * (is_bf16 ? 2 : 4));
+        const Lanes a = load(row, is_bf16, channel, first);
+        const Lanes b = load(row, is_bf16, channel + LANES, second);
+        for (int g = 0; g < heads; g++) {
+            x[g] += weights[g * RUN + j] * a;
+            y[g] += weights[g * RUN + j] * b;
+        }
+    }
+    for (int g = 0; g < heads; g++) {
+        memcpy(sums + g * width + channel, &x[g], 4 * first);
+        memcpy(sums + g * width + channel + LANES, &y[g], 4 * second);
+    }
 }
 
-/* exp of count values, none above 0, relative error below 3e-7; below -87 it gives about 1e-38. */
-ALWAYS_INLINE void exp_in_place(float *x, int64_t count, float shift) {
-#pragma omp simd
-    for (int64_t j = 0; j < count; j++) {
-        float t = (x[j] - shift) * 1.44269504f;
-        t = t < -126.0f ? -126.0f : t;
-        float whole = floorf(t + 0.5f), f = t - whole;
-        float p = 1.5403530e-4f;
-        p = p * f + 1.3333558e-3f;
-        p = p * f + 9.6181291e-3f;
-        p = p * f + 5.5504109e-2f;
-        p = p * f + 2.4022651e-1f;
-        p = p * f + 6.9314718e-1f;
-        p = p * f + 1.0f;
-        int32_t power = ((int32_t)whole + 127) << 23;
-        float scale;
-        memcpy(&scale, &power, 4);
-        x[j] = p * scale;
+ALWAYS_INLINE void add_heads(const char *rows, int64_t row_bytes, int is_bf16, int64_t keys,
+                             Ahead ahead, const float *weights, int heads, float *sums,
+                             int64_t width, int dim) {
+    const int whole = dim / (2 * LANES) * (2 * LANES), rest = dim - whole;
+    for (int d = 0; d < whole; d += 2 * LANES)
+        add_channels(rows, row_bytes, is_bf16, keys, ahead, weights, heads, sums, width, d,
+                     LANES, LANES);
+    if (rest)
+        add_channels(rows, row_bytes, is_bf16, keys, ahead, weights, heads, sums, width, whole,
+                     min64(rest, LANES), max64(rest - LANES, 0));
+}
+
+/* Adds the rows of `keys` keys, weighted, to the sums of each query head of a group. */
+ALWAYS_INLINE void add_rows(const Rows *rows, int64_t at, int64_t keys, Ahead ahead,
+                            const float *weights, int64_t group, float *sums, int64_t width,
+                            int dim) {
+    const int64_t bytes = rows->is_bf16 ? 2 : 4;
+    const char *from = rows->data + at * bytes;
+    for (int64_t g = 0; g < group; g += 4) {
+        const float *weight = weights + g * RUN;
+        float *sum = sums + g * width;
+        if (g) ahead.count = 0; /* the first heads asked */
+        switch (min64(group - g, 4) * 2 + rows->is_bf16) { /* constants, so that loops unroll */
+        case 2: add_heads(from, rows->row * bytes, 0, keys, ahead, weight, 1, sum, width, dim); break;
+        case 3: add_heads(from, rows->row * bytes, 1, keys, ahead, weight, 1, sum, width, dim); break;
+        case 4: add_heads(from, rows->row * bytes, 0, keys, ahead, weight, 2, sum, width, dim); break;
+        case 5: add_heads(from, rows->row * bytes, 1, keys, ahead, weight, 2, sum, width, dim); break;
+        case 6: add_heads(from, rows->row * bytes, 0, keys, ahead, weight, 3, sum, width, dim); break;
+        case 7: add_heads(from, rows->row * bytes, 1, keys, ahead, weight, 3, sum, width, dim); break;
+        case 8: add_heads(from, rows->row * bytes, 0, keys, ahead, weight, 4, sum, width, dim); break;
+        default: add_heads(from, rows->row * bytes, 1, keys, ahead, weight, 4, sum, width, dim);
+        }
     }
 }
 
@@ -117,23 +179,34 @@ ALWAYS_INLINE void score_blocks(const Decode *a, const Token *token, int64_t hea
                                 float *scores, int64_t blocks, int dim) {
     const int64_t per_block = a->block_size / VECTOR, per_page = a->page_size / VECTOR;
     const int32_t *pages = a->table + token->request * a->table_stride;
-    const int64_t half = dim / 2;
-    float levels[MOST_DIM];
-    for (int64_t block = 0; block < blocks; block++) {
-        for (int64_t g = 0; g < a->group; g++) scores[g * a->max_blocks + block] = -INFINITY;
-        for (int64_t vector = block * per_block; vector < (block + 1) * per_block; vector++) {
+    const int64_t half = dim / 2, vectors = blocks * per_block;
+    float levels[LANES][MOST_DIM];
+    Lanes scale = {0};
+    const char *row[LANES];
+    for (int64_t j = 0; j < LANES; j++) row[j] = (const char *)levels[j];
+    memset(levels, 0, sizeof levels);
+    for (int64_t g = 0; g < a->group; g++)
+        for (int64_t block = 0; block < blocks; block++)
+            scores[g * a->max_blocks + block] = -INFINITY;
+    for (int64_t first = 0; first < vectors; first += LANES) {
+        const int64_t count = min64(LANES, vectors - first);
+        for (int64_t j = 0; j < count; j++) {
+            const int64_t vector = first + j;
             const uint8_t *packed = a->sketch.data + pages[vector / per_page] * a->sketch.page +
                                     head * a->sketch.head + vector % per_page * half;
-            const float scale = row_scale(packed, half);
+            scale[j] = row_scale(packed, half);
 #pragma omp simd
             for (int64_t d = 0; d < half; d++) {
-                levels[d] = (float)(packed[d] & 15) - 7.5f;
-                levels[d + half] = (float)(packed[d] >> 4) - 7.5f;
+                levels[j][d] = (float)(packed[d] & 15) - 7.5f;
+                levels[j][d + half] = (float)(packed[d] >> 4) - 7.5f;
             }
-            for (int64_t g = 0; g < a->group; g++) {
-                const float value = scale * dot(q + g * dim, levels, dim);
-                float *best = scores + g * a->max_blocks + block;
-                *best = value > *best ? value : *best;
+        }
+        for (int64_t g = 0; g < a->group; g++) {
+            const Lanes found = scale * dots(q + g * dim, row, dim);
+            float *best = scores + g * a->max_blocks;
+            for (int64_t j = 0; j < count; j++) {
+                const int64_t block = (first + j) / per_block;
+                best[block] = found[j] > best[block] ? found[j] : best[block];
             }
         }
     }
@@ -223,24 +296,21 @@ ALWAYS_INLINE void read_keys(const Decode *a, const Token *token, int64_t unit, 
     const int32_t *pages = a->table + token->request * a->table_stride;
     const int32_t *listed = a->listed + unit * a->max_slots;
     const float *q = a->q + unit * a->group * dim;
-    float *logits = a->logits + unit * a->group * a->max_slots * size, key_row[MOST_DIM];
+    float *logits = a->logits + unit * a->group * a->max_slots * size;
     for (int64_t slot = first; slot < last; slot++) {
         const int64_t start = slot_block(token, listed, locals, slot) * size;
         const int64_t then = slot_block(token, listed, locals, min64(slot + 1, last - 1)) * size;
-        const int64_t then_row = then % a->page_size, ahead = min64(size, a->page_size - then_row);
-        const int64_t then_at = pages[then / a->page_size] * a->k.page + head * a->k.head +
-                                then_row * a->k.row;
-        for (int64_t j = 0; j < size; j++) {
-            if (j < ahead) prefetch(&a->k, then_at + j * a->k.row, dim);
-            const int64_t key = start + j, seen = key <= token->position;
-            if (seen) {
-                const int64_t page = pages[key / a->page_size], row = key % a->page_size;
-                widen(&a->k, page * a->k.page + head * a->k.head + row * a->k.row, dim, key_row);
-            }
-            for (int64_t g = 0; g < a->group; g++)
-                logits[(g * a->max_slots + slot) * size + j] =
-                    seen ? dot(q + g * dim, key_row, dim) : -INFINITY;
+        const int64_t seen = min64(size, token->position + 1 - start);
+        for (int64_t done = 0, keys; done < seen; done += keys) {
+            const int64_t row = (start + done) % a->page_size;
+            keys = min64(seen - done, a->page_size - row);
+            logits_of(&a->k, row_of(a, &a->k, pages, head, start + done), keys,
+                      ahead_of(a, &a->k, pages, head, then, done, size), q, a->group,
+                      logits + slot * size + done, a->max_slots * size, dim);
         }
+        for (int64_t g = 0; g < a->group; g++)
+            for (int64_t j = max64(seen, 0); j < size; j++)
+                logits[(g * a->max_slots + slot) * size + j] = -INFINITY;
     }
 }
 
@@ -294,49 +364,32 @@ ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t un
     const float *q = a->q + unit * group * dim;
     const float *known = a->logits + unit * group * a->max_slots * size;
     const int32_t *pages = a->table + token->request * a->table_stride;
-    float tile[RUN * MOST_DIM], weights[MOST_GROUP][RUN], sum[MOST_DIM];
+    float weights[MOST_GROUP][RUN];
     memset(part, 0, group * width * sizeof(float));
     for (int64_t g = 0; g < group; g++) part[g * width + dim] = -INFINITY;
-    const int64_t run = min64(RUN, min64(size, a->page_size));
     for (int64_t entry = first; entry < last; entry++) {
         const int64_t block = entry_block(a, token, unit, entry);
         const int64_t then = entry_block(a, token, unit, min64(entry + 1, last - 1)) * size;
-        const int64_t then_page = pages[then / a->page_size], then_row = then % a->page_size;
-        const int64_t then_k = then_page * a->k.page + head * a->k.head + then_row * a->k.row;
-        const int64_t then_v = then_page * a->v.page + head * a->v.head + then_row * a->v.row;
-        const int64_t ahead = min64(size, a->page_size - then_row);
-        int64_t end = min64((block + 1) * size, token->position + 1);
-        for (int64_t key = block * size; key < end;) {
-            const int64_t page = pages[key / a->page_size], row = key % a->page_size;
-            const int64_t keys = min64(run, min64(end - key, a->page_size - row));
-            const int64_t done = key - block * size;
-            const int64_t k_at = page * a->k.page + head * a->k.head + row * a->k.row;
-            const int64_t v_at = page * a->v.page + head * a->v.head + row * a->v.row;
-            const int64_t hidden_from = min64(max64(token->sinks_end - key, 0), keys);
-            const int64_t hidden_to = min64(token->window_start - key, keys);
-            if (hidden_from == 0 && hidden_to == keys) {
-                key += keys;
+        const int64_t end = min64((block + 1) * size, token->position + 1);
+        for (int64_t key = block * size, keys; key < end; key += keys) {
+            const int64_t sinks_end = token->sinks_end, window_start = token->window_start;
+            keys = min64(min64(RUN, end - key), a->page_size - key % a->page_size);
+            if (sinks_end <= key && key < window_start) { /* between sinks and window: not seen */
+                keys = min64(window_start, end) - key;
                 continue;
             }
+            if (key < sinks_end && sinks_end < window_start) keys = min64(keys, sinks_end - key);
+            const int64_t done = key - block * size;
             if (token->picks) { /* the second step read these keys */
                 const int64_t slot = entry_slot(a, token, unit, entry);
                 for (int64_t g = 0; g < group; g++)
                     memcpy(weights[g], known + (g * a->max_slots + slot) * size + key % size,
                            keys * sizeof(float));
             } else {
-                for (int64_t j = 0; j < keys; j++) {
-                    if (done + j < ahead) prefetch(&a->k, then_k + (done + j) * a->k.row, dim);
-                    widen(&a->k, k_at + j * a->k.row, dim, sum);
-                    for (int64_t g = 0; g < group; g++) weights[g][j] = dot(q + g * dim, sum, dim);
-                }
-                for (int64_t g = 0; g < group; g++)
-                    for (int64_t j = hidden_from; j < hidden_to; j++) weights[g][j] = -INFINITY;
+                logits_of(&a->k, row_of(a, &a->k, pages, head, key), keys,
+                          ahead_of(a, &a->k, pages, head, then, done, size), q, group, weights[0],
+                          RUN, dim);
             }
-            for (int64_t j = 0; j < keys; j++) {
-                if (done + j < ahead) prefetch(&a->v, then_v + (done + j) * a->v.row, dim);
-                widen(&a->v, v_at + j * a->v.row, dim, tile + j * dim);
-            }
-            for (int64_t j = hidden_from; j < hidden_to; j++) memset(tile + j * dim, 0, dim * 4);
             for (int64_t g = 0; g < group; g++) {
                 float *state = part + g * width, *weight = weights[g];
                 float top = state[dim], total = 0.0f;
@@ -346,14 +399,13 @@ ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t un
                 exp_in_place(weight, keys, top);
 #pragma omp simd reduction(+ : total)
                 for (int64_t j = 0; j < keys; j++) total += weight[j];
-                for (int d = 0; d < dim; d++) sum[d] = state[d] * keep;
-                for (int64_t j = 0; j < keys; j++)
-                    for (int d = 0; d < dim; d++) sum[d] += weight[j] * tile[j * dim + d];
-                memcpy(state, sum, dim * sizeof(float));
+                for (int d = 0; d < dim; d++) state[d] *= keep;
                 state[dim] = top;
                 state[dim + 1] = state[dim + 1] * keep + total;
             }
-            key += keys;
+            add_rows(&a->v, row_of(a, &a->v, pages, head, key), keys,
+                     ahead_of(a, &a->v, pages, head, then, done, size), weights[0], group, part,
+                     width, dim);
         }
     }
 }
