@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -151,7 +152,7 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
     result = torch.empty_like(scaled)
     places = head_places(rule, torch.device("cpu"))
     sink_logits = None if operands.sinks is None else operands.sinks.float().contiguous()
-    sizes = (
+    sizes = (  # of scores, logits, listed, chosen, waiting and parts: four bytes each
         units * (group + 1) * sized.blocks,
         units * group * sized.slots * rule.sel_block_size,
         units * sized.slots,
@@ -159,7 +160,8 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         units,
         units * splits * group * (dim + 2),
     )
-    scores, logits, listed, chosen, waiting, parts = torch.empty(sum(sizes)).split(sizes)
+    scratch = torch.empty(sum(sizes), dtype=torch.float32)
+    starts = accumulate(sizes[:-1], initial=0)
     arguments = _Decode(
         tokens,
         heads,
@@ -182,7 +184,7 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         sized.plan.data_ptr(),
         None if places is None else places.data_ptr(),
         None if sink_logits is None else sink_logits.data_ptr(),
-        *(scratch.data_ptr() for scratch in (scores, logits, listed, chosen, waiting, parts)),
+        *(scratch.data_ptr() + scratch.itemsize * start for start in starts),
     )
     built.sparsek_decode(ctypes.addressof(arguments))
     operands.out.copy_(result)
