@@ -62,17 +62,6 @@ def perplexity(losses: list[float]) -> float:
     return math.exp(sum(losses) / len(losses))
 
 
-def by_distance(weight: torch.Tensor) -> torch.Tensor:
-    """``[..., R, R]``, in each block the mean of its diagonal; sinks keep their own."""
-    smooth = weight.clone()
-    for distance in range(weight.shape[-1] - 1):
-        # block (r, r - distance), but for the first column
-        smooth[..., 1:, 1:].diagonal(-distance, -2, -1).copy_(
-            weight[..., 1:, 1:].diagonal(-distance, -2, -1).mean(-1, keepdim=True)
-        )
-    return smooth
-
-
 class Lessons:
     """Patterns of a model by the texts to learn from; the model reads them once for each measure.
 
@@ -120,7 +109,8 @@ class Lessons:
         """Patterns by a rule, on the model's device."""
         measure, heads, *kind = rule.split("-")
         kinds = [int(x.removeprefix("adaptive")) for x in kind if x.startswith("adaptive")]
-        pruning, device = Pruning(pooled="pooled" in kind), self.model.device
+        pruning = Pruning(pooled="pooled" in kind, by_distance="distance" in kind)
+        device = self.model.device
         watched = self._watch(measure, heads, bool(kinds))
         if kinds:
             return {
@@ -129,9 +119,7 @@ class Lessons:
             }
         found = {}
         for layer, seen in watched.items():
-            weight = seen.importance()
-            weight = by_distance(weight) if "distance" in kind else weight
-            mask = pruning.mask(weight, seen.visible, sparsity)
+            mask = pruning.mask(seen.importance(), seen.visible, sparsity)
             found[layer] = BlockSparsePattern.from_mask(mask, self.block_size).to(device)
         return found
 

@@ -22,11 +22,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from learned_patterns import by_distance, make_parser, prepare
+from learned_patterns import make_parser, prepare
 
 from sparsek_backend.patterns import BlockSparsePattern
 from sparsek_backend.patterns.models import observe_model
 from sparsek_backend.patterns.training import ImportanceOptions, LearnedPattern, Pruning
+from sparsek_backend.patterns.training.pruning import mean_by_distance
 
 MEASURES = ("mass", "l2")
 
@@ -87,7 +88,7 @@ def rows(
             patterns = {
                 "sinks and window": local.mask().expand(seen.shape),
                 "learned": masks(weight)[:, None],
-                "learned by distance": masks(by_distance(weight))[:, None],
+                "learned by distance": masks(mean_by_distance(weight, 1))[:, None],
                 "of the text itself": masks(seen),
             }
             for name, mask in patterns.items():

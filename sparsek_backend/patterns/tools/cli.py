@@ -60,6 +60,9 @@ class Goal:
     pooled: Annotated[bool, typer.Option(help="Heads of a layer share one budget of blocks.")] = (
         False
     )
+    by_distance: Annotated[
+        bool, typer.Option(help="Blocks as far from the diagonal have one weight, their mean.")
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,11 @@ def learn(
         preset = _one_of("--preset", goal.preset, tuple(PRESETS))
         heads: Any = _one_of("--heads", way.heads, get_args(Heads))
         measure: Any = _one_of("--measure", way.measure, get_args(Measure))
-        if prefill and (heads != "kv" or goal.pooled or goal.sparsity is not None):
+        whole = goal.pooled or goal.by_distance or goal.sparsity is not None
+        if prefill and (heads != "kv" or whole):
             raise ValueError(
-                "--prefill: expected neither --heads, --pooled nor --sparsity, because a server "
-                "decides how many blocks each KV head attends"
+                "--prefill: expected neither --heads, --pooled, --by-distance nor --sparsity, "
+                "because a server decides how many blocks each KV head attends"
             )
         where = choose_device(device)
         loaded, batches = _load(model, text, tokens, texts, where)
@@ -129,7 +133,12 @@ def learn(
             sparsity=PRESETS[preset].sparsity if goal.sparsity is None else goal.sparsity,
             heads=heads,
             importance=importance,
-            pruning=Pruning(sinks=goal.sinks, window=goal.window, pooled=goal.pooled),
+            pruning=Pruning(
+                sinks=goal.sinks,
+                window=goal.window,
+                pooled=goal.pooled,
+                by_distance=goal.by_distance,
+            ),
             name=model,
         )
         found.save(out)

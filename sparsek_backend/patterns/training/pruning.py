@@ -27,6 +27,8 @@ class Pruning:
             before have it all.
         pooled: whether the patterns of a layer share one budget, so that heads that look far get
             more blocks than those that look near.
+        by_distance: whether blocks as far from the diagonal have one weight, their mean; sinks keep
+            their own.  What is peculiar to the texts that were seen is then not learned.
     """
 
     threshold: float = 0.0
@@ -34,6 +36,7 @@ class Pruning:
     window: int = 1
     diversity: float = 0.0
     pooled: bool = False
+    by_distance: bool = False
 
     def __post_init__(self) -> None:
         check_count("sinks", self.sinks, 0)
@@ -60,6 +63,8 @@ class Pruning:
         if not 0.0 <= sparsity < 1.0:
             raise ValueError(f"sparsity: expected a number from 0 to below 1, got {sparsity}")
         budget = max(round((1.0 - sparsity) * int(visible.sum())), 1)
+        if self.by_distance:
+            importance = mean_by_distance(importance, self.sinks)
         shares = importance / importance.sum(2, keepdim=True).clamp(min=1e-30)
         if self.pooled:
             seen = visible.expand_as(importance)
@@ -80,6 +85,22 @@ class Pruning:
             masks.append(heaviest_blocks(weight[None], listed, fixed, count)[0])
             taken = taken + masks[-1]
         return torch.stack(masks)
+
+
+def mean_by_distance(importance: torch.Tensor, sinks: int) -> torch.Tensor:
+    """``[P, R, C]``: for each block the mean of its diagonal, without the first ``sinks`` columns.
+
+    Those columns keep the values of ``importance [P, R, C]``.
+    """
+    rows, columns = importance.shape[1:]
+    row = torch.arange(rows, device=importance.device)[:, None]
+    column = torch.arange(sinks, max(columns, sinks), device=importance.device)
+    diagonal = column - row + rows  # [R, C - sinks], from 1 on
+    flat = diagonal.flatten()
+    sums = importance.new_zeros(len(importance), rows + columns)
+    sums.index_add_(1, flat, importance[..., sinks:].flatten(1))
+    counts = torch.bincount(flat, minlength=rows + columns).clamp(min=1)
+    return torch.cat([importance[..., :sinks], (sums / counts)[:, diagonal]], dim=-1)
 
 
 def overlap(mask: torch.Tensor) -> float:

@@ -16,6 +16,7 @@ from sparsek_backend.patterns.training import (
     sampled_block_masses,
     visible_blocks,
 )
+from sparsek_backend.patterns.training.pruning import mean_by_distance
 
 
 def inputs(n: int = 70, m: int = 70, seed: int = 0) -> list[torch.Tensor]:
@@ -123,6 +124,22 @@ def test_a_pooled_budget_goes_where_the_mass_is() -> None:
     rest = visible & ~BlockSparsePattern.local((8, 8), 16, window=1, sinks=1).mask()[0]
     dropped = torch.cat([m[rest & ~k] for m, k in zip(mass, kept, strict=True)])
     assert min(m[rest & k].min() for m, k in zip(mass, kept, strict=True)) >= dropped.max()
+
+
+def test_blocks_as_far_from_the_diagonal_have_one_weight() -> None:
+    mass = torch.rand(2, 5, 7, generator=torch.Generator().manual_seed(0))
+    found = mean_by_distance(mass, 1)
+    assert torch.equal(found[..., 0], mass[..., 0])
+    for offset in range(-4, 6):
+        line = mass[..., 1:].diagonal(offset, -2, -1)
+        same = found[..., 1:].diagonal(offset, -2, -1)
+        torch.testing.assert_close(same, line.mean(-1, keepdim=True).expand_as(line))
+    visible = torch.ones(6, 6).tril().bool()
+    planted = torch.rand(1, 6, 6, generator=torch.Generator().manual_seed(1)) * visible
+    planted[..., 3:, :].diagonal(0, -2, -1)[:] = 0.9  # three blocks before the diagonal
+    kept = Pruning(sinks=1, window=1, by_distance=True).mask(planted, visible, 1 - 14 / 21)
+    assert kept[0].diagonal(-3).all()
+    assert kept[0].sum() == 14
 
 
 def test_diversity_spreads_the_heads() -> None:
