@@ -27,7 +27,6 @@ from learned_patterns import make_parser, prepare
 from sparsek_backend.patterns import BlockSparsePattern
 from sparsek_backend.patterns.models import observe_model
 from sparsek_backend.patterns.training import ImportanceOptions, LearnedPattern, Pruning
-from sparsek_backend.patterns.training.pruning import mean_by_distance
 
 MEASURES = ("mass", "l2")
 
@@ -73,14 +72,16 @@ def rows(
     learned, held_out = watched[0].mean(2), watched[1]  # [measures, layers, (texts,) heads, R, C]
     blocks = learned.shape[-1]
     visible = torch.ones(blocks, blocks, dtype=torch.bool).tril()
-    pooled = Pruning(pooled=True)
+    pooled, smoothed = Pruning(pooled=True), Pruning(pooled=True, by_distance=True)
     for window in options.windows:
         local = BlockSparsePattern.local((blocks, blocks), size, window=window, sinks=1)
         attended = local.num_blocks / int(visible.sum())
 
-        def masks(weights: torch.Tensor, attended: float = attended) -> torch.Tensor:
+        def masks(
+            weights: torch.Tensor, rule: Pruning = pooled, attended: float = attended
+        ) -> torch.Tensor:
             flat = weights.flatten(0, -4)
-            found = [pooled.mask(x, visible, 1.0 - attended) for x in flat]
+            found = [rule.mask(x, visible, 1.0 - attended) for x in flat]
             return torch.stack(found).view(weights.shape)
 
         for index, measure in enumerate(MEASURES):
@@ -88,7 +89,7 @@ def rows(
             patterns = {
                 "sinks and window": local.mask().expand(seen.shape),
                 "learned": masks(weight)[:, None],
-                "learned by distance": masks(mean_by_distance(weight, 1))[:, None],
+                "learned by distance": masks(weight, smoothed)[:, None],
                 "of the text itself": masks(seen),
             }
             for name, mask in patterns.items():
