@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from sparsek_backend.field_types import MAX_TOKENS as MAX_TOKENS
-from sparsek_backend.field_types import Blocks, Budgets, Count, Layers, Positive
+from sparsek_backend.field_types import Blocks, Budgets, Count, Layers, Positive, Share
 from sparsek_backend.infllm import FLAG, MODEL_CONFIG, InfLLMSelection, shown
 from sparsek_backend.infllm import ConfigError as ConfigError
 from sparsek_backend.layer_budgets import MAX_BLOCKS as MAX_BLOCKS
@@ -72,6 +72,10 @@ class SparsityConfig(BaseModel):
     decode_top_k: Blocks | None = Field(None, examples=[32])
     """Blocks that a decoded token selects, never more than `top_k`; by default as many. Fewer make
     decoding faster."""
+    min_mass: Share = 0.0
+    """Selected blocks with a smaller share of their tile's attention are left out: `top_k` is then
+    the most that a tile selects. A cell of 16 tokens of a decoded token counts as a quarter of a
+    block of 64."""
     dense_below: Count = 8192
     """Positions below this attend everything."""
     dense_last: Count = 64
@@ -144,6 +148,7 @@ class SparsityConfig(BaseModel):
             decode_top_k=ceil_div(top_k * single, self.top_k) if single < self.top_k else None,
             sel_block_size=self.sel_block_size,
             dense_below=self.dense_below,
+            min_mass=self.min_mass,
             dense_last=EVERY_QUERY if self.sparse_phase == "decode" else dense_last,
             query_tile=self.query_tile,
             head_top_k=heads if len(set(heads)) > 1 else (),

@@ -46,6 +46,7 @@ _Integer = Annotated[int, BeforeValidator(_no_booleans)]
 Count = Annotated[_Integer, Field(ge=0, le=MAX_TOKENS)]
 Positive = Annotated[_Integer, Field(gt=0, le=MAX_TOKENS)]
 Blocks = Annotated[_Integer, Field(gt=0, le=MAX_BLOCKS)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 Layers = Annotated[
     int | tuple[int, ...],
     BeforeValidator(_layer_count_or_indices),

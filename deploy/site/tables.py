@@ -78,12 +78,14 @@ def _values(field: Any) -> str:
     limits = {
         name: getattr(item, name)
         for item in field.metadata
-        for name in ("ge", "gt", "le")
+        for name in ("ge", "gt", "le", "lt")
         if hasattr(item, name)
     }
     if not limits:
         shown = " or ".join(f"`{value}`" for value in field.examples or ())
         return f"such as {shown}" if shown else ""
+    if "lt" in limits:
+        return f"from {limits['ge']} to below {limits['lt']}"
     least = limits["ge"] if "ge" in limits else limits["gt"] + 1
     return f"from {least}" + (f" to {limits['le']}" if limits["le"] < MAX_INTEGER else "")
 

@@ -118,10 +118,11 @@ def _describe_policy(policy: SelectionPolicy) -> str:
     sinks = policy.sink_blocks
     mode = "infllm" if policy.ranking == "infllm" else "block_topk"
     blocks = "/".join(map(str, policy.head_top_k)) or str(policy.top_k)
-    fewer = "" if policy.decode_top_k is None else f" ({policy.decode_top_k} for decoded tokens)"
+    extra = "" if policy.decode_top_k is None else f" ({policy.decode_top_k} for decoded tokens)"
+    extra += f", each of at least {policy.min_mass:g} of the attention" if policy.min_mass else ""
     return (
         f"{mode}, {sinks} sink block{'' if sinks == 1 else 's'} + window "
-        f"{policy.window_size} + {blocks} blocks of {policy.sel_block_size} per KV head{fewer}"
+        f"{policy.window_size} + {blocks} blocks of {policy.sel_block_size} per KV head{extra}"
     )
 
 

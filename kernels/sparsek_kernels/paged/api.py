@@ -118,9 +118,9 @@ def select_blocks(
 
     Returns:
         One ``[tiles, Hkv, scored_blocks]`` int64 tensor per request, ascending block indices;
-        rows of tiles that see everything are -1, and so are the last places of heads that keep
-        fewer (``policy.head_top_k``).  Decodes have a tile per token, and blocks
-        of the size and number that ``policy.per_token()`` has.
+        rows of tiles that see everything are -1, and so are the last places where fewer blocks
+        are kept (``policy.head_top_k``, ``policy.min_mass``).  Decodes have a tile per token, and
+        blocks of the size and number that ``policy.per_token()`` has.
 
     Raises:
         TypeError, ValueError: ``policy`` does not select blocks, or an argument does not fit.
@@ -170,7 +170,11 @@ def select_blocks(
         else:
             tiles.append(policy.num_tiles(length - count, length))
     rows = zip(found, (tokens, tiles), strict=True)
-    return [part for some, counts in rows for part in some[: sum(counts)].long().split(counts)]
+    return [
+        part
+        for some, counts in rows
+        for part in some[: sum(counts)].long().clamp(min=-1).split(counts)
+    ]
 
 
 def paged_attention(

@@ -69,6 +69,9 @@ class SelectionPolicy:
             chunking and preemption.
         ranking: how blocks that compete are ranked.  ``infllm`` is per token.
         decode_top_k: ``top_k`` of a single token; ``None``: as many blocks as a tile.
+        min_mass: the least share of a tile's attention that a selected block has, mean over the
+            queries and heads that rank it; less attended blocks are left out.  A single token's
+            cells have as much less as they are smaller.
         head_top_k: ``top_k`` of each KV head, at most ``top_k``, which stays what decides where
             everything is seen and how many candidates there are.  Empty: ``top_k`` for all.
     """
@@ -82,6 +85,7 @@ class SelectionPolicy:
     query_tile: int = 64
     ranking: Ranking = "masses"
     decode_top_k: int | None = None
+    min_mass: float = 0.0
     head_top_k: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -108,6 +112,11 @@ class SelectionPolicy:
                 raise ValueError(
                     f"head_top_k: expected integers from 1 to top_k={self.top_k}, got {own}"
                 )
+        if not 0.0 <= self.min_mass < 1.0 or (self.min_mass and self.ranking == "infllm"):
+            raise ValueError(
+                "min_mass: expected a share from 0 to below 1, and 0 with ranking='infllm', got "
+                f"{self.min_mass}"
+            )
         if self.sel_block_size < CELL_SIZE or self.sel_block_size % CELL_SIZE:
             raise ValueError(
                 f"sel_block_size: expected a multiple of {CELL_SIZE}, got {self.sel_block_size}"
@@ -150,6 +159,7 @@ class SelectionPolicy:
             query_tile=1,
             dense_last=0,
             decode_top_k=None,
+            min_mass=self.min_mass / ratio,
             head_top_k=tuple(max(own * top_k * ratio // self.top_k, 1) for own in self.head_top_k),
         )
 
@@ -241,6 +251,11 @@ class SelectionPolicy:
         """Blocks that each KV head keeps of those, where heads differ; else empty."""
         return tuple(max(self.scored_blocks - self.top_k + own, 0) for own in self.head_top_k)
 
+    @property
+    def keeps_fewer(self) -> bool:
+        """Whether a selection may have fewer than ``scored_blocks`` blocks."""
+        return bool(self.head_top_k) or self.min_mass > 0
+
     @cached_property
     def mean_places(self) -> int | float:
         """Blocks chosen by score, mean over KV heads; an integer where they are equal."""
@@ -270,8 +285,8 @@ class SelectionPolicy:
     def attended_tokens(self, position: Positions) -> Positions:
         """Keys that the query at ``position`` attends: a function of position alone.
 
-        Where KV heads differ, it is their mean, which may be a fraction.  Queries that
-        ``dense_last`` exempts attend ``position + 1`` keys instead.
+        With ``min_mass`` it is the most that the query may attend.  Where KV heads differ, it is
+        their mean, which may be a fraction.  Queries that ``dense_last`` exempts attend ``position + 1`` keys instead.
         """
         length = position + 1
         if self.window_size is None:

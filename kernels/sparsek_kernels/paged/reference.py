@@ -244,8 +244,13 @@ def select_blocks_reference(
     listed = candidates_reference(q, k, positions, policy, softmax_scale)
     scores = exact_scores_reference(q, k, positions, listed, policy, softmax_scale)
     places = policy.head_places or (policy.scored_blocks,) * len(listed)
+    samples = {p % policy.query_tile // policy.sample_stride for p in positions}
+    least = policy.min_mass * len(samples) * q.shape[1] / k.shape[1]
     heads = zip(scores, listed, places, strict=True)
-    return [best(row, blocks, count) for row, blocks, count in heads]
+    chosen = [best(row, blocks, count) for row, blocks, count in heads]
+    return [
+        [b for b in blocks if row[b] >= least] for row, blocks in zip(scores, chosen, strict=True)
+    ]
 
 
 Select: TypeAlias = Callable[

@@ -32,6 +32,9 @@ POLICIES = {
     "topk_heads": SelectionPolicy(
         num_sink=16, window_size=40, top_k=4, sel_block_size=32, query_tile=32, head_top_k=(1, 3)
     ),
+    "topk_least": SelectionPolicy(
+        num_sink=16, window_size=40, top_k=5, sel_block_size=32, query_tile=32, min_mass=0.12
+    ),
     "topk_fewer_decoded": SelectionPolicy(
         num_sink=16, window_size=40, top_k=4, sel_block_size=32, query_tile=32, decode_top_k=1
     ),

@@ -180,9 +180,10 @@ def launches(
     group: int,
     fp8_cache: bool = False,
     head_budgets: bool = False,
+    min_mass: float = 0.0,
 ) -> list[Recorded]:
     """Everything that a step with decodes and prefills launches, for each kind of policy."""
-    topk = SelectionPolicy(num_sink=64, window_size=512, top_k=32)
+    topk = SelectionPolicy(num_sink=64, window_size=512, top_k=32, min_mass=min_mass)
     if head_budgets:
         topk = dataclasses.replace(topk, head_top_k=(8, 16, 24, 32) * 2)
     policies = [topk, SelectionPolicy(), SelectionPolicy(num_sink=4, window_size=1024)]
@@ -262,6 +263,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--fp8-cache", action="store_true")
     parser.add_argument("--head-budgets", action="store_true")
+    parser.add_argument("--min-mass", type=float, default=0.0)
     parser.add_argument("--sharded", action="store_true")
     args = parser.parse_args()
     if args.sharded:
@@ -274,6 +276,7 @@ def main() -> None:
             args.group,
             args.fp8_cache,
             args.head_budgets,
+            args.min_mass,
         )
     for launched in seen:
         if args.only in launched.name:

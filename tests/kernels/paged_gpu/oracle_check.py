@@ -177,9 +177,12 @@ class Chosen:
         first, last = policy.candidate_range(positions[0])
         count = min(policy.listed_blocks, last - first)
         places = policy.head_places or (policy.scored_blocks,) * len(found)
-        kept = [row[:most] for row, most in zip(found.tolist(), places, strict=True)]
+        kept = [[block for block in row if block >= 0] for row in found.tolist()]
+        samples = {p % policy.query_tile // policy.sample_stride for p in positions}
+        floor = policy.min_mass * len(samples) * q.shape[1] / k.shape[1]
         for head, mine in enumerate(kept):
             assert mine == sorted(set(mine))
+            assert len(mine) == places[head] or (floor and len(mine) < places[head])
             assert (found[head, len(mine) :] == -1).all()
             row = scores[head, first:last]
             least = float(row.topk(count).values[-1])
@@ -203,17 +206,28 @@ class Chosen:
                     exact_scores_reference(
                         q, k, positions, [sorted(some)] * len(scores), policy, softmax_scale
                     )[head],
+                    floor,
+                    len(mine) == places[head],
                 )
                 for some in lists
             )
         return kept
 
-    def _are_best(self, mine: list[int], surely: set[int], masses: torch.Tensor) -> bool:
-        """Whether no block that is surely listed has clearly more mass than one of ``mine``."""
+    def _are_best(
+        self, mine: list[int], surely: set[int], masses: torch.Tensor, floor: float, full: bool
+    ) -> bool:
+        """Whether no block that is surely listed has clearly more mass than one of ``mine``.
+
+        Nor has one of ``mine`` clearly less than ``floor``, or, where places are left, another
+        clearly more.
+        """
         rest = sorted(surely - set(mine))
-        if not rest or not mine:
-            return True
-        return float(masses[mine].min()) >= (1 - self.MASS_SLACK) * float(masses[rest].max())
+        low, high = 1 - self.MASS_SLACK, 1 + self.MASS_SLACK
+        worst = float(masses[mine].min()) if mine else float("inf")
+        best_left = float(masses[rest].max()) if rest else 0.0
+        if worst < low * floor:
+            return False
+        return worst >= low * best_left if full else best_left <= high * floor
 
 
 def check(problem: Problem, policy: SelectionPolicy, sinks: torch.Tensor | None = None) -> None:

@@ -52,7 +52,7 @@ def compiled(arch: int, *options: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("arch", "options", "most_stack", "special"),
     [
-        (80, (), 160, set()),
+        (80, ("--min-mass", "0.001"), 160, set()),
         (90, (), 160, HOPPER),
         (90, ("--head-dim", "64", "--group", "8", "--head-budgets"), 160, HOPPER),
         (100, (), 160, set()),

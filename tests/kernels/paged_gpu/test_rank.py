@@ -43,11 +43,15 @@ CASES = {
     "token-group-1": Case([(1, 333)], TOKENS, {"group": 1, "head_major": True}),
     "token-blocks": Case([(1, 641)], replace(TOKENS, sel_block_size=48), {"page_size": 48}),
     "token-heads": Case([(1, 350), (1, 433)], replace(TOKENS, head_top_k=(1, 3))),
+    "token-least": Case([(1, 350), (3, 433)], replace(TOKENS, top_k=6, min_mass=0.06)),
     "token-fp8": Case(
         [(2, 301)], TOKENS, {"cache_dtype": torch.float8_e4m3fn, "page_size": 32}, 0.37
     ),
     "tile": Case([(100, 350), (31, 413), (64, 64)], TILES, {"page_size": 32, "group": 3}),
     "tile-heads": Case([(100, 350)], replace(TILES, top_k=4, head_top_k=(3, 1))),
+    "tile-least": Case(
+        [(100, 350), (64, 64)], replace(TILES, top_k=4, head_top_k=(4, 2), min_mass=0.1)
+    ),
     "tile-of-chunks": Case([(7, 390), (45, 400), (2, 386)], sized(64, query_tile=64)),
     "tile-over-page": Case([(70, 460)], sized(64), {"page_size": 16, "dim": 64, "group": 4}),
     "tile-128": Case([(65, 901)], sized(128, query_tile=64), {"heads": 1, "page_size": 64}),
@@ -149,7 +153,7 @@ def check(case: Case, dtype: torch.dtype, tolerance: float) -> None:
     for step in (Step(0, half), Step(half, len(tiles) - half)):  # scratch is used again
         if step.count:
             launch_rank.rank_blocks(call, step, given[step.first :].contiguous())
-    offsets, ranked = problem.batch.cu_seqlens_q.tolist(), 0
+    offsets, ranked, left_out = problem.batch.cu_seqlens_q.tolist(), 0, 0
     for index, (request, base, positions) in enumerate(tiles):
         if not positions:
             continue
@@ -168,18 +172,29 @@ def check(case: Case, dtype: torch.dtype, tolerance: float) -> None:
             scale,
         )
         ranked += 1
+        sampled = len({p % rule.query_tile // rule.sample_stride for p in positions})
         for head, places in enumerate(rule.head_places or (rule.scored_blocks,) * heads):
-            chosen, unused = found[head][:places], found[head][places:]
-            assert unused == [-1] * (rule.scored_blocks - places)
+            chosen = [block for block in found[head] if block >= 0]
+            unused = [-1] * (rule.scored_blocks - len(chosen))
+            if rule.min_mass and unused:
+                unused[-1] = -1 - len(chosen)
+            assert found[head] == chosen + unused
             others = set(drawn[index][head]) - set(chosen)
             assert chosen == sorted(set(chosen)), (index, head)
             assert set(chosen) <= set(drawn[index][head])
-            if not chosen:
-                continue
-            worst = want[head][chosen].min()
+            least = rule.min_mass * sampled * problem.q.shape[1] / heads
+            worst = want[head][chosen].min() if chosen else torch.tensor(1e9)
             best = want[head][sorted(others)].max() if others else torch.tensor(0.0)
-            assert best - worst <= tolerance * best, (index, head, best, worst)
+            assert worst >= least * (1 - tolerance)
+            if len(chosen) < places:
+                assert rule.min_mass
+                assert best <= least * (1 + tolerance)
+                left_out += 1
+            else:
+                assert len(chosen) == places
+                assert best - worst <= tolerance * best, (index, head, best, worst)
     assert ranked
+    assert bool(left_out) == bool(rule.min_mass)
 
 
 @pytest.mark.parametrize("name", CASES)

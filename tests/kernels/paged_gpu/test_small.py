@@ -67,6 +67,11 @@ CASES = {
         replace(TOP_K, head_top_k=(1, 3)),
         {"num_decodes": 1, "page_size": 64},
     ),
+    "topk-least": (
+        [(1, 301), (40, 290)],
+        replace(TOP_K, top_k=4, min_mass=0.08),
+        {"num_decodes": 1, "page_size": 64},
+    ),
     "topk-heads-tile-1": (
         [(1, 201), (2, 230)],
         replace(TOP_K, query_tile=1, head_top_k=(3, 1)),

@@ -80,12 +80,12 @@ def attend_tiles(
     """
     sel_block_size = policy.sel_block_size
     bias = group.bias_as(q.dtype)
-    unused = None if selected is None else unused_places(policy)
-    if selected is not None and unused is not None:  # any keys, which no query sees
+    if selected is not None and policy.keeps_fewer:  # any keys, which no query sees
+        unused = unused_places(selected, policy)
         selected = selected.masked_fill(unused, 0)
-        hidden = q.new_zeros(1, unused.shape[0], 1, group.num_keys)
-        keys = unused.repeat_interleave(sel_block_size, dim=1)
-        hidden[0, :, 0, : keys.shape[1]].masked_fill_(keys, float("-inf"))
+        hidden = q.new_zeros(*unused.shape[:2], 1, group.num_keys)
+        keys = unused.repeat_interleave(sel_block_size, dim=2)
+        hidden[:, :, 0, : keys.shape[2]].masked_fill_(keys, float("-inf"))
         bias = hidden.expand(-1, -1, q.shape[3], -1) if bias is None else bias + hidden
     joined = join_kv(operands.k_cache, operands.v_cache)
     caches = (operands.k_cache, operands.v_cache) if joined is None else (joined,)
@@ -162,7 +162,8 @@ def paged_attention_eager(
     if batch.num_decodes:
         decodes = operands.of_rows(slice(batch.num_decode_tokens))
         rule = policy.per_token()
-        native = rule.ranking == "masses" and native_decode.supports(decodes, batch)
+        ranked = rule.ranking == "masses" and not rule.min_mass
+        native = ranked and native_decode.supports(decodes, batch)
         decode = native_decode.decode if native else _decode
         decode(decodes, batch, rule)
     _, counts = host_lengths(batch)

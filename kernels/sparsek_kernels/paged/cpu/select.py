@@ -161,18 +161,22 @@ def rank_blocks(
     shares = torch.softmax(masses, dim=-1).nan_to_num_(0.0)  # of no query: nothing
     scores = shares.sum((2, 3))[..., : listed.shape[-1]]
     scores = scores.masked_fill(listed == NOTHING, -1.0)
-    places = torch.sort(scores, dim=-1, descending=True, stable=True).indices
+    scores, places = torch.sort(scores, dim=-1, descending=True, stable=True)
     chosen = listed.gather(-1, places[..., : rule.scored_blocks])
-    unused = unused_places(rule)
-    if unused is not None:
-        chosen.masked_fill_(unused, NOTHING)
-    return chosen.sort(dim=-1).values
+    if rule.min_mass:
+        rows = (where >= 0).sum(1) * q.shape[3]
+        least = rule.min_mass * rows[:, None, None]
+        chosen.masked_fill_(scores[..., : rule.scored_blocks] < least, NOTHING)
+    return chosen.masked_fill_(unused_places(chosen, rule), NOTHING).sort(dim=-1).values
 
 
-def unused_places(rule: SelectionPolicy) -> torch.Tensor | None:
-    """``[Hkv, scored_blocks]`` bool: places that a KV head leaves empty; ``None`` if none does."""
+def unused_places(selected: torch.Tensor, rule: SelectionPolicy) -> torch.Tensor:
+    """``[T, Hkv, scored_blocks]`` bool: places of ``selected`` that no block has."""
     places = head_places(rule, torch.device("cpu"))
-    return None if places is None else torch.arange(rule.scored_blocks) >= places[:, None]
+    empty = selected == NOTHING
+    return (
+        empty if places is None else empty | (torch.arange(selected.shape[-1]) >= places[:, None])
+    )
 
 
 def select_tokens(

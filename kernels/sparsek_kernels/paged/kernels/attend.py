@@ -11,6 +11,7 @@ from sparsek_kernels.paged.kernels.tiles import (
     DENSE,
     NO_KEY,
     SINK_WINDOW,
+    list_length,
     page_of,
     tile_list,
     tile_sees_all,
@@ -260,6 +261,7 @@ def attend_kernel(
     SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HEAD_PLACES: tl.constexpr,
+    MIN_MASS: tl.constexpr,
     SHARDED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -322,7 +324,15 @@ def attend_kernel(
         REACH_BLOCKS,
         SCORED_BLOCKS,
     )
-    if HEAD_PLACES:
+    selection = tile if FROM_TABLE else token_of_zero + low
+    selected = selected_ptr + selection.to(tl.int64) * stride_it + kv_head * stride_ih
+    if MIN_MASS:  # the list itself says how long it is
+        if OVERLAP and SELECTED_LAST:
+            tl.extra.cuda.gdc_wait()
+        unused = num_selected - tl.minimum(num_selected, list_length(selected, SCORED_BLOCKS))
+        num_selected -= unused
+        count -= unused
+    elif HEAD_PLACES:
         unused = num_selected - tl.minimum(num_selected, tl.load(places_ptr + kv_head))
         num_selected -= unused
         count -= unused
@@ -366,8 +376,6 @@ def attend_kernel(
     row_max = tl.full([BLOCK_M], -1.0e30, dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
 
-    selection = tile if FROM_TABLE else token_of_zero + low
-    selected = selected_ptr + selection.to(tl.int64) * stride_it + kv_head * stride_ih
     table = block_table_ptr + request.to(tl.int64) * stride_br
     k_head = k_ptr + kv_head * stride_kh
     v_head = v_ptr + kv_head * stride_vh

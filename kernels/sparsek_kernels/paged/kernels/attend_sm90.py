@@ -116,6 +116,7 @@ def attend_partition(
     v_wide,
     v_smem,
     bars,
+    selected_ptr,
     places_ptr,
     tiles_ptr,
     seq_lens_ptr,
@@ -127,6 +128,8 @@ def attend_partition(
     num_items,
     stride_ot,
     stride_oh,
+    stride_it,
+    stride_ih,
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     TILE: gl.constexpr,
@@ -134,6 +137,7 @@ def attend_partition(
     REACH_BLOCKS: gl.constexpr,
     SCORED_BLOCKS: gl.constexpr,
     HEAD_PLACES: gl.constexpr,
+    MIN_MASS: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     STAGES: gl.constexpr,
     INDEX: gl.constexpr,
@@ -154,8 +158,9 @@ def attend_partition(
             _tile, kv_head, member, _request, start, low, high, token_of_zero, _front, _selected,
             _first_local, count,
         ) = place(
-            item, places_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, dense_below, num_tiles,
-            GROUP, TILE, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, HEAD_PLACES,
+            item, selected_ptr, places_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, dense_below,
+            num_tiles, stride_it, stride_ih, GROUP, TILE, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS,
+            HEAD_PLACES, MIN_MASS,
         )  # fmt: skip
         if high >= low:
             head = kv_head * GROUP + gl.minimum(member + INDEX, GROUP - 1)
@@ -256,6 +261,7 @@ def attend_hopper_kernel(
     REACH_BLOCKS: gl.constexpr,
     SCORED_BLOCKS: gl.constexpr,
     HEAD_PLACES: gl.constexpr,
+    MIN_MASS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -297,19 +303,21 @@ def attend_hopper_kernel(
             (
                 attend_partition,
                 (
-                    out_ptr, sinks_ptr, q_wide, k_wide, v_wide, v_smem, bars, places_ptr,
-                    tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, qk_scale, v_scale, dense_below,
-                    num_tiles, num_items, stride_ot, stride_oh, GROUP, HEAD_DIM, TILE, SINK_BLOCKS,
-                    REACH_BLOCKS, SCORED_BLOCKS, HEAD_PLACES, HAS_SINKS, STAGES, 0,
+                    out_ptr, sinks_ptr, q_wide, k_wide, v_wide, v_smem, bars, selected_ptr,
+                    places_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, qk_scale, v_scale,
+                    dense_below, num_tiles, num_items, stride_ot, stride_oh, stride_it, stride_ih,
+                    GROUP, HEAD_DIM, TILE, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, HEAD_PLACES,
+                    MIN_MASS, HAS_SINKS, STAGES, 0,
                 ),
             ),
             (
                 attend_partition,
                 (
-                    out_ptr, sinks_ptr, q_wide, k_wide, v_wide, v_smem, bars, places_ptr,
-                    tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, qk_scale, v_scale, dense_below,
-                    num_tiles, num_items, stride_ot, stride_oh, GROUP, HEAD_DIM, TILE, SINK_BLOCKS,
-                    REACH_BLOCKS, SCORED_BLOCKS, HEAD_PLACES, HAS_SINKS, STAGES, 1,
+                    out_ptr, sinks_ptr, q_wide, k_wide, v_wide, v_smem, bars, selected_ptr,
+                    places_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, qk_scale, v_scale,
+                    dense_below, num_tiles, num_items, stride_ot, stride_oh, stride_it, stride_ih,
+                    GROUP, HEAD_DIM, TILE, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, HEAD_PLACES,
+                    MIN_MASS, HAS_SINKS, STAGES, 1,
                 ),
             ),
             (
@@ -320,7 +328,7 @@ def attend_hopper_kernel(
                     num_tiles, num_items, stride_it, stride_ih, stride_br, q_head_cols,
                     k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols,
                     GROUP, HEAD_DIM, TILE, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, HEAD_PLACES,
-                    PAGE_SIZE, STAGES,
+                    MIN_MASS, PAGE_SIZE, STAGES,
                 ),
             ),
         ],

@@ -390,6 +390,7 @@ def rank_blocks_kernel(
     cu_seqlens_ptr,
     dense_below,
     first_tile,
+    min_mass,
     stride_ot,
     stride_oh,
     FROM_TABLE: tl.constexpr,
@@ -409,13 +410,15 @@ def rank_blocks_kernel(
     SCORED_BLOCKS: tl.constexpr,
     LISTED_BLOCKS: tl.constexpr,
     HEAD_PLACES: tl.constexpr,
+    MIN_MASS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Selected blocks of one tile and KV head: the candidates of the highest summed shares.
 
     Grid ``(tiles, Hkv)``.  Writes ``[rows of tiles, Hkv, SCORED_BLOCKS]`` int32, ascending, then -1
-    where a head keeps fewer (``HEAD_PLACES``); tiles that see everything get -1.  ``BLOCK_R`` rows
-    are added up at a time.
+    where a head keeps fewer (``HEAD_PLACES``); tiles that see everything get -1.  With ``MIN_MASS``
+    blocks of a smaller share than ``min_mass`` are left out, and a list of ``n`` blocks that is not
+    full ends with ``-1 - n`` (``list_length``).  ``BLOCK_R`` rows are added up at a time.
     """
     WIDTH: tl.constexpr = triton.next_power_of_2(SCORED_BLOCKS)
     ROWS: tl.constexpr = SAMPLES * GROUP_PAD
@@ -451,10 +454,13 @@ def rank_blocks_kernel(
     place = local.to(tl.int64) * NUM_KV_HEADS + kv_head
     offs = tl.arange(0, BLOCK)
     score = tl.zeros([BLOCK], dtype=tl.float32)
+    num_rows = 0
     for first_row in tl.range(0, ROWS, BLOCK_R):
         row = first_row + tl.arange(0, BLOCK_R)
         position = sample_positions(row, base, low, high, TILE, SAMPLES, STRIDE, GROUP, GROUP_PAD)
         mask = (offs < num_slots)[:, None] & (position >= 0)[None, :]
+        if MIN_MASS:
+            num_rows += tl.sum((position >= 0).to(tl.int32), axis=0)
         masses = mass_ptr + place * SLOTS * PARTS * ROWS + row[None, :]
         mass = tl.load(masses + (offs * PARTS * ROWS)[:, None], mask=mask, other=float("-inf"))
         for part in tl.static_range(1, PARTS):
@@ -468,11 +474,20 @@ def rank_blocks_kernel(
     if HEAD_PLACES:
         places = tl.load(places_ptr + kv_head)
         chosen, rank = best_of(score, FORCED_BLOCKS, num_slots, places, BLOCK)
+    else:
+        places = SCORED_BLOCKS
+        chosen, rank = best_of(score, FORCED_BLOCKS, num_slots, SCORED_BLOCKS, BLOCK)
+    last = -1
+    if MIN_MASS:
+        chosen = chosen & (score >= min_mass * num_rows)
+        kept = chosen.to(tl.int32)
+        rank = tl.cumsum(kept, axis=0) - 1
+        places = tl.sum(kept, axis=0)
+        last = -1 - places
+    if HEAD_PLACES or MIN_MASS:
         empty = tl.arange(0, WIDTH)
         unused = (empty >= places) & (empty < SCORED_BLOCKS)
-        tl.store(out + empty, tl.full([WIDTH], -1, tl.int32), mask=unused)
-    else:
-        chosen, rank = best_of(score, FORCED_BLOCKS, num_slots, SCORED_BLOCKS, BLOCK)
+        tl.store(out + empty, tl.where(empty == SCORED_BLOCKS - 1, last, -1), mask=unused)
     block = tl.load(
         candidates_ptr + place * LISTED_BLOCKS + offs - FORCED_BLOCKS, mask=chosen, other=0
     )

@@ -112,6 +112,13 @@ def tile_list(
 
 
 @triton.jit
+def list_length(selected, SCORED_BLOCKS: tl.constexpr):
+    """Blocks of a tile's list at ``selected``: one with fewer than its places ends with -1 - n."""
+    last = tl.load(selected + SCORED_BLOCKS - 1)
+    return tl.where(last < 0, -1 - last, SCORED_BLOCKS)
+
+
+@triton.jit
 def page_of(table_ptr, positions, mask, PAGE_SIZE: tl.constexpr):
     """Physical pages (int64) that hold ``positions`` of the sequence with this table row."""
     return tl.load(table_ptr + positions // PAGE_SIZE, mask=mask, other=0).to(tl.int64)
