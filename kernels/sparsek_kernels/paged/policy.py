@@ -286,7 +286,8 @@ class SelectionPolicy:
         """Keys that the query at ``position`` attends: a function of position alone.
 
         With ``min_mass`` it is the most that the query may attend.  Where KV heads differ, it is
-        their mean, which may be a fraction.  Queries that ``dense_last`` exempts attend ``position + 1`` keys instead.
+        their mean, which may be a fraction.  Queries that ``dense_last`` exempts attend
+        ``position + 1`` keys instead.
         """
         length = position + 1
         if self.window_size is None:
