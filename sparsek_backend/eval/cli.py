@@ -23,7 +23,12 @@ from sparsek_backend.eval.budgets import (
     pictured,
     with_mixed_phases,
 )
-from sparsek_backend.eval.mass import measure_model, plot_masses, write_masses
+from sparsek_backend.eval.mass import (
+    measure_model,
+    phase_summaries,
+    plot_masses,
+    write_masses,
+)
 from sparsek_backend.eval.options import (
     PROMPTS_ON_CPU,
     PROMPTS_ON_GPU,
@@ -350,6 +355,8 @@ def measure_mass(
                 model, prompt.ids, policy_of, on_layer=lambda layer: status.update(f"layer {layer}")
             )
         title = f"{Path(model).name}, {budget}, {length} tokens, {task}"
+        for line in phase_summaries(masses):
+            console.print(line)
         console.print(f"wrote {write_masses(out / f'{name}.csv', masses)}")
         console.print(f"wrote {plot_masses(out / f'{name}.png', masses, title)}")
 

@@ -19,7 +19,7 @@ from sparsek_backend.pyplot import import_pyplot
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
 PHASES = ("prefill", "decode")
-COLUMNS = ("phase", "layer", "kv_head", "caught", "best")
+COLUMNS = ("phase", "layer", "kv_head", "caught", "best", "attended")
 _ROWS = 128
 """Queries whose masses are computed, evenly spread over those that do not see everything."""
 
@@ -32,13 +32,15 @@ class Mass:
         phase: ``prefill``, where a tile shares a selection, or ``decode``, where each query has
             its own.
         caught: ``[Hkv]`` share of the exact mass.
-        best: ``[Hkv]`` what the best choice of as many blocks for each query would catch.
+        best: ``[Hkv]`` what the best choice of ``top_k`` blocks for each query would catch.
+        attended: ``[Hkv]`` share of the keys that is attended.
     """
 
     phase: str
     layer: int
     caught: torch.Tensor
     best: torch.Tensor
+    attended: torch.Tensor
 
 
 def block_masses(
@@ -66,8 +68,10 @@ def block_masses(
 
 def measure(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, policy: SelectionPolicy, softmax_scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Caught and best mass ``[Hkv]`` of one layer's queries that do not see everything.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Caught and best mass, and the attended share of the keys, each ``[Hkv]``.
+
+    They are of one layer's queries that do not see everything.
 
     Args:
         q: ``[1, N, Hq, D]``; k, v: ``[1, N, Hkv, D]``.
@@ -90,7 +94,10 @@ def measure(
     indices = block_indices(q, k, v, policy, softmax_scale)[0, rows].long()  # [R, Hkv, S]
     attended = torch.zeros(*masses.shape[:2], blocks + 1, dtype=torch.bool, device=q.device)
     attended.scatter_(2, torch.where(indices < 0, blocks, indices), True)
-    caught = (masses * attended[..., :blocks]).sum(-1)
+    attended = attended[..., :blocks]
+    caught = (masses * attended).sum(-1)
+    seen = rows[:, None] + 1 - size * torch.arange(blocks, device=q.device)  # keys of each block
+    share = (attended * seen.clamp(0, size)[:, None]).sum(-1) / (rows[:, None] + 1)
     candidates = torch.zeros(len(rows), 1, blocks, dtype=torch.bool, device=q.device)
     for row, position in enumerate(rows.tolist()):
         begin, end = policy.candidate_range(position)
@@ -101,7 +108,7 @@ def measure(
     places = policy.head_places or (policy.scored_blocks,) * masses.shape[1]
     kept = torch.arange(most) < torch.tensor(places)[:, None]
     best = best + (competing.topk(most, dim=-1).values * kept.to(q.device)).sum(-1)
-    return caught.mean(0), best.mean(0)
+    return caught.mean(0), best.mean(0), share.mean(0)
 
 
 def measure_model(
@@ -139,10 +146,26 @@ def write_masses(path: Path, masses: Sequence[Mass]) -> Path:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         for mass in masses:
-            pairs = zip(mass.caught.tolist(), mass.best.tolist(), strict=True)
-            for head, (caught, best) in enumerate(pairs):
-                writer.writerow((mass.phase, mass.layer, head, f"{caught:.6f}", f"{best:.6f}"))
+            of_heads = torch.stack([mass.caught, mass.best, mass.attended], 1).tolist()
+            for head, shares in enumerate(of_heads):
+                writer.writerow((mass.phase, mass.layer, head, *(f"{x:.6f}" for x in shares)))
     return path
+
+
+def phase_summaries(masses: Sequence[Mass]) -> list[str]:
+    """A line for each phase: means over layers and KV heads."""
+    lines = []
+    for phase in PHASES:
+        members = [mass for mass in masses if mass.phase == phase]
+        caught, best, attended = (
+            float(torch.stack([getattr(mass, name) for mass in members]).mean())
+            for name in ("caught", "best", "attended")
+        )
+        lines.append(
+            f"{phase}: {caught:.4f} of the attention caught, {best:.4f} possible, {attended:.1%} "
+            "of the keys attended"
+        )
+    return lines
 
 
 def plot_masses(path: Path, masses: Sequence[Mass], title: str) -> Path:
@@ -162,7 +185,9 @@ def plot_masses(path: Path, masses: Sequence[Mass], title: str) -> Path:
         grid = torch.stack([mass.caught for mass in members]).float().numpy()
         best = torch.stack([mass.best for mass in members]).mean()
         image = axis.imshow(grid, vmin=min(0.5, float(grid.min())), vmax=1.0, aspect="auto")
-        axis.set_title(f"{phase}: {grid.mean():.3f} of {best:.3f} possible", fontsize=9)
+        attended = torch.stack([mass.attended for mass in members]).mean()
+        title = f"{phase}: {grid.mean():.3f} of {best:.3f} possible\n{attended:.1%} of the keys"
+        axis.set_title(title, fontsize=9)
         axis.set_xticks(range(heads))
         axis.set_yticks(range(layers), [str(mass.layer) for mass in members], fontsize=7)
         axis.set_xlabel("KV head")

@@ -50,11 +50,19 @@ def test_masses_are_the_softmax_summed_over_blocks() -> None:
 def test_a_selection_catches_at_most_the_best_choice(tile: int) -> None:
     q, k, v = states()
     policy = replace(POLICY, query_tile=tile)
-    caught, best = measure(q, k, v, policy, DIM**-0.5)
+    caught, best, attended = measure(q, k, v, policy, DIM**-0.5)
     assert (caught <= best + 1e-6).all()
     assert (caught > 0.3).all()
-    more, _ = measure(q, k, v, replace(policy, top_k=9), DIM**-0.5)
+    first = next(i for i in range(LENGTH) if not policy.sees_all(i))
+    rows = torch.linspace(first, LENGTH - 1, min(128, LENGTH - first)).long().tolist()
+    shares = [policy.attended_tokens(row) / (row + 1) for row in rows]
+    torch.testing.assert_close(attended, torch.tensor(sum(shares) / len(shares)).expand(KV_HEADS))
+    more, _, of_more = measure(q, k, v, replace(policy, top_k=9), DIM**-0.5)
     assert (more > caught).all()
+    assert (of_more > attended).all()
+    fewer, _, of_fewer = measure(q, k, v, replace(policy, top_k=9, min_mass=0.07), DIM**-0.5)
+    assert (fewer < more).all()
+    assert (of_fewer < of_more).all()
 
 
 def test_a_key_that_takes_all_attention_is_caught() -> None:
@@ -62,7 +70,7 @@ def test_a_key_that_takes_all_attention_is_caught() -> None:
     q[:] = q[:, -1:]
     q[:, :, 1::2] = q[:, :, ::2]
     k[:, 64:80] = 3 * q[:, -1:, ::2]  # one block that every query wants
-    caught, best = measure(q, k, v, replace(POLICY, query_tile=1), 1.0)
+    caught, best, _ = measure(q, k, v, replace(POLICY, query_tile=1), 1.0)
     torch.testing.assert_close(caught, torch.ones(KV_HEADS), atol=1e-3, rtol=0)
     torch.testing.assert_close(best, torch.ones(KV_HEADS), atol=1e-3, rtol=0)
 
