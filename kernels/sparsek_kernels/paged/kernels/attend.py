@@ -303,27 +303,13 @@ def attend_kernel(
         return
     policy_start = low // POLICY_TILE * POLICY_TILE
     full = tile_sees_all(
-        policy_start,
-        dense_below,
-        MODE,
-        POLICY_TILE,
-        SEL_BLOCK,
-        SINK_BLOCKS,
-        REACH_BLOCKS,
+        policy_start, dense_below, MODE, POLICY_TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS,
         SCORED_BLOCKS,
-    )
+    )  # fmt: skip
     num_front, num_selected, first_local, count = tile_list(
-        policy_start,
-        low,
-        high,
-        full,
-        window,
-        MODE,
-        SEL_BLOCK,
-        SINK_BLOCKS,
-        REACH_BLOCKS,
+        policy_start, low, high, full, window, MODE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS,
         SCORED_BLOCKS,
-    )
+    )  # fmt: skip
     selection = tile if FROM_TABLE else token_of_zero + low
     selected = selected_ptr + selection.to(tl.int64) * stride_it + kv_head * stride_ih
     if MIN_MASS:  # the list itself says how long it is
