@@ -174,7 +174,11 @@ def candidates_reference(
     """
     first, last = policy.candidate_range(positions[0])
     total = candidate_scores_reference(q, k, positions, policy, softmax_scale)
-    return [best(scores, range(first, last), policy.listed_blocks) for scores in total]
+    listed = [best(scores, range(first, last), policy.listed_blocks) for scores in total]
+    least = policy.min_mass * q.shape[0] * q.shape[1] / k.shape[1]
+    return [
+        [b for b in blocks if row[b] >= least] for row, blocks in zip(total, listed, strict=True)
+    ]
 
 
 def exact_scores_reference(

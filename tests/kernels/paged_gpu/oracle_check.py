@@ -179,15 +179,17 @@ class Chosen:
         places = policy.head_places or (policy.scored_blocks,) * len(found)
         kept = [[block for block in row if block >= 0] for row in found.tolist()]
         samples = {p % policy.query_tile // policy.sample_stride for p in positions}
-        floor = policy.min_mass * len(samples) * q.shape[1] / k.shape[1]
+        group = q.shape[1] // k.shape[1]
+        floor = policy.min_mass * len(samples) * group
+        estimate = policy.min_mass * len(positions) * group
         for head, mine in enumerate(kept):
             assert mine == sorted(set(mine))
             assert len(mine) == places[head] or (floor and len(mine) < places[head])
             assert (found[head, len(mine) :] == -1).all()
             row = scores[head, first:last]
-            least = float(row.topk(count).values[-1])
+            least = max(float(row.topk(count).values[-1]), estimate)
             low, high = (1 - self.LIST_SLACK) * least, (1 + self.LIST_SLACK) * least
-            everything = count == last - first
+            everything = count == last - first and not estimate
             surely, perhaps = (
                 {first + int(b) for b in (everything | (row >= bound)).nonzero()}
                 for bound in (high, low)
@@ -197,7 +199,7 @@ class Chosen:
             lists = (
                 perhaps,
                 surely | set(mine),
-                set(best(scores[head], range(first, last), count)),
+                set(best(scores[head], range(first, last), count)) & perhaps,
             )
             assert any(
                 self._are_best(

@@ -107,7 +107,7 @@ def tiles_of(case: Case, problem: Problem) -> list[tuple[int, int, range]]:
 def draw_candidates(
     case: Case, tiles: list[tuple[int, int, range]], heads: int
 ) -> list[list[list[int]]]:
-    """Random candidates of every tile and KV head, as many as the rule lists."""
+    """Random candidates of every tile and KV head: as many as the rule lists, or up to as many."""
     generator = torch.Generator().manual_seed(7)
     rule, drawn = case.policy, []
     for _, _, positions in tiles:
@@ -116,10 +116,21 @@ def draw_candidates(
             first, last = rule.candidate_range(positions[0])
             count = min(rule.listed_blocks, last - first)
             for row in lists:
-                order = torch.randperm(last - first, generator=generator)[:count] + first
+                here = count
+                if rule.min_mass:
+                    here = int(torch.randint(count + 1, (), generator=generator))
+                order = torch.randperm(last - first, generator=generator)[:here] + first
                 row += sorted(order.tolist())
         drawn.append(lists)
     return drawn
+
+
+def ended(blocks: list[int], most: int, rule: SelectionPolicy) -> list[int]:
+    """A list of at most ``most`` blocks as the kernels write it."""
+    rest = [-1] * (most - len(blocks))
+    if rule.min_mass and rest:
+        rest[-1] = -1 - len(blocks)
+    return blocks + rest
 
 
 def check(case: Case, dtype: torch.dtype, tolerance: float) -> None:
@@ -147,7 +158,7 @@ def check(case: Case, dtype: torch.dtype, tolerance: float) -> None:
         table,
     )  # fmt: skip
     most = rule.listed_blocks
-    padded = [[row + [-1] * (most - len(row)) for row in lists] for lists in drawn]
+    padded = [[ended(row, most, rule) for row in lists] for lists in drawn]
     given = torch.tensor(padded, dtype=torch.int32, device=DEVICE)
     half = len(tiles) // 2
     for step in (Step(0, half), Step(half, len(tiles) - half)):  # scratch is used again
@@ -175,10 +186,7 @@ def check(case: Case, dtype: torch.dtype, tolerance: float) -> None:
         sampled = len({p % rule.query_tile // rule.sample_stride for p in positions})
         for head, places in enumerate(rule.head_places or (rule.scored_blocks,) * heads):
             chosen = [block for block in found[head] if block >= 0]
-            unused = [-1] * (rule.scored_blocks - len(chosen))
-            if rule.min_mass and unused:
-                unused[-1] = -1 - len(chosen)
-            assert found[head] == chosen + unused
+            assert found[head] == ended(chosen, rule.scored_blocks, rule)
             others = set(drawn[index][head]) - set(chosen)
             assert chosen == sorted(set(chosen)), (index, head)
             assert set(chosen) <= set(drawn[index][head])

@@ -40,12 +40,15 @@ def group_tiles(policy: SelectionPolicy, heads: int, dim: int) -> int:
     return max(_GATHER_ELEMENTS // (heads * dim * blocks * policy.sel_block_size), 1)
 
 
-def list_best(scores: torch.Tensor, outside: torch.Tensor, count: int) -> torch.Tensor:
+def list_best(
+    scores: torch.Tensor, outside: torch.Tensor, count: int, least: torch.Tensor | float = 0.0
+) -> torch.Tensor:
     """The ``count`` best candidates, ascending; ties go to the lower index.
 
     Args:
         scores: ``[T, Hkv, blocks]``, not negative, overwritten.
         outside: ``[T, 1, blocks]`` bool, blocks that do not compete.
+        least: a candidate's score, or ``[T, 1, 1]``, that of each tile's.
 
     Returns:
         ``[T, Hkv, at most count]`` int64; :data:`NOTHING` where there are fewer candidates.
@@ -53,7 +56,7 @@ def list_best(scores: torch.Tensor, outside: torch.Tensor, count: int) -> torch.
     scores.masked_fill_(outside, -1.0)
     ranked, blocks = torch.sort(scores, dim=-1, descending=True, stable=True)
     ranked, blocks = ranked[..., :count], blocks[..., :count]
-    return blocks.masked_fill_(ranked < 0.0, NOTHING).sort(dim=-1).values
+    return blocks.masked_fill_(ranked < least, NOTHING).sort(dim=-1).values
 
 
 def token_candidates(
@@ -75,7 +78,7 @@ def token_candidates(
     if plan.future is not None:
         logits.masked_fill_(plan.future, float("-inf"))  # blocks past the end may hold NaN
     scores = torch.softmax(logits, dim=-1).sum(2)
-    return list_best(scores, plan.outside, rule.listed_blocks)
+    return list_best(scores, plan.outside, rule.listed_blocks, rule.min_mass * q.shape[2])
 
 
 def cell_means(k: torch.Tensor) -> torch.Tensor:
@@ -109,6 +112,7 @@ def tile_candidates(
     tiles = (position + count - 1) // tile - first_tile + 1
     block = torch.arange(blocks)
     scores = torch.zeros(tiles, heads, blocks)
+    rows_of = torch.zeros(tiles)
     for begin in range(0, count, _QUERY_ROWS):
         rows = q[begin : begin + _QUERY_ROWS].float()
         where = position + begin + torch.arange(rows.shape[0])
@@ -117,9 +121,12 @@ def tile_candidates(
         logits = logits.view(heads, group, rows.shape[0], blocks, per_block).amax(-1)
         future = block >= (where // size)[:, None]
         probs = torch.softmax(logits.masked_fill_(future, float("-inf")), dim=-1).sum(1)
-        scores.index_add_(0, where // tile - first_tile, probs.transpose(0, 1))
+        of_tile = where // tile - first_tile
+        scores.index_add_(0, of_tile, probs.transpose(0, 1))
+        rows_of.index_add_(0, of_tile, torch.full(where.shape, float(group)))
     starts = (first_tile + torch.arange(tiles)) * tile
-    return list_best(scores, not_competing(block, starts, policy), policy.listed_blocks)
+    least = policy.min_mass * rows_of[:, None, None]
+    return list_best(scores, not_competing(block, starts, policy), policy.listed_blocks, least)
 
 
 def rank_blocks(

@@ -19,10 +19,21 @@ from sparsek_kernels.paged.kernels.select import best_of
 from sparsek_kernels.paged.kernels.tiles import (
     NO_KEY,
     TOP_K,
+    list_length,
     page_of,
     tile_sees_all,
     tile_span,
 )
+
+
+@triton.jit
+def num_listed(
+    candidates, num_candidates, LISTED_BLOCKS: tl.constexpr, MIN_MASS: tl.constexpr
+):
+    """Candidates in the list of a tile for which ``num_candidates`` blocks compete."""
+    if MIN_MASS:
+        return list_length(candidates, LISTED_BLOCKS)
+    return tl.minimum(num_candidates, LISTED_BLOCKS)
 
 
 @triton.jit
@@ -292,6 +303,7 @@ def listed_masses_kernel(
     REACH_BLOCKS: tl.constexpr,
     SCORED_BLOCKS: tl.constexpr,
     LISTED_BLOCKS: tl.constexpr,
+    MIN_MASS: tl.constexpr,
     SHARDED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -334,11 +346,9 @@ def listed_masses_kernel(
     FORCED: tl.constexpr = FORCED_BLOCKS * PARTS
     FORCED_PIECES: tl.constexpr = (FORCED + UNITS - 1) // UNITS
     first_local = base // SEL_BLOCK - REACH_BLOCKS
-    listed = tl.minimum(first_local - SINK_BLOCKS, LISTED_BLOCKS) * PARTS
-    pieces = FORCED_PIECES + tl.cdiv(listed, UNITS)
-    share = tl.cdiv(pieces, tl.num_programs(2))
+    share = (FORCED_PIECES + tl.num_programs(2) - 1) // tl.num_programs(2)
     begin = tl.program_id(2) * share
-    end = tl.minimum(begin + share, pieces)
+    end = begin + share
     place = (local.to(tl.int64) * NUM_KV_HEADS + kv_head) * (FORCED_BLOCKS + LISTED_BLOCKS)
     masses = mass_ptr + place * PARTS * ROWS + rows
     candidates = candidates_ptr + (local.to(tl.int64) * NUM_KV_HEADS + kv_head) * LISTED_BLOCKS
@@ -363,8 +373,10 @@ def listed_masses_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    begin = FORCED + (tl.maximum(begin, FORCED_PIECES) - FORCED_PIECES) * UNITS
-    end = FORCED + tl.minimum((end - FORCED_PIECES) * UNITS, listed)
+    listed = num_listed(candidates, first_local - SINK_BLOCKS, LISTED_BLOCKS, MIN_MASS) * PARTS
+    share = tl.cdiv(tl.cdiv(listed, UNITS), tl.num_programs(2)) * UNITS
+    begin = FORCED + tl.program_id(2) * share
+    end = tl.minimum(begin + share, FORCED + listed)
     if WHOLE:
         write_unit_masses(
             masses, q, position, rows, k_head, table, candidates, begin, end, first_local, high,
@@ -450,8 +462,10 @@ def rank_blocks_kernel(
         tl.store(out + none, tl.full([WIDTH], -1, tl.int32), mask=none < SCORED_BLOCKS)
         return
     first_local = base // SEL_BLOCK - REACH_BLOCKS
-    num_slots = FORCED_BLOCKS + tl.minimum(first_local - SINK_BLOCKS, LISTED_BLOCKS)
     place = local.to(tl.int64) * NUM_KV_HEADS + kv_head
+    candidates = candidates_ptr + place * LISTED_BLOCKS
+    listed = num_listed(candidates, first_local - SINK_BLOCKS, LISTED_BLOCKS, MIN_MASS)
+    num_slots = FORCED_BLOCKS + listed
     offs = tl.arange(0, BLOCK)
     score = tl.zeros([BLOCK], dtype=tl.float32)
     num_rows = 0
@@ -473,10 +487,11 @@ def rank_blocks_kernel(
         score += tl.sum(weight * tl.where(total > 0.0, 1.0 / total, 0.0)[None, :], axis=1)
     if HEAD_PLACES:
         places = tl.load(places_ptr + kv_head)
-        chosen, rank = best_of(score, FORCED_BLOCKS, num_slots, places, BLOCK)
     else:
         places = SCORED_BLOCKS
-        chosen, rank = best_of(score, FORCED_BLOCKS, num_slots, SCORED_BLOCKS, BLOCK)
+    if MIN_MASS:
+        places = tl.minimum(places, listed)
+    chosen, rank = best_of(score, FORCED_BLOCKS, num_slots, places, BLOCK)
     last = -1
     if MIN_MASS:
         chosen = chosen & (score >= min_mass * num_rows)
@@ -488,7 +503,5 @@ def rank_blocks_kernel(
         empty = tl.arange(0, WIDTH)
         unused = (empty >= places) & (empty < SCORED_BLOCKS)
         tl.store(out + empty, tl.where(empty == SCORED_BLOCKS - 1, last, -1), mask=unused)
-    block = tl.load(
-        candidates_ptr + place * LISTED_BLOCKS + offs - FORCED_BLOCKS, mask=chosen, other=0
-    )
+    block = tl.load(candidates + offs - FORCED_BLOCKS, mask=chosen, other=0)
     tl.store(out + rank, block, mask=chosen)

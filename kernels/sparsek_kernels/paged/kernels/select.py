@@ -126,18 +126,33 @@ def write_top(
     num_blocks,
     first,
     last,
+    least,
     GROUP: tl.constexpr,
     FROM_LOGITS: tl.constexpr,
     COUNT: tl.constexpr,
+    MIN_MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the ``COUNT`` best of blocks ``[first, last)``, ascending; ties to the lower index."""
+    """Write the ``COUNT`` best of blocks ``[first, last)``, ascending; ties to the lower index.
+
+    With ``MIN_MASS`` those with a score below ``least`` are left out, there may be fewer blocks than
+    ``COUNT``, and a list of ``n`` that is not full ends with ``-1 - n`` (``list_length``).
+    """
     offs = tl.arange(0, BLOCK)
     if FROM_LOGITS:
         score = sum_of_probabilities(score_ptr, stride_sg, num_blocks, GROUP, BLOCK)
     else:
         score = tl.load(score_ptr + offs, mask=offs < num_blocks, other=0.0)
-    chosen, place = best_of(score, first, last, COUNT, BLOCK)
+    if MIN_MASS:
+        chosen, place = best_of(score, first, last, tl.minimum(last - first, COUNT), BLOCK)
+        chosen = chosen & (score >= least)
+        kept = chosen.to(tl.int32)
+        place = tl.cumsum(kept, axis=0) - 1
+        num_kept = tl.sum(kept, axis=0)
+        if num_kept < COUNT:
+            tl.store(out_ptr + COUNT - 1, -1 - num_kept)
+    else:
+        chosen, place = best_of(score, first, last, COUNT, BLOCK)
     tl.store(out_ptr + place, offs, mask=chosen)
 
 
@@ -150,6 +165,7 @@ def top_blocks_kernel(
     cu_seqlens_ptr,
     dense_below,
     first_tile,
+    min_mass,
     stride_st,
     stride_sh,
     stride_sg,
@@ -163,13 +179,15 @@ def top_blocks_kernel(
     REACH_BLOCKS: tl.constexpr,
     SCORED_BLOCKS: tl.constexpr,
     COUNT: tl.constexpr,
+    MIN_MASS: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Candidates of one tile and KV head, from logits (single tokens) or from summed scores.
 
     Logits come by query head, ``stride_sg`` apart.  Writes ``[tiles, Hkv, COUNT]``, ascending, then
-    -1 where there are fewer; nothing for tiles that see everything.
+    -1 where there are fewer; nothing for tiles that see everything.  With ``MIN_MASS`` blocks of a
+    smaller share than ``min_mass`` are left out, and lists end as :func:`write_top` says.
     ``MAX_BLOCKS`` bounds the blocks of any sequence; shorter ones take a narrower path.
     """
     local = tl.program_id(0)
@@ -194,7 +212,7 @@ def top_blocks_kernel(
     out = out_ptr + (local.to(tl.int64) * NUM_KV_HEADS + kv_head) * COUNT
     first = SINK_BLOCKS
     last = base // SEL_BLOCK - REACH_BLOCKS
-    if last - first <= COUNT:  # all of them: their scores do not matter
+    if (not MIN_MASS) & (last - first <= COUNT):  # all of them: their scores do not matter
         WIDTH: tl.constexpr = triton.next_power_of_2(COUNT)
         offs = tl.arange(0, WIDTH)
         block = tl.where(first + offs < last, first + offs, -1)
@@ -202,19 +220,28 @@ def top_blocks_kernel(
         return
     scores = score_ptr + local.to(tl.int64) * stride_st + kv_head.to(tl.int64) * stride_sh
     num_blocks = high // SEL_BLOCK
+    least = min_mass * (high - low + 1) * GROUP
     FROM_LOGITS: tl.constexpr = not FROM_TABLE
     if (MAX_BLOCKS <= 1024) | (num_blocks <= 1024):
         SMALL: tl.constexpr = 1024 if MAX_BLOCKS > 1024 else MAX_BLOCKS
-        write_top(out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, SMALL)
+        write_top(
+            out, scores, stride_sg, num_blocks, first, last, least, GROUP, FROM_LOGITS, COUNT,
+            MIN_MASS, SMALL,
+        )  # fmt: skip
     elif (MAX_BLOCKS <= 4096) | (num_blocks <= 4096):
         MEDIUM: tl.constexpr = 4096 if MAX_BLOCKS > 4096 else MAX_BLOCKS
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, MEDIUM
-        )
+            out, scores, stride_sg, num_blocks, first, last, least, GROUP, FROM_LOGITS, COUNT,
+            MIN_MASS, MEDIUM,
+        )  # fmt: skip
     elif (MAX_BLOCKS <= 16384) | (num_blocks <= 16384):
         LARGE: tl.constexpr = 16384 if MAX_BLOCKS > 16384 else MAX_BLOCKS
-        write_top(out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, LARGE)
+        write_top(
+            out, scores, stride_sg, num_blocks, first, last, least, GROUP, FROM_LOGITS, COUNT,
+            MIN_MASS, LARGE,
+        )  # fmt: skip
     else:
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, MAX_BLOCKS
-        )
+            out, scores, stride_sg, num_blocks, first, last, least, GROUP, FROM_LOGITS, COUNT,
+            MIN_MASS, MAX_BLOCKS,
+        )  # fmt: skip

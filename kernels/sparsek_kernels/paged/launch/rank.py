@@ -65,6 +65,7 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
         "STRIDE": policy.sample_stride,
         "LOCAL_BLOCKS": policy.local_blocks,
         "LISTED_BLOCKS": policy.listed_blocks,
+        "MIN_MASS": policy.min_mass > 0,
     }
     tiles = batch.seq_lens if call.tiles is None else call.tiles
     listed_masses_kernel[(programs, heads, shares)](
@@ -108,7 +109,6 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
         policy.min_mass,
         *call.out.stride()[:2],
         HEAD_PLACES=places is not None,
-        MIN_MASS=policy.min_mass > 0,
         BLOCK_R=rank_rows(call.slots, call.rows),
         num_warps=4 if call.slots <= 1024 else 8,
         **shape,

@@ -143,7 +143,8 @@ def _decode_logits(call: Selection, first: int, count: int, most: int) -> torch.
         VECTOR=VECTOR_SIZE,
         SINK_BLOCKS=policy.sink_blocks,
         REACH_BLOCKS=policy.reach_blocks,
-        SCORED_BLOCKS=policy.listed_blocks,  # as few as all rank exactly: nothing to score
+        # where all that compete are ranked exactly, there is nothing to score
+        SCORED_BLOCKS=policy.scored_blocks if policy.min_mass else policy.listed_blocks,
         NUM_STAGES=config.num_stages,
         ASM=not knobs.runtime.interpret and torch.version.hip is None,
         SHARDED=call.largest is not None,
@@ -157,6 +158,8 @@ def _top_blocks(
     call: Selection, step: Step, scores: torch.Tensor, strides: tuple[int, int, int]
 ) -> torch.Tensor:
     """Candidates ``[step.count, Hkv, listed_blocks]`` int32, flat; -1 past the last of a tile.
+
+    With ``min_mass``, lists of ``n`` that are not full end with ``-1 - n``.
 
     Args:
         scores: of logits or summed probabilities, from tile ``step.first`` on.
@@ -174,8 +177,10 @@ def _top_blocks(
         batch.cu_seqlens_q,
         policy.dense_below,
         step.first,
+        policy.min_mass,
         *strides,
         COUNT=policy.listed_blocks,
+        MIN_MASS=policy.min_mass > 0,
         MAX_BLOCKS=next_power_of_2(max(call.max_blocks, 16)),
         num_warps=warps,
         maxnreg=registers,
