@@ -62,6 +62,13 @@ class Case:
             raise TypeError(f"{name}: expected an integer, got {value!r} in case {self.name!r}")
         return value
 
+    def float_param(self, name: str) -> float:
+        """A parameter that is a number; TypeError if it is anything else."""
+        value = self.params[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name}: expected a number, got {value!r} in case {self.name!r}")
+        return float(value)
+
     def opt_int_param(self, name: str) -> int | None:
         """An integer parameter or None."""
         return None if self.params[name] is None else self.int_param(name)

@@ -110,11 +110,43 @@ def _chosen(inputs: PagedInputs, tile: Tile, policy: SelectionPolicy, step: Step
     return found[tile.request][row, tile.head].long().cpu()
 
 
-def attended_pairs(policy: SelectionPolicy, positions: Sequence[int] | range) -> int:
-    """Visible (query, key) pairs of one head."""
+def attended_pairs(
+    policy: SelectionPolicy, positions: Sequence[int] | range, unused: float = 0.0
+) -> float:
+    """Visible (query, key) pairs of one head.
+
+    Args:
+        unused: places that a selection leaves empty (:func:`unused_places`).
+    """
     if policy.is_dense:
         return sum(position + 1 for position in positions)
-    return sum(policy.attended_tokens(position) for position in positions)
+    pairs = float(sum(policy.attended_tokens(position) for position in positions))
+    if unused:
+        selecting = sum(not policy.sees_all(position) for position in positions)
+        pairs -= unused * policy.sel_block_size * selecting
+    return pairs
+
+
+def unused_places(inputs: PagedInputs, policy: SelectionPolicy, steps: Sequence[Step]) -> float:
+    """Places that a tile's selection leaves empty, mean over tiles and KV heads; 0 without
+    ``min_mass``."""
+    if not policy.min_mass:
+        return 0.0
+    empty = lists = 0
+    for batch, rows in steps:
+        found = select_blocks(
+            inputs.q[rows], inputs.k_cache, batch, policy, k_summary=inputs.k_summary
+        )
+        for request, tiles in enumerate(found):
+            decode = request < batch.num_decodes
+            size = 1 if decode else policy.query_tile
+            length = inputs.seq_lens[request] if decode else int(batch.seq_lens[request])
+            first = length - inputs.query_lens[request] if decode else rows.start
+            for row, tile in enumerate(tiles):
+                if not policy.sees_all(first + row * size):
+                    empty += int((tile < 0).sum())
+                    lists += tile.shape[0]
+    return empty / max(lists, 1)
 
 
 def _decode_positions(inputs: PagedInputs) -> list[int]:
@@ -125,15 +157,20 @@ def _decode_positions(inputs: PagedInputs) -> list[int]:
     ]
 
 
-def decode_cost(inputs: PagedInputs, policy: SelectionPolicy) -> tuple[float, float]:
-    """FLOPs and least bytes: attended K and V, sketches, candidates' K, queries and outputs."""
+def decode_cost(
+    inputs: PagedInputs, policy: SelectionPolicy, unused: float = 0.0
+) -> tuple[float, float]:
+    """FLOPs and least bytes: attended K and V, sketches, candidates' K, queries and outputs.
+
+    With ``min_mass`` the candidates that lose are not counted.
+    """
     positions = _decode_positions(inputs)
     kv_heads, dim = inputs.k_cache.shape[1], inputs.q.shape[2]
     width = inputs.q.element_size()
-    pairs = attended_pairs(policy, positions)
+    pairs = attended_pairs(policy, positions, unused)
     flops = 4.0 * dim * inputs.q.shape[1] * pairs
     last = [seq_len - 1 for seq_len in inputs.seq_lens]
-    kv_bytes = 2.0 * dim * kv_heads * width * attended_pairs(policy, last)
+    kv_bytes = 2.0 * dim * kv_heads * width * attended_pairs(policy, last, unused)
     cell_bytes = 0.0
     if policy.selects_blocks:
         vectors = [p // VECTOR_SIZE for p in positions if not policy.sees_all(p)]
@@ -148,7 +185,7 @@ def decode_cost(inputs: PagedInputs, policy: SelectionPolicy) -> tuple[float, fl
 
 def unchosen_keys(policy: SelectionPolicy, position: int) -> int:
     """Keys of candidates that lose: read by the second step, and not attended."""
-    if policy.sees_all(position):
+    if policy.sees_all(position) or policy.min_mass:
         return 0
     first, last = policy.candidate_range(position)
     listed = min(policy.listed_blocks, int(last - first))
@@ -207,27 +244,34 @@ Entry = tuple[str, Callable[[], Callable[[], Outputs]], SelectionPolicy]
 def _providers(
     inputs: PagedInputs,
     entries: Sequence[Entry],
-    cost: Callable[[SelectionPolicy], tuple[float, float]],
+    cost: Callable[[SelectionPolicy, float], tuple[float, float]],
     steps: Sequence[Step],
 ) -> list[Provider]:
     """Providers over the same inputs, ours first; a note marks each that attends more than ours.
 
-    ``steps`` are the calls of ours.
+    ``steps`` are the calls of ours.  With ``min_mass`` a note says what ours attends.
     """
     decode = steps[0][0].num_decodes > 0
     tiles = decode_tiles(inputs) if decode else prefill_tiles(inputs)
+    ours = entries[0][2]
+    unused = unused_places(inputs, ours, steps)
+    positions = _decode_positions(inputs)
+    share = attended_pairs(ours, positions, unused) / attended_pairs(DENSE, positions)
 
     def provider(
         name: str, prepare: Callable[[], Callable[[], Outputs]], policy: SelectionPolicy
     ) -> Provider:
-        flops, num_bytes = cost(policy)
+        flops, num_bytes = cost(policy, unused if policy is ours else 0.0)
+        note = "dense" if policy.is_dense and not ours.is_dense else ""
+        if policy is ours and policy.min_mass:
+            note = f"attends {share:.1%} of the keys"
         return Provider(
             name=name,
             prepare=prepare,
             gate=lambda outputs: gate_tiles(inputs, tiles, policy, outputs[0], steps),
             flops=flops,
             bytes=num_bytes,
-            note="dense" if policy.is_dense and not entries[0][2].is_dense else "",
+            note=note,
             reads_only=decode,
         )
 
@@ -244,7 +288,7 @@ def _build_decode(case: Case, device: torch.device) -> list[Provider]:
         ("cpu_attn", lambda: _cpu_attn(inputs, inputs.whole_step(0)), DENSE),
         ("sdpa_gather", lambda: _sdpa_gather(inputs), DENSE),
     ]
-    return _providers(inputs, entries, lambda policy: decode_cost(inputs, policy), step)
+    return _providers(inputs, entries, lambda *of: decode_cost(inputs, *of), step)
 
 
 def _torch_select(inputs: PagedInputs) -> Callable[[], Outputs]:
@@ -337,16 +381,20 @@ def _build_prefill(case: Case, device: torch.device) -> list[Provider]:
         ("fa3", lambda: _fa3(inputs, inputs.whole_step(0)), DENSE),
         ("fa3_chunked", lambda: _fa3(inputs, chunks), DENSE),
     ]
-    return _providers(inputs, entries, lambda policy: prefill_cost(inputs, policy, bounds), chunks)
+    return _providers(inputs, entries, lambda *of: prefill_cost(inputs, *of, bounds=bounds), chunks)
 
 
 def prefill_cost(
-    inputs: PagedInputs, policy: SelectionPolicy, bounds: Sequence[tuple[int, int]]
+    inputs: PagedInputs,
+    policy: SelectionPolicy,
+    unused: float = 0.0,
+    *,
+    bounds: Sequence[tuple[int, int]],
 ) -> tuple[float, float]:
     """FLOPs and least bytes of a prompt prefilled from bound to bound."""
     length, kv_heads, dim = inputs.seq_lens[0], inputs.k_cache.shape[1], inputs.q.shape[2]
     kv_bytes = 2.0 * kv_heads * length * dim
-    flops = 4.0 * dim * inputs.q.shape[1] * attended_pairs(policy, range(length))
+    flops = 4.0 * dim * inputs.q.shape[1] * attended_pairs(policy, range(length), unused)
     if policy.selects_blocks:
         scored, read = scoring_cost(policy, bounds)
         flops += 2.0 * dim * inputs.q.shape[1] * scored
@@ -372,7 +420,8 @@ def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> 
             scored += sum(p // size * (size // CELL_SIZE) for p in positions)
             first, last = policy.candidate_range(base)
             blocks = policy.sink_blocks + policy.local_blocks
-            blocks += min(policy.listed_blocks, last - first)
+            if not policy.min_mass:  # else what is listed depends on the keys
+                blocks += min(policy.listed_blocks, last - first)
             scored += ceil_div(len(positions), policy.sample_stride) * blocks * size
             read += blocks * size
     return scored, read

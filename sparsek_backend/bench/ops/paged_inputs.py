@@ -32,6 +32,8 @@ DEFAULTS: dict[str, Param] = {
     "sel_block_size": 64,
     "query_tile": 64,
     "dense_below": 0,
+    "min_mass": 0.0,
+    "affinity": 0.0,
     "max_len": 0,
     "seed": 0,
 }
@@ -160,7 +162,10 @@ def shuffled_pages(counts: Sequence[int], width: int, generator: torch.Generator
 def make_inputs(case: Case, device: torch.device) -> PagedInputs:
     """Random pages in random order, and their summaries.
 
-    Random keys give every head a selection of its own: no block is shared by luck.
+    Random keys give every head a selection of its own: no block is shared by luck.  They also get
+    equal shares of a tile's attention, near enough, which no model gives them.  With ``affinity``
+    the queries of a tile have a direction in common, and so have the keys of a block: the natural
+    logarithms of blocks' shares then spread by about that much (standard deviation).
     """
     policy = SelectionPolicy(
         num_sink=case.int_param("num_sink"),
@@ -169,7 +174,9 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
         sel_block_size=case.int_param("sel_block_size"),
         dense_below=case.int_param("dense_below"),
         query_tile=case.int_param("query_tile"),
+        min_mass=case.float_param("min_mass"),
     )
+    affinity = case.float_param("affinity")
     if policy.query_tile == 1:
         policy = policy.per_token()
     heads, dim, page = (case.int_param(n) for n in ("num_kv_heads", "head_dim", "page_size"))
@@ -186,13 +193,19 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
     for start in range(0, len(pages), _PAGES_AT_A_TIME):
         part = slice(start, start + _PAGES_AT_A_TIME)
         kv[part] = torch.randn(kv[part].shape, generator=generator, device=device).to(pages.dtype)
+        if affinity:
+            k_cache[part] = with_directions(k_cache[part], page // policy.sel_block_size, generator)
         sketch_pages(k_cache[part], k_summary[part])
     max_len = case.int_param("max_len")
     table = shuffled_pages(counts, max(*counts, ceil_div(max_len, page)), generator)
     tokens = case.spec.total_query_tokens
     shape = (tokens, case.int_param("num_heads"), dim)
+    q = torch.randn(shape, generator=generator, device=device)
+    if affinity:
+        tile = 1 if max(case.spec.query_lens) == 1 else policy.query_tile
+        q = tile_queries(q, heads, tile, generator) * (2**0.5 * affinity)
     return PagedInputs(
-        q=torch.randn(shape, generator=generator, device=device).to(pages.dtype),
+        q=q.to(pages.dtype),
         k_cache=k_cache,
         v_cache=v_cache,
         k_summary=k_summary,
@@ -202,6 +215,31 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
         policy=policy,
         max_len=max_len,
     )
+
+
+_IN_COMMON = 0.5**0.25
+"""Weight of a direction in common: as much of a logit then comes from it as from the rest."""
+
+
+def with_directions(x: torch.Tensor, runs: int, generator: torch.Generator) -> torch.Tensor:
+    """Random rows ``[..., rows, D]`` with a direction in common in each of ``runs`` equal runs."""
+    shape = (*x.shape[:-2], max(runs, 1), 1, x.shape[-1])
+    common = torch.randn(shape, generator=generator, device=x.device)
+    own = x.float().reshape(*shape[:-2], -1, shape[-1]) * (1 - _IN_COMMON**2) ** 0.5
+    rows: torch.Tensor = (own + _IN_COMMON * common).flatten(-3, -2)
+    return rows.to(x.dtype)
+
+
+def tile_queries(
+    q: torch.Tensor, kv_heads: int, tile: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Random queries ``[T, Hq, D]``, those of a tile and a KV head with a direction in common."""
+    count, group = ceil_div(q.shape[0], tile), q.shape[1] // kv_heads
+    rows = F.pad(q, (0, 0, 0, 0, 0, count * tile - q.shape[0]))
+    rows = rows.view(count, tile, kv_heads, group, -1).permute(0, 2, 1, 3, 4)
+    rows = with_directions(rows.flatten(2, 3), 1, generator)  # [tiles, Hkv, tile * group, D]
+    rows = torch.unflatten(rows, 2, (tile, group)).permute(0, 2, 1, 3, 4)
+    return rows.reshape(count * tile, *q.shape[1:])[: q.shape[0]]
 
 
 def candidate_scores(
@@ -270,16 +308,18 @@ def wrong_selection(
     """Why a tile's chosen blocks do not follow the rule, or an empty string."""
     first, last = policy.candidate_range(tile.positions[0])
     blocks = chosen[chosen >= 0]
-    if blocks.numel() != policy.scored_blocks or len(set(blocks.tolist())) != blocks.numel():
+    full = blocks.numel() == policy.scored_blocks
+    if not (full or policy.min_mass) or len(set(blocks.tolist())) != blocks.numel():
         return f"{blocks.tolist()} are not {policy.scored_blocks} distinct blocks"
-    if int(blocks.min()) < first or int(blocks.max()) >= last:
+    if blocks.numel() and (int(blocks.min()) < first or int(blocks.max()) >= last):
         return f"{blocks.tolist()} leave the candidates {first} to {last - 1}"
     blocks = blocks.to(inputs.q.device)
     scores = candidate_scores(inputs, tile, policy, decode=decode)
     scores[:first] = scores[last:] = -1.0
     listed = min(policy.listed_blocks, last - first)
-    least = float(scores.topk(listed).values[-1])
-    if listed == last - first:
+    queries = 1 if decode or policy.query_tile == 1 else len(tile.positions)
+    least = max(float(scores.topk(listed).values[-1]), policy.min_mass * queries * inputs.group)
+    if listed == last - first and not policy.min_mass:
         surely = perhaps = scores >= 0.0
     else:
         surely, perhaps = scores > (1 + _LIST_SLACK) * least, scores >= (1 - _LIST_SLACK) * least
@@ -287,10 +327,17 @@ def wrong_selection(
         return f"a block of score {float(scores[blocks].min()):.3e} is listed below {least:.3e}"
     exact = exact_scores(inputs, tile, policy, perhaps)
     certain = exact[: len(surely)][surely]
+    samples = len({p % policy.query_tile // policy.sample_stride for p in tile.positions})
+    floor = policy.min_mass * (1 if queries == 1 else samples) * inputs.group
+    worst = float(exact[blocks].min()) if blocks.numel() else float("inf")
+    if worst < (1 - _MASS_SLACK) * floor:
+        return f"a block of mass {worst:.3e} was kept below {floor:.3e}"
+    if not full:
+        left = int((certain > (1 + _MASS_SLACK) * floor).sum()) - blocks.numel()
+        return f"{left} blocks above {floor:.3e} were left out" if left > 0 else ""
     if len(certain) < policy.scored_blocks:
         return ""
     best = float(certain.topk(policy.scored_blocks).values[-1])
-    worst = float(exact[blocks].min())
     return (
         "" if worst >= (1 - _MASS_SLACK) * best else f"a block of mass {worst:.3e} beat {best:.3e}"
     )

@@ -27,9 +27,7 @@ from sparsek_kernels.paged.kernels.tiles import (
 
 
 @triton.jit
-def num_listed(
-    candidates, num_candidates, LISTED_BLOCKS: tl.constexpr, MIN_MASS: tl.constexpr
-):
+def num_listed(candidates, num_candidates, LISTED_BLOCKS: tl.constexpr, MIN_MASS: tl.constexpr):
     """Candidates in the list of a tile for which ``num_candidates`` blocks compete."""
     if MIN_MASS:
         return list_length(candidates, LISTED_BLOCKS)
@@ -485,10 +483,7 @@ def rank_blocks_kernel(
         weight = tl.exp2(mass - tl.where(top == float("-inf"), 0.0, top)[None, :])
         total = tl.sum(weight, axis=0)
         score += tl.sum(weight * tl.where(total > 0.0, 1.0 / total, 0.0)[None, :], axis=1)
-    if HEAD_PLACES:
-        places = tl.load(places_ptr + kv_head)
-    else:
-        places = SCORED_BLOCKS
+    places = tl.load(places_ptr + kv_head) if HEAD_PLACES else SCORED_BLOCKS
     if MIN_MASS:
         places = tl.minimum(places, listed)
     chosen, rank = best_of(score, FORCED_BLOCKS, num_slots, places, BLOCK)

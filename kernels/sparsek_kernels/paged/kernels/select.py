@@ -135,8 +135,8 @@ def write_top(
 ):
     """Write the ``COUNT`` best of blocks ``[first, last)``, ascending; ties to the lower index.
 
-    With ``MIN_MASS`` those with a score below ``least`` are left out, there may be fewer blocks than
-    ``COUNT``, and a list of ``n`` that is not full ends with ``-1 - n`` (``list_length``).
+    With ``MIN_MASS`` those with a score below ``least`` are left out, fewer than ``COUNT`` may
+    compete, and a list of ``n`` that is not full ends with ``-1 - n`` (``list_length``).
     """
     offs = tl.arange(0, BLOCK)
     if FROM_LOGITS:
