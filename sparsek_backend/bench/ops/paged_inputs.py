@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ DEFAULTS: dict[str, Param] = {
     "dense_below": 0,
     "min_mass": 0.0,
     "affinity": 0.0,
+    "far_share": 1.0,
     "max_len": 0,
     "seed": 0,
 }
@@ -165,7 +167,8 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
     Random keys give every head a selection of its own: no block is shared by luck.  They also get
     equal shares of a tile's attention, near enough, which no model gives them.  With ``affinity``
     the queries of a tile have a direction in common, and so have the keys of a block: the natural
-    logarithms of blocks' shares then spread by about that much (standard deviation).
+    logarithms of blocks' shares then spread by about that much (standard deviation).  With
+    ``far_share`` the first token takes the rest of a last query's attention, as sinks do.
     """
     policy = SelectionPolicy(
         num_sink=case.int_param("num_sink"),
@@ -176,7 +179,9 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
         query_tile=case.int_param("query_tile"),
         min_mass=case.float_param("min_mass"),
     )
-    affinity = case.float_param("affinity")
+    affinity, far_share = case.float_param("affinity"), case.float_param("far_share")
+    if not 0.0 < far_share <= 1.0:
+        raise ValueError(f"far_share: expected a share above 0, at most 1, got {far_share}")
     if policy.query_tile == 1:
         policy = policy.per_token()
     heads, dim, page = (case.int_param(n) for n in ("num_kv_heads", "head_dim", "page_size"))
@@ -204,6 +209,15 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
     if affinity:
         tile = 1 if max(case.spec.query_lens) == 1 else policy.query_tile
         q = tile_queries(q, heads, tile, generator) * (2**0.5 * affinity)
+    if far_share < 1.0:
+        spread = affinity or 0.5**0.5
+        logits = [math.log(n * (1 / far_share - 1)) + spread**2 for n in case.spec.seq_lens]
+        first = table[: len(counts), 0].long()
+        draw_to_first(q, k_cache, first, torch.tensor(logits, device=device))
+        for part in first.split(_PAGES_AT_A_TIME):
+            sketches = k_summary[part]
+            sketch_pages(k_cache[part], sketches)
+            k_summary[part] = sketches
     return PagedInputs(
         q=q.to(pages.dtype),
         k_cache=k_cache,
@@ -228,6 +242,23 @@ def with_directions(x: torch.Tensor, runs: int, generator: torch.Generator) -> t
     own = x.float().reshape(*shape[:-2], -1, shape[-1]) * (1 - _IN_COMMON**2) ** 0.5
     rows: torch.Tensor = (own + _IN_COMMON * common).flatten(-3, -2)
     return rows.to(x.dtype)
+
+
+def draw_to_first(
+    q: torch.Tensor, k_cache: torch.Tensor, pages: torch.Tensor, logits: torch.Tensor
+) -> None:
+    """Give every query nearly ``logits[r]`` with the first key of the request whose first page is
+    ``pages[r]``.
+
+    A channel of ``q`` ``[T, Hq, D]`` becomes a constant, and the only one of those keys.
+    """
+    root = q.shape[2] ** 0.5
+    constant = float((logits.max() * root) ** 0.5)
+    q[..., 0] = constant
+    keys = torch.zeros(len(pages), k_cache.shape[1], q.shape[2], device=q.device)
+    keys[..., 0] = (logits * root / constant)[:, None]
+    k_cache[:, :, :, 0] = 0.0
+    k_cache[pages, :, 0] = keys.to(k_cache.dtype)
 
 
 def tile_queries(
