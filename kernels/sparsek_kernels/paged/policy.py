@@ -26,7 +26,7 @@ MOST_SAMPLES = 16
 """Most queries by which the blocks of a tile are ranked exactly."""
 
 CANDIDATES = 3
-"""Blocks that are ranked exactly, for each place."""
+"""Blocks of a tile that are ranked exactly, for each place."""
 
 Ranking: TypeAlias = Literal["masses", "infllm"]
 """How blocks are ranked: by the two steps of docs/selection.md, or by InfLLM-v2's own scores."""
@@ -184,10 +184,8 @@ class SelectionPolicy:
 
     @property
     def listed_blocks(self) -> int:
-        """Most candidates of a tile that are ranked exactly."""
-        if self.ranking == "infllm":
-            return 0
-        return CANDIDATES * self.scored_blocks
+        """Most blocks of a tile that are ranked exactly; a single token's are not."""
+        return CANDIDATES * self.scored_blocks if self.query_tile > 1 else 0
 
     @property
     def is_dense(self) -> bool:

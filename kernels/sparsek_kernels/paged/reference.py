@@ -245,8 +245,13 @@ def select_blocks_reference(
     """
     if policy.sees_all(positions[0]):
         return None
-    listed = candidates_reference(q, k, positions, policy, softmax_scale)
-    scores = exact_scores_reference(q, k, positions, listed, policy, softmax_scale)
+    if policy.query_tile == 1:
+        first, last = policy.candidate_range(positions[0])
+        scores = candidate_scores_reference(q, k, positions, policy, softmax_scale)
+        listed = [list(range(first, last))] * len(scores)
+    else:
+        listed = candidates_reference(q, k, positions, policy, softmax_scale)
+        scores = exact_scores_reference(q, k, positions, listed, policy, softmax_scale)
     places = policy.head_places or (policy.scored_blocks,) * len(listed)
     samples = {p % policy.query_tile // policy.sample_stride for p in positions}
     least = policy.min_mass * len(samples) * q.shape[1] / k.shape[1]

@@ -1,4 +1,4 @@
-"""Torch form of block selection: candidates by summaries, then exact masses of what they hold."""
+"""Torch form of block selection: by summaries, and for tiles then by exact masses."""
 
 from __future__ import annotations
 
@@ -40,26 +40,33 @@ def group_tiles(policy: SelectionPolicy, heads: int, dim: int) -> int:
     return max(_GATHER_ELEMENTS // (heads * dim * blocks * policy.sel_block_size), 1)
 
 
-def list_best(
+def ranked_blocks(
     scores: torch.Tensor, outside: torch.Tensor, count: int, least: torch.Tensor | float = 0.0
 ) -> torch.Tensor:
-    """The ``count`` best candidates, ascending; ties go to the lower index.
+    """The ``count`` best blocks, the best first; ties go to the lower index.
 
     Args:
         scores: ``[T, Hkv, blocks]``, not negative, overwritten.
         outside: ``[T, 1, blocks]`` bool, blocks that do not compete.
-        least: a candidate's score, or ``[T, 1, 1]``, that of each tile's.
+        least: least score, or ``[T, 1, 1]``, that of each tile.
 
     Returns:
-        ``[T, Hkv, at most count]`` int64; :data:`NOTHING` where there are fewer candidates.
+        ``[T, Hkv, at most count]`` int64; :data:`NOTHING` where there are fewer.
     """
     scores.masked_fill_(outside, -1.0)
     ranked, blocks = torch.sort(scores, dim=-1, descending=True, stable=True)
     ranked, blocks = ranked[..., :count], blocks[..., :count]
-    return blocks.masked_fill_(ranked < least, NOTHING).sort(dim=-1).values
+    return blocks.masked_fill_(ranked < least, NOTHING)
 
 
-def token_candidates(
+def list_best(
+    scores: torch.Tensor, outside: torch.Tensor, count: int, least: torch.Tensor | float = 0.0
+) -> torch.Tensor:
+    """The blocks of :func:`ranked_blocks`, ascending."""
+    return ranked_blocks(scores, outside, count, least).sort(dim=-1).values
+
+
+def token_blocks(
     q: torch.Tensor,
     k_summary: torch.Tensor,
     page_size: int,
@@ -68,7 +75,11 @@ def token_candidates(
     softmax_scale: float,
     here: HeldPages | None,
 ) -> torch.Tensor:
-    """Candidates of single tokens.  q: ``[T, Hkv, G, D]``; returns ``[T, Hkv, listed]`` int64."""
+    """Blocks of single tokens by the sketch.
+
+    q: ``[T, Hkv, G, D]``; returns ``[T, Hkv, scored_blocks]`` int64, ascending; :data:`NOTHING`
+    where a head keeps fewer.
+    """
     vectors = plan.index.read(k_summary, page_size, q.shape[-1], rule.sel_block_size)
     logits = torch.matmul(rotate(q.float()) * softmax_scale, vectors.mT)
     logits = logits.unflatten(-1, (-1, rule.sel_block_size // VECTOR_SIZE)).amax(-1)
@@ -78,7 +89,9 @@ def token_candidates(
     if plan.future is not None:
         logits.masked_fill_(plan.future, float("-inf"))  # blocks past the end may hold NaN
     scores = torch.softmax(logits, dim=-1).sum(2)
-    return list_best(scores, plan.outside, rule.listed_blocks, rule.min_mass * q.shape[2])
+    least = rule.min_mass * q.shape[2]
+    blocks = ranked_blocks(scores, plan.outside, rule.scored_blocks, least)
+    return blocks.masked_fill_(unused_places(blocks, rule), NOTHING).sort(dim=-1).values
 
 
 def cell_means(k: torch.Tensor) -> torch.Tensor:
@@ -137,7 +150,6 @@ def rank_blocks(
     listed: torch.Tensor,
     rule: SelectionPolicy,
     softmax_scale: float,
-    here: HeldPages | None = None,
 ) -> torch.Tensor:
     """The candidates with the largest exact masses.
 
@@ -146,7 +158,6 @@ def rank_blocks(
         where: ``[T, S]`` their positions; -1 where there is no such query.
         group: the tiles.
         listed: ``[T, Hkv, n]`` int64 candidates.
-        here: the pages that this rank holds, where it does not hold them all.
 
     Returns:
         ``[T, Hkv, scored_blocks]`` int64, ascending; :data:`NOTHING` where a head keeps fewer.
@@ -163,8 +174,6 @@ def rank_blocks(
     logits = logits.unflatten(2, q.shape[2:4])
     future = positions[:, :, None, None] > where[:, None, :, None, None]
     masses = logits.masked_fill_(future, float("-inf")).unflatten(-1, (-1, size)).logsumexp(-1)
-    if here is not None:
-        masses = here.complete(masses, blocks, size)
     shares = torch.softmax(masses, dim=-1).nan_to_num_(0.0)  # of no query: nothing
     scores = shares.sum((2, 3))[..., : listed.shape[-1]]
     scores = scores.masked_fill(listed == NOTHING, -1.0)
@@ -215,10 +224,7 @@ def select_tokens(
             one = slice(token, token + 1)
             scores.append(infllm_scores(q[one], where[one], kernels, blocks, rule, softmax_scale))
         return list_best(torch.cat(scores), plan.outside, rule.scored_blocks)
-    page_size = k_cache.shape[2]
-    listed = token_candidates(q, k_summary, page_size, plan, rule, softmax_scale, here)
-    rows = q.unsqueeze(2)
-    return rank_blocks(rows, where[:, None], k_cache, group, listed, rule, softmax_scale, here)
+    return token_blocks(q, k_summary, k_cache.shape[2], plan, rule, softmax_scale, here)
 
 
 def select_decodes(

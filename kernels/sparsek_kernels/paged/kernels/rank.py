@@ -1,8 +1,8 @@
 """Ranking a tile's candidates by the attention that they really get.
 
 The rule is docs/selection.md.  A *sample* is one query position of a tile, a *row* one query head
-of a sample; a single token has one sample.  A tile's *list* is its sink blocks, the blocks that its
-windows touch and its candidates, in *slots* of this order.  Two kernels follow each other:
+of a sample.  A tile's *list* is its sink blocks, the blocks that its windows touch and its
+candidates, in *slots* of this order.  Two kernels follow each other:
 
 * ``listed_masses_kernel`` writes, for each row and *unit* of the list (a block, or an equal part of
   one), the base-2 logarithm of the sum of the exponentials of the row's scores against its keys;
@@ -132,7 +132,6 @@ def write_masses(
     SINK_BLOCKS: tl.constexpr,
     FORCED_BLOCKS: tl.constexpr,
     LISTED: tl.constexpr,
-    SHARDED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     """Logarithmic masses of units ``[begin, end)`` of a tile's list, for the rows of ``q``.
@@ -153,17 +152,14 @@ def write_masses(
         )  # fmt: skip
         page = page_of(table_ptr, keys, keys <= high, PAGE_SIZE)
         k_row = page * stride_kp + keys % PAGE_SIZE * stride_kt
-        here = (keys <= high) & (page >= 0) if SHARDED else keys <= high
         k = tl.load(
             k_ptr + k_row[:, None] + offs_d[None, :],
-            mask=here[:, None] & mask_d,
+            mask=(keys <= high)[:, None] & mask_d,
             other=0.0,
         )  # [BLOCK_N, BLOCK_D]
         s = tl.dot(k.to(q.dtype), tl.trans(q), input_precision="ieee") * qk_scale
         if not LISTED:
             s = tl.where(keys[:, None] <= position[None, :], s, float("-inf"))
-        if SHARDED:
-            s = tl.where(here[:, None], s, float("-inf"))
         mine = unit + tl.arange(0, UNITS)
         tl.store(
             masses[None, :] + (mine * ROWS)[:, None],
@@ -302,15 +298,13 @@ def listed_masses_kernel(
     SCORED_BLOCKS: tl.constexpr,
     LISTED_BLOCKS: tl.constexpr,
     MIN_MASS: tl.constexpr,
-    SHARDED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Logarithmic masses of a share of one tile's list, for ``BLOCK_M`` rows of one KV head.
 
     Grid ``(tiles * row chunks, Hkv, shares)``.  Writes ``[tiles, Hkv, units, rows]`` fp32 for the
-    units that the list has; nothing for tiles that see everything.  Each key is read once.  With
-    ``SHARDED``, units in pages of other ranks (-1 in the block table) get -inf.
+    units that the list has; nothing for tiles that see everything.  Each key is read once.
     """
     ROWS: tl.constexpr = SAMPLES * GROUP_PAD
     ROW_CHUNKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
@@ -353,7 +347,7 @@ def listed_masses_kernel(
     table = block_table_ptr + request.to(tl.int64) * stride_br
     k_head = k_ptr + kv_head * stride_kh
     # Sinks and local blocks need no candidates: read them while the kernel that finds these runs.
-    MANY: tl.constexpr = BLOCK_M >= 64 and not SHARDED  # rows; ranks share pages of decodes alone
+    MANY: tl.constexpr = BLOCK_M >= 64
     WHOLE: tl.constexpr = (UNIT == BLOCK_N) and (PAGE_SIZE % UNIT == 0) and MANY
     forced_end = tl.minimum(end * UNITS, FORCED)
     if WHOLE:
@@ -366,7 +360,7 @@ def listed_masses_kernel(
         write_masses(
             masses, q, position, rows, k_head, table, candidates, begin * UNITS, forced_end,
             first_local, high, qk_scale, stride_kp, stride_kt, HEAD_DIM, BLOCK_D, BLOCK_N, UNIT,
-            ROWS, PAGE_SIZE, SEL_BLOCK, SINK_BLOCKS, FORCED_BLOCKS, False, SHARDED, NUM_STAGES,
+            ROWS, PAGE_SIZE, SEL_BLOCK, SINK_BLOCKS, FORCED_BLOCKS, False, NUM_STAGES,
         )  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -385,7 +379,7 @@ def listed_masses_kernel(
         write_masses(
             masses, q, position, rows, k_head, table, candidates, begin, end, first_local, high,
             qk_scale, stride_kp, stride_kt, HEAD_DIM, BLOCK_D, BLOCK_N, UNIT, ROWS, PAGE_SIZE,
-            SEL_BLOCK, SINK_BLOCKS, FORCED_BLOCKS, True, SHARDED, NUM_STAGES,
+            SEL_BLOCK, SINK_BLOCKS, FORCED_BLOCKS, True, NUM_STAGES,
         )  # fmt: skip
 
 
@@ -438,7 +432,7 @@ def rank_blocks_kernel(
     BLOCK: tl.constexpr = triton.next_power_of_2(SLOTS)
     local = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
-    _request, base, low, high, token_of_zero = tile_span(
+    _request, base, low, high, _token_of_zero = tile_span(
         first_tile + local, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, FROM_TABLE, TILES_PER_REQUEST,
         TILE,
     )  # fmt: skip
@@ -447,11 +441,7 @@ def rank_blocks_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if high < low:
         return
-    if FROM_TABLE:
-        out_row = (first_tile + local).to(tl.int64)
-    else:
-        out_row = (token_of_zero + low).to(tl.int64)
-    out = out_ptr + out_row * stride_ot + kv_head * stride_oh
+    out = out_ptr + (first_tile + local).to(tl.int64) * stride_ot + kv_head * stride_oh
     full = tile_sees_all(
         base, dense_below, TOP_K, TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
     )

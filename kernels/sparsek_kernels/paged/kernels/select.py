@@ -127,16 +127,19 @@ def write_top(
     first,
     last,
     least,
+    places,
     GROUP: tl.constexpr,
     FROM_LOGITS: tl.constexpr,
     COUNT: tl.constexpr,
+    HEAD_PLACES: tl.constexpr,
     MIN_MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the ``COUNT`` best of blocks ``[first, last)``, ascending; ties to the lower index.
+    """Write the ``places`` best of blocks ``[first, last)``, ascending; ties to the lower index.
 
-    With ``MIN_MASS`` those with a score below ``least`` are left out, fewer than ``COUNT`` may
-    compete, and a list of ``n`` that is not full ends with ``-1 - n`` (``list_length``).
+    Room is for ``COUNT``, the rest gets -1.  With ``MIN_MASS`` those with a score below ``least``
+    are left out, fewer than ``places`` may compete, and a list of ``n`` that is not full ends with
+    ``-1 - n`` (``list_length``).
     """
     offs = tl.arange(0, BLOCK)
     if FROM_LOGITS:
@@ -144,28 +147,36 @@ def write_top(
     else:
         score = tl.load(score_ptr + offs, mask=offs < num_blocks, other=0.0)
     if MIN_MASS:
-        chosen, place = best_of(score, first, last, tl.minimum(last - first, COUNT), BLOCK)
+        places = tl.minimum(places, last - first)
+    chosen, rank = best_of(score, first, last, places, BLOCK)
+    end = -1
+    if MIN_MASS:
         chosen = chosen & (score >= least)
         kept = chosen.to(tl.int32)
-        place = tl.cumsum(kept, axis=0) - 1
-        num_kept = tl.sum(kept, axis=0)
-        if num_kept < COUNT:
-            tl.store(out_ptr + COUNT - 1, -1 - num_kept)
-    else:
-        chosen, place = best_of(score, first, last, COUNT, BLOCK)
-    tl.store(out_ptr + place, offs, mask=chosen)
+        rank = tl.cumsum(kept, axis=0) - 1
+        places = tl.sum(kept, axis=0)
+        end = -1 - places
+    if HEAD_PLACES or MIN_MASS:
+        WIDTH: tl.constexpr = triton.next_power_of_2(COUNT)
+        empty = tl.arange(0, WIDTH)
+        unused = (empty >= places) & (empty < COUNT)
+        tl.store(out_ptr + empty, tl.where(empty == COUNT - 1, end, -1), mask=unused)
+    tl.store(out_ptr + rank, offs, mask=chosen)
 
 
 @triton.jit
 def top_blocks_kernel(
     out_ptr,
     score_ptr,
+    places_ptr,
     tiles_ptr,
     seq_lens_ptr,
     cu_seqlens_ptr,
     dense_below,
     first_tile,
     min_mass,
+    stride_ot,
+    stride_oh,
     stride_st,
     stride_sh,
     stride_sg,
@@ -179,20 +190,23 @@ def top_blocks_kernel(
     REACH_BLOCKS: tl.constexpr,
     SCORED_BLOCKS: tl.constexpr,
     COUNT: tl.constexpr,
+    HEAD_PLACES: tl.constexpr,
     MIN_MASS: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Candidates of one tile and KV head, from logits (single tokens) or from summed scores.
+    """Best blocks of one tile and KV head: a single token's selection, or a tile's candidates.
 
-    Logits come by query head, ``stride_sg`` apart.  Writes ``[tiles, Hkv, COUNT]``, ascending, then
-    -1 where there are fewer; nothing for tiles that see everything.  With ``MIN_MASS`` blocks of a
-    smaller share than ``min_mass`` are left out, and lists end as :func:`write_top` says.
+    Single tokens have logits by query head, ``stride_sg`` apart, and write their row of the output,
+    -1 where they see everything; ``HEAD_PLACES`` of each KV head.  Tiles (``FROM_TABLE``) have
+    summed scores, and write ``COUNT`` candidates from ``first_tile`` on, -1 where there are fewer,
+    nothing where they see everything.  With ``MIN_MASS`` blocks of a smaller share than
+    ``min_mass`` are left out, and lists end as :func:`write_top` says.
     ``MAX_BLOCKS`` bounds the blocks of any sequence; shorter ones take a narrower path.
     """
     local = tl.program_id(0)
     kv_head = tl.program_id(1)
-    _request, base, low, high, _token_of_zero = tile_span(
+    _request, base, low, high, token_of_zero = tile_span(
         first_tile + local,
         tiles_ptr,
         seq_lens_ptr,
@@ -204,12 +218,19 @@ def top_blocks_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if high < low:
+        return
+    row = local if FROM_TABLE else token_of_zero + low
+    out = out_ptr + row.to(tl.int64) * stride_ot + kv_head * stride_oh
     full = tile_sees_all(
         base, dense_below, TOP_K, TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
     )
-    if (high < low) | (high < 0) | full:
+    if full | (high < 0):
+        if not FROM_TABLE:
+            NONE: tl.constexpr = triton.next_power_of_2(COUNT)
+            none = tl.arange(0, NONE)
+            tl.store(out + none, tl.full([NONE], -1, tl.int32), mask=none < COUNT)
         return
-    out = out_ptr + (local.to(tl.int64) * NUM_KV_HEADS + kv_head) * COUNT
     first = SINK_BLOCKS
     last = base // SEL_BLOCK - REACH_BLOCKS
     if (not MIN_MASS) & (last - first <= COUNT):  # all of them: their scores do not matter
@@ -221,27 +242,28 @@ def top_blocks_kernel(
     scores = score_ptr + local.to(tl.int64) * stride_st + kv_head.to(tl.int64) * stride_sh
     num_blocks = high // SEL_BLOCK
     least = min_mass * (high - low + 1) * GROUP
+    places = tl.load(places_ptr + kv_head) if HEAD_PLACES else COUNT
     FROM_LOGITS: tl.constexpr = not FROM_TABLE
     if (MAX_BLOCKS <= 1024) | (num_blocks <= 1024):
         SMALL: tl.constexpr = 1024 if MAX_BLOCKS > 1024 else MAX_BLOCKS
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, least, GROUP, FROM_LOGITS, COUNT,
-            MIN_MASS, SMALL,
+            out, scores, stride_sg, num_blocks, first, last, least, places, GROUP, FROM_LOGITS,
+            COUNT, HEAD_PLACES, MIN_MASS, SMALL,
         )  # fmt: skip
     elif (MAX_BLOCKS <= 4096) | (num_blocks <= 4096):
         MEDIUM: tl.constexpr = 4096 if MAX_BLOCKS > 4096 else MAX_BLOCKS
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, least, GROUP, FROM_LOGITS, COUNT,
-            MIN_MASS, MEDIUM,
+            out, scores, stride_sg, num_blocks, first, last, least, places, GROUP, FROM_LOGITS,
+            COUNT, HEAD_PLACES, MIN_MASS, MEDIUM,
         )  # fmt: skip
     elif (MAX_BLOCKS <= 16384) | (num_blocks <= 16384):
         LARGE: tl.constexpr = 16384 if MAX_BLOCKS > 16384 else MAX_BLOCKS
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, least, GROUP, FROM_LOGITS, COUNT,
-            MIN_MASS, LARGE,
+            out, scores, stride_sg, num_blocks, first, last, least, places, GROUP, FROM_LOGITS,
+            COUNT, HEAD_PLACES, MIN_MASS, LARGE,
         )  # fmt: skip
     else:
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, least, GROUP, FROM_LOGITS, COUNT,
-            MIN_MASS, MAX_BLOCKS,
+            out, scores, stride_sg, num_blocks, first, last, least, places, GROUP, FROM_LOGITS,
+            COUNT, HEAD_PLACES, MIN_MASS, MAX_BLOCKS,
         )  # fmt: skip

@@ -1,10 +1,6 @@
-"""Launching the second step of selection: candidates, ranked by exact attention masses.
+"""Launching the second step of a tile's selection: candidates, ranked by exact masses.
 
-Floors on an H200 (4.26 TB/s), for 32 requests of 64k tokens, 8 KV heads, 128 dimensions of 16 bits
-and ``top_k`` 32: a token's 381 candidates of 16 keys are 12.5 MB of K a request, 94 us in all;
-the chosen K and V, which are attended after, are 10.7 MB a request, 80 us.  The masses must
-therefore be bound by memory: each key is read once, and programs share lists until four of them
-run on every multiprocessor.
+Each key is read once, and programs share lists until four of them run on every multiprocessor.
 """
 
 from __future__ import annotations
@@ -48,7 +44,7 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
     """Select the best of a step's candidates, by exact masses of the tiles' samples.
 
     Args:
-        candidates: at least ``[step.count, Hkv, listed_blocks]`` int32 of ``top_blocks``, flat.
+        candidates: ``[step.count, Hkv, listed_blocks]`` int32 of ``top_blocks_kernel``.
     """
     q, k_cache, batch, policy = call.q, call.k_cache, call.batch, call.policy
     _, heads, page_size, dim = k_cache.shape
@@ -67,13 +63,12 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
         "LISTED_BLOCKS": policy.listed_blocks,
         "MIN_MASS": policy.min_mass > 0,
     }
-    tiles = batch.seq_lens if call.tiles is None else call.tiles
     listed_masses_kernel[(programs, heads, shares)](
         masses,
         q,
         k_cache,
         candidates,
-        tiles,
+        call.tiles,
         batch.block_table,
         batch.seq_lens,
         batch.cu_seqlens_q,
@@ -88,20 +83,18 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         PAGE_SIZE=page_size,
-        SHARDED=call.largest is not None,
         NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
         **shape,
         **overlap_options(q.device),
     )
-    masses = call.complete(masses, numel)
     places = head_places(policy, q.device)
     rank_blocks_kernel[(step.count, heads)](
         call.out,
         masses,
         candidates,
         batch.seq_lens if places is None else places,
-        tiles,
+        call.tiles,
         batch.seq_lens,
         batch.cu_seqlens_q,
         policy.dense_below,

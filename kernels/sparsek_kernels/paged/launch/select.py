@@ -1,7 +1,8 @@
-"""Launching block selection: candidates by summaries, then the best of them by exact masses."""
+"""Launching block selection: by summaries, and for tiles then by exact masses."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ from sparsek_kernels.paged.launch.scratch import (
 from sparsek_kernels.paged.launch.selection import Selection, Step
 from sparsek_kernels.paged.launch.tiles import prefill_tiles
 from sparsek_kernels.paged.lists import listed_blocks
+from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotation_size
 
@@ -83,9 +85,9 @@ def select_blocks(
 
 
 def _select_decodes(call: Selection) -> None:
-    """Blocks of single tokens: logits of the sketch, candidates, ranks."""
+    """Blocks of single tokens: logits of the sketch, and the best."""
     batch, num_heads, length = call.batch, call.q.shape[1], call.batch.decode_query_len
-    most = length * max(num_heads * call.width, mass_elements(call))
+    most = length * num_heads * call.width
     requests = max(min(_SCRATCH_ELEMENTS // most, batch.num_decodes, MOST_ROWS // length), 1)
     for first in range(0, batch.num_decodes, requests):
         here = min(requests, batch.num_decodes - first)
@@ -93,7 +95,7 @@ def _select_decodes(call: Selection) -> None:
         # As large for the last requests as for the others, since its size decides what is compiled.
         logits = _decode_logits(call, first, here, requests)
         strides = (num_heads * call.width, call.group * call.width, call.width)
-        rank_blocks(call, step, _top_blocks(call, step, logits, strides))
+        _top_blocks(call, step, call.out, logits, strides)
 
 
 def _decode_logits(call: Selection, first: int, count: int, most: int) -> torch.Tensor:
@@ -143,8 +145,7 @@ def _decode_logits(call: Selection, first: int, count: int, most: int) -> torch.
         VECTOR=VECTOR_SIZE,
         SINK_BLOCKS=policy.sink_blocks,
         REACH_BLOCKS=policy.reach_blocks,
-        # where all that compete are ranked exactly, there is nothing to score
-        SCORED_BLOCKS=policy.scored_blocks if policy.min_mass else policy.listed_blocks,
+        SCORED_BLOCKS=policy.scored_blocks,
         NUM_STAGES=config.num_stages,
         ASM=not knobs.runtime.interpret and torch.version.hip is None,
         SHARDED=call.largest is not None,
@@ -155,31 +156,32 @@ def _decode_logits(call: Selection, first: int, count: int, most: int) -> torch.
 
 
 def _top_blocks(
-    call: Selection, step: Step, scores: torch.Tensor, strides: tuple[int, int, int]
-) -> torch.Tensor:
-    """Candidates ``[step.count, Hkv, listed_blocks]`` int32, flat; -1 past the last of a tile.
-
-    With ``min_mass``, lists of ``n`` that are not full end with ``-1 - n``.
+    call: Selection, step: Step, out: torch.Tensor, scores: torch.Tensor, strides: tuple[int, ...]
+) -> None:
+    """Write the best blocks of a step's tiles: of single tokens the selection, else candidates.
 
     Args:
+        out: ``[tiles, Hkv, blocks]`` int32, rows as :func:`top_blocks_kernel` says.
         scores: of logits or summed probabilities, from tile ``step.first`` on.
         strides: of ``scores``, from tile to tile, KV head and query head.
     """
     batch, policy = call.batch, call.policy
-    numel = step.count * call.heads * policy.listed_blocks
-    candidates = workspace(scores.device, "candidates", numel, torch.int32)
+    places = head_places(policy, scores.device) if call.tiles is None else None
     warps, registers = top_warps(call.max_blocks)
     top_blocks_kernel[(step.count, call.heads)](
-        candidates,
+        out,
         scores,
+        batch.seq_lens if places is None else places,
         batch.seq_lens if call.tiles is None else call.tiles,
         batch.seq_lens,
         batch.cu_seqlens_q,
         policy.dense_below,
         step.first,
         policy.min_mass,
+        *out.stride()[:2],
         *strides,
-        COUNT=policy.listed_blocks,
+        COUNT=out.shape[2],
+        HEAD_PLACES=places is not None,
         MIN_MASS=policy.min_mass > 0,
         MAX_BLOCKS=next_power_of_2(max(call.max_blocks, 16)),
         num_warps=warps,
@@ -187,7 +189,6 @@ def _top_blocks(
         **call.tile_keys(),
         **overlap_options(scores.device),
     )
-    return candidates
 
 
 def _select_tokens(call: Selection) -> None:
@@ -216,4 +217,8 @@ def _select_tiles(call: Selection, tiles: torch.Tensor) -> None:
         for begin in range(first, end, ranked):
             step = Step(begin, min(ranked, end - begin))
             mine = scores[(begin - first) * heads * width :]
-            rank_blocks(call, step, _top_blocks(call, step, mine, (heads * width, width, 0)))
+            shape = (step.count, heads, policy.listed_blocks)
+            numel = math.prod(shape)
+            candidates = workspace(q.device, "candidates", numel, torch.int32)[:numel].view(shape)
+            _top_blocks(call, step, candidates, mine, (heads * width, width, 0))
+            rank_blocks(call, step, candidates)
