@@ -141,7 +141,7 @@ def test_against_the_oracle(data: st.DataObject) -> None:
         num_sink=0 if window is None else data.draw(st.integers(0, 70)),
         window_size=window,
         top_k=top_k,
-        sel_block_size=data.draw(st.sampled_from([32, 64])),
+        sel_block_size=data.draw(st.sampled_from([16, 32, 64])),
         dense_below=data.draw(st.sampled_from([0, 200])),
         min_mass=data.draw(st.sampled_from([0.0, 0.05, 0.2, 0.6])),
         head_top_k=tuple(data.draw(own)) if top_k and data.draw(st.booleans()) else (),
@@ -240,6 +240,15 @@ def test_a_table_of_another_dtype_gives_the_same() -> None:
     wide = problem.batch.block_table.long()
     problem.batch = replace(problem.batch, block_table=wide, _derived={})
     torch.testing.assert_close(problem.attend(policy), expected, atol=2e-5, rtol=1e-4)
+
+
+@needs_compiler
+def test_a_window_that_takes_the_only_place() -> None:
+    problem = Problem([300, 401, 47])
+    policy = SelectionPolicy(num_sink=4, window_size=20, top_k=1, sel_block_size=16)
+    assert policy.per_token().scored_blocks == 0
+    got, want = problem.attend(policy), problem.expected(policy)
+    torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-4)
 
 
 @needs_compiler

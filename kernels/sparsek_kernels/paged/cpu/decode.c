@@ -457,8 +457,7 @@ ALWAYS_INLINE void decode(const Decode *a, int dim) {
             const int64_t unit = piece / a->splits, split = piece % a->splits;
             const Token *token = a->plan + unit / a->heads;
             if (!token->picks) continue;
-            const int64_t slots =
-                token->front + local_slots(a, token) + a->units[unit].listed;
+            const int64_t slots = token->front + local_slots(a, token) + a->units[unit].listed;
             read_keys(a, token, unit, slots * split / a->splits, slots * (split + 1) / a->splits,
                       dim);
         }

@@ -112,13 +112,15 @@ def _blocks_of(rule: SelectionPolicy, position: int) -> tuple[int, ...]:
     runs = position // RUN + 1
     if rule.sees_all(position):
         return position, runs, 0, runs, 0, 0, 0
+    sinks, start = rule.num_sink, position + 1 - (rule.window_size or 0)
     if rule.selects_blocks:
         first, local = rule.candidate_range(position)
         listed = min(rule.listed_blocks, local - first)
-        return position, first, rule.scored_blocks, local, 0, 0, listed
-    start = position + 1 - (rule.window_size or 0)
+        if listed:
+            return position, first, rule.scored_blocks, local, 0, 0, listed
+        sinks, start = first * rule.sel_block_size, local * rule.sel_block_size
     local = start // RUN
-    return position, min(ceil_div(rule.num_sink, RUN), local), 0, local, rule.num_sink, start, 0
+    return position, min(ceil_div(sinks, RUN), local), 0, local, sinks, start, 0
 
 
 def _rows(cache: torch.Tensor) -> _Rows:
