@@ -16,7 +16,12 @@ from sparsek_kernels.paged import PagedBatch, SelectionPolicy, paged_attention
 from sparsek_kernels.paged.api import write_kv
 from sparsek_kernels.paged.cpu import native, native_decode
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.reference import paged_attention_reference
+from sparsek_kernels.paged.reference import (
+    candidates_reference,
+    gather_sequence,
+    paged_attention_reference,
+    select_blocks_reference,
+)
 from tests.kernels.worst_sketch import worst_sketch
 
 needs_compiler = pytest.mark.skipif(
@@ -94,6 +99,25 @@ class Problem:
             self.q, self.k_cache, self.v_cache, self.batch, policy, sinks=sinks
         )
 
+    def numbers(self, policy: SelectionPolicy) -> list[tuple[int, int, int]]:
+        """For each token and KV head: blocks that compete, candidates, chosen blocks."""
+        rule, scale = policy.per_token(), self.q.shape[-1] ** -0.5
+        found = []
+        starts = self.batch.cu_seqlens_q.tolist()
+        for request, length in enumerate(self.batch.seq_lens.tolist()):
+            k = gather_sequence(self.k_cache, self.batch.block_table[request], length)
+            for row in range(starts[request], starts[request + 1]):
+                where = [length - starts[request + 1] + row]
+                q = self.q[row : row + 1]
+                chosen = select_blocks_reference(q, k, where, rule, scale)
+                if chosen is None:
+                    continue
+                first, last = rule.candidate_range(where[0])
+                listed = candidates_reference(q, k, where, rule, scale)
+                heads = zip(listed, chosen, strict=True)
+                found += [(last - first, len(few), len(best)) for few, best in heads]
+        return found
+
 
 @needs_compiler
 @settings(deadline=None, max_examples=60)
@@ -117,8 +141,9 @@ def test_against_the_oracle(data: st.DataObject) -> None:
         num_sink=0 if window is None else data.draw(st.integers(0, 70)),
         window_size=window,
         top_k=top_k,
-        sel_block_size=data.draw(st.sampled_from([32, 64])),
+        sel_block_size=data.draw(st.sampled_from([16, 32, 64])),
         dense_below=data.draw(st.sampled_from([0, 200])),
+        min_mass=data.draw(st.sampled_from([0.0, 0.05, 0.2, 0.6])),
         head_top_k=tuple(data.draw(own)) if top_k and data.draw(st.booleans()) else (),
     )
     sinks = data.draw(st.sampled_from([None, -1.0, 3.0]))
@@ -153,6 +178,54 @@ def test_bfloat16_equals_the_torch_path(threads: int, monkeypatch: pytest.Monkey
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("own", [(), (2, 1)])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_least_shares(
+    queries: int, own: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [1100, 620, 190, 190, 30]
+    problem = Problem(lengths, queries=queries, dtype=dtype, page_size=64)
+    problem.q[:, :3] *= 3.0  # attend a few cells
+    problem.q[:, 3:] *= 0.25  # attend everything alike
+    for row in range(3 * queries, 4 * queries):  # attend themselves
+        k = gather_sequence(problem.k_cache, problem.batch.block_table[3], 190)
+        problem.q[row] = k[190 - 4 * queries + row].repeat_interleave(3, 0)
+    policy = SelectionPolicy(
+        num_sink=16, window_size=41, top_k=2, sel_block_size=32, min_mass=0.12, head_top_k=own
+    )
+    numbers = problem.numbers(policy)
+    most, places = policy.per_token().listed_blocks, policy.per_token().scored_blocks
+    assert any(not listed for _, listed, _ in numbers)
+    assert any(most >= competing > listed for competing, listed, _ in numbers)
+    assert any(listed and not chosen for _, listed, chosen in numbers)
+    assert any(0 < chosen < places for *_, chosen in numbers)
+    assert any(chosen == places for *_, chosen in numbers)
+    found, exact = problem.attend(policy), problem.expected(policy)
+    monkeypatch.setattr(native, "library", lambda: None)
+    by_torch = problem.attend(policy)
+    for out in (found, by_torch):
+        tolerance = 2e-5 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(out.double(), exact, atol=tolerance, rtol=tolerance)
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_token_of_no_chosen_block_attends_sinks_and_window(threads: int) -> None:
+    problem = Problem([1100], heads=1)
+    policy = SelectionPolicy(num_sink=16, window_size=41, top_k=2, sel_block_size=32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = problem.attend(replace(policy, min_mass=0.9))
+    finally:
+        torch.set_num_threads(before)
+    begin = policy.per_token().local_range(1099)[0] * 16
+    alone = problem.expected(SelectionPolicy(num_sink=16, window_size=1100 - begin))
+    torch.testing.assert_close(found.double(), alone, atol=2e-5, rtol=1e-4)
+
+
+@needs_compiler
 def test_blocks_of_pages_that_no_power_of_two_divides() -> None:
     problem = Problem([1500, 97], page_size=96)
     policy = SelectionPolicy(num_sink=4, window_size=200, top_k=2, sel_block_size=192)
@@ -167,6 +240,15 @@ def test_a_table_of_another_dtype_gives_the_same() -> None:
     wide = problem.batch.block_table.long()
     problem.batch = replace(problem.batch, block_table=wide, _derived={})
     torch.testing.assert_close(problem.attend(policy), expected, atol=2e-5, rtol=1e-4)
+
+
+@needs_compiler
+def test_a_window_that_takes_the_only_place() -> None:
+    problem = Problem([300, 401, 47])
+    policy = SelectionPolicy(num_sink=4, window_size=20, top_k=1, sel_block_size=16)
+    assert policy.per_token().scored_blocks == 0
+    got, want = problem.attend(policy), problem.expected(policy)
+    torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-4)
 
 
 @needs_compiler

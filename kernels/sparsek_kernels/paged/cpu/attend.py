@@ -162,8 +162,7 @@ def paged_attention_eager(
     if batch.num_decodes:
         decodes = operands.of_rows(slice(batch.num_decode_tokens))
         rule = policy.per_token()
-        ranked = rule.ranking == "masses" and not rule.min_mass
-        native = ranked and native_decode.supports(decodes, batch)
+        native = rule.ranking == "masses" and native_decode.supports(decodes, batch)
         decode = native_decode.decode if native else _decode
         decode(decodes, batch, rule)
     _, counts = host_lengths(batch)

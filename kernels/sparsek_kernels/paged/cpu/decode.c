@@ -25,8 +25,14 @@ typedef struct {
 } Token;
 
 typedef struct {
+    int32_t listed, chosen; /* candidates, and blocks chosen of them */
+    int32_t waiting;        /* pieces that are not attended yet */
+} Unit;
+
+typedef struct {
     int64_t tokens, heads, group, dim, page_size, block_size, splits;
     int64_t max_blocks, max_slots, max_picks;
+    float least;         /* score of a candidate and of a chosen block, or 0 */
     const float *q;      /* [tokens, heads, group, dim], scaled */
     const float *rotated; /* the same, rotated as the sketch is; NULL where nothing is selected */
     float *out;          /* [tokens, heads, group, dim] */
@@ -35,13 +41,13 @@ typedef struct {
     const int32_t *table;
     int64_t table_stride;
     const Token *plan;
-    const int32_t *places; /* [heads] picks of each head, fewer than the token's; or NULL */
+    const int32_t *places; /* [heads] most picks of each head, fewer than the token's; or NULL */
     const float *sinks; /* [heads, group] or NULL */
     float *scores;      /* [tokens * heads, group + 1, max_blocks]: by the sketch */
     float *logits;      /* [tokens * heads, group, max_slots, block_size]: of the keys read */
     int32_t *listed;    /* [tokens * heads, max_slots] blocks of the candidates */
-    int32_t *chosen;    /* [tokens * heads, max_picks] places in listed, ascending */
-    int32_t *waiting;   /* [tokens * heads] pieces that are not attended yet */
+    int32_t *chosen;    /* [tokens * heads, max_picks] slots of the blocks chosen, ascending */
+    Unit *units;        /* [tokens * heads] */
     float *parts;       /* [tokens * heads, splits, group, dim + 2]: sums, maximum, total */
 } Decode;
 
@@ -212,15 +218,19 @@ ALWAYS_INLINE void score_blocks(const Decode *a, const Token *token, int64_t hea
     }
 }
 
-/* The `count` best of scores [first, last), ascending; ties to the lower index, NaN counts as 0.
- * Non-negative floats order as their bits, so the count-th largest is found bit by bit. */
-static int64_t best_of(float *scores, int64_t first, int64_t last, int64_t count, int32_t *best) {
-    int64_t found = 0, above = 0;
-    if (last - first <= count) {
+/* The `count` best of scores [first, last) of at least `least`, ascending, and how many they are;
+ * ties to the lower index, NaN counts as 0.  Non-negative floats order as their bits, so the
+ * count-th largest is found bit by bit. */
+static int32_t best_of(float *scores, int64_t first, int64_t last, int64_t count, float least,
+                       int32_t *best) {
+    int32_t found = 0;
+    int64_t above = 0;
+    if (last - first <= count && least == 0.0f) {
         for (int64_t b = first; b < last; b++) best[found++] = (int32_t)b;
         return found;
     }
-    uint32_t threshold = 0;
+    uint32_t threshold = 0, lowest;
+    memcpy(&lowest, &least, sizeof lowest);
     for (int64_t b = first; b < last; b++) scores[b] = scores[b] > 0.0f ? scores[b] : 0.0f;
     const uint32_t *keys = (const uint32_t *)scores;
     for (int bit = 30; bit >= 0; bit--) {
@@ -228,7 +238,7 @@ static int64_t best_of(float *scores, int64_t first, int64_t last, int64_t count
         int64_t reach = 0;
 #pragma omp simd reduction(+ : reach)
         for (int64_t b = first; b < last; b++) reach += keys[b] >= wanted;
-        if (reach >= count) threshold = wanted;
+        if (reach >= count || wanted <= lowest) threshold = wanted;
     }
     for (int64_t b = first; b < last; b++) above += keys[b] > threshold;
     int64_t equal = count - above; /* places for the keys that equal the threshold, the first ones */
@@ -258,23 +268,19 @@ ALWAYS_INLINE void list_blocks(const Decode *a, const Token *token, int64_t unit
     float *scores = a->scores + unit * (a->group + 1) * a->max_blocks;
     float *sums = scores + a->group * a->max_blocks;
     const int64_t blocks = token->position / a->block_size;
-    if (token->local - token->front > token->listed) {
+    if (token->local - token->front > token->listed || a->least > 0.0f) {
         score_blocks(a, token, unit % a->heads, a->rotated + unit * a->group * dim, scores, blocks,
                      dim);
         add_shares(scores, a->max_blocks, a->group, blocks, sums);
     }
-    best_of(sums, token->front, token->local, token->listed, a->listed + unit * a->max_slots);
+    a->units[unit].listed = best_of(sums, token->front, token->local, token->listed, a->least,
+                                    a->listed + unit * a->max_slots);
 }
 
 /* Tokens of a block: those that choose none go by runs, whatever the size of blocks, so that the
  * result does not depend on it. */
 ALWAYS_INLINE int64_t block_tokens(const Decode *a, const Token *token) {
     return token->picks ? a->block_size : RUN;
-}
-
-/* Blocks that a unit keeps of its candidates. */
-ALWAYS_INLINE int64_t unit_picks(const Decode *a, const Token *token, int64_t unit) {
-    return token->picks && a->places ? a->places[unit % a->heads] : token->picks;
 }
 
 /* What a unit reads: sinks, then window, then candidates. */
@@ -317,7 +323,8 @@ ALWAYS_INLINE void read_keys(const Decode *a, const Token *token, int64_t unit, 
 /* Second step: the candidates with the largest share of the attention to what was read. */
 ALWAYS_INLINE void choose_blocks(const Decode *a, const Token *token, int64_t unit) {
     const int64_t size = a->block_size, locals = local_slots(a, token);
-    const int64_t fixed = token->front + locals, slots = fixed + token->listed;
+    const int64_t fixed = token->front + locals, slots = fixed + a->units[unit].listed;
+    const int64_t picks = a->places ? a->places[unit % a->heads] : token->picks;
     const float *logits = a->logits + unit * a->group * a->max_slots * size;
     float *masses = a->scores + unit * (a->group + 1) * a->max_blocks;
     float *sums = masses + a->group * a->max_blocks;
@@ -337,12 +344,13 @@ ALWAYS_INLINE void choose_blocks(const Decode *a, const Token *token, int64_t un
         }
     }
     add_shares(masses, a->max_blocks, a->group, slots, sums);
-    best_of(sums, fixed, slots, unit_picks(a, token, unit), a->chosen + unit * a->max_picks);
+    a->units[unit].chosen =
+        best_of(sums, fixed, slots, picks, a->least, a->chosen + unit * a->max_picks);
 }
 
 /* Block of an entry of what a token attends: sinks, chosen blocks, window. */
 ALWAYS_INLINE int64_t entry_slot(const Decode *a, const Token *token, int64_t unit, int64_t entry) {
-    const int64_t picks = unit_picks(a, token, unit);
+    const int64_t picks = a->units[unit].chosen;
     if (entry < token->front) return entry;
     entry -= token->front;
     return entry < picks ? a->chosen[unit * a->max_picks + entry] : token->front + entry - picks;
@@ -441,7 +449,7 @@ ALWAYS_INLINE void decode(const Decode *a, int dim) {
 #pragma omp for schedule(static, 1)
         for (int64_t unit = 0; unit < units; unit++) {
             const Token *token = a->plan + unit / a->heads;
-            a->waiting[unit] = (int32_t)a->splits;
+            a->units[unit] = (Unit){0, 0, (int32_t)a->splits};
             if (token->picks) list_blocks(a, token, unit, dim);
         }
 #pragma omp for schedule(static, 1)
@@ -449,24 +457,24 @@ ALWAYS_INLINE void decode(const Decode *a, int dim) {
             const int64_t unit = piece / a->splits, split = piece % a->splits;
             const Token *token = a->plan + unit / a->heads;
             if (!token->picks) continue;
-            const int64_t slots = token->front + local_slots(a, token) + token->listed;
+            const int64_t slots = token->front + local_slots(a, token) + a->units[unit].listed;
             read_keys(a, token, unit, slots * split / a->splits, slots * (split + 1) / a->splits,
                       dim);
         }
 #pragma omp for schedule(static, 1)
         for (int64_t unit = 0; unit < units; unit++) {
             const Token *token = a->plan + unit / a->heads;
-            if (token->picks) choose_blocks(a, token, unit);
+            if (a->units[unit].listed) choose_blocks(a, token, unit);
         }
 #pragma omp for schedule(static, 1) nowait
         for (int64_t piece = 0; piece < units * a->splits; piece++) {
             const int64_t unit = piece / a->splits, split = piece % a->splits;
             const Token *token = a->plan + unit / a->heads;
             const int64_t count =
-                token->front + unit_picks(a, token, unit) + max64(local_slots(a, token), 0);
+                token->front + a->units[unit].chosen + max64(local_slots(a, token), 0);
             attend_blocks(a, token, unit, count * split / a->splits,
                           count * (split + 1) / a->splits, a->parts + piece * group * (dim + 2), dim);
-            if (!__atomic_sub_fetch(a->waiting + unit, 1, __ATOMIC_ACQ_REL)) combine(a, unit);
+            if (!__atomic_sub_fetch(&a->units[unit].waiting, 1, __ATOMIC_ACQ_REL)) combine(a, unit);
         }
     }
 }

@@ -47,6 +47,7 @@ class _Decode(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("tokens", "heads", "group", "dim", "page_size")),
         *((name, ctypes.c_int64) for name in ("block_size", "splits")),
         *((name, ctypes.c_int64) for name in ("max_blocks", "max_slots", "max_picks")),
+        ("least", ctypes.c_float),
         ("q", ctypes.c_void_p),
         ("rotated", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
@@ -59,7 +60,7 @@ class _Decode(ctypes.Structure):
         ("places", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("scores", "logits", "listed", "chosen")),
-        ("waiting", ctypes.c_void_p),
+        ("units", ctypes.c_void_p),
         ("parts", ctypes.c_void_p),
     )
 
@@ -96,7 +97,7 @@ def plan_tokens(batch: PagedBatch, rule: SelectionPolicy) -> torch.Tensor:
 
     Returns:
         ``[T, 8]`` int64: request, position, front, picks, local, a range of keys not seen, and how
-        many candidates the picks are from.
+        many candidates the picks are from.  With ``min_mass`` these two are the most.
     """
     lengths, counts = host_lengths(batch)
     rows = [
@@ -111,13 +112,15 @@ def _blocks_of(rule: SelectionPolicy, position: int) -> tuple[int, ...]:
     runs = position // RUN + 1
     if rule.sees_all(position):
         return position, runs, 0, runs, 0, 0, 0
+    sinks, start = rule.num_sink, position + 1 - (rule.window_size or 0)
     if rule.selects_blocks:
         first, local = rule.candidate_range(position)
         listed = min(rule.listed_blocks, local - first)
-        return position, first, rule.scored_blocks, local, 0, 0, listed
-    start = position + 1 - (rule.window_size or 0)
+        if listed:
+            return position, first, rule.scored_blocks, local, 0, 0, listed
+        sinks, start = first * rule.sel_block_size, local * rule.sel_block_size
     local = start // RUN
-    return position, min(ceil_div(rule.num_sink, RUN), local), 0, local, rule.num_sink, start, 0
+    return position, min(ceil_div(sinks, RUN), local), 0, local, sinks, start, 0
 
 
 def _rows(cache: torch.Tensor) -> _Rows:
@@ -152,12 +155,12 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
     result = torch.empty_like(scaled)
     places = head_places(rule, torch.device("cpu"))
     sink_logits = None if operands.sinks is None else operands.sinks.float().contiguous()
-    sizes = (  # of scores, logits, listed, chosen, waiting and parts: four bytes each
+    sizes = (  # of scores, logits, listed, chosen, units and parts: four bytes each
         units * (group + 1) * sized.blocks,
         units * group * sized.slots * rule.sel_block_size,
         units * sized.slots,
         units * sized.picks,
-        units,
+        units * 3,
         units * splits * group * (dim + 2),
     )
     scratch = torch.empty(sum(sizes), dtype=torch.float32)
@@ -173,6 +176,7 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         sized.blocks,
         sized.slots,
         sized.picks,
+        rule.min_mass * group,
         scaled.data_ptr(),
         rotated.data_ptr(),
         result.data_ptr(),
@@ -198,7 +202,7 @@ class _SizedPlan:
         plan: of :func:`plan_tokens`.
         blocks: to score, or slots where these are more.
         slots: sinks, local blocks and candidates.
-        picks: blocks chosen.
+        picks: blocks chosen, at most.
     """
 
     plan: torch.Tensor
