@@ -347,9 +347,14 @@ def wrong_selection(
     blocks = blocks.to(inputs.q.device)
     scores = candidate_scores(inputs, tile, policy, decode=decode)
     scores[:first] = scores[last:] = -1.0
+    if decode or policy.query_tile == 1:
+        everyone = torch.arange(len(scores), device=scores.device) >= first
+        everyone &= torch.arange(len(scores), device=scores.device) < last
+        floor = policy.min_mass * inputs.group
+        return _not_the_best(blocks, scores, everyone, floor, policy.scored_blocks, _LIST_SLACK)
     listed = min(policy.listed_blocks, last - first)
-    queries = 1 if decode or policy.query_tile == 1 else len(tile.positions)
-    least = max(float(scores.topk(listed).values[-1]), policy.min_mass * queries * inputs.group)
+    floor = policy.min_mass * len(tile.positions) * inputs.group
+    least = max(float(scores.topk(listed).values[-1]), floor)
     if listed == last - first and not policy.min_mass:
         surely = perhaps = scores >= 0.0
     else:
@@ -357,21 +362,34 @@ def wrong_selection(
     if not bool(perhaps[blocks].all()):
         return f"a block of score {float(scores[blocks].min()):.3e} is listed below {least:.3e}"
     exact = exact_scores(inputs, tile, policy, perhaps)
-    certain = exact[: len(surely)][surely]
     samples = len({p % policy.query_tile // policy.sample_stride for p in tile.positions})
-    floor = policy.min_mass * (1 if queries == 1 else samples) * inputs.group
-    worst = float(exact[blocks].min()) if blocks.numel() else float("inf")
-    if worst < (1 - _MASS_SLACK) * floor:
-        return f"a block of mass {worst:.3e} was kept below {floor:.3e}"
-    if not full:
-        left = int((certain > (1 + _MASS_SLACK) * floor).sum()) - blocks.numel()
+    floor = policy.min_mass * samples * inputs.group
+    return _not_the_best(blocks, exact, surely, floor, policy.scored_blocks, _MASS_SLACK)
+
+
+def _not_the_best(
+    blocks: torch.Tensor,
+    scores: torch.Tensor,
+    competing: torch.Tensor,
+    floor: float,
+    places: int,
+    slack: float,
+) -> str:
+    """Why ``blocks`` are not the ``places`` best of those that surely compete ([blocks] bool).
+
+    Where places are left, they are those that reach ``floor``.
+    """
+    certain = scores[: len(competing)][competing]
+    worst = float(scores[blocks].min()) if blocks.numel() else float("inf")
+    if worst < (1 - slack) * floor:
+        return f"a block of score {worst:.3e} was kept below {floor:.3e}"
+    if blocks.numel() < places:
+        left = int((certain > (1 + slack) * floor).sum()) - blocks.numel()
         return f"{left} blocks above {floor:.3e} were left out" if left > 0 else ""
-    if len(certain) < policy.scored_blocks:
+    if len(certain) < places:
         return ""
-    best = float(certain.topk(policy.scored_blocks).values[-1])
-    return (
-        "" if worst >= (1 - _MASS_SLACK) * best else f"a block of mass {worst:.3e} beat {best:.3e}"
-    )
+    best = float(certain.topk(places).values[-1])
+    return "" if worst >= (1 - slack) * best else f"a block of score {worst:.3e} beat {best:.3e}"
 
 
 def attend_tile(

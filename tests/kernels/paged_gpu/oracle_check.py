@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from problems import Problem
 
-from sparsek_kernels.paged.api import select_blocks, write_kv
+from sparsek_kernels.paged.api import write_kv
+from sparsek_kernels.paged.batch import host_lengths
 from sparsek_kernels.paged.launch import attend as launch
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import (
@@ -153,11 +154,23 @@ class Chosen:
 
     LIST_SLACK, MASS_SLACK = 0.1, 0.03
 
-    def __init__(self, problem: Problem, policy: SelectionPolicy) -> None:
-        rows = select_blocks(
-            problem.q, problem.k_cache, problem.batch, policy, k_summary=problem.k_summary
+    def __init__(self, problem: Problem, policy: SelectionPolicy, k_scale: float = 1.0) -> None:
+        rule = policy.per_token() if policy.query_tile == 1 else policy
+        decodes, prefills = launch.select_blocks(
+            problem.q,
+            problem.k_cache,
+            problem.batch,
+            rule,
+            k_summary=problem.k_summary,
+            softmax_scale=problem.q.shape[-1] ** -0.5,
+            k_scale=k_scale,
         )
-        self._tiles = iter([tile.cpu() for request in rows for tile in request])
+        lengths, counts = host_lengths(problem.batch)
+        first = problem.batch.num_decodes
+        new = zip(lengths[first:], counts[first:], strict=True)
+        tiles = sum(rule.num_tiles(length - count, length) for length, count in new)
+        found = [*decodes[: sum(counts[:first])], *prefills[:tiles]]
+        self._tiles = iter([tile.cpu().clamp(min=-1) for tile in found])
 
     def __call__(
         self,
@@ -174,6 +187,8 @@ class Chosen:
         if policy.scored_blocks == 0:
             return [[] for _ in found]
         scores = candidate_scores_reference(q, k, positions, policy, softmax_scale)
+        if policy.query_tile == 1:
+            return self._of_token(found, scores, positions[0], policy, q.shape[1] // k.shape[1])
         first, last = policy.candidate_range(positions[0])
         count = min(policy.listed_blocks, last - first)
         places = policy.head_places or (policy.scored_blocks,) * len(found)
@@ -210,13 +225,45 @@ class Chosen:
                     )[head],
                     floor,
                     len(mine) == places[head],
+                    self.MASS_SLACK,
                 )
                 for some in lists
             )
         return kept
 
+    def _of_token(
+        self,
+        found: torch.Tensor,
+        scores: torch.Tensor,
+        position: int,
+        policy: SelectionPolicy,
+        group: int,
+    ) -> list[list[int]]:
+        """Blocks of one token, which are the best by the sketch."""
+        first, last = policy.candidate_range(position)
+        everyone = set(range(first, last))
+        chosen = []
+        for head, row in enumerate(found.tolist()):
+            mine = [block for block in row if block >= 0]
+            places = (policy.head_places or (policy.scored_blocks,) * len(found))[head]
+            floor = policy.min_mass * group
+            assert mine == sorted(set(mine))
+            assert set(mine) <= everyone
+            assert len(mine) == places or (floor and len(mine) < places)
+            assert row[len(mine) :] == [-1] * (len(row) - len(mine))
+            full = len(mine) == places
+            assert self._are_best(mine, everyone, scores[head], floor, full, self.LIST_SLACK)
+            chosen.append(mine)
+        return chosen
+
     def _are_best(
-        self, mine: list[int], surely: set[int], masses: torch.Tensor, floor: float, full: bool
+        self,
+        mine: list[int],
+        surely: set[int],
+        masses: torch.Tensor,
+        floor: float,
+        full: bool,
+        slack: float,
     ) -> bool:
         """Whether no block that is surely listed has clearly more mass than one of ``mine``.
 
@@ -224,7 +271,7 @@ class Chosen:
         clearly more.
         """
         rest = sorted(surely - set(mine))
-        low, high = 1 - self.MASS_SLACK, 1 + self.MASS_SLACK
+        low, high = 1 - slack, 1 + slack
         worst = float(masses[mine].min()) if mine else float("inf")
         best_left = float(masses[rest].max()) if rest else 0.0
         if worst < low * floor:

@@ -17,13 +17,12 @@ from sparsek_kernels.paged.reference import exact_scores_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILES = SelectionPolicy(num_sink=4, window_size=40, top_k=3, sel_block_size=32, query_tile=32)
-TOKENS = replace(TILES, window_size=20, top_k=2).per_token()
 LARGE = SelectionPolicy(num_sink=64, window_size=512, top_k=8)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Requests whose tokens, or prefill tiles, rank random candidates."""
+    """Requests whose prefill tiles rank random candidates."""
 
     lengths: list[tuple[int, int]]
     policy: SelectionPolicy
@@ -36,18 +35,10 @@ def sized(size: int, **changes: int) -> SelectionPolicy:
 
 
 CASES = {
-    "token": Case([(1, 350), (1, 433), (1, 20), (1, 90)], TOKENS),
-    "token-of-nobody": Case([(1, 350), (1, 0)], TOKENS, {"page_size": 32}),
-    "token-speculative": Case([(3, 301), (2, 290)], TOKENS, {"group": 7, "page_size": 32}),
-    "token-dim-96": Case([(1, 333)], TOKENS, {"dim": 96, "group": 8, "page_size": 64}),
-    "token-group-1": Case([(1, 333)], TOKENS, {"group": 1, "head_major": True}),
-    "token-blocks": Case([(1, 641)], replace(TOKENS, sel_block_size=48), {"page_size": 48}),
-    "token-heads": Case([(1, 350), (1, 433)], replace(TOKENS, head_top_k=(1, 3))),
-    "token-least": Case([(1, 350), (3, 433)], replace(TOKENS, top_k=6, min_mass=0.06)),
-    "token-fp8": Case(
-        [(2, 301)], TOKENS, {"cache_dtype": torch.float8_e4m3fn, "page_size": 32}, 0.37
-    ),
     "tile": Case([(100, 350), (31, 413), (64, 64)], TILES, {"page_size": 32, "group": 3}),
+    "tile-fp8": Case(
+        [(40, 301)], TILES, {"cache_dtype": torch.float8_e4m3fn, "page_size": 32}, 0.37
+    ),
     "tile-heads": Case([(100, 350)], replace(TILES, top_k=4, head_top_k=(3, 1))),
     "tile-least": Case(
         [(100, 350), (64, 64)], replace(TILES, top_k=4, head_top_k=(4, 2), min_mass=0.1)
@@ -60,15 +51,10 @@ CASES = {
     "tile-wide-group": Case([(40, 460)], sized(32, query_tile=64), {"heads": 1, "group": 12}),
 }
 REAL = {
-    "token": Case([(1, 9000), (1, 4000), (1, 17_000), (1, 300)], LARGE.per_token(), {"group": 4}),
-    "token-speculative": Case([(4, 5000), (3, 7003)], LARGE.per_token(), {"group": 8}),
-    "token-96": Case([(1, 9001)] * 9, LARGE.per_token(), {"group": 7, "dim": 96, "page_size": 16}),
-    "token-fp8": Case(
-        [(1, 8000)], LARGE.per_token(), {"cache_dtype": torch.float8_e4m3fn, "group": 4}, 0.37
-    ),
     "tile": Case([(700, 4000), (65, 3000)], LARGE, {"group": 4}),
     "tile-32": Case([(300, 2500)], replace(LARGE, sel_block_size=32), {"page_size": 32}),
     "tile-128": Case([(300, 6500)], replace(LARGE, sel_block_size=128), {"group": 8, "dim": 64}),
+    "tile-fp8": Case([(70, 8000)], LARGE, {"cache_dtype": torch.float8_e4m3fn, "group": 4}, 0.37),
     "tile-wide": Case([(300, 4500)], replace(LARGE, query_tile=256), {"group": 16, "dim": 64}),
 }
 
@@ -89,13 +75,6 @@ def fill_keys(problem: Problem, k_scale: float) -> list[torch.Tensor]:
 def tiles_of(case: Case, problem: Problem) -> list[tuple[int, int, range]]:
     """Request, base and positions of every tile; no positions where there is no query."""
     rule, found = case.policy, []
-    if rule.query_tile == 1:
-        for request, (new, length) in enumerate(case.lengths):
-            new = min(new, length)
-            for row in range(problem.batch.decode_query_len):
-                base = length - new + row
-                found.append((request, base, range(base, base + (row < new))))
-        return found
     table = prefill_tiles(problem.batch, rule.query_tile, problem.q.shape[0])
     for request, base in table.tolist():
         new, length = case.lengths[request] if request >= 0 else (0, 0)
@@ -135,10 +114,9 @@ def ended(blocks: list[int], most: int, rule: SelectionPolicy) -> list[int]:
 
 def check(case: Case, dtype: torch.dtype, tolerance: float) -> None:
     """Every tile's blocks are candidates with the best exact scores, up to rounding."""
-    tokens = case.policy.query_tile == 1
     problem = make_problem(
         case.lengths,
-        num_decodes=len(case.lengths) if tokens else 0,
+        num_decodes=0,
         dtype=dtype,
         device=DEVICE,
         query_gain=1.5,
@@ -148,11 +126,10 @@ def check(case: Case, dtype: torch.dtype, tolerance: float) -> None:
     keys = fill_keys(problem, case.k_scale)
     tiles = tiles_of(case, problem)
     drawn = draw_candidates(case, tiles, heads)
-    table = None
-    if not tokens:
-        table = prefill_tiles(problem.batch, rule.query_tile, problem.q.shape[0])
-    rows = problem.q.shape[0] if table is None else table.shape[0]
-    out = torch.full((rows, heads, rule.scored_blocks), -7, dtype=torch.int32, device=DEVICE)
+    table = prefill_tiles(problem.batch, rule.query_tile, problem.q.shape[0])
+    out = torch.full(
+        (table.shape[0], heads, rule.scored_blocks), -7, dtype=torch.int32, device=DEVICE
+    )
     call = Selection(
         out, problem.q, problem.k_cache, None, problem.batch, rule, scale * case.k_scale * LOG2E,
         table,
@@ -170,7 +147,7 @@ def check(case: Case, dtype: torch.dtype, tolerance: float) -> None:
             continue
         new, length = case.lengths[request]
         token = offsets[request] + positions[0] - (length - new)
-        found = out[token if tokens else index].tolist()
+        found = out[index].tolist()
         if rule.sees_all(base):
             assert found == [[-1] * rule.scored_blocks] * heads
             continue

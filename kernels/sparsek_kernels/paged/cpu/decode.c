@@ -21,18 +21,18 @@ typedef struct {
 } Sketch;
 
 typedef struct {
-    int64_t request, position, front, picks, local, sinks_end, window_start, listed;
+    int64_t request, position, front, picks, local, sinks_end, window_start;
 } Token;
 
 typedef struct {
-    int32_t listed, chosen; /* candidates, and blocks chosen of them */
-    int32_t waiting;        /* pieces that are not attended yet */
+    int32_t chosen;  /* blocks */
+    int32_t waiting; /* pieces that are not attended yet */
 } Unit;
 
 typedef struct {
     int64_t tokens, heads, group, dim, page_size, block_size, splits;
-    int64_t max_blocks, max_slots, max_picks;
-    float least;         /* score of a candidate and of a chosen block, or 0 */
+    int64_t max_blocks, max_picks;
+    float least;         /* score of a chosen block, or 0 */
     const float *q;      /* [tokens, heads, group, dim], scaled */
     const float *rotated; /* the same, rotated as the sketch is; NULL where nothing is selected */
     float *out;          /* [tokens, heads, group, dim] */
@@ -44,9 +44,7 @@ typedef struct {
     const int32_t *places; /* [heads] most picks of each head, fewer than the token's; or NULL */
     const float *sinks; /* [heads, group] or NULL */
     float *scores;      /* [tokens * heads, group + 1, max_blocks]: by the sketch */
-    float *logits;      /* [tokens * heads, group, max_slots, block_size]: of the keys read */
-    int32_t *listed;    /* [tokens * heads, max_slots] blocks of the candidates */
-    int32_t *chosen;    /* [tokens * heads, max_picks] slots of the blocks chosen, ascending */
+    int32_t *chosen;    /* [tokens * heads, max_picks] blocks, ascending */
     Unit *units;        /* [tokens * heads] */
     float *parts;       /* [tokens * heads, splits, group, dim + 2]: sums, maximum, total */
 } Decode;
@@ -263,18 +261,16 @@ static void add_shares(float *rows, int64_t stride, int64_t group, int64_t count
     }
 }
 
-/* First step: the candidates whose keys are read, by the sketch. */
-ALWAYS_INLINE void list_blocks(const Decode *a, const Token *token, int64_t unit, int dim) {
+/* The blocks that a unit chooses, by the sketch. */
+ALWAYS_INLINE void choose_blocks(const Decode *a, const Token *token, int64_t unit, int dim) {
     float *scores = a->scores + unit * (a->group + 1) * a->max_blocks;
     float *sums = scores + a->group * a->max_blocks;
     const int64_t blocks = token->position / a->block_size;
-    if (token->local - token->front > token->listed || a->least > 0.0f) {
-        score_blocks(a, token, unit % a->heads, a->rotated + unit * a->group * dim, scores, blocks,
-                     dim);
-        add_shares(scores, a->max_blocks, a->group, blocks, sums);
-    }
-    a->units[unit].listed = best_of(sums, token->front, token->local, token->listed, a->least,
-                                    a->listed + unit * a->max_slots);
+    const int64_t picks = a->places ? a->places[unit % a->heads] : token->picks;
+    score_blocks(a, token, unit % a->heads, a->rotated + unit * a->group * dim, scores, blocks, dim);
+    add_shares(scores, a->max_blocks, a->group, blocks, sums);
+    a->units[unit].chosen = best_of(sums, token->front, token->local, picks, a->least,
+                                    a->chosen + unit * a->max_picks);
 }
 
 /* Tokens of a block: those that choose none go by runs, whatever the size of blocks, so that the
@@ -283,85 +279,18 @@ ALWAYS_INLINE int64_t block_tokens(const Decode *a, const Token *token) {
     return token->picks ? a->block_size : RUN;
 }
 
-/* What a unit reads: sinks, then window, then candidates. */
-ALWAYS_INLINE int64_t local_slots(const Decode *a, const Token *token) {
-    return token->position / block_tokens(a, token) + 1 - token->local;
-}
-
-ALWAYS_INLINE int64_t slot_block(const Token *token, const int32_t *listed, int64_t locals,
-                                 int64_t slot) {
-    if (slot < token->front) return slot;
-    slot -= token->front;
-    return slot < locals ? token->local + slot : listed[slot - locals];
-}
-
-/* Logits of the keys of slots [first, last); keys after the token have -inf. */
-ALWAYS_INLINE void read_keys(const Decode *a, const Token *token, int64_t unit, int64_t first,
-                             int64_t last, int dim) {
-    const int64_t size = a->block_size, locals = local_slots(a, token), head = unit % a->heads;
-    const int32_t *pages = a->table + token->request * a->table_stride;
-    const int32_t *listed = a->listed + unit * a->max_slots;
-    const float *q = a->q + unit * a->group * dim;
-    float *logits = a->logits + unit * a->group * a->max_slots * size;
-    for (int64_t slot = first; slot < last; slot++) {
-        const int64_t start = slot_block(token, listed, locals, slot) * size;
-        const int64_t then = slot_block(token, listed, locals, min64(slot + 1, last - 1)) * size;
-        const int64_t seen = min64(size, token->position + 1 - start);
-        for (int64_t done = 0, keys; done < seen; done += keys) {
-            const int64_t row = (start + done) % a->page_size;
-            keys = min64(seen - done, a->page_size - row);
-            logits_of(&a->k, row_of(a, &a->k, pages, head, start + done), keys,
-                      ahead_of(a, &a->k, pages, head, then, done, size), q, a->group,
-                      logits + slot * size + done, a->max_slots * size, dim);
-        }
-        for (int64_t g = 0; g < a->group; g++)
-            for (int64_t j = max64(seen, 0); j < size; j++)
-                logits[(g * a->max_slots + slot) * size + j] = -INFINITY;
-    }
-}
-
-/* Second step: the candidates with the largest share of the attention to what was read. */
-ALWAYS_INLINE void choose_blocks(const Decode *a, const Token *token, int64_t unit) {
-    const int64_t size = a->block_size, locals = local_slots(a, token);
-    const int64_t fixed = token->front + locals, slots = fixed + a->units[unit].listed;
-    const int64_t picks = a->places ? a->places[unit % a->heads] : token->picks;
-    const float *logits = a->logits + unit * a->group * a->max_slots * size;
-    float *masses = a->scores + unit * (a->group + 1) * a->max_blocks;
-    float *sums = masses + a->group * a->max_blocks;
-    for (int64_t g = 0; g < a->group; g++) {
-        const float *row = logits + g * a->max_slots * size;
-        float top = -INFINITY, some[RUN * 4];
-        for (int64_t j = 0; j < slots * size; j++) top = row[j] > top ? row[j] : top;
-        for (int64_t slot = 0; slot < slots; slot++) {
-            float total = 0.0f;
-            for (int64_t from = 0; from < size; from += RUN * 4) {
-                const int64_t count = min64(RUN * 4, size - from);
-                memcpy(some, row + slot * size + from, count * sizeof(float));
-                exp_in_place(some, count, top);
-                for (int64_t j = 0; j < count; j++) total += some[j];
-            }
-            masses[g * a->max_blocks + slot] = logf(total);
-        }
-    }
-    add_shares(masses, a->max_blocks, a->group, slots, sums);
-    a->units[unit].chosen =
-        best_of(sums, fixed, slots, picks, a->least, a->chosen + unit * a->max_picks);
-}
-
-/* Block of an entry of what a token attends: sinks, chosen blocks, window. */
-ALWAYS_INLINE int64_t entry_slot(const Decode *a, const Token *token, int64_t unit, int64_t entry) {
-    const int64_t picks = a->units[unit].chosen;
-    if (entry < token->front) return entry;
-    entry -= token->front;
-    return entry < picks ? a->chosen[unit * a->max_picks + entry] : token->front + entry - picks;
+/* Entries of what a token attends: sinks, chosen blocks, window. */
+ALWAYS_INLINE int64_t num_entries(const Decode *a, const Token *token, int64_t unit) {
+    const int64_t locals = token->position / block_tokens(a, token) + 1 - token->local;
+    return token->front + a->units[unit].chosen + max64(locals, 0);
 }
 
 ALWAYS_INLINE int64_t entry_block(const Decode *a, const Token *token, int64_t unit,
                                   int64_t entry) {
-    if (!token->picks)
-        return entry < token->front ? entry : token->local + entry - token->front;
-    const int64_t slot = entry_slot(a, token, unit, entry);
-    return slot_block(token, a->listed + unit * a->max_slots, local_slots(a, token), slot);
+    if (entry < token->front) return entry;
+    entry -= token->front;
+    const int64_t chosen = a->units[unit].chosen;
+    return entry < chosen ? a->chosen[unit * a->max_picks + entry] : token->local + entry - chosen;
 }
 
 /* Online softmax over entries [first, last) of a token's list of blocks. */
@@ -370,7 +299,6 @@ ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t un
     const int64_t group = a->group, size = block_tokens(a, token), width = dim + 2;
     const int64_t head = unit % a->heads;
     const float *q = a->q + unit * group * dim;
-    const float *known = a->logits + unit * group * a->max_slots * size;
     const int32_t *pages = a->table + token->request * a->table_stride;
     float weights[MOST_GROUP][RUN];
     memset(part, 0, group * width * sizeof(float));
@@ -388,16 +316,9 @@ ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t un
             }
             if (key < sinks_end && sinks_end < window_start) keys = min64(keys, sinks_end - key);
             const int64_t done = key - block * size;
-            if (token->picks) { /* the second step read these keys */
-                const int64_t slot = entry_slot(a, token, unit, entry);
-                for (int64_t g = 0; g < group; g++)
-                    memcpy(weights[g], known + (g * a->max_slots + slot) * size + key % size,
-                           keys * sizeof(float));
-            } else {
-                logits_of(&a->k, row_of(a, &a->k, pages, head, key), keys,
-                          ahead_of(a, &a->k, pages, head, then, done, size), q, group, weights[0],
-                          RUN, dim);
-            }
+            logits_of(&a->k, row_of(a, &a->k, pages, head, key), keys,
+                      ahead_of(a, &a->k, pages, head, then, done, size), q, group, weights[0], RUN,
+                      dim);
             for (int64_t g = 0; g < group; g++) {
                 float *state = part + g * width, *weight = weights[g];
                 float top = state[dim], total = 0.0f;
@@ -449,29 +370,14 @@ ALWAYS_INLINE void decode(const Decode *a, int dim) {
 #pragma omp for schedule(static, 1)
         for (int64_t unit = 0; unit < units; unit++) {
             const Token *token = a->plan + unit / a->heads;
-            a->units[unit] = (Unit){0, 0, (int32_t)a->splits};
-            if (token->picks) list_blocks(a, token, unit, dim);
-        }
-#pragma omp for schedule(static, 1)
-        for (int64_t piece = 0; piece < units * a->splits; piece++) {
-            const int64_t unit = piece / a->splits, split = piece % a->splits;
-            const Token *token = a->plan + unit / a->heads;
-            if (!token->picks) continue;
-            const int64_t slots = token->front + local_slots(a, token) + a->units[unit].listed;
-            read_keys(a, token, unit, slots * split / a->splits, slots * (split + 1) / a->splits,
-                      dim);
-        }
-#pragma omp for schedule(static, 1)
-        for (int64_t unit = 0; unit < units; unit++) {
-            const Token *token = a->plan + unit / a->heads;
-            if (a->units[unit].listed) choose_blocks(a, token, unit);
+            a->units[unit] = (Unit){0, (int32_t)a->splits};
+            if (token->picks) choose_blocks(a, token, unit, dim);
         }
 #pragma omp for schedule(static, 1) nowait
         for (int64_t piece = 0; piece < units * a->splits; piece++) {
             const int64_t unit = piece / a->splits, split = piece % a->splits;
             const Token *token = a->plan + unit / a->heads;
-            const int64_t count =
-                token->front + a->units[unit].chosen + max64(local_slots(a, token), 0);
+            const int64_t count = num_entries(a, token, unit);
             attend_blocks(a, token, unit, count * split / a->splits,
                           count * (split + 1) / a->splits, a->parts + piece * group * (dim + 2), dim);
             if (!__atomic_sub_fetch(&a->units[unit].waiting, 1, __ATOMIC_ACQ_REL)) combine(a, unit);

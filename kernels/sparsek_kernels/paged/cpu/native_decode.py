@@ -46,7 +46,7 @@ class _Decode(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("tokens", "heads", "group", "dim", "page_size")),
         *((name, ctypes.c_int64) for name in ("block_size", "splits")),
-        *((name, ctypes.c_int64) for name in ("max_blocks", "max_slots", "max_picks")),
+        *((name, ctypes.c_int64) for name in ("max_blocks", "max_picks")),
         ("least", ctypes.c_float),
         ("q", ctypes.c_void_p),
         ("rotated", ctypes.c_void_p),
@@ -59,7 +59,7 @@ class _Decode(ctypes.Structure):
         ("plan", ctypes.c_void_p),
         ("places", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
-        *((name, ctypes.c_void_p) for name in ("scores", "logits", "listed", "chosen")),
+        *((name, ctypes.c_void_p) for name in ("scores", "chosen")),
         ("units", ctypes.c_void_p),
         ("parts", ctypes.c_void_p),
     )
@@ -96,8 +96,7 @@ def plan_tokens(batch: PagedBatch, rule: SelectionPolicy) -> torch.Tensor:
         rule: per token.
 
     Returns:
-        ``[T, 8]`` int64: request, position, front, picks, local, a range of keys not seen, and how
-        many candidates the picks are from.  With ``min_mass`` these two are the most.
+        ``[T, 7]`` int64: request, position, front, most picks, local, and a range of keys not seen.
     """
     lengths, counts = host_lengths(batch)
     rows = [
@@ -105,22 +104,21 @@ def plan_tokens(batch: PagedBatch, rule: SelectionPolicy) -> torch.Tensor:
         for request in range(batch.num_decodes)
         for position in range(lengths[request] - counts[request], lengths[request])
     ]
-    return torch.tensor(rows, dtype=torch.int64).view(-1, 8)
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 7)
 
 
 def _blocks_of(rule: SelectionPolicy, position: int) -> tuple[int, ...]:
     runs = position // RUN + 1
     if rule.sees_all(position):
-        return position, runs, 0, runs, 0, 0, 0
+        return position, runs, 0, runs, 0, 0
     sinks, start = rule.num_sink, position + 1 - (rule.window_size or 0)
     if rule.selects_blocks:
         first, local = rule.candidate_range(position)
-        listed = min(rule.listed_blocks, local - first)
-        if listed:
-            return position, first, rule.scored_blocks, local, 0, 0, listed
+        if rule.scored_blocks:
+            return position, first, rule.scored_blocks, local, 0, 0
         sinks, start = first * rule.sel_block_size, local * rule.sel_block_size
     local = start // RUN
-    return position, min(ceil_div(sinks, RUN), local), 0, local, sinks, start, 0
+    return position, min(ceil_div(sinks, RUN), local), 0, local, sinks, start
 
 
 def _rows(cache: torch.Tensor) -> _Rows:
@@ -155,12 +153,10 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
     result = torch.empty_like(scaled)
     places = head_places(rule, torch.device("cpu"))
     sink_logits = None if operands.sinks is None else operands.sinks.float().contiguous()
-    sizes = (  # of scores, logits, listed, chosen, units and parts: four bytes each
+    sizes = (  # of scores, chosen, units and parts: four bytes each
         units * (group + 1) * sized.blocks,
-        units * group * sized.slots * rule.sel_block_size,
-        units * sized.slots,
         units * sized.picks,
-        units * 3,
+        units * 2,
         units * splits * group * (dim + 2),
     )
     scratch = torch.empty(sum(sizes), dtype=torch.float32)
@@ -174,7 +170,6 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         rule.sel_block_size,
         splits,
         sized.blocks,
-        sized.slots,
         sized.picks,
         rule.min_mass * group,
         scaled.data_ptr(),
@@ -200,14 +195,12 @@ class _SizedPlan:
 
     Args:
         plan: of :func:`plan_tokens`.
-        blocks: to score, or slots where these are more.
-        slots: sinks, local blocks and candidates.
+        blocks: to score.
         picks: blocks chosen, at most.
     """
 
     plan: torch.Tensor
     blocks: int = 0
-    slots: int = 0
     picks: int = 0
 
 
@@ -216,10 +209,8 @@ def _sized_plan(batch: PagedBatch, rule: SelectionPolicy) -> _SizedPlan:
     picking = plan[plan[:, 3] > 0]
     if not picking.numel():
         return _SizedPlan(plan)
-    _, position, front, picks, local, _, _, listed = picking.unbind(1)
-    own = position // rule.sel_block_size
-    slots = int((front + own + 1 - local + listed).max())
-    return _SizedPlan(plan, max(int(own.max()), slots), slots, int(picks.max()))
+    own = picking[:, 1] // rule.sel_block_size
+    return _SizedPlan(plan, int(own.max()), int(picking[:, 3].max()))
 
 
 def _sketch(k_summary: torch.Tensor | None) -> _Sketch:
