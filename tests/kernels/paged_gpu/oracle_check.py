@@ -26,6 +26,7 @@ from sparsek_kernels.paged.sketch import (
     checksums,
     code_scales,
     read_vectors,
+    rotate,
     view_rows,
 )
 from tests.kernels.worst_sketch import worst_sketch
@@ -145,11 +146,19 @@ def expected(
     )
 
 
+def rounded(q: torch.Tensor) -> torch.Tensor:
+    """Queries ``[..., D]`` as the kernels score the sketch with them: rotated, in 8 bits."""
+    turned = rotate(q.float())
+    scale = turned.abs().amax(-1, keepdim=True) / 127.0
+    levels = torch.floor(turned / torch.where(scale > 0.0, scale, 1.0) + 0.5)
+    return rotate(levels * scale)  # the rotation is its own inverse
+
+
 class Chosen:
     """The kernels' choice of blocks, each found to follow the rule but for near ties.
 
-    Queries are rounded to 8 bits where the candidates of a token are sought, and means of keys to
-    the dtype of q: scores that differ by little may stand in for each other.
+    Means of keys are rounded to the dtype of q, and sums have another order: scores that differ by
+    little may stand in for each other.
     """
 
     LIST_SLACK, MASS_SLACK = 0.1, 0.03
@@ -186,6 +195,8 @@ class Chosen:
             return None
         if policy.scored_blocks == 0:
             return [[] for _ in found]
+        if policy.query_tile == 1:
+            q = rounded(q)
         scores = candidate_scores_reference(q, k, positions, policy, softmax_scale)
         if policy.query_tile == 1:
             return self._of_token(found, scores, positions[0], policy, q.shape[1] // k.shape[1])
@@ -239,7 +250,7 @@ class Chosen:
         policy: SelectionPolicy,
         group: int,
     ) -> list[list[int]]:
-        """Blocks of one token, which are the best by the sketch."""
+        """Blocks of one token, which are the best by the sketch for its rounded query."""
         first, last = policy.candidate_range(position)
         everyone = set(range(first, last))
         chosen = []
@@ -252,7 +263,7 @@ class Chosen:
             assert len(mine) == places or (floor and len(mine) < places)
             assert row[len(mine) :] == [-1] * (len(row) - len(mine))
             full = len(mine) == places
-            assert self._are_best(mine, everyone, scores[head], floor, full, self.LIST_SLACK)
+            assert self._are_best(mine, everyone, scores[head], floor, full, self.MASS_SLACK)
             chosen.append(mine)
         return chosen
 
