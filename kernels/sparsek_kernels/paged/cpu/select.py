@@ -195,6 +195,27 @@ def unused_places(selected: torch.Tensor, rule: SelectionPolicy) -> torch.Tensor
     )
 
 
+def count_left_out(
+    left_out: torch.Tensor | None,
+    selected: torch.Tensor,
+    queries: torch.Tensor | int,
+    rule: SelectionPolicy,
+) -> None:
+    """Add the keys that lists have places for and no blocks, and those of all places.
+
+    Args:
+        left_out: ``[2]`` int64, added to; or ``None``.
+        selected: ``[T, Hkv, scored_blocks]`` int64.
+        queries: of each tile, ``[T, 1]`` or the same number.
+    """
+    if left_out is None or not rule.min_mass:
+        return
+    places = sum(rule.head_places) or selected.shape[1] * rule.scored_blocks
+    kept = (~unused_places(selected, rule)).sum((1, 2))
+    counts = torch.stack([places - kept, torch.full_like(kept, places)], dim=1)
+    left_out += (counts * queries).sum(0) * rule.sel_block_size
+
+
 def select_tokens(
     q: torch.Tensor,
     where: torch.Tensor,
