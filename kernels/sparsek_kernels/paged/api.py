@@ -216,10 +216,10 @@ def paged_attention(
             ``dense_last``); slower, for prefills above all.
         lists: of :func:`block_lists` for ``policy``: prefills attend what they list in place of the
             best-scoring blocks, decodes select as ever.
-        left_out: ``[2, 2]`` int64, added to where ``policy.min_mass`` is set.  A row for prefills, a
-            row for decodes: by how many keys their queries attend fewer than
-            ``policy.attended_tokens``, and how many they attend beyond sinks and window if every
-            place is taken; both summed over KV heads.
+        left_out: ``[2, 2]`` int64, added to where ``policy.min_mass`` is set.  A row for prefills and
+            one for decodes: by how many keys their queries attend fewer than
+            ``policy.attended_tokens``, and how many keys they select by score if every place is
+            taken; both summed over KV heads.
 
     Returns:
         ``out``, or a new tensor ``[T, Hq, Dv]`` in the dtype of ``q``; rows of no request are
