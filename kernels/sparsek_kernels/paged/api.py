@@ -216,8 +216,8 @@ def paged_attention(
             ``dense_last``); slower, for prefills above all.
         lists: of :func:`block_lists` for ``policy``: prefills attend what they list in place of the
             best-scoring blocks, decodes select as ever.
-        left_out: ``[2, 2]`` int64, added to where ``policy.min_mass`` is set.  A row for prefills and
-            one for decodes: by how many keys their queries attend fewer than
+        left_out: ``[2, 2]`` int64, added to where ``policy.min_mass`` is set.  Its rows are of
+            prefills and of decodes: by how many keys their queries attend fewer than
             ``policy.attended_tokens``, and how many keys they select by score if every place is
             taken; both summed over KV heads.
 

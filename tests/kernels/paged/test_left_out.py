@@ -18,7 +18,7 @@ CASES = {
     "heads": replace(LEAST, head_top_k=(2, 5)),
     "dense-last": replace(LEAST, dense_last=70),
     "dense-below": replace(LEAST, dense_below=300),
-    "fewer-decoded": replace(LEAST, decode_top_k=2),
+    "fewer-decoded": replace(LEAST, decode_top_k=4),
     "token": replace(LEAST, query_tile=1),
 }
 LENGTHS, QUERIES, DECODES = [310, 430, 20, 350, 512, 300], [1, 2, 1, 350, 90, 7], 3
