@@ -72,10 +72,14 @@ class Budget:
         budgets = self.config.budgets
         return [self.policy(layer) for layer in ([0] if budgets is None else budgets.top_k)]
 
-    def prefill_share(self, length: int) -> float:
+    def prefill_share(self, length: int, left_out: float = 0.0) -> float:
         """Keys that a prompt of ``length`` tokens attends, over those that dense attention does.
 
         The mean of the layers that are not kept dense, for a prompt that is one chunk.
+
+        Args:
+            left_out: share of the keys selected by score that ``min_mass`` was measured to leave
+                out.
         """
         position = np.arange(length)
         policies = self.policies()
@@ -83,15 +87,28 @@ class Budget:
         for policy in policies:
             exempt = position >= length - policy.dense_last
             mine = np.where(exempt, position + 1, policy.attended_tokens(position))
-            attended += mine.sum().item()
+            places = ~exempt & ~policy.sees_all(position)
+            attended += mine.sum().item() - left_out * places.sum().item() * _selected_keys(policy)
         return attended / len(policies) / (length * (length + 1) // 2)
 
-    def decode_share(self, length: int) -> float:
-        """Keys that the first token decoded after ``length`` attends, over those before it."""
+    def decode_share(self, length: int, left_out: float = 0.0) -> float:
+        """Keys that the first token decoded after ``length`` attends, over those before it.
+
+        Args:
+            left_out: that of :meth:`prefill_share`.
+        """
         if self.config.dense_decode:
             return 1.0
-        attended = [one.per_token().attended_tokens(length) for one in self.policies()]
+        attended = []
+        for rule in (policy.per_token() for policy in self.policies()):
+            places = 0 if rule.sees_all(length) else _selected_keys(rule)
+            attended.append(rule.attended_tokens(length) - left_out * places)
         return float(sum(attended)) / len(attended) / (length + 1)
+
+
+def _selected_keys(policy: SelectionPolicy) -> float:
+    """Keys that a query selects by score where ``min_mass`` leaves nothing out; 0 without it."""
+    return policy.mean_places * policy.sel_block_size if policy.leaves_out else 0
 
 
 DENSE = Budget("dense", None)

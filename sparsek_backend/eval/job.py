@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +23,9 @@ from sparsek_backend.eval.record import (
 from sparsek_backend.eval.scoring import Reply, score_reply
 
 _LONGEST_REPLY = 600
+
+Counts = Mapping[str, Sequence[float]]
+"""Of each phase: keys left out, and keys selected where nothing is left out."""
 
 
 class Scorer(Protocol):
@@ -52,25 +56,42 @@ def score(
     run: str,
     batch: int,
     on_progress: Callable[[int, str], None],
+    left_out: Callable[[], Counts] = dict,
 ) -> None:
     """Score what is given and append it to the record, a call of the model at a time.
 
     Args:
-        batch: prompts in one call.
+        batch: prompts in one call, which are of one length.
         on_progress: gets how many were scored, and what they were.
+        left_out: what the model counted so far of keys that `min_mass` leaves out.
     """
+
+    def since(before: Counts, of: str, length: int) -> list[Row]:
+        phases = {
+            phase: [now - old for now, old in zip(counts, before[phase], strict=True)]
+            for phase, counts in left_out().items()
+        }
+        if not any(map(any, phases.values())):
+            return []
+        return [{"kind": "left_out", "run": run, "of": of, "length": length, **phases}]
+
     for name, tokens in prompts.texts:
+        before = left_out()
         found = score_text(scorer.prompt_logprobs(tokens))
-        append_rows(record, [{"run": run, **text_row(name, tokens), **found}])
+        rows = [{"run": run, **text_row(name, tokens), **found}]
+        append_rows(record, rows + since(before, "text", len(tokens)))
         on_progress(1, f"perplexity of {name}")
-    for begin in range(0, len(prompts.prompts), batch):
-        asked = prompts.prompts[begin : begin + batch]
-        rows = [
-            _row(run, prompt, reply)
-            for prompt, reply in zip(asked, scorer.reply(asked), strict=True)
-        ]
-        append_rows(record, rows)
-        on_progress(len(asked), f"{asked[-1].task}, {asked[-1].length} tokens")
+    for length, same in groupby(prompts.prompts, key=lambda prompt: prompt.length):
+        members = list(same)
+        for begin in range(0, len(members), batch):
+            asked = members[begin : begin + batch]
+            before = left_out()
+            rows = [
+                _row(run, prompt, reply)
+                for prompt, reply in zip(asked, scorer.reply(asked), strict=True)
+            ]
+            append_rows(record, rows + since(before, "prompt", length))
+            on_progress(len(asked), f"{asked[-1].task}, {length} tokens")
 
 
 def _row(run: str, prompt: Prompt, reply: Reply) -> Row:

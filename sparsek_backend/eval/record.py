@@ -1,10 +1,14 @@
 """The record of an evaluation: a JSON line for each score, appended as it is found.
 
-An interrupted evaluation goes on where its record ends.  Lines of three kinds:
+An interrupted evaluation goes on where its record ends.  Lines of four kinds:
 
     {"kind": "run", "run": key, "label": ..., "settings": ..., "machine": ..., ...}
     {"kind": "prompt", "run": key, "task", "variant", "length", "index", "digest", "accuracy", ...}
     {"kind": "text", "run": key, "name", "digest", "tokens", "nll", "nll_second_half"}
+    {"kind": "left_out", "run": key, "of": "prompt" or "text", "length", "prefill", "decode"}
+
+The last kind tells for each phase, with `min_mass`, how many keys the queries left out, and how
+many they select where nothing is left out.
 
 A run's key is made of everything that its scores depend on.
 """
@@ -21,6 +25,8 @@ from typing import Any
 from sparsek_backend.eval.prompt import Prompt, Tokens
 
 Row = dict[str, Any]
+SCORES = ("prompt", "text")
+"""Kinds of lines that are scores."""
 
 
 def run_key(parts: Mapping[str, Any]) -> str:
@@ -88,4 +94,4 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def scored(rows: Iterable[Mapping[str, Any]], run: str) -> set[tuple[Any, ...]]:
     """Identities of the prompts and texts that a run has scored already."""
-    return {identity(row) for row in rows if row["run"] == run and row["kind"] != "run"}
+    return {identity(row) for row in rows if row["run"] == run and row["kind"] in SCORES}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsek_backend.eval.budgets import Budget
-from sparsek_backend.eval.record import Row, identity
+from sparsek_backend.eval.record import SCORES, Row, identity
 from sparsek_backend.eval.stats import mcnemar, mean_interval
 
 MEAN = "mean"
@@ -63,6 +63,7 @@ class Run:
         known: whether the settings are known: a server's are not.
         about: its line of the record: machine, backend, seconds.
         rows: its scores.
+        left_out: what it counted of keys that `min_mass` leaves out.
     """
 
     label: str
@@ -70,13 +71,22 @@ class Run:
     known: bool
     about: Row
     rows: Sequence[Row]
+    left_out: Sequence[Row] = ()
 
-    def share(self, phase: str, length: int) -> float | None:
-        """Attended share of the ``prefill`` or the ``decode`` at a length, where it is known."""
+    def share(self, phase: str, length: int, of: str = "prompt") -> float | None:
+        """Attended share of the ``prefill`` or the ``decode`` at a length, where it is known.
+
+        Args:
+            of: ``prompt`` or ``text``, for what `min_mass` left out.
+        """
         if not self.known:
             return None
         budget = Budget(self.label, self.settings)
-        return budget.prefill_share(length) if phase == "prefill" else budget.decode_share(length)
+        counts = [row[phase] for row in self.left_out if (row["of"], row["length"]) == (of, length)]
+        selected = sum(most for _, most in counts)
+        left_out = sum(keys for keys, _ in counts) / selected if selected else 0.0
+        share = budget.prefill_share if phase == "prefill" else budget.decode_share
+        return share(length, left_out)
 
 
 def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list[Run]:
@@ -100,7 +110,7 @@ def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list
         raise ValueError(f"record: expected runs {list(keys)}, found {list(about)}")
     scores: dict[str, dict[tuple[Any, ...], Row]] = {key: {} for key in keys}
     for row in rows:
-        if row["kind"] != "run" and row["run"] in scores:
+        if row["kind"] in SCORES and row["run"] in scores:
             scores[row["run"]][identity(row)] = row
     return [
         Run(
@@ -109,6 +119,7 @@ def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list
             known=about[key]["known"],
             about=about[key],
             rows=list(scores[key].values()),
+            left_out=[row for row in rows if row["kind"] == "left_out" and row["run"] == key],
         )
         for key in keys
     ]
@@ -200,7 +211,7 @@ def perplexity_rows(runs: Sequence[Run]) -> list[Row]:
                 "label": run.label,
                 "length": length,
                 "texts": len(pairs),
-                "prefill_share": run.share("prefill", length),
+                "prefill_share": run.share("prefill", length, "text"),
                 "ppl": math.exp(mean(lambda _, row: row["nll"])),
                 "ppl_second_half": math.exp(mean(lambda _, row: row["nll_second_half"])),
                 "delta_nll": mean(lambda old, new: new["nll"] - old["nll"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from sparsek_backend.vllm_backend.left_out import LEFT_OUT
 from sparsek_kernels.fallback import fallback_counts
 
 LOG_INTERVAL = 10.0
@@ -17,7 +18,7 @@ class EngineStats:
 
     Attributes:
         attended_tokens: keys attended, summed over queries and layers (not over heads: where KV
-            heads differ, their mean).
+            heads differ, their mean).  With ``min_mass`` steps are added some time after they ran.
         context_tokens: keys that dense attention would have attended.
         steps: metadata built for real batches.
         forward_calls: per-layer calls of the backend with a batch.
@@ -67,6 +68,12 @@ class EngineStats:
             f"SPARSEK attended {100 * attended / context:.1f} % of the context "
             f"(since start {100 * self.attended_share:.1f} %), fallback calls: {fallbacks}"
         )
+
+    def finish(self) -> None:
+        """Add the steps whose kernels count what they leave out, to the last; waits for a GPU."""
+        attended, context = LEFT_OUT.finish()
+        self.attended_tokens += attended
+        self.context_tokens += context
 
     def take_seconds(self) -> tuple[float, float]:
         """Return the time to choose blocks and the time to choose and attend; both start anew."""

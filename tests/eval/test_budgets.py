@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from sparsek_backend.eval.budgets import (
     DEFAULT_BUDGETS,
@@ -16,6 +17,7 @@ from sparsek_backend.eval.budgets import (
 )
 from sparsek_backend.layer_budgets import LayerBudgets
 from sparsek_kernels.paged.policy import SelectionPolicy
+from tests.kernels.paged.cache_cases import make_case, run
 
 
 def test_modes_and_sizes() -> None:
@@ -83,6 +85,24 @@ def test_shares_are_what_the_backend_counts(text: str, length: int) -> None:
     longer, single = one + 1, np.array([1])
     count = attended_by_requests(budget.policy(), longer, single, 1)
     assert budget.decode_share(length) == count / (length + 1)
+
+
+def test_shares_with_what_was_left_out() -> None:
+    """The counts of a prompt and of a token after it, and the share of the keys that they saw."""
+    text = "block_topk:4,min_mass=0.1,num_sink=16,window_size=40,sel_block_size=32,dense_last=20"
+    budget, length = parse_budget(text), 700
+    policy = budget.policy()
+    dense = {1: length * (length + 1) / 2, 0: length + 1.0}
+    for prefill, measured in ((1, budget.prefill_share), (0, budget.decode_share)):
+        tokens = length if prefill else 1
+        case = make_case([length + 1 - prefill], [tokens], 1 - prefill)
+        left_out = torch.zeros(2, 2, dtype=torch.int64)
+        run(case, policy, left_out=left_out)
+        keys, selected = left_out[1 - prefill].tolist()
+        assert keys > 0
+        heads = case.k_cache.shape[1]
+        expected = measured(length) - keys / heads / dense[prefill]
+        assert measured(length, keys / selected) == pytest.approx(expected, rel=1e-12)
 
 
 def test_shares_by_hand() -> None:

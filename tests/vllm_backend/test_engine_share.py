@@ -113,3 +113,34 @@ def test_budgets_of_layers_and_heads(tmp_path: Path, monkeypatch: pytest.MonkeyP
             seen_keys = visible_reference(q, k[: first + count], positions, rule, 8**-0.5)
             total += seen_keys.double().sum(-1).mean(1).sum().item()
         assert by_position[first] == total
+
+
+def test_what_min_mass_leaves_out_is_not_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparsek_backend.eval.engine import backend_report, count_left_out
+    from sparsek_backend.vllm_backend.stats import STATS
+
+    steps = keep_steps(monkeypatch)
+    settings = {"num_sink": 64, "window_size": 128, "top_k": 8, "dense_below": 0, "min_mass": 0.06}
+    prompts = [torch.randint(3, VOCABULARY, (length,)).tolist() for length in (1000, 900)]
+    STATS.finish()
+    before, counts = (STATS.attended_tokens, STATS.context_tokens), count_left_out()
+    with engine(
+        make_tiny_model("llama", tmp_path),
+        "SPARSEK",
+        settings,
+        max_model_len=1100,
+        max_num_batched_tokens=600,  # chunks
+        skip_tokenizer_init=True,
+    ) as llm:
+        generate(llm, prompts, together=True, max_tokens=4)
+        assert "of the context attended" in backend_report(settings)
+    left_out = 0.0
+    for phase, (keys, selected) in count_left_out().items():
+        keys, selected = keys - counts[phase][0], selected - counts[phase][1]
+        assert 0 < keys <= selected
+        left_out += keys
+    most = sum(step.attended_tokens for step in steps)
+    assert STATS.attended_tokens - before[0] == most - left_out
+    assert STATS.context_tokens - before[1] == sum(step.context_tokens for step in steps)

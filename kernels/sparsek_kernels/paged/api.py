@@ -192,6 +192,7 @@ def paged_attention(
     v_scale: float = 1.0,
     batch_invariant: bool = False,
     lists: torch.Tensor | None = None,
+    left_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of new tokens over their sequences' pages under a selection policy.
 
@@ -215,6 +216,10 @@ def paged_attention(
             ``dense_last``); slower, for prefills above all.
         lists: of :func:`block_lists` for ``policy``: prefills attend what they list in place of the
             best-scoring blocks, decodes select as ever.
+        left_out: ``[2, 2]`` int64, added to where ``policy.min_mass`` is set.  Its rows are of
+            prefills and of decodes: by how many keys their queries attend fewer than
+            ``policy.attended_tokens``, and how many keys they select by score if every place is
+            taken; both summed over KV heads.
 
     Returns:
         ``out``, or a new tensor ``[T, Hq, Dv]`` in the dtype of ``q``; rows of no request are
@@ -238,6 +243,8 @@ def paged_attention(
     check_lists(lists, policy, heads, q.device)
     if sinks is not None:
         check_tensor("sinks", sinks, (q.shape[1],), device=q.device)
+    if left_out is not None:
+        check_tensor("left_out", left_out, (2, 2), (torch.int64,), q.device)
     shape = (*q.shape[:2], v_cache.shape[-1])
     if out is None:
         out = q.new_empty(shape)
@@ -262,7 +269,17 @@ def paged_attention(
     if policy.query_tile == 1:
         policy = policy.per_token()
     operands = PagedOperands(
-        q, k_cache, v_cache, out, scale, k_summary, sinks, k_scale, v_scale, lists
+        q,
+        k_cache,
+        v_cache,
+        out,
+        scale,
+        k_summary,
+        sinks,
+        k_scale,
+        v_scale,
+        lists,
+        left_out=left_out,
     )
     if batch_invariant:
         _attend(operands, batch, policy, batch_invariant=True)

@@ -110,6 +110,7 @@ def _segments(
             batch.part(members[0], members[-1] + 1),
             max_query_len=max(counts[r] for r in members),
             max_seq_len=max(lengths[r] for r in members),
+            passing=policy.dense_last if sparse else 0,
             _derived={},
         )
         found.append(Segment(part, rule if sparse else everything))

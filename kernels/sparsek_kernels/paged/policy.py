@@ -254,6 +254,11 @@ class SelectionPolicy:
         """Whether a selection may have fewer than ``scored_blocks`` blocks."""
         return bool(self.head_top_k) or self.min_mass > 0
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether queries may attend fewer keys than :meth:`attended_tokens`."""
+        return self.selects_blocks and self.min_mass > 0
+
     @cached_property
     def mean_places(self) -> int | float:
         """Blocks chosen by score, mean over KV heads; an integer where they are equal."""
@@ -283,8 +288,9 @@ class SelectionPolicy:
     def attended_tokens(self, position: Positions) -> Positions:
         """Keys that the query at ``position`` attends: a function of position alone.
 
-        With ``min_mass`` it is the most that the query may attend.  Where KV heads differ, it is
-        their mean, which may be a fraction.  Queries that ``dense_last`` exempts attend
+        It is what the query attends if ``min_mass`` leaves nothing out; ``left_out`` of
+        :func:`sparsek_kernels.paged.paged_attention` counts what it does.  Where KV heads differ,
+        it is their mean, which may be a fraction.  Queries that ``dense_last`` exempts attend
         ``position + 1`` keys instead.
         """
         length = position + 1

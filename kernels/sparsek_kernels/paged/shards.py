@@ -42,6 +42,7 @@ def attend_shard(
     largest: Callable[[torch.Tensor], torch.Tensor],
     softmax_scale: float | None = None,
     k_summary: torch.Tensor | None = None,
+    left_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of decoded tokens over the pages that this rank holds, with its log-sum-exp.
 
@@ -56,6 +57,7 @@ def attend_shard(
         softmax_scale: default ``D ** -0.5``.
         k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8; needed when blocks are
             selected.
+        left_out: that of :func:`sparsek_kernels.paged.paged_attention`.
 
     Returns:
         ``[T, Hq, Dv]`` float32, 0 where no key is here, and the natural log-sum-exp of the logits,
@@ -83,9 +85,11 @@ def attend_shard(
     check_pages(rule, page_size)
     check_head_budgets(rule, heads)
     check_batch(q, batch, page_size)
+    if left_out is not None:
+        check_tensor("left_out", left_out, (2, 2), (torch.int64,), q.device)
     out = q.new_empty((*q.shape[:2], v_cache.shape[-1]), dtype=torch.float32)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
-    operands = PagedOperands(q, k_cache, v_cache, out, scale, k_summary)
+    operands = PagedOperands(q, k_cache, v_cache, out, scale, k_summary, left_out=left_out)
     if not q.is_cuda:
         return out, attend_shard_eager(operands, batch, rule, largest)
     from sparsek_kernels.paged.launch import shards as launch

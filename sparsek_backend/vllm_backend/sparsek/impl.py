@@ -13,6 +13,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from sparsek_backend.vllm_backend import compat
 from sparsek_backend.vllm_backend.checks import refuse_quantised_output
 from sparsek_backend.vllm_backend.engine import current_engine
+from sparsek_backend.vllm_backend.left_out import LEFT_OUT
 from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_kernels.fallback import FallbackMask, paged_fallback, sdpa_fallback
 from sparsek_kernels.paged.api import paged_attention, select_blocks, write_kv
@@ -211,7 +212,11 @@ class SparseKImpl(AttentionImpl):
             policy = replace(policy, dense_last=0)
         pages, out = self._view(kv_cache), torch.empty_like(query)
         sinks = None if self.sinks is None else self.sinks.repeat(self.dcp_world_size)
-        self._attend(Segment(batch, policy), query, pages, self._scales(layer), sinks, out)
+        left_out = self._left_out(kv_cache)
+        if left_out is not None:  # made in time, and left alone
+            left_out = torch.zeros_like(left_out)
+        scales = self._scales(layer)
+        self._attend(Segment(batch, policy), query, pages, scales, sinks, left_out, out)
 
     def do_kv_cache_update(
         self,
@@ -286,8 +291,9 @@ class SparseKImpl(AttentionImpl):
             self._attend_shards(query, kv_cache, attn_metadata.shards, out)
         else:
             pages, scales = self._cached_view(kv_cache), self._scales(layer)
+            left_out = self._left_out(kv_cache)
             for segment in self._split(attn_metadata):
-                self._attend(segment, query, pages, scales, self.sinks, out)
+                self._attend(segment, query, pages, scales, self.sinks, left_out, out)
         return output
 
     @property
@@ -315,6 +321,7 @@ class SparseKImpl(AttentionImpl):
         pages: PageViews,
         scales: tuple[float, float],
         sinks: torch.Tensor | None,
+        left_out: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
         query, out = query[segment.rows], out[segment.rows]
@@ -346,6 +353,7 @@ class SparseKImpl(AttentionImpl):
             v_scale=scales[1],
             batch_invariant=self.batch_invariant,
             lists=lists,
+            left_out=left_out,
         )
         if not (batch.num_prefills and policy.selects_blocks and PROBE.is_due(query.device)):
             attend()
@@ -367,6 +375,7 @@ class SparseKImpl(AttentionImpl):
         self, query: torch.Tensor, kv_cache: torch.Tensor, step: ShardedStep, out: torch.Tensor
     ) -> None:
         query = step.ranks.gather_heads(query)
+        left_out = self._left_out(kv_cache)
         if step.decodes.num_decodes:
             attend_decodes(
                 query,
@@ -375,6 +384,7 @@ class SparseKImpl(AttentionImpl):
                 self._decode_policy,
                 softmax_scale=self.scale,
                 sinks=self.sinks,
+                left_out=left_out,
                 out=out,
             )
         rows = page_rows(kv_cache, self.head_size, self.summaries)
@@ -388,6 +398,7 @@ class SparseKImpl(AttentionImpl):
                 softmax_scale=self.scale,
                 sinks=self.sinks,
                 lists=self.lists if self.policy.selects_blocks else None,
+                left_out=left_out,
                 out=out,
             )
 
@@ -455,6 +466,12 @@ class SparseKImpl(AttentionImpl):
                 "correct the checkpoint's, or use --kv-cache-dtype auto"
             )
         return k_scale, v_scale
+
+    def _left_out(self, kv_cache: torch.Tensor) -> torch.Tensor | None:
+        """Where kernels count the keys that `min_mass` leaves out, or ``None``."""
+        if not self.policy.leaves_out:
+            return None
+        return LEFT_OUT.counter(kv_cache.device, kv_cache.shape[1])
 
     def _view(self, kv_cache: torch.Tensor) -> PageViews:
         """Views of a cache: K, V and, where the layer's pages keep them, summaries."""

@@ -77,6 +77,7 @@ class SparseKMetadataBuilder(StepBuilder):
             1, supports_spec_as_decode=not self.resolved.batch_invariant
         )
         self.policies = self._bind_layers(kv_cache_spec, layer_names, vllm_config)
+        self.leaves_out = any(policy.leaves_out for policy in self.policies)
         self.page_size = kv_cache_spec.block_size
         self.context_ranks = _context_ranks(kv_cache_spec, vllm_config.parallel_config)
 

@@ -203,7 +203,8 @@ def launches(
     for policy in policies:
 
         def step(policy: SelectionPolicy = policy, batch_invariant: bool = False) -> None:
-            operands = problem.operands(torch.empty_like(problem.q))
+            left_out = torch.zeros(2, 2, dtype=torch.int64) if policy.min_mass else None
+            operands = problem.operands(torch.empty_like(problem.q), left_out=left_out)
             launch.paged_attention(operands, problem.batch, policy, batch_invariant=batch_invariant)
 
         seen += record(functools.partial(step, batch_invariant=True), arch, sms)[:3]

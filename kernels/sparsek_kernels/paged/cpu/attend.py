@@ -15,6 +15,7 @@ from sparsek_kernels.paged.cpu import native_decode
 from sparsek_kernels.paged.cpu.gather import block_reader, join_kv, read_sequence
 from sparsek_kernels.paged.cpu.plan import TileGroup, plan_decodes, plan_prefill
 from sparsek_kernels.paged.cpu.select import (
+    count_left_out,
     group_tiles,
     prefill_summaries,
     select_decodes,
@@ -186,6 +187,8 @@ def _decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) -
     every = plan.rows.numel() == q.shape[0]
     rows = q if every else q.index_select(0, plan.rows)
     selected = select_decodes(rows, operands, plan, rule)
+    if selected is not None and operands.left_out is not None:
+        count_left_out(operands.left_out[1], selected, 1, rule)
     attended = attend_tiles(rows.unsqueeze(3), operands, plan.group, selected, rule).squeeze(3)
     if every:
         out.copy_(attended)
@@ -228,6 +231,11 @@ def _prefill(
                 policy,
                 operands.softmax_scale,
             )
+            if operands.left_out is not None:
+                starts = first + plan.tile * torch.arange(tiles)[:, None]
+                stop = min(end, length - batch.passing)
+                queries = (starts + plan.tile).clamp(max=stop) - starts.clamp(min=begin)
+                count_left_out(operands.left_out[0], selected, queries.clamp(min=0), policy)
         padded = q.new_zeros(tiles * plan.tile, *q.shape[1:])
         padded[begin - first : end - first] = rows
         padded = padded.unflatten(0, (tiles, plan.tile)).permute(0, 2, 3, 1, 4)

@@ -16,6 +16,7 @@ import torch
 
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.cpu import native
+from sparsek_kernels.paged.cpu.select import count_kept
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
@@ -187,6 +188,11 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
     )
     built.sparsek_decode(ctypes.addressof(arguments))
     operands.out.copy_(result)
+    if operands.left_out is not None and rule.min_mass and sized.picks:
+        end = scratch.numel() - sizes[-1]
+        of_units = scratch[end - sizes[-2] : end].view(torch.int32).view(tokens, heads, -1)
+        kept = of_units[sized.plan[:, 3] > 0, :, 0]
+        count_kept(operands.left_out[1], kept, 1, rule)
 
 
 @dataclass(frozen=True)

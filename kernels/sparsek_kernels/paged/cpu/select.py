@@ -195,6 +195,36 @@ def unused_places(selected: torch.Tensor, rule: SelectionPolicy) -> torch.Tensor
     )
 
 
+def count_left_out(
+    left_out: torch.Tensor | None,
+    selected: torch.Tensor,
+    queries: torch.Tensor | int,
+    rule: SelectionPolicy,
+) -> None:
+    """Count what tiles leave out by their lists, ``selected [T, Hkv, scored_blocks]`` int64.
+
+    The other arguments are those of :func:`count_kept`.
+    """
+    if left_out is not None and rule.min_mass:
+        count_kept(left_out, (~unused_places(selected, rule)).sum(-1), queries, rule)
+
+
+def count_kept(
+    left_out: torch.Tensor, kept: torch.Tensor, queries: torch.Tensor | int, rule: SelectionPolicy
+) -> None:
+    """Add the keys that lists have places for and no blocks, and those of all places.
+
+    Args:
+        left_out: ``[2]`` int64, added to.
+        kept: ``[T, Hkv]`` blocks of the tiles' lists.
+        queries: of each tile, ``[T, 1]`` or the same number.
+    """
+    places = sum(rule.head_places) or kept.shape[1] * rule.scored_blocks
+    blocks = kept.sum(1)
+    counts = torch.stack([places - blocks, torch.full_like(blocks, places)], dim=1)
+    left_out += (counts * queries).sum(0) * rule.sel_block_size
+
+
 def select_tokens(
     q: torch.Tensor,
     where: torch.Tensor,

@@ -10,7 +10,7 @@ from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.cpu.gather import RunReader, block_reader
 from sparsek_kernels.paged.cpu.held import HeldPages
 from sparsek_kernels.paged.cpu.plan import TileGroup, plan_decodes
-from sparsek_kernels.paged.cpu.select import NOTHING, select_decodes
+from sparsek_kernels.paged.cpu.select import NOTHING, count_left_out, select_decodes
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
 
@@ -43,6 +43,8 @@ def attend_shard_eager(
         here = HeldPages(held, page_size, largest)
         rows = q.index_select(0, plan.rows)
         selected = select_decodes(rows, operands, plan, rule, here)
+        if selected is not None and operands.left_out is not None:
+            count_left_out(operands.left_out[1], selected, 1, rule)
         out[plan.rows], lse[plan.rows] = _attend_blocks(
             rows, operands, plan.group, selected, rule, here
         )

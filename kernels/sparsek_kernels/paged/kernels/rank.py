@@ -19,6 +19,7 @@ from sparsek_kernels.paged.kernels.select import best_of
 from sparsek_kernels.paged.kernels.tiles import (
     NO_KEY,
     TOP_K,
+    count_left_out,
     list_length,
     page_of,
     tile_sees_all,
@@ -383,18 +384,20 @@ def listed_masses_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["dense_below", "first_tile"])
+@triton.jit(do_not_specialize=["dense_below", "first_tile", "passing"])
 def rank_blocks_kernel(
     out_ptr,
     mass_ptr,
     candidates_ptr,
     places_ptr,
+    left_out_ptr,
     tiles_ptr,
     seq_lens_ptr,
     cu_seqlens_ptr,
     dense_below,
     first_tile,
     min_mass,
+    passing,
     stride_ot,
     stride_oh,
     FROM_TABLE: tl.constexpr,
@@ -415,6 +418,7 @@ def rank_blocks_kernel(
     LISTED_BLOCKS: tl.constexpr,
     HEAD_PLACES: tl.constexpr,
     MIN_MASS: tl.constexpr,
+    LEFT_OUT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Selected blocks of one tile and KV head: the candidates of the highest summed shares.
@@ -422,7 +426,9 @@ def rank_blocks_kernel(
     Grid ``(tiles, Hkv)``.  Writes ``[rows of tiles, Hkv, SCORED_BLOCKS]`` int32, ascending, then -1
     where a head keeps fewer (``HEAD_PLACES``); tiles that see everything get -1.  With ``MIN_MASS``
     blocks of a smaller share than ``min_mass`` are left out, and a list of ``n`` blocks that is not
-    full ends with ``-1 - n`` (``list_length``).  ``BLOCK_R`` rows are added up at a time.
+    full ends with ``-1 - n`` (``list_length``).  ``LEFT_OUT`` adds the keys that so are left out to
+    ``left_out_ptr`` (int64), and those of all places behind, for every query but the sequence's
+    last ``passing``.  ``BLOCK_R`` rows are added up at a time.
     """
     WIDTH: tl.constexpr = triton.next_power_of_2(SCORED_BLOCKS)
     ROWS: tl.constexpr = SAMPLES * GROUP_PAD
@@ -432,7 +438,7 @@ def rank_blocks_kernel(
     BLOCK: tl.constexpr = triton.next_power_of_2(SLOTS)
     local = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
-    _request, base, low, high, _token_of_zero = tile_span(
+    request, base, low, high, _token_of_zero = tile_span(
         first_tile + local, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, FROM_TABLE, TILES_PER_REQUEST,
         TILE,
     )  # fmt: skip
@@ -473,9 +479,8 @@ def rank_blocks_kernel(
         weight = tl.exp2(mass - tl.where(top == float("-inf"), 0.0, top)[None, :])
         total = tl.sum(weight, axis=0)
         score += tl.sum(weight * tl.where(total > 0.0, 1.0 / total, 0.0)[None, :], axis=1)
-    places = tl.load(places_ptr + kv_head) if HEAD_PLACES else SCORED_BLOCKS
-    if MIN_MASS:
-        places = tl.minimum(places, listed)
+    most = tl.load(places_ptr + kv_head) if HEAD_PLACES else SCORED_BLOCKS
+    places = tl.minimum(most, listed) if MIN_MASS else most
     chosen, rank = best_of(score, FORCED_BLOCKS, num_slots, places, BLOCK)
     last = -1
     if MIN_MASS:
@@ -484,6 +489,9 @@ def rank_blocks_kernel(
         rank = tl.cumsum(kept, axis=0) - 1
         places = tl.sum(kept, axis=0)
         last = -1 - places
+        if LEFT_OUT:
+            queries = tl.minimum(high, tl.load(seq_lens_ptr + request) - 1 - passing) - low + 1
+            count_left_out(left_out_ptr, places, most, tl.maximum(queries, 0), SEL_BLOCK)
     if HEAD_PLACES or MIN_MASS:
         empty = tl.arange(0, WIDTH)
         unused = (empty >= places) & (empty < SCORED_BLOCKS)

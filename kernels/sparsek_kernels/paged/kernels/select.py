@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_sees_all, tile_span
+from sparsek_kernels.paged.kernels.tiles import TOP_K, count_left_out, tile_sees_all, tile_span
 
 
 @triton.jit
@@ -128,20 +128,24 @@ def write_top(
     last,
     least,
     places,
+    left_out_ptr,
     GROUP: tl.constexpr,
     FROM_LOGITS: tl.constexpr,
     COUNT: tl.constexpr,
     HEAD_PLACES: tl.constexpr,
     MIN_MASS: tl.constexpr,
+    LEFT_OUT: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write the ``places`` best of blocks ``[first, last)``, ascending; ties to the lower index.
 
     Room is for ``COUNT``, the rest gets -1.  With ``MIN_MASS`` those with a score below ``least``
     are left out, fewer than ``places`` may compete, and a list of ``n`` that is not full ends with
-    ``-1 - n`` (``list_length``).
+    ``-1 - n`` (``list_length``); ``LEFT_OUT`` counts what a single token leaves out.
     """
     offs = tl.arange(0, BLOCK)
+    most = places
     if FROM_LOGITS:
         score = sum_of_probabilities(score_ptr, stride_sg, num_blocks, GROUP, BLOCK)
     else:
@@ -156,6 +160,9 @@ def write_top(
         rank = tl.cumsum(kept, axis=0) - 1
         places = tl.sum(kept, axis=0)
         end = -1 - places
+        if LEFT_OUT:
+            one = tl.full([], 1, tl.int32)
+            count_left_out(left_out_ptr, places, most, one, SEL_BLOCK)
     if HEAD_PLACES or MIN_MASS:
         WIDTH: tl.constexpr = triton.next_power_of_2(COUNT)
         empty = tl.arange(0, WIDTH)
@@ -169,6 +176,7 @@ def top_blocks_kernel(
     out_ptr,
     score_ptr,
     places_ptr,
+    left_out_ptr,
     tiles_ptr,
     seq_lens_ptr,
     cu_seqlens_ptr,
@@ -192,6 +200,7 @@ def top_blocks_kernel(
     COUNT: tl.constexpr,
     HEAD_PLACES: tl.constexpr,
     MIN_MASS: tl.constexpr,
+    LEFT_OUT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -247,23 +256,23 @@ def top_blocks_kernel(
     if (MAX_BLOCKS <= 1024) | (num_blocks <= 1024):
         SMALL: tl.constexpr = 1024 if MAX_BLOCKS > 1024 else MAX_BLOCKS
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, least, places, GROUP, FROM_LOGITS,
-            COUNT, HEAD_PLACES, MIN_MASS, SMALL,
+            out, scores, stride_sg, num_blocks, first, last, least, places, left_out_ptr, GROUP,
+            FROM_LOGITS, COUNT, HEAD_PLACES, MIN_MASS, LEFT_OUT, SEL_BLOCK, SMALL,
         )  # fmt: skip
     elif (MAX_BLOCKS <= 4096) | (num_blocks <= 4096):
         MEDIUM: tl.constexpr = 4096 if MAX_BLOCKS > 4096 else MAX_BLOCKS
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, least, places, GROUP, FROM_LOGITS,
-            COUNT, HEAD_PLACES, MIN_MASS, MEDIUM,
+            out, scores, stride_sg, num_blocks, first, last, least, places, left_out_ptr, GROUP,
+            FROM_LOGITS, COUNT, HEAD_PLACES, MIN_MASS, LEFT_OUT, SEL_BLOCK, MEDIUM,
         )  # fmt: skip
     elif (MAX_BLOCKS <= 16384) | (num_blocks <= 16384):
         LARGE: tl.constexpr = 16384 if MAX_BLOCKS > 16384 else MAX_BLOCKS
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, least, places, GROUP, FROM_LOGITS,
-            COUNT, HEAD_PLACES, MIN_MASS, LARGE,
+            out, scores, stride_sg, num_blocks, first, last, least, places, left_out_ptr, GROUP,
+            FROM_LOGITS, COUNT, HEAD_PLACES, MIN_MASS, LEFT_OUT, SEL_BLOCK, LARGE,
         )  # fmt: skip
     else:
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, least, places, GROUP, FROM_LOGITS,
-            COUNT, HEAD_PLACES, MIN_MASS, MAX_BLOCKS,
+            out, scores, stride_sg, num_blocks, first, last, least, places, left_out_ptr, GROUP,
+            FROM_LOGITS, COUNT, HEAD_PLACES, MIN_MASS, LEFT_OUT, SEL_BLOCK, MAX_BLOCKS,
         )  # fmt: skip

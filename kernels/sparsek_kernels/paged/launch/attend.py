@@ -113,6 +113,7 @@ def _selected(
         softmax_scale=operands.softmax_scale,
         k_scale=operands.k_scale,
         lists=operands.lists,
+        left_out=operands.left_out,
     )
 
 
@@ -145,6 +146,8 @@ def _attend_by_token(operands: PagedOperands, batch: PagedBatch, policy: Selecti
         blocks = ceil_div(batch.max_seq_len, rule.sel_block_size)
         widest = max(widest, num_heads * (blocks + 16))
     step = rows_per_step(widest)
+    if operands.left_out is not None:  # what any of these tokens leaves out counts as of prefills
+        operands = replace(operands, left_out=operands.left_out[:1].expand(2, 2))
     for first in range(0, tokens, step):
         last = min(first + step, tokens)
         attend_decodes(operands.of_rows(slice(first, last)), batch.by_token(first, last))

@@ -46,11 +46,12 @@ def select_blocks(
     k_scale: float = 1.0,
     lists: torch.Tensor | None = None,
     largest: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    left_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Selected blocks of the decodes, and of the prefills; -1 where a tile sees everything.
 
     Prefills follow ``lists`` where they are given (``block_lists``), else scores.  ``largest`` is
-    that of :class:`Selection`.
+    that of :class:`Selection`, ``left_out`` that of :class:`PagedOperands`.
 
     Returns:
         ``[decode tokens, Hkv, scored_blocks of policy.per_token()]`` and
@@ -66,7 +67,10 @@ def select_blocks(
     single = policy.per_token()
     decodes = rows(batch.num_decode_tokens, single)
     scale = softmax_scale * k_scale * LOG2E.value
-    call = Selection(decodes, q, k_cache, k_summary, batch, single, scale, largest=largest)
+    counts = (None, None) if left_out is None or not policy.min_mass else left_out.split(1)
+    call = Selection(
+        decodes, q, k_cache, k_summary, batch, single, scale, largest=largest, left_out=counts[1]
+    )
     if batch.num_decodes and single.scored_blocks:
         _select_decodes(call)
     if not batch.num_prefills:
@@ -76,7 +80,7 @@ def select_blocks(
         return decodes, listed_blocks(lists, tiles[:, 1], policy)
     prefills = rows(tiles.shape[0], policy)
     if policy.scored_blocks:
-        call = replace(call, out=prefills, policy=policy, tiles=tiles)
+        call = replace(call, out=prefills, policy=policy, tiles=tiles, left_out=counts[0])
         if policy.query_tile == 1:
             _select_tokens(call)
         else:
@@ -167,11 +171,13 @@ def _top_blocks(
     """
     batch, policy = call.batch, call.policy
     places = head_places(policy, scores.device) if call.tiles is None else None
+    left_out = call.left_out if call.tiles is None else None
     warps, registers = top_warps(call.max_blocks)
     top_blocks_kernel[(step.count, call.heads)](
         out,
         scores,
         batch.seq_lens if places is None else places,
+        batch.seq_lens if left_out is None else left_out,
         batch.seq_lens if call.tiles is None else call.tiles,
         batch.seq_lens,
         batch.cu_seqlens_q,
@@ -183,6 +189,7 @@ def _top_blocks(
         COUNT=out.shape[2],
         HEAD_PLACES=places is not None,
         MIN_MASS=policy.min_mass > 0,
+        LEFT_OUT=left_out is not None,
         MAX_BLOCKS=next_power_of_2(max(call.max_blocks, 16)),
         num_warps=warps,
         maxnreg=registers,

@@ -29,6 +29,7 @@ class Selection:
             decodes of ``batch`` select, each token for itself.
         largest: elementwise maximum of a contiguous tensor over the ranks that hold the pages
             between them; ``None`` where this rank has them all.
+        left_out: ``[1, 2]`` int64, added to; or ``None``.
     """
 
     out: torch.Tensor
@@ -40,6 +41,7 @@ class Selection:
     qk_scale: float
     tiles: torch.Tensor | None = None
     largest: Callable[[torch.Tensor], torch.Tensor] | None = None
+    left_out: torch.Tensor | None = None
 
     @property
     def heads(self) -> int:

@@ -40,6 +40,7 @@ def attend_shard(
             k_summary=operands.k_summary,
             softmax_scale=operands.softmax_scale,
             largest=largest,
+            left_out=operands.left_out,
         )
     attend(replace(operands, lse=lse), batch, rule, selected, decode=True)
     return lse
