@@ -164,6 +164,7 @@ class Chosen:
     LIST_SLACK, MASS_SLACK = 0.1, 0.03
 
     def __init__(self, problem: Problem, policy: SelectionPolicy, k_scale: float = 1.0) -> None:
+        self._k_scale = k_scale
         rule = policy.per_token() if policy.query_tile == 1 else policy
         decodes, prefills = launch.select_blocks(
             problem.q,
@@ -195,11 +196,11 @@ class Chosen:
             return None
         if policy.scored_blocks == 0:
             return [[] for _ in found]
-        if policy.query_tile == 1:
-            q = rounded(q)
-        scores = candidate_scores_reference(q, k, positions, policy, softmax_scale)
-        if policy.query_tile == 1:
+        if policy.query_tile == 1:  # the sketch is of what the cache holds
+            stored, scaled = k.double() / self._k_scale, rounded(q) * self._k_scale
+            scores = candidate_scores_reference(scaled, stored, positions, policy, softmax_scale)
             return self._of_token(found, scores, positions[0], policy, q.shape[1] // k.shape[1])
+        scores = candidate_scores_reference(q, k, positions, policy, softmax_scale)
         first, last = policy.candidate_range(positions[0])
         count = min(policy.listed_blocks, last - first)
         places = policy.head_places or (policy.scored_blocks,) * len(found)
