@@ -330,8 +330,8 @@ def test_fields_are_documented() -> None:
         assert f"SPARSEK_{name.upper()}" in text
 
 
-@pytest.mark.parametrize(("top_k", "decode_top_k", "cells"), [(8, 2, 8), (8, 8, 32), (2, 8, 8)])
-def test_decoded_tokens_never_select_more_than_prefills(
+@pytest.mark.parametrize(("top_k", "decode_top_k", "cells"), [(8, 2, 8), (8, 8, 32), (2, 8, 32)])
+def test_decoded_tokens_have_a_budget_of_their_own(
     top_k: int, decode_top_k: int, cells: int
 ) -> None:
     settings = {"top_k": top_k, "decode_top_k": decode_top_k}

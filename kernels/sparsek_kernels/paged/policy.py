@@ -102,10 +102,10 @@ class SelectionPolicy:
             raise ValueError(
                 "window_size: expected an integer when num_sink or top_k is set, got None"
             )
-        if self.decode_top_k is not None and not 1 <= self.decode_top_k <= self.top_k:
+        if self.decode_top_k is not None and (self.decode_top_k < 1 or not self.top_k):
             raise ValueError(
-                f"decode_top_k: expected an integer from 1 to top_k={self.top_k} or None, got "
-                f"{self.decode_top_k}"
+                "decode_top_k: expected an integer >= 1 beside a top_k >= 1, or None, got "
+                f"{self.decode_top_k} beside {self.top_k}"
             )
         for own in self.head_top_k:
             if not 1 <= own <= self.top_k:

@@ -413,8 +413,8 @@ def test_gpu_kernels_refuse_tensors_that_they_would_misread() -> None:
             "head_top_k: expected integers from 1 to top_k=2, got 3",
         ),
         (
-            {"window_size": 4, "top_k": 2, "decode_top_k": 3},
-            "decode_top_k: expected an integer from 1 to top_k=2 or None, got 3",
+            {"window_size": 4, "decode_top_k": 3},
+            "decode_top_k: expected an integer >= 1 beside a top_k >= 1, or None, got 3 beside 0",
         ),
         ({"window_size": 4, "top_k": 2, "min_mass": 1.0}, "min_mass: expected a share from 0"),
     ],
