@@ -81,16 +81,22 @@ def write_prompts(
 
 
 def write_number_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Give a shape without weights a tokenizer: token 123 is the word "123"."""
+    """Give a shape without weights a tokenizer: token 123 is the word "123".
+
+    Token 0, which no prompt has, is a long word: vLLM refuses text with more characters than tokens
+    of its longest word would have, and words of six digits come with a blank between.
+    """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    words = {str(index): index for index in range(vocab_size)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="0"))
+    words = {"<unknown>": 0, **{str(index): index for index in range(1, vocab_size)}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="0").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unknown>").save_pretrained(
+        folder
+    )
 
 
 def _log_normal(draw: random.Random, median: float, sigma: float, low: int, high: int) -> int:

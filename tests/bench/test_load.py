@@ -15,7 +15,13 @@ from typer.testing import CliRunner
 
 from sparsek_backend.bench import load
 from sparsek_backend.bench.cli import app
-from sparsek_backend.bench.load_mix import draw_lengths, longest
+from sparsek_backend.bench.load_mix import (
+    Lengths,
+    draw_lengths,
+    longest,
+    write_number_tokenizer,
+    write_prompts,
+)
 
 RUNNER = CliRunner()
 first_prompts: list[str] = []
@@ -35,6 +41,21 @@ def test_lengths_are_of_the_mix_and_the_seed() -> None:
         draw_lengths("chat", 1, 1, 0)
     with pytest.raises(ValueError, match="num_requests: expected at least 1, got 0"):
         draw_lengths("sharegpt", 0, 1, 0)
+
+
+def test_prompts_of_a_large_vocabulary_are_not_too_long_for_vllm(tmp_path: Path) -> None:
+    """vLLM refuses text of more characters than tokens of the longest word would have."""
+    from transformers import AutoTokenizer
+
+    write_number_tokenizer(tmp_path, 128256)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    longest_word = max(map(len, tokenizer.get_vocab()))
+    path = tmp_path / "prompts.jsonl"
+    write_prompts(path, [Lengths(2000, 1)] * 2, len(tokenizer), tokenizer.decode, 0)
+    for line in path.read_text().splitlines():
+        prompt = json.loads(line)["prompt"]
+        assert len(tokenizer(prompt).input_ids) == 2000
+        assert len(prompt) <= 2000 * longest_word
 
 
 class FakeServer:
