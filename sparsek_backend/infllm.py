@@ -98,12 +98,14 @@ class InfLLMSelection:
 
     def settings(self) -> dict[str, Any]:
         """Return the fields of :class:`SparsityConfig` that attend the same number of blocks."""
+        top_k = max(self.total_blocks - self.init_blocks - max(self.local_blocks, 1), 1)
         return {
             "mode": "block_topk",
             "sel_block_size": self.block_size,
             "num_sink": self.init_blocks * self.block_size,
             "window_size": max(self.local_blocks * self.block_size, 1),
-            "top_k": max(self.total_blocks - self.init_blocks - max(self.local_blocks, 1), 1),
+            "top_k": top_k,
+            "decode_top_k": top_k,
             "dense_below": max(self.dense_len, 0),
             "dense_last": 0,
         }

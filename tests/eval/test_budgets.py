@@ -34,7 +34,7 @@ def test_modes_and_sizes() -> None:
     sinks = parse_budget("sink_window").policy()
     assert (sinks.num_sink, sinks.window_size, sinks.dense_below) == (4, 512, 0)
     tiled = parse_budget("block_topk:8,query_tile=1,dense_layers=2").policy()
-    assert (tiled.top_k * tiled.sel_block_size, tiled.query_tile) == (8 * 64, 1)
+    assert (tiled.top_k * tiled.sel_block_size, tiled.query_tile) == (3 * 8 * 64, 1)
     learned = parse_budget("pattern:8,pattern=/a/file").config
     assert (learned.mode, learned.top_k, learned.pattern) == ("pattern", 8, "/a/file")
     assert parse_budget("dense").is_dense

@@ -19,6 +19,7 @@ SETTINGS = {
     "window_size": 32,
     "sel_block_size": 32,
     "top_k": 2,
+    "decode_top_k": 2,
     "query_tile": 32,
 }
 

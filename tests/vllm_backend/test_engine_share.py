@@ -37,7 +37,8 @@ def test_attended_share_at_8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """One sink block, window 512, 16 blocks: at most 20 % of 8k, as the reference counts it."""
     steps = keep_steps(monkeypatch)
     policy = SelectionPolicy(num_sink=64, window_size=512, top_k=16)
-    settings = {"num_sink": 64, "window_size": 512, "top_k": 16, "dense_below": 0}
+    settings = {"num_sink": 64, "window_size": 512, "top_k": 16, "decode_top_k": 16}
+    settings["dense_below"] = 0
     context = 8185
     prompt = torch.randint(3, VOCABULARY, (context,)).tolist()
     with engine(
@@ -105,6 +106,7 @@ def test_budgets_of_layers_and_heads(tmp_path: Path, monkeypatch: pytest.MonkeyP
             policy = SelectionPolicy(
                 **{n: window[n] for n in ("num_sink", "window_size")},
                 top_k=max(heads),
+                decode_top_k=3 * max(heads),
                 head_top_k=heads,
             )
             rule = policy.per_token() if count == 1 else policy
@@ -122,7 +124,8 @@ def test_what_min_mass_leaves_out_is_not_reported(
     from sparsek_backend.vllm_backend.stats import STATS
 
     steps = keep_steps(monkeypatch)
-    settings = {"num_sink": 64, "window_size": 128, "top_k": 8, "dense_below": 0, "min_mass": 0.06}
+    settings = {"num_sink": 64, "window_size": 128, "top_k": 8, "decode_top_k": 8}
+    settings |= {"dense_below": 0, "min_mass": 0.06}
     prompts = [torch.randint(3, VOCABULARY, (length,)).tolist() for length in (1000, 900)]
     STATS.finish()
     before, counts = (STATS.attended_tokens, STATS.context_tokens), count_left_out()

@@ -29,6 +29,7 @@ SPARSE = {
     "window_size": 64,
     "sel_block_size": 32,
     "top_k": 3,
+    "decode_top_k": 3,
     "query_tile": 1,
 }
 LENGTHS = (1100, 700, 40, 513, 300)

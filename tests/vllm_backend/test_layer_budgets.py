@@ -83,7 +83,7 @@ def test_each_layer_has_its_own_policy(tmp_path: Path) -> None:
         (28, (4, 28)),
         (16, ()),  # a draft model's
     ]
-    assert found[0].per_token().head_top_k == (32, 96)
+    assert found[0].per_token().head_top_k == (96, 288)  # three times as many
     assert resolve_config({"budgets": make().model_dump(mode="json")}, {}).config == config
 
 

@@ -23,7 +23,7 @@ from tests.vllm_backend.layers import (
 )
 
 pytestmark = pytest.mark.usefixtures("registered")
-LEAST = {**SETTINGS, "top_k": 5, "min_mass": 0.1, "dense_last": 20}
+LEAST = {**SETTINGS, "top_k": 5, "decode_top_k": 5, "min_mass": 0.1, "dense_last": 20}
 
 
 @pytest.fixture

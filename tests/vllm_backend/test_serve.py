@@ -47,7 +47,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def server(
     smollm2: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    settings = '{"sparsek": {"num_sink": 64, "window_size": 64, "top_k": 2, "dense_below": 128}}'
+    blocks = '"num_sink": 64, "window_size": 64, "top_k": 2, "decode_top_k": 2'
+    settings = f'{{"sparsek": {{{blocks}, "dense_below": 128}}}}'
     server = Server(
         smollm2,
         environment,

@@ -37,6 +37,7 @@ SPARSE = {
     "window_size": 64,
     "sel_block_size": 64,
     "top_k": 3,
+    "decode_top_k": 3,
     "query_tile": 1,
 }
 LIMITS: dict[str, Any] = {
