@@ -2,16 +2,17 @@
 
     python benchmarks/speed_and_quality.py
 
-It reads ``paged_*h200.csv`` and ``quality_qwen05b_*_h200.json`` of ``benchmarks/results/``, and
-writes ``speed_and_quality_h200.png`` beside them.  The picture holds a digest of these files, so
-that the tests can tell whether it is of the committed ones.
+It reads files of ``benchmarks/results/``: times of today's selection, its answers, and the answers
+of 64 blocks before single tokens selected in one step.  It writes ``speed_and_quality_h200.png``
+beside them.  The picture holds a digest of these files, so that the tests can tell whether it is of
+the committed ones.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from itertools import chain, product
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +21,57 @@ from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.pyplot import import_pyplot
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SPEED = {
-    "64 blocks": RESULTS / "paged_h200.csv",
-    "32 blocks": RESULTS / "paged_blocks32_h200.csv",
-}
-LENGTHS = ("8k", "16k", "31k")
-QUALITY = {
-    "block_topk:64": [RESULTS / f"quality_qwen05b_{n}_blocks64_h200.json" for n in LENGTHS],
-    "block_topk:32": [RESULTS / f"quality_qwen05b_{n}_h200.json" for n in LENGTHS],
-}
+SPEED = (
+    ("the default", RESULTS / "paged_h200.csv", ("paged_prefill",)),
+    ("the default", RESULTS / "paged_min_mass_h200.csv", ("paged_decode",)),
+    ("decode_top_k 64", RESULTS / "paged_h200.csv", ("paged_decode",)),
+)
+"""Whose times, their file, and the ops that the file has them of."""
+STYLES = {"the default": "-", "decode_top_k 64": "--"}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers of one budget.
+
+    Args:
+        words: the budget's name in the legend.
+        label: its name in the files.
+        files: of one length each.
+        marker: of its points.
+        shift: factor of the lengths, so that bars stand side by side.
+    """
+
+    words: str
+    label: str
+    files: tuple[Path, ...]
+    marker: str
+    shift: float
+
+
+def _quality(name: str) -> Path:
+    return RESULTS / f"quality_qwen05b_{name}_h200.json"
+
+
+QUALITY = (
+    Answers("the default", "block_topk:64,decode_top_k=128", (_quality("16k_decode"),), "o", 0.9),
+    Answers("decode_top_k 64", "block_topk:64", (_quality("31k_min_mass"),), "s", 0.9),
+    Answers(
+        "64 blocks, before one-step selection",
+        "block_topk:64",
+        tuple(_quality(f"{length}_blocks64") for length in ("8k", "16k", "31k")),
+        "x",
+        1.1,
+    ),
+)
 FIGURE = RESULTS / "speed_and_quality_h200.png"
 VARIANTS = {"plain": "question last", "followed": "question 600 tokens before the end"}
-BUDGETS = {"block_topk:64": "64 blocks", "block_topk:32": "32 blocks"}
 
 
 def digest() -> str:
     """Return a digest of the files that the figure is drawn from."""
-    paths = (*SPEED.values(), *chain(*QUALITY.values()))
+    paths = dict.fromkeys(path for _, path, _ in SPEED)
+    paths.update(dict.fromkeys(path for answers in QUALITY for path in answers.files))
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 
@@ -61,36 +96,48 @@ def speed_lines(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
 def draw_speed(axis: Any) -> None:
     """Draw how many times as fast attention is, a line for each kind of step and budget."""
     colours: dict[str, str] = {}
-    for (size, path), style in zip(SPEED.items(), ("-", "--"), strict=True):
-        for name, points in speed_lines(read_csv(path)).items():
+    for budget, path, ops in SPEED:
+        rows = [row for row in read_csv(path) if row.op in ops]
+        for name, points in speed_lines(rows).items():
+            label = None if name in colours else name
             colour = colours.setdefault(name, f"C{len(colours)}")
-            label = name if style == "-" else None
-            axis.plot(*zip(*points, strict=True), style, marker="o", color=colour, label=label)
-        axis.plot([], [], style, color="black", label=size)
+            style, face = STYLES[budget], colour if STYLES[budget] == "-" else "white"
+            drawn = dict(color=colour, marker="o", markerfacecolor=face, label=label)
+            axis.plot(*zip(*points, strict=True), style, **drawn)
+    for budget, style in STYLES.items():
+        face = "black" if style == "-" else "white"
+        axis.plot([], [], style, color="black", marker="o", markerfacecolor=face, label=budget)
     axis.axhline(1.0, color="black", linewidth=1)
     axis.set_yscale("log", base=2)
+    axis.set_ylim(0.8, 16.0)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     axis.set_title("attention, times as fast as FlashAttention-3", fontsize=10)
 
 
 def draw_quality(axis: Any) -> None:
     """Draw the accuracy of each budget over that of dense attention, with its 95 % interval."""
-    lines = product(BUDGETS.items(), VARIANTS.items())
-    for shift, ((label, size), (variant, name)) in zip(
-        (0.94, 0.98, 1.02, 1.06), lines, strict=True
-    ):
-        points = []
-        for path in QUALITY[label]:
-            result = json.loads(path.read_text(encoding="utf-8"))
-            means = [r for r in result["retrieval"] if r["task"] == "mean"]
-            rows = {row["label"]: row for row in means if row["variant"] == variant}
-            dense, ours = rows["dense"], rows[label]
-            bounds = [ours[f"delta_accuracy_{end}"] / dense["accuracy"] for end in ("low", "high")]
-            points.append((ours["length"] * shift, ours["of_reference"], *bounds))
-        x, y, low, high = zip(*points, strict=True)
-        below = [share - 1 - bound for share, bound in zip(y, low, strict=True)]
-        above = [bound - share + 1 for share, bound in zip(y, high, strict=True)]
-        axis.errorbar(x, y, [below, above], marker="o", capsize=3, label=f"{size}, {name}")
+    for answers in QUALITY:
+        for number, variant in enumerate(VARIANTS):
+            points = []
+            for path in answers.files:
+                result = json.loads(path.read_text(encoding="utf-8"))
+                means = [r for r in result["retrieval"] if r["task"] == "mean"]
+                rows = {row["label"]: row for row in means if row["variant"] == variant}
+                dense, ours = rows["dense"], rows[answers.label]
+                bounds = [
+                    ours[f"delta_accuracy_{end}"] / dense["accuracy"] for end in ("low", "high")
+                ]
+                shift = answers.shift * 1.06**number
+                points.append((ours["length"] * shift, ours["of_reference"], *bounds))
+            x, y, low, high = zip(*points, strict=True)
+            below = [share - 1 - bound for share, bound in zip(y, low, strict=True)]
+            above = [bound - share + 1 for share, bound in zip(y, high, strict=True)]
+            style = dict(color=f"C{number}", marker=answers.marker, linestyle="none", capsize=3)
+            axis.errorbar(x, y, [below, above], **style)
+    for number, name in enumerate(VARIANTS.values()):
+        axis.plot([], [], color=f"C{number}", label=name)
+    for answers in QUALITY:
+        axis.plot([], [], answers.marker, color="black", label=answers.words)
     axis.axhline(1.0, color="black", linewidth=1)
     axis.set_ylim(0.0, 1.2)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
@@ -107,8 +154,9 @@ def main() -> None:
     draw_quality(right)
     for axis in (left, right):
         axis.set_xscale("log", base=2)
-        axis.set_xticks(ticks := [2048 << i for i in range(10)])
-        axis.set_xticklabels([f"{t >> 10}k" if t < 1 << 20 else "1M" for t in ticks], fontsize=8)
+        axis.set_xticks(ticks := [8192 << i for i in range(5)])
+        axis.set_xticklabels([f"{tick >> 10}k" for tick in ticks], fontsize=8)
+        axis.set_xlim(6000, 160000)
         axis.set_xlabel("tokens of context")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8, loc="upper left" if axis is left else "lower right")

@@ -192,51 +192,47 @@ def shares(*budgets: str) -> str:
     return _table(("budget", "tokens", *map(_tokens, lengths)), rows)
 
 
-def headline(paged: str, smaller: str, *evaluations: str) -> str:
+def headline(fewer: str, default: str, *evaluations: str) -> str:
     """Return the few figures of the README: attention's speed, and the answers that it keeps.
 
     Args:
-        paged: times of 64 blocks.
-        smaller: times of 32 blocks.
-        evaluations: file and blocks, such as ``quality.json:64``.
+        fewer: times of the default's prefill, and of decoded tokens that select as many blocks.
+        default: times of decoded tokens that select as many as by default.
+        evaluations: file, label and words for it, such as ``quality.json;block_topk:64;64+blocks``.
     """
+    times = {name: _times(name) for name in (default, fewer)}
     lines = []
-    runs = [_times(file) for file in (paged, smaller)]
     for op, spec, words in (
         ("paged_decode", "32q1s64k", "decode, 32 requests at 64k"),
         ("paged_decode", "4q1s128k", "decode, 4 requests at 128k"),
-        ("paged_decode", "32q1s8k", "decode, 32 requests at 8k"),
+        ("paged_decode", "1q1s128k", "decode, 1 request at 128k"),
+        ("paged_decode", "32q1s16k", "decode, 32 requests at 16k"),
         ("paged_prefill", "q128k", "prefill of 128k"),
         ("paged_prefill", "q32k", "prefill of 32k"),
     ):
-        cells = [words, _duration(runs[0][op, spec, "fa3"])]
-        for times in runs:
-            ours = times.get((op, spec, OURS))
+        files = (default, fewer) if op == "paged_decode" else (fewer,)
+        cells = [words, _duration(times[files[0]][op, spec, "fa3"])]
+        for file in files:
+            ours = times[file].get((op, spec, OURS))
             if ours is None:
                 cells += ["not measured", ""]
             else:
-                cells += [_duration(ours), _ratio(times[op, spec, "fa3"], ours, False)]
-        lines.append(cells)
-    names = (
-        "attention, one H200",
-        "FlashAttention-3",
-        "64 blocks, the default",
-        "",
-        "32 blocks",
-        "",
-    )
-    speed = _table(names, lines)
+                cells += [_duration(ours), _ratio(times[file][op, spec, "fa3"], ours, False)]
+        lines.append(cells + [""] * (6 - len(cells)))
+    peer, fewest = "FlashAttention-3", "`decode_top_k` 64"
+    speed = _table(("attention, one H200", peer, "the default", "", fewest, ""), lines)
     kept = []
     for evaluation in evaluations:
-        file, blocks = evaluation.split(":")
+        file, label, words = evaluation.split(";")
         found = json.loads((RESULTS / file).read_text(encoding="utf-8"))["retrieval"]
-        budget = f"block_topk:{blocks}"
-        means = [r for r in found if r["task"] == "mean" and r["label"] == budget]
-        shares = {row["variant"]: f"{row['of_reference']:.0%}" for row in means}
-        words = f"prompts of {_tokens(means[0]['length'])}, {blocks} blocks"
-        kept.append((words, shares["plain"], shares["followed"]))
-    head = ("answers kept, 0.5B model", "question last", "question 600 tokens before the end")
-    return f"{speed}\n\n{_table(head, kept)}"
+        means = [row for row in found if row["task"] == "mean" and row["label"] == label]
+        answers = {row["variant"]: f"{row['of_reference']:.0%}" for row in means}
+        name = f"prompts of {_tokens(means[0]['length'])}, {words.replace('+', ' ')}"
+        attended = (f"{means[0][key]:.0%}" for key in ("prefill_share", "decode_share"))
+        kept.append((name, *attended, answers["plain"], answers["followed"]))
+    head = ("answers kept, 0.5B model", "attended by the prompt", "by a decoded token")
+    asked = ("question last", "question 600 tokens before the end")
+    return f"{speed}\n\n{_table((*head, *asked), kept)}"
 
 
 TABLES: dict[str, Callable[..., str]] = {
