@@ -30,7 +30,7 @@ from sparsek_backend.infllm import ConfigError as ConfigError
 from sparsek_backend.layer_budgets import MAX_BLOCKS as MAX_BLOCKS
 from sparsek_backend.layer_budgets import LayerBudgets
 from sparsek_backend.nn.config import NSAConfig
-from sparsek_kernels.paged.policy import CANDIDATES, CELL_SIZE, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 
 Mode = Literal["auto", "dense", "sink_window", "block_topk", "pattern", "infllm", "nsa"]
 Phase = Literal["both", "prefill", "decode"]
@@ -70,8 +70,8 @@ class SparsityConfig(BaseModel):
     top_k: Blocks = 64
     """Blocks that a prefill tile selects beyond sinks and window, per KV head."""
     decode_top_k: Blocks | None = Field(None, examples=[32])
-    """Blocks that a decoded token selects; by default three times `top_k`, since summaries alone
-    choose them. Fewer make decoding faster."""
+    """Blocks that a decoded token selects; by default twice `top_k`, and 32 more at least, since
+    summaries alone choose them. Fewer make decoding faster."""
     min_mass: Share = 0.0
     """Selected blocks with a smaller share of their tile's attention are left out: `top_k` is then
     the most that a tile selects. A cell of 16 tokens of a decoded token counts as a quarter of a
@@ -140,7 +140,7 @@ class SparsityConfig(BaseModel):
         dense_last = self.dense_last if self.query_tile > 1 else 0
         heads = () if self.budgets is None else self.budgets.top_k.get(index, ())
         top_k = max(heads, default=self.top_k)
-        single = self.decode_top_k or CANDIDATES * self.top_k
+        single = self.decode_top_k or self.top_k + max(self.top_k, 32)
         policy = SelectionPolicy(
             num_sink=self.num_sink,
             window_size=self.window_size,

@@ -186,7 +186,7 @@ def shares(*budgets: str) -> str:
     rows = []
     for text in budgets:
         budget = parse_budget(text)
-        policy = budget.policy()
+        policy = budget.policy().per_token()
         tokens = str(policy.budget_blocks * policy.sel_block_size)
         rows.append((f"`{text}`", tokens, *(f"{budget.decode_share(n):.0%}" for n in lengths)))
     return _table(("budget", "tokens", *map(_tokens, lengths)), rows)

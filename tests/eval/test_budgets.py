@@ -34,7 +34,7 @@ def test_modes_and_sizes() -> None:
     sinks = parse_budget("sink_window").policy()
     assert (sinks.num_sink, sinks.window_size, sinks.dense_below) == (4, 512, 0)
     tiled = parse_budget("block_topk:8,query_tile=1,dense_layers=2").policy()
-    assert (tiled.top_k * tiled.sel_block_size, tiled.query_tile) == (3 * 8 * 64, 1)
+    assert (tiled.top_k * tiled.sel_block_size, tiled.query_tile) == ((8 + 32) * 64, 1)
     learned = parse_budget("pattern:8,pattern=/a/file").config
     assert (learned.mode, learned.top_k, learned.pattern) == ("pattern", 8, "/a/file")
     assert parse_budget("dense").is_dense
@@ -89,7 +89,8 @@ def test_shares_are_what_the_backend_counts(text: str, length: int) -> None:
 
 def test_shares_with_what_was_left_out() -> None:
     """The counts of a prompt and of a token after it, and the share of the keys that they saw."""
-    text = "block_topk:4,min_mass=0.1,num_sink=16,window_size=40,sel_block_size=32,dense_last=20"
+    text = "block_topk:4,decode_top_k=4,min_mass=0.1,num_sink=16,window_size=40"
+    text += ",sel_block_size=32,dense_last=20"
     budget, length = parse_budget(text), 700
     policy = budget.policy()
     dense = {1: length * (length + 1) / 2, 0: length + 1.0}
@@ -127,7 +128,8 @@ def test_budgets_of_heads_count_by_their_mean(tmp_path: Path) -> None:
     fields = {"model": "m", "num_hidden_layers": 2, "num_key_value_heads": 3, "sel_block_size": 64}
     numbers = {0: (4, 8, 12), 1: (16, 20, 24)}
     path = LayerBudgets.make(top_k=numbers, **fields).save(tmp_path / "budgets.json")
-    budget, equal = parse_budget(f"block_topk:14,budgets={path}"), parse_budget("block_topk:14")
+    texts = f"block_topk:14,decode_top_k=14,budgets={path}", "block_topk:14,decode_top_k=14"
+    budget, equal = map(parse_budget, texts)
     assert budget.decode_share(8192) == pytest.approx(equal.decode_share(8192))
     assert budget.prefill_share(8192) == pytest.approx(equal.prefill_share(8192), rel=0.02)
     path.unlink()  # the settings have its content

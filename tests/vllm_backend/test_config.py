@@ -339,5 +339,6 @@ def test_decoded_tokens_have_a_budget_of_their_own(
     assert (policy.top_k, policy.per_token().top_k) == (top_k, cells)
     same = resolve_config(None, {"SPARSEK_TOP_K": "8", "SPARSEK_DECODE_TOP_K": "2"}).config
     assert same.policy_for(0).per_token().top_k == 8
-    default = resolve_config({"top_k": 8}, {}).config.policy_for(0)
-    assert default.per_token().top_k == 3 * 32  # three times as many
+    for blocks, single in ((8, 40), (64, 128)):  # twice as many, 32 more at least
+        default = resolve_config({"top_k": blocks}, {}).config.policy_for(0)
+        assert default.per_token().top_k == 4 * single

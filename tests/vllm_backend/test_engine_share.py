@@ -79,11 +79,12 @@ def test_budgets_of_layers_and_heads(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     path = budgets.save(tmp_path / "budgets.json")
     window = {"num_sink": 64, "window_size": 128, "dense_below": 0, "dense_last": 0}
+    single = {"decode_top_k": 4}  # as many as the mean
     context = 1000
     with engine(
         make_tiny_model("llama", tmp_path),
         "SPARSEK",
-        {**window, "budgets": str(path)},
+        {**window, **single, "budgets": str(path)},
         max_model_len=1400,
         max_num_batched_tokens=1400,
         skip_tokenizer_init=True,
@@ -106,7 +107,6 @@ def test_budgets_of_layers_and_heads(tmp_path: Path, monkeypatch: pytest.MonkeyP
             policy = SelectionPolicy(
                 **{n: window[n] for n in ("num_sink", "window_size")},
                 top_k=max(heads),
-                decode_top_k=3 * max(heads),
                 head_top_k=heads,
             )
             rule = policy.per_token() if count == 1 else policy
