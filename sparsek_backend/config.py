@@ -244,6 +244,8 @@ def resolve_config(
         if mode == "infllm":
             infllm.check_trained_rule()
         for name, value in infllm.settings().items():
+            if name == "decode_top_k" and sources["top_k"] != MODEL_CONFIG:
+                continue  # of the model's own top_k
             if name not in values:
                 values[name] = value
                 sources[name] = MODEL_CONFIG

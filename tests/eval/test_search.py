@@ -75,7 +75,7 @@ def test_the_worst_cell_counts() -> None:
 def test_the_command_prints_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = WordTokenizer()
     made = make_prompts(
-        tokenizer, tasks=["single"], variants=["plain"], lengths=[3000], count=8, seed=0
+        tokenizer, tasks=["single"], variants=["plain"], lengths=[6000], count=8, seed=0
     )
     file = tmp_path / "prompts.json"
     save_prompts(file, PromptSet(list(made)))

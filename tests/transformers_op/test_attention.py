@@ -23,6 +23,7 @@ SPARSE: dict[str, Any] = {
     "num_sink": 64,
     "window_size": 64,
     "top_k": 1,
+    "decode_top_k": 1,
 }
 
 

@@ -57,6 +57,8 @@ def test_infllm_section_becomes_block_selection() -> None:
     assert policy == SelectionPolicy(
         num_sink=64, window_size=2048, top_k=63, sel_block_size=64, dense_below=8192
     )
+    changed = resolve_config({"top_k": 40}, {}, INFLLM).config.policy_for(0)
+    assert (changed.top_k, changed.decode_top_k) == (40, 80)
 
 
 @pytest.mark.parametrize("window", [2048, 2000, 512, 64, 40, 0])

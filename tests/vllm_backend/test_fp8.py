@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from sparsek_kernels.paged.reference import paged_attention_reference
-from sparsek_kernels.paged.sketch import summary_bytes
+from sparsek_kernels.paged.reference import paged_attention_reference, select_blocks_reference
+from sparsek_kernels.paged.sketch import rotate, summary_bytes
 from tests.vllm_backend.layers import (
     DIM,
     HEADS,
@@ -190,6 +190,13 @@ def interpreted() -> Iterator[None]:
         yield
 
 
+def rounded(q: torch.Tensor) -> torch.Tensor:
+    """Queries as the kernels score the sketch with them: rotated, in 8 bits."""
+    turned = rotate(q.float())
+    scale = turned.abs().amax(-1, keepdim=True) / 127.0
+    return rotate(torch.floor(turned / scale + 0.5) * scale)  # the rotation is its own inverse
+
+
 DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
     pytest.param(
@@ -204,7 +211,7 @@ DEVICES = [
 def test_a_layer_against_the_oracle(
     device: str, sliding: int | None, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """float32 queries, so that what is selected is what the oracle selects."""
+    """The oracle selects as kernels do: by the sketch of what is stored, for rounded queries."""
     prompts, new, last = ([299, 220], 400, 64) if device == "cuda" else ([170, 140], 130, 0)
     config = make_config(
         tmp_path_factory.mktemp("llama"),
@@ -242,5 +249,15 @@ def test_a_layer_against_the_oracle(
         seq_lens=batch.seq_lens.cpu(),
         cu_seqlens_q=batch.cu_seqlens_q.cpu(),
     )
-    expected = paged_attention_reference(q.cpu(), keys * 0.02, values * 0.03, host, policy)
+
+    def select(
+        q: torch.Tensor, k: torch.Tensor, positions: list[int], rule: Any, scale: float
+    ) -> list[list[int]] | None:
+        if rule.query_tile == 1:
+            q, k = rounded(q) * 0.02, k.double() / 0.02
+        return select_blocks_reference(q, k, positions, rule, scale)
+
+    expected = paged_attention_reference(
+        q.cpu(), keys * 0.02, values * 0.03, host, policy, select=select
+    )
     assert (output.double().cpu() - expected).abs().max() <= 1e-4
