@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparsek_backend.bench.ops import get_op
-from sparsek_backend.bench.ops.paged import prefill_tiles, scoring_cost
+from sparsek_backend.bench.ops.paged import decode_cost, prefill_tiles, scoring_cost
 from sparsek_backend.bench.ops.paged_inputs import (
     candidate_scores,
     exact_scores,
@@ -39,6 +39,25 @@ def test_decode_gates(spec: str, max_len: int) -> None:
         assert verdict.passed, (provider.name, verdict.detail)
         passed.add(provider.name)
     assert {OURS, "sparsek_dense"} <= passed
+
+
+@pytest.mark.parametrize("min_mass", [0.0, 0.1])
+def test_select_gates(min_mass: float) -> None:
+    params = {**SMALL, "min_mass": min_mass, "affinity": 1.5, "far_share": 0.5}
+    for provider in get_op("paged_select").build(Case("t", parse_spec("2q1s1k"), params), CPU):
+        verdict = provider.gate(provider.prepare()())
+        assert verdict.passed, (provider.name, verdict.detail)
+
+
+def test_a_decode_reads_the_sketch_and_what_it_attends() -> None:
+    inputs = make_inputs(Case("t", parse_spec("1q1s1k"), SMALL), CPU)
+    rule = inputs.policy.per_token()
+    row = 2 * 32 * 4  # K of a token: two KV heads, 32 dimensions, float32
+    sketch = 1023 * 2 * inputs.k_summary.shape[2] / 32
+    _, read = decode_cost(inputs, rule)
+    assert read == 2 * row * rule.attended_tokens(1023) + sketch + 2 * inputs.q.numel() * 4
+    _, dense = decode_cost(inputs, SelectionPolicy())
+    assert dense == 2 * row * 1024 + 2 * inputs.q.numel() * 4
 
 
 @pytest.mark.parametrize("query_tile", [1, 32, 64])

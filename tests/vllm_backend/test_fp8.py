@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from sparsek_kernels.paged.reference import paged_attention_reference, select_blocks_reference
-from sparsek_kernels.paged.sketch import rotate, summary_bytes
+from sparsek_kernels.paged.sketch import summary_bytes
+from tests.kernels.rounded_query import rounded
 from tests.vllm_backend.layers import (
     DIM,
     HEADS,
@@ -188,13 +189,6 @@ def interpreted() -> Iterator[None]:
         mock.patch.object(impl, "paged_attention", attend),
     ):
         yield
-
-
-def rounded(q: torch.Tensor) -> torch.Tensor:
-    """Queries as the kernels score the sketch with them: rotated, in 8 bits."""
-    turned = rotate(q.float())
-    scale = turned.abs().amax(-1, keepdim=True) / 127.0
-    return rotate(torch.floor(turned / scale + 0.5) * scale)  # the rotation is its own inverse
 
 
 DEVICES = [

@@ -288,9 +288,9 @@ class SelectionPolicy:
     def attended_tokens(self, position: Positions) -> Positions:
         """Keys that the query at ``position`` attends: a function of position alone.
 
-        It is what the query attends if ``min_mass`` leaves nothing out; ``left_out`` of
-        :func:`sparsek_kernels.paged.paged_attention` counts what it does.  Where KV heads differ,
-        it is their mean, which may be a fraction.  Queries that ``dense_last`` exempts attend
+        With ``min_mass`` the query may attend fewer; :func:`sparsek_kernels.paged.paged_attention`
+        counts the difference in its argument ``left_out``.  Where KV heads differ, the number is
+        their mean, which may be a fraction.  Queries that ``dense_last`` exempts attend
         ``position + 1`` keys instead.
         """
         length = position + 1

@@ -128,8 +128,10 @@ def attended_pairs(
 
 
 def unused_places(inputs: PagedInputs, policy: SelectionPolicy, steps: Sequence[Step]) -> float:
-    """Places that a tile's selection leaves empty, mean over tiles and KV heads; 0 without
-    ``min_mass``."""
+    """Places that a tile's selection leaves empty, mean over tiles and KV heads.
+
+    Without ``min_mass`` it is 0.
+    """
     if not policy.min_mass:
         return 0.0
     empty = lists = 0
@@ -160,10 +162,7 @@ def _decode_positions(inputs: PagedInputs) -> list[int]:
 def decode_cost(
     inputs: PagedInputs, policy: SelectionPolicy, unused: float = 0.0
 ) -> tuple[float, float]:
-    """FLOPs and least bytes: attended K and V, sketches, candidates' K, queries and outputs.
-
-    With ``min_mass`` the candidates that lose are not counted.
-    """
+    """FLOPs and least bytes: attended K and V, sketches, queries and outputs."""
     positions = _decode_positions(inputs)
     kv_heads, dim = inputs.k_cache.shape[1], inputs.q.shape[2]
     width = inputs.q.element_size()
@@ -177,19 +176,7 @@ def decode_cost(
         flops += 2.0 * dim * inputs.q.shape[1] * sum(vectors)
         scored = sum(p for p in last if not policy.sees_all(p))
         cell_bytes = float(kv_heads * scored * inputs.k_summary.shape[2] / inputs.page_size)
-        candidates = sum(unchosen_keys(policy, p) for p in last)
-        flops += 2.0 * dim * inputs.q.shape[1] * candidates
-        cell_bytes += float(kv_heads * dim * width * candidates)
     return flops, kv_bytes + cell_bytes + 2.0 * inputs.q.numel() * width
-
-
-def unchosen_keys(policy: SelectionPolicy, position: int) -> int:
-    """Keys of candidates that lose: read by the second step, and not attended."""
-    if policy.sees_all(position) or policy.min_mass:
-        return 0
-    first, last = policy.candidate_range(position)
-    listed = min(policy.listed_blocks, int(last - first))
-    return (listed - policy.scored_blocks) * policy.sel_block_size
 
 
 def _ours(
@@ -292,7 +279,7 @@ def _build_decode(case: Case, device: torch.device) -> list[Provider]:
 
 
 def _torch_select(inputs: PagedInputs) -> Callable[[], Outputs]:
-    """Both steps in plain torch, equal lengths: scores and candidates go through memory."""
+    """The selection in plain torch, equal lengths: vectors and scores go through memory."""
     policy = inputs.policy.per_token()
     if len(set(inputs.seq_lens)) > 1 or set(inputs.query_lens) != {1}:
         raise Unavailable("one query token and equal lengths only")
@@ -304,10 +291,6 @@ def _torch_select(inputs: PagedInputs) -> Callable[[], Outputs]:
     table = inputs.block_table[:, : ceil_div(position + 1, inputs.page_size)].long()
     heads = inputs.k_cache.shape[1]
     q = torch.unflatten(inputs.q, 1, (heads, -1))  # [R, H, G, D]
-    forced = torch.cat([torch.arange(policy.sink_blocks), torch.arange(last, own + 1)])
-    forced = forced.to(q.device).expand(*q.shape[:2], -1)
-    request = torch.arange(q.shape[0], device=q.device)[:, None, None]
-    head = torch.arange(heads, device=q.device)[:, None]
 
     def call() -> Outputs:
         pages = read_vectors(inputs.k_summary[table], inputs.page_size, q.shape[-1])
@@ -316,18 +299,8 @@ def _torch_select(inputs: PagedInputs) -> Callable[[], Outputs]:
         logits = (rotated @ vectors.transpose(2, 3)).float() * inputs.softmax_scale
         per_block = size // VECTOR_SIZE
         blocks = torch.unflatten(logits[..., : own * per_block], -1, (own, per_block)).amax(-1)
-        scores = blocks.softmax(-1).sum(2)[..., first:last]
-        listed = scores.topk(min(policy.listed_blocks, last - first)).indices + first
-        read = torch.cat([listed, forced], -1)
-        keys = (read[..., None] * size + torch.arange(size, device=q.device)).flatten(2)
-        where = keys.clamp(max=position)
-        page = table[request, where // inputs.page_size]
-        k = inputs.k_cache[page, head, where % inputs.page_size]  # [R, H, keys, D]
-        logits = (q @ k.transpose(2, 3)).float() * inputs.softmax_scale
-        logits = logits.masked_fill((keys > position)[:, :, None], float("-inf"))
-        masses = torch.unflatten(logits.softmax(-1), -1, (-1, size)).sum((2, 4))
-        best = masses[..., : listed.shape[-1]].topk(policy.scored_blocks).indices
-        return (listed.gather(-1, best),)
+        scores, best = blocks.softmax(-1).sum(2)[..., first:last].topk(policy.scored_blocks)
+        return ((best + first).masked_fill(scores < policy.min_mass * inputs.group, -1),)
 
     return call
 

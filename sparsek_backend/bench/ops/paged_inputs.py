@@ -236,7 +236,7 @@ _IN_COMMON = 0.5**0.25
 
 
 def with_directions(x: torch.Tensor, runs: int, generator: torch.Generator) -> torch.Tensor:
-    """Random rows ``[..., rows, D]`` with a direction in common in each of ``runs`` equal runs."""
+    """Random rows ``[..., rows, D]`` that share a direction within each of ``runs`` equal runs."""
     shape = (*x.shape[:-2], max(runs, 1), 1, x.shape[-1])
     common = torch.randn(shape, generator=generator, device=x.device)
     own = x.float().reshape(*shape[:-2], -1, shape[-1]) * (1 - _IN_COMMON**2) ** 0.5
@@ -247,10 +247,15 @@ def with_directions(x: torch.Tensor, runs: int, generator: torch.Generator) -> t
 def draw_to_first(
     q: torch.Tensor, k_cache: torch.Tensor, pages: torch.Tensor, logits: torch.Tensor
 ) -> None:
-    """Give every query nearly ``logits[r]`` with the first key of the request whose first page is
-    ``pages[r]``.
+    """Give queries a logit of nearly ``logits[r]`` with the first key of request ``r``, in place.
 
-    A channel of ``q`` ``[T, Hq, D]`` becomes a constant, and the only one of those keys.
+    Channel 0 of ``q`` becomes a constant.  Of keys, only the first of a request has that channel.
+
+    Args:
+        q: ``[T, Hq, D]``.
+        k_cache: ``[num_pages, Hkv, page_size, D]``.
+        pages: ``[requests]`` first page of each request.
+        logits: ``[requests]`` float32.
     """
     root = q.shape[2] ** 0.5
     constant = float((logits.max() * root) ** 0.5)
@@ -264,7 +269,7 @@ def draw_to_first(
 def tile_queries(
     q: torch.Tensor, kv_heads: int, tile: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Random queries ``[T, Hq, D]``, those of a tile and a KV head with a direction in common."""
+    """Random queries ``[T, Hq, D]`` that share a direction within each tile and KV head."""
     count, group = ceil_div(q.shape[0], tile), q.shape[1] // kv_heads
     rows = F.pad(q, (0, 0, 0, 0, 0, count * tile - q.shape[0]))
     rows = rows.view(count, tile, kv_heads, group, -1).permute(0, 2, 1, 3, 4)

@@ -26,9 +26,9 @@ from sparsek_kernels.paged.sketch import (
     checksums,
     code_scales,
     read_vectors,
-    rotate,
     view_rows,
 )
+from tests.kernels.rounded_query import rounded
 from tests.kernels.worst_sketch import worst_sketch
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -144,14 +144,6 @@ def expected(
         sinks=None if sinks is None else sinks.cpu(),
         select=select_blocks_reference if chosen is None else chosen,
     )
-
-
-def rounded(q: torch.Tensor) -> torch.Tensor:
-    """Queries ``[..., D]`` as the kernels score the sketch with them: rotated, in 8 bits."""
-    turned = rotate(q.float())
-    scale = turned.abs().amax(-1, keepdim=True) / 127.0
-    levels = torch.floor(turned / torch.where(scale > 0.0, scale, 1.0) + 0.5)
-    return rotate(levels * scale)  # the rotation is its own inverse
 
 
 class Chosen:

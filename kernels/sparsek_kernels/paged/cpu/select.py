@@ -201,9 +201,13 @@ def count_left_out(
     queries: torch.Tensor | int,
     rule: SelectionPolicy,
 ) -> None:
-    """Count what tiles leave out by their lists, ``selected [T, Hkv, scored_blocks]`` int64.
+    """Add to ``left_out`` what tiles leave out, as their lists of blocks tell.
 
-    The other arguments are those of :func:`count_kept`.
+    Args:
+        left_out: ``[2]`` int64: keys left out, and keys of all places; ``None`` counts nothing.
+        selected: ``[T, Hkv, scored_blocks]`` int64, the lists.
+        queries: how many each tile has, ``[T, 1]``, or one number for all.
+        rule: how many places a list has.
     """
     if left_out is not None and rule.min_mass:
         count_kept(left_out, (~unused_places(selected, rule)).sum(-1), queries, rule)
@@ -212,12 +216,13 @@ def count_left_out(
 def count_kept(
     left_out: torch.Tensor, kept: torch.Tensor, queries: torch.Tensor | int, rule: SelectionPolicy
 ) -> None:
-    """Add the keys that lists have places for and no blocks, and those of all places.
+    """Add to ``left_out`` what tiles leave out, as the lengths of their lists tell.
 
     Args:
-        left_out: ``[2]`` int64, added to.
-        kept: ``[T, Hkv]`` blocks of the tiles' lists.
-        queries: of each tile, ``[T, 1]`` or the same number.
+        left_out: ``[2]`` int64: keys of places that stay empty, and keys of all places.
+        kept: ``[T, Hkv]``, how many blocks each list has.
+        queries: how many each tile has, ``[T, 1]``, or one number for all.
+        rule: how many places a list has.
     """
     places = sum(rule.head_places) or kept.shape[1] * rule.scored_blocks
     blocks = kept.sum(1)
