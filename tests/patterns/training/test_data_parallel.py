@@ -14,10 +14,8 @@ from sparsek_backend.patterns.training import (
 )
 
 
-def work(rank: int, folder: str) -> None:
-    """One of two ranks: a layer under DDP, which prunes once, then a loss jumps on rank 1."""
-    store = torch.distributed.FileStore(str(Path(folder) / "store"), 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def train(rank: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """One rank's importance and mask after a pruning, and what a loss that jumps on rank 1 does."""
     torch.manual_seed(0)
     layer = SparseAttentionLayer(16, 2, 128, 16)
     model = torch.nn.parallel.DistributedDataParallel(layer)
@@ -28,9 +26,20 @@ def work(rank: int, folder: str) -> None:
         model(torch.randn(2, 128, 16)).square().mean().backward()
         scheduler.step(1.0)
     own = layer.attention.tracker.history[0] / (1 - 0.9**2)
-    pruned = layer.pattern.mask()
-    jumped = scheduler.step(1.0 + rank * 1.2)  # 1.6 on average
-    torch.save((own, pruned, jumped), Path(folder) / f"{rank}.pt")
+    return own, layer.pattern.mask(), scheduler.step(1.0 + rank * 1.2)  # 1.6 on average
+
+
+def work(rank: int, folder: str) -> None:
+    """One of two ranks under DDP.
+
+    The DDP model goes before its process group does.  Otherwise it holds the group last and ends
+    it with Python's lock in hand, which a thread of gloo may wait for: a deadlock.
+    """
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(str(Path(folder) / "store"), 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    torch.save(train(rank), Path(folder) / f"{rank}.pt")
+    torch.distributed.barrier()  # no rank may go while the other still talks to it
     torch.distributed.destroy_process_group()
 
 
