@@ -66,7 +66,8 @@ class BlockMass:
         rows = []
         for first in range(0, num_q, size):
             block = q[:, first : first + size].float().transpose(1, 2)  # [B, Hq, rows, D]
-            scores = torch.matmul(block, keys).mul_(scale)
+            with torch.autocast(q.device.type, enabled=False):
+                scores = torch.matmul(block, keys).mul_(scale)
             if self.causal:
                 at = torch.arange(first, first + block.shape[2], device=q.device) + num_k - num_q
                 scores.masked_fill_(key > at[:, None], float("-inf"))

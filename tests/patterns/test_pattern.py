@@ -155,6 +155,29 @@ def test_saved_and_loaded(pattern: BlockSparsePattern, tmp_path: Path) -> None:
         assert torch.equal(found.mass(), pattern.mass())
 
 
+def test_an_interrupted_save_leaves_the_file_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "p.safetensors"
+    learned(3, 5, 7).save(path)
+    whole = path.read_bytes()
+
+    def stops(tensors: Any, where: Path, header: Any) -> None:
+        Path(where).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safetensors.torch.save_file", stops)
+    with pytest.raises(KeyboardInterrupt):
+        BlockSparsePattern.local((4, 4), 16, window=1).save(path)
+    assert path.read_bytes() == whole
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="path: expected a folder that exists"):
+        learned(1, 2, 2).save(tmp_path / "none" / "p.safetensors")
+
+
 def rewrite(path: Path, header: dict[str, str], **tensors: torch.Tensor) -> None:
     """Change header fields and tensors of a pattern file."""
     from safetensors import safe_open

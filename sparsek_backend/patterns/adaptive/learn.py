@@ -41,6 +41,7 @@ class AdaptiveLearner:
         self._generator = torch.Generator().manual_seed(self.options.seed)
         self._features: list[torch.Tensor] = []
         self._masses: list[torch.Tensor] = []
+        self._tokens: int | None = None
         self._visible = torch.zeros(0, 0, dtype=torch.bool)
 
     @torch.no_grad()
@@ -51,7 +52,14 @@ class AdaptiveLearner:
         v: torch.Tensor,
         softmax_scale: float | None = None,
     ) -> None:
-        """Count sequences ``q [B, N, Hq, D]``, ``k`` and ``v [B, N, Hkv, D]`` of one length."""
+        """Count sequences ``q [B, N, Hq, D]``, ``k`` and ``v [B, N, Hkv, D]`` of one length.
+
+        Raises:
+            ValueError: another length than before.
+        """
+        if self._tokens not in (None, q.shape[1]):
+            raise ValueError(f"q: expected {self._tokens} tokens as before, got {q.shape[1]}")
+        self._tokens = q.shape[1]
         self._visible = visible_blocks(q.shape[1], k.shape[1], self.block_size, self.causal)
         self._features += block_features(q, self.block_size, self.num_patterns).cpu()
         for one in range(q.shape[0]):
@@ -91,6 +99,8 @@ class AdaptiveLearner:
         """
         if not self._features:
             raise ValueError("observe: expected at least one sequence, got none")
+        if not 0.0 <= sparsity < 1.0:
+            raise ValueError(f"sparsity: expected a number from 0 to below 1, got {sparsity}")
         check_count("clusters", clusters, 1)
         if not smoothing > 0.0:
             raise ValueError(f"smoothing: expected a number above 0, got {smoothing}")

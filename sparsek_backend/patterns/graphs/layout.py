@@ -121,14 +121,22 @@ def known_layout(
     order: Order,
     batch: torch.Tensor | None,
 ) -> GraphLayout:
-    """:func:`graph_layout`, made once for each tensor, so that layers and epochs share it."""
+    """:func:`graph_layout`, made once for each tensor, so that layers and epochs share it.
+
+    Made anew for tensors of inference mode, which do not count their changes.
+    """
+    if edge_index.is_inference() or (batch is not None and batch.is_inference()):
+        return graph_layout(
+            edge_index, num_nodes, block_size, density=density, order=order, batch=batch
+        )
     versions = (edge_index._version, None if batch is None else batch._version)
     key: _Key = (versions, num_nodes, block_size, density, order)
     known = _layouts.setdefault(edge_index, {})
     found = known.get(key)
     if found is None or found[0] is not batch:
-        layout = graph_layout(
-            edge_index, num_nodes, block_size, density=density, order=order, batch=batch
-        )
+        with torch.inference_mode(False):  # what is kept serves training too
+            layout = graph_layout(
+                edge_index, num_nodes, block_size, density=density, order=order, batch=batch
+            )
         found = known[key] = (batch, layout)
     return found[1]

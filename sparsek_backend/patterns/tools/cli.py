@@ -33,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 File = Annotated[Path, typer.Argument(help="A pattern file (.safetensors, or .npz of scipy).")]
-HeadDim = Annotated[int, typer.Option(help="Elements of a head, for the FLOPs.")]
+HeadDim = Annotated[int, typer.Option(min=1, help="Elements of a head, for the FLOPs.")]
 BlockSize = Annotated[
     int | None, typer.Option(help="Tokens along a side of a block, for files that do not say it.")
 ]
@@ -84,8 +84,8 @@ def learn(
     text: Annotated[
         list[Path] | None, typer.Option(help="Text files; repeatable. The speeches by default.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 2048,
-    texts: Annotated[int, typer.Option(help="Most texts to read.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each text.")] = 2048,
+    texts: Annotated[int, typer.Option(min=1, help="Most texts to read.")] = 8,
     device: Annotated[str, typer.Option(help="`cuda`, `cpu` or `auto`.")] = "auto",
     prefill: Annotated[
         bool,
@@ -105,6 +105,10 @@ def learn(
             raise ValueError(
                 "--prefill: expected neither --heads, --pooled, --by-distance nor --sparsity, "
                 "because a server decides how many blocks each KV head attends"
+            )
+        if out.suffix != ".safetensors" or not out.parent.is_dir():
+            raise ValueError(
+                f"--out: expected a file named .safetensors in a folder that exists, got {out}"
             )
         where = choose_device(device)
         loaded, batches = _load(model, text, tokens, texts, where)

@@ -134,11 +134,15 @@ class LearnedPattern(torch.nn.Module):
                 f"got {rows}"
             )
         made = self._made.get(rows)
-        if made is None or made[0] is not self.keep or made[1] != self.keep._version:
+        # A tensor of inference mode does not count its changes.
+        counts = not self.keep.is_inference()
+        if counts and made and made[0] is self.keep and made[1] == self.keep._version:
+            return made[2]
+        with torch.inference_mode(not counts):  # what is kept serves training too
             pattern = BlockSparsePattern.from_mask(self.keep[:, :rows, :rows], self.block_size)
-            made = (self.keep, self.keep._version, pattern)
-            self._made[rows] = made
-        return made[2]
+        if counts:
+            self._made[rows] = (self.keep, self.keep._version, pattern)
+        return pattern
 
     @property
     def sparsity(self) -> float:

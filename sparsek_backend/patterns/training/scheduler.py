@@ -113,7 +113,18 @@ class PatternScheduler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken."""
+        """Go on where :meth:`state_dict` was taken.
+
+        Raises:
+            ValueError: a state of other patterns.
+        """
+        due = [p.keep.shape for p in self.patterns]
+        given = [mask.shape for mask in state["masks_before"] or ()]
+        if given and given != due:
+            raise ValueError(
+                f"masks_before: expected masks of shapes {[list(x) for x in due]}, "
+                f"got {[list(x) for x in given]}"
+            )
         self.steps, self.sparsity = state["steps"], state["sparsity"]
         self.reverts, self._setbacks = state["reverts"], state["setbacks"]
         self._loss, masks = state["loss"], state["masks_before"]

@@ -43,6 +43,16 @@ def test_matches_the_oracle(mask: dict[str, Any], n: int, m: int, with_sinks: bo
     torch.testing.assert_close((out, lse, *found), want)
 
 
+def test_a_head_without_a_sink_has_no_gradient_where_rows_see_no_key() -> None:
+    q, k, v = tensors(21, 9)
+    sinks = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        sinks[1] = float("-inf")
+    wanted = torch.autograd.grad(sink_flash_attention(q, k, v, sinks=sinks).sum(), sinks)[0]
+    assert wanted[1] == 0.0
+    assert wanted.isfinite().all()
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     lens=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=5),

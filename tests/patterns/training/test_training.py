@@ -93,6 +93,33 @@ def test_pruned_blocks_may_return() -> None:
     assert not (learned.keep & ~learned.visible).any()
 
 
+def test_a_state_of_other_patterns_is_refused() -> None:
+    one = PatternScheduler(LearnedPattern(2, 2, 64, 16, heads="all"), SparsitySchedule(0.5))
+    one.patterns[0].tracker.add(torch.rand(1, 4, 4))
+    one.prune(0.5)
+    two = PatternScheduler(LearnedPattern(2, 2, 64, 16), SparsitySchedule(0.5))
+    with pytest.raises(ValueError, match="masks_before: expected masks of shapes"):
+        two.load_state_dict(one.state_dict())
+
+
+def test_a_layer_that_was_tried_in_inference_mode_is_trained() -> None:
+    layer = SparseAttentionLayer(32, 2, 64, 16)
+    x = torch.randn(1, 64, 32)
+    with torch.inference_mode():
+        layer(x)
+    layer(x).sum().backward()
+    assert layer.q_proj.weight.grad is not None
+
+
+def test_a_layer_made_in_inference_mode_attends() -> None:
+    with torch.inference_mode():
+        layer = SparseAttentionLayer(32, 2, 64, 16).eval()
+        x = torch.randn(1, 64, 32)
+        before = layer(x)
+        layer.attention.set_mask(torch.eye(4, dtype=torch.bool).expand(2, 4, 4))
+        assert not torch.equal(layer(x), before)
+
+
 @pytest.mark.parametrize("gates", [False, True])
 def test_a_saved_layer_goes_on(gates: bool) -> None:
     from safetensors.torch import load, save
