@@ -67,7 +67,8 @@ def kernels(
     check: Annotated[bool, typer.Option(help="Exit 1 when a bar is not met.")] = False,
 ) -> None:
     """Gate and time kernels over YAML workloads; exit 1 when a gate of ours is red."""
-    with failing_on(ValueError, ImportError):
+    with failing_on(ValueError, ImportError, OSError):
+        out.mkdir(parents=True, exist_ok=True)
         chosen = _choose(yaml or _default_yaml(), op, case, spec)
         settings = Settings(choose_device(device), budget_ms, tuple(provider or ()))
         machine = describe_machine(settings.device, commit)

@@ -167,6 +167,19 @@ workloads:
 """
 
 
+def test_a_file_in_place_of_the_folder_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    sizes = "{num_heads: 1, num_kv_heads: 1, head_dim: 8, dtype: float32}"
+    workload = tmp_path / "w.yaml"
+    workload.write_text(
+        f"workloads: [{{op: sink_window_fwd, name: a, specs: [q16], params: {sizes}}}]"
+    )
+    options = ["--yaml", str(workload), "--device", "cpu", "--budget-ms", "1"]
+    done = CliRunner().invoke(app, ["kernels", *options, "--out", str(tmp_path / "out")])
+    assert done.exit_code == 2
+    assert "File exists" in done.stderr
+
+
 def test_sink_window_runs_on_the_cpu_and_writes_csv_and_plots(tmp_path: Path) -> None:
     (tmp_path / "w.yaml").write_text(TINY)
     arguments = ["kernels", "--yaml", str(tmp_path / "w.yaml"), "--out", str(tmp_path / "out")]
