@@ -56,7 +56,7 @@ class LearnedPattern(torch.nn.Module):
         num_heads: query heads.
         num_kv_heads: key/value heads.
         num_tokens: tokens of the longest input; shorter ones attend the first blocks of the
-            pattern.
+            pattern, and their importance is not counted.
         block_size: tokens along a side of a block.
         heads: who shares a pattern: the query heads of a ``kv`` head, ``all``, or each ``query``
             head on its own.

@@ -142,7 +142,9 @@ class PatternScheduler:
 
     def _watch(self, loss: float) -> bool:
         """Bring the earlier patterns back if the loss jumped since the last pruning."""
-        jumped = self._loss is not None and not loss <= (1.0 + self.tolerance) * self._loss
+        jumped = self._loss is not None and not (
+            loss <= self._loss + self.tolerance * abs(self._loss)  # losses may be negative
+        )
         if jumped and self._before is not None:
             masks, self.sparsity = self._before
             for pattern, mask in zip(self.patterns, masks, strict=True):

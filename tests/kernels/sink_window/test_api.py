@@ -167,6 +167,16 @@ def test_compiles_without_graph_breaks() -> None:
     torch.testing.assert_close(found, want)
 
 
+def test_compiles_for_sizes_that_change() -> None:
+    def run(q: torch.Tensor) -> Any:
+        return sink_flash_attention(q * 2, q, q, num_sink=2, window_size=4)
+
+    compiled = torch.compile(run, dynamic=True, fullgraph=True, backend="aot_eager")
+    for tokens, dim in ((12, 8), (13, 8), (20, 16)):
+        q = torch.randn(1, tokens, 2, dim, requires_grad=True)
+        torch.testing.assert_close(compiled(q), run(q))
+
+
 def test_compiles_packed_sequences_and_out() -> None:
     q, k, v = (x.detach() for x in tensors(12, 12, dtype=torch.float32, batch=1))
     cu = torch.tensor([0, 5, 12], dtype=torch.int32)

@@ -81,6 +81,15 @@ def test_a_jump_of_the_loss_brings_the_patterns_back() -> None:
     assert torch.equal(learned.keep, before)
 
 
+def test_a_loss_may_be_negative() -> None:
+    learned = watched()
+    scheduler = PatternScheduler(learned, SparsitySchedule(0.5, end=2, every=1))
+    assert [scheduler.step(-1.0) for _ in range(4)] == [True] * 4
+    assert (scheduler.sparsity, scheduler.reverts) == (0.5, 0)
+    assert scheduler.step(-0.4)  # 60 % of its size above -1
+    assert scheduler.reverts == 1
+
+
 def test_pruned_blocks_may_return() -> None:
     learned = watched()
     scheduler = PatternScheduler(learned, SparsitySchedule(0.5), Pruning(sinks=0, window=0))
