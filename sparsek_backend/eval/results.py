@@ -102,10 +102,9 @@ def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list
         due = {"kind", "run"}
         if row.get("kind") == "run":
             due |= {"label", "settings", "known"}
-        if not due <= row.keys():
-            absent = ", ".join(sorted(due - row.keys()))
+        if lacking := ", ".join(sorted(due - row.keys())):
             raise ValueError(
-                f"record: expected a record of `sparsek eval`, line {number} lacks {absent}"
+                f"record: expected a record of `sparsek eval`, line {number} lacks {lacking}"
             )
     about: dict[str, Row] = {}
     latest: dict[str, str] = {}
