@@ -91,6 +91,11 @@ def test_bars_are_judged_on_green_rows() -> None:
     assert met == {"peer": True, "max_ms": True, "min_tflops": False}
 
 
+def test_a_dtype_has_one_name() -> None:
+    with pytest.raises(ValueError, match="dtype: expected a torch dtype such as 'bfloat16'"):
+        Case("t", parse_spec("q64"), {"dtype": "half"}).dtype()
+
+
 def test_growth_is_longest_over_shortest() -> None:
     op = toy_op(GREEN, GREEN)
     cases = [

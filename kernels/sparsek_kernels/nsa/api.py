@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.checks import check_int, check_scale, check_tensor
+from sparsek_kernels.checks import DTYPES, check_int, check_scale, check_tensor
 from sparsek_kernels.nsa import ops
 from sparsek_kernels.nsa.checks import (
-    DTYPES,
     check_indices,
     check_lengths,
     check_like_keys,

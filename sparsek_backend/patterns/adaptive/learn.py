@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from sparsek_backend.patterns.adaptive.routing import AdaptivePattern, block_features
-from sparsek_backend.patterns.entries import check_count
 from sparsek_backend.patterns.ranking import fixed_blocks
 from sparsek_backend.patterns.training.learned import ImportanceOptions
 from sparsek_backend.patterns.training.masses import sampled_block_masses, visible_blocks
 from sparsek_backend.patterns.training.pruning import Pruning
 from sparsek_kernels.block_sparse.structure import check_block_size
+from sparsek_kernels.checks import check_int
 
 
 class AdaptiveLearner:
@@ -32,7 +32,7 @@ class AdaptiveLearner:
         causal: bool = True,
         importance: ImportanceOptions | None = None,
     ) -> None:
-        check_count("num_patterns", num_patterns, 1)
+        check_int("num_patterns", num_patterns, 1)
         check_block_size(block_size)
         self.num_patterns = num_patterns
         self.block_size = block_size
@@ -101,7 +101,7 @@ class AdaptiveLearner:
             raise ValueError("observe: expected at least one sequence, got none")
         if not 0.0 <= sparsity < 1.0:
             raise ValueError(f"sparsity: expected a number from 0 to below 1, got {sparsity}")
-        check_count("clusters", clusters, 1)
+        check_int("clusters", clusters, 1)
         if not smoothing > 0.0:
             raise ValueError(f"smoothing: expected a number above 0, got {smoothing}")
         rule = pruning or Pruning()

@@ -9,12 +9,11 @@ from typing import Literal, get_args
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek_backend.patterns.entries import check_count
 from sparsek_backend.patterns.graphs.communities import find_communities
 from sparsek_backend.patterns.graphs.edges import check_edges, edge_pattern, places_in
 from sparsek_backend.patterns.graphs.orders import community_order, cuthill_mckee_order
 from sparsek_backend.patterns.pattern import BlockSparsePattern
-from sparsek_kernels.checks import check_tensor
+from sparsek_kernels.checks import check_int, check_tensor
 
 Order = Literal["communities", "cuthill_mckee", "given"]
 
@@ -64,7 +63,7 @@ def graph_layout(
         ValueError: an argument out of range, or an edge between two graphs.
     """
     check_edges(edge_index, num_nodes)
-    check_count("num_nodes", num_nodes, 1)
+    check_int("num_nodes", num_nodes, 1)
     if order not in get_args(Order):
         raise ValueError(f"order: expected one of {', '.join(get_args(Order))}, got {order!r}")
     device, edges = edge_index.device, edge_index.cpu()

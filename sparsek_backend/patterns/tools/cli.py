@@ -17,12 +17,13 @@ from rich.table import Table
 
 from sparsek_backend.command_line import grouped
 from sparsek_backend.machine import choose_device
+from sparsek_backend.patterns.learn import Heads
 from sparsek_backend.patterns.model_file import ModelPatterns
 from sparsek_backend.patterns.presets import PRESETS
 from sparsek_backend.patterns.tools.convert import read_patterns, write_patterns
 from sparsek_backend.patterns.tools.page import COLUMNS, write_page
 from sparsek_backend.patterns.tools.statistics import pattern_statistics
-from sparsek_backend.patterns.training.learned import Heads, ImportanceOptions
+from sparsek_backend.patterns.training.learned import ImportanceOptions
 from sparsek_backend.patterns.training.masses import Measure
 from sparsek_backend.patterns.training.pruning import Pruning
 

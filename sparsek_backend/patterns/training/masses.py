@@ -7,9 +7,8 @@ from typing import Literal, get_args
 import torch
 import torch.nn.functional as F
 
-from sparsek_backend.patterns.entries import check_count
 from sparsek_kernels.block_sparse.structure import check_block_size
-from sparsek_kernels.checks import check_heads, check_qkv, check_scale
+from sparsek_kernels.checks import check_heads, check_int, check_qkv, check_scale
 
 Measure = Literal["mass", "l1", "l2"]
 _MOST_SCORES = 1 << 26
@@ -61,7 +60,7 @@ def sampled_block_masses(
     """
     check_qkv(q, k, v)
     check_block_size(block_size)
-    check_count("samples", samples, 1)
+    check_int("samples", samples, 1)
     if measure not in get_args(Measure):
         raise ValueError(f"measure: expected 'mass', 'l1' or 'l2', got {measure!r}")
     scale = check_scale(softmax_scale, q.shape[3])
