@@ -216,6 +216,7 @@ def test_learn_command(tmp_path: Path) -> None:
     texts = [tmp_path / f"{n}.txt" for n in range(2)]
     for n, path in enumerate(texts):
         path.write_text(" ".join(f"w{i * (n + 3) % 89 + 1}" for i in range(100)))
+    texts[0].write_bytes(texts[0].read_bytes() + b" caf\xe9")  # not all texts are UTF-8
     out = tmp_path / "learned.safetensors"
     options = ["--block-size", "16", "--sparsity", "0.3", "--tokens", "90", "--samples", "16"]
     named = [part for path in texts for part in ("--text", str(path))]

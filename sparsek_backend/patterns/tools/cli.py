@@ -231,7 +231,8 @@ def _load(
     for path in paths:
         if len(batches) == most:
             break
-        ids = tokenizer(path.read_text(encoding="utf-8"), verbose=False).input_ids[:tokens]
+        words = path.read_text(encoding="utf-8", errors="replace")
+        ids = tokenizer(words, verbose=False).input_ids[:tokens]
         if len(ids) == tokens:
             batches.append(torch.tensor([ids]))
     if not batches:

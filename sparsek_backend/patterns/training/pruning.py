@@ -62,6 +62,7 @@ class Pruning:
         """
         if not 0.0 <= sparsity < 1.0:
             raise ValueError(f"sparsity: expected a number from 0 to below 1, got {sparsity}")
+        importance = importance.masked_fill(~visible, 0.0)  # gates know no causality
         budget = max(round((1.0 - sparsity) * int(visible.sum())), 1)
         if self.by_distance:
             importance = mean_by_distance(importance, self.sinks)

@@ -195,3 +195,11 @@ REFUSED: list[tuple[str, Any]] = [
 def test_refuses(message: str, action: Any) -> None:
     with pytest.raises(ValueError, match=message):
         action()
+
+
+def test_blocks_that_nobody_sees_do_not_count() -> None:
+    visible = visible_blocks(64, 64, 16, causal=True)
+    rule = Pruning(threshold=0.3, sinks=0, window=0)
+    found = rule.mask(torch.ones(1, 4, 4), visible, 0.0)
+    assert found[0].sum(1).tolist() == [1, 2, 3, 1]  # a third of a row is enough, a quarter not
+    assert torch.equal(found, rule.mask(visible[None].float(), visible, 0.0))
