@@ -25,6 +25,7 @@ from sparsek_backend.nn.cache import NSACache, unchanged_on_error
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.native_sparse_attention import NativeSparseAttention
 from sparsek_backend.transformers_hook import MODEL_TYPE
+from sparsek_backend.whole_file import write_whole
 from sparsek_kernels.checks import check_int
 
 ARCHITECTURE = "NSALlamaForCausalLM"
@@ -276,9 +277,10 @@ class NSALlamaForCausalLM(nn.Module):
                 folder = Path(folder)
                 folder.mkdir(parents=True, exist_ok=True)
                 # As a whole: a loaded model's weights may still lie in the file before it.
-                whole = folder / ".model.safetensors"
-                save_file(state, whole, metadata={"format": "pt"})
-                whole.replace(folder / "model.safetensors")
+                write_whole(
+                    folder / "model.safetensors",
+                    lambda beside: save_file(state, beside, metadata={"format": "pt"}),
+                )
                 dtype = str(self.lm_head.weight.dtype).removeprefix("torch.")
                 values = json.dumps({**self.config.to_dict(), "dtype": dtype}, indent=2)
                 (folder / "config.json").write_text(values + "\n", encoding="utf-8")

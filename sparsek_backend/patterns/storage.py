@@ -6,11 +6,12 @@ A file holds one pattern, or one for each layer of a model.  Nothing in them is 
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from sparsek_backend.whole_file import write_whole
 
 FORMAT = "sparsek.block_sparse_pattern"
 MODEL_FORMAT = "sparsek.model_patterns"
@@ -168,12 +169,7 @@ def _save(tensors: dict[str, torch.Tensor], path: Path, header: dict[str, str]) 
     _, save_file = _safetensors()
     if not path.parent.is_dir():
         raise ValueError(f"path: expected a folder that exists, got {str(path.parent)!r}")
-    whole = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        save_file(tensors, whole, header)
-        whole.replace(path)
-    finally:
-        whole.unlink(missing_ok=True)
+    write_whole(path, lambda beside: save_file(tensors, beside, header))
 
 
 def _open(path: Path, format_name: str) -> tuple[dict[str, str], dict[str, torch.Tensor]]:

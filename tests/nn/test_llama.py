@@ -133,6 +133,12 @@ def test_a_config_that_is_none(
         NSALlamaForCausalLM.from_pretrained(tmp_path)
 
 
+def test_who_reads_the_config_reads_the_weights(tmp_path: Path) -> None:
+    make().save_pretrained(tmp_path)
+    config, weights = (tmp_path / name for name in ("config.json", "model.safetensors"))
+    assert config.stat().st_mode == weights.stat().st_mode
+
+
 def test_an_interrupted_save_leaves_the_weights_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

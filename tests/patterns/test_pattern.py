@@ -173,6 +173,13 @@ def test_an_interrupted_save_leaves_the_file_before_it(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_saved_file_has_the_permissions_of_a_new_one(tmp_path: Path) -> None:
+    (tmp_path / "new").touch()
+    learned(1, 2, 2).save(tmp_path / "p.safetensors")
+    modes = [(tmp_path / name).stat().st_mode for name in ("new", "p.safetensors")]
+    assert modes[0] == modes[1]
+
+
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="path: expected a folder that exists"):
         learned(1, 2, 2).save(tmp_path / "none" / "p.safetensors")
