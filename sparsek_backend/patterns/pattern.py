@@ -356,9 +356,9 @@ class BlockSparsePattern(BlockStructure):
         Raises:
             ValueError: more blocks than the pattern has.
         """
+        shape = rows, cols = check_shape(shape)
         if shape == self.shape:
             return self
-        rows, cols = check_shape(shape)
         if rows > self.shape[0] or cols > self.shape[1]:
             raise ValueError(f"shape: expected at most {self.shape} blocks, got {shape}")
         places = self.places()

@@ -144,6 +144,15 @@ def test_union() -> None:
     assert one.union(local).weights is None
 
 
+@pytest.mark.parametrize("shape", [(3, 4), [3, 4]], ids=["tuple", "list"])
+def test_cropped(shape: Any) -> None:
+    whole = learned(2, 5, 7)
+    found = whole.crop(shape)
+    assert found.shape == (3, 4)
+    assert torch.equal(found.mass(), whole.mass()[:, :3, :4])
+    assert whole.crop((5, 7)) is whole
+
+
 @pytest.mark.parametrize("pattern", [learned(3, 5, 7), BlockSparsePattern.from_mask(TRIANGLE, 16)])
 def test_saved_and_loaded(pattern: BlockSparsePattern, tmp_path: Path) -> None:
     pattern.save(tmp_path / "p.safetensors")
