@@ -92,6 +92,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     options = parser.parse_args(arguments)
     path = options.text or fetch_texts() / "1862-Lincoln-1.txt"
     text = path.read_bytes()
+    if len(text) < options.length + 2:
+        parser.error(f"--text: expected at least {options.length + 2} bytes, got {len(text)}")
 
     torch.manual_seed(0)
     model = NSALlamaForCausalLM(SIZES).to("cuda" if torch.cuda.is_available() else "cpu")

@@ -82,7 +82,7 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
         ValueError: not a finite number above zero.
     """
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
-    if not (math.isfinite(scale) and scale > 0):
+    if not 0.0 < scale < math.inf:  # a symbol, where torch.compile makes sizes dynamic
         raise ValueError(f"softmax_scale: expected a finite number > 0, got {softmax_scale}")
     return scale
 

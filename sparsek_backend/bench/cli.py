@@ -34,6 +34,7 @@ from sparsek_backend.bench.workload import load_workloads
 from sparsek_backend.command_line import fail, failing_on, grouped, refuse_set
 from sparsek_backend.config import resolve_config
 from sparsek_backend.machine import choose_device, describe_machine
+from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
 app = typer.Typer(help="Benchmarks: kernels, serving, comparisons.", no_args_is_help=True)
 console = Console(width=None)
@@ -67,7 +68,8 @@ def kernels(
     check: Annotated[bool, typer.Option(help="Exit 1 when a bar is not met.")] = False,
 ) -> None:
     """Gate and time kernels over YAML workloads; exit 1 when a gate of ours is red."""
-    with failing_on(ValueError, ImportError):
+    with failing_on(ValueError, ImportError, OSError):
+        out.mkdir(parents=True, exist_ok=True)
         chosen = _choose(yaml or _default_yaml(), op, case, spec)
         settings = Settings(choose_device(device), budget_ms, tuple(provider or ()))
         machine = describe_machine(settings.device, commit)
@@ -196,6 +198,8 @@ def serve(
 ) -> None:
     """TTFT and TPOT in vLLM: its own backend against SPARSEK, each in processes of its own."""
     with failing_on(ValueError):
+        if baseline is not None and baseline.upper() == BACKEND_NAME:
+            raise ValueError(f"baseline: expected another backend than ours, got {baseline!r}")
         if load.rate:
             refuse_set(cases, "rate: requests come as --mix says")
         else:

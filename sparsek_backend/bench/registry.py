@@ -84,7 +84,8 @@ class Case:
         """The parameter `dtype` as a torch dtype."""
         name = self.str_param("dtype")
         dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype):
+        # Results go by this name, not by an alias such as torch.half.
+        if not isinstance(dtype, torch.dtype) or str(dtype) != f"torch.{name}":
             raise ValueError(f"dtype: expected a torch dtype such as 'bfloat16', got {name!r}")
         return dtype
 

@@ -23,8 +23,8 @@ from sparsek_backend.distributed.mesh import channel_of
 from sparsek_backend.distributed.nsa_calls import NSACall, NSASettings
 from sparsek_backend.distributed.nsa_plan import NSAPlan, plan_nsa
 from sparsek_kernels import nsa_compress
-from sparsek_kernels.checks import check_int, check_scale, check_tensor
-from sparsek_kernels.nsa.checks import DTYPES, check_like_keys, check_query
+from sparsek_kernels.checks import DTYPES, check_int, check_scale, check_tensor
+from sparsek_kernels.nsa.checks import check_like_keys, check_query
 from sparsek_kernels.nsa.compress.mlp import PhiWeights
 from sparsek_kernels.nsa.spec import NSASpec
 

@@ -299,7 +299,10 @@ def report(
 ) -> None:
     """Write tables, JSON and plot again from a record, also of an unfinished evaluation."""
     with _mendable():
-        _report(record.parent, record.name.removesuffix(".jsonl"), None, commit)
+        if record.suffix != ".jsonl" or not record.is_file():
+            reason = "which is no such file" if record.exists() else "which does not exist"
+            raise ValueError(f"record: expected a .jsonl file, got {str(record)!r}, {reason}")
+        _report(record.parent, record.stem, None, commit)
 
 
 @app.command("picture")

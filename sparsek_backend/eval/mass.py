@@ -186,8 +186,10 @@ def plot_masses(path: Path, masses: Sequence[Mass], title: str) -> Path:
         best = torch.stack([mass.best for mass in members]).mean()
         image = axis.imshow(grid, vmin=min(0.5, float(grid.min())), vmax=1.0, aspect="auto")
         attended = torch.stack([mass.attended for mass in members]).mean()
-        title = f"{phase}: {grid.mean():.3f} of {best:.3f} possible\n{attended:.1%} of the keys"
-        axis.set_title(title, fontsize=9)
+        axis.set_title(
+            f"{phase}: {grid.mean():.3f} of {best:.3f} possible\n{attended:.1%} of the keys",
+            fontsize=9,
+        )
         axis.set_xticks(range(heads))
         axis.set_yticks(range(layers), [str(mass.layer) for mass in members], fontsize=7)
         axis.set_xlabel("KV head")

@@ -96,15 +96,25 @@ def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list
         keys: the runs wanted; ``None`` takes the latest of every label.
 
     Raises:
-        ValueError: no run, or one that is not in the record.
+        ValueError: no run, one that is not in the record, or a line of another kind of file.
     """
+    for number, row in enumerate(rows, 1):
+        due = {"kind", "run"}
+        if row.get("kind") == "run":
+            due |= {"label", "settings", "known"}
+        if lacking := ", ".join(sorted(due - row.keys())):
+            raise ValueError(
+                f"record: expected a record of `sparsek eval`, line {number} lacks {lacking}"
+            )
     about: dict[str, Row] = {}
+    latest: dict[str, str] = {}
     for row in rows:
         if row["kind"] == "run":
             seconds = about.get(row["run"], {}).get("seconds", 0.0) + row.get("seconds", 0.0)
             about[row["run"]] = {**row, "seconds": seconds}
+            latest[row["label"]] = row["run"]
     if keys is None:
-        keys = list({row["label"]: key for key, row in about.items()}.values())
+        keys = list(latest.values())
     absent = [key for key in keys if key not in about]
     if absent or not keys:
         raise ValueError(f"record: expected runs {list(keys)}, found {list(about)}")
@@ -192,35 +202,39 @@ def _compare(groups: Sequence[Sequence[tuple[Row, Row]]], *, is_reference: bool)
 
 
 def perplexity_rows(runs: Sequence[Run]) -> list[Row]:
-    """One flat row for every run that scored texts, against the first."""
+    """One flat row for every run that scored texts and every length of them, against the first."""
     reference = {identity(row): row for row in runs[0].rows if row["kind"] == "text"}
     found = []
     for run in runs:
         pairs = [(reference[identity(r)], r) for r in run.rows if identity(r) in reference]
-        if not pairs:
-            continue
-        length = max(row["tokens"] for _, row in pairs)
-
-        def mean(
-            value: Callable[[Row, Row], float], pairs: Sequence[tuple[Row, Row]] = pairs
-        ) -> float:
-            return math.fsum(value(*pair) for pair in pairs) / len(pairs)
-
-        found.append(
-            {
-                "label": run.label,
-                "length": length,
-                "texts": len(pairs),
-                "prefill_share": run.share("prefill", length, "text"),
-                "ppl": math.exp(mean(lambda _, row: row["nll"])),
-                "ppl_second_half": math.exp(mean(lambda _, row: row["nll_second_half"])),
-                "delta_nll": mean(lambda old, new: new["nll"] - old["nll"]),
-                "delta_nll_second_half": mean(
-                    lambda old, new: new["nll_second_half"] - old["nll_second_half"]
-                ),
-            }
-        )
+        for length in sorted({row["tokens"] for _, row in pairs}):
+            here = [pair for pair in pairs if pair[1]["tokens"] == length]
+            found.append(
+                {
+                    "label": run.label,
+                    "length": length,
+                    "texts": len(here),
+                    "prefill_share": run.share("prefill", length, "text"),
+                    **_perplexity(here),
+                }
+            )
     return found
+
+
+def _perplexity(pairs: Sequence[tuple[Row, Row]]) -> Row:
+    """Perplexity of a run over texts, and its added NLL over the reference's."""
+
+    def mean(value: Callable[[Row, Row], float]) -> float:
+        return math.fsum(value(*pair) for pair in pairs) / len(pairs)
+
+    return {
+        "ppl": math.exp(mean(lambda _, row: row["nll"])),
+        "ppl_second_half": math.exp(mean(lambda _, row: row["nll_second_half"])),
+        "delta_nll": mean(lambda old, new: new["nll"] - old["nll"]),
+        "delta_nll_second_half": mean(
+            lambda old, new: new["nll_second_half"] - old["nll_second_half"]
+        ),
+    }
 
 
 def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -236,6 +250,14 @@ def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         f"{row['prompts']} of {wanted} prompts were scored"
         for row in tasks
         if row["prompts"] < wanted
+    ]
+    cells = dict.fromkeys((row["task"], row["variant"], row["length"]) for row in tasks)
+    scored = {(row["label"], row["task"], row["variant"], row["length"]) for row in tasks}
+    found += [
+        f"{label}, {task}, {variant}, {length} tokens: no prompt was scored"
+        for label in dict.fromkeys(row["label"] for row in tasks)
+        for task, variant, length in cells
+        if (label, task, variant, length) not in scored
     ]
     for row in rows:
         shares = [row[name] for name in ("prefill_share", "decode_share") if name in row]
@@ -290,12 +312,16 @@ def read_results(paths: Sequence[Path]) -> tuple[str, list[Row]]:
         ValueError: a file is no such result, or they are of several models.
     """
     models, cells = [], {}
+    drawn = ("prefill_share", "decode_share", "accuracy", "accuracy_low", "accuracy_high")
     for path in paths:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             models.append(str(content["model"]))
             rows = content["retrieval"]
             for row in rows:
+                absent = [name for name in drawn if name not in row]
+                if absent:
+                    raise ValueError(f"a row lacks {', '.join(absent)}")
                 cells[row["variant"], row["length"], row["label"], row["task"]] = row
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: expected the JSON of `sparsek eval`: {error}") from error

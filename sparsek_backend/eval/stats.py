@@ -73,12 +73,15 @@ def mean_interval(groups: Sequence[Sequence[float]]) -> Interval:
     mean = float(np.mean([sample.mean() for sample in samples]))
     if all(np.ptp(sample) == 0.0 for sample in samples):  # nothing to draw from
         return Interval(mean, mean, mean)
+    single = sum(float(sample[0]) for sample in samples if len(sample) == 1)  # no draw changes it
+    several = [sample for sample in samples if len(sample) > 1]
 
     def macro_mean(*drawn: Array, axis: int = -1) -> Array:
-        return np.mean([sample.mean(axis=axis) for sample in drawn], axis=0)  # type: ignore[no-any-return]
+        total = np.sum([sample.mean(axis=axis) for sample in drawn], axis=0)
+        return (total + single) / len(samples)  # type: ignore[no-any-return]
 
     found = stats.bootstrap(
-        samples,
+        several,
         macro_mean,
         n_resamples=_RESAMPLES,
         confidence_level=CONFIDENCE,

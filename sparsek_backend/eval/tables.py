@@ -56,12 +56,12 @@ def _by_task(rows: Sequence[Row], title: str) -> Table:
 
 def perplexity_table(rows: Sequence[Row]) -> Table:
     """The budgets over the texts."""
-    table = _table(
-        "perplexity of texts", "budget", "attended", "ppl", "2nd half", "added NLL", "2nd half"
-    )
+    names = ("tokens", "attended", "ppl", "2nd half", "added NLL", "2nd half")
+    table = _table("perplexity of texts", "budget", *names)
     for row in rows:
         table.add_row(
             row["label"],
+            str(row["length"]),
             _show(row["prefill_share"], ".0%"),
             f"{row['ppl']:.2f}",
             f"{row['ppl_second_half']:.2f}",

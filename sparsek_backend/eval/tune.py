@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from sparsek_backend.eval.calibrate import TASKS_READ, measure, read_prompts
 from sparsek_backend.eval.cli import EngineOptions, QuestionArguments
 from sparsek_backend.eval.prompt import Prompt
 from sparsek_backend.eval.prompt_file import load_prompts, save_prompts
-from sparsek_backend.eval.record import read_rows
+from sparsek_backend.eval.record import identity, prompt_row, read_rows
 from sparsek_backend.eval.results import collect_runs, retrieval_rows
 from sparsek_backend.eval.runs import LocalModel, Workplace
 from sparsek_backend.eval.search import Loss, cheapest, cost_of, worst_loss
@@ -47,13 +48,19 @@ class Trials:
         self._local, self._place, self._limit = local, place, limit
         self.losses: dict[str, Loss] = {}
         self.tried: list[Budget] = []
+        self._asked = {identity(prompt_row(prompt)) for prompt in place.prompts.prompts}
         self._reference = self._run(DENSE)
 
     def holds(self, budget: Budget) -> bool:
         """Whether the upper end of the loss's interval is within the limit."""
         if budget.label not in self.losses:
             key = self._run(budget)
-            runs = collect_runs(read_rows(self._place.record), [self._reference, key])
+            found = collect_runs(read_rows(self._place.record), [self._reference, key])
+            # The record may hold prompts of an earlier search too.
+            runs = [
+                replace(run, rows=[row for row in run.rows if identity(row) in self._asked])
+                for run in found
+            ]
             self.losses[budget.label] = worst_loss(retrieval_rows(runs), budget.label)
             self.tried.append(budget)
         return self.losses[budget.label].high <= self._limit

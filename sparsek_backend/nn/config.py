@@ -89,8 +89,11 @@ class NSAConfig:
         """Read a config section.
 
         Raises:
-            ValueError: an unknown field, named.
+            TypeError: no section, or a field of a wrong type.
+            ValueError: an unknown field, named, or one out of range.
         """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"nsa: expected a section of fields, got {type(values).__name__}")
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:

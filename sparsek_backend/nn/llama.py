@@ -25,6 +25,8 @@ from sparsek_backend.nn.cache import NSACache, unchanged_on_error
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.native_sparse_attention import NativeSparseAttention
 from sparsek_backend.transformers_hook import MODEL_TYPE
+from sparsek_backend.whole_file import write_whole
+from sparsek_kernels.checks import check_int
 
 ARCHITECTURE = "NSALlamaForCausalLM"
 """Under this name vLLM finds the model class that serves such a folder."""
@@ -47,6 +49,10 @@ class NSALlamaConfig:
         tie_word_embeddings: whether the embedding is the output head too.
         attention_bias: whether the projections of the attention have biases.
         nsa: settings of the attention.
+
+    Raises:
+        TypeError: a size that is no integer.
+        ValueError: a size below 1.
     """
 
     vocab_size: int
@@ -62,6 +68,11 @@ class NSALlamaConfig:
     attention_bias: bool = False
     nsa: NSAConfig = field(default_factory=NSAConfig)
 
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if item.type == "int":
+                check_int(item.name, getattr(self, item.name), 1)
+
     def to_dict(self) -> dict[str, Any]:
         """``config.json`` of a checkpoint."""
         return {
@@ -76,7 +87,7 @@ class NSALlamaConfig:
         """Read ``config.json`` of a checkpoint; what is no size of this model is not looked at.
 
         Raises:
-            TypeError: a field of ``nsa`` has a wrong type.
+            TypeError: a size, ``nsa`` or a field of it has a wrong type.
             ValueError: another architecture, a field that is missing, or one that is no part of
                 ``nsa`` or out of range.
         """
@@ -265,7 +276,11 @@ class NSALlamaForCausalLM(nn.Module):
             if writes:
                 folder = Path(folder)
                 folder.mkdir(parents=True, exist_ok=True)
-                save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+                # As a whole: a loaded model's weights may still lie in the file before it.
+                write_whole(
+                    folder / "model.safetensors",
+                    lambda beside: save_file(state, beside, metadata={"format": "pt"}),
+                )
                 dtype = str(self.lm_head.weight.dtype).removeprefix("torch.")
                 values = json.dumps({**self.config.to_dict(), "dtype": dtype}, indent=2)
                 (folder / "config.json").write_text(values + "\n", encoding="utf-8")
@@ -285,6 +300,7 @@ class NSALlamaForCausalLM(nn.Module):
 
         Raises:
             ImportError: safetensors is not installed.
+            TypeError: a field of the config has a wrong type.
             ValueError: a file is missing, the config is no such model's, or the weights do
                 not fit the config.
         """
@@ -293,9 +309,14 @@ class NSALlamaForCausalLM(nn.Module):
         for name in ("config.json", "model.safetensors"):
             if not (folder / name).is_file():
                 raise ValueError(f"folder: expected {name} in it, got {str(folder)!r} without one")
-        text = (folder / "config.json").read_text(encoding="utf-8")
+        try:
+            values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"config.json: expected JSON, got {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"config.json: expected an object, got {type(values).__name__}")
         with torch.device("meta"):
-            model = cls(NSALlamaConfig.from_dict(json.loads(text)), mesh)
+            model = cls(NSALlamaConfig.from_dict(values), mesh)
         try:
             state = load_file(folder / "model.safetensors")
         except Exception as error:  # the library's own error type is no public name

@@ -85,14 +85,6 @@ def check_shape(shape: Any) -> tuple[int, int]:
     return sizes
 
 
-def check_count(name: str, value: object, low: int) -> None:
-    """Raise unless ``value`` is an integer, at least ``low``."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    if value < low:
-        raise ValueError(f"{name}: expected an integer >= {low}, got {value}")
-
-
 def check_share(name: str, value: float) -> None:
     """Raise unless ``value`` is a number above 0 and up to 1."""
     if not 0.0 < value <= 1.0:

@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from sparsek_backend.patterns.entries import check_count, check_share
+from sparsek_backend.patterns.entries import check_share
 from sparsek_backend.patterns.pattern import BlockSparsePattern
 from sparsek_backend.patterns.ranking import blocks_holding, fixed_blocks
 from sparsek_kernels.block_sparse.structure import check_block_size
-from sparsek_kernels.checks import check_heads, check_tensor
+from sparsek_kernels.checks import check_heads, check_int, check_tensor
 
 Heads = Literal["query", "kv", "all"]
 Scope = Literal["row", "head"]
@@ -66,7 +66,8 @@ class BlockMass:
         rows = []
         for first in range(0, num_q, size):
             block = q[:, first : first + size].float().transpose(1, 2)  # [B, Hq, rows, D]
-            scores = torch.matmul(block, keys).mul_(scale)
+            with torch.autocast(q.device.type, enabled=False):
+                scores = torch.matmul(block, keys).mul_(scale)
             if self.causal:
                 at = torch.arange(first, first + block.shape[2], device=q.device) + num_k - num_q
                 scores.masked_fill_(key > at[:, None], float("-inf"))
@@ -116,8 +117,8 @@ class BlockMass:
         check_share("share", share)
         if scope not in ("row", "head"):
             raise ValueError(f"scope: expected 'row' or 'head', got {scope!r}")
-        check_count("sinks", sinks, 0)
-        check_count("window", window, 0)
+        check_int("sinks", sinks, 0)
+        check_int("window", window, 0)
         mass = self.mean()
         groups = {"query": mass.shape[0], "all": 1, "kv": self._shape[3] if self._shape else 1}
         if heads not in groups:

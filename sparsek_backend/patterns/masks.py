@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_backend.patterns.entries import block_grid, check_count, check_share
+from sparsek_backend.patterns.entries import block_grid, check_share
 from sparsek_backend.patterns.pattern import BlockSparsePattern
+from sparsek_kernels.checks import check_int
 
 
 def random_pattern(
@@ -31,7 +32,7 @@ def random_pattern(
         causal: whether later key blocks are left out.
     """
     check_share("density", density)
-    check_count("num_patterns", num_patterns, 1)
+    check_int("num_patterns", num_patterns, 1)
     generator = torch.Generator().manual_seed(seed)
     row, col = block_grid(shape)
     seen = (col <= row) if causal else torch.ones(shape, dtype=torch.bool)
@@ -57,8 +58,8 @@ def dilated_pattern(
         dilation: distance between them, in blocks.
         causal: whether later key blocks are left out.
     """
-    check_count("window", window, 1)
-    check_count("dilation", dilation, 1)
+    check_int("window", window, 1)
+    check_int("dilation", dilation, 1)
     row, col = block_grid(shape)
     far = (row - col).abs()
     mask = (far % dilation == 0) & (far < window * dilation)
@@ -84,8 +85,8 @@ def longformer_pattern(
         global_blocks: blocks at the start that see and are seen by all.
         causal: whether later key blocks are left out.
     """
-    check_count("window", window, 1)
-    check_count("global_blocks", global_blocks, 0)
+    check_int("window", window, 1)
+    check_int("global_blocks", global_blocks, 0)
     row, col = block_grid(shape)
     mask = ((row - col).abs() < window) | (col < global_blocks) | (row < global_blocks)
     return BlockSparsePattern.from_mask(mask & (col <= row) if causal else mask, block_size)
@@ -112,7 +113,7 @@ def bigbird_pattern(
         seed: of the random blocks.
         causal: whether later key blocks are left out.
     """
-    check_count("random_blocks", random_blocks, 0)
+    check_int("random_blocks", random_blocks, 0)
     base = longformer_pattern(
         shape, block_size, window=window, global_blocks=global_blocks, causal=causal
     ).mask()[0]

@@ -13,7 +13,6 @@ import torch
 from sparsek_backend.patterns import storage
 from sparsek_backend.patterns.entries import (
     block_grid,
-    check_count,
     check_shape,
     indices_of_entries,
     pairs_within,
@@ -21,6 +20,7 @@ from sparsek_backend.patterns.entries import (
 )
 from sparsek_backend.patterns.ranking import fixed_blocks, heaviest_blocks
 from sparsek_kernels.block_sparse.structure import BlockStructure, indices_of_mask
+from sparsek_kernels.checks import check_int
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -210,8 +210,8 @@ class BlockSparsePattern(BlockStructure):
             window: latest key blocks that a query block attends, its own included.
             sinks: first key blocks, attended by every later query block.
         """
-        check_count("window", window, 1)
-        check_count("sinks", sinks, 0)
+        check_int("window", window, 1)
+        check_int("sinks", sinks, 0)
         row, col = block_grid(shape)
         return cls.from_mask((col <= row) & ((col > row - window) | (col < sinks)), block_size)
 
@@ -226,8 +226,8 @@ class BlockSparsePattern(BlockStructure):
             stride: distance, in blocks, between the attended blocks.
             window: latest key blocks that a query block attends, its own included.
         """
-        check_count("stride", stride, 1)
-        check_count("window", window, 1)
+        check_int("stride", stride, 1)
+        check_int("window", window, 1)
         row, col = block_grid(shape)
         far = (row - col) % stride == 0
         return cls.from_mask((col <= row) & (far | (col > row - window)), block_size)
@@ -312,8 +312,8 @@ class BlockSparsePattern(BlockStructure):
         Raises:
             ValueError: the pattern has no weights, or ``density`` is out of range.
         """
-        check_count("sinks", sinks, 0)
-        check_count("window", window, 0)
+        check_int("sinks", sinks, 0)
+        check_int("window", window, 0)
         mass, mask = self.mass(), self.mask()
         fixed = fixed_blocks(mass, mask, sinks, window)
         grid = self.shape[0] * self.shape[1]
@@ -356,9 +356,9 @@ class BlockSparsePattern(BlockStructure):
         Raises:
             ValueError: more blocks than the pattern has.
         """
+        shape = rows, cols = check_shape(shape)
         if shape == self.shape:
             return self
-        rows, cols = check_shape(shape)
         if rows > self.shape[0] or cols > self.shape[1]:
             raise ValueError(f"shape: expected at most {self.shape} blocks, got {shape}")
         places = self.places()

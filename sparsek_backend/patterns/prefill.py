@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 
 from sparsek_backend.patterns import storage
-from sparsek_backend.patterns.entries import check_count
 from sparsek_kernels.block_sparse.structure import check_block_size
-from sparsek_kernels.checks import check_tensor
+from sparsek_kernels.checks import check_int, check_tensor
 
 ENTRIES = 128
 """Ranked entries of a KV head: more than a server selects blocks."""
@@ -98,9 +97,9 @@ def ranked_entries(
         ValueError: an argument out of range, or a mass that is not square.
     """
     check_tensor("mass", mass, ("P", "R", mass.shape[1] if mass.dim() == 3 else "R"))
-    check_count("sinks", sinks, 0)
-    check_count("window", window, 1)
-    check_count("length", length, 1)
+    check_int("sinks", sinks, 0)
+    check_int("window", window, 1)
+    check_int("length", length, 1)
     patterns, rows, _ = mass.shape
     row = torch.arange(rows)
     distance = row[:, None] - row

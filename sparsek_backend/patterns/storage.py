@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from sparsek_backend.whole_file import write_whole
+
 FORMAT = "sparsek.block_sparse_pattern"
 MODEL_FORMAT = "sparsek.model_patterns"
 PREFILL_FORMAT = "sparsek.prefill_pattern"
@@ -32,11 +34,10 @@ def write(
     Raises:
         ValueError: more key blocks than a file may have.
     """
-    _, save_file = _safetensors()
     _check_columns(tensors["crow_indices"], shape[1], path)
     tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
     header = {"format": FORMAT, **_sizes(block_size, shape)}
-    save_file(tensors, path, {**header, "sha256": digest(tensors, block_size, shape)})
+    _save(tensors, path, {**header, "sha256": digest(tensors, block_size, shape)})
 
 
 def write_layers(
@@ -54,15 +55,14 @@ def write_layers(
         shape: ``(R, C)``.
         about: header fields: ``kind``, ``model`` and ``sparsity``.
     """
-    _, save_file = _safetensors()
     header = {"format": MODEL_FORMAT, **_sizes(block_size, shape), **about}
     whole = {}
     for layer, tensors in layers.items():
         _check_columns(tensors["crow_indices"], shape[1], path)
-        own = {name: x.cpu().contiguous() for name, x in tensors.items()}
+        own = {name: _apart(x) for name, x in tensors.items()}
         header[f"sha256.{layer}"] = digest(own, block_size, shape)
         whole.update({f"{layer}.{name}": x for name, x in own.items()})
-    save_file(whole, path, header)
+    _save(whole, path, header)
 
 
 def read_layers(path: Path) -> tuple[dict[int, tuple[dict[str, Any], str]], dict[str, str]]:
@@ -90,8 +90,7 @@ def write_prefill(
     path: Path, entries: dict[int, torch.Tensor], block_size: int, model: str
 ) -> None:
     """Write the ranked entries of a model's layers, with one digest of all."""
-    _, save_file = _safetensors()
-    tensors = {str(layer): x.cpu().clone() for layer, x in sorted(entries.items())}
+    tensors = {str(layer): _apart(x) for layer, x in sorted(entries.items())}
     header = {
         "format": PREFILL_FORMAT,
         "version": str(VERSION),
@@ -99,7 +98,7 @@ def write_prefill(
         "model": model,
         "sha256": digest(tensors, block_size, (len(tensors), 0)),
     }
-    save_file(tensors, path, header)
+    _save(tensors, path, header)
 
 
 def read_prefill(path: Path) -> tuple[dict[int, torch.Tensor], int, str]:
@@ -152,6 +151,25 @@ def digest(tensors: dict[str, torch.Tensor], block_size: int, shape: tuple[int, 
         total.update(f" {name} {list(tensors[name].shape)} ".encode())
         total.update(tensors[name].numpy().data)
     return total.hexdigest()
+
+
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU: safetensors refuses tensors that share memory, as layers may."""
+    return x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path, header: dict[str, str]) -> None:
+    """Write a file as a whole or not at all.
+
+    What :func:`read` returned may still lie in the file that is replaced, not in memory.
+
+    Raises:
+        ValueError: the folder is missing.
+    """
+    _, save_file = _safetensors()
+    if not path.parent.is_dir():
+        raise ValueError(f"path: expected a folder that exists, got {str(path.parent)!r}")
+    write_whole(path, lambda beside: save_file(tensors, beside, header))
 
 
 def _open(path: Path, format_name: str) -> tuple[dict[str, str], dict[str, torch.Tensor]]:

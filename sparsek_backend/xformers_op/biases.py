@@ -8,9 +8,9 @@ from math import prod
 import torch
 
 from sparsek_backend.patterns import BlockSparsePattern
-from sparsek_backend.patterns.entries import check_count
 from sparsek_backend.xformers_op.compat import attn_bias
 from sparsek_backend.xformers_op.dense import visible_keys
+from sparsek_kernels.checks import check_int
 
 
 @dataclass
@@ -35,8 +35,8 @@ class SinkWindowMask(attn_bias.LowerTriangularFromBottomRightMask):  # type: ign
     window_size: int
 
     def __post_init__(self) -> None:
-        check_count("num_sink", self.num_sink, 0)
-        check_count("window_size", self.window_size, 1)
+        check_int("num_sink", self.num_sink, 0)
+        check_int("window_size", self.window_size, 1)
 
     def to(self, device: torch.device | str) -> SinkWindowMask:
         """Return the mask for ``device``; it holds no tensor, so this is the mask itself."""

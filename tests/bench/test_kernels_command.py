@@ -91,6 +91,11 @@ def test_bars_are_judged_on_green_rows() -> None:
     assert met == {"peer": True, "max_ms": True, "min_tflops": False}
 
 
+def test_a_dtype_has_one_name() -> None:
+    with pytest.raises(ValueError, match="dtype: expected a torch dtype such as 'bfloat16'"):
+        Case("t", parse_spec("q64"), {"dtype": "half"}).dtype()
+
+
 def test_growth_is_longest_over_shortest() -> None:
     op = toy_op(GREEN, GREEN)
     cases = [
@@ -165,6 +170,19 @@ workloads:
     specs: [3q5-40]
     params: {num_sink: 2, window_size: 9, learned_sinks: true}
 """
+
+
+def test_a_file_in_place_of_the_folder_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    sizes = "{num_heads: 1, num_kv_heads: 1, head_dim: 8, dtype: float32}"
+    workload = tmp_path / "w.yaml"
+    workload.write_text(
+        f"workloads: [{{op: sink_window_fwd, name: a, specs: [q16], params: {sizes}}}]"
+    )
+    options = ["--yaml", str(workload), "--device", "cpu", "--budget-ms", "1"]
+    done = CliRunner().invoke(app, ["kernels", *options, "--out", str(tmp_path / "out")])
+    assert done.exit_code == 2
+    assert "File exists" in done.stderr
 
 
 def test_sink_window_runs_on_the_cpu_and_writes_csv_and_plots(tmp_path: Path) -> None:

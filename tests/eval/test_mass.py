@@ -11,6 +11,7 @@ import torch
 
 from sparsek_backend.eval.mass import (
     PHASES,
+    Mass,
     block_masses,
     measure,
     measure_model,
@@ -108,3 +109,15 @@ def test_every_layer_of_a_model_is_measured(tmp_path: Path) -> None:
     assert all(float(row["caught"]) <= float(row["best"]) + 1e-5 for row in rows)
     picture = plot_masses(tmp_path / "m.png", masses, "title")
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_has_the_title_that_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    titles: list[str] = []
+    monkeypatch.setattr(Figure, "suptitle", lambda _, text, **options: titles.append(text))
+    shares = torch.tensor([0.5, 0.7])
+    plot_masses(tmp_path / "m.png", [Mass(p, 0, shares, shares, shares) for p in PHASES], "title")
+    assert titles == ["title"]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from sparsek_backend.eval.budgets import parse_budget
+from sparsek_backend.eval.cli import app
 from sparsek_backend.eval.job import pending, score
 from sparsek_backend.eval.plot import plot_accuracy
 from sparsek_backend.eval.prompt_file import PromptSet
@@ -176,6 +179,66 @@ def test_only_prompts_that_both_runs_scored_are_compared(tmp_path: Path) -> None
     rows = retrieval_rows(collect_runs(read_rows(record), keys))
     assert [(row["label"], row["prompts"]) for row in rows][-1] == ("window:100", 5)
     assert any("5 of 8 prompts were scored" in warning for warning in warnings_of(rows))
+
+
+def test_a_task_that_a_run_did_not_reach_is_warned_of(tmp_path: Path) -> None:
+    dense, window = two_runs(tmp_path / "r.jsonl")
+    unfinished = replace(window, rows=[row for row in window.rows if row.get("task") == "single"])
+    rows = retrieval_rows([dense, unfinished])
+    assert warnings_of(rows) == [
+        f"sink_window:600, {task}, plain, 1200 tokens: no prompt was scored"
+        for task in ("records", "multi_value")
+    ]
+
+
+def test_texts_of_several_lengths_are_not_mixed(tmp_path: Path) -> None:
+    tokenizer, record = WordTokenizer(), tmp_path / "r.jsonl"
+    for length in (900, 400):
+        run(Reader(tokenizer), PromptSet([], [("speech", tuple(range(length)))]), record, "dense")
+    rows = perplexity_rows(collect_runs(read_rows(record)))
+    assert [(row["label"], row["length"], row["texts"]) for row in rows] == [
+        ("dense", 400, 1),
+        ("dense", 900, 1),
+    ]
+
+
+def test_the_run_of_a_label_that_went_on_last_is_reported() -> None:
+    about = {"kind": "run", "label": "dense", "settings": None, "known": True}
+    rows = [{**about, "run": key} for key in ("first", "second", "first")]
+    rows.insert(1, {**about, "run": "other", "label": "window:100"})
+    found = collect_runs(rows)
+    assert [(one.label, one.about["run"]) for one in found] == [
+        ("dense", "first"),
+        ("window:100", "other"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "which does not exist"),
+        ('{"a": 1}\n', "line 1 lacks kind, run"),
+        ('{"kind": "run", "run": "x"}\n', "line 1 lacks known, label, settings"),
+    ],
+    ids=["missing", "another file", "half a run"],
+)
+def test_what_is_no_record_is_refused_in_one_line(
+    tmp_path: Path, content: str | None, reason: str
+) -> None:
+    record = tmp_path / "r.jsonl"
+    if content is not None:
+        record.write_text(content)
+    found = CliRunner().invoke(app, ["report", str(record)])
+    assert found.exit_code == 2
+    assert reason in " ".join(found.stderr.split())
+
+
+def test_a_result_without_what_is_drawn_is_refused(tmp_path: Path) -> None:
+    cell = {"variant": "plain", "length": 1, "label": "dense", "task": "single"}
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"model": "m", "retrieval": [cell]}))
+    with pytest.raises(ValueError, match="a row lacks prefill_share"):
+        read_results([path])
 
 
 def test_a_budget_that_attends_everything_is_warned_of() -> None:

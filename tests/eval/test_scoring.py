@@ -112,3 +112,9 @@ def test_bootstrap_intervals() -> None:
     assert (weighed.low, weighed.high) == (0.5, 1.0)
     with pytest.raises(ValueError, match="at least one score"):
         mean_interval([[1.0], []])
+
+
+def test_a_task_with_one_score_is_as_it_is_in_every_draw() -> None:
+    found = mean_interval([[0.0, 1.0], [1.0]])
+    assert found.mean == 0.75
+    assert (found.low, found.high) == (0.5, 1.0)

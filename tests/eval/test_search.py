@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -72,6 +74,28 @@ def test_the_worst_cell_counts() -> None:
         worst_loss(rows, "c")
 
 
+class Arithmetic:
+    """A model that loses the answers unless it selects at least 8 blocks."""
+
+    def __init__(self, *arguments: object) -> None:
+        pass
+
+    def run(self, budget: Budget, place: Workplace, on_progress: object) -> str:
+        loses = not budget.is_dense and budget.config.top_k < 8
+        key = run_key({"label": budget.label})
+        about = {"label": budget.label, "settings": budget.settings, "known": True}
+        append_rows(place.record, [{"kind": "run", "run": key, **about, "machine": {}}])
+        score(
+            Reader(WordTokenizer(), reach=10 if loses else 1 << 20),
+            place.prompts,
+            record=place.record,
+            run=key,
+            batch=8,
+            on_progress=lambda count, what: None,
+        )
+        return key
+
+
 def test_the_command_prints_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = WordTokenizer()
     made = make_prompts(
@@ -79,27 +103,6 @@ def test_the_command_prints_what_holds(tmp_path: Path, monkeypatch: pytest.Monke
     )
     file = tmp_path / "prompts.json"
     save_prompts(file, PromptSet(list(made)))
-
-    class Arithmetic:
-        """A model that loses the answers unless it selects at least 8 blocks."""
-
-        def __init__(self, *arguments: object) -> None:
-            pass
-
-        def run(self, budget: Budget, place: Workplace, on_progress: object) -> str:
-            loses = not budget.is_dense and budget.config.top_k < 8
-            key = run_key({"label": budget.label})
-            about = {"label": budget.label, "settings": budget.settings, "known": True}
-            append_rows(place.record, [{"kind": "run", "run": key, **about, "machine": {}}])
-            score(
-                Reader(tokenizer, reach=10 if loses else 1 << 20),
-                place.prompts,
-                record=place.record,
-                run=key,
-                batch=8,
-                on_progress=lambda count, what: None,
-            )
-            return key
 
     monkeypatch.setattr(tune, "LocalModel", Arithmetic)
     command = ["model", "--prompts", str(file), "--equal", "--out", str(tmp_path), "--size", "4"]
@@ -119,3 +122,27 @@ def test_the_command_prints_what_holds(tmp_path: Path, monkeypatch: pytest.Monke
         done = CliRunner().invoke(tune.app, [*command, *ignored])
         assert done.exit_code == 2
         assert ignored[0] in done.output
+
+
+def test_prompts_of_an_earlier_search_do_not_count(tmp_path: Path) -> None:
+    sets = [
+        PromptSet(
+            list(
+                make_prompts(
+                    WordTokenizer(),
+                    tasks=["single"],
+                    variants=["plain"],
+                    lengths=[length],
+                    count=4,
+                    seed=0,
+                )
+            )
+        )
+        for length in (6000, 3000)
+    ]
+    budget, record = parse_budget("block_topk:8"), tmp_path / "tune.jsonl"
+    Arithmetic().run(parse_budget("dense"), Workplace(sets[0], tmp_path, record), None)
+    lost = replace(budget, settings=parse_budget("block_topk:4").settings)
+    Arithmetic().run(lost, Workplace(sets[0], tmp_path, record), None)
+    local: Any = Arithmetic()
+    assert tune.Trials(local, Workplace(sets[1], tmp_path, record), 0.01).holds(budget)

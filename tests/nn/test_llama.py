@@ -111,6 +111,50 @@ def test_a_damaged_or_missing_file(tmp_path: Path) -> None:
         NSALlamaForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        ("", ValueError, "config.json: expected JSON, got Expecting value"),
+        ("[]", ValueError, "config.json: expected an object, got list"),
+        ('"nsa": null', TypeError, "nsa: expected a section of fields, got NoneType"),
+        ('"hidden_size": "x"', TypeError, "hidden_size: expected an int, got str"),
+        ('"vocab_size": 0', ValueError, "vocab_size: expected an integer >= 1, got 0"),
+    ],
+)
+def test_a_config_that_is_none(
+    content: str, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    make().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    if content.startswith('"'):
+        content = json.dumps({**json.loads(path.read_text()), **json.loads("{" + content + "}")})
+    path.write_text(content)
+    with pytest.raises(error, match=message):
+        NSALlamaForCausalLM.from_pretrained(tmp_path)
+
+
+def test_who_reads_the_config_reads_the_weights(tmp_path: Path) -> None:
+    make().save_pretrained(tmp_path)
+    config, weights = (tmp_path / name for name in ("config.json", "model.safetensors"))
+    assert config.stat().st_mode == weights.stat().st_mode
+
+
+def test_an_interrupted_save_leaves_the_weights_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make().save_pretrained(tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+
+    def stops(tensors: object, path: Path, metadata: object) -> None:
+        Path(path).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safetensors.torch.save_file", stops)
+    with pytest.raises(KeyboardInterrupt):
+        make().save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == whole
+
+
 def test_recomputed_layers_give_the_same_gradients() -> None:
     model, tokens = make().requires_grad_(True), torch.randint(64, (2, 60))
     counts, grads = [], []

@@ -7,16 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from sparsek_backend.nn.demo import check
-from sparsek_backend.nn.demo.cli import TINY, app
+from sparsek_backend.nn.demo.cli import TINY, _measure, app
 from sparsek_backend.nn.demo.data import IGNORED, RecallTask, make_batch
 from sparsek_backend.nn.demo.train import DemoConfig, Trainer
 from sparsek_kernels import nsa_attention
@@ -157,6 +158,37 @@ def test_lengths_grow_and_batches_shrink() -> None:
 def test_bad_config(changes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(TINY, **changes)
+
+
+def test_results_are_json_where_no_token_has_all_its_blocks(tmp_path: Path) -> None:
+    config = replace(TINY, steps=1)
+    config = replace(config, model=replace(config.model, nsa=replace(config.model.nsa, top_n=20)))
+    trainer = Trainer(config, "nsa", tmp_path, CPU)
+    trainer.run()
+    result = _measure(trainer, [], Console(quiet=True))
+    assert result.overlap == {}
+    json.dumps(asdict(result), allow_nan=False)
+
+
+@pytest.mark.parametrize("content", [b"", b"text", None], ids=["empty", "text", "another"])
+def test_a_file_that_is_no_checkpoint_is_named(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "nsa.pt"
+    torch.save({"a": 1}, path)
+    if content is not None:
+        path.write_bytes(content)
+    options = ["--size", "tiny", "--device", "cpu", "--models", "nsa", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 1
+    assert "nsa.pt: expected a checkpoint of this command" in " ".join(done.output.split())
+
+
+def test_a_file_in_place_of_the_folder_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    options = ["--size", "tiny", "--device", "cpu", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, options)
+    assert isinstance(done.exception, SystemExit)
+    assert "error: " in done.output
+    assert "0/20" not in done.output  # before anything is trained
 
 
 def test_command_writes_results_and_plots(tmp_path: Path) -> None:

@@ -45,6 +45,17 @@ def test_a_language_model_learns_is_saved_and_writes(
     assert "loaded, it continues" in capsys.readouterr().out
 
 
+def test_a_text_too_short_to_train_on_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"")
+    example = runpy.run_path(str(EXAMPLES / "train_nsa.py"))
+    with pytest.raises(SystemExit):
+        example["main"](["--text", str(text)])
+    assert "--text: expected at least 514 bytes, got 0" in capsys.readouterr().err
+
+
 def test_patterns_are_learned_saved_and_attended(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     example = runpy.run_path(str(EXAMPLES / "learn_patterns.py"))

@@ -172,6 +172,24 @@ def test_layers_of_a_model() -> None:
         assert not torch.allclose(model(ids).logits, dense, atol=1e-3)
 
 
+def test_a_loaded_table_may_list_more_blocks() -> None:
+    q = torch.randn(2, 64, 2, 8)
+    centroids = torch.randn(1, 2, 8)
+    dense = torch.ones(1, 2, 4, 4, dtype=torch.bool).tril()
+    made = AdaptivePattern(centroids, dense, 16)
+    loaded = AdaptivePattern(centroids, dense & torch.eye(4, dtype=torch.bool), 16)
+    loaded.load_state_dict(made.state_dict())
+    torch.testing.assert_close(loaded(q, q, q), made(q, q, q))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_it_may_be_cast_with_its_model(dtype: torch.dtype) -> None:
+    q = torch.randn(2, 64, 2, 8, dtype=dtype)
+    table = torch.ones(1, 2, 4, 4, dtype=torch.bool).tril()
+    cast = AdaptivePattern(torch.randn(1, 2, 8), table, 16).to(dtype)
+    assert cast(q, q, q).dtype == dtype
+
+
 SHORT = torch.zeros(1, 64, 2, DIM)
 
 
@@ -181,6 +199,9 @@ SHORT = torch.zeros(1, 64, 2, DIM)
         ("observe: expected at least one", lambda: AdaptiveLearner(1, 16).pattern(0.5, 2)),
         ("clusters: expected at most the 192 dif", lambda: learner().pattern(0.5, 193)),
         ("smoothing: expected a number above 0", lambda: learner().pattern(0.5, 2, smoothing=0.0)),
+        ("sparsity: expected a number from 0 to", lambda: learner().pattern(1.0, 2)),
+        ("sparsity: expected a number from 0 to", lambda: learner().pattern(-0.1, 2)),
+        ("q: expected 128 tokens as before, got 64", lambda: learner().observe(*[SHORT] * 3)),
         ("q: expected 8 blocks of 16", lambda: learner().pattern(0.5, 2)(SHORT, SHORT, SHORT)),
     ],
 )

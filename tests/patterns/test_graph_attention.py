@@ -93,6 +93,15 @@ def test_a_layout_is_made_once_for_a_tensor(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(made) == 2
 
 
+def test_graphs_of_inference_mode() -> None:
+    layer = GraphAttention(4, 8, heads=2, block_size=16)
+    x, edges = torch.randn(40, 4), torch.randint(40, (2, 90))
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x, edges.clone()), layer(x, edges))
+    layer(x, edges).sum().backward()  # its layout was made in inference mode
+    assert layer.lin_query.weight.grad is not None
+
+
 def test_nodes_are_classified_as_well_as_by_dense_attention() -> None:
     """Features say little, neighbourhoods tell; 90 % of the blocks are left out."""
     edges, truth = planted(320, seed=3)

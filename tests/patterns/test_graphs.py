@@ -101,6 +101,11 @@ def test_communities_are_found(method: Any) -> None:
     assert torch.equal(find_communities(edges, 64, method=method), labels)
 
 
+def test_the_direction_of_edges_does_not_matter() -> None:
+    edges = torch.randint(8, (2, 30), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(find_communities(edges, 8), find_communities(edges.flip(0), 8))
+
+
 def test_the_graph_between_communities() -> None:
     edges, truth = planted()
     between = torch.as_tensor(condensed_graph(edges, truth).toarray())

@@ -144,6 +144,15 @@ def test_union() -> None:
     assert one.union(local).weights is None
 
 
+@pytest.mark.parametrize("shape", [(3, 4), [3, 4]], ids=["tuple", "list"])
+def test_cropped(shape: Any) -> None:
+    whole = learned(2, 5, 7)
+    found = whole.crop(shape)
+    assert found.shape == (3, 4)
+    assert torch.equal(found.mass(), whole.mass()[:, :3, :4])
+    assert whole.crop((5, 7)) is whole
+
+
 @pytest.mark.parametrize("pattern", [learned(3, 5, 7), BlockSparsePattern.from_mask(TRIANGLE, 16)])
 def test_saved_and_loaded(pattern: BlockSparsePattern, tmp_path: Path) -> None:
     pattern.save(tmp_path / "p.safetensors")
@@ -153,6 +162,36 @@ def test_saved_and_loaded(pattern: BlockSparsePattern, tmp_path: Path) -> None:
     assert (found.weights is None) == (pattern.weights is None)
     if found.weights is not None:
         assert torch.equal(found.mass(), pattern.mass())
+
+
+def test_an_interrupted_save_leaves_the_file_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "p.safetensors"
+    learned(3, 5, 7).save(path)
+    whole = path.read_bytes()
+
+    def stops(tensors: Any, where: Path, header: Any) -> None:
+        Path(where).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safetensors.torch.save_file", stops)
+    with pytest.raises(KeyboardInterrupt):
+        BlockSparsePattern.local((4, 4), 16, window=1).save(path)
+    assert path.read_bytes() == whole
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_saved_file_has_the_permissions_of_a_new_one(tmp_path: Path) -> None:
+    (tmp_path / "new").touch()
+    learned(1, 2, 2).save(tmp_path / "p.safetensors")
+    modes = [(tmp_path / name).stat().st_mode for name in ("new", "p.safetensors")]
+    assert modes[0] == modes[1]
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="path: expected a folder that exists"):
+        learned(1, 2, 2).save(tmp_path / "none" / "p.safetensors")
 
 
 def rewrite(path: Path, header: dict[str, str], **tensors: torch.Tensor) -> None:

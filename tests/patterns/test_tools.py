@@ -160,6 +160,9 @@ def test_convert_command(file: Path, tmp_path: Path) -> None:
         (["convert", "FILE", "x.npz"], "error: layer: expected one of [0, 3] for a matrix"),
         (["convert", "FILE", "x.npz", "--layer", "1"], "error: layer: expected one of [0, 3]"),
         (["convert", "FILE", "x.npz", "--layer", "0", "--head", "2"], "error: head: expected 0 to"),
+        (["convert", "FILE", "none/x.safetensors"], "error: path: expected a folder that exists"),
+        (["learn", "m", "--out", "x.npz"], "error: --out: expected a file named .safetensors"),
+        (["learn", "m", "--out", "none/x.safetensors"], "error: --out: expected a file named"),
         (["learn", "m", "--out", "x", "--preset", "tiny"], "error: --preset: expected one of"),
         (["learn", "m", "--out", "x", "--measure", "l3"], "error: --measure: expected one of"),
     ],
@@ -169,6 +172,23 @@ def test_errors_take_one_line(arguments: list[str], message: str, file: Path) ->
     assert result.exit_code == 1
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04cut off"])
+def test_a_file_that_is_no_matrix_takes_one_line(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    path.write_bytes(content)
+    result = runner.invoke(app, ["stats", str(path), "--block-size", "16"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: path: expected a scipy sparse matrix")
+
+
+def test_layers_may_share_a_pattern(tmp_path: Path) -> None:
+    one = BlockSparsePattern.local((4, 4), 16, window=2)
+    ModelPatterns({0: one, 3: one}).save(tmp_path / "m.safetensors")
+    found = ModelPatterns.load(tmp_path / "m.safetensors").patterns
+    assert list(found) == [0, 3]
+    assert all(torch.equal(x.mask(), one.mask()) for x in found.values())
 
 
 def test_a_matrix_of_objects_is_not_unpickled(tmp_path: Path) -> None:
@@ -196,6 +216,7 @@ def test_learn_command(tmp_path: Path) -> None:
     texts = [tmp_path / f"{n}.txt" for n in range(2)]
     for n, path in enumerate(texts):
         path.write_text(" ".join(f"w{i * (n + 3) % 89 + 1}" for i in range(100)))
+    texts[0].write_bytes(texts[0].read_bytes() + b" caf\xe9")  # not all texts are UTF-8
     out = tmp_path / "learned.safetensors"
     options = ["--block-size", "16", "--sparsity", "0.3", "--tokens", "90", "--samples", "16"]
     named = [part for path in texts for part in ("--text", str(path))]

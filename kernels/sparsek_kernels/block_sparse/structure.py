@@ -121,7 +121,8 @@ def structure_of(pattern: Any, num_k: int) -> BlockStructure:
     version = (crow._version, col._version, columns, pattern.block_size)
     known = _structures.get(crow)
     if known is None or known[0] != version or known[1] is not col:
-        known = (version, col, _structure(pattern.block_size, columns, crow, col))
+        with torch.inference_mode(False):  # what is kept serves training too
+            known = (version, col, _structure(pattern.block_size, columns, crow, col))
         _structures[crow] = known
     return known[2]
 

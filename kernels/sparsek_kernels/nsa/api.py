@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.checks import check_int, check_scale, check_tensor
+from sparsek_kernels.checks import DTYPES, check_int, check_scale, check_tensor
 from sparsek_kernels.nsa import ops
 from sparsek_kernels.nsa.checks import (
-    DTYPES,
     check_indices,
     check_lengths,
     check_like_keys,
@@ -27,6 +26,8 @@ from sparsek_kernels.sink_window.api import sink_flash_attention
 
 
 def _check_phi(name: str, weights: PhiWeights, x: torch.Tensor, spec: NSASpec) -> None:
+    if not isinstance(weights, PhiWeights):
+        raise TypeError(f"{name}: expected PhiWeights, got {type(weights).__name__}")
     dim, block = x.shape[3], spec.cmp_block_size
     hidden = weights.w1.shape[-1]
     shapes: dict[str, tuple[int | str, ...]] = {

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_offsets, check_tensor
+from sparsek_kernels.checks import (
+    DTYPES,
+    MAX_HEAD_DIM,
+    check_heads,
+    check_offsets,
+    check_tensor,
+)
 
-DTYPES = (*FLOAT_DTYPES, torch.float64)
-MAX_HEAD_DIM = 256
 MAX_GROUP = 64
 
 

@@ -106,7 +106,8 @@ def _scores(q: torch.Tensor, k: torch.Tensor, block: _Block, scale: float) -> to
 
 def sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """Gradient ``[Hq]`` of learned sinks from ``lse`` and ``delta`` ``[B, Hq, N]``."""
-    mass = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
+    # A row without keys, of a head whose sink is -inf too, has an empty softmax.
+    mass = (sinks.to(lse.dtype)[None, :, None] - lse.masked_fill(lse == float("-inf"), 0.0)).exp()
     return -(mass * delta).sum(dim=(0, 2)).to(sinks.dtype)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -151,6 +152,7 @@ def train_demo(
         config = replace(_configs(size), seed=seed, **given)
         timed = _lengths("--time-lengths", time_lengths, config.task.min_length)
         _lengths("--save-length", str(save_length), config.task.min_length)
+        out.mkdir(parents=True, exist_ok=True)
         ranks = join(context_parallel, where)
         trained = [Trainer(config, kind, out, where, ranks) for kind in _kinds(models)]
         for trainer in trained:
@@ -167,7 +169,7 @@ def train_demo(
                 sequences = max(_SAVED_KV_HEADS // config.model.num_layers, 1)
                 save_inputs(trainer, save_inputs_to, save_length, sequences)
                 console.print(f"wrote {save_inputs_to}")
-    except (ValueError, FloatingPointError) as error:
+    except (ValueError, FloatingPointError, OSError) as error:
         console.print(f"[red]error:[/red] {escape(str(error))}")
         raise typer.Exit(1) from error
     summary = _summary(config, where, results)
@@ -238,5 +240,6 @@ def _measure(trainer: Trainer, timed: list[int], console: Console) -> RunResult:
             result.step_ms[length] = trainer.step_time(length)
     if trainer.kind == "nsa":
         inputs = trained_inputs(trainer, config.max_length, 1)
-        result.overlap = overlap(inputs["block_indices"])
+        found = overlap(inputs["block_indices"])
+        result.overlap = {name: x for name, x in found.items() if math.isfinite(x)}
     return result

@@ -130,7 +130,8 @@ class RunResult:
             questions answered right; bucket ``passkey`` holds the passkey's questions.
         resumed_at: step at which this process took over.
         step_ms: by sequence length, milliseconds of a forward and backward pass.
-        overlap: of a sparse model, how much neighbouring tokens agree on their blocks.
+        overlap: of a sparse model, how much neighbouring tokens agree on their blocks; empty where
+            no token has as many blocks as it may select.
     """
 
     kind: AttentionKind
@@ -164,8 +165,8 @@ class Trainer:
             this process alone.
 
     Raises:
-        ValueError: the folder holds a checkpoint of a different run, or the ranks cannot share its
-            batches.
+        ValueError: the folder holds a checkpoint of a different run or a damaged one, or the ranks
+            cannot share its batches.
     """
 
     def __init__(
@@ -195,9 +196,16 @@ class Trainer:
         self.resumed_at = len(self.losses)
 
     def _load(self) -> None:
-        saved = torch.load(self.path, map_location="cpu", weights_only=True)
+        try:
+            saved = torch.load(self.path, map_location="cpu", weights_only=True)
+            theirs = dict(saved["config"])
+        except Exception as error:  # torch has no error of its own for files of other kinds
+            raise ValueError(
+                f"{self.path}: expected a checkpoint of this command, got {type(error).__name__}: "
+                f"{error}"
+            ) from error
         mine = asdict(self.config)
-        changed = sorted(key for key in mine if saved["config"].get(key) != mine[key])
+        changed = sorted(key for key in mine if theirs.get(key) != mine[key])
         if changed:
             raise ValueError(
                 f"{self.path}: expected a checkpoint of the same run, but {', '.join(changed)} "

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from sparsek_backend.patterns.adaptive.routing import AdaptivePattern, block_features
-from sparsek_backend.patterns.entries import check_count
 from sparsek_backend.patterns.ranking import fixed_blocks
 from sparsek_backend.patterns.training.learned import ImportanceOptions
 from sparsek_backend.patterns.training.masses import sampled_block_masses, visible_blocks
 from sparsek_backend.patterns.training.pruning import Pruning
 from sparsek_kernels.block_sparse.structure import check_block_size
+from sparsek_kernels.checks import check_int
 
 
 class AdaptiveLearner:
@@ -32,7 +32,7 @@ class AdaptiveLearner:
         causal: bool = True,
         importance: ImportanceOptions | None = None,
     ) -> None:
-        check_count("num_patterns", num_patterns, 1)
+        check_int("num_patterns", num_patterns, 1)
         check_block_size(block_size)
         self.num_patterns = num_patterns
         self.block_size = block_size
@@ -41,6 +41,7 @@ class AdaptiveLearner:
         self._generator = torch.Generator().manual_seed(self.options.seed)
         self._features: list[torch.Tensor] = []
         self._masses: list[torch.Tensor] = []
+        self._tokens: int | None = None
         self._visible = torch.zeros(0, 0, dtype=torch.bool)
 
     @torch.no_grad()
@@ -51,7 +52,14 @@ class AdaptiveLearner:
         v: torch.Tensor,
         softmax_scale: float | None = None,
     ) -> None:
-        """Count sequences ``q [B, N, Hq, D]``, ``k`` and ``v [B, N, Hkv, D]`` of one length."""
+        """Count sequences ``q [B, N, Hq, D]``, ``k`` and ``v [B, N, Hkv, D]`` of one length.
+
+        Raises:
+            ValueError: another length than before.
+        """
+        if self._tokens not in (None, q.shape[1]):
+            raise ValueError(f"q: expected {self._tokens} tokens as before, got {q.shape[1]}")
+        self._tokens = q.shape[1]
         self._visible = visible_blocks(q.shape[1], k.shape[1], self.block_size, self.causal)
         self._features += block_features(q, self.block_size, self.num_patterns).cpu()
         for one in range(q.shape[0]):
@@ -91,7 +99,9 @@ class AdaptiveLearner:
         """
         if not self._features:
             raise ValueError("observe: expected at least one sequence, got none")
-        check_count("clusters", clusters, 1)
+        if not 0.0 <= sparsity < 1.0:
+            raise ValueError(f"sparsity: expected a number from 0 to below 1, got {sparsity}")
+        check_int("clusters", clusters, 1)
         if not smoothing > 0.0:
             raise ValueError(f"smoothing: expected a number above 0, got {smoothing}")
         rule = pruning or Pruning()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -46,14 +48,21 @@ class AdaptivePattern(torch.nn.Module):
         self.causal = causal
         self.register_buffer("centroids", centroids.float())
         self.register_buffer("table", table)
-        # Room for the largest pattern of every row: sizes must not depend on the queries.
-        self._row_room = int(table.sum(3).amax(1).sum())
-        self._column_room = int(table.any(1).sum())
+        self._count_room()
+
+    def _load_from_state_dict(self, *given: Any) -> None:
+        super()._load_from_state_dict(*given)
+        self._count_room()
+
+    def _count_room(self) -> None:
+        """Room for the largest pattern of every row: sizes must not depend on the queries."""
+        self._row_room = int(self.table.sum(3).amax(1).sum())
+        self._column_room = int(self.table.any(1).sum())
 
     def route(self, q: torch.Tensor) -> torch.Tensor:
         """``[B, P, R]`` int64: the cluster of each block of queries ``q [B, N, Hq, D]``."""
         features = block_features(q, self.block_size, self.centroids.shape[0])
-        return torch.cdist(features, self.centroids).argmin(3)
+        return torch.cdist(features, self.centroids.float()).argmin(3)
 
     def mask(self, q: torch.Tensor) -> torch.Tensor:
         """``[B, P, R, C]`` bool: the key blocks that each block of queries attends."""

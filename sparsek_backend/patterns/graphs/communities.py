@@ -26,7 +26,8 @@ def find_communities(
     """
     import networkx
 
-    graph = networkx.from_scipy_sparse_array(adjacency(edge_index, num_nodes))
+    edges = adjacency(edge_index, num_nodes)
+    graph = networkx.from_scipy_sparse_array(edges.maximum(edges.T))  # both ways alike
     if method == "louvain":
         found = networkx.community.louvain_communities(graph, seed=seed)
     elif method == "label_propagation":

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from sparsek_backend.patterns.entries import check_count, check_share
+from sparsek_backend.patterns.entries import check_share
 from sparsek_backend.patterns.pattern import BlockSparsePattern
-from sparsek_kernels.checks import check_tensor
+from sparsek_kernels.checks import check_int, check_tensor
 
 
 def edge_index_of(graph: Any) -> tuple[torch.Tensor, int]:
@@ -64,7 +64,7 @@ def adjacency(edge_index: torch.Tensor, num_nodes: int) -> Any:
 
 def check_edges(edge_index: torch.Tensor, num_nodes: int) -> None:
     """Raise unless ``edge_index`` is ``[2, E]`` int64 of nodes ``0 .. num_nodes - 1``."""
-    check_count("num_nodes", num_nodes, 0)
+    check_int("num_nodes", num_nodes, 0)
     check_tensor("edge_index", edge_index, (2, "E"), (torch.int64,))
     if edge_index.numel():
         low, high = (int(x) for x in edge_index.aminmax())
@@ -107,7 +107,7 @@ def edge_pattern(
         ValueError: an argument out of range, or a density below one block for each row.
     """
     check_edges(edge_index, num_nodes)
-    check_count("least", least, 1)
+    check_int("least", least, 1)
     rows = -(-num_nodes // block_size)
     nodes = edge_index.cpu()
     if order is not None:

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsek_backend.patterns.entries import check_count
-from sparsek_kernels.checks import check_tensor
+from sparsek_kernels.checks import check_int, check_tensor
 
 _STATE_VERSION = 1
 
@@ -36,8 +35,8 @@ def hnsw_edges(
             "HNSW layers need hnswlib: pip install 'sparsek-backend[graphs]'"
         ) from error
     check_tensor("features", features, ("N", "F"))
-    check_count("links", links, 2)
-    check_count("ef_construction", ef_construction, 1)
+    check_int("links", links, 2)
+    check_int("ef_construction", ef_construction, 1)
     nodes = features.shape[0]
     index = hnswlib.Index("l2", features.shape[1])
     index.init_index(nodes, M=links, ef_construction=ef_construction, random_seed=seed)

@@ -9,12 +9,11 @@ from typing import Literal, get_args
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsek_backend.patterns.entries import check_count
 from sparsek_backend.patterns.graphs.communities import find_communities
 from sparsek_backend.patterns.graphs.edges import check_edges, edge_pattern, places_in
 from sparsek_backend.patterns.graphs.orders import community_order, cuthill_mckee_order
 from sparsek_backend.patterns.pattern import BlockSparsePattern
-from sparsek_kernels.checks import check_tensor
+from sparsek_kernels.checks import check_int, check_tensor
 
 Order = Literal["communities", "cuthill_mckee", "given"]
 
@@ -64,7 +63,7 @@ def graph_layout(
         ValueError: an argument out of range, or an edge between two graphs.
     """
     check_edges(edge_index, num_nodes)
-    check_count("num_nodes", num_nodes, 1)
+    check_int("num_nodes", num_nodes, 1)
     if order not in get_args(Order):
         raise ValueError(f"order: expected one of {', '.join(get_args(Order))}, got {order!r}")
     device, edges = edge_index.device, edge_index.cpu()
@@ -121,14 +120,22 @@ def known_layout(
     order: Order,
     batch: torch.Tensor | None,
 ) -> GraphLayout:
-    """:func:`graph_layout`, made once for each tensor, so that layers and epochs share it."""
+    """:func:`graph_layout`, made once for each tensor, so that layers and epochs share it.
+
+    Made anew for tensors of inference mode, which do not count their changes.
+    """
+    if edge_index.is_inference() or (batch is not None and batch.is_inference()):
+        return graph_layout(
+            edge_index, num_nodes, block_size, density=density, order=order, batch=batch
+        )
     versions = (edge_index._version, None if batch is None else batch._version)
     key: _Key = (versions, num_nodes, block_size, density, order)
     known = _layouts.setdefault(edge_index, {})
     found = known.get(key)
     if found is None or found[0] is not batch:
-        layout = graph_layout(
-            edge_index, num_nodes, block_size, density=density, order=order, batch=batch
-        )
+        with torch.inference_mode(False):  # what is kept serves training too
+            layout = graph_layout(
+                edge_index, num_nodes, block_size, density=density, order=order, batch=batch
+            )
         found = known[key] = (batch, layout)
     return found[1]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_backend.patterns.entries import check_count
 from sparsek_backend.patterns.graphs.edges import adjacency
-from sparsek_kernels.checks import check_tensor
+from sparsek_kernels.checks import check_int, check_tensor
 
 _MOST_DISTANCES = 1 << 24
 """Distances held at a time: of a few sources to all nodes."""
@@ -48,7 +47,7 @@ def graph_knn_edges(edge_index: torch.Tensor, num_nodes: int, k: int, *, hops: i
     from scipy.sparse import csgraph
 
     _check_k(k, num_nodes)
-    check_count("hops", hops, 1)
+    check_int("hops", hops, 1)
     graph = adjacency(edge_index.flip(0), num_nodes)  # paths start at targets
     step = max(_MOST_DISTANCES // num_nodes, 1)
     edges = []
@@ -64,6 +63,6 @@ def graph_knn_edges(edge_index: torch.Tensor, num_nodes: int, k: int, *, hops: i
 
 
 def _check_k(k: int, num_nodes: int) -> None:
-    check_count("k", k, 1)
+    check_int("k", k, 1)
     if k >= num_nodes:
         raise ValueError(f"k: expected fewer than the {num_nodes} nodes, got {k}")

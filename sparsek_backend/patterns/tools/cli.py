@@ -17,12 +17,13 @@ from rich.table import Table
 
 from sparsek_backend.command_line import grouped
 from sparsek_backend.machine import choose_device
+from sparsek_backend.patterns.learn import Heads
 from sparsek_backend.patterns.model_file import ModelPatterns
 from sparsek_backend.patterns.presets import PRESETS
 from sparsek_backend.patterns.tools.convert import read_patterns, write_patterns
 from sparsek_backend.patterns.tools.page import COLUMNS, write_page
 from sparsek_backend.patterns.tools.statistics import pattern_statistics
-from sparsek_backend.patterns.training.learned import Heads, ImportanceOptions
+from sparsek_backend.patterns.training.learned import ImportanceOptions
 from sparsek_backend.patterns.training.masses import Measure
 from sparsek_backend.patterns.training.pruning import Pruning
 
@@ -33,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 File = Annotated[Path, typer.Argument(help="A pattern file (.safetensors, or .npz of scipy).")]
-HeadDim = Annotated[int, typer.Option(help="Elements of a head, for the FLOPs.")]
+HeadDim = Annotated[int, typer.Option(min=1, help="Elements of a head, for the FLOPs.")]
 BlockSize = Annotated[
     int | None, typer.Option(help="Tokens along a side of a block, for files that do not say it.")
 ]
@@ -84,8 +85,8 @@ def learn(
     text: Annotated[
         list[Path] | None, typer.Option(help="Text files; repeatable. The speeches by default.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 2048,
-    texts: Annotated[int, typer.Option(help="Most texts to read.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each text.")] = 2048,
+    texts: Annotated[int, typer.Option(min=1, help="Most texts to read.")] = 8,
     device: Annotated[str, typer.Option(help="`cuda`, `cpu` or `auto`.")] = "auto",
     prefill: Annotated[
         bool,
@@ -105,6 +106,10 @@ def learn(
             raise ValueError(
                 "--prefill: expected neither --heads, --pooled, --by-distance nor --sparsity, "
                 "because a server decides how many blocks each KV head attends"
+            )
+        if out.suffix != ".safetensors" or not out.parent.is_dir():
+            raise ValueError(
+                f"--out: expected a file named .safetensors in a folder that exists, got {out}"
             )
         where = choose_device(device)
         loaded, batches = _load(model, text, tokens, texts, where)
@@ -226,7 +231,8 @@ def _load(
     for path in paths:
         if len(batches) == most:
             break
-        ids = tokenizer(path.read_text(encoding="utf-8"), verbose=False).input_ids[:tokens]
+        words = path.read_text(encoding="utf-8", errors="replace")
+        ids = tokenizer(words, verbose=False).input_ids[:tokens]
         if len(ids) == tokens:
             batches.append(torch.tensor([ids]))
     if not batches:

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from sparsek_backend.patterns.learn import Heads
 from sparsek_backend.patterns.model_file import ModelPatterns
 from sparsek_backend.patterns.models import learned_patterns, observe_model
 from sparsek_backend.patterns.pattern import BlockSparsePattern
 from sparsek_backend.patterns.prefill import PrefillPattern, ranked_entries
-from sparsek_backend.patterns.training.learned import Heads, ImportanceOptions, LearnedPattern
+from sparsek_backend.patterns.training.learned import ImportanceOptions, LearnedPattern
 from sparsek_backend.patterns.training.pruning import Pruning
 
 

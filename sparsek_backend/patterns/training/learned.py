@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 
-from sparsek_backend.patterns.entries import check_count
+from sparsek_backend.patterns.learn import Heads
 from sparsek_backend.patterns.pattern import BlockSparsePattern
 from sparsek_backend.patterns.training.gates import BlockGates, gated_attention
 from sparsek_backend.patterns.training.masses import (
@@ -18,9 +18,7 @@ from sparsek_backend.patterns.training.masses import (
 from sparsek_backend.patterns.training.tracker import ImportanceTracker, Reduction
 from sparsek_kernels import block_sparse_attention
 from sparsek_kernels.block_sparse.structure import check_block_size
-from sparsek_kernels.checks import check_heads
-
-Heads = Literal["query", "kv", "all"]
+from sparsek_kernels.checks import check_heads, check_int
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class LearnedPattern(torch.nn.Module):
         num_heads: query heads.
         num_kv_heads: key/value heads.
         num_tokens: tokens of the longest input; shorter ones attend the first blocks of the
-            pattern.
+            pattern, and their importance is not counted.
         block_size: tokens along a side of a block.
         heads: who shares a pattern: the query heads of a ``kv`` head, ``all``, or each ``query``
             head on its own.
@@ -83,7 +81,7 @@ class LearnedPattern(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_heads(num_heads, num_kv_heads)
-        check_count("num_tokens", num_tokens, 1)
+        check_int("num_tokens", num_tokens, 1)
         check_block_size(block_size)
         patterns = {"query": num_heads, "kv": num_kv_heads, "all": 1}
         if heads not in patterns:
@@ -91,7 +89,7 @@ class LearnedPattern(torch.nn.Module):
         self.block_size = block_size
         self.causal = causal
         self.options = importance or ImportanceOptions()
-        check_count("every", self.options.every, 1)
+        check_int("every", self.options.every, 1)
         visible = visible_blocks(num_tokens, num_tokens, block_size, causal)
         mask = visible.expand(patterns[heads], -1, -1).clone()
         self.register_buffer("visible", visible, persistent=False)
@@ -134,11 +132,15 @@ class LearnedPattern(torch.nn.Module):
                 f"got {rows}"
             )
         made = self._made.get(rows)
-        if made is None or made[0] is not self.keep or made[1] != self.keep._version:
+        # A tensor of inference mode does not count its changes.
+        counts = not self.keep.is_inference()
+        if counts and made and made[0] is self.keep and made[1] == self.keep._version:
+            return made[2]
+        with torch.inference_mode(not counts):  # what is kept serves training too
             pattern = BlockSparsePattern.from_mask(self.keep[:, :rows, :rows], self.block_size)
-            made = (self.keep, self.keep._version, pattern)
-            self._made[rows] = made
-        return made[2]
+        if counts:
+            self._made[rows] = (self.keep, self.keep._version, pattern)
+        return pattern
 
     @property
     def sparsity(self) -> float:

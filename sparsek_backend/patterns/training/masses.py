@@ -7,9 +7,8 @@ from typing import Literal, get_args
 import torch
 import torch.nn.functional as F
 
-from sparsek_backend.patterns.entries import check_count
 from sparsek_kernels.block_sparse.structure import check_block_size
-from sparsek_kernels.checks import check_heads, check_qkv, check_scale
+from sparsek_kernels.checks import check_heads, check_int, check_qkv, check_scale
 
 Measure = Literal["mass", "l1", "l2"]
 _MOST_SCORES = 1 << 26
@@ -61,7 +60,7 @@ def sampled_block_masses(
     """
     check_qkv(q, k, v)
     check_block_size(block_size)
-    check_count("samples", samples, 1)
+    check_int("samples", samples, 1)
     if measure not in get_args(Measure):
         raise ValueError(f"measure: expected 'mass', 'l1' or 'l2', got {measure!r}")
     scale = check_scale(softmax_scale, q.shape[3])
@@ -70,7 +69,9 @@ def sampled_block_masses(
     group = check_heads(num_heads, num_kv_heads)
     tokens, real = (x.to(q.device) for x in _tokens(num_q, block_size, samples, generator))
     rows, taken = tokens.shape
-    keys = k.permute(0, 2, 3, 1)  # [B, Hkv, D, M]
+    # Products of half precision may pass its largest number before they are scaled.
+    product = torch.float32 if q.dtype == torch.float16 else q.dtype
+    keys = k.permute(0, 2, 3, 1).to(product)  # [B, Hkv, D, M]
     sizes = _sizes(v, measure)
     key = torch.arange(num_k, device=q.device)
     step = max(_MOST_SCORES // max(batch * num_heads * taken * num_k, 1), 1)
@@ -79,7 +80,8 @@ def sampled_block_masses(
         chosen = tokens[first : first + step].flatten()  # [T]
         queries = q[:, chosen].unflatten(2, (num_kv_heads, group))
         queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G T, D]
-        scores = torch.matmul(queries, keys).float().mul_(scale)
+        with torch.autocast(q.device.type, enabled=False):
+            scores = torch.matmul(queries.to(product), keys).float().mul_(scale)
         scores = scores.unflatten(2, (group, -1))  # [B, Hkv, G, T, M]
         if causal:
             at = chosen + (num_k - num_q)

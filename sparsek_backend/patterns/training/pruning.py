@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsek_backend.patterns.entries import check_count
 from sparsek_backend.patterns.ranking import fixed_blocks, heaviest_blocks
+from sparsek_kernels.checks import check_int
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Pruning:
     by_distance: bool = False
 
     def __post_init__(self) -> None:
-        check_count("sinks", self.sinks, 0)
-        check_count("window", self.window, 0)
+        check_int("sinks", self.sinks, 0)
+        check_int("window", self.window, 0)
         for name in ("threshold", "diversity"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(
@@ -62,6 +62,7 @@ class Pruning:
         """
         if not 0.0 <= sparsity < 1.0:
             raise ValueError(f"sparsity: expected a number from 0 to below 1, got {sparsity}")
+        importance = importance.masked_fill(~visible, 0.0)  # gates know no causality
         budget = max(round((1.0 - sparsity) * int(visible.sum())), 1)
         if self.by_distance:
             importance = mean_by_distance(importance, self.sinks)

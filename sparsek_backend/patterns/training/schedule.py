@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from sparsek_backend.patterns.entries import check_count
+from sparsek_kernels.checks import check_int
 
 Shape = Literal["cubic", "linear", "constant"]
 
@@ -37,9 +37,9 @@ class SparsitySchedule:
                 raise ValueError(
                     f"{name}: expected a number from 0 to below 1, got {getattr(self, name)}"
                 )
-        check_count("begin", self.begin, 0)
-        check_count("every", self.every, 1)
-        check_count("end", self.end, self.begin)
+        check_int("begin", self.begin, 0)
+        check_int("every", self.every, 1)
+        check_int("end", self.end, self.begin)
         if self.shape not in get_args(Shape):
             raise ValueError(f"shape: expected cubic, linear or constant, got {self.shape!r}")
 

@@ -113,7 +113,18 @@ class PatternScheduler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken."""
+        """Go on where :meth:`state_dict` was taken.
+
+        Raises:
+            ValueError: a state of other patterns.
+        """
+        due = [p.keep.shape for p in self.patterns]
+        given = [mask.shape for mask in state["masks_before"] or ()]
+        if given and given != due:
+            raise ValueError(
+                f"masks_before: expected masks of shapes {[list(x) for x in due]}, "
+                f"got {[list(x) for x in given]}"
+            )
         self.steps, self.sparsity = state["steps"], state["sparsity"]
         self.reverts, self._setbacks = state["reverts"], state["setbacks"]
         self._loss, masks = state["loss"], state["masks_before"]
@@ -131,7 +142,9 @@ class PatternScheduler:
 
     def _watch(self, loss: float) -> bool:
         """Bring the earlier patterns back if the loss jumped since the last pruning."""
-        jumped = self._loss is not None and not loss <= (1.0 + self.tolerance) * self._loss
+        jumped = self._loss is not None and not (
+            loss <= self._loss + self.tolerance * abs(self._loss)  # losses may be negative
+        )
         if jumped and self._before is not None:
             masks, self.sparsity = self._before
             for pattern, mask in zip(self.patterns, masks, strict=True):

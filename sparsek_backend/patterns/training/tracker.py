@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from sparsek_backend.patterns.entries import check_count
+from sparsek_kernels.checks import check_int
 
 Reduction = Literal["mean", "max", "ema"]
 
@@ -37,7 +37,7 @@ class ImportanceTracker(torch.nn.Module):
         super().__init__()
         if reduction not in get_args(Reduction):
             raise ValueError(f"reduction: expected 'mean', 'max' or 'ema', got {reduction!r}")
-        check_count("window", window, 1)
+        check_int("window", window, 1)
         if not 0.0 <= decay < 1.0:
             raise ValueError(f"decay: expected a number from 0 to below 1, got {decay}")
         self.reduction: Reduction = reduction

@@ -261,6 +261,18 @@ def test_such_an_object_from_inference_mode_is_read_at_every_call() -> None:
             block_sparse_attention(t.q, t.k, t.v, pattern)
 
 
+def test_such_an_object_serves_training_after_inference_mode() -> None:
+    t = make(Case(50, 70, 2, 1, 8))
+    pattern = plain(t.structure)
+    q, k, v = (x.detach().requires_grad_() for x in (t.q, t.k, t.v))
+    with torch.inference_mode():
+        block_sparse_attention(q, k, v, pattern)
+    out = block_sparse_attention(q, k, v, pattern)
+    assert isinstance(out, torch.Tensor)
+    out.sum().backward()
+    assert q.grad is not None
+
+
 def test_structures_of_dropped_objects_are_dropped() -> None:
     gc.collect()
     held = len(structure._structures)

@@ -188,6 +188,11 @@ def test_block_sizes(fields: dict[str, Any], error: type[Exception], message: st
             "phi_k.position: expected shape",
         ),
         (
+            lambda: nsa_compress(K, K, phi_v=tuple(torch.zeros(4, 8) for _ in range(5))),  # type: ignore[arg-type]
+            TypeError,
+            "phi_v: expected PhiWeights, got tuple",
+        ),
+        (
             lambda: selected_attention(
                 torch.zeros(1, 4, 128, 8),
                 torch.zeros(1, 4, 1, 8),

@@ -43,6 +43,16 @@ def test_matches_the_oracle(mask: dict[str, Any], n: int, m: int, with_sinks: bo
     torch.testing.assert_close((out, lse, *found), want)
 
 
+def test_a_head_without_a_sink_has_no_gradient_where_rows_see_no_key() -> None:
+    q, k, v = tensors(21, 9)
+    sinks = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        sinks[1] = float("-inf")
+    wanted = torch.autograd.grad(sink_flash_attention(q, k, v, sinks=sinks).sum(), sinks)[0]
+    assert wanted[1] == 0.0
+    assert wanted.isfinite().all()
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     lens=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=5),
@@ -155,6 +165,16 @@ def test_compiles_without_graph_breaks() -> None:
     want = torch.autograd.grad(run(q, k, v, sinks), (q, k, v, sinks))
     found = torch.autograd.grad(compiled(q, k, v, sinks), (q, k, v, sinks))
     torch.testing.assert_close(found, want)
+
+
+def test_compiles_for_sizes_that_change() -> None:
+    def run(q: torch.Tensor) -> Any:
+        return sink_flash_attention(q * 2, q, q, num_sink=2, window_size=4)
+
+    compiled = torch.compile(run, dynamic=True, fullgraph=True, backend="aot_eager")
+    for tokens, dim in ((12, 8), (13, 8), (20, 16)):
+        q = torch.randn(1, tokens, 2, dim, requires_grad=True)
+        torch.testing.assert_close(compiled(q), run(q))
 
 
 def test_compiles_packed_sequences_and_out() -> None:

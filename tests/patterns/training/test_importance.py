@@ -37,6 +37,26 @@ def test_all_queries_give_the_exact_mass(
     torch.testing.assert_close(found, exact.mean())
 
 
+def test_autocast_does_not_reach_the_products() -> None:
+    q, k, v = inputs()
+    exact, cast = BlockMass(16), BlockMass(16)
+    exact.add(q, k)
+    wanted = sampled_block_masses(q, k, v, 16, samples=16)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast.add(q, k)
+        found = sampled_block_masses(q, k, v, 16, samples=16)
+    assert torch.equal(cast.mean(), exact.mean())
+    assert torch.equal(found, wanted)
+
+
+def test_products_beyond_fp16() -> None:
+    q, k, v = ((300 * x).half() for x in inputs())
+    found = sampled_block_masses(q, k, v, 16, samples=16)
+    torch.testing.assert_close(
+        found, sampled_block_masses(q.float(), k.float(), v.float(), 16, samples=16)
+    )
+
+
 def test_norms_of_what_a_block_adds() -> None:
     q, k, v = inputs()
     scores = torch.einsum("bnhd,bmhd->bhnm", q, k.repeat_interleave(2, 2)) * 8**-0.5
@@ -175,3 +195,11 @@ REFUSED: list[tuple[str, Any]] = [
 def test_refuses(message: str, action: Any) -> None:
     with pytest.raises(ValueError, match=message):
         action()
+
+
+def test_blocks_that_nobody_sees_do_not_count() -> None:
+    visible = visible_blocks(64, 64, 16, causal=True)
+    rule = Pruning(threshold=0.3, sinks=0, window=0)
+    found = rule.mask(torch.ones(1, 4, 4), visible, 0.0)
+    assert found[0].sum(1).tolist() == [1, 2, 3, 1]  # a third of a row is enough, a quarter not
+    assert torch.equal(found, rule.mask(visible[None].float(), visible, 0.0))

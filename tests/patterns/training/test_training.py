@@ -81,6 +81,15 @@ def test_a_jump_of_the_loss_brings_the_patterns_back() -> None:
     assert torch.equal(learned.keep, before)
 
 
+def test_a_loss_may_be_negative() -> None:
+    learned = watched()
+    scheduler = PatternScheduler(learned, SparsitySchedule(0.5, end=2, every=1))
+    assert [scheduler.step(-1.0) for _ in range(4)] == [True] * 4
+    assert (scheduler.sparsity, scheduler.reverts) == (0.5, 0)
+    assert scheduler.step(-0.4)  # 60 % of its size above -1
+    assert scheduler.reverts == 1
+
+
 def test_pruned_blocks_may_return() -> None:
     learned = watched()
     scheduler = PatternScheduler(learned, SparsitySchedule(0.5), Pruning(sinks=0, window=0))
@@ -91,6 +100,33 @@ def test_pruned_blocks_may_return() -> None:
     scheduler.prune(0.5)
     assert (learned.keep & ~first).any()
     assert not (learned.keep & ~learned.visible).any()
+
+
+def test_a_state_of_other_patterns_is_refused() -> None:
+    one = PatternScheduler(LearnedPattern(2, 2, 64, 16, heads="all"), SparsitySchedule(0.5))
+    one.patterns[0].tracker.add(torch.rand(1, 4, 4))
+    one.prune(0.5)
+    two = PatternScheduler(LearnedPattern(2, 2, 64, 16), SparsitySchedule(0.5))
+    with pytest.raises(ValueError, match="masks_before: expected masks of shapes"):
+        two.load_state_dict(one.state_dict())
+
+
+def test_a_layer_that_was_tried_in_inference_mode_is_trained() -> None:
+    layer = SparseAttentionLayer(32, 2, 64, 16)
+    x = torch.randn(1, 64, 32)
+    with torch.inference_mode():
+        layer(x)
+    layer(x).sum().backward()
+    assert layer.q_proj.weight.grad is not None
+
+
+def test_a_layer_made_in_inference_mode_attends() -> None:
+    with torch.inference_mode():
+        layer = SparseAttentionLayer(32, 2, 64, 16).eval()
+        x = torch.randn(1, 64, 32)
+        before = layer(x)
+        layer.attention.set_mask(torch.eye(4, dtype=torch.bool).expand(2, 4, 4))
+        assert not torch.equal(layer(x), before)
 
 
 @pytest.mark.parametrize("gates", [False, True])
