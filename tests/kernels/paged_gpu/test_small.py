@@ -169,6 +169,14 @@ def test_budget_over_context_equals_dense() -> None:
     )
 
 
+def test_a_budget_far_above_all_contexts_needs_no_list_that_long() -> None:
+    problem = make_problem([(1, 150), (40, 140)], num_decodes=1, device=DEVICE)
+    oracle_check.fill(problem)
+    everything = SelectionPolicy(num_sink=4, window_size=40, top_k=1 << 20, decode_top_k=1 << 21)
+    found = oracle_check.attend(problem, everything)
+    torch.testing.assert_close(found, oracle_check.attend(problem, DENSE), atol=0.0, rtol=0.0)
+
+
 def test_equal_scores_go_to_the_lower_index() -> None:
     problem = make_problem([(1, 640)], num_decodes=1, device=DEVICE)
     problem.keys[0] = torch.ones_like(problem.keys[0])

@@ -60,8 +60,13 @@ def select_blocks(
     """
     heads = k_cache.shape[1]
 
+    def sees_all(rule: SelectionPolicy) -> bool:
+        return bool(rule.sees_all(batch.max_seq_len - 1))
+
     def rows(count: int, rule: SelectionPolicy) -> torch.Tensor:
         shape = (count, heads, rule.scored_blocks)
+        if count and sees_all(rule):  # one row for all: a budget far above contexts has long ones
+            return q.new_full((1, 1, rule.scored_blocks), -1, dtype=torch.int32).expand(shape)
         return torch.empty(shape, dtype=torch.int32, device=q.device)
 
     single = policy.per_token()
@@ -71,7 +76,7 @@ def select_blocks(
     call = Selection(
         decodes, q, k_cache, k_summary, batch, single, scale, largest=largest, left_out=counts[1]
     )
-    if batch.num_decodes and single.scored_blocks:
+    if batch.num_decodes and single.scored_blocks and not sees_all(single):
         _select_decodes(call)
     if not batch.num_prefills:
         return decodes, rows(0, policy)
@@ -79,7 +84,7 @@ def select_blocks(
     if lists is not None:
         return decodes, listed_blocks(lists, tiles[:, 1], policy)
     prefills = rows(tiles.shape[0], policy)
-    if policy.scored_blocks:
+    if policy.scored_blocks and not sees_all(policy):
         call = replace(call, out=prefills, policy=policy, tiles=tiles, left_out=counts[0])
         if policy.query_tile == 1:
             _select_tokens(call)
