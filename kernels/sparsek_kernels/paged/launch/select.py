@@ -59,7 +59,7 @@ def select_blocks(
         token ``t``; the prefills' tiles stand in the order of ``prefill_tiles``.
     """
     heads, page_size = k_cache.shape[1:3]
-    longest = batch.block_table.shape[1] * page_size
+    longest = max(batch.max_seq_len, batch.block_table.shape[1] * page_size)
 
     def selects(rule: SelectionPolicy) -> bool:
         return rule.scored_blocks > 0 and not rule.sees_all(longest - 1)
