@@ -139,7 +139,7 @@ def select_blocks(
         given_summary(k_summary)
     check_pages(policy, page_size)
     check_head_budgets(policy, heads)
-    check_batch(q, batch, page_size)
+    check_batch(q, batch, k_cache)
     check_lists(lists, policy, heads, q.device)
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     if q.is_cuda:
@@ -239,7 +239,7 @@ def paged_attention(
     check_summary(k_summary, k_cache)
     check_pages(policy, page_size)
     check_head_budgets(policy, heads)
-    check_batch(q, batch, page_size)
+    check_batch(q, batch, k_cache)
     check_lists(lists, policy, heads, q.device)
     if sinks is not None:
         check_tensor("sinks", sinks, (q.shape[1],), device=q.device)

@@ -84,7 +84,7 @@ def attend_shard(
         given_summary(k_summary)
     check_pages(rule, page_size)
     check_head_budgets(rule, heads)
-    check_batch(q, batch, page_size)
+    check_batch(q, batch, k_cache, shared=True)
     if left_out is not None:
         check_tensor("left_out", left_out, (2, 2), (torch.int64,), q.device)
     out = q.new_empty((*q.shape[:2], v_cache.shape[-1]), dtype=torch.float32)

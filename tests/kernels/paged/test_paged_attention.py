@@ -361,6 +361,48 @@ def test_batches_that_do_not_fit(fields: dict[str, tuple[int, ...]], match: str)
         select_blocks(**{**_selection(), "batch": batch})
 
 
+@pytest.mark.parametrize(
+    ("fields", "error", "match"),
+    [
+        ({"num_decodes": 3}, ValueError, "num_decodes: expected 0 to 2 requests, got 3"),
+        ({"num_decode_tokens": 0}, ValueError, "num_decode_tokens: expected 1, .* got 0"),
+        ({"num_decode_tokens": 5}, ValueError, "num_decode_tokens: expected 1, .* got 5"),
+        (
+            {"num_decodes": 2, "num_decode_tokens": 71},
+            ValueError,
+            "decode_query_len: .*at least 70",
+        ),
+        ({"block_table": torch.zeros(2, 3)}, TypeError, "block_table: expected dtype torch.int32"),
+        (
+            {"block_table": torch.zeros(1, 3).int()},
+            ValueError,
+            "seq_lens: expected no more requests",
+        ),
+        ({"block_table": torch.full((2, 3), 99).int()}, ValueError, "block_table: .* got 99"),
+        ({"block_table": torch.full((2, 3), -1).int()}, ValueError, "block_table: .* got -1"),
+        ({"cu_seqlens_q": torch.tensor([0, 1.0, 71.0])}, TypeError, "cu_seqlens_q: expected dtype"),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)
+def test_batches_that_contradict_themselves(
+    fields: dict[str, object], error: type[Exception], match: str
+) -> None:
+    arguments = _arguments()
+    batch = replace(arguments["batch"], **fields, _derived={})
+    with pytest.raises(error, match=match):
+        paged_attention(**{**arguments, "batch": batch})
+    with pytest.raises(error, match=match):
+        select_blocks(**{**_selection(), "batch": batch})
+
+
+def test_a_batch_of_decodes_may_end_in_padding() -> None:
+    case = make_case([100, 60], [1, 1], 2)
+    expected = run(case, POLICIES["topk"])
+    case.batch = replace(case.batch, num_decode_tokens=5, _derived={})
+    case.q = torch.cat([case.q, torch.full((3, *case.q.shape[1:]), float("nan"))])
+    assert torch.equal(run(case, POLICIES["topk"])[:2], expected)
+
+
 def _selection() -> dict[str, object]:
     return {name: value for name, value in _arguments().items() if name != "v_cache"}
 
