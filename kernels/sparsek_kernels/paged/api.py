@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_tensor
+from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_scale, check_tensor
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.checks import (
     check_batch,
@@ -141,7 +141,7 @@ def select_blocks(
     check_head_budgets(policy, heads)
     check_batch(q, batch, k_cache)
     check_lists(lists, policy, heads, q.device)
-    scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    scale = check_scale(softmax_scale, dim)
     if q.is_cuda:
         from sparsek_kernels.paged.launch import attend as launch
 
@@ -249,7 +249,7 @@ def paged_attention(
     if out is None:
         out = q.new_empty(shape)
     check_tensor("out", out, shape, (q.dtype,), q.device)
-    scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    scale = check_scale(softmax_scale, dim)
     if q.is_cuda:
         check_ranking(policy)
         check_triton_layout(

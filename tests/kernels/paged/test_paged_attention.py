@@ -327,6 +327,8 @@ def _arguments() -> dict[str, object]:
         ({"k_summary": SUMMARY.half()}, TypeError, "k_summary: expected dtype torch.uint8"),
         ({"k_summary": SUMMARY.mT.contiguous().mT}, ValueError, "the bytes of a page and head"),
         ({"sinks": torch.zeros(3)}, ValueError, "sinks: expected shape"),
+        ({"softmax_scale": float("nan")}, ValueError, "softmax_scale: expected a finite number"),
+        ({"softmax_scale": -0.5}, ValueError, "softmax_scale: expected a finite number > 0"),
         ({"out": torch.zeros(1, 4, 32)}, ValueError, "out: expected shape"),
         (
             {"policy": SelectionPolicy(window_size=8, top_k=1, sel_block_size=48)},
@@ -450,6 +452,12 @@ def test_gpu_kernels_refuse_tensors_that_they_would_misread() -> None:
         ({"top_k": 2}, "window_size: expected an integer when"),
         ({"window_size": 4, "sel_block_size": 24}, "sel_block_size: expected a multiple of 16"),
         ({"query_tile": 0}, "query_tile: expected an integer >= 1"),
+        ({"window_size": 1.5}, "window_size: expected an integer >= 1 or None, got 1.5"),
+        ({"window_size": 4, "top_k": 2.5}, "top_k: expected an integer >= 0, got 2.5"),
+        ({"window_size": 4, "num_sink": "3"}, "num_sink: expected an integer >= 0, got '3'"),
+        ({"window_size": 4, "sel_block_size": 64.0}, "sel_block_size: .* 16, got 64.0"),
+        ({"window_size": 4, "top_k": 2, "decode_top_k": 1.5}, "decode_top_k: .*, got 1.5 beside 2"),
+        ({"window_size": 4, "top_k": 2, "head_top_k": (1.5,)}, "head_top_k: .* top_k=2, got 1.5"),
         (
             {"window_size": 4, "top_k": 2, "head_top_k": (2, 3)},
             "head_top_k: expected integers from 1 to top_k=2, got 3",
