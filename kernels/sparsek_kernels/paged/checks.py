@@ -138,43 +138,42 @@ def _checked_rows(batch: PagedBatch, num_pages: int, page_size: int, first_page:
     check_tensor("block_table", batch.block_table, ("R", "max_pages"), integers)
     check_tensor("seq_lens", batch.seq_lens, ("R",), integers)
     check_tensor("cu_seqlens_q", batch.cu_seqlens_q, ("R + 1",), integers)
-    requests, counts = batch.num_requests, batch.query_lens
+    counts, lengths = batch.query_lens, batch.seq_lens_host
+    if lengths is None and batch.seq_lens.device.type == "cpu":
+        lengths, _ = host_lengths(batch)
+    if lengths is not None:
+        _check_requests(batch, lengths, page_size)
+        if batch.block_table.device.type == "cpu":
+            _check_block_table(batch, num_pages, page_size, first_page)
+    return batch.first_row + sum(counts)
+
+
+def _check_requests(batch: PagedBatch, lengths: tuple[int, ...], page_size: int) -> None:
+    """Check the sizes of requests, and which of them decode, against each other."""
+    requests, counts = len(lengths), batch.query_lens
     sizes = batch.block_table.shape[0], batch.cu_seqlens_q.shape[0] - 1, len(counts)
     if min(sizes) < requests:
         raise ValueError(
             f"seq_lens: expected no more requests than block_table, cu_seqlens_q and query_lens "
             f"have, which is {min(sizes)}, got {requests}"
         )
-    _check_decodes(batch)
-    lengths = batch.seq_lens_host
-    if lengths is None and batch.seq_lens.device.type == "cpu":
-        lengths, _ = host_lengths(batch)
-    if lengths is not None:
-        room = batch.block_table.shape[1] * page_size
-        for request, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-            if not count <= length <= room:
-                raise ValueError(
-                    f"seq_lens: expected {count} (the new tokens) to {room} (the tokens of "
-                    f"{batch.block_table.shape[1]} pages) for request {request}, got {length}"
-                )
-        if batch.block_table.device.type == "cpu":
-            _check_block_table(batch, num_pages, page_size, first_page)
-    return batch.first_row + sum(counts)
-
-
-def _check_decodes(batch: PagedBatch) -> None:
-    """Check what a batch says of the decodes in front of it."""
-    requests, decodes = batch.num_requests, batch.num_decodes
-    if not 0 <= decodes <= requests:
-        raise ValueError(f"num_decodes: expected 0 to {requests} requests, got {decodes}")
-    counts = batch.query_lens[:decodes]
-    tokens, padded = sum(counts), decodes == requests  # a batch of decodes may end in padding
+    room = batch.block_table.shape[1] * page_size
+    for request, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        if not count <= length <= room:
+            raise ValueError(
+                f"seq_lens: expected {count} (the new tokens) to {room} (the tokens of "
+                f"{batch.block_table.shape[1]} pages) for request {request}, got {length}"
+            )
+    if not 0 <= batch.num_decodes <= requests:
+        raise ValueError(f"num_decodes: expected 0 to {requests} requests, got {batch.num_decodes}")
+    decodes = counts[: batch.num_decodes]
+    tokens, padded = sum(decodes), len(decodes) == requests  # decodes alone may end in padding
     if batch.num_decode_tokens != tokens and not (padded and batch.num_decode_tokens > tokens):
         raise ValueError(
-            f"num_decode_tokens: expected {tokens}, the query tokens of {decodes} decodes, got "
-            f"{batch.num_decode_tokens}"
+            f"num_decode_tokens: expected {tokens}, the query tokens of {len(decodes)} decodes, "
+            f"got {batch.num_decode_tokens}"
         )
-    longest = max(counts, default=1)
+    longest = max(decodes, default=1)
     if batch.decode_query_len < longest:
         raise ValueError(
             f"decode_query_len: expected at least {longest}, the query tokens of a decode, got "
