@@ -85,8 +85,8 @@ class SparsityConfig(BaseModel):
     """How many first layers attend everything, or a list of layer indices, counted from 0. Layers
     that the model (with its draft model) lacks are refused."""
     query_tile: Positive = 64
-    """Prefill queries that share one selection. 1 selects per token: slower, and independent of
-    chunking."""
+    """Prefill queries that share one selection. 1 selects per token, as many blocks as a decoded
+    token does: slower, and independent of chunking."""
     budgets: Budgets = None
     """Path of a file with a `top_k` for each layer and KV head (`sparsek calibrate`), in place of
     one for all."""
