@@ -85,8 +85,8 @@ class SparsityConfig(BaseModel):
     """How many first layers attend everything, or a list of layer indices, counted from 0. Layers
     that the model (with its draft model) lacks are refused."""
     query_tile: Positive = 64
-    """Prefill queries that share one selection. 1 selects per token: slower, and independent of
-    chunking."""
+    """Prefill queries that share one selection. 1 selects per token, as many blocks as a decoded
+    token does: slower, and independent of chunking."""
     budgets: Budgets = None
     """Path of a file with a `top_k` for each layer and KV head (`sparsek calibrate`), in place of
     one for all."""
@@ -137,7 +137,9 @@ class SparsityConfig(BaseModel):
                 query_tile=1,
                 ranking="infllm",
             )
-        dense_last = self.dense_last if self.query_tile > 1 else 0
+        query_tile, dense_last = self.query_tile, self.dense_last
+        if self.sparse_phase == "decode":  # a tile of one query would not heed dense_last
+            query_tile, dense_last = max(query_tile, 2), EVERY_QUERY
         heads = () if self.budgets is None else self.budgets.top_k.get(index, ())
         top_k = max(heads, default=self.top_k)
         single = self.decode_top_k or self.top_k + max(self.top_k, 32)
@@ -149,12 +151,11 @@ class SparsityConfig(BaseModel):
             sel_block_size=self.sel_block_size,
             dense_below=self.dense_below,
             min_mass=self.min_mass,
-            dense_last=EVERY_QUERY if self.sparse_phase == "decode" else dense_last,
-            query_tile=self.query_tile,
+            dense_last=dense_last,
+            query_tile=query_tile,
             head_top_k=heads if len(set(heads)) > 1 else (),
         )
-        alone = self.query_tile == 1 and not policy.dense_last
-        return policy.per_token() if alone else policy
+        return policy.per_token() if query_tile == 1 else policy
 
 
 FIELD_NAMES = tuple(SparsityConfig.model_fields)
@@ -278,6 +279,9 @@ def _follow_budgets(
         if name == "top_k" and sources[name] in (DEFAULTS, MODEL_CONFIG):
             changes[name] = value
             sources[name] = sources["budgets"]
+            if sources["decode_top_k"] == MODEL_CONFIG:  # of the model's own top_k
+                changes["decode_top_k"] = None
+                sources["decode_top_k"] = DEFAULTS
         elif given != value:
             raise ConfigError(
                 f"SPARSEK setting {name} (from {sources[name]}): expected {value}, which the "

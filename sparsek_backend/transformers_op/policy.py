@@ -9,10 +9,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from sparsek_backend.config import SparsityConfig, resolve_config
+from sparsek_backend.config import ConfigError, SparsityConfig, resolve_config
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 _FIELD = "sparsek"
+_SERVED_BY_VLLM = {"mode": "pattern", "sparse_phase": "prefill"}
+"""Values of settings that nothing here would heed."""
 
 _policies: WeakKeyDictionary[torch.nn.Module, tuple[object, SelectionPolicy]] = WeakKeyDictionary()
 
@@ -51,7 +53,20 @@ def _text_config(config: Any) -> Any:
 
 def _resolve(settings: Mapping[str, Any] | None, config: Any) -> SparsityConfig:
     own = getattr(config, "sparse_config", None)
-    return resolve_config(settings or None, os.environ, own).config
+    resolved = resolve_config(settings or None, os.environ, own)
+    for name, value in _SERVED_BY_VLLM.items():
+        if getattr(resolved.config, name) == value:
+            raise ConfigError(
+                f"SPARSEK setting {name} (from {resolved.sources[name]}): {value!r} is served in "
+                f"vLLM alone, not in Transformers; remedy: remove {name}"
+            )
+    if resolved.scores_without_positions:
+        raise ConfigError(
+            f"SPARSEK setting mode (from {resolved.sources['mode']}): 'infllm' with use_nope needs "
+            "queries and keys without positions, which Transformers does not hand over; remedy: "
+            "mode block_topk, or serve in vLLM"
+        )
+    return resolved.config
 
 
 def settings_of(config: Any) -> SparsityConfig:

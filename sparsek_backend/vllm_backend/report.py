@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sparsek_backend.config import EVERY_QUERY, SparsityConfig
 from sparsek_backend.infllm import InfLLMSelection
 from sparsek_backend.nn.config import NSAConfig
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+from sparsek_kernels.paged.sketch import VECTOR_SIZE
 
 EAGER_NORMS = (
     "SPARSEK: VLLM_BATCH_INVARIANT with enforce_eager: vLLM's own RMSNorm kernel may round by "
@@ -27,6 +29,7 @@ def describe_layers(
     fp8_cache: bool = False,
     by_list: bool = False,
     batch_invariant: bool = False,
+    dense_decode: bool = False,
 ) -> str:
     """Return the log line of layers that share a policy.
 
@@ -41,13 +44,17 @@ def describe_layers(
         fp8_cache: whether K and V are stored as fp8.
         by_list: whether prefills follow a learned pattern.
         batch_invariant: whether results depend on nothing but the request.
+        dense_decode: whether decoded tokens attend everything where prefills select blocks.
     """
     path = "CPU path" if device_type == "cpu" else "Triton kernels"
     if flash_version is not None:
         path += f", FlashAttention {flash_version} for dense prefills"
     if fallback_reason is not None:
         path = f"SDPA fallback ({fallback_reason})"
-    parts = [_describe_policy(policy)]
+    dense_decode = dense_decode and policy.selects_blocks
+    parts = [_describe_policy(replace(policy, decode_top_k=None) if dense_decode else policy)]
+    if dense_decode:
+        parts.append("decoded tokens dense")
     if by_list:
         parts.append("prefills by a learned pattern")
     if policy.dense_below and not policy.is_dense:
@@ -97,14 +104,16 @@ def describe_model_selection(model: InfLLMSelection, config: SparsityConfig) -> 
     scored = f"means of {model.kernel_size} tokens every {model.kernel_stride}"
     if model.use_nope:
         scored += ", without positions"
-    shared = "per query"
+    chosen = f"single tokens choose cells of {CELL_SIZE} by means of {VECTOR_SIZE} rotated keys"
     if config.query_tile > 1:
-        shared = f"in prefills per {config.query_tile} queries"
+        chosen = (
+            f"every {config.query_tile} queries of a prefill choose blocks by means of "
+            f"{CELL_SIZE} rotated keys and then by attention to the best ones' keys; {chosen}"
+        )
     return (
         f"SPARSEK follows the model's sparse_config (InfLLM-v2): {model.init_blocks} initial, "
         f"{model.local_blocks} + 1 local, {model.total_blocks} blocks of {model.block_size} in "
-        f"all. Blocks are scored by means of rotated keys and then by attention to the best ones' "
-        f"keys, {shared}; the model was trained with {scored}, per query"
+        f"all. Here {chosen}; the model was trained with {scored}, per query"
     )
 
 
@@ -112,7 +121,7 @@ def _describe_policy(policy: SelectionPolicy) -> str:
     if policy.is_dense:
         return "dense"
     if not policy.selects_blocks:
-        if policy.num_sink == 0:
+        if policy.is_band:
             return f"the model's sliding window of {policy.window_size}"
         return f"sink_window, {policy.num_sink} sink tokens + window {policy.window_size}"
     sinks = policy.sink_blocks

@@ -295,6 +295,20 @@ def test_settings_are_checked_and_kept(tmp_path: Any) -> None:
     assert _worst(logits(model, "sparsek", ids), logits(model, "sdpa", ids)) < TOLERANCE
 
 
+def test_settings_that_transformers_would_ignore_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model()
+    with pytest.raises(ConfigError, match=r"sparse_phase .*: 'prefill' is served in vLLM alone"):
+        sparsek.configure(model, **SPARSE, sparse_phase="prefill")
+    with pytest.raises(ConfigError, match=r"mode .*: 'pattern' is served in vLLM alone"):
+        sparsek.configure(model, mode="pattern", pattern="a file")
+    monkeypatch.setattr(model.config, "sparse_config", {"use_nope": True}, raising=False)
+    with pytest.raises(ConfigError, match="'infllm' with use_nope"):
+        sparsek.configure(model, mode="infllm")
+    assert sparsek.configure(model, **SPARSE, sparse_phase="decode").sparse_phase == "decode"
+
+
 def test_environment_variables_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSEK_MODE", "sink_window")
     monkeypatch.setenv("SPARSEK_WINDOW_SIZE", "16")

@@ -140,6 +140,10 @@ def test_the_line_per_layer_group() -> None:
     assert "the model's sliding window of 48" in describe_layers(
         [1], SelectionPolicy(num_sink=0, window_size=48), None, 64, "cpu"
     )
+    window = SelectionPolicy(num_sink=0, window_size=48, dense_below=100)
+    assert "sink_window, 0 sink tokens + window 48" in describe_layers([1], window, None, 64, "cpu")
+    half = describe_layers([0], replace(policy, decode_top_k=8), None, 64, "cpu", dense_decode=True)
+    assert "32 blocks of 64 per KV head, decoded tokens dense, dense below 4096" in half
     line = describe_layers([3], SelectionPolicy(), "ALiBi", 64, "cpu")
     assert line == "SPARSEK layers 3: dense, pages of 64, SDPA fallback (ALiBi)"
 
@@ -149,12 +153,13 @@ def test_the_line_of_a_model_with_its_own_selection() -> None:
     assert resolved.infllm is not None
     assert describe_model_selection(resolved.infllm, resolved.config) == (
         "SPARSEK follows the model's sparse_config (InfLLM-v2): 1 initial, 32 + 1 local, 96 blocks "
-        "of 64 in all. Blocks are scored by means of rotated keys and then by attention to the "
-        "best ones' keys, in prefills per 64 queries; the model was trained with means of 32 "
-        "tokens every 16, per query"
+        "of 64 in all. Here every 64 queries of a prefill choose blocks by means of 16 rotated "
+        "keys and then by attention to the best ones' keys; single tokens choose cells of 16 by "
+        "means of 4 rotated keys; the model was trained with means of 32 tokens every 16, per query"
     )
     nope = resolve_config({"query_tile": 1}, {}, {"use_nope": True})
     assert nope.infllm is not None
     line = describe_model_selection(nope.infllm, nope.config)
-    assert "the best ones' keys, per query; the model" in line
+    assert "in all. Here single tokens choose cells of 16 by means of 4" in line
+    assert "attention" not in line  # single tokens select in one step
     assert "every 16, without positions, per query" in line

@@ -9,6 +9,7 @@ import pytest
 
 from sparsek_backend.config import (
     BATCH_INVARIANT,
+    EVERY_QUERY,
     FIELD_NAMES,
     ConfigError,
     SparsityConfig,
@@ -321,6 +322,15 @@ def test_policies_per_layer() -> None:
     assert config.policy_for(1) == SelectionPolicy()
     assert config.policy_for(0) == SelectionPolicy(num_sink=4, window_size=100, dense_below=8192)
     assert SparsityConfig(mode="dense").policy_for(7) == SelectionPolicy()
+
+
+@pytest.mark.parametrize("query_tile", [1, 2, 64])
+def test_prefills_are_dense_where_decodes_alone_are_sparse(query_tile: int) -> None:
+    settings = {"sparse_phase": "decode", "query_tile": query_tile}
+    policy = resolve_config(settings, {}).config.policy_for(0)
+    assert policy.query_tile > 1  # else every query would select as a decoded token does
+    assert policy.dense_last == EVERY_QUERY
+    assert policy.per_token() == resolve_config(None, {}).config.policy_for(0).per_token()
 
 
 def test_fields_are_documented() -> None:

@@ -87,6 +87,15 @@ def test_each_layer_has_its_own_policy(tmp_path: Path) -> None:
     assert resolve_config({"budgets": make().model_dump(mode="json")}, {}).config == config
 
 
+def test_decoded_tokens_follow_the_budgets_of_a_model_with_its_own_selection() -> None:
+    given = {"budgets": make().model_dump(mode="json")}
+    resolved = resolve_config(given, {}, {"topk": 64})  # whose decode_top_k is 63
+    assert resolved.config.decode_top_k is None
+    assert resolved.sources["decode_top_k"] == resolve_config(given, {}).sources["decode_top_k"]
+    own = resolve_config({**given, "decode_top_k": 63}, {}, {"topk": 64})
+    assert own.config.decode_top_k == 63
+
+
 @pytest.mark.parametrize(("name", "value"), [("top_k", 32), ("sel_block_size", 32)])
 def test_settings_that_the_file_is_not_for_are_refused(
     tmp_path: Path, name: str, value: int

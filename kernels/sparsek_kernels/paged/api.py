@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_tensor
+from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_scale, check_tensor
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.checks import (
     check_batch,
@@ -139,9 +139,9 @@ def select_blocks(
         given_summary(k_summary)
     check_pages(policy, page_size)
     check_head_budgets(policy, heads)
-    check_batch(q, batch, page_size)
+    check_batch(q, batch, k_cache)
     check_lists(lists, policy, heads, q.device)
-    scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    scale = check_scale(softmax_scale, dim)
     if q.is_cuda:
         from sparsek_kernels.paged.launch import attend as launch
 
@@ -239,7 +239,7 @@ def paged_attention(
     check_summary(k_summary, k_cache)
     check_pages(policy, page_size)
     check_head_budgets(policy, heads)
-    check_batch(q, batch, page_size)
+    check_batch(q, batch, k_cache)
     check_lists(lists, policy, heads, q.device)
     if sinks is not None:
         check_tensor("sinks", sinks, (q.shape[1],), device=q.device)
@@ -249,7 +249,7 @@ def paged_attention(
     if out is None:
         out = q.new_empty(shape)
     check_tensor("out", out, shape, (q.dtype,), q.device)
-    scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    scale = check_scale(softmax_scale, dim)
     if q.is_cuda:
         check_ranking(policy)
         check_triton_layout(

@@ -90,7 +90,7 @@ class PagedBatch:
         def build() -> torch.Tensor:
             logical = torch.arange(self.block_table.shape[1], device=self.block_table.device)
             unused = logical * page_size >= self.seq_lens[:, None]
-            return self.block_table.long().clamp_(min=0).masked_fill_(unused, 0)
+            return self.block_table.long().clamp(min=0).masked_fill_(unused, 0)
 
         return self.derived(("pages", page_size), build)
 

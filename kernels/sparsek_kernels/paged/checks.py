@@ -105,31 +105,93 @@ def check_pages(policy: SelectionPolicy, page_size: int) -> None:
         )
 
 
-def check_batch(q: torch.Tensor, batch: PagedBatch, page_size: int) -> None:
-    """Check once per batch what the host knows of it; no device is waited for."""
+def check_batch(
+    q: torch.Tensor, batch: PagedBatch, k_cache: torch.Tensor, *, shared: bool = False
+) -> None:
+    """Check once per batch what the host knows of it; no device is waited for.
+
+    Args:
+        q: ``[T, Hq, D]``, the queries.
+        batch: the requests.
+        k_cache: ``[num_pages, Hkv, page_size, D]``.
+        shared: whether other ranks may have pages, for which -1 stands.
+
+    Raises:
+        TypeError, ValueError: the batch does not fit itself, its queries or the cache.
+    """
     if batch.query_lens_host is None and batch.cu_seqlens_q.device.type != "cpu":
         return
-    rows = batch.derived(("rows", page_size), lambda: _checked_rows(batch, page_size))
+    pages, page_size = k_cache.shape[0], k_cache.shape[2]
+    rows = batch.derived(
+        ("rows", pages, page_size, shared),
+        lambda: _checked_rows(batch, pages, page_size, -1 if shared else 0),
+    )
     if q.shape[0] < rows:
         raise ValueError(
             f"q: expected at least {rows} rows, as many as batch has query tokens, got {q.shape[0]}"
         )
 
 
-def _checked_rows(batch: PagedBatch, page_size: int) -> int:
+def _checked_rows(batch: PagedBatch, num_pages: int, page_size: int, first_page: int) -> int:
     """Rows of queries up to the batch's last one."""
-    lengths = batch.seq_lens_host
+    integers = (torch.int32, torch.int64)
+    check_tensor("block_table", batch.block_table, ("R", "max_pages"), integers)
+    check_tensor("seq_lens", batch.seq_lens, ("R",), integers)
+    check_tensor("cu_seqlens_q", batch.cu_seqlens_q, ("R + 1",), integers)
+    counts, lengths = batch.query_lens, batch.seq_lens_host
     if lengths is None and batch.seq_lens.device.type == "cpu":
         lengths, _ = host_lengths(batch)
     if lengths is not None:
-        room = batch.block_table.shape[1] * page_size
-        for request, (length, count) in enumerate(zip(lengths, batch.query_lens, strict=True)):
-            if not count <= length <= room:
-                raise ValueError(
-                    f"seq_lens: expected {count} (the new tokens) to {room} (the tokens of "
-                    f"{batch.block_table.shape[1]} pages) for request {request}, got {length}"
-                )
-    return batch.first_row + sum(batch.query_lens)
+        _check_requests(batch, lengths, page_size)
+        if batch.block_table.device.type == "cpu":
+            _check_block_table(batch, num_pages, page_size, first_page)
+    return batch.first_row + sum(counts)
+
+
+def _check_requests(batch: PagedBatch, lengths: tuple[int, ...], page_size: int) -> None:
+    """Check the sizes of requests, and which of them decode, against each other."""
+    requests, counts = len(lengths), batch.query_lens
+    sizes = batch.block_table.shape[0], batch.cu_seqlens_q.shape[0] - 1, len(counts)
+    if min(sizes) < requests:
+        raise ValueError(
+            f"seq_lens: expected no more requests than block_table, cu_seqlens_q and query_lens "
+            f"have, which is {min(sizes)}, got {requests}"
+        )
+    room = batch.block_table.shape[1] * page_size
+    for request, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        if not count <= length <= room:
+            raise ValueError(
+                f"seq_lens: expected {count} (the new tokens) to {room} (the tokens of "
+                f"{batch.block_table.shape[1]} pages) for request {request}, got {length}"
+            )
+    if not 0 <= batch.num_decodes <= requests:
+        raise ValueError(f"num_decodes: expected 0 to {requests} requests, got {batch.num_decodes}")
+    decodes = counts[: batch.num_decodes]
+    tokens, padded = sum(decodes), len(decodes) == requests  # decodes alone may end in padding
+    if batch.num_decode_tokens != tokens and not (padded and batch.num_decode_tokens > tokens):
+        raise ValueError(
+            f"num_decode_tokens: expected {tokens}, the query tokens of {len(decodes)} decodes, "
+            f"got {batch.num_decode_tokens}"
+        )
+    longest = max(decodes, default=1)
+    if batch.decode_query_len < longest:
+        raise ValueError(
+            f"decode_query_len: expected at least {longest}, the query tokens of a decode, got "
+            f"{batch.decode_query_len}"
+        )
+
+
+def _check_block_table(batch: PagedBatch, num_pages: int, page_size: int, first_page: int) -> None:
+    """Check that the pages which sequences have are pages of the cache."""
+    logical = torch.arange(batch.block_table.shape[1]) * page_size
+    used = logical < batch.seq_lens[:, None]
+    pages = batch.block_table[: batch.num_requests][used]
+    outside = pages[(pages < first_page) | (pages >= num_pages)]
+    if outside.numel():
+        raise ValueError(
+            f"block_table: expected pages from {first_page} to {num_pages - 1}, got "
+            f"{int(outside[0])}"
+        )
 
 
 def check_lists(

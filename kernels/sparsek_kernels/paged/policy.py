@@ -92,23 +92,22 @@ class SelectionPolicy:
         lowest = {"num_sink": 0, "top_k": 0, "dense_below": 0, "dense_last": 0, "query_tile": 1}
         for name, low in lowest.items():
             value = getattr(self, name)
-            if value < low:
-                raise ValueError(f"{name}: expected an integer >= {low}, got {value}")
-        if self.window_size is not None and self.window_size < 1:
-            raise ValueError(
-                f"window_size: expected an integer >= 1 or None, got {self.window_size}"
-            )
-        if self.window_size is None and (self.top_k or self.num_sink):
+            if not isinstance(value, int) or value < low:
+                raise ValueError(f"{name}: expected an integer >= {low}, got {value!r}")
+        window, single = self.window_size, self.decode_top_k
+        if window is not None and (not isinstance(window, int) or window < 1):
+            raise ValueError(f"window_size: expected an integer >= 1 or None, got {window!r}")
+        if window is None and (self.top_k or self.num_sink):
             raise ValueError(
                 "window_size: expected an integer when num_sink or top_k is set, got None"
             )
-        if self.decode_top_k is not None and (self.decode_top_k < 1 or not self.top_k):
+        if single is not None and (not isinstance(single, int) or single < 1 or not self.top_k):
             raise ValueError(
                 "decode_top_k: expected an integer >= 1 beside a top_k >= 1, or None, got "
-                f"{self.decode_top_k} beside {self.top_k}"
+                f"{single!r} beside {self.top_k}"
             )
         for own in self.head_top_k:
-            if not 1 <= own <= self.top_k:
+            if not isinstance(own, int) or not 1 <= own <= self.top_k:
                 raise ValueError(
                     f"head_top_k: expected integers from 1 to top_k={self.top_k}, got {own}"
                 )
@@ -117,11 +116,9 @@ class SelectionPolicy:
                 "min_mass: expected a share from 0 to below 1, and 0 with ranking='infllm', got "
                 f"{self.min_mass}"
             )
-        if self.sel_block_size < CELL_SIZE or self.sel_block_size % CELL_SIZE:
-            raise ValueError(
-                f"sel_block_size: expected a multiple of {CELL_SIZE}, got {self.sel_block_size}"
-            )
-
+        size = self.sel_block_size
+        if not isinstance(size, int) or size < CELL_SIZE or size % CELL_SIZE:
+            raise ValueError(f"sel_block_size: expected a multiple of {CELL_SIZE}, got {size!r}")
         if self.ranking not in get_args(Ranking):
             raise ValueError(
                 f"ranking: expected one of {', '.join(get_args(Ranking))}, got {self.ranking!r}"

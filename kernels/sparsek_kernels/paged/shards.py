@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from sparsek_kernels.checks import check_heads, check_tensor
+from sparsek_kernels.checks import check_heads, check_scale, check_tensor
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.checks import (
     check_batch,
@@ -84,11 +84,11 @@ def attend_shard(
         given_summary(k_summary)
     check_pages(rule, page_size)
     check_head_budgets(rule, heads)
-    check_batch(q, batch, page_size)
+    check_batch(q, batch, k_cache, shared=True)
     if left_out is not None:
         check_tensor("left_out", left_out, (2, 2), (torch.int64,), q.device)
     out = q.new_empty((*q.shape[:2], v_cache.shape[-1]), dtype=torch.float32)
-    scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    scale = check_scale(softmax_scale, dim)
     operands = PagedOperands(q, k_cache, v_cache, out, scale, k_summary, left_out=left_out)
     if not q.is_cuda:
         return out, attend_shard_eager(operands, batch, rule, largest)

@@ -149,6 +149,7 @@ class SparseKMetadataBuilder(StepBuilder):
                     fp8_cache=fp8_cache,
                     by_list=by_list,
                     batch_invariant=resolved.batch_invariant,
+                    dense_decode=resolved.config.dense_decode,
                 )
             )
         if resolved.batch_invariant and model.enforce_eager:

@@ -181,6 +181,16 @@ def test_any_tile_and_block(data: st.DataObject) -> None:
     check(case, policy)
 
 
+@pytest.mark.parametrize("name", ["topk", "sink_window"])
+def test_block_tables_are_left_alone(name: str) -> None:
+    case = make_case(*MIXED)
+    table = case.batch.block_table.long()
+    table[0, -1] = -7  # of no page, past the sequence
+    case.batch = replace(case.batch, block_table=table.clone(), _derived={})
+    run(case, POLICIES[name])
+    assert torch.equal(case.batch.block_table, table)
+
+
 def test_gpu_kernels_refuse_lengths_that_they_would_misread() -> None:
     batch = make_case(*MIXED).batch
     check_batch_layout(batch)

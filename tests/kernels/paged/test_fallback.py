@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparsek_kernels.fallback import FallbackMask, fallback_counts, paged_fallback, sdpa_fallback
 from sparsek_kernels.paged import PagedBatch
@@ -89,6 +91,38 @@ def test_packed_and_paged(options: dict, rows: int) -> None:
     )
     paged = paged_fallback(q, k_cache, v_cache, batch, mask, **given)
     torch.testing.assert_close(paged.double(), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("head_major", [True, False], ids=["head by head", "token by token"])
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
+def test_pages_on_a_device_stay_there(options: dict, head_major: bool) -> None:
+    batch = PagedBatch(
+        block_table=torch.zeros(1, 4, dtype=torch.int32),
+        seq_lens=torch.tensor([40], dtype=torch.int32),
+        cu_seqlens_q=torch.tensor([0, 12], dtype=torch.int32),
+        num_decodes=0,
+        num_decode_tokens=0,
+        decode_query_len=1,
+        max_query_len=12,
+        max_seq_len=40,
+    )
+    ranges = options.get("bidirectional_ranges")
+    with FakeTensorMode(allow_non_fake_inputs=True):  # refuses to mix devices, as a GPU does
+        fields = {
+            name: torch.empty(x.shape, device="meta") if isinstance(x, torch.Tensor) else x
+            for name, x in options.items()
+            if name != "bidirectional_ranges"
+        }
+        q, cache = torch.empty(12, 4, 16, device="meta"), torch.empty(5, 2, 16, 16, device="meta")
+        if not head_major:
+            cache = torch.empty(5, 16, 2, 16, device="meta").transpose(1, 2)
+        table = torch.zeros(1, 4, dtype=torch.int32, device="meta")
+        here = replace(batch, block_table=table, _derived={})
+        mask = FallbackMask(**fields)
+        found = paged_fallback(
+            q, cache, cache, here, mask, reason="a test", bidirectional_ranges=ranges
+        )
+    assert (found.shape, found.device.type) == (q.shape, "meta")
 
 
 def test_sequences_do_not_mix_and_empty_ones_work() -> None:

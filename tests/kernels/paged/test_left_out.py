@@ -55,6 +55,17 @@ def test_the_counter_is_what_the_oracle_does_not_see(name: str) -> None:
     assert torch.equal(left_out, before)
 
 
+@pytest.mark.parametrize("sel_block_size", [16, 32])
+def test_heads_without_places_leave_nothing_out(sel_block_size: int) -> None:
+    # The window's first block takes the only place that a budget of one block has.
+    policy = replace(LEAST, sel_block_size=sel_block_size, head_top_k=(1, 1))
+    assert policy.head_places == (0, 0)
+    case, left_out = make_case([310, 350], [1, 350], 1), torch.zeros(2, 2, dtype=torch.int64)
+    run(case, policy, left_out=left_out)
+    assert not left_out[0].any()
+    assert left_out[1].any() == any(policy.per_token().head_places)
+
+
 def test_every_rank_counts_the_same() -> None:
     case = make_case(LENGTHS[:3], QUERIES[:3], DECODES)
     caches = (case.k_cache, case.v_cache, case.k_summary)

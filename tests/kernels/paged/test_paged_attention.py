@@ -327,6 +327,8 @@ def _arguments() -> dict[str, object]:
         ({"k_summary": SUMMARY.half()}, TypeError, "k_summary: expected dtype torch.uint8"),
         ({"k_summary": SUMMARY.mT.contiguous().mT}, ValueError, "the bytes of a page and head"),
         ({"sinks": torch.zeros(3)}, ValueError, "sinks: expected shape"),
+        ({"softmax_scale": float("nan")}, ValueError, "softmax_scale: expected a finite number"),
+        ({"softmax_scale": -0.5}, ValueError, "softmax_scale: expected a finite number > 0"),
         ({"out": torch.zeros(1, 4, 32)}, ValueError, "out: expected shape"),
         (
             {"policy": SelectionPolicy(window_size=8, top_k=1, sel_block_size=48)},
@@ -359,6 +361,48 @@ def test_batches_that_do_not_fit(fields: dict[str, tuple[int, ...]], match: str)
         paged_attention(**{**arguments, "batch": batch})
     with pytest.raises(ValueError, match=match):
         select_blocks(**{**_selection(), "batch": batch})
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "match"),
+    [
+        ({"num_decodes": 3}, ValueError, "num_decodes: expected 0 to 2 requests, got 3"),
+        ({"num_decode_tokens": 0}, ValueError, "num_decode_tokens: expected 1, .* got 0"),
+        ({"num_decode_tokens": 5}, ValueError, "num_decode_tokens: expected 1, .* got 5"),
+        (
+            {"num_decodes": 2, "num_decode_tokens": 71},
+            ValueError,
+            "decode_query_len: .*at least 70",
+        ),
+        ({"block_table": torch.zeros(2, 3)}, TypeError, "block_table: expected dtype torch.int32"),
+        (
+            {"block_table": torch.zeros(1, 3).int()},
+            ValueError,
+            "seq_lens: expected no more requests",
+        ),
+        ({"block_table": torch.full((2, 3), 99).int()}, ValueError, "block_table: .* got 99"),
+        ({"block_table": torch.full((2, 3), -1).int()}, ValueError, "block_table: .* got -1"),
+        ({"cu_seqlens_q": torch.tensor([0, 1.0, 71.0])}, TypeError, "cu_seqlens_q: expected dtype"),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)
+def test_batches_that_contradict_themselves(
+    fields: dict[str, object], error: type[Exception], match: str
+) -> None:
+    arguments = _arguments()
+    batch = replace(arguments["batch"], **fields, _derived={})
+    with pytest.raises(error, match=match):
+        paged_attention(**{**arguments, "batch": batch})
+    with pytest.raises(error, match=match):
+        select_blocks(**{**_selection(), "batch": batch})
+
+
+def test_a_batch_of_decodes_may_end_in_padding() -> None:
+    case = make_case([100, 60], [1, 1], 2)
+    expected = run(case, POLICIES["topk"])
+    case.batch = replace(case.batch, num_decode_tokens=5, _derived={})
+    case.q = torch.cat([case.q, torch.full((3, *case.q.shape[1:]), float("nan"))])
+    assert torch.equal(run(case, POLICIES["topk"])[:2], expected)
 
 
 def _selection() -> dict[str, object]:
@@ -408,6 +452,12 @@ def test_gpu_kernels_refuse_tensors_that_they_would_misread() -> None:
         ({"top_k": 2}, "window_size: expected an integer when"),
         ({"window_size": 4, "sel_block_size": 24}, "sel_block_size: expected a multiple of 16"),
         ({"query_tile": 0}, "query_tile: expected an integer >= 1"),
+        ({"window_size": 1.5}, "window_size: expected an integer >= 1 or None, got 1.5"),
+        ({"window_size": 4, "top_k": 2.5}, "top_k: expected an integer >= 0, got 2.5"),
+        ({"window_size": 4, "num_sink": "3"}, "num_sink: expected an integer >= 0, got '3'"),
+        ({"window_size": 4, "sel_block_size": 64.0}, "sel_block_size: .* 16, got 64.0"),
+        ({"window_size": 4, "top_k": 2, "decode_top_k": 1.5}, "decode_top_k: .*, got 1.5 beside 2"),
+        ({"window_size": 4, "top_k": 2, "head_top_k": (1.5,)}, "head_top_k: .* top_k=2, got 1.5"),
         (
             {"window_size": 4, "top_k": 2, "head_top_k": (2, 3)},
             "head_top_k: expected integers from 1 to top_k=2, got 3",

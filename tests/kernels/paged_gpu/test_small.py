@@ -72,6 +72,16 @@ CASES = {
         replace(TOP_K, top_k=4, min_mass=0.08),
         {"num_decodes": 1, "page_size": 64},
     ),
+    "topk-window-takes-the-only-place": (  # so that nothing is selected
+        [(1, 150), (40, 140)],
+        replace(TOP_K, top_k=1, min_mass=0.1),
+        {"num_decodes": 1, "page_size": 32},
+    ),
+    "topk-of-cells-window-takes-the-only-place": (
+        [(1, 150), (40, 140)],
+        replace(TOP_K, top_k=1, sel_block_size=16),
+        {"num_decodes": 1},
+    ),
     "topk-heads-tile-1": (
         [(1, 201), (2, 230)],
         replace(TOP_K, query_tile=1, head_top_k=(3, 1)),
@@ -167,6 +177,14 @@ def test_budget_over_context_equals_dense() -> None:
         atol=0.0,
         rtol=0.0,
     )
+
+
+def test_a_budget_far_above_all_contexts_needs_no_list_that_long() -> None:
+    problem = make_problem([(1, 150), (40, 140)], num_decodes=1, device=DEVICE)
+    oracle_check.fill(problem)
+    everything = SelectionPolicy(num_sink=4, window_size=40, top_k=1 << 20, decode_top_k=1 << 21)
+    found = oracle_check.attend(problem, everything)
+    torch.testing.assert_close(found, oracle_check.attend(problem, DENSE), atol=0.0, rtol=0.0)
 
 
 def test_equal_scores_go_to_the_lower_index() -> None:

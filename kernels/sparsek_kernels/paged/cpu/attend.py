@@ -160,13 +160,13 @@ def paged_attention_eager(
     operands: PagedOperands, batch: PagedBatch, policy: SelectionPolicy
 ) -> None:
     """Torch form of :func:`sparsek_kernels.paged.paged_attention`; writes ``operands.out``."""
+    _, counts = host_lengths(batch)
     if batch.num_decodes:
-        decodes = operands.of_rows(slice(batch.num_decode_tokens))
+        decodes = operands.of_rows(slice(sum(counts[: batch.num_decodes])))
         rule = policy.per_token()
         native = rule.ranking == "masses" and native_decode.supports(decodes, batch)
         decode = native_decode.decode if native else _decode
         decode(decodes, batch, rule)
-    _, counts = host_lengths(batch)
     token = int(batch.cu_seqlens_q[batch.num_decodes])
     for request in range(batch.num_decodes, batch.num_requests):
         rows = slice(token, token + counts[request])

@@ -34,8 +34,8 @@ def join_kv(k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor | None
 
 
 @cache
-def _counting(count: int) -> torch.Tensor:
-    return torch.arange(count)
+def _counting(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, device=device)
 
 
 class RunReader:
@@ -77,7 +77,7 @@ class RunReader:
         Returns:
             ``[T, Hkv, n]`` int64.
         """
-        head = torch.arange(self.heads).view(self.heads, 1)
+        head = torch.arange(self.heads, device=pages.device).view(self.heads, 1)
         if self._flat is None:
             return (pages * self.heads + head) * self.runs_per_page + runs
         start = pages * self._page_units + head * self._head_units + self._offset_units
@@ -88,7 +88,8 @@ class RunReader:
         shape = (*names.shape, self.run_tokens, self.dim)
         if self._flat is not None:
             if self._units_per_run > 1:
-                names = names.unsqueeze(-1) + _counting(self._units_per_run)
+                units = _counting(self._units_per_run, names.device)
+                names = names.unsqueeze(-1) + units
             return torch.index_select(self._flat, 0, names.flatten()).view(shape)
         split = self._cache.unflatten(2, (self.runs_per_page, self.run_tokens))
         place = names // self.runs_per_page

@@ -224,7 +224,7 @@ def count_kept(
         queries: how many each tile has, ``[T, 1]``, or one number for all.
         rule: how many places a list has.
     """
-    places = sum(rule.head_places) or kept.shape[1] * rule.scored_blocks
+    places = sum(rule.head_places or (rule.scored_blocks,) * kept.shape[1])
     blocks = kept.sum(1)
     counts = torch.stack([places - blocks, torch.full_like(blocks, places)], dim=1)
     left_out += (counts * queries).sum(0) * rule.sel_block_size

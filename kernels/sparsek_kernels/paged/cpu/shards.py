@@ -1,4 +1,4 @@
-"""Decoding over the pages of one rank, in torch: exact selection, partial output, log-sum-exp."""
+"""Decoding over the pages of one rank, in torch: shared selection, partial output, log-sum-exp."""
 
 from __future__ import annotations
 

@@ -327,6 +327,7 @@ def attend_kernel(
         first_selected = count - num_selected
         num_forced = tl.cdiv(first_selected, ENTRIES)
         num_pieces = num_forced + tl.cdiv(num_selected, ENTRIES)
+        num_plain = 0  # where nothing is selected, every piece is masked
     else:
         PARTS: tl.constexpr = SEL_BLOCK // BLOCK_N
         num_pieces = (count - 1) * PARTS + (high % SEL_BLOCK) // BLOCK_N + 1

@@ -284,7 +284,7 @@ def attend(
         SPLITS=config.splits,
         HAS_SINKS=operands.sinks is not None,
         HEAD_PLACES=kept is not None,
-        MIN_MASS=policy.min_mass > 0,
+        MIN_MASS=policy.min_mass > 0 and policy.scored_blocks > 0,
         SHARDED=operands.lse is not None,
         NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,

@@ -120,7 +120,7 @@ def attend_hopper(
         REACH_BLOCKS=policy.reach_blocks,
         SCORED_BLOCKS=policy.scored_blocks,
         HEAD_PLACES=places is not None,
-        MIN_MASS=policy.min_mass > 0,
+        MIN_MASS=policy.min_mass > 0 and policy.scored_blocks > 0,
         PAGE_SIZE=page_size,
         HAS_SINKS=sinks is not None,
         STAGES=3,

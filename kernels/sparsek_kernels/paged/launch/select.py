@@ -58,10 +58,16 @@ def select_blocks(
         ``[prefill tiles, Hkv, scored_blocks of policy]``, int32.  Row ``t`` of the decodes is query
         token ``t``; the prefills' tiles stand in the order of ``prefill_tiles``.
     """
-    heads = k_cache.shape[1]
+    heads, page_size = k_cache.shape[1:3]
+    longest = max(batch.max_seq_len, batch.block_table.shape[1] * page_size)
+
+    def selects(rule: SelectionPolicy) -> bool:
+        return rule.scored_blocks > 0 and not rule.sees_all(longest - 1)
 
     def rows(count: int, rule: SelectionPolicy) -> torch.Tensor:
         shape = (count, heads, rule.scored_blocks)
+        if count and not selects(rule):  # one row for all: it may be longer than any context
+            return q.new_full((1, 1, rule.scored_blocks), -1, dtype=torch.int32).expand(shape)
         return torch.empty(shape, dtype=torch.int32, device=q.device)
 
     single = policy.per_token()
@@ -71,7 +77,7 @@ def select_blocks(
     call = Selection(
         decodes, q, k_cache, k_summary, batch, single, scale, largest=largest, left_out=counts[1]
     )
-    if batch.num_decodes and single.scored_blocks:
+    if batch.num_decodes and selects(single):
         _select_decodes(call)
     if not batch.num_prefills:
         return decodes, rows(0, policy)
@@ -79,7 +85,7 @@ def select_blocks(
     if lists is not None:
         return decodes, listed_blocks(lists, tiles[:, 1], policy)
     prefills = rows(tiles.shape[0], policy)
-    if policy.scored_blocks:
+    if selects(policy):
         call = replace(call, out=prefills, policy=policy, tiles=tiles, left_out=counts[0])
         if policy.query_tile == 1:
             _select_tokens(call)

@@ -21,7 +21,7 @@ class Selection:
         out: ``[tiles, Hkv, scored_blocks]`` int32, written.
         q: ``[T, Hq, D]``.
         k_cache: ``[num_pages, Hkv, page_size, D]``.
-        k_summary: what a page keeps for the candidates of single tokens, or ``None``.
+        k_summary: the sketch that pages keep, by which single tokens select; or ``None``.
         batch: the requests.
         policy: how blocks compete.
         qk_scale: factor of ``q . k`` in base 2.
