@@ -67,7 +67,7 @@ def rows(
             layer: Watch(model.config, tokens, size, options.samples, len(data))
             for layer in range(model.config.num_hidden_layers)
         }
-        observe_model(model, layers, data)
+        observe_model(model.base_model, layers, data)  # without its logits
         watched.append(torch.stack([layers[layer].found for layer in range(len(layers))], 1))
     learned, held_out = watched[0].mean(2), watched[1]  # [measures, layers, (texts,) heads, R, C]
     blocks = learned.shape[-1]
@@ -106,7 +106,8 @@ def main() -> int:
     parser = make_parser(__doc__.splitlines()[0])
     options = parser.parse_args()
     model, learn, judge, where = prepare(parser, options)
-    found = [row | where for row in rows(model, learn, judge, options)]
+    texts = (list(x.values()) for x in (learn, judge))
+    found = [row | where for row in rows(model, *texts, options)]
     with options.csv.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(found[0]))
         writer.writeheader()
