@@ -12,7 +12,9 @@ and text; all patterns are judged on a text before the next, so that a run may e
 
 A rule is ``<measure>-<heads>[-pooled][-distance][-adaptive<K>]``: what is measured, who shares a
 pattern, whether the heads of a layer share one budget, whether blocks as far from the diagonal
-weigh the same, and whether each of K kinds of queries has its own pattern.
+weigh the same, and whether each of K kinds of queries has its own pattern.  By the rule
+``whole-heads`` some heads attend everything, the others sinks and half of the window: those heads
+of the model that lose most by it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,12 @@ from sparsek_backend.models import fetch_model, fetch_texts
 from sparsek_backend.patterns import BlockSparsePattern, attend_patterns, learned_patterns
 from sparsek_backend.patterns.adaptive import AdaptiveLearner, AdaptivePattern
 from sparsek_backend.patterns.models import observe_model
-from sparsek_backend.patterns.training import ImportanceOptions, Pruning
+from sparsek_backend.patterns.training import (
+    ImportanceOptions,
+    Pruning,
+    WindowErrors,
+    whole_heads,
+)
 
 Patterns = Mapping[int, BlockSparsePattern | AdaptivePattern]
 RULES = ["mass-kv", "l2-kv", "l2-query-pooled", "l2-query-pooled-adaptive4"]
@@ -92,15 +99,17 @@ class Lessons:
         learn: the texts.
         block_size: tokens along a side of a block.
         samples: queries of each block that are looked at.
+        windows: sizes that patterns have, in blocks.
     """
 
     def __init__(
-        self, model: Any, learn: list[torch.Tensor], block_size: int, samples: int
-    ) -> None:
-        self.model, self.learn = model, learn
+        self, model: Any, learn: list[torch.Tensor], block_size: int, samples: int,
+        windows: list[int],
+    ) -> None:  # fmt: skip
+        self.model, self.learn, self.windows = model, learn, windows
         self.block_size, self.samples = block_size, samples
         self._watched: dict[str, dict[int, Any]] = {}
-        self._made: dict[tuple[str, float], Patterns] = {}
+        self._made: dict[tuple[str, int], Patterns] = {}
 
     def _watch(self, measure: str, heads: str, adaptive: bool) -> dict[int, Any]:
         """By layer, what has seen the texts."""
@@ -128,27 +137,44 @@ class Lessons:
             self._watched[key] = watched
         return self._watched[key]
 
-    def patterns(self, rule: str, sparsity: float) -> Patterns:
-        """Patterns by a rule, on the model's device; made once."""
-        if (rule, sparsity) not in self._made:
-            self._made[rule, sparsity] = self._make(rule, sparsity)
-        return self._made[rule, sparsity]
+    def patterns(self, rule: str, window: int, sparsity: float) -> Patterns:
+        """Patterns by a rule for the size of a window, on the model's device; made once."""
+        if (rule, window) not in self._made:
+            make = self._whole_heads if rule == "whole-heads" else partial(self._heaviest, rule)
+            self._made[rule, window] = {
+                layer: x.to(self.model.device) for layer, x in make(window, sparsity).items()
+            }
+        return self._made[rule, window]
 
-    def _make(self, rule: str, sparsity: float) -> Patterns:
+    def _whole_heads(self, window: int, sparsity: float) -> Patterns:
+        layers = range(self.model.config.num_hidden_layers)
+        if "heads" not in self._watched:
+            halves = {max(x // 2, 1) for x in self.windows}
+            watched = {
+                x: WindowErrors(sorted(halves), self.block_size, samples=self.samples)
+                for x in layers
+            }
+            observe_model(self.model.base_model, watched, self.learn)  # without its logits
+            self._watched["heads"] = watched
+        half = max(window // 2, 1)
+        errors = {layer: self._watched["heads"][layer].shares(half) for layer in layers}
+        tokens = self.learn[0].shape[1]
+        return whole_heads(errors, tokens, self.block_size, window=half, sparsity=sparsity)
+
+    def _heaviest(self, rule: str, window: int, sparsity: float) -> Patterns:
         measure, heads, *kind = rule.split("-")
         kinds = [int(x.removeprefix("adaptive")) for x in kind if x.startswith("adaptive")]
         pruning = Pruning(pooled="pooled" in kind, by_distance="distance" in kind)
-        device = self.model.device
         watched = self._watch(measure, heads, bool(kinds))
         if kinds:
             return {
-                layer: learner.pattern(sparsity, kinds[0], pruning=pruning).to(device)
+                layer: learner.pattern(sparsity, kinds[0], pruning=pruning)
                 for layer, learner in watched.items()
             }
         found = {}
         for layer, seen in watched.items():
             mask = pruning.mask(seen.importance(), seen.visible, sparsity)
-            found[layer] = BlockSparsePattern.from_mask(mask, self.block_size).to(device)
+            found[layer] = BlockSparsePattern.from_mask(mask, self.block_size)
         return found
 
 
@@ -213,7 +239,9 @@ class Judged:
         self.visible = self.blocks * (self.blocks + 1) // 2
         self.cells = Cells(options.texts_csv, where)
         learned_from = list(learn.values())
-        self.lessons = Lessons(self.model, learned_from, options.block_size, options.samples)
+        self.lessons = Lessons(
+            self.model, learned_from, options.block_size, options.samples, options.windows
+        )
 
     def local(self, window: int) -> BlockSparsePattern:
         """Sinks and a window."""
@@ -222,7 +250,8 @@ class Judged:
 
     def learned(self, rule: str, window: int) -> Patterns:
         """As large as sinks and a window."""
-        return self.lessons.patterns(rule, 1.0 - self.local(window).num_blocks / self.visible)
+        sparsity = 1.0 - self.local(window).num_blocks / self.visible
+        return self.lessons.patterns(rule, window, sparsity)
 
     def cell(self, text: str, window: int, rule: str) -> Cell:
         """Of a text: by a rule, else of a window, else of everything."""
@@ -243,8 +272,9 @@ class Judged:
             patterns = self.learned(rule, window)
         with counted(patterns) as listed:
             loss = text_loss(self.model, self.judge[text], patterns)
-        blocks = sum(listed) / len(listed) if listed else local.num_blocks
-        return Cell(blocks / self.visible, loss)
+        static = [x for x in patterns.values() if isinstance(x, BlockSparsePattern)]
+        listed += [x.num_blocks / x.num_patterns for x in static]
+        return Cell(sum(listed) / len(listed) / self.visible, loss)
 
 
 def _name(window: int, rule: str) -> str:
