@@ -12,9 +12,8 @@ and text; all patterns are judged on a text before the next, so that a run may e
 
 A rule is ``<measure>-<heads>[-pooled][-distance][-adaptive<K>]``: what is measured, who shares a
 pattern, whether the heads of a layer share one budget, whether blocks as far from the diagonal
-weigh the same, and whether each of K kinds of queries has its own pattern.  By the rule
-``whole-heads`` some heads attend everything, the others sinks and half of the window: those heads
-of the model that lose most by it.
+weigh the same, and whether each of K kinds of queries has its own pattern.  By the rule ``windows``
+each head of the model has sinks and a window of its own: those with the least error of outputs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import argparse
 import csv
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
@@ -43,7 +42,8 @@ from sparsek_backend.patterns.training import (
     ImportanceOptions,
     Pruning,
     WindowErrors,
-    whole_heads,
+    fit_windows,
+    window_sizes,
 )
 
 Patterns = Mapping[int, BlockSparsePattern | AdaptivePattern]
@@ -91,91 +91,153 @@ def perplexity(losses: list[float]) -> float:
     return math.exp(sum(losses) / len(losses))
 
 
-class Lessons:
-    """Patterns of a model by the texts to learn from; the model reads them once for each measure.
+class Watched:
+    """How much each block of a text matters; measured once, where there is a folder also there.
 
     Args:
-        model: it attends everything meanwhile.
-        learn: the texts.
+        subject: its model attends everything meanwhile.
         block_size: tokens along a side of a block.
         samples: queries of each block that are looked at.
-        windows: sizes that patterns have, in blocks.
+        folder: for runs to come.
     """
 
     def __init__(
-        self, model: Any, learn: list[torch.Tensor], block_size: int, samples: int,
-        windows: list[int],
-    ) -> None:  # fmt: skip
-        self.model, self.learn, self.windows = model, learn, windows
+        self, subject: Subject, block_size: int, samples: int, folder: Path | None
+    ) -> None:
+        self.model, self.where, self.folder = subject.model, subject.where, folder
+        self.texts = subject.learn | subject.judge
         self.block_size, self.samples = block_size, samples
-        self._watched: dict[str, dict[int, Any]] = {}
+        self._found: dict[str, torch.Tensor] = {}
+
+    def importance(self, text: str, measures: Sequence[str]) -> torch.Tensor:
+        """``[measures, layers, Hq, R, C]``; the text is read once for all measures.
+
+        Of the measure ``windows``: ``[1, layers, Hq, W]``, what heads lose by windows.
+        """
+        missing = [x for x in measures if not self._known(self._name(text, x))]
+        if missing:
+            self._read(text, missing)
+        return torch.stack([self._found[self._name(text, x)] for x in measures])
+
+    def _name(self, text: str, measure: str) -> str:
+        sizes = f"{self.texts[text].shape[1]}_{self.block_size}_{self.samples}"
+        name = f"{self.where['model']}_{self.where['dtype']}_{text}_{sizes}_{measure}"
+        return name.replace(" ", "_")
+
+    def _known(self, name: str) -> bool:
+        path = self.folder / f"{name}.pt" if self.folder is not None else None
+        if name not in self._found and path is not None and path.exists():
+            self._found[name] = torch.load(path, weights_only=True)
+        return name in self._found
+
+    def _read(self, text: str, measures: list[str]) -> None:
+        config, ids = self.model.config, self.texts[text]
+        layers = range(config.num_hidden_layers)
+        watched: dict[str, dict[int, Any]] = {}
+        for measure in measures:
+            if measure == "windows":
+                sizes = window_sizes(ids.shape[1], self.block_size)
+                watched[measure] = {
+                    x: WindowErrors(sizes, self.block_size, samples=self.samples) for x in layers
+                }
+                continue
+            options = ImportanceOptions(
+                measure=measure, samples=self.samples, reduction="mean", window=1,  # type: ignore[arg-type]
+            )  # fmt: skip
+            watched[measure] = learned_patterns(
+                self.model, ids.shape[1], self.block_size, heads="query", importance=options
+            )
+        learners = {layer: Several([x[layer] for x in watched.values()]) for layer in layers}
+        observe_model(self.model.base_model, learners, [ids])  # without its logits
+        for measure, seen in watched.items():
+            name = self._name(text, measure)
+            read = "shares" if measure == "windows" else "importance"
+            self._found[name] = torch.stack([getattr(seen[x], read)().cpu() for x in layers])
+            if self.folder is not None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                torch.save(self._found[name], self.folder / f"{name}.pt")
+        print(f"read {text}", flush=True)
+
+
+class Several:
+    """Learners of one layer."""
+
+    def __init__(self, learners: list[Any]) -> None:
+        self.learners = learners
+
+    def observe(self, *inputs: Any) -> None:
+        """Show them a batch."""
+        for learner in self.learners:
+            learner.observe(*inputs)
+
+
+class Lessons:
+    """Patterns of a model by the texts to learn from.
+
+    Args:
+        subject: its model attends everything meanwhile.
+        options: of the command line.
+    """
+
+    def __init__(self, subject: Subject, options: argparse.Namespace) -> None:
+        self.model, self.learn = subject.model, subject.learn
+        self.block_size, self.samples = options.block_size, options.samples
+        self.watched = Watched(subject, self.block_size, self.samples, options.importance_dir)
+        self._learners: dict[str, dict[int, AdaptiveLearner]] = {}
         self._made: dict[tuple[str, int], Patterns] = {}
 
-    def _watch(self, measure: str, heads: str, adaptive: bool) -> dict[int, Any]:
+    def _adaptive(self, measure: str, heads: str) -> dict[int, AdaptiveLearner]:
         """By layer, what has seen the texts."""
-        key = f"{measure} {heads} {adaptive}"
-        if key not in self._watched:
+        key = f"{measure} {heads}"
+        if key not in self._learners:
             options = ImportanceOptions(
                 measure=measure, samples=self.samples, reduction="mean", window=len(self.learn),  # type: ignore[arg-type]
             )  # fmt: skip
-            config = self.model.config
-            counts = {"kv": config.num_key_value_heads, "query": config.num_attention_heads}
-            watched: dict[int, Any]
-            if adaptive:
-                watched = {
-                    layer: AdaptiveLearner(
-                        counts.get(heads, 1), self.block_size, importance=options
-                    )
-                    for layer in range(config.num_hidden_layers)
-                }
-            else:
-                watched = learned_patterns(
-                    self.model, self.learn[0].shape[1], self.block_size,
-                    heads=heads, importance=options,  # type: ignore[arg-type]
-                )  # fmt: skip
-            observe_model(self.model.base_model, watched, self.learn)  # without its logits
-            self._watched[key] = watched
-        return self._watched[key]
+            learners = {
+                layer: AdaptiveLearner(
+                    self._patterns_of(heads), self.block_size, importance=options
+                )
+                for layer in range(self.model.config.num_hidden_layers)
+            }
+            observe_model(self.model.base_model, learners, self.learn.values())
+            self._learners[key] = learners
+        return self._learners[key]
+
+    def _patterns_of(self, heads: str) -> int:
+        config = self.model.config
+        return {"kv": config.num_key_value_heads, "query": config.num_attention_heads}.get(heads, 1)
 
     def patterns(self, rule: str, window: int, sparsity: float) -> Patterns:
         """Patterns by a rule for the size of a window, on the model's device; made once."""
         if (rule, window) not in self._made:
-            make = self._whole_heads if rule == "whole-heads" else partial(self._heaviest, rule)
             self._made[rule, window] = {
-                layer: x.to(self.model.device) for layer, x in make(window, sparsity).items()
+                layer: x.to(self.model.device) for layer, x in self._make(rule, sparsity).items()
             }
         return self._made[rule, window]
 
-    def _whole_heads(self, window: int, sparsity: float) -> Patterns:
-        layers = range(self.model.config.num_hidden_layers)
-        if "heads" not in self._watched:
-            halves = {max(x // 2, 1) for x in self.windows}
-            watched = {
-                x: WindowErrors(sorted(halves), self.block_size, samples=self.samples)
-                for x in layers
-            }
-            observe_model(self.model.base_model, watched, self.learn)  # without its logits
-            self._watched["heads"] = watched
-        half = max(window // 2, 1)
-        errors = {layer: self._watched["heads"][layer].shares(half) for layer in layers}
-        tokens = self.learn[0].shape[1]
-        return whole_heads(errors, tokens, self.block_size, window=half, sparsity=sparsity)
-
-    def _heaviest(self, rule: str, window: int, sparsity: float) -> Patterns:
-        measure, heads, *kind = rule.split("-")
+    def _make(self, rule: str, sparsity: float) -> Patterns:
+        measure, _, rest = rule.partition("-")
+        heads, *kind = rest.split("-")
         kinds = [int(x.removeprefix("adaptive")) for x in kind if x.startswith("adaptive")]
         pruning = Pruning(pooled="pooled" in kind, by_distance="distance" in kind)
-        watched = self._watch(measure, heads, bool(kinds))
         if kinds:
             return {
                 layer: learner.pattern(sparsity, kinds[0], pruning=pruning)
-                for layer, learner in watched.items()
+                for layer, learner in self._adaptive(measure, heads).items()
             }
-        found = {}
-        for layer, seen in watched.items():
-            mask = pruning.mask(seen.importance(), seen.visible, sparsity)
-            found[layer] = BlockSparsePattern.from_mask(mask, self.block_size)
-        return found
+        seen = torch.stack([self.watched.importance(x, [measure])[0] for x in self.learn]).mean(0)
+        if measure == "windows":
+            length = next(iter(self.learn.values())).shape[1]
+            sizes = window_sizes(length, self.block_size)
+            errors = dict(enumerate(seen))
+            return fit_windows(errors, sizes, length, self.block_size, sparsity=sparsity)
+        seen = seen.unflatten(1, (self._patterns_of(heads), -1)).mean(2)  # [layers, P, R, C]
+        visible = torch.ones(seen.shape[2:], dtype=torch.bool).tril()
+        masks = (pruning.mask(x, visible, sparsity) for x in seen)
+        return {
+            layer: BlockSparsePattern.from_mask(mask, self.block_size)
+            for layer, mask in enumerate(masks)
+        }
 
 
 class Cell(NamedTuple):
@@ -232,16 +294,13 @@ class Judged:
     """
 
     def __init__(self, subject: Subject, options: argparse.Namespace) -> None:
-        self.model, learn, self.judge, where = subject
+        self.model, self.judge = subject.model, subject.judge
         self.options = options
         self.tokens = next(iter(self.judge.values())).shape[1]
         self.blocks = -(-self.tokens // options.block_size)
         self.visible = self.blocks * (self.blocks + 1) // 2
-        self.cells = Cells(options.texts_csv, where)
-        learned_from = list(learn.values())
-        self.lessons = Lessons(
-            self.model, learned_from, options.block_size, options.samples, options.windows
-        )
+        self.cells = Cells(options.texts_csv, subject.where)
+        self.lessons = Lessons(subject, options)
 
     def local(self, window: int) -> BlockSparsePattern:
         """Sinks and a window."""
@@ -351,6 +410,9 @@ def make_parser(summary: str) -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, default=16, help="queries of each block")
     parser.add_argument("--learn", type=int, default=4, help="texts to learn from")
     parser.add_argument("--judge", type=int, default=4, help="texts to judge on")
+    parser.add_argument(
+        "--importance-dir", type=Path, help="keeps what is learned of each text for runs to come"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], help="bfloat16 on a GPU by default"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sparsek_backend.patterns.training.gates import BlockGates, gated_attention
-from sparsek_backend.patterns.training.heads import WindowErrors, whole_heads
+from sparsek_backend.patterns.training.heads import WindowErrors, fit_windows, window_sizes
 from sparsek_backend.patterns.training.layer import SparseAttentionLayer
 from sparsek_backend.patterns.training.learned import ImportanceOptions, LearnedPattern
 from sparsek_backend.patterns.training.masses import sampled_block_masses, visible_blocks
@@ -28,11 +28,12 @@ __all__ = [
     "SparseAttentionLayer",
     "SparsitySchedule",
     "WindowErrors",
+    "fit_windows",
     "gated_attention",
     "overlap",
     "sampled_block_masses",
     "visible_blocks",
-    "whole_heads",
+    "window_sizes",
 ]
 
 
