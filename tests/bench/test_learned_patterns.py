@@ -65,3 +65,24 @@ def test_a_stopped_run_goes_on(
     found = run("--judge", "1", "--dtype", "bfloat16")
     assert float(found[0]["perplexity"]) > 10.0, "of another dtype"
     assert [x["dtype"] for x in _lines(texts)] == ["float32"] * 6 + ["bfloat16"] * 3
+
+
+def test_what_was_learned_is_kept(
+    script: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(csv_name: str, *rules: str) -> tuple[list[dict[str, str]], int]:
+        command = ["--toy", "--tokens", "128", "--windows", "2", "--learn", "2", "--judge", "1"]
+        command += ["--importance-dir", str(tmp_path / "kept"), "--csv", str(tmp_path / csv_name)]
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *command, "--rules", *rules])
+        assert script["main"]() == 0
+        return _lines(tmp_path / csv_name), capsys.readouterr().out.count("read learn")
+
+    first, read = run("first.csv", "windows", "l2-kv")
+    assert read == 4, "two texts, by two measures"
+    assert float(first[2]["attended"]) <= float(first[1]["attended"]), "not more than the window"
+    again, read = run("again.csv", "windows", "l2-kv", "l2-query-pooled")
+    assert read == 0
+    assert again[:4] == first
