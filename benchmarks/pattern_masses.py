@@ -19,57 +19,24 @@ import argparse
 import csv
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from learned_patterns import make_parser, prepare
+from learned_patterns import Subject, Watched, make_parser, prepare
 
 from sparsek_backend.patterns import BlockSparsePattern
-from sparsek_backend.patterns.models import observe_model
-from sparsek_backend.patterns.training import ImportanceOptions, LearnedPattern, Pruning
-
-MEASURES = ("mass", "l2")
+from sparsek_backend.patterns.training import Pruning
 
 
-class Watch:
-    """The importance of a layer's blocks by every measure, text by text."""
-
-    def __init__(self, config: Any, tokens: int, block_size: int, samples: int, texts: int) -> None:
-        self.learners = [
-            LearnedPattern(
-                config.num_attention_heads, config.num_key_value_heads, tokens, block_size,
-                heads="query", importance=ImportanceOptions(
-                    measure=measure, samples=samples, reduction="mean", window=texts
-                ),
-            )
-            for measure in MEASURES
-        ]  # fmt: skip
-
-    def observe(self, *inputs: Any) -> None:
-        """Look at a batch of the layer."""
-        for learner in self.learners:
-            learner.observe(*inputs)
-
-    @property
-    def found(self) -> torch.Tensor:
-        """``[measures, texts, heads, rows, columns]``."""
-        return torch.stack([x.tracker.history for x in self.learners])
-
-
-def rows(
-    model: Any, learn: list[torch.Tensor], judge: list[torch.Tensor], options: argparse.Namespace
-) -> Iterator[dict[str, object]]:
+def rows(subject: Subject, options: argparse.Namespace) -> Iterator[dict[str, object]]:
     """A row per pattern, size and measure."""
-    size, tokens = options.block_size, judge[0].shape[1]
-    watched = []
-    for data in (learn, judge):
-        layers = {
-            layer: Watch(model.config, tokens, size, options.samples, len(data))
-            for layer in range(model.config.num_hidden_layers)
-        }
-        observe_model(model, layers, data)
-        watched.append(torch.stack([layers[layer].found for layer in range(len(layers))], 1))
-    learned, held_out = watched[0].mean(2), watched[1]  # [measures, layers, (texts,) heads, R, C]
+    size, judge = options.block_size, subject.judge
+    tokens = next(iter(judge.values())).shape[1]
+    watched = Watched(subject, size, options.samples, options.importance_dir)
+    learned, held_out = (  # [measures, layers, (texts,) heads, R, C]
+        torch.stack([watched.importance(x, options.measures) for x in texts], 2)
+        for texts in (subject.learn, judge)
+    )
+    learned = learned.mean(2)
     blocks = learned.shape[-1]
     visible = torch.ones(blocks, blocks, dtype=torch.bool).tril()
     pooled, smoothed = Pruning(pooled=True), Pruning(pooled=True, by_distance=True)
@@ -84,7 +51,7 @@ def rows(
             found = [rule.mask(x, visible, 1.0 - attended) for x in flat]
             return torch.stack(found).view(weights.shape)
 
-        for index, measure in enumerate(MEASURES):
+        for index, measure in enumerate(options.measures):
             weight, seen = learned[index], held_out[index]
             patterns = {
                 "sinks and window": local.mask().expand(seen.shape),
@@ -104,9 +71,10 @@ def rows(
 def main() -> int:
     """Measure, print a line per pattern and write them to a CSV."""
     parser = make_parser(__doc__.splitlines()[0])
+    parser.add_argument("--measures", nargs="+", choices=["mass", "l2"], default=["mass", "l2"])
     options = parser.parse_args()
-    model, learn, judge, where = prepare(parser, options)
-    found = [row | where for row in rows(model, learn, judge, options)]
+    subject = prepare(parser, options)
+    found = [row | subject.where for row in rows(subject, options)]
     with options.csv.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(found[0]))
         writer.writeheader()

@@ -165,6 +165,10 @@ def test_convert_command(file: Path, tmp_path: Path) -> None:
         (["learn", "m", "--out", "none/x.safetensors"], "error: --out: expected a file named"),
         (["learn", "m", "--out", "x", "--preset", "tiny"], "error: --preset: expected one of"),
         (["learn", "m", "--out", "x", "--measure", "l3"], "error: --measure: expected one of"),
+        (
+            ["learn", "m", "--out", "x", "--windows", "--pooled"],
+            "error: --windows: expected neither",
+        ),
     ],
 )
 def test_errors_take_one_line(arguments: list[str], message: str, file: Path) -> None:
@@ -231,6 +235,17 @@ def test_learn_command(tmp_path: Path) -> None:
     assert [p.mask().sum((1, 2)).tolist() for p in found.patterns.values()] == [[15, 15]] * 2
     with attend_patterns(model, found.patterns), torch.no_grad():
         assert model(tiny.tokens(1, 90), use_cache=False).logits.isfinite().all()
+    windows = runner.invoke(
+        app, ["learn", str(tmp_path / "model"), "--out", str(out), "--windows", *options, *named]
+    )
+    assert windows.exit_code == 0, windows.output
+    for pattern in ModelPatterns.load(out).patterns.values():
+        local = [
+            BlockSparsePattern.local((6, 6), 16, window=n, sinks=1).mask()[0] for n in range(1, 7)
+        ]
+        masks = pattern.mask()
+        assert len(masks) == tiny.make_model().config.num_attention_heads
+        assert all(any(torch.equal(mask, window) for window in local) for mask in masks)
     short = runner.invoke(
         app, ["learn", str(tmp_path / "model"), "--out", str(out), "--tokens", "500", *named]
     )

@@ -64,6 +64,13 @@ class Goal:
     by_distance: Annotated[
         bool, typer.Option(help="Blocks as far from the diagonal have one weight, their mean.")
     ] = False
+    windows: Annotated[
+        bool,
+        typer.Option(
+            help="Sinks and a window for each query head: of all that keep the sparsity those "
+            "with the least error of outputs."
+        ),
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,11 @@ def learn(
         preset = _one_of("--preset", goal.preset, tuple(PRESETS))
         heads: Any = _one_of("--heads", way.heads, get_args(Heads))
         measure: Any = _one_of("--measure", way.measure, get_args(Measure))
+        if goal.windows and (goal.pooled or goal.by_distance or prefill or heads == "all"):
+            raise ValueError(
+                "--windows: expected neither --pooled, --by-distance, --prefill nor --heads all, "
+                "because every query head has its own window"
+            )
         whole = goal.pooled or goal.by_distance or goal.sparsity is not None
         if prefill and (heads != "kv" or whole):
             raise ValueError(
@@ -114,7 +126,11 @@ def learn(
         where = choose_device(device)
         loaded, batches = _load(model, text, tokens, texts, where)
         typer.echo(f"learning from {len(batches)} texts of {tokens} tokens on {where}", err=True)
-        from sparsek_backend.patterns.tools.learning import learn_patterns, learn_prefill_pattern
+        from sparsek_backend.patterns.tools.learning import (
+            learn_patterns,
+            learn_prefill_pattern,
+            learn_window_patterns,
+        )
 
         importance = ImportanceOptions(
             measure=measure, samples=way.samples, reduction="mean", window=len(batches)
@@ -131,21 +147,35 @@ def learn(
             ).save(out)
             typer.echo(f"wrote {out}: for prefills, learned from {len(batches)} texts")
             return
-        found = learn_patterns(
-            loaded,
-            batches,
-            block_size=goal.block_size or PRESETS[preset].block_size,
-            sparsity=PRESETS[preset].sparsity if goal.sparsity is None else goal.sparsity,
-            heads=heads,
-            importance=importance,
-            pruning=Pruning(
+        block_size = goal.block_size or PRESETS[preset].block_size
+        sparsity = PRESETS[preset].sparsity if goal.sparsity is None else goal.sparsity
+        if goal.windows:
+            found = learn_window_patterns(
+                loaded,
+                batches,
+                block_size=block_size,
+                sparsity=sparsity,
+                sinks=goal.sinks,
+                samples=way.samples,
+                name=model,
+            )
+        else:
+            pruning = Pruning(
                 sinks=goal.sinks,
                 window=goal.window,
                 pooled=goal.pooled,
                 by_distance=goal.by_distance,
-            ),
-            name=model,
-        )
+            )
+            found = learn_patterns(
+                loaded,
+                batches,
+                block_size=block_size,
+                sparsity=sparsity,
+                heads=heads,
+                importance=importance,
+                pruning=pruning,
+                name=model,
+            )
         found.save(out)
     typer.echo(f"wrote {out}: {len(found.patterns)} layers, learned from {len(batches)} texts")
 

@@ -12,6 +12,7 @@ from sparsek_backend.patterns.model_file import ModelPatterns
 from sparsek_backend.patterns.models import learned_patterns, observe_model
 from sparsek_backend.patterns.pattern import BlockSparsePattern
 from sparsek_backend.patterns.prefill import PrefillPattern, ranked_entries
+from sparsek_backend.patterns.training.heads import WindowErrors, fit_windows, window_sizes
 from sparsek_backend.patterns.training.learned import ImportanceOptions, LearnedPattern
 from sparsek_backend.patterns.training.pruning import Pruning
 
@@ -85,6 +86,43 @@ def learn_patterns(
     return ModelPatterns(patterns, name, sparsity)
 
 
+def learn_window_patterns(
+    model: Any,
+    batches: Iterable[torch.Tensor],
+    *,
+    block_size: int,
+    sparsity: float,
+    sinks: int = 1,
+    samples: int = 4,
+    name: str = "",
+) -> ModelPatterns:
+    """Sinks and a window for each query head: those with the least error of outputs on texts.
+
+    Args:
+        model: a Transformers model, which attends everything meanwhile.
+        batches: token ids ``[B, N]`` without padding, all of the same length.
+        block_size: tokens along a side of a block.
+        sparsity: share of the visible blocks to leave out, of all heads together.
+        sinks: first key blocks, which every head attends.
+        samples: queries of each block that are looked at.
+        name: of the model, for the file.
+
+    Raises:
+        ValueError: no batches, or batches of several lengths.
+    """
+    data = list(batches)
+    length = _length(data)
+    sizes = window_sizes(length, block_size)
+    errors = {
+        layer: WindowErrors(sizes, block_size, sinks=sinks, samples=samples)
+        for layer in range(model.config.get_text_config().num_hidden_layers)
+    }
+    observe_model(model, errors, data)
+    shares = {layer: x.shares() for layer, x in errors.items()}
+    patterns = fit_windows(shares, sizes, length, block_size, sinks=sinks, sparsity=sparsity)
+    return ModelPatterns(patterns, name, sparsity)
+
+
 def _observed(
     model: Any,
     batches: Iterable[torch.Tensor],
@@ -94,12 +132,15 @@ def _observed(
 ) -> dict[int, LearnedPattern]:
     """Patterns that watched the layers of a model on all batches, by layer index."""
     data = list(batches)
-    if len({ids.shape[1] for ids in data}) != 1:
-        raise ValueError(
-            "batches: expected texts of one length, got lengths "
-            f"{sorted({ids.shape[1] for ids in data})}"
-        )
+    length = _length(data)
     options = importance or ImportanceOptions(reduction="mean", window=len(data))
-    learned = learned_patterns(model, data[0].shape[1], block_size, heads=heads, importance=options)
+    learned = learned_patterns(model, length, block_size, heads=heads, importance=options)
     observe_model(model, learned, data)
     return learned
+
+
+def _length(data: list[torch.Tensor]) -> int:
+    lengths = sorted({ids.shape[1] for ids in data})
+    if len(lengths) != 1:
+        raise ValueError(f"batches: expected texts of one length, got lengths {lengths}")
+    return lengths[0]

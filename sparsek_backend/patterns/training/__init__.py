@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sparsek_backend.patterns.training.gates import BlockGates, gated_attention
+from sparsek_backend.patterns.training.heads import WindowErrors, fit_windows, window_sizes
 from sparsek_backend.patterns.training.layer import SparseAttentionLayer
 from sparsek_backend.patterns.training.learned import ImportanceOptions, LearnedPattern
 from sparsek_backend.patterns.training.masses import sampled_block_masses, visible_blocks
@@ -26,10 +27,13 @@ __all__ = [
     "Pruning",
     "SparseAttentionLayer",
     "SparsitySchedule",
+    "WindowErrors",
+    "fit_windows",
     "gated_attention",
     "overlap",
     "sampled_block_masses",
     "visible_blocks",
+    "window_sizes",
 ]
 
 

@@ -67,7 +67,7 @@ def sampled_block_masses(
     batch, num_q, num_heads, _ = q.shape
     num_k, num_kv_heads = k.shape[1], k.shape[2]
     group = check_heads(num_heads, num_kv_heads)
-    tokens, real = (x.to(q.device) for x in _tokens(num_q, block_size, samples, generator))
+    tokens, real = (x.to(q.device) for x in sampled_tokens(num_q, block_size, samples, generator))
     rows, taken = tokens.shape
     # Products of half precision may pass its largest number before they are scaled.
     product = torch.float32 if q.dtype == torch.float16 else q.dtype
@@ -107,7 +107,7 @@ def _sizes(v: torch.Tensor, measure: Measure) -> torch.Tensor | None:
     return norms.transpose(1, 2)[:, :, None, None]
 
 
-def _tokens(
+def sampled_tokens(
     num_q: int, block_size: int, samples: int, generator: torch.Generator | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``[R, S]`` tokens of each query block, and which of them exist."""

@@ -1,0 +1,183 @@
+"""A window of its own for every head, by what a head loses with each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from sparsek_backend.patterns.entries import check_count
+from sparsek_backend.patterns.pattern import BlockSparsePattern
+from sparsek_backend.patterns.training.masses import sampled_tokens
+from sparsek_kernels.block_sparse.structure import check_block_size
+from sparsek_kernels.checks import check_heads, check_scale
+
+
+def window_sizes(num_tokens: int, block_size: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, ... up to all blocks of ``num_tokens``."""
+    blocks = -(-num_tokens // block_size)
+    powers = [2**x for x in range(blocks.bit_length())]
+    sizes = {size for x in powers for size in (x, x + x // 2)}
+    return [x for x in sorted(sizes) if x < blocks] + [blocks]
+
+
+class WindowErrors:
+    """What each query head of a layer loses with sinks and windows: the error of its output.
+
+    Exact attention of some queries of each block, to all keys and to those of each window.  The
+    squares of the differences are counted as a share of the squares of the layer's outputs, so that
+    layers can be compared.  Attention that is spread over far keys of like values loses little,
+    attention that finds a far key loses much.
+
+    Args:
+        windows: sizes to be told apart, in blocks, growing.
+        block_size: tokens along a side of a block.
+        sinks: first key blocks, which every window has.
+        samples: queries of each block that are looked at.
+        seed: of the queries drawn.
+    """
+
+    def __init__(
+        self,
+        windows: Sequence[int],
+        block_size: int,
+        *,
+        sinks: int = 1,
+        samples: int = 4,
+        seed: int = 0,
+    ) -> None:
+        if not windows or list(windows) != sorted({max(x, 1) for x in windows}):
+            raise ValueError(f"windows: expected growing sizes from 1 on, got {list(windows)}")
+        check_block_size(block_size)
+        check_count("sinks", sinks, 0)
+        check_count("samples", samples, 1)
+        self.windows, self.block_size = tuple(windows), block_size
+        self.sinks, self.samples = sinks, samples
+        self._generator = torch.Generator().manual_seed(seed)
+        self._errors = torch.zeros(())
+        self._energy = torch.zeros(())
+
+    @torch.no_grad()
+    def observe(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float | None = None,
+    ) -> None:
+        """Count ``q [B, N, Hq, D]``, ``k`` and ``v [B, N, Hkv, D]`` of causal attention."""
+        scale = check_scale(softmax_scale, q.shape[3])
+        group = check_heads(q.shape[2], k.shape[2])
+        keys, values = (x.float().transpose(1, 2) for x in (k, v))  # [B, Hkv, N, D]
+        drawn = sampled_tokens(q.shape[1], self.block_size, self.samples, self._generator)
+        for row, (tokens, real) in enumerate(zip(*drawn, strict=True)):
+            some = tokens[real].to(q.device)
+            first, stop = row * self.block_size, min((row + 1) * self.block_size, q.shape[1])
+            queries = q[:, some].float().unflatten(2, (-1, group))  # [B, T, Hkv, G, D]
+            queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G T, D]
+            scores = torch.matmul(queries, keys[:, :, :stop].mT).mul_(scale)
+            hidden = torch.arange(first, stop, device=q.device) > some[:, None]
+            scores[..., first:].masked_fill_(hidden.repeat(group, 1), float("-inf"))
+            outs = self._outs(scores.softmax(-1), values[:, :, :stop], row)
+            error = (
+                (outs[:-1] - outs[-1]).square().unflatten(3, (group, -1))
+            )  # [W, B, Hkv, G, T, D]
+            self._errors = self._errors + error.sum((1, 4, 5)).flatten(1).T.cpu()
+            self._energy = self._energy + outs[-1].square().sum().cpu()
+
+    def _outs(self, weights: torch.Tensor, values: torch.Tensor, row: int) -> torch.Tensor:
+        """``[W + 1, B, Hkv, G T, D]``: the outputs of each window, and of everything."""
+        size = self.block_size
+        stop = values.shape[2]
+        sinks = min(self.sinks * size, stop)
+        out = torch.matmul(weights[..., :sinks], values[:, :, :sinks])
+        total = weights[..., :sinks].sum(-1, keepdim=True)
+        found = []
+        for window in (*self.windows, row + 1):
+            start = min(max((row + 1 - window) * size, sinks), stop)
+            if start < stop:
+                out = out + torch.matmul(weights[..., start:stop], values[:, :, start:stop])
+                total = total + weights[..., start:stop].sum(-1, keepdim=True)
+                stop = start
+            found.append(out / total)
+        return torch.stack(found)
+
+    def shares(self) -> torch.Tensor:
+        """``[Hq, W]``: of the squares of the layer's outputs, what a head loses by a window."""
+        return self._errors / self._energy.clamp(min=1e-30)
+
+
+def fit_windows(
+    errors: Mapping[int, torch.Tensor],
+    windows: Sequence[int],
+    num_tokens: int,
+    block_size: int,
+    *,
+    sinks: int = 1,
+    sparsity: float,
+) -> dict[int, BlockSparsePattern]:
+    """Patterns of sinks and a window for each head, of all that fit those with the least error.
+
+    Heads of all layers share one budget: heads that find far tokens are few and sit in some layers
+    (DuoAttention, Xiao et al., arXiv 2410.10819), others need a few blocks.
+
+    Args:
+        errors: ``[Hq, W]`` by layer, such as :meth:`WindowErrors.shares`.
+        windows: the W sizes, in blocks, growing.
+        num_tokens: of the texts that the patterns are for.
+        block_size: tokens along a side of a block.
+        sinks: first key blocks.
+        sparsity: share of the visible blocks of all heads to leave out.
+
+    Returns:
+        By layer; every head has the smallest window at least, also where that is more than the
+        budget.
+    """
+    if not 0.0 <= sparsity < 1.0:
+        raise ValueError(f"sparsity: expected a number from 0 to below 1, got {sparsity}")
+    blocks = -(-num_tokens // block_size)
+    grids = [
+        BlockSparsePattern.local((blocks, blocks), block_size, window=x, sinks=sinks).mask()[0]
+        for x in windows
+    ]
+    costs = [int(grid.sum()) for grid in grids]
+    heads = [(layer, head) for layer, found in errors.items() for head in range(len(found))]
+    steps = [
+        (gain, at, after)
+        for at, (layer, head) in enumerate(heads)
+        for gain, after in _steps(errors[layer][head].tolist(), costs)
+    ]
+    visible = blocks * (blocks + 1) // 2
+    budget = (round((1.0 - sparsity) * visible) - costs[0]) * len(heads)
+    taken, closed = [0] * len(heads), set()
+    for _, at, after in sorted(steps, key=lambda step: -step[0]):
+        price = costs[after] - costs[taken[at]]
+        if at in closed or price > budget:
+            closed.add(at)
+            continue
+        budget -= price
+        taken[at] = after
+    chosen: dict[int, list[torch.Tensor]] = {layer: [] for layer in errors}
+    for (layer, _), size in zip(heads, taken, strict=True):
+        chosen[layer].append(grids[size])
+    return {
+        layer: BlockSparsePattern.from_mask(torch.stack(masks), block_size)
+        for layer, masks in chosen.items()
+    }
+
+
+def _steps(errors: list[float], costs: list[int]) -> list[tuple[float, int]]:
+    """From the smallest window on: what each step takes off the error per block, and its end.
+
+    Steps along the lower convex hull, each gains less than the one before.
+    """
+    steps, at = [], 0
+    while at < len(costs) - 1:
+        rest = range(at + 1, len(costs))
+        gains = {x: (errors[at] - errors[x]) / max(costs[x] - costs[at], 1) for x in rest}
+        best = max(rest, key=lambda x: (gains[x], x))
+        if gains[best] <= 0.0:
+            break
+        steps.append((gains[best], best))
+        at = best
+    return steps
