@@ -6,12 +6,25 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
 #define LANES 8 /* float32 side by side: one or two registers of any processor */
 typedef float Lanes __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
-typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+
+#ifdef __AVX512F__ /* as wide as the registers, for long loops */
+#define WIDE 16
+#else
+#define WIDE 8
+#endif
+typedef float Wide __attribute__((vector_size(WIDE * 4)));
+typedef uint32_t WideBits __attribute__((vector_size(WIDE * 4)));
+
+#define UPPER 0xffff0000u /* of a pair of bfloat16: the second one, as float32 */
 
 /* Lanes of a and b by their places: b's begin at LANES. */
 #ifdef __clang__
@@ -20,29 +33,77 @@ typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 #define PICK(a, b, ...) __builtin_shuffle(a, b, (Bits){__VA_ARGS__})
 #endif
 
-/* `count` channels of a row, 8 of them or fewer; zeros in the others. */
-ALWAYS_INLINE Lanes load(const char *row, int is_bf16, int64_t channel, int64_t count) {
-    Lanes x = {0};
-    if (is_bf16) {
-        Halves halves = {0};
-        memcpy(&halves, row + 2 * channel, 2 * count);
-        return (Lanes)(__builtin_convertvector(halves, Bits) << 16);
-    }
-    memcpy(&x, row + 4 * channel, 4 * count);
-    return x;
+/* Neighbouring channels of a row.  Pairs of bfloat16 are a word each: the even channels are in x,
+ * the odd ones in y.  Of float32 the first half is in x. */
+#define CHUNK (2 * WIDE)
+typedef struct {
+    Wide x, y;
+} Chunk;
+
+/* memcpy, which a constant size makes one instruction. */
+ALWAYS_INLINE void copy(void *to, const void *from, int64_t bytes, int64_t most) {
+    if (bytes >= most) memcpy(to, from, most);
+    else memcpy(to, from, bytes);
 }
 
-/* A bfloat16 row as float32. */
-ALWAYS_INLINE void widen(const char *row, float *to, int dim) {
-    const int whole = dim / LANES * LANES, rest = dim - whole;
-    for (int d = 0; d < whole; d += LANES) {
-        const Lanes x = load(row, 1, d, LANES);
-        memcpy(to + d, &x, sizeof x);
+/* Words of a row of bfloat16 from a channel on; zeros behind its `dim` channels. */
+ALWAYS_INLINE WideBits load_pairs(const char *row, int64_t channel, int dim) {
+    WideBits words = {0};
+    copy(&words, row + 2 * channel, 2 * (dim - channel), sizeof words);
+    return words;
+}
+
+ALWAYS_INLINE Chunk load_chunk(const char *row, int is_bf16, int64_t channel, int dim) {
+    if (is_bf16) {
+        const WideBits words = load_pairs(row, channel, dim);
+        return (Chunk){(Wide)(words << 16), (Wide)(words & UPPER)};
     }
-    if (rest) {
-        const Lanes x = load(row, 1, whole, rest);
-        memcpy(to + whole, &x, 4 * rest);
+    Chunk found = {{0}, {0}};
+    copy(&found, row + 4 * channel, 4 * (dim - channel), sizeof found);
+    return found;
+}
+
+/* float32 of which the upper halves are the nearest bfloat16, ties to even; one NaN for all. */
+ALWAYS_INLINE WideBits rounded(Wide x) {
+    const WideBits bits = (WideBits)x, known = (WideBits)(x == x);
+    return ((bits + 0x7fff + (bits >> 16 & 1)) & known) | (0x7fc00000 & ~known);
+}
+
+ALWAYS_INLINE void store_chunk(char *row, int is_bf16, int64_t channel, int dim, Chunk from) {
+    if (is_bf16) {
+        const WideBits words = rounded(from.x) >> 16 | (rounded(from.y) & UPPER);
+        copy(row + 2 * channel, &words, 2 * (dim - channel), sizeof words);
+    } else {
+        copy(row + 4 * channel, &from, 4 * (dim - channel), sizeof from);
     }
+}
+
+/* A chunk of a query for add_products: of bfloat16 the words themselves where the processor
+ * multiplies pairs. */
+ALWAYS_INLINE Chunk load_factors(const char *row, int is_bf16, int64_t channel, int dim) {
+#ifdef __AVX512BF16__
+    if (is_bf16) return (Chunk){(Wide)load_pairs(row, channel, dim), {0}};
+#endif
+    return load_chunk(row, is_bf16, channel, dim);
+}
+
+/* sum and the products of a query's chunk with a row's. */
+ALWAYS_INLINE Wide add_products(Wide sum, const Chunk *q, const char *row, int is_bf16,
+                                int64_t channel, int dim) {
+#ifdef __AVX512BF16__
+    if (is_bf16)
+        return (Wide)_mm512_dpbf16_ps((__m512)sum, (__m512bh)q->x,
+                                      (__m512bh)load_pairs(row, channel, dim));
+#endif
+    const Chunk k = load_chunk(row, is_bf16, channel, dim);
+    return sum + q->x * k.x + q->y * k.y;
+}
+
+/* The sums of the first and the second half of the lanes. */
+ALWAYS_INLINE Lanes fold(Wide x) {
+    Lanes halves[WIDE / LANES];
+    memcpy(halves, &x, sizeof x);
+    return WIDE > LANES ? halves[0] + halves[WIDE / LANES - 1] : halves[0];
 }
 
 /* Lane j of the result is the sum of the lanes of x[j]. */
@@ -55,21 +116,6 @@ ALWAYS_INLINE Lanes sums_of(Lanes x[LANES]) {
                PICK(x[j], x[j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
     return PICK(x[0], x[1], 0, 8, 2, 10, 4, 12, 6, 14) +
            PICK(x[0], x[1], 1, 9, 3, 11, 5, 13, 7, 15);
-}
-
-/* Dot products of q with eight rows. */
-ALWAYS_INLINE Lanes dots(const float *q, const char *const rows[LANES], int dim) {
-    Lanes sums[LANES] = {0};
-    const int whole = dim / LANES * LANES, rest = dim - whole;
-    for (int d = 0; d < whole; d += LANES) {
-        const Lanes x = load((const char *)q, 0, d, LANES);
-        for (int j = 0; j < LANES; j++) sums[j] += x * load(rows[j], 0, d, LANES);
-    }
-    if (rest) {
-        const Lanes x = load((const char *)q, 0, whole, rest);
-        for (int j = 0; j < LANES; j++) sums[j] += x * load(rows[j], 0, whole, rest);
-    }
-    return sums_of(sums);
 }
 
 /* exp of count values, none above 0, relative error below 3e-7; below -87 it gives about 1e-38. */
