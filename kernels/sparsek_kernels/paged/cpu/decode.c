@@ -4,9 +4,10 @@
 #include "lanes.h"
 #include "rotate.h"
 
-#define VECTOR 4 /* tokens of a vector of the sketch */
-#define CELL 16  /* tokens that every size of blocks is a multiple of */
-#define RUN 64   /* keys that are attended together */
+#define CELL 16   /* tokens that sizes of blocks and pages are multiples of */
+#define VECTORS 4 /* of a cell, in the sketch */
+#define BLOCK 64  /* tokens that are counted together where none are chosen */
+#define RUN 128   /* keys that are attended together */
 #define MOST_DIM 256
 #define MOST_GROUP 64
 
@@ -58,7 +59,8 @@ ALWAYS_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 /* Row of a unit's first query head in q or out. */
 ALWAYS_INLINE char *query_row(const Decode *a, const Rows *rows, int64_t unit, int64_t g) {
     const int64_t head = unit % a->heads * a->group + g;
-    return rows->data + (unit / a->heads * rows->page + head * rows->head) * (rows->is_bf16 ? 2 : 4);
+    const int64_t at = unit / a->heads * rows->page + head * rows->head;
+    return rows->data + at * (rows->is_bf16 ? 2 : 4);
 }
 
 /* Levels of nibble n of the words of a row of the sketch. */
@@ -67,12 +69,10 @@ ALWAYS_INLINE Lanes levels_of(Bits words, int n) {
     return (Lanes)((place & 0x780000) | 0x41800000) - 23.5f; /* 16 + nibble, then -7.5 to 7.5 */
 }
 
-#define CHUNK_WORDS LANES /* of a row of the sketch: 8 channels each */
-#define MOST_CHUNKS (MOST_DIM / 8 / CHUNK_WORDS)
-typedef Lanes Factors[MOST_CHUNKS][8]; /* of a row of levels: by chunk of words and nibble */
+typedef Lanes Factors[MOST_DIM / 8 / LANES][8]; /* of a row of levels: by words and nibble */
 
-/* Factors of a query, rotated as the sketch is.  Nibble n of word i is of channel 4 i + n / 2 of the
- * lower (even n) or upper half of the channels. */
+/* Factors of a query, rotated as the sketch is.  Nibble n of word i is of channel 4 i + n / 2 of
+ * the lower (even n) or upper half of the channels. */
 ALWAYS_INLINE void load_query(const Decode *a, const char *row, int dim, Factors factors) {
     const int size = dim & -dim;
     float scaled[MOST_DIM], rotated[MOST_DIM];
@@ -93,7 +93,7 @@ ALWAYS_INLINE void load_query(const Decode *a, const char *row, int dim, Factors
     memset(factors, 0, sizeof(Factors));
     for (int i = 0; i < dim / 8; i++)
         for (int n = 0; n < 8; n++)
-            factors[i / CHUNK_WORDS][n][i % CHUNK_WORDS] = rotated[4 * i + n / 2 + n % 2 * (dim / 2)];
+            factors[i / LANES][n][i % LANES] = rotated[4 * i + n / 2 + n % 2 * (dim / 2)];
 }
 
 /* Factors of which the product with a row of levels is its checksum, less 7.5 times their sum. */
@@ -101,34 +101,36 @@ ALWAYS_INLINE void load_weights(int dim, Factors factors) {
     memset(factors, 0, sizeof(Factors));
     for (int i = 0; i < dim / 8; i++)
         for (int n = 0; n < 8; n++)
-            factors[i / CHUNK_WORDS][n][i % CHUNK_WORDS] = (float)((1 << n / 2) << n % 2 * 4);
+            factors[i / LANES][n][i % LANES] = (float)((1 << n / 2) << n % 2 * 4);
 }
 
 /* Logits of blocks [first, last) of one token and KV head, each its best vector's. */
 ALWAYS_INLINE void score_blocks(const Decode *a, const Token *token, int64_t unit, int64_t first,
                                 int64_t last, int dim) {
-    const int64_t group = a->group, half = dim / 2, per_page = a->page_size / VECTOR;
-    const int64_t per_block = a->block_size / VECTOR, end = last * per_block;
+    const int64_t group = a->group, half = dim / 2, most = a->max_blocks;
+    const int32_t per_page = (int32_t)a->page_size / CELL;
+    const int32_t per_block = (int32_t)a->block_size / CELL;
     const int32_t *pages = a->table + token->request * a->table_stride;
     const uint8_t *sketch = a->sketch.data + unit % a->heads * a->sketch.head;
-    float *scores = a->scores + unit * (group + 1) * a->max_blocks;
+    float *scores = a->scores + unit * (group + 1) * most;
     Factors factors[MOST_GROUP + 1];
     Lanes sums[MOST_GROUP + 1][LANES];
     load_weights(dim, factors[0]);
     for (int64_t g = 0; g < group; g++) {
         load_query(a, query_row(a, &a->q, unit, g), dim, factors[g + 1]);
-        for (int64_t block = first; block < last; block++)
-            scores[g * a->max_blocks + block] = -INFINITY;
+        for (int64_t block = first; block < last; block++) scores[g * most + block] = -INFINITY;
     }
-    for (int64_t vector = first * per_block; vector < end; vector += LANES) {
-        for (int64_t j = 0; j < LANES; j++) {
-            const int64_t at = min64(vector + j, end - 1);
-            const char *row = (const char *)sketch + pages[at / per_page] * a->sketch.page +
-                              at % per_page * half;
-            for (int c = 0; c * CHUNK_WORDS < dim / 8; c++) {
+    const int32_t end = (int32_t)last * per_block;
+    for (int32_t cell = (int32_t)first * per_block; cell < end; cell += 2) {
+        const int32_t cells[2] = {cell, cell + 1 < end ? cell + 1 : cell};
+        for (int j = 0; j < LANES; j++) {
+            const int32_t own = cells[j / VECTORS], page = own / per_page;
+            const int64_t vector = (int64_t)(own - page * per_page) * VECTORS + j % VECTORS;
+            const uint8_t *row = sketch + pages[page] * a->sketch.page + vector * half;
+            for (int c = 0; c * LANES < dim / 8; c++) {
                 Bits words = {0};
                 Lanes levels[8];
-                copy(&words, row + 4 * CHUNK_WORDS * c, half - 4 * CHUNK_WORDS * c, sizeof words);
+                copy(&words, row + 4 * LANES * c, half - 4 * LANES * c, sizeof words);
                 for (int n = 0; n < 8; n++) levels[n] = levels_of(words, n);
                 for (int64_t g = 0; g <= group; g++) {
                     Lanes sum = {0};
@@ -141,12 +143,14 @@ ALWAYS_INLINE void score_blocks(const Decode *a, const Token *token, int64_t uni
         const Lanes total = sums_of(sums[0]) + 7.5f * 255.0f * (float)(dim / 8);
         const Bits codes = __builtin_convertvector(total, Bits) & 255;
         const Lanes scale = (Lanes)((codes + (111 << 3)) << 20);
+        const int32_t blocks[2] = {cells[0] / per_block, cells[1] / per_block};
         for (int64_t g = 0; g < group; g++) {
-            const Lanes found = scale * sums_of(sums[g + 1]);
-            float *best = scores + g * a->max_blocks;
-            for (int64_t j = 0; j < min64(LANES, end - vector); j++) {
-                const int64_t block = (vector + j) / per_block;
-                best[block] = found[j] > best[block] ? found[j] : best[block];
+            Lanes found = scale * sums_of(sums[g + 1]);
+            found = larger(found, PICK(found, found, 2, 3, 0, 1, 6, 7, 4, 5));
+            found = larger(found, PICK(found, found, 1, 0, 3, 2, 5, 4, 7, 6));
+            for (int i = 0; i < 2; i++) {
+                float *best = scores + g * most + blocks[i];
+                *best = found[i * VECTORS] > *best ? found[i * VECTORS] : *best;
             }
         }
     }
@@ -175,7 +179,7 @@ static int32_t best_of(float *scores, int64_t first, int64_t last, int64_t count
         if (reach >= count || wanted <= lowest) threshold = wanted;
     }
     for (int64_t b = first; b < last; b++) above += keys[b] > threshold;
-    int64_t equal = count - above; /* places for the keys that equal the threshold, the first ones */
+    int64_t equal = count - above; /* places for keys that equal the threshold, the first ones */
     for (int64_t b = first; b < last && found < count; b++) {
         if (keys[b] < threshold || (keys[b] == threshold && equal-- <= 0)) continue;
         best[found++] = (int32_t)b;
@@ -210,7 +214,7 @@ static void choose_blocks(const Decode *a, const Token *token, int64_t unit) {
 /* Tokens of a block: those that choose none go by runs, whatever the size of blocks, so that the
  * result does not depend on it. */
 ALWAYS_INLINE int64_t block_tokens(const Decode *a, const Token *token) {
-    return token->picks ? a->block_size : RUN;
+    return token->picks ? a->block_size : BLOCK;
 }
 
 /* Entries of what a token attends: sinks, chosen blocks, window. */
@@ -232,7 +236,7 @@ typedef struct {
     int64_t entry, last, done;
 } Cursor;
 
-/* Rows of keys that are attended together; the last one again up to a multiple of LANES. */
+/* Rows of keys that are attended together; behind them the last one again. */
 typedef struct {
     int64_t count;
     const char *k[RUN], *v[RUN];
@@ -252,7 +256,8 @@ static void next_run(const Decode *a, const Token *token, int64_t unit, Cursor *
     while (at->entry < at->last && count < RUN) {
         const int64_t block = entry_block(a, token, unit, at->entry), key = block * size + at->done;
         const int64_t end = min64((block + 1) * size, token->position + 1);
-        const int64_t page = key / a->page_size, offset = key % a->page_size;
+        const int64_t page = (int32_t)key / (int32_t)a->page_size; /* 32 bits divide faster */
+        const int64_t offset = key - page * a->page_size;
         int64_t keys = min64(min64(RUN - count, end - key), a->page_size - offset);
         if (token->sinks_end <= key && key < token->window_start) { /* between: not seen */
             keys = min64(token->window_start, end) - key;
@@ -271,13 +276,26 @@ static void next_run(const Decode *a, const Token *token, int64_t unit, Cursor *
         if (key + keys == end) at->entry++, at->done = 0;
     }
     run->count = count;
-    for (; count % LANES; count++) run->k[count] = run->k[count - 1], run->v[count] = run->v[count - 1];
+    for (; count && count < RUN; count++) {
+        run->k[count] = run->k[count - 1];
+        run->v[count] = run->v[count - 1];
+    }
 }
 
 /* A row to ask for ahead of its use: blocks lie far apart, which the hardware does not foresee.
  * Into the second-level cache: two runs would fill the first. */
 ALWAYS_INLINE void ask(const char *row, int64_t bytes) {
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line, 0, 3);
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line, 0, 2);
+}
+
+/* Adds the products of `count` channels of four rows with up to four query heads. */
+ALWAYS_INLINE void multiply(const char *const rows[4], int is_bf16, const Chunk *q, int64_t chunks,
+                            int heads, int64_t channel, int64_t count, Wide sums[4][4]) {
+    for (int j = 0; j < 4; j++) {
+        const Chunk k = load_factors(rows[j], is_bf16, channel, count);
+        for (int g = 0; g < heads; g++)
+            sums[g][j] = add_products(sums[g][j], q[g * chunks], k, is_bf16);
+    }
 }
 
 /* Logits of a run's keys for up to four query heads. */
@@ -286,14 +304,17 @@ ALWAYS_INLINE void logits_of(const Run *run, const Run *ahead, int is_bf16, cons
     const int chunks = (dim + CHUNK - 1) / CHUNK;
     for (int64_t first = 0; first < run->count; first += LANES) {
         Lanes sums[4][LANES];
-        for (int j = 0; j < LANES; j++) {
-            if (first + j < ahead->count) ask(ahead->k[first + j], dim * (is_bf16 ? 2 : 4));
-            for (int g = 0; g < heads; g++) {
-                Wide sum = {0};
-                for (int c = 0; c < chunks; c++)
-                    sum = add_products(sum, q + g * chunks + c, run->k[first + j], is_bf16,
-                                       c * CHUNK, dim);
-                sums[g][j] = fold(sum);
+        for (int j = 0; j < LANES; j += 4) {
+            const char *const *rows = run->k + first + j;
+            Wide wide[4][4] = {{{0}}};
+            int c = 0;
+            for (; (c + 1) * CHUNK <= dim; c++)
+                multiply(rows, is_bf16, q + c, chunks, heads, c * CHUNK, CHUNK, wide);
+            if (dim % CHUNK)
+                multiply(rows, is_bf16, q + c, chunks, heads, c * CHUNK, dim % CHUNK, wide);
+            for (int i = 0; i < 4; i++) {
+                ask(ahead->k[first + j + i], dim * (is_bf16 ? 2 : 4));
+                for (int g = 0; g < heads; g++) sums[g][j + i] = fold(wide[g][i]);
             }
         }
         for (int g = 0; g < heads; g++) {
@@ -303,29 +324,29 @@ ALWAYS_INLINE void logits_of(const Run *run, const Run *ahead, int is_bf16, cons
     }
 }
 
-/* Scales up to four heads' sums by `keep`, and adds the weighted rows of a run. */
-ALWAYS_INLINE void add_rows(const Run *run, const Run *ahead, int is_bf16, const float *weights,
-                            int heads, const float *keep, float *sums, int64_t width, int dim) {
-    for (int d = 0; d < dim; d += CHUNK) {
-        Wide x[4], y[4];
+/* Scales `count` channels of up to four heads' sums by `keep`, and adds a run's weighted rows. */
+ALWAYS_INLINE void add_channels(const Run *run, const Run *ahead, int is_bf16, const float *weights,
+                                int heads, const float *keep, float *sums, int64_t width,
+                                int64_t channel, int64_t count) {
+    const int64_t bytes = is_bf16 ? 2 : 4;
+    Wide x[4], y[4];
+    for (int g = 0; g < heads; g++) {
+        memcpy(&x[g], sums + g * width + channel, sizeof *x);
+        memcpy(&y[g], sums + g * width + channel + WIDE, sizeof *y);
+        x[g] *= keep[g];
+        y[g] *= keep[g];
+    }
+    for (int64_t j = 0; j < run->count; j++) {
+        const Chunk v = load_chunk(run->v[j], is_bf16, channel, count);
+        ask(ahead->v[j] + channel * bytes, count * bytes);
         for (int g = 0; g < heads; g++) {
-            memcpy(&x[g], sums + g * width + d, sizeof *x);
-            memcpy(&y[g], sums + g * width + d + WIDE, sizeof *y);
-            x[g] *= keep[g];
-            y[g] *= keep[g];
+            x[g] += weights[g * RUN + j] * v.x;
+            y[g] += weights[g * RUN + j] * v.y;
         }
-        for (int64_t j = 0; j < run->count; j++) {
-            if (j < ahead->count) ask(ahead->v[j] + d * (is_bf16 ? 2 : 4), CHUNK * (is_bf16 ? 2 : 4));
-            const Chunk v = load_chunk(run->v[j], is_bf16, d, dim);
-            for (int g = 0; g < heads; g++) {
-                x[g] += weights[g * RUN + j] * v.x;
-                y[g] += weights[g * RUN + j] * v.y;
-            }
-        }
-        for (int g = 0; g < heads; g++) {
-            memcpy(sums + g * width + d, &x[g], sizeof *x);
-            memcpy(sums + g * width + d + WIDE, &y[g], sizeof *y);
-        }
+    }
+    for (int g = 0; g < heads; g++) {
+        memcpy(sums + g * width + channel, &x[g], sizeof *x);
+        memcpy(sums + g * width + channel + WIDE, &y[g], sizeof *y);
     }
 }
 
@@ -335,7 +356,8 @@ ALWAYS_INLINE void attend_run(const Run *run, const Run *ahead, int is_bf16, con
     float weights[4][RUN], keep[4];
     logits_of(run, ahead, is_bf16, q, heads, scale, weights[0], dim);
     for (int g = 0; g < heads; g++) {
-        float *state = part + (g + 1) * width - 2, *weight = weights[g], top = state[0], total = 0.0f;
+        float *state = part + (g + 1) * width - 2, *weight = weights[g];
+        float top = state[0], total = 0.0f;
 #pragma omp simd reduction(max : top)
         for (int64_t j = 0; j < run->count; j++) top = weight[j] > top ? weight[j] : top;
         keep[g] = top > state[0] ? expf(state[0] - top) : 1.0f;
@@ -345,7 +367,11 @@ ALWAYS_INLINE void attend_run(const Run *run, const Run *ahead, int is_bf16, con
         state[0] = top;
         state[1] = state[1] * keep[g] + total;
     }
-    add_rows(run, ahead, is_bf16, weights[0], heads, keep, part, width, dim);
+    int d = 0;
+    for (; d + CHUNK <= dim; d += CHUNK)
+        add_channels(run, ahead, is_bf16, weights[0], heads, keep, part, width, d, CHUNK);
+    if (dim % CHUNK)
+        add_channels(run, ahead, is_bf16, weights[0], heads, keep, part, width, d, dim % CHUNK);
 }
 
 /* Attention over entries [first, last) of a token's list of blocks. */
@@ -359,23 +385,24 @@ ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t un
     for (int64_t g = 0; g < group; g++) {
         const char *row = query_row(a, &a->q, unit, g);
         for (int64_t c = 0; c < chunks; c++)
-            q[g * chunks + c] = load_factors(row, a->q.is_bf16, c * CHUNK, dim);
+            q[g * chunks + c] = load_factors(row, a->q.is_bf16, c * CHUNK, dim - c * CHUNK);
         part[(g + 1) * width - 2] = -INFINITY;
     }
     for (next_run(a, token, unit, &at, run); run->count;) {
         next_run(a, token, unit, &at, ahead);
+        const Run *next = ahead->count ? ahead : run;
         for (int64_t g = 0; g < group; g += 4) {
             const Chunk *own = q + g * chunks;
             float *sums = part + g * width, scale = a->scale;
             switch (min64(group - g, 4) * 2 + a->k.is_bf16) { /* constants, so that loops unroll */
-            case 2: attend_run(run, ahead, 0, own, 1, scale, sums, width, dim); break;
-            case 3: attend_run(run, ahead, 1, own, 1, scale, sums, width, dim); break;
-            case 4: attend_run(run, ahead, 0, own, 2, scale, sums, width, dim); break;
-            case 5: attend_run(run, ahead, 1, own, 2, scale, sums, width, dim); break;
-            case 6: attend_run(run, ahead, 0, own, 3, scale, sums, width, dim); break;
-            case 7: attend_run(run, ahead, 1, own, 3, scale, sums, width, dim); break;
-            case 8: attend_run(run, ahead, 0, own, 4, scale, sums, width, dim); break;
-            default: attend_run(run, ahead, 1, own, 4, scale, sums, width, dim);
+            case 2: attend_run(run, next, 0, own, 1, scale, sums, width, dim); break;
+            case 3: attend_run(run, next, 1, own, 1, scale, sums, width, dim); break;
+            case 4: attend_run(run, next, 0, own, 2, scale, sums, width, dim); break;
+            case 5: attend_run(run, next, 1, own, 2, scale, sums, width, dim); break;
+            case 6: attend_run(run, next, 0, own, 3, scale, sums, width, dim); break;
+            case 7: attend_run(run, next, 1, own, 3, scale, sums, width, dim); break;
+            case 8: attend_run(run, next, 0, own, 4, scale, sums, width, dim); break;
+            default: attend_run(run, next, 1, own, 4, scale, sums, width, dim);
             }
         }
         Run *const done = run;
@@ -406,7 +433,7 @@ static void combine(const Decode *a, int64_t unit) {
             memcpy(&found, sums + d, sizeof found);
             found.x /= total;
             found.y /= total;
-            store_chunk(query_row(a, &a->out, unit, g), a->out.is_bf16, d, (int)dim, found);
+            store_chunk(query_row(a, &a->out, unit, g), a->out.is_bf16, d, dim - d, found);
         }
     }
 }

@@ -1,4 +1,5 @@
-/* Vector arithmetic of decode.c: several float32 at a time, by the compiler's vector types. */
+/* Vector arithmetic of decode.c: several float32 at a time, by the compiler's vector types; pairs of
+ * bfloat16 by the processor's own instruction where it has one. */
 
 #pragma once
 
@@ -40,26 +41,29 @@ typedef struct {
     Wide x, y;
 } Chunk;
 
-/* memcpy, which a constant size makes one instruction. */
+/* memcpy of `most` bytes or fewer, none below 1.  A constant size makes it one instruction. */
 ALWAYS_INLINE void copy(void *to, const void *from, int64_t bytes, int64_t most) {
     if (bytes >= most) memcpy(to, from, most);
-    else memcpy(to, from, bytes);
+    else if (bytes == most / 2) memcpy(to, from, most / 2);
+    else if (bytes > 0) memcpy(to, from, bytes);
 }
 
-/* Words of a row of bfloat16 from a channel on; zeros behind its `dim` channels. */
-ALWAYS_INLINE WideBits load_pairs(const char *row, int64_t channel, int dim) {
+/* `count` channels of a row of bfloat16, as words; zeros behind them. */
+ALWAYS_INLINE WideBits load_pairs(const char *row, int64_t channel, int64_t count) {
     WideBits words = {0};
-    copy(&words, row + 2 * channel, 2 * (dim - channel), sizeof words);
+    copy(&words, row + 2 * channel, 2 * count, sizeof words);
     return words;
 }
 
-ALWAYS_INLINE Chunk load_chunk(const char *row, int is_bf16, int64_t channel, int dim) {
+/* `count` channels of a row, of CHUNK or fewer; zeros behind them. */
+ALWAYS_INLINE Chunk load_chunk(const char *row, int is_bf16, int64_t channel, int64_t count) {
     if (is_bf16) {
-        const WideBits words = load_pairs(row, channel, dim);
+        const WideBits words = load_pairs(row, channel, count);
         return (Chunk){(Wide)(words << 16), (Wide)(words & UPPER)};
     }
     Chunk found = {{0}, {0}};
-    copy(&found, row + 4 * channel, 4 * (dim - channel), sizeof found);
+    copy(&found.x, row + 4 * channel, 4 * count, sizeof found.x);
+    copy(&found.y, row + 4 * (channel + WIDE), 4 * (count - WIDE), sizeof found.y);
     return found;
 }
 
@@ -69,34 +73,31 @@ ALWAYS_INLINE WideBits rounded(Wide x) {
     return ((bits + 0x7fff + (bits >> 16 & 1)) & known) | (0x7fc00000 & ~known);
 }
 
-ALWAYS_INLINE void store_chunk(char *row, int is_bf16, int64_t channel, int dim, Chunk from) {
+ALWAYS_INLINE void store_chunk(char *row, int is_bf16, int64_t channel, int64_t count, Chunk from) {
     if (is_bf16) {
         const WideBits words = rounded(from.x) >> 16 | (rounded(from.y) & UPPER);
-        copy(row + 2 * channel, &words, 2 * (dim - channel), sizeof words);
+        copy(row + 2 * channel, &words, 2 * count, sizeof words);
     } else {
-        copy(row + 4 * channel, &from, 4 * (dim - channel), sizeof from);
+        copy(row + 4 * channel, &from.x, 4 * count, sizeof from.x);
+        copy(row + 4 * (channel + WIDE), &from.y, 4 * (count - WIDE), sizeof from.y);
     }
 }
 
-/* A chunk of a query for add_products: of bfloat16 the words themselves where the processor
- * multiplies pairs. */
-ALWAYS_INLINE Chunk load_factors(const char *row, int is_bf16, int64_t channel, int dim) {
+/* A chunk of q or k for add_products: where the processor multiplies pairs of bfloat16, x is the
+ * words themselves. */
+ALWAYS_INLINE Chunk load_factors(const char *row, int is_bf16, int64_t channel, int64_t count) {
 #ifdef __AVX512BF16__
-    if (is_bf16) return (Chunk){(Wide)load_pairs(row, channel, dim), {0}};
+    if (is_bf16) return (Chunk){(Wide)load_pairs(row, channel, count), {0}};
 #endif
-    return load_chunk(row, is_bf16, channel, dim);
+    return load_chunk(row, is_bf16, channel, count);
 }
 
-/* sum and the products of a query's chunk with a row's. */
-ALWAYS_INLINE Wide add_products(Wide sum, const Chunk *q, const char *row, int is_bf16,
-                                int64_t channel, int dim) {
+ALWAYS_INLINE Wide add_products(Wide sum, Chunk q, Chunk k, int is_bf16) {
 #ifdef __AVX512BF16__
-    if (is_bf16)
-        return (Wide)_mm512_dpbf16_ps((__m512)sum, (__m512bh)q->x,
-                                      (__m512bh)load_pairs(row, channel, dim));
+    if (is_bf16) return (Wide)_mm512_dpbf16_ps((__m512)sum, (__m512bh)q.x, (__m512bh)k.x);
 #endif
-    const Chunk k = load_chunk(row, is_bf16, channel, dim);
-    return sum + q->x * k.x + q->y * k.y;
+    (void)is_bf16;
+    return sum + q.x * k.x + q.y * k.y;
 }
 
 /* The sums of the first and the second half of the lanes. */
@@ -107,15 +108,21 @@ ALWAYS_INLINE Lanes fold(Wide x) {
 }
 
 /* Lane j of the result is the sum of the lanes of x[j]. */
-ALWAYS_INLINE Lanes sums_of(Lanes x[LANES]) {
+ALWAYS_INLINE Lanes sums_of(const Lanes of[LANES]) {
+    Lanes x[LANES / 2];
     for (int j = 0; j < 4; j++)
-        x[j] = PICK(x[j], x[j + 4], 0, 1, 2, 3, 8, 9, 10, 11) +
-               PICK(x[j], x[j + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+        x[j] = PICK(of[j], of[j + 4], 0, 1, 2, 3, 8, 9, 10, 11) +
+               PICK(of[j], of[j + 4], 4, 5, 6, 7, 12, 13, 14, 15);
     for (int j = 0; j < 2; j++)
         x[j] = PICK(x[j], x[j + 2], 0, 1, 8, 9, 4, 5, 12, 13) +
                PICK(x[j], x[j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
     return PICK(x[0], x[1], 0, 8, 2, 10, 4, 12, 6, 14) +
            PICK(x[0], x[1], 1, 9, 3, 11, 5, 13, 7, 15);
+}
+
+ALWAYS_INLINE Lanes larger(Lanes a, Lanes b) {
+    const Bits first = (Bits)(a > b);
+    return (Lanes)(((Bits)a & first) | ((Bits)b & ~first));
 }
 
 /* exp of count values, none above 0, relative error below 3e-7; below -87 it gives about 1e-38. */

@@ -93,7 +93,7 @@ def _blocks_of(rule: SelectionPolicy, position: int) -> tuple[int, ...]:
 
 
 def _rows(x: torch.Tensor) -> tuple[int, ...]:
-    """``Rows`` of a cache, or of queries or outputs ``[T, Hq, D]``: each token a page of one row."""
+    """``Rows`` of a cache, or of ``[T, Hq, D]``: a token is then a page of one row."""
     first, head, *row = x.stride()
     return x.data_ptr(), first, head, row[0], x.dtype == torch.bfloat16
 
