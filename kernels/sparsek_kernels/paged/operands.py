@@ -48,5 +48,7 @@ class PagedOperands:
 
     def of_rows(self, rows: slice) -> PagedOperands:
         """The operands of some rows of ``q`` and ``out``."""
+        if rows.indices(self.q.shape[0]) == (0, self.q.shape[0], 1):
+            return self
         lse = None if self.lse is None else self.lse[rows]
         return replace(self, q=self.q[rows], out=self.out[rows], lse=lse)

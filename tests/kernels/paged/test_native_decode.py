@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
+import os
+import platform
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -169,6 +173,76 @@ def test_bfloat16_equals_the_torch_path(threads: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(native, "library", lambda: None)
     torch_path = problem.attend(policy)
     assert (found - exact).abs().max() <= 2 * (torch_path - exact).abs().max()
+
+
+def _built_without(*features: str) -> ctypes.CDLL:
+    """The C functions as another processor would have them."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or "gcc"
+    less = [f"-mno-{feature}" for feature in features]
+    sources = {file: (*flags, "-O1", *less) for file, flags in native._SOURCES.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "_SOURCES", sources)
+        return native._build(compiler)
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the features are of x86")
+@pytest.mark.parametrize("missing", ["avx512bf16", "avx512f"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [64, 80, 256])
+def test_processors_without_wide_vectors_or_pairs(
+    missing: str, dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = _built_without(missing)
+    calls = 0
+
+    class Counted:
+        def sparsek_decode(self, arguments: bytes) -> None:
+            nonlocal calls
+            calls += 1
+            built.sparsek_decode(arguments)
+
+        sparsek_sketch = staticmethod(built.sparsek_sketch)
+
+    problem = Problem([900, 129, 33], dim=dim, group=5, dtype=dtype, page_size=64)
+    policy = SelectionPolicy(num_sink=64, window_size=100, top_k=3)
+    here, exact = problem.attend(policy), problem.expected(policy)
+    monkeypatch.setattr(native, "library", Counted)
+    found = problem.attend(policy)
+    assert calls == 1
+    tolerance = 2e-6 if dtype == torch.float32 else 2**-7  # of bfloat16: a unit in the last place
+    torch.testing.assert_close(found, here, atol=2e-6, rtol=tolerance)
+    torch.testing.assert_close(found.double(), exact, atol=2e-5, rtol=max(tolerance, 1e-4))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dim", [33, 64, 80])
+def test_bfloat16_outputs_are_the_nearest(dim: int) -> None:
+    problem = Problem([300, 20], dim=dim - dim % 8, dtype=torch.bfloat16)
+    for name in ("q", "k_cache", "v_cache"):
+        x = getattr(problem, name)
+        setattr(problem, name, torch.cat([x, x[..., : dim % 8]], dim=-1))
+    problem.k_summary = None
+    found, exact = problem.attend(SelectionPolicy()), problem.expected(SelectionPolicy())
+    half_unit = 2.0 ** (exact.abs().log2().floor() - 8)  # and the error of float32
+    assert ((found.double() - exact).abs() <= half_unit + 1e-5).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_and_outputs_of_any_strides(dtype: torch.dtype) -> None:
+    problem = Problem([300, 97], heads=2, group=3, dtype=dtype, page_size=64)
+    policy = SelectionPolicy(num_sink=16, window_size=40, top_k=2)
+    expected, q = problem.attend(policy), problem.q
+    tokens, heads, dim = q.shape
+    for shape, order in (((heads, tokens, dim), (1, 0, 2)), ((dim, tokens, heads), (1, 2, 0))):
+        problem.q = torch.full(shape, math.nan, dtype=dtype).permute(order).copy_(q)
+        assert not problem.q.is_contiguous()
+        assert torch.equal(problem.attend(policy), expected)
+        out = torch.full(shape, math.nan, dtype=dtype).permute(order)
+        k_cache, v_cache, k_summary = problem.k_cache, problem.v_cache, problem.k_summary
+        paged_attention(q, k_cache, v_cache, problem.batch, policy, k_summary=k_summary, out=out)
+        assert torch.equal(out, expected)
 
 
 @needs_compiler

@@ -167,6 +167,8 @@ def paged_attention_eager(
         native = rule.ranking == "masses" and native_decode.supports(decodes, batch)
         decode = native_decode.decode if native else _decode
         decode(decodes, batch, rule)
+    if not batch.num_prefills:
+        return
     token = int(batch.cu_seqlens_q[batch.num_decodes])
     for request in range(batch.num_decodes, batch.num_requests):
         rows = slice(token, token + counts[request])

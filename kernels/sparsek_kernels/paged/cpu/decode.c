@@ -1,16 +1,19 @@
 /* Decoding on a CPU: select, attend over the pages in place, combine.  Called by native_decode.py,
- * which documents the arguments.  All arithmetic is float32; a bfloat16 is a float32's upper half. */
+ * which documents the arguments.  Sums and weights are float32. */
 
 #include "lanes.h"
+#include "rotate.h"
 
-#define VECTOR 4 /* tokens of a vector of the sketch */
-#define RUN 64
+#define CELL 16   /* tokens that sizes of blocks and pages are multiples of */
+#define VECTORS 4 /* of a cell, in the sketch */
+#define BLOCK 64  /* tokens that are counted together where none are chosen */
+#define RUN 128   /* keys that are attended together */
 #define MOST_DIM 256
 #define MOST_GROUP 64
 
 typedef struct {
-    const char *data;
-    int64_t page, head, row; /* strides in elements */
+    char *data;
+    int64_t page, head, row; /* strides in elements; of q and out those of a token and a head */
     int64_t is_bf16;
 } Rows;
 
@@ -25,192 +28,129 @@ typedef struct {
 } Token;
 
 typedef struct {
-    int32_t chosen;  /* blocks */
-    int32_t waiting; /* pieces that are not attended yet */
+    int32_t chosen;   /* blocks */
+    int32_t unscored; /* pieces that are not scored yet */
+    int32_t waiting;  /* pieces that are not attended yet */
 } Unit;
 
 typedef struct {
     int64_t tokens, heads, group, dim, page_size, block_size, splits;
     int64_t max_blocks, max_picks;
-    float least;         /* score of a chosen block, or 0 */
-    const float *q;      /* [tokens, heads, group, dim], scaled */
-    const float *rotated; /* the same, rotated as the sketch is; NULL where nothing is selected */
-    float *out;          /* [tokens, heads, group, dim] */
-    Rows k, v;
+    float scale, least; /* of logits; score of a chosen block, or 0 */
+    Rows q, out, k, v;  /* q, out: [tokens, heads * group, dim] */
     Sketch sketch;
     const int32_t *table;
     int64_t table_stride;
     const Token *plan;
     const int32_t *places; /* [heads] most picks of each head, fewer than the token's; or NULL */
-    const float *sinks; /* [heads, group] or NULL */
-    float *scores;      /* [tokens * heads, group + 1, max_blocks]: by the sketch */
-    int32_t *chosen;    /* [tokens * heads, max_picks] blocks, ascending */
-    Unit *units;        /* [tokens * heads] */
-    float *parts;       /* [tokens * heads, splits, group, dim + 2]: sums, maximum, total */
+    const float *sinks;    /* [heads, group] or NULL */
+    float *scores;         /* [tokens * heads, group + 1, max_blocks]: by the sketch */
+    int32_t *chosen;       /* [tokens * heads, max_picks] blocks, ascending */
+    Unit *units;           /* [tokens * heads] */
+    float *parts; /* [tokens * heads, splits, group, PART]: sums, by chunks; maximum, total */
 } Decode;
+
+/* Floats of a part: whole chunks of any processor, and two. */
+#define PART(dim) (((dim) + 31) / 32 * 32 + 2)
 
 ALWAYS_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 ALWAYS_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Where the row of a key starts, in elements. */
-ALWAYS_INLINE int64_t row_of(const Decode *a, const Rows *rows, const int32_t *pages, int64_t head,
-                             int64_t key) {
-    return pages[key / a->page_size] * rows->page + head * rows->head +
-           key % a->page_size * rows->row;
+/* Row of a unit's first query head in q or out. */
+ALWAYS_INLINE char *query_row(const Decode *a, const Rows *rows, int64_t unit, int64_t g) {
+    const int64_t head = unit % a->heads * a->group + g;
+    const int64_t at = unit / a->heads * rows->page + head * rows->head;
+    return rows->data + at * (rows->is_bf16 ? 2 : 4);
 }
 
-/* Rows to ask for ahead of their use: blocks lie far apart, which the hardware does not foresee.
- * A few are asked for at a time, and into the second-level cache: a block of K and V with the next
- * would fill the first. */
-#define ASK(at) __builtin_prefetch(at, 0, 2)
-
-typedef struct {
-    const char *data;
-    int64_t bytes, count; /* of a row; rows */
-} Ahead;
-
-ALWAYS_INLINE Ahead ahead_of(const Decode *a, const Rows *rows, const int32_t *pages, int64_t head,
-                             int64_t key, int64_t done, int64_t size) {
-    const int64_t bytes = rows->is_bf16 ? 2 : 4, at = row_of(a, rows, pages, head, key);
-    const int64_t count = min64(size, a->page_size - key % a->page_size) - done;
-    return (Ahead){rows->data + (at + done * rows->row) * bytes, rows->row * bytes, count};
+/* Levels of nibble n of the words of a row of the sketch. */
+ALWAYS_INLINE Lanes levels_of(Bits words, int n) {
+    const Bits place = n < 5 ? words << (19 - 4 * n) : words >> (4 * n - 19);
+    return (Lanes)((place & 0x780000) | 0x41800000) - 23.5f; /* 16 + nibble, then -7.5 to 7.5 */
 }
 
-/* Logits of `keys` keys that follow one another in a page, for each query head of a group. */
-ALWAYS_INLINE void logits_of(const Rows *rows, int64_t at, int64_t keys, Ahead ahead,
-                             const float *q, int64_t group, float *logits, int64_t stride,
-                             int dim) {
-    const int64_t bytes = rows->is_bf16 ? 2 : 4;
-    float wide[LANES][MOST_DIM];
-    for (int64_t first = 0; first < keys; first += LANES) {
-        const int64_t count = min64(LANES, keys - first);
-        const char *row[LANES]; /* the last one again where there are fewer */
-        for (int64_t j = 0; j < LANES; j++)
-            row[j] = rows->data + (at + (first + min64(j, count - 1)) * rows->row) * bytes;
-        for (int64_t j = first; j < min64(first + LANES, ahead.count); j++)
-            for (int64_t line = 0; line < dim * bytes; line += 64)
-                ASK(ahead.data + j * ahead.bytes + line);
-        if (rows->is_bf16)
-            for (int64_t j = 0; j < LANES; j++) {
-                widen(row[j], wide[j], dim);
-                row[j] = (const char *)wide[j];
-            }
-        for (int64_t g = 0; g < group; g++) {
-            const Lanes found = dots(q + g * dim, row, dim);
-            memcpy(logits + g * stride + first, &found, count * sizeof(float));
+typedef Lanes Factors[MOST_DIM / 8 / LANES][8]; /* of a row of levels: by words and nibble */
+
+/* Factors of a query, rotated as the sketch is.  Nibble n of word i is of channel 4 i + n / 2 of
+ * the lower (even n) or upper half of the channels. */
+ALWAYS_INLINE void load_query(const Decode *a, const char *row, int dim, Factors factors) {
+    const int size = dim & -dim;
+    float scaled[MOST_DIM], rotated[MOST_DIM];
+    for (int d = 0; d < dim; d++) {
+        float value;
+        if (a->q.is_bf16) {
+            uint16_t half;
+            memcpy(&half, row + 2 * d, 2);
+            const uint32_t bits = (uint32_t)half << 16;
+            memcpy(&value, &bits, 4);
+        } else {
+            memcpy(&value, row + 4 * d, 4);
         }
+        scaled[d] = value * a->scale;
     }
+    for (int d = 0; d < dim; d += size)
+        rotate(scaled + d, size, (float)(1.0 / sqrt((double)size)), rotated + d);
+    memset(factors, 0, sizeof(Factors));
+    for (int i = 0; i < dim / 8; i++)
+        for (int n = 0; n < 8; n++)
+            factors[i / LANES][n][i % LANES] = rotated[4 * i + n / 2 + n % 2 * (dim / 2)];
 }
 
-/* Adds the weighted rows of `keys` keys to `count` channels of up to four heads' sums. */
-ALWAYS_INLINE void add_channels(const char *rows, int64_t row_bytes, int is_bf16, int64_t keys,
-                                Ahead ahead, const float *weights, int heads, float *sums,
-                                int64_t width, int64_t channel, int64_t first, int64_t second) {
-    Lanes x[4], y[4];
-    for (int g = 0; g < heads; g++) {
-        x[g] = load((const char *)(sums + g * width), 0, channel, first);
-        y[g] = load((const char *)(sums + g * width), 0, channel + LANES, second);
-    }
-    for (int64_t j = 0; j < keys; j++) {
-        const char *row = rows + j * row_bytes;
-        if (j < ahead.count && !(is_bf16 && channel % 32))
-            ASK(ahead.data + j * ahead.bytes + channel * (is_bf16 ? 2 : 4));
-        const Lanes a = load(row, is_bf16, channel, first);
-        const Lanes b = load(row, is_bf16, channel + LANES, second);
-        for (int g = 0; g < heads; g++) {
-            x[g] += weights[g * RUN + j] * a;
-            y[g] += weights[g * RUN + j] * b;
-        }
-    }
-    for (int g = 0; g < heads; g++) {
-        memcpy(sums + g * width + channel, &x[g], 4 * first);
-        memcpy(sums + g * width + channel + LANES, &y[g], 4 * second);
-    }
+/* Factors of which the product with a row of levels is its checksum, less 7.5 times their sum. */
+ALWAYS_INLINE void load_weights(int dim, Factors factors) {
+    memset(factors, 0, sizeof(Factors));
+    for (int i = 0; i < dim / 8; i++)
+        for (int n = 0; n < 8; n++)
+            factors[i / LANES][n][i % LANES] = (float)((1 << n / 2) << n % 2 * 4);
 }
 
-ALWAYS_INLINE void add_heads(const char *rows, int64_t row_bytes, int is_bf16, int64_t keys,
-                             Ahead ahead, const float *weights, int heads, float *sums,
-                             int64_t width, int dim) {
-    const int whole = dim / (2 * LANES) * (2 * LANES), rest = dim - whole;
-    for (int d = 0; d < whole; d += 2 * LANES)
-        add_channels(rows, row_bytes, is_bf16, keys, ahead, weights, heads, sums, width, d,
-                     LANES, LANES);
-    if (rest)
-        add_channels(rows, row_bytes, is_bf16, keys, ahead, weights, heads, sums, width, whole,
-                     min64(rest, LANES), max64(rest - LANES, 0));
-}
-
-/* Adds the rows of `keys` keys, weighted, to the sums of each query head of a group. */
-ALWAYS_INLINE void add_rows(const Rows *rows, int64_t at, int64_t keys, Ahead ahead,
-                            const float *weights, int64_t group, float *sums, int64_t width,
-                            int dim) {
-    const int64_t bytes = rows->is_bf16 ? 2 : 4;
-    const char *from = rows->data + at * bytes;
-    for (int64_t g = 0; g < group; g += 4) {
-        const float *weight = weights + g * RUN;
-        float *sum = sums + g * width;
-        if (g) ahead.count = 0; /* the first heads asked */
-        switch (min64(group - g, 4) * 2 + rows->is_bf16) { /* constants, so that loops unroll */
-        case 2: add_heads(from, rows->row * bytes, 0, keys, ahead, weight, 1, sum, width, dim); break;
-        case 3: add_heads(from, rows->row * bytes, 1, keys, ahead, weight, 1, sum, width, dim); break;
-        case 4: add_heads(from, rows->row * bytes, 0, keys, ahead, weight, 2, sum, width, dim); break;
-        case 5: add_heads(from, rows->row * bytes, 1, keys, ahead, weight, 2, sum, width, dim); break;
-        case 6: add_heads(from, rows->row * bytes, 0, keys, ahead, weight, 3, sum, width, dim); break;
-        case 7: add_heads(from, rows->row * bytes, 1, keys, ahead, weight, 3, sum, width, dim); break;
-        case 8: add_heads(from, rows->row * bytes, 0, keys, ahead, weight, 4, sum, width, dim); break;
-        default: add_heads(from, rows->row * bytes, 1, keys, ahead, weight, 4, sum, width, dim);
-        }
-    }
-}
-
-/* Scale of a row of `half` bytes of the sketch: its checksum, 5 bits of exponent and 3 of mantissa. */
-ALWAYS_INLINE float row_scale(const uint8_t *row, int64_t half) {
-    uint32_t sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < half / 4; i++) {
-        uint32_t word;
-        memcpy(&word, row + 4 * i, 4);
-        sum += word + (word >> 8 << 1) + (word >> 16 << 2) + (word >> 24 << 3);
-    }
-    const uint32_t bits = ((sum & 255) + (111 << 3)) << 20;
-    float scale;
-    memcpy(&scale, &bits, 4);
-    return scale;
-}
-
-/* Logits of blocks [0, blocks) of one token and head, each its best vector's. */
-ALWAYS_INLINE void score_blocks(const Decode *a, const Token *token, int64_t head, const float *q,
-                                float *scores, int64_t blocks, int dim) {
-    const int64_t per_block = a->block_size / VECTOR, per_page = a->page_size / VECTOR;
+/* Logits of blocks [first, last) of one token and KV head, each its best vector's. */
+ALWAYS_INLINE void score_blocks(const Decode *a, const Token *token, int64_t unit, int64_t first,
+                                int64_t last, int dim) {
+    const int64_t group = a->group, half = dim / 2, most = a->max_blocks;
+    const int32_t per_page = (int32_t)a->page_size / CELL;
+    const int32_t per_block = (int32_t)a->block_size / CELL;
     const int32_t *pages = a->table + token->request * a->table_stride;
-    const int64_t half = dim / 2, vectors = blocks * per_block;
-    float levels[LANES][MOST_DIM];
-    Lanes scale = {0};
-    const char *row[LANES];
-    for (int64_t j = 0; j < LANES; j++) row[j] = (const char *)levels[j];
-    memset(levels, 0, sizeof levels);
-    for (int64_t g = 0; g < a->group; g++)
-        for (int64_t block = 0; block < blocks; block++)
-            scores[g * a->max_blocks + block] = -INFINITY;
-    for (int64_t first = 0; first < vectors; first += LANES) {
-        const int64_t count = min64(LANES, vectors - first);
-        for (int64_t j = 0; j < count; j++) {
-            const int64_t vector = first + j;
-            const uint8_t *packed = a->sketch.data + pages[vector / per_page] * a->sketch.page +
-                                    head * a->sketch.head + vector % per_page * half;
-            scale[j] = row_scale(packed, half);
-#pragma omp simd
-            for (int64_t d = 0; d < half; d++) {
-                levels[j][d] = (float)(packed[d] & 15) - 7.5f;
-                levels[j][d + half] = (float)(packed[d] >> 4) - 7.5f;
+    const uint8_t *sketch = a->sketch.data + unit % a->heads * a->sketch.head;
+    float *scores = a->scores + unit * (group + 1) * most;
+    Factors factors[MOST_GROUP + 1];
+    Lanes sums[MOST_GROUP + 1][LANES];
+    load_weights(dim, factors[0]);
+    for (int64_t g = 0; g < group; g++) {
+        load_query(a, query_row(a, &a->q, unit, g), dim, factors[g + 1]);
+        for (int64_t block = first; block < last; block++) scores[g * most + block] = -INFINITY;
+    }
+    const int32_t end = (int32_t)last * per_block;
+    for (int32_t cell = (int32_t)first * per_block; cell < end; cell += 2) {
+        const int32_t cells[2] = {cell, cell + 1 < end ? cell + 1 : cell};
+        for (int j = 0; j < LANES; j++) {
+            const int32_t own = cells[j / VECTORS], page = own / per_page;
+            const int64_t vector = (int64_t)(own - page * per_page) * VECTORS + j % VECTORS;
+            const uint8_t *row = sketch + pages[page] * a->sketch.page + vector * half;
+            for (int c = 0; c * LANES < dim / 8; c++) {
+                Bits words = {0};
+                Lanes levels[8];
+                copy(&words, row + 4 * LANES * c, half - 4 * LANES * c, sizeof words);
+                for (int n = 0; n < 8; n++) levels[n] = levels_of(words, n);
+                for (int64_t g = 0; g <= group; g++) {
+                    Lanes sum = {0};
+                    for (int n = 0; n < 8; n++) sum += levels[n] * factors[g][c][n];
+                    sums[g][j] = c ? sums[g][j] + sum : sum;
+                }
             }
         }
-        for (int64_t g = 0; g < a->group; g++) {
-            const Lanes found = scale * dots(q + g * dim, row, dim);
-            float *best = scores + g * a->max_blocks;
-            for (int64_t j = 0; j < count; j++) {
-                const int64_t block = (first + j) / per_block;
-                best[block] = found[j] > best[block] ? found[j] : best[block];
+        /* The scale of a row is its checksum: 5 bits of exponent and 3 of mantissa. */
+        const Lanes total = sums_of(sums[0]) + 7.5f * 255.0f * (float)(dim / 8);
+        const Bits codes = __builtin_convertvector(total, Bits) & 255;
+        const Lanes scale = (Lanes)((codes + (111 << 3)) << 20);
+        const int32_t blocks[2] = {cells[0] / per_block, cells[1] / per_block};
+        for (int64_t g = 0; g < group; g++) {
+            Lanes found = scale * sums_of(sums[g + 1]);
+            found = larger(found, PICK(found, found, 2, 3, 0, 1, 6, 7, 4, 5));
+            found = larger(found, PICK(found, found, 1, 0, 3, 2, 5, 4, 7, 6));
+            for (int i = 0; i < 2; i++) {
+                float *best = scores + g * most + blocks[i];
+                *best = found[i * VECTORS] > *best ? found[i * VECTORS] : *best;
             }
         }
     }
@@ -239,7 +179,7 @@ static int32_t best_of(float *scores, int64_t first, int64_t last, int64_t count
         if (reach >= count || wanted <= lowest) threshold = wanted;
     }
     for (int64_t b = first; b < last; b++) above += keys[b] > threshold;
-    int64_t equal = count - above; /* places for the keys that equal the threshold, the first ones */
+    int64_t equal = count - above; /* places for keys that equal the threshold, the first ones */
     for (int64_t b = first; b < last && found < count; b++) {
         if (keys[b] < threshold || (keys[b] == threshold && equal-- <= 0)) continue;
         best[found++] = (int32_t)b;
@@ -261,14 +201,12 @@ static void add_shares(float *rows, int64_t stride, int64_t group, int64_t count
     }
 }
 
-/* The blocks that a unit chooses, by the sketch. */
-ALWAYS_INLINE void choose_blocks(const Decode *a, const Token *token, int64_t unit, int dim) {
+/* The blocks that a unit chooses, by their logits. */
+static void choose_blocks(const Decode *a, const Token *token, int64_t unit) {
     float *scores = a->scores + unit * (a->group + 1) * a->max_blocks;
     float *sums = scores + a->group * a->max_blocks;
-    const int64_t blocks = token->position / a->block_size;
     const int64_t picks = a->places ? a->places[unit % a->heads] : token->picks;
-    score_blocks(a, token, unit % a->heads, a->rotated + unit * a->group * dim, scores, blocks, dim);
-    add_shares(scores, a->max_blocks, a->group, blocks, sums);
+    add_shares(scores, a->max_blocks, a->group, token->position / a->block_size, sums);
     a->units[unit].chosen = best_of(sums, token->front, token->local, picks, a->least,
                                     a->chosen + unit * a->max_picks);
 }
@@ -276,7 +214,7 @@ ALWAYS_INLINE void choose_blocks(const Decode *a, const Token *token, int64_t un
 /* Tokens of a block: those that choose none go by runs, whatever the size of blocks, so that the
  * result does not depend on it. */
 ALWAYS_INLINE int64_t block_tokens(const Decode *a, const Token *token) {
-    return token->picks ? a->block_size : RUN;
+    return token->picks ? a->block_size : BLOCK;
 }
 
 /* Entries of what a token attends: sinks, chosen blocks, window. */
@@ -293,102 +231,253 @@ ALWAYS_INLINE int64_t entry_block(const Decode *a, const Token *token, int64_t u
     return entry < chosen ? a->chosen[unit * a->max_picks + entry] : token->local + entry - chosen;
 }
 
-/* Online softmax over entries [first, last) of a token's list of blocks. */
+/* Where a piece of a token's list of blocks is: an entry, and keys of it that are done. */
+typedef struct {
+    int64_t entry, last, done;
+} Cursor;
+
+/* Rows of keys that are attended together; behind them the last one again. */
+typedef struct {
+    int64_t count;
+    const char *k[RUN], *v[RUN];
+} Run;
+
+ALWAYS_INLINE const char *row_of(const Decode *a, const Rows *rows, int64_t page, int64_t unit,
+                                 int64_t offset) {
+    return rows->data + (page * rows->page + unit % a->heads * rows->head + offset * rows->row) *
+                            (rows->is_bf16 ? 2 : 4);
+}
+
+/* The next keys of a piece; none at its end. */
+static void next_run(const Decode *a, const Token *token, int64_t unit, Cursor *at, Run *run) {
+    const int64_t size = block_tokens(a, token), bytes = a->k.is_bf16 ? 2 : 4;
+    const int32_t *pages = a->table + token->request * a->table_stride;
+    int64_t count = 0;
+    while (at->entry < at->last && count < RUN) {
+        const int64_t block = entry_block(a, token, unit, at->entry), key = block * size + at->done;
+        const int64_t end = min64((block + 1) * size, token->position + 1);
+        const int64_t page = (int32_t)key / (int32_t)a->page_size; /* 32 bits divide faster */
+        const int64_t offset = key - page * a->page_size;
+        int64_t keys = min64(min64(RUN - count, end - key), a->page_size - offset);
+        if (token->sinks_end <= key && key < token->window_start) { /* between: not seen */
+            keys = min64(token->window_start, end) - key;
+        } else {
+            if (key < token->sinks_end && token->sinks_end < token->window_start)
+                keys = min64(keys, token->sinks_end - key);
+            const char *k = row_of(a, &a->k, pages[page], unit, offset);
+            const char *v = row_of(a, &a->v, pages[page], unit, offset);
+            for (int64_t j = 0; j < keys; j++) {
+                run->k[count + j] = k + j * a->k.row * bytes;
+                run->v[count + j] = v + j * a->v.row * bytes;
+            }
+            count += keys;
+        }
+        at->done += keys;
+        if (key + keys == end) at->entry++, at->done = 0;
+    }
+    run->count = count;
+    for (; count && count < RUN; count++) {
+        run->k[count] = run->k[count - 1];
+        run->v[count] = run->v[count - 1];
+    }
+}
+
+/* A row to ask for ahead of its use: blocks lie far apart, which the hardware does not foresee.
+ * Into the second-level cache: two runs would fill the first. */
+ALWAYS_INLINE void ask(const char *row, int64_t bytes) {
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line, 0, 2);
+}
+
+/* Adds the products of `count` channels of four rows with up to four query heads. */
+ALWAYS_INLINE void multiply(const char *const rows[4], int is_bf16, const Chunk *q, int64_t chunks,
+                            int heads, int64_t channel, int64_t count, Wide sums[4][4]) {
+    for (int j = 0; j < 4; j++) {
+        const Chunk k = load_factors(rows[j], is_bf16, channel, count);
+        for (int g = 0; g < heads; g++)
+            sums[g][j] = add_products(sums[g][j], q[g * chunks], k, is_bf16);
+    }
+}
+
+/* Logits of a run's keys for up to four query heads. */
+ALWAYS_INLINE void logits_of(const Run *run, const Run *ahead, int is_bf16, const Chunk *q,
+                             int heads, float scale, float *logits, int dim) {
+    const int chunks = (dim + CHUNK - 1) / CHUNK;
+    for (int64_t first = 0; first < run->count; first += LANES) {
+        Lanes sums[4][LANES];
+        for (int j = 0; j < LANES; j += 4) {
+            const char *const *rows = run->k + first + j;
+            Wide wide[4][4] = {{{0}}};
+            int c = 0;
+            for (; (c + 1) * CHUNK <= dim; c++)
+                multiply(rows, is_bf16, q + c, chunks, heads, c * CHUNK, CHUNK, wide);
+            if (dim % CHUNK)
+                multiply(rows, is_bf16, q + c, chunks, heads, c * CHUNK, dim % CHUNK, wide);
+            for (int i = 0; i < 4; i++) {
+                ask(ahead->k[first + j + i], dim * (is_bf16 ? 2 : 4));
+                for (int g = 0; g < heads; g++) sums[g][j + i] = fold(wide[g][i]);
+            }
+        }
+        for (int g = 0; g < heads; g++) {
+            const Lanes found = scale * sums_of(sums[g]);
+            memcpy(logits + g * RUN + first, &found, sizeof found);
+        }
+    }
+}
+
+/* Scales `count` channels of up to four heads' sums by `keep`, and adds a run's weighted rows. */
+ALWAYS_INLINE void add_channels(const Run *run, const Run *ahead, int is_bf16, const float *weights,
+                                int heads, const float *keep, float *sums, int64_t width,
+                                int64_t channel, int64_t count) {
+    const int64_t bytes = is_bf16 ? 2 : 4;
+    Wide x[4], y[4];
+    for (int g = 0; g < heads; g++) {
+        memcpy(&x[g], sums + g * width + channel, sizeof *x);
+        memcpy(&y[g], sums + g * width + channel + WIDE, sizeof *y);
+        x[g] *= keep[g];
+        y[g] *= keep[g];
+    }
+    for (int64_t j = 0; j < run->count; j++) {
+        const Chunk v = load_chunk(run->v[j], is_bf16, channel, count);
+        ask(ahead->v[j] + channel * bytes, count * bytes);
+        for (int g = 0; g < heads; g++) {
+            x[g] += weights[g * RUN + j] * v.x;
+            y[g] += weights[g * RUN + j] * v.y;
+        }
+    }
+    for (int g = 0; g < heads; g++) {
+        memcpy(sums + g * width + channel, &x[g], sizeof *x);
+        memcpy(sums + g * width + channel + WIDE, &y[g], sizeof *y);
+    }
+}
+
+/* Online softmax over a run's keys, for up to four query heads. */
+ALWAYS_INLINE void attend_run(const Run *run, const Run *ahead, int is_bf16, const Chunk *q,
+                              int heads, float scale, float *part, int64_t width, int dim) {
+    float weights[4][RUN], keep[4];
+    logits_of(run, ahead, is_bf16, q, heads, scale, weights[0], dim);
+    for (int g = 0; g < heads; g++) {
+        float *state = part + (g + 1) * width - 2, *weight = weights[g];
+        float top = state[0], total = 0.0f;
+#pragma omp simd reduction(max : top)
+        for (int64_t j = 0; j < run->count; j++) top = weight[j] > top ? weight[j] : top;
+        keep[g] = top > state[0] ? expf(state[0] - top) : 1.0f;
+        exp_in_place(weight, run->count, top);
+#pragma omp simd reduction(+ : total)
+        for (int64_t j = 0; j < run->count; j++) total += weight[j];
+        state[0] = top;
+        state[1] = state[1] * keep[g] + total;
+    }
+    int d = 0;
+    for (; d + CHUNK <= dim; d += CHUNK)
+        add_channels(run, ahead, is_bf16, weights[0], heads, keep, part, width, d, CHUNK);
+    if (dim % CHUNK)
+        add_channels(run, ahead, is_bf16, weights[0], heads, keep, part, width, d, dim % CHUNK);
+}
+
+/* Attention over entries [first, last) of a token's list of blocks. */
 ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t unit, int64_t first,
                                  int64_t last, float *part, int dim) {
-    const int64_t group = a->group, size = block_tokens(a, token), width = dim + 2;
-    const int64_t head = unit % a->heads;
-    const float *q = a->q + unit * group * dim;
-    const int32_t *pages = a->table + token->request * a->table_stride;
-    float weights[MOST_GROUP][RUN];
+    const int64_t group = a->group, width = PART(dim), chunks = (dim + CHUNK - 1) / CHUNK;
+    Chunk q[MOST_GROUP * ((MOST_DIM + CHUNK - 1) / CHUNK)];
+    Run runs[2], *run = runs, *ahead = runs + 1;
+    Cursor at = {first, last, 0};
     memset(part, 0, group * width * sizeof(float));
-    for (int64_t g = 0; g < group; g++) part[g * width + dim] = -INFINITY;
-    for (int64_t entry = first; entry < last; entry++) {
-        const int64_t block = entry_block(a, token, unit, entry);
-        const int64_t then = entry_block(a, token, unit, min64(entry + 1, last - 1)) * size;
-        const int64_t end = min64((block + 1) * size, token->position + 1);
-        for (int64_t key = block * size, keys; key < end; key += keys) {
-            const int64_t sinks_end = token->sinks_end, window_start = token->window_start;
-            keys = min64(min64(RUN, end - key), a->page_size - key % a->page_size);
-            if (sinks_end <= key && key < window_start) { /* between sinks and window: not seen */
-                keys = min64(window_start, end) - key;
-                continue;
+    for (int64_t g = 0; g < group; g++) {
+        const char *row = query_row(a, &a->q, unit, g);
+        for (int64_t c = 0; c < chunks; c++)
+            q[g * chunks + c] = load_factors(row, a->q.is_bf16, c * CHUNK, dim - c * CHUNK);
+        part[(g + 1) * width - 2] = -INFINITY;
+    }
+    for (next_run(a, token, unit, &at, run); run->count;) {
+        next_run(a, token, unit, &at, ahead);
+        const Run *next = ahead->count ? ahead : run;
+        for (int64_t g = 0; g < group; g += 4) {
+            const Chunk *own = q + g * chunks;
+            float *sums = part + g * width, scale = a->scale;
+            switch (min64(group - g, 4) * 2 + a->k.is_bf16) { /* constants, so that loops unroll */
+            case 2: attend_run(run, next, 0, own, 1, scale, sums, width, dim); break;
+            case 3: attend_run(run, next, 1, own, 1, scale, sums, width, dim); break;
+            case 4: attend_run(run, next, 0, own, 2, scale, sums, width, dim); break;
+            case 5: attend_run(run, next, 1, own, 2, scale, sums, width, dim); break;
+            case 6: attend_run(run, next, 0, own, 3, scale, sums, width, dim); break;
+            case 7: attend_run(run, next, 1, own, 3, scale, sums, width, dim); break;
+            case 8: attend_run(run, next, 0, own, 4, scale, sums, width, dim); break;
+            default: attend_run(run, next, 1, own, 4, scale, sums, width, dim);
             }
-            if (key < sinks_end && sinks_end < window_start) keys = min64(keys, sinks_end - key);
-            const int64_t done = key - block * size;
-            logits_of(&a->k, row_of(a, &a->k, pages, head, key), keys,
-                      ahead_of(a, &a->k, pages, head, then, done, size), q, group, weights[0], RUN,
-                      dim);
-            for (int64_t g = 0; g < group; g++) {
-                float *state = part + g * width, *weight = weights[g];
-                float top = state[dim], total = 0.0f;
-#pragma omp simd reduction(max : top)
-                for (int64_t j = 0; j < keys; j++) top = weight[j] > top ? weight[j] : top;
-                const float keep = top > state[dim] ? expf(state[dim] - top) : 1.0f;
-                exp_in_place(weight, keys, top);
-#pragma omp simd reduction(+ : total)
-                for (int64_t j = 0; j < keys; j++) total += weight[j];
-                for (int d = 0; d < dim; d++) state[d] *= keep;
-                state[dim] = top;
-                state[dim + 1] = state[dim + 1] * keep + total;
-            }
-            add_rows(&a->v, row_of(a, &a->v, pages, head, key), keys,
-                     ahead_of(a, &a->v, pages, head, then, done, size), weights[0], group, part,
-                     width, dim);
         }
+        Run *const done = run;
+        run = ahead, ahead = done;
     }
 }
 
+/* The output of a unit, from its parts. */
 static void combine(const Decode *a, int64_t unit) {
-    const int64_t dim = a->dim, width = dim + 2;
+    const int64_t dim = a->dim, width = PART(dim), stride = a->group * width;
     for (int64_t g = 0; g < a->group; g++) {
         const float *parts = a->parts + (unit * a->splits * a->group + g) * width;
-        const int64_t stride = a->group * width;
-        float *out = a->out + (unit * a->group + g) * dim, top = -INFINITY, total = 0.0f;
-        if (a->sinks) top = a->sinks[unit % a->heads * a->group + g];
-        if (a->sinks) total = 1.0f;
+        float top = -INFINITY, total = 0.0f, sums[PART(MOST_DIM)] = {0};
+        if (a->sinks) top = a->sinks[unit % a->heads * a->group + g], total = 1.0f;
         for (int64_t s = 0; s < a->splits; s++) {
-            float other = parts[s * stride + dim];
+            const float other = parts[(s * stride) + width - 2];
             if (other > top) total *= expf(top - other), top = other;
         }
-        memset(out, 0, dim * sizeof(float));
         for (int64_t s = 0; s < a->splits; s++) {
             const float *part = parts + s * stride;
-            if (part[dim + 1] == 0.0f) continue;
-            const float weight = expf(part[dim] - top);
-            total += weight * part[dim + 1];
-            for (int64_t d = 0; d < dim; d++) out[d] += weight * part[d];
+            if (part[width - 1] == 0.0f) continue;
+            const float weight = expf(part[width - 2] - top);
+            total += weight * part[width - 1];
+            for (int64_t d = 0; d < width - 2; d++) sums[d] += weight * part[d];
         }
-        for (int64_t d = 0; d < dim; d++) out[d] /= total;
+        for (int64_t d = 0; d < dim; d += CHUNK) {
+            Chunk found;
+            memcpy(&found, sums + d, sizeof found);
+            found.x /= total;
+            found.y /= total;
+            store_chunk(query_row(a, &a->out, unit, g), a->out.is_bf16, d, dim - d, found);
+        }
     }
 }
 
-ALWAYS_INLINE void decode(const Decode *a, int dim) {
-    const int64_t units = a->tokens * a->heads, group = a->group;
+ALWAYS_INLINE void score_piece(const Decode *a, int64_t piece, int dim) {
+    const int64_t unit = piece / a->splits, split = piece % a->splits;
+    const Token *token = a->plan + unit / a->heads;
+    const int64_t blocks = token->position / a->block_size;
+    if (!token->picks) return;
+    score_blocks(a, token, unit, blocks * split / a->splits, blocks * (split + 1) / a->splits, dim);
+    if (!__atomic_sub_fetch(&a->units[unit].unscored, 1, __ATOMIC_ACQ_REL))
+        choose_blocks(a, token, unit);
+}
+
+ALWAYS_INLINE void attend_piece(const Decode *a, int64_t piece, int dim) {
+    const int64_t unit = piece / a->splits, split = piece % a->splits;
+    const Token *token = a->plan + unit / a->heads;
+    const int64_t count = num_entries(a, token, unit);
+    attend_blocks(a, token, unit, count * split / a->splits, count * (split + 1) / a->splits,
+                  a->parts + piece * a->group * PART(dim), dim);
+    if (!__atomic_sub_fetch(&a->units[unit].waiting, 1, __ATOMIC_ACQ_REL)) combine(a, unit);
+}
+
+/* Calls a function with the common head dimensions as constants, so that its loops unroll.  A
+ * constant would not reach into the parallel region from outside. */
+#define BY_DIM(function, a, piece) \
+    switch ((a)->dim) { \
+    case 64: function(a, piece, 64); break; \
+    case 128: function(a, piece, 128); break; \
+    default: function(a, piece, (int)(a)->dim); \
+    }
+
+/* Pieces are dealt out as threads come for them: other work may hold one of them up. */
+void sparsek_decode(const Decode *a) {
+    const int64_t units = a->tokens * a->heads, pieces = units * a->splits;
+    for (int64_t unit = 0; unit < units; unit++)
+        a->units[unit] = (Unit){0, (int32_t)a->splits, (int32_t)a->splits};
 #pragma omp parallel
     {
-#pragma omp for schedule(static, 1)
-        for (int64_t unit = 0; unit < units; unit++) {
-            const Token *token = a->plan + unit / a->heads;
-            a->units[unit] = (Unit){0, (int32_t)a->splits};
-            if (token->picks) choose_blocks(a, token, unit, dim);
+        if (a->max_picks) {
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t piece = 0; piece < pieces; piece++) BY_DIM(score_piece, a, piece)
         }
-#pragma omp for schedule(static, 1) nowait
-        for (int64_t piece = 0; piece < units * a->splits; piece++) {
-            const int64_t unit = piece / a->splits, split = piece % a->splits;
-            const Token *token = a->plan + unit / a->heads;
-            const int64_t count = num_entries(a, token, unit);
-            attend_blocks(a, token, unit, count * split / a->splits,
-                          count * (split + 1) / a->splits, a->parts + piece * group * (dim + 2), dim);
-            if (!__atomic_sub_fetch(&a->units[unit].waiting, 1, __ATOMIC_ACQ_REL)) combine(a, unit);
-        }
-    }
-}
-
-void sparsek_decode(const Decode *a) {
-    switch (a->dim) { /* the common head dimensions as constants, so that loops unroll */
-    case 64: decode(a, 64); break;
-    case 128: decode(a, 128); break;
-    default: decode(a, (int)a->dim);
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int64_t piece = 0; piece < pieces; piece++) BY_DIM(attend_piece, a, piece)
     }
 }

@@ -28,7 +28,7 @@ _SOURCES = {
     "decode.c": (*_FLAGS, "-fassociative-math"),
     "sketch.c": (*_FLAGS, "-ffp-contract=off"),  # the bytes are the ones of the torch path
 }
-_HEADER = "lanes.h"  # of decode.c
+_HEADERS = ("lanes.h", "rotate.h")
 
 
 @cache
@@ -54,7 +54,7 @@ def _build(compiler: str) -> ctypes.CDLL:
     flags = processor.read_text().split("\n\n")[0] if processor.exists() else ""
     flags = "".join(line for line in flags.splitlines() if line.startswith(("model name", "flags")))
     folder = Path(__file__).parent
-    texts = ((folder / file).read_text() for file in (*_SOURCES, _HEADER))
+    texts = ((folder / file).read_text() for file in (*_SOURCES, *_HEADERS))
     parts = (*texts, compiler, flags, str(_SOURCES))
     name = f"cpu-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
     path = _cache_folder() / name

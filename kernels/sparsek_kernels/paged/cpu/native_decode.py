@@ -8,9 +8,9 @@ and V.
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from itertools import accumulate
+from struct import Struct
 
 import torch
 
@@ -20,50 +20,19 @@ from sparsek_kernels.paged.cpu.select import count_kept
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
-from sparsek_kernels.paged.sketch import rotate
 
 _MOST_DIM, _MOST_GROUP = 256, 64
+_UNIT = 3
+"""Numbers that ``decode.c`` keeps of a token and KV head."""
 RUN = 64
 """Tokens that ``decode.c`` goes by where none are chosen."""
 _PIECES_PER_THREAD = 4
 """Pieces of work for each thread, so that none waits long for the last."""
 
 
-class _Rows(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("page", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-        ("row", ctypes.c_int64),
-        ("is_bf16", ctypes.c_int64),
-    )
-
-
-class _Sketch(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("page", ctypes.c_int64), ("head", ctypes.c_int64))
-
-
-class _Decode(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("tokens", "heads", "group", "dim", "page_size")),
-        *((name, ctypes.c_int64) for name in ("block_size", "splits")),
-        *((name, ctypes.c_int64) for name in ("max_blocks", "max_picks")),
-        ("least", ctypes.c_float),
-        ("q", ctypes.c_void_p),
-        ("rotated", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("k", _Rows),
-        ("v", _Rows),
-        ("sketch", _Sketch),
-        ("table", ctypes.c_void_p),
-        ("table_stride", ctypes.c_int64),
-        ("plan", ctypes.c_void_p),
-        ("places", ctypes.c_void_p),
-        ("sinks", ctypes.c_void_p),
-        *((name, ctypes.c_void_p) for name in ("scores", "chosen")),
-        ("units", ctypes.c_void_p),
-        ("parts", ctypes.c_void_p),
-    )
+_ARGUMENTS = Struct("@9q 2f 5q5q5q5q 3q 2q 3q 4q")
+"""``Decode`` of ``decode.c``: sizes, factors, rows of q, out, K and V, the sketch, the table, then
+pointers to what is read and to what is written.  Packing takes a third of what ctypes takes."""
 
 
 def supports(operands: PagedOperands, batch: PagedBatch) -> bool:
@@ -73,6 +42,7 @@ def supports(operands: PagedOperands, batch: PagedBatch) -> bool:
     summary = operands.k_summary
     return (
         operands.q.device.type == "cpu"
+        and operands.q.dtype == dtype
         and dtype in (torch.bfloat16, torch.float32)
         and v_cache.dtype == dtype
         and (summary is None or summary.stride(-1) == 1)
@@ -122,9 +92,10 @@ def _blocks_of(rule: SelectionPolicy, position: int) -> tuple[int, ...]:
     return position, min(ceil_div(sinks, RUN), local), 0, local, sinks, start
 
 
-def _rows(cache: torch.Tensor) -> _Rows:
-    page, head, row, _ = cache.stride()
-    return _Rows(cache.data_ptr(), page, head, row, cache.dtype == torch.bfloat16)
+def _rows(x: torch.Tensor) -> tuple[int, ...]:
+    """``Rows`` of a cache, or of ``[T, Hq, D]``: a token is then a page of one row."""
+    first, head, *row = x.stride()
+    return x.data_ptr(), first, head, row[0], x.dtype == torch.bfloat16
 
 
 def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) -> None:
@@ -147,22 +118,21 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         return
     splits = max(_PIECES_PER_THREAD * torch.get_num_threads() // units, 1)
     table = batch.block_table
-    scaled = (
-        operands.q.float() * operands.softmax_scale
-    ).contiguous()  # C reads rows of heads, one after another
-    rotated = rotate(scaled) if sized.picks else scaled
-    result = torch.empty_like(scaled)
+    q, out = operands.q, operands.out
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    result = out if out.stride(-1) == 1 else out.contiguous()
     places = head_places(rule, torch.device("cpu"))
     sink_logits = None if operands.sinks is None else operands.sinks.float().contiguous()
     sizes = (  # of scores, chosen, units and parts: four bytes each
         units * (group + 1) * sized.blocks,
         units * sized.picks,
-        units * 2,
-        units * splits * group * (dim + 2),
+        units * _UNIT,
+        units * splits * group * (ceil_div(dim, 32) * 32 + 2),
     )
     scratch = torch.empty(sum(sizes), dtype=torch.float32)
-    starts = accumulate(sizes[:-1], initial=0)
-    arguments = _Decode(
+    starts = accumulate((4 * size for size in sizes[:-1]), initial=scratch.data_ptr())
+    arguments = _ARGUMENTS.pack(
         tokens,
         heads,
         group,
@@ -172,22 +142,23 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         splits,
         sized.blocks,
         sized.picks,
+        operands.softmax_scale,
         rule.min_mass * group,
-        scaled.data_ptr(),
-        rotated.data_ptr(),
-        result.data_ptr(),
-        _rows(operands.k_cache),
-        _rows(operands.v_cache),
-        _sketch(operands.k_summary),
+        *_rows(q),
+        *_rows(result),
+        *_rows(operands.k_cache),
+        *_rows(operands.v_cache),
+        *_sketch(operands.k_summary),
         table.data_ptr(),
         table.stride(0),
         sized.plan.data_ptr(),
-        None if places is None else places.data_ptr(),
-        None if sink_logits is None else sink_logits.data_ptr(),
-        *(scratch.data_ptr() + scratch.itemsize * start for start in starts),
+        0 if places is None else places.data_ptr(),
+        0 if sink_logits is None else sink_logits.data_ptr(),
+        *starts,
     )
-    built.sparsek_decode(ctypes.addressof(arguments))
-    operands.out.copy_(result)
+    built.sparsek_decode(arguments)
+    if result is not out:
+        out.copy_(result)
     if operands.left_out is not None and rule.min_mass and sized.picks:
         end = scratch.numel() - sizes[-1]
         of_units = scratch[end - sizes[-2] : end].view(torch.int32).view(tokens, heads, -1)
@@ -219,7 +190,7 @@ def _sized_plan(batch: PagedBatch, rule: SelectionPolicy) -> _SizedPlan:
     return _SizedPlan(plan, int(own.max()), int(picking[:, 3].max()))
 
 
-def _sketch(k_summary: torch.Tensor | None) -> _Sketch:
+def _sketch(k_summary: torch.Tensor | None) -> tuple[int, ...]:
     if k_summary is None:
-        return _Sketch()
-    return _Sketch(k_summary.data_ptr(), *k_summary.stride()[:2])
+        return 0, 0, 0
+    return k_summary.data_ptr(), *k_summary.stride()[:2]

@@ -5,8 +5,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "rotate.h"
+
 #define VECTOR 4 /* tokens of a vector */
-#define MOST_DIM 512
+#define MOST_DIM MOST_ROTATED
 #define WEIGHTS 8 /* a level of channel d counts 1 << (d % 4), or 16 times that in the upper half */
 #define FIRST (111 << 3) /* exponent of scale 0 */
 #define LARGEST 8.0f
@@ -56,23 +58,6 @@ ALWAYS_INLINE void add_key(const Sketch *a, int64_t at, int dim, float *sum) {
         for (int d = 0; d < dim; d++) sum[d] += as_float((uint32_t)key[d] << 16);
     else
         for (int d = 0; d < dim; d++) sum[d] += widen_half(key[d]);
-}
-
-/* Each pass takes halves to pairs.  After as many passes as the size has bits, every channel is in
- * its place, and is the product with a row of the Hadamard matrix. */
-ALWAYS_INLINE void rotate(const float *from, int size, float norm, float *to) {
-    double rows[2][MOST_DIM], *x = rows[0], *y = rows[1];
-    const int half = size / 2;
-    for (int d = 0; d < size; d++) x[d] = from[d];
-    for (int passes = size; passes > 1; passes /= 2) {
-        for (int d = 0; d < half; d++) {
-            y[2 * d] = x[d] + x[half + d];
-            y[2 * d + 1] = x[d] - x[half + d];
-        }
-        double *const done = y;
-        y = x, x = done;
-    }
-    for (int d = 0; d < size; d++) to[d] = (float)x[d] * norm;
 }
 
 /* A row of bytes of one vector, of which the levels nearest to halfway are moved so that the row's
