@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from sparsek_backend.patterns.entries import check_count
 from sparsek_backend.patterns.pattern import BlockSparsePattern
 from sparsek_backend.patterns.training.masses import sampled_tokens
 from sparsek_kernels.block_sparse.structure import check_block_size
-from sparsek_kernels.checks import check_heads, check_scale
+from sparsek_kernels.checks import check_heads, check_int, check_scale
 
 
 def window_sizes(num_tokens: int, block_size: int) -> list[int]:
@@ -49,8 +48,8 @@ class WindowErrors:
         if not windows or list(windows) != sorted({max(x, 1) for x in windows}):
             raise ValueError(f"windows: expected growing sizes from 1 on, got {list(windows)}")
         check_block_size(block_size)
-        check_count("sinks", sinks, 0)
-        check_count("samples", samples, 1)
+        check_int("sinks", sinks, 0)
+        check_int("samples", samples, 1)
         self.windows, self.block_size = tuple(windows), block_size
         self.sinks, self.samples = sinks, samples
         self._generator = torch.Generator().manual_seed(seed)
@@ -66,6 +65,12 @@ class WindowErrors:
         softmax_scale: float | None = None,
     ) -> None:
         """Count ``q [B, N, Hq, D]``, ``k`` and ``v [B, N, Hkv, D]`` of causal attention."""
+        with torch.autocast(q.device.type, enabled=False):
+            self._observe(q, k, v, softmax_scale)
+
+    def _observe(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None
+    ) -> None:
         scale = check_scale(softmax_scale, q.shape[3])
         group = check_heads(q.shape[2], k.shape[2])
         keys, values = (x.float().transpose(1, 2) for x in (k, v))  # [B, Hkv, N, D]
@@ -79,10 +84,9 @@ class WindowErrors:
             hidden = torch.arange(first, stop, device=q.device) > some[:, None]
             scores[..., first:].masked_fill_(hidden.repeat(group, 1), float("-inf"))
             outs = self._outs(scores.softmax(-1), values[:, :, :stop], row)
-            error = (
-                (outs[:-1] - outs[-1]).square().unflatten(3, (group, -1))
-            )  # [W, B, Hkv, G, T, D]
-            self._errors = self._errors + error.sum((1, 4, 5)).flatten(1).T.cpu()
+            error = (outs[:-1] - outs[-1]).square()  # [W, B, Hkv, G T, D]
+            of_heads = error.unflatten(3, (group, -1)).sum((1, 4, 5))  # [W, Hkv, G]
+            self._errors = self._errors + of_heads.flatten(1).T.cpu()
             self._energy = self._energy + outs[-1].square().sum().cpu()
 
     def _outs(self, weights: torch.Tensor, values: torch.Tensor, row: int) -> torch.Tensor:
