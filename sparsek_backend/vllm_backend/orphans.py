@@ -7,6 +7,7 @@ that.  Engines inside the user's own process have no server, and are left alone.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -42,9 +43,21 @@ def engine_process() -> psutil.Process | None:
     return None
 
 
+def _is_server(parent: psutil.Process, engine: psutil.Process) -> bool:
+    """Whether the engine's parent started it.
+
+    Where the server was killed while its engine loaded the model, another process has inherited
+    the engine; no server is in another process group than its engine.
+    """
+    try:
+        return os.getpgid(parent.pid) == os.getpgid(engine.pid)
+    except ProcessLookupError:
+        return False
+
+
 def _watch(engine: psutil.Process, server: psutil.Process) -> None:
     try:
-        while engine.parent() == server:
+        while engine.parent() == server and _is_server(server, engine):
             time.sleep(POLL_SECONDS)
         for end in (engine.terminate, engine.kill):
             end()
