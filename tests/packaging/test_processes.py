@@ -13,12 +13,11 @@ from tests import processes
 HANG = """
 import subprocess, sys, time
 
-def wait_for_ever():
+def wait_for_ever(child):
+    print(child.pid, flush=True)
     time.sleep(3600)
 
-child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
-print(child.pid, flush=True)
-wait_for_ever()
+wait_for_ever(subprocess.Popen(["sleep", "3600"], start_new_session=True))
 """
 
 
