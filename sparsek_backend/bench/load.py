@@ -22,7 +22,7 @@ from sparsek_backend.bench.load_mix import (
 )
 from sparsek_backend.bench.shapes import SHAPES, write_shape
 from sparsek_backend.machine import Machine
-from sparsek_backend.quickstart_server import Server, vllm_command
+from sparsek_backend.quickstart_server import HOST, Server, vllm_command
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
 START_TIMEOUT_SECONDS = 1800.0
@@ -123,9 +123,9 @@ def run_load(plan: LoadPlan, machine: Machine, on_progress: Callable[[str], None
         rows: list[LoadRow] = []
         for name in names:
             backend = BACKEND_NAME if name == BACKEND_NAME else plan.baseline
-            command = server_command(plan, model, backend, engine, longest(lengths))
-            port = int(command[-1])
             on_progress(f"{name}: starting the server")
+            held, port = _hold_port()
+            command = server_command(plan, model, backend, engine, longest(lengths), port)
             server = Server(command, _environment(folder, name), port, folder / f"{name}.log")
             try:
                 server.wait_until_healthy(START_TIMEOUT_SECONDS, on_progress, 60)
@@ -141,13 +141,19 @@ def run_load(plan: LoadPlan, machine: Machine, on_progress: Callable[[str], None
                     )
             finally:
                 server.stop()
+                held.close()
     return sorted(rows, key=lambda row: (row.rate, row.backend == BACKEND_NAME))
 
 
 def server_command(
-    plan: LoadPlan, model: Path, backend: str | None, engine: Mapping[str, Any], max_len: int
+    plan: LoadPlan,
+    model: Path,
+    backend: str | None,
+    engine: Mapping[str, Any],
+    max_len: int,
+    port: int,
 ) -> list[str]:
-    """Return the `vllm serve` command of one backend, with a free port at its end."""
+    """Return the `vllm serve` command of one backend."""
     command = [*vllm_command(), "serve", str(model), "--served-model-name", SERVED_NAME]
     command += ["--max-model-len", str(max_len)]
     if backend is not None:
@@ -157,10 +163,15 @@ def server_command(
     for name, value in engine.items():
         flag = "--" + name.replace("_", "-")
         command += [flag] if value is True else [flag, str(value)]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return [*command, "--host", "127.0.0.1", "--port", str(port)]
+    return [*command, "--host", HOST, "--port", str(port)]
+
+
+def _hold_port() -> tuple[socket.socket, int]:
+    """A free port, which nobody else gets before the server binds it; it reuses the address."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((HOST, 0))
+    return held, held.getsockname()[1]
 
 
 def bench_command(

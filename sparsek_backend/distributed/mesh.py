@@ -11,7 +11,7 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -24,17 +24,20 @@ _ERRORS = {error.__name__: error for error in (TypeError, ValueError, NotImpleme
 class Channel:
     """A process group as the exchanges need it.
 
+    It does not keep the group: one that outlived ``destroy_process_group`` would run its threads
+    until the interpreter ends, which may abort the process.
+
     Args:
         group: the ranks of a mesh.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self._group = ref(group)
         self.rank, self.size = group.rank(), group.size()
         self.peers = dist.get_process_group_ranks(group)
         kinds = {device.type for device in group._device_types}
         self.timeout = _timeout(group, "cpu" if "cpu" in kinds else "cuda")
-        self._control = group
+        self._control: dist.ProcessGroup | None = None
         if "cpu" not in kinds:
             # Words go over the host, so that no agreement waits for the GPU.
             control = dist.new_group(
@@ -46,6 +49,23 @@ class Channel:
         if torch.cuda.is_available() and _backend(group, "cuda").name() == "nccl":
             # NCCL connects a group in its first collective, in which all ranks must take part.
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks of the mesh.
+
+        Raises:
+            ValueError: the group was destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise ValueError("mesh: expected a process group, got one that was destroyed")
+        return group
+
+    @property
+    def _host(self) -> dist.ProcessGroup:
+        """The same ranks, over the host."""
+        return self.group if self._control is None else self._control
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -67,7 +87,7 @@ class Channel:
         """One plain Python value of each rank, in rank order, gathered over the host."""
         said: list[Any] = [None] * self.size
         with self.watched():
-            dist.all_gather_object(said, mine, group=self._control)
+            dist.all_gather_object(said, mine, group=self._host)
         return said
 
     @contextmanager
@@ -92,7 +112,7 @@ class Channel:
         word = torch.tensor([-1 if failure else mine], device="cpu")
         words = [torch.empty_like(word) for _ in range(self.size)]
         with self.watched():
-            dist.all_gather(words, word, group=self._control)
+            dist.all_gather(words, word, group=self._host)
         if failure is None and all(int(x) == mine for x in words):
             return
         told = {name: repr(value) for name, value in facts.items()}

@@ -7,6 +7,7 @@ that.  Engines inside the user's own process have no server, and are left alone.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -42,9 +43,23 @@ def engine_process() -> psutil.Process | None:
     return None
 
 
+def _is_server(parent: psutil.Process, engine: psutil.Process) -> bool:
+    """Whether the engine's parent started it.
+
+    Where the server was killed while its engine loaded the model, another process has inherited
+    the engine, one of another process group.  An engine that leads a group of its own was put
+    there by its parent, which may be Ray.
+    """
+    try:
+        group = os.getpgid(engine.pid)
+        return group in (engine.pid, os.getpgid(parent.pid))
+    except ProcessLookupError:
+        return False
+
+
 def _watch(engine: psutil.Process, server: psutil.Process) -> None:
     try:
-        while engine.parent() == server:
+        while engine.parent() == server and _is_server(server, engine):
             time.sleep(POLL_SECONDS)
         for end in (engine.terminate, engine.kill):
             end()

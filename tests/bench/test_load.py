@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 import statistics
 import subprocess
 from pathlib import Path
@@ -64,10 +65,17 @@ class FakeServer:
     commands: ClassVar[list[list[str]]] = []
     url = "http://127.0.0.1:1"
 
-    def __init__(self, command: list[str], *_: Any) -> None:
+    def __init__(self, command: list[str], _: Any, port: int, *__: Any) -> None:
+        assert command[-2:] == ["--port", str(port)]
         self.commands.append(command)
+        self.port = port
 
     def wait_until_healthy(self, *_: Any) -> float:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", self.port))  # kept for the server
+        with socket.socket() as own:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            own.bind(("127.0.0.1", self.port))
         return 0.0
 
     def stop(self) -> None:

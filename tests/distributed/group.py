@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import os
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +22,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-TIMEOUT = 600.0
-"""Seconds that no rank takes on any machine."""
+from tests.processes import SECONDS
+
+TIMEOUT = SECONDS / 2
+"""Seconds that no rank lets another wait on any machine."""
 
 
 def _serve(rank: int, world: int, folder: str, timeout: float, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    with open(f"{folder}/stacks-{rank}", "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, stacks)
+        _work(rank, world, folder, timeout, pipe)
+
+
+def _work(rank: int, world: int, folder: str, timeout: float, pipe: Connection) -> None:
     store = dist.FileStore(str(Path(folder) / "store"), world)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT)
@@ -53,34 +66,61 @@ class Ranks:
     """
 
     def __init__(self, world: int, timeout: float = TIMEOUT) -> None:
+        self.world, self.timeout = world, timeout
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         # One process imports, the ranks are forks of it.
         context.set_forkserver_preload(["tests.distributed.cases"])
         self._folder = tempfile.TemporaryDirectory()
-        self._pipes, self.processes = [], []
-        for rank in range(world):
+        self._pipes: list[Connection] = []
+        self.processes: list[BaseProcess] = []
+        self.broken = False
+        for rank in range(self.world):
             here, there = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, world, self._folder.name, timeout, there), daemon=True
-            )
+            args = (rank, self.world, self._folder.name, self.timeout, there)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
             self.processes.append(process)
 
     def outcomes(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """``(True, result)`` or ``(False, (error's name, message, traceback))`` of each rank."""
+        """``(True, result)`` or ``(False, (error's name, message, traceback))`` of each rank.
+
+        Raises:
+            TimeoutError: a rank hangs; the message says where, and what the others answered.
+        """
+        if self.broken:
+            self.close()
+            self._start()
         for pipe in self._pipes[:size]:
             pipe.send((size, function, args))
+        deadline = time.monotonic() + SECONDS
         found = []
         for pipe in self._pipes[:size]:
-            if not pipe.poll(TIMEOUT):
-                raise TimeoutError("a rank hangs")
+            if not pipe.poll(max(deadline - time.monotonic(), 0)):
+                found.append((False, ("TimeoutError", "the rank hangs", "")))
+                continue
             try:
                 found.append(pipe.recv())
             except EOFError:
                 found.append((False, ("EOFError", "the rank died", "")))
+        names = [None if done else what[0] for done, what in found]
+        self.broken = "TimeoutError" in names or "EOFError" in names
+        if "TimeoutError" in names:
+            raise TimeoutError(f"{found}\n{self._stacks()}")
         return found
+
+    def _stacks(self) -> str:
+        """Where the threads of each rank are."""
+        files = [Path(self._folder.name, f"stacks-{rank}") for rank in range(self.world)]
+        for process, file in zip(self.processes, files, strict=True):
+            if process.is_alive() and process.pid is not None and file.exists():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
+        return "\n".join(file.read_text() for file in files if file.exists())
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What ``function(mesh, *args)`` returns on each of the first ``size`` ranks."""
@@ -95,8 +135,9 @@ class Ranks:
         for pipe in self._pipes:
             with suppress(BrokenPipeError):  # a rank that died
                 pipe.send(None)
+            pipe.close()
         for process in self.processes:
-            process.join(10)
+            process.join(0 if self.broken else 10)
             if process.is_alive():
                 process.kill()
                 process.join()

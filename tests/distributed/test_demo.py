@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typer.testing import CliRunner
 
 from sparsek_backend.nn.demo.cli import TINY, app
 from sparsek_backend.nn.demo.train import Trainer
+from tests import processes
 from tests.distributed import cases
 from tests.distributed.group import Ranks
 
@@ -83,7 +83,7 @@ def killed_and_resumed(folder: Path, *options: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "sparsek_backend", "train-demo", *options]
     command += ["--out", str(folder / "broken"), "--context-parallel", "2"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
-    broken = subprocess.run(command, env=environment, capture_output=True, text=True)
+    broken = processes.run(*command, env=environment)
     assert broken.returncode == 1, broken.stderr[-3000:]
     assert "SIGKILL" in broken.stderr, broken.stderr[-3000:]
     runs = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 
 from sparsek_backend.nn import NSALlamaForCausalLM
 from sparsek_backend.transformers_op import configure
+from tests import processes
 from tests.distributed import cases
 from tests.distributed.group import Ranks
 
@@ -79,9 +79,8 @@ def test_transformers_model_saved_under_fsdp2(tmp_path: Path) -> None:
 def test_torchtitan_on_two_ranks(tmp_path: Path) -> None:
     """Its own trainer: ranks that share tokens or heads do what one rank does."""
     pytest.importorskip("torchtitan", reason="torchtitan is not installed (the torchtitan extra)")
-    command = [sys.executable, "-m", "tests.distributed.titan", str(tmp_path)]
     root = Path(__file__).parents[2]
-    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    run = processes.run(sys.executable, "-m", "tests.distributed.titan", tmp_path, cwd=root)
     assert run.returncode == 0, run.stderr
     losses = json.loads(run.stdout.splitlines()[-1])
     assert len(losses["alone"]) == 3

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sparsek_backend.bench.results import read_csv
+from tests import processes
 from tests.distributed.test_demo import killed_and_resumed
 
 ROOT = Path(__file__).parents[2]
@@ -17,14 +18,8 @@ ROOT = Path(__file__).parents[2]
 
 def torchrun(count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A script on ``count`` GPUs."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(
-        [*command, "--nproc-per-node", str(count), *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    return processes.run(*command, "--nproc-per-node", count, *arguments, cwd=ROOT)
 
 
 @pytest.mark.gpu

@@ -19,6 +19,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tests.processes import SECONDS
+
 
 class Accelerator(ModuleType):
     """``torch.cpu``, and what else torchtitan asks of a device's module."""
@@ -69,7 +71,7 @@ def train(rank: int, world: int, folder: str, name: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     store = dist.FileStore(f"{folder}/{name}-store", world)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS / 2)
     )
     output = Path(folder) / name
     given = [text for key, value in OPTIONS.items() for text in (f"--{key}", str(value))]

@@ -17,6 +17,7 @@ from sparsek_backend.eval.runs import LocalModel, Workplace
 from sparsek_backend.eval.tokenizer import HubTokenizer
 from sparsek_backend.models import fetch_model
 from tests.eval.one_text import questions_of_one_text
+from tests.processes import SECONDS
 
 TEXT_LENGTH = 4096
 LIMITS = {"block_topk:16": (-0.02, 0.02), "sink_window": (-0.02, 0.10), "window": (0.3, 5.0)}
@@ -34,7 +35,8 @@ DENSE_NLL = {4096: 0.6, 8000: 0.7}
 
 
 @pytest.mark.engine
-def test_added_nll_stays_within_its_bars(tmp_path: Path) -> None:
+def test_added_nll_stays_within_its_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsek_backend.eval.runs.SILENCE_LIMIT", SECONDS)
     model = str(fetch_model())
     tokenizer = HubTokenizer(model)
     options = PromptOptions(

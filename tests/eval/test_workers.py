@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import psutil
@@ -70,8 +68,11 @@ def test_a_silent_worker_is_ended(module: str) -> None:
 def test_what_a_dead_worker_leaves_behind_is_not_waited_for(module: str, tmp_path: Path) -> None:
     """It still runs, with the worker's output open, when the error is raised."""
     job = {"do": "leave", "left": str(tmp_path / "left")}
-    with pytest.raises(WorkerError, match="status -9"):
-        run_worker(module, job, label="budget 'x'", on_progress=lambda _: None)
-    left = int((tmp_path / "left").read_text())
-    assert psutil.Process(left).status() != psutil.STATUS_ZOMBIE
-    os.kill(left, signal.SIGKILL)
+    try:
+        with pytest.raises(WorkerError, match="status -9"):
+            run_worker(module, job, label="budget 'x'", on_progress=lambda _: None)
+    finally:
+        left = psutil.Process(int((tmp_path / "left").read_text()))
+        there = left.status()
+        left.kill()
+    assert there != psutil.STATUS_ZOMBIE

@@ -12,6 +12,7 @@ import torch
 
 from sparsek_kernels.paged import PagedBatch
 from tests.kernels.worst_sketch import worst_sketch
+from tests.processes import SECONDS
 
 Largest = Callable[[torch.Tensor], torch.Tensor]
 _Result = TypeVar("_Result")
@@ -22,7 +23,7 @@ class Exchange:
 
     def __init__(self, ranks: int) -> None:
         self.brought: list[torch.Tensor | None] = [None] * ranks
-        self.barrier, self.turn = Barrier(ranks, timeout=60), Lock()
+        self.barrier, self.turn = Barrier(ranks, timeout=SECONDS), Lock()
         self.calls = 0
 
     def largest(self, rank: int, values: torch.Tensor) -> torch.Tensor:

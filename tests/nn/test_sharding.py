@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests import processes
 
 
 def on_gpus(count: int) -> object:
@@ -19,17 +20,14 @@ def on_gpus(count: int) -> object:
 
 
 @pytest.mark.parametrize(
-    ("device", "processes"), [pytest.param("cpu", 2, id="cpu"), on_gpus(1), on_gpus(2)]
+    ("device", "ranks"), [pytest.param("cpu", 2, id="cpu"), on_gpus(1), on_gpus(2)]
 )
-def test_fully_sharded_layer(device: str, processes: int, tmp_path: Path) -> None:
+def test_fully_sharded_layer(device: str, ranks: int, tmp_path: Path) -> None:
     here = Path(__file__).parent
     path = os.pathsep.join([str(here.parents[1]), str(here.parents[1] / "kernels")])
-    done = subprocess.run(
-        [sys.executable, str(here / "sharded_layer.py"), device, str(processes), str(tmp_path)],
-        capture_output=True,
-        text=True,
+    done = processes.run(
+        *(sys.executable, here / "sharded_layer.py", device, ranks, tmp_path),
         env={**os.environ, "PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])},
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "sharded layer agrees" in done.stdout

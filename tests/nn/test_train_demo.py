@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from sparsek_backend.nn.demo.cli import TINY, _measure, app
 from sparsek_backend.nn.demo.data import IGNORED, RecallTask, make_batch
 from sparsek_backend.nn.demo.train import DemoConfig, Trainer
 from sparsek_kernels import nsa_attention
+from tests import processes
 
 CPU = torch.device("cpu")
 
@@ -232,15 +233,16 @@ Trainer._save = lambda self: (save(self), os.kill(os.getpid(), signal.SIGKILL))
 """The command, killed as soon as it has written a checkpoint."""
 
 
-def demo_process(folder: Path, *options: str, code: str = RUN) -> subprocess.Popen[bytes]:
-    """The command in a process of its own."""
+def demo_process(folder: Path, options: tuple[str, ...], code: str = RUN) -> int:
+    """The exit status of the command in a process of its own."""
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-c", code, "--out", str(folder), *options],
+    done = processes.run(
+        *(sys.executable, "-c", code, "--out", folder, *options),
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
     )
+    print(done.stderr)
+    return done.returncode
 
 
 SHORT = ("--device", "cuda", "--steps", "15", "--max-length", "2048", "--save-every", "5")
@@ -263,13 +265,16 @@ ON_GPU = [
 def test_a_process_that_was_killed(kind: str, options: tuple[str, ...], tmp_path: Path) -> None:
     """Killed after a checkpoint and started again, it ends like two unbroken runs of the seed."""
     options = ("--models", kind, *options)
-    broken = demo_process(tmp_path / "broken", *options, code=KILLED)
-    whole = [demo_process(tmp_path / name, *options) for name in ("first", "second")]
-    assert broken.wait() == -signal.SIGKILL
-    assert (tmp_path / "broken" / f"{kind}.pt").exists()
-    assert not (tmp_path / "broken" / "results.json").exists()
-    assert demo_process(tmp_path / "broken", *options).wait() == 0
-    assert [process.wait() for process in whole] == [0, 0]
+    with ThreadPoolExecutor(3) as pool:
+        broken = pool.submit(demo_process, tmp_path / "broken", options, KILLED)
+        whole = [
+            pool.submit(demo_process, tmp_path / name, options) for name in ("first", "second")
+        ]
+        assert broken.result() == -signal.SIGKILL
+        assert (tmp_path / "broken" / f"{kind}.pt").exists()
+        assert not (tmp_path / "broken" / "results.json").exists()
+        assert demo_process(tmp_path / "broken", options) == 0
+        assert [status.result() for status in whole] == [0, 0]
     runs = [
         json.loads((tmp_path / name / "results.json").read_text())["runs"][0]
         for name in ("broken", "first", "second")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from sparsek_backend.nn import NSALlamaForCausalLM
+from tests import processes
 from tests.nn.test_llama import NSA, make
 
 transformers = pytest.importorskip("transformers")
@@ -47,12 +47,7 @@ def test_auto_classes_know_the_model_once_sparsek_is_imported(tmp_path: Path) ->
     model = make()
     config = replace(model.config, nsa=replace(NSA, shared_kv=True))
     NSALlamaForCausalLM(config).save_pretrained(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", AUTO_CLASSES, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = processes.run(sys.executable, "-c", AUTO_CLASSES, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     before, after, _ = done.stdout.split("\n")
     assert before == "[True, True, True]"

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
+
 ROOT = Path(__file__).parents[2]
 VLLM_WHEEL = ROOT / "deploy" / "vllm_wheel.py"
 METADATA = """\
@@ -31,14 +33,7 @@ The description says Requires-Dist: nothing
 
 def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a command in the repository root."""
-    return subprocess.run(
-        [str(word) for word in command],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
+    return processes.run(*command, cwd=ROOT, env={**os.environ, **environment})
 
 
 def test_requirements_leave_out_what_text_models_never_import(tmp_path: Path) -> None:
@@ -50,7 +45,8 @@ def test_requirements_leave_out_what_text_models_never_import(tmp_path: Path) ->
 
 
 def test_the_stub_is_metadata_that_pip_can_list_and_remove(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "v"], check=True)
+    made = run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "v")
+    assert made.returncode == 0, made.stderr
     python = tmp_path / "v" / "bin" / "python"
     for _ in range(2):
         result = run(python, VLLM_WHEEL, "stub", "0.32.0+cpu")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import tarfile
 import venv
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import sparsek_backend
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 VERSION = sparsek_backend.__version__
@@ -21,9 +21,7 @@ VERSION = sparsek_backend.__version__
 
 def run(*command: object, cwd: Path = ROOT) -> str:
     """Run a command and return what it printed; its errors are the test's."""
-    result = subprocess.run(
-        [str(word) for word in command], cwd=cwd, capture_output=True, text=True
-    )
+    result = processes.run(*command, cwd=cwd)
     assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
     return result.stdout
 

@@ -11,6 +11,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from tests import processes
+
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy" / "docker"
 DOCKERFILES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.cpu"]
@@ -19,8 +21,7 @@ BESIDE_PYTHON = Path(sys.executable).parent
 
 def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run a program of this environment in the repository root."""
-    command = [str(BESIDE_PYTHON / program), *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return processes.run(BESIDE_PYTHON / program, *arguments, cwd=ROOT)
 
 
 def test_dockerfiles_pass_the_linter() -> None:

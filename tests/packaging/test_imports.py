@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
+
 ROOT = Path(__file__).parents[2]
 LINT_IMPORTS = "from importlinter.cli import lint_imports_command as main; main(['--no-cache'])"
 
@@ -17,13 +19,7 @@ LINT_IMPORTS = "from importlinter.cli import lint_imports_command as main; main(
 def python(code: str, *path: Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run code in a new interpreter with ``path`` in front."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(part) for part in path)}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    return processes.run(sys.executable, "-c", code, cwd=cwd, env=environment)
 
 
 @pytest.mark.parametrize(

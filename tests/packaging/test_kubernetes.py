@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,8 @@ import kubernetes_validate
 import pytest
 import yaml
 from jsonschema import Draft202012Validator, ValidationError
+
+from tests import processes
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 KUBECTL = Path(sys.executable).parent / "kubectl"
@@ -29,8 +30,7 @@ SCHEMAS = {
 def rendered(name: str) -> list[dict[str, Any]]:
     """The objects of an overlay, as kustomize renders it, or of a file."""
     if name in OVERLAYS:
-        command = [str(KUBECTL), "kustomize", str(KUBERNETES / name)]
-        result = subprocess.run(command, capture_output=True, text=True)
+        result = processes.run(KUBECTL, "kustomize", KUBERNETES / name)
         assert result.returncode == 0, result.stderr
         return list(yaml.safe_load_all(result.stdout))
     return list(yaml.safe_load_all((KUBERNETES / name).read_text()))

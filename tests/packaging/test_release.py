@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import yaml
 
 import sparsek_backend
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = ROOT / ".github" / "workflows"
@@ -25,8 +25,7 @@ WORKFLOWS = ROOT / ".github" / "workflows"
 )
 def test_files_keep_to_their_schemas(schema: str, files: list[Path]) -> None:
     program = Path(sys.executable).parent / "check-jsonschema"
-    command = [str(program), "--builtin-schema", schema, *map(str, files)]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = processes.run(program, "--builtin-schema", schema, *files)
     assert result.returncode == 0, result.stdout
 
 
@@ -40,8 +39,8 @@ def test_the_workflows_shell_passes_the_linter(tmp_path: Path) -> None:
                     script.write_text(re.sub(r"\$\{\{.+?\}\}", "value", step["run"]))
                     scripts.append(str(script))
     assert len(scripts) > 8
-    shellcheck = str(Path(sys.executable).parent / "shellcheck")
-    result = subprocess.run([shellcheck, "-s", "bash", *scripts], capture_output=True, text=True)
+    shellcheck = Path(sys.executable).parent / "shellcheck"
+    result = processes.run(shellcheck, "-s", "bash", *scripts)
     assert result.returncode == 0, result.stdout
 
 

@@ -8,9 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,21 +16,12 @@ from typing import Any
 import torch
 
 from tests.ports import hold_port
+from tests.processes import SECONDS, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2"
 MAX_LEN = 1024
 GPU_SHARE = "0.2"
-SECONDS = 600
-"""What no server takes on any machine: to start, to answer, to end."""
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Return when a condition holds."""
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, f"not after {SECONDS} s"
-        time.sleep(0.2)
 
 
 def _has_distribution(name: str) -> bool:
@@ -125,7 +114,7 @@ class Server:
             except OSError:
                 return False
 
-        wait_until(healthy)
+        wait_until(healthy, self.text)
 
     def text(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")

@@ -25,9 +25,9 @@ from typing import Any
 import httpx
 import torch
 
+from tests.processes import SECONDS
 from tests.vllm_backend.servers import (
     MODEL,
-    SECONDS,
     Server,
     group_members,
     server_environment,

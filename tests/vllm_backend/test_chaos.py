@@ -11,13 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.processes import SECONDS, wait_until
 from tests.vllm_backend import storm
 from tests.vllm_backend.servers import (
-    SECONDS,
     Server,
     group_members,
     server_environment,
-    wait_until,
 )
 from tests.vllm_backend.tiny_models import make_tiny_model
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import runpy
 import signal
-import subprocess
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests import processes
 from tests.ports import hold_port
+from tests.processes import SECONDS, wait_until
 from tests.vllm_backend.dashboard import (
     LABELS_OF_A_SCRAPE,
     dashboard_queries,
@@ -26,12 +27,10 @@ from tests.vllm_backend.nsa_models import CONFIG, complete, make_model
 from tests.vllm_backend.servers import (
     MODEL,
     ROOT,
-    SECONDS,
     Server,
     command,
     group_members,
     server_environment,
-    wait_until,
 )
 from tests.vllm_backend.tiny_models import VOCABULARY, write_tokenizer
 
@@ -242,12 +241,8 @@ def test_a_bad_setting_ends_the_process_with_one_message(
     remedy: str,
 ) -> None:
     with hold_port() as held:
-        done = subprocess.run(
-            command(smollm2, held.getsockname()[1], *options),
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+        start = command(smollm2, held.getsockname()[1], *options)
+        done = processes.run(*start, env=environment)
     assert done.returncode != 0
     text = done.stdout + done.stderr
     assert text.count(message) == 1

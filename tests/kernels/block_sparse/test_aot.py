@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import processes
 
 ROOT = Path(__file__).parents[3]
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -30,12 +31,7 @@ def test_kernels_compile(arch: int, tmp_path: Path) -> None:
         "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
     }
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("aot.py")), str(arch)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    done = processes.run(sys.executable, Path(__file__).with_name("aot.py"), arch, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(lines) == (12 if arch == 90 else 9)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import processes
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 KERNELS = {
@@ -32,12 +34,8 @@ BOX_KERNELS = {"nsa_selected_hopper_tma_part_kernel"}
 def run_script(name: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a script beside this file in a process of its own."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    return subprocess.run(
-        [sys.executable, str(HERE / name), *args],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, **env},
-        check=False,
+    return processes.run(
+        sys.executable, HERE / name, *args, env={**os.environ, "PYTHONPATH": path, **env}
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from sparsek_backend.nn import NSAConfig
 from sparsek_kernels import PagedBatch
 from sparsek_kernels.nsa.paged.api import dummy_run
+from tests import processes
 from tests.kernels.nsa.paged_layer import PagedLayer, make_layer, make_tokens
 
 HERE = Path(__file__).parent
@@ -25,12 +26,9 @@ ROOT = HERE.parents[2]
 def run_script(name: str, *args: str, interpret: bool) -> subprocess.CompletedProcess[str]:
     """Run a script beside this file in a process of its own."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    return subprocess.run(
-        [sys.executable, str(HERE / name), *args],
-        capture_output=True,
-        text=True,
+    return processes.run(
+        *(sys.executable, HERE / name, *args),
         env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": str(int(interpret))},
-        check=False,
     )
 
 

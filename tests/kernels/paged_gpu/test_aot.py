@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import processes
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -38,13 +39,7 @@ def compiled(arch: int, *options: str) -> list[dict[str, Any]]:
     """What ``aot.py`` reports of each kernel that it compiles."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(HERE)])
-    done = subprocess.run(
-        [sys.executable, str(HERE / "aot.py"), "--arch", str(arch), *options],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+    done = processes.run(sys.executable, HERE / "aot.py", "--arch", arch, *options, env=environment)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import processes
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -17,12 +18,9 @@ ROOT = HERE.parents[2]
 @pytest.mark.parametrize("order", ["first first", "last first"])
 def test_hopper_kernels_agree_with_the_oracle(order: str, timing: list[str]) -> None:
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    done = subprocess.run(
-        [sys.executable, str(HERE / "hopper_cases.py"), "--order", order, *timing],
-        capture_output=True,
-        text=True,
+    done = processes.run(
+        *(sys.executable, HERE / "hopper_cases.py", "--order", order, *timing),
         env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"},
-        check=False,
     )
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert done.returncode == 0, "\n".join(failed) + done.stderr[-2000:]

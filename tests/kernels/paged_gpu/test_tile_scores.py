@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from score_cases import BOUND, HOPPER, PORTABLE, Case, check
 
 from sparsek_kernels.paged.launch import scores as launch_scores
+from tests import processes
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -80,12 +80,9 @@ def test_the_kernel_for_hopper_on_the_gpu(case: Case, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("order", ["first first", "last first"])
 def test_the_kernel_for_hopper_agrees_with_the_oracle(order: str, timing: list[str]) -> None:
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(HERE)])
-    done = subprocess.run(
-        [sys.executable, str(HERE / "score_cases.py"), "--hopper", "--order", order, *timing],
-        capture_output=True,
-        text=True,
+    done = processes.run(
+        *(sys.executable, HERE / "score_cases.py", "--hopper", "--order", order, *timing),
         env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"},
-        check=False,
     )
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert done.returncode == 0, "\n".join(failed) + done.stderr[-2000:]

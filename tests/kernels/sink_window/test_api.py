@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from sparsek_kernels import sink_flash_attention
 from sparsek_kernels.sink_window.reference import sink_flash_attention_reference
+from tests import processes
 
 MASKS = [
     {},
@@ -326,11 +328,9 @@ def test_refuses_out_when_a_gradient_is_needed() -> None:
 
 
 def test_importing_the_package_does_not_import_triton() -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys; sys.path[:0] = ['kernels']; import sparsek_kernels;"
         "sparsek_kernels.sink_flash_attention; assert 'triton' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = processes.run(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import processes
 
 
 @pytest.mark.parametrize(
@@ -15,11 +16,9 @@ import pytest
 )
 def test_kernels_in_the_interpreter(name: str, interpreted: str) -> None:
     script = Path(__file__).with_name(name)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)],
+    done = processes.run(
+        *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", script),
         env={**os.environ, "TRITON_INTERPRET": interpreted},
-        capture_output=True,
-        text=True,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

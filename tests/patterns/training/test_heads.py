@@ -92,3 +92,12 @@ def test_a_budget_is_kept_and_the_smallest_window_stays() -> None:
         fit_windows(errors, sizes, TOKENS, BLOCK, sparsity=1.0)
     with pytest.raises(ValueError, match="windows"):
         WindowErrors([2, 1], BLOCK)
+
+
+def test_autocast_does_not_reach_the_errors() -> None:
+    q, k, v = (torch.randn(1, 64, 2, 16, generator=torch.Generator().manual_seed(0)) for _ in "qkv")
+    plain, cast = WindowErrors([1, 2], 16), WindowErrors([1, 2], 16)
+    plain.observe(q, k, v)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast.observe(q, k, v)
+    assert torch.equal(plain.shares(), cast.shares())
