@@ -52,7 +52,7 @@ class NSALlamaConfig:
 
     Raises:
         TypeError: a size that is no integer.
-        ValueError: a size below 1.
+        ValueError: a size below 1, or fewer than 0 layers; 0 are embedding and head alone.
     """
 
     vocab_size: int
@@ -71,7 +71,8 @@ class NSALlamaConfig:
     def __post_init__(self) -> None:
         for item in fields(self):
             if item.type == "int":
-                check_int(item.name, getattr(self, item.name), 1)
+                least = 0 if item.name == "num_hidden_layers" else 1
+                check_int(item.name, getattr(self, item.name), least)
 
     def to_dict(self) -> dict[str, Any]:
         """``config.json`` of a checkpoint."""

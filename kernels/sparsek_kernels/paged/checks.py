@@ -173,7 +173,7 @@ def _check_requests(batch: PagedBatch, lengths: tuple[int, ...], page_size: int)
             f"num_decode_tokens: expected {tokens}, the query tokens of {len(decodes)} decodes, "
             f"got {batch.num_decode_tokens}"
         )
-    longest = max(decodes, default=1)
+    longest = max(decodes, default=0)
     if batch.decode_query_len < longest:
         raise ValueError(
             f"decode_query_len: expected at least {longest}, the query tokens of a decode, got "
