@@ -10,7 +10,7 @@ from pathlib import Path
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` make a file beside ``path``, then put it in its place.
 
-    Its permissions are those of any new file: safetensors makes files that their owner alone reads.
+    The file gets the permissions of any new file.  safetensors would let its owner alone read it.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:

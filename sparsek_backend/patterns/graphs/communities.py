@@ -27,7 +27,7 @@ def find_communities(
     import networkx
 
     edges = adjacency(edge_index, num_nodes)
-    graph = networkx.from_scipy_sparse_array(edges.maximum(edges.T))  # both ways alike
+    graph = networkx.from_scipy_sparse_array(edges.maximum(edges.T))  # an edge joins both its ends
     if method == "louvain":
         found = networkx.community.louvain_communities(graph, seed=seed)
     elif method == "label_propagation":

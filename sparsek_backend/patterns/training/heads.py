@@ -23,10 +23,10 @@ def window_sizes(num_tokens: int, block_size: int) -> list[int]:
 class WindowErrors:
     """What each query head of a layer loses with sinks and windows: the error of its output.
 
-    Exact attention of some queries of each block, to all keys and to those of each window.  The
-    squares of the differences are counted as a share of the squares of the layer's outputs, so that
-    layers can be compared.  Attention that is spread over far keys of like values loses little,
-    attention that finds a far key loses much.
+    Some queries of each block attend all keys, then the keys of each window.  The error is the sum
+    of the squared differences of both outputs, as a share of the layer's squared outputs, so that
+    layers can be compared.  A head that spreads its attention over far keys of like values loses
+    little, a head that finds a far key loses much.
 
     Args:
         windows: sizes to be told apart, in blocks, growing.

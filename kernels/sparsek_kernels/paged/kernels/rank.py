@@ -426,9 +426,9 @@ def rank_blocks_kernel(
     Grid ``(tiles, Hkv)``.  Writes ``[rows of tiles, Hkv, SCORED_BLOCKS]`` int32, ascending, then -1
     where a head keeps fewer (``HEAD_PLACES``); tiles that see everything get -1.  With ``MIN_MASS``
     blocks of a smaller share than ``min_mass`` are left out, and a list of ``n`` blocks that is not
-    full ends with ``-1 - n`` (``list_length``).  ``LEFT_OUT`` counts keys at ``left_out_ptr``
-    (``[2]`` int64): those of places that stay empty, and those of all places.  The last ``passing``
-    queries of a sequence do not count.  ``BLOCK_R`` rows are added up at a time.
+    full ends with ``-1 - n`` (``list_length``).  ``LEFT_OUT`` adds two counts to
+    ``left_out_ptr`` (``[2]`` int64): keys that are left out, and keys of lists that are full.  The
+    last ``passing`` queries of a sequence do not count.  ``BLOCK_R`` rows are added up at a time.
     """
     WIDTH: tl.constexpr = triton.next_power_of_2(SCORED_BLOCKS)
     ROWS: tl.constexpr = SAMPLES * GROUP_PAD
