@@ -101,6 +101,16 @@ def test_graphs(mode: str, llama: Path, prompts: list[list[int]], plain: list[li
     assert answer(llama, prompts, **options) == plain
 
 
+def test_one_place_and_a_threshold(llama: Path, prompts: list[list[int]]) -> None:
+    """The only place may stay empty, in graphs as well."""
+    settings = {**SPARSE, "top_k": 1, "decode_top_k": 1, "min_mass": 0.01}
+    found = []
+    for eager in (True, False):
+        with engine(llama, "SPARSEK", settings, **{**LIMITS, "enforce_eager": eager}) as llm:
+            found.append(tokens(generate(llm, prompts, together=True)))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("version", ["1", "2"])
 def test_model_runners(
     version: str,
@@ -280,7 +290,7 @@ def test_connectors(
     assert again[0].num_cached_tokens >= len(prompts[-1]) // 2
 
 
-@pytest.mark.parametrize("kind", ["sinks", "moe", "linear_attention"])
+@pytest.mark.parametrize("kind", ["sinks", "moe", "linear_attention", "soft_cap", "alibi"])
 def test_models(kind: str, prompts: list[list[int]], tmp_path: Path) -> None:
     if kind == "linear_attention":
         needs_declared_content()
