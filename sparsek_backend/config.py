@@ -67,7 +67,7 @@ class SparsityConfig(BaseModel):
     sel_block_size: Positive = 64
     """Tokens in a block, a multiple of 16. It must divide the KV page (64 tokens on a GPU, 128 on a
     CPU, or `--block-size`) or be a multiple of it."""
-    top_k: Blocks = 64
+    top_k: Blocks = 96
     """Blocks that a prefill tile selects beyond sinks and window, per KV head."""
     decode_top_k: Blocks | None = Field(None, examples=[32])
     """Blocks that a decoded token selects; by default twice `top_k`, and 32 more at least, since

@@ -64,6 +64,7 @@ def engine(
     """
     from vllm import LLM
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+    from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.envs import disable_envs_cache
     from vllm.platforms import current_platform
 
@@ -71,6 +72,8 @@ def engine(
     # vLLM's first model runner forbids captures when it has made its own; its second never allows
     # them again, and would refuse every engine after that in this process.
     set_cudagraph_capturing_enabled(True)
+    # Torch frees a pool of graphs with its last graph; vLLM would capture into it again.
+    type(current_platform)._global_graph_pool = None
     options = {
         "enforce_eager": True,
         "max_num_seqs": 8,
@@ -80,12 +83,16 @@ def engine(
     }
     changing = _quickly if current_platform.is_cpu() else nullcontext
     with changing():
-        llm = LLM(
-            str(model),
-            attention_backend=backend,
-            additional_config={"sparsek": settings} if settings else {},
-            **options,
-        )
+        try:
+            llm = LLM(
+                str(model),
+                attention_backend=backend,
+                additional_config={"sparsek": settings} if settings else {},
+                **options,
+            )
+        except Exception:
+            cleanup_dist_env_and_memory()  # the next engine may want other groups
+            raise
     try:
         yield llm
     finally:
