@@ -14,6 +14,7 @@ from sparsek_kernels.block_sparse.config import ProblemShape, hopper_stages, sel
 from sparsek_kernels.block_sparse.kernels import bwd as kernels_bwd
 from sparsek_kernels.block_sparse.kernels.fwd import block_sparse_fwd_kernel
 from sparsek_kernels.block_sparse.kernels.fwd_sm90 import block_sparse_hopper_fwd_kernel
+from sparsek_kernels.common.descriptors import box_layout
 from tests.kernels.sink_window.aot import INTEGERS, described, report
 
 INTEGERS |= {"crow", "col", "ccol", "row"}
@@ -52,7 +53,10 @@ def compile_hopper(dim: int, block: int) -> None:
     if stages is None:
         raise RuntimeError(f"the Hopper kernel does not take {shape}")
     keys = described("bf16", block, 64)
-    tiles = {"q_desc": described("bf16", 64, 64), "k_desc": keys, "v_desc": keys}
+    boxes = f"tensordesc<bf16[1, 64, 1, 64],{box_layout(torch.bfloat16)!r}>"
+    tiles = {
+        "out_desc": boxes, "q_desc": described("bf16", 64, 64), "k_desc": keys, "v_desc": keys,
+    }  # fmt: skip
     constexprs = {
         "GROUP": shape.group, "HEAD_DIM": dim, "CAUSAL": True, "BLOCK": block, "STAGES": stages,
     }  # fmt: skip
