@@ -46,10 +46,7 @@ def _mask(
     key = first_block * BLOCK + column
     if BLOCK == ROWS:
         key = gl.where(column < BLOCK, key, (second_block - 1) * BLOCK + column)
-    if CAUSAL:
-        seen = key[None, :] <= pos[:, None]
-    else:
-        seen = (key < NO_BLOCK * BLOCK)[None, :]
+    seen = key[None, :] <= pos[:, None] if CAUSAL else (key < NO_BLOCK * BLOCK)[None, :]
     return gl.where(seen, s, float("-inf"))
 
 
