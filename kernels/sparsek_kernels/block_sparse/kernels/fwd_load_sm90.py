@@ -132,7 +132,7 @@ def _load_tile(
 
 @gluon.jit
 def load_partition(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, plans, bars, col_ptr,
+    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, plans, plan_full, plan_empty, bars, col_ptr,
     q_batch_rows, k_batch_rows, v_batch_rows,
     q_head_cols, k_head_cols, v_head_cols,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
@@ -141,7 +141,7 @@ def load_partition(
 
     Values are one number ahead of their keys: see ``fwd_sm90.py``.
     """
-    plan_full, plan_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _turns = bars
     PARTS: gl.constexpr = HEAD_DIM // 64
     PER_TILE: gl.constexpr = KEYS // BLOCK
     mbarrier.arrive(v_full.index(0), count=1)

@@ -3,8 +3,9 @@
 The maths stands in ``fwd.py``.  A persistent program takes items of two times 64 query
 rows that share a pattern row: halves of a block of 128, or a block of 64 of two heads of a group.
 Keys come 128 at a time; each warpgroup owns 64 rows and issues ``q k_j`` and ``p_{j-1} v_{j-1}``
-together, so that the softmax of one tile overlaps the second product of the tile before
-(FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2).
+together, so that the softmax of one tile overlaps the second product of the tile before.  The two
+take turns, so that one's products overlap the other's softmax (FlashAttention-3, arXiv 2407.08608,
+sections 3.1 and 3.2).
 
 Lists are short, so the same holds from item to item: the tiles of all items are one sequence.  The
 last product of an item goes with the first of the next, and its rows are stored while that goes on.
@@ -62,28 +63,30 @@ def _blocks(col_ptr, begin, entry, count, BLOCK: gl.constexpr):
 
 @gluon.jit
 def _attend_tiles(
-    acc, p, m, total, fetched, first, last, q_tile, k_wide, v_wide,
-    k_full, k_empty, v_full, v_empty,
+    acc, p, m, total, fetched, first, last, q_tile, k_wide, v_wide, bars,
     lse_ptr,
     pos,
     col_ptr,
     begin, count, scale_log2,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """Tiles ``first .. last``; ``p`` holds the weights of the tile before, not yet applied."""
+    _q_full, _q_empty, k_full, k_empty, v_full, v_empty, turns = bars
     for tile in range(first, last):
         if MASKED:
             one, two = _blocks(col_ptr, begin, tile * (KEYS // BLOCK), count, BLOCK)
         stage = fetched % STAGES
         phase = (fetched // STAGES) & 1
         mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.wait(turns.index(INDEX), (fetched & 1) ^ (1 - INDEX))
         zero = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
         s_token = warpgroup_mma(
             q_tile, k_wide.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
-        mbarrier.wait(v_full.index(stage), phase)
         acc_token = warpgroup_mma(p, v_wide.index(stage), acc, is_async=True)
+        mbarrier.arrive(turns.index(1 - INDEX), count=1)
         s = warpgroup_mma_wait(1, deps=[s_token])
         if MASKED:
             s = _mask(s, pos, one, two, CAUSAL, BLOCK, S_LAYOUT)
@@ -126,13 +129,13 @@ def _store(
 
 @gluon.jit
 def _attend_partition(
-    out_desc, lse_ptr, q_wide, k_wide, v_wide, out_wide, out_smem, plans, bars, col_ptr,
-    scale_log2, num_q, num_k, num_heads,
+    out_desc, lse_ptr, q_wide, k_wide, v_wide, out_wide, out_smem, plans, plan_full, plan_empty,
+    bars, col_ptr, scale_log2, num_q, num_k, num_heads,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its 64 rows of each item, from scores to output."""
-    plan_full, plan_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = bars
     PER_TILE: gl.constexpr = KEYS // BLOCK
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -164,12 +167,14 @@ def _attend_partition(
         phase = (fetched // STAGES) & 1
         mbarrier.wait(q_full.index(turn % 2), (turn // 2) & 1)
         mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.wait(turns.index(INDEX), (fetched & 1) ^ (1 - INDEX))
         zero = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
         s_token = warpgroup_mma(
             q_tile, k_wide.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
-        mbarrier.wait(v_full.index(stage), phase)
         acc_token = warpgroup_mma(p, v_wide.index(stage), acc, is_async=True)
+        mbarrier.arrive(turns.index(1 - INDEX), count=1)
         s = warpgroup_mma_wait(1, deps=[s_token])
         s = _mask(s, pos, one, two, CAUSAL, BLOCK, S_LAYOUT)
         nothing = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
@@ -194,14 +199,13 @@ def _attend_partition(
         plain = gl.maximum(full // PER_TILE, 1)
         acc, p, m, total, fetched = _attend_tiles(
             gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT), p_next, next_m, next_total, fetched,
-            1, plain, q_tile, k_wide, v_wide, k_full, k_empty, v_full, v_empty, lse_ptr, pos,
-            col_ptr, begin, count, scale_log2, False, CAUSAL, BLOCK, STAGES, S_LAYOUT, O_LAYOUT,
-            P_LAYOUT,
+            1, plain, q_tile, k_wide, v_wide, bars, lse_ptr, pos, col_ptr, begin, count, scale_log2,
+            False, CAUSAL, BLOCK, STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT, INDEX,
         )  # fmt: skip
         acc, p, m, total, fetched = _attend_tiles(
             acc, p, m, total, fetched, plain, gl.cdiv(count, PER_TILE), q_tile, k_wide, v_wide,
-            k_full, k_empty, v_full, v_empty, lse_ptr, pos, col_ptr, begin, count, scale_log2,
-            True, CAUSAL, BLOCK, STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+            bars, lse_ptr, pos, col_ptr, begin, count, scale_log2, True, CAUSAL, BLOCK, STAGES,
+            S_LAYOUT, O_LAYOUT, P_LAYOUT, INDEX,
         )  # fmt: skip
         mbarrier.arrive(q_empty.index(turn % 2), count=1)
         turn += 1
@@ -249,42 +253,44 @@ def block_sparse_hopper_fwd_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     for i in gl.static_range(PLANS):
         mbarrier.init(plan_full.index(i), count=1)
         mbarrier.init(plan_empty.index(i), count=3)
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
+        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_empty.index(i), count=2)
-    bars = (plan_full, plan_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turns)
     gl.warp_specialize(
         [
             (
                 _attend_partition,
                 (
-                    out_desc, lse_ptr, q_wide, k_wide, v_wide, out_wide, out_smem, plans, bars,
-                    col_ptr, scale_log2, num_q, num_k, num_kv_heads * GROUP, GROUP, HEAD_DIM,
-                    CAUSAL, BLOCK, STAGES, 0,
+                    out_desc, lse_ptr, q_wide, k_wide, v_wide, out_wide, out_smem, plans,
+                    plan_full, plan_empty, bars, col_ptr, scale_log2, num_q, num_k,
+                    num_kv_heads * GROUP, GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES, 0,
                 ),
             ),
             (
                 _attend_partition,
                 (
-                    out_desc, lse_ptr, q_wide, k_wide, v_wide, out_wide, out_smem, plans, bars,
-                    col_ptr, scale_log2, num_q, num_k, num_kv_heads * GROUP, GROUP, HEAD_DIM,
-                    CAUSAL, BLOCK, STAGES, 1,
+                    out_desc, lse_ptr, q_wide, k_wide, v_wide, out_wide, out_smem, plans,
+                    plan_full, plan_empty, bars, col_ptr, scale_log2, num_q, num_k,
+                    num_kv_heads * GROUP, GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES, 1,
                 ),
             ),
             (
                 load_partition,
                 (
-                    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, plans, bars, col_ptr,
-                    q_batch_rows, k_batch_rows, v_batch_rows, q_head_cols, k_head_cols,
-                    v_head_cols, GROUP, HEAD_DIM, BLOCK, STAGES,
+                    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, plans, plan_full, plan_empty,
+                    bars, col_ptr, q_batch_rows, k_batch_rows, v_batch_rows, q_head_cols,
+                    k_head_cols, v_head_cols, GROUP, HEAD_DIM, BLOCK, STAGES,
                 ),
             ),
             (
