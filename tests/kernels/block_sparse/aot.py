@@ -14,10 +14,11 @@ from sparsek_kernels.block_sparse.config import ProblemShape, hopper_stages, sel
 from sparsek_kernels.block_sparse.kernels import bwd as kernels_bwd
 from sparsek_kernels.block_sparse.kernels.fwd import block_sparse_fwd_kernel
 from sparsek_kernels.block_sparse.kernels.fwd_sm90 import block_sparse_hopper_fwd_kernel
+from sparsek_kernels.block_sparse.kernels.item_queue import block_sparse_queue_kernel
 from sparsek_kernels.common.descriptors import box_layout
 from tests.kernels.sink_window.aot import INTEGERS, described, report
 
-INTEGERS |= {"crow", "col", "ccol", "row"}
+INTEGERS |= {"crow", "col", "ccol", "row", "queue"}
 OPTIONS = {"key_mask_ptr": "*u8", "query_mask_ptr": "*u8", "rng_ptr": "*i64"}
 
 
@@ -67,5 +68,6 @@ if __name__ == "__main__":
     for case in ((128, 128, False), (128, 64, True), (64, 48, False)):
         compile_all(int(sys.argv[1]), *case)
     if sys.argv[1] == "90":
+        report(block_sparse_queue_kernel, 90, {"ROWS": 64, "SCAN": 128}, 4)
         for sizes in ((128, 128), (128, 64), (64, 64)):
             compile_hopper(*sizes)

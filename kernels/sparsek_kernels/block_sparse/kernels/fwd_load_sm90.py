@@ -1,6 +1,6 @@
 """Planning and loading of the Hopper forward kernel: a warp for each (Gluon).
 
-The planning warp draws items from a counter, because their lists differ in length, and counts their
+The planning warp draws items from a queue, because their lists differ in length, and counts their
 blocks while the others still work on the items before.  The loading warp streams queries and listed
 keys and values through shared memory with TMA.
 """
@@ -33,7 +33,7 @@ def _blocks_below(list_ptr, begin, end, bounds):
 
 @gluon.jit
 def plan_partition(
-    ticket_ptr, crow_ptr, col_ptr, plans, plan_full, plan_empty,
+    queue_ptr, crow_ptr, col_ptr, plans, plan_full, plan_empty,
     num_q, num_k, num_rows, num_kv_heads, num_items, pattern_heads,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
@@ -43,8 +43,8 @@ def plan_partition(
     item, its first head within the group, its first query, and of the ``count`` listed blocks that
     are not wholly in the future, from entry ``begin`` on, the first ``full`` are wholly seen.
 
-    Heads of a group are neighbours, then rows of blocks from the last to the first: what runs
-    together shares K and V, and under causality the last items are short.
+    Heads of a group are neighbours, then rows of blocks, the longest first: what runs together
+    shares K and V, and the last items are short.
     """
     HEADS: gl.constexpr = 2 * ROWS // BLOCK
     MEMBERS: gl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -52,19 +52,20 @@ def plan_partition(
     turn = 0
     more = True
     while more:
-        item = gl.atomic_add(ticket_ptr, 1, sem="relaxed")
+        item = gl.atomic_add(queue_ptr, 1, sem="relaxed")
         more = item < num_items
         member = item % MEMBERS * HEADS
         rest = item // MEMBERS
-        block_row = num_rows - 1 - rest % num_rows
         kv_head = rest // num_rows % num_kv_heads
         batch = rest // num_rows // num_kv_heads
-        row = block_row * BLOCK
+        row = 0
         begin = 0
         count = 0
         full = 0
         if more:
             pattern = (kv_head * GROUP + member) // pattern_heads
+            block_row = gl.load(queue_ptr + 1 + pattern * num_rows + rest % num_rows)
+            row = block_row * BLOCK
             crow = crow_ptr + pattern * (num_rows + 1) + block_row
             begin = gl.load(crow)
             end = gl.load(crow + 1)

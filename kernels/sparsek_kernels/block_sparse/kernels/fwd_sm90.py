@@ -214,7 +214,7 @@ def _attend_partition(
 
 @gluon.jit
 def block_sparse_hopper_fwd_kernel(
-    lse_ptr, out_desc, q_desc, k_desc, v_desc, crow_ptr, col_ptr, ticket_ptr,
+    lse_ptr, out_desc, q_desc, k_desc, v_desc, crow_ptr, col_ptr, queue_ptr,
     scale_log2,
     q_batch_rows, k_batch_rows, v_batch_rows,
     q_head_cols, k_head_cols, v_head_cols,
@@ -222,8 +222,7 @@ def block_sparse_hopper_fwd_kernel(
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Grid: one program per multiprocessor, which draws items from ``ticket``, a zero.
-
+    """Grid: one program per multiprocessor, which draws items from the queue of ``item_queue.py``.
     ``{q,k,v}_desc`` describe q, k and v as matrices ``[tokens, heads * D]`` in boxes of 64 columns,
     64 rows for q, ``BLOCK`` for k and v; ``*_batch_rows`` and ``*_head_cols`` are the distances
     between sequences and heads in them.  ``out_desc`` describes boxes ``[1, 64, 1, 64]`` of the
@@ -296,7 +295,7 @@ def block_sparse_hopper_fwd_kernel(
             (
                 plan_partition,
                 (
-                    ticket_ptr, crow_ptr, col_ptr, plans, plan_full, plan_empty, num_q, num_k,
+                    queue_ptr, crow_ptr, col_ptr, plans, plan_full, plan_empty, num_q, num_k,
                     num_rows, num_kv_heads, num_items, pattern_heads, GROUP, CAUSAL, BLOCK,
                 ),
             ),
