@@ -140,7 +140,8 @@ def load_partition(
 ):  # fmt: skip
     """Issue every TMA load of this program's items, as buffers become free.
 
-    Values are one number ahead of their keys: see ``fwd_sm90.py``.
+    Tiles are taken from the end of a list, where blocks that are seen in part lie.  Values are one
+    number ahead of their keys: see ``fwd_sm90.py``.
     """
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _turns = bars
     PARTS: gl.constexpr = HEAD_DIM // 64
@@ -169,15 +170,17 @@ def load_partition(
                         q_desc, [batch * q_batch_rows + q_row, head * q_head_cols + part * 64],
                         q_full.index(slot), q_smem.index((slot * 2 + i) * PARTS + part),
                     )  # fmt: skip
-            for tile in range(gl.maximum(gl.cdiv(count, PER_TILE), 1)):
+            tiles = gl.maximum(gl.cdiv(count, PER_TILE), 1)
+            for tile in range(tiles):
+                entry = (tiles - 1 - tile) * PER_TILE
                 _load_tile(
                     k_desc, k_smem, k_full, k_empty, fetched, batch * k_batch_rows,
-                    kv_head * k_head_cols, col_ptr, begin, tile * PER_TILE, count, BLOCK, PARTS,
+                    kv_head * k_head_cols, col_ptr, begin, entry, count, BLOCK, PARTS,
                     STAGES,
                 )  # fmt: skip
                 _load_tile(
                     v_desc, v_smem, v_full, v_empty, fetched + 1, batch * v_batch_rows,
-                    kv_head * v_head_cols, col_ptr, begin, tile * PER_TILE, count, BLOCK, PARTS,
+                    kv_head * v_head_cols, col_ptr, begin, entry, count, BLOCK, PARTS,
                     STAGES,
                 )  # fmt: skip
                 fetched += 1

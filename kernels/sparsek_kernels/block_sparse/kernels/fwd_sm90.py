@@ -52,8 +52,9 @@ def _mask(
 
 
 @gluon.jit
-def _blocks(col_ptr, begin, entry, count, BLOCK: gl.constexpr):
-    """Blocks of the tile from list entry ``entry`` on; past the list, ``NO_BLOCK``."""
+def _blocks(col_ptr, begin, tile, count, BLOCK: gl.constexpr):
+    """Blocks of tile ``tile`` of a list; past the list, ``NO_BLOCK``."""
+    entry = tile * (KEYS // BLOCK)
     first = gl.load(col_ptr + begin + entry, mask=entry < count, other=NO_BLOCK)
     second = first
     if BLOCK == ROWS:
@@ -63,7 +64,7 @@ def _blocks(col_ptr, begin, entry, count, BLOCK: gl.constexpr):
 
 @gluon.jit
 def _attend_tiles(
-    acc, p, m, total, fetched, first, last, q_tile, k_wide, v_wide, bars,
+    acc, p, m, total, fetched, first, last, tiles, q_tile, k_wide, v_wide, bars,
     lse_ptr,
     pos,
     col_ptr,
@@ -71,11 +72,14 @@ def _attend_tiles(
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
-    """Tiles ``first .. last``; ``p`` holds the weights of the tile before, not yet applied."""
+    """Tiles ``first .. last``, counted from the end of the list of ``tiles``.
+
+    ``p`` holds the weights of the tile before, not yet applied.
+    """
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty, turns = bars
     for tile in range(first, last):
         if MASKED:
-            one, two = _blocks(col_ptr, begin, tile * (KEYS // BLOCK), count, BLOCK)
+            one, two = _blocks(col_ptr, begin, tiles - 1 - tile, count, BLOCK)
         stage = fetched % STAGES
         phase = (fetched // STAGES) & 1
         mbarrier.wait(k_full.index(stage), phase)
@@ -160,7 +164,9 @@ def _attend_partition(
             next_row += INDEX * ROWS
         else:
             member += INDEX
-        one, two = _blocks(col_ptr, begin, 0, count, BLOCK)
+        tiles = gl.maximum(gl.cdiv(count, PER_TILE), 1)
+        masked = gl.maximum(tiles - full // PER_TILE, 1)
+        one, two = _blocks(col_ptr, begin, tiles - 1, count, BLOCK)
         pos = next_row + gl.arange(0, ROWS, layout=ROW_LAYOUT) + num_k - num_q
         q_tile = q_wide.index(turn % 2 * 2 + INDEX)
         stage = fetched % STAGES
@@ -196,16 +202,15 @@ def _attend_partition(
         head = kv_head * GROUP + member
         row = next_row
         fetched += 1
-        plain = gl.maximum(full // PER_TILE, 1)
         acc, p, m, total, fetched = _attend_tiles(
             gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT), p_next, next_m, next_total, fetched,
-            1, plain, q_tile, k_wide, v_wide, bars, lse_ptr, pos, col_ptr, begin, count, scale_log2,
-            False, CAUSAL, BLOCK, STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT, INDEX,
+            1, masked, tiles, q_tile, k_wide, v_wide, bars, lse_ptr, pos, col_ptr, begin, count,
+            scale_log2, True, CAUSAL, BLOCK, STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT, INDEX,
         )  # fmt: skip
         acc, p, m, total, fetched = _attend_tiles(
-            acc, p, m, total, fetched, plain, gl.cdiv(count, PER_TILE), q_tile, k_wide, v_wide,
-            bars, lse_ptr, pos, col_ptr, begin, count, scale_log2, True, CAUSAL, BLOCK, STAGES,
-            S_LAYOUT, O_LAYOUT, P_LAYOUT, INDEX,
+            acc, p, m, total, fetched, masked, tiles, tiles, q_tile, k_wide, v_wide, bars, lse_ptr,
+            pos, col_ptr, begin, count, scale_log2, False, CAUSAL, BLOCK, STAGES, S_LAYOUT,
+            O_LAYOUT, P_LAYOUT, INDEX,
         )  # fmt: skip
         mbarrier.arrive(q_empty.index(turn % 2), count=1)
         turn += 1
