@@ -143,7 +143,7 @@ def load_partition(
     Tiles are taken from the end of a list, where blocks that are seen in part lie.  Values are one
     number ahead of their keys: see ``fwd_sm90.py``.
     """
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _turns = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     PARTS: gl.constexpr = HEAD_DIM // 64
     PER_TILE: gl.constexpr = KEYS // BLOCK
     mbarrier.arrive(v_full.index(0), count=1)

@@ -3,9 +3,8 @@
 The maths stands in ``fwd.py``.  A persistent program takes items of two times 64 query
 rows that share a pattern row: halves of a block of 128, or a block of 64 of two heads of a group.
 Keys come 128 at a time; each warpgroup owns 64 rows and issues ``q k_j`` and ``p_{j-1} v_{j-1}``
-together, so that the softmax of one tile overlaps the second product of the tile before.  The two
-take turns, so that one's products overlap the other's softmax (FlashAttention-3, arXiv 2407.08608,
-sections 3.1 and 3.2).
+together, so that the softmax of one tile overlaps the second product of the tile before
+(FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2).
 
 Lists are short, so the same holds from item to item: the tiles of all items are one sequence.  The
 last product of an item goes with the first of the next, and its rows are stored while that goes on.
@@ -34,7 +33,7 @@ from sparsek_kernels.block_sparse.kernels.fwd_load_sm90 import (
     take_plan,
 )
 from sparsek_kernels.common.kernels.softmax import LN2
-from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_step
+from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_lanes_step
 
 
 @gluon.jit
@@ -70,13 +69,13 @@ def _attend_tiles(
     col_ptr,
     begin, count, scale_log2,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, INDEX: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Tiles ``first .. last``, counted from the end of the list of ``tiles``.
 
     ``p`` holds the weights of the tile before, not yet applied.
     """
-    _q_full, _q_empty, k_full, k_empty, v_full, v_empty, turns = bars
+    _q_full, _q_empty, k_full, k_empty, v_full, v_empty = bars
     for tile in range(first, last):
         if MASKED:
             one, two = _blocks(col_ptr, begin, tiles - 1 - tile, count, BLOCK)
@@ -84,17 +83,15 @@ def _attend_tiles(
         phase = (fetched // STAGES) & 1
         mbarrier.wait(k_full.index(stage), phase)
         mbarrier.wait(v_full.index(stage), phase)
-        mbarrier.wait(turns.index(INDEX), (fetched & 1) ^ (1 - INDEX))
         zero = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
         s_token = warpgroup_mma(
             q_tile, k_wide.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
         acc_token = warpgroup_mma(p, v_wide.index(stage), acc, is_async=True)
-        mbarrier.arrive(turns.index(1 - INDEX), count=1)
         s = warpgroup_mma_wait(1, deps=[s_token])
         if MASKED:
             s = _mask(s, pos, one, two, CAUSAL, BLOCK, S_LAYOUT)
-        weights, m, total, alpha = softmax_step(s, m, total, scale_log2, MASKED)
+        weights, m, total, alpha = softmax_lanes_step(s, m, total, scale_log2, MASKED)
         p_next = gl.convert_layout(weights.to(v_wide.dtype), P_LAYOUT)
         total = anchor(total, lse_ptr)
         mbarrier.arrive(k_empty.index(stage), count=1)
@@ -114,6 +111,7 @@ def _store(
     """Rows of a finished item, by a copy that goes on while the next item is computed."""
     O_LAYOUT: gl.constexpr = acc.type.layout
     PARTS: gl.constexpr = HEAD_DIM // 64
+    total = gl.convert_layout(gl.sum(total, 1), m.type.layout)
     empty = total == 0.0
     lse = gl.where(empty, float("-inf"), (m + gl.log2(total)) * LN2)
     inverse = 1.0 / gl.where(empty, 1.0, total)
@@ -139,16 +137,20 @@ def _attend_partition(
     STAGES: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its 64 rows of each item, from scores to output."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     PER_TILE: gl.constexpr = KEYS // BLOCK
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    # Of each row, a sum for each of the four lanes that share it.
+    LANES: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, 4]
+    )
     acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT)
     p = gl.zeros([ROWS, KEYS], v_wide.dtype, P_LAYOUT)
     m = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
-    total = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT)
+    total = gl.zeros([ROWS, 4], gl.float32, LANES)
     stored = False
     batch = 0
     head = 0
@@ -174,18 +176,16 @@ def _attend_partition(
         mbarrier.wait(q_full.index(turn % 2), (turn // 2) & 1)
         mbarrier.wait(k_full.index(stage), phase)
         mbarrier.wait(v_full.index(stage), phase)
-        mbarrier.wait(turns.index(INDEX), (fetched & 1) ^ (1 - INDEX))
         zero = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
         s_token = warpgroup_mma(
             q_tile, k_wide.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
         acc_token = warpgroup_mma(p, v_wide.index(stage), acc, is_async=True)
-        mbarrier.arrive(turns.index(1 - INDEX), count=1)
         s = warpgroup_mma_wait(1, deps=[s_token])
         s = _mask(s, pos, one, two, CAUSAL, BLOCK, S_LAYOUT)
         nothing = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
-        weights, next_m, next_total, _alpha = softmax_step(
-            s, nothing, gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT), scale_log2, True
+        weights, next_m, next_total, _alpha = softmax_lanes_step(
+            s, nothing, gl.zeros([ROWS, 4], gl.float32, LANES), scale_log2, True
         )
         p_next = gl.convert_layout(weights.to(v_wide.dtype), P_LAYOUT)
         next_total = anchor(next_total, lse_ptr)
@@ -205,12 +205,12 @@ def _attend_partition(
         acc, p, m, total, fetched = _attend_tiles(
             gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT), p_next, next_m, next_total, fetched,
             1, masked, tiles, q_tile, k_wide, v_wide, bars, lse_ptr, pos, col_ptr, begin, count,
-            scale_log2, True, CAUSAL, BLOCK, STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT, INDEX,
+            scale_log2, True, CAUSAL, BLOCK, STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT,
         )  # fmt: skip
         acc, p, m, total, fetched = _attend_tiles(
             acc, p, m, total, fetched, masked, tiles, tiles, q_tile, k_wide, v_wide, bars, lse_ptr,
             pos, col_ptr, begin, count, scale_log2, False, CAUSAL, BLOCK, STAGES, S_LAYOUT,
-            O_LAYOUT, P_LAYOUT, INDEX,
+            O_LAYOUT, P_LAYOUT,
         )  # fmt: skip
         mbarrier.arrive(q_empty.index(turn % 2), count=1)
         turn += 1
@@ -257,20 +257,18 @@ def block_sparse_hopper_fwd_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     for i in gl.static_range(PLANS):
         mbarrier.init(plan_full.index(i), count=1)
         mbarrier.init(plan_empty.index(i), count=3)
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
-        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_empty.index(i), count=2)
-    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turns)
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [
             (
