@@ -39,7 +39,7 @@ def block_sparse_attention(
     What is dropped depends on ``rng_state`` and on the place of a weight (batch entry, query head,
     query, key), not on the GPU, the pattern or the tiles; forward and backward agree.
 
-    CUDA tensors run Triton kernels, without atomics: the same bits every time.  CPU tensors, and
+    CUDA tensors run Triton kernels that give the same bits every time.  CPU tensors, and
     fp64 anywhere, run the same arithmetic in torch operations.  The forward kernel for Hopper
     takes neither masks nor dropout; such calls run the portable kernels.
 

@@ -14,9 +14,11 @@ from sparsek_kernels.block_sparse.config import ProblemShape, hopper_stages, sel
 from sparsek_kernels.block_sparse.kernels import bwd as kernels_bwd
 from sparsek_kernels.block_sparse.kernels.fwd import block_sparse_fwd_kernel
 from sparsek_kernels.block_sparse.kernels.fwd_sm90 import block_sparse_hopper_fwd_kernel
+from sparsek_kernels.block_sparse.kernels.item_queue import block_sparse_queue_kernel
+from sparsek_kernels.common.descriptors import box_layout
 from tests.kernels.sink_window.aot import INTEGERS, described, report
 
-INTEGERS |= {"crow", "col", "ccol", "row"}
+INTEGERS |= {"crow", "col", "ccol", "row", "queue"}
 OPTIONS = {"key_mask_ptr": "*u8", "query_mask_ptr": "*u8", "rng_ptr": "*i64"}
 
 
@@ -52,7 +54,10 @@ def compile_hopper(dim: int, block: int) -> None:
     if stages is None:
         raise RuntimeError(f"the Hopper kernel does not take {shape}")
     keys = described("bf16", block, 64)
-    tiles = {"q_desc": described("bf16", 64, 64), "k_desc": keys, "v_desc": keys}
+    boxes = f"tensordesc<bf16[1, 64, 1, 64],{box_layout(torch.bfloat16)!r}>"
+    tiles = {
+        "out_desc": boxes, "q_desc": described("bf16", 64, 64), "k_desc": keys, "v_desc": keys,
+    }  # fmt: skip
     constexprs = {
         "GROUP": shape.group, "HEAD_DIM": dim, "CAUSAL": True, "BLOCK": block, "STAGES": stages,
     }  # fmt: skip
@@ -63,5 +68,6 @@ if __name__ == "__main__":
     for case in ((128, 128, False), (128, 64, True), (64, 48, False)):
         compile_all(int(sys.argv[1]), *case)
     if sys.argv[1] == "90":
+        report(block_sparse_queue_kernel, 90, {"ROWS": 64, "SCAN": 128}, 4)
         for sizes in ((128, 128), (128, 64), (64, 64)):
             compile_hopper(*sizes)

@@ -9,7 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sparsek_kernels.block_sparse import launch_sm90
 from sparsek_kernels.block_sparse.config import ProblemShape, select_config
+from sparsek_kernels.block_sparse.structure import offsets_of
 from tests.kernels.block_sparse.cases import Case, check
 from tests.kernels.gluon_interpreter import interpret
 
@@ -39,7 +41,19 @@ def run(case: Case, way: Way) -> None:
     shape = ProblemShape(case.heads, case.kv_heads, case.dim, case.block, case.patterns, case.nk)
     with interpret(*way) as launched:
         check(case, config=select_config(shape, case.dtype, 90))
-    assert launched[0] == "block_sparse_hopper_fwd_kernel"
+    assert "block_sparse_hopper_fwd_kernel" in launched
+
+
+def test_the_queue_starts_with_long_lists() -> None:
+    counts = torch.randint(0, 9, (3, 150), generator=torch.Generator().manual_seed(0))
+    queue = torch.full((1 + counts.numel(),), -1, dtype=torch.int32)
+    with interpret():
+        launch_sm90.block_sparse_queue_kernel[(3, 3)](
+            queue, offsets_of(counts), 150, ROWS=64, SCAN=128
+        )
+    last_first = counts.flip(1).argsort(dim=1, descending=True, stable=True)
+    assert queue[0] == 0
+    assert torch.equal(queue[1:].view(3, 150), (149 - last_first).to(torch.int32))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

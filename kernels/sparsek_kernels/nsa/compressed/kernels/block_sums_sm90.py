@@ -51,13 +51,6 @@ def _code(x, scale):
 
 
 @gluon.jit
-def lane_sums(p, LANES: gl.constexpr):
-    """Row sums ``[rows, 4]`` of ``p [rows, KEYS]`` in each of the four lanes that share a row."""
-    N: gl.constexpr = p.shape[0]
-    return gl.convert_layout(gl.sum(gl.sum(p.reshape([N, 16, 4, 2]), 3), 1), LANES)
-
-
-@gluon.jit
 def block_sums(
     p, m, alpha, spilled, SCALED: gl.constexpr, WORDS: gl.constexpr, LANES: gl.constexpr
 ):

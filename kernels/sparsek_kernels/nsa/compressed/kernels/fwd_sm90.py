@@ -25,13 +25,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sparsek_kernels.common.kernels.masks import last_key
 from sparsek_kernels.common.kernels.softmax import LN2
-from sparsek_kernels.common.kernels.softmax_sm90 import anchor
+from sparsek_kernels.common.kernels.softmax_sm90 import anchor, lane_sums
 from sparsek_kernels.common.kernels.tiles_sm90 import tile_index
 from sparsek_kernels.nsa.compressed.kernels.block_sums_sm90 import (
     KEYS,
     arranged_key,
     block_sums,
-    lane_sums,
 )
 from sparsek_kernels.nsa.compressed.kernels.fwd_load_sm90 import (
     Q_STAGES,
