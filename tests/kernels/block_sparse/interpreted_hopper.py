@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ SLOW = settings(
     max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 BF16, FP16 = torch.bfloat16, torch.float16
+FORWARD, DQ = "block_sparse_hopper_fwd_kernel", "block_sparse_hopper_dq_kernel"
+DKDV, PARTS = "block_sparse_hopper_dkdv_kernel", "block_sparse_bwd_parts_kernel"
 
 Way = tuple[str, bool, int]
 WAYS: list[Way] = list(itertools.product(("first first", "last first"), (True, False), (1, 3)))
@@ -34,18 +37,30 @@ CASES = [
 ]
 
 
-def run(case: Case, way: Way) -> None:
-    """Check a case whose forward pass is the Hopper kernel."""
+def run(case: Case, way: Way, least_entries: int | None = None) -> None:
+    """Check a case whose passes are the Hopper kernels; lists of columns are cut from there on."""
     shape = ProblemShape(case.heads, case.kv_heads, case.dim, case.block, case.patterns, case.nk)
+    config = select_config(shape, case.dtype, 90)
+    backward = config.hopper_backward
+    assert backward is not None
+    if least_entries is not None:
+        config = replace(config, hopper_backward=replace(backward, least_entries=least_entries))
     with interpret(*way) as launched:
-        check(case, config=select_config(shape, case.dtype, 90))
-    assert launched[0] == "block_sparse_hopper_fwd_kernel"
+        check(case, config=config)
+    assert launched[0] == FORWARD
+    assert launched[-3:] == [DQ, DKDV, PARTS]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: Case, way: Way) -> None:
     run(case, way)
+
+
+@pytest.mark.parametrize("least_entries", [1, 2])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_columns_in_parts(case: Case, least_entries: int) -> None:
+    run(case, WAYS[1], least_entries)
 
 
 @SLOW
