@@ -15,26 +15,30 @@ from sparsek_kernels.common.device import multiprocessors
 
 _TILE = 64
 _PART_ROWS = 32
+_COLUMN_SHARE = 4  # of what a multiprocessor gets, a program may have one such share
 
 
 def plan_columns(
-    ccol_indices: torch.Tensor, num_blocks: int, most: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots of the columns of every pattern: parts of up to ``most`` of its ``num_blocks`` entries.
+    ccol_indices: torch.Tensor, num_blocks: int, most: int, all_in_parts: bool
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Cut the columns of every pattern, ``num_blocks`` entries, into slots of up to ``most``.
 
     Columns come in their order, those of all patterns together, because under causality the first
     ones have the longest lists.  A column without entries has one slot too.
 
-    Returns ``(ends, columns)`` int32: where the slots of ``column * patterns + pattern`` end, and
-    that number of each slot; slots are as many as there may be, and those in excess have a number
-    past the last.
+    Returns ``(ends, columns, num_parts)``, int32: ``ends [2, columns * patterns]`` where the slots
+    of ``column * patterns + pattern`` end, and its parts, which are the slots of a column that has
+    several or, with ``all_in_parts``, of any; that number for each slot, of which there are as
+    many as may be needed, with one past the last for those in excess; and parts that may be needed.
     """
     lengths = ccol_indices.diff(dim=1).t().flatten()
-    parts = ((lengths + (most - 1)) // most).clamp_(min=1)
-    ends = parts.cumsum(0, dtype=torch.int32)
-    num_slots = parts.numel() + num_blocks // most
-    slots = torch.arange(num_slots, dtype=torch.int32, device=ends.device)
-    return ends, torch.searchsorted(ends, slots, right=True, out_int32=True)
+    slots = ((lengths + (most - 1)) // most).clamp_(min=1)
+    parts = slots if all_in_parts else slots * (slots > 1)
+    ends = torch.stack((slots, parts)).cumsum(1, dtype=torch.int32)
+    num_slots = slots.numel() + num_blocks // most
+    every = torch.arange(num_slots, dtype=torch.int32, device=ends.device)
+    columns = torch.searchsorted(ends[0], every, right=True, out_int32=True)
+    return ends, columns, num_slots if all_in_parts else 2 * (num_blocks // most)
 
 
 def backward(
@@ -70,21 +74,22 @@ def backward(
     lists = max(shape.group // shape.pattern_heads, 1)
     pattern_kv_heads = max(shape.pattern_heads // shape.group, 1)
     num_blocks = problem.row_indices.shape[0]
-    programs = 8 * multiprocessors(q.device)
+    programs = _COLUMN_SHARE * multiprocessors(q.device)
     most = max(triton.cdiv(num_blocks * pattern_kv_heads * batch, programs), config.least_entries)
-    ends, columns = plan_columns(problem.ccol_indices, num_blocks, most)
-    num_slots = columns.shape[0]
-    size = (num_slots * pattern_kv_heads * batch, 2, 128, shape.head_dim)
+    ends, columns, num_parts = plan_columns(problem.ccol_indices, num_blocks, most, lists > 1)
+    copies, num_slots = pattern_kv_heads * batch, columns.shape[0]
+    size = (max(num_parts * copies, 1), 2, shape.block_size, shape.head_dim)
     part = torch.empty(size, dtype=torch.float32, device=q.device)
-    block_sparse_hopper_dkdv_kernel[(num_slots * pattern_kv_heads * batch,)](
+    block_sparse_hopper_dkdv_kernel[(num_slots * copies,)](
         dk, dv, part, *boxes, lse, delta, problem.ccol_indices, problem.row_indices, ends, columns,
         scale, *dk.stride()[:3], num_q, shape.num_k, shape.num_heads, num_cols, num_patterns,
-        num_slots, shape.pattern_heads, pattern_kv_heads,
+        num_slots, num_parts, shape.pattern_heads, pattern_kv_heads,
         **rules, HEADS=min(shape.group, shape.pattern_heads), STAGES=config.dkdv_stages,
     )  # fmt: skip
-    block_sparse_bwd_parts_kernel[
-        (num_cols * shape.block_size // _PART_ROWS, shape.num_kv_heads, batch)
-    ](
-        dk, dv, part, ends, scale, *dk.stride()[:3], num_patterns, num_slots, pattern_kv_heads,
-        LISTS=lists, BLOCK=shape.block_size, HEAD_DIM=shape.head_dim, ROWS=_PART_ROWS, num_warps=4,
-    )  # fmt: skip
+    if num_parts:
+        shares = shape.block_size // _PART_ROWS
+        block_sparse_bwd_parts_kernel[(num_cols * shares, shape.num_kv_heads, batch)](
+            dk, dv, part, ends[1], scale, *dk.stride()[:3], num_patterns, num_parts,
+            pattern_kv_heads, LISTS=lists, BLOCK=shape.block_size, HEAD_DIM=shape.head_dim,
+            ROWS=_PART_ROWS, num_warps=4,
+        )  # fmt: skip

@@ -48,7 +48,8 @@ def run(case: Case, way: Way, least_entries: int | None = None) -> None:
     with interpret(*way) as launched:
         check(case, config=config)
     assert launched[0] == FORWARD
-    assert launched[-3:] == [DQ, DKDV, PARTS]
+    backwards = launched[launched.index(DQ) :]
+    assert backwards in ([DQ, DKDV], [DQ, DKDV, PARTS])
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

@@ -11,6 +11,7 @@ shared, and each takes every second step.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
@@ -38,33 +39,39 @@ def _blocks_below(list_ptr, begin, end, bound):
 @gluon.jit
 def _place(
     ccol_ptr, row_ptr, ends_ptr, columns_ptr,
-    num_q, num_k, num_cols, num_patterns, num_slots, pattern_heads, pattern_kv_heads,
+    num_q, num_k, num_cols, num_patterns, num_slots, num_parts, pattern_heads, pattern_kv_heads,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """What this program owns.
 
-    Returns ``(valid, batch, slot, whole, kv_head, head, column, begin, count, masked)``: from
-    entry ``begin`` on ``count`` query blocks, of which the first ``masked`` see some keys of the
-    column only; ``head`` is the first that reads this list, and ``whole`` tells that no other slot
-    adds to these gradients.
+    Returns ``(valid, batch, head, column, begin, count, masked, part)``: from entry ``begin`` on
+    ``count`` query blocks, of which the first ``masked`` see some keys of the column only; ``head``
+    is the first that reads this list, and ``part`` where sums go, or -1 if they are all there is.
     """
     pid = gl.program_id(0)
-    rest = pid // pattern_kv_heads
-    slot = rest % num_slots
-    batch = rest // num_slots
+    num_batch = gl.num_programs(0) // (num_slots * pattern_kv_heads)
+    slot = pid // (num_batch * pattern_kv_heads)
+    batch = pid // pattern_kv_heads % num_batch
+    lane = pid % pattern_kv_heads
+    num_places = num_cols * num_patterns
     place = gl.load(columns_ptr + slot)
-    valid = place < num_cols * num_patterns
-    place = gl.minimum(place, num_cols * num_patterns - 1)
+    valid = place < num_places
+    place = gl.minimum(place, num_places - 1)
     column = place // num_patterns
     pattern = place % num_patterns
-    first_slot = gl.load(ends_ptr + place - 1, mask=place > 0, other=0).to(gl.int32)
-    parts = gl.load(ends_ptr + place).to(gl.int32) - first_slot
-    head = pattern * pattern_heads + pid % pattern_kv_heads * GROUP
+    first_slot = gl.load(ends_ptr + place - 1, mask=place > 0, other=0)
+    first_part = gl.load(ends_ptr + num_places + place - 1, mask=place > 0, other=0)
+    shares = gl.load(ends_ptr + place) - first_slot
+    parts = gl.load(ends_ptr + num_places + place) - first_part
+    at = slot - first_slot
+    part = (batch * num_parts + first_part + at) * pattern_kv_heads + lane
+    part = gl.where(parts > 0, part, -1)
+    head = pattern * pattern_heads + lane * GROUP
     ccol = ccol_ptr + pattern * (num_cols + 1) + column
     begin = gl.load(ccol)
     end = gl.load(ccol + 1)
-    share = gl.cdiv(end - begin, parts)
-    begin = gl.minimum(begin + (slot - first_slot) * share, end)
+    share = gl.cdiv(end - begin, shares)
+    begin = gl.minimum(begin + at * share, end)
     end = gl.minimum(begin + share, end)
     masked = begin * 0
     if CAUSAL:
@@ -74,9 +81,16 @@ def _place(
         hidden = _blocks_below(row_ptr, begin, end, key_first // BLOCK)
         masked = _blocks_below(row_ptr, begin, end, gl.cdiv(key_last, BLOCK)) - hidden
         begin += hidden
-    count = gl.where(valid, end - begin, 0)
-    whole = (parts == 1) & (pattern_heads >= GROUP)
-    return valid, batch, slot, whole, head // GROUP, head, column, begin, count, masked
+    return valid, batch, head, column, begin, gl.where(valid, end - begin, 0), masked, part
+
+
+@gluon.jit
+def _stage(step, PER_BLOCK: gl.constexpr, STAGES: gl.constexpr):
+    """Buffer of a step: those of a warpgroup with steps of its own lie side by side."""
+    if PER_BLOCK == 2:
+        return step % STAGES
+    else:
+        return step % 2 * (STAGES // 2) + step // 2 % (STAGES // 2)
 
 
 @gluon.jit
@@ -87,9 +101,9 @@ def _load_partition(
     HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Issue the loads: k and v once, then q, dout, lse and delta of 64 queries at a time."""
-    kv_full, q_full, q_empty, g_full, g_empty = bars
+    kv_full, q_full, q_empty, g_full, g_empty, _sum_full = bars
     PER_BLOCK: gl.constexpr = BLOCK // ROWS
-    LANES: gl.constexpr = gl.BlockedLayout([ROWS // 32], [32], [1], [0])
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     BOX: gl.constexpr = q_desc.layout
     q_box = q_smem._reinterpret(q_smem.dtype, [STAGES, 1, ROWS, 1, HEAD_DIM], BOX)
     g_box = g_smem._reinterpret(q_smem.dtype, [STAGES, 1, ROWS, 1, HEAD_DIM], BOX)
@@ -102,12 +116,13 @@ def _load_partition(
             tma.async_copy_global_to_shared(k_desc, at, kv_full, k_box.index(i))
             tma.async_copy_global_to_shared(v_desc, at, kv_full, v_box.index(i))
     step = 0
+    block = gl.load(row_ptr + begin, mask=count > 0, other=0)
     for entry in range(count):
-        block = gl.load(row_ptr + begin + entry)
+        after = gl.load(row_ptr + begin + entry + 1, mask=entry + 1 < count, other=0)
         for inner in range(HEADS * PER_BLOCK):
             member = head + inner // PER_BLOCK
             row = block * BLOCK + inner % PER_BLOCK * ROWS
-            stage = step % STAGES
+            stage = _stage(step, PER_BLOCK, STAGES)
             free = ((step // STAGES) & 1) ^ 1
             mbarrier.wait(q_empty.index(stage), free)
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
@@ -121,12 +136,16 @@ def _load_partition(
             )
             at = row + gl.arange(0, ROWS, LANES)
             flat = (batch.to(gl.int64) * num_heads + member) * num_q + at
-            lse = gl.load(lse_ptr + flat, mask=at < num_q, other=0.0)
-            delta = gl.load(delta_ptr + flat, mask=at < num_q, other=0.0)
-            lse_smem.index(stage).store(lse * LOG2E)
-            delta_smem.index(stage).store(delta)
-            mbarrier.arrive(g_full.index(stage), count=1)
+            exists = at < num_q
+            async_copy.async_copy_global_to_shared(
+                lse_smem.index(stage), lse_ptr + flat, mask=exists
+            )
+            async_copy.async_copy_global_to_shared(
+                delta_smem.index(stage), delta_ptr + flat, mask=exists
+            )
+            async_copy.mbarrier_arrive(g_full.index(stage), increment_count=False)
             step += 1
+        block = after
 
 
 @gluon.jit
@@ -142,16 +161,24 @@ def _store_rows(ptr, buffer, values, stride):
 
 
 @gluon.jit
-def _store_part(part_ptr, dk, dv, slot, HEAD_DIM: gl.constexpr, INDEX: gl.constexpr):
-    """Store sums of a slot in fp32, which another kernel adds to those of others."""
+def _store_sums(
+    dk_ptr, dv_ptr, part_ptr, k_tile, v_tile, dk, dv, scale, stride, part, HALF: gl.constexpr,
+    BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Store the gradients, or what another kernel adds to the sums of other programs."""
+    DIM: gl.constexpr = dk.shape[1]
     LAYOUT: gl.constexpr = dk.type.layout
-    SIZE: gl.constexpr = ROWS * HEAD_DIM
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    col = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
-    part = part_ptr + (slot.to(gl.int64) * 4 + INDEX) * SIZE
-    place = row[:, None] * HEAD_DIM + col[None, :]
-    gl.store(part + place, dk)
-    gl.store(part + 2 * SIZE + place, dv)
+    if part < 0:
+        # k and v are no longer needed: their buffers turn the rows around for wide stores.
+        _store_rows(dk_ptr, k_tile, dk * scale, stride)
+        _store_rows(dv_ptr, v_tile, dv, stride)
+    else:
+        row = HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        col = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))
+        sums = part_ptr + part.to(gl.int64) * (2 * BLOCK * DIM)
+        sums = sums + row[:, None] * DIM + col[None, :]
+        gl.store(sums, dk)
+        gl.store(sums + BLOCK * DIM, dv)
 
 
 @gluon.jit
@@ -159,15 +186,15 @@ def _compute_partition(
     dk_ptr, dv_ptr, part_ptr, row_ptr,
     q_smem, g_smem, k_smem, v_smem, lse_smem, delta_smem,
     bars,
-    valid, batch, slot, whole, kv_head, column, begin, count, masked,
+    valid, batch, kv_head, column, begin, count, masked, part,
     scale,
     stride_dkb, stride_dkt, stride_dkh,
-    num_q, num_k, num_slots, pattern_kv_heads,
+    num_q, num_k,
     HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 keys, transposed scores, and four products per step."""
-    kv_full, q_full, q_empty, g_full, g_empty = bars
+    kv_full, q_full, q_empty, g_full, g_empty, sum_full = bars
     dtype: gl.constexpr = q_smem.dtype
     PER_BLOCK: gl.constexpr = BLOCK // ROWS
     HALF: gl.constexpr = INDEX if PER_BLOCK == 2 else 0
@@ -187,14 +214,14 @@ def _compute_partition(
     scale_log2 = scale * LOG2E
     turns = (count * (HEADS * PER_BLOCK) + APART - 1 - FIRST) // APART
     masked_steps = masked * (HEADS * PER_BLOCK)
-    if turns > 0:
+    if count > 0:
         mbarrier.wait(kv_full, 0)
     for turn in range(turns):
         # A product of registers may not be in flight from one turn to the next: the assembler would
         # wait after every instruction.  So dk comes a turn late; the first time, zeros are added.
         step = turn * APART + FIRST
-        stage = step % STAGES
-        before = gl.maximum(step - APART, FIRST) % STAGES
+        stage = _stage(step, PER_BLOCK, STAGES)
+        before = _stage(gl.maximum(step - APART, FIRST), PER_BLOCK, STAGES)
         mbarrier.wait(q_full.index(stage), (step // STAGES) & 1)
         dk_token = warpgroup_mma(ds_half, q_smem.index(before), dk, is_async=True)
         s_token = warpgroup_mma(
@@ -204,7 +231,7 @@ def _compute_partition(
         dp_token = warpgroup_mma(
             v_tile, g_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
-        lse = lse_smem.index(stage).load(COL_LAYOUT)
+        lse = lse_smem.index(stage).load(COL_LAYOUT) * LOG2E
         dk, ds_half, s = warpgroup_mma_wait(1, deps=[dk_token, ds_half, s_token])
         if turn > 0:
             mbarrier.arrive(q_empty.index(before), count=1)
@@ -224,21 +251,35 @@ def _compute_partition(
         dv, p_half, ds_half = warpgroup_mma_wait(0, deps=[dv_token, p_half, ds_half])
         mbarrier.arrive(g_empty.index(stage), count=1)
     if turns > 0:
-        last = ((turns - 1) * APART + FIRST) % STAGES
+        last = _stage((turns - 1) * APART + FIRST, PER_BLOCK, STAGES)
         dk = warpgroup_mma(ds_half, q_smem.index(last), dk)
-    if valid:
-        slot += batch * num_slots
-        slot = slot * pattern_kv_heads + kv_head % pattern_kv_heads
-        if PER_BLOCK == 1:
-            _store_part(part_ptr, dk, dv, slot, HEAD_DIM, INDEX)
-        elif whole:
-            base = batch.to(gl.int64) * stride_dkb + kv_head.to(gl.int64) * stride_dkh
-            base += key_first.to(gl.int64) * stride_dkt
-            # k and v are no longer needed: their buffers turn the rows around for wide stores.
-            _store_rows(dk_ptr + base, k_tile, dk * scale, stride_dkt)
-            _store_rows(dv_ptr + base, v_tile, dv, stride_dkt)
+    base = batch.to(gl.int64) * stride_dkb + kv_head.to(gl.int64) * stride_dkh
+    base += key_first.to(gl.int64) * stride_dkt
+    if PER_BLOCK == 2:
+        if valid:
+            _store_sums(
+                dk_ptr + base, dv_ptr + base, part_ptr, k_tile, v_tile, dk, dv, scale, stride_dkt,
+                part, HALF, BLOCK,
+            )  # fmt: skip
+    else:
+        # The second warpgroup hands its sums to the first in the buffers that it alone has used.
+        gl.static_assert(STAGES == 4)
+        SUM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], gl.float32)
+        dk_sum = q_smem._reinterpret(gl.float32, [2, ROWS, HEAD_DIM], SUM).index(1)
+        dv_sum = g_smem._reinterpret(gl.float32, [2, ROWS, HEAD_DIM], SUM).index(1)
+        if INDEX == 1:
+            dk_sum.store(dk)
+            dv_sum.store(dv)
+            mbarrier.arrive(sum_full, count=1)
         else:
-            _store_part(part_ptr, dk, dv, slot, HEAD_DIM, INDEX)
+            mbarrier.wait(sum_full, 0)
+            dk += dk_sum.load(KV_LAYOUT)
+            dv += dv_sum.load(KV_LAYOUT)
+            if valid:
+                _store_sums(
+                    dk_ptr + base, dv_ptr + base, part_ptr, k_tile, v_tile, dk, dv, scale,
+                    stride_dkt, part, 0, BLOCK,
+                )  # fmt: skip
 
 
 @gluon.jit
@@ -247,7 +288,8 @@ def block_sparse_hopper_dkdv_kernel(
     ends_ptr, columns_ptr,
     scale,
     stride_dkb, stride_dkt, stride_dkh,
-    num_q, num_k, num_heads, num_cols, num_patterns, num_slots, pattern_heads, pattern_kv_heads,
+    num_q, num_k, num_heads, num_cols, num_patterns, num_slots, num_parts, pattern_heads,
+    pattern_kv_heads,
     GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
     BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -255,7 +297,7 @@ def block_sparse_hopper_dkdv_kernel(
 
     ``*_desc`` describe q, dout, k and v in boxes of 64 tokens of one head.  ``HEADS`` heads of a
     group share a pattern.  ``dk`` and ``dv`` share their strides.  ``num_k`` is a multiple of
-    ``BLOCK``.  Gradients that other slots add to go to ``part [slots, dk or dv, 128, D]``.
+    ``BLOCK``.  Sums of a part of a list go to ``part [parts, dk or dv, BLOCK, D]``.
     """
     dtype: gl.constexpr = q_desc.dtype
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
@@ -274,16 +316,21 @@ def block_sparse_hopper_dkdv_kernel(
     g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     g_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     mbarrier.init(kv_full, count=1)
+    sum_full = kv_full  # unused
+    if PER_BLOCK == 1:
+        sum_full = gl.allocate_shared_memory(gl.int64, [1], bar)
+        mbarrier.init(sum_full, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=PER_BLOCK)
-        mbarrier.init(g_full.index(i), count=2)
+        mbarrier.init(g_full.index(i), count=33)
         mbarrier.init(g_empty.index(i), count=PER_BLOCK)
-    bars = (kv_full, q_full, q_empty, g_full, g_empty)
-    valid, batch, slot, whole, kv_head, head, column, begin, count, masked = _place(
+    bars = (kv_full, q_full, q_empty, g_full, g_empty, sum_full)
+    valid, batch, head, column, begin, count, masked, part = _place(
         ccol_ptr, row_ptr, ends_ptr, columns_ptr, num_q, num_k, num_cols, num_patterns, num_slots,
-        pattern_heads, pattern_kv_heads, GROUP, CAUSAL, BLOCK,
+        num_parts, pattern_heads, pattern_kv_heads, GROUP, CAUSAL, BLOCK,
     )  # fmt: skip
+    kv_head = head // GROUP
     # Sums over warps passed through shared memory that the fork below writes again.
     gl.thread_barrier()
     gl.warp_specialize(
@@ -292,18 +339,18 @@ def block_sparse_hopper_dkdv_kernel(
                 _compute_partition,
                 (
                     dk_ptr, dv_ptr, part_ptr, row_ptr, q_smem, g_smem, k_smem, v_smem, lse_smem,
-                    delta_smem, bars, valid, batch, slot, whole, kv_head, column, begin, count,
-                    masked, scale, stride_dkb, stride_dkt, stride_dkh, num_q, num_k, num_slots,
-                    pattern_kv_heads, HEADS, HEAD_DIM, CAUSAL, BLOCK, STAGES, 0,
+                    delta_smem, bars, valid, batch, kv_head, column, begin, count, masked, part,
+                    scale, stride_dkb, stride_dkt, stride_dkh, num_q, num_k, HEADS, HEAD_DIM,
+                    CAUSAL, BLOCK, STAGES, 0,
                 ),
             ),
             (
                 _compute_partition,
                 (
                     dk_ptr, dv_ptr, part_ptr, row_ptr, q_smem, g_smem, k_smem, v_smem, lse_smem,
-                    delta_smem, bars, valid, batch, slot, whole, kv_head, column, begin, count,
-                    masked, scale, stride_dkb, stride_dkt, stride_dkh, num_q, num_k, num_slots,
-                    pattern_kv_heads, HEADS, HEAD_DIM, CAUSAL, BLOCK, STAGES, 1,
+                    delta_smem, bars, valid, batch, kv_head, column, begin, count, masked, part,
+                    scale, stride_dkb, stride_dkt, stride_dkh, num_q, num_k, HEADS, HEAD_DIM,
+                    CAUSAL, BLOCK, STAGES, 1,
                 ),
             ),
             (

@@ -9,13 +9,12 @@ def block_sparse_bwd_parts_kernel(
     dk_ptr, dv_ptr, part_ptr, ends_ptr,
     scale,
     stride_dkb, stride_dkt, stride_dkh,
-    num_patterns, num_slots, pattern_kv_heads,
+    num_patterns, num_parts, pattern_kv_heads,
     LISTS: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid ``(columns * BLOCK / ROWS, KV heads, batch)``: sum ``ROWS`` keys over their slots.
+    """Grid ``(columns * BLOCK / ROWS, KV heads, batch)``: sum ``ROWS`` keys over their parts.
 
-    Slots are added in their order.  A block of 128 that only one slot has is done already; of a
-    block of 64 a slot has two sums.
+    Parts are added in their order.  Columns without parts are done already.
     """
     SHARES: tl.constexpr = BLOCK // ROWS
     column = tl.program_id(0) // SHARES
@@ -23,21 +22,18 @@ def block_sparse_bwd_parts_kernel(
     batch = tl.program_id(2)
     offs = tl.program_id(0) % SHARES * ROWS + tl.arange(0, ROWS)
     offs_d = tl.arange(0, HEAD_DIM)
-    place = offs[:, None] * HEAD_DIM + offs_d[None, :]
     first = column * num_patterns + kv_head * LISTS // pattern_kv_heads
     begin = tl.load(ends_ptr + first - 1, mask=first > 0, other=0)
     end = tl.load(ends_ptr + first + LISTS - 1)
-    if BLOCK == 64 or end - begin > 1:
+    if begin < end:
         dk = tl.zeros([ROWS, HEAD_DIM], dtype=tl.float32)
         dv = tl.zeros([ROWS, HEAD_DIM], dtype=tl.float32)
-        for slot in range(begin, end):
-            at = (batch * num_slots + slot) * pattern_kv_heads + kv_head % pattern_kv_heads
-            part = part_ptr + at.to(tl.int64) * (256 * HEAD_DIM) + place
+        for index in range(begin, end):
+            at = (batch * num_parts + index) * pattern_kv_heads + kv_head % pattern_kv_heads
+            part = part_ptr + at.to(tl.int64) * (2 * BLOCK * HEAD_DIM)
+            part = part + offs[:, None] * HEAD_DIM + offs_d[None, :]
             dk += tl.load(part)
-            dv += tl.load(part + 128 * HEAD_DIM)
-            if BLOCK == 64:
-                dk += tl.load(part + 64 * HEAD_DIM)
-                dv += tl.load(part + 192 * HEAD_DIM)
+            dv += tl.load(part + BLOCK * HEAD_DIM)
         key = (column * BLOCK + offs).to(tl.int64)
         base = batch.to(tl.int64) * stride_dkb + kv_head.to(tl.int64) * stride_dkh
         offsets = base + key[:, None] * stride_dkt + offs_d[None, :]
