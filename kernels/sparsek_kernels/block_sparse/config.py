@@ -75,12 +75,14 @@ class HopperBackward:
     Args:
         dkdv_stages: tiles of queries in flight.
         dq_stages: tiles of keys in flight.
-        least_entries: query blocks that a program for keys takes before their list is cut.
+        shares: a program for keys takes at most this fraction of a multiprocessor's work ...
+        least_entries: ... or this many query blocks; longer lists are cut.
     """
 
     dkdv_stages: int
     dq_stages: int
-    least_entries: int
+    shares: int = 4
+    least_entries: int = 16
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,8 @@ def hopper_backward(shape: ProblemShape) -> HopperBackward | None:
     if shape.pattern_heads % shape.group and shape.group % shape.pattern_heads:
         return None
     if shape.head_dim == 128:
-        return HopperBackward(4, 4, 16)
-    return HopperBackward(4, 6, 16)
+        return HopperBackward(4, 4)
+    return HopperBackward(4, 6)
 
 
 def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchConfig:

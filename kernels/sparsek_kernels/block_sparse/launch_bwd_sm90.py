@@ -15,7 +15,6 @@ from sparsek_kernels.common.device import multiprocessors
 
 _TILE = 64
 _PART_ROWS = 32
-_COLUMN_SHARE = 4  # of what a multiprocessor gets, a program may have one such share
 
 
 def plan_columns(
@@ -74,7 +73,7 @@ def backward(
     lists = max(shape.group // shape.pattern_heads, 1)
     pattern_kv_heads = max(shape.pattern_heads // shape.group, 1)
     num_blocks = problem.row_indices.shape[0]
-    programs = _COLUMN_SHARE * multiprocessors(q.device)
+    programs = config.shares * multiprocessors(q.device)
     most = max(triton.cdiv(num_blocks * pattern_kv_heads * batch, programs), config.least_entries)
     ends, columns, num_parts = plan_columns(problem.ccol_indices, num_blocks, most, lists > 1)
     copies, num_slots = pattern_kv_heads * batch, columns.shape[0]
