@@ -75,12 +75,18 @@ class HopperBackward:
     Args:
         dkdv_stages: tiles of queries in flight.
         dq_stages: tiles of keys in flight.
+        dkdv_held: whether a warpgroup takes k and v to registers, where there is room: products of
+            64 rows read as much of them as of the tiles, and shared memory is as busy as the
+            tensor cores.
+        dq_held: what it takes there of q and dout: neither (0), q (1), both (2).
         shares: a program for keys takes at most this fraction of a multiprocessor's work ...
         least_entries: ... or this many query blocks; longer lists are cut.
     """
 
     dkdv_stages: int
     dq_stages: int
+    dkdv_held: bool
+    dq_held: int = 2
     shares: int = 4
     least_entries: int = 16
 
@@ -168,8 +174,8 @@ def hopper_backward(shape: ProblemShape) -> HopperBackward | None:
     if shape.pattern_heads % shape.group and shape.group % shape.pattern_heads:
         return None
     if shape.head_dim == 128:
-        return HopperBackward(4, 4)
-    return HopperBackward(4, 6)
+        return HopperBackward(4, 4, False)
+    return HopperBackward(4, 6, True)
 
 
 def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchConfig:

@@ -67,6 +67,7 @@ def backward(
         dq, *boxes, lse, delta, problem.crow_indices, problem.col_indices, scale,
         *dq.stride()[:3], num_q, shape.num_k, num_rows, shape.num_kv_heads, num_items,
         shape.pattern_heads, **rules, STAGES=config.dq_stages,
+        HELD=config.dq_held,
     )  # fmt: skip
 
     num_patterns, num_cols = shape.num_patterns, problem.ccol_indices.shape[1] - 1
@@ -84,6 +85,7 @@ def backward(
         scale, *dk.stride()[:3], num_q, shape.num_k, shape.num_heads, num_cols, num_patterns,
         num_slots, num_parts, shape.pattern_heads, pattern_kv_heads,
         **rules, HEADS=min(shape.group, shape.pattern_heads), STAGES=config.dkdv_stages,
+        HELD=config.dkdv_held,
     )  # fmt: skip
     if num_parts:
         shares = shape.block_size // _PART_ROWS

@@ -70,12 +70,12 @@ def compile_hopper(dim: int, block: int, causal: bool) -> None:
     box = f"tensordesc<bf16[1, 64, 1, {dim}],{box_layout(torch.bfloat16)!r}>"
     types = {**dict.fromkeys(("q_desc", "g_desc", "k_desc", "v_desc"), box), **OPTIONS}
     constexprs |= {"HEADS": shape.group, "LISTS": 1, "ROWS": 32}
-    for kernel, depth in (
-        (block_sparse_hopper_dq_kernel, backward.dq_stages),
-        (block_sparse_hopper_dkdv_kernel, backward.dkdv_stages),
-        (block_sparse_bwd_parts_kernel, 1),
+    for kernel, depth, held in (
+        (block_sparse_hopper_dq_kernel, backward.dq_stages, backward.dq_held),
+        (block_sparse_hopper_dkdv_kernel, backward.dkdv_stages, backward.dkdv_held),
+        (block_sparse_bwd_parts_kernel, 1, 0),
     ):
-        report(kernel, 90, {**constexprs, "STAGES": depth}, 4, tiles=types)
+        report(kernel, 90, {**constexprs, "STAGES": depth, "HELD": held}, 4, tiles=types)
 
 
 if __name__ == "__main__":

@@ -37,14 +37,13 @@ CASES = [
 ]
 
 
-def run(case: Case, way: Way, least_entries: int | None = None) -> None:
-    """Check a case whose passes are the Hopper kernels; lists of columns are cut from there on."""
+def run(case: Case, way: Way, **options: int) -> None:
+    """Check a case whose passes are the Hopper kernels, the backward ones with ``options``."""
     shape = ProblemShape(case.heads, case.kv_heads, case.dim, case.block, case.patterns, case.nk)
     config = select_config(shape, case.dtype, 90)
     backward = config.hopper_backward
     assert backward is not None
-    if least_entries is not None:
-        config = replace(config, hopper_backward=replace(backward, least_entries=least_entries))
+    config = replace(config, hopper_backward=replace(backward, **options))
     with interpret(*way) as launched:
         check(case, config=config)
     assert launched[0] == FORWARD
@@ -58,10 +57,16 @@ def test_case(case: Case, way: Way) -> None:
     run(case, way)
 
 
+@pytest.mark.parametrize("held", [0, 1])
+@pytest.mark.parametrize("case", CASES[::2], ids=str)
+def test_less_in_registers(case: Case, held: int) -> None:
+    run(case, WAYS[-1], dq_held=held, dkdv_held=False)
+
+
 @pytest.mark.parametrize("least_entries", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_columns_in_parts(case: Case, least_entries: int) -> None:
-    run(case, WAYS[1], least_entries)
+    run(case, WAYS[1], least_entries=least_entries, shares=64)
 
 
 @SLOW

@@ -138,7 +138,8 @@ def test_columns_in_parts(case: Case, least_entries: int) -> None:
         pytest.skip("needs a Hopper GPU")
     config = configuration(case, with_hopper=True)
     assert config.hopper_backward is not None
-    parts = dataclasses.replace(config.hopper_backward, least_entries=least_entries)
+    cut = {"least_entries": least_entries, "shares": 64}
+    parts = dataclasses.replace(config.hopper_backward, **cut)
     check(case, "cuda", dataclasses.replace(config, hopper_backward=parts))
 
 

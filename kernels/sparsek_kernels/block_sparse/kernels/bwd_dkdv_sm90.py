@@ -191,7 +191,7 @@ def _compute_partition(
     stride_dkb, stride_dkt, stride_dkh,
     num_q, num_k,
     HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, INDEX: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 keys, transposed scores, and four products per step."""
     kv_full, q_full, q_empty, g_full, g_empty, sum_full = bars
@@ -214,8 +214,17 @@ def _compute_partition(
     scale_log2 = scale * LOG2E
     turns = (count * (HEADS * PER_BLOCK) + APART - 1 - FIRST) // APART
     masked_steps = masked * (HEADS * PER_BLOCK)
+    k_held = k_tile
+    v_held = v_tile
+    if HELD:
+        zero_tile = gl.zeros([ROWS, HEAD_DIM], dtype, gl.DotOperandLayout(0, S_LAYOUT, 2))
+        k_held = zero_tile
+        v_held = zero_tile
     if count > 0:
         mbarrier.wait(kv_full, 0)
+        if HELD:
+            k_held = k_tile.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+            v_held = v_tile.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
     for turn in range(turns):
         # A product of registers may not be in flight from one turn to the next: the assembler would
         # wait after every instruction.  So dk comes a turn late; the first time, zeros are added.
@@ -225,11 +234,11 @@ def _compute_partition(
         mbarrier.wait(q_full.index(stage), (step // STAGES) & 1)
         dk_token = warpgroup_mma(ds_half, q_smem.index(before), dk, is_async=True)
         s_token = warpgroup_mma(
-            k_tile, q_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+            k_held, q_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
         mbarrier.wait(g_full.index(stage), (step // STAGES) & 1)
         dp_token = warpgroup_mma(
-            v_tile, g_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+            v_held, g_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
         lse = lse_smem.index(stage).load(COL_LAYOUT) * LOG2E
         dk, ds_half, s = warpgroup_mma_wait(1, deps=[dk_token, ds_half, s_token])
@@ -291,7 +300,7 @@ def block_sparse_hopper_dkdv_kernel(
     num_q, num_k, num_heads, num_cols, num_patterns, num_slots, num_parts, pattern_heads,
     pattern_kv_heads,
     GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program per slot of the plan, KV head of its pattern and sequence.
 
@@ -341,7 +350,7 @@ def block_sparse_hopper_dkdv_kernel(
                     dk_ptr, dv_ptr, part_ptr, row_ptr, q_smem, g_smem, k_smem, v_smem, lse_smem,
                     delta_smem, bars, valid, batch, kv_head, column, begin, count, masked, part,
                     scale, stride_dkb, stride_dkt, stride_dkh, num_q, num_k, HEADS, HEAD_DIM,
-                    CAUSAL, BLOCK, STAGES, 0,
+                    CAUSAL, BLOCK, STAGES, HELD, 0,
                 ),
             ),
             (
@@ -350,7 +359,7 @@ def block_sparse_hopper_dkdv_kernel(
                     dk_ptr, dv_ptr, part_ptr, row_ptr, q_smem, g_smem, k_smem, v_smem, lse_smem,
                     delta_smem, bars, valid, batch, kv_head, column, begin, count, masked, part,
                     scale, stride_dkb, stride_dkt, stride_dkh, num_q, num_k, HEADS, HEAD_DIM,
-                    CAUSAL, BLOCK, STAGES, 1,
+                    CAUSAL, BLOCK, STAGES, HELD, 1,
                 ),
             ),
             (

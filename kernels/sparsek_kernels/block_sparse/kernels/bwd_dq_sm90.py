@@ -137,7 +137,7 @@ def _compute_partition(
     stride_dqb, stride_dqt, stride_dqh,
     num_q, num_k, num_rows, num_kv_heads, num_items, pattern_heads,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, INDEX: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its 64 rows of each item, three products per tile of keys."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -147,8 +147,7 @@ def _compute_partition(
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, DQ_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    q_tile = q_smem.index(INDEX)
-    g_tile = g_smem.index(INDEX)
+    A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 2)
     zero = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
     scale_log2 = scale * LOG2E
     fetched = 0
@@ -172,6 +171,14 @@ def _compute_partition(
             ds_half = gl.convert_layout(zero.to(dtype), P_LAYOUT)
             acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, DQ_LAYOUT)
             mbarrier.wait(q_full.index(INDEX), turn & 1)
+            q_tile = q_smem.index(INDEX)
+            g_tile = g_smem.index(INDEX)
+            if HELD >= 1:
+                q_tile = q_tile.load(A_LAYOUT)
+            if HELD == 2:
+                g_tile = g_tile.load(A_LAYOUT)
+                gl.thread_barrier()
+                mbarrier.arrive(q_empty.index(INDEX), count=1)
             for tile in range(tiles):
                 # dq comes a tile late, as dk does in the kernel for keys.
                 stage = fetched % STAGES
@@ -202,7 +209,8 @@ def _compute_partition(
                     mbarrier.arrive(k_empty.index(before), count=1)
                 ds_half = ds
                 fetched += 1
-            mbarrier.arrive(q_empty.index(INDEX), count=1)
+            if HELD < 2:
+                mbarrier.arrive(q_empty.index(INDEX), count=1)
             if tiles > 0:
                 last = (fetched - 1) % STAGES
                 acc = warpgroup_mma(ds_half, k_smem.index(last), acc)
@@ -222,7 +230,7 @@ def block_sparse_hopper_dq_kernel(
     stride_dqb, stride_dqt, stride_dqh,
     num_q, num_k, num_rows, num_kv_heads, num_items, pattern_heads,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program per multiprocessor, each taking ``num_items / programs`` items.
 
@@ -259,7 +267,7 @@ def block_sparse_hopper_dq_kernel(
                     dq_ptr, lse_ptr, delta_ptr, q_smem, g_smem, k_smem, v_smem, bars, crow_ptr,
                     col_ptr, scale, stride_dqb, stride_dqt, stride_dqh, num_q, num_k, num_rows,
                     num_kv_heads, num_items, pattern_heads, GROUP, HEAD_DIM, CAUSAL, BLOCK,
-                    STAGES, 0,
+                    STAGES, HELD, 0,
                 ),
             ),
             (
@@ -268,7 +276,7 @@ def block_sparse_hopper_dq_kernel(
                     dq_ptr, lse_ptr, delta_ptr, q_smem, g_smem, k_smem, v_smem, bars, crow_ptr,
                     col_ptr, scale, stride_dqb, stride_dqt, stride_dqh, num_q, num_k, num_rows,
                     num_kv_heads, num_items, pattern_heads, GROUP, HEAD_DIM, CAUSAL, BLOCK,
-                    STAGES, 1,
+                    STAGES, HELD, 1,
                 ),
             ),
             (
