@@ -79,15 +79,15 @@ class HopperBackward:
             64 rows read as much of them as of the tiles, and shared memory is as busy as the
             tensor cores.
         dq_held: what it takes there of q and dout: neither (0), q (1), both (2).
-        shares: a program for keys takes at most this fraction of a multiprocessor's work ...
-        least_entries: ... or this many query blocks; longer lists are cut.
+        shares: a program for keys takes at most one of so many shares of a multiprocessor's work,
+        least_entries: or this many query blocks; longer lists are cut.
     """
 
     dkdv_stages: int
     dq_stages: int
     dkdv_held: bool
     dq_held: int = 2
-    shares: int = 4
+    shares: int = 2
     least_entries: int = 16
 
 

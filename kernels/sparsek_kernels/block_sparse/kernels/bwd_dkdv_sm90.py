@@ -291,7 +291,7 @@ def _compute_partition(
                 )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_slots", "num_parts"])
 def block_sparse_hopper_dkdv_kernel(
     dk_ptr, dv_ptr, part_ptr, q_desc, g_desc, k_desc, v_desc, lse_ptr, delta_ptr, ccol_ptr, row_ptr,
     ends_ptr, columns_ptr,

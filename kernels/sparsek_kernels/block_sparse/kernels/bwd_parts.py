@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def block_sparse_bwd_parts_kernel(
     dk_ptr, dv_ptr, part_ptr, ends_ptr,
     scale,
