@@ -23,6 +23,7 @@ from sparsek_kernels.block_sparse.config import (
     LaunchConfig,
     ProblemShape,
     TileConfig,
+    hopper_backward,
     hopper_stages,
     key_tile,
     query_tile,
@@ -38,10 +39,15 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def candidates(shape: ProblemShape, base: LaunchConfig) -> Iterator[tuple[str, str, LaunchConfig]]:
-    """``(pass, name, configuration)``: the Hopper kernel, and tiles of each portable one."""
+    """``(pass, name, configuration)``: the Hopper kernels, and tiles of each portable one."""
     if hopper_stages(shape) is not None:
         yield "forward", "hopper", replace(base, hopper_stages=hopper_stages(shape))
-    plain = replace(base, hopper_stages=None)
+    hopper = hopper_backward(shape)
+    if hopper is not None:
+        for shares in (1, 2, 4, 8, 16):
+            tried = replace(hopper, shares=shares)
+            yield "backward", f"hopper, shares {shares}", replace(base, hopper_backward=tried)
+    plain = replace(base, hopper_stages=None, hopper_backward=None)
     for sizes in QUERY_TILES:
         tile = query_tile(shape, *sizes)
         yield "forward", _name(tile), replace(plain, forward=tile)

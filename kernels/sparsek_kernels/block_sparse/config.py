@@ -69,6 +69,29 @@ class TileConfig:
 
 
 @dataclass(frozen=True)
+class HopperBackward:
+    """Launch parameters of the warp-specialised backward kernels.
+
+    Args:
+        dkdv_stages: tiles of queries in flight.
+        dq_stages: tiles of keys in flight.
+        dkdv_held: whether a warpgroup takes k and v to registers, where there is room: products of
+            64 rows read as much of them as of the tiles, and shared memory is as busy as the
+            tensor cores.
+        dq_held: what it takes there of q and dout: neither (0), q (1), both (2).
+        shares: a program for keys takes at most one of so many shares of a multiprocessor's work,
+        least_entries: or this many query blocks; longer lists are cut.
+    """
+
+    dkdv_stages: int
+    dq_stages: int
+    dkdv_held: bool
+    dq_held: int = 2
+    shares: int = 2
+    least_entries: int = 16
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
     """Launch parameters of every kernel of a call.
 
@@ -79,6 +102,7 @@ class LaunchConfig:
         precision: input precision of dot products.
         hopper_stages: pipeline depth of the warp-specialised forward kernel, where that one is
             used.
+        hopper_backward: parameters of the warp-specialised backward kernels, where those are used.
     """
 
     forward: TileConfig
@@ -86,6 +110,7 @@ class LaunchConfig:
     dq: TileConfig
     precision: str = "tf32"
     hopper_stages: int | None = None
+    hopper_backward: HopperBackward | None = None
 
 
 def _power_of_two(x: int) -> int:
@@ -138,6 +163,21 @@ def hopper_stages(shape: ProblemShape) -> int | None:
     return 2 if shape.head_dim == 128 else 4
 
 
+def hopper_backward(shape: ProblemShape) -> HopperBackward | None:
+    """Parameters of the warp-specialised backward kernels for half-precision shapes they take.
+
+    These are what the forward kernel takes, where heads of a group share one pattern or the heads
+    of a pattern lie in one group.
+    """
+    if hopper_stages(shape) is None:
+        return None
+    if shape.pattern_heads % shape.group and shape.group % shape.pattern_heads:
+        return None
+    if shape.head_dim == 128:
+        return HopperBackward(4, 4, False)
+    return HopperBackward(4, 6, True)
+
+
 def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchConfig:
     """Launch parameters for ``shape`` on compute capability ``arch`` (``90`` is 9.0).
 
@@ -172,5 +212,12 @@ def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchC
     if shape.dropout:  # random bits of a tile need registers of their own
         forward, dq = (replace(tile, num_warps=8) for tile in (forward, dq))
         dkdv = replace(dkdv, step=min(dkdv.step, 32), num_warps=8)
-    stages = hopper_stages(shape) if arch == 90 else None
-    return LaunchConfig(forward, dkdv, dq, hopper_stages=stages)
+    if arch != 90:
+        return LaunchConfig(forward, dkdv, dq)
+    return LaunchConfig(
+        forward,
+        dkdv,
+        dq,
+        hopper_stages=hopper_stages(shape),
+        hopper_backward=hopper_backward(shape),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from sparsek_kernels.block_sparse import launch_sm90
+from sparsek_kernels.block_sparse import launch_bwd_sm90, launch_sm90
 from sparsek_kernels.block_sparse.config import LaunchConfig, TileConfig
 from sparsek_kernels.block_sparse.kernels.bwd import (
     block_sparse_bwd_dkdv_kernel,
@@ -13,7 +13,7 @@ from sparsek_kernels.block_sparse.kernels.bwd import (
 )
 from sparsek_kernels.block_sparse.kernels.fwd import block_sparse_fwd_kernel
 from sparsek_kernels.block_sparse.problem import BlockSparseProblem
-from sparsek_kernels.common.alignment import describable
+from sparsek_kernels.common.alignment import boxable, describable
 from sparsek_kernels.common.grids import Grid
 from sparsek_kernels.common.launching import strides
 from sparsek_kernels.common.operators import new_like, pointers
@@ -99,7 +99,13 @@ def backward(
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     config = config or problem.launch_config()
-    inputs = (dout, q, k, v, lse, row_dots(dout, dlse, out))
+    delta = row_dots(dout, dlse, out)
+    if config.hopper_backward is not None and boxable(q, k, v):
+        if not boxable(dout):
+            dout = dout.contiguous()  # such as the expanded gradient of a sum
+        launch_bwd_sm90.backward(problem, config.hopper_backward, (dq, dk, dv), dout, lse, delta)
+        return dq, dk, dv
+    inputs = (dout, q, k, v, lse, delta)
     tail = strides(dout, q, k, v)
     tile = config.dkdv
     block_sparse_bwd_dkdv_kernel[(k.shape[2] * triton.cdiv(k.shape[1], tile.rows), k.shape[0])](

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ SLOW = settings(
     max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 BF16, FP16 = torch.bfloat16, torch.float16
+FORWARD, DQ = "block_sparse_hopper_fwd_kernel", "block_sparse_hopper_dq_kernel"
+DKDV, PARTS = "block_sparse_hopper_dkdv_kernel", "block_sparse_bwd_parts_kernel"
 
 Way = tuple[str, bool, int]
 WAYS: list[Way] = list(itertools.product(("first first", "last first"), (True, False), (1, 3)))
@@ -36,12 +39,18 @@ CASES = [
 ]
 
 
-def run(case: Case, way: Way) -> None:
-    """Check a case whose forward pass is the Hopper kernel."""
+def run(case: Case, way: Way, **options: int) -> None:
+    """Check a case whose passes are the Hopper kernels, the backward ones with ``options``."""
     shape = ProblemShape(case.heads, case.kv_heads, case.dim, case.block, case.patterns, case.nk)
+    config = select_config(shape, case.dtype, 90)
+    backward = config.hopper_backward
+    assert backward is not None
+    config = replace(config, hopper_backward=replace(backward, **options))
     with interpret(*way) as launched:
-        check(case, config=select_config(shape, case.dtype, 90))
-    assert "block_sparse_hopper_fwd_kernel" in launched
+        check(case, config=config)
+    assert FORWARD in launched
+    backwards = launched[launched.index(DQ) :]
+    assert backwards in ([DQ, DKDV], [DQ, DKDV, PARTS])
 
 
 def test_the_queue_starts_with_long_lists() -> None:
@@ -60,6 +69,18 @@ def test_the_queue_starts_with_long_lists() -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: Case, way: Way) -> None:
     run(case, way)
+
+
+@pytest.mark.parametrize("held", [0, 1])
+@pytest.mark.parametrize("case", CASES[::2], ids=str)
+def test_less_in_registers(case: Case, held: int) -> None:
+    run(case, WAYS[-1], dq_held=held, dkdv_held=False)
+
+
+@pytest.mark.parametrize("least_entries", [1, 2])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_columns_in_parts(case: Case, least_entries: int) -> None:
+    run(case, WAYS[1], least_entries=least_entries, shares=64)
 
 
 @SLOW

@@ -34,9 +34,12 @@ def test_kernels_compile(arch: int, tmp_path: Path) -> None:
     done = processes.run(sys.executable, Path(__file__).with_name("aot.py"), arch, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(lines) == (13 if arch == 90 else 9)
+    assert len(lines) == (9 + 1 + 4 * 8 if arch == 90 else 9)
     for line in lines:
         assert line["shared"] <= SHARED[arch], line
         assert line["stack"] <= STACK.get((line["kernel"], arch), STACK["default"]), line
-        if line["kernel"] != "block_sparse_queue_kernel":
+        if not line["kernel"].endswith(("parts_kernel", "queue_kernel")):
             assert line["hgmma"] if arch == 90 else line["mma"], line
+        if "hopper" in line["kernel"]:
+            # One wait after every product instead of one for all: the assembler gave up.
+            assert line["waits"] < line["hgmma"] / 2, line

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from sparsek_kernels import block_sparse_attention
-from sparsek_kernels.block_sparse import launch_sm90
+from sparsek_kernels.block_sparse import launch_bwd_sm90, launch_sm90
 from sparsek_kernels.block_sparse.config import (
     LaunchConfig,
     ProblemShape,
+    hopper_backward,
     hopper_stages,
     select_config,
 )
@@ -107,21 +108,39 @@ HOPPER = [
 
 
 def configuration(case: Case, with_hopper: bool) -> LaunchConfig:
-    """What is chosen for a case, with or without the Hopper forward kernel."""
+    """What is chosen for a case, with or without the Hopper kernels."""
     shape = ProblemShape(case.heads, case.kv_heads, case.dim, case.block, case.patterns, case.nk)
     config = select_config(shape, case.dtype, device_arch(torch.device("cuda")))
-    return dataclasses.replace(config, hopper_stages=hopper_stages(shape) if with_hopper else None)
+    stages, backward = (
+        (hopper_stages(shape), hopper_backward(shape)) if with_hopper else (None, None)
+    )
+    return dataclasses.replace(config, hopper_stages=stages, hopper_backward=backward)
 
 
 @pytest.mark.parametrize("case", HOPPER, ids=str)
-def test_hopper_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_kernels(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if device_arch(torch.device("cuda")) != 90:
         pytest.skip("needs a Hopper GPU")
-    launches: list[int] = []
-    real = launch_sm90.forward
-    monkeypatch.setattr(launch_sm90, "forward", lambda *a: launches.append(1) or real(*a))
+    launches: list[str] = []
+    for module, name in ((launch_sm90, "forward"), (launch_bwd_sm90, "backward")):
+        real = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *a, name=name, real=real: launches.append(name) or real(*a)
+        )
     check(case, "cuda", configuration(case, with_hopper=True))
-    assert launches == [1]
+    assert launches == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("least_entries", [1, 3])
+@pytest.mark.parametrize("case", HOPPER[::3], ids=str)
+def test_columns_in_parts(case: Case, least_entries: int) -> None:
+    if device_arch(torch.device("cuda")) != 90:
+        pytest.skip("needs a Hopper GPU")
+    config = configuration(case, with_hopper=True)
+    assert config.hopper_backward is not None
+    cut = {"least_entries": least_entries, "shares": 64}
+    parts = dataclasses.replace(config.hopper_backward, **cut)
+    check(case, "cuda", dataclasses.replace(config, hopper_backward=parts))
 
 
 @pytest.mark.parametrize("case", HOPPER[::4], ids=str)

@@ -97,6 +97,7 @@ def report(kernel: Any, arch: int, constexprs: dict[str, Any], warps: int, stage
         "stack": max(map(int, re.findall(r"STACK:(\d+)", listing))),
         "shared": compiled.metadata.shared,
         "hgmma": listing.count("HGMMA"),
+        "waits": listing.count("WARPGROUP.DEPBAR"),
         "mma": listing.count("HMMA") + listing.count("UTCHMMA") + listing.count("UTCMMA"),
     }
     print(json.dumps(line), flush=True)
