@@ -82,11 +82,11 @@ def _attend_tiles(
         stage = fetched % STAGES
         phase = (fetched // STAGES) & 1
         mbarrier.wait(k_full.index(stage), phase)
-        mbarrier.wait(v_full.index(stage), phase)
         zero = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
         s_token = warpgroup_mma(
             q_tile, k_wide.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
+        mbarrier.wait(v_full.index(stage), phase)
         acc_token = warpgroup_mma(p, v_wide.index(stage), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s_token])
         if MASKED:
@@ -175,11 +175,11 @@ def _attend_partition(
         phase = (fetched // STAGES) & 1
         mbarrier.wait(q_full.index(turn % 2), (turn // 2) & 1)
         mbarrier.wait(k_full.index(stage), phase)
-        mbarrier.wait(v_full.index(stage), phase)
         zero = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
         s_token = warpgroup_mma(
             q_tile, k_wide.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
+        mbarrier.wait(v_full.index(stage), phase)
         acc_token = warpgroup_mma(p, v_wide.index(stage), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s_token])
         s = _mask(s, pos, one, two, CAUSAL, BLOCK, S_LAYOUT)
