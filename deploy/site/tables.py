@@ -192,15 +192,15 @@ def shares(*budgets: str) -> str:
     return _table(("budget", "tokens", *map(_tokens, lengths)), rows)
 
 
-def headline(fewer: str, default: str, *evaluations: str) -> str:
+def headline(default: str, fewer: str, *evaluations: str) -> str:
     """Return the few figures of the README: attention's speed, and the answers that it keeps.
 
     Args:
-        fewer: times of the default's prefill, and of decoded tokens that select as many blocks.
-        default: times of decoded tokens that select as many as by default.
+        default: times of the default budget.
+        fewer: times of 64 blocks, for prompts and for decoded tokens.
         evaluations: file, label and words for it, such as ``quality.json;block_topk:64;64+blocks``.
     """
-    times = {name: _times(name) for name in (default, fewer)}
+    files = [_times(name) for name in (default, fewer)]
     lines = []
     for op, spec, words in (
         ("paged_decode", "32q1s64k", "decode, 32 requests at 64k"),
@@ -210,17 +210,17 @@ def headline(fewer: str, default: str, *evaluations: str) -> str:
         ("paged_prefill", "q128k", "prefill of 128k"),
         ("paged_prefill", "q32k", "prefill of 32k"),
     ):
-        files = (default, fewer) if op == "paged_decode" else (fewer,)
-        cells = [words, _duration(times[files[0]][op, spec, "fa3"])]
-        for file in files:
-            ours = times[file].get((op, spec, OURS))
+        theirs = [times[op, spec, "fa3"] for times in files if (op, spec, "fa3") in times]
+        cells = [words, _duration(theirs[0])]
+        for times in files:
+            ours = times.get((op, spec, OURS))
             if ours is None:
                 cells += ["not measured", ""]
             else:
-                cells += [_duration(ours), _ratio(times[file][op, spec, "fa3"], ours, False)]
-        lines.append(cells + [""] * (6 - len(cells)))
-    peer, fewest = "FlashAttention-3", "`decode_top_k` 64"
-    speed = _table(("attention, one H200", peer, "the default", "", fewest, ""), lines)
+                cells += [_duration(ours), _ratio(times[op, spec, "fa3"], ours, False)]
+        lines.append(cells)
+    head = ("attention, one H200", "FlashAttention-3", "the default", "", "64 blocks", "")
+    speed = _table(head, lines)
     kept = []
     for evaluation in evaluations:
         file, label, words = evaluation.split(";")

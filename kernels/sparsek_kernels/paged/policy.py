@@ -25,7 +25,7 @@ SAMPLE_STRIDE = 4
 MOST_SAMPLES = 16
 """Most queries by which the blocks of a tile are ranked exactly."""
 
-CANDIDATES = 2
+CANDIDATES = 3
 """Blocks of a tile that are ranked exactly, for each place."""
 
 Ranking: TypeAlias = Literal["masses", "infllm"]
