@@ -40,8 +40,8 @@ def block_sparse_attention(
     query, key), not on the GPU, the pattern or the tiles; forward and backward agree.
 
     CUDA tensors run Triton kernels that give the same bits every time.  CPU tensors, and
-    fp64 anywhere, run the same arithmetic in torch operations.  The forward kernel for Hopper
-    takes neither masks nor dropout; such calls run the portable kernels.
+    fp64 anywhere, run the same arithmetic in torch operations.  The kernels for Hopper
+    take neither masks nor dropout; such calls run the portable ones.
 
     Args:
         q: ``[B, N, Hq, D]``, fp16, bf16, fp32 or fp64, any strides, D from 1 to 256.

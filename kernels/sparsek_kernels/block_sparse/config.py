@@ -79,8 +79,9 @@ class HopperBackward:
             64 rows read as much of them as of the tiles, and shared memory is as busy as the
             tensor cores.
         dq_held: what it takes there of q and dout: neither (0), q (1), both (2).
-        shares: a program for keys takes at most one of so many shares of a multiprocessor's work,
-        least_entries: or this many query blocks; longer lists are cut.
+        shares: parts into which a multiprocessor's even share of the work for keys is divided; a
+            program takes at most one such part, and longer lists of query blocks are cut.
+        least_entries: query blocks that a program may take at least, however short its part.
     """
 
     dkdv_stages: int

@@ -1,7 +1,7 @@
 """Gradients of keys and values for Hopper: one loading warp, two warpgroups that compute (Gluon).
 
 The maths stands in ``bwd.py``.  A program owns a block of keys of one KV head and a part of the
-query blocks that list it (``plan_bwd_sm90.py``): both accumulators stay in registers, and a column
+query blocks that list it (``plan_columns``): both accumulators stay in registers, and a column
 that many queries list does not keep one multiprocessor busy alone.  The loading warp streams 64
 queries of one head at a time through shared memory.  A warpgroup works on transposed scores, so
 that weights and their gradients are operands of the second products as they lie in registers; the
