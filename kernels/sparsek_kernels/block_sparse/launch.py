@@ -100,10 +100,11 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     config = config or problem.launch_config()
     delta = row_dots(dout, dlse, out)
-    if config.hopper_backward is not None and boxable(q, k, v):
+    hopper = config.hopper_backward
+    if hopper is not None and boxable(q, k, v) and launch_bwd_sm90.fits(problem, hopper):
         if not boxable(dout):
             dout = dout.contiguous()  # such as the expanded gradient of a sum
-        launch_bwd_sm90.backward(problem, config.hopper_backward, (dq, dk, dv), dout, lse, delta)
+        launch_bwd_sm90.backward(problem, hopper, (dq, dk, dv), dout, lse, delta)
         return dq, dk, dv
     inputs = (dout, q, k, v, lse, delta)
     tail = strides(dout, q, k, v)

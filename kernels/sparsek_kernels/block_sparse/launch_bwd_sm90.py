@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from sparsek_kernels.block_sparse.config import HopperBackward
+from sparsek_kernels.block_sparse.config import HopperBackward, ProblemShape
 from sparsek_kernels.block_sparse.kernels.bwd_dkdv_sm90 import block_sparse_hopper_dkdv_kernel
 from sparsek_kernels.block_sparse.kernels.bwd_dq_sm90 import block_sparse_hopper_dq_kernel
 from sparsek_kernels.block_sparse.kernels.bwd_parts import block_sparse_bwd_parts_kernel
@@ -15,6 +15,36 @@ from sparsek_kernels.common.device import multiprocessors
 
 _TILE = 64
 _PART_ROWS = 32
+_PART_ELEMENTS = 1 << 29
+"""Most fp32 elements (2 GiB) of the sums of cut columns."""
+
+
+def most_entries(
+    shape: ProblemShape, batch: int, num_blocks: int, config: HopperBackward, num_sms: int
+) -> int:
+    """Query blocks that a program for keys takes at most."""
+    kv_heads = max(shape.pattern_heads // shape.group, 1)
+    even: int = triton.cdiv(num_blocks * kv_heads * batch, config.shares * num_sms)
+    return max(even, config.least_entries)
+
+
+def most_parts(num_columns: int, num_blocks: int, most: int, all_in_parts: bool) -> int:
+    """Parts that may be needed; ``num_columns`` and ``num_blocks`` are of all patterns together."""
+    return num_columns + num_blocks // most if all_in_parts else 2 * (num_blocks // most)
+
+
+def fits(problem: BlockSparseProblem, config: HopperBackward) -> bool:
+    """Whether the sums of cut columns find room: 2 GiB.
+
+    Where query heads of a group have patterns of their own, every column is summed up from parts.
+    """
+    shape, batch = problem.shape, problem.q.shape[0]
+    columns = shape.num_patterns * (problem.ccol_indices.shape[1] - 1)
+    num_blocks, num_sms = problem.row_indices.shape[0], multiprocessors(problem.q.device)
+    most = most_entries(shape, batch, num_blocks, config, num_sms)
+    parts = most_parts(columns, num_blocks, most, shape.group > shape.pattern_heads)
+    copies = max(shape.pattern_heads // shape.group, 1) * batch
+    return parts * copies * 2 * shape.block_size * shape.head_dim <= _PART_ELEMENTS
 
 
 def plan_columns(
@@ -37,7 +67,7 @@ def plan_columns(
     num_slots = slots.numel() + num_blocks // most
     every = torch.arange(num_slots, dtype=torch.int32, device=ends.device)
     columns = torch.searchsorted(ends[0], every, right=True, out_int32=True)
-    return ends, columns, num_slots if all_in_parts else 2 * (num_blocks // most)
+    return ends, columns, most_parts(slots.numel(), num_blocks, most, all_in_parts)
 
 
 def backward(
@@ -74,8 +104,7 @@ def backward(
     lists = max(shape.group // shape.pattern_heads, 1)
     pattern_kv_heads = max(shape.pattern_heads // shape.group, 1)
     num_blocks = problem.row_indices.shape[0]
-    programs = config.shares * multiprocessors(q.device)
-    most = max(triton.cdiv(num_blocks * pattern_kv_heads * batch, programs), config.least_entries)
+    most = most_entries(shape, batch, num_blocks, config, multiprocessors(q.device))
     ends, columns, num_parts = plan_columns(problem.ccol_indices, num_blocks, most, lists > 1)
     copies, num_slots = pattern_kv_heads * batch, columns.shape[0]
     size = (max(num_parts * copies, 1), 2, shape.block_size, shape.head_dim)
