@@ -52,8 +52,9 @@ def plan_columns(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Cut the columns of every pattern, ``num_blocks`` entries, into slots of up to ``most``.
 
-    Columns come in their order, those of all patterns together, because under causality the first
-    ones have the longest lists.  A column without entries has one slot too.
+    The first column of every pattern comes first, then the second of every pattern, and so on:
+    under causality the first columns have the longest lists.  A column without entries has one
+    slot too.
 
     Returns ``(ends, columns, num_parts)``, int32: ``ends [2, columns * patterns]`` where the slots
     of ``column * patterns + pattern`` end, and its parts, which are the slots of a column that has

@@ -86,7 +86,11 @@ def _place(
 
 @gluon.jit
 def _stage(step, PER_BLOCK: gl.constexpr, STAGES: gl.constexpr):
-    """Buffer of a step: those of a warpgroup with steps of its own lie side by side."""
+    """Buffer of a step of 64 queries.
+
+    With blocks of 64 the first warpgroup takes the even steps and the second the odd ones: the
+    first half of the buffers is then for even steps, the other half for odd ones.
+    """
     if PER_BLOCK == 2:
         return step % STAGES
     else:

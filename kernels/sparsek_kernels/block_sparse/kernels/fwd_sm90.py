@@ -228,6 +228,7 @@ def block_sparse_hopper_fwd_kernel(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program per multiprocessor, which draws items from the queue of ``item_queue.py``.
+
     ``{q,k,v}_desc`` describe q, k and v as matrices ``[tokens, heads * D]`` in boxes of 64 columns,
     64 rows for q, ``BLOCK`` for k and v; ``*_batch_rows`` and ``*_head_cols`` are the distances
     between sequences and heads in them.  ``out_desc`` describes boxes ``[1, 64, 1, 64]`` of the
