@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.cpu import native
+from sparsek_kernels.paged.cpu.native import build
 
 from . import compat
 from .engine import engine_of
@@ -130,7 +130,7 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.on_host = device.type == "cpu"
         if self.on_host:
-            native.library()  # built before the first request
+            build.library()  # built before the first request
         self.metrics = None
         if compat.is_first_tensor_rank():  # the others attend the same keys
             engine = engine_of(vllm_config)

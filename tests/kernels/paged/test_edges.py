@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sparsek_kernels.paged import PagedBatch, SelectionPolicy, paged_attention, select_blocks
 from sparsek_kernels.paged.checks import check_batch_layout
-from sparsek_kernels.paged.cpu import native
+from sparsek_kernels.paged.cpu.native import build
 from sparsek_kernels.paged.reference import paged_attention_reference
 
 MIXED = ([200, 61, 300, 1, 129], [1, 3, 300, 1, 64], 2)
@@ -24,7 +24,7 @@ STRADDLING = [(32, 48), (48, 64), (96, 64), (48, 128), (32, 24), (16, 3), (80, 6
 def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decodes through the C function (where there is a compiler), then through torch."""
     if request.param == "torch":
-        monkeypatch.setattr(native, "library", lambda: None)
+        monkeypatch.setattr(build, "library", lambda: None)
 
 
 def check(case: Case, policy: SelectionPolicy) -> None:

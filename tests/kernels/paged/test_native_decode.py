@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from sparsek_kernels.paged import PagedBatch, SelectionPolicy, paged_attention
 from sparsek_kernels.paged.api import write_kv
-from sparsek_kernels.paged.cpu import native, native_decode
+from sparsek_kernels.paged.cpu.native import build
+from sparsek_kernels.paged.cpu.native import decode as native_decode
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.reference import (
     gather_sequence,
@@ -28,7 +29,7 @@ from sparsek_kernels.paged.reference import (
 from tests.kernels.worst_sketch import worst_sketch
 
 needs_compiler = pytest.mark.skipif(
-    native.library() is None, reason="no C compiler: the torch path decodes"
+    build.library() is None, reason="no C compiler: the torch path decodes"
 )
 
 
@@ -170,7 +171,7 @@ def test_bfloat16_equals_the_torch_path(threads: int, monkeypatch: pytest.Monkey
     finally:
         torch.set_num_threads(before)
     exact = problem.expected(policy)
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(build, "library", lambda: None)
     torch_path = problem.attend(policy)
     assert (found - exact).abs().max() <= 2 * (torch_path - exact).abs().max()
 
@@ -179,10 +180,10 @@ def _built_without(*features: str) -> ctypes.CDLL:
     """The C functions as another processor would have them."""
     compiler = os.environ.get("CC") or shutil.which("cc") or "gcc"
     less = [f"-mno-{feature}" for feature in features]
-    sources = {file: (*flags, "-O1", *less) for file, flags in native._SOURCES.items()}
+    sources = {file: (*flags, "-O1", *less) for file, flags in build._SOURCES.items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "_SOURCES", sources)
-        return native._build(compiler)
+        patch.setattr(build, "_SOURCES", sources)
+        return build._build(compiler)
 
 
 @needs_compiler
@@ -207,7 +208,7 @@ def test_processors_without_wide_vectors_or_pairs(
     problem = Problem([900, 129, 33], dim=dim, group=5, dtype=dtype, page_size=64)
     policy = SelectionPolicy(num_sink=64, window_size=100, top_k=3)
     here, exact = problem.attend(policy), problem.expected(policy)
-    monkeypatch.setattr(native, "library", Counted)
+    monkeypatch.setattr(build, "library", Counted)
     found = problem.attend(policy)
     assert calls == 1
     tolerance = 2e-6 if dtype == torch.float32 else 2**-7  # of bfloat16: a unit in the last place
@@ -268,7 +269,7 @@ def test_least_shares(
     assert any(0 < chosen < places for chosen in numbers)
     assert places in numbers
     found, exact = problem.attend(policy), problem.expected(policy)
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(build, "library", lambda: None)
     by_torch = problem.attend(policy)
     for out in (found, by_torch):
         tolerance = 2e-5 if dtype == torch.float32 else 1e-2
@@ -332,14 +333,14 @@ def test_without_a_compiler_the_torch_path_decodes(
 ) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
-    native.library.cache_clear()
+    build.library.cache_clear()
     try:
         problem = Problem([300, 20])
         policy = SelectionPolicy(num_sink=16, window_size=40, top_k=2, sel_block_size=32)
         with caplog.at_level(logging.WARNING):
             found = problem.attend(policy)
     finally:
-        native.library.cache_clear()
+        build.library.cache_clear()
     assert "no C compiler" in caplog.text
     torch.testing.assert_close(found.double(), problem.expected(policy), atol=2e-5, rtol=1e-4)
 
@@ -349,12 +350,12 @@ def test_a_compiler_that_fails_is_named(
 ) -> None:
     monkeypatch.setenv("CC", "false")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.library.cache_clear()
+    build.library.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
-            assert native.library() is None
+            assert build.library() is None
     finally:
-        native.library.cache_clear()
+        build.library.cache_clear()
     assert "torch path" in caplog.text
     assert "false" in caplog.text
 
@@ -364,7 +365,7 @@ def test_a_user_without_a_home_gets_a_temporary_folder(monkeypatch: pytest.Monke
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(native.Path, "home", homeless)
-    folder = native._cache_folder()
+    monkeypatch.setattr(build.Path, "home", homeless)
+    folder = build._cache_folder()
     assert folder.is_dir()
     folder.rmdir()

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from sparsek_kernels.paged import write_kv
-from sparsek_kernels.paged.cpu import native, native_sketch
+from sparsek_kernels.paged.cpu.native import build
+from sparsek_kernels.paged.cpu.native import sketch as native_sketch
 from sparsek_kernels.paged.sketch import summary_bytes
 
 pytestmark = pytest.mark.skipif(
-    native.library() is None, reason="no C compiler: the torch path writes the sketch"
+    build.library() is None, reason="no C compiler: the torch path writes the sketch"
 )
 
 PAGES, HEADS, PAGE = 6, 3, 32
@@ -33,7 +34,7 @@ def written(
     assert native_sketch.supports(cache[..., :dim], summary)
     with monkeypatch.context() as patch:
         if not in_c:
-            patch.setattr(native, "library", lambda: None)
+            patch.setattr(build, "library", lambda: None)
         for some in torch.arange(tokens).tensor_split(pieces):
             write_kv(
                 keys[some], keys[some], cache[..., :dim], cache[..., dim:], summary, slots[some]

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
-from sparsek_kernels.paged.cpu import native_decode
 from sparsek_kernels.paged.cpu.gather import block_reader, join_kv, read_sequence
+from sparsek_kernels.paged.cpu.native import decode as native_decode
 from sparsek_kernels.paged.cpu.plan import TileGroup, plan_decodes, plan_prefill
 from sparsek_kernels.paged.cpu.select import (
     count_left_out,

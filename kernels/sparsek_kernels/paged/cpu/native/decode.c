@@ -1,4 +1,4 @@
-/* Decoding on a CPU: select, attend over the pages in place, combine.  Called by native_decode.py,
+/* Decoding on a CPU: select, attend over the pages in place, combine.  Called by decode.py,
  * which documents the arguments.  Sums and weights are float32. */
 
 #include "lanes.h"

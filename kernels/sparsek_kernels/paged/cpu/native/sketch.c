@@ -1,5 +1,5 @@
 /* The sketch of the keys behind some slots, byte for byte as sketch.py gives it.  Called by
- * native_sketch.py, which documents the arguments.  Built without freedom to reorder sums. */
+ * sketch.py, which documents the arguments.  Built without freedom to reorder sums. */
 
 #include <math.h>
 #include <stdint.h>

@@ -15,7 +15,7 @@ from struct import Struct
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
-from sparsek_kernels.paged.cpu import native
+from sparsek_kernels.paged.cpu.native import build
 from sparsek_kernels.paged.cpu.select import count_kept
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.places import head_places
@@ -53,7 +53,7 @@ def supports(operands: PagedOperands, batch: PagedBatch) -> bool:
         and k_cache.shape[2] % 16 == 0
         and dim <= _MOST_DIM
         and operands.group <= _MOST_GROUP
-        and native.library() is not None
+        and build.library() is not None
     )
 
 
@@ -106,7 +106,7 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         batch: the decodes in front of it.
         rule: per token.
     """
-    built = native.library()
+    built = build.library()
     if built is None:
         raise RuntimeError("decode: expected a C compiler, found none; ask supports() first")
     common = rule.equal_heads

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from sparsek_kernels.paged.cpu import native
+from sparsek_kernels.paged.cpu.native import build
 from sparsek_kernels.paged.sketch import rotation_size
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,7 +31,7 @@ def supports(k_cache: torch.Tensor, k_summary: torch.Tensor) -> bool:
     return (
         k_cache.dtype in _DTYPES
         and k_cache.stride(-1) == k_summary.stride(-1) == 1
-        and native.library() is not None
+        and build.library() is not None
     )
 
 
@@ -43,7 +43,7 @@ def sketch_slots(k_cache: torch.Tensor, k_summary: torch.Tensor, slots: torch.Te
         k_summary: ``[num_pages, Hkv, summary_bytes]``, written.
         slots: ``[T]`` int64, none negative; neighbours of one vector in order.
     """
-    built = native.library()
+    built = build.library()
     if built is None:
         raise RuntimeError("sketch_slots: expected a C compiler, found none; ask supports() first")
     _, heads, page_size, dim = k_cache.shape

@@ -1,0 +1,1 @@
+"""Decoding, and sketches of new keys, in C; ``build`` compiles both into one library."""
