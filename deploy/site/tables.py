@@ -150,6 +150,24 @@ def served(file: str) -> str:
     return f"{_table(head, lines)}\n\n{_measured_on(rows)}"
 
 
+def load(file: str) -> str:
+    """Return what ``sparsek bench serve --rate`` found, a line for each rate and backend."""
+    rows = _rows(file)
+    lines = [
+        [
+            row["rate"],
+            row["backend"],
+            f"{float(row['throughput']):.2f}",
+            f"{float(row['goodput']):.2f}",
+            *(_duration(float(row[name])) for name in ("ttft_p50_ms", "ttft_p99_ms")),
+            *(_duration(float(row[name])) for name in ("tpot_p50_ms", "tpot_p99_ms")),
+        ]
+        for row in sorted(rows, key=lambda row: float(row["rate"]))
+    ]
+    head = ("requests/s", "backend", "served", "good", "first token, p50", "p99")
+    return f"{_table((*head, 'per token, p50', 'p99'), lines)}\n\n{_measured_on(rows)}"
+
+
 def quality(*files: str) -> str:
     """Return the mean over the tasks of ``sparsek eval``, every budget beside dense attention."""
     lines, machines = [], []
@@ -237,7 +255,7 @@ def headline(default: str, fewer: str, *evaluations: str) -> str:
 
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
-    for function in (settings, api, kernels, served, quality, shares, headline)
+    for function in (settings, api, kernels, served, load, quality, shares, headline)
 }
 
 
