@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -74,7 +75,8 @@ def run_once(case: Case, device: torch.device) -> None:
     call = provider.prepare()
     for _ in range(3):
         call()
-    torch.cuda.synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def find_ncu(given: str) -> str:
@@ -101,9 +103,11 @@ def parse_ncu(text: str) -> tuple[str, dict[str, float]]:
     found: dict[str, float] = {}
     for name in (DURATION, *CYCLES, *INSTRUCTIONS):
         try:
-            found[name] = float(measured[name].replace(",", ""))
+            value = float(measured[name].replace(",", ""))
         except (KeyError, ValueError):  # left out, or "n/a"
             continue
+        if math.isfinite(value):
+            found[name] = value
     if DURATION in found:
         found[DURATION] *= _TO_MS.get(units.get(DURATION, ""), 1e-6)
     return measured.get("Kernel Name", ""), found

@@ -49,6 +49,8 @@ def test_the_toy_is_gated_and_timed(
     assert found["machine"]["commit"] == "abc"
     assert 0 < found["visible_tflops"] < found["listed_tflops"], "diagonal blocks are cut"
     assert found["listed_share_of_peak"] == pytest.approx(found["listed_tflops"] / 989)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--toy", "--device", "cpu", "--once"])
+    assert script["main"]() == 0
 
 
 def test_numbers_are_read_from_among_other_lines(script: dict[str, Any]) -> None:
@@ -58,6 +60,7 @@ def test_numbers_are_read_from_among_other_lines(script: dict[str, Any]) -> None
     for unit in ("nsecond", "ns"):
         text = REPORT.replace('"ns"', f'"{unit}"')
         assert script["parse_ncu"](text)[1][TIME] == pytest.approx(1.2345)
+    assert script["parse_ncu"](REPORT.replace("71.25", "nan"))[1].keys() == {TIME}
     in_us = REPORT.replace('"ns"', '"us"').replace("1,234,500", "1234.5")
     assert script["parse_ncu"](in_us)[1][TIME] == pytest.approx(1.2345)
     assert script["parse_ncu"]("==WARNING== No kernels were profiled.\n") == ("", {})
