@@ -30,6 +30,7 @@ PROVIDERS = {
     "sdpa_cudnn": "SDPA, cuDNN",
     "sdpa_flash": "SDPA, flash",
     "sdpa_gather": "SDPA on gathered keys",
+    "sparsek_by_list": "ours, by lists",
     "sparsek_dense": "ours, dense",
     "flex": "FlexAttention",
     "torch": "PyTorch",

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from sparsek_backend.bench.ops import get_op
-from sparsek_backend.bench.ops.paged import decode_cost, prefill_tiles, scoring_cost
+from sparsek_backend.bench.ops.paged import (
+    BY_LIST,
+    attended_pairs,
+    decode_cost,
+    prefill_tiles,
+    scoring_cost,
+)
 from sparsek_backend.bench.ops.paged_inputs import (
     candidate_scores,
     exact_scores,
     make_inputs,
     wrong_selection,
 )
-from sparsek_backend.bench.registry import OURS, Case, Param, Unavailable
+from sparsek_backend.bench.ops.paged_lists import Lists, make_lists
+from sparsek_backend.bench.registry import OURS, Case, Param, Provider, Unavailable
 from sparsek_backend.bench.spec import parse_spec
+from sparsek_backend.bench.workload import load_workloads
+from sparsek_backend.patterns.prefill import PrefillPattern
+from sparsek_kernels.paged.api import paged_attention, select_blocks
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 SMALL: dict[str, Param] = {
-    **get_op("paged_decode").defaults,
+    **get_op("paged_prefill").defaults,
     **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": "float32", "page_size": 32},
     **{"num_sink": 16, "window_size": 64, "top_k": 2, "sel_block_size": 32},
 }
@@ -67,6 +79,103 @@ def test_prefill_gates(query_tile: int) -> None:
     ours = next(provider for provider in providers if provider.name == OURS)
     verdict = ours.gate(ours.prepare()())
     assert verdict.passed, verdict.detail
+
+
+def by_list_case(spec: str = "q512", **params: Param) -> Case:
+    """A small prefill by lists, beside the one by scores."""
+    options: dict[str, Param] = {
+        "chunk": 192,
+        "query_tile": 32,
+        "dense_last": 32,
+        "lists": "random",
+    }
+    return Case("t", parse_spec(spec), {**SMALL, **options, **params})
+
+
+def both(case: Case) -> tuple[Provider, Provider]:
+    """By scores and by lists."""
+    providers = {one.name: one for one in get_op("paged_prefill").build(case, CPU)}
+    return providers[OURS], providers[BY_LIST]
+
+
+@pytest.mark.parametrize("dense_last", [0, 64])
+def test_prefill_by_lists_gates_beside_the_one_by_scores(dense_last: int) -> None:
+    ours, by_list = both(by_list_case(dense_last=dense_last))
+    out, listed = ours.prepare()(), by_list.prepare()()
+    for provider, outputs in ((ours, out), (by_list, listed)):
+        verdict = provider.gate(outputs)
+        assert verdict.passed, (provider.name, verdict.detail)
+    assert not torch.equal(out[0], listed[0])
+    assert not by_list.gate(out).passed, "blocks by score are not the list's"
+    assert ours.note == by_list.note
+    assert "attends" in ours.note
+    assert ours.flops > by_list.flops, "a list costs no scoring"
+
+
+def test_there_are_lists_only_where_a_case_names_them() -> None:
+    case = by_list_case(lists="")
+    assert BY_LIST not in [provider.name for provider in get_op("paged_prefill").build(case, CPU)]
+
+
+def test_the_attended_share_by_lists_is_the_one_that_is_counted() -> None:
+    case = by_list_case()
+    inputs = make_inputs(case, CPU)
+    policy, lists = inputs.policy, make_lists(case, inputs)
+    assert lists is not None
+    ends, length = (192, 384, 512), 512
+    seen = 0
+    inputs.v_cache.zero_()
+    for key in range(length):  # a key is seen by the queries whose output it moves
+        page, row = int(inputs.block_table[0, key // 32]), key % 32
+        inputs.v_cache[page, 0, row] = 1.0
+        for batch, rows in inputs.chunks([(0, 192), (192, 384), (384, 512)]):
+            out = paged_attention(
+                inputs.q[rows], inputs.k_cache, inputs.v_cache, batch, policy,
+                k_summary=inputs.k_summary, lists=lists.table,
+            )  # fmt: skip
+            seen += int((out[:, 0, 0] != 0).sum())
+        inputs.v_cache[page, 0, row] = 0.0
+    assert seen == attended_pairs(policy, range(length), chunk_ends=ends)
+    assert seen > attended_pairs(policy, range(length))
+
+
+def test_lists_come_from_a_file_with_heads_in_turn(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    file = tmp_path / "pattern.safetensors"
+    entries = torch.tensor([[3, -5, 2], [-4, 1, -6]], dtype=torch.int32)
+    PrefillPattern({4: entries}, 32).save(file)
+    case = by_list_case(lists=str(file), layer=4, num_heads=6, num_kv_heads=3)
+    inputs = make_inputs(case, CPU)
+    lists = make_lists(case, inputs)
+    assert lists is not None
+    assert torch.equal(lists.entries, entries[[0, 1, 0]])
+    (found,) = select_blocks(
+        inputs.q, inputs.k_cache, inputs.batch((512,), (512,), 0), inputs.policy,
+        lists=lists.table,
+    )  # fmt: skip
+    tile = prefill_tiles(inputs)[-1]
+    chosen = found[-1, tile.head]
+    assert not lists.wrong(chosen, inputs, tile, inputs.policy)
+    other = Lists(entries.flip(0)[[0, 1, 0]], lists.table)
+    assert "its list says" in other.wrong(chosen, inputs, tile, inputs.policy)
+
+    for change, words in (({"layer": 3}, "layer"), ({"sel_block_size": 16}, "lists: expected")):
+        with pytest.raises(ValueError, match=words):
+            both(by_list_case(lists=str(file), **{"layer": 4, **change}))
+
+
+@pytest.mark.parametrize("change", [{"dense_last": 16}, {"min_mass": 0.1}])
+def test_a_prefill_that_cannot_be_gated_is_refused(change: dict[str, Param]) -> None:
+    with pytest.raises(ValueError, match=r"dense_last|min_mass"):
+        both(by_list_case(**change))
+
+
+def test_the_workload_of_lists_has_the_default_budget() -> None:
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "pattern_prefill.yaml"
+    (workload,) = load_workloads(path)
+    assert [case.spec.text for case in workload.cases] == ["q32k", "q128k"]
+    assert workload.cases[0].providers == (OURS, BY_LIST)
+    assert workload.cases[0].params["lists"] == "random"
 
 
 def test_a_wrong_selection_of_a_tile_fails_its_gate() -> None:

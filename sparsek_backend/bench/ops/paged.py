@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from sparsek_backend.bench.ops.paged_inputs import (
     make_inputs,
     wrong_selection,
 )
+from sparsek_backend.bench.ops.paged_lists import Lists, make_lists
 from sparsek_backend.bench.ops.peers import cpu_attn_paged, fa3_paged
 from sparsek_backend.bench.oracle import compare
 from sparsek_backend.bench.registry import (
@@ -33,6 +35,8 @@ from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 from sparsek_kernels.paged.sketch import VECTOR_SIZE, read_vectors, rotate
 
 DENSE = SelectionPolicy()
+BY_LIST = "sparsek_by_list"
+"""Provider name of our kernels where prefills follow lists."""
 _GATHER_LIMIT = 1 << 18
 """Most keys over all requests that `sdpa_gather` is asked to gather."""
 
@@ -52,14 +56,18 @@ def decode_tiles(inputs: PagedInputs) -> list[Tile]:
     return tiles
 
 
-def prefill_tiles(inputs: PagedInputs) -> list[Tile]:
-    """A few whole tiles of the only request."""
-    size = inputs.policy.query_tile
-    tiles = inputs.seq_lens[0] // size
-    heads = inputs.k_cache.shape[1]
+def prefill_tiles(inputs: PagedInputs, steps: Sequence[Step] = ()) -> list[Tile]:
+    """A few whole tiles of the only request, and the last that ``dense_last`` exempts in a step."""
+    size, heads = inputs.policy.query_tile, inputs.k_cache.shape[1]
+    sparse, exempt = list(range(inputs.seq_lens[0] // size)), []
+    for _, rows in steps:
+        first = (rows.stop - inputs.policy.dense_last) // size
+        exempt += [tile for tile in sparse if first <= tile < rows.stop // size]
+        sparse = [tile for tile in sparse if tile not in exempt]
+    picked = [sparse[place] for place in _spread(len(sparse), 4)] + exempt[-1:]
     return [
         Tile(0, turn % heads, *(2 * [range(tile * size, (tile + 1) * size)]))
-        for turn, tile in enumerate(_spread(tiles, 4))
+        for turn, tile in enumerate(picked)
     ]
 
 
@@ -69,6 +77,7 @@ def gate_tiles(
     policy: SelectionPolicy,
     out: torch.Tensor,
     steps: Sequence[Step],
+    lists: Lists | None = None,
 ) -> GateResult:
     """Check a few tiles: the selection by exact scores, then the output over that selection.
 
@@ -78,19 +87,25 @@ def gate_tiles(
         policy: what the provider attends; dense for dense peers.
         out: [T, Hq, D].
         steps: the calls of the op that made ``out``.
+        lists: what prefills follow in place of scores.
     """
     verdict = GateResult(False, "no tile was checked")
     for tile in tiles:
-        position = tile.positions[-1]
         chosen = torch.empty(0, dtype=torch.int64)
-        if policy.selects_blocks and not policy.sees_all(position):
-            step = next(step for step in steps if tile.rows.start < step[1].stop)
-            chosen = _chosen(inputs, tile, policy, step)
-            decode = step[0].num_decodes > 0
-            if wrong := wrong_selection(chosen, inputs, tile, policy, decode=decode):
+        step = next(step for step in steps if tile.rows.start < step[1].stop)
+        is_exempt = tile.rows.start >= step[1].stop - policy.dense_last
+        rule = DENSE if is_exempt else replace(policy, dense_last=0)
+        if rule.selects_blocks and not rule.sees_all(tile.positions[-1]):
+            chosen = _chosen(inputs, tile, rule, step, lists)
+            if lists is not None:
+                wrong = lists.wrong(chosen, inputs, tile, rule)
+            else:
+                decode = step[0].num_decodes > 0
+                wrong = wrong_selection(chosen, inputs, tile, rule, decode=decode)
+            if wrong:
                 return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
         exact, plain = (
-            attend_tile(inputs, tile, chosen, policy, dtype)
+            attend_tile(inputs, tile, chosen, rule, dtype)
             for dtype in (torch.float64, inputs.q.dtype)
         )
         verdict = compare(["out"], [inputs.tile_rows(out, tile)], [exact], [plain])
@@ -99,27 +114,42 @@ def gate_tiles(
     return verdict
 
 
-def _chosen(inputs: PagedInputs, tile: Tile, policy: SelectionPolicy, step: Step) -> torch.Tensor:
+def _chosen(
+    inputs: PagedInputs, tile: Tile, policy: SelectionPolicy, step: Step, lists: Lists | None
+) -> torch.Tensor:
     """Blocks that our kernels choose for one tile in the step that has it.
 
     The tile alone could be scored by another kernel, whose rounding decides other near ties.
     """
     batch, rows = step
-    found = select_blocks(inputs.q[rows], inputs.k_cache, batch, policy, k_summary=inputs.k_summary)
+    found = select_blocks(
+        inputs.q[rows], inputs.k_cache, batch, policy, k_summary=inputs.k_summary,
+        lists=None if lists is None else lists.table,
+    )  # fmt: skip
     row = -1 if batch.num_decodes else (tile.rows.start - rows.start) // policy.query_tile
     return found[tile.request][row, tile.head].long().cpu()
 
 
 def attended_pairs(
-    policy: SelectionPolicy, positions: Sequence[int] | range, unused: float = 0.0
+    policy: SelectionPolicy,
+    positions: Sequence[int] | range,
+    unused: float = 0.0,
+    *,
+    chunk_ends: Sequence[int] = (),
 ) -> float:
     """Visible (query, key) pairs of one head.
 
     Args:
         unused: places that a selection leaves empty (:func:`unused_places`).
+        chunk_ends: of a prefill, where ``dense_last`` exempts queries.
     """
     if policy.is_dense:
         return sum(position + 1 for position in positions)
+    if chunk_ends and policy.dense_last:
+        exempt = {p for end in chunk_ends for p in range(end - policy.dense_last, end)}
+        rest = [position for position in positions if position not in exempt]
+        dense = [position for position in positions if position in exempt]
+        return attended_pairs(policy, rest, unused) + attended_pairs(DENSE, dense)
     pairs = float(sum(policy.attended_tokens(position) for position in positions))
     if unused:
         selecting = sum(not policy.sees_all(position) for position in positions)
@@ -180,7 +210,10 @@ def decode_cost(
 
 
 def _ours(
-    inputs: PagedInputs, steps: Sequence[Step], policy: SelectionPolicy
+    inputs: PagedInputs,
+    steps: Sequence[Step],
+    policy: SelectionPolicy,
+    lists: torch.Tensor | None = None,
 ) -> Callable[[], Outputs]:
     out = torch.empty_like(inputs.q)
     k, v, k_summary = inputs.k_cache, inputs.v_cache, inputs.k_summary
@@ -188,7 +221,7 @@ def _ours(
     def call() -> Outputs:
         for batch, rows in steps:
             q, part = inputs.q[rows], out[rows]
-            paged_attention(q, k, v, batch, policy, k_summary=k_summary, out=part)
+            paged_attention(q, k, v, batch, policy, k_summary=k_summary, out=part, lists=lists)
         return (out,)
 
     return call
@@ -224,58 +257,65 @@ def _sdpa_gather(inputs: PagedInputs) -> Callable[[], Outputs]:
     return call
 
 
-Entry = tuple[str, Callable[[], Callable[[], Outputs]], SelectionPolicy]
-"""A provider: its name, what prepares its call, and what it attends."""
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A provider: its name, what prepares its call, and what it attends."""
+
+    name: str
+    prepare: Callable[[], Callable[[], Outputs]]
+    policy: SelectionPolicy
+    lists: Lists | None = None
 
 
 def _providers(
     inputs: PagedInputs,
     entries: Sequence[Entry],
-    cost: Callable[[SelectionPolicy, float], tuple[float, float]],
+    cost: Callable[[Entry, float], tuple[float, float]],
     steps: Sequence[Step],
 ) -> list[Provider]:
     """Providers over the same inputs, ours first; a note marks each that attends more than ours.
 
-    ``steps`` are the calls of ours.  With ``min_mass`` a note says what ours attends.
+    ``steps`` are the calls of ours.  With ``min_mass`` or lists a note says what ours attends.
     """
     decode = steps[0][0].num_decodes > 0
-    tiles = decode_tiles(inputs) if decode else prefill_tiles(inputs)
-    ours = entries[0][2]
+    tiles = decode_tiles(inputs) if decode else prefill_tiles(inputs, steps)
+    ours = entries[0].policy
     unused = unused_places(inputs, ours, steps)
-    positions = _decode_positions(inputs)
-    share = attended_pairs(ours, positions, unused) / attended_pairs(DENSE, positions)
+    positions, ends = _decode_positions(inputs), [rows.stop for _, rows in steps]
+    pairs = attended_pairs(ours, positions, unused, chunk_ends=ends)
+    share = pairs / attended_pairs(DENSE, positions)
+    says_share = ours.min_mass > 0 or any(entry.lists for entry in entries)
 
-    def provider(
-        name: str, prepare: Callable[[], Callable[[], Outputs]], policy: SelectionPolicy
-    ) -> Provider:
-        flops, num_bytes = cost(policy, unused if policy is ours else 0.0)
+    def provider(entry: Entry) -> Provider:
+        policy = entry.policy
+        flops, num_bytes = cost(entry, unused if policy is ours else 0.0)
         note = "dense" if policy.is_dense and not ours.is_dense else ""
-        if policy is ours and policy.min_mass:
+        if policy is ours and says_share:
             note = f"attends {share:.1%} of the keys"
         return Provider(
-            name=name,
-            prepare=prepare,
-            gate=lambda outputs: gate_tiles(inputs, tiles, policy, outputs[0], steps),
+            name=entry.name,
+            prepare=entry.prepare,
+            gate=lambda outputs: gate_tiles(inputs, tiles, policy, outputs[0], steps, entry.lists),
             flops=flops,
             bytes=num_bytes,
             note=note,
             reads_only=decode,
         )
 
-    return [provider(*entry) for entry in entries]
+    return [provider(entry) for entry in entries]
 
 
 def _build_decode(case: Case, device: torch.device) -> list[Provider]:
     inputs = make_inputs(case, device)
     step = inputs.whole_step(len(inputs.seq_lens))
-    entries: list[Entry] = [
-        (OURS, lambda: _ours(inputs, step, inputs.policy), inputs.policy.per_token()),
-        ("sparsek_dense", lambda: _ours(inputs, step, DENSE), DENSE),
-        ("fa3", lambda: _fa3(inputs, inputs.whole_step(0)), DENSE),
-        ("cpu_attn", lambda: _cpu_attn(inputs, inputs.whole_step(0)), DENSE),
-        ("sdpa_gather", lambda: _sdpa_gather(inputs), DENSE),
+    entries = [
+        Entry(OURS, lambda: _ours(inputs, step, inputs.policy), inputs.policy.per_token()),
+        Entry("sparsek_dense", lambda: _ours(inputs, step, DENSE), DENSE),
+        Entry("fa3", lambda: _fa3(inputs, inputs.whole_step(0)), DENSE),
+        Entry("cpu_attn", lambda: _cpu_attn(inputs, inputs.whole_step(0)), DENSE),
+        Entry("sdpa_gather", lambda: _sdpa_gather(inputs), DENSE),
     ]
-    return _providers(inputs, entries, lambda *of: decode_cost(inputs, *of), step)
+    return _providers(inputs, entries, lambda of, *u: decode_cost(inputs, of.policy, *u), step)
 
 
 def _torch_select(inputs: PagedInputs) -> Callable[[], Outputs]:
@@ -348,13 +388,27 @@ def _build_prefill(case: Case, device: torch.device) -> list[Provider]:
         raise ValueError(
             f"chunk: expected a multiple of query_tile {inputs.policy.query_tile}, got {chunk}"
         )
-    chunks = inputs.chunks(bounds)
-    entries: list[Entry] = [
-        (OURS, lambda: _ours(inputs, chunks, inputs.policy), inputs.policy),
-        ("fa3", lambda: _fa3(inputs, inputs.whole_step(0)), DENSE),
-        ("fa3_chunked", lambda: _fa3(inputs, chunks), DENSE),
+    policy, tile = inputs.policy, inputs.policy.query_tile
+    if policy.dense_last and (policy.min_mass or policy.dense_last % tile or length % tile):
+        raise ValueError(
+            f"dense_last: expected 0, or whole tiles of {tile} in a prompt of whole tiles without "
+            f"min_mass, got {policy.dense_last} of {length} tokens, min_mass {policy.min_mass}"
+        )
+    chunks, lists = inputs.chunks(bounds), make_lists(case, inputs)
+    entries = [
+        Entry(OURS, lambda: _ours(inputs, chunks, policy), policy),
+        Entry("fa3", lambda: _fa3(inputs, inputs.whole_step(0)), DENSE),
+        Entry("fa3_chunked", lambda: _fa3(inputs, chunks), DENSE),
     ]
-    return _providers(inputs, entries, lambda *of: prefill_cost(inputs, *of, bounds=bounds), chunks)
+    if lists is not None:
+        by_list = Entry(BY_LIST, lambda: _ours(inputs, chunks, policy, lists.table), policy, lists)
+        entries.insert(1, by_list)
+
+    def cost(entry: Entry, unused: float) -> tuple[float, float]:
+        by_score = entry.lists is None
+        return prefill_cost(inputs, entry.policy, unused, bounds=bounds, by_score=by_score)
+
+    return _providers(inputs, entries, cost, chunks)
 
 
 def prefill_cost(
@@ -363,13 +417,17 @@ def prefill_cost(
     unused: float = 0.0,
     *,
     bounds: Sequence[tuple[int, int]],
+    by_score: bool = True,
 ) -> tuple[float, float]:
     """FLOPs and least bytes of a prompt prefilled from bound to bound."""
     length, kv_heads, dim = inputs.seq_lens[0], inputs.k_cache.shape[1], inputs.q.shape[2]
     kv_bytes = 2.0 * kv_heads * length * dim
-    flops = 4.0 * dim * inputs.q.shape[1] * attended_pairs(policy, range(length), unused)
-    if policy.selects_blocks:
-        scored, read = scoring_cost(policy, bounds)
+    ends = [end for _, end in bounds]
+    pairs = attended_pairs(policy, range(length), unused, chunk_ends=ends)
+    flops = 4.0 * dim * inputs.q.shape[1] * pairs
+    if policy.selects_blocks and by_score:
+        sparse = [(start, end - policy.dense_last) for start, end in bounds]
+        scored, read = scoring_cost(policy, [part for part in sparse if part[0] < part[1]])
         flops += 2.0 * dim * inputs.q.shape[1] * scored
         kv_bytes += kv_heads * dim * read
     return flops, (kv_bytes + 2.0 * inputs.q.numel()) * inputs.q.element_size()
@@ -408,7 +466,7 @@ register(
     BenchOp(
         "paged_prefill",
         "one prompt prefilled in chunks, selection included",
-        {**DEFAULTS, "chunk": 16384},
+        {**DEFAULTS, "chunk": 16384, "lists": "", "layer": 0},
         _build_prefill,
     )
 )

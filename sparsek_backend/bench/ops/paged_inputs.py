@@ -33,6 +33,7 @@ DEFAULTS: dict[str, Param] = {
     "sel_block_size": 64,
     "query_tile": 64,
     "dense_below": 0,
+    "dense_last": 0,
     "min_mass": 0.0,
     "affinity": 0.0,
     "far_share": 1.0,
@@ -176,6 +177,7 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
         top_k=case.int_param("top_k"),
         sel_block_size=case.int_param("sel_block_size"),
         dense_below=case.int_param("dense_below"),
+        dense_last=case.int_param("dense_last"),
         query_tile=case.int_param("query_tile"),
         min_mass=case.float_param("min_mass"),
     )
