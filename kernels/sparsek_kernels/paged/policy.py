@@ -176,7 +176,7 @@ class SelectionPolicy:
 
     @property
     def samples(self) -> int:
-        """Queries that rank a tile's candidates: the last of every ``sample_stride`` positions."""
+        """Queries that score a tile's blocks: the last of every ``sample_stride`` positions."""
         return ceil_div(self.query_tile, self.sample_stride)
 
     @property

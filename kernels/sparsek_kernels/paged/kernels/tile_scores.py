@@ -1,7 +1,7 @@
-"""Scores of prefill tiles by means of keys, summed over the queries of a tile and a group's heads.
+"""Scores of prefill tiles by means of keys, summed over the samples of a tile and a group's heads.
 
-The rule is docs/selection.md, "Candidates".  A *cell* is 16 tokens, and a *part* is a few query
-heads of a few queries of a tile: rows that are scored together.  Three kernels follow each other:
+The rule is docs/selection.md, "Scores".  A *cell* is 16 tokens, and a *part* is a few query
+heads of a few samples of a tile: rows that are scored together.  Three kernels follow each other:
 
 * ``pool_means_kernel`` pools the keys of every cell into means;
 * ``part_scores_kernel`` scores the blocks for each part, in two passes: the rows' denominators,
@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparsek_kernels.paged.kernels.rank import sample_positions
 from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_sees_all, tile_span
 
 TOGETHER: tl.constexpr = tl.constexpr(32)
@@ -164,6 +165,8 @@ def part_scores_kernel(
     BLOCK_B: tl.constexpr,
     SPLITS: tl.constexpr,
     TILE: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    STRIDE: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     SINK_BLOCKS: tl.constexpr,
     REACH_BLOCKS: tl.constexpr,
@@ -180,7 +183,7 @@ def part_scores_kernel(
     """
     CELLS: tl.constexpr = SEL_BLOCK // 16
     HEAD_PARTS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
-    PARTS: tl.constexpr = HEAD_PARTS * ((TILE + QUERIES - 1) // QUERIES)
+    PARTS: tl.constexpr = HEAD_PARTS * ((SAMPLES + QUERIES - 1) // QUERIES)
     tile = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     kv_head = tl.program_id(1)
@@ -199,23 +202,23 @@ def part_scores_kernel(
         REACH_BLOCKS,
         SCORED_BLOCKS,
     )
-    first_query = base + part // HEAD_PARTS * QUERIES
-    low = tl.maximum(low, first_query)
-    high = tl.minimum(high, first_query + QUERIES - 1)
     if high < low:
         return
-    num_blocks = high // SEL_BLOCK
+    offs_m = tl.arange(0, BLOCK_M)
+    member = part % HEAD_PARTS * BLOCK_H + offs_m % BLOCK_H
+    row = part // HEAD_PARTS * (QUERIES * BLOCK_H) + offs_m
+    position = sample_positions(row, base, low, high, TILE, SAMPLES, STRIDE, BLOCK_H, BLOCK_H)
+    live = (member < GROUP) & (offs_m < QUERIES * BLOCK_H) & (position >= 0)
+    own = tl.where(live, position // SEL_BLOCK, 0)
+    num_blocks = tl.max(own, axis=0)
+    if num_blocks == 0:
+        return
     share = tl.cdiv(tl.cdiv(num_blocks, SPLITS), BLOCK_B) * BLOCK_B
     begin = split * share
     end = tl.minimum(begin + share, num_blocks)
-    offs_m = tl.arange(0, BLOCK_M)
     offs_b = tl.arange(0, BLOCK_B)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
-    member = part % HEAD_PARTS * BLOCK_H + offs_m % BLOCK_H
-    position = first_query + offs_m // BLOCK_H
-    live = (member < GROUP) & (position >= low) & (position <= high)
-    own = tl.where(live, position // SEL_BLOCK, 0)
     q_row = (token_of_zero + position).to(tl.int64) * stride_qt
     q_row += (kv_head * GROUP + member).to(tl.int64) * stride_qh
     q = tl.load(
@@ -282,6 +285,7 @@ def add_parts_kernel(
     QUERIES: tl.constexpr,
     HEAD_PARTS: tl.constexpr,
     PARTS: tl.constexpr,
+    STRIDE: tl.constexpr,
     TILE: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     SINK_BLOCKS: tl.constexpr,
@@ -289,7 +293,7 @@ def add_parts_kernel(
     SCORED_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Scores ``[tiles, Hkv, width]`` of ``BLOCK`` blocks: the sum of the parts that hold queries.
+    """Scores ``[tiles, Hkv, width]`` of ``BLOCK`` blocks: the sum of the parts that hold samples.
 
     Blocks before the tile's first query are written: all candidates are among them.
     """
@@ -313,8 +317,8 @@ def add_parts_kernel(
     num_blocks = base // SEL_BLOCK
     if (high < low) | (tl.program_id(2) * BLOCK >= num_blocks):
         return
-    first = (low - base) // QUERIES * HEAD_PARTS
-    last = ((high - base) // QUERIES + 1) * HEAD_PARTS
+    first = (low - base) // (STRIDE * QUERIES) * HEAD_PARTS
+    last = ((high - base) // (STRIDE * QUERIES) + 1) * HEAD_PARTS
     row = (tile * tl.num_programs(1) + kv_head).to(tl.int64)
     parts = parts_ptr + row * PARTS * width + block
     total = tl.zeros([BLOCK], dtype=tl.float32)

@@ -1,4 +1,4 @@
-"""Launching the scores of prefill tiles: means of cells, then what all queries give to blocks."""
+"""Launching the scores of prefill tiles: means of cells, then what the samples give to blocks."""
 
 from __future__ import annotations
 
@@ -89,6 +89,11 @@ class _Step:
             "SCORED_BLOCKS": self.policy.scored_blocks,
         }
 
+    @property
+    def sampling(self) -> dict[str, int]:
+        """Which of a tile's queries score, as the kernels take it."""
+        return {"SAMPLES": self.policy.samples, "STRIDE": self.policy.sample_stride}
+
     def config(self, count: int) -> TileConfig:
         """How the kernel for every GPU scores ``count`` tiles."""
         return score_config(
@@ -96,7 +101,7 @@ class _Step:
             num_kv_heads=self.heads,
             group=self.group,
             head_dim=self.dim,
-            tile=self.policy.query_tile,
+            samples=self.policy.samples,
             blocks=self.width,
             itemsize=self.q.element_size(),
             arch=device_arch(self.q.device),
@@ -128,7 +133,7 @@ def score_tiles(
     queries, head_parts = _ROWS, step.group
     if not hopper:
         queries, head_parts = config.queries, ceil_div(step.group, config.block_h)
-    num_parts = head_parts * ceil_div(policy.query_tile, queries)
+    num_parts = head_parts * ceil_div(policy.samples, queries)
     at_once = even_step(count, _PARTS_ELEMENTS // (heads * num_parts * width))
     pooled = even_step(batch.num_prefills, _MEANS_ELEMENTS // (heads * step.rows * step.dim))
     parts = workspace(q.device, "parts", at_once * heads * num_parts * width, torch.float32)
@@ -153,6 +158,7 @@ def score_tiles(
                 QUERIES=queries,
                 HEAD_PARTS=head_parts,
                 PARTS=num_parts,
+                STRIDE=policy.sample_stride,
                 BLOCK=_ADDED_BLOCKS,
                 **step.rule,
             )
@@ -216,7 +222,7 @@ def _score(
     requests: tuple[int, int],
     config: TileConfig,
 ) -> None:
-    per_head = ceil_div(step.policy.query_tile, config.queries)
+    per_head = ceil_div(step.policy.samples, config.queries)
     programs = tiles[1] * ceil_div(step.group, config.block_h) * per_head
     size = programs * step.heads * config.splits * 2 * config.block_m
     state = workspace(step.q.device, "score state", size, torch.float32)
@@ -232,6 +238,7 @@ def _score(
         "NUM_STAGES": config.num_stages,
         "num_warps": config.num_warps,
         **step.rule,
+        **step.sampling,
     }
     for second_pass in (False, True):
         part_scores_kernel[(programs, step.heads, config.splits)](
