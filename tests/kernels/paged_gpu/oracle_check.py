@@ -15,10 +15,10 @@ from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import (
     best,
     candidate_scores_reference,
-    sampled_queries,
     exact_scores_reference,
     hadamard_reference,
     paged_attention_reference,
+    sampled_queries,
     select_blocks_reference,
     sketch_reference,
 )

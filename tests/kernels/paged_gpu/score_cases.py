@@ -78,6 +78,12 @@ HOPPER = (
     Case("decodes before", [(1, 700), (77, 900), (64, 64), (1, 1000)], 2, 7, 128, 16, True, 1),
     Case("tiles of 128", [(200, 1400)], 1, 4, 64, 128, policy=policy(query_tile=128)),
     Case("page tail of NaN", [(65, 1153)], 1, 4, 128),
+    Case("items straddle", [(200, 1500), (130, 900), (500, 2200)], 1, 4),
+    Case("two fours of 128", [(300, 2000), (150, 1700)], 1, 7, policy=policy(query_tile=128)),
+    Case("tiles of 192", [(200, 2100)], 1, 2, policy=policy(query_tile=192)),
+    Case("three heads", [(330, 1900)], 2, 3),
+    Case("ends inside tiles", [(90, 1000), (37, 1300), (3, 1100)], 1, 5),
+    Case("dense_below", [(400, 1000)], 1, 2, policy=policy(dense_below=800)),
     Case("fp8 cache", [(40, 700)], 1, fp8_cache=True),
 )
 
@@ -179,7 +185,8 @@ def main() -> int:
             failed += not good
             print(f"{'ok  ' if good else 'FAIL'} {case.name:18} {worst:.1e}", flush=True)
         if args.hopper and device == "cpu":
-            names = {"pool_means_kernel", "tile_scores_sm90_kernel", "add_parts_kernel"}
+            names = {"pool_means_kernel", "gather_samples_kernel", "tile_scores_sm90_kernel"}
+            names.add("add_parts_kernel")
             good = set(launched) == names
             failed += not good
             print(f"{'ok  ' if good else 'FAIL'} kernels {sorted(set(launched))}")

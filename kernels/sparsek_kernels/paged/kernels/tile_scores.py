@@ -5,7 +5,8 @@ heads of a few samples of a tile: rows that are scored together.  Three kernels 
 
 * ``pool_means_kernel`` pools the keys of every cell into means;
 * ``part_scores_kernel`` scores the blocks for each part, in two passes: the rows' denominators,
-  then the sums of their probabilities (or ``tile_scores_sm90.py`` does, in one pass);
+  then the sums of their probabilities (or ``tile_scores_sm90.py`` does in one pass, of samples
+  that ``gather_samples_kernel`` lays together);
 * ``add_parts_kernel`` adds up the parts of each tile.
 """
 
@@ -125,6 +126,71 @@ def scored_span(
     other = (local < 0) | (local >= num_requests)
     high = tl.where(full | other, low - 1, high)
     return local, base, low, high, token_of_zero
+
+
+@triton.jit(do_not_specialize=["dense_below", "first_tile", "first_request", "num_requests"])
+def gather_samples_kernel(
+    out_ptr,
+    seen_ptr,
+    plan_ptr,
+    q_ptr,
+    tiles_ptr,
+    seq_lens_ptr,
+    cu_seqlens_ptr,
+    dense_below,
+    first_tile,
+    first_request,
+    num_requests,
+    stride_qt,
+    stride_qh,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    SINK_BLOCKS: tl.constexpr,
+    REACH_BLOCKS: tl.constexpr,
+    SCORED_BLOCKS: tl.constexpr,
+):
+    """The samples of one tile, of ``HEADS`` query heads of one KV head, as rows of a matrix.
+
+    Grid ``(tiles, Hkv * parts)``, for parts of ``HEADS`` heads.  Writes ``[tiles, Hkv, parts,
+    SAMPLES * HEADS, D]``, sample by sample, zeros for rows that are none, and to ``seen`` the
+    blocks before each row's own (0: no row).  ``plan [tiles, 3]`` gets the tile's request, and the
+    most and the fewest blocks before a sample's own; both are 0 for tiles that need no scores,
+    which get nothing else.
+    """
+    ROWS: tl.constexpr = SAMPLES * HEADS
+    PARTS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    local, base, low, high, token_of_zero = scored_span(
+        first_tile + tile, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, dense_below, first_request,
+        num_requests, TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS,
+    )  # fmt: skip
+    row = tl.arange(0, ROWS)
+    position = sample_positions(row, base, low, high, TILE, SAMPLES, STRIDE, HEADS, HEADS)
+    own = position // SEL_BLOCK
+    if part == 0:
+        some = high >= low
+        most = tl.max(tl.where(position >= 0, own, 0), axis=0)
+        fewest = tl.min(tl.where(position >= 0, own, most), axis=0)
+        tl.store(plan_ptr + 3 * tile, local)
+        tl.store(plan_ptr + 3 * tile + 1, tl.where(some, most, 0))
+        tl.store(plan_ptr + 3 * tile + 2, tl.where(some, fewest, 0))
+    if high < low:
+        return
+    member = part % PARTS * HEADS + row % HEADS
+    live = (position >= 0) & (member < GROUP)
+    offs_d = tl.arange(0, HEAD_DIM)
+    from_row = (token_of_zero + position).to(tl.int64) * stride_qt
+    from_row += (part // PARTS * GROUP + member).to(tl.int64) * stride_qh
+    q = tl.load(q_ptr + from_row[:, None] + offs_d[None, :], mask=live[:, None], other=0.0)
+    to_row = (tile * tl.num_programs(1) + part).to(tl.int64) * ROWS + row
+    tl.store(out_ptr + to_row[:, None] * HEAD_DIM + offs_d[None, :], q)
+    tl.store(seen_ptr + to_row, tl.where(live, own, 0))
 
 
 @triton.jit(
