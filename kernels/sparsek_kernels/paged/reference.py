@@ -6,7 +6,7 @@ or by the CPU path, and nothing of theirs is imported here but the rule itself (
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -135,7 +135,7 @@ def block_scores_reference(
     return scores
 
 
-def sampled_queries(positions: list[int], policy: SelectionPolicy) -> list[int]:
+def sampled_queries(positions: Sequence[int], policy: SelectionPolicy) -> list[int]:
     """Which of a tile's queries at ``positions`` are its samples: of every stride, the last."""
     strides = [p % policy.query_tile // policy.sample_stride for p in positions]
     return list({stride: row for row, stride in enumerate(strides)}.values())
