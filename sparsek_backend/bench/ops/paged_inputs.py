@@ -290,18 +290,17 @@ def candidate_scores(
         pages = inputs.block_table[tile.request, : ceil_div(length, inputs.page_size)]
         sketch = inputs.k_summary[pages.long(), tile.head]
         vectors = read_vectors(sketch, inputs.page_size, q.shape[-1]).flatten(0, 1).double()
-        q, positions, per_block = rotate(q[-1:]).double(), tile.positions[-1:], size // VECTOR_SIZE
+        samples, per_block = [len(q) - 1], size // VECTOR_SIZE
+        q = rotate(q).double()
     else:
         k, _ = inputs.keys_of(tile.request, tile.head)
         cells = torch.unflatten(k[: len(k) // CELL_SIZE * CELL_SIZE], 0, (-1, CELL_SIZE))
         vectors = cells.double().mean(1)
-        samples = sampled_queries(tile.positions, policy)
-        q, positions = q[samples], [tile.positions[row] for row in samples]
-        per_block = size // CELL_SIZE
-    total = torch.zeros(positions[-1] // size, dtype=torch.float64, device=q.device)
-    for rows, position in zip(q, positions, strict=True):
-        own = position // size
-        logits = rows @ vectors[: own * per_block].T * inputs.softmax_scale
+        samples, per_block = sampled_queries(tile.positions, policy), size // CELL_SIZE
+    total = torch.zeros(tile.positions[-1] // size, dtype=torch.float64, device=q.device)
+    for row in samples:
+        own = tile.positions[row] // size
+        logits = q[row] @ vectors[: own * per_block].T * inputs.softmax_scale
         total[:own] += torch.unflatten(logits, -1, (own, per_block)).amax(-1).softmax(-1).sum(0)
     return total
 
