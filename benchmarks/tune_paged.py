@@ -315,7 +315,7 @@ def run_prefill(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1))
     if sweep:
         scores += [
             TileConfig(4, m // 4, m, n, 1, w, s)
-            for m, n, w, s in ((64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 4), (128, 128, 8, 3))
+            for m, n, w, s in ((64, 64, 4, 3), (64, 128, 4, 2), (64, 128, 4, 4), (32, 64, 4, 3))
         ]
         scores.append(TileConfig(4, 16, 64, 64, 1, 4, 3, hopper=True))
         attends += [

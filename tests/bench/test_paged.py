@@ -204,7 +204,7 @@ def test_the_cost_of_choosing_counts_means_and_lists() -> None:
     products, keys = scoring_cost(policy, [(0, 512), (512, 1024)])
     sparse = [base for base in range(0, 1024, 64) if not policy.sees_all(base)]
     lists = [64 * (1 + 2 + min(3, base // 64 - 2)) for base in sparse]
-    means = sum(64 * base // 16 for base in sparse)  # of the cells before the tile's block
+    means = sum(16 * (base // 16) for base in sparse)  # 16 samples, cells before the tile's block
     assert products == means + sum(16 * length for length in lists)
     assert keys == 512 + 1024 + sum(lists)
 

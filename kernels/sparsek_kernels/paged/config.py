@@ -210,15 +210,18 @@ def score_config(
     num_kv_heads: int,
     group: int,
     head_dim: int,
-    tile: int,
+    samples: int,
     blocks: int,
     itemsize: int,
     arch: int,
     num_sms: int,
 ) -> TileConfig:
-    """Scores of prefill tiles: 64 rows (queries x heads), one cell of 64 blocks, or fewer.
+    """Scores of prefill tiles: 64 rows (samples x heads), one cell of 64 blocks, or fewer.
+
+    ``queries`` are samples.
 
     Args:
+        samples: at most so many of a tile.
         itemsize: bytes of an element of q; 4 bytes leave the tensor cores unused, and larger tiles
             would spill registers.
     """
@@ -237,8 +240,8 @@ def score_config(
             stages = 1
             break
     block_h = min(next_power_of_2(group), rows)
-    queries = min(next_power_of_2(tile), rows // block_h)
-    programs = tiles * num_kv_heads * -(-group // block_h) * -(-tile // queries)
+    queries = min(next_power_of_2(samples), rows // block_h)
+    programs = tiles * num_kv_heads * -(-group // block_h) * -(-samples // queries)
     return TileConfig(
         block_h=block_h,
         queries=queries,

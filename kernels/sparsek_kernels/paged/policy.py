@@ -70,7 +70,7 @@ class SelectionPolicy:
         ranking: how blocks that compete are ranked.  ``infllm`` is per token.
         decode_top_k: ``top_k`` of a single token; ``None``: as many blocks as a tile.
         min_mass: the least share of a tile's attention that a candidate has by its summaries, and a
-            selected block by its keys, mean over the queries and heads that score it; less attended
+            selected block by its keys, mean over the samples and heads that score it; less attended
             blocks are left out.  A single token's cells have as much less as they are smaller.
         head_top_k: ``top_k`` of each KV head, at most ``top_k``, which stays what decides where
             everything is seen and how many candidates there are.  Empty: ``top_k`` for all.
@@ -176,7 +176,7 @@ class SelectionPolicy:
 
     @property
     def samples(self) -> int:
-        """Queries that rank a tile's candidates: the last of every ``sample_stride`` positions."""
+        """Queries that score a tile's blocks: the last of every ``sample_stride`` positions."""
         return ceil_div(self.query_tile, self.sample_stride)
 
     @property

@@ -6,7 +6,7 @@ or by the CPU path, and nothing of theirs is imported here but the rule itself (
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -135,6 +135,12 @@ def block_scores_reference(
     return scores
 
 
+def sampled_queries(positions: Sequence[int], policy: SelectionPolicy) -> list[int]:
+    """Which of a tile's queries at ``positions`` are its samples: of every stride, the last."""
+    strides = [p % policy.query_tile // policy.sample_stride for p in positions]
+    return list({stride: row for row, stride in enumerate(strides)}.values())
+
+
 def candidate_scores_reference(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -144,14 +150,16 @@ def candidate_scores_reference(
 ) -> torch.Tensor:
     """Scores by summaries of the blocks up to a tile's last candidate: ``[Hkv, blocks]`` float64.
 
+    The tile's samples give them.
+
     Args:
         q: ``[n, Hq, D]``, the tile's queries at ``positions`` (ascending, consecutive).
         k: ``[N, Hkv, D]``.
     """
     _, last = policy.candidate_range(positions[0])
     total = torch.zeros(k.shape[1], last, dtype=torch.float64)
-    for row, position in enumerate(positions):
-        scores = block_scores_reference(q[row], k, position, policy, softmax_scale)
+    for row in sampled_queries(positions, policy):
+        scores = block_scores_reference(q[row], k, positions[row], policy, softmax_scale)
         total += scores[:, :last]
     return total
 
@@ -175,7 +183,8 @@ def candidates_reference(
     first, last = policy.candidate_range(positions[0])
     total = candidate_scores_reference(q, k, positions, policy, softmax_scale)
     listed = [best(scores, range(first, last), policy.listed_blocks) for scores in total]
-    least = policy.min_mass * q.shape[0] * q.shape[1] / k.shape[1]
+    samples = sampled_queries(positions, policy)
+    least = policy.min_mass * len(samples) * q.shape[1] / k.shape[1]
     return [
         [b for b in blocks if row[b] >= least] for row, blocks in zip(total, listed, strict=True)
     ]
@@ -202,16 +211,13 @@ def exact_scores_reference(
         ``[Hkv, blocks]`` float64; blocks that are not listed have no meaning.
     """
     size, num_kv_heads = policy.sel_block_size, k.shape[1]
-    samples = {
-        p % policy.query_tile // policy.sample_stride: row for row, p in enumerate(positions)
-    }
     blocks = -(-k.shape[0] // size)
     first_local, _ = policy.local_range(positions[0])
     block = torch.arange(blocks)
     read = torch.stack([torch.isin(block, torch.tensor(of, dtype=torch.long)) for of in listed])
     read |= (block < policy.sink_blocks) | (block >= first_local)
     total = torch.zeros(num_kv_heads, blocks, dtype=torch.float64)
-    for row in samples.values():  # of every stride, the last query
+    for row in sampled_queries(positions, policy):
         seen = k[: positions[row] + 1].double()
         heads = q[row].double().unflatten(0, (num_kv_heads, -1))
         logits = torch.einsum("hgd,nhd->hgn", heads, seen) * softmax_scale
@@ -253,7 +259,7 @@ def select_blocks_reference(
         listed = candidates_reference(q, k, positions, policy, softmax_scale)
         scores = exact_scores_reference(q, k, positions, listed, policy, softmax_scale)
     places = policy.head_places or (policy.scored_blocks,) * len(listed)
-    samples = {p % policy.query_tile // policy.sample_stride for p in positions}
+    samples = sampled_queries(positions, policy)
     least = policy.min_mass * len(samples) * q.shape[1] / k.shape[1]
     heads = zip(scores, listed, places, strict=True)
     chosen = [best(row, blocks, count) for row, blocks, count in heads]

@@ -32,6 +32,7 @@ from sparsek_backend.bench.registry import (
 )
 from sparsek_kernels.paged.api import paged_attention, select_blocks
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.reference import sampled_queries
 from sparsek_kernels.paged.sketch import VECTOR_SIZE, read_vectors, rotate
 
 DENSE = SelectionPolicy()
@@ -436,8 +437,8 @@ def prefill_cost(
 def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Cost of choosing the blocks of a prompt: products of a query head, and keys read.
 
-    All queries score the means of the cells before their own block; the keys of a chunk's context
-    are read for them once.  Samples score the keys of their tile's list.
+    Samples score the means of the cells before their own block, and the keys of their tile's list.
+    For the means the keys of a chunk's context are read once.
     """
     scored = read = 0
     tile, size = policy.query_tile, policy.sel_block_size
@@ -448,12 +449,13 @@ def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> 
             if policy.sees_all(base):
                 continue
             positions = range(max(base, start), min(base + tile, end))
-            scored += sum(p // size * (size // CELL_SIZE) for p in positions)
+            samples = [positions[row] for row in sampled_queries(positions, policy)]
+            scored += sum(p // size * (size // CELL_SIZE) for p in samples)
             first, last = policy.candidate_range(base)
             blocks = policy.sink_blocks + policy.local_blocks
             if not policy.min_mass:  # else what is listed depends on the keys
                 blocks += min(policy.listed_blocks, last - first)
-            scored += ceil_div(len(positions), policy.sample_stride) * blocks * size
+            scored += len(samples) * blocks * size
             read += blocks * size
     return scored, read
 

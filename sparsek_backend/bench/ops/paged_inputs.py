@@ -13,6 +13,7 @@ from sparsek_backend.bench.oracle import MaskRule, attend_head
 from sparsek_backend.bench.registry import Case, Param
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.reference import sampled_queries
 from sparsek_kernels.paged.sketch import (
     VECTOR_SIZE,
     read_vectors,
@@ -291,16 +292,17 @@ def candidate_scores(
         pages = inputs.block_table[tile.request, : ceil_div(length, inputs.page_size)]
         sketch = inputs.k_summary[pages.long(), tile.head]
         vectors = read_vectors(sketch, inputs.page_size, q.shape[-1]).flatten(0, 1).double()
-        q, positions, per_block = rotate(q[-1:]).double(), tile.positions[-1:], size // VECTOR_SIZE
+        samples, per_block = [len(q) - 1], size // VECTOR_SIZE
+        q = rotate(q).double()
     else:
         k, _ = inputs.keys_of(tile.request, tile.head)
         cells = torch.unflatten(k[: len(k) // CELL_SIZE * CELL_SIZE], 0, (-1, CELL_SIZE))
         vectors = cells.double().mean(1)
-        positions, per_block = tile.positions, size // CELL_SIZE
-    total = torch.zeros(positions[-1] // size, dtype=torch.float64, device=q.device)
-    for rows, position in zip(q, positions, strict=True):
-        own = position // size
-        logits = rows @ vectors[: own * per_block].T * inputs.softmax_scale
+        samples, per_block = sampled_queries(tile.positions, policy), size // CELL_SIZE
+    total = torch.zeros(tile.positions[-1] // size, dtype=torch.float64, device=q.device)
+    for row in samples:
+        own = tile.positions[row] // size
+        logits = q[row] @ vectors[: own * per_block].T * inputs.softmax_scale
         total[:own] += torch.unflatten(logits, -1, (own, per_block)).amax(-1).softmax(-1).sum(0)
     return total
 
@@ -317,15 +319,12 @@ def exact_scores(
     q = inputs.q[tile.rows.start : tile.rows.stop, heads].double()
     k, _ = inputs.keys_of(tile.request, tile.head)
     size = policy.sel_block_size
-    samples = {
-        p % policy.query_tile // policy.sample_stride: row for row, p in enumerate(tile.positions)
-    }
     first_local, _ = policy.local_range(tile.positions[0])
     block = torch.arange(ceil_div(len(k), size), device=q.device)
     read = (block < policy.sink_blocks) | (block >= first_local)
     read[: len(listed)] |= listed
     total = torch.zeros(len(block), dtype=torch.float64, device=q.device)
-    for row in samples.values():
+    for row in sampled_queries(tile.positions, policy):
         seen = k[: tile.positions[row] + 1].double()
         known = read.repeat_interleave(size)[: len(seen)]
         logits = q[row] @ seen.T * inputs.softmax_scale
@@ -360,7 +359,7 @@ def wrong_selection(
         floor = policy.min_mass * inputs.group
         return _not_the_best(blocks, scores, everyone, floor, policy.scored_blocks, _LIST_SLACK)
     listed = min(policy.listed_blocks, last - first)
-    floor = policy.min_mass * len(tile.positions) * inputs.group
+    floor = policy.min_mass * len(sampled_queries(tile.positions, policy)) * inputs.group
     least = max(float(scores.topk(listed).values[-1]), floor)
     if listed == last - first and not policy.min_mass:
         surely = perhaps = scores >= 0.0
@@ -369,8 +368,6 @@ def wrong_selection(
     if not bool(perhaps[blocks].all()):
         return f"a block of score {float(scores[blocks].min()):.3e} is listed below {least:.3e}"
     exact = exact_scores(inputs, tile, policy, perhaps)
-    samples = len({p % policy.query_tile // policy.sample_stride for p in tile.positions})
-    floor = policy.min_mass * samples * inputs.group
     return _not_the_best(blocks, exact, surely, floor, policy.scored_blocks, _MASS_SLACK)
 
 

@@ -46,11 +46,13 @@ KERNELS = {
     "listed_masses_kernel": launch_rank,
     "rank_blocks_kernel": launch_rank,
     "pool_means_kernel": launch_scores,
+    "gather_samples_kernel": launch_scores,
     "part_scores_kernel": launch_scores,
     "add_parts_kernel": launch_scores,
     "attend_hopper_kernel": launch_sm90,
     "tile_scores_sm90_kernel": launch_scores,
 }
+HOPPER_SCORES = ("gather_samples_kernel", "tile_scores_sm90_kernel")
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -212,7 +214,7 @@ def launches(
             seen += record(step, arch, sms)
         if policy is topk:
             with hopper_kernels(True):
-                special = ("attend_hopper_kernel", "tile_scores_sm90_kernel")
+                special = ("attend_hopper_kernel", *HOPPER_SCORES)
                 seen += [r for r in record(step, arch, sms) if r.name in special]
     seen += record(
         lambda: launch.write_kv(

@@ -18,6 +18,7 @@ from sparsek_kernels.paged.reference import (
     exact_scores_reference,
     hadamard_reference,
     paged_attention_reference,
+    sampled_queries,
     select_blocks_reference,
     sketch_reference,
 )
@@ -197,18 +198,16 @@ class Chosen:
         count = min(policy.listed_blocks, last - first)
         places = policy.head_places or (policy.scored_blocks,) * len(found)
         kept = [[block for block in row if block >= 0] for row in found.tolist()]
-        samples = {p % policy.query_tile // policy.sample_stride for p in positions}
-        group = q.shape[1] // k.shape[1]
-        floor = policy.min_mass * len(samples) * group
-        estimate = policy.min_mass * len(positions) * group
+        samples = sampled_queries(positions, policy)
+        floor = policy.min_mass * len(samples) * q.shape[1] / k.shape[1]
         for head, mine in enumerate(kept):
             assert mine == sorted(set(mine))
             assert len(mine) == places[head] or (floor and len(mine) < places[head])
             assert (found[head, len(mine) :] == -1).all()
             row = scores[head, first:last]
-            least = max(float(row.topk(count).values[-1]), estimate)
+            least = max(float(row.topk(count).values[-1]), floor)
             low, high = (1 - self.LIST_SLACK) * least, (1 + self.LIST_SLACK) * least
-            everything = count == last - first and not estimate
+            everything = count == last - first and not floor
             surely, perhaps = (
                 {first + int(b) for b in (everything | (row >= bound)).nonzero()}
                 for bound in (high, low)

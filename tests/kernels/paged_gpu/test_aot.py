@@ -31,7 +31,8 @@ PORTABLE = {
     "add_parts_kernel",
     "attend_kernel",
 }
-HOPPER = {"attend_hopper_kernel", "tile_scores_sm90_kernel"}
+SCORES = {"gather_samples_kernel", "tile_scores_sm90_kernel"}
+HOPPER = {"attend_hopper_kernel", *SCORES}
 SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
@@ -51,7 +52,7 @@ def compiled(arch: int, *options: str) -> list[dict[str, Any]]:
         (90, (), 160, HOPPER),
         (90, ("--head-dim", "64", "--group", "8", "--head-budgets"), 160, HOPPER),
         (100, (), 160, set()),
-        (90, ("--fp8-cache",), 224, {"tile_scores_sm90_kernel"}),  # K and V widen in registers
+        (90, ("--fp8-cache",), 224, SCORES),  # K and V widen in registers
     ],
     ids=["sm80", "sm90", "sm90-d64", "sm100", "sm90-fp8"],
 )
@@ -60,7 +61,7 @@ def test_compiles_with_few_spills(
 ) -> None:
     rows = compiled(arch, *options)
     assert {row["kernel"] for row in rows} == PORTABLE | special
-    assert all(row["wgmma"] for row in rows if row["kernel"] in HOPPER)
+    assert all(row["wgmma"] for row in rows if row["kernel"] in HOPPER - {"gather_samples_kernel"})
     for row in rows:
         assert row["stack"] <= most_stack, row
         assert row["shared"] <= SHARED[arch], row

@@ -87,7 +87,7 @@ def test_prefill(**shape: int) -> None:
     num_kv_heads=st.integers(1, 16),
     group=st.integers(1, 300),
     head_dim=st.sampled_from([16, 64, 80, 96, 128, 256, 512]),
-    tile=st.integers(2, 512),
+    samples=st.integers(1, 16),
     blocks=st.integers(1, 16384),
     itemsize=st.sampled_from([2, 4]),
     arch=ARCHS,

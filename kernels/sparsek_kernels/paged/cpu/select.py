@@ -103,42 +103,41 @@ def cell_means(k: torch.Tensor) -> torch.Tensor:
 
 def tile_candidates(
     q: torch.Tensor,
-    position: int,
+    where: torch.Tensor,
+    first: int,
     means: torch.Tensor,
     policy: SelectionPolicy,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """Candidates of the consecutive tiles that hold a prefill's queries.
+    """Candidates of consecutive tiles.
 
     Args:
-        q: ``[n, Hkv, G, D]``, queries from ``position`` on.
-        means: ``[Hkv, cells, D]`` of (at least) the blocks before the last query's own.
+        q: ``[T, Hkv, S, G, D]``, the samples of each tile.
+        where: ``[T, S]`` their positions; -1 where there is no such query.
+        first: position of the first tile.
+        means: ``[Hkv, cells, D]`` of (at least) the blocks before the last sample's own.
 
     Returns:
-        ``[tiles, Hkv, listed]`` int64.
+        ``[T, Hkv, listed]`` int64.
     """
-    count, heads, group, dim = q.shape
-    tile, size = policy.query_tile, policy.sel_block_size
-    blocks = (position + count - 1) // size
+    tiles, heads, samples, group, dim = q.shape
+    size = policy.sel_block_size
+    blocks = int(where.max()) // size
     per_block = size // CELL_SIZE
-    first_tile = position // tile
-    tiles = (position + count - 1) // tile - first_tile + 1
     block = torch.arange(blocks)
-    scores = torch.zeros(tiles, heads, blocks)
-    rows_of = torch.zeros(tiles)
-    for begin in range(0, count, _QUERY_ROWS):
-        rows = q[begin : begin + _QUERY_ROWS].float()
-        where = position + begin + torch.arange(rows.shape[0])
-        flat = rows.permute(1, 2, 0, 3).reshape(heads, -1, dim) * softmax_scale
-        logits = torch.matmul(flat, means[:, : blocks * per_block].mT)
-        logits = logits.view(heads, group, rows.shape[0], blocks, per_block).amax(-1)
-        future = block >= (where // size)[:, None]
-        probs = torch.softmax(logits.masked_fill_(future, float("-inf")), dim=-1).sum(1)
-        of_tile = where // tile - first_tile
-        scores.index_add_(0, of_tile, probs.transpose(0, 1))
-        rows_of.index_add_(0, of_tile, torch.full(where.shape, float(group)))
-    starts = (first_tile + torch.arange(tiles)) * tile
-    least = policy.min_mass * rows_of[:, None, None]
+    vectors = means[:, : blocks * per_block].mT
+    scores = torch.empty(tiles, heads, blocks)
+    step = max(_QUERY_ROWS // samples, 1)
+    for begin in range(0, tiles, step):
+        here = slice(begin, begin + step)
+        rows = q[here].float().transpose(0, 1).reshape(heads, -1, dim) * softmax_scale
+        logits = torch.matmul(rows, vectors)
+        logits = logits.view(heads, -1, samples, group, blocks, per_block).amax(-1)
+        future = block >= (where[here] // size)[:, :, None, None]
+        probs = torch.softmax(logits.masked_fill_(future, float("-inf")), dim=-1)
+        scores[here] = probs.nan_to_num_(0.0).sum((2, 3)).transpose(0, 1)  # of no query: nothing
+    starts = first + torch.arange(tiles) * policy.query_tile
+    least = policy.min_mass * ((where >= 0).sum(1) * group)[:, None, None]
     return list_best(scores, not_competing(block, starts, policy), policy.listed_blocks, least)
 
 
@@ -341,9 +340,10 @@ def select_group(
             scores = infllm_scores(q, where, summaries, blocks, policy, softmax_scale)
             return list_best(scores, plan.outside, policy.scored_blocks)
         return select_tokens(q, where, k_cache, summaries, plan, group, policy, softmax_scale)
-    listed = tile_candidates(q, position, summaries, policy, softmax_scale)
-    where = sampled_rows(first, listed.shape[0], position, end, policy)
+    tiles = (end - 1) // policy.query_tile - first // policy.query_tile + 1
+    where = sampled_rows(first, tiles, position, end, policy)
     rows = q[(where - position).clamp(min=0)].permute(0, 2, 1, 3, 4)  # [T, Hkv, S, G, D]
+    listed = tile_candidates(rows, where, first, summaries, policy, softmax_scale)
     return rank_blocks(rows, where, k_cache, group, listed, policy, softmax_scale)
 
 

@@ -1,11 +1,12 @@
-"""Scores of prefill tiles by means of keys, summed over the queries of a tile and a group's heads.
+"""Scores of prefill tiles by means of keys, summed over the samples of a tile and a group's heads.
 
-The rule is docs/selection.md, "Candidates".  A *cell* is 16 tokens, and a *part* is a few query
-heads of a few queries of a tile: rows that are scored together.  Three kernels follow each other:
+The rule is docs/selection.md, "Scores".  A *cell* is 16 tokens, and a *part* is a few query
+heads of a few samples of a tile: rows that are scored together.  Three kernels follow each other:
 
 * ``pool_means_kernel`` pools the keys of every cell into means;
 * ``part_scores_kernel`` scores the blocks for each part, in two passes: the rows' denominators,
-  then the sums of their probabilities (or ``tile_scores_sm90.py`` does, in one pass);
+  then the sums of their probabilities (or ``tile_scores_sm90.py`` does in one pass, of samples
+  that ``gather_samples_kernel`` lays together);
 * ``add_parts_kernel`` adds up the parts of each tile.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparsek_kernels.paged.kernels.rank import sample_positions
 from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_sees_all, tile_span
 
 TOGETHER: tl.constexpr = tl.constexpr(32)
@@ -126,6 +128,71 @@ def scored_span(
     return local, base, low, high, token_of_zero
 
 
+@triton.jit(do_not_specialize=["dense_below", "first_tile", "first_request", "num_requests"])
+def gather_samples_kernel(
+    out_ptr,
+    seen_ptr,
+    plan_ptr,
+    q_ptr,
+    tiles_ptr,
+    seq_lens_ptr,
+    cu_seqlens_ptr,
+    dense_below,
+    first_tile,
+    first_request,
+    num_requests,
+    stride_qt,
+    stride_qh,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SEL_BLOCK: tl.constexpr,
+    SINK_BLOCKS: tl.constexpr,
+    REACH_BLOCKS: tl.constexpr,
+    SCORED_BLOCKS: tl.constexpr,
+):
+    """The samples of one tile, of ``HEADS`` query heads of one KV head, as rows of a matrix.
+
+    Grid ``(tiles, Hkv * parts)``, for parts of ``HEADS`` heads.  Writes ``[tiles, Hkv, parts,
+    SAMPLES * HEADS, D]``, sample by sample, zeros for rows that are none, and to ``seen`` the
+    blocks before each row's own (0: no row).  ``plan [tiles, 3]`` gets the tile's request, and the
+    most and the fewest blocks before a sample's own; both are 0 for tiles that need no scores,
+    which get nothing else.
+    """
+    ROWS: tl.constexpr = SAMPLES * HEADS
+    PARTS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    local, base, low, high, token_of_zero = scored_span(
+        first_tile + tile, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, dense_below, first_request,
+        num_requests, TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS,
+    )  # fmt: skip
+    row = tl.arange(0, ROWS)
+    position = sample_positions(row, base, low, high, TILE, SAMPLES, STRIDE, HEADS, HEADS)
+    own = position // SEL_BLOCK
+    if part == 0:
+        some = high >= low
+        most = tl.max(tl.where(position >= 0, own, 0), axis=0)
+        fewest = tl.min(tl.where(position >= 0, own, most), axis=0)
+        tl.store(plan_ptr + 3 * tile, local)
+        tl.store(plan_ptr + 3 * tile + 1, tl.where(some, most, 0))
+        tl.store(plan_ptr + 3 * tile + 2, tl.where(some, fewest, 0))
+    if high < low:
+        return
+    member = part % PARTS * HEADS + row % HEADS
+    live = (position >= 0) & (member < GROUP)
+    offs_d = tl.arange(0, HEAD_DIM)
+    from_row = (token_of_zero + position).to(tl.int64) * stride_qt
+    from_row += (part // PARTS * GROUP + member).to(tl.int64) * stride_qh
+    q = tl.load(q_ptr + from_row[:, None] + offs_d[None, :], mask=live[:, None], other=0.0)
+    to_row = (tile * tl.num_programs(1) + part).to(tl.int64) * ROWS + row
+    tl.store(out_ptr + to_row[:, None] * HEAD_DIM + offs_d[None, :], q)
+    tl.store(seen_ptr + to_row, tl.where(live, own, 0))
+
+
 @triton.jit(
     do_not_specialize=[
         "dense_below",
@@ -164,6 +231,8 @@ def part_scores_kernel(
     BLOCK_B: tl.constexpr,
     SPLITS: tl.constexpr,
     TILE: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    STRIDE: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     SINK_BLOCKS: tl.constexpr,
     REACH_BLOCKS: tl.constexpr,
@@ -180,7 +249,7 @@ def part_scores_kernel(
     """
     CELLS: tl.constexpr = SEL_BLOCK // 16
     HEAD_PARTS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
-    PARTS: tl.constexpr = HEAD_PARTS * ((TILE + QUERIES - 1) // QUERIES)
+    PARTS: tl.constexpr = HEAD_PARTS * ((SAMPLES + QUERIES - 1) // QUERIES)
     tile = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     kv_head = tl.program_id(1)
@@ -199,23 +268,23 @@ def part_scores_kernel(
         REACH_BLOCKS,
         SCORED_BLOCKS,
     )
-    first_query = base + part // HEAD_PARTS * QUERIES
-    low = tl.maximum(low, first_query)
-    high = tl.minimum(high, first_query + QUERIES - 1)
     if high < low:
         return
-    num_blocks = high // SEL_BLOCK
+    offs_m = tl.arange(0, BLOCK_M)
+    member = part % HEAD_PARTS * BLOCK_H + offs_m % BLOCK_H
+    row = part // HEAD_PARTS * (QUERIES * BLOCK_H) + offs_m
+    position = sample_positions(row, base, low, high, TILE, SAMPLES, STRIDE, BLOCK_H, BLOCK_H)
+    live = (member < GROUP) & (offs_m < QUERIES * BLOCK_H) & (position >= 0)
+    own = tl.where(live, position // SEL_BLOCK, 0)
+    num_blocks = tl.max(own, axis=0)
+    if num_blocks == 0:
+        return
     share = tl.cdiv(tl.cdiv(num_blocks, SPLITS), BLOCK_B) * BLOCK_B
     begin = split * share
     end = tl.minimum(begin + share, num_blocks)
-    offs_m = tl.arange(0, BLOCK_M)
     offs_b = tl.arange(0, BLOCK_B)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
-    member = part % HEAD_PARTS * BLOCK_H + offs_m % BLOCK_H
-    position = first_query + offs_m // BLOCK_H
-    live = (member < GROUP) & (position >= low) & (position <= high)
-    own = tl.where(live, position // SEL_BLOCK, 0)
     q_row = (token_of_zero + position).to(tl.int64) * stride_qt
     q_row += (kv_head * GROUP + member).to(tl.int64) * stride_qh
     q = tl.load(
@@ -282,6 +351,7 @@ def add_parts_kernel(
     QUERIES: tl.constexpr,
     HEAD_PARTS: tl.constexpr,
     PARTS: tl.constexpr,
+    STRIDE: tl.constexpr,
     TILE: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     SINK_BLOCKS: tl.constexpr,
@@ -289,7 +359,7 @@ def add_parts_kernel(
     SCORED_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Scores ``[tiles, Hkv, width]`` of ``BLOCK`` blocks: the sum of the parts that hold queries.
+    """Scores ``[tiles, Hkv, width]`` of ``BLOCK`` blocks: the sum of the parts that hold samples.
 
     Blocks before the tile's first query are written: all candidates are among them.
     """
@@ -313,8 +383,8 @@ def add_parts_kernel(
     num_blocks = base // SEL_BLOCK
     if (high < low) | (tl.program_id(2) * BLOCK >= num_blocks):
         return
-    first = (low - base) // QUERIES * HEAD_PARTS
-    last = ((high - base) // QUERIES + 1) * HEAD_PARTS
+    first = (low - base) // (STRIDE * QUERIES) * HEAD_PARTS
+    last = ((high - base) // (STRIDE * QUERIES) + 1) * HEAD_PARTS
     row = (tile * tl.num_programs(1) + kv_head).to(tl.int64)
     parts = parts_ptr + row * PARTS * width + block
     total = tl.zeros([BLOCK], dtype=tl.float32)

@@ -1,4 +1,4 @@
-"""Launching the scores of prefill tiles: means of cells, then what all queries give to blocks."""
+"""Launching the scores of prefill tiles: means of cells, then what the samples give to blocks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from sparsek_kernels.common.alignment import copyable
 from sparsek_kernels.common.descriptors import describe_matrix
 from sparsek_kernels.common.device import device_arch, multiprocessors
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.config import TileConfig, has_wgmma, next_power_of_2, score_config
 from sparsek_kernels.paged.kernels.tile_scores import (
     add_parts_kernel,
+    gather_samples_kernel,
     part_scores_kernel,
     pool_means_kernel,
 )
@@ -24,7 +24,8 @@ from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 _MEANS_ELEMENTS = 1 << 27
 """Most elements (256 MiB of 16 bits) of the scratch of means; more requests go in batches."""
 _PARTS_ELEMENTS = 1 << 26
-"""Most fp32 elements (256 MiB) of the scratch of parts; more tiles go in batches."""
+"""Most elements of the scratch of parts (256 MiB), and of the samples that the kernel for Hopper
+reads; more tiles go in batches."""
 _PARKED_ELEMENTS = 1 << 27
 """Most fp16 elements (256 MiB) that the kernel for Hopper may park."""
 
@@ -33,6 +34,7 @@ _ADDED_BLOCKS = 256
 _TOGETHER = 32
 _ROWS = 64
 _HEADS = 4
+_TILES = 4
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,11 @@ class _Step:
             "SCORED_BLOCKS": self.policy.scored_blocks,
         }
 
+    @property
+    def sampling(self) -> dict[str, int]:
+        """Which of a tile's queries score, as the kernels take it."""
+        return {"SAMPLES": self.policy.samples, "STRIDE": self.policy.sample_stride}
+
     def config(self, count: int) -> TileConfig:
         """How the kernel for every GPU scores ``count`` tiles."""
         return score_config(
@@ -96,7 +103,7 @@ class _Step:
             num_kv_heads=self.heads,
             group=self.group,
             head_dim=self.dim,
-            tile=self.policy.query_tile,
+            samples=self.policy.samples,
             blocks=self.width,
             itemsize=self.q.element_size(),
             arch=device_arch(self.q.device),
@@ -125,11 +132,11 @@ def score_tiles(
     step = _Step(q, batch, policy, tiles, qk_scale, heads, width)
     config = step.config(count)
     hopper = config.hopper and config.splits == 1 and scores_fit(q, heads, policy, width)
-    queries, head_parts = _ROWS, step.group
-    if not hopper:
-        queries, head_parts = config.queries, ceil_div(step.group, config.block_h)
-    num_parts = head_parts * ceil_div(policy.query_tile, queries)
-    at_once = even_step(count, _PARTS_ELEMENTS // (heads * num_parts * width))
+    queries, block_h = (policy.samples, _HEADS) if hopper else (config.queries, config.block_h)
+    head_parts = ceil_div(step.group, block_h)
+    num_parts = head_parts * ceil_div(policy.samples, queries)
+    each = max(width, _ROWS * step.dim if hopper else 0)
+    at_once = even_step(count, _PARTS_ELEMENTS // (heads * num_parts * each))
     pooled = even_step(batch.num_prefills, _MEANS_ELEMENTS // (heads * step.rows * step.dim))
     parts = workspace(q.device, "parts", at_once * heads * num_parts * width, torch.float32)
     means = workspace(q.device, f"means {q.dtype}", pooled * heads * step.rows * step.dim, q.dtype)
@@ -153,6 +160,7 @@ def score_tiles(
                 QUERIES=queries,
                 HEAD_PARTS=head_parts,
                 PARTS=num_parts,
+                STRIDE=policy.sample_stride,
                 BLOCK=_ADDED_BLOCKS,
                 **step.rule,
             )
@@ -169,17 +177,16 @@ def scores_fit(q: torch.Tensor, heads: int, policy: SelectionPolicy, width: int)
         has_wgmma(device_arch(q.device))
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[2] in (64, 128)
-        and q.shape[1] > heads  # a lone query head would leave three of four warpgroups idle
+        and q.shape[1] > heads  # a lone query head would leave three of four rows idle
         and policy.sel_block_size == _ROWS
         and policy.query_tile % _ROWS == 0
-        and copyable(q)
         and multiprocessors(q.device) * parked_elements(width) <= _PARKED_ELEMENTS
     )
 
 
 def parked_elements(width: int) -> int:
     """Elements that one program of the kernel for Hopper parks for ``width`` blocks."""
-    return _HEADS * _ROWS * ceil_div(width, _TOGETHER) * _TOGETHER
+    return _TILES * _ROWS * ceil_div(width, _TOGETHER) * _TOGETHER
 
 
 def _pool_means(
@@ -216,7 +223,7 @@ def _score(
     requests: tuple[int, int],
     config: TileConfig,
 ) -> None:
-    per_head = ceil_div(step.policy.query_tile, config.queries)
+    per_head = ceil_div(step.policy.samples, config.queries)
     programs = tiles[1] * ceil_div(step.group, config.block_h) * per_head
     size = programs * step.heads * config.splits * 2 * config.block_m
     state = workspace(step.q.device, "score state", size, torch.float32)
@@ -232,6 +239,7 @@ def _score(
         "NUM_STAGES": config.num_stages,
         "num_warps": config.num_warps,
         **step.rule,
+        **step.sampling,
     }
     for second_pass in (False, True):
         part_scores_kernel[(programs, step.heads, config.splits)](
@@ -260,32 +268,49 @@ def _score_sm90(
     tiles: tuple[int, int],
     requests: tuple[int, int],
 ) -> None:
-    q, heads = step.q, step.heads
-    work = tiles[1] * heads * (step.policy.query_tile // _ROWS) * ceil_div(step.group, _HEADS)
-    programs = min(work, multiprocessors(q.device))
+    q, heads, device = step.q, step.heads, step.q.device
+    fours = ceil_div(step.group, _HEADS)
+    rows = tiles[1] * heads * fours * _ROWS
+    samples = workspace(device, f"samples {q.dtype}", rows * step.dim, q.dtype)
+    seen = workspace(device, "seen blocks", rows, torch.int32)
+    plan = workspace(device, "scored tiles", 3 * tiles[1], torch.int32)
+    gather_samples_kernel[(tiles[1], heads * fours)](
+        samples,
+        seen,
+        plan,
+        q,
+        *step.lengths,
+        step.policy.dense_below,
+        tiles[0],
+        *requests,
+        *q.stride()[:2],
+        GROUP=step.group,
+        HEADS=_HEADS,
+        HEAD_DIM=step.dim,
+        **step.rule,
+        **step.sampling,
+    )
+    work = ceil_div(tiles[1], _TILES) * heads * fours
+    programs = min(work, multiprocessors(device))
     size = programs * parked_elements(step.width)
-    columns = (q.shape[1] - 1) * q.stride(1) + step.dim
     tile_scores_sm90_kernel[(programs,)](
         parts,
-        workspace(q.device, "parked weights", size, torch.float16),
-        workspace(q.device, "parked maxima", size // _TOGETHER, torch.float32),
-        describe_matrix(q, (q.shape[0], columns), q.stride(0), (_ROWS, 64)),
+        workspace(device, "parked weights", size, torch.float16),
+        workspace(device, "parked maxima", size // _TOGETHER, torch.float32),
+        seen,
+        describe_matrix(samples, (rows, step.dim), step.dim, (_ROWS, 64)),
         describe_matrix(
             means, (requests[1] * heads * step.rows, step.dim), step.dim, (4 * _TOGETHER, 64)
         ),
-        *step.lengths,
+        plan,
         step.qk_scale,
-        step.policy.dense_below,
-        *tiles,
-        *requests,
+        tiles[1],
         work,
         step.rows // (4 * _TOGETHER),
         step.width,
-        q.stride(1),
         NUM_KV_HEADS=heads,
-        GROUP=step.group,
+        FOURS=fours,
         HEAD_DIM=step.dim,
         STAGES=3,
         num_warps=4,
-        **step.rule,
     )

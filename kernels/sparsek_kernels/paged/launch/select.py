@@ -216,7 +216,7 @@ def _select_tokens(call: Selection) -> None:
 
 
 def _select_tiles(call: Selection, tiles: torch.Tensor) -> None:
-    """Blocks of prefill tiles: scores by all queries of a tile, candidates, ranks."""
+    """Blocks of prefill tiles: scores by summaries, candidates, ranks."""
     q, k_cache, batch, policy, heads = call.q, call.k_cache, call.batch, call.policy, call.heads
     width = call.width
     scored = max(min(_SCRATCH_ELEMENTS // (heads * width), tiles.shape[0]), 1)
