@@ -193,6 +193,7 @@ def top_blocks_kernel(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
+    STRIDE: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     SINK_BLOCKS: tl.constexpr,
     REACH_BLOCKS: tl.constexpr,
@@ -250,7 +251,8 @@ def top_blocks_kernel(
         return
     scores = score_ptr + local.to(tl.int64) * stride_st + kv_head.to(tl.int64) * stride_sh
     num_blocks = high // SEL_BLOCK
-    least = min_mass * (high - low + 1) * GROUP
+    samples = (high - base) // STRIDE - (low - base) // STRIDE + 1
+    least = min_mass * samples * GROUP
     places = tl.load(places_ptr + kv_head) if HEAD_PLACES else COUNT
     FROM_LOGITS: tl.constexpr = not FROM_TABLE
     if (MAX_BLOCKS <= 1024) | (num_blocks <= 1024):

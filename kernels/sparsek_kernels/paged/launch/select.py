@@ -192,6 +192,7 @@ def _top_blocks(
         policy.min_mass,
         *out.stride()[:2],
         *strides,
+        STRIDE=policy.sample_stride,
         COUNT=out.shape[2],
         HEAD_PLACES=places is not None,
         MIN_MASS=policy.min_mass > 0,
