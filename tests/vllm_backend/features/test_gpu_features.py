@@ -249,6 +249,8 @@ def logprobs(model: Path, backend: str, prompts: list[list[int]], **options: Any
 
 def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Rounding moves logits a little everywhere; a wrong mask moves most of them far."""
+    assert expected.isfinite().all(), "the other backend's"
+    assert found.isfinite().all()
     distance = (found - expected).abs()
     print(f"|d logprob|: mean {distance.mean():.4f}, largest {distance.max():.4f}")
     assert distance.mean() < 0.1
