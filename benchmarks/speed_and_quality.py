@@ -21,7 +21,7 @@ from sparsek_backend.pyplot import import_pyplot
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SPEED = (
-    ("the default", RESULTS / "paged_h200.csv", ("paged_decode",)),
+    ("the default", RESULTS / "paged_h200.csv", ("paged_prefill", "paged_decode")),
     ("64 blocks", RESULTS / "paged_64_h200.csv", ("paged_prefill", "paged_decode")),
 )
 """Whose times, their file, and the ops that the file has them of."""
@@ -55,7 +55,7 @@ QUALITY = (
     Answers(
         "the default",
         "block_topk:96,decode_top_k=192",
-        (_quality("16k"), _quality("31k")),
+        tuple(_quality(f"{length}_default") for length in ("8k", "16k", "31k")),
         "o",
         0.9,
     ),
