@@ -11,9 +11,8 @@ from prometheus_client import REGISTRY
 
 from sparsek_backend.vllm_backend.sparsek import impl as impl_module
 from sparsek_kernels.fallback import fallback_counts
-from sparsek_kernels.paged.infllm_reference import select_infllm_reference
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.reference import paged_attention_reference
+from sparsek_kernels.paged.reference import paged_attention_reference, select_infllm_reference
 from tests.vllm_backend.engines import (
     counted_forwards,
     engine,

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 
 from sparsek_kernels.paged import SelectionPolicy, paged_attention, select_blocks
 from sparsek_kernels.paged.checks import check_ranking
-from sparsek_kernels.paged.infllm_reference import (
+from sparsek_kernels.paged.reference import (
     block_ranks_reference,
+    gather_sequence,
     kernel_shares_reference,
+    paged_attention_reference,
     select_infllm_reference,
 )
-from sparsek_kernels.paged.reference import gather_sequence, paged_attention_reference
 from tests.kernels.paged.cache_cases import make_case
 
 INFLLM = partial(SelectionPolicy, query_tile=1, ranking="infllm")

@@ -1,0 +1,63 @@
+"""Oracles of paged attention: the rule of docs/selection.md and InfLLM-v2's, in float64.
+
+Plain torch on contiguous sequences, readable before fast.  Nothing here is imported by a kernel
+or by the CPU path, and nothing of theirs is imported here but the rule itself (``policy.py``).
+"""
+
+from sparsek_kernels.paged.reference.attend import (
+    attend_reference,
+    gather_sequence,
+    paged_attention_reference,
+    visible_reference,
+)
+from sparsek_kernels.paged.reference.infllm import (
+    block_ranks_reference,
+    kernel_shares_reference,
+    select_infllm_reference,
+)
+from sparsek_kernels.paged.reference.select import (
+    Select,
+    best,
+    block_logits_reference,
+    block_scores_reference,
+    candidate_scores_reference,
+    candidates_reference,
+    exact_scores_reference,
+    listed_reference,
+    sampled_queries,
+    select_blocks_reference,
+)
+from sparsek_kernels.paged.reference.sketch import (
+    VECTOR_SIZE,
+    hadamard_reference,
+    levels_reference,
+    means_reference,
+    scale_reference,
+    sketch_reference,
+)
+
+__all__ = [
+    "VECTOR_SIZE",
+    "Select",
+    "attend_reference",
+    "best",
+    "block_logits_reference",
+    "block_ranks_reference",
+    "block_scores_reference",
+    "candidate_scores_reference",
+    "candidates_reference",
+    "exact_scores_reference",
+    "gather_sequence",
+    "hadamard_reference",
+    "kernel_shares_reference",
+    "levels_reference",
+    "listed_reference",
+    "means_reference",
+    "paged_attention_reference",
+    "sampled_queries",
+    "scale_reference",
+    "select_blocks_reference",
+    "select_infllm_reference",
+    "sketch_reference",
+    "visible_reference",
+]
