@@ -39,12 +39,18 @@ class Bench:
         """Random token ids that no earlier prompt shares a page with."""
         return self._random.choices(range(FIRST_TOKEN_ID, self._vocab_size), k=length)
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[Any]:
-        """Requests sent together; their finished outputs."""
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, logprobs: int | None = None
+    ) -> list[Any]:
+        """Requests sent together; their finished outputs, with so many log-probabilities."""
         from vllm import SamplingParams
 
         params = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=logprobs,
         )
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs: list[Any] = self._engine.generate(requests, params, use_tqdm=False)

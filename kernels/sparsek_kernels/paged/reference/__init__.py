@@ -16,10 +16,8 @@ from sparsek_kernels.paged.reference.infllm import (
     select_infllm_reference,
 )
 from sparsek_kernels.paged.reference.select import (
-    Select,
     best,
     block_logits_reference,
-    block_scores_reference,
     candidate_scores_reference,
     candidates_reference,
     exact_scores_reference,
@@ -28,34 +26,26 @@ from sparsek_kernels.paged.reference.select import (
     select_blocks_reference,
 )
 from sparsek_kernels.paged.reference.sketch import (
-    VECTOR_SIZE,
     hadamard_reference,
-    levels_reference,
     means_reference,
-    scale_reference,
     sketch_reference,
 )
 
 __all__ = [
-    "VECTOR_SIZE",
-    "Select",
     "attend_reference",
     "best",
     "block_logits_reference",
     "block_ranks_reference",
-    "block_scores_reference",
     "candidate_scores_reference",
     "candidates_reference",
     "exact_scores_reference",
     "gather_sequence",
     "hadamard_reference",
     "kernel_shares_reference",
-    "levels_reference",
     "listed_reference",
     "means_reference",
     "paged_attention_reference",
     "sampled_queries",
-    "scale_reference",
     "select_blocks_reference",
     "select_infllm_reference",
     "sketch_reference",

@@ -1,0 +1,248 @@
+"""What SPARSEK does for a long prompt beside other features of vLLM, against another backend.
+
+    python benchmarks/long_prompts.py offload --json offload.json       # a GPU
+    python benchmarks/long_prompts.py ngrams --json ngrams.json
+    python benchmarks/long_prompts.py hybrid --model granite-4.0-h-micro --json hybrid.json
+    python benchmarks/long_prompts.py ngrams --toy --json /tmp/toy.json  # a minute on a CPU
+
+`offload`: a prompt is answered, evicted from the GPU by another one, and answered again from pages
+that vLLM's OffloadingConnector kept in host memory; both answers must have the same tokens.
+`ngrams`: time per output token with and without n-gram speculation; the tokens must be the same.
+`hybrid`: time to the first token and per output token of a model with recurrent layers; short
+prompts, which are attended whole, must have the other backend's log-probabilities.
+
+Each engine runs in processes of its own.  Models are shapes with random weights.  Exit status 1: an
+answer was another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sparsek_backend.bench.shapes import SHAPES, write_shape
+from sparsek_backend.eval.workers import WorkerError, run_worker
+from sparsek_backend.machine import choose_device, describe_machine
+from sparsek_backend.vllm_backend.names import BACKEND_NAME
+
+SILENCE_LIMIT = 600.0
+LONG_ANSWER = 128
+"""Tokens of the longest answer."""
+STUDIES = ("offload", "ngrams", "hybrid")
+WORKER = "benchmarks.long_prompts_worker"
+GAP = 0.1
+"""Largest difference of log-probabilities that rounding to 16 bits may make, in nats."""
+POOL = 1.2
+"""GPU pages of `offload`, in prompts."""
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "granite-4.0-h-micro": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "shared_intermediate_size": 8192,
+        "num_hidden_layers": 40,
+        "layer_types": ["attention" if i in (5, 15, 25, 35) else "mamba" for i in range(40)],
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "mamba_n_heads": 64,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 256,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "position_embedding_type": "nope",
+        "embedding_multiplier": 12,
+        "attention_multiplier": 0.015625,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8,
+        "vocab_size": 100352,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
+    "lfm2-1.2b": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "hidden_size": 2048,
+        "intermediate_size": 12288,
+        "block_ff_dim": 12288,
+        "block_auto_adjust_ff_dim": True,
+        "num_hidden_layers": 16,
+        "layer_types": [
+            "full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)
+        ],
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "conv_L_cache": 3,
+        "vocab_size": 65536,
+        "max_position_embeddings": 131072,
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
+}
+"""Hybrid shapes, by the names of the models that have them."""
+
+
+def write_model(name: str, folder: Path) -> Path:
+    """The folder with the shape's config.json.
+
+    Raises:
+        ValueError: neither a shape nor a folder.
+    """
+    if name in SHAPES:
+        return write_shape(name, folder)
+    if name in HYBRIDS:
+        (folder / "config.json").write_text(json.dumps(HYBRIDS[name]), encoding="utf-8")
+        return folder
+    known = ", ".join([*SHAPES, *HYBRIDS])
+    raise ValueError(f"--model: expected one of {known}, got {name!r}")
+
+
+def judge(study: str, runs: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """Ratios of a study, and what is wrong with its answers."""
+    ours, theirs = runs[BACKEND_NAME], runs["baseline"]
+    if study == "offload":
+        ratios = {
+            name: theirs[name]["ttft_s"] / ours[name]["ttft_s"] for name in ("computed", "loaded")
+        }
+        wrong = [
+            f"{name}: the loaded prompt was answered by other tokens than the computed one"
+            for name, run in runs.items()
+            if run["loaded"]["tokens"] != run["computed"]["tokens"]
+        ]
+        wrong += [
+            f"{name}: no page of the prompt was loaded"
+            for name, run in runs.items()
+            if not run["loaded"]["cached_tokens"]
+        ]
+        return {"baseline_over_ours": ratios}, wrong
+    if study == "ngrams":
+        plain = runs["without speculation"]
+        best = {name: min(run["tpot_s"]) for name, run in runs.items()}
+        ratios = {
+            "gain_of_speculation": best["without speculation"] / best[BACKEND_NAME],
+            "baseline_over_ours": best["baseline"] / best[BACKEND_NAME],
+        }
+        parts = first_difference(plain["tokens"], ours["tokens"])
+        same = parts == len(plain["tokens"])
+        return ratios, [] if same else [f"token {parts} is another one with speculation"]
+    gaps = [abs(a - b) for a, b in zip(ours["logprobs"], theirs["logprobs"], strict=True)]
+    parts = first_difference(ours["tokens"], theirs["tokens"])
+    largest = max(gaps[: parts + 1])  # behind it the two continue other texts
+    ratios = {
+        "ttft_baseline_over_ours": min(theirs["ttft_s"]) / min(ours["ttft_s"]),
+        "tpot_baseline_over_ours": min(theirs["tpot_s"]) / min(ours["tpot_s"]),
+        "largest_gap": largest,
+    }
+    if all(math.isfinite(gap) for gap in gaps) and largest <= GAP:
+        return ratios, []
+    return ratios, [f"log-probabilities are {largest:.3g} apart, at most {GAP} expected"]
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    """Index of the first token that differs; the length where none does."""
+    pairs = zip(one, other, strict=True)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(one))
+
+
+def jobs(options: argparse.Namespace, model: str) -> dict[str, dict[str, Any]]:
+    """Job of each engine, by name."""
+    engine: dict[str, Any] = {
+        "gpu_memory_utilization": options.gpu_memory,
+        "max_num_batched_tokens": min(options.batched_tokens, options.context),
+        "enforce_eager": options.eager,
+    }
+    common = {
+        "study": options.study, "model": model, "context": options.context, "offload_bytes": 0,
+        "repeats": options.repeats, "engine": engine, "baseline": None, "settings": None,
+    }  # fmt: skip
+    ours = common | {"settings": {"dense_below": 0} if options.toy else {}}
+    theirs = common | {"baseline": options.baseline}
+    if options.study == "offload":
+        pool = {"num_gpu_blocks_override": math.ceil(POOL * options.context / options.page_size)}
+        added = {
+            "offload_bytes": int(options.offload_gib * 2**30),
+            "engine": engine | pool | {"block_size": options.page_size},
+        }
+        return {BACKEND_NAME: ours | added, "baseline": theirs | added}
+    if options.study == "ngrams":
+        added = {"engine": engine | {"speculative_config": NGRAMS}}
+        named = {BACKEND_NAME: ours | added, "baseline": theirs | added}
+        return {"without speculation": ours, **named}
+    return {BACKEND_NAME: ours, "baseline": theirs}
+
+
+def main() -> int:
+    """Run the engines of a study one after another, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--model", default="llama-3.1-8b", help="a shape")
+    parser.add_argument("--context", type=int, default=131072 - LONG_ANSWER, help="prompt tokens")
+    parser.add_argument("--baseline", default="FLASH_ATTN")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--batched-tokens", type=int, default=16384)
+    parser.add_argument("--page-size", type=int, default=64, help="of offload")
+    parser.add_argument("--offload-gib", type=float, default=40.0, help="host memory for pages")
+    parser.add_argument("--gpu-memory", type=float, default=0.9)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--toy", action="store_true", help="shape tiny, 1024 tokens, on a CPU")
+    parser.add_argument("--commit", default="", help="recorded where there is no git")
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    if options.toy and options.study == "offload":
+        parser.error("offload: vLLM's connector needs a GPU, --toy is for a CPU")
+    if options.toy:
+        options.model, options.context, options.baseline = "tiny", 1024, "CPU_ATTN"
+        options.eager, options.repeats, options.gpu_memory = True, 1, 0.1
+    runs: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="sparsek-shape-") as folder:
+        try:
+            model = str(write_model(options.model, Path(folder)))
+            for name, job in jobs(options, model).items():
+                print(f"{name}: starting the engine", flush=True)
+                tell = functools.partial(_tell, name)
+                runs[name] = run_worker(
+                    WORKER, job, label=name, on_progress=tell,
+                    timeout=SILENCE_LIMIT,
+                )  # fmt: skip
+        except (ValueError, WorkerError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    ratios, wrong = judge(options.study, runs)
+    machine = describe_machine(choose_device("cpu" if options.toy else "auto"), options.commit)
+    result = {
+        "study": options.study, "model": options.model, "context": options.context,
+        "baseline": options.baseline, **ratios, "wrong": wrong, "runs": runs,
+        "machine": asdict(machine),
+    }  # fmt: skip
+    options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(ratios))
+    for line in wrong:
+        print(f"error: {line}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+def _tell(name: str, line: str) -> None:
+    print(f"{name}: {line}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
