@@ -55,6 +55,7 @@ from sparsek_backend.eval.tables import perplexity_table, retrieval_tables
 from sparsek_backend.eval.tasks import TASKS, make_prompts
 from sparsek_backend.eval.tokenizer import HubTokenizer
 from sparsek_backend.machine import choose_device, describe_machine
+from sparsek_backend.patterns.prefill import PrefillPattern
 from sparsek_backend.pyplot import import_pyplot
 
 # Plain help: in panels, the widest option would leave no room for what the options mean.
@@ -323,7 +324,9 @@ def draw_picture(
 @app.command("mass")
 def measure_mass(
     model: Annotated[str, typer.Argument(help="Model folder or name.")],
-    budget: Annotated[str, typer.Option(help="One block_topk budget.")] = "block_topk:32",
+    budget: Annotated[
+        str, typer.Option(help="One budget of block_topk or pattern.")
+    ] = "block_topk:32",
     prompts: Annotated[
         Path | None, typer.Option(help="A prompt file, for a model without a tokenizer.")
     ] = None,
@@ -338,7 +341,8 @@ def measure_mass(
     The model reads one prompt through Transformers, on a GPU if there is one.
     """
     with _mendable():
-        policy_of = parse_budget(budget).policy
+        parsed = parse_budget(budget)
+        policy_of, pattern = parsed.policy, parsed.config.pattern
         if not policy_of(0).selects_blocks:
             raise ValueError(f"budget: expected one that selects blocks, got {budget!r}")
         import_pyplot()
@@ -355,7 +359,11 @@ def measure_mass(
             raise ValueError(f"prompts: expected one of task {task!r} with {length} tokens")
         with console.status("reading the prompt") as status:
             masses = measure_model(
-                model, prompt.ids, policy_of, on_layer=lambda layer: status.update(f"layer {layer}")
+                model,
+                prompt.ids,
+                policy_of,
+                entries=None if pattern is None else PrefillPattern.load(pattern).entries,
+                on_layer=lambda layer: status.update(f"layer {layer}"),
             )
         title = f"{Path(model).name}, {budget}, {length} tokens, {task}"
         for line in phase_summaries(masses):

@@ -8,7 +8,7 @@ blocks that it attends; the best choice of as many blocks would catch most.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch
 
 from sparsek_backend.eval.layers import LayerReader
 from sparsek_backend.pyplot import import_pyplot
+from sparsek_kernels.paged.lists import block_lists
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
 PHASES = ("prefill", "decode")
@@ -67,7 +68,12 @@ def block_masses(
 
 
 def measure(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, policy: SelectionPolicy, softmax_scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    policy: SelectionPolicy,
+    softmax_scale: float,
+    lists: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Caught and best mass, and the attended share of the keys, each ``[Hkv]``.
 
@@ -75,6 +81,7 @@ def measure(
 
     Args:
         q: ``[1, N, Hq, D]``; k, v: ``[1, N, Hkv, D]``.
+        lists: of :func:`sparsek_kernels.paged.block_lists`, for tiles that follow it.
 
     Raises:
         ValueError: the budget covers the context, so that there is nothing to select.
@@ -91,7 +98,7 @@ def measure(
     rows = torch.linspace(first, length - 1, min(_ROWS, length - first)).long().to(q.device)
     masses = block_masses(q[0], k[0], rows, size=size, softmax_scale=softmax_scale)
     blocks = ceil_div(length, size)
-    indices = block_indices(q, k, v, policy, softmax_scale)[0, rows].long()  # [R, Hkv, S]
+    indices = block_indices(q, k, v, policy, softmax_scale, lists)[0, rows].long()  # [R, Hkv, S]
     attended = torch.zeros(*masses.shape[:2], blocks + 1, dtype=torch.bool, device=q.device)
     attended.scatter_(2, torch.where(indices < 0, blocks, indices), True)
     attended = attended[..., :blocks]
@@ -116,12 +123,14 @@ def measure_model(
     ids: Sequence[int],
     policy_of: Callable[[int], SelectionPolicy],
     *,
+    entries: Mapping[int, torch.Tensor] | None = None,
     on_layer: Callable[[int], None] = lambda layer: None,
 ) -> list[Mass]:
     """Run a model over token ids and measure every causal layer of full attention.
 
     Args:
         policy_of: the policy of the layer with an index.
+        entries: of the layers whose prefills follow a learned list (`PrefillPattern.entries`).
 
     Raises:
         ImportError: Transformers is not installed.
@@ -131,8 +140,13 @@ def measure_model(
 
     def record(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
         policy = policy_of(layer)
-        for phase, rule in zip(PHASES, (policy, policy.per_token()), strict=True):
-            found.append(Mass(phase, layer, *(x.cpu() for x in measure(q, k, v, rule, scale))))
+        own = None if entries is None else entries.get(layer)
+        lists = None if own is None else block_lists(own, policy).to(q.device)
+        for phase, rule, of_phase in zip(
+            PHASES, (policy, policy.per_token()), (lists, None), strict=True
+        ):
+            shares = measure(q, k, v, rule, scale, of_phase)
+            found.append(Mass(phase, layer, *(x.cpu() for x in shares)))
         on_layer(layer)
 
     LayerReader(model).read(ids, record)

@@ -100,11 +100,20 @@ def attend_selected(
 
 
 def block_indices(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, policy: SelectionPolicy, softmax_scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    policy: SelectionPolicy,
+    softmax_scale: float,
+    lists: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Every block that each query attends: ``[B, N, Hkv, S]`` int32, -1 for none.
 
     The queries are the last N tokens, and none of them sees everything.
+
+    Args:
+        lists: of :func:`sparsek_kernels.paged.block_lists`, for tiles that follow it instead of
+            scores.
     """
     batch, num_q = q.shape[:2]
     num_k, heads = k.shape[1], k.shape[2]
@@ -118,6 +127,7 @@ def block_indices(
             policy,
             k_summary=summary,
             softmax_scale=softmax_scale,
+            lists=lists,
         )
         position = torch.arange(num_k - num_q, num_k, device=q.device)
         tile_of_row = position // rule.query_tile

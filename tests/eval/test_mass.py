@@ -18,6 +18,7 @@ from sparsek_backend.eval.mass import (
     plot_masses,
     write_masses,
 )
+from sparsek_kernels.paged.lists import block_lists, listed_blocks
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 pytest.importorskip("transformers", reason="Transformers is not installed (the eval extra)")
@@ -74,6 +75,28 @@ def test_a_key_that_takes_all_attention_is_caught() -> None:
     caught, best, _ = measure(q, k, v, replace(POLICY, query_tile=1), 1.0)
     torch.testing.assert_close(caught, torch.ones(KV_HEADS), atol=1e-3, rtol=0)
     torch.testing.assert_close(best, torch.ones(KV_HEADS), atol=1e-3, rtol=0)
+
+
+def test_tiles_that_follow_a_list() -> None:
+    q, k, v = states()
+    entries = torch.tensor([[5, -4, 7, 2], [-6, 1, 3, -3]], dtype=torch.int32)
+    lists = block_lists(entries, POLICY)
+    caught, best, share = measure(q, k, v, POLICY, DIM**-0.5, lists)
+    scored, same_best, same_share = measure(q, k, v, POLICY, DIM**-0.5)
+    torch.testing.assert_close(best, same_best)
+    torch.testing.assert_close(share, same_share)
+    assert (caught < scored).all()
+    first = next(i for i in range(LENGTH) if not POLICY.sees_all(i))
+    rows = torch.linspace(first, LENGTH - 1, min(128, LENGTH - first)).long()
+    masses = block_masses(q[0], k[0], rows, size=16, softmax_scale=DIM**-0.5)
+    wanted = torch.zeros(len(rows), KV_HEADS)
+    for i, row in enumerate(rows.tolist()):
+        begin, end = POLICY.local_range(row)
+        chosen = listed_blocks(lists, torch.tensor([row // 16 * 16]), POLICY)[0]
+        for head in range(KV_HEADS):
+            blocks = {0, *range(begin, end), *chosen[head].tolist()}
+            wanted[i, head] = masses[i, head, sorted(blocks)].sum()
+    torch.testing.assert_close(caught, wanted.mean(0))
 
 
 def test_a_budget_that_covers_the_context_is_refused() -> None:
