@@ -181,6 +181,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--csv", type=Path)
+    parser.add_argument(
+        "--commits", nargs=2, metavar=("OLD", "NEW"), help="recorded where there is no git"
+    )
     args = parser.parse_args()
     if args.old is None:
         print(json.dumps(measure(args.only)))
@@ -217,7 +220,7 @@ def main() -> int:
             writer = csv.writer(file)
             names = ["operation", "old_ms", "new_ms", "new_over_old", "same_result"]
             writer.writerow([*names, "old_commit", "new_commit"])
-            commits = (commit_of(args.old), commit_of(args.new))
+            commits = args.commits or (commit_of(args.old), commit_of(args.new))
             writer.writerows([*row, *commits] for row in rows)
     return int(failed > 0)
 

@@ -68,9 +68,11 @@ def train(
         importance=ImportanceOptions(measure="l2", every=2),
     )  # fmt: skip
     schedule = SparsitySchedule(
-        options.sparsity, begin=options.steps // 10, end=options.steps * 3 // 5, every=options.every
-    )
-    scheduler = PatternScheduler(patterns.values(), schedule, Pruning(pooled=True))
+        options.sparsity, begin=options.steps // 10,
+        end=round(options.steps * options.prune_until), every=options.every,
+    )  # fmt: skip
+    rule = Pruning(pooled=True, by_distance=options.by_distance)
+    scheduler = PatternScheduler(patterns.values(), schedule, rule)
     optimiser = torch.optim.AdamW(model.parameters(), lr=options.lr)
     losses, pruned = [], []
     on_gpu = options.device.type == "cuda"
@@ -123,6 +125,8 @@ def main() -> int:
     parser.add_argument("--judge", type=int, default=32, help="held-out texts")
     parser.add_argument("--every", type=int, default=10, help="steps between prunings")
     parser.add_argument("--sparsity", type=float, default=0.85)
+    parser.add_argument("--prune-until", type=float, default=0.6, help="share of the steps")
+    parser.add_argument("--by-distance", action="store_true", help="one weight for a diagonal")
     parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--commit", default="", help="recorded where there is no git")
@@ -144,6 +148,9 @@ def main() -> int:
         "tokens": options.tokens,
         "block_size": options.block_size,
         "steps": options.steps,
+        "lr": options.lr,
+        "prune_until": options.prune_until,
+        "by_distance": options.by_distance,
         "held_out_ratio": ratio,
         **runs,
         "machine": machine,
