@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
 import torch
 
 from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_scale, check_tensor
@@ -25,6 +28,11 @@ from sparsek_kernels.paged.cpu.write import write_kv_eager
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import segments
 from sparsek_kernels.paged.policy import SelectionPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from sparsek_kernels.paged.launch.replay import ReplayableCall
 
 
 def write_kv(
@@ -56,6 +64,10 @@ def write_kv(
         TypeError, ValueError: an argument does not fit; the message names it.
         NotImplementedError: an fp8 cache on a CPU.
     """
+    tensors = (key, value, k_cache, v_cache, k_summary, slot_mapping)
+    call = _replayable(tensors, ("write", k_scale, v_scale))
+    if call is not None and call.replay():
+        return
     heads, _, dim = check_cache(k_cache, v_cache)
     check_cache_dtype(k_cache, key.dtype, k_scale, v_scale)
     check_tensor("key", key, ("T", heads, dim), device=k_cache.device)
@@ -78,16 +90,17 @@ def write_kv(
             k_summary=k_summary,
             slot_mapping=slot_mapping,
         )
-        launch.write_kv(
-            key,
-            value,
-            k_cache,
-            v_cache,
-            k_summary,
-            slot_mapping,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+        with nullcontext() if call is None else call.recorded():
+            launch.write_kv(
+                key,
+                value,
+                k_cache,
+                v_cache,
+                k_summary,
+                slot_mapping,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            )
         return
     write_kv_eager(key[:tokens], value[:tokens], k_cache, v_cache, k_summary, slot_mapping)
 
@@ -230,6 +243,13 @@ def paged_attention(
         NotImplementedError: an fp8 cache, or ``batch_invariant``, on a CPU; InfLLM-v2's scores on
             a GPU.
     """
+    call = None
+    by_token = batch_invariant or (policy.query_tile == 1 and batch.num_prefills > 0)
+    if out is not None and lists is None and not by_token:
+        tensors = (q, k_cache, v_cache, out, k_summary, sinks, left_out)
+        call = _replayable(tensors, (policy, softmax_scale, k_scale, v_scale), batch)
+        if call is not None and call.replay():
+            return out
     heads, page_size, dim = check_cache(k_cache, v_cache)
     check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, k_cache.device)
     check_heads(q.shape[1], heads)
@@ -281,15 +301,33 @@ def paged_attention(
         lists,
         left_out=left_out,
     )
+    with nullcontext() if call is None else call.recorded():
+        _attend_step(operands, batch, policy, batch_invariant=batch_invariant)
+    return out
+
+
+def _replayable(
+    tensors: tuple[torch.Tensor | None, ...], options: Hashable, batch: PagedBatch | None = None
+) -> ReplayableCall | None:
+    """The call as one whose launches may be replayed, before any check; ``None`` on a CPU."""
+    if not isinstance(tensors[0], torch.Tensor) or not tensors[0].is_cuda:
+        return None
+    from sparsek_kernels.paged.launch.replay import replayable
+
+    return replayable(tensors, options, batch)
+
+
+def _attend_step(
+    operands: PagedOperands, batch: PagedBatch, policy: SelectionPolicy, *, batch_invariant: bool
+) -> None:
     if batch_invariant:
         _attend(operands, batch, policy, batch_invariant=True)
-        return out
+        return
     if not policy.dense_last or not batch.num_prefills or policy.sees_all(batch.max_seq_len - 1):
         _attend(operands, batch, policy)
-        return out
+        return
     for segment in segments(batch, policy):
         _attend(operands.of_rows(segment.rows), segment.batch, segment.policy)
-    return out
 
 
 def _attend(

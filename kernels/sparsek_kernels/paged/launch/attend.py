@@ -12,6 +12,7 @@ import torch
 
 from sparsek_kernels.common.device import device_arch, multiprocessors
 from sparsek_kernels.common.kernels.softmax import LOG2E
+from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.config import (
     TileConfig,
@@ -53,7 +54,9 @@ def write_kv(
     block_d = next_power_of_2(dim)
     block_h = max(1, min(next_power_of_2(heads), 256 // block_d))
     summary = k_cache if k_summary is None else k_summary
-    write_kv_kernel[(tokens, ceil_div(heads, block_h))](
+    run(
+        write_kv_kernel,
+        (tokens, ceil_div(heads, block_h)),
         k_cache,
         v_cache,
         summary,
@@ -236,7 +239,9 @@ def attend(
     ticket = workspace(q.device, "tickets", places, torch.int32)
     indices = batch.seq_lens if selected is None else selected
     kept = head_places(policy, q.device)
-    attend_kernel[(count * chunks, heads, config.splits)](
+    run(
+        attend_kernel,
+        (count * chunks, heads, config.splits),
         out,
         out if operands.lse is None else operands.lse,
         part,

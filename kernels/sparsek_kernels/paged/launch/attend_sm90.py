@@ -9,6 +9,7 @@ from sparsek_kernels.common.alignment import copyable
 from sparsek_kernels.common.descriptors import describe_matrix
 from sparsek_kernels.common.device import device_arch, multiprocessors
 from sparsek_kernels.common.kernels.softmax import LOG2E
+from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.config import has_wgmma
 from sparsek_kernels.paged.kernels.attend_sm90 import attend_hopper_kernel
@@ -90,7 +91,9 @@ def attend_hopper(
     places = head_places(policy, q.device)
     k_desc, *k_distances = describe_cache(k_cache)
     v_desc, *v_distances = describe_cache(v_cache)
-    attend_hopper_kernel[(min(items, num_sms),)](
+    run(
+        attend_hopper_kernel,
+        (min(items, num_sms),),
         out,
         _describe_queries(q),
         k_desc,

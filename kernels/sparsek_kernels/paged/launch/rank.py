@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from sparsek_kernels.common.device import device_arch, multiprocessors
+from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.config import (
     TileConfig,
     largest_part,
@@ -63,7 +64,9 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
         "LISTED_BLOCKS": policy.listed_blocks,
         "MIN_MASS": policy.min_mass > 0,
     }
-    listed_masses_kernel[(programs, heads, shares)](
+    run(
+        listed_masses_kernel,
+        (programs, heads, shares),
         masses,
         q,
         k_cache,
@@ -89,7 +92,9 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
         **overlap_options(q.device),
     )
     places = head_places(policy, q.device)
-    rank_blocks_kernel[(step.count, heads)](
+    run(
+        rank_blocks_kernel,
+        (step.count, heads),
         call.out,
         masses,
         candidates,

@@ -9,6 +9,7 @@ import torch
 
 from sparsek_kernels.common.descriptors import describe_matrix
 from sparsek_kernels.common.device import device_arch, multiprocessors
+from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.config import TileConfig, has_wgmma, next_power_of_2, score_config
 from sparsek_kernels.paged.kernels.tile_scores import (
@@ -149,7 +150,9 @@ def score_tiles(
                 _score_sm90(parts, means, step, (tile, here), requests)
             else:
                 _score(parts, means, step, (tile, here), requests, config)
-            add_parts_kernel[(here, heads, ceil_div(width, _ADDED_BLOCKS))](
+            run(
+                add_parts_kernel,
+                (here, heads, ceil_div(width, _ADDED_BLOCKS)),
                 scores.view(-1)[(tile - first) * heads * width :],
                 parts,
                 *step.lengths,
@@ -195,7 +198,9 @@ def _pool_means(
     heads, page_size, dim = k_cache.shape[1:]
     batch = step.batch
     cells = ceil_div(batch.max_seq_len, CELL_SIZE)
-    pool_means_kernel[(ceil_div(cells, _POOLED_CELLS), heads, requests[1])](
+    run(
+        pool_means_kernel,
+        (ceil_div(cells, _POOLED_CELLS), heads, requests[1]),
         means,
         k_cache,
         batch.block_table,
@@ -242,7 +247,9 @@ def _score(
         **step.sampling,
     }
     for second_pass in (False, True):
-        part_scores_kernel[(programs, step.heads, config.splits)](
+        run(
+            part_scores_kernel,
+            (programs, step.heads, config.splits),
             parts,
             state,
             step.q,
@@ -274,7 +281,9 @@ def _score_sm90(
     samples = workspace(device, f"samples {q.dtype}", rows * step.dim, q.dtype)
     seen = workspace(device, "seen blocks", rows, torch.int32)
     plan = workspace(device, "scored tiles", 3 * tiles[1], torch.int32)
-    gather_samples_kernel[(tiles[1], heads * fours)](
+    run(
+        gather_samples_kernel,
+        (tiles[1], heads * fours),
         samples,
         seen,
         plan,
@@ -293,7 +302,9 @@ def _score_sm90(
     work = ceil_div(tiles[1], _TILES) * heads * fours
     programs = min(work, multiprocessors(device))
     size = programs * parked_elements(step.width)
-    tile_scores_sm90_kernel[(programs,)](
+    run(
+        tile_scores_sm90_kernel,
+        (programs,),
         parts,
         workspace(device, "parked weights", size, torch.float16),
         workspace(device, "parked maxima", size // _TOGETHER, torch.float32),

@@ -11,6 +11,7 @@ from triton import knobs
 
 from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.kernels.softmax import LOG2E
+from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.checks import given_summary
 from sparsek_kernels.paged.config import logits_config, next_power_of_2, top_warps
@@ -126,7 +127,9 @@ def _decode_logits(call: Selection, first: int, count: int, most: int) -> torch.
         num_sms=multiprocessors(q.device),
     )
     chunks = min(ceil_div(call.max_blocks, config.block_n), config.splits)
-    decode_logits_kernel[(chunks, call.heads, count)](
+    run(
+        decode_logits_kernel,
+        (chunks, call.heads, count),
         logits,
         q,
         k_summary,
@@ -179,7 +182,9 @@ def _top_blocks(
     places = head_places(policy, scores.device) if call.tiles is None else None
     left_out = call.left_out if call.tiles is None else None
     warps, registers = top_warps(call.max_blocks)
-    top_blocks_kernel[(step.count, call.heads)](
+    run(
+        top_blocks_kernel,
+        (step.count, call.heads),
         out,
         scores,
         batch.seq_lens if places is None else places,

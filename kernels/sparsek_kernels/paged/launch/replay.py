@@ -1,0 +1,93 @@
+"""Calls whose launches are replayed: from a step's second layer on, nothing goes through the JIT.
+
+What a layer launches follows from its policy, from the batch and from how its tensors lie.  Layers
+that agree in these launch the same kernels with the same arguments, but for addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from sparsek_kernels.common.device import current_device, dispatch_modes
+from sparsek_kernels.common.recording import Replay, Tensors, has_launch_hook, recording
+from sparsek_kernels.paged.batch import PagedBatch
+
+_ALIGNMENT = 16
+"""Bytes: compiled kernels take it for granted that every address is a multiple of it."""
+_MOST_REPLAYS = 256
+
+Replays = dict[Hashable, Replay | None]
+
+_without_batch: Replays = {}
+
+
+@dataclass(frozen=True)
+class ReplayableCall:
+    """A call, and what is remembered of calls with the same key.
+
+    Args:
+        tensors: what differs between calls with one key.
+        key: all else that the call's launches depend on.
+        replays: by key; ``None`` stands for launches that cannot be replayed.
+    """
+
+    tensors: Tensors
+    key: Hashable
+    replays: Replays
+
+    def replay(self) -> bool:
+        """Launch again what was launched with this key; ``False`` if nothing is remembered."""
+        found = self.replays.get(self.key)
+        if found is None:
+            return False
+        found(self.tensors, current_device())
+        return True
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Remember what is launched meanwhile, unless that was in vain before."""
+        if self.key in self.replays:
+            yield
+            return
+        with recording(self.tensors) as record:
+            yield
+        if len(self.replays) >= _MOST_REPLAYS:
+            self.replays.clear()
+        self.replays[self.key] = record.finish()
+
+
+def replayable(
+    tensors: Tensors, options: Hashable, batch: PagedBatch | None = None
+) -> ReplayableCall | None:
+    """The call on these tensors; ``None`` for one that must go through the JIT.
+
+    That is a call under a dispatch mode (fake tensors) or a launch hook, with addresses that are
+    not aligned, or while a CUDA graph is captured, whose replays cost no host time.
+
+    Args:
+        tensors: what the launches read and write; the first is on a GPU.
+        options: all else that they depend on.
+        batch: the step, which then keeps the replays; ``None`` where launches have no tensors but
+            these.
+    """
+    device = current_device()
+    if dispatch_modes() or torch.cuda.is_current_stream_capturing() or has_launch_hook():
+        return None
+    key: list[Hashable] = [device, options]
+    addresses = 0
+    for tensor in tensors:
+        if tensor is None:
+            key.append(None)
+            continue
+        if not isinstance(tensor, torch.Tensor) or tensor.get_device() != device:
+            return None
+        addresses |= tensor.data_ptr()
+        key += (tensor.shape, tensor.stride(), tensor.dtype)
+    if addresses % _ALIGNMENT:
+        return None
+    replays = _without_batch if batch is None else batch.derived("replays", Replays)
+    return ReplayableCall(tensors, tuple(key), replays)

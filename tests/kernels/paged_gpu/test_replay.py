@@ -1,0 +1,308 @@
+"""A step's later layers launch what the JIT would launch for them: kernels, grids and arguments.
+
+Without a GPU the kernels are spies that stand for compiled ones.  They note their arguments, and
+the notes of a replay are compared with those of a launch through the JIT on the same tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from aot import KERNELS, hopper_kernels
+from hardware import simulated
+from problems import Problem, make_problem
+
+from sparsek_kernels.common import recording as recording_module
+from sparsek_kernels.common.recording import Tensors, recording, run
+from sparsek_kernels.paged import paged_attention, write_kv
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.launch import attend as launch
+from sparsek_kernels.paged.launch import replay as replay_module
+from sparsek_kernels.paged.launch.replay import ReplayableCall, Replays, replayable
+from sparsek_kernels.paged.launch.scratch import _workspaces
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.policy import SelectionPolicy
+
+TOP_K = SelectionPolicy(num_sink=64, window_size=512, top_k=8)
+POLICIES = {
+    "dense": SelectionPolicy(),
+    "window": SelectionPolicy(num_sink=4, window_size=300),
+    "topk": TOP_K,
+    "heads": replace(TOP_K, head_top_k=(4, 8, 6, 2)),
+    "min_mass": replace(TOP_K, min_mass=0.001),
+}
+STREAM = 77
+
+Note = tuple[str, tuple[int, ...], list[Any]]
+
+
+class SpiedKernel:
+    """A kernel that launches nothing and hands out a compiled one, which notes its arguments."""
+
+    def __init__(self, name: str, arg_names: list[str], notes: list[Note]) -> None:
+        self.name, self.arg_names, self.notes = name, arg_names, notes
+        self.function, self.packed_metadata = name, "metadata"
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def through_the_jit(*args: Any, **options: Any) -> SpiedKernel:
+            bound = [*args, *(options[name] for name in self.arg_names[len(args) :])]
+            self.notes.append((self.name, (*grid, 1, 1)[:3], bound))
+            return self
+
+        return through_the_jit
+
+    def run(self, *args: Any) -> None:
+        """Called as Triton's own launchers: grid, stream, kernel, metadata, hooks, arguments."""
+        grid, stream, head, bound = args[:3], args[3], args[4:9], args[9:]
+        assert stream == STREAM
+        assert head == (self.name, "metadata", None, None, None)
+        self.notes.append((self.name, grid, list(bound)))
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Note]]:
+    """What is launched, on a Hopper GPU that is not there."""
+    found: list[Note] = []
+    for name, module in KERNELS.items():
+        arg_names = getattr(module, name).arg_names
+        monkeypatch.setattr(module, name, SpiedKernel(name, arg_names, found))
+    monkeypatch.setattr(replay_module, "current_device", lambda: -1)  # of CPU tensors
+    monkeypatch.setattr(recording_module, "current_stream", lambda _device: STREAM)
+    with simulated(90, 132):
+        yield found
+
+
+def taken(notes: list[Note]) -> list[Note]:
+    found = notes.copy()
+    notes.clear()
+    return found
+
+
+def layer(seed: int, **options: Any) -> Problem:
+    """A layer of a step with two decodes and two prefills; layers have the same pages."""
+    lengths = [(1, 1800), (1, 900), (2200, 2300), (64, 64)]
+    found = make_problem(lengths, num_decodes=2, heads=4, dim=64, page_size=64, dtype=torch.bfloat16,
+                         head_major=True, **options)  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    found.q.normal_(generator=generator)
+    return found
+
+
+def attend_through_the_jit(problem: Problem, batch: PagedBatch, policy: SelectionPolicy) -> Tensors:
+    """Launch a layer's attention; its tensors, in the order of the api."""
+    out = torch.empty_like(problem.q)
+    left_out = torch.zeros(2, 2, dtype=torch.int64) if policy.min_mass else None
+    sinks = torch.zeros(problem.q.shape[1]) if policy.window_size == 300 else None
+    operands = problem.operands(out, left_out=left_out, sinks=sinks)
+    launch.paged_attention(operands, batch, policy)
+    cache = (problem.q, problem.k_cache, problem.v_cache, out, problem.k_summary)
+    return (*cache, sinks, left_out)
+
+
+def described(found: list[Note], tensors: Tensors) -> list[Any]:
+    """Launches with a name for every address: of a layer's tensor, of scratch, or of an order."""
+    names: dict[int, Any] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor is not None:
+            names.setdefault(tensor.data_ptr(), f"tensor {index}")
+            if index == 6:
+                names[tensor.data_ptr() + 16] = "second row of tensor 6"
+    for key, scratch in _workspaces.items():
+        names[scratch.data_ptr()] = key
+
+    def named(address: int) -> Any:
+        return names.setdefault(address, f"other {len(names)}")
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return named(value.data_ptr())
+        if hasattr(value, "block_shape"):
+            shape = (*value.shape, *value.strides, *value.block_shape, value.padding)
+            return named(value.base.data_ptr()), shape, value.layout
+        if isinstance(value, int) and value > 1 << 32:
+            return named(value)
+        return value
+
+    return [(name, grid, [plain(x) for x in args]) for name, grid, args in found]
+
+
+@pytest.mark.parametrize("hopper", [False, True], ids=["portable", "hopper"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_replay_launches_what_the_jit_would(policy: str, hopper: bool, notes: list[Note]) -> None:
+    first, second = layer(1), layer(2)
+    rule = POLICIES[policy]
+    with hopper_kernels(hopper):
+        tensors = attend_through_the_jit(second, replace(first.batch, _derived={}), rule)
+        wanted = described(taken(notes), tensors)
+        replays: Replays = {}
+        mine = (first.q, first.k_cache, first.v_cache, torch.empty_like(first.q), first.k_summary)
+        mine = (*mine, *(None if x is None else x.clone() for x in tensors[5:]))
+        operands = PagedOperands(*mine[:4], first.q.shape[-1] ** -0.5, mine[4], mine[5],
+                                 left_out=mine[6])  # fmt: skip
+        call = ReplayableCall(mine, policy, replays)
+        assert not call.replay()
+        with call.recorded():
+            launch.paged_attention(operands, first.batch, rule)
+    names = {name for name, *_ in taken(notes)}
+    assert ("attend_hopper_kernel" in names) == (hopper and rule.selects_blocks)
+    with mock.patch.object(launch, "attend", side_effect=AssertionError("not a replay")):
+        assert ReplayableCall(tensors, policy, replays).replay()
+    found = described(taken(notes), tensors)
+    assert [note[:2] for note in found] == [note[:2] for note in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert same_but_for_order(one[2], other[2]), one[0]
+    text = str(found)
+    for tensor in mine:
+        assert tensor is None or str(tensor.data_ptr()) not in text
+
+
+def same_but_for_order(found: list[Any], wanted: list[Any]) -> bool:
+    """Equal arguments; what has no name but an order is some scratch tensor in both."""
+
+    def kind(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(kind(x) for x in value)
+        return "other" if isinstance(value, str) and value.startswith("other") else value
+
+    return [kind(x) for x in found] == [kind(x) for x in wanted]
+
+
+def test_writes_are_replayed(notes: list[Note]) -> None:
+    first, second = layer(1), layer(2)
+
+    def tensors(problem: Problem) -> Tensors:
+        cache = (problem.k_cache, problem.v_cache, problem.k_summary)
+        return (problem.keys[0], problem.values[0], *cache, problem.slots[0])
+
+    launch.write_kv(*tensors(second))  # type: ignore[arg-type]
+    wanted = described(taken(notes), tensors(second))
+    replays: Replays = {}
+    with ReplayableCall(tensors(first), 0, replays).recorded():
+        launch.write_kv(*tensors(first))  # type: ignore[arg-type]
+    taken(notes)
+    assert ReplayableCall(tensors(second), 0, replays).replay()
+    assert described(taken(notes), tensors(second)) == wanted
+    assert replays[0] is not None
+    assert not replays[0].kept  # nothing of the first step outlives it
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors count as those of the current GPU."""
+    monkeypatch.setattr(replay_module, "current_device", lambda: -1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def test_calls_of_one_key_lie_alike(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = torch.zeros(4, 8), torch.zeros(4, 8)
+    call, same = replayable((q, None), "rule"), replayable((k, None), "rule")
+    assert call is not None
+    assert same is not None
+    assert same.key == call.key
+    others: list[tuple[Tensors, str]] = [
+        ((q, k), "rule"),
+        ((q.t(), None), "rule"),
+        ((q.double(), None), "rule"),
+        ((q[:3], None), "rule"),
+        ((q, None), "another rule"),
+    ]
+    for tensors, rule in others:
+        different = replayable(tensors, rule)
+        assert different is not None
+        assert different.key != call.key
+    assert replayable((q.view(-1)[1:], None), "rule") is None  # not aligned
+    assert replayable((q, "k"), "rule") is None  # type: ignore[arg-type]
+    for where, name, value in (
+        (replay_module, "has_launch_hook", True),
+        (torch.cuda, "is_current_stream_capturing", True),
+        (replay_module, "current_device", 0),
+    ):
+        with mock.patch.object(where, name, return_value=value):
+            assert replayable((q, None), "rule") is None
+
+
+def test_steps_keep_their_own_replays(on_cpu: None) -> None:
+    one, other = layer(1).batch, layer(1).batch
+    calls = [replayable((torch.zeros(4, 8),), "rule", batch) for batch in (one, one, other)]
+    first, again, elsewhere = (call.replays for call in calls if call is not None)
+    assert first is again
+    assert first is not elsewhere
+
+
+def test_what_cannot_be_replayed_is_launched_every_time() -> None:
+    class Interpreted:
+        arg_names = ("x",)
+        launches = 0
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(x: torch.Tensor) -> None:
+                self.launches += 1
+
+            return launch
+
+    kernel, replays = Interpreted(), Replays()
+    x = torch.zeros(8)
+    for _ in range(3):
+        call = ReplayableCall((x,), "rule", replays)
+        assert not call.replay()
+        with call.recorded():
+            run(kernel, (1,), x)
+    assert kernel.launches == 3
+
+
+def test_an_argument_between_two_tensors_is_not_guessed(notes: list[Note]) -> None:
+    both = torch.zeros(64)
+    keys, values = both[:16], both[16:32]
+    kernel = SpiedKernel("kernel", ["x"], notes)
+    with recording((keys, values)) as record:
+        run(kernel, (1,), both[32:])
+    assert record.finish() is None
+    with recording((keys,)) as record:
+        run(kernel, (1,), both[32:])
+    replay = record.finish()
+    assert replay is not None
+    other = torch.zeros(64)
+    taken(notes)
+    replay((other[:16],), 0)
+    assert taken(notes) == [("kernel", (1, 1, 1), [other[32:].data_ptr()])]
+
+
+def test_a_recording_ends_with_an_error(notes: list[Note]) -> None:
+    replays: Replays = {}
+    call = ReplayableCall((torch.zeros(8),), "rule", replays)
+    with pytest.raises(ValueError, match="broken"), call.recorded():
+        raise ValueError("broken")
+    assert not replays
+    run(SpiedKernel("kernel", ["x"], notes), (1,), torch.zeros(8))  # into no recording
+    assert len(notes) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_replayed_layers_equal_launched_ones(policy: str) -> None:
+    rule = replace(POLICIES[policy], dense_last=16 if POLICIES[policy].top_k else 0)
+    first, second = layer(1, device="cuda"), layer(2, device="cuda")
+    for keys, values, slots in zip(second.keys, second.values, second.slots, strict=True):
+        cache = (second.k_cache, second.v_cache, second.k_summary)
+        write_kv(-keys, values.flip(0), *cache, slots)
+
+    def attend(problem: Problem, batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.full_like(problem.q, float("nan"))
+        left_out = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
+        cache = (problem.k_cache, problem.v_cache)
+        options = {"k_summary": problem.k_summary, "out": out, "left_out": left_out}
+        paged_attention(problem.q, *cache, batch, rule, **options)  # type: ignore[arg-type]
+        return out, left_out
+
+    wanted = attend(second, replace(second.batch, _derived={}))
+    attend(first, first.batch)
+    with mock.patch.object(launch, "attend", side_effect=AssertionError("not a replay")):
+        found = attend(second, first.batch)
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
