@@ -1,4 +1,4 @@
-"""Prefill kernels are run before the first prompt: which shapes, through which layers."""
+"""Kernels are run before the first prompt: which shapes, through which layers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from sparsek_backend.vllm_backend.sparsek import impl as impl_module
-from sparsek_backend.vllm_backend.sparsek.warmup import prefill_shapes, warm_up_prefills
+from sparsek_backend.vllm_backend.sparsek.warmup import (
+    decode_shapes,
+    prefill_shapes,
+    warm_up,
+)
 from sparsek_backend.vllm_backend.stats import STATS
+from sparsek_kernels.paged.config import decode_config
 from sparsek_kernels.paged.policy import SelectionPolicy
 from tests.vllm_backend.layers import (
     building,
@@ -29,7 +34,7 @@ LONG = SelectionPolicy(num_sink=64, window_size=512, top_k=32, dense_below=4096,
 
 @pytest.fixture
 def current(registered: None, tmp_path: Any) -> Iterator[Any]:
-    with building(make_config(tmp_path, max_model_len=1000)) as config:
+    with building(make_config(tmp_path, max_model_len=1000, max_num_seqs=5)) as config:
         yield config
 
 
@@ -40,7 +45,8 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SelectionPolicy, int
     real = impl_module.paged_attention
 
     def paged_attention(q: Any, k: Any, v: Any, batch: Any, policy: Any, **kwargs: Any) -> Any:
-        assert batch.seq_lens.tolist() == [batch.max_seq_len]
+        assert set(batch.seq_lens.tolist()) == {batch.max_seq_len}
+        assert q.shape[0] == sum(batch.query_lens)
         calls.append((policy, batch.max_seq_len, q.shape[0]))
         return real(q, k, v, batch, policy, **kwargs)
 
@@ -67,6 +73,37 @@ def test_nothing_to_prepare_where_everything_is_attended(
     assert prefill_shapes(policy, length, 8192) == []
 
 
+def test_shapes_of_decodes() -> None:
+    found = decode_shapes(LONG.per_token(), 20_000, 1024)
+    assert found[:2] == [(1, 8192), (2, 8192)]
+    assert found[-2:] == [(1, 16384), (1, 20_000)]
+    assert decode_shapes(LONG.per_token(), 20_000, 3)[:4] == [
+        *((1, 8192), (2, 8192), (3, 8192)),
+        (1, 16384),
+    ]
+    dense = decode_shapes(SelectionPolicy(), 20_000, 1024)
+    assert {context for _, context in dense} == {8192}
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8])
+@pytest.mark.parametrize("policy", [LONG, SelectionPolicy()], ids=["sparse", "dense"])
+def test_every_number_of_decodes_finds_its_kernel(policy: SelectionPolicy, heads: int) -> None:
+    rule = policy.per_token()
+
+    def compiled(count: int, context: int) -> tuple[int, int]:
+        size = rule.sel_block_size
+        blocks = -(-context // size)
+        config = decode_config(
+            tiles=count, num_kv_heads=heads, group=4, head_dim=128, queries=1,
+            blocks=min(blocks, rule.budget_blocks) if rule.selects_blocks else blocks,
+            sel_block=size, arch=90, num_sms=132,
+        )  # fmt: skip
+        return config.splits, config.num_warps
+
+    known = {compiled(*shape) for shape in decode_shapes(rule, 131072, 2048)}
+    assert known == {compiled(count, 131072) for count in range(1, 2049)}
+
+
 def test_each_kind_of_layer_runs_once_and_is_not_counted(
     current: Any, attended: list[tuple[SelectionPolicy, int, int]]
 ) -> None:
@@ -76,10 +113,12 @@ def test_each_kind_of_layer_runs_once_and_is_not_counted(
     for layer in layers:
         make_builder(layer, current)
     before = STATS.forward_calls, STATS.steps
-    warm_up_prefills(layers, make_spec(layers[0], current), current, torch.device("cpu"))
+    warm_up(layers, make_spec(layers[0], current), current, torch.device("cpu"))
     assert (STATS.forward_calls, STATS.steps) == before
     expected = []
     for policy in dict.fromkeys(layer.impl.policy for layer in layers):
+        for requests, context in decode_shapes(policy.per_token(), 1000, 5):
+            expected += [(policy, context, requests)]
         for context, tokens in prefill_shapes(policy, 1000, 1000):
             expected += [(policy, context, tokens)]
     assert len(expected) > 4
@@ -99,7 +138,7 @@ def test_a_rank_that_attends_for_others_prepares_for_all_of_their_heads(
         seen.append((q.shape[1], sinks.shape[0]))
 
     monkeypatch.setattr(impl_module, "paged_attention", paged_attention)
-    warm_up_prefills([layer], spec, current, torch.device("cpu"))
+    warm_up([layer], spec, current, torch.device("cpu"))
     assert set(seen) == {(2 * layer.impl.num_heads, 2 * layer.impl.num_heads)}
 
 
@@ -110,7 +149,7 @@ def test_pages_are_laid_out_as_the_engines(current: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         type(layer.impl), "dummy_run", lambda self, layer, cache, batch: seen.append(cache)
     )
-    warm_up_prefills([layer], spec, current, torch.device("cpu"))
+    warm_up([layer], spec, current, torch.device("cpu"))
     expected = make_cache(spec, 2)
     assert seen
     assert all(cache.stride() == expected.stride() for cache in seen)
@@ -127,6 +166,6 @@ def test_scratch_is_not_made_in_the_memory_pool_of_sleep_mode(
     monkeypatch.setattr(
         type(layer.impl), "dummy_run", lambda *_: threads.append(threading.get_ident())
     )
-    warm_up_prefills([layer], spec, current, torch.device("cpu"))
+    warm_up([layer], spec, current, torch.device("cpu"))
     assert len(set(threads)) == 1
     assert threading.get_ident() not in threads

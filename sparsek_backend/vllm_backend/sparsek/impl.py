@@ -197,17 +197,17 @@ class SparseKImpl(AttentionImpl):
         return (*rule, *shape, self.kv_cache_dtype, *kind)
 
     def dummy_run(self, layer: Any, kv_cache: torch.Tensor, batch: PagedBatch) -> None:
-        """Attend a made-up prefill of zeros, so that its kernels are compiled; counts nothing.
+        """Attend a made-up step of zeros, so that its kernels are compiled; counts nothing.
 
         Args:
             layer: the layer, which has the scales of an fp8 cache.
             kv_cache: ``[pages, Hkv, page_size, C]``.
-            batch: the step.
+            batch: the step, of decodes or of prefills.
         """
         heads = self.num_heads * self.dcp_world_size  # a rank attends for all of them
-        shape = (batch.num_prefill_tokens, heads, self.head_size)
+        shape = (sum(batch.query_lens), heads, self.head_size)
         query = torch.zeros(shape, dtype=self.dtype, device=kv_cache.device)
-        policy = self.policy
+        policy = self.decode_policy if batch.num_decodes else self.policy
         if self.flash is not None:  # which takes the last queries
             policy = replace(policy, dense_last=0)
         pages, out = self._view(kv_cache), torch.empty_like(query)
@@ -297,7 +297,7 @@ class SparseKImpl(AttentionImpl):
         return output
 
     @property
-    def _decode_policy(self) -> SelectionPolicy:
+    def decode_policy(self) -> SelectionPolicy:
         """The policy of decodes: the layer's own, or everything where prefills alone select."""
         if self._settings.dense_decode and self.policy.selects_blocks:
             return SelectionPolicy(sel_block_size=self.policy.sel_block_size)
@@ -305,7 +305,7 @@ class SparseKImpl(AttentionImpl):
 
     def _split(self, step: SparseKMetadata) -> tuple[Segment, ...]:
         """The step whole, or split into what FlashAttention and what the paged kernels attend."""
-        decodes = self._decode_policy
+        decodes = self.decode_policy
         dense_decode = step.batch.num_decodes > 0 and decodes is not self.policy
         if not dense_decode and (self.flash is None or not step.batch.num_prefills):
             return (Segment(step.batch, self.policy),)
@@ -381,7 +381,7 @@ class SparseKImpl(AttentionImpl):
                 query,
                 self._cached_view(kv_cache),
                 step,
-                self._decode_policy,
+                self.decode_policy,
                 softmax_scale=self.scale,
                 sinks=self.sinks,
                 left_out=left_out,

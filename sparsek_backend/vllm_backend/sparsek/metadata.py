@@ -29,7 +29,7 @@ from sparsek_kernels.paged.policy import SelectionPolicy
 
 from .pages import bytes_behind
 from .shards import ContextRanks, ShardedStep, check_interleave, shard_step
-from .warmup import warm_up_prefills
+from .warmup import warm_up
 
 logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level
 
@@ -125,7 +125,8 @@ class SparseKMetadataBuilder(StepBuilder):
                 head_places(layer.impl.policy.per_token(), self.device)
         self._report_layers(groups, spec, vllm_config.model_config)
         if not self.on_host:
-            warm_up_prefills(layers.values(), spec, vllm_config, self.device)
+            decode_len = self.reorder_batch_threshold or 1
+            warm_up(layers.values(), spec, vllm_config, self.device, decode_len)
         return _counted_together(policies)
 
     def _report_layers(self, groups: dict[Kind, list[int]], spec: Any, model: Any) -> None:

@@ -1,7 +1,8 @@
-"""Compiling the kernels of sparse prefills while the server starts.
+"""Compiling the kernels of sparse steps while the server starts.
 
 vLLM runs decodes before it captures them in CUDA graphs, but no prefill that is long enough to be
-sparse: its kernels would be compiled while the first long prompt waits for them.
+sparse, and of the decodes beside a prefill, which no graph holds, not every number: their kernels
+would be compiled while requests wait for them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ logger = init_logger(f"vllm.{__name__}")
 
 _FEW_TILES = (1, 2, 4, 8)
 """Query tiles of a prompt's last chunk, which share a tile's work among more programs."""
+_EACH_NUMBER, _STEP, _MOST_DECODES = 32, 8, 640
+"""Decodes: every number up to the first, then steps, up to where a program has one to itself."""
+_LONG = 8192
+"""Tokens that keep as many programs busy as any longer context."""
 
 
 def prefill_shapes(
@@ -36,14 +41,40 @@ def prefill_shapes(
         max_model_len: longest context.
         max_tokens: most tokens of a step.
     """
-    powers = (1 << power for power in range(max_model_len.bit_length()))
-    contexts = [length for length in (*powers, max_model_len) if not policy.sees_all(length - 1)]
+    contexts = sparse_contexts(policy, max_model_len)
     shapes = [(context, min(context, max_tokens)) for context in contexts]
     if contexts:
         longest = contexts[-1]
         few = (tiles * policy.query_tile for tiles in _FEW_TILES)
         shapes += [(longest, min(tokens, longest, max_tokens)) for tokens in few]
     return list(dict.fromkeys(shapes))
+
+
+def decode_shapes(
+    policy: SelectionPolicy, max_model_len: int, max_num_seqs: int
+) -> list[tuple[int, int]]:
+    """``(decodes, context)`` of steps that together need the kernels of every step of decodes.
+
+    A few programs share each decode: as many as the number of decodes leaves room for.  That
+    changes slowly where decodes are many.  The longest context decides how scores are sorted.
+
+    Args:
+        max_model_len: longest context.
+        max_num_seqs: most requests of a step.
+    """
+    contexts = sparse_contexts(policy, max_model_len) or [min(max_model_len, _LONG)]
+    few = range(1, min(max_num_seqs, _EACH_NUMBER) + 1)
+    many = range(_EACH_NUMBER + _STEP, min(max_num_seqs, _MOST_DECODES) + 1, _STEP)
+    return [(count, contexts[0]) for count in (*few, *many)] + [
+        (1, context) for context in contexts[1:]
+    ]
+
+
+def sparse_contexts(policy: SelectionPolicy, max_model_len: int) -> list[int]:
+    """Every power of two that is not attended whole, and the longest context."""
+    powers = (1 << power for power in range(max_model_len.bit_length()))
+    lengths = dict.fromkeys((*powers, max_model_len))
+    return [length for length in lengths if not policy.sees_all(length - 1)]
 
 
 def made_up_prefill(context: int, tokens: int, width: int, device: torch.device) -> PagedBatch:
@@ -70,43 +101,82 @@ def made_up_prefill(context: int, tokens: int, width: int, device: torch.device)
     )
 
 
-def warm_up_prefills(
-    layers: Iterable[Any], spec: Any, vllm_config: Any, device: torch.device
+def made_up_decodes(
+    count: int, query_len: int, context: int, width: int, device: torch.device
+) -> PagedBatch:
+    """``count`` requests that decode ``query_len`` tokens each; all of their pages are page 0.
+
+    Args:
+        context: tokens of each, the new ones included.
+        width: columns of the block table, enough for the longest context.
+    """
+    tokens = count * query_len
+    return PagedBatch(
+        block_table=torch.zeros(count, width, dtype=torch.int32, device=device),
+        seq_lens=torch.full((count,), context, dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.arange(0, tokens + 1, query_len, dtype=torch.int32, device=device),
+        num_decodes=count,
+        num_decode_tokens=tokens,
+        decode_query_len=query_len,
+        max_query_len=query_len,
+        max_seq_len=context,
+        seq_lens_host=(context,) * count,
+        query_lens_host=(query_len,) * count,
+    )
+
+
+def warm_up(
+    layers: Iterable[Any], spec: Any, vllm_config: Any, device: torch.device, query_len: int = 1
 ) -> None:
-    """Run one made-up sparse prefill of each kind through one layer of each kind.
+    """Run made-up decodes of every number and a sparse prefill of each kind.
+
+    They go through one layer of each kind.  How many programs share a decode depends on the number
+    of decodes, and is compiled into the kernel.
 
     Args:
         layers: vLLM's attention layers, bound to their policies.
         spec: their KV cache spec.
         vllm_config: the engine's configuration.
         device: where to run.
+        query_len: most query tokens of a decode.
     """
     begin = time.perf_counter()
     with ThreadPoolExecutor(1) as thread:
         # vLLM makes the pages of an engine with sleep mode in a memory pool whose content it drops
         # when the engine sleeps.  The pool takes the allocations of this thread alone, so scratch
         # that kernels keep for later calls is made in another one.
-        count = thread.submit(_run_prefills, layers, spec, vllm_config, device).result()
+        count = thread.submit(_run, layers, spec, vllm_config, device, query_len).result()
     if count:
         logger.info_once(
-            "SPARSEK prefill kernels are ready (%.1f s, kept in Triton's cache)",
+            "SPARSEK kernels are ready (%.1f s, kept in Triton's cache)",
             time.perf_counter() - begin,
         )
 
 
-def _run_prefills(layers: Iterable[Any], spec: Any, vllm_config: Any, device: torch.device) -> int:
-    """Return how many made-up prefills were run."""
+def _run(
+    layers: Iterable[Any], spec: Any, vllm_config: Any, device: torch.device, query_len: int
+) -> int:
+    """Return how many made-up steps were run."""
     kinds = {layer.impl.kernel_key: layer for layer in layers}
     max_model_len = vllm_config.model_config.max_model_len
     max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    max_num_seqs = vllm_config.scheduler_config.max_num_seqs
     width = ceil_div(max_model_len, spec.block_size)
     count = 0
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with torch.inference_mode(), on_device:
         for layer in kinds.values():
             impl = layer.impl
-            by_flash = impl.flash is not None and impl.policy.is_band
-            if by_flash or impl.fallback_reason is not None:
+            if impl.fallback_reason is not None:
+                continue
+            rule = impl.decode_policy.per_token()
+            gathers = impl.dcp_world_size > 1  # decodes then go through kernels of their own
+            shapes = [] if gathers else decode_shapes(rule, max_model_len, max_num_seqs)
+            for requests, context in shapes:
+                batch = made_up_decodes(requests, query_len, context, width, device)
+                impl.dummy_run(layer, _one_page(spec, device), batch)
+                count += 1
+            if impl.flash is not None and impl.policy.is_band:
                 continue
             for context, tokens in prefill_shapes(impl.policy, max_model_len, max_tokens):
                 batch = made_up_prefill(context, tokens, width, device)

@@ -86,8 +86,8 @@ def taken(notes: list[Note]) -> list[Note]:
 def layer(seed: int, **options: Any) -> Problem:
     """A layer of a step with two decodes and two prefills; layers have the same pages."""
     lengths = [(1, 1800), (1, 900), (2200, 2300), (64, 64)]
-    found = make_problem(lengths, num_decodes=2, heads=4, dim=64, page_size=64, dtype=torch.bfloat16,
-                         head_major=True, **options)  # fmt: skip
+    shape = {"heads": 4, "dim": 64, "page_size": 64, "head_major": True}
+    found = make_problem(lengths, num_decodes=2, dtype=torch.bfloat16, **shape, **options)
     generator = torch.Generator().manual_seed(seed)
     found.q.normal_(generator=generator)
     return found
