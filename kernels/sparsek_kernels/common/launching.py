@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from triton import knobs
 
 from sparsek_kernels.common.device import current_stream
+from sparsek_kernels.common.recording import has_launch_hook
 
 
 def strides(*tensors: torch.Tensor, dims: int = 4) -> tuple[int, ...]:
@@ -67,9 +67,7 @@ def launch(
     compiled = kernel[grid](
         *pointers, *scalars, **constexprs, num_warps=num_warps, num_stages=num_stages, **options
     )
-    hook = knobs.runtime.launch_enter_hook
-    hooked = hook is not None and bool(getattr(hook, "calls", True))
-    if compiled is None or hooked or not pointers[0].is_cuda:
+    if compiled is None or has_launch_hook() or not pointers[0].is_cuda:
         return None
     tail = (*scalars, *constexprs.values())
     return CompiledLaunch(compiled, grid, len(pointers), tail, pointers[0].device.index)

@@ -255,6 +255,29 @@ def test_what_cannot_be_replayed_is_launched_every_time() -> None:
     assert kernel.launches == 3
 
 
+def test_a_refused_replay_goes_through_the_jit(
+    on_cpu: None, notes: list[Note], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay_module, "_refused", [])
+    kernel, x = SpiedKernel("kernel", ["x"], notes), torch.zeros(8)
+    batch = layer(1).batch
+
+    def refuse(*_: Any) -> None:
+        raise TypeError("an integer is required")
+
+    monkeypatch.setattr(kernel, "run", refuse)
+    call = replayable((x,), "rule", batch)
+    assert call is not None
+    with call.recorded():
+        run(kernel, (1,), x)
+    with pytest.warns(RuntimeWarning, match="an integer is required"):
+        assert not call.replay()
+    with call.recorded():
+        run(kernel, (1,), x)
+    assert len(notes) == 2
+    assert replayable((x,), "rule", batch) is None
+
+
 def test_an_argument_between_two_tensors_is_not_guessed(notes: list[Note]) -> None:
     both = torch.zeros(64)
     keys, values = both[:16], both[16:32]

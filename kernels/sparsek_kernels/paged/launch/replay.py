@@ -6,6 +6,7 @@ that agree in these launch the same kernels with the same arguments, but for add
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ _MOST_REPLAYS = 256
 Replays = dict[Hashable, Replay | None]
 
 _without_batch: Replays = {}
+_refused: list[Exception] = []
+"""Why Triton's launchers refused a replay, which is then the last one of the process."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,25 @@ class ReplayableCall:
     replays: Replays
 
     def replay(self) -> bool:
-        """Launch again what was launched with this key; ``False`` if nothing is remembered."""
+        """Launch again what was launched with this key; ``False`` if nothing is remembered.
+
+        Triton's launchers are no public interface.  Where they do not take the arguments of a
+        replay, a warning says so, and this call and all later ones go through the JIT.
+        """
         found = self.replays.get(self.key)
         if found is None:
             return False
-        found(self.tensors, current_device())
+        try:
+            found(self.tensors, current_device())
+        except (TypeError, ValueError, AttributeError, SystemError) as error:
+            _refused.append(error)
+            self.replays[self.key] = None
+            warnings.warn(
+                f"launches are not replayed, which costs host time: Triton says {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return False
         return True
 
     @contextmanager
@@ -66,7 +83,8 @@ def replayable(
     """The call on these tensors; ``None`` for one that must go through the JIT.
 
     That is a call under a dispatch mode (fake tensors) or a launch hook, with addresses that are
-    not aligned, or while a CUDA graph is captured, whose replays cost no host time.
+    not aligned, while a CUDA graph is captured, whose replays cost no host time, or after a replay
+    was refused.
 
     Args:
         tensors: what the launches read and write; the first is on a GPU.
@@ -75,7 +93,12 @@ def replayable(
             these.
     """
     device = current_device()
-    if dispatch_modes() or torch.cuda.is_current_stream_capturing() or has_launch_hook():
+    if (
+        _refused
+        or dispatch_modes()
+        or torch.cuda.is_current_stream_capturing()
+        or has_launch_hook()
+    ):
         return None
     key: list[Hashable] = [device, options]
     addresses = 0
