@@ -127,8 +127,8 @@ class NativeSparseAttention(nn.Module):
     ) -> NSACache:
         """An empty cache for ``batch`` sequences of up to ``max_len`` tokens.
 
-        Attention over a cache runs in the cache's dtype: by default that of the keys, the weights'
-        or autocast's where this is called under autocast.
+        Attention over a cache runs in the cache's dtype.  The default is the dtype of the keys: the
+        weights' dtype, or autocast's where this is called under autocast.
         """
         weight = self.q_proj.weight
         kind = weight.device.type
