@@ -35,7 +35,7 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def serve(model: Path, backend: str) -> tuple[list[Any], dict[str, int]]:
+def serve(model: Path, backend: str, blocks: int) -> tuple[list[Any], dict[str, int]]:
     """Answers to prompts in chunks, too many for the pages, and with prefixes that are known."""
     asked = prompts()
     with (
@@ -49,7 +49,7 @@ def serve(model: Path, backend: str) -> tuple[list[Any], dict[str, int]]:
             block_size=32,
             enable_prefix_caching=True,
             mamba_cache_mode="align",
-            num_gpu_blocks_override=64,
+            num_gpu_blocks_override=blocks,
             skip_tokenizer_init=True,
         ) as llm,
     ):
@@ -66,10 +66,14 @@ def serve(model: Path, backend: str) -> tuple[list[Any], dict[str, int]]:
     return found, dict(counter)
 
 
-def test_chunks_preemption_and_prefix_hits(tmp_path: Path) -> None:
-    model = make_tiny_model("short_conv", tmp_path)
-    expected, their_preemptions = serve(model, "CPU_ATTN")
-    found, preemptions = serve(model, "SPARSEK")
+@pytest.mark.parametrize(
+    ("kind", "blocks"),
+    [("short_conv", 64), ("granite_hybrid", 14), ("falcon_h1", 14), ("nemotron_h", 14)],
+)
+def test_chunks_preemption_and_prefix_hits(kind: str, blocks: int, tmp_path: Path) -> None:
+    model = make_tiny_model(kind, tmp_path)
+    expected, their_preemptions = serve(model, "CPU_ATTN", blocks)
+    found, preemptions = serve(model, "SPARSEK", blocks)
     assert tokens(found) == tokens(expected)
     assert preemptions == their_preemptions
     assert preemptions["preempted"] > 0
