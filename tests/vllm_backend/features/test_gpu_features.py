@@ -50,8 +50,8 @@ SPARSE = {
     "decode_top_k": 3,
     "query_tile": 1,
 }
-TIE = 0.02
-"""Logprob gap within which two tokens are a tie in fp32, where kernels multiply in TF32."""
+TIES = {"float32": 0.02, "bfloat16": 0.1}
+"""Logprob gap within which two tokens are a tie; in fp32 some kernels multiply in TF32."""
 LIMITS: dict[str, Any] = {
     "max_model_len": 1024,
     "max_num_batched_tokens": 512,
@@ -348,9 +348,10 @@ def test_hybrids(kind: str, prompts: list[list[int]], tmp_path: Path) -> None:
     """
     needs(kind)
     model = make_tiny_model(kind, tmp_path)
-    long = prompts[-1]
-    options = {**LIMITS, "max_num_batched_tokens": 256, "enable_prefix_caching": True}
-    options |= {"mamba_cache_mode": "align"}
+    dtype = "bfloat16" if kind == "linear_attention" else "float32"  # vLLM's kernels for it
+    long = [token for prompt in prompts for token in prompt] + prompts[-1][::-1]
+    options = {**LIMITS, "dtype": dtype, "max_model_len": 4096, "max_num_batched_tokens": 256}
+    options |= {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
     asked: dict[str, Any] = {"max_tokens": 32, "logprobs": 5}
     found: dict[str, list[Any]] = {}
     for backend in ("SPARSEK", "TRITON_ATTN"):
@@ -361,7 +362,8 @@ def test_hybrids(kind: str, prompts: list[list[int]], tmp_path: Path) -> None:
                 answers = generate(llm, prompts, together=True, **asked)
             assert counter["preempted"] > 0
             assert llm.reset_prefix_cache()
-            answers += generate(llm, [[*long[:700], *prompts[1]]], together=False, **asked)
+            # The state of a prompt's last whole page is kept, of whatever size.
+            answers += generate(llm, [[*long[:1290], *prompts[0]]], together=False, **asked)
             answers += generate(llm, [long, long], together=False, **asked)
             assert (ran(llm) > before) == (backend == "SPARSEK")
         hits = [answer.num_cached_tokens for answer in answers[-3:]]
@@ -370,7 +372,7 @@ def test_hybrids(kind: str, prompts: list[list[int]], tmp_path: Path) -> None:
     pairs = zip(found["SPARSEK"], tokens(found["TRITON_ATTN"]), strict=True)
     gaps = [gap_where_parted(*pair) for pair in pairs]
     print("answers part at logprob gaps", gaps)
-    assert all(gap is None or gap <= TIE for gap in gaps)
+    assert all(gap is None or gap <= TIES[dtype] for gap in gaps)
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
