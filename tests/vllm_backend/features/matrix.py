@@ -220,6 +220,12 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             ("test_serve.py::test_a_request_that_is_too_long_gets_400_and_the_server_goes_on",),
             "status 400; the server goes on",
         ),
+        Row(
+            "malformed requests, ten times as many together as run together",
+            REFUSED,
+            ("test_chaos.py::test_a_storm_of_malformed_requests",),
+            "status 4xx, as with any backend; the server goes on and holds no more memory",
+        ),
     ),
     "Scheduling": (
         Row(
@@ -396,7 +402,14 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             (f"{ON_GPU}::test_two_gpus[expert parallel]",),
             "vLLM 0.32's CPU build fails, whatever the backend",
         ),
-        Row("data parallel", SERVED, (f"{ON_GPU}::test_data_parallel",)),
+        Row(
+            "data parallel",
+            SERVED,
+            (
+                "test_tensor_parallel.py::test_tokens_of_data_parallel_engines",
+                f"{ON_GPU}::test_data_parallel",
+            ),
+        ),
         Row(
             "decode context parallel",
             SERVED,
