@@ -166,6 +166,7 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             (
                 f"{HYBRID}[short_conv-64]",
                 "features/test_pages.py::test_a_token_takes_as_much_on_every_page",
+                *_hybrid_on_gpu("short_conv"),
             ),
             "vLLM 0.29 or later",
         ),

@@ -318,7 +318,7 @@ def test_connectors(
         assert torch.equal(before[:whole], after[:whole])
 
 
-HYBRIDS = ("linear_attention", "granite_hybrid", "falcon_h1", "nemotron_h")
+HYBRIDS = ("linear_attention", "short_conv", "granite_hybrid", "falcon_h1", "nemotron_h")
 WITH_EXPERTS = ("sinks", "moe", "linear_attention")
 """Tiny gpt-oss, Qwen3-MoE and Qwen3-Next."""
 
