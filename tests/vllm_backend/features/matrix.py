@@ -27,7 +27,8 @@ do instead.
 `tests/vllm_backend`.
 
 Not in the tables: Ray (`--distributed-executor-backend ray`), which vLLM's CPU build refuses and
-which was run on no GPU, and multi-step scheduling, an option that no supported version has.
+which was run on no GPU; multi-step scheduling, an option that no supported version has; gates that
+choose blocks (SeerAttention-R), for which neither vLLM nor SPARSEK reads weights.
 
 This page is generated: `python -m tests.vllm_backend.features.matrix`.
 """
