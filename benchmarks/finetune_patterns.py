@@ -128,7 +128,9 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=10, help="steps between prunings")
     parser.add_argument("--sparsity", type=float, default=0.85)
     parser.add_argument("--prune-until", type=float, default=0.6, help="share of the steps")
-    parser.add_argument("--budget", choices=["layer", "model"], default="model", help="shared by")
+    parser.add_argument(
+        "--budget", choices=["layer", "model"], default="layer", help="shared by the heads"
+    )
     parser.add_argument("--by-distance", action="store_true", help="one weight for a diagonal")
     parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--device", default="auto")
