@@ -35,8 +35,7 @@ from sparsek_kernels.block_sparse.problem import BlockSparseProblem
 
 LIMIT = 2e-2  # relative error between two roundings to bf16
 QUERY_TILES = ((128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3))
-WAYS = tuple(product((False, True), (False, True)))  # of the Hopper forward kernel
-STAGES = {64: (4, 5), 128: (2,)}  # of it, by head dim
+STAGES = {64: (3, 4, 5), 128: (2,)}  # of the Hopper forward kernel, by head dim
 KEY_TILES = ((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 3), (128, 32, 8, 3))
 
 Tensors = tuple[torch.Tensor, ...]
@@ -46,8 +45,8 @@ def candidates(shape: ProblemShape, base: LaunchConfig) -> Iterator[tuple[str, s
     """``(pass, name, configuration)``: the Hopper kernels, and tiles of each portable one."""
     forward = hopper_forward(shape)
     if forward is not None:
-        for stages, way in product(STAGES[shape.head_dim], WAYS):
-            hopper = HopperForward(stages, *way)
+        for sizes in product(STAGES[shape.head_dim], (False, True), (False, True)):
+            hopper = HopperForward(*sizes)
             yield "forward", f"hopper, {hopper}", replace(base, hopper_forward=hopper)
     backward = hopper_backward(shape)
     if backward is not None:
