@@ -45,13 +45,13 @@ def candidates(shape: ProblemShape, base: LaunchConfig) -> Iterator[tuple[str, s
     """``(pass, name, configuration)``: the Hopper kernels, and tiles of each portable one."""
     forward = hopper_forward(shape)
     if forward is not None:
-        for sizes in product(STAGES[shape.head_dim], (False, True), (False, True)):
-            hopper = HopperForward(*sizes)
-            yield "forward", f"hopper, {hopper}", replace(base, hopper_forward=hopper)
-    backward = hopper_backward(shape)
-    if backward is not None:
+        for stages, turns in product(STAGES[shape.head_dim], (False, True)):
+            tried = replace(base, hopper_forward=HopperForward(stages, turns))
+            yield "forward", f"hopper, stages {stages}{', in turn' * turns}", tried
+    hopper = hopper_backward(shape)
+    if hopper is not None:
         for shares in (1, 2, 4, 8, 16):
-            tried = replace(base, hopper_backward=replace(backward, shares=shares))
+            tried = replace(base, hopper_backward=replace(hopper, shares=shares))
             yield "backward", f"hopper, shares {shares}", tried
     plain = replace(base, hopper_forward=None, hopper_backward=None)
     for sizes in QUERY_TILES:

@@ -76,12 +76,10 @@ class HopperForward:
         stages: tiles of keys in flight.
         turns: whether the warpgroups issue their products in turn, so that the weights of one are
             computed while the tensor cores work for the other.
-        polynomial: whether a quarter of the exponentials is computed by multiplications.
     """
 
     stages: int
     turns: bool = False
-    polynomial: bool = False
 
 
 @dataclass(frozen=True)

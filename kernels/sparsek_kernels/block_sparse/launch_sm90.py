@@ -36,5 +36,5 @@ def forward(
         q_rows, k_rows, v_rows, q_cols, k_cols, v_cols, q.shape[1], shape.num_k, num_rows,
         shape.num_kv_heads, num_items, shape.pattern_heads,
         GROUP=shape.group, HEAD_DIM=shape.head_dim, CAUSAL=problem.causal, BLOCK=shape.block_size,
-        STAGES=config.stages, TURNS=config.turns, POLYNOMIAL=config.polynomial, num_warps=4,
+        STAGES=config.stages, TURNS=config.turns, num_warps=4,
     )  # fmt: skip

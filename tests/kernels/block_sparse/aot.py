@@ -70,7 +70,7 @@ def compile_hopper(dim: int, block: int, causal: bool) -> None:
     constexprs = {
         "GROUP": shape.group, "HEAD_DIM": dim, "CAUSAL": causal, "BLOCK": block,
     }  # fmt: skip
-    sizes = {"STAGES": forward.stages, "TURNS": forward.turns, "POLYNOMIAL": forward.polynomial}
+    sizes = {"STAGES": forward.stages, "TURNS": forward.turns}
     report(block_sparse_hopper_fwd_kernel, 90, {**constexprs, **sizes}, 4, tiles=tiles)
     box = f"tensordesc<bf16[1, 64, 1, {dim}],{box_layout(torch.bfloat16)!r}>"
     types = {**dict.fromkeys(("q_desc", "g_desc", "k_desc", "v_desc"), box), **OPTIONS}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -40,8 +39,8 @@ CASES = [
 ]
 
 
-def run(case: Case, way: Way, ahead: Mapping[str, bool] | None = None, **options: int) -> None:
-    """Check a case by the Hopper kernels: forward with ``ahead``, backward with ``options``."""
+def run(case: Case, way: Way, turns: bool = False, **options: int) -> None:
+    """Check a case whose passes are the Hopper kernels, the backward ones with ``options``."""
     shape = ProblemShape(case.heads, case.kv_heads, case.dim, case.block, case.patterns, case.nk)
     config = select_config(shape, case.dtype, 90)
     forward, backward = config.hopper_forward, config.hopper_backward
@@ -49,7 +48,7 @@ def run(case: Case, way: Way, ahead: Mapping[str, bool] | None = None, **options
     assert backward is not None
     config = replace(
         config,
-        hopper_forward=replace(forward, **(ahead or {})),
+        hopper_forward=replace(forward, turns=turns),
         hopper_backward=replace(backward, **options),
     )
     with interpret(*way) as launched:
@@ -80,7 +79,7 @@ def test_case(case: Case, way: Way) -> None:
 @pytest.mark.parametrize("way", WAYS[::3], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_products_in_turn(case: Case, way: Way) -> None:
-    run(case, way, {"turns": True, "polynomial": True})
+    run(case, way, turns=True)
 
 
 @pytest.mark.parametrize("held", [0, 1])

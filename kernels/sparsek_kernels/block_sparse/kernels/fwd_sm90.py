@@ -36,7 +36,7 @@ from sparsek_kernels.block_sparse.kernels.fwd_load_sm90 import (
     take_plan,
 )
 from sparsek_kernels.common.kernels.softmax import LN2
-from sparsek_kernels.common.kernels.softmax_sm90 import anchor, lane_sums, softmax_lanes_step
+from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_lanes_step
 
 
 @gluon.jit
@@ -65,52 +65,6 @@ def _blocks(col_ptr, begin, tile, count, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _exp2(x):
-    """``2 ** x`` of ``x`` up to 0, every fourth element by a polynomial on the units that multiply.
-
-    The unit for exponentials takes as long for a tile as the tensor cores where D is 64.  The
-    polynomial is of the fraction of ``x``, with a relative error of 3e-6; the integer below ``x``
-    goes into the exponent (FlashAttention-4 does the same on Blackwell).
-    """
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .f32 x, whole, power;
-        .reg .b32 exponent, bits;
-        ex2.approx.ftz.f32 $0, $4;
-        ex2.approx.ftz.f32 $1, $5;
-        ex2.approx.ftz.f32 $2, $6;
-        max.ftz.f32 x, $7, 0fC2FC0000;
-        add.rm.ftz.f32 whole, x, 0f4B400000;
-        shl.b32 exponent, whole, 23;
-        sub.ftz.f32 whole, whole, 0f4B400000;
-        sub.ftz.f32 x, x, whole;
-        fma.rn.ftz.f32 power, x, 0f3C5BFB9A, 0f3D55FC34;
-        fma.rn.ftz.f32 power, power, x, 0f3E771229;
-        fma.rn.ftz.f32 power, power, x, 0f3F316B63;
-        fma.rn.ftz.f32 power, power, x, 0f3F800000;
-        mov.b32 bits, power;
-        add.s32 $3, exponent, bits;
-        }""",
-        "=r,=r,=r,=r,r,r,r,r",
-        [x],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@gluon.jit
-def _full_tile_step(s, m, total, scale_log2):
-    """:func:`softmax_lanes_step` of scores that are all seen, by :func:`_exp2`."""
-    LANES: gl.constexpr = total.type.layout
-    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-    p = _exp2(s * scale_log2 - m_new[:, None])
-    alpha = gl.exp2(m - m_new)
-    alpha_lanes = gl.convert_layout(alpha, gl.SliceLayout(1, LANES))
-    return p, m_new, total * alpha_lanes[:, None] + lane_sums(p, LANES), alpha
-
-
-@gluon.jit
 def _take_turn(turns, tile, TURNS: gl.constexpr, INDEX: gl.constexpr):
     """Wait for the other warpgroup's products, 1 for those of this tile, 0 of the one before."""
     if TURNS:
@@ -131,7 +85,7 @@ def _attend_tiles(
     col_ptr,
     begin, count, scale_log2,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr, INDEX: gl.constexpr,
+    TURNS: gl.constexpr, INDEX: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Tiles ``first .. last``, counted from the end of the list of ``tiles``.
@@ -156,10 +110,7 @@ def _attend_tiles(
         s = warpgroup_mma_wait(1, deps=[s_token])
         if MASKED:
             s = _mask(s, pos, one, two, CAUSAL, BLOCK, S_LAYOUT)
-        if POLYNOMIAL and not MASKED:
-            weights, m, total, alpha = _full_tile_step(s, m, total, scale_log2)
-        else:
-            weights, m, total, alpha = softmax_lanes_step(s, m, total, scale_log2, MASKED)
+        weights, m, total, alpha = softmax_lanes_step(s, m, total, scale_log2, MASKED)
         p_next = gl.convert_layout(weights.to(v_wide.dtype), P_LAYOUT)
         total = anchor(total, lse_ptr)
         mbarrier.arrive(k_empty.index(stage), count=1)
@@ -202,7 +153,7 @@ def _attend_partition(
     out_desc, lse_ptr, q_wide, k_wide, v_wide, out_wide, out_smem, plans, plan_full, plan_empty,
     bars, turns, col_ptr, scale_log2, num_q, num_k, num_heads,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr, INDEX: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its 64 rows of each item, from scores to output."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -275,13 +226,13 @@ def _attend_partition(
         acc, p, m, total, fetched = _attend_tiles(
             gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT), p_next, next_m, next_total, fetched,
             1, masked, tiles, q_tile, k_wide, v_wide, bars, turns, lse_ptr, pos, col_ptr, begin,
-            count, scale_log2, True, CAUSAL, BLOCK, STAGES, TURNS, POLYNOMIAL, INDEX, S_LAYOUT,
-            O_LAYOUT, P_LAYOUT,
+            count, scale_log2, True, CAUSAL, BLOCK, STAGES, TURNS, INDEX, S_LAYOUT, O_LAYOUT,
+            P_LAYOUT,
         )  # fmt: skip
         acc, p, m, total, fetched = _attend_tiles(
             acc, p, m, total, fetched, masked, tiles, tiles, q_tile, k_wide, v_wide, bars, turns,
             lse_ptr, pos, col_ptr, begin, count, scale_log2, False, CAUSAL, BLOCK, STAGES, TURNS,
-            POLYNOMIAL, INDEX, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+            INDEX, S_LAYOUT, O_LAYOUT, P_LAYOUT,
         )  # fmt: skip
         mbarrier.arrive(q_empty.index(turn % 2), count=1)
         turn += 1
@@ -296,7 +247,7 @@ def block_sparse_hopper_fwd_kernel(
     q_head_cols, k_head_cols, v_head_cols,
     num_q, num_k, num_rows, num_kv_heads, num_items, pattern_heads,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program per multiprocessor, which draws items from the queue of ``item_queue.py``.
 
@@ -353,8 +304,7 @@ def block_sparse_hopper_fwd_kernel(
                 (
                     out_desc, lse_ptr, q_wide, k_wide, v_wide, out_wide, out_smem, plans,
                     plan_full, plan_empty, bars, turns, col_ptr, scale_log2, num_q, num_k,
-                    num_kv_heads * GROUP, GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES, TURNS,
-                    POLYNOMIAL, 0,
+                    num_kv_heads * GROUP, GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES, TURNS, 0,
                 ),
             ),
             (
@@ -362,8 +312,7 @@ def block_sparse_hopper_fwd_kernel(
                 (
                     out_desc, lse_ptr, q_wide, k_wide, v_wide, out_wide, out_smem, plans,
                     plan_full, plan_empty, bars, turns, col_ptr, scale_log2, num_q, num_k,
-                    num_kv_heads * GROUP, GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES, TURNS,
-                    POLYNOMIAL, 1,
+                    num_kv_heads * GROUP, GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES, TURNS, 1,
                 ),
             ),
             (
