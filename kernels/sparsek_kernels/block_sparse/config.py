@@ -69,20 +69,6 @@ class TileConfig:
 
 
 @dataclass(frozen=True)
-class HopperForward:
-    """Launch parameters of the warp-specialised forward kernel.
-
-    Args:
-        stages: tiles of keys in flight.
-        turns: whether the warpgroups issue their products in turn, so that the weights of one are
-            computed while the tensor cores work for the other.
-    """
-
-    stages: int
-    turns: bool = False
-
-
-@dataclass(frozen=True)
 class HopperBackward:
     """Launch parameters of the warp-specialised backward kernels.
 
@@ -115,7 +101,8 @@ class LaunchConfig:
         dkdv: tile of the kernel for keys and values.
         dq: tile of the kernel for queries.
         precision: input precision of dot products.
-        hopper_forward: parameters of the warp-specialised forward kernel, where that one is used.
+        hopper_stages: pipeline depth of the warp-specialised forward kernel, where that one is
+            used.
         hopper_backward: parameters of the warp-specialised backward kernels, where those are used.
     """
 
@@ -123,7 +110,7 @@ class LaunchConfig:
     dkdv: TileConfig
     dq: TileConfig
     precision: str = "tf32"
-    hopper_forward: HopperForward | None = None
+    hopper_stages: int | None = None
     hopper_backward: HopperBackward | None = None
 
 
@@ -162,8 +149,8 @@ def key_tile(
     return TileConfig(rows, 1, size, step, num_warps if size >= 64 else 4, num_stages)
 
 
-def hopper_forward(shape: ProblemShape) -> HopperForward | None:
-    """Parameters of the warp-specialised forward kernel for half-precision shapes it takes.
+def hopper_stages(shape: ProblemShape) -> int | None:
+    """Pipeline depth of the warp-specialised forward kernel for half-precision shapes it takes.
 
     It takes neither padding nor dropout: the portable kernel serves such calls.
     """
@@ -174,7 +161,7 @@ def hopper_forward(shape: ProblemShape) -> HopperForward | None:
         return None
     if shape.head_dim not in (64, 128) or shape.num_k % shape.block_size:
         return None
-    return HopperForward(2 if shape.head_dim == 128 else 4)
+    return 2 if shape.head_dim == 128 else 4
 
 
 def hopper_backward(shape: ProblemShape) -> HopperBackward | None:
@@ -183,7 +170,7 @@ def hopper_backward(shape: ProblemShape) -> HopperBackward | None:
     These are what the forward kernel takes, where heads of a group share one pattern or the heads
     of a pattern lie in one group.
     """
-    if hopper_forward(shape) is None:
+    if hopper_stages(shape) is None:
         return None
     if shape.pattern_heads % shape.group and shape.group % shape.pattern_heads:
         return None
@@ -232,6 +219,6 @@ def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchC
         forward,
         dkdv,
         dq,
-        hopper_forward=hopper_forward(shape),
+        hopper_stages=hopper_stages(shape),
         hopper_backward=hopper_backward(shape),
     )

@@ -39,18 +39,13 @@ CASES = [
 ]
 
 
-def run(case: Case, way: Way, turns: bool = False, **options: int) -> None:
+def run(case: Case, way: Way, **options: int) -> None:
     """Check a case whose passes are the Hopper kernels, the backward ones with ``options``."""
     shape = ProblemShape(case.heads, case.kv_heads, case.dim, case.block, case.patterns, case.nk)
     config = select_config(shape, case.dtype, 90)
-    forward, backward = config.hopper_forward, config.hopper_backward
-    assert forward is not None
+    backward = config.hopper_backward
     assert backward is not None
-    config = replace(
-        config,
-        hopper_forward=replace(forward, turns=turns),
-        hopper_backward=replace(backward, **options),
-    )
+    config = replace(config, hopper_backward=replace(backward, **options))
     with interpret(*way) as launched:
         check(case, config=config)
     assert FORWARD in launched
@@ -74,12 +69,6 @@ def test_the_queue_starts_with_long_lists() -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: Case, way: Way) -> None:
     run(case, way)
-
-
-@pytest.mark.parametrize("way", WAYS[::3], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_products_in_turn(case: Case, way: Way) -> None:
-    run(case, way, turns=True)
 
 
 @pytest.mark.parametrize("held", [0, 1])

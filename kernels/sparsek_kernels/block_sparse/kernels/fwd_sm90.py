@@ -10,9 +10,6 @@ Lists are short, so the same holds from item to item: the tiles of all items are
 last product of an item goes with the first of the next, and its rows are stored while that goes on.
 Tile ``j`` of keys and tile ``j - 1`` of values therefore have the same number; number 0 of the
 values is never filled, and what it gives is not stored.
-
-With ``TURNS`` the warpgroups issue their products in turn (section 3.1): one computes weights while
-the tensor cores work for the other.
 """
 
 from triton.experimental import gluon
@@ -65,27 +62,13 @@ def _blocks(col_ptr, begin, tile, count, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _take_turn(turns, tile, TURNS: gl.constexpr, INDEX: gl.constexpr):
-    """Wait for the other warpgroup's products, 1 for those of this tile, 0 of the one before."""
-    if TURNS:
-        mbarrier.wait(turns.index(INDEX), (tile & 1) ^ (1 - INDEX))
-
-
-@gluon.jit
-def _give_turn(turns, TURNS: gl.constexpr, INDEX: gl.constexpr):
-    if TURNS:
-        mbarrier.arrive(turns.index(1 - INDEX), count=1)
-
-
-@gluon.jit
 def _attend_tiles(
-    acc, p, m, total, fetched, first, last, tiles, q_tile, k_wide, v_wide, bars, turns,
+    acc, p, m, total, fetched, first, last, tiles, q_tile, k_wide, v_wide, bars,
     lse_ptr,
     pos,
     col_ptr,
     begin, count, scale_log2,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, INDEX: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Tiles ``first .. last``, counted from the end of the list of ``tiles``.
@@ -99,14 +82,12 @@ def _attend_tiles(
         stage = fetched % STAGES
         phase = (fetched // STAGES) & 1
         mbarrier.wait(k_full.index(stage), phase)
-        _take_turn(turns, fetched, TURNS, INDEX)
         zero = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
         s_token = warpgroup_mma(
             q_tile, k_wide.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
         mbarrier.wait(v_full.index(stage), phase)
         acc_token = warpgroup_mma(p, v_wide.index(stage), acc, is_async=True)
-        _give_turn(turns, TURNS, INDEX)
         s = warpgroup_mma_wait(1, deps=[s_token])
         if MASKED:
             s = _mask(s, pos, one, two, CAUSAL, BLOCK, S_LAYOUT)
@@ -151,9 +132,9 @@ def _store(
 @gluon.jit
 def _attend_partition(
     out_desc, lse_ptr, q_wide, k_wide, v_wide, out_wide, out_smem, plans, plan_full, plan_empty,
-    bars, turns, col_ptr, scale_log2, num_q, num_k, num_heads,
+    bars, col_ptr, scale_log2, num_q, num_k, num_heads,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, TURNS: gl.constexpr, INDEX: gl.constexpr,
+    STAGES: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its 64 rows of each item, from scores to output."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -194,14 +175,12 @@ def _attend_partition(
         phase = (fetched // STAGES) & 1
         mbarrier.wait(q_full.index(turn % 2), (turn // 2) & 1)
         mbarrier.wait(k_full.index(stage), phase)
-        _take_turn(turns, fetched, TURNS, INDEX)
         zero = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
         s_token = warpgroup_mma(
             q_tile, k_wide.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
         mbarrier.wait(v_full.index(stage), phase)
         acc_token = warpgroup_mma(p, v_wide.index(stage), acc, is_async=True)
-        _give_turn(turns, TURNS, INDEX)
         s = warpgroup_mma_wait(1, deps=[s_token])
         s = _mask(s, pos, one, two, CAUSAL, BLOCK, S_LAYOUT)
         nothing = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
@@ -225,14 +204,13 @@ def _attend_partition(
         fetched += 1
         acc, p, m, total, fetched = _attend_tiles(
             gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT), p_next, next_m, next_total, fetched,
-            1, masked, tiles, q_tile, k_wide, v_wide, bars, turns, lse_ptr, pos, col_ptr, begin,
-            count, scale_log2, True, CAUSAL, BLOCK, STAGES, TURNS, INDEX, S_LAYOUT, O_LAYOUT,
-            P_LAYOUT,
+            1, masked, tiles, q_tile, k_wide, v_wide, bars, lse_ptr, pos, col_ptr, begin, count,
+            scale_log2, True, CAUSAL, BLOCK, STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT,
         )  # fmt: skip
         acc, p, m, total, fetched = _attend_tiles(
-            acc, p, m, total, fetched, masked, tiles, tiles, q_tile, k_wide, v_wide, bars, turns,
-            lse_ptr, pos, col_ptr, begin, count, scale_log2, False, CAUSAL, BLOCK, STAGES, TURNS,
-            INDEX, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+            acc, p, m, total, fetched, masked, tiles, tiles, q_tile, k_wide, v_wide, bars, lse_ptr,
+            pos, col_ptr, begin, count, scale_log2, False, CAUSAL, BLOCK, STAGES, S_LAYOUT,
+            O_LAYOUT, P_LAYOUT,
         )  # fmt: skip
         mbarrier.arrive(q_empty.index(turn % 2), count=1)
         turn += 1
@@ -247,7 +225,7 @@ def block_sparse_hopper_fwd_kernel(
     q_head_cols, k_head_cols, v_head_cols,
     num_q, num_k, num_rows, num_kv_heads, num_items, pattern_heads,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, TURNS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program per multiprocessor, which draws items from the queue of ``item_queue.py``.
 
@@ -280,17 +258,12 @@ def block_sparse_hopper_fwd_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    turns = q_full  # unread
-    if TURNS:
-        turns = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     for i in gl.static_range(PLANS):
         mbarrier.init(plan_full.index(i), count=1)
         mbarrier.init(plan_empty.index(i), count=3)
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
-        if TURNS:
-            mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -303,16 +276,16 @@ def block_sparse_hopper_fwd_kernel(
                 _attend_partition,
                 (
                     out_desc, lse_ptr, q_wide, k_wide, v_wide, out_wide, out_smem, plans,
-                    plan_full, plan_empty, bars, turns, col_ptr, scale_log2, num_q, num_k,
-                    num_kv_heads * GROUP, GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES, TURNS, 0,
+                    plan_full, plan_empty, bars, col_ptr, scale_log2, num_q, num_k,
+                    num_kv_heads * GROUP, GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES, 0,
                 ),
             ),
             (
                 _attend_partition,
                 (
                     out_desc, lse_ptr, q_wide, k_wide, v_wide, out_wide, out_smem, plans,
-                    plan_full, plan_empty, bars, turns, col_ptr, scale_log2, num_q, num_k,
-                    num_kv_heads * GROUP, GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES, TURNS, 1,
+                    plan_full, plan_empty, bars, col_ptr, scale_log2, num_q, num_k,
+                    num_kv_heads * GROUP, GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES, 1,
                 ),
             ),
             (
