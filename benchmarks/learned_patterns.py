@@ -10,10 +10,11 @@ patterns it is counted while they are judged.  ``texts_won`` counts the texts on
 has a lower perplexity than the window of its size.  ``--texts-csv`` keeps a line for each pattern
 and text; all patterns are judged on a text before the next, so that a run may end with fewer texts.
 
-A rule is ``<measure>-<heads>[-pooled][-distance][-adaptive<K>]``: what is measured, who shares a
-pattern, whether the heads of a layer share one budget, whether blocks as far from the diagonal
-weigh the same, and whether each of K kinds of queries has its own pattern.  By the rule ``windows``
-each head of the model has sinks and a window of its own: those with the least error of outputs.
+A rule is ``<measure>-<heads>[-pooled|-model][-distance][-adaptive<K>]``: what is measured, who
+shares a pattern, whether the heads of a layer, or of all, share one budget, whether blocks as far
+from the diagonal weigh the same, and whether each of K kinds of queries has its own pattern.  By
+the rule ``windows`` each head of the model has sinks and a window of its own: those with the least
+error of outputs.
 """
 
 from __future__ import annotations
@@ -219,7 +220,8 @@ class Lessons:
         measure, _, rest = rule.partition("-")
         heads, *kind = rest.split("-")
         kinds = [int(x.removeprefix("adaptive")) for x in kind if x.startswith("adaptive")]
-        pruning = Pruning(pooled="pooled" in kind, by_distance="distance" in kind)
+        pooled: Any = "model" if "model" in kind else "pooled" in kind
+        pruning = Pruning(pooled=pooled, by_distance="distance" in kind)
         if kinds:
             return {
                 layer: learner.pattern(sparsity, kinds[0], pruning=pruning)
@@ -233,7 +235,7 @@ class Lessons:
             return fit_windows(errors, sizes, length, self.block_size, sparsity=sparsity)
         seen = seen.unflatten(1, (self._patterns_of(heads), -1)).mean(2)  # [layers, P, R, C]
         visible = torch.ones(seen.shape[2:], dtype=torch.bool).tril()
-        masks = (pruning.mask(x, visible, sparsity) for x in seen)
+        masks = pruning.masks(list(seen), [visible] * len(seen), sparsity)
         return {
             layer: BlockSparsePattern.from_mask(mask, self.block_size)
             for layer, mask in enumerate(masks)
