@@ -1,4 +1,4 @@
-"""Plot of `sparsek bench serve --rate`: goodput and the slowest requests over the arrival rate."""
+"""Plot of `sparsek bench serve --rate`: goodput and the slowest requests of both backends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PANELS = (
 
 
 def plot_load(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw both backends over the rate.
+    """Draw both backends: a line each over the arrival rate, or bars where there is one rate.
 
     Args:
         records: rows of `LoadRow`, as dictionaries.
@@ -29,22 +29,30 @@ def plot_load(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     pyplot = import_pyplot()
     figure, axes = pyplot.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
     backends = list(dict.fromkeys(row["backend"] for row in records))
+    rates = sorted({row["rate"] for row in records})
     for axis, (field, title) in zip(axes, _PANELS, strict=True):
         for backend in backends:
             ours = backend == BACKEND_NAME
+            color = "#1b6ca8" if ours else "#6b6b6b"
             points = sorted((r["rate"], r[field]) for r in records if r["backend"] == backend)
+            values = [value for _, value in points]
+            if len(rates) == 1:
+                bars = axis.bar([backend], values, width=0.5, color=color)
+                labels = [f"{v:.3g}" if v < 1000 else f"{v:.0f}" for v in values]
+                axis.bar_label(bars, labels, fontsize=9)
+                continue
+            marker = "o" if ours else "s"
             axis.plot(
-                [rate for rate, _ in points],
-                [value for _, value in points],
-                marker="o" if ours else "s",
-                color="#1b6ca8" if ours else "#6b6b6b",
-                label=backend,
+                [rate for rate, _ in points], values, marker=marker, color=color, label=backend
             )
         axis.set_title(title, fontsize=10)
-        axis.set_xlabel("requests a second that arrive")
-        axis.set_ylim(bottom=0)
-        axis.grid(visible=True, alpha=0.25)
-        axis.legend(fontsize=8)
+        axis.set_ylim(0, 1.1 * max(row[field] for row in records))
+        axis.grid(visible=True, alpha=0.25, axis="y" if len(rates) == 1 else "both")
+        if len(rates) == 1:
+            axis.set_xlabel(f"{rates[0]:g} requests a second arrive")
+        else:
+            axis.set_xlabel("requests a second that arrive")
+            axis.legend(fontsize=8)
     first = records[0]
     axes[1].axhline(first["tpot_limit_ms"], color="#b03030", linewidth=1, linestyle="--")
     figure.suptitle(
