@@ -118,7 +118,7 @@ def _missed(
         picked = torch.cat(chosen)  # [R, Hkv, scored_blocks]
         sees_all = rule.sees_all(batch.seq_lens.long() - batch.max_query_len)[:, None, None]
         index = picked.clamp(min=0)[:, None].expand(-1, rows_each, -1, -1)
-        caught = kept + masses.gather(-1, index).sum(-1)
+        caught = kept + (masses.gather(-1, index) * (picked >= 0)[:, None]).sum(-1)
         missed = (1.0 - caught).masked_fill(sees_all, 0.0)
         found.append(missed.mean((0, 1)))
     return torch.stack(found, dim=-1).cpu()

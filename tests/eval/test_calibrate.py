@@ -82,11 +82,14 @@ def test_missed_masses_are_what_no_selection_sees() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 200, heads, 32, generator=generator) for heads in (4, 2, 2))
     policies = [replace(POLICY, top_k=top_k) for top_k in (2, 4, 20)]
+    policies.append(replace(POLICY, top_k=4, min_mass=0.12))  # leaves places empty
     found = missed_masses(q, k, v, policies, 0.2)
-    assert (found[:, -1] == 0.0).all()
+    assert (found[:, 2] == 0.0).all()
     assert (found[:, 0] > found[:, 1]).all()
+    assert (found[:, 3] > found[:, 1]).all()
     tiles, tokens = sampled_positions(200, policies[0])
-    for number, policy in enumerate(policies[:2]):
+    for number in (0, 1, 3):
+        policy = policies[number]
         missed = torch.zeros(2, 2, dtype=torch.float64)
         rows = [base + row for base in tiles for row in torch.linspace(0, 15, 8).long().tolist()]
         whole = [base + row for base in tiles for row in range(16)]

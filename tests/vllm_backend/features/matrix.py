@@ -451,8 +451,8 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "vLLM 0.26.0 to 0.33.0",
             SERVED,
             ("test_vllm_api.py::test_the_installed_version",),
-            "run: 0.26.0 and, a few tests and all of several GPUs, 0.33.0 on GPUs, 0.32.0 on CPUs; of the others the "
-            "sources are checked",
+            "run: 0.26.0 and, a few tests and all of two GPUs, 0.33.0 on GPUs, 0.32.0 on CPUs; of "
+            "the others the sources are checked",
         ),
         Row(
             "AMD GPUs (ROCm)",
