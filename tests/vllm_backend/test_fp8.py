@@ -246,7 +246,7 @@ def test_a_layer_against_the_oracle(
 
     def select(
         q: torch.Tensor, k: torch.Tensor, positions: list[int], rule: Any, scale: float
-    ) -> list[list[int]] | None:
+    ) -> dict[int, list[list[int]] | None]:
         if rule.query_tile == 1:
             q, k = rounded(q) * 0.02, k.double() / 0.02
         return select_blocks_reference(q, k, positions, rule, scale)

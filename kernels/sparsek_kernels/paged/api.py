@@ -157,11 +157,12 @@ def select_blocks(
     scale = check_scale(softmax_scale, dim)
     if q.is_cuda:
         from sparsek_kernels.paged.launch import attend as launch
+        from sparsek_kernels.paged.launch.tiles import rows_with_queries
 
         check_ranking(policy)
         check_triton_layout(q=q, k_cache=k_cache, k_summary=k_summary)
         check_batch_layout(batch)
-        found = launch.select_blocks(
+        decodes, prefills = launch.select_blocks(
             q,
             k_cache,
             batch,
@@ -171,6 +172,7 @@ def select_blocks(
             k_scale=k_scale,
             lists=lists,
         )
+        found = decodes, prefills[rows_with_queries(batch, policy)]
     else:
         found = select_blocks_eager(
             q, k_cache, batch, policy, k_summary=k_summary, softmax_scale=scale, lists=lists

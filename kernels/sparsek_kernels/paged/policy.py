@@ -20,13 +20,22 @@ CELL_SIZE = 16
 """Tokens of a cell: the block that a single token selects."""
 
 SAMPLE_STRIDE = 4
-"""Query positions of a prefill tile for which one query stands when blocks are ranked exactly."""
+"""Query positions of a prefill tile for which one query stands when candidates are found."""
 
 MOST_SAMPLES = 16
+"""Most queries of a tile by which candidates are found."""
+
+RANK_STRIDE = 2
+"""Query positions of a prefill tile for which one query stands when blocks are ranked exactly."""
+
+MOST_RANKED = 32
 """Most queries by which the blocks of a tile are ranked exactly."""
 
 CANDIDATES = 3
-"""Blocks of a tile that are ranked exactly, for each place."""
+"""Blocks that are ranked exactly, for each place of a tile."""
+
+LIST_SPAN = 256
+"""Query positions of a prefill whose tiles rank the same candidates."""
 
 Ranking: TypeAlias = Literal["masses", "infllm"]
 """How blocks are ranked: by the two steps of docs/selection.md, or by InfLLM-v2's own scores."""
@@ -180,8 +189,28 @@ class SelectionPolicy:
         return ceil_div(self.query_tile, self.sample_stride)
 
     @property
+    def rank_stride(self) -> int:
+        """Query positions of a tile that one query stands for when blocks are ranked exactly."""
+        return max(min(RANK_STRIDE, self.query_tile), ceil_div(self.query_tile, MOST_RANKED))
+
+    @property
+    def rank_samples(self) -> int:
+        """Queries that rank a tile's blocks: the last of every ``rank_stride`` positions."""
+        return ceil_div(self.query_tile, self.rank_stride)
+
+    @property
+    def tiles_per_list(self) -> int:
+        """Neighbouring tiles that rank the same candidates; a single token has none."""
+        return max(LIST_SPAN // self.query_tile, 1) if self.query_tile > 1 else 1
+
+    @property
+    def list_span(self) -> int:
+        """Query positions of the tiles that share a list, which begins at a multiple of it."""
+        return self.tiles_per_list * self.query_tile
+
+    @property
     def listed_blocks(self) -> int:
-        """Most blocks of a tile that are ranked exactly; a single token's are not."""
+        """Most candidates of a list; a single token has none."""
         return CANDIDATES * self.scored_blocks if self.query_tile > 1 else 0
 
     @property
@@ -219,9 +248,17 @@ class SelectionPolicy:
     @cached_property
     def local_blocks(self) -> int:
         """Most blocks that the windows of one tile touch, whatever its position."""
+        return self._blocks_of(self.query_tile)
+
+    @cached_property
+    def list_local_blocks(self) -> int:
+        """Most blocks that the windows of the tiles of a list touch, whatever their position."""
+        return self._blocks_of(self.list_span)
+
+    def _blocks_of(self, queries: int) -> int:
         size = self.sel_block_size
-        latest_start = size - math.gcd(size, self.query_tile)  # of a tile, within its first block
-        return self.reach_blocks + ceil_div(latest_start + self.query_tile, size)
+        latest_start = size - math.gcd(size, queries)  # of the queries, within their first block
+        return self.reach_blocks + ceil_div(latest_start + queries, size)
 
     def num_tiles(self, begin: int, end: int) -> int:
         """Tiles that hold the positions ``[begin, end)``."""
@@ -267,6 +304,16 @@ class SelectionPolicy:
     def candidate_range(self, position: Positions) -> tuple[Positions, Positions]:
         """Half-open range of blocks that compete by score for the tile at ``position``."""
         first_local, _ = self.local_range(position)
+        return _at_most(first_local, self.sink_blocks), first_local
+
+    def list_range(self, position: Positions) -> tuple[Positions, Positions]:
+        """Half-open range of blocks that the candidates of the tile at ``position`` come from.
+
+        It ends where the windows of the list's first tile begin.  The blocks between that and the
+        windows of the tile itself compete without being candidates: there are few.
+        """
+        start = position - position % self.list_span
+        first_local = _at_least(start // self.sel_block_size - self.reach_blocks, 0)
         return _at_most(first_local, self.sink_blocks), first_local
 
     def sees_all(self, position: Positions) -> Positions:

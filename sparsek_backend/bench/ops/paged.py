@@ -32,7 +32,7 @@ from sparsek_backend.bench.registry import (
 )
 from sparsek_kernels.paged.api import paged_attention, select_blocks
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
-from sparsek_kernels.paged.reference import sampled_queries
+from sparsek_kernels.paged.reference import ranking_queries, sampled_queries
 from sparsek_kernels.paged.sketch import VECTOR_SIZE, read_vectors, rotate
 
 DENSE = SelectionPolicy()
@@ -101,8 +101,9 @@ def gate_tiles(
             if lists is not None:
                 wrong = lists.wrong(chosen, inputs, tile, rule)
             else:
+                queries = range(step[1].start, step[1].stop - policy.dense_last)
                 decode = step[0].num_decodes > 0
-                wrong = wrong_selection(chosen, inputs, tile, rule, decode=decode)
+                wrong = wrong_selection(chosen, inputs, tile, queries, rule, decode=decode)
             if wrong:
                 return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
         exact, plain = (
@@ -437,8 +438,9 @@ def prefill_cost(
 def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Cost of choosing the blocks of a prompt: products of a query head, and keys read.
 
-    Samples score the means of the cells before their own block, and the keys of their tile's list.
-    For the means the keys of a chunk's context are read once.
+    Samples score the means of the cells before their own block, other samples the keys of their
+    list, which are read once for all its tiles.  For the means the keys of a chunk's context are
+    read once.
     """
     scored = read = 0
     tile, size = policy.query_tile, policy.sel_block_size
@@ -451,12 +453,12 @@ def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> 
             positions = range(max(base, start), min(base + tile, end))
             samples = [positions[row] for row in sampled_queries(positions, policy)]
             scored += sum(p // size * (size // CELL_SIZE) for p in samples)
-            first, last = policy.candidate_range(base)
-            blocks = policy.sink_blocks + policy.local_blocks
+            first, last = policy.list_range(base)
+            blocks = policy.sink_blocks + policy.list_local_blocks
             if not policy.min_mass:  # else what is listed depends on the keys
-                blocks += min(policy.listed_blocks, last - first)
-            scored += len(samples) * blocks * size
-            read += blocks * size
+                blocks += min(policy.listed_blocks, max(last - first, 0))
+            scored += len(ranking_queries(positions, policy)) * blocks * size
+            read += blocks * size // policy.tiles_per_list
     return scored, read
 
 

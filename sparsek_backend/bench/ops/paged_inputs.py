@@ -13,7 +13,7 @@ from sparsek_backend.bench.oracle import MaskRule, attend_head
 from sparsek_backend.bench.registry import Case, Param
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
-from sparsek_kernels.paged.reference import sampled_queries
+from sparsek_kernels.paged.reference import ranking_queries, sampled_queries
 from sparsek_kernels.paged.sketch import (
     VECTOR_SIZE,
     read_vectors,
@@ -281,10 +281,23 @@ def tile_queries(
     return rows.reshape(count * tile, *q.shape[1:])[: q.shape[0]]
 
 
+def list_of(tile: Tile, queries: range, policy: SelectionPolicy) -> Tile:
+    """The queries that share a list with a tile's, of a call's rows ``queries``."""
+    token_of_zero = tile.rows.start - tile.positions[0]
+    start = tile.positions[0] - tile.positions[0] % policy.list_span
+    low = max(start, queries.start - token_of_zero)
+    high = min(start + policy.list_span, queries.stop - token_of_zero)
+    rows = range(low + token_of_zero, high + token_of_zero)
+    return Tile(tile.request, tile.head, rows, range(low, high))
+
+
 def candidate_scores(
     inputs: PagedInputs, tile: Tile, policy: SelectionPolicy, *, decode: bool
 ) -> torch.Tensor:
-    """Score by summaries of every block before the tile's last query: [blocks] float64."""
+    """Score by summaries of every block before the last query: [blocks] float64.
+
+    ``tile`` has the queries that share a list, or a single token.
+    """
     q = inputs.tile_rows(inputs.q, tile).double()
     size = policy.sel_block_size
     if decode or policy.query_tile == 1:
@@ -301,6 +314,8 @@ def candidate_scores(
         samples, per_block = sampled_queries(tile.positions, policy), size // CELL_SIZE
     total = torch.zeros(tile.positions[-1] // size, dtype=torch.float64, device=q.device)
     for row in samples:
+        if policy.sees_all(tile.positions[row]):
+            continue
         own = tile.positions[row] // size
         logits = q[row] @ vectors[: own * per_block].T * inputs.softmax_scale
         total[:own] += torch.unflatten(logits, -1, (own, per_block)).amax(-1).softmax(-1).sum(0)
@@ -313,18 +328,18 @@ def exact_scores(
     """Attention masses of the blocks of one tile: [blocks] float64.
 
     Shares are of what the tile's samples give to the `listed` blocks ([blocks] bool), the sinks and
-    the window.
+    everything from the windows of the list's first tile on.
     """
     heads = slice(tile.head * inputs.group, (tile.head + 1) * inputs.group)
     q = inputs.q[tile.rows.start : tile.rows.stop, heads].double()
     k, _ = inputs.keys_of(tile.request, tile.head)
     size = policy.sel_block_size
-    first_local, _ = policy.local_range(tile.positions[0])
+    _, first_local = policy.list_range(tile.positions[0])
     block = torch.arange(ceil_div(len(k), size), device=q.device)
     read = (block < policy.sink_blocks) | (block >= first_local)
     read[: len(listed)] |= listed
     total = torch.zeros(len(block), dtype=torch.float64, device=q.device)
-    for row in sampled_queries(tile.positions, policy):
+    for row in ranking_queries(tile.positions, policy):
         seen = k[: tile.positions[row] + 1].double()
         known = read.repeat_interleave(size)[: len(seen)]
         logits = q[row] @ seen.T * inputs.softmax_scale
@@ -340,9 +355,18 @@ bits where candidates are sought, and masses are shares of lists that may differ
 
 
 def wrong_selection(
-    chosen: torch.Tensor, inputs: PagedInputs, tile: Tile, policy: SelectionPolicy, *, decode: bool
+    chosen: torch.Tensor,
+    inputs: PagedInputs,
+    tile: Tile,
+    queries: range,
+    policy: SelectionPolicy,
+    *,
+    decode: bool,
 ) -> str:
-    """Why a tile's chosen blocks do not follow the rule, or an empty string."""
+    """Why a tile's chosen blocks do not follow the rule, or an empty string.
+
+    ``queries`` are the rows of q that the call selected for.
+    """
     first, last = policy.candidate_range(tile.positions[0])
     blocks = chosen[chosen >= 0]
     full = blocks.numel() == policy.scored_blocks
@@ -351,20 +375,27 @@ def wrong_selection(
     if blocks.numel() and (int(blocks.min()) < first or int(blocks.max()) >= last):
         return f"{blocks.tolist()} leave the candidates {first} to {last - 1}"
     blocks = blocks.to(inputs.q.device)
-    scores = candidate_scores(inputs, tile, policy, decode=decode)
-    scores[:first] = scores[last:] = -1.0
+    sharing = tile if decode else list_of(tile, queries, policy)
+    scores = candidate_scores(inputs, sharing, policy, decode=decode)
     if decode or policy.query_tile == 1:
+        scores[:first] = scores[last:] = -1.0
         everyone = torch.arange(len(scores), device=scores.device) >= first
         everyone &= torch.arange(len(scores), device=scores.device) < last
         floor = policy.min_mass * inputs.group
         return _not_the_best(blocks, scores, everyone, floor, policy.scored_blocks, _LIST_SLACK)
-    listed = min(policy.listed_blocks, last - first)
-    floor = policy.min_mass * len(sampled_queries(tile.positions, policy)) * inputs.group
-    least = max(float(scores.topk(listed).values[-1]), floor)
-    if listed == last - first and not policy.min_mass:
+    end = max(policy.list_range(tile.positions[0])[1], first)
+    scores[:first] = scores[end:] = -1.0
+    listed = min(policy.listed_blocks, end - first)
+    samples = sampled_queries(sharing.positions, policy)
+    scored = sum(not policy.sees_all(sharing.positions[at]) for at in samples)
+    least = float(scores.topk(listed).values[-1]) if listed else 0.0
+    least = max(least, policy.min_mass * scored * inputs.group)
+    if listed == end - first and not policy.min_mass:
         surely = perhaps = scores >= 0.0
     else:
         surely, perhaps = scores > (1 + _LIST_SLACK) * least, scores >= (1 - _LIST_SLACK) * least
+    surely[end:last] = perhaps[end:last] = True  # they compete without being candidates
+    floor = policy.min_mass * len(ranking_queries(tile.positions, policy)) * inputs.group
     if not bool(perhaps[blocks].all()):
         return f"a block of score {float(scores[blocks].min()):.3e} is listed below {least:.3e}"
     exact = exact_scores(inputs, tile, policy, perhaps)

@@ -31,7 +31,8 @@ class Lists:
         """Why a tile's blocks are not what its list says, or an empty string."""
         select = listed_reference(self.entries.tolist())
         k, _ = inputs.keys_of(tile.request, tile.head)
-        of_heads = select(inputs.q, k, list(tile.positions), policy, inputs.softmax_scale)
+        found_by = select(inputs.q, k, list(tile.positions), policy, inputs.softmax_scale)
+        of_heads = found_by[tile.positions[0] // policy.query_tile]
         wanted = [] if of_heads is None else of_heads[tile.head]
         found = chosen.tolist()
         return "" if found == wanted else f"attends {found}, its list says {wanted}"

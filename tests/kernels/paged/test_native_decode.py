@@ -113,7 +113,7 @@ class Problem:
             for row in range(starts[request], starts[request + 1]):
                 where = [length - starts[request + 1] + row]
                 q = self.q[row : row + 1]
-                chosen = select_blocks_reference(q, k, where, rule, scale)
+                chosen = select_blocks_reference(q, k, where, rule, scale)[where[0]]
                 found += [len(blocks) for blocks in chosen or ()]
         return found
 

@@ -15,12 +15,16 @@ from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import (
     best,
     candidate_scores_reference,
+    competing_reference,
     exact_scores_reference,
     hadamard_reference,
+    list_range_reference,
     paged_attention_reference,
+    ranking_queries,
     sampled_queries,
     select_blocks_reference,
     sketch_reference,
+    tiles_of,
 )
 from sparsek_kernels.paged.sketch import (
     VECTOR_SIZE,
@@ -175,12 +179,11 @@ class Chosen:
             softmax_scale=problem.q.shape[-1] ** -0.5,
             k_scale=k_scale,
         )
-        lengths, counts = host_lengths(problem.batch)
+        _, counts = host_lengths(problem.batch)
         first = problem.batch.num_decodes
-        new = zip(lengths[first:], counts[first:], strict=True)
-        tiles = sum(rule.num_tiles(length - count, length) for length, count in new)
-        found = [*decodes[: sum(counts[:first])], *prefills[:tiles]]
-        self._tiles = iter([tile.cpu().clamp(min=-1) for tile in found])
+        self._tokens = iter(decodes[: sum(counts[:first])].cpu().clamp(min=-1))
+        self._tiles = iter(prefills.cpu().clamp(min=-1).split(rule.tiles_per_list))
+        self._single = sum(counts[:first])
 
     def __call__(
         self,
@@ -189,34 +192,92 @@ class Chosen:
         positions: list[int],
         policy: SelectionPolicy,
         softmax_scale: float,
+    ) -> dict[int, list[list[int]] | None]:
+        if policy.query_tile == 1:
+            (position,) = positions
+            self._single -= 1
+            found = next(self._tokens) if self._single >= 0 else next(self._tiles)[0]
+            return {position: self._single_token(found, q, k, position, policy, softmax_scale)}
+        selected: dict[int, list[list[int]] | None] = {}
+        scores: torch.Tensor | None = None
+        run = next(self._tiles)  # [tiles of the list, Hkv, scored_blocks]
+        for tile, rows in tiles_of(positions, policy).items():
+            found, mine = run[tile % policy.tiles_per_list], [positions[row] for row in rows]
+            if policy.sees_all(mine[0]):
+                assert (found == -1).all()
+                selected[tile] = None
+            elif policy.scored_blocks == 0:
+                selected[tile] = [[] for _ in found]
+            else:
+                if scores is None:
+                    scores = candidate_scores_reference(q, k, positions, policy, softmax_scale)
+                floor = self._floor(q, k, positions, policy)
+                selected[tile] = self._of_tile(
+                    found, scores, floor, q[rows], k, mine, policy, softmax_scale
+                )
+        return selected
+
+    def _floor(
+        self, q: torch.Tensor, k: torch.Tensor, positions: list[int], policy: SelectionPolicy
+    ) -> float:
+        """Least score of a candidate."""
+        samples = [positions[row] for row in sampled_queries(positions, policy)]
+        scored = sum(not policy.sees_all(position) for position in samples)
+        return policy.min_mass * scored * q.shape[1] / k.shape[1]
+
+    def _single_token(
+        self,
+        found: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        position: int,
+        policy: SelectionPolicy,
+        softmax_scale: float,
     ) -> list[list[int]] | None:
-        found = next(self._tiles)  # [Hkv, scored_blocks]
-        if policy.sees_all(positions[0]):
+        if policy.sees_all(position):
             assert (found == -1).all()
             return None
         if policy.scored_blocks == 0:
             return [[] for _ in found]
-        if policy.query_tile == 1:  # the sketch is of what the cache holds
-            stored, scaled = k.double() / self._k_scale, rounded(q) * self._k_scale
-            scores = candidate_scores_reference(scaled, stored, positions, policy, softmax_scale)
-            return self._of_token(found, scores, positions[0], policy, q.shape[1] // k.shape[1])
-        scores = candidate_scores_reference(q, k, positions, policy, softmax_scale)
-        first, last = policy.candidate_range(positions[0])
+        # the sketch is of what the cache holds
+        stored, scaled = k.double() / self._k_scale, rounded(q) * self._k_scale
+        scores = candidate_scores_reference(scaled, stored, [position], policy, softmax_scale)
+        return self._of_token(found, scores, position, policy, q.shape[1] // k.shape[1])
+
+    def _of_tile(
+        self,
+        found: torch.Tensor,
+        scores: torch.Tensor,
+        listed_floor: float,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        positions: list[int],
+        policy: SelectionPolicy,
+        softmax_scale: float,
+    ) -> list[list[int]]:
+        """Blocks of one tile: the best, by exact masses, of what is surely listed.
+
+        Args:
+            scores: ``[Hkv, blocks]``, by which candidates are found.
+            listed_floor: least score of a candidate.
+        """
+        first, last = list_range_reference(positions, policy)
+        between = set(competing_reference([[]], positions[0], policy)[0])
         count = min(policy.listed_blocks, last - first)
         places = policy.head_places or (policy.scored_blocks,) * len(found)
         kept = [[block for block in row if block >= 0] for row in found.tolist()]
-        samples = sampled_queries(positions, policy)
+        samples = ranking_queries(positions, policy)
         floor = policy.min_mass * len(samples) * q.shape[1] / k.shape[1]
         for head, mine in enumerate(kept):
             assert mine == sorted(set(mine))
             assert len(mine) == places[head] or (floor and len(mine) < places[head])
             assert (found[head, len(mine) :] == -1).all()
             row = scores[head, first:last]
-            least = max(float(row.topk(count).values[-1]), floor)
+            least = max(float(row.topk(count).values[-1]) if count else 0.0, listed_floor)
             low, high = (1 - self.LIST_SLACK) * least, (1 + self.LIST_SLACK) * least
             everything = count == last - first and not floor
             surely, perhaps = (
-                {first + int(b) for b in (everything | (row >= bound)).nonzero()}
+                between | {first + int(b) for b in (everything | (row >= bound)).nonzero()}
                 for bound in (high, low)
             )
             assert set(mine) <= perhaps
@@ -224,7 +285,7 @@ class Chosen:
             lists = (
                 perhaps,
                 surely | set(mine),
-                set(best(scores[head], range(first, last), count)) & perhaps,
+                between | (set(best(scores[head], range(first, last), count)) & perhaps),
             )
             assert any(
                 self._are_best(

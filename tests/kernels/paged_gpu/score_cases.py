@@ -21,9 +21,7 @@ from sparsek_kernels.paged.launch import scores as launch_scores
 from sparsek_kernels.paged.launch.tiles import prefill_tiles
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 from sparsek_kernels.paged.reference import (
-    best,
     block_logits_reference,
-    candidates_reference,
     means_reference,
     sampled_queries,
 )
@@ -120,8 +118,7 @@ def check(
 ) -> tuple[float, int]:
     """Largest error of a row's probability, and tiles compared, of ``count`` from ``first`` on.
 
-    The oracle's means are rounded as the kernels' are.  Where sums are exact enough (fp32), the
-    candidates are compared too.
+    The oracle's means are rounded as the kernels' are.
     """
     problem = make(case, dtype, device)
     batch, rule, scale = problem.batch, case.policy, case.dim**-0.5
@@ -159,10 +156,6 @@ def check(
         error = (found - want).abs().nan_to_num(torch.inf) - (PARKED if hopper else 0.0) * want
         worst = max(worst, error.max().item() / (case.group * len(samples)))
         compared += 1
-        if dtype == torch.float32:
-            listed = candidates_reference(q, keys, positions, rule, scale)
-            among = range(*rule.candidate_range(low))
-            assert [best(of, among, rule.listed_blocks) for of in found] == listed
     return worst, compared
 
 

@@ -35,7 +35,10 @@ def check(
     )
     page_size, heads, dim = problem.k_cache.shape[2], problem.k_cache.shape[1], problem.q.shape[2]
     batch, group = problem.batch, problem.q.shape[1] // heads
-    table = None if decode else prefill_tiles(batch, policy.query_tile, problem.q.shape[0])
+    table = None
+    if not decode:
+        each, together = policy.query_tile, policy.tiles_per_list
+        table = prefill_tiles(batch, each, problem.q.shape[0], together)
     count = problem.q.shape[0] if table is None else table.shape[0]
     selected = torch.full((count, heads, policy.scored_blocks), -1, dtype=torch.int32)
     generator = torch.Generator().manual_seed(3)

@@ -10,6 +10,7 @@ import torch
 from problems import Problem, make_problem
 
 from sparsek_kernels.paged.launch import attend as launch
+from sparsek_kernels.paged.launch.tiles import rows_with_queries
 from sparsek_kernels.paged.plan import segments
 from sparsek_kernels.paged.policy import SelectionPolicy
 
@@ -46,7 +47,8 @@ def listed(problem: Problem, policy: SelectionPolicy) -> torch.Tensor:
         problem.q, problem.k_cache, problem.batch, replace(policy, dense_last=0), **given
     )
     decodes, prefills = (lists.cpu().tolist() for lists in found)
-    rows, total = iter(prefills), torch.zeros(2, 2, dtype=torch.int64)
+    rows = iter([prefills[row] for row in rows_with_queries(problem.batch, policy)])
+    total = torch.zeros(2, 2, dtype=torch.int64)
     for request, (new, length) in enumerate(LENGTHS):
         decode = request < problem.batch.num_decodes
         rule = policy.per_token() if decode else policy

@@ -13,7 +13,12 @@ from sparsek_kernels.paged.launch import rank as launch_rank
 from sparsek_kernels.paged.launch.selection import Selection, Step
 from sparsek_kernels.paged.launch.tiles import prefill_tiles
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.reference import exact_scores_reference
+from sparsek_kernels.paged.reference import (
+    competing_reference,
+    exact_scores_reference,
+    list_range_reference,
+    ranking_queries,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILES = SelectionPolicy(num_sink=4, window_size=40, top_k=3, sel_block_size=32, query_tile=32)
@@ -72,11 +77,15 @@ def fill_keys(problem: Problem, k_scale: float) -> list[torch.Tensor]:
     return stored
 
 
-def tiles_of(case: Case, problem: Problem) -> list[tuple[int, int, range]]:
+def tile_table(rule: SelectionPolicy, problem: Problem) -> torch.Tensor:
+    """The kernels' table of tiles."""
+    return prefill_tiles(problem.batch, rule.query_tile, problem.q.shape[0], rule.tiles_per_list)
+
+
+def table_tiles(case: Case, problem: Problem) -> list[tuple[int, int, range]]:
     """Request, base and positions of every tile; no positions where there is no query."""
     rule, found = case.policy, []
-    table = prefill_tiles(problem.batch, rule.query_tile, problem.q.shape[0])
-    for request, base in table.tolist():
+    for request, base in tile_table(rule, problem).tolist():
         new, length = case.lengths[request] if request >= 0 else (0, 0)
         there = range(max(base, length - new), min(base + rule.query_tile, length))
         found.append((request, base, there))
@@ -86,13 +95,14 @@ def tiles_of(case: Case, problem: Problem) -> list[tuple[int, int, range]]:
 def draw_candidates(
     case: Case, tiles: list[tuple[int, int, range]], heads: int
 ) -> list[list[list[int]]]:
-    """Random candidates of every tile and KV head: as many as the rule lists, or up to as many."""
+    """Random candidates of every list and KV head: as many as the rule lists, or up to as many."""
     generator = torch.Generator().manual_seed(7)
     rule, drawn = case.policy, []
-    for _, _, positions in tiles:
+    for begin in range(0, len(tiles), rule.tiles_per_list):
         lists: list[list[int]] = [[] for _ in range(heads)]
-        if positions and not rule.sees_all(positions[0]):
-            first, last = rule.candidate_range(positions[0])
+        some = [there[-1] for _, _, there in tiles[begin : begin + rule.tiles_per_list] if there]
+        if some and not rule.sees_all(some[-1]):
+            first, last = list_range_reference(some, rule)
             count = min(rule.listed_blocks, last - first)
             for row in lists:
                 here = count
@@ -113,7 +123,7 @@ def ended(blocks: list[int], most: int, rule: SelectionPolicy) -> list[int]:
 
 
 def check(case: Case, dtype: torch.dtype, tolerance: float) -> None:
-    """Every tile's blocks are candidates with the best exact scores, up to rounding."""
+    """Every tile's blocks are those that compete with the best exact scores, up to rounding."""
     problem = make_problem(
         case.lengths,
         num_decodes=0,
@@ -124,9 +134,9 @@ def check(case: Case, dtype: torch.dtype, tolerance: float) -> None:
     )
     rule, heads, scale = case.policy, problem.k_cache.shape[1], problem.q.shape[-1] ** -0.5
     keys = fill_keys(problem, case.k_scale)
-    tiles = tiles_of(case, problem)
+    tiles = table_tiles(case, problem)
     drawn = draw_candidates(case, tiles, heads)
-    table = prefill_tiles(problem.batch, rule.query_tile, problem.q.shape[0])
+    table, together = tile_table(rule, problem), rule.tiles_per_list
     out = torch.full(
         (table.shape[0], heads, rule.scored_blocks), -7, dtype=torch.int32, device=DEVICE
     )
@@ -137,10 +147,10 @@ def check(case: Case, dtype: torch.dtype, tolerance: float) -> None:
     most = rule.listed_blocks
     padded = [[ended(row, most, rule) for row in lists] for lists in drawn]
     given = torch.tensor(padded, dtype=torch.int32, device=DEVICE)
-    half = len(tiles) // 2
+    half = len(tiles) // together // 2 * together
     for step in (Step(0, half), Step(half, len(tiles) - half)):  # scratch is used again
         if step.count:
-            launch_rank.rank_blocks(call, step, given[step.first :].contiguous())
+            launch_rank.rank_blocks(call, step, given[step.first // together :].contiguous())
     offsets, ranked, left_out = problem.batch.cu_seqlens_q.tolist(), 0, 0
     for index, (request, base, positions) in enumerate(tiles):
         if not positions:
@@ -155,18 +165,19 @@ def check(case: Case, dtype: torch.dtype, tolerance: float) -> None:
             problem.q[token : token + len(positions)].cpu(),
             keys[request],
             list(positions),
-            drawn[index],
+            drawn[index // together],
             rule,
             scale,
         )
         ranked += 1
-        sampled = len({p % rule.query_tile // rule.sample_stride for p in positions})
+        sampled = len(ranking_queries(positions, rule))
+        competing = competing_reference(drawn[index // together], positions[0], rule)
         for head, places in enumerate(rule.head_places or (rule.scored_blocks,) * heads):
             chosen = [block for block in found[head] if block >= 0]
             assert found[head] == ended(chosen, rule.scored_blocks, rule)
-            others = set(drawn[index][head]) - set(chosen)
+            others = set(competing[head]) - set(chosen)
             assert chosen == sorted(set(chosen)), (index, head)
-            assert set(chosen) <= set(drawn[index][head])
+            assert set(chosen) <= set(competing[head])
             least = rule.min_mass * sampled * problem.q.shape[1] / heads
             worst = want[head][chosen].min() if chosen else torch.tensor(1e9)
             best = want[head][sorted(others)].max() if others else torch.tensor(0.0)

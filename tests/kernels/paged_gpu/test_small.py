@@ -13,6 +13,7 @@ from problems import Problem, make_problem
 from sparsek_kernels.paged.launch import attend as launch
 from sparsek_kernels.paged.launch import scratch as runtime
 from sparsek_kernels.paged.launch import select as launch_select
+from sparsek_kernels.paged.launch.tiles import rows_with_queries
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,7 +113,7 @@ def select(problem: Problem, policy: SelectionPolicy = TOP_K) -> list[torch.Tens
         softmax_scale=0.1,
     )
     counts, single = tile_counts(problem, rule), problem.batch.num_decodes
-    tiles = prefills[: sum(counts[single:])]
+    tiles = prefills[rows_with_queries(problem.batch, rule)]
     return [*decodes.split(counts[:single]), *tiles.split(counts[single:])]
 
 

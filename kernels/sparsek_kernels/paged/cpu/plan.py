@@ -39,11 +39,9 @@ class SummaryIndex:
         return read_vectors(rows, page_size, dim).flatten(2, 3)[:, :, :vectors]
 
 
-def not_competing(
-    block: torch.Tensor, position: torch.Tensor, rule: SelectionPolicy
-) -> torch.Tensor:
-    """``[T, 1, blocks]`` bool: blocks that do not compete for the tiles at ``position`` ``[T]``."""
-    first, last = (edge[:, None, None] for edge in rule.candidate_range(position))
+def outside_of(block: torch.Tensor, ranges: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """``[T, 1, blocks]`` bool: blocks outside of each of ``T`` half-open ranges."""
+    first, last = (edge[:, None, None] for edge in ranges)
     outside: torch.Tensor = (block < first) | (block >= last)
     return outside
 
@@ -64,7 +62,7 @@ def plan_tokens(
     own = positions // rule.sel_block_size
     block = torch.arange(int(own.max()))
     future = block >= own[:, None]
-    outside = not_competing(block, positions, rule)
+    outside = outside_of(block, rule.candidate_range(positions))
     return TokenScoring(
         index=SummaryIndex(table, block.shape[0]),
         future=future[:, None, None] if future.any() else None,
@@ -264,7 +262,8 @@ def _plan_prefill(
     groups = []
     start = low - low % tile if low < length else length
     while start < length:
-        count = min(group_tiles, ceil_div(length - start, tile))
+        past = start // tile % policy.tiles_per_list if policy.selects_blocks else 0
+        count = min(group_tiles - past, ceil_div(length - start, tile))
         firsts = start + tile * torch.arange(count)
         lens = torch.full((count,), length)
         group = make_tile_group(table, firsts, tile, lens, policy)

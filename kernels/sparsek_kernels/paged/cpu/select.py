@@ -14,7 +14,7 @@ from sparsek_kernels.paged.cpu.plan import (
     PrefillPlan,
     TileGroup,
     TokenScoring,
-    not_competing,
+    outside_of,
     plan_decodes,
     plan_prefill,
     plan_tokens,
@@ -35,9 +35,11 @@ _GATHER_ELEMENTS = 1 << 22
 
 
 def group_tiles(policy: SelectionPolicy, heads: int, dim: int) -> int:
-    """Tiles of a prefill that are selected for and attended at once."""
+    """Tiles of a prefill that are selected for and attended at once: those of whole lists."""
     blocks = policy.budget_blocks + 1 + (policy.listed_blocks if policy.selects_blocks else 0)
-    return max(_GATHER_ELEMENTS // (heads * dim * blocks * policy.sel_block_size), 1)
+    together = policy.tiles_per_list if policy.selects_blocks else 1
+    room = _GATHER_ELEMENTS // (heads * dim * blocks * policy.sel_block_size)
+    return max(room // together, 1) * together
 
 
 def ranked_blocks(
@@ -109,7 +111,7 @@ def tile_candidates(
     policy: SelectionPolicy,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """Candidates of consecutive tiles.
+    """Candidates of consecutive tiles, none of which sees everything.
 
     Args:
         q: ``[T, Hkv, S, G, D]``, the samples of each tile.
@@ -118,7 +120,7 @@ def tile_candidates(
         means: ``[Hkv, cells, D]`` of (at least) the blocks before the last sample's own.
 
     Returns:
-        ``[T, Hkv, listed]`` int64.
+        ``[T, Hkv, listed]`` int64; tiles of one list have the same.
     """
     tiles, heads, samples, group, dim = q.shape
     size = policy.sel_block_size
@@ -136,9 +138,37 @@ def tile_candidates(
         future = block >= (where[here] // size)[:, :, None, None]
         probs = torch.softmax(logits.masked_fill_(future, float("-inf")), dim=-1)
         scores[here] = probs.nan_to_num_(0.0).sum((2, 3)).transpose(0, 1)  # of no query: nothing
-    starts = first + torch.arange(tiles) * policy.query_tile
-    least = policy.min_mass * ((where >= 0).sum(1) * group)[:, None, None]
-    return list_best(scores, not_competing(block, starts, policy), policy.listed_blocks, least)
+    of_list = (first // policy.query_tile + torch.arange(tiles)) // policy.tiles_per_list
+    of_list -= of_list[0].clone()
+    lists = int(of_list[-1]) + 1
+    scores = torch.zeros(lists, heads, blocks).index_add_(0, of_list, scores)
+    sampled = torch.zeros(lists, dtype=torch.long).index_add_(0, of_list, (where >= 0).sum(1))
+    starts = first - first % policy.list_span + torch.arange(lists) * policy.list_span
+    least = policy.min_mass * (sampled * group)[:, None, None]
+    outside = outside_of(block, policy.list_range(starts))
+    return list_best(scores, outside, policy.listed_blocks, least)[of_list]
+
+
+def blocks_between(
+    listed: torch.Tensor, starts: torch.Tensor, policy: SelectionPolicy
+) -> torch.Tensor:
+    """What competes for the tiles at ``starts`` ``[T]``: the list, and what lies behind it.
+
+    Args:
+        listed: ``[T, Hkv, n]`` int64 candidates.
+
+    Returns:
+        ``[T, Hkv, n + blocks before the windows of a list's last tile]`` int64, ascending;
+        :data:`NOTHING` where there are fewer.
+    """
+    _, last = policy.list_range(starts)
+    first_local, _ = policy.local_range(starts)
+    more = policy.list_local_blocks - policy.reach_blocks
+    between = last.clamp(min=policy.sink_blocks)[:, None] + torch.arange(more)
+    between.masked_fill_(between >= first_local[:, None], NOTHING)
+    between = between[:, : int((between < NOTHING).sum(1).max())]
+    wide = between[:, None].expand(-1, listed.shape[1], -1)
+    return torch.cat([listed, wide], dim=-1).sort(dim=-1).values
 
 
 def rank_blocks(
@@ -150,13 +180,13 @@ def rank_blocks(
     rule: SelectionPolicy,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """The candidates with the largest exact masses.
+    """The competing blocks with the largest exact masses.
 
     Args:
         q: ``[T, Hkv, S, G, D]``, the samples of each tile.
         where: ``[T, S]`` their positions; -1 where there is no such query.
         group: the tiles.
-        listed: ``[T, Hkv, n]`` int64 candidates.
+        listed: ``[T, Hkv, n]`` int64 blocks that compete.
 
     Returns:
         ``[T, Hkv, scored_blocks]`` int64, ascending; :data:`NOTHING` where a head keeps fewer.
@@ -293,16 +323,16 @@ def select_decodes(
 
 
 def sampled_rows(
-    first: int, tiles: int, begin: int, end: int, policy: SelectionPolicy
+    first: int, tiles: int, begin: int, end: int, policy: SelectionPolicy, stride: int
 ) -> torch.Tensor:
     """Positions of the samples of consecutive tiles, ``[tiles, samples]`` int64; -1 for none.
 
     Args:
         first: position of the first tile.
         begin, end: positions of this chunk's queries.
+        stride: positions of a tile that one sample stands for.
     """
-    stride = policy.sample_stride
-    offset = torch.arange(policy.samples) * stride
+    offset = torch.arange(ceil_div(policy.query_tile, stride)) * stride
     low = first + torch.arange(tiles)[:, None] * policy.query_tile + offset
     last_of_tile = low - offset + policy.query_tile - 1
     last = torch.minimum(low + stride - 1, last_of_tile).clamp(max=end - 1)
@@ -341,10 +371,18 @@ def select_group(
             return list_best(scores, plan.outside, policy.scored_blocks)
         return select_tokens(q, where, k_cache, summaries, plan, group, policy, softmax_scale)
     tiles = (end - 1) // policy.query_tile - first // policy.query_tile + 1
-    where = sampled_rows(first, tiles, position, end, policy)
-    rows = q[(where - position).clamp(min=0)].permute(0, 2, 1, 3, 4)  # [T, Hkv, S, G, D]
-    listed = tile_candidates(rows, where, first, summaries, policy, softmax_scale)
-    return rank_blocks(rows, where, k_cache, group, listed, policy, softmax_scale)
+
+    def samples(stride: int) -> tuple[torch.Tensor, torch.Tensor]:
+        where = sampled_rows(first, tiles, position, end, policy, stride)
+        return q[(where - position).clamp(min=0)].permute(0, 2, 1, 3, 4), where  # [T, Hkv, S, G, D]
+
+    listed = tile_candidates(
+        *samples(policy.sample_stride), first, summaries, policy, softmax_scale
+    )
+    starts = first + torch.arange(tiles) * policy.query_tile
+    listed = blocks_between(listed, starts, policy)
+    ranking = samples(policy.rank_stride)
+    return rank_blocks(*ranking, k_cache, group, listed, policy, softmax_scale)
 
 
 def prefill_summaries(

@@ -1,13 +1,13 @@
 """Ranking a tile's candidates by the attention that they really get.
 
 The rule is docs/selection.md.  A *sample* is one query position of a tile, a *row* one query head
-of a sample.  A tile's *list* is its sink blocks, the blocks that its windows touch and its
-candidates, in *slots* of this order.  Two kernels follow each other:
+of a sample.  Neighbouring tiles share a *list*: the sink blocks, the blocks that their windows
+touch and their candidates, in *slots* of this order.  Two kernels follow each other:
 
 * ``listed_masses_kernel`` writes, for each row and *unit* of the list (a block, or an equal part of
   one), the base-2 logarithm of the sum of the exponentials of the row's scores against its keys;
-* ``rank_blocks_kernel`` divides by the rows' totals, adds up the rows, and keeps the best
-  candidates.
+* ``rank_blocks_kernel`` divides by the rows' totals, adds up the rows of each tile, and keeps the
+  best of the blocks before the tile's own windows.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ def sample_positions(
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
 ):
-    """Query position of each row of the tile at ``base``, -1 for rows that are none.
+    """Query position of each row of the tiles from ``base`` on, -1 for rows that are none.
 
     A tile has a sample for every ``STRIDE`` positions: the last of them that is a query.
     """
     sample = row // GROUP_PAD
-    first = base + sample * STRIDE
-    position = tl.minimum(tl.minimum(first + STRIDE, base + TILE) - 1, high)
-    there = (sample < SAMPLES) & (row % GROUP_PAD < GROUP)
+    start = base + sample // SAMPLES * TILE
+    first = start + sample % SAMPLES * STRIDE
+    position = tl.minimum(tl.minimum(first + STRIDE, start + TILE) - 1, high)
+    there = row % GROUP_PAD < GROUP
     return tl.where(there & (position >= low) & (position >= first), position, -1)
 
 
@@ -289,6 +290,7 @@ def listed_masses_kernel(
     BLOCK_N: tl.constexpr,
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
+    TOGETHER: tl.constexpr,
     SAMPLES: tl.constexpr,
     STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -302,12 +304,13 @@ def listed_masses_kernel(
     NUM_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Logarithmic masses of a share of one tile's list, for ``BLOCK_M`` rows of one KV head.
+    """Logarithmic masses of a share of one list, for ``BLOCK_M`` rows of one KV head.
 
-    Grid ``(tiles * row chunks, Hkv, shares)``.  Writes ``[tiles, Hkv, units, rows]`` fp32 for the
-    units that the list has; nothing for tiles that see everything.  Each key is read once.
+    Grid ``(lists * row chunks, Hkv, shares)``, for lists of ``TOGETHER`` tiles from ``first_tile``
+    on.  Writes ``[lists, Hkv, units, rows]`` fp32 for the units that the list has; nothing where
+    all its tiles see everything.  Each key is read once for ``BLOCK_M`` rows.
     """
-    ROWS: tl.constexpr = SAMPLES * GROUP_PAD
+    ROWS: tl.constexpr = TOGETHER * SAMPLES * GROUP_PAD
     ROW_CHUNKS: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     PARTS: tl.constexpr = SEL_BLOCK // UNIT
     UNITS: tl.constexpr = BLOCK_N // UNIT
@@ -316,8 +319,8 @@ def listed_masses_kernel(
     rows = tl.program_id(0) % ROW_CHUNKS * BLOCK_M + tl.arange(0, BLOCK_M)
     kv_head = tl.program_id(1).to(tl.int64)
     request, base, low, high, token_of_zero = tile_span(
-        first_tile + local, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, FROM_TABLE, TILES_PER_REQUEST,
-        TILE,
+        first_tile + local * TOGETHER, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, FROM_TABLE,
+        TILES_PER_REQUEST, TILE * TOGETHER,
     )  # fmt: skip
     position = sample_positions(rows, base, low, high, TILE, SAMPLES, STRIDE, GROUP, GROUP_PAD)
     offs_d = tl.arange(0, BLOCK_D)
@@ -329,16 +332,17 @@ def listed_masses_kernel(
         mask=(position >= 0)[:, None] & mask_d,
         other=0.0,
     )  # [BLOCK_M, BLOCK_D]
-    full = tile_sees_all(
-        base, dense_below, TOP_K, TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
-    )
+    full = tile_sees_all(  # the last tile does, and so do all before it
+        tl.maximum(high, 0) // TILE * TILE, dense_below, TOP_K, TILE, SEL_BLOCK, SINK_BLOCKS,
+        REACH_BLOCKS, SCORED_BLOCKS,
+    )  # fmt: skip
     if (high < low) | (high < 0) | full:
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         return
     FORCED: tl.constexpr = FORCED_BLOCKS * PARTS
     FORCED_PIECES: tl.constexpr = (FORCED + UNITS - 1) // UNITS
-    first_local = base // SEL_BLOCK - REACH_BLOCKS
+    first_local = tl.maximum(base // SEL_BLOCK - REACH_BLOCKS, SINK_BLOCKS)
     share = (FORCED_PIECES + tl.num_programs(2) - 1) // tl.num_programs(2)
     begin = tl.program_id(2) * share
     end = begin + share
@@ -408,6 +412,7 @@ def rank_blocks_kernel(
     BLOCK_R: tl.constexpr,
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
+    TOGETHER: tl.constexpr,
     SAMPLES: tl.constexpr,
     STRIDE: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
@@ -421,8 +426,10 @@ def rank_blocks_kernel(
     LEFT_OUT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Selected blocks of one tile and KV head: the candidates of the highest summed shares.
+    """Selected blocks of one tile and KV head: those of its list of the highest summed shares.
 
+    The list's candidates compete, and what lies between them and the tile's own windows.  Here a
+    list's slots are taken in the order of their blocks: sinks, candidates, local ones.
     Grid ``(tiles, Hkv)``.  Writes ``[rows of tiles, Hkv, SCORED_BLOCKS]`` int32, ascending, then -1
     where a head keeps fewer (``HEAD_PLACES``); tiles that see everything get -1.  With ``MIN_MASS``
     blocks of a smaller share than ``min_mass`` are left out, and a list of ``n`` blocks that is not
@@ -432,6 +439,7 @@ def rank_blocks_kernel(
     """
     WIDTH: tl.constexpr = triton.next_power_of_2(SCORED_BLOCKS)
     ROWS: tl.constexpr = SAMPLES * GROUP_PAD
+    LIST_ROWS: tl.constexpr = TOGETHER * ROWS
     PARTS: tl.constexpr = SEL_BLOCK // UNIT
     FORCED_BLOCKS: tl.constexpr = SINK_BLOCKS + LOCAL_BLOCKS
     SLOTS: tl.constexpr = FORCED_BLOCKS + LISTED_BLOCKS
@@ -455,33 +463,39 @@ def rank_blocks_kernel(
         none = tl.arange(0, WIDTH)
         tl.store(out + none, tl.full([WIDTH], -1, tl.int32), mask=none < SCORED_BLOCKS)
         return
-    first_local = base // SEL_BLOCK - REACH_BLOCKS
-    place = local.to(tl.int64) * NUM_KV_HEADS + kv_head
+    mine = local % TOGETHER  # of the list's tiles
+    first_local = tl.maximum((base - mine * TILE) // SEL_BLOCK - REACH_BLOCKS, SINK_BLOCKS)
+    place = (local // TOGETHER).to(tl.int64) * NUM_KV_HEADS + kv_head
     candidates = candidates_ptr + place * LISTED_BLOCKS
     listed = num_listed(candidates, first_local - SINK_BLOCKS, LISTED_BLOCKS, MIN_MASS)
-    num_slots = FORCED_BLOCKS + listed
+    competing = listed + base // SEL_BLOCK - REACH_BLOCKS - first_local
     offs = tl.arange(0, BLOCK)
+    is_candidate = (offs >= SINK_BLOCKS) & (offs < SINK_BLOCKS + listed)
+    before = tl.where(offs < SINK_BLOCKS, 0, listed)  # candidates
+    slot = tl.where(is_candidate, offs + LOCAL_BLOCKS, offs - before)
     score = tl.zeros([BLOCK], dtype=tl.float32)
     num_rows = 0
     for first_row in tl.range(0, ROWS, BLOCK_R):
         row = first_row + tl.arange(0, BLOCK_R)
         position = sample_positions(row, base, low, high, TILE, SAMPLES, STRIDE, GROUP, GROUP_PAD)
-        mask = (offs < num_slots)[:, None] & (position >= 0)[None, :]
+        mask = (offs < FORCED_BLOCKS + listed)[:, None] & (position >= 0)[None, :]
         if MIN_MASS:
             num_rows += tl.sum((position >= 0).to(tl.int32), axis=0)
-        masses = mass_ptr + place * SLOTS * PARTS * ROWS + row[None, :]
-        mass = tl.load(masses + (offs * PARTS * ROWS)[:, None], mask=mask, other=float("-inf"))
+        masses = mass_ptr + place * SLOTS * PARTS * LIST_ROWS + mine * ROWS + row[None, :]
+        unit = slot * PARTS
+        mass = tl.load(masses + (unit * LIST_ROWS)[:, None], mask=mask, other=float("-inf"))
         for part in tl.static_range(1, PARTS):
-            unit = offs * PARTS + part
-            more = tl.load(masses + (unit * ROWS)[:, None], mask=mask, other=float("-inf"))
+            more = tl.load(
+                masses + ((unit + part) * LIST_ROWS)[:, None], mask=mask, other=float("-inf")
+            )
             mass = log_add(mass, more)  # [BLOCK, BLOCK_R]
         top = tl.max(mass, axis=0)
         weight = tl.exp2(mass - tl.where(top == float("-inf"), 0.0, top)[None, :])
         total = tl.sum(weight, axis=0)
         score += tl.sum(weight * tl.where(total > 0.0, 1.0 / total, 0.0)[None, :], axis=1)
     most = tl.load(places_ptr + kv_head) if HEAD_PLACES else SCORED_BLOCKS
-    places = tl.minimum(most, listed) if MIN_MASS else most
-    chosen, rank = best_of(score, FORCED_BLOCKS, num_slots, places, BLOCK)
+    places = tl.minimum(most, competing) if MIN_MASS else most
+    chosen, rank = best_of(score, SINK_BLOCKS, SINK_BLOCKS + competing, places, BLOCK)
     last = -1
     if MIN_MASS:
         chosen = chosen & (score >= min_mass * num_rows)
@@ -496,5 +510,6 @@ def rank_blocks_kernel(
         empty = tl.arange(0, WIDTH)
         unused = (empty >= places) & (empty < SCORED_BLOCKS)
         tl.store(out + empty, tl.where(empty == SCORED_BLOCKS - 1, last, -1), mask=unused)
-    block = tl.load(candidates + offs - FORCED_BLOCKS, mask=chosen, other=0)
+    block = tl.load(candidates + offs - SINK_BLOCKS, mask=chosen & is_candidate, other=0)
+    block = tl.where(is_candidate, block, first_local + offs - SINK_BLOCKS - listed)
     tl.store(out + rank, block, mask=chosen)

@@ -122,7 +122,9 @@ def sum_of_probabilities(
 def write_top(
     out_ptr,
     score_ptr,
+    stride_st,
     stride_sg,
+    num_tiles,
     num_blocks,
     first,
     last,
@@ -140,6 +142,7 @@ def write_top(
 ):
     """Write the ``places`` best of blocks ``[first, last)``, ascending; ties to the lower index.
 
+    Scores that are no logits are added up over ``num_tiles`` tiles, ``stride_st`` apart.
     Room is for ``COUNT``, the rest gets -1.  With ``MIN_MASS`` those with a score below ``least``
     are left out, fewer than ``places`` may compete, and a list of ``n`` that is not full ends with
     ``-1 - n`` (``list_length``); ``LEFT_OUT`` counts what a single token leaves out.
@@ -150,6 +153,8 @@ def write_top(
         score = sum_of_probabilities(score_ptr, stride_sg, num_blocks, GROUP, BLOCK)
     else:
         score = tl.load(score_ptr + offs, mask=offs < num_blocks, other=0.0)
+        for tile in range(1, num_tiles):
+            score += tl.load(score_ptr + tile * stride_st + offs, mask=offs < num_blocks, other=0.0)
     if MIN_MASS:
         places = tl.minimum(places, last - first)
     chosen, rank = best_of(score, first, last, places, BLOCK)
@@ -193,6 +198,7 @@ def top_blocks_kernel(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
+    TOGETHER: tl.constexpr,
     STRIDE: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     SINK_BLOCKS: tl.constexpr,
@@ -205,25 +211,26 @@ def top_blocks_kernel(
     MAX_BLOCKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Best blocks of one tile and KV head: a single token's selection, or a tile's candidates.
+    """Best blocks for one KV head: a single token's selection, or the candidates of a list.
 
     Single tokens have logits by query head, ``stride_sg`` apart, and write their row of the output,
-    -1 where they see everything; ``HEAD_PLACES`` of each KV head.  Tiles (``FROM_TABLE``) have
-    summed scores, and write ``COUNT`` candidates from ``first_tile`` on, -1 where there are fewer,
-    nothing where they see everything.  With ``MIN_MASS`` blocks of a smaller share than
-    ``min_mass`` are left out, and lists end as :func:`write_top` says.
+    -1 where they see everything; ``HEAD_PLACES`` of each KV head.  The tiles of a table
+    (``FROM_TABLE``) have summed scores, those of a list in ``TOGETHER`` rows, from ``first_tile``
+    on.  A list gets ``COUNT`` candidates, -1 where there are fewer, and nothing where its tiles see
+    everything.  With ``MIN_MASS`` blocks of a smaller share than ``min_mass`` are left out, and
+    lists end as :func:`write_top` says.
     ``MAX_BLOCKS`` bounds the blocks of any sequence; shorter ones take a narrower path.
     """
     local = tl.program_id(0)
     kv_head = tl.program_id(1)
     _request, base, low, high, token_of_zero = tile_span(
-        first_tile + local,
+        first_tile + local * TOGETHER,
         tiles_ptr,
         seq_lens_ptr,
         cu_seqlens_ptr,
         FROM_TABLE,
         TILES_PER_REQUEST,
-        TILE,
+        TILE * TOGETHER,
     )
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -233,8 +240,9 @@ def top_blocks_kernel(
     row = local if FROM_TABLE else token_of_zero + low
     out = out_ptr + row.to(tl.int64) * stride_ot + kv_head * stride_oh
     full = tile_sees_all(
-        base, dense_below, TOP_K, TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
-    )
+        tl.maximum(high, 0) // TILE * TILE, dense_below, TOP_K, TILE, SEL_BLOCK, SINK_BLOCKS,
+        REACH_BLOCKS, SCORED_BLOCKS,
+    )  # fmt: skip
     if full | (high < 0):
         if not FROM_TABLE:
             NONE: tl.constexpr = triton.next_power_of_2(COUNT)
@@ -242,39 +250,55 @@ def top_blocks_kernel(
             tl.store(out + none, tl.full([NONE], -1, tl.int32), mask=none < COUNT)
         return
     first = SINK_BLOCKS
-    last = base // SEL_BLOCK - REACH_BLOCKS
+    last = tl.maximum(base // SEL_BLOCK - REACH_BLOCKS, first)
     if (not MIN_MASS) & (last - first <= COUNT):  # all of them: their scores do not matter
         WIDTH: tl.constexpr = triton.next_power_of_2(COUNT)
         offs = tl.arange(0, WIDTH)
         block = tl.where(first + offs < last, first + offs, -1)
         tl.store(out + offs, block, mask=offs < COUNT)
         return
-    scores = score_ptr + local.to(tl.int64) * stride_st + kv_head.to(tl.int64) * stride_sh
-    num_blocks = high // SEL_BLOCK
-    samples = (high - base) // STRIDE - (low - base) // STRIDE + 1
+    num_blocks = last if FROM_TABLE else high // SEL_BLOCK
+    samples = 0
+    first_scored = (low - base) // TILE  # of the list's tiles; those before see everything
+    for tile in range(TOGETHER):
+        start = base + tile * TILE
+        full = tile_sees_all(
+            start, dense_below, TOP_K, TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
+        )
+        first_scored = tl.maximum(first_scored, tl.where(full, tile + 1, 0))
+        begin, end = tl.maximum(low, start), tl.minimum(high, start + TILE - 1)
+        some = (end - start) // STRIDE - (begin - start) // STRIDE + 1
+        samples += tl.where(full | (end < begin), 0, some)
+    num_tiles = (high - base) // TILE - first_scored + 1
+    row = (local * TOGETHER + first_scored).to(tl.int64)
+    scores = score_ptr + row * stride_st + kv_head.to(tl.int64) * stride_sh
     least = min_mass * samples * GROUP
     places = tl.load(places_ptr + kv_head) if HEAD_PLACES else COUNT
     FROM_LOGITS: tl.constexpr = not FROM_TABLE
     if (MAX_BLOCKS <= 1024) | (num_blocks <= 1024):
         SMALL: tl.constexpr = 1024 if MAX_BLOCKS > 1024 else MAX_BLOCKS
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, least, places, left_out_ptr, GROUP,
-            FROM_LOGITS, COUNT, HEAD_PLACES, MIN_MASS, LEFT_OUT, SEL_BLOCK, SMALL,
+            out, scores, stride_st, stride_sg, num_tiles, num_blocks, first, last, least, places,
+            left_out_ptr, GROUP, FROM_LOGITS, COUNT, HEAD_PLACES, MIN_MASS, LEFT_OUT, SEL_BLOCK,
+            SMALL,
         )  # fmt: skip
     elif (MAX_BLOCKS <= 4096) | (num_blocks <= 4096):
         MEDIUM: tl.constexpr = 4096 if MAX_BLOCKS > 4096 else MAX_BLOCKS
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, least, places, left_out_ptr, GROUP,
-            FROM_LOGITS, COUNT, HEAD_PLACES, MIN_MASS, LEFT_OUT, SEL_BLOCK, MEDIUM,
+            out, scores, stride_st, stride_sg, num_tiles, num_blocks, first, last, least, places,
+            left_out_ptr, GROUP, FROM_LOGITS, COUNT, HEAD_PLACES, MIN_MASS, LEFT_OUT, SEL_BLOCK,
+            MEDIUM,
         )  # fmt: skip
     elif (MAX_BLOCKS <= 16384) | (num_blocks <= 16384):
         LARGE: tl.constexpr = 16384 if MAX_BLOCKS > 16384 else MAX_BLOCKS
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, least, places, left_out_ptr, GROUP,
-            FROM_LOGITS, COUNT, HEAD_PLACES, MIN_MASS, LEFT_OUT, SEL_BLOCK, LARGE,
+            out, scores, stride_st, stride_sg, num_tiles, num_blocks, first, last, least, places,
+            left_out_ptr, GROUP, FROM_LOGITS, COUNT, HEAD_PLACES, MIN_MASS, LEFT_OUT, SEL_BLOCK,
+            LARGE,
         )  # fmt: skip
     else:
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, least, places, left_out_ptr, GROUP,
-            FROM_LOGITS, COUNT, HEAD_PLACES, MIN_MASS, LEFT_OUT, SEL_BLOCK, MAX_BLOCKS,
+            out, scores, stride_st, stride_sg, num_tiles, num_blocks, first, last, least, places,
+            left_out_ptr, GROUP, FROM_LOGITS, COUNT, HEAD_PLACES, MIN_MASS, LEFT_OUT, SEL_BLOCK,
+            MAX_BLOCKS,
         )  # fmt: skip

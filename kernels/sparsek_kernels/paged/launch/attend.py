@@ -187,7 +187,7 @@ def attend(
         count = batch.num_decodes * per_request
     else:
         tile = policy.query_tile if topk else _DENSE_TILE
-        tiles = prefill_tiles(batch, tile, q.shape[0])
+        tiles = prefill_tiles(batch, tile, q.shape[0], policy.tiles_per_list if topk else 1)
         count = tiles.shape[0]
     blocks = ceil_div(batch.max_seq_len, sel_block)
     if topk:

@@ -1,6 +1,7 @@
 """Launching the second step of a tile's selection: candidates, ranked by exact masses.
 
-Each key is read once, and programs share lists until four of them run on every multiprocessor.
+Each key is read once for as many rows as a program has, and programs share lists until four of them
+run on every multiprocessor.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def list_config(call: Selection) -> tuple[TileConfig, int]:
 
 
 def mass_elements(call: Selection) -> int:
-    """Elements that the masses of one tile take."""
+    """Elements that the masses of one list take."""
     _, unit = list_config(call)
     return call.heads * call.slots * (call.policy.sel_block_size // unit) * call.rows
 
@@ -45,22 +46,24 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
     """Select the best of a step's candidates, by exact masses of the tiles' samples.
 
     Args:
-        candidates: ``[step.count, Hkv, listed_blocks]`` int32 of ``top_blocks_kernel``.
+        candidates: ``[lists, Hkv, listed_blocks]`` int32 of ``top_blocks_kernel``.
     """
     q, k_cache, batch, policy = call.q, call.k_cache, call.batch, call.policy
     _, heads, page_size, dim = k_cache.shape
     config, unit = list_config(call)
-    numel = step.count * mass_elements(call)
+    lists = step.count // policy.tiles_per_list
+    numel = lists * mass_elements(call)
     masses = workspace(q.device, "masses of lists", numel, torch.float32)
-    programs = step.count * ceil_div(call.rows, config.block_m)
+    programs = lists * ceil_div(call.rows, config.block_m)
     pieces = ceil_div(call.slots * policy.sel_block_size, config.block_n)
     shares = listed_shares(programs * heads, pieces, multiprocessors(q.device))
     shape = call.tile_keys() | {
         "GROUP_PAD": next_power_of_2(call.group),
         "UNIT": unit,
-        "SAMPLES": policy.samples,
-        "STRIDE": policy.sample_stride,
-        "LOCAL_BLOCKS": policy.local_blocks,
+        "TOGETHER": policy.tiles_per_list,
+        "SAMPLES": policy.rank_samples,
+        "STRIDE": policy.rank_stride,
+        "LOCAL_BLOCKS": policy.list_local_blocks,
         "LISTED_BLOCKS": policy.listed_blocks,
         "MIN_MASS": policy.min_mass > 0,
     }
@@ -110,7 +113,7 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
         *call.out.stride()[:2],
         HEAD_PLACES=places is not None,
         LEFT_OUT=call.left_out is not None,
-        BLOCK_R=rank_rows(call.slots, call.rows),
+        BLOCK_R=rank_rows(call.slots, call.tile_rows),
         num_warps=4 if call.slots <= 1024 else 8,
         **shape,
         **overlap_options(q.device),

@@ -34,6 +34,8 @@ from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotation_size
 
 _SCRATCH_ELEMENTS = 1 << 24
 """Most float32 elements (64 MiB) of one scratch tensor of scores; larger steps go in batches."""
+_MASS_ELEMENTS = 1 << 25
+"""Most float32 elements (128 MiB) of the scratch of masses."""
 
 
 def select_blocks(
@@ -57,7 +59,8 @@ def select_blocks(
     Returns:
         ``[decode tokens, Hkv, scored_blocks of policy.per_token()]`` and
         ``[prefill tiles, Hkv, scored_blocks of policy]``, int32.  Row ``t`` of the decodes is query
-        token ``t``; the prefills' tiles stand in the order of ``prefill_tiles``.
+        token ``t``; the prefills' tiles stand in the order of ``prefill_tiles``, which has rows
+        without queries too.
     """
     heads, page_size = k_cache.shape[1:3]
     longest = max(batch.max_seq_len, batch.block_table.shape[1] * page_size)
@@ -82,7 +85,7 @@ def select_blocks(
         _select_decodes(call)
     if not batch.num_prefills:
         return decodes, rows(0, policy)
-    tiles = prefill_tiles(batch, policy.query_tile, q.shape[0])
+    tiles = prefill_tiles(batch, policy.query_tile, q.shape[0], policy.tiles_per_list)
     if lists is not None:
         return decodes, listed_blocks(lists, tiles[:, 1], policy)
     prefills = rows(tiles.shape[0], policy)
@@ -174,17 +177,18 @@ def _top_blocks(
     """Write the best blocks of a step's tiles: of single tokens the selection, else candidates.
 
     Args:
-        out: ``[tiles, Hkv, blocks]`` int32, rows as :func:`top_blocks_kernel` says.
+        out: ``[tokens or lists, Hkv, blocks]`` int32, rows as :func:`top_blocks_kernel` says.
         scores: of logits or summed probabilities, from tile ``step.first`` on.
         strides: of ``scores``, from tile to tile, KV head and query head.
     """
     batch, policy = call.batch, call.policy
+    together = 1 if call.tiles is None else policy.tiles_per_list
     places = head_places(policy, scores.device) if call.tiles is None else None
     left_out = call.left_out if call.tiles is None else None
     warps, registers = top_warps(call.max_blocks)
     run(
         top_blocks_kernel,
-        (step.count, call.heads),
+        (step.count // together, call.heads),
         out,
         scores,
         batch.seq_lens if places is None else places,
@@ -197,6 +201,7 @@ def _top_blocks(
         policy.min_mass,
         *out.stride()[:2],
         *strides,
+        TOGETHER=together,
         STRIDE=policy.sample_stride,
         COUNT=out.shape[2],
         HEAD_PLACES=places is not None,
@@ -222,11 +227,12 @@ def _select_tokens(call: Selection) -> None:
 
 
 def _select_tiles(call: Selection, tiles: torch.Tensor) -> None:
-    """Blocks of prefill tiles: scores by summaries, candidates, ranks."""
+    """Blocks of prefill tiles: scores by summaries, candidates of whole lists, ranks."""
     q, k_cache, batch, policy, heads = call.q, call.k_cache, call.batch, call.policy, call.heads
-    width = call.width
-    scored = max(min(_SCRATCH_ELEMENTS // (heads * width), tiles.shape[0]), 1)
-    ranked = max(_SCRATCH_ELEMENTS // mass_elements(call), 1)
+    width, together = call.width, policy.tiles_per_list
+    room = min(_SCRATCH_ELEMENTS // (heads * width), tiles.shape[0])
+    scored = max(room // together, 1) * together
+    ranked = max(_MASS_ELEMENTS // mass_elements(call), 1) * together
     scores = workspace(q.device, "scores", scored * heads * width, torch.float32)
     for first in range(0, tiles.shape[0], scored):
         end = min(first + scored, tiles.shape[0])
@@ -236,7 +242,7 @@ def _select_tiles(call: Selection, tiles: torch.Tensor) -> None:
         for begin in range(first, end, ranked):
             step = Step(begin, min(ranked, end - begin))
             mine = scores[(begin - first) * heads * width :]
-            shape = (step.count, heads, policy.listed_blocks)
+            shape = (step.count // together, heads, policy.listed_blocks)
             numel = math.prod(shape)
             candidates = workspace(q.device, "candidates", numel, torch.int32)[:numel].view(shape)
             _top_blocks(call, step, candidates, mine, (heads * width, width, 0))

@@ -65,13 +65,18 @@ class Selection:
 
     @cached_property
     def rows(self) -> int:
-        """Rows of the masses of one tile and KV head: its samples times the padded group."""
-        return self.policy.samples * next_power_of_2(self.group)
+        """Rows of the masses of a list and KV head: its tiles' samples times the padded group."""
+        return self.policy.tiles_per_list * self.tile_rows
+
+    @cached_property
+    def tile_rows(self) -> int:
+        """Rows of one tile among them."""
+        return self.policy.rank_samples * next_power_of_2(self.group)
 
     @cached_property
     def slots(self) -> int:
-        """Blocks of a tile's list: sinks, local ones and candidates."""
-        return self.policy.sink_blocks + self.policy.local_blocks + self.policy.listed_blocks
+        """Blocks of a list: sinks, local ones and candidates."""
+        return self.policy.sink_blocks + self.policy.list_local_blocks + self.policy.listed_blocks
 
     def complete(self, scores: torch.Tensor, numel: int) -> torch.Tensor:
         """The first ``numel`` scores, each from the rank that holds its block; flat."""
@@ -97,8 +102,9 @@ class Step:
     """Neighbouring tiles that go through the kernels together, since scratch is bounded.
 
     Args:
-        first: the first of them (a request's ``decode_query_len`` tiles count, used or not).
-        count: how many.
+        first: the first of them (a request's ``decode_query_len`` tiles count, used or not); of
+            prefills' tiles the first of a list.
+        count: how many; of prefills' tiles whole lists.
     """
 
     first: int

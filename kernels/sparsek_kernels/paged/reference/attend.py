@@ -29,7 +29,7 @@ def visible_reference(
     Args:
         q: ``[n, Hq, D]`` at ``positions`` (ascending, consecutive).
         k: ``[N, Hkv, D]``.
-        select: what chooses the blocks of a tile.
+        select: what chooses the blocks of the tiles that share a list.
 
     Returns:
         ``[n, Hkv, N]`` bool.
@@ -37,15 +37,16 @@ def visible_reference(
     length, num_kv_heads = k.shape[0], k.shape[1]
     key = torch.arange(length)
     visible = torch.zeros(len(positions), num_kv_heads, length, dtype=torch.bool)
-    tiles: dict[int, list[int]] = {}
+    lists: dict[int, list[int]] = {}
     for row, position in enumerate(positions):
-        tiles.setdefault(position // policy.query_tile, []).append(row)
-    for rows in tiles.values():
-        tile_positions = [positions[row] for row in rows]
-        chosen: list[list[int]] | None = None
+        lists.setdefault(position // policy.list_span, []).append(row)
+    for rows in lists.values():
+        mine = [positions[row] for row in rows]
+        selected: dict[int, list[list[int]] | None] = {}
         if policy.selects_blocks:
-            chosen = select(q[rows], k, tile_positions, policy, softmax_scale)
-        for row, position in zip(rows, tile_positions, strict=True):
+            selected = select(q[rows], k, mine, policy, softmax_scale)
+        for row, position in zip(rows, mine, strict=True):
+            chosen = selected.get(position // policy.query_tile)
             causal = key <= position
             if policy.sees_all(position):
                 visible[row] = causal
@@ -58,8 +59,8 @@ def visible_reference(
             block = key // policy.sel_block_size
             forced = (block < policy.sink_blocks) | (block >= first_local)
             for head in range(num_kv_heads):
-                selected = torch.isin(block, torch.tensor(chosen[head], dtype=torch.long))
-                visible[row, head] = causal & (forced | selected)
+                wanted = torch.isin(block, torch.tensor(chosen[head], dtype=torch.long))
+                visible[row, head] = causal & (forced | wanted)
     return visible
 
 
@@ -111,7 +112,7 @@ def paged_attention_reference(
     The sketch is computed from K itself, so that this also checks the one kept in the cache.
 
     Args:
-        select: what chooses the blocks of a tile, called for tiles in the order of their queries.
+        select: what chooses the blocks of tiles, called for lists in the order of their queries.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     out = torch.zeros(*q.shape[:2], v_cache.shape[-1], dtype=torch.float64)

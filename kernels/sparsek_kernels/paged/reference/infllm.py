@@ -67,7 +67,7 @@ def select_infllm_reference(
     positions: list[int],
     policy: SelectionPolicy,
     softmax_scale: float,
-) -> list[list[int]] | None:
+) -> dict[int, list[list[int]] | None]:
     """Blocks that InfLLM-v2 chooses beyond those that it forces.
 
     Args:
@@ -75,15 +75,16 @@ def select_infllm_reference(
         k: ``[N, Hkv, D]``.  Where the model has ``use_nope``, neither has its position's rotation.
 
     Returns:
-        For each KV head, ascending block indices; ``None`` where the query sees everything.
+        By position, for each KV head ascending block indices; ``None`` where the query sees
+        everything.
     """
     (position,) = positions
     if policy.sees_all(position):
-        return None
+        return {position: None}
     ranks = block_ranks_reference(q[0], k, position, policy, softmax_scale)
     chosen = []
     for row in ranks:
         order = sorted(range(len(row)), key=lambda block: (-float(row[block]), block))
         attended = order[: policy.budget_blocks]
         chosen.append(sorted(block for block in attended if row[block] != float("inf")))
-    return chosen
+    return {position: chosen}

@@ -60,9 +60,18 @@ def block_scores_reference(
 
 
 def sampled_queries(positions: Sequence[int], policy: SelectionPolicy) -> list[int]:
-    """Which of a tile's queries at ``positions`` are its samples: of every stride, the last."""
-    strides = [p % policy.query_tile // policy.sample_stride for p in positions]
-    return list({stride: row for row, stride in enumerate(strides)}.values())
+    """Which of the queries at ``positions`` find candidates: the last of every stride."""
+    return _last_of_strides(positions, policy.query_tile, policy.sample_stride)
+
+
+def ranking_queries(positions: Sequence[int], policy: SelectionPolicy) -> list[int]:
+    """Which of the queries at ``positions`` rank blocks: the last of every stride."""
+    return _last_of_strides(positions, policy.query_tile, policy.rank_stride)
+
+
+def _last_of_strides(positions: Sequence[int], tile: int, stride: int) -> list[int]:
+    strides = [(p // tile, p % tile // stride) for p in positions]
+    return list({of: row for row, of in enumerate(strides)}.values())
 
 
 def candidate_scores_reference(
@@ -72,17 +81,20 @@ def candidate_scores_reference(
     policy: SelectionPolicy,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """Scores by summaries of the blocks up to a tile's last candidate: ``[Hkv, blocks]`` float64.
+    """Scores by summaries of the blocks that a list may have: ``[Hkv, blocks]`` float64.
 
-    The tile's samples give them.
+    The samples of its tiles give them, except of tiles that see everything.
 
     Args:
-        q: ``[n, Hq, D]``, the tile's queries at ``positions`` (ascending, consecutive).
+        q: ``[n, Hq, D]``, the queries of the list's tiles, at ``positions`` (ascending,
+            consecutive); or the query of a single token.
         k: ``[N, Hkv, D]``.
     """
-    _, last = policy.candidate_range(positions[0])
+    _, last = list_range_reference(positions, policy)
     total = torch.zeros(k.shape[1], last, dtype=torch.float64)
     for row in sampled_queries(positions, policy):
+        if policy.sees_all(positions[row]):
+            continue
         scores = block_scores_reference(q[row], k, positions[row], policy, softmax_scale)
         total += scores[:, :last]
     return total
@@ -95,23 +107,44 @@ def candidates_reference(
     policy: SelectionPolicy,
     softmax_scale: float,
 ) -> list[list[int]]:
-    """The blocks of one tile that are ranked exactly: the best by what summaries tell.
+    """The candidates of a list: the best blocks by what summaries tell.
 
     Args:
-        q: ``[n, Hq, D]``, the tile's queries at ``positions`` (ascending, consecutive).
+        q: ``[n, Hq, D]``, the queries of the list's tiles, at ``positions`` (ascending,
+            consecutive).
         k: ``[N, Hkv, D]``.
 
     Returns:
         For each KV head, at most ``policy.listed_blocks`` ascending block indices.
     """
-    first, last = policy.candidate_range(positions[0])
+    first, last = list_range_reference(positions, policy)
     total = candidate_scores_reference(q, k, positions, policy, softmax_scale)
     listed = [best(scores, range(first, last), policy.listed_blocks) for scores in total]
-    samples = sampled_queries(positions, policy)
+    rows = sampled_queries(positions, policy)
+    samples = [row for row in rows if not policy.sees_all(positions[row])]
     least = policy.min_mass * len(samples) * q.shape[1] / k.shape[1]
     return [
         [b for b in blocks if row[b] >= least] for row, blocks in zip(total, listed, strict=True)
     ]
+
+
+def list_range_reference(positions: Sequence[int], policy: SelectionPolicy) -> tuple[int, int]:
+    """Half-open range of blocks that the candidates of the list of these queries come from."""
+    first, last = policy.list_range(positions[0])
+    return first, max(last, first)
+
+
+def competing_reference(
+    listed: Sequence[Sequence[int]], position: int, policy: SelectionPolicy
+) -> list[list[int]]:
+    """Blocks that compete for the places of the tile at ``position``, ascending, by KV head.
+
+    These are the candidates, and the blocks from there to the tile's windows.
+    """
+    _, last = policy.list_range(position)
+    first_local, _ = policy.local_range(position)
+    between = range(max(last, policy.sink_blocks), first_local)
+    return [[*blocks, *between] for blocks in listed]
 
 
 def exact_scores_reference(
@@ -124,7 +157,8 @@ def exact_scores_reference(
 ) -> torch.Tensor:
     """Attention masses of the listed blocks, summed over the tile's samples and each GQA group.
 
-    A query's masses are shares of what it gives to the listed blocks, the sinks and its window.
+    A query's masses are shares of what it gives to the candidates, the sinks and everything from
+    the windows of the list's first tile on.
 
     Args:
         q: ``[n, Hq, D]``, the tile's queries at ``positions`` (ascending, consecutive).
@@ -132,16 +166,16 @@ def exact_scores_reference(
         listed: for each KV head, blocks of :func:`candidates_reference`.
 
     Returns:
-        ``[Hkv, blocks]`` float64; blocks that are not listed have no meaning.
+        ``[Hkv, blocks]`` float64; blocks that are not read have no meaning.
     """
     size, num_kv_heads = policy.sel_block_size, k.shape[1]
     blocks = -(-k.shape[0] // size)
-    first_local, _ = policy.local_range(positions[0])
+    _, first_local = policy.list_range(positions[0])
     block = torch.arange(blocks)
     read = torch.stack([torch.isin(block, torch.tensor(of, dtype=torch.long)) for of in listed])
     read |= (block < policy.sink_blocks) | (block >= first_local)
     total = torch.zeros(num_kv_heads, blocks, dtype=torch.float64)
-    for row in sampled_queries(positions, policy):
+    for row in ranking_queries(positions, policy):
         seen = k[: positions[row] + 1].double()
         heads = q[row].double().unflatten(0, (num_kv_heads, -1))
         logits = torch.einsum("hgd,nhd->hgn", heads, seen) * softmax_scale
@@ -163,37 +197,57 @@ def select_blocks_reference(
     positions: list[int],
     policy: SelectionPolicy,
     softmax_scale: float,
-) -> list[list[int]] | None:
-    """Blocks that compete by score and win, for the queries of one tile.
+) -> dict[int, list[list[int]] | None]:
+    """Blocks that compete by score and win, for the tiles of one list.
 
     Args:
-        q: ``[n, Hq, D]``, the tile's queries at ``positions``.
+        q: ``[n, Hq, D]``, the queries of the list's tiles, at ``positions`` (ascending,
+            consecutive); a single token has a list of its own.
         k: ``[N, Hkv, D]``.
 
     Returns:
-        For each KV head, ascending block indices; ``None`` where the tile sees everything.
+        By tile (``position // query_tile``), for each KV head ascending block indices; ``None``
+        where the tile sees everything.
     """
-    if policy.sees_all(positions[0]):
-        return None
-    if policy.query_tile == 1:
-        first, last = policy.candidate_range(positions[0])
-        scores = candidate_scores_reference(q, k, positions, policy, softmax_scale)
-        listed = [list(range(first, last))] * len(scores)
-    else:
-        listed = candidates_reference(q, k, positions, policy, softmax_scale)
-        scores = exact_scores_reference(q, k, positions, listed, policy, softmax_scale)
-    places = policy.head_places or (policy.scored_blocks,) * len(listed)
-    samples = sampled_queries(positions, policy)
-    least = policy.min_mass * len(samples) * q.shape[1] / k.shape[1]
-    heads = zip(scores, listed, places, strict=True)
-    chosen = [best(row, blocks, count) for row, blocks, count in heads]
-    return [
-        [b for b in blocks if row[b] >= least] for row, blocks in zip(scores, chosen, strict=True)
-    ]
+    found: dict[int, list[list[int]] | None] = {}
+    listed: list[list[int]] | None = None
+    for tile, rows in tiles_of(positions, policy).items():
+        mine = [positions[row] for row in rows]
+        if policy.sees_all(mine[0]):
+            found[tile] = None
+            continue
+        if policy.query_tile == 1:
+            scores = candidate_scores_reference(q[rows], k, mine, policy, softmax_scale)
+            competing = [list(range(*policy.candidate_range(mine[0])))] * len(scores)
+            samples = mine
+        else:
+            if listed is None:
+                listed = candidates_reference(q, k, positions, policy, softmax_scale)
+            scores = exact_scores_reference(q[rows], k, mine, listed, policy, softmax_scale)
+            competing = competing_reference(listed, mine[0], policy)
+            samples = ranking_queries(mine, policy)
+        places = policy.head_places or (policy.scored_blocks,) * len(competing)
+        least = policy.min_mass * len(samples) * q.shape[1] / k.shape[1]
+        heads = zip(scores, competing, places, strict=True)
+        chosen = [best(row, blocks, count) for row, blocks, count in heads]
+        found[tile] = [
+            [b for b in blocks if row[b] >= least]
+            for row, blocks in zip(scores, chosen, strict=True)
+        ]
+    return found
+
+
+def tiles_of(positions: Sequence[int], policy: SelectionPolicy) -> dict[int, list[int]]:
+    """Indices of the queries at ``positions``, by the tile they belong to."""
+    tiles: dict[int, list[int]] = {}
+    for row, position in enumerate(positions):
+        tiles.setdefault(position // policy.query_tile, []).append(row)
+    return tiles
 
 
 Select: TypeAlias = Callable[
-    [torch.Tensor, torch.Tensor, list[int], SelectionPolicy, float], list[list[int]] | None
+    [torch.Tensor, torch.Tensor, list[int], SelectionPolicy, float],
+    dict[int, list[list[int]] | None],
 ]
 """A function like :func:`select_blocks_reference`."""
 
@@ -212,13 +266,17 @@ def listed_reference(entries: list[list[int]]) -> Select:
         positions: list[int],
         policy: SelectionPolicy,
         softmax_scale: float,
-    ) -> list[list[int]] | None:
+    ) -> dict[int, list[list[int]] | None]:
         if policy.query_tile == 1:
             return select_blocks_reference(q, k, positions, policy, softmax_scale)
-        if policy.sees_all(positions[0]):
+        return {tile: of_tile(tile, policy) for tile in tiles_of(positions, policy)}
+
+    def of_tile(tile: int, policy: SelectionPolicy) -> list[list[int]] | None:
+        start = tile * policy.query_tile
+        if policy.sees_all(start):
             return None
-        first, last = policy.candidate_range(positions[0])
-        own = positions[0] // policy.query_tile * policy.query_tile // policy.sel_block_size
+        first, last = policy.candidate_range(start)
+        own = start // policy.sel_block_size
         chosen = []
         for ranked in entries:
             blocks = [e if e >= 0 else own + e for e in ranked]
