@@ -124,7 +124,7 @@ def backward(
     sinks: torch.Tensor | None,
     scalars: Scalars,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of the call's queries, its keys and values, and its share of that of sinks.
+    """Gradients of the call's queries, keys and values, and its share of the gradient of sinks.
 
     Args:
         saved: ``out``, ``lse``, ``dout`` and ``dlse`` of all the rank's rows, over all keys: the

@@ -56,8 +56,8 @@ def _compress(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The blocks that end in this rank's tokens, in the order of its segments."""
     k, v = tokens
-    reach = spec.cmp_block_size - spec.cmp_stride
-    lengths = [count * spec.cmp_stride + reach for _, count in plan.blocks]
+    overlap = spec.cmp_block_size - spec.cmp_stride
+    lengths = [count * spec.cmp_stride + overlap for _, count in plan.blocks]
     make = partial(
         nsa_compress,
         phi_k=compression.phi_k,

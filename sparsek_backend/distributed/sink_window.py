@@ -35,8 +35,8 @@ def context_parallel_sink_flash_attention(
     its backward pass, in the same order.
 
     ``sinks`` is a parameter that every rank holds.  Its gradient is the share of this rank's
-    queries, as that of any weight of the model: whoever sums the gradients of the weights over the
-    ranks (FSDP2, DDP, an all-reduce) sums this one too, once.
+    queries alone.  Sum it over the ranks once, as the gradients of the model's weights are summed
+    (FSDP2, DDP, an all-reduce).
 
     Args:
         q: this rank's queries ``[B, n, Hq, D]``, ``n = layout.tokens_per_rank``.

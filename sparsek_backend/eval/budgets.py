@@ -95,7 +95,7 @@ class Budget:
         """Keys that the first token decoded after ``length`` attends, over those before it.
 
         Args:
-            left_out: that of :meth:`prefill_share`.
+            left_out: as :meth:`prefill_share` takes it.
         """
         if self.config.dense_decode:
             return 1.0

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sparsek_backend.command_line import failing_on, grouped
 from sparsek_backend.eval.budgets import (
     DEFAULT_BUDGETS,
+    Budget,
     parse_budget,
     parse_budgets,
     pictured,
@@ -172,13 +173,47 @@ class EngineOptions:
         return found
 
 
+@dataclass(frozen=True)
+class BudgetOptions:
+    """Options that say which budgets are compared with dense attention."""
+
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="block_topk:16, sink_window, sink_window:1024, window (no sinks), with settings: "
+            "block_topk:16,query_tile=1. Repeatable; dense always runs."
+        ),
+    ] = None
+    mixed: Annotated[
+        bool,
+        typer.Option(
+            "--mixed", help="Add each block_topk budget sparse in the prefill or decode alone."
+        ),
+    ] = False
+    picture: Annotated[
+        bool,
+        typer.Option(
+            "--picture",
+            help="The budgets of one picture: block_topk of four sizes, and sinks and window of as "
+            "many tokens; --budget adds to them.",
+        ),
+    ] = False
+
+    def parsed(self) -> list[Budget]:
+        """Dense first, then the others in order, each once.
+
+        Raises:
+            ValueError: a budget that cannot be read; the message says what was expected.
+        """
+        chosen = pictured() if self.picture else [] if self.budget else list(DEFAULT_BUDGETS)
+        chosen += self.budget or []
+        return parse_budgets(with_mixed_phases(chosen) if self.mixed else chosen)
+
+
 _LOCAL_ONLY = (
     "model",
-    "budget",
-    "mixed",
-    "picture",
     "chat",
-    *(f.name for f in fields(EngineOptions)),
+    *(f.name for kind in (BudgetOptions, EngineOptions) for f in fields(kind)),
 )
 _OF_PROMPTS = tuple(f.name for f in fields(PromptArguments))
 
@@ -194,27 +229,7 @@ def evaluate(
         str | None,
         typer.Option(help="Model folder or name; by default SmolLM2-135M-Instruct is prepared."),
     ] = None,
-    budget: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="block_topk:16, sink_window, sink_window:1024, window (no sinks), with settings: "
-            "block_topk:16,query_tile=1. Repeatable; dense always runs."
-        ),
-    ] = None,
-    mixed: Annotated[
-        bool,
-        typer.Option(
-            "--mixed", help="Add each block_topk budget sparse in the prefill or decode alone."
-        ),
-    ] = False,
-    picture: Annotated[
-        bool,
-        typer.Option(
-            "--picture",
-            help="The budgets of one picture: block_topk of four sizes, and sinks and window of as "
-            "many tokens; --budget adds to them.",
-        ),
-    ] = False,
+    budgets: BudgetOptions,
     base_url: Annotated[
         list[str] | None,
         typer.Option(
@@ -249,9 +264,7 @@ def evaluate(
             raise ValueError("served-model: expected with --base-url only; use --model")
         if prompts is not None:
             _refuse(given, _OF_PROMPTS, "prompts: the file has the prompts and texts")
-        chosen = pictured() if picture else [] if budget else list(DEFAULT_BUDGETS)
-        chosen += budget or []
-        budgets = parse_budgets(with_mixed_phases(chosen) if mixed else chosen)
+        compared = budgets.parsed()
         options = asked.checked()
         import_pyplot()  # what the end needs is missed at the start
         out.mkdir(parents=True, exist_ok=True)
@@ -273,7 +286,7 @@ def evaluate(
                 runs.append((server_of(url)[0], partial(run_server, url, served_model, place)))
         else:
             local = LocalModel(what, engine.arguments())
-            runs += [(one.label, partial(local.run, one, place)) for one in budgets]
+            runs += [(one.label, partial(local.run, one, place)) for one in compared]
         _report(out, name, _run_all(found, runs), commit)
 
 

@@ -86,8 +86,8 @@ def _follow(
 ) -> tuple[list[str], bool]:
     """Read a worker's output until it ends or is silent for ``timeout`` seconds.
 
-    What the worker started may outlive it and hold its output open: the end of the worker counts,
-    not that of the output.
+    Processes that the worker started may outlive it and hold its output open, so reading stops when
+    the worker has ended, even if its output has not.
 
     Returns:
         The last log lines, and whether it was silent for too long.

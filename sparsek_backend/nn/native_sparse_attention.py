@@ -127,8 +127,8 @@ class NativeSparseAttention(nn.Module):
     ) -> NSACache:
         """An empty cache for ``batch`` sequences of up to ``max_len`` tokens.
 
-        Attention over a cache runs in the cache's dtype: by default that of the keys, the weights'
-        or autocast's where this is called under autocast.
+        Attention over a cache runs in the cache's dtype.  The default is the dtype of the keys: the
+        weights' dtype, or autocast's where this is called under autocast.
         """
         weight = self.q_proj.weight
         kind = weight.device.type
@@ -362,8 +362,8 @@ class NativeSparseAttention(nn.Module):
                 cache.append_compressed(*self._compress(*tokens, None, cache.compressed_length))
             k_cmp, v_cmp = cache.compressed[:, :, : cache.compressed_length]
             k_slc, v_slc = cache.selected[:, :, : cache.length]
-            reach = max(cache.length - num_tokens - self.config.window_size + 1, 0)
-            k_swa, v_swa = cache.sliding[:, :, reach : cache.length]
+            first_seen = max(cache.length - num_tokens - self.config.window_size + 1, 0)
+            k_swa, v_swa = cache.sliding[:, :, first_seen : cache.length]
         return {
             **{"q": q, "k": k_slc, "v": v_slc},
             **{"g_cmp": g_cmp, "g_slc": g_slc, "g_swa": g_swa},

@@ -32,8 +32,8 @@ class _Copy:
 class LeftOut:
     """The counters of this process, and the steps that wait for them.
 
-    A counter is that of :func:`sparsek_kernels.paged.paged_attention`: a row for prefills, one for
-    decodes, of the keys left out and of those that lists have places for.
+    A counter is the argument ``left_out`` of :func:`sparsek_kernels.paged.paged_attention`.  It has
+    a row for prefills and one for decodes: keys left out, and keys that lists have places for.
     """
 
     _counters: dict[tuple[torch.device, int], torch.Tensor] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class LeftOut:
         return found
 
     def finish(self) -> tuple[float, float]:
-        """What all steps attended that were not told yet, and their context; waits for a GPU."""
+        """Attended keys and context of all steps that were not told yet; waits for a GPU."""
         first = self._collect(wait=True)
         self._start()
         rest = self._collect(wait=True)

@@ -152,7 +152,7 @@ def _cache_dtype(vllm_config: Any) -> str:
 
 
 def _unserved_options(vllm_config: Any, resolved: ResolvedConfig) -> list[str]:
-    """Reasons, with remedies, that no layer's requirements tell."""
+    """Reasons, with remedies, why options that vLLM asks no backend about are not served."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     reasons = []
     if resolved.config.mode == "infllm" and not current_platform.is_cpu():
@@ -197,7 +197,7 @@ def _unserved_options(vllm_config: Any, resolved: ResolvedConfig) -> list[str]:
 
 
 def _not_sharded(vllm_config: Any, resolved: ResolvedConfig) -> list[str]:
-    """What the engine has that needs all keys of a sequence on one rank."""
+    """Features of the engine that need all keys of a sequence on one rank."""
     model = vllm_config.model_config
     found = {
         "mode infllm": resolved.config.mode == "infllm",

@@ -277,7 +277,7 @@ class BwOp(AttentionBwOpBase):  # type: ignore[misc]
         """Gradients shaped as the inputs, for the upstream gradient ``grad`` of the output.
 
         Raises:
-            NotImplementedError: the bias is one of those for decoding, which have no gradient.
+            NotImplementedError: the bias is for decoding; such biases have no gradient.
         """
         if type(inp.attn_bias) not in BACKWARD_TYPES:
             raise NotImplementedError(

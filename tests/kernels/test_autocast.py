@@ -1,4 +1,4 @@
-"""The torch paths compute alike inside and outside of autocast, forward and backward."""
+"""The torch paths give the same results inside and outside of autocast, forward and backward."""
 
 from __future__ import annotations
 

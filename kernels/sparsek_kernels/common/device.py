@@ -1,6 +1,6 @@
 """The GPU that a launch runs on: its architecture, multiprocessors and current stream.
 
-Private functions of torch are named here and nowhere else.
+The kernels' calls of private torch functions are here and nowhere else.
 """
 
 from __future__ import annotations

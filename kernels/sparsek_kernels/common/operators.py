@@ -1,4 +1,4 @@
-"""Parts of all operators of attention: kernels or torch, and the tensors that they return."""
+"""What the attention operators share: whether kernels run, result tensors, fakes and autograd."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparsek_kernels.common.precision import compute_dtype
 
 
 def runs_kernels(x: torch.Tensor) -> bool:
-    """Whether Triton kernels take such inputs (else torch operations do)."""
+    """Whether Triton kernels serve the device and dtype of ``x``; else torch operations do."""
     return x.is_cuda and x.dtype in FLOAT_DTYPES
 
 
@@ -62,9 +62,10 @@ def register_gradient(forward: Any, backward: Callable[..., tuple[torch.Tensor, 
 
 
 def register_attention(forward: Any, backward: Any) -> None:
-    """Fakes and autograd of an operator as of :func:`register_gradient`, and of its gradients.
+    """Register the fakes of ``forward`` and ``backward``, and the autograd of ``forward``.
 
-    ``backward`` has the gradients of q, k and v alone.
+    The arguments are those of :func:`register_gradient`.  ``backward`` returns the gradients of q,
+    k and v alone.
     """
 
     @forward.register_fake  # type: ignore[untyped-decorator]

@@ -97,7 +97,8 @@ class LaunchConfig:
         compressed_bwd_hopper: tile of the sink-window kernel, which computes the backward pass.
         select_hopper: rows of a warpgroup, compressed keys and stages of the scores kernel.
         selected_hopper: rows and stages of selected attention, block-major, forward.
-        selected_boxes: rows and stages of the same for groups whose heads one bulk copy takes.
+        selected_boxes: rows and stages of selected attention, block-major, forward, where one bulk
+            copy takes the heads of a group.
         combine_hopper: rows and stages of the kernel that adds up parts.
         selected_bwd_hopper: rows and stages of selected attention, backward.
     """

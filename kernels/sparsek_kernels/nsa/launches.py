@@ -1,5 +1,5 @@
-"""Launches of the Triton kernels, under the names of their equals in ``torch_path``."""
-# ruff: noqa: F401 - operators look the names up in this module or in that one
+"""Launches of the Triton kernels; ``torch_path`` has functions of the same names in torch."""
+# ruff: noqa: F401 - operators look each name up in this module or in ``torch_path``
 
 from sparsek_kernels.nsa.compress.launch import mean_pool_backward, mean_pool_forward
 from sparsek_kernels.nsa.compressed.launch import backward as compressed_backward

@@ -22,7 +22,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _passes(x: torch.Tensor) -> Any:
-    """The module whose functions take such inputs: launches of kernels, or torch operations."""
+    """``launches`` where kernels serve the device and dtype of ``x``, else ``torch_path``."""
     if runs_kernels(x):
         from sparsek_kernels.nsa import launches
 

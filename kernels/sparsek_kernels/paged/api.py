@@ -224,7 +224,7 @@ def paged_attention(
             selected.
         sinks: ``[Hq]`` learned logits that join the softmax denominator only.
         out: ``[T, Hq, Dv]``, written and returned.
-        k_scale, v_scale: factors of an fp8 (e4m3) cache; the first one of its sketch as well.
+        k_scale, v_scale: factors of an fp8 (e4m3) cache; ``k_scale`` also of its sketch.
         batch_invariant: compute every row bit for bit as if its token were decoded alone: the
             result depends on the token's query, its sequence's pages up to its position, the policy
             and the width of ``block_table``.  Selection is per token (``query_tile`` 1, no

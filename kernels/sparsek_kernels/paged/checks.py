@@ -80,7 +80,7 @@ def check_summary(k_summary: torch.Tensor | None, k_cache: torch.Tensor) -> None
 
 
 def given_summary(k_summary: torch.Tensor | None) -> torch.Tensor:
-    """The page summaries, which whoever selects for single tokens must pass."""
+    """The page summaries, which a selection for single tokens needs."""
     if k_summary is None:
         raise ValueError(
             "k_summary: expected the page summaries for decodes and query_tile=1, got None"

@@ -216,7 +216,7 @@ def score_config(
     arch: int,
     num_sms: int,
 ) -> TileConfig:
-    """Scores of prefill tiles: 64 rows (samples x heads), one cell of 64 blocks, or fewer.
+    """Scores of prefill tiles: 64 rows (samples x heads) and a cell of each of 64 blocks, or fewer.
 
     ``queries`` are samples.
 

@@ -19,7 +19,7 @@ class PagedOperands:
         k_summary: ``[num_pages, Hkv, summary_bytes]`` uint8 (sketch.py), or ``None`` where nothing
             is selected.
         sinks: ``[Hq]`` learned logits that join the softmax denominator only, or ``None``.
-        k_scale, v_scale: factors of an fp8 cache; the first one of its sketch as well.
+        k_scale, v_scale: factors of an fp8 cache; ``k_scale`` also of its sketch.
         lists: ``[rows, Hkv, scored_blocks]`` int32 of ``block_lists``, by which prefills choose
             blocks in place of scores; or ``None``.
         lse: ``[T, Hq]`` float32, contiguous, written, where several ranks hold the pages between

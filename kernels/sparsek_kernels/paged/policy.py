@@ -175,7 +175,7 @@ class SelectionPolicy:
 
     @cached_property
     def equal_heads(self) -> SelectionPolicy:
-        """The policy without what KV heads have of their own: what a plan of a step depends on."""
+        """The policy without budgets of single KV heads, which the plan of a step does not need."""
         return replace(self, head_top_k=()) if self.head_top_k else self
 
     @property

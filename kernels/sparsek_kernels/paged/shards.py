@@ -57,7 +57,8 @@ def attend_shard(
         softmax_scale: default ``D ** -0.5``.
         k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8; needed when blocks are
             selected.
-        left_out: that of :func:`sparsek_kernels.paged.paged_attention`.
+        left_out: ``[2, 2]`` int64, a counter of keys as
+            :func:`sparsek_kernels.paged.paged_attention` takes it.
 
     Returns:
         ``[T, Hq, Dv]`` float32, 0 where no key is here, and the natural log-sum-exp of the logits,

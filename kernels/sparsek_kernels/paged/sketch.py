@@ -184,7 +184,8 @@ def view_rows(k_summary: torch.Tensor, page_size: int, head_dim: int) -> torch.T
 def read_vectors(k_summary: torch.Tensor, page_size: int, head_dim: int) -> torch.Tensor:
     """The vectors ``[..., vectors, D]`` float32 that pages keep, rotated.
 
-    A key's dot product with a query is the one of its vector with the query's :func:`rotate`.
+    The dot product of a vector and the rotated query (:func:`rotate`) stands for the products of
+    the vector's keys and the query.
 
     Args:
         k_summary: ``[..., summary_bytes]`` uint8.

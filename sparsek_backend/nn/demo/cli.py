@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from sparsek_backend.command_line import grouped
 from sparsek_backend.machine import choose_device
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.nn.demo.check import LONGEST, check_attention
@@ -46,11 +47,34 @@ _RECALL_BATCHES = 16
 _SAVED_KV_HEADS = 4
 
 
-def _configs(size: str) -> DemoConfig:
-    sizes = {"small": DemoConfig(), "tiny": TINY}
-    if size not in sizes:
-        raise typer.BadParameter(f"expected one of {', '.join(sizes)}, got {size!r}")
-    return sizes[size]
+@dataclass(frozen=True)
+class TrainingOptions:
+    """Options of the training; ``size`` has the defaults of the others."""
+
+    size: Annotated[str, typer.Option(help="`small` (minutes on a GPU) or `tiny`.")] = "small"
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps of each model.")] = None
+    max_length: Annotated[int | None, typer.Option(help="Longest training sequence.")] = None
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None
+    compressed_only: Annotated[
+        float | None,
+        typer.Option(help="Share of training sequences with the compressed branch alone."),
+    ] = None
+    seed: Annotated[int, typer.Option(help="Of the weights and the data.")] = 0
+
+    def config(self) -> DemoConfig:
+        """The configuration of the run.
+
+        Raises:
+            typer.BadParameter: an unknown size.
+            ValueError: a value that does not fit; the message names it.
+        """
+        sizes = {"small": DemoConfig(), "tiny": TINY}
+        if self.size not in sizes:
+            raise typer.BadParameter(
+                f"--size: expected one of {', '.join(sizes)}, got {self.size!r}"
+            )
+        given = {name: x for name, x in asdict(self).items() if name != "size" and x is not None}
+        return replace(sizes[self.size], **given)
 
 
 def _kinds(models: str) -> list[AttentionKind]:
@@ -101,20 +125,14 @@ def _summary(config: DemoConfig, device: torch.device, results: list[RunResult])
 
 
 @app.command()
+@grouped
 def train_demo(
     context: typer.Context,
+    *,
     out: Annotated[Path, typer.Option(help="Folder for checkpoints, results and plots.")] = Path(
         "train-demo"
     ),
-    size: Annotated[str, typer.Option(help="`small` (minutes on a GPU) or `tiny`.")] = "small",
-    steps: Annotated[int | None, typer.Option(help="Optimiser steps of each model.")] = None,
-    max_length: Annotated[int | None, typer.Option(help="Longest training sequence.")] = None,
-    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
-    compressed_only: Annotated[
-        float | None,
-        typer.Option(help="Share of training sequences with the compressed branch alone."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the weights and the data.")] = 0,
+    training: TrainingOptions,
     device: Annotated[str, typer.Option(help="`cuda`, `cpu` or `auto`.")] = "auto",
     models: Annotated[str, typer.Option(help="Which to train, comma-separated.")] = "nsa,dense",
     time_lengths: Annotated[
@@ -139,17 +157,10 @@ def train_demo(
     if context_parallel > 1 and not is_launched():
         raise typer.Exit(_launch(context_parallel, context))
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
-    options = {
-        "steps": steps,
-        "max_length": max_length,
-        "save_every": save_every,
-        "compressed_only": compressed_only,
-    }
-    given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
     results: list[RunResult] = []
     try:
         where = choose_device(device)
-        config = replace(_configs(size), seed=seed, **given)
+        config = training.config()
         timed = _lengths("--time-lengths", time_lengths, config.task.min_length)
         _lengths("--save-length", str(save_length), config.task.min_length)
         out.mkdir(parents=True, exist_ok=True)

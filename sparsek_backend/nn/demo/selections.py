@@ -7,7 +7,7 @@
 The tensors of a file are bf16 on the CPU: ``q [1, N, Hq, D]``, ``k``, ``v``, ``k_swa``, ``v_swa``
 ``[1, N, Hkv, D]``, ``k_cmp``, ``v_cmp [1, C, Hkv, D]``, ``g_cmp``, ``g_slc``, ``g_swa [1, N, Hq]``;
 ``block_indices [1, N, Hkv, top_n]`` is int32.  Every KV head, with its group of query heads, is
-that of another layer or another sequence.
+taken from another layer or another sequence.
 """
 
 from __future__ import annotations

@@ -389,8 +389,8 @@ def _parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     """Parameters by the share of the learning rate that they take.
 
     AdamW moves every weight by about its rate.  The first compression layer adds up the tokens of a
-    block, so its output would move as many times as far as that of other layers: it takes one
-    share for each of them (the rule of arXiv 2203.03466: rates fall with the fan-in).
+    block, so its output would move once for each of them.  Its rate is divided by their number (the
+    rule of arXiv 2203.03466: rates fall with the fan-in).
     """
     shares: dict[float, list[torch.nn.Parameter]] = defaultdict(list)
     divided = {

@@ -147,8 +147,8 @@ class SparseKImpl(AttentionImpl):
             layer_index: position of the layer in the model.
             page_size: tokens in one KV page.
             full_attention: whether the layer's pages keep every token.
-            owner: the implementation that writes the pages: this one's, or that of the layer whose
-                KV cache this one shares.
+            owner: the implementation that writes the pages: this one, or the one of the layer whose
+                KV cache this layer shares.
             device: where the layer runs.
 
         Returns:

@@ -256,7 +256,7 @@ def test_least_shares(
     lengths = [1100, 620, 190, 190, 30]
     problem = Problem(lengths, queries=queries, dtype=dtype, page_size=64)
     problem.q[:, :3] *= 3.0  # attend a few cells
-    problem.q[:, 3:] *= 0.25  # attend everything alike
+    problem.q[:, 3:] *= 0.25  # nearly equal attention to every key
     for row in range(3 * queries, 4 * queries):  # attend themselves
         k = gather_sequence(problem.k_cache, problem.batch.block_table[3], 190)
         problem.q[row] = k[190 - 4 * queries + row].repeat_interleave(3, 0)

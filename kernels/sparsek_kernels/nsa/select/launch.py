@@ -110,10 +110,10 @@ def score(problem: CompressedProblem, lse: torch.Tensor, scores: torch.Tensor, f
 
 def blocks_reached(pitch: int, cu_seqlens: torch.Tensor | None, end: int, spec: NSASpec) -> int:
     """Blocks that a program looks at: a bound on those that tokens before ``end`` see."""
-    reach = pitch
+    seen = pitch
     if cu_seqlens is None:
-        reach = min(pitch, (end - 1) // spec.sel_block_size + 1)
-    return max(int(triton.next_power_of_2(reach)), 256)
+        seen = min(pitch, (end - 1) // spec.sel_block_size + 1)
+    return max(int(triton.next_power_of_2(seen)), 256)
 
 
 def choose(

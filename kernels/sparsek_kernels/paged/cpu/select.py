@@ -50,7 +50,7 @@ def ranked_blocks(
     Args:
         scores: ``[T, Hkv, blocks]``, not negative, overwritten.
         outside: ``[T, 1, blocks]`` bool, blocks that do not compete.
-        least: least score, or ``[T, 1, 1]``, that of each tile.
+        least: least score that wins, one number or one for each tile, ``[T, 1, 1]``.
 
     Returns:
         ``[T, Hkv, at most count]`` int64; :data:`NOTHING` where there are fewer.

@@ -1,7 +1,8 @@
 """Forward kernel for problems that take a few microseconds on Hopper (Gluon).
 
-The maths stands in ``fwd.py``; there is no window here.  The time is that of one program, so two
-warpgroups attend to half of the keys each, and the halves are joined in shared memory:
+``fwd.py`` explains the maths; there is no window here.  All programs run at once, so the kernel
+takes as long as one program.  Two warpgroups attend to half of the keys each, and the halves are
+joined in shared memory:
 
     lse = log sum_s exp(lse_s),   out = sum_s exp(lse_s - lse) out_s
 

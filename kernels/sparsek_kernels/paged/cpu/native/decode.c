@@ -13,7 +13,7 @@
 
 typedef struct {
     char *data;
-    int64_t page, head, row; /* strides in elements; of q and out those of a token and a head */
+    int64_t page, head, row; /* strides in elements; for q and out, of a token and a head */
     int64_t is_bf16;
 } Rows;
 

@@ -1,4 +1,4 @@
-"""The sketch of written keys in one call of a C function, byte for byte that of ``sketch.py``."""
+"""The sketch of written keys by one C function; every byte is as ``sketch.py`` computes it."""
 
 from __future__ import annotations
 
