@@ -221,43 +221,42 @@ def write_unit_masses(
 ):
     """Write the masses of ``write_masses``, for many rows and units that lie in one page each.
 
-    Products are ``Q . K^T``: a row's keys then lie in four threads, which add them up.  The place
-    of the next unit is looked up an iteration ahead, so that keys wait for no other load.
+    Products are ``Q . K^T``: a row's keys then lie in four threads, which add them up.  The places
+    of 32 units are looked up at once and handed from lane to lane: a lookup in the inner loop would
+    have its pipeline wait for every load.
     """
+    LOOKED_UP: tl.constexpr = 32
+    lane = tl.arange(0, LOOKED_UP)
     offs_n = tl.arange(0, UNIT)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = (offs_d < HEAD_DIM)[None, :]
-    last = tl.maximum(end, begin + 1) - 1
-    start = unit_start(
-        tl.minimum(begin, last), end, candidates_ptr, first_local, FORCED_BLOCKS, SINK_BLOCKS,
-        SEL_BLOCK, UNIT, LISTED,
-    )  # fmt: skip
-    page = page_of(table_ptr, start, (begin < end) & (start <= high), PAGE_SIZE)
-    for unit in tl.range(begin, end, num_stages=NUM_STAGES):
-        next_start = unit_start(
-            tl.minimum(unit + 1, last), end, candidates_ptr, first_local, FORCED_BLOCKS,
-            SINK_BLOCKS, SEL_BLOCK, UNIT, LISTED,
+    for first in tl.range(begin, end, LOOKED_UP, num_stages=1):
+        starts = unit_start(
+            first + lane, end, candidates_ptr, first_local, FORCED_BLOCKS, SINK_BLOCKS, SEL_BLOCK,
+            UNIT, LISTED,
         )  # fmt: skip
-        next_page = page_of(table_ptr, next_start, next_start <= high, PAGE_SIZE)
-        keys = start + offs_n
-        k_row = page * stride_kp + (start % PAGE_SIZE + offs_n) * stride_kt
-        pointers = k_ptr + k_row[:, None] + offs_d[None, :]
-        if LISTED and HEAD_DIM == BLOCK_D:
-            k = tl.load(pointers)
-        elif LISTED:
-            k = tl.load(pointers, mask=mask_d, other=0.0)
-        else:
-            k = tl.load(pointers, mask=(keys <= high)[:, None] & mask_d, other=0.0)
-        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * qk_scale  # [M, UNIT]
-        if not LISTED:
-            s = tl.where(keys[None, :] <= position[:, None], s, float("-inf"))
-        top = tl.max(s, axis=1)
-        if not LISTED:
-            top = tl.where(top == float("-inf"), 0.0, top)
-        mass = top + tl.log2(tl.sum(tl.exp2(s - top[:, None]), axis=1))
-        tl.store(masses + unit * ROWS, mass, mask=rows < ROWS)
-        start = next_start
-        page = next_page
+        known = (first + lane < end) & (starts <= high)
+        pages = page_of(table_ptr, starts, known, PAGE_SIZE).to(tl.int32)
+        for unit in tl.range(first, tl.minimum(first + LOOKED_UP, end), num_stages=NUM_STAGES):
+            start = tl.sum(tl.where(lane == unit - first, starts, 0), axis=0)
+            page = tl.sum(tl.where(lane == unit - first, pages, 0), axis=0).to(tl.int64)
+            keys = start + offs_n
+            k_row = page * stride_kp + (start % PAGE_SIZE + offs_n) * stride_kt
+            pointers = k_ptr + k_row[:, None] + offs_d[None, :]
+            if LISTED and HEAD_DIM == BLOCK_D:
+                k = tl.load(pointers)
+            elif LISTED:
+                k = tl.load(pointers, mask=mask_d, other=0.0)
+            else:
+                k = tl.load(pointers, mask=(keys <= high)[:, None] & mask_d, other=0.0)
+            s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [M, UNIT]
+            if not LISTED:
+                s = tl.where(keys[None, :] <= position[:, None], s, float("-inf"))
+            top = tl.max(s, axis=1) * qk_scale
+            if not LISTED:
+                top = tl.where(top == float("-inf"), 0.0, top)
+            mass = top + tl.log2(tl.sum(tl.exp2(s * qk_scale - top[:, None]), axis=1))
+            tl.store(masses + unit * ROWS, mass, mask=rows < ROWS)
 
 
 @triton.jit(do_not_specialize=["dense_below", "first_tile"])
