@@ -82,8 +82,12 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "model_type": "lfm2",
         "hidden_size": 2048,
         "intermediate_size": 12288,
+        "block_dim": 2048,
         "block_ff_dim": 12288,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": True,
+        "block_norm_eps": 1e-5,
         "num_hidden_layers": 16,
         "layer_types": [
             "full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)
@@ -91,6 +95,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "conv_L_cache": 3,
+        "conv_bias": False,
+        "conv_dim": 2048,
         "vocab_size": 65536,
         "max_position_embeddings": 131072,
         "norm_eps": 1e-5,

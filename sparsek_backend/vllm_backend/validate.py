@@ -20,7 +20,12 @@ from .sparsek.backend import LEAVE, REMEDIES, SparseKBackend
 from .sparsek.pages import FP8_KV_CACHE
 from .sparsek.shards import check_interleave
 
-KV_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "ExampleConnector")
+KV_CONNECTORS = (
+    "OffloadingConnector",
+    "SimpleCPUOffloadConnector",
+    "ExampleConnector",
+    "NixlConnector",
+)
 """Connectors that were shown to move whole pages, summaries included."""
 
 
@@ -177,6 +182,11 @@ def _unserved_options(vllm_config: Any, resolved: ResolvedConfig) -> list[str]:
         reasons.append(
             f"KV connector {connector} not supported (remedy: leave --kv-{given} out, or take one "
             f"of {', '.join(KV_CONNECTORS)})"
+        )
+    if connector == "NixlConnector" and cache.user_specified_block_size:
+        reasons.append(
+            "--block-size not supported with NixlConnector, whose two sides need pages of one size "
+            "(remedy: leave --block-size out)"
         )
     fallback = _sdpa_fallback(model)
     if fallback is not None and _cache_dtype(vllm_config) in FP8_KV_CACHE:

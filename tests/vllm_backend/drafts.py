@@ -62,6 +62,10 @@ def make_draft(method: str, folder: Path) -> Path:
 
 def speculation(method: str, target: Path, folder: Path) -> dict[str, Any]:
     """Options of an engine that speculates; a draft model is the target itself."""
+    if method == "ngram":  # any token that the text had before
+        asked = {"method": method, "num_speculative_tokens": 2, "prompt_lookup_min": 1}
+        return {"speculative_config": {**asked, "prompt_lookup_max": 3}}
     draft = target if method == "draft_model" else make_draft(method, folder)
-    asked = {"method": method, "model": str(draft), "num_speculative_tokens": 2}
-    return {"speculative_config": asked}
+    return {
+        "speculative_config": {"method": method, "model": str(draft), "num_speculative_tokens": 2}
+    }

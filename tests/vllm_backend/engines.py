@@ -222,6 +222,51 @@ def counted_forwards() -> Iterator[Counter[str]]:
         yield counter
 
 
+@contextmanager
+def preempting_all(llm: Any, step: int) -> Iterator[Counter[str]]:
+    """Before the scheduler's ``step``-th step from now, evict every running request."""
+    counter: Counter[str] = Counter()
+    target = scheduler(llm)
+    schedule = target.schedule
+
+    def evicting(*args: Any, **kwargs: Any) -> Any:
+        counter["steps"] += 1
+        if counter["steps"] == step:
+            counter["preempted"] = len(target.running)
+            target.reset_prefix_cache(reset_running_requests=True)
+        return schedule(*args, **kwargs)
+
+    with mock.patch.object(target, "schedule", evicting):
+        yield counter
+
+
+def layers(llm: Any) -> list[Any]:
+    """The attention layers of an engine."""
+    return list(model_runner(llm).vllm_config.compilation_config.static_forward_context.values())
+
+
+def pages_of_request(llm: Any, prompt: Sequence[int], **sampling: Any) -> tuple[Any, list[Any]]:
+    """The answer, and K, V and summaries of the prompt's whole pages, in order, of every layer."""
+    manager = scheduler(llm).kv_cache_manager
+    given: list[int] = []
+    allocate = manager.allocate_slots
+
+    def allocating(request: Any, *args: Any, **kwargs: Any) -> Any:
+        found = allocate(request, *args, **kwargs)
+        given[:] = manager.get_block_ids(request.request_id)[0]
+        return found
+
+    with mock.patch.object(manager, "allocate_slots", allocating):
+        (answer,) = generate(llm, [prompt], together=False, **sampling)
+    parts = []
+    for layer in layers(llm):
+        views = layer.impl._view(layer.kv_cache)
+        assert views.summary is not None
+        pages = given[: (len(prompt) - 1) // views.keys.shape[2]]
+        parts += [part[pages].clone() for part in (views.keys, views.values, views.summary)]
+    return answer, parts
+
+
 def shuffle_free_pages(llm: Any, seed: int) -> None:
     """Hand out the free KV pages in another order from now on, and forget cached prefixes."""
     import random

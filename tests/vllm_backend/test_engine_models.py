@@ -198,24 +198,29 @@ def test_minicpm_as_it_was_trained(
     assert max(errors) < 1e-4
 
 
+def embed(model: Path, backend: str, prompts: list[list[int]]) -> torch.Tensor:
+    """A row for each prompt."""
+    settings = COVERING if backend == "SPARSEK" else None
+    with (
+        counted_forwards() as calls,
+        engine(model, backend, settings, runner="pooling", max_model_len=MAX_LEN) as llm,
+    ):
+        requests = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = llm.embed(requests, use_tqdm=False)
+    assert set(calls) == {backend}
+    return torch.tensor([output.outputs.embedding for output in outputs])
+
+
 @pytest.mark.parametrize("kind", ["encoder", "sliding_encoder"])
 def test_encoder_only_models(kind: str, prompts: list[list[int]], tmp_path: Path) -> None:
     model = make_tiny_model(kind, tmp_path)
-    found: dict[str, torch.Tensor] = {}
     before = fallback_counts().get("encoder-only attention", 0)
-    for backend in ("SPARSEK", "CPU_ATTN"):
-        with (
-            counted_forwards() as calls,
-            engine(
-                model,
-                backend,
-                runner="pooling",
-                max_model_len=MAX_LEN,
-            ) as llm,
-        ):
-            requests = [{"prompt_token_ids": ids} for ids in prompts]
-            outputs = llm.embed(requests, use_tqdm=False)
-        assert set(calls) == {backend}
-        found[backend] = torch.tensor([output.outputs.embedding for output in outputs])
-    torch.testing.assert_close(found["SPARSEK"], found["CPU_ATTN"], atol=1e-4, rtol=0)
+    found, expected = (embed(model, backend, prompts) for backend in ("SPARSEK", "CPU_ATTN"))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert fallback_counts()["encoder-only attention"] > before
+
+
+def test_embeddings_of_a_decoder(prompts: list[list[int]], tmp_path: Path) -> None:
+    model = make_tiny_model("llama", tmp_path)
+    found, expected = (embed(model, backend, prompts) for backend in ("SPARSEK", "CPU_ATTN"))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)

@@ -11,7 +11,13 @@ import torch
 
 from sparsek_backend.bench.serve_worker import read_stats
 from sparsek_backend.eval.engine import ensure_entry_point
-from tests.vllm_backend.engines import engine, generate, requires_cpu_vllm, tokens
+from tests.vllm_backend.engines import (
+    engine,
+    generate,
+    generate_by_both,
+    requires_cpu_vllm,
+    tokens,
+)
 from tests.vllm_backend.nsa_models import CONFIG, complete, make_model
 from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
 
@@ -141,3 +147,28 @@ def test_a_natively_sparse_model_gives_the_modules_tokens(
         ranks = llm.collective_rpc(read_stats)
     assert found == [complete(model, prompt, 16) for prompt in prompts]
     assert [calls > 0 for calls, _ in ranks] == [True, True]
+
+
+def test_tokens_of_data_parallel_engines(
+    two_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of two engines behind one front end gives the tokens of an engine alone."""
+    model = make_tiny_model("llama", tmp_path)
+    generator = torch.Generator().manual_seed(6)
+    prompts = [
+        torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        for length in (33, 400)
+    ]
+    options: dict[str, Any] = {
+        "max_model_len": 512,
+        "max_num_batched_tokens": 128,
+        "skip_tokenizer_init": True,
+    }
+    with engine(model, "SPARSEK", SETTINGS, **options) as llm:
+        expected = tokens(generate(llm, prompts, together=True))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    found, stats = generate_by_both(model, SETTINGS, prompts, **options)
+    assert found == [*expected, *expected]
+    for forward_calls, attended_share in stats:
+        assert forward_calls > 0
+        assert attended_share < 0.7

@@ -30,6 +30,8 @@ DECODER = {
     "tie_word_embeddings": True,
 }
 IMAGE_TOKEN, IMAGE_SIZE, PATCH_SIZE = VOCABULARY - 1, 64, 8
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 64, "mamba_n_groups": 1}
+"""Layers of Mamba 2, as Granite and Falcon name their sizes."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 SPARSE_CONFIG = {
@@ -52,17 +54,20 @@ def _configs() -> dict[str, Any]:
         BertConfig,
         BloomConfig,
         CLIPVisionConfig,
+        FalconH1Config,
         Gemma2Config,
         Gemma3nTextConfig,
         Gemma3TextConfig,
         Glm4MoeConfig,
         GptOssConfig,
+        GraniteMoeHybridConfig,
         Lfm2Config,
         LlamaConfig,
         LlavaConfig,
         MambaConfig,
         MistralConfig,
         ModernBertConfig,
+        NemotronHConfig,
         Qwen3Config,
         Qwen3MoeConfig,
         Qwen3NextConfig,
@@ -150,6 +155,26 @@ def _configs() -> dict[str, Any]:
             linear_num_value_heads=2,
             linear_key_head_dim=128,
             linear_value_head_dim=128,
+        ),
+        "granite_hybrid": GraniteMoeHybridConfig(
+            **COMMON,
+            **{name: value for name, value in DECODER.items() if name != "head_dim"},
+            **MAMBA,
+            layer_types=["mamba", "attention"],
+            shared_intermediate_size=128,
+            num_local_experts=0,
+            num_experts_per_tok=0,
+            position_embedding_type="nope",
+        ),
+        "falcon_h1": FalconH1Config(**COMMON, **DECODER, **MAMBA, mamba_d_ssm=256),
+        "nemotron_h": NemotronHConfig(
+            **COMMON,
+            **{**DECODER, "num_hidden_layers": 3},
+            hybrid_override_pattern="M*-",
+            mamba_num_heads=8,
+            mamba_head_dim=32,
+            ssm_state_size=64,
+            n_groups=1,
         ),
         "no_attention": MambaConfig(**COMMON, hidden_size=128, num_hidden_layers=2),
         "images": LlavaConfig(

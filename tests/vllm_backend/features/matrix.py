@@ -26,8 +26,9 @@ do instead.
 *Where* says on which machines the proof runs. The last column is the proof, below
 `tests/vllm_backend`.
 
-Ray (`--distributed-executor-backend ray`) is not in the tables: vLLM's CPU build refuses it, and it
-was run on no GPU.
+Not in the tables: Ray (`--distributed-executor-backend ray`), which vLLM's CPU build refuses and
+which was run on no GPU; multi-step scheduling, an option that no supported version has; gates that
+choose blocks (SeerAttention-R), for which neither vLLM nor SPARSEK reads weights.
 
 This page is generated: `python -m tests.vllm_backend.features.matrix`.
 """
@@ -59,20 +60,37 @@ class Row:
         )
 
 
+PARITY, SPARSE, GPU = "test_engine_parity.py", "test_engine_sparse.py", "test_gpu_engine.py"
+START = "test_startup.py"
+NOT_SERVED, ON_GPU = "features/test_refused.py", "features/test_gpu_features.py"
+SCHEDULING = "features/test_scheduling.py"
+HYBRID = "features/test_hybrids.py::test_chunks_preemption_and_prefix_hits"
+SDPA = "attended by PyTorch's SDPA, with one log line and a counter"
+LEAVE = "leave `--attention-backend` out"
+
+
 def _decoder(kind: str, fallback: str = "None") -> str:
     return f"test_engine_models.py::test_decoders[{kind}-{fallback}]"
+
+
+def _hybrid_on_gpu(kind: str) -> tuple[str, ...]:
+    return f"{ON_GPU}::test_models[{kind}]", f"{ON_GPU}::test_hybrids[{kind}]"
+
+
+def _hybrid(feature: str, kind: str) -> Row:
+    proofs = (f"{HYBRID}[{kind}-14]", *_hybrid_on_gpu(kind))
+    return Row(feature, SERVED, proofs, "vLLM 0.29 or later")
+
+
+def _speculation(feature: str, method: str, *more: str) -> Row:
+    on_gpu = [f"{ON_GPU}::test_speculation[{method}-{how}]" for how in ("eager", "graphs")]
+    proofs = (f"{SCHEDULING}::test_speculation[{method}]", *on_gpu, *more)
+    return Row(feature, SERVED, proofs)
 
 
 def _request(feature: str, name: str | None = None) -> Row:
     return Row(feature, SERVED, (f"features/test_requests.py::test_served[{name or feature}]",))
 
-
-PARITY, SPARSE, GPU = "test_engine_parity.py", "test_engine_sparse.py", "test_gpu_engine.py"
-START = "test_startup.py"
-NOT_SERVED, ON_GPU = "features/test_refused.py", "features/test_gpu_features.py"
-SCHEDULING = "features/test_scheduling.py"
-SDPA = "attended by PyTorch's SDPA, with one log line and a counter"
-LEAVE = "leave `--attention-backend` out"
 
 MATRIX: dict[str, tuple[Row, ...]] = {
     "Models": (
@@ -139,18 +157,27 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             SDPA,
         ),
         Row(
+            "embeddings of a decoder (pooling)",
+            SERVED,
+            ("test_engine_models.py::test_embeddings_of_a_decoder",),
+        ),
+        Row(
             "LFM2 (short convolutions and full attention)",
             SERVED,
             (
-                "features/test_hybrids.py::test_chunks_preemption_and_prefix_hits",
+                f"{HYBRID}[short_conv-64]",
                 "features/test_pages.py::test_a_token_takes_as_much_on_every_page",
+                *_hybrid_on_gpu("short_conv"),
             ),
             "vLLM 0.29 or later",
         ),
+        _hybrid("Granite 4 H (Mamba 2 and full attention)", "granite_hybrid"),
+        _hybrid("Nemotron-H (Mamba 2, full attention and plain layers)", "nemotron_h"),
+        _hybrid("Falcon-H1 (Mamba 2 and full attention in every layer)", "falcon_h1"),
         Row(
             "Qwen3-Next (linear attention and full attention)",
             SERVED,
-            (f"{ON_GPU}::test_models[linear_attention]",),
+            _hybrid_on_gpu("linear_attention"),
             "vLLM 0.29 or later",
         ),
         Row(
@@ -195,6 +222,12 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             ("test_serve.py::test_a_request_that_is_too_long_gets_400_and_the_server_goes_on",),
             "status 400; the server goes on",
         ),
+        Row(
+            "malformed requests, ten times as many together as run together",
+            REFUSED,
+            ("test_chaos.py::test_a_storm_of_malformed_requests",),
+            "status 4xx, as with any backend; the server goes on and holds no more memory",
+        ),
     ),
     "Scheduling": (
         Row(
@@ -233,7 +266,7 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "unset it",
         ),
         Row(
-            "CUDA graphs: none, piecewise, full, full and piecewise",
+            "CUDA graphs: `NONE`, `PIECEWISE`, `FULL`, `FULL_DECODE_ONLY`, `FULL_AND_PIECEWISE`",
             SERVED,
             (f"{ON_GPU}::test_graphs",),
         ),
@@ -245,30 +278,10 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         ),
     ),
     "Speculative decoding": (
-        Row(
-            "n-grams",
-            SERVED,
-            (f"{GPU}::test_scheduling_changes_no_token[speculating]",),
-        ),
-        Row(
-            "EAGLE",
-            SERVED,
-            (
-                f"{SCHEDULING}::test_speculation[eagle]",
-                f"{ON_GPU}::test_speculation[eagle-eager]",
-                f"{ON_GPU}::test_speculation[eagle-graphs]",
-            ),
-        ),
-        Row(
-            "EAGLE-3",
-            SERVED,
-            (
-                f"{SCHEDULING}::test_speculation[eagle3]",
-                f"{ON_GPU}::test_speculation[eagle3-eager]",
-                f"{ON_GPU}::test_speculation[eagle3-graphs]",
-            ),
-        ),
-        Row("draft model", SERVED, (f"{SCHEDULING}::test_speculation[draft_model]",)),
+        _speculation("n-grams", "ngram", f"{GPU}::test_scheduling_changes_no_token[speculating]"),
+        _speculation("EAGLE", "eagle"),
+        _speculation("EAGLE-3", "eagle3"),
+        _speculation("draft model", "draft_model"),
         Row("MTP", SERVED, (f"{SCHEDULING}::test_mtp",)),
         Row(
             "adaptive verification",
@@ -286,7 +299,11 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         Row(
             "`--kv-cache-dtype fp8`, `fp8_e4m3`",
             SERVED,
-            (f"{GPU}::test_fp8_cache_is_as_exact_as_flash", f"{GPU}::test_scheduling_of_fp8"),
+            (
+                f"{GPU}::test_fp8_cache_is_as_exact_as_flash",
+                f"{GPU}::test_scheduling_of_fp8",
+                f"{ON_GPU}::test_fp8_cache",
+            ),
             "compute capability 8.9",
         ),
         Row(
@@ -340,13 +357,30 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             (f"{ON_GPU}::test_connectors[SimpleCPUOffloadConnector]",),
         ),
         Row(
-            "every other connector (LMCache, NIXL, Mooncake, MultiConnector, your own)",
+            "NixlConnector (prefill and decoding by two engines)",
+            SERVED,
+            (
+                "features/test_nixl.py::test_pages_of_another_engine",
+                f"{NOT_SERVED}::test_page_sizes_of_two_engines",
+            ),
+            "both with the page size that vLLM chooses; tested with one rank each, where the "
+            "package `nixl` is installed",
+        ),
+        Row(
+            "LMCache",
             REFUSED,
             (
                 f"{NOT_SERVED}::test_every_other_kv_connector",
                 f"{START}::test_settings_stop_the_start[offloading]",
             ),
-            "leave it out, or take one of the three above",
+            "take OffloadingConnector: LMCache (read: 0.5.6) stores K and V of each token, "
+            "`[layers, 2, tokens, heads, head size]`, without what else a page holds",
+        ),
+        Row(
+            "every other connector (Mooncake, MultiConnector, your own)",
+            REFUSED,
+            (f"{NOT_SERVED}::test_every_other_kv_connector",),
+            "leave it out, or take one of the four above",
         ),
     ),
     "Parallelism": (
@@ -370,7 +404,14 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             (f"{ON_GPU}::test_two_gpus[expert parallel]",),
             "vLLM 0.32's CPU build fails, whatever the backend",
         ),
-        Row("data parallel", SERVED, (f"{ON_GPU}::test_data_parallel",)),
+        Row(
+            "data parallel",
+            SERVED,
+            (
+                "test_tensor_parallel.py::test_tokens_of_data_parallel_engines",
+                f"{ON_GPU}::test_data_parallel",
+            ),
+        ),
         Row(
             "decode context parallel",
             SERVED,

@@ -15,9 +15,10 @@ from tests.vllm_backend.engines import (
     counted_forwards,
     engine,
     generate,
+    layers,
     model_runner,
+    pages_of_request,
     requires_cpu_vllm,
-    scheduler,
     shuffle_free_pages,
     tokens,
 )
@@ -61,41 +62,20 @@ def llm(registered: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield llm
 
 
-def layers(llm: Any) -> list[Any]:
-    return list(model_runner(llm).vllm_config.compilation_config.static_forward_context.values())
-
-
-def pages_of_request(llm: Any, prompt: list[int], max_tokens: int) -> tuple[Any, list[Any]]:
-    """The answer, and K, V and summaries of the prompt's whole pages, in order, of every layer."""
-    manager = scheduler(llm).kv_cache_manager
-    held: list[list[int]] = []
-    free = manager.free
-
-    def keeping(request: Any) -> None:
-        held.append(manager.get_block_ids(request.request_id)[0])
-        free(request)
-
-    with mock.patch.object(manager, "free", keeping):
-        (answer,) = generate(llm, [prompt], together=False, max_tokens=max_tokens)
-    pages = held[0][: (len(prompt) - 1) // PAGE]
-    parts = []
-    for layer in layers(llm):
-        views = layer.impl._view(layer.kv_cache)
-        assert views.summary is not None
-        parts += [part[pages].clone() for part in (views.keys, views.values, views.summary)]
-    return answer, parts
+def random_prompt(seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    found: list[int] = torch.randint(3, VOCABULARY, (LENGTH,), generator=generator).tolist()
+    return found
 
 
 def test_pages_in_files(llm: Any) -> None:
-    prompt = torch.randint(
-        3, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(5)
-    ).tolist()
-    answer, stored = pages_of_request(llm, prompt, 16)
+    prompt = random_prompt(5)
+    answer, stored = pages_of_request(llm, prompt)
     shuffle_free_pages(llm, seed=1)
     for layer in layers(llm):
         layer.kv_cache.fill_(float("nan"))
     with counted_forwards() as calls:
-        again, loaded = pages_of_request(llm, prompt, 16)
+        again, loaded = pages_of_request(llm, prompt)
     assert set(calls) == {"SPARSEK"}
     assert again.num_cached_tokens == (LENGTH - 1) // PAGE * PAGE
     for before, after in zip(stored, loaded, strict=True):
@@ -137,9 +117,7 @@ def test_offloaded_pages_are_whole(llm: Any) -> None:
 
 def test_a_full_disk_is_an_error_of_the_request(llm: Any) -> None:
     """Last test of this engine, which the error ends; a server ends with its engine."""
-    prompt = torch.randint(
-        3, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(6)
-    ).tolist()
+    prompt = random_prompt(6)
     full = OSError(errno.ENOSPC, "No space left on device")
     with (
         mock.patch("safetensors.torch.save_file", side_effect=full) as saved,

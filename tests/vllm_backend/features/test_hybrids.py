@@ -5,6 +5,8 @@ CPU_ATTN serves the same steps: vLLM's short convolution on a CPU rounds by the 
 
 from __future__ import annotations
 
+import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
 
 pytestmark = [pytest.mark.engine, requires_cpu_vllm, pytest.mark.usefixtures("registered")]
 
+SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "long_prompts.py"
 COVERING = {"dense_below": 0, "top_k": 32, "window_size": 32, "sel_block_size": 32}
 LENGTHS = (700, 33, 150, 400)
 
@@ -35,7 +38,7 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def serve(model: Path, backend: str) -> tuple[list[Any], dict[str, int]]:
+def serve(model: Path, backend: str, blocks: int) -> tuple[list[Any], dict[str, int]]:
     """Answers to prompts in chunks, too many for the pages, and with prefixes that are known."""
     asked = prompts()
     with (
@@ -49,7 +52,7 @@ def serve(model: Path, backend: str) -> tuple[list[Any], dict[str, int]]:
             block_size=32,
             enable_prefix_caching=True,
             mamba_cache_mode="align",
-            num_gpu_blocks_override=64,
+            num_gpu_blocks_override=blocks,
             skip_tokenizer_init=True,
         ) as llm,
     ):
@@ -66,13 +69,39 @@ def serve(model: Path, backend: str) -> tuple[list[Any], dict[str, int]]:
     return found, dict(counter)
 
 
-def test_chunks_preemption_and_prefix_hits(tmp_path: Path) -> None:
-    model = make_tiny_model("short_conv", tmp_path)
-    expected, their_preemptions = serve(model, "CPU_ATTN")
-    found, preemptions = serve(model, "SPARSEK")
+@pytest.mark.parametrize(
+    ("kind", "blocks"),
+    [("short_conv", 64), ("granite_hybrid", 14), ("falcon_h1", 14), ("nemotron_h", 14)],
+)
+def test_chunks_preemption_and_prefix_hits(kind: str, blocks: int, tmp_path: Path) -> None:
+    model = make_tiny_model(kind, tmp_path)
+    expected, their_preemptions = serve(model, "CPU_ATTN", blocks)
+    found, preemptions = serve(model, "SPARSEK", blocks)
     assert tokens(found) == tokens(expected)
     assert preemptions == their_preemptions
     assert preemptions["preempted"] > 0
     hits = [answer.num_cached_tokens for answer in found]
     assert hits == [answer.num_cached_tokens for answer in expected]
     assert hits[-1] > 0
+
+
+@pytest.mark.parametrize("name", ["granite-4.0-h-micro", "lfm2-1.2b"])
+def test_shapes_of_the_benchmark(name: str, tmp_path: Path) -> None:
+    """A layer of each kind: vLLM builds them, and their pages nest with blocks of 64 tokens."""
+    shape = runpy.run_path(str(SCRIPT))["HYBRIDS"][name]
+    kinds = sorted(set(shape["layer_types"]))
+    shape = {**shape, "num_hidden_layers": len(kinds), "layer_types": kinds, "vocab_size": 1024}
+    tmp_path.joinpath("config.json").write_text(json.dumps(shape), encoding="utf-8")
+    with engine(
+        tmp_path,
+        "SPARSEK",
+        dtype="bfloat16",
+        load_format="dummy",
+        max_model_len=131072,
+        max_num_batched_tokens=256,
+        skip_tokenizer_init=True,
+    ) as llm:
+        groups = model_runner(llm).kv_cache_config.kv_cache_groups
+        generate(llm, [list(range(100))], together=True, max_tokens=2)
+    (size,) = {group.kv_cache_spec.block_size for group in groups}
+    assert size % 64 == 0

@@ -187,3 +187,14 @@ def test_every_other_kv_connector(llama: Path) -> None:
     config.kv_transfer_config = None
     config.cache_config.kv_offloading_size = 1
     validate.check_engine(config)
+
+
+def test_page_sizes_of_two_engines(llama: Path) -> None:
+    """A prefilling and a decoding engine exchange whole pages: both have the default size."""
+    from vllm.config import KVTransferConfig
+
+    transfer = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
+    configure(llama, kv_transfer_config=transfer)
+    words = r"--block-size not supported with NixlConnector.*\(remedy: leave --block-size out\)"
+    with pytest.raises(ValueError, match=words):
+        configure(llama, kv_transfer_config=transfer, block_size=64)

@@ -82,7 +82,7 @@ def test_async_scheduling(llama: Path, prompts: list[list[int]], plain: list[lis
     assert answers(llama, prompts, async_scheduling=True)[0] == plain
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model"])
+@pytest.mark.parametrize("method", ["ngram", "eagle", "eagle3", "draft_model"])
 def test_speculation(
     method: str, llama: Path, prompts: list[list[int]], plain: list[list[int]], tmp_path: Path
 ) -> None:
