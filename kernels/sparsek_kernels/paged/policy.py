@@ -20,16 +20,10 @@ CELL_SIZE = 16
 """Tokens of a cell: the block that a single token selects."""
 
 SAMPLE_STRIDE = 4
-"""Query positions of a prefill tile for which one query stands when candidates are found."""
+"""Query positions of a prefill tile for which one query stands when blocks are ranked."""
 
 MOST_SAMPLES = 16
-"""Most queries of a tile by which candidates are found."""
-
-RANK_STRIDE = 2
-"""Query positions of a prefill tile for which one query stands when blocks are ranked exactly."""
-
-MOST_RANKED = 32
-"""Most queries by which the blocks of a tile are ranked exactly."""
+"""Most queries by which the blocks of a tile are ranked."""
 
 CANDIDATES = 3
 """Blocks that are ranked exactly, for each place of a tile."""
@@ -187,16 +181,6 @@ class SelectionPolicy:
     def samples(self) -> int:
         """Queries that score a tile's blocks: the last of every ``sample_stride`` positions."""
         return ceil_div(self.query_tile, self.sample_stride)
-
-    @property
-    def rank_stride(self) -> int:
-        """Query positions of a tile that one query stands for when blocks are ranked exactly."""
-        return max(min(RANK_STRIDE, self.query_tile), ceil_div(self.query_tile, MOST_RANKED))
-
-    @property
-    def rank_samples(self) -> int:
-        """Queries that rank a tile's blocks: the last of every ``rank_stride`` positions."""
-        return ceil_div(self.query_tile, self.rank_stride)
 
     @property
     def tiles_per_list(self) -> int:

@@ -32,7 +32,7 @@ from sparsek_backend.bench.registry import (
 )
 from sparsek_kernels.paged.api import paged_attention, select_blocks
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
-from sparsek_kernels.paged.reference import ranking_queries, sampled_queries
+from sparsek_kernels.paged.reference import sampled_queries
 from sparsek_kernels.paged.sketch import VECTOR_SIZE, read_vectors, rotate
 
 DENSE = SelectionPolicy()
@@ -457,7 +457,7 @@ def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> 
             blocks = policy.sink_blocks + policy.list_local_blocks
             if not policy.min_mass:  # else what is listed depends on the keys
                 blocks += min(policy.listed_blocks, max(last - first, 0))
-            scored += len(ranking_queries(positions, policy)) * blocks * size
+            scored += len(sampled_queries(positions, policy)) * blocks * size
             read += blocks * size // policy.tiles_per_list
     return scored, read
 

@@ -13,7 +13,7 @@ from sparsek_backend.bench.oracle import MaskRule, attend_head
 from sparsek_backend.bench.registry import Case, Param
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
-from sparsek_kernels.paged.reference import ranking_queries, sampled_queries
+from sparsek_kernels.paged.reference import sampled_queries
 from sparsek_kernels.paged.sketch import (
     VECTOR_SIZE,
     read_vectors,
@@ -339,7 +339,7 @@ def exact_scores(
     read = (block < policy.sink_blocks) | (block >= first_local)
     read[: len(listed)] |= listed
     total = torch.zeros(len(block), dtype=torch.float64, device=q.device)
-    for row in ranking_queries(tile.positions, policy):
+    for row in sampled_queries(tile.positions, policy):
         seen = k[: tile.positions[row] + 1].double()
         known = read.repeat_interleave(size)[: len(seen)]
         logits = q[row] @ seen.T * inputs.softmax_scale
@@ -395,7 +395,7 @@ def wrong_selection(
     else:
         surely, perhaps = scores > (1 + _LIST_SLACK) * least, scores >= (1 - _LIST_SLACK) * least
     surely[end:last] = perhaps[end:last] = True  # they compete without being candidates
-    floor = policy.min_mass * len(ranking_queries(tile.positions, policy)) * inputs.group
+    floor = policy.min_mass * len(sampled_queries(tile.positions, policy)) * inputs.group
     if not bool(perhaps[blocks].all()):
         return f"a block of score {float(scores[blocks].min()):.3e} is listed below {least:.3e}"
     exact = exact_scores(inputs, tile, policy, perhaps)

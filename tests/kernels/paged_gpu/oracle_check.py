@@ -20,7 +20,6 @@ from sparsek_kernels.paged.reference import (
     hadamard_reference,
     list_range_reference,
     paged_attention_reference,
-    ranking_queries,
     sampled_queries,
     select_blocks_reference,
     sketch_reference,
@@ -266,7 +265,7 @@ class Chosen:
         count = min(policy.listed_blocks, last - first)
         places = policy.head_places or (policy.scored_blocks,) * len(found)
         kept = [[block for block in row if block >= 0] for row in found.tolist()]
-        samples = ranking_queries(positions, policy)
+        samples = sampled_queries(positions, policy)
         floor = policy.min_mass * len(samples) * q.shape[1] / k.shape[1]
         for head, mine in enumerate(kept):
             assert mine == sorted(set(mine))

@@ -17,7 +17,7 @@ from sparsek_kernels.paged.reference import (
     competing_reference,
     exact_scores_reference,
     list_range_reference,
-    ranking_queries,
+    sampled_queries,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -170,7 +170,7 @@ def check(case: Case, dtype: torch.dtype, tolerance: float) -> None:
             scale,
         )
         ranked += 1
-        sampled = len(ranking_queries(positions, rule))
+        sampled = len(sampled_queries(positions, rule))
         competing = competing_reference(drawn[index // together], positions[0], rule)
         for head, places in enumerate(rule.head_places or (rule.scored_blocks,) * heads):
             chosen = [block for block in found[head] if block >= 0]

@@ -323,16 +323,16 @@ def select_decodes(
 
 
 def sampled_rows(
-    first: int, tiles: int, begin: int, end: int, policy: SelectionPolicy, stride: int
+    first: int, tiles: int, begin: int, end: int, policy: SelectionPolicy
 ) -> torch.Tensor:
     """Positions of the samples of consecutive tiles, ``[tiles, samples]`` int64; -1 for none.
 
     Args:
         first: position of the first tile.
         begin, end: positions of this chunk's queries.
-        stride: positions of a tile that one sample stands for.
     """
-    offset = torch.arange(ceil_div(policy.query_tile, stride)) * stride
+    stride = policy.sample_stride
+    offset = torch.arange(policy.samples) * stride
     low = first + torch.arange(tiles)[:, None] * policy.query_tile + offset
     last_of_tile = low - offset + policy.query_tile - 1
     last = torch.minimum(low + stride - 1, last_of_tile).clamp(max=end - 1)
@@ -371,18 +371,12 @@ def select_group(
             return list_best(scores, plan.outside, policy.scored_blocks)
         return select_tokens(q, where, k_cache, summaries, plan, group, policy, softmax_scale)
     tiles = (end - 1) // policy.query_tile - first // policy.query_tile + 1
-
-    def samples(stride: int) -> tuple[torch.Tensor, torch.Tensor]:
-        where = sampled_rows(first, tiles, position, end, policy, stride)
-        return q[(where - position).clamp(min=0)].permute(0, 2, 1, 3, 4), where  # [T, Hkv, S, G, D]
-
-    listed = tile_candidates(
-        *samples(policy.sample_stride), first, summaries, policy, softmax_scale
-    )
+    where = sampled_rows(first, tiles, position, end, policy)
+    rows = q[(where - position).clamp(min=0)].permute(0, 2, 1, 3, 4)  # [T, Hkv, S, G, D]
+    listed = tile_candidates(rows, where, first, summaries, policy, softmax_scale)
     starts = first + torch.arange(tiles) * policy.query_tile
     listed = blocks_between(listed, starts, policy)
-    ranking = samples(policy.rank_stride)
-    return rank_blocks(*ranking, k_cache, group, listed, policy, softmax_scale)
+    return rank_blocks(rows, where, k_cache, group, listed, policy, softmax_scale)
 
 
 def prefill_summaries(

@@ -71,7 +71,7 @@ class Selection:
     @cached_property
     def tile_rows(self) -> int:
         """Rows of one tile among them."""
-        return self.policy.rank_samples * next_power_of_2(self.group)
+        return self.policy.samples * next_power_of_2(self.group)
 
     @cached_property
     def slots(self) -> int:

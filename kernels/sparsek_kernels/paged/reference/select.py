@@ -60,16 +60,8 @@ def block_scores_reference(
 
 
 def sampled_queries(positions: Sequence[int], policy: SelectionPolicy) -> list[int]:
-    """Which of the queries at ``positions`` find candidates: the last of every stride."""
-    return _last_of_strides(positions, policy.query_tile, policy.sample_stride)
-
-
-def ranking_queries(positions: Sequence[int], policy: SelectionPolicy) -> list[int]:
-    """Which of the queries at ``positions`` rank blocks: the last of every stride."""
-    return _last_of_strides(positions, policy.query_tile, policy.rank_stride)
-
-
-def _last_of_strides(positions: Sequence[int], tile: int, stride: int) -> list[int]:
+    """Which of the queries at ``positions`` are samples: of every stride of a tile, the last."""
+    tile, stride = policy.query_tile, policy.sample_stride
     strides = [(p // tile, p % tile // stride) for p in positions]
     return list({of: row for row, of in enumerate(strides)}.values())
 
@@ -175,7 +167,7 @@ def exact_scores_reference(
     read = torch.stack([torch.isin(block, torch.tensor(of, dtype=torch.long)) for of in listed])
     read |= (block < policy.sink_blocks) | (block >= first_local)
     total = torch.zeros(num_kv_heads, blocks, dtype=torch.float64)
-    for row in ranking_queries(positions, policy):
+    for row in sampled_queries(positions, policy):
         seen = k[: positions[row] + 1].double()
         heads = q[row].double().unflatten(0, (num_kv_heads, -1))
         logits = torch.einsum("hgd,nhd->hgn", heads, seen) * softmax_scale
@@ -225,7 +217,7 @@ def select_blocks_reference(
                 listed = candidates_reference(q, k, positions, policy, softmax_scale)
             scores = exact_scores_reference(q[rows], k, mine, listed, policy, softmax_scale)
             competing = competing_reference(listed, mine[0], policy)
-            samples = ranking_queries(mine, policy)
+            samples = sampled_queries(mine, policy)
         places = policy.head_places or (policy.scored_blocks,) * len(competing)
         least = policy.min_mass * len(samples) * q.shape[1] / k.shape[1]
         heads = zip(scores, competing, places, strict=True)
