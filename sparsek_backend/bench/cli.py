@@ -174,6 +174,9 @@ class LoadOptions:
     ttft_limit_ms: Annotated[
         float | None, typer.Option(help="And at most this time to the first token.")
     ] = None
+    side_by_side: Annotated[
+        bool, typer.Option("--side-by-side", help="Both servers at once, on a GPU each.")
+    ] = False
 
 
 @app.command()
@@ -245,6 +248,7 @@ def _serve_under_load(
             tpot_limit_ms=load.tpot_limit_ms,
             ttft_limit_ms=load.ttft_limit_ms,
             engine=engine.arguments(),
+            side_by_side=load.side_by_side,
         )
         rows = run_load(plan, describe_machine(choose_device(), commit), _say)
     console.print(load_table(rows))

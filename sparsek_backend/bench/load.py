@@ -8,6 +8,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class LoadPlan:
         ttft_limit_ms: and at most this time to its first token; None for any.
         engine: further arguments of `vllm.LLM`.
         seed: of lengths and arrivals.
+        side_by_side: both servers run at once, each on a GPU of its own.
     """
 
     model: str
@@ -60,6 +62,7 @@ class LoadPlan:
     ttft_limit_ms: float | None
     engine: Mapping[str, Any]
     seed: int = 0
+    side_by_side: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,10 +94,10 @@ class LoadRow:
 
 
 def run_load(plan: LoadPlan, machine: Machine, on_progress: Callable[[str], None]) -> list[LoadRow]:
-    """Measure both backends, one server after the other.
+    """Measure both backends, one server after the other or side by side.
 
     Raises:
-        ValueError: the plan does not fit; the message names the argument.
+        ValueError: the plan does not fit, or the machine does not; the message names the argument.
         ServerError: a server did not start; the message has the end of its log.
         RuntimeError: `vllm bench serve` failed, or requests did.
     """
@@ -103,6 +106,7 @@ def run_load(plan: LoadPlan, machine: Machine, on_progress: Callable[[str], None
             raise ValueError(f"rate: expected requests a second above 0, got {rate}")
     lengths = draw_lengths(plan.mix, plan.num_requests, plan.document_tokens, plan.seed)
     names = (plan.baseline or "vLLM's own", BACKEND_NAME)
+    gpus = _gpu_each(len(names)) if plan.side_by_side else (None,) * len(names)
     with tempfile.TemporaryDirectory(prefix="sparsek-load-") as scratch:
         folder = Path(scratch)
         engine = dict(plan.engine)
@@ -120,29 +124,52 @@ def run_load(plan: LoadPlan, machine: Machine, on_progress: Callable[[str], None
         for turn, _ in enumerate((WARM, *plan.rates)):  # no rate finds another's prefixes cached
             path, seed = folder / f"prompts-{turn}.jsonl", plan.seed + turn
             write_prompts(path, lengths, len(tokenizer), tokenizer.decode, seed)
-        rows: list[LoadRow] = []
-        for name in names:
-            backend = BACKEND_NAME if name == BACKEND_NAME else plan.baseline
-            on_progress(f"{name}: starting the server")
-            held, port = _hold_port()
-            command = server_command(plan, model, backend, engine, longest(lengths), port)
-            server = Server(command, _environment(folder, name), port, folder / f"{name}.log")
-            try:
-                server.wait_until_healthy(START_TIMEOUT_SECONDS, on_progress, 60)
-                for turn, rate in enumerate((WARM, *plan.rates)):
-                    prompts = folder / f"prompts-{turn}.jsonl"
-                    result = _measure(plan, server, model, prompts, rate)
-                    if rate == WARM:
-                        continue
-                    rows.append(_row(plan, machine, name, rate, result))
-                    on_progress(
-                        f"{name}, {rate:g} requests/s: goodput {rows[-1].goodput:.3g}, "
-                        f"p99 of TPOT {rows[-1].tpot_p99_ms:.1f} ms"
-                    )
-            finally:
-                server.stop()
-                held.close()
+        load = _Load(plan, machine, model, engine, longest(lengths), folder, on_progress)
+        with ThreadPoolExecutor(len(names) if plan.side_by_side else 1) as pool:
+            found = list(pool.map(load.measure, names, gpus))
+    rows = [row for of_backend in found for row in of_backend]
     return sorted(rows, key=lambda row: (row.rate, row.backend == BACKEND_NAME))
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What the servers of a plan share; prompts lie in ``folder``."""
+
+    plan: LoadPlan
+    machine: Machine
+    model: Path
+    engine: Mapping[str, Any]
+    max_len: int
+    folder: Path
+    on_progress: Callable[[str], None]
+
+    def measure(self, name: str, gpu: str | None) -> list[LoadRow]:
+        """Start one backend's server, on ``gpu`` alone if one is named, and measure every rate."""
+        plan, rows = self.plan, []
+        backend = BACKEND_NAME if name == BACKEND_NAME else plan.baseline
+        self.on_progress(f"{name}: starting the server")
+        held, port = _hold_port()
+        command = server_command(plan, self.model, backend, self.engine, self.max_len, port)
+        environment = _environment(self.folder, name, gpu)
+        server = Server(command, environment, port, self.folder / f"{name}.log")
+        try:
+            server.wait_until_healthy(
+                START_TIMEOUT_SECONDS, lambda line: self.on_progress(f"{name}: {line}"), 60
+            )
+            for turn, rate in enumerate((WARM, *plan.rates)):
+                prompts = self.folder / f"prompts-{turn}.jsonl"
+                result = _measure(plan, server, self.model, prompts, rate, name)
+                if rate == WARM:
+                    continue
+                rows.append(_row(plan, self.machine, name, rate, result))
+                self.on_progress(
+                    f"{name}, {rate:g} requests/s: goodput {rows[-1].goodput:.3g}, "
+                    f"p99 of TPOT {rows[-1].tpot_p99_ms:.1f} ms"
+                )
+        finally:
+            server.stop()
+            held.close()
+        return rows
 
 
 def server_command(
@@ -234,23 +261,40 @@ def _tokenizer(model: Path) -> Any:
     return AutoTokenizer.from_pretrained(model)
 
 
-def _environment(folder: Path, name: str) -> dict[str, str]:
+def _gpu_each(count: int) -> tuple[str, ...]:
+    """Names of ``count`` of this process's GPUs, as ``CUDA_VISIBLE_DEVICES`` takes them.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    import torch
+
+    there = torch.cuda.device_count()
+    if there < count:
+        raise ValueError(f"side_by_side: expected {count} GPUs, got {there}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(visible.split(",")[:count] if visible else map(str, range(count)))
+
+
+def _environment(folder: Path, name: str, gpu: str | None) -> dict[str, str]:
     metrics = folder / f"{name}.metrics"
     metrics.mkdir()
     wanted = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     given = {key: value for key, value in wanted.items() if key not in os.environ}
+    if gpu is not None:
+        given["CUDA_VISIBLE_DEVICES"] = gpu
     return {**given, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
 
 
 def _measure(
-    plan: LoadPlan, server: Server, model: Path, prompts: Path, rate: float
+    plan: LoadPlan, server: Server, model: Path, prompts: Path, rate: float, name: str
 ) -> dict[str, Any]:
     """Run `vllm bench serve` and return its result.
 
     Raises:
         RuntimeError: it failed, or a request did.
     """
-    result = prompts.with_name(f"result-{rate:g}.json")
+    result = prompts.with_name(f"result-{name}-{rate:g}.json")
     result.unlink(missing_ok=True)
     command = bench_command(plan, server.url, model, prompts, rate, result)
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from sparsek_backend.bench import load
@@ -60,14 +61,16 @@ def test_prompts_of_a_large_vocabulary_are_not_too_long_for_vllm(tmp_path: Path)
 
 
 class FakeServer:
-    """Stands for a server process; keeps its commands."""
+    """Stands for a server process; keeps its commands and environments."""
 
     commands: ClassVar[list[list[str]]] = []
+    environments: ClassVar[list[dict[str, str]]] = []
     url = "http://127.0.0.1:1"
 
-    def __init__(self, command: list[str], _: Any, port: int, *__: Any) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str], port: int, *_: Any) -> None:
         assert command[-2:] == ["--port", str(port)]
         self.commands.append(command)
+        self.environments.append(environment)
         self.port = port
 
     def wait_until_healthy(self, *_: Any) -> float:
@@ -114,7 +117,7 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         Path(option["--result-dir"], option["--result-filename"]).write_text(json.dumps(result))
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    FakeServer.commands = []
+    FakeServer.commands, FakeServer.environments = [], []
     first_prompts.clear()
     monkeypatch.setattr(load, "Server", FakeServer)
     monkeypatch.setattr(load, "vllm_command", lambda: ["vllm"])
@@ -155,6 +158,7 @@ def test_both_backends_bear_every_rate(stood_in: list[list[str]], tmp_path: Path
         (["--rate", "1", "--mix", "chat"], "mix: expected one of"),
         (["--rate", "1", "--context", "2k"], "rate: requests come as --mix says; drop --context"),
         (["--num-requests", "4"], "rate: expected with options of a load; drop --num-requests"),
+        (["--side-by-side"], "rate: expected with options of a load; drop --side-by-side"),
         (["--rate", "1", "--document-tokens", "x"], "document-tokens: expected a size such as 8k"),
     ],
 )
@@ -165,6 +169,28 @@ def test_wrong_options_start_no_server(
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
     assert FakeServer.commands == []
+
+
+def test_side_by_side_each_server_has_a_gpu(
+    stood_in: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["serve", "--model", "tiny", "--out", str(tmp_path), "--rate", "1", "--side-by-side"]
+    options += ["--document-tokens", "1k", "--num-requests", "2"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    result = RUNNER.invoke(app, options)
+    assert result.exit_code == 2
+    assert "side_by_side: expected 2 GPUs, got 1" in " ".join(result.output.split())
+    assert FakeServer.commands == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    result = RUNNER.invoke(app, options)
+    assert result.exit_code == 0, result.output
+    gpus = {
+        "SPARSEK" in command: environment["CUDA_VISIBLE_DEVICES"]
+        for command, environment in zip(FakeServer.commands, FakeServer.environments, strict=True)
+    }
+    assert gpus == {False: "3", True: "5"}
+    assert len(stood_in) == 4
 
 
 def test_a_failed_request_is_an_error(
