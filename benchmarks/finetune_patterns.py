@@ -65,13 +65,15 @@ def train(
     texts = texts[: -max(len(texts) // 8, 1)]
     patterns = learned_patterns(
         model, options.tokens, options.block_size, heads="query",
-        importance=ImportanceOptions(measure="l2", every=2),
+        importance=ImportanceOptions(every=2),
     )  # fmt: skip
     schedule = SparsitySchedule(
         options.sparsity, begin=options.steps // 10,
         end=round(options.steps * options.prune_until), every=options.every,
     )  # fmt: skip
-    rule = Pruning(pooled=True, by_distance=options.by_distance)
+    rule = Pruning(
+        pooled="model" if options.budget == "model" else True, by_distance=options.by_distance
+    )
     scheduler = PatternScheduler(patterns.values(), schedule, rule)
     optimiser = torch.optim.AdamW(model.parameters(), lr=options.lr)
     losses, pruned = [], []
@@ -126,6 +128,9 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=10, help="steps between prunings")
     parser.add_argument("--sparsity", type=float, default=0.85)
     parser.add_argument("--prune-until", type=float, default=0.6, help="share of the steps")
+    parser.add_argument(
+        "--budget", choices=["layer", "model"], default="layer", help="shared by the heads"
+    )
     parser.add_argument("--by-distance", action="store_true", help="one weight for a diagonal")
     parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--device", default="auto")
@@ -147,9 +152,12 @@ def main() -> int:
         "model": "toy" if options.toy else str(options.model or "SmolLM2-135M-Instruct"),
         "tokens": options.tokens,
         "block_size": options.block_size,
+        "batch": options.batch,
         "steps": options.steps,
+        "every": options.every,
         "lr": options.lr,
         "prune_until": options.prune_until,
+        "budget": options.budget,
         "by_distance": options.by_distance,
         "held_out_ratio": ratio,
         **runs,

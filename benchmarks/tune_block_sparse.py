@@ -1,6 +1,7 @@
 """Check and time launch configurations of block-sparse attention on this GPU.
 
     PYTHONPATH=.:kernels python benchmarks/tune_block_sparse.py [--head-dim 128] [--block-size 64]
+    ... --only "forward hopper" --heads 8 8 --head-dim 64 --full     # one kernel, another shape
 
 Prints a line per candidate, fastest first; one that differs from the selected configuration by more
 than rounding is not timed.  The winners are written into ``sparsek_kernels/block_sparse/config.py``
@@ -14,25 +15,28 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 
 import torch
 
 from sparsek_backend.patterns import BlockSparsePattern
 from sparsek_kernels.block_sparse import launch
 from sparsek_kernels.block_sparse.config import (
+    HopperForward,
     LaunchConfig,
     ProblemShape,
     TileConfig,
     hopper_backward,
-    hopper_stages,
+    hopper_forward,
     key_tile,
     query_tile,
 )
 from sparsek_kernels.block_sparse.problem import BlockSparseProblem
 
-HEADS, KV_HEADS = 32, 8
 LIMIT = 2e-2  # relative error between two roundings to bf16
 QUERY_TILES = ((128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3))
+WAYS = tuple(product((False, True), (False, True)))  # of the Hopper forward kernel
+STAGES = {64: (4, 5), 128: (2,)}  # of it, by head dim
 KEY_TILES = ((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 3), (128, 32, 8, 3))
 
 Tensors = tuple[torch.Tensor, ...]
@@ -40,14 +44,17 @@ Tensors = tuple[torch.Tensor, ...]
 
 def candidates(shape: ProblemShape, base: LaunchConfig) -> Iterator[tuple[str, str, LaunchConfig]]:
     """``(pass, name, configuration)``: the Hopper kernels, and tiles of each portable one."""
-    if hopper_stages(shape) is not None:
-        yield "forward", "hopper", replace(base, hopper_stages=hopper_stages(shape))
-    hopper = hopper_backward(shape)
-    if hopper is not None:
+    forward = hopper_forward(shape)
+    if forward is not None:
+        for stages, way in product(STAGES[shape.head_dim], WAYS):
+            hopper = HopperForward(stages, *way)
+            yield "forward", f"hopper, {hopper}", replace(base, hopper_forward=hopper)
+    backward = hopper_backward(shape)
+    if backward is not None:
         for shares in (1, 2, 4, 8, 16):
-            tried = replace(hopper, shares=shares)
-            yield "backward", f"hopper, shares {shares}", replace(base, hopper_backward=tried)
-    plain = replace(base, hopper_stages=None, hopper_backward=None)
+            tried = replace(base, hopper_backward=replace(backward, shares=shares))
+            yield "backward", f"hopper, shares {shares}", tried
+    plain = replace(base, hopper_forward=None, hopper_backward=None)
     for sizes in QUERY_TILES:
         tile = query_tile(shape, *sizes)
         yield "forward", _name(tile), replace(plain, forward=tile)
@@ -62,9 +69,10 @@ def _name(tile: TileConfig) -> str:
 
 
 def milliseconds(run: Callable[[], object], repeats: int = 9) -> float:
-    """Median time of ``run`` on the device."""
+    """Median time of ``run`` on the device, which is kept busy until all is launched."""
     times = []
     for _ in range(repeats):
+        torch.cuda._sleep(2_000_000)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         run()
@@ -90,20 +98,26 @@ def main() -> int:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--density", type=float, default=0.1, help="of the blocks a query may see")
+    parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), help="of queries, of keys")
+    parser.add_argument("--full", action="store_true", help="without causality")
+    parser.add_argument("--only", default="", help="candidates that hold this: 'forward hopper'")
     arguments = parser.parse_args()
     tokens, dim, size = arguments.tokens, arguments.head_dim, arguments.block_size
+    heads, kv_heads = arguments.heads
+    causal = not arguments.full
     torch.manual_seed(0)
-    q, dout = (torch.randn(1, tokens, HEADS, dim, device="cuda").bfloat16() for _ in range(2))
-    k, v = (torch.randn(1, tokens, KV_HEADS, dim, device="cuda").bfloat16() for _ in range(2))
+    q, dout = (torch.randn(1, tokens, heads, dim, device="cuda").bfloat16() for _ in range(2))
+    k, v = (torch.randn(1, tokens, kv_heads, dim, device="cuda").bfloat16() for _ in range(2))
     rows = -(-tokens // size)
-    blocks = torch.rand(KV_HEADS, rows, rows, device="cuda") < arguments.density
-    blocks = (blocks | torch.eye(rows, dtype=torch.bool, device="cuda")).tril()
+    blocks = torch.rand(kv_heads, rows, rows, device="cuda") < arguments.density
+    blocks = blocks | torch.eye(rows, dtype=torch.bool, device="cuda")
+    blocks = blocks.tril() if causal else blocks
     pattern = BlockSparsePattern.from_mask(blocks, size)
     indices = (
         pattern.crow_indices, pattern.col_indices, pattern.ccol_indices, pattern.row_indices
     )  # fmt: skip
-    problem = BlockSparseProblem(q, k, v, *indices, size, True, dim**-0.5)
-    out, lse = torch.empty_like(q), torch.empty(1, HEADS, tokens, device="cuda")
+    problem = BlockSparseProblem(q, k, v, *indices, size, causal, dim**-0.5)
+    out, lse = torch.empty_like(q), torch.empty(1, heads, tokens, device="cuda")
 
     def forward(config: LaunchConfig | None) -> Tensors:
         launch.forward(problem, out, lse, config)
@@ -113,10 +127,17 @@ def main() -> int:
         return launch.backward(problem, out, lse, dout, None, config)
 
     passes = {"forward": forward, "backward": backward}
-    wanted = {name: tuple(x.clone() for x in run(None)) for name, run in passes.items()}
-    base = problem.launch_config()
+    tried = [
+        x for x in candidates(problem.shape, problem.launch_config())
+        if arguments.only in f"{x[0]} {x[1]}"
+    ]  # fmt: skip
+    wanted = {
+        name: tuple(x.clone() for x in run(None))
+        for name, run in passes.items()
+        if name == "forward" or any(x[0] == name for x in tried)
+    }
     timed, wrong = [], 0
-    for name, label, config in candidates(problem.shape, base):
+    for name, label, config in tried:
         run = passes[name]
         difference = error(run(config), wanted[name])
         if difference > LIMIT:

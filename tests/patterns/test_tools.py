@@ -169,6 +169,10 @@ def test_convert_command(file: Path, tmp_path: Path) -> None:
             ["learn", "m", "--out", "x", "--windows", "--pooled"],
             "error: --windows: expected neither",
         ),
+        (
+            ["learn", "m", "--out", "x", "--prefill", "--model-budget"],
+            "error: --prefill: expected neither",
+        ),
     ],
 )
 def test_errors_take_one_line(arguments: list[str], message: str, file: Path) -> None:
@@ -235,6 +239,14 @@ def test_learn_command(tmp_path: Path) -> None:
     assert [p.mask().sum((1, 2)).tolist() for p in found.patterns.values()] == [[15, 15]] * 2
     with attend_patterns(model, found.patterns), torch.no_grad():
         assert model(tiny.tokens(1, 90), use_cache=False).logits.isfinite().all()
+    whole = ["--model-budget", "--heads", "query"]
+    shared = runner.invoke(
+        app, ["learn", str(tmp_path / "model"), "--out", str(out), *whole, *options, *named]
+    )
+    assert shared.exit_code == 0, shared.output
+    kept = [p.mask().sum((1, 2)) for p in ModelPatterns.load(out).patterns.values()]
+    assert sum(int(x.sum()) for x in kept) == sum(len(x) for x in kept) * 15
+    assert len({int(x.sum()) for x in kept}) > 1
     windows = runner.invoke(
         app, ["learn", str(tmp_path / "model"), "--out", str(out), "--windows", *options, *named]
     )

@@ -69,6 +69,22 @@ class TileConfig:
 
 
 @dataclass(frozen=True)
+class HopperForward:
+    """Launch parameters of the warp-specialised forward kernel.
+
+    Args:
+        stages: tiles of keys in flight.
+        turns: whether the warpgroups issue their products in turn, so that the weights of one are
+            computed while the tensor cores work for the other.
+        polynomial: whether a quarter of the exponentials is computed by multiplications.
+    """
+
+    stages: int
+    turns: bool = False
+    polynomial: bool = False
+
+
+@dataclass(frozen=True)
 class HopperBackward:
     """Launch parameters of the warp-specialised backward kernels.
 
@@ -101,8 +117,7 @@ class LaunchConfig:
         dkdv: tile of the kernel for keys and values.
         dq: tile of the kernel for queries.
         precision: input precision of dot products.
-        hopper_stages: pipeline depth of the warp-specialised forward kernel, where that one is
-            used.
+        hopper_forward: parameters of the warp-specialised forward kernel, where that one is used.
         hopper_backward: parameters of the warp-specialised backward kernels, where those are used.
     """
 
@@ -110,7 +125,7 @@ class LaunchConfig:
     dkdv: TileConfig
     dq: TileConfig
     precision: str = "tf32"
-    hopper_stages: int | None = None
+    hopper_forward: HopperForward | None = None
     hopper_backward: HopperBackward | None = None
 
 
@@ -149,8 +164,8 @@ def key_tile(
     return TileConfig(rows, 1, size, step, num_warps if size >= 64 else 4, num_stages)
 
 
-def hopper_stages(shape: ProblemShape) -> int | None:
-    """Pipeline depth of the warp-specialised forward kernel for half-precision shapes it takes.
+def hopper_forward(shape: ProblemShape) -> HopperForward | None:
+    """Parameters of the warp-specialised forward kernel for half-precision shapes it takes.
 
     It takes neither padding nor dropout: the portable kernel serves such calls.
     """
@@ -161,7 +176,7 @@ def hopper_stages(shape: ProblemShape) -> int | None:
         return None
     if shape.head_dim not in (64, 128) or shape.num_k % shape.block_size:
         return None
-    return 2 if shape.head_dim == 128 else 4
+    return HopperForward(2 if shape.head_dim == 128 else 4)
 
 
 def hopper_backward(shape: ProblemShape) -> HopperBackward | None:
@@ -170,7 +185,7 @@ def hopper_backward(shape: ProblemShape) -> HopperBackward | None:
     These are what the forward kernel takes, where heads of a group share one pattern or the heads
     of a pattern lie in one group.
     """
-    if hopper_stages(shape) is None:
+    if hopper_forward(shape) is None:
         return None
     if shape.pattern_heads % shape.group and shape.group % shape.pattern_heads:
         return None
@@ -219,6 +234,6 @@ def select_config(shape: ProblemShape, dtype: torch.dtype, arch: int) -> LaunchC
         forward,
         dkdv,
         dq,
-        hopper_stages=hopper_stages(shape),
+        hopper_forward=hopper_forward(shape),
         hopper_backward=hopper_backward(shape),
     )

@@ -74,8 +74,8 @@ def forward(
         return
     q, k, v = problem.q, problem.k, problem.v
     config = config or problem.launch_config()
-    if config.hopper_stages is not None and k.numel() and describable(q, k, v):
-        launch_sm90.forward(problem, config.hopper_stages, out, lse)
+    if config.hopper_forward is not None and k.numel() and describable(q, k, v):
+        launch_sm90.forward(problem, config.hopper_forward, out, lse)
         return
     tile = config.forward
     block_sparse_fwd_kernel[_query_grid(problem, tile)](

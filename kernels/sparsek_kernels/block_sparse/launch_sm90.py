@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from sparsek_kernels.block_sparse.config import HopperForward
 from sparsek_kernels.block_sparse.kernels.fwd_sm90 import block_sparse_hopper_fwd_kernel
 from sparsek_kernels.block_sparse.kernels.item_queue import block_sparse_queue_kernel
 from sparsek_kernels.block_sparse.problem import BlockSparseProblem
@@ -13,8 +14,10 @@ from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.kernels.softmax import LOG2E
 
 
-def forward(problem: BlockSparseProblem, stages: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Run the warp-specialised forward kernel with ``stages`` blocks of keys in flight."""
+def forward(
+    problem: BlockSparseProblem, config: HopperForward, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """Run the warp-specialised forward kernel."""
     q, k, v, shape = problem.q, problem.k, problem.v, problem.shape
     num_rows = problem.crow_indices.shape[1] - 1
     heads = 128 // shape.block_size
@@ -33,5 +36,5 @@ def forward(problem: BlockSparseProblem, stages: int, out: torch.Tensor, lse: to
         q_rows, k_rows, v_rows, q_cols, k_cols, v_cols, q.shape[1], shape.num_k, num_rows,
         shape.num_kv_heads, num_items, shape.pattern_heads,
         GROUP=shape.group, HEAD_DIM=shape.head_dim, CAUSAL=problem.causal, BLOCK=shape.block_size,
-        STAGES=stages, num_warps=4,
+        STAGES=config.stages, TURNS=config.turns, POLYNOMIAL=config.polynomial, num_warps=4,
     )  # fmt: skip

@@ -61,6 +61,9 @@ class Goal:
     pooled: Annotated[bool, typer.Option(help="Heads of a layer share one budget of blocks.")] = (
         False
     )
+    model_budget: Annotated[
+        bool, typer.Option(help="Heads of all layers share one budget of blocks.")
+    ] = False
     by_distance: Annotated[
         bool, typer.Option(help="Blocks as far from the diagonal have one weight, their mean.")
     ] = False
@@ -108,16 +111,16 @@ def learn(
         preset = _one_of("--preset", goal.preset, tuple(PRESETS))
         heads: Any = _one_of("--heads", way.heads, get_args(Heads))
         measure: Any = _one_of("--measure", way.measure, get_args(Measure))
-        if goal.windows and (goal.pooled or goal.by_distance or prefill or heads == "all"):
+        shared = goal.pooled or goal.model_budget or goal.by_distance
+        if goal.windows and (shared or prefill or heads == "all"):
             raise ValueError(
-                "--windows: expected neither --pooled, --by-distance, --prefill nor --heads all, "
-                "because every query head has its own window"
+                "--windows: expected neither --pooled, --model-budget, --by-distance, --prefill "
+                "nor --heads all, because every query head has its own window"
             )
-        whole = goal.pooled or goal.by_distance or goal.sparsity is not None
-        if prefill and (heads != "kv" or whole):
+        if prefill and (heads != "kv" or shared or goal.sparsity is not None):
             raise ValueError(
-                "--prefill: expected neither --heads, --pooled, --by-distance nor --sparsity, "
-                "because a server decides how many blocks each KV head attends"
+                "--prefill: expected neither --heads, --pooled, --model-budget, --by-distance nor "
+                "--sparsity, because a server decides how many blocks each KV head attends"
             )
         if out.suffix != ".safetensors" or not out.parent.is_dir():
             raise ValueError(
@@ -163,7 +166,7 @@ def learn(
             pruning = Pruning(
                 sinks=goal.sinks,
                 window=goal.window,
-                pooled=goal.pooled,
+                pooled="model" if goal.model_budget else goal.pooled,
                 by_distance=goal.by_distance,
             )
             found = learn_patterns(

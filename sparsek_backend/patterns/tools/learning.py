@@ -78,11 +78,14 @@ def learn_patterns(
     Raises:
         ValueError: no batches, or batches of several lengths.
     """
-    patterns = {}
-    for layer, watched in _observed(model, batches, block_size, heads, importance).items():
-        mass = watched.importance()
-        mask = (pruning or Pruning()).mask(mass, watched.visible, sparsity)
-        patterns[layer] = BlockSparsePattern.from_mask(mask, block_size, mass=mass).to("cpu")
+    learned = _observed(model, batches, block_size, heads, importance)
+    masses = [x.importance() for x in learned.values()]
+    visible = [x.visible for x in learned.values()]
+    masks = (pruning or Pruning()).masks(masses, visible, sparsity)
+    patterns = {
+        layer: BlockSparsePattern.from_mask(mask, block_size, mass=mass).to("cpu")
+        for layer, mask, mass in zip(learned, masks, masses, strict=True)
+    }
     return ModelPatterns(patterns, name, sparsity)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -26,7 +28,8 @@ class Pruning:
         diversity: from 0 to 1: how much less a block counts for a pattern where the patterns
             before have it all.
         pooled: whether the patterns of a layer share one budget, so that heads that look far get
-            more blocks than those that look near.
+            more blocks than those that look near.  ``"model"``: the patterns of all layers share
+            one; a block then counts by its share of its layer's importance.
         by_distance: whether blocks as far from the diagonal have one weight, their mean; sinks keep
             their own.  What is peculiar to the texts that were seen is then not learned.
     """
@@ -35,7 +38,7 @@ class Pruning:
     sinks: int = 1
     window: int = 1
     diversity: float = 0.0
-    pooled: bool = False
+    pooled: bool | Literal["model"] = False
     by_distance: bool = False
 
     def __post_init__(self) -> None:
@@ -46,8 +49,32 @@ class Pruning:
                 raise ValueError(
                     f"{name}: expected a number from 0 to 1, got {getattr(self, name)}"
                 )
+        if self.pooled not in (False, True, "model"):
+            raise ValueError(f"pooled: expected True, False or 'model', got {self.pooled!r}")
         if self.pooled and self.diversity:
             raise ValueError(f"diversity: expected 0 where pooled, got {self.diversity}")
+
+    def masks(
+        self, importance: Sequence[torch.Tensor], visible: Sequence[torch.Tensor], sparsity: float
+    ) -> list[torch.Tensor]:
+        """The mask of every layer, as :meth:`mask` makes it.
+
+        Args:
+            importance: ``[P, R, C]`` of each layer.
+            visible: ``[R, C]`` bool of each layer.
+            sparsity: share of the visible blocks to leave out.
+
+        Raises:
+            ValueError: one budget for layers whose grids of blocks differ.
+        """
+        if self.pooled != "model":
+            return [self.mask(*x, sparsity) for x in zip(importance, visible, strict=True)]
+        if not all(torch.equal(x, visible[0]) for x in visible):
+            raise ValueError("visible: expected one grid of blocks where a model shares a budget")
+        seen = [x.masked_fill(~visible[0], 0.0) for x in importance]
+        shares = [x / x.sum().clamp(min=1e-30) for x in seen]
+        whole = self.mask(torch.cat(shares), visible[0], sparsity)
+        return list(whole.split([len(x) for x in importance]))
 
     def mask(
         self, importance: torch.Tensor, visible: torch.Tensor, sparsity: float

@@ -86,9 +86,10 @@ class PatternScheduler:
     def prune(self, sparsity: float) -> None:
         """Prune all patterns to a sparsity now."""
         self._before = ([p.keep.clone() for p in self.patterns], self.sparsity)
-        for pattern in self.patterns:
-            importance = pattern.importance(self.group)
-            pattern.set_mask(self.pruning.mask(importance, pattern.visible, sparsity))
+        importance = [x.importance(self.group) for x in self.patterns]
+        masks = self.pruning.masks(importance, [x.visible for x in self.patterns], sparsity)
+        for pattern, mask in zip(self.patterns, masks, strict=True):
+            pattern.set_mask(mask)
         self.sparsity = sparsity
 
     def sparsity_loss(self) -> torch.Tensor:

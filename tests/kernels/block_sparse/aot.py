@@ -14,7 +14,7 @@ import torch
 from sparsek_kernels.block_sparse.config import (
     ProblemShape,
     hopper_backward,
-    hopper_stages,
+    hopper_forward,
     select_config,
 )
 from sparsek_kernels.block_sparse.kernels import bwd as kernels_bwd
@@ -59,8 +59,8 @@ def compile_all(arch: int, dim: int, block: int, options: bool) -> None:
 def compile_hopper(dim: int, block: int, causal: bool) -> None:
     """Compile the warp-specialised kernels."""
     shape = ProblemShape(32, 8, dim, block, 8, 65536)
-    stages, backward = hopper_stages(shape), hopper_backward(shape)
-    if stages is None or backward is None:
+    forward, backward = hopper_forward(shape), hopper_backward(shape)
+    if forward is None or backward is None:
         raise RuntimeError(f"the Hopper kernel does not take {shape}")
     keys = described("bf16", block, 64)
     boxes = f"tensordesc<bf16[1, 64, 1, 64],{box_layout(torch.bfloat16)!r}>"
@@ -68,9 +68,10 @@ def compile_hopper(dim: int, block: int, causal: bool) -> None:
         "out_desc": boxes, "q_desc": described("bf16", 64, 64), "k_desc": keys, "v_desc": keys,
     }  # fmt: skip
     constexprs = {
-        "GROUP": shape.group, "HEAD_DIM": dim, "CAUSAL": causal, "BLOCK": block, "STAGES": stages,
+        "GROUP": shape.group, "HEAD_DIM": dim, "CAUSAL": causal, "BLOCK": block,
     }  # fmt: skip
-    report(block_sparse_hopper_fwd_kernel, 90, constexprs, 4, tiles=tiles)
+    sizes = {"STAGES": forward.stages, "TURNS": forward.turns, "POLYNOMIAL": forward.polynomial}
+    report(block_sparse_hopper_fwd_kernel, 90, {**constexprs, **sizes}, 4, tiles=tiles)
     box = f"tensordesc<bf16[1, 64, 1, {dim}],{box_layout(torch.bfloat16)!r}>"
     types = {**dict.fromkeys(("q_desc", "g_desc", "k_desc", "v_desc"), box), **OPTIONS}
     constexprs |= {"HEADS": shape.group, "LISTS": 1, "ROWS": 32}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -39,13 +40,18 @@ CASES = [
 ]
 
 
-def run(case: Case, way: Way, **options: int) -> None:
-    """Check a case whose passes are the Hopper kernels, the backward ones with ``options``."""
+def run(case: Case, way: Way, ahead: Mapping[str, bool] | None = None, **options: int) -> None:
+    """Check a case by the Hopper kernels: forward with ``ahead``, backward with ``options``."""
     shape = ProblemShape(case.heads, case.kv_heads, case.dim, case.block, case.patterns, case.nk)
     config = select_config(shape, case.dtype, 90)
-    backward = config.hopper_backward
+    forward, backward = config.hopper_forward, config.hopper_backward
+    assert forward is not None
     assert backward is not None
-    config = replace(config, hopper_backward=replace(backward, **options))
+    config = replace(
+        config,
+        hopper_forward=replace(forward, **(ahead or {})),
+        hopper_backward=replace(backward, **options),
+    )
     with interpret(*way) as launched:
         check(case, config=config)
     assert FORWARD in launched
@@ -69,6 +75,12 @@ def test_the_queue_starts_with_long_lists() -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_case(case: Case, way: Way) -> None:
     run(case, way)
+
+
+@pytest.mark.parametrize("way", WAYS[::3], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_products_in_turn(case: Case, way: Way) -> None:
+    run(case, way, {"turns": True, "polynomial": True})
 
 
 @pytest.mark.parametrize("held", [0, 1])

@@ -65,18 +65,17 @@ def test_tiles_fit_blocks_and_patterns(
     ],
 )
 def test_what_the_hopper_kernel_takes(shape: ProblemShape, taken: bool) -> None:
-    stages = config.hopper_stages(shape)
-    assert (stages is not None) == taken
-    assert select_config(shape, HALF, 90).hopper_stages == stages
+    assert (config.hopper_forward(shape) is not None) == taken
+    assert select_config(shape, HALF, 90).hopper_forward == config.hopper_forward(shape)
     assert (config.hopper_backward(shape) is not None) == taken
     assert select_config(shape, HALF, 90).hopper_backward == config.hopper_backward(shape)
     for dtype, arch in ((SINGLE, 90), (HALF, 80), (HALF, 89), (HALF, 100)):
         chosen = select_config(shape, dtype, arch)
-        assert chosen.hopper_stages is None
+        assert chosen.hopper_forward is None
         assert chosen.hopper_backward is None
 
 
 def test_patterns_across_groups_leave_the_hopper_backward() -> None:
     shape = ProblemShape(6, 3, 128, 128, 2, 1024)
-    assert config.hopper_stages(shape) is not None
+    assert config.hopper_forward(shape) is not None
     assert config.hopper_backward(shape) is None

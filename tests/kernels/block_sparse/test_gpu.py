@@ -14,7 +14,7 @@ from sparsek_kernels.block_sparse.config import (
     LaunchConfig,
     ProblemShape,
     hopper_backward,
-    hopper_stages,
+    hopper_forward,
     select_config,
 )
 from sparsek_kernels.block_sparse.reference import block_sparse_attention_reference
@@ -111,10 +111,10 @@ def configuration(case: Case, with_hopper: bool) -> LaunchConfig:
     """What is chosen for a case, with or without the Hopper kernels."""
     shape = ProblemShape(case.heads, case.kv_heads, case.dim, case.block, case.patterns, case.nk)
     config = select_config(shape, case.dtype, device_arch(torch.device("cuda")))
-    stages, backward = (
-        (hopper_stages(shape), hopper_backward(shape)) if with_hopper else (None, None)
+    forward, backward = (
+        (hopper_forward(shape), hopper_backward(shape)) if with_hopper else (None, None)
     )
-    return dataclasses.replace(config, hopper_stages=stages, hopper_backward=backward)
+    return dataclasses.replace(config, hopper_forward=forward, hopper_backward=backward)
 
 
 @pytest.mark.parametrize("case", HOPPER, ids=str)

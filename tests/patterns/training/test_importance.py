@@ -146,6 +146,26 @@ def test_a_pooled_budget_goes_where_the_mass_is() -> None:
     assert min(m[rest & k].min() for m, k in zip(mass, kept, strict=True)) >= dropped.max()
 
 
+def test_layers_share_a_budget() -> None:
+    visible = torch.ones(8, 8).tril().bool()
+    mass = torch.rand(5, 8, 8, generator=torch.Generator().manual_seed(0)) * visible
+    sharp, even = mass[:3] ** 8, 1.0 + 0.1 * mass[3:]  # layers may have as many heads as they like
+    layers = [100.0 * sharp, even * visible]
+    rule = Pruning(pooled="model")
+    kept = rule.masks(layers, [visible, visible], 0.4)
+    assert [x.shape for x in kept] == [x.shape for x in layers]
+    assert sum(int(x.sum()) for x in kept) == 5 * 22
+    assert kept[0].sum() / 3 < 0.8 * kept[1].sum() / 2, "few blocks hold what the first one attends"
+    scaled = rule.masks(
+        [x * scale for x, scale in zip(layers, (7.0, 0.1), strict=True)], [visible] * 2, 0.4
+    )
+    assert all(torch.equal(a, b) for a, b in zip(kept, scaled, strict=True))
+    each = Pruning(pooled=True).masks(layers, [visible, visible], 0.4)
+    assert [int(x.sum()) for x in each] == [3 * 22, 2 * 22]
+    with pytest.raises(ValueError, match="visible: expected one grid"):
+        rule.masks(layers, [visible, visible[:4, :4]], 0.4)
+
+
 def test_blocks_as_far_from_the_diagonal_have_one_weight() -> None:
     mass = torch.rand(2, 5, 7, generator=torch.Generator().manual_seed(0))
     found = mean_by_distance(mass, 1)
@@ -186,6 +206,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("tracker: expected at least one batch", lambda: ImportanceTracker((1, 1, 1)).value()),
     ("mass: expected shape", lambda: ImportanceTracker((1, 1, 1)).add(torch.ones(1, 2, 2))),
     ("threshold: expected a number", lambda: Pruning(threshold=2.0)),
+    ("pooled: expected True, False or 'model'", lambda: Pruning(pooled="layer")),  # type: ignore[arg-type]
     ("diversity: expected 0 where pooled", lambda: Pruning(diversity=0.5, pooled=True)),
     ("sparsity: expected a number", lambda: Pruning().mask(ONE, ONE[0].bool(), 1.0)),
 ]

@@ -62,6 +62,17 @@ def test_heads_share_or_not(heads: Any, patterns: int) -> None:
     assert learned.pattern.mask().sum((1, 2)).tolist() == [7] * patterns
 
 
+def test_layers_share_a_budget() -> None:
+    layers = torch.nn.ModuleList(LearnedPattern(2, 2, 64, 16) for _ in "ab")
+    sharp = torch.eye(4).expand(2, 4, 4) + 1e-3
+    for layer, mass in zip(layers, (sharp, torch.ones(2, 4, 4)), strict=True):
+        layer.tracker.add(mass)
+    rule = Pruning(pooled="model", sinks=0, window=0)
+    PatternScheduler(layers, SparsitySchedule(0.5), rule).prune(0.2)
+    assert [int(layer.keep.sum()) for layer in layers] == [2 * 6, 2 * 10]
+    assert layers[0].keep.diagonal(0, 1, 2).all()
+
+
 def test_a_jump_of_the_loss_brings_the_patterns_back() -> None:
     learned = watched()
     scheduler = PatternScheduler(learned, SparsitySchedule(0.3, begin=3, every=4, end=3))

@@ -10,6 +10,9 @@ Lists are short, so the same holds from item to item: the tiles of all items are
 last product of an item goes with the first of the next, and its rows are stored while that goes on.
 Tile ``j`` of keys and tile ``j - 1`` of values therefore have the same number; number 0 of the
 values is never filled, and what it gives is not stored.
+
+With ``TURNS`` the warpgroups issue their products in turn (section 3.1): one computes weights while
+the tensor cores work for the other.
 """
 
 from triton.experimental import gluon
@@ -33,7 +36,7 @@ from sparsek_kernels.block_sparse.kernels.fwd_load_sm90 import (
     take_plan,
 )
 from sparsek_kernels.common.kernels.softmax import LN2
-from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_lanes_step
+from sparsek_kernels.common.kernels.softmax_sm90 import anchor, lane_sums, softmax_lanes_step
 
 
 @gluon.jit
@@ -62,13 +65,73 @@ def _blocks(col_ptr, begin, tile, count, BLOCK: gl.constexpr):
 
 
 @gluon.jit
+def _exp2(x):
+    """``2 ** x`` of ``x`` up to 0, every fourth element by a polynomial on the units that multiply.
+
+    The unit for exponentials takes as long for a tile as the tensor cores where D is 64.  The
+    polynomial is of the fraction of ``x``, with a relative error of 3e-6; the integer below ``x``
+    goes into the exponent (FlashAttention-4 does the same on Blackwell).
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .f32 x, whole, power;
+        .reg .b32 exponent, bits;
+        ex2.approx.ftz.f32 $0, $4;
+        ex2.approx.ftz.f32 $1, $5;
+        ex2.approx.ftz.f32 $2, $6;
+        max.ftz.f32 x, $7, 0fC2FC0000;
+        add.rm.ftz.f32 whole, x, 0f4B400000;
+        shl.b32 exponent, whole, 23;
+        sub.ftz.f32 whole, whole, 0f4B400000;
+        sub.ftz.f32 x, x, whole;
+        fma.rn.ftz.f32 power, x, 0f3C5BFB9A, 0f3D55FC34;
+        fma.rn.ftz.f32 power, power, x, 0f3E771229;
+        fma.rn.ftz.f32 power, power, x, 0f3F316B63;
+        fma.rn.ftz.f32 power, power, x, 0f3F800000;
+        mov.b32 bits, power;
+        add.s32 $3, exponent, bits;
+        }""",
+        "=r,=r,=r,=r,r,r,r,r",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def _full_tile_step(s, m, total, scale_log2):
+    """:func:`softmax_lanes_step` of scores that are all seen, by :func:`_exp2`."""
+    LANES: gl.constexpr = total.type.layout
+    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+    p = _exp2(s * scale_log2 - m_new[:, None])
+    alpha = gl.exp2(m - m_new)
+    alpha_lanes = gl.convert_layout(alpha, gl.SliceLayout(1, LANES))
+    return p, m_new, total * alpha_lanes[:, None] + lane_sums(p, LANES), alpha
+
+
+@gluon.jit
+def _take_turn(turns, tile, TURNS: gl.constexpr, INDEX: gl.constexpr):
+    """Wait for the other warpgroup's products, 1 for those of this tile, 0 of the one before."""
+    if TURNS:
+        mbarrier.wait(turns.index(INDEX), (tile & 1) ^ (1 - INDEX))
+
+
+@gluon.jit
+def _give_turn(turns, TURNS: gl.constexpr, INDEX: gl.constexpr):
+    if TURNS:
+        mbarrier.arrive(turns.index(1 - INDEX), count=1)
+
+
+@gluon.jit
 def _attend_tiles(
-    acc, p, m, total, fetched, first, last, tiles, q_tile, k_wide, v_wide, bars,
+    acc, p, m, total, fetched, first, last, tiles, q_tile, k_wide, v_wide, bars, turns,
     lse_ptr,
     pos,
     col_ptr,
     begin, count, scale_log2,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr, INDEX: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Tiles ``first .. last``, counted from the end of the list of ``tiles``.
@@ -82,16 +145,21 @@ def _attend_tiles(
         stage = fetched % STAGES
         phase = (fetched // STAGES) & 1
         mbarrier.wait(k_full.index(stage), phase)
+        _take_turn(turns, fetched, TURNS, INDEX)
         zero = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
         s_token = warpgroup_mma(
             q_tile, k_wide.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
         mbarrier.wait(v_full.index(stage), phase)
         acc_token = warpgroup_mma(p, v_wide.index(stage), acc, is_async=True)
+        _give_turn(turns, TURNS, INDEX)
         s = warpgroup_mma_wait(1, deps=[s_token])
         if MASKED:
             s = _mask(s, pos, one, two, CAUSAL, BLOCK, S_LAYOUT)
-        weights, m, total, alpha = softmax_lanes_step(s, m, total, scale_log2, MASKED)
+        if POLYNOMIAL and not MASKED:
+            weights, m, total, alpha = _full_tile_step(s, m, total, scale_log2)
+        else:
+            weights, m, total, alpha = softmax_lanes_step(s, m, total, scale_log2, MASKED)
         p_next = gl.convert_layout(weights.to(v_wide.dtype), P_LAYOUT)
         total = anchor(total, lse_ptr)
         mbarrier.arrive(k_empty.index(stage), count=1)
@@ -132,9 +200,9 @@ def _store(
 @gluon.jit
 def _attend_partition(
     out_desc, lse_ptr, q_wide, k_wide, v_wide, out_wide, out_smem, plans, plan_full, plan_empty,
-    bars, col_ptr, scale_log2, num_q, num_k, num_heads,
+    bars, turns, col_ptr, scale_log2, num_q, num_k, num_heads,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, INDEX: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr, INDEX: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its 64 rows of each item, from scores to output."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -175,12 +243,14 @@ def _attend_partition(
         phase = (fetched // STAGES) & 1
         mbarrier.wait(q_full.index(turn % 2), (turn // 2) & 1)
         mbarrier.wait(k_full.index(stage), phase)
+        _take_turn(turns, fetched, TURNS, INDEX)
         zero = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
         s_token = warpgroup_mma(
             q_tile, k_wide.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
         mbarrier.wait(v_full.index(stage), phase)
         acc_token = warpgroup_mma(p, v_wide.index(stage), acc, is_async=True)
+        _give_turn(turns, TURNS, INDEX)
         s = warpgroup_mma_wait(1, deps=[s_token])
         s = _mask(s, pos, one, two, CAUSAL, BLOCK, S_LAYOUT)
         nothing = gl.full([ROWS], float("-inf"), gl.float32, ROW_LAYOUT)
@@ -204,13 +274,14 @@ def _attend_partition(
         fetched += 1
         acc, p, m, total, fetched = _attend_tiles(
             gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT), p_next, next_m, next_total, fetched,
-            1, masked, tiles, q_tile, k_wide, v_wide, bars, lse_ptr, pos, col_ptr, begin, count,
-            scale_log2, True, CAUSAL, BLOCK, STAGES, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+            1, masked, tiles, q_tile, k_wide, v_wide, bars, turns, lse_ptr, pos, col_ptr, begin,
+            count, scale_log2, True, CAUSAL, BLOCK, STAGES, TURNS, POLYNOMIAL, INDEX, S_LAYOUT,
+            O_LAYOUT, P_LAYOUT,
         )  # fmt: skip
         acc, p, m, total, fetched = _attend_tiles(
-            acc, p, m, total, fetched, masked, tiles, tiles, q_tile, k_wide, v_wide, bars, lse_ptr,
-            pos, col_ptr, begin, count, scale_log2, False, CAUSAL, BLOCK, STAGES, S_LAYOUT,
-            O_LAYOUT, P_LAYOUT,
+            acc, p, m, total, fetched, masked, tiles, tiles, q_tile, k_wide, v_wide, bars, turns,
+            lse_ptr, pos, col_ptr, begin, count, scale_log2, False, CAUSAL, BLOCK, STAGES, TURNS,
+            POLYNOMIAL, INDEX, S_LAYOUT, O_LAYOUT, P_LAYOUT,
         )  # fmt: skip
         mbarrier.arrive(q_empty.index(turn % 2), count=1)
         turn += 1
@@ -225,7 +296,7 @@ def block_sparse_hopper_fwd_kernel(
     q_head_cols, k_head_cols, v_head_cols,
     num_q, num_k, num_rows, num_kv_heads, num_items, pattern_heads,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr, POLYNOMIAL: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program per multiprocessor, which draws items from the queue of ``item_queue.py``.
 
@@ -258,12 +329,17 @@ def block_sparse_hopper_fwd_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    turns = q_full  # unread
+    if TURNS:
+        turns = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     for i in gl.static_range(PLANS):
         mbarrier.init(plan_full.index(i), count=1)
         mbarrier.init(plan_empty.index(i), count=3)
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
+        if TURNS:
+            mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -276,16 +352,18 @@ def block_sparse_hopper_fwd_kernel(
                 _attend_partition,
                 (
                     out_desc, lse_ptr, q_wide, k_wide, v_wide, out_wide, out_smem, plans,
-                    plan_full, plan_empty, bars, col_ptr, scale_log2, num_q, num_k,
-                    num_kv_heads * GROUP, GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES, 0,
+                    plan_full, plan_empty, bars, turns, col_ptr, scale_log2, num_q, num_k,
+                    num_kv_heads * GROUP, GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES, TURNS,
+                    POLYNOMIAL, 0,
                 ),
             ),
             (
                 _attend_partition,
                 (
                     out_desc, lse_ptr, q_wide, k_wide, v_wide, out_wide, out_smem, plans,
-                    plan_full, plan_empty, bars, col_ptr, scale_log2, num_q, num_k,
-                    num_kv_heads * GROUP, GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES, 1,
+                    plan_full, plan_empty, bars, turns, col_ptr, scale_log2, num_q, num_k,
+                    num_kv_heads * GROUP, GROUP, HEAD_DIM, CAUSAL, BLOCK, STAGES, TURNS,
+                    POLYNOMIAL, 1,
                 ),
             ),
             (
