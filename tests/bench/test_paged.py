@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,15 @@ from sparsek_backend.bench.ops.paged import (
     BY_LIST,
     attended_pairs,
     decode_cost,
+    gate_tiles,
     prefill_tiles,
     scoring_cost,
 )
 from sparsek_backend.bench.ops.paged_inputs import (
+    Tile,
     candidate_scores,
     exact_scores,
+    list_of,
     make_inputs,
     wrong_selection,
 )
@@ -179,34 +183,82 @@ def test_the_workload_of_lists_has_the_default_budget() -> None:
 
 
 def test_a_wrong_selection_of_a_tile_fails_its_gate() -> None:
-    inputs = make_inputs(Case("t", parse_spec("q1k"), {**SMALL, "top_k": 8}), CPU)
+    inputs = make_inputs(Case("t", parse_spec("q2k"), {**SMALL, "top_k": 8}), CPU)
     inputs.q.mul_(4.0)  # far from ties
     tile, policy = prefill_tiles(inputs)[-1], inputs.policy
+    queries = range(2048)
     first, last = policy.candidate_range(tile.positions[0])
-    scores = candidate_scores(inputs, tile, policy, decode=False)[first:last]
-    order = scores.argsort(descending=True) + first
-    listed = torch.zeros(last, dtype=torch.bool)
-    listed[order[: policy.listed_blocks]] = True
-    exact = exact_scores(inputs, tile, policy, listed)[:last].where(listed, -1.0)
-    ranked = exact.argsort(descending=True)
-    count, places = policy.scored_blocks, policy.listed_blocks
+    _, end = policy.list_range(tile.positions[0])
+    count, most = policy.scored_blocks, policy.listed_blocks
+
+    def in_order(queries: Tile) -> torch.Tensor:
+        scores = candidate_scores(inputs, queries, policy, decode=False)[first:end]
+        return scores.argsort(descending=True) + first
+
+    order = in_order(list_of(tile, queries, policy))
+    competing = torch.zeros(last, dtype=torch.bool)
+    competing[order[:most]] = True
+    exact = exact_scores(inputs, tile, policy, competing)[:last]
+    competing[end:] = True
+    ranked = exact.where(competing, -1.0).argsort(descending=True)[: competing.sum()]
 
     def verdict(chosen: torch.Tensor) -> str:
-        return wrong_selection(chosen.sort().values, inputs, tile, policy, decode=False)
+        chosen = chosen.sort().values
+        return wrong_selection(chosen, inputs, tile, queries, policy, decode=False)
 
+    assert end < last
+    assert (ranked[:count] >= end).any(), "what lies behind the candidates competes"
+    assert (ranked[:count] < end).any()
     assert not verdict(ranked[:count])
-    assert "beat" in verdict(ranked[places - count : places])
+    assert "beat" in verdict(ranked[-count:])
+    assert "beat" in verdict(ranked[ranked < end][:count])
     assert "listed below" in verdict(order[-count:])
+    alone = set(in_order(tile)[:most].tolist())
+    foreign = [block for block in order[most:].tolist() if block in alone][-1:]
+    assert "listed below" in verdict(torch.tensor([*ranked[: count - 1].tolist(), *foreign]))
+
+
+def test_queries_that_see_everything_vote_for_the_candidates_of_their_list() -> None:
+    params = {**SMALL, "top_k": 4, "query_tile": 32, "dense_last": 192}
+    inputs = make_inputs(Case("t", parse_spec("q1k"), params), CPU)
+    inputs.q.mul_(4.0)  # far from ties
+    rule = replace(inputs.policy, dense_last=0)
+    tile = Tile(0, 0, range(800, 832), range(800, 832))  # the last that selects
+    first, end = rule.list_range(800)
+    others = list_of(tile, range(832), rule)
+    scores = candidate_scores(inputs, others, rule, decode=False)[first:end]
+    worst = scores.argsort()[: rule.listed_blocks] + first
+    k, _ = inputs.keys_of(0, 0)
+    cells = torch.unflatten(k, 0, (-1, 16)).mean(1)
+    turns = torch.arange(192) // rule.sample_stride % len(worst)
+    inputs.q[832:, : inputs.group] = 40 * cells[2 * worst[turns], None]
+    (step,) = inputs.whole_step(0)
+    out = paged_attention(
+        inputs.q, inputs.k_cache, inputs.v_cache, step[0], inputs.policy,
+        k_summary=inputs.k_summary,
+    )  # fmt: skip
+    verdict = gate_tiles(inputs, [tile], inputs.policy, out, [step])
+    assert verdict.passed, verdict.detail
+    found = select_blocks(inputs.q, inputs.k_cache, step[0], rule, k_summary=inputs.k_summary)
+    chosen = found[0][25, 0].long()
+    without = wrong_selection(chosen, inputs, tile, range(832), rule, decode=False)
+    assert "listed below" in without
 
 
 def test_the_cost_of_choosing_counts_means_and_lists() -> None:
     policy = SelectionPolicy(num_sink=64, window_size=64, top_k=2)
-    products, keys = scoring_cost(policy, [(0, 512), (512, 1024)])
-    sparse = [base for base in range(0, 1024, 64) if not policy.sees_all(base)]
-    lists = [64 * (1 + 2 + min(3, base // 64 - 2)) for base in sparse]
-    means = sum(16 * (base // 16) for base in sparse)  # 16 samples, cells before the tile's block
-    assert products == means + sum(16 * length for length in lists)
-    assert keys == 512 + 1024 + sum(lists)
+    chunks = [(0, 480), (480, 1024)]  # the list of 256 to 511 is read for both
+    selecting = [p for p in range(1024) if not policy.sees_all(p)]
+    assert selecting == list(range(256, 1024))
+    products, keys = 0, 480 + 1024
+    for start, end in chunks:
+        for base in range(256, 1024, 256):
+            samples = [p for p in range(max(base, start), min(base + 256, end)) if p % 4 == 3]
+            if samples:
+                blocks = 1 + 5 + min(3, base // 64 - 2)  # a sink, windows of four tiles, candidates
+                products += sum(4 * (p // 64) for p in samples) + len(samples) * 64 * blocks
+                keys += 64 * blocks
+    assert scoring_cost(policy, chunks) == (products, keys)
 
 
 def test_max_len_is_the_longest_context_that_a_launch_must_serve() -> None:

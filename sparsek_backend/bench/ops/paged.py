@@ -101,7 +101,7 @@ def gate_tiles(
             if lists is not None:
                 wrong = lists.wrong(chosen, inputs, tile, rule)
             else:
-                queries = range(step[1].start, step[1].stop - policy.dense_last)
+                queries = range(step[1].start, step[1].stop)
                 decode = step[0].num_decodes > 0
                 wrong = wrong_selection(chosen, inputs, tile, queries, rule, decode=decode)
             if wrong:
@@ -370,7 +370,7 @@ def _build_select(case: Case, device: torch.device) -> list[Provider]:
         rows = torch.cat([part.reshape(-1, *part.shape[-2:]) for part in outputs]).long().cpu()
         for tile in decode_tiles(inputs):
             chosen = rows[tile.rows[-1], tile.head]
-            if wrong := wrong_selection(chosen, inputs, tile, policy, decode=True):
+            if wrong := wrong_selection(chosen, inputs, tile, tile.rows, policy, decode=True):
                 return GateResult(False, f"request {tile.request} head {tile.head}: {wrong}")
         return GateResult(True, "selection is the best by exact score")
 
@@ -438,27 +438,27 @@ def prefill_cost(
 def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Cost of choosing the blocks of a prompt: products of a query head, and keys read.
 
-    Samples score the means of the cells before their own block, other samples the keys of their
-    list, which are read once for all its tiles.  For the means the keys of a chunk's context are
-    read once.
+    Samples score the means of the cells before their own block, and the keys of their list.  For
+    the means the keys of a chunk's context are read once; a list's are read once for all its tiles.
     """
     scored = read = 0
-    tile, size = policy.query_tile, policy.sel_block_size
+    span, size = policy.list_span, policy.sel_block_size
     for start, end in chunks:
         if not policy.sees_all(end - 1):
             read += end
-        for base in range(start - start % tile, end, tile):
-            if policy.sees_all(base):
-                continue
-            positions = range(max(base, start), min(base + tile, end))
+        for base in range(start - start % span, end, span):
+            positions = range(max(base, start), min(base + span, end))
             samples = [positions[row] for row in sampled_queries(positions, policy)]
+            samples = [position for position in samples if not policy.sees_all(position)]
+            if not samples:
+                continue
             scored += sum(p // size * (size // CELL_SIZE) for p in samples)
             first, last = policy.list_range(base)
             blocks = policy.sink_blocks + policy.list_local_blocks
             if not policy.min_mass:  # else what is listed depends on the keys
                 blocks += min(policy.listed_blocks, max(last - first, 0))
-            scored += len(sampled_queries(positions, policy)) * blocks * size
-            read += blocks * size // policy.tiles_per_list
+            scored += len(samples) * blocks * size
+            read += blocks * size
     return scored, read
 
 

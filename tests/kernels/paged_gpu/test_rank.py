@@ -55,6 +55,24 @@ CASES = {
     "tile-16": Case([(70, 300)], sized(16, query_tile=100), {"dim": 40}),
     "tile-wide-group": Case([(40, 460)], sized(32, query_tile=64), {"heads": 1, "group": 12}),
 }
+PAGES = {"group": 4, "heads": 1, "page_size": 64}
+WHOLE = {
+    "pages": Case(
+        [(300, 1100), (64, 900), (64, 64)], replace(LARGE, top_k=2), PAGES | {"group": 3}
+    ),
+    "long": Case([(5, 3300)], replace(LARGE, window_size=64, top_k=14), PAGES),
+    "fp8": Case([(150, 1500)], LARGE, PAGES | {"cache_dtype": torch.float8_e4m3fn}, 0.37),
+    "half-pages": Case(
+        [(200, 1900)], replace(LARGE, sel_block_size=128, top_k=3), PAGES | {"page_size": 128}
+    ),
+    "channels": Case([(100, 1500)], replace(LARGE, top_k=3), PAGES | {"dim": 40}),
+    "heads": Case(
+        [(100, 1500)], replace(LARGE, top_k=4, head_top_k=(3, 1)), PAGES | {"heads": 2, "group": 2}
+    ),
+    "least": Case([(300, 1500)], replace(LARGE, top_k=5, min_mass=0.06), PAGES),
+    "wide-tile": Case([(300, 1400)], replace(LARGE, top_k=2, query_tile=256), PAGES),
+}
+"""Lists of whole units: many rows of 16 bits, and blocks whose units of 64 keys lie in a page."""
 REAL = {
     "tile": Case([(700, 4000), (65, 3000)], LARGE, {"group": 4}),
     "tile-32": Case([(300, 2500)], replace(LARGE, sel_block_size=32), {"page_size": 32}),
@@ -122,8 +140,18 @@ def ended(blocks: list[int], most: int, rule: SelectionPolicy) -> list[int]:
     return blocks + rest
 
 
-def check(case: Case, dtype: torch.dtype, tolerance: float) -> None:
-    """Every tile's blocks are those that compete with the best exact scores, up to rounding."""
+def reads_whole_units(call: Selection) -> bool:
+    """Whether the masses of a call come from ``write_unit_masses``."""
+    config, unit = launch_rank.list_config(call)
+    in_a_page = call.k_cache.shape[2] % unit == 0
+    return config.block_m >= 64 and unit == config.block_n and in_a_page
+
+
+def check(case: Case, dtype: torch.dtype, tolerance: float, whole: bool = False) -> None:
+    """Every tile's blocks are those that compete with the best exact scores, up to rounding.
+
+    With ``whole`` the case must be one of whole units.
+    """
     problem = make_problem(
         case.lengths,
         num_decodes=0,
@@ -132,6 +160,8 @@ def check(case: Case, dtype: torch.dtype, tolerance: float) -> None:
         query_gain=1.5,
         **case.options,
     )
+    for own, (new, _) in zip(problem.keys, case.lengths, strict=True):
+        own[len(own) - new // 2 :] *= 4.0  # earlier queries would lose most of their mass to these
     rule, heads, scale = case.policy, problem.k_cache.shape[1], problem.q.shape[-1] ** -0.5
     keys = fill_keys(problem, case.k_scale)
     tiles = table_tiles(case, problem)
@@ -144,6 +174,7 @@ def check(case: Case, dtype: torch.dtype, tolerance: float) -> None:
         out, problem.q, problem.k_cache, None, problem.batch, rule, scale * case.k_scale * LOG2E,
         table,
     )  # fmt: skip
+    assert reads_whole_units(call) or not whole
     most = rule.listed_blocks
     padded = [[ended(row, most, rule) for row in lists] for lists in drawn]
     given = torch.tensor(padded, dtype=torch.int32, device=DEVICE)
@@ -196,6 +227,24 @@ def check(case: Case, dtype: torch.dtype, tolerance: float) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_against_oracle(name: str) -> None:
     check(CASES[name], torch.float32, 1e-4)
+
+
+@pytest.mark.parametrize("shares", [1, 3])
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_units_against_oracle(
+    name: str, shares: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle has the same 16-bit queries and keys, whose products float32 holds exactly.
+
+    What differs is the order of float32 sums: of the products of a key, the keys of a list, the
+    rows of a tile.  They are as long as with float32 inputs, and so the tolerance is the same.
+    """
+    monkeypatch.setattr(launch_rank, "listed_shares", lambda *_: shares)
+    check(WHOLE[name], torch.float16, 1e-4, whole=True)
+
+
+def test_one_of_these_lists_is_longer_than_what_is_looked_up_at_once() -> None:
+    assert 32 < WHOLE["long"].policy.listed_blocks < 3300 // 64 - 6
 
 
 @pytest.mark.gpu

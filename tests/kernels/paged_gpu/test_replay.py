@@ -88,7 +88,7 @@ def layer(seed: int, **options: Any) -> Problem:
     lengths = [(1, 1800), (1, 900), (2200, 2300), (64, 64)]
     shape = {"heads": 4, "dim": 64, "page_size": 64, "head_major": True}
     found = make_problem(lengths, num_decodes=2, dtype=torch.bfloat16, **shape, **options)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device=found.q.device).manual_seed(seed)
     found.q.normal_(generator=generator)
     return found
 

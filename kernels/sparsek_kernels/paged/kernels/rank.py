@@ -60,8 +60,8 @@ def sample_positions(
 
 
 @triton.jit
-def unit_keys(
-    unit,
+def unit_starts(
+    units,
     end,
     candidates_ptr,
     first_local,
@@ -69,23 +69,19 @@ def unit_keys(
     SINK_BLOCKS: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """Positions of the keys of the ``BLOCK_N // UNIT`` units from ``unit`` on.  ``[BLOCK_N]``.
+    """First positions of ``units`` of the list; those from ``end`` on are none.
 
-    ``LISTED`` units belong to candidates, the others to sinks and local blocks.  Units from
-    ``end`` on have keys past every query.
+    ``LISTED`` units belong to candidates, the others to sinks and local blocks.
     """
     PARTS: tl.constexpr = SEL_BLOCK // UNIT
-    offs = tl.arange(0, BLOCK_N)
-    mine = unit + offs // UNIT
-    slot = mine // PARTS
+    slot = units // PARTS
     if LISTED:
-        block = tl.load(candidates_ptr + slot - FORCED_BLOCKS, mask=mine < end, other=0)
+        block = tl.load(candidates_ptr + slot - FORCED_BLOCKS, mask=units < end, other=0)
     else:
         block = tl.where(slot < SINK_BLOCKS, slot, first_local + slot - SINK_BLOCKS)
-    return tl.where(mine < end, block * SEL_BLOCK + mine % PARTS * UNIT + offs % UNIT, NO_KEY)
+    return block * SEL_BLOCK + units % PARTS * UNIT
 
 
 @triton.jit
@@ -145,13 +141,16 @@ def write_masses(
     """
     UNITS: tl.constexpr = BLOCK_N // UNIT
     DEPTH: tl.constexpr = (3 if LISTED else 2) * (NUM_STAGES - 1) + 1
+    offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = (offs_d < HEAD_DIM)[None, :]
     for unit in tl.range(begin, end, UNITS, num_stages=DEPTH):
-        keys = unit_keys(
-            unit, end, candidates_ptr, first_local, FORCED_BLOCKS, SINK_BLOCKS, SEL_BLOCK, UNIT,
-            BLOCK_N, LISTED,
+        units = unit + offs_n // UNIT
+        starts = unit_starts(
+            units, end, candidates_ptr, first_local, FORCED_BLOCKS, SINK_BLOCKS, SEL_BLOCK, UNIT,
+            LISTED,
         )  # fmt: skip
+        keys = tl.where(units < end, starts + offs_n % UNIT, NO_KEY)
         page = page_of(table_ptr, keys, keys <= high, PAGE_SIZE)
         k_row = page * stride_kp + keys % PAGE_SIZE * stride_kt
         k = tl.load(
@@ -168,28 +167,6 @@ def write_masses(
             log_sums(s, UNITS, UNIT),  # [UNITS, BLOCK_M]
             mask=(mine < end)[:, None] & (rows < ROWS)[None, :],
         )
-
-
-@triton.jit
-def unit_start(
-    unit,
-    end,
-    candidates_ptr,
-    first_local,
-    FORCED_BLOCKS: tl.constexpr,
-    SINK_BLOCKS: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
-    LISTED: tl.constexpr,
-):
-    """First position of a unit of the list; what ``unit_keys`` says of several."""
-    PARTS: tl.constexpr = SEL_BLOCK // UNIT
-    slot = unit // PARTS
-    if LISTED:
-        block = tl.load(candidates_ptr + slot - FORCED_BLOCKS, mask=unit < end, other=0)
-    else:
-        block = tl.where(slot < SINK_BLOCKS, slot, first_local + slot - SINK_BLOCKS)
-    return block * SEL_BLOCK + unit % PARTS * UNIT
 
 
 @triton.jit
@@ -231,7 +208,7 @@ def write_unit_masses(
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = (offs_d < HEAD_DIM)[None, :]
     for first in tl.range(begin, end, LOOKED_UP, num_stages=1):
-        starts = unit_start(
+        starts = unit_starts(
             first + lane, end, candidates_ptr, first_local, FORCED_BLOCKS, SINK_BLOCKS, SEL_BLOCK,
             UNIT, LISTED,
         )  # fmt: skip
