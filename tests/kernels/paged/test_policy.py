@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsek_kernels.paged import SelectionPolicy
+from sparsek_kernels.paged.policy import LIST_SPAN
 from sparsek_kernels.paged.reference import visible_reference
 
 policies = st.one_of(
@@ -35,12 +36,70 @@ def test_arrays_follow_the_rule_of_their_positions(
         one_by_one = [method(position) for position in positions]
         assert method(array).tolist() == one_by_one
         assert method(tensor).tolist() == one_by_one
-    for ranges in (policy.local_range, policy.candidate_range):
+    for ranges in (policy.local_range, policy.candidate_range, policy.list_range):
         one_by_one = [ranges(position) for position in positions]
         for many in (array, tensor):
             first, end = ranges(many)
             assert list(zip(first.tolist(), end.tolist(), strict=True)) == one_by_one
     assert array.tolist() == tensor.tolist() == positions
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    policy=st.builds(
+        SelectionPolicy,
+        num_sink=st.integers(0, 200),
+        window_size=st.integers(1, 700),
+        top_k=st.integers(1, 8),
+        sel_block_size=st.sampled_from([16, 32, 48, 64, 128]),
+        query_tile=st.integers(1, 600),
+    ),
+    position=st.integers(0, 20_000),
+)
+def test_tiles_of_a_list_lie_within_a_span(policy: SelectionPolicy, position: int) -> None:
+    tile, size, span = policy.query_tile, policy.sel_block_size, policy.list_span
+    assert span == policy.tiles_per_list * tile
+    if tile == 1:
+        assert policy.tiles_per_list == 1
+    elif tile > LIST_SPAN:
+        assert span == tile
+    else:
+        assert LIST_SPAN - tile < span <= LIST_SPAN
+    tiles = range(position // span * span, position // span * span + span, tile)
+    assert len(tiles) == policy.tiles_per_list
+    seen = {p // size for start in tiles for p in range(start, start + tile)}
+    windows = {min(seen) - back for back in range(policy.reach_blocks + 1)} | seen
+    assert len(windows) <= policy.list_local_blocks
+    for start in tiles:
+        assert policy.list_range(start) == policy.list_range(position)
+        first, last = policy.candidate_range(start)
+        first_listed, last_listed = policy.list_range(start)
+        assert last_listed == policy.local_range(tiles.start)[0]
+        assert first_listed <= last_listed <= last
+        assert first_listed == first or last_listed < policy.sink_blocks
+        between = range(max(last_listed, policy.sink_blocks), last)
+        assert len(between) <= policy.list_local_blocks - policy.reach_blocks
+        listed = {*range(first_listed, last_listed), *between}
+        assert listed == set(range(first, last))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    window=st.integers(1, 300),
+    size=st.sampled_from([16, 32, 48, 64, 128]),
+    tile=st.integers(1, 600),
+)
+def test_no_list_touches_more_blocks_and_some_touches_as_many(
+    window: int, size: int, tile: int
+) -> None:
+    policy = SelectionPolicy(window_size=window, top_k=1, sel_block_size=size, query_tile=tile)
+    for queries, most in (
+        (tile, policy.local_blocks),
+        (policy.list_span, policy.list_local_blocks),
+    ):
+        starts = range(0, size * queries, queries)  # every place of a first query in its block
+        touched = [(s + queries - 1) // size - s // size + 1 for s in starts]
+        assert max(touched) + policy.reach_blocks == most
 
 
 @settings(deadline=None, max_examples=25)
