@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 
@@ -77,12 +78,10 @@ def missed_masses(
     within = torch.linspace(0, tile - 1, min(_TILE_ROWS, tile)).long().tolist()
     pages = _Pages(k, v, policies[0].sel_block_size)
     rows = torch.tensor([base + row for base in tiles for row in within], device=q.device)
-    by_tile = _missed(
-        pages.tiles(tiles, tile), q, k, rows, len(within), policies, softmax_scale, pages
-    )
+    by_tile = _missed(pages.lists(tiles, policies[0]), q, k, rows, policies, softmax_scale, pages)
     single = [policy.per_token() for policy in policies]
     rows = torch.tensor(tokens, device=q.device)
-    by_token = _missed(pages.tokens(tokens), q, k, rows, 1, single, softmax_scale, pages)
+    by_token = _missed(pages.tokens(tokens), q, k, rows, single, softmax_scale, pages)
     return (by_tile + by_token) / 2
 
 
@@ -91,16 +90,16 @@ def _missed(
     q: torch.Tensor,
     k: torch.Tensor,
     rows: torch.Tensor,
-    rows_each: int,
     rules: Sequence[SelectionPolicy],
     softmax_scale: float,
     pages: _Pages,
 ) -> torch.Tensor:
-    """Missed mass ``[Hkv, rules]`` of the requests of a batch, each with a selection of its own.
+    """Missed mass ``[Hkv, rules]`` of one tile of each request of a batch, or of its one token.
 
     Args:
-        rows: positions whose masses are computed, ``rows_each`` for each request.
+        rows: positions whose masses are computed, as many of each tile, its first one ahead.
     """
+    rows_each = len(rows) // batch.num_requests
     size = rules[0].sel_block_size
     masses = block_masses(q[0], k[0], rows, size=size, softmax_scale=softmax_scale)
     masses = masses.unflatten(0, (-1, rows_each))  # [R, rows_each, Hkv, blocks]
@@ -110,15 +109,17 @@ def _missed(
     forced = (block < rules[0].sink_blocks) | (block >= first_local[..., None])
     kept = (masses * forced[:, :, None]).sum(-1)  # [R, rows_each, Hkv]
     states = q[0, pages.query_rows(batch)]
+    starts = batch.seq_lens.cpu() - torch.tensor(batch.query_lens)
+    tiles = ((position[:, 0].cpu() - starts) // rules[0].query_tile).tolist()
     found = []
     for rule in rules:
         chosen = select_blocks(
             states, pages.keys, batch, rule, k_summary=pages.summary, softmax_scale=softmax_scale
         )
-        picked = torch.cat(chosen)  # [R, Hkv, scored_blocks]
-        sees_all = rule.sees_all(batch.seq_lens.long() - batch.max_query_len)[:, None, None]
+        picked = torch.stack([of[n] for of, n in zip(chosen, tiles, strict=True)])
+        sees_all = rule.sees_all(position[:, 0])[:, None, None]
         index = picked.clamp(min=0)[:, None].expand(-1, rows_each, -1, -1)
-        caught = kept + masses.gather(-1, index).sum(-1)
+        caught = kept + (masses.gather(-1, index) * (picked >= 0)[:, None]).sum(-1)
         missed = (1.0 - caught).masked_fill(sees_all, 0.0)
         found.append(missed.mean((0, 1)))
     return torch.stack(found, dim=-1).cpu()
@@ -137,26 +138,31 @@ class _Pages:
         count = ceil_div(length, page_size)
         self.keys = k.new_zeros(count, heads, page_size, dim)
         self.summary = k.new_zeros(count, heads, summary_bytes(page_size, dim), dtype=torch.uint8)
-        self._count, self._device = count, k.device
+        self._length, self._count, self._device = length, count, k.device
         values = v.new_zeros(count, heads, page_size, v.shape[-1])
         slots = torch.arange(length, device=k.device)
         write_kv(k[0], v[0], self.keys, values, self.summary, slots)
 
-    def tiles(self, bases: Sequence[int], tile: int) -> PagedBatch:
-        """Prefills of one tile each."""
-        return self._batch([base + tile for base in bases], tile, decodes=0)
+    def lists(self, bases: Sequence[int], policy: SelectionPolicy) -> PagedBatch:
+        """Prefills of the tiles that share a list, one for each of the tiles at ``bases``."""
+        starts = [base - base % policy.list_span for base in bases]
+        return self._batch(
+            [range(start, min(start + policy.list_span, self._length)) for start in starts]
+        )
 
     def tokens(self, positions: Sequence[int]) -> PagedBatch:
         """Decodes of one token each."""
-        return self._batch([position + 1 for position in positions], 1, decodes=len(positions))
+        return self._batch([range(p, p + 1) for p in positions], decodes=len(positions))
 
     def query_rows(self, batch: PagedBatch) -> torch.Tensor:
         """Positions of a batch's queries."""
-        ends = batch.seq_lens.long()[:, None]
-        return (ends - torch.arange(batch.max_query_len, 0, -1, device=self._device)).flatten()
+        spans = zip(batch.seq_lens.tolist(), batch.query_lens, strict=True)
+        parts = [torch.arange(end - count, end, device=self._device) for end, count in spans]
+        return torch.cat(parts)
 
-    def _batch(self, lengths: Sequence[int], queries: int, decodes: int) -> PagedBatch:
-        requests = len(lengths)
+    def _batch(self, queries: Sequence[range], decodes: int = 0) -> PagedBatch:
+        requests = len(queries)
+        lengths, counts = [of.stop for of in queries], [len(of) for of in queries]
 
         def integers(values: Sequence[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=self._device)
@@ -164,14 +170,14 @@ class _Pages:
         return PagedBatch(
             block_table=integers(range(self._count)).expand(requests, -1).contiguous(),
             seq_lens=integers(lengths),
-            cu_seqlens_q=integers(range(0, (requests + 1) * queries, queries)),
+            cu_seqlens_q=integers(list(accumulate(counts, initial=0))),
             num_decodes=decodes,
             num_decode_tokens=decodes,
             decode_query_len=1,
-            max_query_len=queries,
+            max_query_len=max(counts),
             max_seq_len=max(lengths),
             seq_lens_host=tuple(lengths),
-            query_lens_host=(queries,) * requests,
+            query_lens_host=tuple(counts),
         )
 
 

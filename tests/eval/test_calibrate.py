@@ -80,23 +80,26 @@ def test_the_heads_that_miss_get_the_budget() -> None:
 
 def test_missed_masses_are_what_no_selection_sees() -> None:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 200, heads, 32, generator=generator) for heads in (4, 2, 2))
-    policies = [replace(POLICY, top_k=top_k) for top_k in (2, 4, 20)]
-    found = missed_masses(q, k, v, policies, 0.2)
+    length = 600  # two spans of tiles that share a list, and a part of one
+    q, k, v = (torch.randn(1, length, heads, 32, generator=generator) for heads in (4, 2, 2))
+    policies = [replace(POLICY, top_k=top_k) for top_k in (2, 4, 40)]
+    found = missed_masses(q, k, v, policies, 0.8)
     assert (found[:, -1] == 0.0).all()
     assert (found[:, 0] > found[:, 1]).all()
-    tiles, tokens = sampled_positions(200, policies[0])
+    left_out = missed_masses(q, k, v, [replace(policies[1], min_mass=0.05)], 0.8)
+    assert (left_out[:, 0] > found[:, 1]).all()
+    tiles, tokens = sampled_positions(length, policies[0])
+    whole = list(range(length))
     for number, policy in enumerate(policies[:2]):
         missed = torch.zeros(2, 2, dtype=torch.float64)
         rows = [base + row for base in tiles for row in torch.linspace(0, 15, 8).long().tolist()]
-        whole = [base + row for base in tiles for row in range(16)]
         for phase, (rule, positions, wanted) in enumerate(
             ((policy, whole, rows), (policy.per_token(), tokens, tokens))
         ):
-            visible = visible_reference(q[0, positions], k[0], positions, rule, 0.2)
+            visible = visible_reference(q[0, positions], k[0], positions, rule, 0.8)
             for position in wanted:
                 heads = q[0, position].double().unflatten(0, (2, 2))
-                logits = torch.einsum("hgd,nhd->hgn", heads, k[0, : position + 1].double()) * 0.2
+                logits = torch.einsum("hgd,nhd->hgn", heads, k[0, : position + 1].double()) * 0.8
                 seen = visible[positions.index(position), :, : position + 1]
                 shares = (logits.softmax(-1) * ~seen[:, None]).sum(-1).mean(-1)
                 missed[phase] += shares / len(wanted)
