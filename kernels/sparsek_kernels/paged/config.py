@@ -255,14 +255,14 @@ def score_config(
 
 
 def listed_config(*, rows: int, head_dim: int, itemsize: int, arch: int) -> TileConfig:
-    """Masses of a tile's list: 64 gathered keys at a time, for at most 128 of the tile's ``rows``.
+    """Masses of a list: 64 gathered keys at a time, for at most 128 of its tiles' ``rows``.
 
     With three stages a multiprocessor of Hopper holds four programs of a few rows, and 128 KiB of
     keys on their way.  Few rows take two warps: four would multiply by ``wgmma``, and wait for it.
     ``queries`` and ``block_h`` say nothing here.
 
     Args:
-        rows: queries times heads that one tile is ranked by.
+        rows: samples times heads of the tiles that share a list.
         itemsize: bytes of an element of q; 4 bytes leave the tensor cores unused, and larger tiles
             would spill registers.
     """
@@ -288,7 +288,7 @@ def listed_config(*, rows: int, head_dim: int, itemsize: int, arch: int) -> Tile
 
 
 def listed_shares(programs: int, pieces: int, num_sms: int) -> int:
-    """Programs that share one tile's list of ``pieces`` runs of keys: four per multiprocessor."""
+    """Programs that share one list of ``pieces`` runs of keys: four per multiprocessor."""
     return max(min(4 * num_sms // max(programs, 1), pieces // 2), 1)
 
 

@@ -26,7 +26,7 @@ MOST_SAMPLES = 16
 """Most queries by which the blocks of a tile are ranked."""
 
 CANDIDATES = 3
-"""Blocks that are ranked exactly, for each place of a tile."""
+"""Candidates that tiles rank exactly, for each place of a tile."""
 
 LIST_SPAN = 256
 """Query positions of a prefill whose tiles rank the same candidates."""
@@ -72,7 +72,7 @@ class SelectionPolicy:
             chunking and preemption.
         ranking: how blocks that compete are ranked.  ``infllm`` is per token.
         decode_top_k: ``top_k`` of a single token; ``None``: as many blocks as a tile.
-        min_mass: the least share of a tile's attention that a candidate has by its summaries, and a
+        min_mass: the least share of the attention that a candidate has by its summaries, and a
             selected block by its keys, mean over the samples and heads that score it; less attended
             blocks are left out.  A single token's cells have as much less as they are smaller.
         head_top_k: ``top_k`` of each KV head, at most ``top_k``, which stays what decides where

@@ -349,7 +349,7 @@ def select_group(
     policy: SelectionPolicy,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """Blocks of neighbouring tiles of one request's prefill.
+    """Blocks of neighbouring tiles of one request's prefill: all that share a list in this chunk.
 
     Args:
         q: ``[n, Hkv, G, D]``, the tiles' queries, from ``position`` on.

@@ -1,4 +1,4 @@
-"""Ranking a tile's candidates by the attention that they really get.
+"""Ranking candidates by the attention that they really get from each tile.
 
 The rule is docs/selection.md.  A *sample* is one query position of a tile, a *row* one query head
 of a sample.  Neighbouring tiles share a *list*: the sink blocks, the blocks that their windows
@@ -29,7 +29,7 @@ from sparsek_kernels.paged.kernels.tiles import (
 
 @triton.jit
 def num_listed(candidates, num_candidates, LISTED_BLOCKS: tl.constexpr, MIN_MASS: tl.constexpr):
-    """Candidates in the list of a tile for which ``num_candidates`` blocks compete."""
+    """Candidates of a list, which come from ``num_candidates`` blocks."""
     if MIN_MASS:
         return list_length(candidates, LISTED_BLOCKS)
     return tl.minimum(num_candidates, LISTED_BLOCKS)
@@ -132,7 +132,7 @@ def write_masses(
     LISTED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Logarithmic masses of units ``[begin, end)`` of a tile's list, for the rows of ``q``.
+    """Logarithmic masses of units ``[begin, end)`` of a list, for the rows of ``q``.
 
     ``LISTED`` units lie before every query; of others, keys after a row's ``position`` are left
     out.  Products are ``K . Q^T``: a cell of 16 keys then lies in one warp, which adds it up alone.
@@ -402,10 +402,11 @@ def rank_blocks_kernel(
     LEFT_OUT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Selected blocks of one tile and KV head: those of its list of the highest summed shares.
+    """Selected blocks of one tile and KV head: those that its rows give the highest summed shares.
 
-    The list's candidates compete, and what lies between them and the tile's own windows.  Here a
-    list's slots are taken in the order of their blocks: sinks, candidates, local ones.
+    The list's candidates compete, and what lies between the windows of its first tile and the
+    tile's own.  Shares are of what a row gives to all of the list.  Here a list's slots are taken
+    in the order of their blocks: sinks, candidates, local ones.
     Grid ``(tiles, Hkv)``.  Writes ``[rows of tiles, Hkv, SCORED_BLOCKS]`` int32, ascending, then -1
     where a head keeps fewer (``HEAD_PLACES``); tiles that see everything get -1.  With ``MIN_MASS``
     blocks of a smaller share than ``min_mass`` are left out, and a list of ``n`` blocks that is not

@@ -1,4 +1,4 @@
-"""Launching the second step of a tile's selection: candidates, ranked by exact masses.
+"""Launching the second step of tiles' selections: candidates of a list, ranked by exact masses.
 
 Each key is read once for as many rows as a program has, and programs share lists until four of them
 run on every multiprocessor.
@@ -43,7 +43,7 @@ def mass_elements(call: Selection) -> int:
 
 
 def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
-    """Select the best of a step's candidates, by exact masses of the tiles' samples.
+    """Select the best blocks for each of a step's tiles, by exact masses of its samples.
 
     Args:
         candidates: ``[lists, Hkv, listed_blocks]`` int32 of ``top_blocks_kernel``.

@@ -227,7 +227,7 @@ def _select_tokens(call: Selection) -> None:
 
 
 def _select_tiles(call: Selection, tiles: torch.Tensor) -> None:
-    """Blocks of prefill tiles: scores by summaries, candidates of whole lists, ranks."""
+    """Blocks of prefill tiles: scores, candidates of lists, then the best for each tile."""
     q, k_cache, batch, policy, heads = call.q, call.k_cache, call.batch, call.policy, call.heads
     width, together = call.width, policy.tiles_per_list
     room = min(_SCRATCH_ELEMENTS // (heads * width), tiles.shape[0])

@@ -147,7 +147,7 @@ def exact_scores_reference(
     policy: SelectionPolicy,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """Attention masses of the listed blocks, summed over the tile's samples and each GQA group.
+    """Attention masses of a list's blocks, summed over the tile's samples and each GQA group.
 
     A query's masses are shares of what it gives to the candidates, the sinks and everything from
     the windows of the list's first tile on.
