@@ -32,8 +32,8 @@ from tests.kernels.gluon_interpreter import interpret
 LOG2E = 1.4426950408889634
 BOUND = 1e-6
 """Of a row's probability, in fp32: products of 16-bit inputs are exact."""
-PARKED = 2**-11
-"""Relative rounding of the fp16 weights that the kernel for Hopper parks."""
+KEPT = 2**-11
+"""Relative rounding of the fp16 weights that the kernel for Hopper keeps."""
 
 
 def policy(**changes: Any) -> SelectionPolicy:
@@ -156,7 +156,7 @@ def check(
             of = logits.softmax(-1).unflatten(0, (case.heads, -1)).sum(1)
             want += of[:, :blocks]
         found = scores[row, :, :blocks].double().cpu()
-        error = (found - want).abs().nan_to_num(torch.inf) - (PARKED if hopper else 0.0) * want
+        error = (found - want).abs().nan_to_num(torch.inf) - (KEPT if hopper else 0.0) * want
         worst = max(worst, error.max().item() / (case.group * len(samples)))
         compared += 1
         if dtype == torch.float32:

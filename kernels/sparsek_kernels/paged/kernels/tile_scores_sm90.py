@@ -5,15 +5,15 @@ part is four query heads of the 16 samples of a tile.  A persistent program take
 tiles at a time, one for each warpgroup, with the same four heads.  The loading warp streams the
 means of 32 blocks at a time through shared memory with TMA, as far as the longest of the tiles
 needs them.  Tiles of more than one request do not share a stream: their program takes four streams,
-one after the other.  A single pass over the means suffices: a warpgroup parks
-``2 ** (logit - running maximum)`` in a scratch of its own, and weighs the parked rows once it knows
+one after the other.  A single pass over the means suffices: a warpgroup keeps
+``2 ** (logit - running maximum)`` in a scratch of its own, and weighs the kept rows once it knows
 their denominators, while the tensor cores serve its next part.
 
 Products bound the kernel.  In the last chunk of 16,384 tokens of 131,072, with 32 query heads and
 D = 128, each of 0.13 M sampled rows meets 7,680 cells on average, 256 operations each: 0.26 TFLOP,
 or 0.26 ms at the 989 TFLOP/s of an H200.  The other warpgroups' products overlap the rest: an
 exponential for each row and block (0.25 G: 0.07 ms at 16 a clock and multiprocessor), four maxima
-(0.07 ms at 64), and 4 bytes parked and read back (1 GB: up to 0.21 ms for what leaves L2).  With
+(0.07 ms at 64), and 4 bytes kept and read back (1 GB: up to 0.21 ms for what leaves L2).  With
 eight KV heads, programs read 1.0 GB of means, nearly all of it from L2.
 """
 
@@ -139,9 +139,9 @@ def to_threads(weights, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def weigh_parked(
+def weigh_kept(
     out,
-    parked,
+    kept,
     maxima,
     lse,
     begin,
@@ -172,7 +172,7 @@ def weigh_parked(
         inside = (first + group // 4 * BLOCKS < end)[None, :] & (row >= 0)[:, None]
         tops = gl.load(maxima + step * ROWS + tops_at, mask=inside, other=-1.0e30)
         held = gl.load(
-            parked + step * (ROWS * BLOCKS) + offsets,
+            kept + step * (ROWS * BLOCKS) + offsets,
             mask=gl.expand_dims(inside, 2),
             other=0.0,
         )  # [ROWS, 4 * TOGETHER, 8]
@@ -184,8 +184,8 @@ def weigh_parked(
 @gluon.jit
 def score_partition(
     parts_ptr,
-    parked_ptr,
-    parked_max_ptr,
+    kept_ptr,
+    kept_max_ptr,
     seen_ptr,
     q_wide,
     mean_wide,
@@ -215,17 +215,17 @@ def score_partition(
     offs_m = gl.arange(0, ROWS, ROW_LAYOUT)
     offs_b = gl.arange(0, BLOCKS, COLUMN_LAYOUT)
     slot = (gl.program_id(0) * TILES + INDEX).to(gl.int64) * max_steps
-    parked = parked_ptr + slot * (ROWS * BLOCKS)
+    kept = kept_ptr + slot * (ROWS * BLOCKS)
     thread = gl.arange(0, 128, gl.SliceLayout(1, THREADS)) * 16
     own = thread[:, None] + gl.arange(0, 16, gl.SliceLayout(0, THREADS))[None, :]
-    maxima = parked_max_ptr + slot * ROWS
+    maxima = kept_max_ptr + slot * ROWS
     q_tile = q_wide.index(INDEX)
     taken = 0
     done = 0
-    # what is parked, of the part before: its denominators, where its sums go, how many
-    parked_lse = gl.full([ROWS], 1.0e30, gl.float32, ROW_LAYOUT)
-    parked_out = parts_ptr
-    parked_blocks = 0
+    # what is kept, of the part before: its denominators, where its sums go, how many
+    kept_lse = gl.full([ROWS], 1.0e30, gl.float32, ROW_LAYOUT)
+    kept_out = parts_ptr
+    kept_blocks = 0
     for turn in range(gl.cdiv(num_work, gl.num_programs(0))):
         last, heads, streams, request, blocks = scored_item(turn, plan_ptr, num_tiles, HEAD_PARTS)
         _request, num_blocks, fewest = tile_plan(last - INDEX, plan_ptr)
@@ -242,8 +242,8 @@ def score_partition(
                 for step in range(steps):
                     if step % TOGETHER == 0:  # before its places are taken
                         begin = step * BLOCKS
-                        end = gl.minimum(parked_blocks, begin + TOGETHER * BLOCKS)
-                        weigh_parked(parked_out, parked, maxima, parked_lse, begin, end)
+                        end = gl.minimum(kept_blocks, begin + TOGETHER * BLOCKS)
+                        weigh_kept(kept_out, kept, maxima, kept_lse, begin, end)
                         gl.thread_barrier()
                     stage = taken % STAGES
                     mbarrier.wait(full.index(stage), (taken // STAGES) & 1)
@@ -264,16 +264,16 @@ def score_partition(
                     weights = gl.exp2(logits * qk_scale - new_max[:, None])
                     row_sum = row_sum * gl.exp2(row_max - new_max) + gl.sum(weights, axis=1)
                     row_max = new_max
-                    rows = to_threads(weights.to(parked_ptr.dtype.element_ty), THREADS)
-                    gl.store(parked + step * (ROWS * BLOCKS) + own, rows)
+                    rows = to_threads(weights.to(kept_ptr.dtype.element_ty), THREADS)
+                    gl.store(kept + step * (ROWS * BLOCKS) + own, rows)
                     gl.store(maxima + step * ROWS + offs_m, row_max)
                 begin = gl.cdiv(steps, TOGETHER) * TOGETHER * BLOCKS
-                weigh_parked(parked_out, parked, maxima, parked_lse, begin, parked_blocks)
+                weigh_kept(kept_out, kept, maxima, kept_lse, begin, kept_blocks)
                 # base-2 log of the denominator; rows that are none get probability zero
                 log_sum = row_max + gl.log2(row_sum)
-                parked_lse = gl.where((seen > 0) & (row_sum > 0.0), log_sum, 1.0e30)
-                parked_out = parts_ptr + place * width
-                parked_blocks = num_blocks
+                kept_lse = gl.where((seen > 0) & (row_sum > 0.0), log_sum, 1.0e30)
+                kept_out = parts_ptr + place * width
+                kept_blocks = num_blocks
                 gl.thread_barrier()
             else:
                 for _step in range(steps):
@@ -285,14 +285,14 @@ def score_partition(
         if streams > 0:
             mbarrier.arrive(q_empty.index(INDEX), count=1)
             done += 1
-    weigh_parked(parked_out, parked, maxima, parked_lse, 0, parked_blocks)
+    weigh_kept(kept_out, kept, maxima, kept_lse, 0, kept_blocks)
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_work", "max_steps", "width"])
 def tile_scores_sm90_kernel(
     parts_ptr,
-    parked_ptr,
-    parked_max_ptr,
+    kept_ptr,
+    kept_max_ptr,
     seen_ptr,
     q_desc,
     means_desc,
@@ -311,8 +311,8 @@ def tile_scores_sm90_kernel(
 
     ``q_desc`` describes the rows, ``seen`` and ``plan`` the tiles that ``gather_samples_kernel``
     writes.  Writes ``parts [tiles, Hkv, FOURS, width]``: sums over 16 samples of four heads.
-    ``parked``: ``[programs, 4, max_steps, 128, 16]`` fp16, values in ``[0, 1]`` in the order in
-    which threads hold them; ``parked_max``: ``[programs, 4, max_steps, 64]`` fp32, the maxima that
+    ``kept``: ``[programs, 4, max_steps, 128, 16]`` fp16, values in ``[0, 1]`` in the order in
+    which threads hold them; ``kept_max``: ``[programs, 4, max_steps, 64]`` fp32, the maxima that
     they refer to.  ``means_desc`` describes ``[requests * Hkv * max_steps * 128, D]``.
     """
     dtype: gl.constexpr = q_desc.dtype
@@ -341,7 +341,7 @@ def tile_scores_sm90_kernel(
             (
                 score_partition,
                 (
-                    parts_ptr, parked_ptr, parked_max_ptr, seen_ptr, q_wide, mean_wide, bars,
+                    parts_ptr, kept_ptr, kept_max_ptr, seen_ptr, q_wide, mean_wide, bars,
                     plan_ptr, qk_scale, num_tiles, num_work, max_steps, width, NUM_KV_HEADS, FOURS,
                     STAGES, 0,
                 ),
@@ -349,7 +349,7 @@ def tile_scores_sm90_kernel(
             (
                 score_partition,
                 (
-                    parts_ptr, parked_ptr, parked_max_ptr, seen_ptr, q_wide, mean_wide, bars,
+                    parts_ptr, kept_ptr, kept_max_ptr, seen_ptr, q_wide, mean_wide, bars,
                     plan_ptr, qk_scale, num_tiles, num_work, max_steps, width, NUM_KV_HEADS, FOURS,
                     STAGES, 1,
                 ),
@@ -357,7 +357,7 @@ def tile_scores_sm90_kernel(
             (
                 score_partition,
                 (
-                    parts_ptr, parked_ptr, parked_max_ptr, seen_ptr, q_wide, mean_wide, bars,
+                    parts_ptr, kept_ptr, kept_max_ptr, seen_ptr, q_wide, mean_wide, bars,
                     plan_ptr, qk_scale, num_tiles, num_work, max_steps, width, NUM_KV_HEADS, FOURS,
                     STAGES, 2,
                 ),
@@ -365,7 +365,7 @@ def tile_scores_sm90_kernel(
             (
                 score_partition,
                 (
-                    parts_ptr, parked_ptr, parked_max_ptr, seen_ptr, q_wide, mean_wide, bars,
+                    parts_ptr, kept_ptr, kept_max_ptr, seen_ptr, q_wide, mean_wide, bars,
                     plan_ptr, qk_scale, num_tiles, num_work, max_steps, width, NUM_KV_HEADS, FOURS,
                     STAGES, 3,
                 ),

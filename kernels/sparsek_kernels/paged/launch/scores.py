@@ -27,8 +27,8 @@ _MEANS_ELEMENTS = 1 << 27
 _PARTS_ELEMENTS = 1 << 26
 """Most elements of the scratch of parts (256 MiB), and of the samples that the kernel for Hopper
 reads; more tiles go in batches."""
-_PARKED_ELEMENTS = 1 << 27
-"""Most fp16 elements (256 MiB) that the kernel for Hopper may park."""
+_KEPT_ELEMENTS = 1 << 27
+"""Most fp16 elements (256 MiB) that the kernel for Hopper may keep."""
 
 _POOLED_CELLS = 8
 _ADDED_BLOCKS = 256
@@ -183,12 +183,12 @@ def scores_fit(q: torch.Tensor, heads: int, policy: SelectionPolicy, width: int)
         and q.shape[1] > heads  # a lone query head would leave three of four rows idle
         and policy.sel_block_size == _ROWS
         and policy.query_tile % _ROWS == 0
-        and multiprocessors(q.device) * parked_elements(width) <= _PARKED_ELEMENTS
+        and multiprocessors(q.device) * kept_elements(width) <= _KEPT_ELEMENTS
     )
 
 
-def parked_elements(width: int) -> int:
-    """Elements that one program of the kernel for Hopper parks for ``width`` blocks."""
+def kept_elements(width: int) -> int:
+    """Elements that one program of the kernel for Hopper keeps for ``width`` blocks."""
     return _TILES * _ROWS * ceil_div(width, _TOGETHER) * _TOGETHER
 
 
@@ -301,13 +301,13 @@ def _score_sm90(
     )
     work = ceil_div(tiles[1], _TILES) * heads * fours
     programs = min(work, multiprocessors(device))
-    size = programs * parked_elements(step.width)
+    size = programs * kept_elements(step.width)
     run(
         tile_scores_sm90_kernel,
         (programs,),
         parts,
-        workspace(device, "parked weights", size, torch.float16),
-        workspace(device, "parked maxima", size // _TOGETHER, torch.float32),
+        workspace(device, "kept weights", size, torch.float16),
+        workspace(device, "kept maxima", size // _TOGETHER, torch.float32),
         seen,
         describe_matrix(samples, (rows, step.dim), step.dim, (_ROWS, 64)),
         describe_matrix(
