@@ -24,7 +24,8 @@ While queries select blocks, tokens equal the tokens of an engine without the fe
 means that the server does not start: its message names the feature, and the note here says what to
 do instead.
 *Where* says on which machines the proof runs. The last column is the proof, below
-`tests/vllm_backend`.
+`tests/vllm_backend`. Not run on a GPU yet are its tests of hybrids in chunks (`test_hybrids`), of
+n-grams and draft models (`test_speculation`), and of fp8 caches without a real model.
 
 Not in the tables: Ray (`--distributed-executor-backend ray`), which vLLM's CPU build refuses and
 which was run on no GPU; multi-step scheduling, an option that no supported version has; gates that
