@@ -16,7 +16,7 @@ from sparsek_backend.vllm_backend.sparsek.warmup import (
     warm_up,
 )
 from sparsek_backend.vllm_backend.stats import STATS
-from sparsek_kernels.paged.config import decode_config
+from sparsek_kernels.paged.config import decode_config, prefill_config, score_config
 from sparsek_kernels.paged.policy import SelectionPolicy
 from tests.vllm_backend.layers import (
     building,
@@ -55,22 +55,65 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SelectionPolicy, int
 
 
 def test_shapes_of_long_prompts() -> None:
-    assert prefill_shapes(LONG, 20_000, 8192) == [
-        (8192, 8192),
-        (16384, 8192),
-        (20_000, 8192),
-        (20_000, 64),
-        (20_000, 128),
-        (20_000, 256),
-        (20_000, 512),
+    found = prefill_shapes(LONG, 20_000, 256, 5)
+    assert [shape for shape in found if shape[0] == 6144] == [
+        *((6144, tokens, 1) for tokens in (1, 64, 128, 192, 256)),
+        *((6144, 256, prompts) for prompts in (2, 3, 4, 5)),
     ]
+    contexts = [6144, 8192, 12288, 16384, 20_000]
+    assert list(dict.fromkeys(context for context, *_ in found)) == contexts
+    longer = prefill_shapes(LONG, 20_000, 8192, 1)
+    assert [shape for shape in longer if shape[1] == min(shape[0], 8192)] == [
+        (context, min(context, 8192), 1) for context in contexts
+    ]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("most", "longest"), [(1024, 32768), (1024, 131072), (8192, 131072), (2048, 1 << 20)]
+)
+def test_every_prefill_finds_its_kernels(heads: int, most: int, longest: int) -> None:
+    """Chunks of every length, of any number of prompts, at contexts of every length."""
+
+    def compiled(tiles: int, context: int) -> tuple[int, int]:
+        blocks = -(-context // LONG.sel_block_size)
+        common = {"tiles": tiles, "num_kv_heads": heads, "group": 4, "head_dim": 128}
+        common |= {"itemsize": 2, "arch": 90, "num_sms": 132}
+        scored = score_config(
+            samples=LONG.samples,
+            blocks=-(-blocks // 16) * 16,
+            **common,
+        )
+        attended = prefill_config(
+            tile=LONG.query_tile,
+            blocks=min(blocks, max(LONG.budget_blocks, LONG.dense_below // LONG.sel_block_size)),
+            sel_block=LONG.sel_block_size,
+            **common,
+        )
+        return scored.splits, attended.splits
+
+    def tiles(tokens: int, prompts: int) -> int:
+        return tokens // LONG.query_tile + 2 * prompts
+
+    shapes = prefill_shapes(LONG, longest, most, 256)
+    known = {compiled(tiles(tokens, prompts), context) for context, tokens, prompts in shapes}
+    sparse = range(shapes[0][0], longest + 1, longest // 64)
+    asked = {
+        compiled(tiles(tokens, prompts), context)
+        for context in sparse
+        for tokens in range(1, most + 1, 64)
+        for prompts in (1, 2, 7, 30, 256)
+        if prompts <= tokens <= context
+    }
+    for kernel in (0, 1):  # each kernel is compiled by itself
+        assert {one[kernel] for one in asked} <= {one[kernel] for one in known}
 
 
 @pytest.mark.parametrize(("policy", "length"), [(SelectionPolicy(), 1 << 20), (LONG, 2000)])
 def test_nothing_to_prepare_where_everything_is_attended(
     policy: SelectionPolicy, length: int
 ) -> None:
-    assert prefill_shapes(policy, length, 8192) == []
+    assert prefill_shapes(policy, length, 8192, 8) == []
 
 
 def test_shapes_of_decodes() -> None:
@@ -119,7 +162,7 @@ def test_each_kind_of_layer_runs_once_and_is_not_counted(
     for policy in dict.fromkeys(layer.impl.policy for layer in layers):
         for requests, context in decode_shapes(policy.per_token(), 1000, 5):
             expected += [(policy, context, requests)]
-        for context, tokens in prefill_shapes(policy, 1000, 1000):
+        for context, tokens, _ in prefill_shapes(policy, 1000, 1000, 5):
             expected += [(policy, context, tokens)]
     assert len(expected) > 4
     assert attended == expected

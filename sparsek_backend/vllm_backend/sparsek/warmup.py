@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,32 +23,40 @@ from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
 logger = init_logger(f"vllm.{__name__}")
 
-_FEW_TILES = (1, 2, 4, 8)
-"""Query tiles of a prompt's last chunk, which share a tile's work among more programs."""
-_EACH_NUMBER, _STEP, _MOST_DECODES = 32, 8, 640
-"""Decodes: every number up to the first, then steps, up to where a program has one to itself."""
+_EACH_NUMBER, _STEP, _MOST_DECODES, _MOST_TILES = 32, 8, 640, 576
+"""Decodes and query tiles: every number up to the first, then steps, up to where each has programs
+to itself."""
+_MOST_CONTEXT = 1 << 22
+"""Tokens of all prompts of a step, so that a step takes milliseconds."""
 _LONG = 8192
 """Tokens that keep as many programs busy as any longer context."""
 
 
 def prefill_shapes(
-    policy: SelectionPolicy, max_model_len: int, max_tokens: int
-) -> list[tuple[int, int]]:
-    """``(context, query tokens)`` of steps that together need the kernels of every prefill.
+    policy: SelectionPolicy, max_model_len: int, max_tokens: int, max_num_seqs: int
+) -> list[tuple[int, int, int]]:
+    """``(context, query tokens, prompts)`` of steps that need the kernels of every prefill.
 
-    Whole chunks at every power of two that is not attended whole, and short ones at the end.
+    A few programs share each query tile: as many as the number of tiles and the blocks of the
+    context leave room for.  So there are whole chunks and shorter ones, down to the few tokens that
+    end a prompt or that decodes leave room for, and chunks of several prompts, which have more
+    tiles; each at every context of a power of two or half as much again that is not attended whole.
 
     Args:
         max_model_len: longest context.
         max_tokens: most tokens of a step.
+        max_num_seqs: most requests of a step.
     """
-    contexts = sparse_contexts(policy, max_model_len)
-    shapes = [(context, min(context, max_tokens)) for context in contexts]
-    if contexts:
-        longest = contexts[-1]
-        few = (tiles * policy.query_tile for tiles in _FEW_TILES)
-        shapes += [(longest, min(tokens, longest, max_tokens)) for tokens in few]
-    return list(dict.fromkeys(shapes))
+    numbers = (*range(_EACH_NUMBER), *range(_EACH_NUMBER, _MOST_TILES + 1, _STEP))
+    shapes = []
+    for context in sparse_contexts(policy, max_model_len, between=True):
+        most = min(context, max_tokens)
+        tokens = (max(number * policy.query_tile, 1) for number in numbers)
+        shapes += [(context, each, 1) for each in (*(few for few in tokens if few < most), most)]
+        room = (_MOST_TILES - ceil_div(most, policy.query_tile)) // 2
+        room = min(room, max_num_seqs, most, _MOST_CONTEXT // context)
+        shapes += [(context, most, prompts) for prompts in numbers if 1 < prompts <= room]
+    return shapes
 
 
 def decode_shapes(
@@ -70,34 +79,42 @@ def decode_shapes(
     ]
 
 
-def sparse_contexts(policy: SelectionPolicy, max_model_len: int) -> list[int]:
-    """Every power of two that is not attended whole, and the longest context."""
-    powers = (1 << power for power in range(max_model_len.bit_length()))
-    lengths = dict.fromkeys((*powers, max_model_len))
+def sparse_contexts(
+    policy: SelectionPolicy, max_model_len: int, *, between: bool = False
+) -> list[int]:
+    """Every power of two that is not attended whole, and the longest context.
+
+    Args:
+        between: add half as much again as each power of two.
+    """
+    powers = [1 << power for power in range(max_model_len.bit_length())]
+    if between:
+        powers = sorted({*powers, *(3 * power // 2 for power in powers)})
+    lengths = dict.fromkeys((*(power for power in powers if power < max_model_len), max_model_len))
     return [length for length in lengths if not policy.sees_all(length - 1)]
 
 
-def made_up_prefill(context: int, tokens: int, width: int, device: torch.device) -> PagedBatch:
-    """One request whose latest ``tokens`` of ``context`` are new; all of its pages are page 0.
+def made_up_prefill(
+    context: int, tokens: int, prompts: int, width: int, device: torch.device
+) -> PagedBatch:
+    """Prompts of ``context`` tokens, ``tokens`` new ones between them; all pages are page 0.
 
     Args:
         width: columns of the block table, enough for the longest context.
     """
-
-    def integers(*values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
+    counts = [tokens // prompts + (index < tokens % prompts) for index in range(prompts)]
+    offsets = [0, *accumulate(counts)]
     return PagedBatch(
-        block_table=torch.zeros(1, width, dtype=torch.int32, device=device),
-        seq_lens=integers(context),
-        cu_seqlens_q=integers(0, tokens),
+        block_table=torch.zeros(prompts, width, dtype=torch.int32, device=device),
+        seq_lens=torch.full((prompts,), context, dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.tensor(offsets, dtype=torch.int32, device=device),
         num_decodes=0,
         num_decode_tokens=0,
         decode_query_len=1,
-        max_query_len=tokens,
+        max_query_len=max(counts),
         max_seq_len=context,
-        seq_lens_host=(context,),
-        query_lens_host=(tokens,),
+        seq_lens_host=(context,) * prompts,
+        query_lens_host=tuple(counts),
     )
 
 
@@ -128,10 +145,10 @@ def made_up_decodes(
 def warm_up(
     layers: Iterable[Any], spec: Any, vllm_config: Any, device: torch.device, query_len: int = 1
 ) -> None:
-    """Run made-up decodes of every number and a sparse prefill of each kind.
+    """Run made-up decodes of every number and sparse prefills of every kind.
 
-    They go through one layer of each kind.  How many programs share a decode depends on the number
-    of decodes, and is compiled into the kernel.
+    They go through one layer of each kind.  How many programs share a decode or a query tile
+    depends on their number, and is compiled into the kernel.
 
     Args:
         layers: vLLM's attention layers, bound to their policies.
@@ -178,8 +195,9 @@ def _run(
                 count += 1
             if impl.flash is not None and impl.policy.is_band:
                 continue
-            for context, tokens in prefill_shapes(impl.policy, max_model_len, max_tokens):
-                batch = made_up_prefill(context, tokens, width, device)
+            limits = (max_model_len, max_tokens, max_num_seqs)
+            for context, tokens, prompts in prefill_shapes(impl.policy, *limits):
+                batch = made_up_prefill(context, tokens, prompts, width, device)
                 impl.dummy_run(layer, _one_page(spec, device), batch)
                 count += 1
         if count and device.type == "cuda":
