@@ -231,6 +231,7 @@ def make_tiny_model(name: str, folder: Path) -> Path:
     model.save_pretrained(folder)
     write_tokenizer(folder)
     if name == "images":
+        _name_vision_weights(folder)
         _write_processor(folder)
     if name in _ARCHITECTURES:
         _change_config(folder, architectures=[_ARCHITECTURES[name]])
@@ -243,6 +244,20 @@ def _change_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     written = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**written, **changes}), encoding="utf-8")
+
+
+def _name_vision_weights(folder: Path) -> None:
+    """Name the vision tower's weights as LLaVA's checkpoints do; some Transformers do not."""
+    from safetensors.torch import load_file, save_file
+
+    path, tower = folder / "model.safetensors", "vision_tower."
+    weights = {
+        name.replace(tower, f"{tower}vision_model.").replace(
+            "vision_model." * 2, "vision_model."
+        ): each
+        for name, each in load_file(path).items()
+    }
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 def _predict_with_last_layer(folder: Path) -> None:
