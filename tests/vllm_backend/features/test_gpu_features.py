@@ -333,7 +333,7 @@ def needs(kind: str) -> None:
 
 
 def options_of(kind: str) -> dict[str, Any]:
-    """Engine options without which vLLM wants a package that may be missing, for linear attention."""
+    """Engine options: linear attention by Triton, for FlashInfer may be missing."""
     from vllm.engine.arg_utils import EngineArgs
 
     option = "gdn_prefill_backend"
