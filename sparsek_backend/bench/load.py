@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from sparsek_backend.bench.load_mix import (
     write_prompts,
 )
 from sparsek_backend.bench.shapes import SHAPES, write_shape
+from sparsek_backend.bench.together import Together
+from sparsek_backend.eval.engine import ensure_entry_point
 from sparsek_backend.machine import Machine
 from sparsek_backend.quickstart_server import HOST, Server, vllm_command
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
@@ -96,10 +97,13 @@ class LoadRow:
 def run_load(plan: LoadPlan, machine: Machine, on_progress: Callable[[str], None]) -> list[LoadRow]:
     """Measure both backends, one server after the other or side by side.
 
+    The first failure ends both.
+
     Raises:
         ValueError: the plan does not fit, or the machine does not; the message names the argument.
-        ServerError: a server did not start; the message has the end of its log.
-        RuntimeError: `vllm bench serve` failed, or requests did.
+        ServerError: a server did not start; the message names its backend and has the end of its
+            log.
+        RuntimeError: `vllm bench serve` failed, or requests did; the message names the backend.
     """
     for rate in plan.rates:
         if not 0 < rate < float("inf"):
@@ -124,9 +128,10 @@ def run_load(plan: LoadPlan, machine: Machine, on_progress: Callable[[str], None
         for turn, _ in enumerate((WARM, *plan.rates)):  # no rate finds another's prefixes cached
             path, seed = folder / f"prompts-{turn}.jsonl", plan.seed + turn
             write_prompts(path, lengths, len(tokenizer), tokenizer.decode, seed)
+        ensure_entry_point()
         load = _Load(plan, machine, model, engine, longest(lengths), folder, on_progress)
-        with ThreadPoolExecutor(len(names) if plan.side_by_side else 1) as pool:
-            found = list(pool.map(load.measure, names, gpus))
+        works = [partial(load.measure, *each) for each in zip(names, gpus, strict=True)]
+        found = load.together.call(works) if plan.side_by_side else [work() for work in works]
     rows = [row for of_backend in found for row in of_backend]
     return sorted(rows, key=lambda row: (row.rate, row.backend == BACKEND_NAME))
 
@@ -142,34 +147,62 @@ class _Load:
     max_len: int
     folder: Path
     on_progress: Callable[[str], None]
+    together: Together = field(default_factory=Together)
 
     def measure(self, name: str, gpu: str | None) -> list[LoadRow]:
         """Start one backend's server, on ``gpu`` alone if one is named, and measure every rate."""
+        try:
+            return self._measure_rates(name, gpu)
+        except RuntimeError as error:
+            raise type(error)(f"{name}: {error}") from error
+
+    def _measure_rates(self, name: str, gpu: str | None) -> list[LoadRow]:
         plan, rows = self.plan, []
         backend = BACKEND_NAME if name == BACKEND_NAME else plan.baseline
         self.on_progress(f"{name}: starting the server")
         held, port = _hold_port()
-        command = server_command(plan, self.model, backend, self.engine, self.max_len, port)
-        environment = _environment(self.folder, name, gpu)
-        server = Server(command, environment, port, self.folder / f"{name}.log")
-        try:
-            server.wait_until_healthy(
-                START_TIMEOUT_SECONDS, lambda line: self.on_progress(f"{name}: {line}"), 60
-            )
-            for turn, rate in enumerate((WARM, *plan.rates)):
-                prompts = self.folder / f"prompts-{turn}.jsonl"
-                result = _measure(plan, server, self.model, prompts, rate, name)
-                if rate == WARM:
-                    continue
-                rows.append(_row(plan, self.machine, name, rate, result))
-                self.on_progress(
-                    f"{name}, {rate:g} requests/s: goodput {rows[-1].goodput:.3g}, "
-                    f"p99 of TPOT {rows[-1].tpot_p99_ms:.1f} ms"
+        with held:
+            command = server_command(plan, self.model, backend, self.engine, self.max_len, port)
+            environment = _environment(self.folder, name, gpu)
+            server = Server(command, environment, port, self.folder / f"{name}.log")
+            with self.together.running(server.stop):
+                server.wait_until_healthy(
+                    START_TIMEOUT_SECONDS, lambda line: self.on_progress(f"{name}: {line}"), 60
                 )
-        finally:
-            server.stop()
-            held.close()
+                for turn, rate in enumerate((WARM, *plan.rates)):
+                    prompts = self.folder / f"prompts-{turn}.jsonl"
+                    result = self._measure_rate(server, prompts, rate, name)
+                    if rate == WARM:
+                        continue
+                    rows.append(_row(plan, self.machine, name, rate, result))
+                    self.on_progress(
+                        f"{name}, {rate:g} requests/s: goodput {rows[-1].goodput:.3g}, "
+                        f"p99 of TPOT {rows[-1].tpot_p99_ms:.1f} ms"
+                    )
         return rows
+
+    def _measure_rate(
+        self, server: Server, prompts: Path, rate: float, name: str
+    ) -> dict[str, Any]:
+        """Run `vllm bench serve` and return its result.
+
+        Raises:
+            RuntimeError: it failed, or a request did.
+        """
+        result = prompts.with_name(f"result-{name}-{rate:g}.json")
+        result.unlink(missing_ok=True)
+        command = bench_command(self.plan, server.url, self.model, prompts, rate, result)
+        done = self.together.run(command)
+        if done.returncode or not result.exists():
+            tail = "\n".join(done.stdout.splitlines()[-15:])
+            raise RuntimeError(f"vllm bench serve failed at {rate:g} requests a second:\n{tail}")
+        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        if found["failed"]:
+            raise RuntimeError(
+                f"{found['failed']} requests failed at {rate:g} a second; the end of the server's "
+                f"log:\n{server.log_tail()}"
+            )
+        return found
 
 
 def server_command(
@@ -284,30 +317,6 @@ def _environment(folder: Path, name: str, gpu: str | None) -> dict[str, str]:
     if gpu is not None:
         given["CUDA_VISIBLE_DEVICES"] = gpu
     return {**given, "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
-
-
-def _measure(
-    plan: LoadPlan, server: Server, model: Path, prompts: Path, rate: float, name: str
-) -> dict[str, Any]:
-    """Run `vllm bench serve` and return its result.
-
-    Raises:
-        RuntimeError: it failed, or a request did.
-    """
-    result = prompts.with_name(f"result-{name}-{rate:g}.json")
-    result.unlink(missing_ok=True)
-    command = bench_command(plan, server.url, model, prompts, rate, result)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode or not result.exists():
-        tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-        raise RuntimeError(f"vllm bench serve failed at {rate:g} requests a second:\n{tail}")
-    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    if found["failed"]:
-        raise RuntimeError(
-            f"{found['failed']} requests failed at {rate:g} a second; the end of the server's "
-            f"log:\n{server.log_tail()}"
-        )
-    return found
 
 
 def _row(

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import sparsek_backend
+import sparsek_kernels
 from sparsek_backend.eval.prompt import Prompt, Tokens
 from sparsek_backend.eval.scoring import Reply
 from sparsek_backend.plugin import register
@@ -79,7 +81,7 @@ def open_engine(
 
 
 def ensure_entry_point() -> None:
-    """Let the processes that vLLM starts find the plugin, also from a checkout on PYTHONPATH."""
+    """Let the processes that this one starts find the plugin, also if it is not installed."""
     found = importlib.metadata.entry_points(group="vllm.general_plugins")
     if any(entry.name == "sparsek" for entry in found):
         return
@@ -92,9 +94,9 @@ def ensure_entry_point() -> None:
         "[vllm.general_plugins]\nsparsek = sparsek_backend.plugin:register\n"
     )
     sys.path.insert(0, str(folder))
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        path for path in (str(folder), os.environ.get("PYTHONPATH", "")) if path
-    )
+    roots = [Path(package.__path__[0]).parent for package in (sparsek_backend, sparsek_kernels)]
+    paths = (folder, *roots, os.environ.get("PYTHONPATH", ""))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, map(str, paths)))
 
 
 def backend_report(settings: Mapping[str, Any] | None) -> str:

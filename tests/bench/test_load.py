@@ -1,4 +1,7 @@
-"""`sparsek bench serve --rate`: lengths, prompts, commands, rows; no server runs."""
+"""`sparsek bench serve --rate`: lengths, prompts, commands, rows; no server runs.
+
+Servers that fail are in ``test_load_failures.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import socket
 import statistics
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -24,6 +26,7 @@ from sparsek_backend.bench.load_mix import (
     write_number_tokenizer,
     write_prompts,
 )
+from sparsek_backend.bench.together import Together
 
 RUNNER = CliRunner()
 first_prompts: list[str] = []
@@ -93,7 +96,7 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The `vllm bench serve` commands that were run; SPARSEK keeps twice the rate."""
     commands: list[list[str]] = []
 
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    def run(_: Together, command: list[str]) -> subprocess.CompletedProcess[str]:
         commands.append(command)
         option = dict(itertools.pairwise(command))
         ours = "SPARSEK" in FakeServer.commands[-1]
@@ -121,7 +124,7 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     first_prompts.clear()
     monkeypatch.setattr(load, "Server", FakeServer)
     monkeypatch.setattr(load, "vllm_command", lambda: ["vllm"])
-    monkeypatch.setattr(load, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(Together, "run", run)
     return commands
 
 
@@ -196,10 +199,12 @@ def test_side_by_side_each_server_has_a_gpu(
 def test_a_failed_request_is_an_error(
     stood_in: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(command, 1, "", "it broke")
+    def fail(_: Together, command: list[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 1, "it broke", "")
 
-    monkeypatch.setattr(load, "subprocess", SimpleNamespace(run=fail))
+    monkeypatch.setattr(Together, "run", fail)
     result = RUNNER.invoke(app, ["serve", "--model", "tiny", "--out", str(tmp_path), "--rate", "1"])
     assert result.exit_code == 2
+    assert "vLLM's own: vllm bench serve failed" in result.output
     assert "it broke" in result.output
+    assert len(FakeServer.commands) == 1, "the other backend is not started"

@@ -292,9 +292,9 @@ def listed_shares(programs: int, pieces: int, num_sms: int) -> int:
     return max(min(4 * num_sms // max(programs, 1), pieces // 2), 1)
 
 
-def rank_rows(slots: int, rows: int) -> int:
-    """Rows at a time of the shares of a list of ``slots`` blocks: 4096 shares in registers."""
-    return min(max(4096 // next_power_of_2(slots), 1), next_power_of_2(rows))
+def rank_rows(places: int, rows: int) -> int:
+    """Rows at a time of the shares of a list of ``places`` blocks: 4096 shares in registers."""
+    return min(max(4096 // next_power_of_2(places), 1), next_power_of_2(rows))
 
 
 def top_warps(max_blocks: int) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 The rule is docs/selection.md.  A *sample* is one query position of a tile, a *row* one query head
 of a sample.  A tile's *list* is its sink blocks, the blocks that its windows touch and its
-candidates, in *slots* of this order.  Two kernels follow each other:
+candidates, in *places* of this order.  Two kernels follow each other:
 
 * ``listed_masses_kernel`` writes, for each row and *unit* of the list (a block, or an equal part of
   one), the base-2 logarithm of the sum of the exponentials of the row's scores against its keys;
@@ -75,11 +75,11 @@ def unit_starts(
     ``LISTED`` units belong to candidates, the others to sinks and local blocks.
     """
     PARTS: tl.constexpr = SEL_BLOCK // UNIT
-    slot = units // PARTS
+    place = units // PARTS
     if LISTED:
-        block = tl.load(candidates_ptr + slot - FORCED_BLOCKS, mask=units < end, other=0)
+        block = tl.load(candidates_ptr + place - FORCED_BLOCKS, mask=units < end, other=0)
     else:
-        block = tl.where(slot < SINK_BLOCKS, slot, first_local + slot - SINK_BLOCKS)
+        block = tl.where(place < SINK_BLOCKS, place, first_local + place - SINK_BLOCKS)
     return block * SEL_BLOCK + units % PARTS * UNIT
 
 
@@ -410,8 +410,8 @@ def rank_blocks_kernel(
     ROWS: tl.constexpr = SAMPLES * GROUP_PAD
     PARTS: tl.constexpr = SEL_BLOCK // UNIT
     FORCED_BLOCKS: tl.constexpr = SINK_BLOCKS + LOCAL_BLOCKS
-    SLOTS: tl.constexpr = FORCED_BLOCKS + LISTED_BLOCKS
-    BLOCK: tl.constexpr = triton.next_power_of_2(SLOTS)
+    LIST_PLACES: tl.constexpr = FORCED_BLOCKS + LISTED_BLOCKS
+    BLOCK: tl.constexpr = triton.next_power_of_2(LIST_PLACES)
     local = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     request, base, low, high, _token_of_zero = tile_span(
@@ -435,17 +435,17 @@ def rank_blocks_kernel(
     place = local.to(tl.int64) * NUM_KV_HEADS + kv_head
     candidates = candidates_ptr + place * LISTED_BLOCKS
     listed = num_listed(candidates, first_local - SINK_BLOCKS, LISTED_BLOCKS, MIN_MASS)
-    num_slots = FORCED_BLOCKS + listed
+    list_end = FORCED_BLOCKS + listed
     offs = tl.arange(0, BLOCK)
     score = tl.zeros([BLOCK], dtype=tl.float32)
     num_rows = 0
     for first_row in tl.range(0, ROWS, BLOCK_R):
         row = first_row + tl.arange(0, BLOCK_R)
         position = sample_positions(row, base, low, high, TILE, SAMPLES, STRIDE, GROUP, GROUP_PAD)
-        mask = (offs < num_slots)[:, None] & (position >= 0)[None, :]
+        mask = (offs < list_end)[:, None] & (position >= 0)[None, :]
         if MIN_MASS:
             num_rows += tl.sum((position >= 0).to(tl.int32), axis=0)
-        masses = mass_ptr + place * SLOTS * PARTS * ROWS + row[None, :]
+        masses = mass_ptr + place * LIST_PLACES * PARTS * ROWS + row[None, :]
         mass = tl.load(masses + (offs * PARTS * ROWS)[:, None], mask=mask, other=float("-inf"))
         for part in tl.static_range(1, PARTS):
             unit = offs * PARTS + part
@@ -457,7 +457,7 @@ def rank_blocks_kernel(
         score += tl.sum(weight * tl.where(total > 0.0, 1.0 / total, 0.0)[None, :], axis=1)
     most = tl.load(places_ptr + kv_head) if HEAD_PLACES else SCORED_BLOCKS
     places = tl.minimum(most, listed) if MIN_MASS else most
-    chosen, rank = best_of(score, FORCED_BLOCKS, num_slots, places, BLOCK)
+    chosen, rank = best_of(score, FORCED_BLOCKS, list_end, places, BLOCK)
     last = -1
     if MIN_MASS:
         chosen = chosen & (score >= min_mass * num_rows)

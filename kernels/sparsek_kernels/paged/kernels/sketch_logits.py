@@ -226,8 +226,8 @@ def decode_logits_kernel(
         other=0.0,
     )  # [BLOCK_M, BLOCK_D]
     q_low, q_high, q_scale, excess = quantise_query(q, HEAD_DIM, ROTATION)
-    slot = (local_request * QUERY_LEN + token).to(tl.int64)
-    out = logits_ptr + (slot * stride_lt + head * stride_lh)[None, :]
+    place = (local_request * QUERY_LEN + token).to(tl.int64)
+    out = logits_ptr + (place * stride_lt + head * stride_lh)[None, :]
     summary = summary_ptr + kv_head.to(tl.int64) * stride_sh
     stride = tl.num_programs(0) * BLOCK_B
     HALF: tl.constexpr = HEAD_DIM // 2

@@ -292,8 +292,8 @@ def part_scores_kernel(
     )  # [BLOCK_M, BLOCK_D]
     row_max = tl.full([BLOCK_M], -1.0e30, dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    slot = ((tile * tl.num_programs(1) + kv_head) * PARTS + part).to(tl.int64)
-    state = state_ptr + slot * (SPLITS * 2 * BLOCK_M) + offs_m
+    place = ((tile * tl.num_programs(1) + kv_head) * PARTS + part).to(tl.int64)
+    state = state_ptr + place * (SPLITS * 2 * BLOCK_M) + offs_m
     if SECOND_PASS:
         for s in range(SPLITS):
             part_max = tl.load(state + (2 * s) * BLOCK_M)
@@ -305,7 +305,7 @@ def part_scores_kernel(
         some = row_sum > 0.0
         lse = tl.where(some, row_max + tl.log2(tl.where(some, row_sum, 1.0)), 1.0e30)
     means = means_ptr + local.to(tl.int64) * stride_mr + kv_head.to(tl.int64) * stride_mh
-    out = parts_ptr + slot * width
+    out = parts_ptr + place * width
     logits = tl.zeros([BLOCK_M, BLOCK_B], dtype=tl.float32)
     steps = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_B) * CELLS
     for step in tl.range(0, steps, num_stages=NUM_STAGES):

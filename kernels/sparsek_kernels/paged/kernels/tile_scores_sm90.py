@@ -214,11 +214,11 @@ def score_partition(
     COLUMN_LAYOUT: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     offs_m = gl.arange(0, ROWS, ROW_LAYOUT)
     offs_b = gl.arange(0, BLOCKS, COLUMN_LAYOUT)
-    slot = (gl.program_id(0) * TILES + INDEX).to(gl.int64) * max_steps
-    kept = kept_ptr + slot * (ROWS * BLOCKS)
+    first_kept = (gl.program_id(0) * TILES + INDEX).to(gl.int64) * max_steps
+    kept = kept_ptr + first_kept * (ROWS * BLOCKS)
     thread = gl.arange(0, 128, gl.SliceLayout(1, THREADS)) * 16
     own = thread[:, None] + gl.arange(0, 16, gl.SliceLayout(0, THREADS))[None, :]
-    maxima = kept_max_ptr + slot * ROWS
+    maxima = kept_max_ptr + first_kept * ROWS
     q_tile = q_wide.index(INDEX)
     taken = 0
     done = 0

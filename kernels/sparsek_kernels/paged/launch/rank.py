@@ -38,7 +38,7 @@ def list_config(call: Selection) -> tuple[TileConfig, int]:
 def mass_elements(call: Selection) -> int:
     """Elements that the masses of one tile take."""
     _, unit = list_config(call)
-    return call.heads * call.slots * (call.policy.sel_block_size // unit) * call.rows
+    return call.heads * call.list_places * (call.policy.sel_block_size // unit) * call.rows
 
 
 def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
@@ -53,7 +53,7 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
     numel = step.count * mass_elements(call)
     masses = workspace(q.device, "masses of lists", numel, torch.float32)
     programs = step.count * ceil_div(call.rows, config.block_m)
-    pieces = ceil_div(call.slots * policy.sel_block_size, config.block_n)
+    pieces = ceil_div(call.list_places * policy.sel_block_size, config.block_n)
     shares = listed_shares(programs * heads, pieces, multiprocessors(q.device))
     shape = call.tile_keys() | {
         "GROUP_PAD": next_power_of_2(call.group),
@@ -110,8 +110,8 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
         *call.out.stride()[:2],
         HEAD_PLACES=places is not None,
         LEFT_OUT=call.left_out is not None,
-        BLOCK_R=rank_rows(call.slots, call.rows),
-        num_warps=4 if call.slots <= 1024 else 8,
+        BLOCK_R=rank_rows(call.list_places, call.rows),
+        num_warps=4 if call.list_places <= 1024 else 8,
         **shape,
         **overlap_options(q.device),
     )

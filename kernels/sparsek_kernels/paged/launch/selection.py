@@ -69,7 +69,7 @@ class Selection:
         return self.policy.samples * next_power_of_2(self.group)
 
     @cached_property
-    def slots(self) -> int:
+    def list_places(self) -> int:
         """Blocks of a tile's list: sinks, local ones and candidates."""
         return self.policy.sink_blocks + self.policy.local_blocks + self.policy.listed_blocks
 

@@ -81,6 +81,9 @@ def _store_best(
 
     The score of the worst winner is found by bisection, and a running count places the winners;
     among equals the lower indices win.
+
+    ``best_of`` of the paged kernels has a loop of its own: here one warp mostly has the row, so
+    maxima of columns narrow the range before it is halved, and winners are bits of words.
     """
     BLOCK_R: tl.constexpr = score.shape[0]
     COLS: tl.constexpr = score.shape[1]
