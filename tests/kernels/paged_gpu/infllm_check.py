@@ -102,7 +102,7 @@ def stored_keys(problem: Problem, request: int) -> torch.Tensor:
     """The request's keys ``[N, Hkv, D]`` float32 as its pages hold them."""
     page_size = problem.k_cache.shape[2]
     slots = problem.slots[request]
-    return problem.k_cache[slots // page_size, :, slots % page_size].float().cpu()
+    return problem.k_cache.float()[slots // page_size, :, slots % page_size].cpu()
 
 
 def check_means(problem: Problem) -> None:
