@@ -77,7 +77,7 @@ def rotation_of(model: Any) -> Any:
         max_position=config.max_position_embeddings,
         rope_parameters=config.rope_parameters,
     )
-    device = next(rotary.buffers()).device
+    device = next(rotary.buffers(), torch.empty(0)).device
     count = min(model.max_model_len, config.max_position_embeddings)
     positions = torch.arange(count, device=device)
     probe = torch.ones(count, size, dtype=torch.float32, device=device)
