@@ -142,7 +142,7 @@ def average_logits_kernel(
     tl.store(lse, top + tl.log2(total), mask=live)
 
 
-@triton.jit(do_not_specialize=["first_token"])
+@triton.jit(do_not_specialize=["first_token", "num_shares"])
 def block_scores_kernel(
     score_ptr,
     logit_ptr,
