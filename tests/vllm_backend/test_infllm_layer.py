@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from sparsek_backend.vllm_backend import compat
+from sparsek_backend.vllm_backend.engine import Engine
 from sparsek_backend.vllm_backend.sparsek import impl as impl_module
 from sparsek_backend.vllm_backend.sparsek.warmup import warm_up
 from tests.vllm_backend.layers import (
+    DIM,
     building,
     make_builder,
     make_cache,
@@ -97,3 +101,42 @@ def test_kernels_of_means_are_compiled_at_the_start(
     assert attended
     assert [batch for _, batch in writes] == attended
     assert all(batch.rotation is builder.rotation for batch in attended)
+
+
+def test_the_rotation_goes_to_the_device_once() -> None:
+    """In a thread of its own, whose allocations outlive a sleeping engine's KV cache."""
+    threads = []
+
+    class Rotation(torch.Tensor):
+        def to(self, *args: Any, **options: Any) -> Any:
+            threads.append(threading.get_ident())
+            return torch.empty(self.shape, device="meta")
+
+    meta = torch.device("meta")
+    owner = Engine(cast(Any, None), torch.float32, {}, rotation=Rotation(torch.ones(3, 4)))
+    moved = owner.rotation_on(meta)
+    assert moved is not None
+    assert moved.device == meta
+    assert owner.rotation_on(meta) is moved
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+    assert Engine(cast(Any, None), torch.float32, {}).rotation_on(meta) is None
+
+
+def test_reading_the_rotation_leaves_the_models_own_as_it_is(current: Any) -> None:
+    """vLLM's module would keep it in the dtype of whatever it turned last."""
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    config = current.model_config.hf_text_config
+    rotary = get_rope(
+        DIM, max_position=config.max_position_embeddings, rope_parameters=config.rope_parameters
+    )
+    before = rotary.cos_sin_cache
+    own = rotary.cos_sin_cache = before.bfloat16()
+    try:
+        turned = compat.rotation_of(current.model_config)
+        assert rotary.cos_sin_cache is own
+    finally:
+        rotary.cos_sin_cache = before
+    assert turned.dtype == torch.float32
+    torch.testing.assert_close(turned, own[: len(turned)].float(), atol=0, rtol=0)

@@ -281,6 +281,26 @@ def test_at_real_sizes(use_nope: bool) -> None:
     infllm_check.check_rows(problem, policy, out, [0, 1, 2, 257, 511, 512])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
+def test_a_million_tokens_of_context() -> None:
+    """16,384 blocks compete, and about 200 programs share each KV head's averages."""
+    problem = make(
+        [(1, 1 << 20)],
+        num_decodes=1,
+        heads=2,
+        group=16,
+        dim=128,
+        page_size=64,
+        dtype=torch.bfloat16,
+        head_major=True,
+        query_gain=1.0,
+    )
+    infllm_check.fill(problem)
+    policy = INFLLM(num_sink=64, window_size=2048, top_k=63)
+    infllm_check.check_rows(problem, policy, attend(problem, policy), [0])
+
+
 def attend(problem: Problem, policy: SelectionPolicy) -> torch.Tensor:
     """A layer as a server runs it: means of the cells that the step completes, then attention."""
     write_means(problem.k_cache, problem.k_summary, problem.batch)
