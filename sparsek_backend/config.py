@@ -57,9 +57,9 @@ class SparsityConfig(BaseModel):
     mode: Mode = "auto"
     """`block_topk`: sinks, window and the best-scoring blocks. `pattern`: the same, but prefills
     take their blocks from a learned file. `infllm`: the blocks that a model with a `sparse_config`
-    was trained to select (CPUs only). `sink_window`: sinks and window only. `dense`: everything.
-    `nsa`: what a natively sparse model's own weights say. `auto`: what the model's own config says,
-    else `block_topk`."""
+    was trained to select. `sink_window`: sinks and window only. `dense`: everything. `nsa`: what a
+    natively sparse model's own weights say. `auto`: what the model's own config says, else
+    `block_topk`."""
     num_sink: Count = 64
     """First tokens that every query sees. `block_topk` rounds up to whole blocks."""
     window_size: Positive = 512

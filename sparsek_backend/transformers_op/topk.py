@@ -15,7 +15,9 @@ from sparsek_kernels.paged import (
     select_blocks,
     summary_bytes,
     write_kv,
+    write_means,
 )
+from sparsek_kernels.paged.infllm.means import keeps_means
 from sparsek_kernels.paged.policy import ceil_div
 
 
@@ -49,12 +51,13 @@ def _paged(
     shape = (batch * pages, heads, summary_bytes(size, k.shape[3]))
     summary = k.new_zeros(shape, dtype=torch.uint8)
     slots = torch.arange(batch * pages * size, device=k.device).view(batch, -1)[:, :num_k]
+    by_means = keeps_means(policy, k.device)
     write_kv(
         k.flatten(0, 1),
         v.flatten(0, 1),
         k_cache,
         v_cache,
-        summary,
+        None if by_means else summary,
         slots.flatten(),
     )
     decodes = batch if num_q == 1 else 0
@@ -72,6 +75,17 @@ def _paged(
         seq_lens_host=(num_k,) * batch,
         query_lens_host=(num_q,) * batch,
     )
+    if by_means:
+        every_token = replace(
+            described,
+            cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32, device=k.device) * num_k,
+            num_decodes=0,
+            num_decode_tokens=0,
+            max_query_len=num_k,
+            query_lens_host=(num_k,) * batch,
+            _derived={},
+        )
+        write_means(k_cache, summary, every_token)
     return k_cache, v_cache, summary, described
 
 

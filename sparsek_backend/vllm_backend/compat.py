@@ -63,7 +63,7 @@ def metric_labels(vllm_config: Any) -> dict[str, str]:
 
 
 def rotation_of(model: Any) -> Any:
-    """Return :attr:`PagedBatch.rotation` of a model, by the module that its layers rotate with.
+    """Return :attr:`PagedBatch.rotation` of a model on a CPU, by the module its layers rotate with.
 
     vLLM keeps one module for equal arguments: called while the layers are built, this is theirs.
     Half of a head turned by a position has its cosines, the other half its sines.
@@ -77,11 +77,16 @@ def rotation_of(model: Any) -> Any:
         max_position=config.max_position_embeddings,
         rope_parameters=config.rope_parameters,
     )
-    positions = torch.arange(min(model.max_model_len, config.max_position_embeddings))
-    probe = torch.ones(len(positions), size, dtype=torch.float32)
+    device = next(rotary.buffers(), torch.empty(0)).device
+    count = min(model.max_model_len, config.max_position_embeddings)
+    positions = torch.arange(count, device=device)
+    probe = torch.ones(count, size, dtype=torch.float32, device=device)
     probe[:, size // 2 :] = 0.0
+    own = getattr(rotary, "cos_sin_cache", None)
     turned, _ = getattr(rotary, "forward_native", rotary.forward)(positions, probe, probe.clone())
-    return turned.float()
+    if own is not None:  # which the module has made as wide as the probe
+        rotary.cos_sin_cache = own
+    return turned.float().cpu()
 
 
 def hook_kv_cache_spec(customize: Callable[[Any, Any, int], Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,17 @@ class Engine:
     rotation: torch.Tensor | None = None
     selects_blocks: bool = False
     dummy_run_done: bool = False
+
+    def rotation_on(self, device: torch.device) -> torch.Tensor | None:
+        """Return :attr:`rotation` where layers run; it is kept there.
+
+        It is copied in another thread: vLLM drops what this one makes for the KV cache when an
+        engine sleeps.
+        """
+        if self.rotation is not None and self.rotation.device != device:
+            with ThreadPoolExecutor(1) as thread:
+                self.rotation = thread.submit(self.rotation.to, device).result()
+        return self.rotation
 
 
 _engines: list[tuple[weakref.ref[Any], Engine]] = []

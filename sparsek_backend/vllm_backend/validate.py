@@ -160,11 +160,6 @@ def _unserved_options(vllm_config: Any, resolved: ResolvedConfig) -> list[str]:
     """Reasons, with remedies, why options that vLLM asks no backend about are not served."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     reasons = []
-    if resolved.config.mode == "infllm" and not current_platform.is_cpu():
-        reasons.append(
-            "mode infllm not supported on a GPU (remedy: leave mode out: block_topk attends as "
-            "many blocks, ranked by SPARSEK's own scores)"
-        )
     if resolved.config.selects_blocks:
         if model.is_hybrid and not compat.declares_content():
             reasons.append(

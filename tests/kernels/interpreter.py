@@ -1,4 +1,7 @@
-"""Triton's interpreter, made faster: it leaves out what it repeats, and what it throws away."""
+"""Triton's interpreter, made faster: it leaves out what it repeats, and what it throws away.
+
+Its products of bfloat16 are made right, too.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ def hasten_interpreter() -> None:
     """Replace the parts of Triton's interpreter that take longest, once in this process."""
     _replace_language_once_a_launch()
     _keep_numpy_types()
+    _multiply_bfloat16()
     # Half of all steps: a check of each sum of integers, whose finding only debug mode looks at.
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
@@ -43,6 +47,22 @@ def _keep_numpy_types() -> None:
         return find(scalar) if isinstance(scalar, tl.pointer_type) else find_once(scalar)
 
     interpreter._get_np_dtype = numpy_type
+
+
+def _multiply_bfloat16() -> None:
+    """Multiply matrices of bfloat16 as numbers; the interpreter would multiply their bits."""
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def widened(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        numbers = interpreter._convert_float(x.data, tl.bfloat16, tl.float32, None)
+        return interpreter.TensorHandle(numbers.view("float32"), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return multiply(self, widened(a), widened(b), *rest)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
 def _replace_language_once_a_launch() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from sparsek_backend.transformers_op import topk
+from sparsek_kernels.paged import SelectionPolicy
 from tests.transformers_op.tiny import logits, make_model, tokens, visible
 
 import sparsek_backend.transformers_op as sparsek  # isort: skip
@@ -60,6 +62,23 @@ def test_training_sees_what_inference_sees(model: Any, settings: dict[str, Any])
     grads = [x.grad for x in model.parameters() if x.grad is not None]
     assert grads
     assert all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("queries", [1, 300])
+def test_infllms_blocks_are_those_of_a_cpu(queries: int) -> None:
+    """But for near ties: a GPU's means are rounded."""
+    policy = SelectionPolicy(
+        num_sink=32, window_size=64, top_k=4, sel_block_size=32, query_tile=1, ranking="infllm"
+    )
+    q = 3.0 * torch.randn(2, queries, 8, 64)
+    k, v = torch.randn(2, 2, LENGTH, 2, 64)
+    found, wanted = (
+        topk.block_indices(q.to(device), k.to(device), v.to(device), policy, 0.125).cpu()
+        for device in ("cuda", "cpu")
+    )
+    assert found.shape == wanted.shape
+    same = (found[..., None] == wanted[..., None, :]).any(-1)
+    assert same.float().mean() > 0.97
 
 
 @pytest.mark.parametrize("settings", [{}, SINKS, TOPK], ids=["defaults", "sinks", "topk"])

@@ -1,6 +1,6 @@
 """Attention over a paged KV cache, with block selection shared by a GQA group."""
 
-from sparsek_kernels.paged.api import paged_attention, select_blocks, write_kv
+from sparsek_kernels.paged.api import paged_attention, select_blocks, write_kv, write_means
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.lists import block_lists
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
@@ -18,4 +18,5 @@ __all__ = [
     "select_blocks",
     "summary_bytes",
     "write_kv",
+    "write_means",
 ]

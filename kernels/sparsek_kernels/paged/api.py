@@ -15,9 +15,10 @@ from sparsek_kernels.paged.checks import (
     check_cache,
     check_cache_dtype,
     check_head_budgets,
+    check_invariance,
     check_lists,
     check_pages,
-    check_ranking,
+    check_rotation,
     check_summary,
     check_triton_layout,
     given_summary,
@@ -105,6 +106,39 @@ def write_kv(
     write_kv_eager(key[:tokens], value[:tokens], k_cache, v_cache, k_summary, slot_mapping)
 
 
+def write_means(k_cache: torch.Tensor, k_summary: torch.Tensor, batch: PagedBatch) -> None:
+    """Store the means of the cells that a batch's new tokens complete, for InfLLM-v2's scores.
+
+    A policy with the ranking ``infllm`` reads them on a GPU in place of the sketch: call
+    :func:`write_kv` without summaries, then this, then :func:`paged_attention`.
+
+    Args:
+        k_cache: ``[num_pages, Hkv, page_size, D]``, the batch's keys included.
+        k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8, written.
+        batch: the requests; with ``rotation`` the means are of keys turned back by it.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+        NotImplementedError: a CPU.
+    """
+    call = _replayable((k_cache, k_summary), ("means",), batch)
+    if call is not None and call.replay():
+        return
+    check_cache(k_cache)
+    if not k_cache.is_cuda:
+        raise NotImplementedError(
+            "k_cache: on a CPU blocks are ranked by the keys themselves; call write_kv alone"
+        )
+    check_summary(k_summary, k_cache)
+    check_triton_layout(k_cache=k_cache, k_summary=k_summary)
+    check_batch_layout(batch)
+    check_rotation(batch, k_cache)
+    from sparsek_kernels.paged.launch import infllm as launch
+
+    with nullcontext() if call is None else call.recorded():
+        launch.write_means(k_cache, k_summary, batch)
+
+
 def select_blocks(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -124,7 +158,8 @@ def select_blocks(
         batch: the requests.
         policy: how blocks compete (docs/selection.md).
         k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]``, as :func:`write_kv` keeps
-            it; needed where single tokens select: decodes, and prefills with ``query_tile`` 1.
+            it, or :func:`write_means` for InfLLM-v2's scores on a GPU; needed where single tokens
+            select: decodes, and prefills with ``query_tile`` 1.
         softmax_scale: default ``D ** -0.5``.
         k_scale: factor of an fp8 (e4m3) cache and of its sketch.
         lists: of :func:`block_lists`: prefills follow them, not scores.
@@ -137,7 +172,7 @@ def select_blocks(
 
     Raises:
         TypeError, ValueError: ``policy`` does not select blocks, or an argument does not fit.
-        NotImplementedError: an fp8 cache on a CPU, or InfLLM-v2's scores on a GPU.
+        NotImplementedError: an fp8 cache on a CPU.
     """
     if not policy.selects_blocks:
         raise ValueError(f"policy: expected top_k >= 1, got top_k={policy.top_k}")
@@ -158,9 +193,9 @@ def select_blocks(
     if q.is_cuda:
         from sparsek_kernels.paged.launch import attend as launch
 
-        check_ranking(policy)
         check_triton_layout(q=q, k_cache=k_cache, k_summary=k_summary)
         check_batch_layout(batch)
+        check_rotation(batch, k_cache)
         found = launch.select_blocks(
             q,
             k_cache,
@@ -218,8 +253,8 @@ def paged_attention(
         batch: the requests.
         policy: what a query attends (docs/selection.md).
         softmax_scale: default ``D ** -0.5``.
-        k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8; needed when blocks are
-            selected.
+        k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8 of :func:`write_kv`, or
+            of :func:`write_means` for InfLLM-v2's scores on a GPU; needed when blocks are selected.
         sinks: ``[Hq]`` learned logits that join the softmax denominator only.
         out: ``[T, Hq, Dv]``, written and returned.
         k_scale, v_scale: factors of an fp8 (e4m3) cache; ``k_scale`` also of its sketch.
@@ -240,8 +275,8 @@ def paged_attention(
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
-        NotImplementedError: an fp8 cache, or ``batch_invariant``, on a CPU; InfLLM-v2's scores on
-            a GPU.
+        NotImplementedError: an fp8 cache, or ``batch_invariant``, on a CPU; ``batch_invariant``
+            with InfLLM-v2's scores.
     """
     call = None
     by_token = batch_invariant or (policy.query_tile == 1 and batch.num_prefills > 0)
@@ -271,7 +306,8 @@ def paged_attention(
     check_tensor("out", out, shape, (q.dtype,), q.device)
     scale = check_scale(softmax_scale, dim)
     if q.is_cuda:
-        check_ranking(policy)
+        if batch_invariant:
+            check_invariance(policy)
         check_triton_layout(
             q=q,
             k_cache=k_cache,
@@ -281,6 +317,7 @@ def paged_attention(
             out=out,
         )
         check_batch_layout(batch)
+        check_rotation(batch, k_cache)
     elif batch_invariant:
         raise NotImplementedError(
             "batch_invariant: needs a GPU, since torch's matrix products on a CPU round by shape; "

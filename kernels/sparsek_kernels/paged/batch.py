@@ -38,7 +38,7 @@ class PagedBatch:
             (``segments``): what they attend here does not count.
         rotation: ``[positions, D]`` float32, by which positions have turned queries and keys: D/2
             cosines, then as many sines.  Where it is given, InfLLM-v2's scores are of queries and
-            keys turned back (``use_nope``).
+            keys turned back (``use_nope``).  On a GPU it is contiguous.
     """
 
     block_table: torch.Tensor
@@ -156,6 +156,7 @@ class PagedBatch:
             decode_query_len=1,
             max_query_len=1,
             max_seq_len=self.max_seq_len,
+            rotation=self.rotation,
         )
 
 

@@ -88,12 +88,29 @@ def given_summary(k_summary: torch.Tensor | None) -> torch.Tensor:
     return k_summary
 
 
-def check_ranking(policy: SelectionPolicy) -> None:
-    """Refuse a policy whose ranking the Triton kernels lack: they rank blocks by masses."""
-    if policy.ranking != "masses":
+def check_invariance(policy: SelectionPolicy) -> None:
+    """Refuse a policy whose scores round by the batch: InfLLM-v2's, which programs share."""
+    if policy.ranking == "infllm":
         raise NotImplementedError(
-            f"policy: on a GPU blocks are ranked by masses, got ranking={policy.ranking!r}; leave "
-            "it out, or run on a CPU"
+            "batch_invariant: on a GPU blocks must be ranked by masses, got ranking='infllm'; "
+            "leave one of them out"
+        )
+
+
+def check_rotation(batch: PagedBatch, k_cache: torch.Tensor) -> None:
+    """Check the rotation that InfLLM-v2's scores undo, where there is one.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, shape, device or layout.
+    """
+    rotation = batch.rotation
+    if rotation is None:
+        return
+    shape = ("positions", k_cache.shape[3])
+    check_tensor("batch.rotation", rotation, shape, (torch.float32,), k_cache.device)
+    if not rotation.is_contiguous():
+        raise ValueError(
+            f"batch.rotation: expected a contiguous tensor, got strides {rotation.stride()}"
         )
 
 

@@ -16,8 +16,8 @@ class PagedOperands:
         k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``.
         out: ``[T, Hq, D]``, written.
         softmax_scale: factor of ``q . k``.
-        k_summary: ``[num_pages, Hkv, summary_bytes]`` uint8 (sketch.py), or ``None`` where nothing
-            is selected.
+        k_summary: ``[num_pages, Hkv, summary_bytes]`` uint8 (sketch.py, or infllm/means.py for a
+            ranking by these), or ``None`` where nothing is selected.
         sinks: ``[Hq]`` learned logits that join the softmax denominator only, or ``None``.
         k_scale, v_scale: factors of an fp8 cache; ``k_scale`` also of its sketch.
         lists: ``[rows, Hkv, scored_blocks]`` int32 of ``block_lists``, by which prefills choose

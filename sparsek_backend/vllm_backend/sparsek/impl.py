@@ -16,8 +16,9 @@ from sparsek_backend.vllm_backend.engine import current_engine
 from sparsek_backend.vllm_backend.left_out import LEFT_OUT
 from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_kernels.fallback import FallbackMask, paged_fallback, sdpa_fallback
-from sparsek_kernels.paged.api import paged_attention, select_blocks, write_kv
+from sparsek_kernels.paged.api import paged_attention, select_blocks, write_kv, write_means
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.infllm.means import keeps_means
 from sparsek_kernels.paged.lists import block_lists
 from sparsek_kernels.paged.plan import Segment, segments
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -83,6 +84,7 @@ class SparseKImpl(AttentionImpl):
         self.policy = self.model_policy()
         self.flash = self._find_flash()
         self.summaries = False  # in the layer's pages; decided with the policy
+        self.means = False  # as those summaries: for InfLLM-v2's scores, written once a step
         self.lists: torch.Tensor | None = None  # which blocks prefills attend in mode pattern
         self._pages: PageViews | None = None
         self._pages_key: tuple[int, tuple[int, ...]] | None = None
@@ -178,7 +180,7 @@ class SparseKImpl(AttentionImpl):
                 own = entries[self._own_heads(len(entries))]
                 self.lists = block_lists(own, policy).to(device)
             for layer in (self, owner):  # an owner that attends everything writes summaries too
-                layer.summaries = True
+                layer.summaries, layer.means = True, keeps_means(policy, device)
                 layer._pages = layer._pages_key = None
         return policy
 
@@ -211,6 +213,7 @@ class SparseKImpl(AttentionImpl):
         if self.flash is not None:  # which takes the last queries
             policy = replace(policy, dense_last=0)
         pages, out = self._view(kv_cache), torch.empty_like(query)
+        self._store_means(pages, batch)
         sinks = None if self.sinks is None else self.sinks.repeat(self.dcp_world_size)
         left_out = self._left_out(kv_cache)
         if left_out is not None:  # made in time, and left alone
@@ -243,7 +246,7 @@ class SparseKImpl(AttentionImpl):
             value,
             pages.keys,
             pages.values,
-            pages.summary,
+            None if self.means else pages.summary,
             slot_mapping,
             k_scale=k_scale,
             v_scale=v_scale,
@@ -283,6 +286,8 @@ class SparseKImpl(AttentionImpl):
         STATS.forward_calls += 1
         tokens = slice(attn_metadata.num_actual_tokens)
         query, out = query[tokens], output[tokens]
+        if self.means:
+            self._store_means(self._cached_view(kv_cache), attn_metadata.batch)
         if self.attn_type == AttentionType.ENCODER_ONLY:
             self._attend_encoder(query, key[tokens], value[tokens], attn_metadata, out)
         elif reason := self.fallback_reason or attn_metadata.fallback_reason:
@@ -466,6 +471,15 @@ class SparseKImpl(AttentionImpl):
                 "correct the checkpoint's, or use --kv-cache-dtype auto"
             )
         return k_scale, v_scale
+
+    def _store_means(self, pages: PageViews, batch: PagedBatch) -> None:
+        """Keep the means of the cells that a step completes, in the pages that this layer writes.
+
+        They are of keys without positions where the step has a rotation, so that they cannot be
+        written with the keys, which vLLM hands over without positions of theirs.
+        """
+        if self.means and pages.summary is not None and self.kv_sharing_target_layer_name is None:
+            write_means(pages.keys, pages.summary, batch)
 
     def _left_out(self, kv_cache: torch.Tensor) -> torch.Tensor | None:
         """Where kernels count the keys that `min_mass` leaves out, or ``None``."""

@@ -70,7 +70,7 @@ class SparseKMetadataBuilder(StepBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         engine = engine_of(vllm_config)
-        self.resolved, self.rotation = engine.resolved, engine.rotation
+        self.resolved, self.rotation = engine.resolved, engine.rotation_on(device)
         # Speculated tokens share a decode's tiles, which must hold one token where results may not
         # depend on the batch: there they are short prefills.
         self._init_reorder_batch_threshold(
@@ -126,7 +126,7 @@ class SparseKMetadataBuilder(StepBuilder):
         self._report_layers(groups, spec, vllm_config.model_config)
         if not self.on_host:
             decode_len = self.reorder_batch_threshold or 1
-            warm_up(layers.values(), spec, vllm_config, self.device, decode_len)
+            warm_up(layers.values(), spec, vllm_config, self.device, decode_len, self.rotation)
         return _counted_together(policies)
 
     def _report_layers(self, groups: dict[Kind, list[int]], spec: Any, model: Any) -> None:

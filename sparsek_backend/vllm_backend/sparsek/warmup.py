@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -50,7 +51,7 @@ def prefill_shapes(
     numbers = (*range(_EACH_NUMBER), *range(_EACH_NUMBER, _MOST_TILES + 1, _STEP))
     shapes = []
     for context in sparse_contexts(policy, max_model_len, between=True):
-        most = min(context, max_tokens)
+        most = min(context, max_tokens, _MOST_TILES * policy.query_tile)
         tokens = (max(number * policy.query_tile, 1) for number in numbers)
         shapes += [(context, each, 1) for each in (*(few for few in tokens if few < most), most)]
         room = (_MOST_TILES - ceil_div(most, policy.query_tile)) // 2
@@ -143,7 +144,12 @@ def made_up_decodes(
 
 
 def warm_up(
-    layers: Iterable[Any], spec: Any, vllm_config: Any, device: torch.device, query_len: int = 1
+    layers: Iterable[Any],
+    spec: Any,
+    vllm_config: Any,
+    device: torch.device,
+    query_len: int = 1,
+    rotation: torch.Tensor | None = None,
 ) -> None:
     """Run made-up decodes of every number and sparse prefills of every kind.
 
@@ -156,13 +162,15 @@ def warm_up(
         vllm_config: the engine's configuration.
         device: where to run.
         query_len: most query tokens of a decode.
+        rotation: :attr:`PagedBatch.rotation` of the engine's steps.
     """
     begin = time.perf_counter()
     with ThreadPoolExecutor(1) as thread:
         # vLLM makes the pages of an engine with sleep mode in a memory pool whose content it drops
         # when the engine sleeps.  The pool takes the allocations of this thread alone, so scratch
         # that kernels keep for later calls is made in another one.
-        count = thread.submit(_run, layers, spec, vllm_config, device, query_len).result()
+        steps = thread.submit(_run, layers, spec, vllm_config, device, query_len, rotation)
+        count = steps.result()
     if count:
         logger.info_once(
             "SPARSEK kernels are ready (%.1f s, kept in Triton's cache)",
@@ -171,7 +179,12 @@ def warm_up(
 
 
 def _run(
-    layers: Iterable[Any], spec: Any, vllm_config: Any, device: torch.device, query_len: int
+    layers: Iterable[Any],
+    spec: Any,
+    vllm_config: Any,
+    device: torch.device,
+    query_len: int,
+    rotation: torch.Tensor | None,
 ) -> int:
     """Return how many made-up steps were run."""
     kinds = {layer.impl.kernel_key: layer for layer in layers}
@@ -191,6 +204,7 @@ def _run(
             shapes = [] if gathers else decode_shapes(rule, max_model_len, max_num_seqs)
             for requests, context in shapes:
                 batch = made_up_decodes(requests, query_len, context, width, device)
+                batch = replace(batch, rotation=rotation)
                 impl.dummy_run(layer, _one_page(spec, device), batch)
                 count += 1
             if impl.flash is not None and impl.policy.is_band:
@@ -198,6 +212,7 @@ def _run(
             limits = (max_model_len, max_tokens, max_num_seqs)
             for context, tokens, prompts in prefill_shapes(impl.policy, *limits):
                 batch = made_up_prefill(context, tokens, prompts, width, device)
+                batch = replace(batch, rotation=rotation)
                 impl.dummy_run(layer, _one_page(spec, device), batch)
                 count += 1
         if count and device.type == "cuda":

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from sparsek_kernels.paged import SelectionPolicy, paged_attention, select_blocks
-from sparsek_kernels.paged.checks import check_ranking
 from sparsek_kernels.paged.reference import (
     block_ranks_reference,
     gather_sequence,
@@ -152,8 +151,3 @@ def test_it_is_per_token(fields: dict[str, int], words: str) -> None:
 def test_an_unknown_ranking() -> None:
     with pytest.raises(ValueError, match="ranking: expected one of masses, infllm, got 'means'"):
         SelectionPolicy(ranking="means")  # type: ignore[arg-type]
-
-
-def test_gpu_kernels_refuse_it() -> None:
-    with pytest.raises(NotImplementedError, match="policy: on a GPU blocks are ranked by masses"):
-        check_ranking(POLICIES["blocks of 64"])

@@ -31,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sparsek_kernels.paged.config import TileConfig
 from sparsek_kernels.paged.launch import attend as launch
 from sparsek_kernels.paged.launch import attend_sm90 as launch_sm90
+from sparsek_kernels.paged.launch import infllm as launch_infllm
 from sparsek_kernels.paged.launch import rank as launch_rank
 from sparsek_kernels.paged.launch import scores as launch_scores
 from sparsek_kernels.paged.launch import select as launch_select
@@ -49,6 +50,9 @@ KERNELS = {
     "gather_samples_kernel": launch_scores,
     "part_scores_kernel": launch_scores,
     "add_parts_kernel": launch_scores,
+    "write_means_kernel": launch_infllm,
+    "average_logits_kernel": launch_infllm,
+    "block_scores_kernel": launch_infllm,
     "attend_hopper_kernel": launch_sm90,
     "tile_scores_sm90_kernel": launch_scores,
 }
@@ -231,6 +235,33 @@ def launches(
     return seen
 
 
+def infllm_launches(arch: int, dtype: torch.dtype, head_dim: int, group: int) -> list[Recorded]:
+    """What a step launches in InfLLM-v2's ranking, by keys with and without positions."""
+    policy = SelectionPolicy(
+        num_sink=64, window_size=2048, top_k=63, query_tile=1, ranking="infllm"
+    )
+    problem = make_problem(
+        [(1, 9000), (16, 9000)],
+        num_decodes=1,
+        group=group,
+        dim=head_dim,
+        page_size=64,
+        dtype=dtype,
+        max_seq_len=131072,
+    )
+    seen: list[Recorded] = []
+    for rotation in (None, torch.zeros(131072, head_dim)):
+        batch = dataclasses.replace(problem.batch, rotation=rotation, _derived={})
+
+        def step(batch: Any = batch) -> None:
+            launch_infllm.write_means(problem.k_cache, problem.k_summary, batch)
+            operands = problem.operands(torch.empty_like(problem.q))
+            launch.paged_attention(operands, batch, policy)
+
+        seen += record(step, arch, 132)
+    return seen
+
+
 def sharded_launches(arch: int) -> list[Recorded]:
     """What decodes over the pages of one rank launch, for each kind of policy."""
     problem = make_problem(
@@ -268,9 +299,13 @@ def main() -> None:
     parser.add_argument("--head-budgets", action="store_true")
     parser.add_argument("--min-mass", type=float, default=0.0)
     parser.add_argument("--sharded", action="store_true")
+    parser.add_argument("--infllm", action="store_true")
     args = parser.parse_args()
     if args.sharded:
         seen = sharded_launches(args.arch)
+    elif args.infllm:
+        dtype = getattr(torch, args.dtype)
+        seen = infllm_launches(args.arch, dtype, args.head_dim, args.group)
     else:
         seen = launches(
             args.arch,

@@ -8,6 +8,7 @@ from unittest import mock
 
 from sparsek_kernels.paged.launch import attend as launch
 from sparsek_kernels.paged.launch import attend_sm90 as launch_sm90
+from sparsek_kernels.paged.launch import infllm as launch_infllm
 from sparsek_kernels.paged.launch import rank as launch_rank
 from sparsek_kernels.paged.launch import scores as launch_scores
 from sparsek_kernels.paged.launch import scratch as runtime
@@ -18,8 +19,9 @@ from sparsek_kernels.paged.launch import select as launch_select
 def simulated(arch: int, num_sms: int) -> Iterator[None]:
     """Launchers choose their configurations for this architecture and count of multiprocessors."""
     facts = {"device_arch": lambda _device: arch, "multiprocessors": lambda _device: num_sms}
+    launchers = (launch, launch_infllm, launch_rank, launch_scores, launch_select, launch_sm90)
     with contextlib.ExitStack() as stack:
-        for module in (launch, launch_rank, launch_scores, launch_select, launch_sm90, runtime):
+        for module in (*launchers, runtime):
             known = {name: value for name, value in facts.items() if hasattr(module, name)}
             stack.enter_context(mock.patch.multiple(module, **known))
         yield

@@ -31,6 +31,7 @@ PORTABLE = {
     "add_parts_kernel",
     "attend_kernel",
 }
+INFLLM = {"write_means_kernel", "average_logits_kernel", "block_scores_kernel"}
 SCORES = {"gather_samples_kernel", "tile_scores_sm90_kernel"}
 HOPPER = {"attend_hopper_kernel", *SCORES}
 SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -73,6 +74,28 @@ def test_decodes_over_the_pages_of_one_rank_compile() -> None:
     assert {row["kernel"] for row in rows} >= {"decode_logits_kernel", "top_blocks_kernel"}
     for row in rows:
         assert row["stack"] <= 160, row
+
+
+@pytest.mark.parametrize(
+    ("arch", "options"),
+    [
+        (80, ("--group", "16")),
+        (86, ("--group", "16", "--dtype", "float32", "--head-dim", "256")),
+        (90, ("--group", "16")),
+        (90, ("--group", "2", "--dtype", "float16", "--head-dim", "80")),
+        (100, ("--group", "16")),
+    ],
+    ids=["sm80", "sm86-fp32-d256", "sm90", "sm90-fp16-d80", "sm100"],
+)
+def test_ranking_as_infllm_does_compiles(arch: int, options: tuple[str, ...]) -> None:
+    rows = compiled(arch, "--infllm", *options)
+    names = [row["kernel"] for row in rows]
+    assert set(names) == INFLLM | {"top_blocks_kernel", "attend_kernel"}
+    assert names.count("write_means_kernel") == 4
+    for row in rows:
+        if row["kernel"] in INFLLM:
+            assert row["stack"] <= 160, row
+            assert row["shared"] <= SHARED[arch], row
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ do instead.
 *Where* says on which machines the proof runs. The last column is the proof, below
 `tests/vllm_backend`. Not run on a GPU yet, in `features/test_gpu_features.py`: `test_hybrids`, the
 Mamba 2 models of `test_models`, n-grams and draft models of `test_speculation`, `FULL_DECODE_ONLY`
-of `test_graphs`, `test_fp8_cache`, and `test_connectors` since it compares pages bit for bit.
+of `test_graphs`, `test_fp8_cache`, and `test_connectors` since it compares pages bit for bit. Nor
+any test of `features/test_gpu_infllm.py`.
 
 Not in the tables: Ray (`--distributed-executor-backend ray`), which vLLM's CPU build refuses and
 which was run on no GPU; multi-step scheduling, an option that no supported version has; gates that
@@ -138,14 +139,11 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             (
                 "test_engine_models.py::test_minicpm_as_it_was_trained",
                 "test_config.py::test_what_mode_infllm_needs",
+                "features/test_gpu_infllm.py::test_choices_are_those_of_a_cpu",
+                "features/test_gpu_infllm.py::test_within_the_budget",
+                "features/test_gpu_infllm.py::test_chunks_and_graphs",
             ),
             "with and without `use_nope`",
-        ),
-        Row(
-            "mode `infllm` on a GPU",
-            REFUSED,
-            (f"{NOT_SERVED}::test_the_models_own_selection_on_a_gpu",),
-            "leave the mode out, as in the row of MiniCPM4",
         ),
         Row(
             "natively sparse models (NSA)",

@@ -244,11 +244,16 @@ def test_data_parallel(llama: Path, prompts: list[list[int]], plain: list[list[i
     assert all(calls > 0 for calls, _ in stats)
 
 
-def logprobs(model: Path, backend: str, prompts: list[list[int]], **options: Any) -> torch.Tensor:
+def logprobs(
+    model: Path,
+    backend: str,
+    prompts: list[list[int]],
+    settings: dict[str, Any] = COVERING,
+    **options: Any,
+) -> torch.Tensor:
     """Of every token of the prompts but the first."""
-    settings = COVERING if backend == "SPARSEK" else None
     options = {"dtype": "bfloat16", **LIMITS, **options}
-    with engine(model, backend, settings, **options) as llm:
+    with engine(model, backend, settings if backend == "SPARSEK" else None, **options) as llm:
         before = ran(llm)
         found = generate(llm, prompts, together=True, max_tokens=1, prompt_logprobs=0)
         assert (ran(llm) > before) == (backend == "SPARSEK")

@@ -143,21 +143,6 @@ def test_ranks_that_take_parts_of_pages_in_turn(
         check_shared_context(monkeypatch, llama, interleave=32)
 
 
-def test_the_models_own_selection_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MiniCPM4's blocks, ranked as it was trained, need kernels that are not there."""
-    from vllm.platforms import current_platform
-
-    from sparsek_backend.vllm_backend import validate
-
-    model = make_tiny_model("minicpm", tmp_path)
-    config = configure(model, additional_config={"sparsek": {"mode": "infllm"}})
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    with pytest.raises(
-        ValueError, match=r"mode infllm not supported on a GPU \(remedy: leave mode"
-    ):
-        validate.check_engine(config)
-
-
 def test_encoder_decoder_models(tmp_path: Path) -> None:
     from transformers import T5Config
 

@@ -197,6 +197,7 @@ def top_blocks_kernel(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     STRIDE: tl.constexpr,
+    FROM_LOGITS: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     SINK_BLOCKS: tl.constexpr,
     REACH_BLOCKS: tl.constexpr,
@@ -210,11 +211,12 @@ def top_blocks_kernel(
 ):
     """Best blocks of one tile and KV head: a single token's selection, or a tile's candidates.
 
-    Single tokens have logits by query head, ``stride_sg`` apart, and write their row of the output,
-    -1 where they see everything; ``HEAD_PLACES`` of each KV head.  Tiles (``FROM_TABLE``) have
-    summed scores, and write ``COUNT`` candidates from ``first_tile`` on, -1 where there are fewer,
-    nothing where they see everything.  With ``MIN_MASS`` blocks of a smaller share than
-    ``min_mass`` are left out, and lists end as :func:`write_top` says.
+    Single tokens have logits by query head (``FROM_LOGITS``), ``stride_sg`` apart, or summed
+    scores, and write their row of the output, -1 where they see everything; ``HEAD_PLACES`` of each
+    KV head.  Tiles (``FROM_TABLE``) have summed scores, and write ``COUNT`` candidates from
+    ``first_tile`` on, -1 where there are fewer, nothing where they see everything.  With
+    ``MIN_MASS`` blocks of a smaller share than ``min_mass`` are left out, and lists end as
+    :func:`write_top` says.
     ``MAX_BLOCKS`` bounds the blocks of any sequence; shorter ones take a narrower path.
     """
     local = tl.program_id(0)
@@ -257,7 +259,6 @@ def top_blocks_kernel(
     samples = (high - base) // STRIDE - (low - base) // STRIDE + 1
     least = min_mass * samples * GROUP
     places = tl.load(places_ptr + kv_head) if HEAD_PLACES else COUNT
-    FROM_LOGITS: tl.constexpr = not FROM_TABLE
     if (MAX_BLOCKS <= 1024) | (num_blocks <= 1024):
         SMALL: tl.constexpr = 1024 if MAX_BLOCKS > 1024 else MAX_BLOCKS
         write_top(

@@ -17,6 +17,7 @@ from sparsek_kernels.paged.checks import given_summary
 from sparsek_kernels.paged.config import logits_config, next_power_of_2, top_warps
 from sparsek_kernels.paged.kernels.select import top_blocks_kernel
 from sparsek_kernels.paged.kernels.sketch_logits import decode_logits_kernel
+from sparsek_kernels.paged.launch.infllm import averages, block_scores
 from sparsek_kernels.paged.launch.rank import mass_elements, rank_blocks
 from sparsek_kernels.paged.launch.scores import score_tiles
 from sparsek_kernels.paged.launch.scratch import (
@@ -96,17 +97,22 @@ def select_blocks(
 
 
 def _select_decodes(call: Selection) -> None:
-    """Blocks of single tokens: logits of the sketch, and the best."""
+    """Blocks of single tokens: logits of the sketch, or InfLLM-v2's scores, and the best."""
     batch, num_heads, length = call.batch, call.q.shape[1], call.batch.decode_query_len
-    most = length * num_heads * call.width
+    as_trained = call.policy.ranking == "infllm"
+    most = length * num_heads * (averages(call) if as_trained else call.width)
     requests = max(min(_SCRATCH_ELEMENTS // most, batch.num_decodes, MOST_ROWS // length), 1)
     for first in range(0, batch.num_decodes, requests):
         here = min(requests, batch.num_decodes - first)
         step = Step(first * length, here * length)
         # As large for the last requests as for the others, since its size decides what is compiled.
-        logits = _decode_logits(call, first, here, requests)
-        strides = (num_heads * call.width, call.group * call.width, call.width)
-        _top_blocks(call, step, call.out, logits, strides)
+        if as_trained:
+            scores = block_scores(call, step, requests * length)
+            strides = (call.heads * call.width, call.width, 0)
+        else:
+            scores = _decode_logits(call, first, here, requests)
+            strides = (num_heads * call.width, call.group * call.width, call.width)
+        _top_blocks(call, step, call.out, scores, strides)
 
 
 def _decode_logits(call: Selection, first: int, count: int, most: int) -> torch.Tensor:
@@ -198,6 +204,7 @@ def _top_blocks(
         *out.stride()[:2],
         *strides,
         STRIDE=policy.sample_stride,
+        FROM_LOGITS=call.tiles is None and policy.ranking == "masses",
         COUNT=out.shape[2],
         HEAD_PLACES=places is not None,
         MIN_MASS=policy.min_mass > 0,

@@ -21,7 +21,8 @@ class Selection:
         out: ``[tiles, Hkv, scored_blocks]`` int32, written.
         q: ``[T, Hq, D]``.
         k_cache: ``[num_pages, Hkv, page_size, D]``.
-        k_summary: the sketch that pages keep, by which single tokens select; or ``None``.
+        k_summary: the sketch that pages keep, by which single tokens select, or InfLLM-v2's means
+            (infllm/means.py) where the policy ranks by these; or ``None``.
         batch: the requests.
         policy: how blocks compete.
         qk_scale: factor of ``q . k`` in base 2.

@@ -1,0 +1,33 @@
+"""What pages keep for InfLLM-v2's scores on a GPU: the mean of every complete cell of 16 keys.
+
+Vector ``n`` of a page and KV head is the mean of its tokens ``16 n`` to ``16 n + 15``, ``D``
+numbers of bfloat16.  It is written when the last of them is there, from the keys in the page, so
+that the order of writes leaves no trace.  Half the sum of two neighbours is the mean of 32 keys
+that InfLLM-v2 scores.
+
+The means take the place of the sketch (sketch.py), and just as many bytes: two for a channel of 16
+tokens, where the sketch has half a byte for a channel of 4.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+
+
+def keeps_means(policy: SelectionPolicy, device: torch.device) -> bool:
+    """Whether pages on a device keep means for a policy; a CPU scores the keys themselves."""
+    return policy.ranking == "infllm" and device.type != "cpu"
+
+
+def view_means(k_summary: torch.Tensor, page_size: int, head_dim: int) -> torch.Tensor:
+    """View of the means, ``[..., page_size / 16, D]`` bfloat16.
+
+    Args:
+        k_summary: ``[..., summary_bytes(page_size, D)]`` uint8.
+    """
+    cells = page_size // CELL_SIZE
+    used = k_summary[..., : 2 * cells * head_dim]
+    means: torch.Tensor = used.view(torch.bfloat16).unflatten(-1, (cells, head_dim))
+    return means

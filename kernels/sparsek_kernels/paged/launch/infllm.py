@@ -1,0 +1,155 @@
+"""Launching InfLLM-v2's scores of single tokens, and the means that they are made of."""
+
+from __future__ import annotations
+
+import torch
+
+from sparsek_kernels.common.device import multiprocessors
+from sparsek_kernels.common.recording import run
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.checks import given_summary
+from sparsek_kernels.paged.config import averages_config, next_power_of_2
+from sparsek_kernels.paged.infllm.kernels.means import write_means_kernel
+from sparsek_kernels.paged.infllm.kernels.scores import average_logits_kernel, block_scores_kernel
+from sparsek_kernels.paged.infllm.means import view_means
+from sparsek_kernels.paged.launch.scratch import overlap_options, workspace
+from sparsek_kernels.paged.launch.selection import Selection, Step
+from sparsek_kernels.paged.policy import CELL_SIZE, ceil_div
+
+_SCORES = 512
+"""Shares of averages that one program adds up at a time."""
+
+
+def write_means(k_cache: torch.Tensor, k_summary: torch.Tensor, batch: PagedBatch) -> None:
+    """Triton form of :func:`sparsek_kernels.paged.write_means`."""
+    if not batch.num_prefills:
+        _write_means(k_cache, k_summary, batch, batch.decode_query_len)
+    elif not batch.num_decodes:
+        _write_means(k_cache, k_summary, batch, batch.max_query_len)
+    else:  # apart, or decodes would get as many programs as the longest prefill
+        for part in (
+            batch.part(0, batch.num_decodes),
+            batch.part(batch.num_decodes, batch.num_requests),
+        ):
+            write_means(k_cache, k_summary, part)
+
+
+def _write_means(
+    k_cache: torch.Tensor, k_summary: torch.Tensor, batch: PagedBatch, most_tokens: int
+) -> None:
+    """Means of the cells that requests with at most ``most_tokens`` new tokens complete."""
+    _, heads, page_size, dim = k_cache.shape
+    means = view_means(k_summary, page_size, dim)
+    run(
+        write_means_kernel,
+        (ceil_div(most_tokens, CELL_SIZE), heads, batch.num_requests),
+        means,
+        k_cache,
+        k_cache if batch.rotation is None else batch.rotation,
+        batch.block_table,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        0 if batch.rotation is None else batch.rotation.shape[0],
+        *means.stride()[:2],
+        *k_cache.stride()[:3],
+        batch.block_table.stride(0),
+        HEAD_DIM=dim,
+        BLOCK_D=next_power_of_2(dim),
+        PAGE_SIZE=page_size,
+        CELL=CELL_SIZE,
+        TURN_BACK=batch.rotation is not None,
+        num_warps=4,
+    )
+
+
+def averages(call: Selection) -> int:
+    """Averages of the longest sequence that the batch may hold, aligned as its blocks are."""
+    return call.width * (call.policy.sel_block_size // CELL_SIZE)
+
+
+def block_scores(call: Selection, step: Step, most: int) -> torch.Tensor:
+    """Scores ``[step.count, Hkv, call.width]`` float32 of a step's tokens, flat.
+
+    Args:
+        most: tokens of the largest step, for which there is room.
+    """
+    q, batch, policy = call.q, call.batch, call.policy
+    page_size = call.k_cache.shape[2]
+    num_heads, dim = q.shape[1:]
+    width = averages(call)
+    means = view_means(given_summary(call.k_summary), page_size, dim)
+    config = averages_config(
+        tokens=most,
+        num_kv_heads=call.heads,
+        group=call.group,
+        head_dim=dim,
+        num_sms=multiprocessors(q.device),
+    )
+    shares = min(ceil_div(width, config.block_n), config.splits)
+    logits = workspace(q.device, "averages", most * num_heads * width, torch.float32)
+    lse = workspace(q.device, "shares of averages", most * num_heads * shares, torch.float32)
+    rule = {
+        "TOKENS_PER_REQUEST": batch.decode_query_len,
+        "GROUP": call.group,
+        "BLOCK_N": config.block_n,
+        "CELL": CELL_SIZE,
+        "SEL_BLOCK": policy.sel_block_size,
+        "SINK_BLOCKS": policy.sink_blocks,
+        "REACH_BLOCKS": policy.reach_blocks,
+        "SCORED_BLOCKS": policy.scored_blocks,
+        "num_warps": config.num_warps,
+        **overlap_options(q.device),
+    }
+    turned = batch.rotation is not None
+    run(
+        average_logits_kernel,
+        (shares, call.heads, step.count),
+        logits,
+        lse,
+        q,
+        means,
+        q if batch.rotation is None else batch.rotation,
+        batch.block_table,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        0.5 * call.qk_scale,
+        policy.dense_below,
+        step.first,
+        0 if batch.rotation is None else batch.rotation.shape[0],
+        num_heads * width,
+        width,
+        *q.stride()[:2],
+        *means.stride()[:2],
+        batch.block_table.stride(0),
+        HEAD_DIM=dim,
+        BLOCK_D=max(next_power_of_2(dim), 16),
+        BLOCK_M=config.block_m,
+        PAGE_SIZE=page_size,
+        TURN_BACK=turned,
+        TWO_TERMS=turned or q.dtype != torch.bfloat16,
+        NUM_STAGES=config.num_stages,
+        **rule,
+    )
+    scores = workspace(q.device, "scores", most * call.heads * call.width, torch.float32)
+    per_block = next_power_of_2(policy.sel_block_size // CELL_SIZE + 1)
+    block_b = max(_SCORES // per_block, 1)
+    run(
+        block_scores_kernel,
+        (ceil_div(call.max_blocks, block_b), call.heads, step.count),
+        scores,
+        logits,
+        lse,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        policy.dense_below,
+        step.first,
+        shares,
+        call.heads * call.width,
+        call.width,
+        num_heads * width,
+        width,
+        BLOCK_B=block_b,
+        BLOCK_S=next_power_of_2(shares),
+        **rule,
+    )
+    return scores
