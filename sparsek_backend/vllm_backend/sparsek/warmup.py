@@ -57,7 +57,7 @@ def prefill_shapes(
         room = (_MOST_TILES - ceil_div(most, policy.query_tile)) // 2
         room = min(room, max_num_seqs, most, _MOST_CONTEXT // context)
         shapes += [(context, most, prompts) for prompts in numbers if 1 < prompts <= room]
-    return shapes
+    return list(dict.fromkeys(shapes))
 
 
 def decode_shapes(
