@@ -83,51 +83,33 @@ def model_fetch(
         _fail(str(error))
 
 
-@app.command("eval", context_settings=_PASS_THROUGH)
-def evaluate(context: typer.Context) -> None:
-    """Measure what sparsity costs a model: retrieval and perplexity, dense against sparse."""
-    _delegate("sparsek_backend.eval.cli", "eval", "eval", context.args)
+def _delegate(command: str, module: str, extra: str, about: str) -> None:
+    """Add a command that another module has; ``extra`` has the packages that it needs."""
+
+    @app.command(command, context_settings=_PASS_THROUGH, help=about)
+    def run(context: typer.Context) -> None:
+        try:
+            target = import_module(f"sparsek_backend.{module}").app
+        except ModuleNotFoundError as error:
+            if error.name is not None and error.name.split(".")[0] == "sparsek_backend":
+                raise
+            _fail(f"{error.name} is not installed: run `pip install 'sparsek-backend[{extra}]'`")
+        target(args=context.args, prog_name=f"sparsek {command}")
 
 
-@app.command("calibrate", context_settings=_PASS_THROUGH)
-def calibrate(context: typer.Context) -> None:
-    """Write budgets for each layer and KV head of a model, for the setting `budgets`."""
-    _delegate("sparsek_backend.eval.calibrate", "calibrate", "eval", context.args)
-
-
-@app.command("tune", context_settings=_PASS_THROUGH)
-def tune(context: typer.Context) -> None:
-    """Search the cheapest settings whose answers stay within a loss."""
-    _delegate("sparsek_backend.eval.tune", "tune", "eval", context.args)
-
-
-@app.command("bench", context_settings=_PASS_THROUGH)
-def bench(context: typer.Context) -> None:
-    """Benchmark kernels and serving, compare and plot results."""
-    _delegate("sparsek_backend.bench.cli", "bench", "bench", context.args)
-
-
-@app.command("patterns", context_settings=_PASS_THROUGH)
-def patterns(context: typer.Context) -> None:
-    """Learn, show, measure and convert block-sparse patterns."""
-    _delegate("sparsek_backend.patterns.tools.cli", "patterns", "patterns", context.args)
-
-
-@app.command("train-demo", context_settings=_PASS_THROUGH)
-def train_demo(context: typer.Context) -> None:
-    """Train a small natively sparse transformer and its dense twin on long-range recall."""
-    _delegate("sparsek_backend.nn.demo.cli", "train-demo", "bench", context.args)
-
-
-def _delegate(module: str, command: str, extra: str, arguments: list[str]) -> None:
-    """Run the command of another module; ``extra`` has the packages that it needs."""
-    try:
-        target = import_module(module).app
-    except ModuleNotFoundError as error:
-        if error.name is not None and error.name.split(".")[0] == "sparsek_backend":
-            raise
-        _fail(f"{error.name} is not installed: run `pip install 'sparsek-backend[{extra}]'`")
-    target(args=arguments, prog_name=f"sparsek {command}")
+for _behind in (
+    ("eval", "eval.cli", "eval",
+     "Measure what sparsity costs a model: retrieval and perplexity, dense against sparse."),
+    ("calibrate", "eval.calibrate", "eval",
+     "Write budgets for each layer and KV head of a model, for the setting `budgets`."),
+    ("tune", "eval.tune", "eval", "Search the cheapest settings whose answers stay within a loss."),
+    ("bench", "bench.cli", "bench", "Benchmark kernels and serving, compare and plot results."),
+    ("patterns", "patterns.tools.cli", "patterns",
+     "Learn, show, measure and convert block-sparse patterns."),
+    ("train-demo", "nn.demo.cli", "bench",
+     "Train a small natively sparse transformer and its dense twin on long-range recall."),
+):  # fmt: skip
+    _delegate(*_behind)
 
 
 def _fail(message: str) -> None:

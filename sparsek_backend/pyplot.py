@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 
@@ -15,3 +16,10 @@ def import_pyplot() -> Any:
     import matplotlib.pyplot as pyplot
 
     return pyplot
+
+
+def write_figure(figure: Any, path: Path, dpi: int = 130) -> Path:
+    """The path, after the figure was written there; its memory is free again."""
+    figure.savefig(path, dpi=dpi)
+    import_pyplot().close(figure)
+    return path

@@ -20,7 +20,7 @@ from sparsek_backend.bench.load_mix import (
     write_number_tokenizer,
     write_prompts,
 )
-from sparsek_backend.bench.shapes import SHAPES, write_shape
+from sparsek_backend.bench.shapes import SHAPES, model_folder
 from sparsek_backend.bench.together import Together
 from sparsek_backend.eval.engine import ensure_entry_point
 from sparsek_backend.machine import Machine
@@ -113,17 +113,10 @@ def run_load(plan: LoadPlan, machine: Machine, on_progress: Callable[[str], None
     gpus = _gpu_each(len(names)) if plan.side_by_side else (None,) * len(names)
     with tempfile.TemporaryDirectory(prefix="sparsek-load-") as scratch:
         folder = Path(scratch)
-        engine = dict(plan.engine)
+        model, loading = model_folder(plan.model, folder / "shape")
+        engine = {**plan.engine, **loading}
         if plan.model in SHAPES:
-            model = write_shape(plan.model, folder / "shape")
             write_number_tokenizer(model, SHAPES[plan.model]["vocab_size"])
-            engine["load_format"] = "dummy"
-        else:
-            model = Path(plan.model)
-            if not model.is_dir():
-                raise ValueError(
-                    f"model: expected a folder or one of {', '.join(SHAPES)}, got {plan.model!r}"
-                )
         tokenizer = _tokenizer(model)
         for turn, _ in enumerate((WARM, *plan.rates)):  # no rate finds another's prefixes cached
             path, seed = folder / f"prompts-{turn}.jsonl", plan.seed + turn

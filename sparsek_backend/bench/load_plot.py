@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparsek_backend.pyplot import import_pyplot
+from sparsek_backend.pyplot import import_pyplot, write_figure
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
 _PANELS = (
@@ -60,5 +60,4 @@ def plot_load(records: Sequence[Mapping[str, Any]], path: Path) -> None:
         f"{first['gpu']}, vLLM {first['vllm']}",
         fontsize=11,
     )
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    write_figure(figure, path)

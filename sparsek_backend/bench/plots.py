@@ -8,7 +8,7 @@ from typing import Any
 
 from sparsek_backend.bench.registry import OURS
 from sparsek_backend.bench.results import Row, read_csv, speedup
-from sparsek_backend.pyplot import import_pyplot
+from sparsek_backend.pyplot import import_pyplot, write_figure
 
 _COLOURS = ("#1b6ca8", "#e07a1f", "#3f9142", "#b03a5b", "#7a5ba6", "#6b6b6b", "#2aa198")
 
@@ -30,9 +30,7 @@ def plot_csv(csv_path: Path, out_dir: Path) -> list[Path]:
             continue
         figure = _figure(pyplot, op, timed)
         path = out_dir / f"{csv_path.stem}_{re.sub(r'[^A-Za-z0-9_-]', '-', op)}.png"
-        figure.savefig(path, dpi=130)
-        pyplot.close(figure)
-        written.append(path)
+        written.append(write_figure(figure, path))
     return written
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from sparsek_backend.csv_file import write_csv_file
+
 
 @dataclass(frozen=True)
 class Row:
@@ -85,12 +87,7 @@ _NUMBERS = {
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
     """Write rows, numbers at five significant digits."""
     names = [field.name for field in fields(Row)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(names)
-        for row in rows:
-            writer.writerow([_text(value) for value in asdict(row).values()])
+    write_csv_file(path, names, map(asdict, rows), digits=5)
 
 
 def read_csv(path: Path) -> list[Row]:
@@ -116,12 +113,6 @@ def speedup(rows: Iterable[Row], ours: Row) -> dict[str, float]:
         return {}
     peers = [row for row in rows if row.key[:3] == ours.key[:3] and row.provider != ours.provider]
     return {row.provider: row.ms / ours.ms for row in peers if row.is_timed and row.ms is not None}
-
-
-def _text(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def _row(record: dict[str, str]) -> Row:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import json
 import statistics
@@ -17,9 +16,10 @@ from rich.table import Table
 from sparsek_backend.bench.load import LoadRow
 from sparsek_backend.bench.report import verdict
 from sparsek_backend.bench.serve_plot import plot_serve
-from sparsek_backend.bench.shapes import SHAPES, write_shape
+from sparsek_backend.bench.shapes import model_folder
 from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.bench.timing import quantile
+from sparsek_backend.csv_file import write_csv_file
 from sparsek_backend.eval.workers import run_worker
 from sparsek_backend.machine import Machine
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
@@ -132,26 +132,18 @@ def run_serve(
     names = (plan.baseline or "vLLM's own", BACKEND_NAME)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="sparsek-shape-") as folder:
-        engine = dict(plan.engine)
-        model = plan.model
-        if plan.model in SHAPES:
-            model = str(write_shape(plan.model, Path(folder)))
-            engine["load_format"] = "dummy"
-        elif not Path(model).is_dir():
-            raise ValueError(
-                f"model: expected a folder or one of {', '.join(SHAPES)}, got {model!r}"
-            )
+        model, loading = model_folder(plan.model, Path(folder))
         for turn in range(plan.rounds):
             for name in names if turn % 2 == 0 else names[::-1]:
                 ours = name == BACKEND_NAME
                 job = {
-                    "model": model,
+                    "model": str(model),
                     "settings": dict(plan.settings) if ours else None,
                     "baseline": None if ours else plan.baseline,
                     "cases": [asdict(case) for case in plan.cases],
                     "output_tokens": plan.output_tokens,
                     "repeats": plan.repeats,
-                    "engine": engine,
+                    "engine": {**plan.engine, **loading},
                     "seed": plan.seed + turn,
                 }
                 label = f"{name}, round {turn + 1}"
@@ -209,16 +201,9 @@ def write_results(
     out: Path, name: str, rows: Sequence[ServeRow | LoadRow], draw: Draw = plot_serve
 ) -> list[Path]:
     """Write NAME.csv, NAME.json and, with matplotlib, NAME.png; returns their paths."""
-    out.mkdir(parents=True, exist_ok=True)
-    table, full = out / f"{name}.csv", out / f"{name}.json"
     records = [asdict(row) for row in rows]
-    with table.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
-        writer.writeheader()
-        for record in records:
-            writer.writerow(
-                {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in record.items()}
-            )
+    table = write_csv_file(out / f"{name}.csv", list(records[0]), records, digits=5)
+    full = out / f"{name}.json"
     full.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     try:
         draw(records, drawn := out / f"{name}.png")

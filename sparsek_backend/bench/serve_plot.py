@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparsek_backend.pyplot import import_pyplot
+from sparsek_backend.pyplot import import_pyplot, write_figure
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
 _BASELINE_COLOUR, _OUR_COLOUR = "#6b6b6b", "#1b6ca8"
@@ -59,8 +59,7 @@ def plot_serve(records: Sequence[Mapping[str, Any]], path: Path) -> None:
         axis.grid(visible=True, which="major", alpha=0.25)
         axis.legend(fontsize=8, loc="upper left")
     figure.suptitle(f"{model}, {gpu}, vLLM {vllm}", fontsize=11)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    write_figure(figure, path)
 
 
 def _draw(axis: Any, found: dict[str, dict[int, float]], requests: int, field: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparsek_backend.distributed.rows import Piece, joined, joined_pieces, take_rows
+from sparsek_backend.distributed.rows import Piece, joined, joined_pieces, take, take_rows
 from sparsek_kernels.sink_window.ops import sink_flash_bwd, sink_flash_fwd, sink_flash_fwd_out
 
 
@@ -148,10 +148,25 @@ def backward(
     return dq, dk, dv, None if sinks is None else dsinks
 
 
-def put_rows(total: torch.Tensor, rows: Sequence[slice], part: torch.Tensor) -> None:
-    """Write ``part`` to rows of ``total``, the inverse of :func:`take_rows`."""
+def rows_of_part(rows: Sequence[slice]) -> Iterator[tuple[slice, slice]]:
+    """Each of ``rows``, and where it lies in what :func:`take_rows` takes of them."""
     row = 0
     for where in rows:
-        count = where.stop - where.start
-        total[:, where] = part[:, row : row + count]
-        row += count
+        here = slice(row, row + where.stop - where.start)
+        yield where, here
+        row = here.stop
+
+
+def put_rows(total: torch.Tensor, rows: Sequence[slice], part: torch.Tensor) -> None:
+    """Write ``part`` to rows of ``total``, the inverse of :func:`take_rows`."""
+    for where, here in rows_of_part(rows):
+        total[:, where] = part[:, here]
+
+
+def put_together(
+    k: torch.Tensor, v: torch.Tensor, received: Sequence[torch.Tensor], call: Call
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a call, from the rank's own and those that it received."""
+    buffers = ([x, *(there[i] for there in received)] for i, x in enumerate((k, v)))
+    key, value = (take(x, call.pieces) for x in buffers)
+    return key, value

@@ -20,7 +20,7 @@ from sparsek_backend.distributed.calls import Call, Item, Scalars, calls_of, put
 from sparsek_backend.distributed.exchange import Exchange, by_buffer
 from sparsek_backend.distributed.layouts import Segment, SequenceLayout
 from sparsek_backend.distributed.mesh import Channel
-from sparsek_backend.distributed.rows import Piece, Range, Transfers, plan_transfers, take
+from sparsek_backend.distributed.rows import Piece, Range, Transfers, plan_transfers
 from sparsek_kernels.common.operators import new_like, new_lse
 
 
@@ -112,7 +112,7 @@ class HaloAttention(torch.autograd.Function):
             if index:
                 received += exchanges[index - 1].wait()
             for call in group:
-                key, value = _put_together(k, v, received, call)
+                key, value = calls.put_together(k, v, received, call)
                 calls.forward_into(out, lse, call, q, key, value, sinks, scalars)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *received)
         ctx.channel, ctx.plan, ctx.scalars = channel, plan, scalars
@@ -131,7 +131,7 @@ class HaloAttention(torch.autograd.Function):
 
         def run(group: tuple[Call, ...]) -> None:
             for call in group:
-                key, value = _put_together(k, v, received, call)
+                key, value = calls.put_together(k, v, received, call)
                 part, dk, dv, share = calls.backward(
                     call, upstream, q, key, value, sinks, ctx.scalars
                 )
@@ -156,12 +156,3 @@ class HaloAttention(torch.autograd.Function):
         if sinks is not None and dsinks is not None:
             dsinks = dsinks.to(sinks.dtype)
         return dq, dk, dv, dsinks, None, None, None
-
-
-def _put_together(
-    k: torch.Tensor, v: torch.Tensor, received: Sequence[torch.Tensor], call: Call
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a call."""
-    buffers = ([x, *(there[i] for there in received)] for i, x in enumerate((k, v)))
-    key, value = (take(x, call.pieces) for x in buffers)
-    return key, value

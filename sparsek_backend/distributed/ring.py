@@ -20,7 +20,7 @@ from sparsek_backend.distributed.calls import Call, Item, Scalars, calls_of, off
 from sparsek_backend.distributed.exchange import Exchange, by_buffer
 from sparsek_backend.distributed.layouts import Segment, SequenceLayout
 from sparsek_backend.distributed.mesh import Channel
-from sparsek_backend.distributed.rows import Piece, Range, Transfers, plan_transfers, take
+from sparsek_backend.distributed.rows import Piece, Range, Transfers, plan_transfers
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class RingAttention(torch.autograd.Function):
             if index + 1 < len(exchanges):
                 exchanges[index + 1].start((k, v))
             for call in step.calls:
-                key, value = _put_together(k, received, call)
+                key, value = calls.put_together(k, v, received, call)
                 _merge(out, lse, call, *calls.forward(call, q, key, value, None, full))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
@@ -137,9 +137,10 @@ class RingAttention(torch.autograd.Function):
                 exchanges[index + 1].start((k, v))
             grads = []
             for call in step.calls:
-                key, value = _put_together(k, received, call)
+                key, value = calls.put_together(k, v, received, call)
                 part, dk, dv, _ = calls.backward(call, upstream, q, key, value, None, full)
-                _add_rows(dq, call.rows, part)
+                for rows, here in calls.rows_of_part(call.rows):
+                    dq[:, rows] += part[:, here]
                 grads.append((call.pieces, (dk, dv)))
             if returning is not None:
                 _add_parts(dkv, returning)
@@ -151,33 +152,15 @@ class RingAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk, dv, dsinks, None, None, None
 
 
-def _put_together(
-    k: torch.Tensor, received: list[torch.Tensor], call: Call
-) -> tuple[torch.Tensor, torch.Tensor]:
-    key, value = (take([k, *(x[i] for x in received)], call.pieces) for i in (0, 1))
-    return key, value
-
-
 def _merge(
     out: torch.Tensor, lse: torch.Tensor, call: Call, part: torch.Tensor, part_lse: torch.Tensor
 ) -> None:
     """Add a partial output to ``out`` and ``lse``, weighted by the share of its keys."""
-    row = 0
-    for rows in call.rows:
-        here = slice(row, row + rows.stop - rows.start)
-        row = here.stop
+    for rows, here in calls.rows_of_part(call.rows):
         new = torch.logaddexp(lse[..., rows], part_lse[..., here])
         weight = (part_lse[..., here] - new).exp().nan_to_num(0.0)  # no key at all: nothing
         out[:, rows].lerp_(part[:, here].to(out.dtype), weight.transpose(1, 2)[..., None])
         lse[..., rows] = new
-
-
-def _add_rows(total: torch.Tensor, rows: tuple[slice, ...], part: torch.Tensor) -> None:
-    row = 0
-    for where in rows:
-        count = where.stop - where.start
-        total[:, where] += part[:, row : row + count]
-        row += count
 
 
 def _add_parts(total: torch.Tensor, returning: Exchange) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from sparsek_backend.eval.layers import LayerReader
-from sparsek_backend.pyplot import import_pyplot
+from sparsek_backend.pyplot import import_pyplot, write_figure
 from sparsek_kernels.paged.lists import block_lists
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
@@ -210,6 +210,4 @@ def plot_masses(path: Path, masses: Sequence[Mass], title: str) -> Path:
         figure.colorbar(image, ax=axis)
     axes[0].set_ylabel("layer")
     figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path
+    return write_figure(figure, path)

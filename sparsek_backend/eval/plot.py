@@ -8,7 +8,7 @@ from typing import Any
 
 from sparsek_backend.eval.record import Row
 from sparsek_backend.eval.results import MEAN
-from sparsek_backend.pyplot import import_pyplot
+from sparsek_backend.pyplot import import_pyplot, write_figure
 
 _COLOURS = {"block_topk": "#1b6ca8", "sink_window": "#e07a1f", "window": "#6b6b6b"}
 _MARKERS = {"both": "o", "prefill": "^", "decode": "v"}
@@ -45,9 +45,7 @@ def plot_accuracy(rows: Sequence[Row], path: Path, title: str) -> Path:
         line[0].set_ylabel("mean accuracy, 95 % interval")
     axes[0][0].legend(fontsize=8, loc="lower right")
     figure.suptitle(title)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path
+    return write_figure(figure, path)
 
 
 def _draw(axis: Any, rows: Sequence[Row]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparsek_backend.csv_file import write_csv_file
 from sparsek_backend.eval.budgets import Budget
 from sparsek_backend.eval.record import SCORES, Row, identity
 from sparsek_backend.eval.stats import mcnemar, mean_interval
@@ -285,13 +285,7 @@ def write_results(
     for file_name, (columns, rows) in tables.items():
         if not rows:
             continue
-        path = out / file_name
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, columns, lineterminator="\n")
-            writer.writeheader()
-            for row in rows:
-                writer.writerow({key: _text(value) for key, value in row.items()})
-        written.append(path)
+        written.append(write_csv_file(out / file_name, columns, rows, digits=6))
     retrieval, perplexity = (rows for _, rows in tables.values())
     document = {
         **details,
@@ -328,9 +322,3 @@ def read_results(paths: Sequence[Path]) -> tuple[str, list[Row]]:
     if len(set(models)) != 1 or not cells:
         raise ValueError(f"results: expected scores of one model, got {sorted(set(models))}")
     return models[0], list(cells.values())
-
-
-def _text(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -50,6 +50,14 @@ class Workplace:
     record: Path
     commit: str = ""
 
+    def missing(self, key: str, on_progress: OnProgress) -> PromptSet:
+        """What the record lacks of a run; progress is told of the rest."""
+        missing = pending(self.prompts, self.record, key)
+        total = len(self.prompts.prompts) + len(self.prompts.texts)
+        known = total - len(missing.prompts) - len(missing.texts)
+        on_progress(known, f"{known} of {total} are in the record")
+        return missing
+
 
 @dataclass(frozen=True)
 class LocalModel:
@@ -89,11 +97,8 @@ class LocalModel:
             WorkerError: the engine failed; the message begins with the budget.
         """
         key = self.key(budget, place.commit)
-        missing = pending(place.prompts, place.record, key)
-        total = len(place.prompts.prompts) + len(place.prompts.texts)
-        left = len(missing.prompts) + len(missing.texts)
-        on_progress(total - left, f"{total - left} of {total} are in the record")
-        if not left:
+        missing = place.missing(key, on_progress)
+        if not (missing.prompts or missing.texts):
             return key
         settings = None if budget.settings is None else dict(budget.settings)
         on_gpu = torch.cuda.is_available()
@@ -127,10 +132,7 @@ def run_server(
     label, url = server_of(text)
     scorer = ServedScorer(url, served_model)
     key = run_key({"url": url, "label": label, "model": scorer.model})
-    missing = pending(place.prompts, place.record, key)
-    total = len(place.prompts.prompts) + len(place.prompts.texts)
-    left = len(missing.prompts) + len(missing.texts)
-    on_progress(total - left, f"{total - left} of {total} are in the record")
+    missing = place.missing(key, on_progress)
     row = {"kind": "run", "run": key, **_about(label, None, scorer.model, known=False)}
     row["machine"] = asdict(describe_machine(choose_device(), place.commit))
     append_rows(place.record, [row])

@@ -176,7 +176,22 @@ def _dense_backward(
     return dq, dk, dv, dbias.view(inp.attn_bias.shape) if bias_grad and dbias is not None else None
 
 
-class FwOp(AttentionFwOpBase):  # type: ignore[misc]
+class _Limits:
+    """What both operators take, as xFormers asks for it."""
+
+    SUPPORTED_DEVICES: ClassVar = {"cuda", "cpu"}
+    CUDA_MINIMUM_COMPUTE_CAPABILITY = (8, 0)
+    SUPPORTED_DTYPES: ClassVar = set(FLOAT_DTYPES)
+    SUPPORTED_MAX_K = MAX_HEAD_DIM
+    SUPPORTED_MIN_K = 1
+    SUPPORTS_DROPOUT = True
+    SUPPORTS_CUSTOM_SCALE = True
+    SUPPORTS_DIFFERENT_VALUE_EMBED = True
+    SUPPORTS_BMGHK = True
+    VARLEN_LSE_PACKED = True
+
+
+class FwOp(_Limits, AttentionFwOpBase):  # type: ignore[misc]
     """Forward operator on SparseK's kernels.
 
     Natively: no bias; causal masks aligned to either corner; causal local masks; the
@@ -190,18 +205,8 @@ class FwOp(AttentionFwOpBase):  # type: ignore[misc]
     """
 
     OPERATOR = torch.ops.sparsek.sink_flash_fwd
-    SUPPORTED_DEVICES: ClassVar = {"cuda", "cpu"}
-    CUDA_MINIMUM_COMPUTE_CAPABILITY = (8, 0)
-    SUPPORTED_DTYPES: ClassVar = set(FLOAT_DTYPES)
-    SUPPORTED_MAX_K = MAX_HEAD_DIM
-    SUPPORTED_MIN_K = 1
     SUPPORTED_ATTN_BIAS_TYPES = _xformers_types(FORWARD_TYPES)
-    SUPPORTS_DROPOUT = True
-    SUPPORTS_CUSTOM_SCALE = True
-    SUPPORTS_DIFFERENT_VALUE_EMBED = True
     SUPPORTS_PARTIAL = True
-    SUPPORTS_BMGHK = True
-    VARLEN_LSE_PACKED = True
     NAME = "sparsekF"
 
     @classmethod
@@ -249,22 +254,12 @@ class FwOp(AttentionFwOpBase):  # type: ignore[misc]
         return out, lse, None
 
 
-class BwOp(AttentionBwOpBase):  # type: ignore[misc]
+class BwOp(_Limits, AttentionBwOpBase):  # type: ignore[misc]
     """Backward operator of :class:`FwOp`: gradients of q, k, v and of a tensor bias."""
 
     OPERATOR = torch.ops.sparsek.sink_flash_bwd
-    SUPPORTED_DEVICES = FwOp.SUPPORTED_DEVICES
-    CUDA_MINIMUM_COMPUTE_CAPABILITY = FwOp.CUDA_MINIMUM_COMPUTE_CAPABILITY
-    SUPPORTED_DTYPES = FwOp.SUPPORTED_DTYPES
-    SUPPORTED_MAX_K = FwOp.SUPPORTED_MAX_K
-    SUPPORTED_MIN_K = FwOp.SUPPORTED_MIN_K
     SUPPORTED_ATTN_BIAS_TYPES = _xformers_types(BACKWARD_TYPES)
     SUPPORTS_ATTN_BIAS_GRAD = True
-    SUPPORTS_DROPOUT = True
-    SUPPORTS_CUSTOM_SCALE = True
-    SUPPORTS_DIFFERENT_VALUE_EMBED = True
-    SUPPORTS_BMGHK = True
-    VARLEN_LSE_PACKED = True
     NAME = "sparsekB"
 
     @classmethod

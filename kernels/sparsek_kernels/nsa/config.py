@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 
+from sparsek_kernels.common.shapes import AttentionShape
 from sparsek_kernels.sink_window.config import TileConfig as SinkWindowTile
 
 BOX_GROUPS = (8, 16, 32, 64)
@@ -22,34 +23,8 @@ _TILED = (
 
 
 @dataclass(frozen=True)
-class ProblemShape:
-    """Sizes of one call; for packed sequences the token counts are totals.
-
-    Args:
-        batch: fixed-length sequences, or 1.
-        num_q: query tokens.
-        num_k: key tokens.
-        num_heads: query heads.
-        num_kv_heads: KV heads.
-        head_dim: elements of a head.
-    """
-
-    batch: int
-    num_q: int
-    num_k: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def padded_dim(self) -> int:
-        """``head_dim`` rounded up to a power of two that tensor cores can use."""
-        return max(16, 1 << (self.head_dim - 1).bit_length())
+class ProblemShape(AttentionShape):
+    """Sizes of one call, groups padded for tiles."""
 
     @property
     def padded_group(self) -> int:

@@ -9,42 +9,27 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sparsek_kernels.common.shapes import AttentionShape
+
 _L2_BYTES = 32 << 20  # what K and V may take of the 50 MB of a Hopper GPU
 ACCUMULATOR_BYTES = 512 << 20  # of dq in fp32, in one launch of the fused backward kernel
 
 
 @dataclass(frozen=True)
-class ProblemShape:
-    """Sizes of one call; for packed sequences ``num_q`` and ``num_k`` are token totals.
+class ProblemShape(AttentionShape):
+    """Sizes of one call, and its mask.
 
     Args:
-        batch: fixed-length sequences, or 1.
-        num_q: query tokens.
-        num_k: key tokens.
-        num_heads: query heads.
-        num_kv_heads: key/value heads.
-        head_dim: elements of a head.
         num_sink: leading keys that every query sees.
         window_size: window, or ``None``.
         causal: whether attention is causal.
         num_seqs: packed sequences, or ``None`` for a fixed length.
     """
 
-    batch: int
-    num_q: int
-    num_k: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     num_sink: int = 0
     window_size: int | None = None
     causal: bool = True
     num_seqs: int | None = None
-
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.num_heads // self.num_kv_heads
 
     @property
     def mask_rules(self) -> dict[str, int | bool]:
@@ -55,11 +40,6 @@ class ProblemShape:
             "CAUSAL": self.causal,
             "WINDOWED": self.window_size is not None,
         }
-
-    @property
-    def padded_dim(self) -> int:
-        """``head_dim`` rounded up to a power of two that tensor cores can use."""
-        return max(16, 1 << (self.head_dim - 1).bit_length())
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,10 @@ class Inputs:
         """1 / sqrt(D)."""
         return float(self.q.shape[2] ** -0.5)
 
+    def heads(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        """Query heads of one KV head: [..., Hq, D] to [..., G, D]."""
+        return torch.unflatten(x, -2, (self.pages.k_slc.shape[1], -1))[..., head, :, :]
+
     def rows(self, cache: torch.Tensor, request: int, head: int, count: int) -> torch.Tensor:
         """First rows of one request and KV head: [count, D]."""
         used = self.batch.block_table[request, : ceil_div(count, cache.shape[2])].long()
@@ -117,8 +121,7 @@ def _expected(
 ) -> torch.Tensor:
     """The three branches of one token and KV head in plain torch: [3, G, D]."""
     length = int(inputs.batch.seq_lens[request])
-    group = inputs.q.shape[1] // inputs.pages.k_slc.shape[1]
-    q = inputs.q[request, head * group : (head + 1) * group].to(dtype)
+    q = inputs.heads(inputs.q[request], head).to(dtype)
 
     def rows(name: str, count: int) -> torch.Tensor:
         return inputs.rows(getattr(inputs.pages, name), request, head, count).to(dtype)
@@ -142,8 +145,7 @@ def _expected(
 def _chosen(inputs: Inputs, request: int, head: int) -> torch.Tensor:
     """Blocks that the oracle selects from the stored compressed keys: [top_n]."""
     length = int(inputs.batch.seq_lens[request])
-    group = inputs.q.shape[1] // inputs.pages.k_slc.shape[1]
-    q = inputs.q[request, head * group : (head + 1) * group].double()
+    q = inputs.heads(inputs.q[request], head).double()
     hidden = SPEC.strides_per_cmp - 1
     keys = inputs.rows(inputs.pages.k_cmp, request, head, SPEC.num_compressed(length) + hidden)
     probs = torch.softmax(q @ keys[hidden:].double().T * inputs.scale, dim=-1)
@@ -191,7 +193,6 @@ def _gate(inputs: Inputs, out: torch.Tensor) -> GateResult:
     """Compare a few tokens and KV heads: the row that is compressed, then the three branches."""
     verdict = GateResult(False, "no token was checked")
     heads, dtype = inputs.pages.k_slc.shape[1], inputs.q.dtype
-    group = inputs.q.shape[1] // heads
     requests = sorted({0, len(inputs.batch.seq_lens) // 2, len(inputs.batch.seq_lens) - 1})
     for turn, request in enumerate(requests):
         head = turn % heads
@@ -210,7 +211,7 @@ def _gate(inputs: Inputs, out: torch.Tensor) -> GateResult:
         expected, rounded = (
             _expected(inputs, request, head, chosen, kind) for kind in (torch.float64, dtype)
         )
-        found = out[request, :, head * group : (head + 1) * group]
+        found = inputs.heads(out[request], head)
         names = ["compressed", "selected", "sliding"]
         verdict = compare(names, list(found), list(expected), list(rounded))
         if not verdict.passed:
@@ -253,11 +254,10 @@ def _gate_dense(inputs: Inputs, out: torch.Tensor) -> GateResult:
         every, pages=replace(every.pages, k_swa=every.pages.k_slc, v_swa=every.pages.v_slc)
     )
     none = torch.empty(0, dtype=torch.int64)
-    group = inputs.q.shape[1] // inputs.pages.k_slc.shape[1]
     exact, plain = (
         _expected(every, 0, 0, none, kind)[2] for kind in (torch.float64, inputs.q.dtype)
     )
-    return compare(["out"], [out[0, :group]], [exact], [plain])
+    return compare(["out"], [inputs.heads(out[0], 0)], [exact], [plain])
 
 
 def _cost(inputs: Inputs, dense: bool) -> tuple[float, float]:

@@ -228,23 +228,18 @@ def _ours(
     return call
 
 
-def _fa3(inputs: PagedInputs, steps: Sequence[Step]) -> Callable[[], Outputs]:
-    """FlashAttention-3 over the same pages."""
-    return fa3_paged(inputs.q, inputs.k_cache, inputs.v_cache, steps)
-
-
-def _cpu_attn(inputs: PagedInputs, steps: Sequence[Step]) -> Callable[[], Outputs]:
-    """vLLM's own attention on CPUs."""
-    return cpu_attn_paged(inputs.q, inputs.k_cache, inputs.v_cache, steps)
+def _only_length(inputs: PagedInputs) -> int:
+    """Keys of every request, of which each has one query."""
+    if len(set(inputs.seq_lens)) > 1 or set(inputs.query_lens) != {1}:
+        raise Unavailable("one query token and equal lengths only")
+    return inputs.seq_lens[0]
 
 
 def _sdpa_gather(inputs: PagedInputs) -> Callable[[], Outputs]:
     """Dense decode without a paged kernel: gather every page, then SDPA."""
     if sum(inputs.seq_lens) > _GATHER_LIMIT:
         raise Unavailable(f"gathering {sum(inputs.seq_lens)} keys is too large")
-    if len(set(inputs.seq_lens)) > 1 or set(inputs.query_lens) != {1}:
-        raise Unavailable("one query token and equal lengths only")
-    length = inputs.seq_lens[0]
+    length = _only_length(inputs)
     table = inputs.block_table[:, : ceil_div(length, inputs.page_size)].long()
 
     def call() -> Outputs:
@@ -309,11 +304,12 @@ def _providers(
 def _build_decode(case: Case, device: torch.device) -> list[Provider]:
     inputs = make_inputs(case, device)
     step = inputs.whole_step(len(inputs.seq_lens))
+    dense = (inputs.q, inputs.k_cache, inputs.v_cache, inputs.whole_step(0))
     entries = [
         Entry(OURS, lambda: _ours(inputs, step, inputs.policy), inputs.policy.per_token()),
         Entry("sparsek_dense", lambda: _ours(inputs, step, DENSE), DENSE),
-        Entry("fa3", lambda: _fa3(inputs, inputs.whole_step(0)), DENSE),
-        Entry("cpu_attn", lambda: _cpu_attn(inputs, inputs.whole_step(0)), DENSE),
+        Entry("fa3", lambda: fa3_paged(*dense), DENSE),
+        Entry("cpu_attn", lambda: cpu_attn_paged(*dense), DENSE),
         Entry("sdpa_gather", lambda: _sdpa_gather(inputs), DENSE),
     ]
     return _providers(inputs, entries, lambda of, *u: decode_cost(inputs, of.policy, *u), step)
@@ -322,9 +318,7 @@ def _build_decode(case: Case, device: torch.device) -> list[Provider]:
 def _torch_select(inputs: PagedInputs) -> Callable[[], Outputs]:
     """The selection in plain torch, equal lengths: vectors and scores go through memory."""
     policy = inputs.policy.per_token()
-    if len(set(inputs.seq_lens)) > 1 or set(inputs.query_lens) != {1}:
-        raise Unavailable("one query token and equal lengths only")
-    position = inputs.seq_lens[0] - 1
+    position = _only_length(inputs) - 1
     if policy.sees_all(position):
         raise Unavailable("the budget covers the context: nothing is selected")
     first, last = policy.candidate_range(position)
@@ -396,10 +390,11 @@ def _build_prefill(case: Case, device: torch.device) -> list[Provider]:
             f"min_mass, got {policy.dense_last} of {length} tokens, min_mass {policy.min_mass}"
         )
     chunks, lists = inputs.chunks(bounds), make_lists(case, inputs)
+    tensors = (inputs.q, inputs.k_cache, inputs.v_cache)
     entries = [
         Entry(OURS, lambda: _ours(inputs, chunks, policy), policy),
-        Entry("fa3", lambda: _fa3(inputs, inputs.whole_step(0)), DENSE),
-        Entry("fa3_chunked", lambda: _fa3(inputs, chunks), DENSE),
+        Entry("fa3", lambda: fa3_paged(*tensors, inputs.whole_step(0)), DENSE),
+        Entry("fa3_chunked", lambda: fa3_paged(*tensors, chunks), DENSE),
     ]
     if lists is not None:
         by_list = Entry(BY_LIST, lambda: _ours(inputs, chunks, policy, lists.table), policy, lists)

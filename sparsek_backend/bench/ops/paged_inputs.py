@@ -315,8 +315,7 @@ def exact_scores(
     Shares are of what the tile's samples give to the `listed` blocks ([blocks] bool), the sinks and
     the window.
     """
-    heads = slice(tile.head * inputs.group, (tile.head + 1) * inputs.group)
-    q = inputs.q[tile.rows.start : tile.rows.stop, heads].double()
+    q = inputs.tile_rows(inputs.q, tile).double()
     k, _ = inputs.keys_of(tile.request, tile.head)
     size = policy.sel_block_size
     first_local, _ = policy.local_range(tile.positions[0])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsek_backend.nn.demo.train import RunResult
-from sparsek_backend.pyplot import import_pyplot
+from sparsek_backend.pyplot import import_pyplot, write_figure
 
 COLOURS = {"nsa": "#1b6ca8", "dense": "#e07a1f"}
 NAMES = {"nsa": "native sparse attention", "dense": "dense attention"}
@@ -31,9 +31,7 @@ def plot_all(results: list[RunResult], folder: Path) -> list[Path]:
         axes.grid(True, which="major", alpha=0.3)
         axes.legend()
         figure.tight_layout()
-        figure.savefig(folder / f"{name}.png", dpi=120)
-        pyplot.close(figure)
-        written.append(folder / f"{name}.png")
+        written.append(write_figure(figure, folder / f"{name}.png", dpi=120))
     return written
 
 

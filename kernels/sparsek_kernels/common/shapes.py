@@ -1,0 +1,36 @@
+"""Sizes that calls of several families have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Sizes of one call; for packed sequences the token counts are totals.
+
+    Args:
+        batch: fixed-length sequences, or 1.
+        num_q: query tokens.
+        num_k: key tokens.
+        num_heads: query heads.
+        num_kv_heads: KV heads.
+        head_dim: elements of a head.
+    """
+
+    batch: int
+    num_q: int
+    num_k: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def padded_dim(self) -> int:
+        """``head_dim`` rounded up to a power of two that tensor cores can use."""
+        return max(16, 1 << (self.head_dim - 1).bit_length())
