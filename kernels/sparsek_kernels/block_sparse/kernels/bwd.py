@@ -22,6 +22,7 @@ from sparsek_kernels.block_sparse.kernels.tiles import (
     packed_rows,
 )
 from sparsek_kernels.common.kernels.dropout import dropout_state, kept_weights
+from sparsek_kernels.common.kernels.loading import load_tile
 from sparsek_kernels.common.kernels.softmax import LOG2E
 
 
@@ -39,7 +40,8 @@ def _dkdv_tokens(
 ):  # fmt: skip
     """Add ``num_tiles`` tiles of listed queries, from the ``first`` one on, to ``dk``, ``dv``."""
     offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < HEAD_DIM
+    dims = (offs_d < HEAD_DIM)[None, :]
+    PADDED: tl.constexpr = HEAD_DIM != BLOCK_D
     CHECKED: tl.constexpr = MASKED or HAS_QUERY_MASK
     for step in tl.range(0, num_tiles, num_stages=NUM_STAGES):
         token, inside = listed_tokens(
@@ -50,20 +52,10 @@ def _dkdv_tokens(
         g_ptrs = dout_ptr + row[:, None] * stride_gt + offs_d[None, :] * stride_gd
         if CHECKED:
             inside = attending(query_mask_ptr, row, inside & (token < num_q), HAS_QUERY_MASK)
-            mask = inside[:, None] & mask_d[None, :]
-            q = tl.load(q_ptrs, mask=mask, other=0.0)  # [BLOCK_M, BLOCK_D]
-            dout = tl.load(g_ptrs, mask=mask, other=0.0)  # [BLOCK_M, BLOCK_D]
-            lse = tl.load(lse_ptr + row, mask=inside, other=0.0) * LOG2E  # [BLOCK_M]
-            delta = tl.load(delta_ptr + row, mask=inside, other=0.0)  # [BLOCK_M]
-        else:
-            if HEAD_DIM == BLOCK_D:
-                q = tl.load(q_ptrs)
-                dout = tl.load(g_ptrs)
-            else:
-                q = tl.load(q_ptrs, mask=mask_d[None, :], other=0.0)
-                dout = tl.load(g_ptrs, mask=mask_d[None, :], other=0.0)
-            lse = tl.load(lse_ptr + row) * LOG2E
-            delta = tl.load(delta_ptr + row)
+        q = load_tile(q_ptrs, inside[:, None], dims, CHECKED, PADDED)  # [BLOCK_M, BLOCK_D]
+        dout = load_tile(g_ptrs, inside[:, None], dims, CHECKED, PADDED)  # [BLOCK_M, BLOCK_D]
+        lse = load_tile(lse_ptr + row, inside, True, CHECKED, False) * LOG2E  # [BLOCK_M]
+        delta = load_tile(delta_ptr + row, inside, True, CHECKED, False)  # [BLOCK_M]
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         p = tl.exp2(scores * scale_log2 - lse[None, :])
         if CHECKED:
@@ -205,7 +197,8 @@ def _dq_tokens(
 ):  # fmt: skip
     """Add ``num_tiles`` tiles of listed keys, from the ``first`` one on, to ``dq``."""
     offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < HEAD_DIM
+    dims = (offs_d < HEAD_DIM)[None, :]
+    PADDED: tl.constexpr = HEAD_DIM != BLOCK_D
     CHECKED: tl.constexpr = MASKED or HAS_KEY_MASK
     for step in tl.range(0, num_tiles, num_stages=NUM_STAGES):
         key, inside = listed_tokens(
@@ -216,15 +209,8 @@ def _dq_tokens(
         v_ptrs = v_ptr + row[:, None] * stride_vt + offs_d[None, :] * stride_vd
         if CHECKED:
             inside = attending(key_mask_ptr, key, inside & (key < num_k), HAS_KEY_MASK)
-            mask = inside[:, None] & mask_d[None, :]
-            k = tl.load(k_ptrs, mask=mask, other=0.0)  # [BLOCK_N, BLOCK_D]
-            v = tl.load(v_ptrs, mask=mask, other=0.0)  # [BLOCK_N, BLOCK_D]
-        elif HEAD_DIM == BLOCK_D:
-            k = tl.load(k_ptrs)
-            v = tl.load(v_ptrs)
-        else:
-            k = tl.load(k_ptrs, mask=mask_d[None, :], other=0.0)
-            v = tl.load(v_ptrs, mask=mask_d[None, :], other=0.0)
+        k = load_tile(k_ptrs, inside[:, None], dims, CHECKED, PADDED)  # [BLOCK_N, BLOCK_D]
+        v = load_tile(v_ptrs, inside[:, None], dims, CHECKED, PADDED)  # [BLOCK_N, BLOCK_D]
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         p = tl.exp2(scores * scale_log2 - lse[:, None])
         if CHECKED:

@@ -19,6 +19,7 @@ from sparsek_kernels.block_sparse.kernels.tiles import (
     packed_rows,
 )
 from sparsek_kernels.common.kernels.dropout import dropout_state, kept_weights
+from sparsek_kernels.common.kernels.loading import load_tile
 from sparsek_kernels.common.kernels.softmax import LOG2E, softmax_finish, softmax_init, softmax_step
 
 
@@ -37,6 +38,7 @@ def _attend_tokens(
     """Online softmax over ``num_tiles`` tiles of listed keys, from the ``first`` one on."""
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
+    PADDED: tl.constexpr = HEAD_DIM != BLOCK_D
     CHECKED: tl.constexpr = MASKED or HAS_KEY_MASK
     for step in tl.range(0, num_tiles, num_stages=NUM_STAGES):
         key, inside = listed_tokens(
@@ -47,14 +49,8 @@ def _attend_tokens(
         v_ptrs = v_ptr + row[:, None] * stride_vt + offs_d[None, :] * stride_vd
         if CHECKED:
             inside = attending(key_mask_ptr, key, inside & (key < num_k), HAS_KEY_MASK)
-            k = tl.load(k_ptrs, mask=inside[None, :] & mask_d[:, None], other=0.0)
-            v = tl.load(v_ptrs, mask=inside[:, None] & mask_d[None, :], other=0.0)
-        elif HEAD_DIM == BLOCK_D:
-            k = tl.load(k_ptrs)  # [BLOCK_D, BLOCK_N]
-            v = tl.load(v_ptrs)  # [BLOCK_N, BLOCK_D]
-        else:
-            k = tl.load(k_ptrs, mask=mask_d[:, None], other=0.0)
-            v = tl.load(v_ptrs, mask=mask_d[None, :], other=0.0)
+        k = load_tile(k_ptrs, inside[None, :], mask_d[:, None], CHECKED, PADDED)
+        v = load_tile(v_ptrs, inside[:, None], mask_d[None, :], CHECKED, PADDED)
         scores = tl.dot(q, k, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if CHECKED:
             seen = inside[None, :]

@@ -15,6 +15,7 @@ total enters here as ``sink_dk`` and ``sink_dv``.
 import triton
 import triton.language as tl
 
+from sparsek_kernels.common.kernels.loading import load_tile
 from sparsek_kernels.common.kernels.masks import visible, window_key_blocks, window_query_blocks
 from sparsek_kernels.common.kernels.sequences import sequence_bounds
 from sparsek_kernels.common.kernels.softmax import LOG2E
@@ -34,28 +35,18 @@ def _dkdv_blocks(
     """Add the queries of ``num_blocks`` blocks from ``first_row`` on to ``dk`` and ``dv``."""
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < HEAD_DIM
+    dims = (offs_d < HEAD_DIM)[None, :]
+    PADDED: tl.constexpr = HEAD_DIM != BLOCK_D
     for block in tl.range(0, num_blocks, num_stages=NUM_STAGES):
         row = first_row + block * BLOCK_M + offs_m  # [BLOCK_M]
         row_wide = row.to(tl.int64)
         q_ptrs = q_ptr + row_wide[:, None] * stride_qt + offs_d[None, :] * stride_qd
         g_ptrs = dout_ptr + row_wide[:, None] * stride_gt + offs_d[None, :] * stride_gd
-        if MASKED:
-            mask_m = row < q_len
-            mask = mask_m[:, None] & mask_d[None, :]
-            q = tl.load(q_ptrs, mask=mask, other=0.0)  # [BLOCK_M, BLOCK_D]
-            dout = tl.load(g_ptrs, mask=mask, other=0.0)  # [BLOCK_M, BLOCK_D]
-            lse = tl.load(lse_ptr + row_wide, mask=mask_m, other=0.0) * LOG2E  # [BLOCK_M]
-            delta = tl.load(delta_ptr + row_wide, mask=mask_m, other=0.0)  # [BLOCK_M]
-        else:
-            if HEAD_DIM == BLOCK_D:
-                q = tl.load(q_ptrs)
-                dout = tl.load(g_ptrs)
-            else:
-                q = tl.load(q_ptrs, mask=mask_d[None, :], other=0.0)
-                dout = tl.load(g_ptrs, mask=mask_d[None, :], other=0.0)
-            lse = tl.load(lse_ptr + row_wide) * LOG2E
-            delta = tl.load(delta_ptr + row_wide)
+        mask_m = row < q_len
+        q = load_tile(q_ptrs, mask_m[:, None], dims, MASKED, PADDED)  # [BLOCK_M, BLOCK_D]
+        dout = load_tile(g_ptrs, mask_m[:, None], dims, MASKED, PADDED)  # [BLOCK_M, BLOCK_D]
+        lse = load_tile(lse_ptr + row_wide, mask_m, True, MASKED, False) * LOG2E  # [BLOCK_M]
+        delta = load_tile(delta_ptr + row_wide, mask_m, True, MASKED, False)  # [BLOCK_M]
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         p = tl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED:
@@ -178,23 +169,16 @@ def _dq_blocks(
     """Add ``num_blocks`` blocks of keys from ``first_key`` on to ``dq`` (phases as forward)."""
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < HEAD_DIM
+    dims = (offs_d < HEAD_DIM)[None, :]
+    PADDED: tl.constexpr = HEAD_DIM != BLOCK_D
     for block in tl.range(0, num_blocks, num_stages=NUM_STAGES):
         key = first_key + block * BLOCK_N + offs_n  # [BLOCK_N]
         row = key.to(tl.int64)
         k_ptrs = k_ptr + row[:, None] * stride_kt + offs_d[None, :] * stride_kd
         v_ptrs = v_ptr + row[:, None] * stride_vt + offs_d[None, :] * stride_vd
-        if PHASE == 0:
-            if HEAD_DIM == BLOCK_D:
-                k = tl.load(k_ptrs)  # [BLOCK_N, BLOCK_D]
-                v = tl.load(v_ptrs)  # [BLOCK_N, BLOCK_D]
-            else:
-                k = tl.load(k_ptrs, mask=mask_d[None, :], other=0.0)
-                v = tl.load(v_ptrs, mask=mask_d[None, :], other=0.0)
-        else:
-            mask = (key < key_end)[:, None] & mask_d[None, :]
-            k = tl.load(k_ptrs, mask=mask, other=0.0)
-            v = tl.load(v_ptrs, mask=mask, other=0.0)
+        inside = (key < key_end)[:, None]
+        k = load_tile(k_ptrs, inside, dims, PHASE != 0, PADDED)  # [BLOCK_N, BLOCK_D]
+        v = load_tile(v_ptrs, inside, dims, PHASE != 0, PADDED)  # [BLOCK_N, BLOCK_D]
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         p = tl.exp2(scores * scale_log2 - lse[:, None])
         if PHASE != 0:

@@ -11,6 +11,7 @@ Keys between the sinks and the window are never touched.
 import triton
 import triton.language as tl
 
+from sparsek_kernels.common.kernels.loading import load_tile
 from sparsek_kernels.common.kernels.masks import visible, window_key_blocks
 from sparsek_kernels.common.kernels.sequences import sequence_bounds
 from sparsek_kernels.common.kernels.softmax import LOG2E, softmax_finish, softmax_init, softmax_step
@@ -35,22 +36,15 @@ def _attend_blocks(
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
+    PADDED: tl.constexpr = HEAD_DIM != BLOCK_D
     for block in tl.range(0, num_blocks, num_stages=NUM_STAGES):
         key = first_key + block * BLOCK_N + offs_n  # [BLOCK_N]
         row = key.to(tl.int64)
         k_ptrs = k_ptr + row[None, :] * stride_kt + offs_d[:, None] * stride_kd
         v_ptrs = v_ptr + row[:, None] * stride_vt + offs_d[None, :] * stride_vd
-        if PHASE == 0:
-            if HEAD_DIM == BLOCK_D:
-                k = tl.load(k_ptrs)  # [BLOCK_D, BLOCK_N]
-                v = tl.load(v_ptrs)  # [BLOCK_N, BLOCK_D]
-            else:
-                k = tl.load(k_ptrs, mask=mask_d[:, None], other=0.0)
-                v = tl.load(v_ptrs, mask=mask_d[None, :], other=0.0)
-        else:
-            mask_n = key < key_end
-            k = tl.load(k_ptrs, mask=mask_n[None, :] & mask_d[:, None], other=0.0)
-            v = tl.load(v_ptrs, mask=mask_n[:, None] & mask_d[None, :], other=0.0)
+        mask_n = key < key_end
+        k = load_tile(k_ptrs, mask_n[None, :], mask_d[:, None], PHASE != 0, PADDED)
+        v = load_tile(v_ptrs, mask_n[:, None], mask_d[None, :], PHASE != 0, PADDED)
         scores = tl.dot(q, k, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if PHASE != 0:
             seen = (key < key_end)[None, :]

@@ -7,6 +7,7 @@ sees block ``c`` when ``c d + l - 1 <= t`` (arXiv 2502.11089, equation 8).
 import triton
 import triton.language as tl
 
+from sparsek_kernels.common.kernels.loading import load_tile
 from sparsek_kernels.common.kernels.softmax import LOG2E, softmax_finish, softmax_init, softmax_step
 from sparsek_kernels.nsa.kernels.tiles import compressed_visible, locate_tile
 
@@ -26,21 +27,15 @@ def _attend_run(
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
+    PADDED: tl.constexpr = HEAD_DIM != BLOCK_D
     for start in tl.range(first, last, BLOCK_N, num_stages=NUM_STAGES):
         key = start + offs_n  # [BLOCK_N]
         row = key.to(tl.int64)
         k_ptrs = k_ptr + row[None, :] * stride_kt + offs_d[:, None] * stride_kd
         v_ptrs = v_ptr + row[:, None] * stride_vt + offs_d[None, :] * stride_vd
-        if MASKED:
-            mask_n = key < last
-            k = tl.load(k_ptrs, mask=mask_n[None, :] & mask_d[:, None], other=0.0)
-            v = tl.load(v_ptrs, mask=mask_n[:, None] & mask_d[None, :], other=0.0)
-        elif HEAD_DIM == BLOCK_D:
-            k = tl.load(k_ptrs)  # [BLOCK_D, BLOCK_N]
-            v = tl.load(v_ptrs)  # [BLOCK_N, BLOCK_D]
-        else:
-            k = tl.load(k_ptrs, mask=mask_d[:, None], other=0.0)
-            v = tl.load(v_ptrs, mask=mask_d[None, :], other=0.0)
+        mask_n = key < last
+        k = load_tile(k_ptrs, mask_n[None, :], mask_d[:, None], MASKED, PADDED)
+        v = load_tile(v_ptrs, mask_n[:, None], mask_d[None, :], MASKED, PADDED)
         scores = tl.dot(q, k, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if MASKED:
             scores = tl.where(key[None, :] < seen[:, None], scores, float("-inf"))
