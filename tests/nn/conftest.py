@@ -14,8 +14,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Tiny tensors: threads only wait for each other."""
+    """Tiny tensors: threads only wait for each other, and add up in any order.
+
+    ``torch.set_num_threads`` does nothing in a process in which vLLM has run a model on a CPU.
+    """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch._C.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
+    torch._C.set_num_threads(threads)

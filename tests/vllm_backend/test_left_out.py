@@ -92,7 +92,7 @@ def test_made_up_prefills_are_not_counted(current: Any) -> None:
     _, spec = make_builder(layer, current)
     before = LEFT_OUT.total()
     cache = make_cache(spec, 1).zero_()
-    layer.impl.dummy_run(layer, cache, made_up_prefill(900, 300, 40, cache.device))
+    layer.impl.dummy_run(layer, cache, made_up_prefill(900, 300, 1, 40, cache.device))
     assert torch.equal(LEFT_OUT.total(), before)
 
 
