@@ -128,8 +128,8 @@ def check_means(problem: Problem) -> None:
 class Chosen:
     """The kernels' choice of blocks, held to the oracle's scores of the means that pages keep.
 
-    A mean is rounded to bfloat16, which may change a choice between near ties.  The oracle gets
-    keys that all are the mean of their cell: then its averages are those of the kernels.
+    A mean is rounded to bfloat16, which may change a choice between near ties.  So
+    the oracle gets, for each key, the rounded mean of its cell: it then averages what kernels do.
 
     Called as the oracle calls what chooses blocks, it checks the tokens in their order.
     """
