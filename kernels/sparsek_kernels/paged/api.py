@@ -14,6 +14,7 @@ from sparsek_kernels.paged.checks import (
     check_batch_layout,
     check_cache,
     check_cache_dtype,
+    check_gated,
     check_head_budgets,
     check_invariance,
     check_lists,
@@ -24,11 +25,13 @@ from sparsek_kernels.paged.checks import (
     given_summary,
 )
 from sparsek_kernels.paged.cpu.attend import paged_attention_eager
+from sparsek_kernels.paged.cpu.seer import write_gate_keys_eager
 from sparsek_kernels.paged.cpu.select import select_blocks_eager
 from sparsek_kernels.paged.cpu.write import write_kv_eager
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import segments
 from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.seer.gates import Gates
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -139,6 +142,40 @@ def write_means(k_cache: torch.Tensor, k_summary: torch.Tensor, batch: PagedBatc
         launch.write_means(k_cache, k_summary, batch)
 
 
+def write_gate_keys(
+    k_cache: torch.Tensor,
+    k_summary: torch.Tensor,
+    batch: PagedBatch,
+    policy: SelectionPolicy,
+    gates: Gates,
+) -> None:
+    """Store the gate keys of the blocks that a batch's new tokens complete.
+
+    A policy with the ranking ``seer`` (SeerAttention-R, arXiv 2506.08889, section 3) reads them in
+    place of the sketch: call :func:`write_kv` without summaries, then this, then
+    :func:`paged_attention`.
+
+    Args:
+        k_cache: ``[num_pages, Hkv, page_size, D]``, the batch's keys included.
+        k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8, written.
+        batch: the requests; with ``rotation`` gate keys are of keys turned back by it, and turned
+            by their block's first position.
+        policy: whose blocks, with the ranking ``seer``.
+        gates: the layer's.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+        NotImplementedError: a GPU.
+    """
+    if policy.ranking != "seer":
+        raise ValueError(f"policy: expected ranking='seer', got {policy.ranking!r}")
+    check_cache(k_cache)
+    check_summary(k_summary, k_cache)
+    check_gated(policy, gates, k_cache)
+    check_rotation(batch, k_cache)
+    write_gate_keys_eager(k_cache, k_summary, batch, policy.sel_block_size, gates)
+
+
 def select_blocks(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -149,6 +186,7 @@ def select_blocks(
     softmax_scale: float | None = None,
     k_scale: float = 1.0,
     lists: torch.Tensor | None = None,
+    gates: Gates | None = None,
 ) -> list[torch.Tensor]:
     """Blocks that win by score, for inspection, metrics and tests.
 
@@ -158,11 +196,13 @@ def select_blocks(
         batch: the requests.
         policy: how blocks compete (docs/selection.md).
         k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]``, as :func:`write_kv` keeps
-            it, or :func:`write_means` for InfLLM-v2's scores on a GPU; needed where single tokens
-            select: decodes, and prefills with ``query_tile`` 1.
+            it, or :func:`write_means` for InfLLM-v2's scores on a GPU, or :func:`write_gate_keys`
+            for gates; needed where single tokens select: decodes, and prefills with ``query_tile``
+            1.
         softmax_scale: default ``D ** -0.5``.
         k_scale: factor of an fp8 (e4m3) cache and of its sketch.
         lists: of :func:`block_lists`: prefills follow them, not scores.
+        gates: the layer's, for ``policy.ranking`` ``seer``.
 
     Returns:
         One ``[tiles, Hkv, scored_blocks]`` int64 tensor per request, ascending block indices;
@@ -172,7 +212,7 @@ def select_blocks(
 
     Raises:
         TypeError, ValueError: ``policy`` does not select blocks, or an argument does not fit.
-        NotImplementedError: an fp8 cache on a CPU.
+        NotImplementedError: an fp8 cache on a CPU, or gates on a GPU.
     """
     if not policy.selects_blocks:
         raise ValueError(f"policy: expected top_k >= 1, got top_k={policy.top_k}")
@@ -181,6 +221,7 @@ def select_blocks(
     heads, page_size, dim = check_cache(k_cache)
     check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, k_cache.device)
     check_heads(q.shape[1], heads)
+    check_gated(policy, gates, k_cache, q.shape[1])
     check_cache_dtype(k_cache, q.dtype, k_scale)
     check_summary(k_summary, k_cache)
     if batch.num_decodes or policy.query_tile == 1:
@@ -208,7 +249,14 @@ def select_blocks(
         )
     else:
         found = select_blocks_eager(
-            q, k_cache, batch, policy, k_summary=k_summary, softmax_scale=scale, lists=lists
+            q,
+            k_cache,
+            batch,
+            policy,
+            k_summary=k_summary,
+            softmax_scale=scale,
+            lists=lists,
+            gates=gates,
         )
     tokens: list[int] = []
     tiles: list[int] = []
@@ -241,6 +289,7 @@ def paged_attention(
     batch_invariant: bool = False,
     lists: torch.Tensor | None = None,
     left_out: torch.Tensor | None = None,
+    gates: Gates | None = None,
 ) -> torch.Tensor:
     """Causal attention of new tokens over their sequences' pages under a selection policy.
 
@@ -254,7 +303,8 @@ def paged_attention(
         policy: what a query attends (docs/selection.md).
         softmax_scale: default ``D ** -0.5``.
         k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8 of :func:`write_kv`, or
-            of :func:`write_means` for InfLLM-v2's scores on a GPU; needed when blocks are selected.
+            of :func:`write_means` for InfLLM-v2's scores on a GPU, or of :func:`write_gate_keys` for
+            gates; needed when blocks are selected.
         sinks: ``[Hq]`` learned logits that join the softmax denominator only.
         out: ``[T, Hq, Dv]``, written and returned.
         k_scale, v_scale: factors of an fp8 (e4m3) cache; ``k_scale`` also of its sketch.
@@ -268,6 +318,7 @@ def paged_attention(
             prefills and of decodes: by how many keys their queries attend fewer than
             ``policy.attended_tokens``, and how many keys they select by score if every place is
             taken; both summed over KV heads.
+        gates: the layer's, for ``policy.ranking`` ``seer``.
 
     Returns:
         ``out``, or a new tensor ``[T, Hq, Dv]`` in the dtype of ``q``; rows of no request are
@@ -276,7 +327,7 @@ def paged_attention(
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
         NotImplementedError: an fp8 cache, or ``batch_invariant``, on a CPU; ``batch_invariant``
-            with InfLLM-v2's scores.
+            with InfLLM-v2's scores; gates on a GPU.
     """
     call = None
     by_token = batch_invariant or (policy.query_tile == 1 and batch.num_prefills > 0)
@@ -288,6 +339,7 @@ def paged_attention(
     heads, page_size, dim = check_cache(k_cache, v_cache)
     check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, k_cache.device)
     check_heads(q.shape[1], heads)
+    check_gated(policy, gates, k_cache, q.shape[1])
     check_cache_dtype(k_cache, q.dtype, k_scale, v_scale)
     if policy.selects_blocks and k_summary is None:
         raise ValueError("k_summary: expected the page summaries when top_k >= 1, got None")
@@ -337,6 +389,7 @@ def paged_attention(
         v_scale,
         lists,
         left_out=left_out,
+        gates=gates,
     )
     with nullcontext() if call is None else call.recorded():
         _attend_step(operands, batch, policy, batch_invariant=batch_invariant)

@@ -7,6 +7,7 @@ import torch
 from sparsek_kernels.checks import check_tensor
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.seer.gates import Gates, check_gates
 from sparsek_kernels.paged.sketch import summary_bytes
 
 
@@ -90,15 +91,49 @@ def given_summary(k_summary: torch.Tensor | None) -> torch.Tensor:
 
 def check_invariance(policy: SelectionPolicy) -> None:
     """Refuse a policy whose scores round by the batch: InfLLM-v2's, which programs share."""
-    if policy.ranking == "infllm":
+    if policy.ranking != "masses":
         raise NotImplementedError(
-            "batch_invariant: on a GPU blocks must be ranked by masses, got ranking='infllm'; "
-            "leave one of them out"
+            "batch_invariant: on a GPU blocks must be ranked by masses, got "
+            f"ranking={policy.ranking!r}; leave one of them out"
         )
 
 
+def check_gated(
+    policy: SelectionPolicy,
+    gates: Gates | None,
+    k_cache: torch.Tensor,
+    num_heads: int | None = None,
+) -> None:
+    """Check what a ranking by gates needs, where the policy ranks by them.
+
+    Args:
+        num_heads: query heads; ``None`` where no queries come.
+
+    Raises:
+        TypeError, ValueError: gates or pages do not fit, or gates have nothing to rank.
+        NotImplementedError: a GPU.
+    """
+    if policy.ranking != "seer":
+        if gates is not None:
+            raise ValueError(
+                f"gates: expected None with ranking={policy.ranking!r}, got {type(gates).__name__}"
+            )
+        return
+    _, heads, page_size, dim = k_cache.shape
+    if k_cache.is_cuda:
+        raise NotImplementedError(
+            "policy: ranking='seer' is computed on a CPU alone; on a GPU use ranking='masses'"
+        )
+    if page_size % policy.sel_block_size:
+        raise ValueError(
+            f"page_size: expected a multiple of sel_block_size={policy.sel_block_size} with "
+            f"ranking='seer', got {page_size}"
+        )
+    check_gates(gates, heads, None if num_heads is None else num_heads // heads, dim)
+
+
 def check_rotation(batch: PagedBatch, k_cache: torch.Tensor) -> None:
-    """Check the rotation that InfLLM-v2's scores undo, where there is one.
+    """Check the rotation that learned rankings undo, where there is one.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or layout.

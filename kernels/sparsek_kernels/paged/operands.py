@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sparsek_kernels.paged.seer.gates import Gates
+
 
 @dataclass(frozen=True)
 class PagedOperands:
@@ -16,8 +18,8 @@ class PagedOperands:
         k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``.
         out: ``[T, Hq, D]``, written.
         softmax_scale: factor of ``q . k``.
-        k_summary: ``[num_pages, Hkv, summary_bytes]`` uint8 (sketch.py, or infllm/means.py for a
-            ranking by these), or ``None`` where nothing is selected.
+        k_summary: ``[num_pages, Hkv, summary_bytes]`` uint8 (sketch.py, or infllm/means.py or
+            seer/gates.py for a ranking by these), or ``None`` where nothing is selected.
         sinks: ``[Hq]`` learned logits that join the softmax denominator only, or ``None``.
         k_scale, v_scale: factors of an fp8 cache; ``k_scale`` also of its sketch.
         lists: ``[rows, Hkv, scored_blocks]`` int32 of ``block_lists``, by which prefills choose
@@ -26,6 +28,7 @@ class PagedOperands:
             them: the natural log-sum-exp of each row's logits; else ``None``.
         left_out: ``[2, 2]`` int64, added to (:func:`sparsek_kernels.paged.paged_attention`), or
             ``None``.
+        gates: of a ranking by them, else ``None``.
     """
 
     q: torch.Tensor
@@ -40,6 +43,7 @@ class PagedOperands:
     lists: torch.Tensor | None = None
     lse: torch.Tensor | None = None
     left_out: torch.Tensor | None = None
+    gates: Gates | None = None
 
     @property
     def group(self) -> int:

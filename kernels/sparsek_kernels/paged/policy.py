@@ -28,8 +28,12 @@ MOST_SAMPLES = 16
 CANDIDATES = 3
 """Blocks of a tile that are ranked exactly, for each place."""
 
-Ranking: TypeAlias = Literal["masses", "infllm"]
-"""How blocks are ranked: by the two steps of docs/selection.md, or by InfLLM-v2's own scores."""
+Ranking: TypeAlias = Literal["masses", "infllm", "seer"]
+"""How blocks are ranked: by the two steps of docs/selection.md, by InfLLM-v2's own scores, or, for
+single tokens, by SeerAttention-R's gates."""
+
+SMALLEST_GATED = 32
+"""Tokens of the smallest block whose gate key has room in place of the sketch."""
 
 Positions: TypeAlias = Any
 """An integer, or an array of them (NumPy, PyTorch): the rule is the same arithmetic for all."""
@@ -67,7 +71,8 @@ class SelectionPolicy:
         query_tile: query positions that share one selection (block top-k).  1 makes prefill select
             exactly as decode does, which (without ``dense_last``) makes tokens independent of
             chunking and preemption.
-        ranking: how blocks that compete are ranked.  ``infllm`` is per token.
+        ranking: how blocks that compete are ranked.  ``infllm`` is per token.  ``seer`` is of single
+            tokens; tiles are ranked as by ``masses``.
         decode_top_k: ``top_k`` of a single token; ``None``: as many blocks as a tile.
         min_mass: the least share of a tile's attention that a candidate has by its summaries, and a
             selected block by its keys, mean over the samples and heads that score it; less attended
@@ -111,9 +116,9 @@ class SelectionPolicy:
                 raise ValueError(
                     f"head_top_k: expected integers from 1 to top_k={self.top_k}, got {own}"
                 )
-        if not 0.0 <= self.min_mass < 1.0 or (self.min_mass and self.ranking == "infllm"):
+        if not 0.0 <= self.min_mass < 1.0 or (self.min_mass and self.ranking != "masses"):
             raise ValueError(
-                "min_mass: expected a share from 0 to below 1, and 0 with ranking='infllm', got "
+                "min_mass: expected a share from 0 to below 1, and 0 unless ranking='masses', got "
                 f"{self.min_mass}"
             )
         size = self.sel_block_size
@@ -128,14 +133,19 @@ class SelectionPolicy:
                 "ranking: expected 'masses' where query_tile is not 1 or dense_last not 0, got "
                 f"'infllm' with {self.query_tile} and {self.dense_last}"
             )
+        if self.ranking == "seer" and (size < SMALLEST_GATED or self.head_top_k):
+            raise ValueError(
+                f"ranking: expected 'masses' where sel_block_size is below {SMALLEST_GATED} or "
+                f"head_top_k given, got 'seer' with {size} and {self.head_top_k}"
+            )
 
     def per_token(self) -> SelectionPolicy:
         """The policy of a single token: its own budget, selected for it alone, by the cell.
 
         A selection that tokens do not share can follow each of them closely, so its blocks are as
         small as a cell.  Sinks and window cover as many tokens as before, ``top_k`` as many as
-        ``decode_top_k`` says; KV heads keep their proportions.  InfLLM-v2's blocks keep the
-        size that the model was trained with.
+        ``decode_top_k`` says; KV heads keep their proportions.  Blocks of a learned ranking keep the
+        size that it was trained with.
         """
         return self._per_token
 
@@ -143,7 +153,8 @@ class SelectionPolicy:
     def _per_token(self) -> SelectionPolicy:
         if self.ranking == "infllm":
             return self
-        size = CELL_SIZE if self.selects_blocks else self.sel_block_size
+        by_cells = self.selects_blocks and self.ranking == "masses"
+        size = CELL_SIZE if by_cells else self.sel_block_size
         alone = self.query_tile == 1 and not self.dense_last and self.decode_top_k is None
         if alone and size == self.sel_block_size:
             return self

@@ -232,6 +232,7 @@ def _prefill(
                 summaries,
                 policy,
                 operands.softmax_scale,
+                operands.gates,
             )
             if operands.left_out is not None:
                 starts = first + plan.tile * torch.arange(tiles)[:, None]

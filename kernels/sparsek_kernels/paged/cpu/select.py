@@ -19,10 +19,12 @@ from sparsek_kernels.paged.cpu.plan import (
     plan_prefill,
     plan_tokens,
 )
+from sparsek_kernels.paged.cpu.seer import gate_queries, gate_scores
 from sparsek_kernels.paged.lists import listed_blocks
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.seer.gates import Gates, check_gates
 from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotate
 
 NOTHING = 1 << 40
@@ -239,6 +241,7 @@ def select_tokens(
     rule: SelectionPolicy,
     softmax_scale: float,
     here: HeldPages | None = None,
+    gates: Gates | None = None,
 ) -> torch.Tensor:
     """Blocks of single tokens.
 
@@ -258,6 +261,12 @@ def select_tokens(
             one = slice(token, token + 1)
             scores.append(infllm_scores(q[one], where[one], kernels, blocks, rule, softmax_scale))
         return list_best(torch.cat(scores), plan.outside, rule.scored_blocks)
+    if rule.ranking == "seer":
+        page_size, dim = k_cache.shape[2:]
+        gates = check_gates(gates, q.shape[1], q.shape[2], dim)
+        queries = gate_queries(q, where, gates, group.rotation)
+        found = gate_scores(queries, k_summary, page_size, plan.index, rule, plan.future)
+        return list_best(found, plan.outside, rule.scored_blocks)
     return token_blocks(q, k_summary, k_cache.shape[2], plan, rule, softmax_scale, here)
 
 
@@ -289,6 +298,7 @@ def select_decodes(
         rule,
         operands.softmax_scale,
         here,
+        operands.gates,
     )
 
 
@@ -318,6 +328,7 @@ def select_group(
     summaries: torch.Tensor,
     policy: SelectionPolicy,
     softmax_scale: float,
+    gates: Gates | None = None,
 ) -> torch.Tensor:
     """Blocks of neighbouring tiles of one request's prefill.
 
@@ -339,7 +350,9 @@ def select_group(
             q = unrotated(q, group.rotation, where)
             scores = infllm_scores(q, where, summaries, blocks, policy, softmax_scale)
             return list_best(scores, plan.outside, policy.scored_blocks)
-        return select_tokens(q, where, k_cache, summaries, plan, group, policy, softmax_scale)
+        return select_tokens(
+            q, where, k_cache, summaries, plan, group, policy, softmax_scale, gates=gates
+        )
     tiles = (end - 1) // policy.query_tile - first // policy.query_tile + 1
     where = sampled_rows(first, tiles, position, end, policy)
     rows = q[(where - position).clamp(min=0)].permute(0, 2, 1, 3, 4)  # [T, Hkv, S, G, D]
@@ -373,6 +386,7 @@ def select_blocks_eager(
     k_summary: torch.Tensor | None,
     softmax_scale: float,
     lists: torch.Tensor | None = None,
+    gates: Gates | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Torch form of :func:`sparsek_kernels.paged.select_blocks`.
 
@@ -402,6 +416,7 @@ def select_blocks_eager(
             plan.group,
             rule,
             softmax_scale,
+            gates=gates,
         )
     tile = policy.query_tile
     chosen = [nothing(0, policy.scored_blocks)]
@@ -425,7 +440,7 @@ def select_blocks_eager(
             rows = grouped[token + begin - position : token + stop - position]
             row = first // tile - position // tile
             found[row : row + tiles] = select_group(
-                rows, begin, first, group, k_cache, summaries, policy, softmax_scale
+                rows, begin, first, group, k_cache, summaries, policy, softmax_scale, gates
             )
         chosen.append(found)
         token = end

@@ -1,4 +1,4 @@
-"""Oracles of paged attention: the rule of docs/selection.md and InfLLM-v2's, in float64.
+"""Oracles of paged attention: the rules of docs/selection.md, in float64.
 
 Plain torch on contiguous sequences, readable before fast.  Nothing here is imported by a kernel
 or by the CPU path, and nothing of theirs is imported here but the rule itself (``policy.py``).
@@ -15,6 +15,7 @@ from sparsek_kernels.paged.reference.infllm import (
     kernel_shares_reference,
     select_infllm_reference,
 )
+from sparsek_kernels.paged.reference.seer import gate_scores_reference, select_seer_reference
 from sparsek_kernels.paged.reference.select import (
     best,
     block_logits_reference,
@@ -39,6 +40,7 @@ __all__ = [
     "candidate_scores_reference",
     "candidates_reference",
     "exact_scores_reference",
+    "gate_scores_reference",
     "gather_sequence",
     "hadamard_reference",
     "kernel_shares_reference",
@@ -48,6 +50,7 @@ __all__ = [
     "sampled_queries",
     "select_blocks_reference",
     "select_infllm_reference",
+    "select_seer_reference",
     "sketch_reference",
     "visible_reference",
 ]

@@ -1,0 +1,112 @@
+"""Gates of SeerAttention-R (arXiv 2506.08889) for single tokens, in torch."""
+
+from __future__ import annotations
+
+import torch
+
+from sparsek_kernels.paged.batch import PagedBatch, host_lengths
+from sparsek_kernels.paged.cpu.infllm import unrotated
+from sparsek_kernels.paged.cpu.plan import SummaryIndex
+from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.seer.gates import NORM_EPS, Gates, view_gate_keys
+
+_BLOCKS = 64
+"""Blocks whose keys are pooled at once: bounds scratch."""
+
+
+def rotated(
+    x: torch.Tensor, rotation: torch.Tensor | None, positions: torch.Tensor
+) -> torch.Tensor:
+    """``[n, heads, D]`` float32 turned by its positions ``[n]``; as it is without a rotation."""
+    if rotation is None:
+        return x
+    cos, sin = rotation[positions.clamp(max=rotation.shape[0] - 1)].unsqueeze(1).chunk(2, -1)
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    """RMS norm of the last dimension; ``x`` as it is where the gate has none."""
+    if weight is None:
+        return x
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + NORM_EPS) * weight
+
+
+def gate_queries(
+    q: torch.Tensor, where: torch.Tensor, gates: Gates, rotation: torch.Tensor | None
+) -> torch.Tensor:
+    """Gate queries ``[T, Hkv, D]`` float32 of ``q``, ``[T, Hkv, G, D]`` at ``where`` ``[T]``."""
+    plain = unrotated(q, rotation, where).float()
+    mixed = torch.einsum("thgi,hgio->tho", plain, gates.query)
+    return rotated(normed(mixed, gates.query_norm), rotation, where)
+
+
+def gate_keys(
+    keys: torch.Tensor, first: torch.Tensor, gates: Gates, rotation: torch.Tensor | None
+) -> torch.Tensor:
+    """Gate keys ``[n, Hkv, D]`` float32 of whole blocks.
+
+    Args:
+        keys: ``[n, Hkv, size, D]``.
+        first: ``[n]`` position of each block's first token.
+    """
+    size = keys.shape[2]
+    positions = (first[:, None] + torch.arange(size)).flatten()
+    plain = unrotated(keys.transpose(1, 2).flatten(0, 1), rotation, positions).float()
+    plain = plain.unflatten(0, (-1, size))
+    pooled = torch.cat([plain.amax(1), plain.amin(1), plain.mean(1)], -1)
+    mixed = torch.einsum("nhi,hio->nho", pooled, gates.key)
+    return rotated(normed(mixed, gates.key_norm), rotation, first)
+
+
+def write_gate_keys_eager(
+    k_cache: torch.Tensor, k_summary: torch.Tensor, batch: PagedBatch, size: int, gates: Gates
+) -> None:
+    """:func:`sparsek_kernels.paged.write_gate_keys` on a CPU, for blocks of ``size``."""
+    page_size, dim = k_cache.shape[2:]
+
+    def completed() -> tuple[torch.Tensor, torch.Tensor]:
+        """Request and index of the blocks whose last token is new."""
+        found = [
+            (request, block)
+            for request, (length, count) in enumerate(zip(*host_lengths(batch), strict=True))
+            for block in range((length - count) // size, length // size)
+            if count
+        ]
+        requests, blocks = torch.tensor(found, dtype=torch.long).view(-1, 2).unbind(1)
+        return requests, blocks
+
+    requests, blocks = batch.derived(("completed blocks", size), completed)
+    kept = view_gate_keys(k_summary, page_size, size, dim)
+    for begin in range(0, blocks.numel(), _BLOCKS):
+        part = slice(begin, begin + _BLOCKS)
+        first = blocks[part] * size
+        pages = batch.block_table[requests[part], first // page_size].long()
+        places = first % page_size // size
+        keys = k_cache.unflatten(2, (-1, size))[pages, :, places]
+        kept[pages, :, places] = gate_keys(keys, first, gates, batch.rotation)
+
+
+def gate_scores(
+    queries: torch.Tensor,
+    k_summary: torch.Tensor,
+    page_size: int,
+    index: SummaryIndex,
+    rule: SelectionPolicy,
+    future: torch.Tensor | None,
+) -> torch.Tensor:
+    """Scores of the first blocks of tokens' sequences, ``[T, Hkv, blocks]`` float32.
+
+    Args:
+        queries: ``[T, Hkv, D]`` of :func:`gate_queries`.
+        index: whose blocks, and how many.
+        future: ``[T, 1, 1, blocks]`` bool: a token's own block and later ones; or ``None``.
+    """
+    count, size, dim = index.num_blocks, rule.sel_block_size, queries.shape[-1]
+    pages = index.table[:, : ceil_div(count * size, page_size)]
+    kept = view_gate_keys(k_summary, page_size, size, dim)[pages]  # [T, W, Hkv, blocks, D]
+    keys = kept.transpose(1, 2).flatten(2, 3)[:, :, :count]
+    logits = torch.matmul(keys, queries.unsqueeze(-1)).squeeze(-1) * dim**-0.5
+    if future is not None:
+        logits.masked_fill_(future.squeeze(2), float("-inf"))  # blocks past the end may hold NaN
+    return torch.softmax(logits, dim=-1)

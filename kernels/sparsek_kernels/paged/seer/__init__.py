@@ -1,0 +1,1 @@
+"""SeerAttention-R's ranking: learned gates (gates.py)."""

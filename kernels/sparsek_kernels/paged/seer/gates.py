@@ -1,0 +1,77 @@
+"""The gates of SeerAttention-R (arXiv 2506.08889, section 3), and what pages keep for them.
+
+A gate makes one query of all query heads that share a KV head, and one key of all keys of a block.
+Both are made without positions, and then turned by RoPE: the query by its own position, the key by
+the one of its block's first token.
+
+Pages keep the key of every complete block in place of the sketch (sketch.py): ``D`` numbers of
+float32 for each block and KV head.  It is written when the last of the block's tokens is there, from
+the keys in the page, so that the order of writes leaves no trace.  Blocks lie inside a page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sparsek_kernels.checks import check_tensor
+
+POOLS = 3
+"""Poolings of a block's keys, side by side: largest, smallest and mean of each channel."""
+
+NORM_EPS = 1e-6
+"""Of the gates' RMS norms."""
+
+
+@dataclass(frozen=True, eq=False)
+class Gates:
+    """The gates of one layer's KV heads.
+
+    Args:
+        query: ``[Hkv, G, D, D]`` float32: the gate query is the sum over a group's heads of
+            ``q @ query``.
+        key: ``[Hkv, 3 D, D]`` float32: the gate key is ``pooled @ key``, of a block's largest,
+            smallest and mean values.
+        query_norm, key_norm: ``[D]`` float32, weights of the RMS norms of both; or ``None``.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    query_norm: torch.Tensor | None = None
+    key_norm: torch.Tensor | None = None
+
+
+def view_gate_keys(
+    k_summary: torch.Tensor, page_size: int, sel_block_size: int, head_dim: int
+) -> torch.Tensor:
+    """View of the gate keys, ``[..., page_size / sel_block_size, D]`` float32.
+
+    Args:
+        k_summary: ``[..., summary_bytes(page_size, D)]`` uint8.
+    """
+    blocks = page_size // sel_block_size
+    used = k_summary[..., : 4 * blocks * head_dim]
+    keys: torch.Tensor = used.view(torch.float32).unflatten(-1, (blocks, head_dim))
+    return keys
+
+
+def check_gates(gates: Gates | None, num_kv_heads: int, group: int | None, head_dim: int) -> Gates:
+    """Check the gates that a ranking by them needs.
+
+    Args:
+        group: query heads per KV head; ``None`` where no queries come.
+
+    Raises:
+        TypeError: a tensor that is not float32.
+        ValueError: no gates, or a wrong shape.
+    """
+    if gates is None:
+        raise ValueError("gates: expected the layer's gates with ranking='seer', got None")
+    dtypes, any_group = (torch.float32,), "G" if group is None else group
+    check_tensor("gates.query", gates.query, (num_kv_heads, any_group, head_dim, head_dim), dtypes)
+    check_tensor("gates.key", gates.key, (num_kv_heads, POOLS * head_dim, head_dim), dtypes)
+    for name, weight in (("query_norm", gates.query_norm), ("key_norm", gates.key_norm)):
+        if weight is not None:
+            check_tensor(f"gates.{name}", weight, (head_dim,), dtypes)
+    return gates
