@@ -29,10 +29,12 @@ from sparsek_backend.infllm import FLAG, MODEL_CONFIG, InfLLMSelection, shown
 from sparsek_backend.infllm import ConfigError as ConfigError
 from sparsek_backend.layer_budgets import MAX_BLOCKS as MAX_BLOCKS
 from sparsek_backend.layer_budgets import LayerBudgets
+from sparsek_backend.model_sections import read_nsa
 from sparsek_backend.nn.config import NSAConfig
+from sparsek_backend.seer import SeerSelection
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 
-Mode = Literal["auto", "dense", "sink_window", "block_topk", "pattern", "infllm", "nsa"]
+Mode = Literal["auto", "dense", "sink_window", "block_topk", "pattern", "infllm", "seer", "nsa"]
 Phase = Literal["both", "prefill", "decode"]
 
 EVERY_QUERY = 1 << 30
@@ -57,9 +59,9 @@ class SparsityConfig(BaseModel):
     mode: Mode = "auto"
     """`block_topk`: sinks, window and the best-scoring blocks. `pattern`: the same, but prefills
     take their blocks from a learned file. `infllm`: the blocks that a model with a `sparse_config`
-    was trained to select. `sink_window`: sinks and window only. `dense`: everything. `nsa`: what a
-    natively sparse model's own weights say. `auto`: what the model's own config says, else
-    `block_topk`."""
+    was trained to select. `seer`: decoded tokens attend the blocks that SeerAttention-R's gates
+    choose. `sink_window`: sinks and window only. `dense`: everything. `nsa`: what a natively sparse
+    model's own weights say. `auto`: what the model's own config says, else `block_topk`."""
     num_sink: Count = 64
     """First tokens that every query sees. `block_topk` rounds up to whole blocks."""
     window_size: Positive = 512
@@ -95,11 +97,14 @@ class SparsityConfig(BaseModel):
     pattern: str | None = Field(None, examples=["pattern.safetensors"])
     """The file of mode `pattern`, which `sparsek patterns learn MODEL --prefill --out FILE` makes.
     Its blocks have `sel_block_size` tokens."""
+    gates: str | None = Field(None, examples=["Qwen3-4B-AttnGates"])
+    """The folder of the gates of mode `seer`, by default the model's own: `config.json` and
+    `attn_gate_weights.pth` (or `.safetensors`)."""
 
     @property
     def selects_blocks(self) -> bool:
         """Whether queries attend blocks beyond sinks and window."""
-        return self.mode in ("block_topk", "pattern", "infllm")
+        return self.mode in ("block_topk", "pattern", "infllm", "seer")
 
     @property
     def dense_decode(self) -> bool:
@@ -127,15 +132,17 @@ class SparsityConfig(BaseModel):
                 window_size=self.window_size,
                 dense_below=self.dense_below,
             )
-        if self.mode == "infllm":
+        if self.mode == "infllm" or self.mode == "seer":
+            gated = self.mode == "seer"  # which lets prefills attend everything
             return SelectionPolicy(
                 num_sink=self.num_sink,
                 window_size=self.window_size,
-                top_k=self.top_k,
+                top_k=self.decode_top_k or self.top_k,
                 sel_block_size=self.sel_block_size,
                 dense_below=self.dense_below,
-                query_tile=1,
-                ranking="infllm",
+                dense_last=EVERY_QUERY if gated else 0,
+                query_tile=self.query_tile if gated else 1,
+                ranking=self.mode,
             )
         query_tile, dense_last = self.query_tile, self.dense_last
         if self.sparse_phase == "decode":  # a tile of one query would not heed dense_last
@@ -163,9 +170,12 @@ _FIELDS_OF_MODE: dict[str, frozenset[str]] = {
     "dense": frozenset({"mode"}),
     "nsa": frozenset({"mode"}),
     "infllm": frozenset({"mode", "dense_layers"}),
+    "seer": frozenset(
+        {"mode", "gates", "num_sink", "window_size", "decode_top_k", "dense_below", "dense_layers"}
+    ),
     "sink_window": frozenset({"mode", "num_sink", "window_size", "dense_below", "dense_layers"}),
-    "block_topk": frozenset(FIELD_NAMES) - {"pattern"},
-    "pattern": frozenset(FIELD_NAMES) - {"budgets"},
+    "block_topk": frozenset(FIELD_NAMES) - {"pattern", "gates"},
+    "pattern": frozenset(FIELD_NAMES) - {"budgets", "gates"},
 }
 
 
@@ -177,6 +187,7 @@ class ResolvedConfig:
         config: the merged settings; ``config.mode`` is never ``auto``.
         sources: for each field, a phrase such as ``SPARSEK_TOP_K`` that says who set it.
         infllm: what the model's own selection is, where the settings follow it.
+        seer: the gates of mode ``seer``.
         nsa: settings of a natively sparse model; mode ``nsa`` and no other goes with them.
         batch_invariant: whether a request's result may depend on nothing but the request; the
             config then selects per token.
@@ -185,15 +196,15 @@ class ResolvedConfig:
     config: SparsityConfig
     sources: Mapping[str, str]
     infllm: InfLLMSelection | None = None
+    seer: SeerSelection | None = None
     nsa: NSAConfig | None = None
     batch_invariant: bool = False
 
     @property
     def scores_without_positions(self) -> bool:
         """Whether blocks are ranked by queries and keys as they were before their rotation."""
-        if self.infllm is None or self.config.mode != "infllm":
-            return False
-        return self.infllm.use_nope
+        nope = self.infllm is not None and self.config.mode == "infllm" and self.infllm.use_nope
+        return nope or self.seer is not None
 
 
 def resolve_config(
@@ -202,6 +213,7 @@ def resolve_config(
     model_sparse_config: object = None,
     model_nsa: object = None,
     batch_invariant: bool = False,
+    model_folder: str | None = None,
 ) -> ResolvedConfig:
     """Merge the sources, field by field.
 
@@ -212,6 +224,7 @@ def resolve_config(
             MiniCPM4), or ``None``.
         model_nsa: the ``nsa`` section of the model's config, or ``None``.
         batch_invariant: whether ``VLLM_BATCH_INVARIANT`` is set.
+        model_folder: where gates are that no setting names.
 
     Returns:
         The merged settings and where each came from.
@@ -229,10 +242,11 @@ def resolve_config(
             values[name] = value
             sources[name] = source
     mode = values.get("mode", "auto")
-    nsa = _read_nsa(mode, sources["mode"], model_nsa)
+    nsa = read_nsa(mode, sources["mode"], model_nsa)
     if nsa is not None:
         mode = values["mode"] = "nsa"
-    infllm = None
+    infllm, seer = None, None
+    trained: dict[str, Any] = {}
     has_section = model_sparse_config not in (None, False, {})
     if mode == "infllm" and not has_section:
         raise ConfigError(
@@ -244,12 +258,16 @@ def resolve_config(
         infllm = InfLLMSelection.read(model_sparse_config)
         if mode == "infllm":
             infllm.check_trained_rule()
-        for name, value in infllm.settings().items():
-            if name == "decode_top_k" and sources["top_k"] != MODEL_CONFIG:
-                continue  # of the model's own top_k
-            if name not in values:
-                values[name] = value
-                sources[name] = MODEL_CONFIG
+        trained = infllm.settings()
+    elif mode == "seer":
+        seer = SeerSelection.read(values.get("gates") or model_folder)
+        trained = seer.settings()
+    for name, value in trained.items():
+        if name == "decode_top_k" and sources["top_k"] != MODEL_CONFIG:
+            continue  # of the model's own top_k
+        if name not in values:
+            values[name] = value
+            sources[name] = MODEL_CONFIG
     try:
         config = SparsityConfig(**values)
     except ValidationError as error:
@@ -261,7 +279,7 @@ def resolve_config(
         config = _follow_budgets(config, config.budgets, sources)
     if batch_invariant:
         config = _select_per_token(config, sources)
-    return ResolvedConfig(config, sources, infllm, nsa, batch_invariant)
+    return ResolvedConfig(config, sources, infllm, seer, nsa, batch_invariant)
 
 
 def _follow_budgets(
@@ -297,7 +315,11 @@ def _select_per_token(config: SparsityConfig, sources: dict[str, str]) -> Sparsi
     Raises:
         ConfigError: the user asked for it, or for a mode that is not batch-invariant.
     """
-    unserved = {"nsa": "natively sparse models are", "infllm": "mode infllm is"}
+    unserved = {
+        "nsa": "natively sparse models are",
+        "infllm": "mode infllm is",
+        "seer": "mode seer is",
+    }
     if config.mode in unserved:
         raise ConfigError(
             f"SPARSEK: {unserved[config.mode]} not served with {BATCH_INVARIANT}; remedy: unset "
@@ -320,37 +342,6 @@ def _select_per_token(config: SparsityConfig, sources: dict[str, str]) -> Sparsi
             )
         sources[name] = BATCH_INVARIANT
     return config.model_copy(update=fixed)
-
-
-def _read_nsa(mode: object, source: str, section: object) -> NSAConfig | None:
-    """Read the model's ``nsa`` section, with which mode ``nsa`` goes and no other.
-
-    Raises:
-        ConfigError: the mode and the model do not go together, or the section is invalid.
-    """
-    if section in (None, False):
-        if mode == "nsa":
-            raise ConfigError(
-                f"SPARSEK setting mode (from {source}): 'nsa' needs a model trained with native "
-                f"sparse attention, and {MODEL_CONFIG} has no nsa section; remedy: leave mode out, "
-                "which selects blocks (block_topk) for other models"
-            )
-        return None
-    if mode not in ("auto", "nsa"):
-        raise ConfigError(
-            f"SPARSEK setting mode (from {source}): expected 'nsa' or 'auto' for a model with an "
-            f"nsa section, whose weights no other mode can use, got {shown(mode)}; remedy: leave "
-            "mode out"
-        )
-    try:
-        if not isinstance(section, Mapping):
-            raise TypeError(f"expected an object, got {shown(section)}")
-        return NSAConfig.from_dict(section)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"SPARSEK: the nsa section of {MODEL_CONFIG} is invalid: {error}; remedy: correct the "
-            "model's config.json (docs/nsa.md lists the fields)"
-        ) from None
 
 
 def read_section(additional_config: object) -> object:

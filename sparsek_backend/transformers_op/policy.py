@@ -13,7 +13,7 @@ from sparsek_backend.config import ConfigError, SparsityConfig, resolve_config
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 _FIELD = "sparsek"
-_SERVED_BY_VLLM = {"mode": "pattern", "sparse_phase": "prefill"}
+_SERVED_BY_VLLM = (("mode", "pattern"), ("mode", "seer"), ("sparse_phase", "prefill"))
 """Values of settings that nothing here would heed."""
 
 _policies: WeakKeyDictionary[torch.nn.Module, tuple[object, SelectionPolicy]] = WeakKeyDictionary()
@@ -54,7 +54,7 @@ def _text_config(config: Any) -> Any:
 def _resolve(settings: Mapping[str, Any] | None, config: Any) -> SparsityConfig:
     own = getattr(config, "sparse_config", None)
     resolved = resolve_config(settings or None, os.environ, own)
-    for name, value in _SERVED_BY_VLLM.items():
+    for name, value in _SERVED_BY_VLLM:
         if getattr(resolved.config, name) == value:
             raise ConfigError(
                 f"SPARSEK setting {name} (from {resolved.sources[name]}): {value!r} is served in "

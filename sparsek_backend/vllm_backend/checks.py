@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -18,3 +20,36 @@ def refuse_quantised_output(
             "output_scale: fused output quantisation is not supported; disable the "
             "attention-quantisation fusion pass"
         )
+
+
+def refuse_sdpa(reason: str | None, fp8_cache: bool, batch_invariant: bool) -> None:
+    """Refuse what torch SDPA does not do, where it serves a layer.
+
+    Args:
+        reason: why it does, or ``None``.
+
+    Raises:
+        NotImplementedError: the layer has an fp8 cache, or is batch-invariant.
+    """
+    served = f"SPARSEK: {reason} is served by torch SDPA, which"
+    if reason is not None and fp8_cache:
+        raise NotImplementedError(f"{served} reads no fp8 KV cache; use --kv-cache-dtype auto")
+    if reason is not None and batch_invariant:
+        raise NotImplementedError(
+            f"{served} rounds by the batch's shape; unset VLLM_BATCH_INVARIANT"
+        )
+
+
+def fp8_scales(layer: Any) -> tuple[float, float]:
+    """Return ``(k_scale, v_scale)`` of a layer with an fp8 cache.
+
+    Raises:
+        ValueError: one of them is not positive.
+    """
+    k_scale, v_scale = float(layer._k_scale_float), float(layer._v_scale_float)
+    if not (k_scale > 0.0 and v_scale > 0.0):
+        raise ValueError(
+            f"k_scale, v_scale: expected positive numbers, got {k_scale} and {v_scale}; "
+            "correct the checkpoint's, or use --kv-cache-dtype auto"
+        )
+    return k_scale, v_scale

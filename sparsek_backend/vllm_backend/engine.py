@@ -14,6 +14,7 @@ from vllm.config import get_current_vllm_config
 from sparsek_backend.config import ResolvedConfig
 
 from . import compat
+from .gates import GateFile, open_gates
 from .names import BACKEND_NAME
 from .settings import engine_config, prefill_pattern
 
@@ -30,7 +31,8 @@ class Engine:
         dtype: that model's.
         labels: of its metrics, with the values that vLLM gives its own.
         pattern: what prefills follow in mode ``pattern``, else ``None``.
-        rotation: :attr:`PagedBatch.rotation` where mode ``infllm`` scores without positions.
+        gates: of mode ``seer``, else ``None``.
+        rotation: :attr:`PagedBatch.rotation` where blocks are scored without positions.
         selects_blocks: whether any layer selects blocks by score.
         dummy_run_done: whether a natively sparse layer has shown what memory a prefill takes.
     """
@@ -39,6 +41,7 @@ class Engine:
     dtype: torch.dtype
     labels: Mapping[str, str]
     pattern: PrefillPattern | None = None
+    gates: GateFile | None = None
     rotation: torch.Tensor | None = None
     selects_blocks: bool = False
     dummy_run_done: bool = False
@@ -72,7 +75,11 @@ def engine_of(vllm_config: Any) -> Engine:
     model = vllm_config.model_config
     resolved = engine_config(vllm_config)
     engine = Engine(
-        resolved, model.dtype, compat.metric_labels(vllm_config), prefill_pattern(resolved)
+        resolved,
+        model.dtype,
+        compat.metric_labels(vllm_config),
+        prefill_pattern(resolved),
+        open_gates(resolved, model),
     )
     _engines.append((weakref.ref(vllm_config.compilation_config), engine))
     return engine

@@ -125,7 +125,7 @@ def _describe_policy(policy: SelectionPolicy) -> str:
             return f"the model's sliding window of {policy.window_size}"
         return f"sink_window, {policy.num_sink} sink tokens + window {policy.window_size}"
     sinks = policy.sink_blocks
-    mode = "infllm" if policy.ranking == "infllm" else "block_topk"
+    mode = "block_topk" if policy.ranking == "masses" else policy.ranking
     blocks = "/".join(map(str, policy.head_top_k)) or str(policy.top_k)
     extra = "" if policy.decode_top_k is None else f" ({policy.decode_top_k} for decoded tokens)"
     extra += f", each of at least {policy.min_mass:g} of the attention" if policy.min_mass else ""

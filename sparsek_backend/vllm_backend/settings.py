@@ -33,6 +33,7 @@ def engine_config(vllm_config: Any) -> ResolvedConfig:
         _model_section(vllm_config.model_config, "sparse_config"),
         _model_section(vllm_config.model_config, "nsa"),
         is_batch_invariant(),
+        None if vllm_config.model_config is None else vllm_config.model_config.model,
     )
 
 
@@ -115,6 +116,11 @@ def check_page_size(resolved: ResolvedConfig, page_size: int) -> None:
             f"SPARSEK setting sel_block_size (from {source}): expected a divisor or a multiple of "
             f"the KV page of {page_size} tokens, got {size}; remedy: --block-size {size}, or set "
             f"sel_block_size to {page_size}"
+        )
+    if config.mode == "seer" and page_size % size:
+        raise ConfigError(
+            f"SPARSEK mode seer: expected KV pages of a multiple of the gates' blocks of {size} "
+            f"tokens, got {page_size}; remedy: --block-size {size}"
         )
 
 

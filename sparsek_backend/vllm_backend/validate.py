@@ -14,6 +14,7 @@ from sparsek_backend.config import ConfigError, ResolvedConfig
 from sparsek_backend.models import verify_model
 
 from . import compat
+from .gates import open_gates
 from .names import NSA_ARCHITECTURE
 from .settings import check_page_size, engine_config, prefill_pattern, require_backend
 from .sparsek.backend import LEAVE, REMEDIES, SparseKBackend
@@ -56,6 +57,7 @@ def check_engine(vllm_config: Any) -> None:
     _check_dense_layers(vllm_config, resolved)
     _check_pattern(model, resolved)
     _check_budgets(model, resolved)
+    _check_gates(vllm_config, resolved)
     if model.attn_type != "encoder_only":
         check_page_size(resolved, _page_size(vllm_config))
     parallel = vllm_config.parallel_config
@@ -160,6 +162,11 @@ def _unserved_options(vllm_config: Any, resolved: ResolvedConfig) -> list[str]:
     """Reasons, with remedies, why options that vLLM asks no backend about are not served."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     reasons = []
+    if resolved.seer is not None and not current_platform.is_cpu():
+        reasons.append(
+            f"mode seer on a {current_platform.device_type} device not supported (remedy: mode "
+            "block_topk, or a CPU)"
+        )
     if resolved.config.selects_blocks:
         if model.is_hybrid and not compat.declares_content():
             reasons.append(
@@ -206,6 +213,7 @@ def _not_sharded(vllm_config: Any, resolved: ResolvedConfig) -> list[str]:
     model = vllm_config.model_config
     found = {
         "mode infllm": resolved.config.mode == "infllm",
+        "mode seer": resolved.config.mode == "seer",
         "an nsa section": resolved.nsa is not None,
         "bidirectional prefixes": model.is_mm_prefix_lm,
         "layers without attention": model.is_hybrid,
@@ -301,6 +309,28 @@ def _check_budgets(model: Any, resolved: ResolvedConfig) -> None:
             f"model with {shape[0]} layers and {shape[1]} KV heads, got one of {budgets.model}, "
             f"which has {made_for[0]} and {made_for[1]}; remedy: `sparsek calibrate` this model"
         )
+
+
+def _check_gates(vllm_config: Any, resolved: ResolvedConfig) -> None:
+    """Check that every layer that selects blocks has gates, and every rank whole KV heads.
+
+    Raises:
+        ConfigError: gates are missing or of another model, or ranks have parts of a KV head's
+            query heads, which one gate query needs together.
+    """
+    model = vllm_config.model_config
+    gates = open_gates(resolved, model)
+    if gates is None:
+        return
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if ranks > gates.num_kv_heads:
+        raise ConfigError(
+            f"SPARSEK mode seer: expected a tensor_parallel_size of at most {gates.num_kv_heads}, "
+            f"the model's KV heads, got {ranks}; remedy: fewer ranks, or mode block_topk"
+        )
+    for index in range(model.hf_text_config.num_hidden_layers):
+        if not resolved.config.is_dense_layer(index):
+            gates.check(index)
 
 
 def _check_nsa(model: Any, vllm_config: Any) -> None:

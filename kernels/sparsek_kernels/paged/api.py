@@ -303,8 +303,8 @@ def paged_attention(
         policy: what a query attends (docs/selection.md).
         softmax_scale: default ``D ** -0.5``.
         k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8 of :func:`write_kv`, or
-            of :func:`write_means` for InfLLM-v2's scores on a GPU, or of :func:`write_gate_keys` for
-            gates; needed when blocks are selected.
+            of :func:`write_means` for InfLLM-v2's scores on a GPU, or of :func:`write_gate_keys`
+            for gates; needed when blocks are selected.
         sinks: ``[Hq]`` learned logits that join the softmax denominator only.
         out: ``[T, Hq, Dv]``, written and returned.
         k_scale, v_scale: factors of an fp8 (e4m3) cache; ``k_scale`` also of its sketch.

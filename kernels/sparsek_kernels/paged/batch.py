@@ -38,8 +38,8 @@ class PagedBatch:
             (``segments``): what they attend here does not count.
         rotation: ``[positions, D]`` float32, by which positions have turned queries and keys: D/2
             cosines, then as many sines.  Where it is given, InfLLM-v2's scores are of queries and
-            keys turned back (``use_nope``), and so are SeerAttention-R's gates, which it then turns.
-            On a GPU it is contiguous.
+            keys turned back (``use_nope``), and so are SeerAttention-R's gates, which it then
+            turns.  On a GPU it is contiguous.
     """
 
     block_table: torch.Tensor

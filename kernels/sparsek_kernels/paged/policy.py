@@ -71,8 +71,8 @@ class SelectionPolicy:
         query_tile: query positions that share one selection (block top-k).  1 makes prefill select
             exactly as decode does, which (without ``dense_last``) makes tokens independent of
             chunking and preemption.
-        ranking: how blocks that compete are ranked.  ``infllm`` is per token.  ``seer`` is of single
-            tokens; tiles are ranked as by ``masses``.
+        ranking: how blocks that compete are ranked.  ``infllm`` is per token.  ``seer`` is of
+            single tokens; tiles are ranked as by ``masses``.
         decode_top_k: ``top_k`` of a single token; ``None``: as many blocks as a tile.
         min_mass: the least share of a tile's attention that a candidate has by its summaries, and a
             selected block by its keys, mean over the samples and heads that score it; less attended
@@ -144,8 +144,8 @@ class SelectionPolicy:
 
         A selection that tokens do not share can follow each of them closely, so its blocks are as
         small as a cell.  Sinks and window cover as many tokens as before, ``top_k`` as many as
-        ``decode_top_k`` says; KV heads keep their proportions.  Blocks of a learned ranking keep the
-        size that it was trained with.
+        ``decode_top_k`` says; KV heads keep their proportions.  Blocks of a learned ranking keep
+        the size that it was trained with.
         """
         return self._per_token
 

@@ -11,17 +11,24 @@ import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from sparsek_backend.vllm_backend import compat
-from sparsek_backend.vllm_backend.checks import refuse_quantised_output
+from sparsek_backend.vllm_backend.checks import fp8_scales, refuse_quantised_output, refuse_sdpa
 from sparsek_backend.vllm_backend.engine import current_engine
 from sparsek_backend.vllm_backend.left_out import LEFT_OUT
 from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_kernels.fallback import FallbackMask, paged_fallback, sdpa_fallback
-from sparsek_kernels.paged.api import paged_attention, select_blocks, write_kv, write_means
+from sparsek_kernels.paged.api import (
+    paged_attention,
+    select_blocks,
+    write_gate_keys,
+    write_kv,
+    write_means,
+)
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.infllm.means import keeps_means
 from sparsek_kernels.paged.lists import block_lists
 from sparsek_kernels.paged.plan import Segment, segments
 from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.seer.gates import Gates
 
 from .flash import FlashPrefill
 from .metadata import SparseKMetadata
@@ -77,14 +84,15 @@ class SparseKImpl(AttentionImpl):
         self._settings = engine.resolved.config
         self.batch_invariant = engine.resolved.batch_invariant
         self.dtype = engine.dtype
-        self._refuse_what_sdpa_lacks()
+        refuse_sdpa(self.fallback_reason, self.has_fp8_cache, self.batch_invariant)
         if self.may_select and self._settings.selects_blocks:
             engine.selects_blocks = True
-        self._pattern = engine.pattern
+        self._pattern, self._gate_file = engine.pattern, engine.gates
         self.policy = self.model_policy()
         self.flash = self._find_flash()
         self.summaries = False  # in the layer's pages; decided with the policy
-        self.means = False  # as those summaries: for InfLLM-v2's scores, written once a step
+        self.means = False  # or gate keys, as those summaries: written once a step
+        self.gates: Gates | None = None  # of this rank's KV heads, in mode seer
         self.lists: torch.Tensor | None = None  # which blocks prefills attend in mode pattern
         self._pages: PageViews | None = None
         self._pages_key: tuple[int, tuple[int, ...]] | None = None
@@ -104,17 +112,6 @@ class SparseKImpl(AttentionImpl):
     def may_select(self) -> bool:
         """Whether the settings decide what this layer attends, rather than the model."""
         return self.sliding_window is None and self.fallback_reason is None
-
-    def _refuse_what_sdpa_lacks(self) -> None:
-        if self.fallback_reason is None:
-            return
-        served = f"SPARSEK: {self.fallback_reason} is served by torch SDPA, which"
-        if self.has_fp8_cache:
-            raise NotImplementedError(f"{served} reads no fp8 KV cache; use --kv-cache-dtype auto")
-        if self.batch_invariant:
-            raise NotImplementedError(
-                f"{served} rounds by the batch's shape; unset VLLM_BATCH_INVARIANT"
-            )
 
     def _find_flash(self) -> FlashPrefill | None:
         """FlashAttention for dense prefills; over an fp8 cache it would round the queries too.
@@ -179,8 +176,13 @@ class SparseKImpl(AttentionImpl):
                 entries = self._pattern.entries[layer_index]
                 own = entries[self._own_heads(len(entries))]
                 self.lists = block_lists(own, policy).to(device)
+            once_a_step = keeps_means(policy, device)
+            if policy.ranking == "seer" and self._gate_file is not None:
+                own_heads = self._own_heads(self._gate_file.num_kv_heads)
+                self.gates = self._gate_file.layer(layer_index, own_heads, owner is self)
+                once_a_step = True
             for layer in (self, owner):  # an owner that attends everything writes summaries too
-                layer.summaries, layer.means = True, keeps_means(policy, device)
+                layer.summaries, layer.means = True, once_a_step
                 layer._pages = layer._pages_key = None
         return policy
 
@@ -343,6 +345,7 @@ class SparseKImpl(AttentionImpl):
             return
         batch, policy = segment.batch, segment.policy
         lists = self.lists if policy.selects_blocks else None
+        gates = self.gates if policy.selects_blocks else None
         attend = partial(
             paged_attention,
             query,
@@ -359,6 +362,7 @@ class SparseKImpl(AttentionImpl):
             batch_invariant=self.batch_invariant,
             lists=lists,
             left_out=left_out,
+            gates=gates,
         )
         if not (batch.num_prefills and policy.selects_blocks and PROBE.is_due(query.device)):
             attend()
@@ -373,6 +377,7 @@ class SparseKImpl(AttentionImpl):
             softmax_scale=self.scale,
             k_scale=scales[0],
             lists=lists,
+            gates=gates,
         )
         PROBE.run(select, attend, query.device)
 
@@ -462,23 +467,19 @@ class SparseKImpl(AttentionImpl):
 
     def _scales(self, layer: Any) -> tuple[float, float]:
         """``(k_scale, v_scale)`` of an fp8 cache, else ``(1.0, 1.0)``."""
-        if not self.has_fp8_cache:
-            return 1.0, 1.0
-        k_scale, v_scale = float(layer._k_scale_float), float(layer._v_scale_float)
-        if not (k_scale > 0.0 and v_scale > 0.0):
-            raise ValueError(
-                f"k_scale, v_scale: expected positive numbers, got {k_scale} and {v_scale}; "
-                "correct the checkpoint's, or use --kv-cache-dtype auto"
-            )
-        return k_scale, v_scale
+        return fp8_scales(layer) if self.has_fp8_cache else (1.0, 1.0)
 
     def _store_means(self, pages: PageViews, batch: PagedBatch) -> None:
-        """Keep the means of the cells that a step completes, in the pages that this layer writes.
+        """Keep means of cells, or keys of blocks, that a step completes in pages of this layer.
 
         They are of keys without positions where the step has a rotation, so that they cannot be
         written with the keys, which vLLM hands over without positions of theirs.
         """
-        if self.means and pages.summary is not None and self.kv_sharing_target_layer_name is None:
+        if not self.means or pages.summary is None or self.kv_sharing_target_layer_name is not None:
+            return
+        if self.gates is not None:
+            write_gate_keys(pages.keys, pages.summary, batch, self.policy, self.gates)
+        else:
             write_means(pages.keys, pages.summary, batch)
 
     def _left_out(self, kv_cache: torch.Tensor) -> torch.Tensor | None:

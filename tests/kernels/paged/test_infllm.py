@@ -149,5 +149,7 @@ def test_it_is_per_token(fields: dict[str, int], words: str) -> None:
 
 
 def test_an_unknown_ranking() -> None:
-    with pytest.raises(ValueError, match="ranking: expected one of masses, infllm, seer, got 'means'"):
+    with pytest.raises(
+        ValueError, match="ranking: expected one of masses, infllm, seer, got 'means'"
+    ):
         SelectionPolicy(ranking="means")  # type: ignore[arg-type]

@@ -51,7 +51,11 @@ DENSE_PREFILL = SelectionPolicy(
 
 def select_by(gates: Gates, rotation: torch.Tensor | None) -> Callable[..., Any]:
     def select(
-        q: torch.Tensor, k: torch.Tensor, positions: list[int], policy: SelectionPolicy, scale: float
+        q: torch.Tensor,
+        k: torch.Tensor,
+        positions: list[int],
+        policy: SelectionPolicy,
+        scale: float,
     ) -> list[list[int]] | None:
         if len(positions) > 1:  # a tile
             return select_blocks_reference(q, k, positions, policy, scale)
@@ -262,9 +266,7 @@ def test_a_single_token_keeps_the_trained_blocks() -> None:
     ],
     ids=["none", "query", "key", "query_norm", "key_norm", "dtype", "page"],
 )
-def test_gates_that_do_not_fit(
-    change: dict[str, Any], error: type[Exception], words: str
-) -> None:
+def test_gates_that_do_not_fit(change: dict[str, Any], error: type[Exception], words: str) -> None:
     case = make_case([100], [1], 1, page_size=change.pop("page_size", 64))
     gates: Any = make_gates(2, 2, 32)
     if "dtype" in change:

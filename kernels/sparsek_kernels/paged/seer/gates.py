@@ -5,8 +5,8 @@ Both are made without positions, and then turned by RoPE: the query by its own p
 the one of its block's first token.
 
 Pages keep the key of every complete block in place of the sketch (sketch.py): ``D`` numbers of
-float32 for each block and KV head.  It is written when the last of the block's tokens is there, from
-the keys in the page, so that the order of writes leaves no trace.  Blocks lie inside a page.
+float32 for each block and KV head.  It is written when the last of the block's tokens is there,
+from the keys in the page, so that the order of writes leaves no trace.  Blocks lie inside a page.
 """
 
 from __future__ import annotations
