@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.transformers_op.tiny import logits, make_model, tokens, visible
+from tests.vllm_backend.gate_files import make_gates_folder
 
 import sparsek_backend.transformers_op as sparsek  # isort: skip
 from sparsek_backend.config import ConfigError  # isort: skip
@@ -296,13 +298,16 @@ def test_settings_are_checked_and_kept(tmp_path: Any) -> None:
 
 
 def test_settings_that_transformers_would_ignore_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = make_model()
     with pytest.raises(ConfigError, match=r"sparse_phase .*: 'prefill' is served in vLLM alone"):
         sparsek.configure(model, **SPARSE, sparse_phase="prefill")
     with pytest.raises(ConfigError, match=r"mode .*: 'pattern' is served in vLLM alone"):
         sparsek.configure(model, mode="pattern", pattern="a file")
+    folder = str(make_gates_folder(tmp_path))
+    with pytest.raises(ConfigError, match=r"mode .*: 'seer' is served in vLLM alone"):
+        sparsek.configure(model, mode="seer", gates=folder)
     monkeypatch.setattr(model.config, "sparse_config", {"use_nope": True}, raising=False)
     with pytest.raises(ConfigError, match="'infllm' with use_nope"):
         sparsek.configure(model, mode="infllm")

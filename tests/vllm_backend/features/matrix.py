@@ -30,8 +30,7 @@ tests were mended since they failed for want of FlashInfer and for names of weig
 `features/test_gpu_infllm.py`.
 
 Not in the tables: Ray (`--distributed-executor-backend ray`), which vLLM's CPU build refuses and
-which was run on no GPU; multi-step scheduling, an option that no supported version has; gates that
-choose blocks (SeerAttention-R), for which neither vLLM nor SPARSEK reads weights.
+which was run on no GPU; multi-step scheduling, an option that no supported version has.
 
 This page is generated: `python -m tests.vllm_backend.features.matrix`.
 """
@@ -144,6 +143,22 @@ MATRIX: dict[str, tuple[Row, ...]] = {
                 "features/test_gpu_infllm.py::test_chunks_and_graphs",
             ),
             "with and without `use_nope`",
+        ),
+        Row(
+            "gates that choose blocks for decoded tokens (SeerAttention-R, mode `seer`)",
+            SERVED,
+            (
+                "test_seer.py::test_an_engine_attends_what_the_oracle_chooses",
+                "test_seer.py::test_a_covering_budget_equals_dense",
+                "test_seer.py::test_a_rank_has_the_gates_of_its_heads",
+            ),
+            "on CPUs alone; prefills attend everything",
+        ),
+        Row(
+            "the same gates on a GPU",
+            REFUSED,
+            ("test_seer.py::test_what_it_does_not_go_with",),
+            "mode `block_topk`",
         ),
         Row(
             "natively sparse models (NSA)",
