@@ -33,7 +33,7 @@ def engine_config(vllm_config: Any) -> ResolvedConfig:
         _model_section(vllm_config.model_config, "sparse_config"),
         _model_section(vllm_config.model_config, "nsa"),
         is_batch_invariant(),
-        None if vllm_config.model_config is None else vllm_config.model_config.model,
+        getattr(vllm_config.model_config, "model", None),
     )
 
 

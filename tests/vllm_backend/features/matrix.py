@@ -149,16 +149,9 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             SERVED,
             (
                 "test_seer.py::test_an_engine_attends_what_the_oracle_chooses",
-                "test_seer.py::test_a_covering_budget_equals_dense",
-                "test_seer.py::test_a_rank_has_the_gates_of_its_heads",
+                "test_seer.py::test_what_it_does_not_go_with",
             ),
-            "on CPUs alone; prefills attend everything",
-        ),
-        Row(
-            "the same gates on a GPU",
-            REFUSED,
-            ("test_seer.py::test_what_it_does_not_go_with",),
-            "mode `block_topk`",
+            "on CPUs; a GPU is refused (mode `block_topk` there)",
         ),
         Row(
             "natively sparse models (NSA)",
