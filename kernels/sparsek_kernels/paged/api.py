@@ -31,7 +31,7 @@ from sparsek_kernels.paged.cpu.write import write_kv_eager
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import segments
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.seer.gates import Gates
+from sparsek_kernels.paged.seer.gates import Gates, given_gates
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -165,15 +165,28 @@ def write_gate_keys(
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
-        NotImplementedError: a GPU.
+        NotImplementedError: on a GPU, a last dimension that is not contiguous.
     """
+    call = _replayable(
+        (k_cache, k_summary, *given_gates(gates).tensors), ("gate keys", policy), batch
+    )
+    if call is not None and call.replay():
+        return
     if policy.ranking != "seer":
         raise ValueError(f"policy: expected ranking='seer', got {policy.ranking!r}")
     check_cache(k_cache)
     check_summary(k_summary, k_cache)
     check_gated(policy, gates, k_cache)
     check_rotation(batch, k_cache)
-    write_gate_keys_eager(k_cache, k_summary, batch, policy.sel_block_size, gates)
+    if not k_cache.is_cuda:
+        write_gate_keys_eager(k_cache, k_summary, batch, policy.sel_block_size, gates)
+        return
+    check_triton_layout(k_cache=k_cache, k_summary=k_summary)
+    check_batch_layout(batch)
+    from sparsek_kernels.paged.launch import seer as launch
+
+    with nullcontext() if call is None else call.recorded():
+        launch.write_gate_keys(k_cache, k_summary, batch, policy.sel_block_size, gates)
 
 
 def select_blocks(
@@ -212,7 +225,7 @@ def select_blocks(
 
     Raises:
         TypeError, ValueError: ``policy`` does not select blocks, or an argument does not fit.
-        NotImplementedError: an fp8 cache on a CPU, or gates on a GPU.
+        NotImplementedError: an fp8 cache on a CPU.
     """
     if not policy.selects_blocks:
         raise ValueError(f"policy: expected top_k >= 1, got top_k={policy.top_k}")
@@ -246,6 +259,7 @@ def select_blocks(
             softmax_scale=scale,
             k_scale=k_scale,
             lists=lists,
+            gates=gates,
         )
     else:
         found = select_blocks_eager(
@@ -327,12 +341,13 @@ def paged_attention(
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
         NotImplementedError: an fp8 cache, or ``batch_invariant``, on a CPU; ``batch_invariant``
-            with InfLLM-v2's scores; gates on a GPU.
+            with learned scores.
     """
     call = None
     by_token = batch_invariant or (policy.query_tile == 1 and batch.num_prefills > 0)
     if out is not None and lists is None and not by_token:
-        tensors = (q, k_cache, v_cache, out, k_summary, sinks, left_out)
+        learned = () if gates is None else gates.tensors
+        tensors = (q, k_cache, v_cache, out, k_summary, sinks, left_out, *learned)
         call = _replayable(tensors, (policy, softmax_scale, k_scale, v_scale), batch)
         if call is not None and call.replay():
             return out

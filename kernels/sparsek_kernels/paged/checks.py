@@ -111,7 +111,6 @@ def check_gated(
 
     Raises:
         TypeError, ValueError: gates or pages do not fit, or gates have nothing to rank.
-        NotImplementedError: a GPU.
     """
     if policy.ranking != "seer":
         if gates is not None:
@@ -119,17 +118,13 @@ def check_gated(
                 f"gates: expected None with ranking={policy.ranking!r}, got {type(gates).__name__}"
             )
         return
-    _, heads, page_size, dim = k_cache.shape
-    if k_cache.is_cuda:
-        raise NotImplementedError(
-            "policy: ranking='seer' is computed on a CPU alone; on a GPU use ranking='masses'"
-        )
+    page_size = k_cache.shape[2]
     if page_size % policy.sel_block_size:
         raise ValueError(
             f"page_size: expected a multiple of sel_block_size={policy.sel_block_size} with "
             f"ranking='seer', got {page_size}"
         )
-    check_gates(gates, heads, None if num_heads is None else num_heads // heads, dim)
+    check_gates(gates, k_cache, num_heads)
 
 
 def check_rotation(batch: PagedBatch, k_cache: torch.Tensor) -> None:

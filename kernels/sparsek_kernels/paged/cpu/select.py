@@ -24,7 +24,7 @@ from sparsek_kernels.paged.lists import listed_blocks
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
-from sparsek_kernels.paged.seer.gates import Gates, check_gates
+from sparsek_kernels.paged.seer.gates import Gates, given_gates
 from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotate
 
 NOTHING = 1 << 40
@@ -262,8 +262,8 @@ def select_tokens(
             scores.append(infllm_scores(q[one], where[one], kernels, blocks, rule, softmax_scale))
         return list_best(torch.cat(scores), plan.outside, rule.scored_blocks)
     if rule.ranking == "seer":
-        page_size, dim = k_cache.shape[2:]
-        gates = check_gates(gates, q.shape[1], q.shape[2], dim)
+        page_size = k_cache.shape[2]
+        gates = given_gates(gates)
         queries = gate_queries(q, where, gates, group.rotation)
         found = gate_scores(queries, k_summary, page_size, plan.index, rule, plan.future)
         return list_best(found, plan.outside, rule.scored_blocks)

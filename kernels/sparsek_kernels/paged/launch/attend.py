@@ -117,6 +117,7 @@ def _selected(
         k_scale=operands.k_scale,
         lists=operands.lists,
         left_out=operands.left_out,
+        gates=operands.gates if policy.ranking == "seer" else None,
     )
 
 

@@ -26,11 +26,13 @@ from sparsek_kernels.paged.launch.scratch import (
     rows_per_step,
     workspace,
 )
+from sparsek_kernels.paged.launch.seer import gate_logits
 from sparsek_kernels.paged.launch.selection import Selection, Step
 from sparsek_kernels.paged.launch.tiles import prefill_tiles
 from sparsek_kernels.paged.lists import listed_blocks
 from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.seer.gates import Gates
 from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotation_size
 
 _SCRATCH_ELEMENTS = 1 << 24
@@ -49,6 +51,7 @@ def select_blocks(
     lists: torch.Tensor | None = None,
     largest: Callable[[torch.Tensor], torch.Tensor] | None = None,
     left_out: torch.Tensor | None = None,
+    gates: Gates | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Selected blocks of the decodes, and of the prefills; -1 where a tile sees everything.
 
@@ -77,7 +80,16 @@ def select_blocks(
     scale = softmax_scale * k_scale * LOG2E.value
     counts = (None, None) if left_out is None or not policy.min_mass else left_out.split(1)
     call = Selection(
-        decodes, q, k_cache, k_summary, batch, single, scale, largest=largest, left_out=counts[1]
+        decodes,
+        q,
+        k_cache,
+        k_summary,
+        batch,
+        single,
+        scale,
+        largest=largest,
+        left_out=counts[1],
+        gates=gates,
     )
     if batch.num_decodes and selects(single):
         _select_decodes(call)
@@ -97,7 +109,7 @@ def select_blocks(
 
 
 def _select_decodes(call: Selection) -> None:
-    """Blocks of single tokens: logits of the sketch, or InfLLM-v2's scores, and the best."""
+    """Blocks of single tokens: logits of the sketch or gates, or InfLLM-v2's scores; the best."""
     batch, num_heads, length = call.batch, call.q.shape[1], call.batch.decode_query_len
     as_trained = call.policy.ranking == "infllm"
     most = length * num_heads * (averages(call) if as_trained else call.width)
@@ -108,6 +120,9 @@ def _select_decodes(call: Selection) -> None:
         # As large for the last requests as for the others, since its size decides what is compiled.
         if as_trained:
             scores = block_scores(call, step, requests * length)
+            strides = (call.heads * call.width, call.width, 0)
+        elif call.gates is not None:
+            scores = gate_logits(call, step, requests * length)
             strides = (call.heads * call.width, call.width, 0)
         else:
             scores = _decode_logits(call, first, here, requests)
@@ -204,7 +219,7 @@ def _top_blocks(
         *out.stride()[:2],
         *strides,
         STRIDE=policy.sample_stride,
-        FROM_LOGITS=call.tiles is None and policy.ranking == "masses",
+        FROM_LOGITS=call.tiles is None and policy.ranking != "infllm",
         COUNT=out.shape[2],
         HEAD_PLACES=places is not None,
         MIN_MASS=policy.min_mass > 0,

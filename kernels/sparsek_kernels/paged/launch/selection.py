@@ -11,6 +11,7 @@ import torch
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.config import next_power_of_2
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.seer.gates import Gates
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Selection:
         q: ``[T, Hq, D]``.
         k_cache: ``[num_pages, Hkv, page_size, D]``.
         k_summary: the sketch that pages keep, by which single tokens select, or InfLLM-v2's means
-            (infllm/means.py) where the policy ranks by these; or ``None``.
+            (infllm/means.py) or gate keys (seer/gates.py) where the policy ranks by these; or
+            ``None``.
         batch: the requests.
         policy: how blocks compete.
         qk_scale: factor of ``q . k`` in base 2.
@@ -31,6 +33,7 @@ class Selection:
         largest: elementwise maximum of a contiguous tensor over the ranks that hold the pages
             between them; ``None`` where this rank has them all.
         left_out: ``[1, 2]`` int64, added to; or ``None``.
+        gates: of a ranking by them, else ``None``.
     """
 
     out: torch.Tensor
@@ -43,6 +46,7 @@ class Selection:
     tiles: torch.Tensor | None = None
     largest: Callable[[torch.Tensor], torch.Tensor] | None = None
     left_out: torch.Tensor | None = None
+    gates: Gates | None = None
 
     @property
     def heads(self) -> int:
@@ -80,11 +84,12 @@ class Selection:
 
     def tile_keys(self) -> dict[str, int | bool]:
         """Compile-time constants of tiles and of the policy."""
+        gated = self.gates is not None and self.tiles is None  # one row of logits for a KV head
         return {
             "FROM_TABLE": self.tiles is not None,
             "TILES_PER_REQUEST": 1 if self.tiles is not None else self.batch.decode_query_len,
             "NUM_KV_HEADS": self.heads,
-            "GROUP": self.group,
+            "GROUP": 1 if gated else self.group,
             "TILE": self.policy.query_tile,
             "SEL_BLOCK": self.policy.sel_block_size,
             "SINK_BLOCKS": self.policy.sink_blocks,

@@ -41,6 +41,11 @@ class Gates:
     query_norm: torch.Tensor | None = None
     key_norm: torch.Tensor | None = None
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """All of them, in the order above."""
+        return self.query, self.key, self.query_norm, self.key_norm
+
 
 def view_gate_keys(
     k_summary: torch.Tensor, page_size: int, sel_block_size: int, head_dim: int
@@ -56,22 +61,40 @@ def view_gate_keys(
     return keys
 
 
-def check_gates(gates: Gates | None, num_kv_heads: int, group: int | None, head_dim: int) -> Gates:
+def given_gates(gates: Gates | None) -> Gates:
+    """The gates, which a ranking by them needs."""
+    if gates is None:
+        raise ValueError("gates: expected the layer's gates with ranking='seer', got None")
+    return gates
+
+
+def check_gates(gates: Gates | None, k_cache: torch.Tensor, num_heads: int | None = None) -> Gates:
     """Check the gates that a ranking by them needs.
 
     Args:
-        group: query heads per KV head; ``None`` where no queries come.
+        k_cache: ``[num_pages, Hkv, page_size, D]``.
+        num_heads: query heads; ``None`` where no queries come.
 
     Raises:
         TypeError: a tensor that is not float32.
-        ValueError: no gates, or a wrong shape.
+        ValueError: no gates, or a wrong shape, device or layout.
     """
-    if gates is None:
-        raise ValueError("gates: expected the layer's gates with ranking='seer', got None")
-    dtypes, any_group = (torch.float32,), "G" if group is None else group
-    check_tensor("gates.query", gates.query, (num_kv_heads, any_group, head_dim, head_dim), dtypes)
-    check_tensor("gates.key", gates.key, (num_kv_heads, POOLS * head_dim, head_dim), dtypes)
-    for name, weight in (("query_norm", gates.query_norm), ("key_norm", gates.key_norm)):
-        if weight is not None:
-            check_tensor(f"gates.{name}", weight, (head_dim,), dtypes)
+    gates = given_gates(gates)
+    _, heads, _, dim = k_cache.shape
+    group = "G" if num_heads is None else num_heads // heads
+    shapes: tuple[tuple[int | str, ...], ...] = (
+        (heads, group, dim, dim),
+        (heads, POOLS * dim, dim),
+        (dim,),
+        (dim,),
+    )
+    names = ("query", "key", "query_norm", "key_norm")
+    for name, tensor, shape in zip(names, gates.tensors, shapes, strict=True):
+        if tensor is None:
+            continue
+        check_tensor(f"gates.{name}", tensor, shape, (torch.float32,), k_cache.device)
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"gates.{name}: expected a contiguous tensor, got strides {tensor.stride()}"
+            )
     return gates

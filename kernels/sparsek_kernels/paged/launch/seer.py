@@ -1,0 +1,147 @@
+"""Launching SeerAttention-R's gates: gate keys of blocks, and logits of single tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from sparsek_kernels.common.device import multiprocessors
+from sparsek_kernels.common.kernels.softmax import LOG2E
+from sparsek_kernels.common.recording import run
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.checks import given_summary
+from sparsek_kernels.paged.config import next_power_of_2
+from sparsek_kernels.paged.launch.scratch import workspace
+from sparsek_kernels.paged.launch.selection import Selection, Step
+from sparsek_kernels.paged.policy import ceil_div
+from sparsek_kernels.paged.seer.gates import NORM_EPS, Gates, given_gates, view_gate_keys
+from sparsek_kernels.paged.seer.kernels.gates import (
+    gate_logits_kernel,
+    gate_queries_kernel,
+    write_gate_keys_kernel,
+)
+
+_COLUMNS = 16
+"""Channels of queries and keys that are multiplied at a time."""
+_BLOCKS = 32
+"""Gate keys that one program reads at a time."""
+
+
+def write_gate_keys(
+    k_cache: torch.Tensor, k_summary: torch.Tensor, batch: PagedBatch, size: int, gates: Gates
+) -> None:
+    """Triton form of :func:`sparsek_kernels.paged.write_gate_keys`, for blocks of ``size``."""
+    if not batch.num_prefills:
+        _write_gate_keys(k_cache, k_summary, batch, size, gates, batch.decode_query_len)
+    elif not batch.num_decodes:
+        _write_gate_keys(k_cache, k_summary, batch, size, gates, batch.max_query_len)
+    else:  # apart, or decodes would get as many programs as the longest prefill
+        for part in (
+            batch.part(0, batch.num_decodes),
+            batch.part(batch.num_decodes, batch.num_requests),
+        ):
+            write_gate_keys(k_cache, k_summary, part, size, gates)
+
+
+def _write_gate_keys(
+    k_cache: torch.Tensor,
+    k_summary: torch.Tensor,
+    batch: PagedBatch,
+    size: int,
+    gates: Gates,
+    most_tokens: int,
+) -> None:
+    """Gate keys of blocks that requests with at most ``most_tokens`` new tokens complete."""
+    _, heads, page_size, dim = k_cache.shape
+    kept = view_gate_keys(k_summary, page_size, size, dim)
+    run(
+        write_gate_keys_kernel,
+        (ceil_div(most_tokens, size), heads, batch.num_requests),
+        kept,
+        k_cache,
+        gates.key,
+        gates.key if gates.key_norm is None else gates.key_norm,
+        gates.key if batch.rotation is None else batch.rotation,
+        batch.block_table,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        0 if batch.rotation is None else batch.rotation.shape[0],
+        *kept.stride()[:2],
+        *k_cache.stride()[:3],
+        batch.block_table.stride(0),
+        HEAD_DIM=dim,
+        BLOCK_D=next_power_of_2(dim),
+        COLUMNS=_COLUMNS,
+        PAGE_SIZE=page_size,
+        SEL_BLOCK=size,
+        NORM=gates.key_norm is not None,
+        NORM_EPS=NORM_EPS,
+        TURN=batch.rotation is not None,
+        num_warps=4,
+    )
+
+
+def gate_logits(call: Selection, step: Step, most: int) -> torch.Tensor:
+    """Logits ``[step.count, Hkv, call.width]`` float32, in base 2, of a step's tokens, flat.
+
+    Args:
+        most: tokens of the largest step, for which there is room.
+    """
+    q, batch, policy, heads = call.q, call.batch, call.policy, call.heads
+    page_size, dim = call.k_cache.shape[2], q.shape[2]
+    gates = given_gates(call.gates)
+    kept = view_gate_keys(given_summary(call.k_summary), page_size, policy.sel_block_size, dim)
+    queries = workspace(q.device, "gate queries", most * heads * dim, torch.float32)
+    logits = workspace(q.device, "gate logits", most * heads * call.width, torch.float32)
+    shape = {
+        "TOKENS_PER_REQUEST": batch.decode_query_len,
+        "HEAD_DIM": dim,
+        "BLOCK_D": next_power_of_2(dim),
+        "SEL_BLOCK": policy.sel_block_size,
+        "SINK_BLOCKS": policy.sink_blocks,
+        "REACH_BLOCKS": policy.reach_blocks,
+        "SCORED_BLOCKS": policy.scored_blocks,
+        "num_warps": 4,
+    }
+    run(
+        gate_queries_kernel,
+        (step.count, heads),
+        queries,
+        q,
+        gates.query,
+        gates.query if gates.query_norm is None else gates.query_norm,
+        gates.query if batch.rotation is None else batch.rotation,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        policy.dense_below,
+        step.first,
+        0 if batch.rotation is None else batch.rotation.shape[0],
+        *q.stride()[:2],
+        GROUP=call.group,
+        COLUMNS=_COLUMNS,
+        NORM=gates.query_norm is not None,
+        NORM_EPS=NORM_EPS,
+        TURN=batch.rotation is not None,
+        **shape,
+    )
+    programs = max(4 * multiprocessors(q.device) // (most * heads), 1)
+    run(
+        gate_logits_kernel,
+        (min(ceil_div(call.max_blocks, _BLOCKS), programs), heads, step.count),
+        logits,
+        queries,
+        kept,
+        batch.block_table,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        dim**-0.5 * LOG2E.value,
+        policy.dense_below,
+        step.first,
+        heads * call.width,
+        call.width,
+        *kept.stride()[:2],
+        batch.block_table.stride(0),
+        BLOCK_N=_BLOCKS,
+        PAGE_SIZE=page_size,
+        **shape,
+    )
+    return logits
