@@ -34,10 +34,12 @@ from sparsek_kernels.paged.launch import attend_sm90 as launch_sm90
 from sparsek_kernels.paged.launch import infllm as launch_infllm
 from sparsek_kernels.paged.launch import rank as launch_rank
 from sparsek_kernels.paged.launch import scores as launch_scores
+from sparsek_kernels.paged.launch import seer as launch_seer
 from sparsek_kernels.paged.launch import select as launch_select
 from sparsek_kernels.paged.launch import shards as launch_shards
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.policy import Ranking, SelectionPolicy
 from tests.kernels.barriers import require_lasting_barriers
+from tests.kernels.paged.gate_cases import make_gates
 
 KERNELS = {
     "write_kv_kernel": launch,
@@ -53,6 +55,9 @@ KERNELS = {
     "write_means_kernel": launch_infllm,
     "average_logits_kernel": launch_infllm,
     "block_scores_kernel": launch_infllm,
+    "write_gate_keys_kernel": launch_seer,
+    "gate_queries_kernel": launch_seer,
+    "gate_logits_kernel": launch_seer,
     "attend_hopper_kernel": launch_sm90,
     "tile_scores_sm90_kernel": launch_scores,
 }
@@ -235,11 +240,12 @@ def launches(
     return seen
 
 
-def infllm_launches(arch: int, dtype: torch.dtype, head_dim: int, group: int) -> list[Recorded]:
-    """What a step launches in InfLLM-v2's ranking, by keys with and without positions."""
-    policy = SelectionPolicy(
-        num_sink=64, window_size=2048, top_k=63, query_tile=1, ranking="infllm"
-    )
+def learned_launches(
+    ranking: Ranking, arch: int, dtype: torch.dtype, head_dim: int, group: int
+) -> list[Recorded]:
+    """What a step launches in a learned ranking, by keys with and without positions."""
+    policy = SelectionPolicy(num_sink=64, window_size=2048, top_k=63, query_tile=1, ranking=ranking)
+    gates = make_gates(2, group, head_dim) if ranking == "seer" else None
     problem = make_problem(
         [(1, 9000), (16, 9000)],
         num_decodes=1,
@@ -254,8 +260,11 @@ def infllm_launches(arch: int, dtype: torch.dtype, head_dim: int, group: int) ->
         batch = dataclasses.replace(problem.batch, rotation=rotation, _derived={})
 
         def step(batch: Any = batch) -> None:
-            launch_infllm.write_means(problem.k_cache, problem.k_summary, batch)
-            operands = problem.operands(torch.empty_like(problem.q))
+            if gates is None:
+                launch_infllm.write_means(problem.k_cache, problem.k_summary, batch)
+            else:
+                launch_seer.write_gate_keys(problem.k_cache, problem.k_summary, batch, 64, gates)
+            operands = problem.operands(torch.empty_like(problem.q), gates=gates)
             launch.paged_attention(operands, batch, policy)
 
         seen += record(step, arch, 132)
@@ -299,13 +308,13 @@ def main() -> None:
     parser.add_argument("--head-budgets", action="store_true")
     parser.add_argument("--min-mass", type=float, default=0.0)
     parser.add_argument("--sharded", action="store_true")
-    parser.add_argument("--infllm", action="store_true")
+    parser.add_argument("--ranking", choices=["infllm", "seer"])
     args = parser.parse_args()
     if args.sharded:
         seen = sharded_launches(args.arch)
-    elif args.infllm:
+    elif args.ranking:
         dtype = getattr(torch, args.dtype)
-        seen = infllm_launches(args.arch, dtype, args.head_dim, args.group)
+        seen = learned_launches(args.ranking, args.arch, dtype, args.head_dim, args.group)
     else:
         seen = launches(
             args.arch,

@@ -12,6 +12,7 @@ from sparsek_kernels.paged.launch import infllm as launch_infllm
 from sparsek_kernels.paged.launch import rank as launch_rank
 from sparsek_kernels.paged.launch import scores as launch_scores
 from sparsek_kernels.paged.launch import scratch as runtime
+from sparsek_kernels.paged.launch import seer as launch_seer
 from sparsek_kernels.paged.launch import select as launch_select
 
 
@@ -19,7 +20,15 @@ from sparsek_kernels.paged.launch import select as launch_select
 def simulated(arch: int, num_sms: int) -> Iterator[None]:
     """Launchers choose their configurations for this architecture and count of multiprocessors."""
     facts = {"device_arch": lambda _device: arch, "multiprocessors": lambda _device: num_sms}
-    launchers = (launch, launch_infllm, launch_rank, launch_scores, launch_select, launch_sm90)
+    launchers = (
+        launch,
+        launch_infllm,
+        launch_rank,
+        launch_scores,
+        launch_seer,
+        launch_select,
+        launch_sm90,
+    )
     with contextlib.ExitStack() as stack:
         for module in (*launchers, runtime):
             known = {name: value for name, value in facts.items() if hasattr(module, name)}

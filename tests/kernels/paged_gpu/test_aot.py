@@ -31,7 +31,10 @@ PORTABLE = {
     "add_parts_kernel",
     "attend_kernel",
 }
-INFLLM = {"write_means_kernel", "average_logits_kernel", "block_scores_kernel"}
+LEARNED = {
+    "infllm": {"write_means_kernel", "average_logits_kernel", "block_scores_kernel"},
+    "seer": {"write_gate_keys_kernel", "gate_queries_kernel", "gate_logits_kernel"},
+}
 SCORES = {"gather_samples_kernel", "tile_scores_sm90_kernel"}
 HOPPER = {"attend_hopper_kernel", *SCORES}
 SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -87,13 +90,14 @@ def test_decodes_over_the_pages_of_one_rank_compile() -> None:
     ],
     ids=["sm80", "sm86-fp32-d256", "sm90", "sm90-fp16-d80", "sm100"],
 )
-def test_ranking_as_infllm_does_compiles(arch: int, options: tuple[str, ...]) -> None:
-    rows = compiled(arch, "--infllm", *options)
+@pytest.mark.parametrize("ranking", LEARNED)
+def test_learned_rankings_compile(ranking: str, arch: int, options: tuple[str, ...]) -> None:
+    rows = compiled(arch, "--ranking", ranking, *options)
     names = [row["kernel"] for row in rows]
-    assert set(names) == INFLLM | {"top_blocks_kernel", "attend_kernel"}
-    assert names.count("write_means_kernel") == 4
+    assert set(names) == LEARNED[ranking] | {"top_blocks_kernel", "attend_kernel"}
+    assert sum(name.startswith("write_") for name in names) == 4
     for row in rows:
-        if row["kernel"] in INFLLM:
+        if row["kernel"] in LEARNED[ranking]:
             assert row["stack"] <= 160, row
             assert row["shared"] <= SHARED[arch], row
 
