@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -69,11 +70,15 @@ class GateFile:
                     f"{got}; remedy: gates of this model, or dense_layers with layer {index}"
                 )
 
-    def layer(self, index: int, heads: slice, own_cache: bool) -> Gates:
+    def layer(self, index: int, heads: slice, own_cache: bool, device: torch.device) -> Gates:
         """Return the gates of some KV heads of the layer with this index.
+
+        They are copied to the device in another thread: vLLM drops what this one makes for the KV
+        cache when an engine sleeps.
 
         Args:
             own_cache: whether the layer writes the pages that it reads.
+            device: where the layer runs.
 
         Raises:
             ConfigError: the file has none of the model's shape.
@@ -82,16 +87,18 @@ class GateFile:
         if not own_cache:
             raise NotImplementedError(
                 f"SPARSEK mode seer: layer {index} shares another's KV cache, which is not served; "
-                f"use dense_layers with it, or mode block_topk"
+                "use dense_layers with it, or mode block_topk"
             )
         self.check(index)
-        found = {part: self._tensors[_NAME.format(index, part)].float() for part in self._shapes}
-        return Gates(
-            found["linear_q"][heads].contiguous(),
-            found["linear_k"][heads].contiguous(),
-            found.get("qnorm"),
-            found.get("knorm"),
-        )
+
+        def copied(part: str) -> torch.Tensor:
+            tensor = self._tensors[_NAME.format(index, part)]
+            own = tensor[heads] if part.startswith("linear") else tensor
+            return own.to(device, torch.float32).contiguous()
+
+        with ThreadPoolExecutor(1) as thread:
+            found = {part: thread.submit(copied, part).result() for part in self._shapes}
+        return Gates(found["linear_q"], found["linear_k"], found.get("qnorm"), found.get("knorm"))
 
 
 def open_gates(resolved: ResolvedConfig, model: Any) -> GateFile | None:

@@ -179,7 +179,7 @@ class SparseKImpl(AttentionImpl):
             once_a_step = keeps_means(policy, device)
             if policy.ranking == "seer" and self._gate_file is not None:
                 own_heads = self._own_heads(self._gate_file.num_kv_heads)
-                self.gates = self._gate_file.layer(layer_index, own_heads, owner is self)
+                self.gates = self._gate_file.layer(layer_index, own_heads, owner is self, device)
                 once_a_step = True
             for layer in (self, owner):  # an owner that attends everything writes summaries too
                 layer.summaries, layer.means = True, once_a_step
