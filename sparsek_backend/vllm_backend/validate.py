@@ -162,11 +162,6 @@ def _unserved_options(vllm_config: Any, resolved: ResolvedConfig) -> list[str]:
     """Reasons, with remedies, why options that vLLM asks no backend about are not served."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     reasons = []
-    if resolved.seer is not None and not current_platform.is_cpu():
-        reasons.append(
-            f"mode seer on a {current_platform.device_type} device not supported (remedy: mode "
-            "block_topk, or a CPU)"
-        )
     if resolved.config.selects_blocks:
         if model.is_hybrid and not compat.declares_content():
             reasons.append(

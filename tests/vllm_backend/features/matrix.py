@@ -149,9 +149,9 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             SERVED,
             (
                 "test_seer.py::test_an_engine_attends_what_the_oracle_chooses",
-                "test_seer.py::test_what_it_does_not_go_with",
+                "features/test_gpu_seer.py::test_choices_are_those_of_a_cpu",
             ),
-            "on CPUs; a GPU is refused (mode `block_topk` there)",
+            "prefills attend everything",
         ),
         Row(
             "natively sparse models (NSA)",
