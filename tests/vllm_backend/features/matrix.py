@@ -434,6 +434,12 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "lacks and the test replaces",
         ),
         Row(
+            "Ray (`--distributed-executor-backend ray`)",
+            SERVED,
+            (f"{ON_GPU}::test_two_gpus[workers of Ray]",),
+            "with the package ray; vLLM's CPU build refuses it",
+        ),
+        Row(
             "prefill context parallel",
             REFUSED,
             (f"{NOT_SERVED}::test_prefill_context_parallelism",),
