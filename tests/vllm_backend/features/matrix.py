@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from tests.vllm_backend.features.row import REFUSED, SERVED, Row
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "features.md"
 TESTS = "tests/vllm_backend"
-
-SERVED, REFUSED = "served", "refused"
 
 INTRODUCTION = """# Features
 
@@ -34,32 +33,6 @@ which was run on no GPU; multi-step scheduling, an option that no supported vers
 
 This page is generated: `python -m tests.vllm_backend.features.matrix`.
 """
-
-
-@dataclass(frozen=True)
-class Row:
-    """One feature.
-
-    Args:
-        feature: as users name it: a kind of model, an option, a field of a request.
-        outcome: ``SERVED`` or ``REFUSED``.
-        proofs: tests below ``tests/vllm_backend``, as pytest names them; without the brackets, all
-            parameters of a test.
-        note: the limit, or what to do instead.
-    """
-
-    feature: str
-    outcome: str
-    proofs: tuple[str, ...]
-    note: str = ""
-
-    @property
-    def where(self) -> str:
-        """On which machines the proofs run, by the names of their files."""
-        on_gpu = {"gpu" in proof.partition("::")[0] for proof in self.proofs}
-        return " and ".join(
-            [name for name, found in (("CPU", False), ("GPU", True)) if found in on_gpu]
-        )
 
 
 PARITY, SPARSE, GPU = "test_engine_parity.py", "test_engine_sparse.py", "test_gpu_engine.py"
@@ -149,6 +122,7 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             SERVED,
             (
                 "test_seer.py::test_an_engine_attends_what_the_oracle_chooses",
+                "test_seer.py::test_a_covering_budget_equals_dense",
                 "test_seer.py::test_what_it_does_not_go_with",
             ),
             "on CPUs; a GPU is refused (mode `block_topk` there)",
