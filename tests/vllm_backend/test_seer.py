@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from sparsek_backend.config import EVERY_QUERY, ConfigError, resolve_config
+from sparsek_backend.vllm_backend.gates import GateFile
 from sparsek_backend.vllm_backend.sparsek import impl as impl_module
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import (
@@ -159,6 +161,19 @@ def test_weights_that_do_not_fit(
     with pytest.raises(ValueError, match=rf"mode seer: {FIRST}{name}.weight: .*{words}"):
         served(weights)
     served(weights, settings={"dense_layers": [0]})  # which then needs no gates
+
+
+def test_gates_in_safetensors(tmp_path: Path) -> None:
+    folder = make_gates_folder(tmp_path)
+    save_file(tensors(), folder / "attn_gate_weights.safetensors")
+    (folder / "attn_gate_weights.pth").unlink()
+    selection = resolve(folder).seer
+    file = GateFile(selection.weights, 2, 2, 32, selection.use_qk_norm)
+    found = file.layer(1, slice(0, 2), True, torch.device("cpu"))
+    for mine, wanted in zip(found.tensors, gates_of(1).tensors, strict=True):
+        assert mine is not None
+        assert wanted is not None
+        assert torch.equal(mine, wanted)
 
 
 def test_a_damaged_file(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,11 +84,15 @@ def test_tokens_of_two_ranks(
         assert attended_share < 0.7
 
 
+@pytest.mark.parametrize(("kind", "size"), [("mqa", 2), ("llama", 4)])
 def test_tokens_of_ranks_that_hold_the_context_between_them(
-    two_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, size: int, two_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles and tokens select as on one rank, in chunks and after a hit of whole pages."""
-    model = make_tiny_model("mqa", tmp_path)
+    """Tiles and tokens select as on one rank, in chunks and after a hit of whole pages.
+
+    Two ranks hold the pages of each KV head between them: of one head, or of two heads.
+    """
+    model = make_tiny_model(kind, tmp_path)
     generator = torch.Generator().manual_seed(6)
     prompts = [
         torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
@@ -103,12 +107,15 @@ def test_tokens_of_ranks_that_hold_the_context_between_them(
     settings = {**SETTINGS, "query_tile": 32}
     with engine(model, "SPARSEK", settings, **options) as llm:
         expected = tokens(generate(llm, prompts, together=True))
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    cores = sorted(os.sched_getaffinity(0))  # ranks may share one
+    binding = "|".join(str(cores[rank % len(cores)]) for rank in range(size))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", binding)
+    monkeypatch.delenv("VLLM_CPU_SIM_MULTI_NUMA")
     with engine(
         model,
         "SPARSEK",
         settings,
-        tensor_parallel_size=2,
+        tensor_parallel_size=size,
         decode_context_parallel_size=2,
         cp_kv_cache_interleave_size=32,
         worker_extension_cls="tests.vllm_backend.context_parallel.Extension",

@@ -10,6 +10,9 @@ import torch
 
 _T = TypeVar("_T")
 
+ALIGNMENT = 16
+"""Bytes: Triton compiles a kernel for addresses that are multiples of it, and one for others."""
+
 
 @dataclass(frozen=True)
 class PagedBatch:
@@ -117,9 +120,9 @@ class PagedBatch:
             before = int(self.cu_seqlens_q[first]) if lens is None else sum(lens[:first])
             return replace(
                 self,
-                block_table=self.block_table[first:last],
-                seq_lens=self.seq_lens[first:last],
-                cu_seqlens_q=self.cu_seqlens_q[first : last + 1],
+                block_table=_aligned(self.block_table[first:last]),
+                seq_lens=_aligned(self.seq_lens[first:last]),
+                cu_seqlens_q=_aligned(self.cu_seqlens_q[first : last + 1]),
                 num_decodes=self.num_decodes if decodes else 0,
                 num_decode_tokens=self.num_decode_tokens if decodes else 0,
                 seq_lens_host=self.seq_lens_host[first:last] if self.seq_lens_host else None,
@@ -159,6 +162,11 @@ class PagedBatch:
             max_seq_len=self.max_seq_len,
             rotation=self.rotation,
         )
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """``x``, or a copy where Triton would compile every kernel anew for its address."""
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
 def host_lengths(batch: PagedBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:

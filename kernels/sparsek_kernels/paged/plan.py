@@ -134,24 +134,20 @@ def _tails(
 ) -> list[tuple[slice, PagedBatch]]:
     """Rows of the last ``count`` queries of each of some longer prefills, as batches of one."""
     ends = list(accumulate(batch.query_lens, initial=batch.first_row))[1:]
-    known = batch.seq_lens_host
     offsets = torch.tensor([0, count], dtype=torch.int32)
     if batch.seq_lens.is_cuda:
         offsets = offsets.pin_memory().to(batch.seq_lens.device, non_blocking=True)
     return [
         (
             slice(ends[r] - count, ends[r]),
-            PagedBatch(
-                block_table=batch.block_table[r : r + 1],
-                seq_lens=batch.seq_lens[r : r + 1],
+            replace(
+                batch.part(r, r + 1),
                 cu_seqlens_q=offsets,
-                num_decodes=0,
-                num_decode_tokens=0,
-                decode_query_len=1,
                 max_query_len=count,
                 max_seq_len=lengths[r],
-                seq_lens_host=None if known is None else (known[r],),
                 query_lens_host=(count,),
+                first_row=0,
+                _derived={},
             ),
         )
         for r in members

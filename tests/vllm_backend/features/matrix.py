@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from tests.vllm_backend.features.row import REFUSED, SERVED, Row
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "features.md"
 TESTS = "tests/vllm_backend"
-
-SERVED, REFUSED = "served", "refused"
 
 INTRODUCTION = """# Features
 
@@ -34,32 +33,6 @@ which was run on no GPU; multi-step scheduling, an option that no supported vers
 
 This page is generated: `python -m tests.vllm_backend.features.matrix`.
 """
-
-
-@dataclass(frozen=True)
-class Row:
-    """One feature.
-
-    Args:
-        feature: as users name it: a kind of model, an option, a field of a request.
-        outcome: ``SERVED`` or ``REFUSED``.
-        proofs: tests below ``tests/vllm_backend``, as pytest names them; without the brackets, all
-            parameters of a test.
-        note: the limit, or what to do instead.
-    """
-
-    feature: str
-    outcome: str
-    proofs: tuple[str, ...]
-    note: str = ""
-
-    @property
-    def where(self) -> str:
-        """On which machines the proofs run, by the names of their files."""
-        on_gpu = {"gpu" in proof.partition("::")[0] for proof in self.proofs}
-        return " and ".join(
-            [name for name, found in (("CPU", False), ("GPU", True)) if found in on_gpu]
-        )
 
 
 PARITY, SPARSE, GPU = "test_engine_parity.py", "test_engine_sparse.py", "test_gpu_engine.py"
@@ -432,6 +405,12 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "whole pages in turn: `--cp-kv-cache-interleave-size` of a page; piecewise CUDA "
             "graphs; vLLM 0.32 places a rank's tokens by a Triton kernel, which its CPU build "
             "lacks and the test replaces",
+        ),
+        Row(
+            "Ray (`--distributed-executor-backend ray`)",
+            SERVED,
+            (f"{ON_GPU}::test_two_gpus[workers of Ray]",),
+            "with the package ray; vLLM's CPU build refuses it",
         ),
         Row(
             "prefill context parallel",

@@ -199,6 +199,10 @@ TWO_GPUS: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor parallel": ("llama", {"tensor_parallel_size": 2}),
     "pipeline parallel": ("llama", {"pipeline_parallel_size": 2}),
     "expert parallel": ("moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    "workers of Ray": (
+        "llama",
+        {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
+    ),
 }
 
 
@@ -207,6 +211,8 @@ TWO_GPUS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_two_gpus(
     kind: str, options: dict[str, Any], prompts: list[list[int]], tmp_path: Path
 ) -> None:
+    if "distributed_executor_backend" in options:
+        pytest.importorskip("ray")
     model = make_tiny_model(kind, tmp_path)
     expected = answer(model, prompts)
     options = {**LIMITS, **options, "disable_custom_all_reduce": True}

@@ -174,7 +174,7 @@ def write_top(
     tl.store(out_ptr + rank, offs, mask=chosen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["dense_below", "first_tile"])
 def top_blocks_kernel(
     out_ptr,
     score_ptr,

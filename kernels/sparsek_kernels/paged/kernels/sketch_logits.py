@@ -145,7 +145,7 @@ def block_logits(
     return tl.max(shaped, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width", "dense_below", "first_request"])
 def decode_logits_kernel(
     logits_ptr,
     q_ptr,

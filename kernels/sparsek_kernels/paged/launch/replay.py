@@ -15,10 +15,8 @@ import torch
 
 from sparsek_kernels.common.device import current_device, dispatch_modes
 from sparsek_kernels.common.recording import Replay, Tensors, has_launch_hook, recording
-from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.batch import ALIGNMENT, PagedBatch
 
-_ALIGNMENT = 16
-"""Bytes: compiled kernels take it for granted that every address is a multiple of it."""
 _MOST_REPLAYS = 256
 
 Replays = dict[Hashable, Replay | None]
@@ -110,7 +108,7 @@ def replayable(
             return None
         addresses |= tensor.data_ptr()
         key += (tensor.shape, tensor.stride(), tensor.dtype)
-    if addresses % _ALIGNMENT:
+    if addresses % ALIGNMENT:
         return None
     replays = _without_batch if batch is None else batch.derived("replays", Replays)
     return ReplayableCall(tensors, tuple(key), replays)

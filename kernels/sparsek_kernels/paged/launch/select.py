@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from triton import knobs
@@ -31,6 +32,7 @@ from sparsek_kernels.paged.launch.selection import Selection, Step
 from sparsek_kernels.paged.launch.tiles import prefill_tiles
 from sparsek_kernels.paged.lists import listed_blocks
 from sparsek_kernels.paged.places import head_places
+from sparsek_kernels.paged.plan import first_sparse
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 from sparsek_kernels.paged.seer.gates import Gates
 from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotation_size
@@ -202,7 +204,9 @@ def _top_blocks(
     batch, policy = call.batch, call.policy
     places = head_places(policy, scores.device) if call.tiles is None else None
     left_out = call.left_out if call.tiles is None else None
-    warps, registers = top_warps(call.max_blocks)
+    # No row of a shorter sequence is sorted, so its batch needs no kernel of its own.
+    blocks = max(call.max_blocks, _fewest_blocks(policy), 16)
+    warps, registers = top_warps(blocks)
     run(
         top_blocks_kernel,
         (step.count, call.heads),
@@ -224,12 +228,18 @@ def _top_blocks(
         HEAD_PLACES=places is not None,
         MIN_MASS=policy.min_mass > 0,
         LEFT_OUT=left_out is not None,
-        MAX_BLOCKS=next_power_of_2(max(call.max_blocks, 16)),
+        MAX_BLOCKS=next_power_of_2(blocks),
         num_warps=warps,
         maxnreg=registers,
         **call.tile_keys(),
         **overlap_options(scores.device),
     )
+
+
+@lru_cache(maxsize=256)
+def _fewest_blocks(policy: SelectionPolicy) -> int:
+    """Blocks of the shortest sequence of which some are chosen."""
+    return first_sparse(policy, 0, 1 << 31) // policy.sel_block_size + 1
 
 
 def _select_tokens(call: Selection) -> None:

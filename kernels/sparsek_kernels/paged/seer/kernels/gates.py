@@ -125,7 +125,7 @@ def write_gate_keys_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first_token"])
+@triton.jit(do_not_specialize=["dense_below", "first_token"])
 def gate_queries_kernel(
     gate_query_ptr,
     q_ptr,
@@ -189,7 +189,7 @@ def gate_queries_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first_token"])
+@triton.jit(do_not_specialize=["dense_below", "first_token"])
 def gate_logits_kernel(
     logit_ptr,
     gate_query_ptr,

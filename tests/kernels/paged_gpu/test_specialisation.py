@@ -1,0 +1,169 @@
+"""Which kernels Triton compiles for a step: those that it has compiled for a step before.
+
+Triton compiles a kernel again for an address that is no multiple of 16 bytes, and for an integer
+that is 1, or a multiple of 16 where it was none.  A server compiles while it starts; whatever is
+compiled later makes requests wait.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+from aot import Recorded, hopper_kernels, record
+from problems import make_caches, make_problem
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction, native_specialize_impl
+
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.launch import attend as launch
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment, segments
+from sparsek_kernels.paged.policy import SelectionPolicy
+
+PROMPT = (1024, 2400)
+POLICIES = {
+    "topk": SelectionPolicy(num_sink=64, window_size=512, top_k=8, dense_last=64),
+    "min_mass": SelectionPolicy(num_sink=64, window_size=512, top_k=8, min_mass=0.001),
+    "window": SelectionPolicy(num_sink=4, window_size=300),
+}
+
+
+def compiled_for(launched: Iterable[Recorded]) -> set[Hashable]:
+    """What Triton's cache knows these launches by."""
+    found = set()
+    for one in launched:
+        kernel = one.kernel
+        if isinstance(kernel, InterpretedFunction):
+            kernel = JITFunction(kernel.fn, **kernel.kwargs)
+        options = {**dict(zip(kernel.arg_names, one.args, strict=False)), **one.kwargs}
+        key: list[Hashable] = [one.name]
+        for parameter in kernel.params:
+            value = options.pop(parameter.name)
+            if parameter.is_constexpr:
+                key.append(value)
+                continue
+            specialised = native_specialize_impl(
+                CUDABackend,
+                value,
+                parameter.is_const,
+                not parameter.do_not_specialize,
+                not parameter.do_not_specialize_on_alignment,
+            )
+            key.append(str(specialised))
+        found.add((*key, *sorted(options.items())))
+    return found
+
+
+def kernels_of(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) -> set[Hashable]:
+    """Kernels of one call on a Hopper GPU that is not there."""
+    return compiled_for(record(lambda: launch.paged_attention(operands, batch, rule), 90, 132))
+
+
+def prefills(decodes: int, prompts: int, policy: SelectionPolicy) -> set[Hashable]:
+    """Kernels of the sparse prefills of a step that has ``decodes`` before them."""
+    problem = make_problem(
+        [(1, 900 + index) for index in range(decodes)] + [PROMPT] * prompts,
+        num_decodes=decodes,
+        heads=8,
+        group=4,
+        dim=128,
+        page_size=64,
+        dtype=torch.bfloat16,
+        max_seq_len=131072,
+    )
+    table = problem.batch.block_table
+    wide = torch.zeros(len(table), 2051, dtype=torch.int32)  # rows do not end at 16 bytes
+    wide[:, : table.shape[1]] = table
+    batch = replace(problem.batch, block_table=wide)
+    found = next(one for one in segments(batch, policy) if one.batch.num_prefills)
+    left_out = torch.zeros(2, 2, dtype=torch.int64) if policy.min_mass else None
+    operands = problem.operands(torch.empty_like(problem.q), left_out=left_out)
+    return kernels_of(operands, found.batch, found.policy)
+
+
+@pytest.mark.parametrize("hopper", [False, True], ids=["portable", "hopper"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prefills_behind_decodes_compile_nothing(policy: str, hopper: bool) -> None:
+    rule = POLICIES[policy]
+    with hopper_kernels(hopper):
+        alone = {prompts: prefills(0, prompts, rule) for prompts in (1, 2, 3)}
+        assert all(alone.values())
+        for decodes in (1, 2, 3, 5):
+            for prompts, known in alone.items():
+                assert prefills(decodes, prompts, rule) <= known, (decodes, prompts)
+
+
+@pytest.mark.parametrize("flash", [False, True], ids=["ours", "flash"])
+@pytest.mark.parametrize(
+    ("heads", "group", "dim", "longest", "most"),
+    [(8, 4, 128, 33792, 1024), (2, 7, 64, 32768, 2048), (4, 8, 128, 1 << 20, 2048)],
+)
+def test_a_server_compiles_before_its_first_request(
+    heads: int, group: int, dim: int, longest: int, most: int, flash: bool
+) -> None:
+    """Random steps launch only what the steps of the warm-up launch.
+
+    With ``flash`` FlashAttention attends a step's dense prefills.
+    """
+    warmup = pytest.importorskip("sparsek_backend.vllm_backend.sparsek.warmup")
+    rule = SelectionPolicy(
+        num_sink=64, window_size=512, top_k=86, decode_top_k=182, dense_below=2048, dense_last=64
+    )
+    caches = make_caches(1, heads, 64, dim, torch.bfloat16, "cpu", head_major=True)
+    width, cpu, requests = -(-longest // 64), torch.device("cpu"), 40
+
+    def launched(batch: PagedBatch) -> set[Hashable]:
+        q = torch.empty(sum(batch.query_lens), heads * group, dim, dtype=torch.bfloat16)
+        found: set[Hashable] = set()
+        whole = Segment(batch, replace(rule, dense_last=0))
+        for one in segments(batch, rule) if flash else (whole,):
+            if one.policy.is_band and one.batch.num_prefills:
+                continue
+            query = q[one.rows]
+            operands = PagedOperands(
+                query, *caches[:2], torch.empty_like(query), dim**-0.5, caches[2]
+            )
+            found |= kernels_of(operands, one.batch, one.policy)
+        return found
+
+    known: set[Hashable] = set()
+    for shape in warmup.prefill_shapes(rule, longest, most, requests):
+        known |= launched(warmup.made_up_prefill(*shape, width, cpu))
+    for count, context in warmup.decode_shapes(rule.per_token(), longest, requests):
+        known |= launched(warmup.made_up_decodes(count, 1, context, width, cpu))
+    chance = random.Random(0)
+    for _ in range(40):
+        decodes = chance.choice([0, 1, 2, 3, 5, 17, requests])
+        prompts = chance.choice([0, 1, 1, 2, 4]) if decodes else 1
+        ends = sorted(chance.sample(range(1, most - decodes + 1), prompts))
+        counts = [1] * decodes + [end - start for start, end in pairwise([0, *ends])]
+        lengths = [chance.randint(count, longest) for count in counts]
+        offsets = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+        batch = PagedBatch(
+            block_table=torch.zeros(len(counts), width, dtype=torch.int32),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            cu_seqlens_q=offsets,
+            num_decodes=decodes,
+            num_decode_tokens=decodes,
+            decode_query_len=1,
+            max_query_len=max(counts),
+            max_seq_len=max(lengths),
+            seq_lens_host=tuple(lengths),
+            query_lens_host=tuple(counts),
+        )
+        assert launched(batch) <= known, (counts, lengths)
+
+
+def test_an_address_is_part_of_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the aligned copies of a part's tensors, kernels would be compiled again."""
+    rule: Any = POLICIES["topk"]
+    known = prefills(0, 1, rule)
+    monkeypatch.setattr("sparsek_kernels.paged.batch._aligned", lambda x: x)
+    assert len(prefills(1, 1, rule) - known) > 5
