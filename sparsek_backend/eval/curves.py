@@ -10,6 +10,7 @@ import torch
 from sparsek_backend.eval.layers import LayerReader
 from sparsek_backend.eval.mass import block_masses
 from sparsek_kernels.paged import PagedBatch, select_blocks, summary_bytes, write_kv
+from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
 Head = tuple[int, int]
@@ -156,23 +157,9 @@ class _Pages:
         return (ends - torch.arange(batch.max_query_len, 0, -1, device=self._device)).flatten()
 
     def _batch(self, lengths: Sequence[int], queries: int, decodes: int) -> PagedBatch:
-        requests = len(lengths)
-
-        def integers(values: Sequence[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=self._device)
-
-        return PagedBatch(
-            block_table=integers(range(self._count)).expand(requests, -1).contiguous(),
-            seq_lens=integers(lengths),
-            cu_seqlens_q=integers(range(0, (requests + 1) * queries, queries)),
-            num_decodes=decodes,
-            num_decode_tokens=decodes,
-            decode_query_len=1,
-            max_query_len=queries,
-            max_seq_len=max(lengths),
-            seq_lens_host=tuple(lengths),
-            query_lens_host=(queries,) * requests,
-        )
+        pages = torch.arange(self._count, dtype=torch.int32, device=self._device)
+        table = pages.expand(len(lengths), -1).contiguous()
+        return batch_of_lengths(table, (queries,) * len(lengths), lengths, decodes=decodes)
 
 
 def measure_curves(

@@ -18,6 +18,7 @@ from sparsek_kernels.paged import (
     write_means,
 )
 from sparsek_kernels.paged.infllm.means import keeps_means
+from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.policy import ceil_div
 
 
@@ -60,32 +61,12 @@ def _paged(
         None if by_means else summary,
         slots.flatten(),
     )
+    table = torch.arange(batch * pages, dtype=torch.int32, device=k.device).view(batch, pages)
+    lengths = (num_k,) * batch
     decodes = batch if num_q == 1 else 0
-    table = torch.arange(batch * pages, dtype=torch.int32, device=k.device)
-    starts = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * num_q
-    described = PagedBatch(
-        block_table=table.view(batch, pages),
-        seq_lens=torch.full((batch,), num_k, dtype=torch.int32, device=k.device),
-        cu_seqlens_q=starts,
-        num_decodes=decodes,
-        num_decode_tokens=decodes,
-        decode_query_len=1,
-        max_query_len=num_q,
-        max_seq_len=num_k,
-        seq_lens_host=(num_k,) * batch,
-        query_lens_host=(num_q,) * batch,
-    )
+    described = batch_of_lengths(table, (num_q,) * batch, lengths, decodes=decodes)
     if by_means:
-        every_token = replace(
-            described,
-            cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32, device=k.device) * num_k,
-            num_decodes=0,
-            num_decode_tokens=0,
-            max_query_len=num_k,
-            query_lens_host=(num_k,) * batch,
-            _derived={},
-        )
-        write_means(k_cache, summary, every_token)
+        write_means(k_cache, summary, batch_of_lengths(table, lengths, lengths))
     return k_cache, v_cache, summary, described
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sparsek_backend.bench.ops.paged_inputs import make_batch, shuffled_pages
+from sparsek_backend.bench.ops.paged_inputs import shuffled_pages
 from sparsek_backend.bench.ops.peers import fa3_paged
 from sparsek_backend.bench.oracle import compare
 from sparsek_backend.bench.registry import (
@@ -28,6 +28,7 @@ from sparsek_kernels.nsa.reference import block_scores, phi_reference, select_re
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.paged.api import paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
 DEFAULTS: dict[str, Param] = {
@@ -106,12 +107,12 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     inputs = Inputs(
         q=draw(len(lengths), case.int_param("num_heads"), dim),
         pages=NSAPages(*views),
-        batch=make_batch(table, (1,) * len(lengths), lengths, len(lengths)),
+        batch=batch_of_lengths(table, (1,) * len(lengths), lengths, decodes=len(lengths)),
         compression=Compression(phi(), phi(), rotary_frequencies(dim, 1e4, device=device)),
         window_size=case.int_param("window_size"),
     )
     for request, length in enumerate(lengths):  # as if each had been prefilled
-        row = make_batch(table[request:], (length,), (length,), 0)
+        row = batch_of_lengths(table[request:], (length,), (length,))
         compress_new_blocks(inputs.pages, row, SPEC, inputs.compression)
     return inputs
 

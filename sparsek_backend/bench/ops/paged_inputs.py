@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from sparsek_backend.bench.oracle import MaskRule, attend_head
 from sparsek_backend.bench.registry import Case, Param
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 from sparsek_kernels.paged.reference import sampled_queries
 from sparsek_kernels.paged.sketch import (
@@ -105,7 +106,9 @@ class PagedInputs:
         self, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], decodes: int
     ) -> PagedBatch:
         """A step over the first requests of the block table."""
-        return make_batch(self.block_table, query_lens, seq_lens, decodes, self.max_len)
+        return batch_of_lengths(
+            self.block_table, query_lens, seq_lens, decodes=decodes, max_len=self.max_len
+        )
 
     def whole_step(self, decodes: int) -> list[Step]:
         """All requests in one step, the first ``decodes`` of which are decodes."""
@@ -127,30 +130,6 @@ class PagedInputs:
         pages = self.block_table[request, : ceil_div(length, self.page_size)].long()
         k, v = (cache[pages, head].flatten(0, 1)[:length] for cache in (self.k_cache, self.v_cache))
         return k, v
-
-
-def make_batch(
-    block_table: torch.Tensor,
-    query_lens: tuple[int, ...],
-    seq_lens: tuple[int, ...],
-    decodes: int,
-    max_len: int = 0,
-) -> PagedBatch:
-    """A step over the first requests of a block table, which a context of ``max_len`` must fit."""
-    device = block_table.device
-    ends = torch.tensor((0, *query_lens), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return PagedBatch(
-        block_table=block_table[: len(seq_lens)],
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
-        cu_seqlens_q=ends.to(device),
-        num_decodes=decodes,
-        num_decode_tokens=sum(query_lens[:decodes]),
-        decode_query_len=max(query_lens[:decodes], default=1),
-        max_query_len=max(query_lens),
-        max_seq_len=max(*seq_lens, max_len),
-        seq_lens_host=seq_lens,
-        query_lens_host=query_lens,
-    )
 
 
 def shuffled_pages(counts: Sequence[int], width: int, generator: torch.Generator) -> torch.Tensor:

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from vllm.logger import init_logger
 
 from sparsek_backend.vllm_backend import compat
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
 logger = init_logger(f"vllm.{__name__}")
@@ -104,19 +104,8 @@ def made_up_prefill(
         width: columns of the block table, enough for the longest context.
     """
     counts = [tokens // prompts + (index < tokens % prompts) for index in range(prompts)]
-    offsets = [0, *accumulate(counts)]
-    return PagedBatch(
-        block_table=torch.zeros(prompts, width, dtype=torch.int32, device=device),
-        seq_lens=torch.full((prompts,), context, dtype=torch.int32, device=device),
-        cu_seqlens_q=torch.tensor(offsets, dtype=torch.int32, device=device),
-        num_decodes=0,
-        num_decode_tokens=0,
-        decode_query_len=1,
-        max_query_len=max(counts),
-        max_seq_len=context,
-        seq_lens_host=(context,) * prompts,
-        query_lens_host=tuple(counts),
-    )
+    table = torch.zeros(prompts, width, dtype=torch.int32, device=device)
+    return batch_of_lengths(table, counts, (context,) * prompts)
 
 
 def made_up_decodes(
@@ -128,19 +117,8 @@ def made_up_decodes(
         context: tokens of each, the new ones included.
         width: columns of the block table, enough for the longest context.
     """
-    tokens = count * query_len
-    return PagedBatch(
-        block_table=torch.zeros(count, width, dtype=torch.int32, device=device),
-        seq_lens=torch.full((count,), context, dtype=torch.int32, device=device),
-        cu_seqlens_q=torch.arange(0, tokens + 1, query_len, dtype=torch.int32, device=device),
-        num_decodes=count,
-        num_decode_tokens=tokens,
-        decode_query_len=query_len,
-        max_query_len=query_len,
-        max_seq_len=context,
-        seq_lens_host=(context,) * count,
-        query_lens_host=(query_len,) * count,
-    )
+    table = torch.zeros(count, width, dtype=torch.int32, device=device)
+    return batch_of_lengths(table, (query_len,) * count, (context,) * count, decodes=count)
 
 
 def warm_up(

@@ -1,0 +1,31 @@
+"""Batches made of lengths on the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparsek_kernels.paged.lengths import batch_of_lengths
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"),
+    [
+        ([1], [7]),
+        ([1, 1, 1], [5, 5, 5]),
+        ([1, 4, 2], [9, 7, 5]),
+        ([3, 3], [3, 10]),
+        ([1, 1, 1], [2, 5, 7]),
+    ],
+)
+def test_lengths_and_offsets(query_lens: list[int], seq_lens: list[int]) -> None:
+    table = torch.zeros(4, 3, dtype=torch.int32)
+    batch = batch_of_lengths(table, query_lens, seq_lens, decodes=1, max_len=8)
+    assert batch.block_table.shape == (len(seq_lens), 3)
+    assert batch.seq_lens.tolist() == seq_lens == list(batch.seq_lens_host or ())
+    assert batch.cu_seqlens_q.diff().tolist() == query_lens == list(batch.query_lens)
+    assert batch.seq_lens.dtype == batch.cu_seqlens_q.dtype == torch.int32
+    assert (batch.num_decodes, batch.num_decode_tokens) == (1, query_lens[0])
+    assert batch.decode_query_len == query_lens[0]
+    assert batch.max_query_len == max(query_lens)
+    assert batch.max_seq_len == max(8, *seq_lens)
