@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,10 @@ DEFAULTS: dict[str, Param] = {
     "seed": 0,
 }
 
+_POLICY_SIZES = (
+    *("num_sink", "window_size", "top_k", "sel_block_size"),
+    *("dense_below", "dense_last", "query_tile"),
+)
 _PAGES_AT_A_TIME = 1 << 12
 
 
@@ -151,16 +156,8 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
     logarithms of blocks' shares then spread by about that much (standard deviation).  With
     ``far_share`` the first token takes the rest of a last query's attention, as sinks do.
     """
-    policy = SelectionPolicy(
-        num_sink=case.int_param("num_sink"),
-        window_size=case.int_param("window_size"),
-        top_k=case.int_param("top_k"),
-        sel_block_size=case.int_param("sel_block_size"),
-        dense_below=case.int_param("dense_below"),
-        dense_last=case.int_param("dense_last"),
-        query_tile=case.int_param("query_tile"),
-        min_mass=case.float_param("min_mass"),
-    )
+    sizes: dict[str, Any] = {name: case.int_param(name) for name in _POLICY_SIZES}
+    policy = SelectionPolicy(**sizes, min_mass=case.float_param("min_mass"))
     affinity, far_share = case.float_param("affinity"), case.float_param("far_share")
     if not 0.0 < far_share <= 1.0:
         raise ValueError(f"far_share: expected a share above 0, at most 1, got {far_share}")
