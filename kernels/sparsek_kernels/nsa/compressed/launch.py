@@ -31,9 +31,7 @@ def _options(problem: CompressedProblem, tile: TileConfig) -> dict[str, int | bo
         "PRECISION": problem.config.precision,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "NUM_STAGES": tile.num_stages,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
+        **tile.pipeline,
     }
 
 
