@@ -13,13 +13,10 @@ from sparsek_kernels.paged import (
     SelectionPolicy,
     paged_attention,
     select_blocks,
-    summary_bytes,
-    write_kv,
     write_means,
 )
 from sparsek_kernels.paged.infllm.means import keeps_means
-from sparsek_kernels.paged.lengths import batch_of_lengths
-from sparsek_kernels.paged.policy import ceil_div
+from sparsek_kernels.paged.lengths import batch_of_lengths, pages_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,23 +42,11 @@ def _paged(
     k: torch.Tensor, v: torch.Tensor, num_q: int, policy: SelectionPolicy
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedBatch]:
     """Keys ``[B, M, Hkv, D]`` and values as pages of one block, with their summaries."""
-    batch, num_k, heads, _ = k.shape
-    size = policy.sel_block_size
-    pages = ceil_div(num_k, size)
-    k_cache, v_cache = (x.new_zeros(batch * pages, heads, size, x.shape[3]) for x in (k, v))
-    shape = (batch * pages, heads, summary_bytes(size, k.shape[3]))
-    summary = k.new_zeros(shape, dtype=torch.uint8)
-    slots = torch.arange(batch * pages * size, device=k.device).view(batch, -1)[:, :num_k]
+    batch, num_k = k.shape[:2]
     by_means = keeps_means(policy, k.device)
-    write_kv(
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-        k_cache,
-        v_cache,
-        None if by_means else summary,
-        slots.flatten(),
+    k_cache, v_cache, summary, table = pages_of(
+        k, v, policy.sel_block_size, write_summary=not by_means
     )
-    table = torch.arange(batch * pages, dtype=torch.int32, device=k.device).view(batch, pages)
     lengths = (num_k,) * batch
     decodes = batch if num_q == 1 else 0
     described = batch_of_lengths(table, (num_q,) * batch, lengths, decodes=decodes)

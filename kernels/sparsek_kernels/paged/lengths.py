@@ -1,4 +1,4 @@
-"""A batch of requests whose lengths the host knows."""
+"""Pages of contiguous sequences, and batches of requests whose lengths the host knows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,29 @@ from itertools import accumulate
 
 import torch
 
+from sparsek_kernels.paged.api import write_kv
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.policy import ceil_div
+from sparsek_kernels.paged.sketch import summary_bytes
+
+
+def pages_of(
+    k: torch.Tensor, v: torch.Tensor, page_size: int, *, write_summary: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys ``[B, M, Hkv, D]`` and values as pages, their summaries, and the block table.
+
+    Args:
+        write_summary: leaves the summaries as zeros where ``False``.
+    """
+    batch, length, heads, dim = k.shape
+    count = ceil_div(length, page_size)
+    pages = torch.arange(batch * count, dtype=torch.int32, device=k.device)
+    k_cache, v_cache = (x.new_zeros(len(pages), heads, page_size, x.shape[3]) for x in (k, v))
+    summary = k.new_zeros(len(pages), heads, summary_bytes(page_size, dim), dtype=torch.uint8)
+    slots = torch.arange(len(pages) * page_size, device=k.device).view(batch, -1)[:, :length]
+    tokens = (k.flatten(0, 1), v.flatten(0, 1))
+    write_kv(*tokens, k_cache, v_cache, summary if write_summary else None, slots.flatten())
+    return k_cache, v_cache, summary, pages.view(batch, count)
 
 
 def batch_of_lengths(

@@ -1,11 +1,11 @@
-"""Batches made of lengths on the host."""
+"""Batches made of lengths on the host, and pages made of contiguous sequences."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from sparsek_kernels.paged.lengths import batch_of_lengths
+from sparsek_kernels.paged.lengths import batch_of_lengths, pages_of
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,17 @@ def test_lengths_and_offsets(query_lens: list[int], seq_lens: list[int]) -> None
     assert batch.decode_query_len == query_lens[0]
     assert batch.max_query_len == max(query_lens)
     assert batch.max_seq_len == max(8, *seq_lens)
+
+
+@pytest.mark.parametrize("write_summary", [True, False])
+def test_pages_hold_the_sequences(write_summary: bool) -> None:
+    k, v = torch.randn(2, 70, 3, 32), torch.randn(2, 70, 3, 32)
+    k_cache, v_cache, summary, table = pages_of(k, v, 64, write_summary=write_summary)
+    assert table.dtype == torch.int32
+    assert table.tolist() == [[0, 1], [2, 3]]
+    for x, cache in ((k, k_cache), (v, v_cache)):
+        rows = cache[table.long()].transpose(2, 3).flatten(1, 2)
+        assert torch.equal(rows[:, :70], x)
+        assert not rows[:, 70:].any()
+    assert summary.shape[:2] == k_cache.shape[:2]
+    assert bool(summary.any()) is write_summary
