@@ -8,7 +8,7 @@ would be compiled while requests wait for them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -166,37 +166,37 @@ def _run(
 ) -> int:
     """Return how many made-up steps were run."""
     kinds = {layer.impl.kernel_key: layer for layer in layers}
-    max_model_len = vllm_config.model_config.max_model_len
-    max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-    width = ceil_div(max_model_len, spec.block_size)
     count = 0
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with torch.inference_mode(), on_device:
         for layer in kinds.values():
-            impl = layer.impl
-            if impl.fallback_reason is not None:
-                continue
-            rule = impl.decode_policy.per_token()
-            gathers = impl.dcp_world_size > 1  # decodes then go through kernels of their own
-            shapes = [] if gathers else decode_shapes(rule, max_model_len, max_num_seqs)
-            for requests, context in shapes:
-                batch = made_up_decodes(requests, query_len, context, width, device)
-                batch = replace(batch, rotation=rotation)
-                impl.dummy_run(layer, _one_page(spec, device), batch)
-                count += 1
-            if impl.flash is not None and impl.policy.is_band:
-                continue
-            limits = (max_model_len, max_tokens, max_num_seqs)
-            for context, tokens, prompts in prefill_shapes(impl.policy, *limits):
-                batch = made_up_prefill(context, tokens, prompts, width, device)
-                batch = replace(batch, rotation=rotation)
-                impl.dummy_run(layer, _one_page(spec, device), batch)
+            for batch in _made_up_steps(
+                layer.impl, spec.block_size, vllm_config, device, query_len
+            ):
+                step = replace(batch, rotation=rotation)
+                layer.impl.dummy_run(layer, _one_page(spec, device), step)
                 count += 1
         if count and device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # the KV cache takes all free memory next
     return count
+
+
+def _made_up_steps(
+    impl: Any, page_size: int, vllm_config: Any, device: torch.device, query_len: int
+) -> Iterator[PagedBatch]:
+    """The steps that a layer's kernels are compiled by, each made when it is due."""
+    if impl.fallback_reason is not None:
+        return
+    scheduler, length = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
+    width, most = ceil_div(length, page_size), scheduler.max_num_seqs
+    if impl.dcp_world_size == 1:  # else decodes go through kernels of their own
+        for count, context in decode_shapes(impl.decode_policy.per_token(), length, most):
+            yield made_up_decodes(count, query_len, context, width, device)
+    if impl.flash is None or not impl.policy.is_band:
+        limits = (length, scheduler.max_num_batched_tokens, most)
+        for context, tokens, prompts in prefill_shapes(impl.policy, *limits):
+            yield made_up_prefill(context, tokens, prompts, width, device)
 
 
 def _one_page(spec: Any, device: torch.device) -> torch.Tensor:
