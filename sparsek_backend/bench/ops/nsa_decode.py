@@ -250,10 +250,8 @@ def _fa3(inputs: Inputs) -> Callable[[], Outputs]:
 
 
 def _gate_dense(inputs: Inputs, out: torch.Tensor) -> GateResult:
-    every = replace(inputs, window_size=inputs.batch.max_seq_len)
-    every = replace(
-        every, pages=replace(every.pages, k_swa=every.pages.k_slc, v_swa=every.pages.v_slc)
-    )
+    pages = replace(inputs.pages, k_swa=inputs.pages.k_slc, v_swa=inputs.pages.v_slc)
+    every = replace(inputs, pages=pages, window_size=inputs.batch.max_seq_len)
     none = torch.empty(0, dtype=torch.int64)
     exact, plain = (
         _expected(every, 0, 0, none, kind)[2] for kind in (torch.float64, inputs.q.dtype)
@@ -302,10 +300,5 @@ def _build(case: Case, device: torch.device) -> list[Provider]:
 
 
 register(
-    BenchOp(
-        name="nsa_decode",
-        summary="one decode step of native sparse attention over pages",
-        defaults=DEFAULTS,
-        build=_build,
-    )
+    BenchOp("nsa_decode", "one decode step of native sparse attention over pages", DEFAULTS, _build)
 )
