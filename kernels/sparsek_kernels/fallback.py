@@ -197,34 +197,51 @@ def _attend_sequence(
                 rows[None], k[None], v[None], attn_mask=bias[None].to(q.dtype), scale=scale
             )[0]
         else:
-            attended = _softmax_attention(rows, k, v, bias, mask, scale)
+            attended = softmax_attention(
+                rows, k, v, bias, scale, softcap=mask.logits_soft_cap, sinks=mask.sinks
+            )
         attended = attended.masked_fill(~seen.any(-1)[None, :, None], 0.0)
         out[begin:end] = attended.transpose(0, 1)
 
 
-def _softmax_attention(
+def under_mask(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Logits under a mask: bool, where True is seen, or additive."""
+    if mask.dtype == torch.bool:
+        return torch.where(mask, logits, float("-inf"))
+    return logits + mask
+
+
+def softmax_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    bias: torch.Tensor,
-    mask: FallbackMask,
+    mask: torch.Tensor,
     scale: float,
+    *,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Attention with a soft cap or sinks, which SDPA has no arguments for.
+    """Attention with a soft cap or sinks, which SDPA has no arguments for; differentiable.
 
     Args:
-        q: ``[H, n, D]``.
-        k: ``[H, N, D]``.
-        v: ``[H, N, Dv]``.
-        bias: ``[1 or H, n, N]``, ``-inf`` where a key is not seen.
+        q: ``[..., H, n, D]``.
+        k: ``[..., H, N, D]``.
+        v: ``[..., H, N, Dv]``.
+        mask: as :func:`under_mask` takes it, broadcastable to ``[..., H, n, N]``.
+        scale: factor of ``q . k``.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` before the mask.
+        sinks: ``[H]`` learned logits that join the denominator only.
+        dropout: probability of dropping a weight.
     """
     logits = torch.matmul(q.float(), k.float().mT) * scale
-    if mask.logits_soft_cap is not None:
-        logits = mask.logits_soft_cap * torch.tanh(logits / mask.logits_soft_cap)
-    logits = logits + bias
-    if mask.sinks is None:
-        probs = torch.softmax(logits, dim=-1)
-    else:
-        column = mask.sinks.float().view(-1, 1, 1).expand(-1, logits.shape[1], 1)
-        probs = torch.softmax(torch.cat([logits, column], dim=-1), dim=-1)[..., :-1]
-    return torch.matmul(probs.to(v.dtype), v)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = under_mask(logits, mask)
+    if sinks is not None:
+        column = sinks.float()[:, None, None].expand(*logits.shape[:-1], 1)
+        logits = torch.cat([logits, column], dim=-1)
+    # A row without keys would be NaN, in its gradient too.
+    empty = (logits == float("-inf")).all(dim=-1, keepdim=True)
+    weights = torch.softmax(logits.masked_fill(empty, 0.0), dim=-1)[..., : k.shape[-2]]
+    return torch.matmul(F.dropout(weights, dropout).to(v.dtype), v)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -237,18 +237,15 @@ def _serve_under_load(
     commit: str,
 ) -> None:
     with failing_on(ValueError, ImportError, RuntimeError):
+        options = asdict(load)
+        options["document_tokens"] = parse_size("document-tokens", load.document_tokens)
         plan = LoadPlan(
             model=model,
-            rates=tuple(load.rate or ()),
-            mix=load.mix,
-            num_requests=load.num_requests,
-            document_tokens=parse_size("document-tokens", load.document_tokens),
+            rates=tuple(options.pop("rate")),
             settings=_settings(sparsek),
             baseline=baseline,
-            tpot_limit_ms=load.tpot_limit_ms,
-            ttft_limit_ms=load.ttft_limit_ms,
             engine=engine.arguments(),
-            side_by_side=load.side_by_side,
+            **options,
         )
         rows = run_load(plan, describe_machine(choose_device(), commit), _say)
     console.print(load_table(rows))

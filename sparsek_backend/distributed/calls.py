@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -10,7 +10,14 @@ from typing import NamedTuple
 
 import torch
 
-from sparsek_backend.distributed.rows import Piece, joined, joined_pieces, take, take_rows
+from sparsek_backend.distributed.rows import (
+    Piece,
+    joined,
+    joined_pieces,
+    rows_of_part,
+    take,
+    take_rows,
+)
 from sparsek_kernels.sink_window.ops import sink_flash_bwd, sink_flash_fwd, sink_flash_fwd_out
 
 
@@ -146,15 +153,6 @@ def backward(
         *scalars,
     )
     return dq, dk, dv, None if sinks is None else dsinks
-
-
-def rows_of_part(rows: Sequence[slice]) -> Iterator[tuple[slice, slice]]:
-    """Each of ``rows``, and where it lies in what :func:`take_rows` takes of them."""
-    row = 0
-    for where in rows:
-        here = slice(row, row + where.stop - where.start)
-        yield where, here
-        row = here.stop
 
 
 def put_rows(total: torch.Tensor, rows: Sequence[slice], part: torch.Tensor) -> None:

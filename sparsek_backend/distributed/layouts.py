@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparsek_backend.distributed.mesh import channel_of
-from sparsek_backend.distributed.rows import Ownership, Stretch
+from sparsek_backend.distributed.rows import Ownership, stacked
 from sparsek_kernels.checks import check_int
 
 Order = Literal["contiguous", "zigzag"] | tuple[int, ...]
@@ -161,11 +161,7 @@ class SequenceLayout:
     @cached_property
     def ownership(self) -> Ownership:
         """Who holds which tokens."""
-        found = []
-        for ranges in self.chunks:
-            rows = accumulate((hi - lo for lo, hi in ranges), initial=0)
-            found.append(tuple(Stretch(*x, row) for x, row in zip(ranges, rows, strict=False)))
-        return Ownership(tuple(found))
+        return Ownership(tuple(map(stacked, self.chunks)))
 
     def token_indices(self, rank: int) -> torch.Tensor:
         """Tokens of the stream that ``rank`` holds, ``[tokens_per_rank]`` int64 on the CPU."""

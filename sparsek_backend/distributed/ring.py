@@ -20,7 +20,13 @@ from sparsek_backend.distributed.calls import Call, Item, Scalars, calls_of, off
 from sparsek_backend.distributed.exchange import Exchange, by_buffer
 from sparsek_backend.distributed.layouts import Segment, SequenceLayout
 from sparsek_backend.distributed.mesh import Channel
-from sparsek_backend.distributed.rows import Piece, Range, Transfers, plan_transfers
+from sparsek_backend.distributed.rows import (
+    Piece,
+    Range,
+    Transfers,
+    plan_transfers,
+    rows_of_part,
+)
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,7 @@ class RingAttention(torch.autograd.Function):
             for call in step.calls:
                 key, value = calls.put_together(k, v, received, call)
                 part, dk, dv, _ = calls.backward(call, upstream, q, key, value, None, full)
-                for rows, here in calls.rows_of_part(call.rows):
+                for rows, here in rows_of_part(call.rows):
                     dq[:, rows] += part[:, here]
                 grads.append((call.pieces, (dk, dv)))
             if returning is not None:
@@ -156,7 +162,7 @@ def _merge(
     out: torch.Tensor, lse: torch.Tensor, call: Call, part: torch.Tensor, part_lse: torch.Tensor
 ) -> None:
     """Add a partial output to ``out`` and ``lse``, weighted by the share of its keys."""
-    for rows, here in calls.rows_of_part(call.rows):
+    for rows, here in rows_of_part(call.rows):
         new = torch.logaddexp(lse[..., rows], part_lse[..., here])
         weight = (part_lse[..., here] - new).exp().nan_to_num(0.0)  # no key at all: nothing
         out[:, rows].lerp_(part[:, here].to(out.dtype), weight.transpose(1, 2)[..., None])

@@ -7,7 +7,7 @@ each is put together from *pieces*: own rows, and rows that their owners send.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
@@ -32,6 +32,15 @@ class Piece(NamedTuple):
 
     buffer: int
     rows: slice
+
+
+def stacked(ranges: Iterable[Range]) -> tuple[Stretch, ...]:
+    """Ranges of the stream that lie one after another in a buffer."""
+    stretches, row = [], 0
+    for start, stop in ranges:
+        stretches.append(Stretch(start, stop, row))
+        row += stop - start
+    return tuple(stretches)
 
 
 @dataclass(frozen=True)
@@ -111,29 +120,14 @@ def plan_transfers(
                 sends.append((other, joined(rows)))
     incoming = _from_others(owners, requests[rank], rank)
     receives = tuple((s, sum(x.stop - x.start for x in parts)) for s, parts in incoming.items())
-    table = [(x, 0) for x in owners.stretches[rank]]
-    for buffer, parts in enumerate(incoming.values(), 1):
-        row = 0
-        for x in parts:
-            table.append((Stretch(x.start, x.stop, row), buffer))
-            row += x.stop - x.start
-    table.sort(key=lambda pair: pair[0].start)
-    starts = [x.start for x, _ in table]
-
-    def find(wanted: Range) -> list[Piece]:
-        lo, hi = wanted
-        pieces = []
-        for x, buffer in islice(table, max(bisect_right(starts, lo) - 1, 0), None):
-            if x.start >= hi:
-                break
-            first, last = max(lo, x.start), min(hi, x.stop)
-            if first < last:
-                row = x.row + first - x.start
-                pieces.append(Piece(buffer, slice(row, row + last - first)))
-        return pieces
-
+    received = [stacked((x.start, x.stop) for x in parts) for parts in incoming.values()]
+    buffers = Ownership((owners.stretches[rank], *received))
     found = tuple(
-        joined_pieces([piece for wanted in request for piece in find(wanted)])
+        joined_pieces(
+            Piece(buffer, slice(x.row, x.row + x.stop - x.start))
+            for wanted in request
+            for buffer, x in buffers.owners(wanted)
+        )
         for request in requests[rank]
     )
     return Transfers(tuple(sends), receives, found)
@@ -199,11 +193,16 @@ def summed(total: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
     return total
 
 
+def rows_of_part(rows: Iterable[slice]) -> Iterator[tuple[slice, slice]]:
+    """Each of ``rows``, and where it lies in what :func:`take_rows` takes of them."""
+    row = 0
+    for where in rows:
+        here = slice(row, row + where.stop - where.start)
+        yield where, here
+        row = here.stop
+
+
 def spread(pieces: Sequence[Piece], x: torch.Tensor) -> list[tuple[int, Part]]:
     """Inverse of :func:`take`: the buffer of each piece, its rows and its part of ``x``."""
-    found, row = [], 0
-    for piece in pieces:
-        count = piece.rows.stop - piece.rows.start
-        found.append((piece.buffer, (piece.rows, x[:, row : row + count])))
-        row += count
-    return found
+    parts = zip(pieces, rows_of_part(piece.rows for piece in pieces), strict=True)
+    return [(piece.buffer, (rows, x[:, here])) for piece, (rows, here) in parts]

@@ -19,7 +19,7 @@ from sparsek_backend.eval.budgets import Budget, parse_budget
 from sparsek_backend.eval.curves import Curves, measure_curves
 from sparsek_backend.eval.layers import LayerReader
 from sparsek_backend.eval.prompt_file import load_prompts
-from sparsek_backend.eval.tasks import TASKS, make_prompts
+from sparsek_backend.eval.tasks import check_tasks, make_prompts
 from sparsek_backend.eval.tokenizer import HubTokenizer
 from sparsek_backend.layer_budgets import LayerBudgets
 
@@ -169,9 +169,7 @@ def calibrate(
     """
     with failing_on(ValueError, ImportError, RuntimeError, OSError):
         tasks = tuple(task or TASKS_READ)
-        for name in tasks:
-            if name not in TASKS:
-                raise ValueError(f"task: expected one of {', '.join(TASKS)}, got {name!r}")
+        check_tasks(tasks)
         if by not in ("head", "layer"):
             raise ValueError(f"by: expected head or layer, got {by!r}")
         chosen = parse_budget(budget)

@@ -9,8 +9,9 @@ import torch
 
 from sparsek_backend.eval.layers import LayerReader
 from sparsek_backend.eval.mass import block_masses
-from sparsek_kernels.paged import PagedBatch, select_blocks, summary_bytes, write_kv
-from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged import PagedBatch, select_blocks
+from sparsek_kernels.paged.lengths import batch_of_lengths, pages_of
+from sparsek_kernels.paged.policy import SelectionPolicy
 
 Head = tuple[int, int]
 """Layer and KV head."""
@@ -133,14 +134,7 @@ class _Pages:
     """
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, page_size: int) -> None:
-        _, length, heads, dim = k.shape
-        count = ceil_div(length, page_size)
-        self.keys = k.new_zeros(count, heads, page_size, dim)
-        self.summary = k.new_zeros(count, heads, summary_bytes(page_size, dim), dtype=torch.uint8)
-        self._count, self._device = count, k.device
-        values = v.new_zeros(count, heads, page_size, v.shape[-1])
-        slots = torch.arange(length, device=k.device)
-        write_kv(k[0], v[0], self.keys, values, self.summary, slots)
+        self.keys, _, self.summary, self._table = pages_of(k, v, page_size)
 
     def tiles(self, bases: Sequence[int], tile: int) -> PagedBatch:
         """Prefills of one tile each."""
@@ -153,26 +147,11 @@ class _Pages:
     def query_rows(self, batch: PagedBatch) -> torch.Tensor:
         """Positions of a batch's queries."""
         ends = batch.seq_lens.long()[:, None]
-        return (ends - torch.arange(batch.max_query_len, 0, -1, device=self._device)).flatten()
+        return (ends - torch.arange(batch.max_query_len, 0, -1, device=self.keys.device)).flatten()
 
     def _batch(self, lengths: Sequence[int], queries: int, decodes: int) -> PagedBatch:
-        requests = len(lengths)
-
-        def integers(values: Sequence[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=self._device)
-
-        return PagedBatch(
-            block_table=integers(range(self._count)).expand(requests, -1).contiguous(),
-            seq_lens=integers(lengths),
-            cu_seqlens_q=integers(range(0, (requests + 1) * queries, queries)),
-            num_decodes=decodes,
-            num_decode_tokens=decodes,
-            decode_query_len=1,
-            max_query_len=queries,
-            max_seq_len=max(lengths),
-            seq_lens_host=tuple(lengths),
-            query_lens_host=(queries,) * requests,
-        )
+        table = self._table.expand(len(lengths), -1).contiguous()
+        return batch_of_lengths(table, (queries,) * len(lengths), lengths, decodes=decodes)
 
 
 def measure_curves(

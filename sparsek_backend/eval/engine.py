@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,31 +184,23 @@ class LocalScorer:
 
         from sparsek_backend.eval.forcing import FORCED
 
+        greedy = partial(SamplingParams, temperature=0.0, detokenize=False)
+        forced = partial(greedy, ignore_eos=True, logprobs=0)
         ids, params = [], []
         for prompt in prompts:
             ids += [prompt.ids] * 2
-            params.append(
-                SamplingParams(temperature=0.0, max_tokens=prompt.max_tokens, detokenize=False)
-            )
-            params.append(
-                SamplingParams(
-                    temperature=0.0,
-                    max_tokens=len(prompt.target),
-                    ignore_eos=True,
-                    logprobs=0,
-                    detokenize=False,
-                    extra_args={FORCED: list(prompt.target)},
-                )
-            )
+            params.append(greedy(max_tokens=prompt.max_tokens))
+            target = list(prompt.target)
+            params.append(forced(max_tokens=len(target), extra_args={FORCED: target}))
         outputs = [output.outputs[0] for output in self._generate(ids, params)]
         replies = []
-        for prompt, greedy, forced in zip(prompts, outputs[::2], outputs[1::2], strict=True):
-            if tuple(forced.token_ids) != prompt.target:
+        for prompt, free, led in zip(prompts, outputs[::2], outputs[1::2], strict=True):
+            if tuple(led.token_ids) != prompt.target:
                 raise RuntimeError(f"{prompt.name}: the engine generated other tokens than forced")
-            tokens = tuple(greedy.token_ids)
+            tokens = tuple(free.token_ids)
             logprobs = [
                 float(entry[token].logprob)
-                for token, entry in zip(prompt.target, forced.logprobs, strict=True)
+                for token, entry in zip(prompt.target, led.logprobs, strict=True)
             ]
             text = None if self._decode is None else self._decode(tokens)
             replies.append(Reply(tokens, text, logprobs))

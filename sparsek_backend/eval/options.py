@@ -11,7 +11,7 @@ import torch
 from sparsek_backend.eval.perplexity import pick_texts, read_texts
 from sparsek_backend.eval.prompt import Tokenizer, Variant
 from sparsek_backend.eval.prompt_file import PromptSet
-from sparsek_backend.eval.tasks import TASKS, make_prompts
+from sparsek_backend.eval.tasks import check_tasks, make_prompts
 
 PROMPTS_ON_GPU, PROMPTS_ON_CPU = 100, 2
 
@@ -39,9 +39,7 @@ class PromptOptions:
     texts_folder: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in self.tasks:
-            if name not in TASKS:
-                raise ValueError(f"task: expected one of {', '.join(TASKS)}, got {name!r}")
+        check_tasks(self.tasks)
         if not self.prompts_per_task and not self.texts:
             raise ValueError("nothing to measure: --prompts-per-task 0 and --texts 0")
         if self.texts and self.texts_folder is not None:

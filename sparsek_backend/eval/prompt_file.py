@@ -16,7 +16,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +52,9 @@ def save_prompts(path: Path, prompts: PromptSet) -> None:
     known: dict[Tokens, int] = {}
     rows = [
         {
-            "task": prompt.task,
-            "variant": prompt.variant,
-            "length": prompt.length,
-            "index": prompt.index,
+            **{item.name: getattr(prompt, item.name) for item in fields(prompt)},
             "pieces": [known.setdefault(piece, len(known)) for piece in prompt.pieces],
-            "answers": [{"text": a.text, "tokens": a.tokens} for a in prompt.answers],
-            "target": prompt.target,
-            "max_tokens": prompt.max_tokens,
-            "evidence": prompt.evidence,
+            "answers": [vars(answer) for answer in prompt.answers],
         }
         for prompt in prompts.prompts
     ]

@@ -150,12 +150,9 @@ def retrieval_rows(runs: Sequence[Run]) -> list[Row]:
             tasks.setdefault(pair[1]["task"], []).append(pair)
         for (variant, length), tasks in sorted(cells.items()):
             shares = [run.share(phase, length) for phase in ("prefill", "decode")]
-            for task, groups in (
-                (MEAN, list(tasks.values())),
-                *((task, [pairs]) for task, pairs in tasks.items()),
-            ):
-                if task == MEAN and len(tasks) == 1:
-                    continue
+            cell = {MEAN: list(tasks.values())} if len(tasks) > 1 else {}
+            cell |= {task: [of_task] for task, of_task in tasks.items()}
+            for task, groups in cell.items():
                 found.append(
                     {
                         "label": run.label,

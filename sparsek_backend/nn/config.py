@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+from sparsek_kernels.checks import check_int
 from sparsek_kernels.nsa.spec import NSASpec
 
 
 @dataclass(frozen=True)
-class NSAConfig:
+class NSAConfig(NSASpec):
     """What a layer attends and how it is parametrised (arXiv 2502.11089).
 
     Args:
@@ -33,12 +34,6 @@ class NSAConfig:
         ValueError: a value out of range; the message names the field.
     """
 
-    cmp_block_size: int = 32
-    cmp_stride: int = 16
-    sel_block_size: int = 64
-    top_n: int = 16
-    num_init_blocks: int = 1
-    num_local_blocks: int = 2
     window_size: int = 512
     compression: Literal["mlp", "mean"] = "mlp"
     cmp_hidden_size: int | None = None
@@ -47,17 +42,13 @@ class NSAConfig:
     rope_theta: float | None = 10000.0
 
     def __post_init__(self) -> None:
-        _ = self.spec
+        super().__post_init__()
         if self.compression not in ("mlp", "mean"):
             raise ValueError(f"compression: expected 'mlp' or 'mean', got {self.compression!r}")
         for name in ("window_size", "cmp_hidden_size", "gate_hidden_size"):
             value = getattr(self, name)
-            if value is None and name != "window_size":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-            if value < 1:
-                raise ValueError(f"{name}: expected an integer >= 1, got {value}")
+            if value is not None or name == "window_size":
+                check_int(name, value, 1)
         if not isinstance(self.shared_kv, bool):
             raise TypeError(f"shared_kv: expected a bool, got {self.shared_kv!r}")
         if self.rope_theta is None:
@@ -70,14 +61,7 @@ class NSAConfig:
     @property
     def spec(self) -> NSASpec:
         """The integers that the kernels take."""
-        return NSASpec(
-            self.cmp_block_size,
-            self.cmp_stride,
-            self.sel_block_size,
-            self.top_n,
-            self.num_init_blocks,
-            self.num_local_blocks,
-        )
+        return NSASpec(*self.as_list())
 
     @property
     def num_branches(self) -> int:

@@ -77,6 +77,13 @@ class BlockMass:
         self._total = total if self._total is None else self._total + total
         self._samples += q.shape[0]
 
+    def observe(
+        self, q: torch.Tensor, k: torch.Tensor, _: torch.Tensor, softmax_scale: float | None = None
+    ) -> None:
+        """:meth:`add`, as a layer of a model calls it: with its values and its scale."""
+        self.softmax_scale = softmax_scale
+        self.add(q, k)
+
     def mean(self) -> torch.Tensor:
         """``[Hq, R, C]`` fp32: the share of a query block's attention that each key block gets.
 

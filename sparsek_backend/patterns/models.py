@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,7 +34,7 @@ _UNSERVED = {
 
 
 class Learner(Protocol):
-    """An observer of a layer: a :class:`LearnedPattern` or an :class:`AdaptiveLearner`."""
+    """An observer of a layer, such as :class:`LearnedPattern` and :class:`BlockMass`."""
 
     def observe(
         self,
@@ -45,38 +46,15 @@ class Learner(Protocol):
         """Count ``q [B, N, Hq, D]``, ``k`` and ``v [B, N, Hkv, D]``."""
 
 
-class _Recorder:
-    """Counts the mass of every layer; each attends everything."""
+class _Observed(NamedTuple):
+    """Who sees every layer's batches; each layer attends everything."""
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self.masses: dict[int, BlockMass] = {}
-
-    def add(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
-    ) -> None:
-        """Count queries ``[B, N, Hq, D]`` and keys ``[B, N, Hkv, D]`` of a layer."""
-        if layer not in self.masses:
-            self.masses[layer] = BlockMass(self.block_size, softmax_scale=scale)
-        self.masses[layer].add(q, k)
-
-
-class _Observer:
-    """Shows every layer's batches to its learner; each attends everything."""
-
-    def __init__(self, learners: Mapping[int, Learner]) -> None:
-        self.learners = learners
-
-    def add(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
-    ) -> None:
-        """Count queries ``[B, N, Hq, D]``, keys and values ``[B, N, Hkv, D]`` of a layer."""
-        self.learners[layer].observe(q, k, v, scale)
+    learners: Mapping[int, Learner]
 
 
 Patterns = Mapping[int, BlockSparsePattern | LearnedPattern | AdaptivePattern]
 
-_active: WeakKeyDictionary[torch.nn.Module, _Recorder | _Observer | Patterns] = WeakKeyDictionary()
+_active: WeakKeyDictionary[torch.nn.Module, _Observed | Patterns] = WeakKeyDictionary()
 """By attention layer, so that a backward pass on another thread, which computes again, finds it."""
 
 
@@ -109,15 +87,13 @@ def learn_model_patterns(
             window, chunks, a mask, a soft cap, learned sinks; the message names it.
         ValueError: no batches, or lengths that differ.
     """
-    recorder = _Recorder(block_size)
-    with _attending(model, recorder), torch.no_grad():
-        for ids in batches:
-            model(ids.to(model.device), use_cache=False)
-    if not recorder.masses:
+    masses: defaultdict[int, BlockMass] = defaultdict(lambda: BlockMass(block_size))
+    observe_model(model, masses, batches)
+    if not masses:
         raise ValueError("batches: expected at least one, got none")
     return {
         layer: mass.pattern(share, scope=scope, heads=heads, sinks=sinks, window=window)
-        for layer, mass in sorted(recorder.masses.items())
+        for layer, mass in sorted(masses.items())
     }
 
 
@@ -164,7 +140,7 @@ def observe_model(
         learners: by layer index, for every layer.
         batches: token ids ``[B, N]`` without padding, N the tokens that the learners are for.
     """
-    with _attending(model, _Observer(learners)), torch.no_grad():
+    with _attending(model, _Observed(learners)), torch.no_grad():
         for ids in batches:
             model(ids.to(model.device), use_cache=False)
 
@@ -189,7 +165,7 @@ def attend_patterns(model: Any, patterns: Patterns) -> Iterator[None]:
 
 
 @contextmanager
-def _attending(model: Any, active: _Recorder | _Observer | Patterns) -> Iterator[None]:
+def _attending(model: Any, active: _Observed | Patterns) -> Iterator[None]:
     before = model.config._attn_implementation
     layers = [m for m in model.modules() if hasattr(m, "layer_idx")]
     outer = {layer: _active[layer] for layer in layers if layer in _active}
@@ -215,7 +191,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """The attention function: query ``[B, Hq, N, D]``, key and value ``[B, Hkv, N, D]``."""
     active, layer = _active[module], int(module.layer_idx)  # type: ignore[arg-type]
-    executed = not isinstance(active, _Recorder | _Observer) and layer in active
+    executed = not isinstance(active, _Observed) and layer in active
     causal = kwargs.get("is_causal")
     rule = Visibility(causal=getattr(module, "is_causal", True) if causal is None else causal)
     if isinstance(attention_mask, LazyMask):
@@ -242,8 +218,8 @@ def _attention(
         )
     q, k, v = _autocast(*(x.transpose(1, 2) for x in (query, key, value)))
     chosen = None
-    if isinstance(active, _Recorder | _Observer):
-        active.add(layer, q, k, v, scaling)
+    if isinstance(active, _Observed):
+        active.learners[layer].observe(q, k, v, scaling)
     else:
         chosen = active.get(layer)
     if isinstance(chosen, LearnedPattern | AdaptivePattern):

@@ -13,12 +13,10 @@ from sparsek_kernels.paged import (
     SelectionPolicy,
     paged_attention,
     select_blocks,
-    summary_bytes,
-    write_kv,
     write_means,
 )
 from sparsek_kernels.paged.infllm.means import keeps_means
-from sparsek_kernels.paged.policy import ceil_div
+from sparsek_kernels.paged.lengths import batch_of_lengths, pages_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,48 +42,16 @@ def _paged(
     k: torch.Tensor, v: torch.Tensor, num_q: int, policy: SelectionPolicy
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedBatch]:
     """Keys ``[B, M, Hkv, D]`` and values as pages of one block, with their summaries."""
-    batch, num_k, heads, _ = k.shape
-    size = policy.sel_block_size
-    pages = ceil_div(num_k, size)
-    k_cache, v_cache = (x.new_zeros(batch * pages, heads, size, x.shape[3]) for x in (k, v))
-    shape = (batch * pages, heads, summary_bytes(size, k.shape[3]))
-    summary = k.new_zeros(shape, dtype=torch.uint8)
-    slots = torch.arange(batch * pages * size, device=k.device).view(batch, -1)[:, :num_k]
+    batch, num_k = k.shape[:2]
     by_means = keeps_means(policy, k.device)
-    write_kv(
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-        k_cache,
-        v_cache,
-        None if by_means else summary,
-        slots.flatten(),
+    k_cache, v_cache, summary, table = pages_of(
+        k, v, policy.sel_block_size, write_summary=not by_means
     )
+    lengths = (num_k,) * batch
     decodes = batch if num_q == 1 else 0
-    table = torch.arange(batch * pages, dtype=torch.int32, device=k.device)
-    starts = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * num_q
-    described = PagedBatch(
-        block_table=table.view(batch, pages),
-        seq_lens=torch.full((batch,), num_k, dtype=torch.int32, device=k.device),
-        cu_seqlens_q=starts,
-        num_decodes=decodes,
-        num_decode_tokens=decodes,
-        decode_query_len=1,
-        max_query_len=num_q,
-        max_seq_len=num_k,
-        seq_lens_host=(num_k,) * batch,
-        query_lens_host=(num_q,) * batch,
-    )
+    described = batch_of_lengths(table, (num_q,) * batch, lengths, decodes=decodes)
     if by_means:
-        every_token = replace(
-            described,
-            cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32, device=k.device) * num_k,
-            num_decodes=0,
-            num_decode_tokens=0,
-            max_query_len=num_k,
-            query_lens_host=(num_k,) * batch,
-            _derived={},
-        )
-        write_means(k_cache, summary, every_token)
+        write_means(k_cache, summary, batch_of_lengths(table, lengths, lengths))
     return k_cache, v_cache, summary, described
 
 

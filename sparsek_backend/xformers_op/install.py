@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from threading import RLock
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from sparsek_backend.xformers_op.compat import Inputs, dispatch_module, fmha_module
@@ -98,12 +98,7 @@ class Installation:
             _hold(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with _lock:
             self._blocks -= 1
             if self._blocks == 0:

@@ -189,6 +189,12 @@ class _Limits:
     SUPPORTS_DIFFERENT_VALUE_EMBED = True
     SUPPORTS_BMGHK = True
     VARLEN_LSE_PACKED = True
+    BIAS_TYPES: ClassVar[tuple[type, ...]] = ()
+
+    @classmethod
+    def not_supported_reasons(cls, d: Inputs) -> list[str]:
+        """Why these inputs are refused; empty when they are supported."""
+        return _reasons(cls, d, cls.BIAS_TYPES)
 
 
 class FwOp(_Limits, AttentionFwOpBase):  # type: ignore[misc]
@@ -206,13 +212,9 @@ class FwOp(_Limits, AttentionFwOpBase):  # type: ignore[misc]
 
     OPERATOR = torch.ops.sparsek.sink_flash_fwd
     SUPPORTED_ATTN_BIAS_TYPES = _xformers_types(FORWARD_TYPES)
+    BIAS_TYPES = FORWARD_TYPES
     SUPPORTS_PARTIAL = True
     NAME = "sparsekF"
-
-    @classmethod
-    def not_supported_reasons(cls, d: Inputs) -> list[str]:
-        """Why these inputs are refused; empty when they are supported."""
-        return _reasons(cls, d, FORWARD_TYPES)
 
     @classmethod
     def apply(cls, inp: Inputs, needs_gradient: bool) -> tuple[torch.Tensor, Context | None]:
@@ -259,13 +261,9 @@ class BwOp(_Limits, AttentionBwOpBase):  # type: ignore[misc]
 
     OPERATOR = torch.ops.sparsek.sink_flash_bwd
     SUPPORTED_ATTN_BIAS_TYPES = _xformers_types(BACKWARD_TYPES)
+    BIAS_TYPES = BACKWARD_TYPES
     SUPPORTS_ATTN_BIAS_GRAD = True
     NAME = "sparsekB"
-
-    @classmethod
-    def not_supported_reasons(cls, d: Inputs) -> list[str]:
-        """Why these inputs are refused; empty when they are supported."""
-        return _reasons(cls, d, BACKWARD_TYPES)
 
     @classmethod
     def apply(cls, ctx: Context, inp: Inputs, grad: torch.Tensor) -> Gradients:

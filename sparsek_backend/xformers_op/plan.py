@@ -151,11 +151,8 @@ _BandRule = Callable[[Any], Band]
 
 def _by_type(rules: dict[str, _BandRule]) -> dict[type, _BandRule]:
     """Rules of the bias classes that this xFormers has."""
-    return {getattr(attn_bias, name): rule for name, rule in rules.items() if _has(name)}
-
-
-def _has(name: str) -> bool:
-    return hasattr(attn_bias, name)
+    known = vars(attn_bias)
+    return {known[name]: rule for name, rule in rules.items() if name in known}
 
 
 _BATCHED: dict[type, _BandRule] = {

@@ -58,6 +58,12 @@ FUNCTIONS: dict[str, dict[str, Names]] = {
             "attn_backend",
         ),
     },
+    "model_executor/models/llama.py": {
+        "LlamaModel.__init__": ("vllm_config", "prefix", "layer_type"),
+        "LlamaModel.forward": ("input_ids", "positions", "intermediate_tensors", "inputs_embeds"),
+        "LlamaDecoderLayer.forward": ("positions", "hidden_states", "residual"),
+        "LlamaMLP.__init__": ("hidden_size", "intermediate_size", "hidden_act", "prefix"),
+    },
     "model_executor/models/utils.py": {"extract_layer_index": (), "maybe_prefix": ()},
     "config/vllm.py": {
         "get_current_vllm_config": (),

@@ -16,7 +16,7 @@ import torch
 
 from sparsek_kernels.block_sparse.problem import BlockSparseProblem
 from sparsek_kernels.common.dropout import kept_weights
-from sparsek_kernels.common.precision import compute_dtype, without_autocast
+from sparsek_kernels.common.precision import compute_dtype, row_sums, softmax_, without_autocast
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,7 @@ def forward(problem: BlockSparseProblem, out: torch.Tensor, lse: torch.Tensor) -
     lse.fill_(float("-inf"))
     for row in _block_rows(problem):
         scores = _scores(_queries(q, row), _keys(k, row), row, problem.softmax_scale)
-        row_lse = torch.logsumexp(scores, dim=3, keepdim=True)
-        probs = scores.sub_(row_lse.masked_fill(row_lse == float("-inf"), 0.0)).exp_()
+        probs, row_lse = softmax_(scores)
         probs = _dropped(probs, row, problem.keep_scale)
         attended = torch.matmul(probs, _keys(v, row)).transpose(1, 2)
         out[:, row.tokens, row.heads] = attended.to(out.dtype)
@@ -132,18 +131,15 @@ def backward(
     compute = compute_dtype(q.dtype)
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=compute, device=x.device) for x in (k, v))
-    delta = (dout.to(compute) * out.to(compute)).sum(dim=3).transpose(1, 2)  # [B, Hq, N]
-    if dlse is not None:
-        delta = delta - dlse
+    delta = row_sums(dout, out, dlse)
     if problem.query_mask is not None:
         delta = delta.masked_fill(~problem.query_mask[:, None], 0.0)
-    finite_lse = lse.masked_fill(lse == float("-inf"), 0.0).to(compute)
     for row in _block_rows(problem):
         row_q, row_dout, keys, values = (
             _queries(q, row), _queries(dout, row), _keys(k, row), _keys(v, row)
         )  # fmt: skip
-        row_lse, row_delta = (x[:, row.heads, row.tokens, None] for x in (finite_lse, delta))
-        probs = _scores(row_q, keys, row, scale).sub_(row_lse).exp_()
+        row_lse, row_delta = (x[:, row.heads, row.tokens, None] for x in (lse, delta))
+        probs, _ = softmax_(_scores(row_q, keys, row, scale), row_lse)
         dprobs = _dropped(torch.matmul(row_dout, values.mT), row, keep_scale)
         dscores = dprobs.sub_(row_delta).mul_(probs)
         dscores.mul_(scale)

@@ -6,6 +6,7 @@ import torch
 import triton
 
 from sparsek_kernels.common.kernels.sequences import tile_map_kernel
+from sparsek_kernels.common.shapes import AttentionShape
 
 Grid = tuple[int, int, int]
 
@@ -30,3 +31,10 @@ def tile_grid(
         return (triton.cdiv(total, block), heads, batch), None
     tiles = tile_map(cu_seqlens, total, block)
     return (tiles.shape[0], heads, 1), tiles
+
+
+def query_grid(
+    shape: AttentionShape, cu_seqlens: torch.Tensor | None, block: int
+) -> tuple[Grid, torch.Tensor | None]:
+    """:func:`tile_grid` over blocks of queries and query heads."""
+    return tile_grid(cu_seqlens, shape.num_q, block, shape.num_heads, shape.batch)

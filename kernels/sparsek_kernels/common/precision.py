@@ -1,4 +1,4 @@
-"""Torch paths compute in the precision that they choose, whatever autocast says."""
+"""What the torch paths share: their precision, and a softmax with its gradient."""
 
 from __future__ import annotations
 
@@ -31,3 +31,22 @@ def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
 
     return run
+
+
+def softmax_(
+    scores: torch.Tensor, lse: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over the last dimension, in place of ``scores``, and its log-sum-exp ``[..., 1]``.
+
+    A row of ``-inf`` gives zeros and ``-inf``.  ``lse`` is given where it is known.
+    """
+    if lse is None:
+        lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+    return scores.sub_(lse.masked_fill(lse == float("-inf"), 0.0)).exp_(), lse
+
+
+def row_sums(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
+    """What the gradients of a row's scores have in common, ``[B, Hq, N]``."""
+    compute = compute_dtype(dout.dtype)
+    delta = (dout.to(compute) * out.to(compute)).sum(dim=3).transpose(1, 2)
+    return delta if dlse is None else delta - dlse

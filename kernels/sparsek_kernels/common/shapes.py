@@ -1,4 +1,4 @@
-"""Sizes that calls of several families have."""
+"""Sizes that calls and kernels of several families have."""
 
 from __future__ import annotations
 
@@ -34,3 +34,19 @@ class AttentionShape:
     def padded_dim(self) -> int:
         """``head_dim`` rounded up to a power of two that tensor cores can use."""
         return max(16, 1 << (self.head_dim - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Launch parameters of one kernel: rows and columns of a tile, warps, pipeline depth."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def pipeline(self) -> dict[str, int]:
+        """Warps and stages, as a portable kernel and its compiler take them."""
+        stages = self.num_stages
+        return {"NUM_STAGES": stages, "num_warps": self.num_warps, "num_stages": stages}

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from sparsek_kernels.common.shapes import AttentionShape
+from sparsek_kernels.common import shapes
 from sparsek_kernels.sink_window.config import TileConfig as SinkWindowTile
 
 BOX_GROUPS = (8, 16, 32, 64)
@@ -23,7 +23,7 @@ _TILED = (
 
 
 @dataclass(frozen=True)
-class ProblemShape(AttentionShape):
+class ProblemShape(shapes.AttentionShape):
     """Sizes of one call, groups padded for tiles."""
 
     @property
@@ -33,16 +33,12 @@ class ProblemShape(AttentionShape):
 
 
 @dataclass(frozen=True)
-class TileConfig:
-    """Launch parameters of one kernel: rows and columns of a tile, warps, pipeline depth.
+class TileConfig(shapes.TileConfig):
+    """Launch parameters of one kernel.
 
     ``max_registers`` of a thread let more programs share a multiprocessor.
     """
 
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
     max_registers: int | None = None
 
 

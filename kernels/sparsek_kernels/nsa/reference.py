@@ -245,10 +245,8 @@ def nsa_reference(
         parts.append((out, out_cmp, out_slc, out_swa, lse_cmp.T, chosen))
         all_scores.append(scores)
     join = torch.stack if cu_seqlens is None else _pack
-    fields = [join([part[i] for part in parts]) for i in range(6)]
-    return NSAReference(
-        fields[0], fields[1], fields[2], fields[3], fields[4].transpose(1, 2), fields[5], all_scores
-    )
+    out, out_cmp, out_slc, out_swa, lse, chosen = (join(list(x)) for x in zip(*parts, strict=True))
+    return NSAReference(out, out_cmp, out_slc, out_swa, lse.transpose(1, 2), chosen, all_scores)
 
 
 def _pack(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -38,16 +38,10 @@ class NSASpec:
     num_local_blocks: int = 2
 
     def __post_init__(self) -> None:
-        lows = {
-            "cmp_block_size": 1,
-            "cmp_stride": 1,
-            "sel_block_size": 1,
-            "top_n": 1,
-            "num_init_blocks": 0,
-            "num_local_blocks": 0,
-        }
-        for name, low in lows.items():
-            check_int(name, getattr(self, name), low)
+        for name in ("cmp_block_size", "cmp_stride", "sel_block_size", "top_n"):
+            check_int(name, getattr(self, name), 1)
+        for name in ("num_init_blocks", "num_local_blocks"):
+            check_int(name, getattr(self, name), 0)
         for name in ("cmp_block_size", "sel_block_size"):
             if getattr(self, name) % self.cmp_stride:
                 raise ValueError(

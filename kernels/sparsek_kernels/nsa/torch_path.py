@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from sparsek_kernels.common.operators import new_lse
-from sparsek_kernels.common.precision import compute_dtype, without_autocast
+from sparsek_kernels.common.precision import compute_dtype, row_sums, softmax_, without_autocast
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.selected.problem import SelectedProblem
 from sparsek_kernels.nsa.sequences import Span, spans
@@ -26,11 +26,21 @@ def _chunks(rows: slice, per_row: int) -> Iterator[slice]:
         yield slice(lo, min(lo + step, rows.stop))
 
 
+def _grouped(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """``[n, Hq, D]`` as ``[n, Hkv, G, D]`` in the compute dtype."""
+    return torch.unflatten(x, 1, (num_kv_heads, -1)).to(compute_dtype(x.dtype))
+
+
 def _by_head(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """``[n, Hq, D]`` as ``[Hkv, G, n, D]`` in the compute dtype."""
-    group = x.shape[1] // num_kv_heads
-    grouped = x.reshape(x.shape[0], num_kv_heads, group, x.shape[2]).permute(1, 2, 0, 3)
-    return grouped.to(compute_dtype(x.dtype))
+    return _grouped(x, num_kv_heads).permute(1, 2, 0, 3)
+
+
+def _by_row(
+    q: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """What gradients need of each row, ``[B, N, Hq, D]`` or, of ``[B, Hq, N]``, ``D = 1``."""
+    return q, dout, *(x.transpose(1, 2)[..., None] for x in (lse, delta))
 
 
 def _position(rows: slice, span: Span, device: torch.device) -> torch.Tensor:
@@ -104,13 +114,11 @@ def compressed_forward(problem: CompressedProblem, out: torch.Tensor, lse: torch
         if span.compressed.stop == span.compressed.start:
             continue
         scores = _compressed_scores(problem, rows, span)
-        total = torch.logsumexp(scores, dim=-1)  # [Hkv, G, n]
-        finite = total.masked_fill(total == float("-inf"), 0.0)
-        probs = torch.exp(scores - finite[..., None])
+        probs, total = softmax_(scores)
         values = problem.v_cmp[span.batch, span.compressed].to(scores.dtype).transpose(0, 1)
         found = torch.matmul(probs, values[:, None])  # [Hkv, G, n, D]
         out[span.batch, rows] = found.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
-        lse[span.batch, :, rows] = total.flatten(0, 1).to(lse.dtype)
+        lse[span.batch, :, rows] = total[..., 0].flatten(0, 1).to(lse.dtype)
 
 
 @without_autocast
@@ -127,25 +135,22 @@ def compressed_backward(
     num_kv_heads = k_cmp.shape[2]
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=compute, device=q.device) for x in (k_cmp, v_cmp))
+    by_row = _by_row(q, dout, lse, row_sums(dout, out, dlse))
     for span, rows in _compressed_chunks(problem):
         if span.compressed.stop == span.compressed.start:
             continue
-        scores = _compressed_scores(problem, rows, span)
-        norm = lse[span.batch, :, rows].to(compute).unflatten(0, (num_kv_heads, -1))
-        probs = torch.exp(scores - norm.masked_fill(norm == float("-inf"), 0.0)[..., None])
-        upstream = _by_head(dout[span.batch, rows], num_kv_heads)
-        delta = (upstream * _by_head(out[span.batch, rows], num_kv_heads)).sum(-1)
-        if dlse is not None:
-            delta = delta - dlse[span.batch, :, rows].to(compute).unflatten(0, (num_kv_heads, -1))
+        heads, upstream, row_lse, row_delta = (
+            _by_head(x[span.batch, rows], num_kv_heads) for x in by_row
+        )
+        probs, _ = softmax_(_compressed_scores(problem, rows, span), row_lse)
         keys, values = (
             x[span.batch, span.compressed].to(compute).transpose(0, 1)[:, None]
             for x in (k_cmp, v_cmp)
         )
-        dscores = torch.matmul(upstream, values.transpose(2, 3)).sub_(delta[..., None])
+        dscores = torch.matmul(upstream, values.transpose(2, 3)).sub_(row_delta)
         dscores.mul_(probs).mul_(problem.softmax_scale)
         found = torch.matmul(dscores, keys)
         dq[span.batch, rows] = found.permute(2, 0, 1, 3).flatten(1, 2).to(dq.dtype)
-        heads = _by_head(q[span.batch, rows], num_kv_heads)
         part_k = torch.matmul(dscores.transpose(2, 3), heads).sum(1)
         part_v = torch.matmul(probs.transpose(2, 3), upstream).sum(1)
         dk[span.batch, span.compressed] += part_k.transpose(0, 1)
@@ -196,8 +201,7 @@ def select_forward(
         num_blocks = spec.num_selectable(span.keys.stop - span.keys.start)
         scores = _compressed_scores(problem, rows, span)
         norm = lse[span.batch, :, rows].to(scores.dtype).unflatten(0, (num_kv_heads, -1))
-        norm = norm.masked_fill(norm == float("-inf"), 0.0)
-        mass = torch.exp(scores - norm[..., None]).sum(1)  # [Hkv, n, C]
+        mass = softmax_(scores, norm[..., None])[0].sum(1)  # [Hkv, n, C]
         own = _position(rows, span, lse.device)[:, None] // spec.sel_block_size
         best = best_blocks(fold_scores(mass, num_blocks, spec), own, spec)
         block_indices[span.batch, rows, :, : best.shape[-1]] = best.transpose(0, 1).int()
@@ -239,11 +243,12 @@ def _gather(x: torch.Tensor, batch: int, token: torch.Tensor) -> torch.Tensor:
     return x[batch][token, head].to(compute_dtype(x.dtype))
 
 
-def _grouped(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """``[n, Hq, D]`` as ``[n, Hkv, G, D]`` in the compute dtype."""
-    group = x.shape[1] // num_kv_heads
-    grouped = x.reshape(x.shape[0], num_kv_heads, group, x.shape[2])
-    return grouped.to(compute_dtype(x.dtype))
+def _selected_scores(
+    problem: SelectedProblem, heads: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor
+) -> torch.Tensor:
+    """``[n, Hkv, G, K]`` scores, ``-inf`` where a key is not visible."""
+    scores = torch.matmul(heads, keys.transpose(2, 3)).mul_(problem.softmax_scale)
+    return scores.masked_fill_(~visible[:, :, None], float("-inf"))
 
 
 @without_autocast
@@ -254,14 +259,11 @@ def selected_forward(problem: SelectedProblem, out: torch.Tensor, lse: torch.Ten
     q, k, v, num_kv_heads = problem.q, problem.k, problem.v, problem.shape.num_kv_heads
     for span, rows, token, visible in _selected_chunks(problem):
         heads = _grouped(q[span.batch, rows], num_kv_heads)
-        scores = torch.matmul(heads, _gather(k, span.batch, token).transpose(2, 3))
-        scores.mul_(problem.softmax_scale).masked_fill_(~visible[:, :, None], float("-inf"))
-        total = torch.logsumexp(scores, dim=-1)  # [n, Hkv, G]
-        finite = total.masked_fill(total == float("-inf"), 0.0)
-        probs = torch.exp(scores - finite[..., None])
+        keys = _gather(k, span.batch, token)
+        probs, total = softmax_(_selected_scores(problem, heads, keys, visible))
         found = torch.matmul(probs, _gather(v, span.batch, token))
         out[span.batch, rows] = found.flatten(1, 2).to(out.dtype)
-        lse[span.batch, :, rows] = total.flatten(1, 2).T.to(lse.dtype)
+        lse[span.batch, :, rows] = total.flatten(1).T.to(lse.dtype)
 
 
 @without_autocast
@@ -273,23 +275,19 @@ def selected_backward(
     dlse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
-    q, k, v, scale = problem.q, problem.k, problem.v, problem.softmax_scale
+    q, k, v = problem.q, problem.k, problem.v
     compute, num_kv_heads = compute_dtype(q.dtype), problem.shape.num_kv_heads
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=compute, device=q.device) for x in (k, v))
+    by_row = _by_row(q, dout, lse, row_sums(dout, out, dlse))
     for span, rows, token, visible in _selected_chunks(problem):
-        heads = _grouped(q[span.batch, rows], num_kv_heads)
-        upstream = _grouped(dout[span.batch, rows], num_kv_heads)
+        heads, upstream, row_lse, row_delta = (
+            _grouped(x[span.batch, rows], num_kv_heads) for x in by_row
+        )
         keys, values = (_gather(x, span.batch, token) for x in (k, v))
-        norm = lse[span.batch, :, rows].to(compute).T.unflatten(1, (num_kv_heads, -1))
-        norm = norm.masked_fill(norm == float("-inf"), 0.0)
-        scores = torch.matmul(heads, keys.transpose(2, 3)) * scale
-        probs = torch.exp(scores - norm[..., None]).masked_fill(~visible[:, :, None], 0.0)
-        delta = (upstream * _grouped(out[span.batch, rows], num_kv_heads)).sum(-1)
-        if dlse is not None:
-            delta = delta - dlse[span.batch, :, rows].to(compute).T.unflatten(1, (num_kv_heads, -1))
-        dscores = torch.matmul(upstream, values.transpose(2, 3)).sub_(delta[..., None])
-        dscores.mul_(probs).mul_(scale)
+        probs, _ = softmax_(_selected_scores(problem, heads, keys, visible), row_lse)
+        dscores = torch.matmul(upstream, values.transpose(2, 3)).sub_(row_delta)
+        dscores.mul_(probs).mul_(problem.softmax_scale)
         dq[span.batch, rows] = torch.matmul(dscores, keys).flatten(1, 2).to(dq.dtype)
         head = torch.arange(num_kv_heads, device=q.device)[None, :, None].expand_as(token)
         for total, part in (

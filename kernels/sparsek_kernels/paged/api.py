@@ -95,16 +95,7 @@ def write_kv(
             slot_mapping=slot_mapping,
         )
         with nullcontext() if call is None else call.recorded():
-            launch.write_kv(
-                key,
-                value,
-                k_cache,
-                v_cache,
-                k_summary,
-                slot_mapping,
-                k_scale=k_scale,
-                v_scale=v_scale,
-            )
+            launch.write_kv(*tensors, k_scale=k_scale, v_scale=v_scale)
         return
     write_kv_eager(key[:tokens], value[:tokens], k_cache, v_cache, k_summary, slot_mapping)
 

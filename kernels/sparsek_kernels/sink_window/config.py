@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sparsek_kernels.common.shapes import AttentionShape
+from sparsek_kernels.common import shapes
 
 _L2_BYTES = 32 << 20  # what K and V may take of the 50 MB of a Hopper GPU
 ACCUMULATOR_BYTES = 512 << 20  # of dq in fp32, in one launch of the fused backward kernel
 
 
 @dataclass(frozen=True)
-class ProblemShape(AttentionShape):
+class ProblemShape(shapes.AttentionShape):
     """Sizes of one call, and its mask.
 
     Args:
@@ -43,23 +43,13 @@ class ProblemShape(AttentionShape):
 
 
 @dataclass(frozen=True)
-class TileConfig:
-    """Launch parameters of one kernel: rows and columns of a tile, warps, pipeline depth.
+class TileConfig(shapes.TileConfig):
+    """Launch parameters of one kernel.
 
     ``hold_q`` keeps the rows of the Hopper forward kernel in registers.
     """
 
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
     hold_q: bool = False
-
-    @property
-    def pipeline(self) -> dict[str, int]:
-        """Warps and stages, as a portable kernel and its compiler take them."""
-        stages = self.num_stages
-        return {"NUM_STAGES": stages, "num_warps": self.num_warps, "num_stages": stages}
 
 
 @dataclass(frozen=True)

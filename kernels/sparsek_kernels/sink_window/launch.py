@@ -8,7 +8,7 @@ import torch
 import triton
 
 from sparsek_kernels.common.alignment import copyable, describable
-from sparsek_kernels.common.grids import tile_grid
+from sparsek_kernels.common.grids import query_grid, tile_grid
 from sparsek_kernels.common.launching import CompiledLaunch, launch, strides
 from sparsek_kernels.common.operators import new_like, pointers
 from sparsek_kernels.common.row_dots import row_dots
@@ -47,9 +47,7 @@ def forward(
         return None
     if small is not None and copyable(out, q, k, v):
         return launch_sm90.forward_small(problem, small, out, lse)
-    grid, tiles = tile_grid(
-        problem.cu_seqlens_q, shape.num_q, tile.block_m, shape.num_heads, shape.batch
-    )
+    grid, tiles = query_grid(shape, problem.cu_seqlens_q, tile.block_m)
     return launch(
         sink_window_fwd_kernel,
         grid,
@@ -132,9 +130,7 @@ def _portable_gradients(
         **rules, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **tile.pipeline,
     )  # fmt: skip
     tile = config.dq
-    grid, tiles = tile_grid(
-        problem.cu_seqlens_q, shape.num_q, tile.block_m, shape.num_heads, shape.batch
-    )
+    grid, tiles = query_grid(shape, problem.cu_seqlens_q, tile.block_m)
     sink_window_bwd_dq_kernel[grid](
         dq, *inputs, *problem.offsets, *pointers(q, tiles), *scalars, *strides(dq, dims=3), *tail,
         **rules, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_S=config.sink_block,

@@ -10,7 +10,7 @@ import triton
 
 from sparsek_kernels.common.descriptors import describe
 from sparsek_kernels.common.device import multiprocessors
-from sparsek_kernels.common.grids import tile_grid
+from sparsek_kernels.common.grids import query_grid, tile_grid
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.common.launching import CompiledLaunch, launch, octet_strides
 from sparsek_kernels.common.operators import pointers
@@ -44,9 +44,7 @@ def forward(
     """Run the warp-specialised forward kernel."""
     q, k, v, shape = problem.q, problem.k, problem.v, problem.shape
     rules = forward_rules(tile)
-    (blocks, heads, batch), tiles = tile_grid(
-        problem.cu_seqlens_q, shape.num_q, tile.block_m, shape.num_heads, shape.batch
-    )
+    (blocks, heads, batch), tiles = query_grid(shape, problem.cu_seqlens_q, tile.block_m)
     num_tiles = blocks * (heads // 2 if rules["PAIRED"] else heads) * batch
     q_desc, q_rows, q_cols = describe(q, _WARPGROUP_ROWS)
     k_desc, k_rows, k_cols = describe(k, tile.block_n)
@@ -71,7 +69,7 @@ def forward_small(
 ) -> CompiledLaunch | None:
     """Run the kernel for few rows, without waiting for the kernel ahead of it to end."""
     q, k, v, sinks, shape = problem.q, problem.k, problem.v, problem.sinks, problem.shape
-    grid, _ = tile_grid(None, shape.num_q, tile.block_m, shape.num_heads, shape.batch)
+    grid, _ = query_grid(shape, None, tile.block_m)
     return launch(
         sink_window_hopper_small_kernel,
         grid,

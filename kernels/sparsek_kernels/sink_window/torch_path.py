@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from sparsek_kernels.common.precision import compute_dtype, without_autocast
+from sparsek_kernels.common.precision import compute_dtype, row_sums, softmax_, without_autocast
 from sparsek_kernels.sink_window.problem import SinkWindowProblem
 
 _BLOCK_SCORES = 1 << 22  # scores held at once, whatever the shapes
@@ -156,17 +156,14 @@ def backward(
     dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
     dk = torch.zeros_like(k, dtype=compute, memory_format=torch.contiguous_format)
     dv = torch.zeros_like(v, dtype=compute, memory_format=torch.contiguous_format)
-    delta = (dout.to(compute) * out.to(compute)).sum(dim=3).transpose(1, 2)  # [B, Hq, N]
-    if dlse is not None:
-        delta = delta - dlse
+    delta = row_sums(dout, out, dlse)
     for block in _blocks(problem):
         num_rows = block.rows.stop - block.rows.start
         rows_q, rows_do = (_queries(x, block, num_kv_heads) for x in (q, dout))
         keys, values = _keys(k, block), _keys(v, block)
         row_lse = lse[block.batch, :, block.rows].reshape(num_kv_heads, -1, 1).to(compute)
         row_delta = delta[block.batch, :, block.rows].reshape(num_kv_heads, -1, 1)
-        row_lse = row_lse.masked_fill(row_lse == float("-inf"), 0.0)
-        probs = _scores(rows_q, keys, block, scale).sub_(row_lse).exp_()
+        probs, _ = softmax_(_scores(rows_q, keys, block, scale), row_lse)
         dscores = torch.matmul(rows_do, values.transpose(1, 2)).sub_(row_delta).mul_(probs)
         dscores.mul_(scale)
         dq[block.batch, block.rows] = _ungroup(torch.matmul(dscores, keys), num_rows).to(dq.dtype)

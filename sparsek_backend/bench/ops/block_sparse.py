@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -13,7 +13,7 @@ from sparsek_backend.bench.ops.peers import Call
 from sparsek_backend.bench.ops.sink_window import Entry, Maker, providers, register_passes
 from sparsek_backend.bench.ops.sink_window_inputs import Inputs, draw_inputs
 from sparsek_backend.bench.oracle import MaskRule
-from sparsek_backend.bench.registry import OURS, Case, Param, Provider, Unavailable
+from sparsek_backend.bench.registry import OURS, Case, Param, Provider
 from sparsek_backend.patterns import BlockSparsePattern
 
 DEFAULTS: dict[str, Param] = {
@@ -30,8 +30,6 @@ DEFAULTS: dict[str, Param] = {
 """``density`` is the share of the blocks that causality leaves (of all without it)."""
 
 DENSE = "every key"
-
-_FLEX_TILES = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,13 +123,8 @@ def _flex(blocks: torch.Tensor, block_size: int) -> Maker:
     """FlexAttention, compiled for the shape, with the same blocks; it masks cut ones alone."""
 
     def make(inputs: Inputs) -> Call:
-        if inputs.q.device.type != "cuda":
-            raise Unavailable("compiled FlexAttention is measured on CUDA GPUs only")
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
-        tokens, causal = q.shape[2], inputs.rule.causal
-        heads = blocks.repeat_interleave(q.shape[1] // blocks.shape[0], 0)
+        causal, num_heads = inputs.rule.causal, inputs.q.shape[2]
+        heads = blocks.repeat_interleave(num_heads // blocks.shape[0], 0)
 
         def mask_mod(
             _b: torch.Tensor, head: torch.Tensor, row: torch.Tensor, col: torch.Tensor
@@ -139,22 +132,7 @@ def _flex(blocks: torch.Tensor, block_size: int) -> Maker:
             seen = heads[head, row // block_size, col // block_size]
             return seen & (col <= row) if causal else seen
 
-        torch._dynamo.reset()
-        block_mask = torch.compile(create_block_mask, dynamic=False)(
-            mask_mod, None, q.shape[1], tokens, tokens, device=q.device, BLOCK_SIZE=block_size
-        )
-        compiled = torch.compile(flex_attention, dynamic=False)
-        options: Any = None
-        if block_size < 128:  # its own tiles are larger than the blocks, which it refuses
-            options = dict.fromkeys(_FLEX_TILES, block_size) | {"num_warps": 4}
-
-        def call() -> torch.Tensor:
-            out: torch.Tensor = compiled(
-                q, k, v, block_mask=block_mask, enable_gqa=inputs.group > 1, kernel_options=options
-            )
-            return out
-
-        return Call(call, lambda out: out.transpose(1, 2))
+        return peers.flex_under(inputs, mask_mod, num_heads, block_size)
 
     return make
 

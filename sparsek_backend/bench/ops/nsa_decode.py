@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sparsek_backend.bench.ops.paged_inputs import make_batch, shuffled_pages
+from sparsek_backend.bench.ops.paged_inputs import shuffled_pages
 from sparsek_backend.bench.ops.peers import fa3_paged
 from sparsek_backend.bench.oracle import compare
 from sparsek_backend.bench.registry import (
@@ -28,6 +28,7 @@ from sparsek_kernels.nsa.reference import block_scores, phi_reference, select_re
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.paged.api import paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
 DEFAULTS: dict[str, Param] = {
@@ -106,12 +107,12 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     inputs = Inputs(
         q=draw(len(lengths), case.int_param("num_heads"), dim),
         pages=NSAPages(*views),
-        batch=make_batch(table, (1,) * len(lengths), lengths, len(lengths)),
+        batch=batch_of_lengths(table, (1,) * len(lengths), lengths, decodes=len(lengths)),
         compression=Compression(phi(), phi(), rotary_frequencies(dim, 1e4, device=device)),
         window_size=case.int_param("window_size"),
     )
     for request, length in enumerate(lengths):  # as if each had been prefilled
-        row = make_batch(table[request:], (length,), (length,), 0)
+        row = batch_of_lengths(table[request:], (length,), (length,))
         compress_new_blocks(inputs.pages, row, SPEC, inputs.compression)
     return inputs
 
@@ -249,10 +250,8 @@ def _fa3(inputs: Inputs) -> Callable[[], Outputs]:
 
 
 def _gate_dense(inputs: Inputs, out: torch.Tensor) -> GateResult:
-    every = replace(inputs, window_size=inputs.batch.max_seq_len)
-    every = replace(
-        every, pages=replace(every.pages, k_swa=every.pages.k_slc, v_swa=every.pages.v_slc)
-    )
+    pages = replace(inputs.pages, k_swa=inputs.pages.k_slc, v_swa=inputs.pages.v_slc)
+    every = replace(inputs, pages=pages, window_size=inputs.batch.max_seq_len)
     none = torch.empty(0, dtype=torch.int64)
     exact, plain = (
         _expected(every, 0, 0, none, kind)[2] for kind in (torch.float64, inputs.q.dtype)
@@ -301,10 +300,5 @@ def _build(case: Case, device: torch.device) -> list[Provider]:
 
 
 register(
-    BenchOp(
-        name="nsa_decode",
-        summary="one decode step of native sparse attention over pages",
-        defaults=DEFAULTS,
-        build=_build,
-    )
+    BenchOp("nsa_decode", "one decode step of native sparse attention over pages", DEFAULTS, _build)
 )

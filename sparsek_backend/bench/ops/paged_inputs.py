@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from sparsek_backend.bench.oracle import MaskRule, attend_head
 from sparsek_backend.bench.registry import Case, Param
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 from sparsek_kernels.paged.reference import sampled_queries
 from sparsek_kernels.paged.sketch import (
@@ -42,6 +44,10 @@ DEFAULTS: dict[str, Param] = {
     "seed": 0,
 }
 
+_POLICY_SIZES = (
+    *("num_sink", "window_size", "top_k", "sel_block_size"),
+    *("dense_below", "dense_last", "query_tile"),
+)
 _PAGES_AT_A_TIME = 1 << 12
 
 
@@ -105,7 +111,9 @@ class PagedInputs:
         self, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], decodes: int
     ) -> PagedBatch:
         """A step over the first requests of the block table."""
-        return make_batch(self.block_table, query_lens, seq_lens, decodes, self.max_len)
+        return batch_of_lengths(
+            self.block_table, query_lens, seq_lens, decodes=decodes, max_len=self.max_len
+        )
 
     def whole_step(self, decodes: int) -> list[Step]:
         """All requests in one step, the first ``decodes`` of which are decodes."""
@@ -129,30 +137,6 @@ class PagedInputs:
         return k, v
 
 
-def make_batch(
-    block_table: torch.Tensor,
-    query_lens: tuple[int, ...],
-    seq_lens: tuple[int, ...],
-    decodes: int,
-    max_len: int = 0,
-) -> PagedBatch:
-    """A step over the first requests of a block table, which a context of ``max_len`` must fit."""
-    device = block_table.device
-    ends = torch.tensor((0, *query_lens), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return PagedBatch(
-        block_table=block_table[: len(seq_lens)],
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
-        cu_seqlens_q=ends.to(device),
-        num_decodes=decodes,
-        num_decode_tokens=sum(query_lens[:decodes]),
-        decode_query_len=max(query_lens[:decodes], default=1),
-        max_query_len=max(query_lens),
-        max_seq_len=max(*seq_lens, max_len),
-        seq_lens_host=seq_lens,
-        query_lens_host=query_lens,
-    )
-
-
 def shuffled_pages(counts: Sequence[int], width: int, generator: torch.Generator) -> torch.Tensor:
     """Block table ``[requests, width]`` int32 of requests with ``counts`` pages in random order."""
     device = generator.device
@@ -172,16 +156,8 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
     logarithms of blocks' shares then spread by about that much (standard deviation).  With
     ``far_share`` the first token takes the rest of a last query's attention, as sinks do.
     """
-    policy = SelectionPolicy(
-        num_sink=case.int_param("num_sink"),
-        window_size=case.int_param("window_size"),
-        top_k=case.int_param("top_k"),
-        sel_block_size=case.int_param("sel_block_size"),
-        dense_below=case.int_param("dense_below"),
-        dense_last=case.int_param("dense_last"),
-        query_tile=case.int_param("query_tile"),
-        min_mass=case.float_param("min_mass"),
-    )
+    sizes: dict[str, Any] = {name: case.int_param(name) for name in _POLICY_SIZES}
+    policy = SelectionPolicy(**sizes, min_mass=case.float_param("min_mass"))
     affinity, far_share = case.float_param("affinity"), case.float_param("far_share")
     if not 0.0 < far_share <= 1.0:
         raise ValueError(f"far_share: expected a share above 0, at most 1, got {far_share}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +23,11 @@ class Call:
     view: Callable[[torch.Tensor], torch.Tensor] = lambda out: out
 
 
+MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 MASK_LIMIT = 1 << 28
 """Most entries of an explicit attention mask that `sdpa_mask` is asked to build."""
+
+_FLEX_TILES = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
 
 
 def _heads_inside(out: torch.Tensor) -> torch.Tensor:
@@ -105,15 +109,9 @@ def sdpa_mask(inputs: Inputs) -> Call:
 
 def flex(inputs: Inputs) -> Call:
     """FlexAttention, compiled for the shape, its block mask built beforehand."""
-    if inputs.q.device.type != "cuda":
-        raise Unavailable("compiled FlexAttention is measured on CUDA GPUs only")
-    _refuse(inputs)
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
     rule = inputs.rule
-    queries, keys = q.shape[2], k.shape[2]
-    shift, num_sink, window = keys - queries, rule.num_sink, rule.window_size
+    shift = inputs.k.shape[1] - inputs.q.shape[1]
+    num_sink, window = rule.num_sink, rule.window_size
 
     def mask_mod(
         _b: torch.Tensor, _h: torch.Tensor, row: torch.Tensor, col: torch.Tensor
@@ -124,15 +122,35 @@ def flex(inputs: Inputs) -> Call:
             seen = seen & ((col > at - window) | (col < num_sink))
         return seen
 
+    return flex_under(inputs, mask_mod if rule.causal else None)
+
+
+def flex_under(
+    inputs: Inputs, mask_mod: MaskMod | None, heads: int | None = None, block_size: int = 128
+) -> Call:
+    """FlexAttention under a mask, of which ``heads`` heads differ, with blocks of its own."""
+    if inputs.q.device.type != "cuda":
+        raise Unavailable("compiled FlexAttention is measured on CUDA GPUs only")
+    _refuse(inputs)
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
     torch._dynamo.reset()
     block_mask = None
-    if rule.causal:
+    if mask_mod is not None:
         build = torch.compile(create_block_mask, dynamic=False)
-        block_mask = build(mask_mod, None, None, queries, keys, device=q.device)
+        block_mask = build(
+            mask_mod, None, heads, q.shape[2], k.shape[2], device=q.device, BLOCK_SIZE=block_size
+        )
     compiled = torch.compile(flex_attention, dynamic=False)
+    options: Any = None
+    if block_size < 128:  # its own tiles are larger than the blocks, which it refuses
+        options = dict.fromkeys(_FLEX_TILES, block_size) | {"num_warps": 4}
 
     def call() -> torch.Tensor:
-        out: torch.Tensor = compiled(q, k, v, block_mask=block_mask, enable_gqa=inputs.group > 1)
+        out: torch.Tensor = compiled(
+            q, k, v, block_mask=block_mask, enable_gqa=inputs.group > 1, kernel_options=options
+        )
         return out
 
     return Call(call, _heads_inside)

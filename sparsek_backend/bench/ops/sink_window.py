@@ -74,18 +74,18 @@ class Oracle:
 
     def _head(self, rule: Mask, dtype: torch.dtype, request: int, head: int) -> HeadGrads:
         inputs = self.inputs
-        heads = slice(head * inputs.group, (head + 1) * inputs.group)
+        leaves = (inputs.q, inputs.k, inputs.v, *(() if inputs.sinks is None else (inputs.sinks,)))
+        q, k, v, *sinks = self._of_head(leaves, request, head)
+        (dout,) = self._of_head((inputs.dout,), request, head) if self.backward else (None,)
         return attend_head(
-            _request(inputs.q, inputs.cu_q, inputs, request)[:, heads],
-            _request(inputs.k, inputs.cu_k, inputs, request)[:, head],
-            _request(inputs.v, inputs.cu_k, inputs, request)[:, head],
+            q,
+            k,
+            v,
             rule.of_head(head),
             dtype=dtype,
             softmax_scale=inputs.softmax_scale,
-            sinks=None if inputs.sinks is None else inputs.sinks[heads],
-            dout=_request(inputs.dout, inputs.cu_q, inputs, request)[:, heads]
-            if self.backward
-            else None,
+            sinks=sinks[0] if sinks else None,
+            dout=dout,
             chunk=max(64, min(1024, (1 << 25) // max(inputs.seq_lens))),
         )
 
@@ -95,7 +95,7 @@ class Oracle:
         plain = self.results(rule, self.inputs.q.dtype)
         verdicts = []
         for (request, head), oracle, reference in zip(self.picks, exact, plain, strict=True):
-            got = self._slices(outputs, request, head)
+            got = self._of_head(outputs, request, head)
             names = ("dq", "dk", "dv", "dsinks")[: len(got)] if self.backward else ("out",)
             want = [_fields(result, self.backward)[: len(got)] for result in (oracle, reference)]
             if len(self.inputs.query_lens) > 1 and "dsinks" in names:
@@ -105,17 +105,13 @@ class Oracle:
         failed = [verdict for verdict in verdicts if not verdict.passed]
         return failed[0] if failed else verdicts[-1]
 
-    def _slices(self, outputs: Outputs, request: int, head: int) -> list[torch.Tensor]:
+    def _of_head(self, tensors: Outputs, request: int, head: int) -> list[torch.Tensor]:
+        """What a KV head and its group have of `q, k, v, sinks`, or of the first of these."""
         inputs = self.inputs
         heads = slice(head * inputs.group, (head + 1) * inputs.group)
-        if not self.backward:
-            return [_request(outputs[0], inputs.cu_q, inputs, request)[:, heads]]
-        sliced = [
-            _request(outputs[0], inputs.cu_q, inputs, request)[:, heads],
-            _request(outputs[1], inputs.cu_k, inputs, request)[:, head],
-            _request(outputs[2], inputs.cu_k, inputs, request)[:, head],
-        ]
-        return sliced + [grad[heads] for grad in outputs[3:]]
+        queries = [_request(x, inputs.cu_q, inputs, request)[:, heads] for x in tensors[:1]]
+        keys = [_request(x, inputs.cu_k, inputs, request)[:, head] for x in tensors[1:3]]
+        return [*queries, *keys, *(x[heads] for x in tensors[3:])]
 
 
 def _fields(result: HeadGrads, backward: bool) -> list[torch.Tensor]:

@@ -23,6 +23,13 @@ TASKS: dict[str, Task] = {
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
+def check_tasks(names: Sequence[str]) -> None:
+    """Raise a ValueError for a name that no task has."""
+    for name in names:
+        if name not in TASKS:
+            raise ValueError(f"task: expected one of {', '.join(TASKS)}, got {name!r}")
+
+
 def make_prompts(
     tokenizer: Tokenizer,
     *,
@@ -40,9 +47,7 @@ def make_prompts(
     Raises:
         ValueError: unknown task, or a length without room for filler.
     """
-    for name in tasks:
-        if name not in TASKS:
-            raise ValueError(f"task: expected one of {', '.join(TASKS)}, got {name!r}")
+    check_tasks(tasks)
     prose = make_pool(seed)
     for length in lengths:
         for name in tasks:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_backend.nn.demo.model import ModelConfig
-from sparsek_backend.nn.native_sparse_attention import NativeSparseAttention
+from sparsek_backend.nn.demo.model import ModelConfig, sparse_attention
 from sparsek_kernels import nsa_attention
 
 LONGEST = 4096
@@ -34,14 +33,7 @@ def check_attention(config: ModelConfig, length: int, device: torch.device) -> f
     on_gpu = device.type == "cuda"
     with torch.random.fork_rng([device] if on_gpu else []):
         torch.manual_seed(0)
-        layer = NativeSparseAttention(
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config=config.nsa,
-            device=device,
-        )
+        layer = sparse_attention(config, device=device)
         hidden = torch.randn(1, length, config.hidden_size, device=device)
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
             inputs = layer.attention_inputs(hidden)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import torch
 import typer
@@ -78,15 +78,11 @@ class TrainingOptions:
 
 
 def _kinds(models: str) -> list[AttentionKind]:
-    kinds: list[AttentionKind] = []
-    for name in models.split(","):
-        if name == "nsa":
-            kinds.append("nsa")
-        elif name == "dense":
-            kinds.append("dense")
-        else:
+    names = models.split(",")
+    for name in names:
+        if name not in get_args(AttentionKind):
             raise typer.BadParameter(f"--models: expected nsa and dense, got {name!r}")
-    return kinds
+    return cast(list[AttentionKind], names)
 
 
 def _lengths(name: str, text: str, shortest: int) -> list[int]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sparsek_kernels.checks import check_int
+
 IGNORED = -100
 """Target of positions that carry no loss, as torch's cross entropy takes it."""
 
@@ -37,8 +39,7 @@ class RecallTask:
 
     def __post_init__(self) -> None:
         for name in ("num_pairs", "num_keys", "num_values", "num_noise"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected an integer >= 1, got {getattr(self, name)}")
+            check_int(name, getattr(self, name), 1)
         if self.num_pairs > self.num_keys:
             raise ValueError(
                 f"num_pairs: expected at most num_keys={self.num_keys}, got {self.num_pairs}"
@@ -105,10 +106,7 @@ def make_batch(task: RecallTask, batch: int, length: int, seed: int, step: int) 
     asked = body + 2 * torch.arange(pairs).expand(batch, -1)
     tokens.scatter_(1, asked, keys.gather(1, order))
     tokens.scatter_(1, asked + 1, values.gather(1, order))
-    targets = torch.full((batch, length), IGNORED)
-    targets.scatter_(1, asked, values.gather(1, order))
-    distance = torch.zeros(batch, length, dtype=torch.int64)
-    distance.scatter_(1, asked, asked - places.gather(1, order))
-    passkey = torch.zeros(batch, length, dtype=torch.bool)
-    passkey.scatter_(1, asked, order == 0)
+    targets = torch.full((batch, length), IGNORED).scatter_(1, asked, values.gather(1, order))
+    distance = torch.zeros_like(tokens).scatter_(1, asked, asked - places.gather(1, order))
+    passkey = torch.zeros_like(tokens, dtype=torch.bool).scatter_(1, asked, order == 0)
     return Batch(tokens, targets, distance, passkey)

@@ -38,6 +38,12 @@ class ModelConfig:
     nsa: NSAConfig = field(default_factory=lambda: NSAConfig(cmp_hidden_size=256))
 
 
+def sparse_attention(config: ModelConfig, **options: Any) -> NativeSparseAttention:
+    """The sparse attention of a block; ``options`` are further arguments of the layer."""
+    sizes = (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim)
+    return NativeSparseAttention(*sizes, config=config.nsa, **options)
+
+
 class DenseAttention(nn.Module):
     """Causal attention with the projections and the rotary embedding of its sparse twin."""
 
@@ -86,14 +92,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(size)
         self.attention: nn.Module
         if kind == "nsa":
-            self.attention = NativeSparseAttention(
-                size,
-                config.num_heads,
-                config.num_kv_heads,
-                config.head_dim,
-                config=config.nsa,
-                mesh=mesh,
-            )
+            self.attention = sparse_attention(config, mesh=mesh)
         else:
             self.attention = DenseAttention(config, mesh)
         self.mlp_norm = nn.RMSNorm(size)

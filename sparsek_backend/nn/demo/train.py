@@ -27,6 +27,8 @@ from sparsek_backend.nn.compression import CompressionMLP
 from sparsek_backend.nn.demo.data import IGNORED, Batch, RecallTask, make_batch
 from sparsek_backend.nn.demo.model import AttentionKind, ModelConfig, RecallModel, tokens_before
 from sparsek_backend.nn.demo.ranks import Ranks
+from sparsek_backend.whole_file import write_whole
+from sparsek_kernels.checks import check_int
 
 EVAL_STEP = 1 << 30
 """Batches of this step and later ones are never trained on."""
@@ -96,8 +98,7 @@ class DemoConfig:
                 f"compressed_only: expected a share from 0 to below 1, got {self.compressed_only}"
             )
         for name in ("steps", "tokens_per_step", "save_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected an integer >= 1, got {getattr(self, name)}")
+            check_int(name, getattr(self, name), 1)
 
     def length_at(self, step: int) -> int:
         """Tokens of a sequence at a step."""
@@ -231,17 +232,13 @@ class Trainer:
         if self.ranks is not None and not self.ranks.is_first:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
-        torch.save(
-            {
-                "config": asdict(self.config),
-                "model": weights,
-                "optimizer": moments,
-                "losses": self.losses,
-            },
-            partial,
-        )
-        partial.replace(self.path)
+        saved = {
+            "config": asdict(self.config),
+            "model": weights,
+            "optimizer": moments,
+            "losses": self.losses,
+        }
+        write_whole(self.path, lambda beside: torch.save(saved, beside))
 
     def alone(self) -> Trainer:
         """The weights of the last checkpoint, in this process without the others."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -124,18 +125,14 @@ def known_layout(
 
     Made anew for tensors of inference mode, which do not count their changes.
     """
+    make = partial(graph_layout, edge_index, num_nodes, block_size, density=density, order=order)
     if edge_index.is_inference() or (batch is not None and batch.is_inference()):
-        return graph_layout(
-            edge_index, num_nodes, block_size, density=density, order=order, batch=batch
-        )
+        return make(batch=batch)
     versions = (edge_index._version, None if batch is None else batch._version)
     key: _Key = (versions, num_nodes, block_size, density, order)
     known = _layouts.setdefault(edge_index, {})
     found = known.get(key)
     if found is None or found[0] is not batch:
         with torch.inference_mode(False):  # what is kept serves training too
-            layout = graph_layout(
-                edge_index, num_nodes, block_size, density=density, order=order, batch=batch
-            )
-        found = known[key] = (batch, layout)
+            found = known[key] = (batch, make(batch=batch))
     return found[1]

@@ -66,28 +66,23 @@ class WindowErrors:
     ) -> None:
         """Count ``q [B, N, Hq, D]``, ``k`` and ``v [B, N, Hkv, D]`` of causal attention."""
         with torch.autocast(q.device.type, enabled=False):
-            self._observe(q, k, v, softmax_scale)
-
-    def _observe(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None
-    ) -> None:
-        scale = check_scale(softmax_scale, q.shape[3])
-        group = check_heads(q.shape[2], k.shape[2])
-        keys, values = (x.float().transpose(1, 2) for x in (k, v))  # [B, Hkv, N, D]
-        drawn = sampled_tokens(q.shape[1], self.block_size, self.samples, self._generator)
-        for row, (tokens, real) in enumerate(zip(*drawn, strict=True)):
-            some = tokens[real].to(q.device)
-            first, stop = row * self.block_size, min((row + 1) * self.block_size, q.shape[1])
-            queries = q[:, some].float().unflatten(2, (-1, group))  # [B, T, Hkv, G, D]
-            queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G T, D]
-            scores = torch.matmul(queries, keys[:, :, :stop].mT).mul_(scale)
-            hidden = torch.arange(first, stop, device=q.device) > some[:, None]
-            scores[..., first:].masked_fill_(hidden.repeat(group, 1), float("-inf"))
-            outs = self._outs(scores.softmax(-1), values[:, :, :stop], row)
-            error = (outs[:-1] - outs[-1]).square()  # [W, B, Hkv, G T, D]
-            of_heads = error.unflatten(3, (group, -1)).sum((1, 4, 5))  # [W, Hkv, G]
-            self._errors = self._errors + of_heads.flatten(1).T.cpu()
-            self._energy = self._energy + outs[-1].square().sum().cpu()
+            scale = check_scale(softmax_scale, q.shape[3])
+            group = check_heads(q.shape[2], k.shape[2])
+            keys, values = (x.float().transpose(1, 2) for x in (k, v))  # [B, Hkv, N, D]
+            drawn = sampled_tokens(q.shape[1], self.block_size, self.samples, self._generator)
+            for row, (tokens, real) in enumerate(zip(*drawn, strict=True)):
+                some = tokens[real].to(q.device)
+                first, stop = row * self.block_size, min((row + 1) * self.block_size, q.shape[1])
+                queries = q[:, some].float().unflatten(2, (-1, group))  # [B, T, Hkv, G, D]
+                queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G T, D]
+                scores = torch.matmul(queries, keys[:, :, :stop].mT).mul_(scale)
+                hidden = torch.arange(first, stop, device=q.device) > some[:, None]
+                scores[..., first:].masked_fill_(hidden.repeat(group, 1), float("-inf"))
+                outs = self._outs(scores.softmax(-1), values[:, :, :stop], row)
+                error = (outs[:-1] - outs[-1]).square()  # [W, B, Hkv, G T, D]
+                of_heads = error.unflatten(3, (group, -1)).sum((1, 4, 5))  # [W, Hkv, G]
+                self._errors = self._errors + of_heads.flatten(1).T.cpu()
+                self._energy = self._energy + outs[-1].square().sum().cpu()
 
     def _outs(self, weights: torch.Tensor, values: torch.Tensor, row: int) -> torch.Tensor:
         """``[W + 1, B, Hkv, G T, D]``: the outputs of each window, and of everything."""

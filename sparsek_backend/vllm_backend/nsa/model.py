@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
@@ -23,12 +22,9 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    VocabParallelEmbedding,
-)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-from vllm.model_executor.models.llama import LlamaMLP
+from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaMLP, LlamaModel
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
@@ -122,62 +118,19 @@ class NSAAttention(nn.Module):
         return projected
 
 
-class NSADecoderLayer(nn.Module):
+class NSADecoderLayer(LlamaDecoderLayer):
     """Llama's layer with that attention."""
 
-    def __init__(self, config: Any, nsa: NSAConfig, cache_config: Any, prefix: str) -> None:
-        super().__init__()
-        self.self_attn = NSAAttention(config, nsa, cache_config, f"{prefix}.self_attn")
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        nn.Module.__init__(self)  # Llama's own would make its attention
+        config = vllm_config.model_config.hf_config
+        nsa = nsa_section(engine_of(vllm_config).resolved)
+        self.self_attn = NSAAttention(config, nsa, vllm_config.cache_config, f"{prefix}.self_attn")
         self.mlp = LlamaMLP(
             config.hidden_size, config.intermediate_size, config.hidden_act, prefix=f"{prefix}.mlp"
         )
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states ``[T, hidden]`` and the residual to add to them."""
-        if residual is None:
-            residual = hidden_states
-            hidden_states = self.input_layernorm(hidden_states)
-        else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
-        hidden_states = self.self_attn(positions, hidden_states)
-        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        return self.mlp(hidden_states), residual
-
-
-@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})
-class NSALlamaModel(nn.Module):
-    """Embedding, layers and final norm."""
-
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__()
-        config = vllm_config.model_config.hf_config
-        require_backend(vllm_config)
-        nsa = nsa_section(engine_of(vllm_config).resolved)
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            NSADecoderLayer(config, nsa, vllm_config.cache_config, f"{prefix}.layers.{index}")
-            for index in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        intermediate_tensors: IntermediateTensors | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Hidden states ``[T, hidden]`` of the new tokens."""
-        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        residual: torch.Tensor | None = None
-        for layer in self.layers:
-            hidden_states, residual = layer(positions, hidden_states, residual)
-        normed: torch.Tensor = self.norm(hidden_states, residual)[0]
-        return normed
 
 
 class NSALlamaForCausalLM(nn.Module):
@@ -187,7 +140,12 @@ class NSALlamaForCausalLM(nn.Module):
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.config = config
-        self.model = NSALlamaModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        require_backend(vllm_config)
+        self.model = LlamaModel(
+            vllm_config=vllm_config,
+            prefix=maybe_prefix(prefix, "model"),
+            layer_type=NSADecoderLayer,
+        )
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)

@@ -8,11 +8,10 @@ would be compiled while requests wait for them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from vllm.logger import init_logger
 
 from sparsek_backend.vllm_backend import compat
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
 logger = init_logger(f"vllm.{__name__}")
@@ -104,19 +104,8 @@ def made_up_prefill(
         width: columns of the block table, enough for the longest context.
     """
     counts = [tokens // prompts + (index < tokens % prompts) for index in range(prompts)]
-    offsets = [0, *accumulate(counts)]
-    return PagedBatch(
-        block_table=torch.zeros(prompts, width, dtype=torch.int32, device=device),
-        seq_lens=torch.full((prompts,), context, dtype=torch.int32, device=device),
-        cu_seqlens_q=torch.tensor(offsets, dtype=torch.int32, device=device),
-        num_decodes=0,
-        num_decode_tokens=0,
-        decode_query_len=1,
-        max_query_len=max(counts),
-        max_seq_len=context,
-        seq_lens_host=(context,) * prompts,
-        query_lens_host=tuple(counts),
-    )
+    table = torch.zeros(prompts, width, dtype=torch.int32, device=device)
+    return batch_of_lengths(table, counts, (context,) * prompts)
 
 
 def made_up_decodes(
@@ -128,19 +117,8 @@ def made_up_decodes(
         context: tokens of each, the new ones included.
         width: columns of the block table, enough for the longest context.
     """
-    tokens = count * query_len
-    return PagedBatch(
-        block_table=torch.zeros(count, width, dtype=torch.int32, device=device),
-        seq_lens=torch.full((count,), context, dtype=torch.int32, device=device),
-        cu_seqlens_q=torch.arange(0, tokens + 1, query_len, dtype=torch.int32, device=device),
-        num_decodes=count,
-        num_decode_tokens=tokens,
-        decode_query_len=query_len,
-        max_query_len=query_len,
-        max_seq_len=context,
-        seq_lens_host=(context,) * count,
-        query_lens_host=(query_len,) * count,
-    )
+    table = torch.zeros(count, width, dtype=torch.int32, device=device)
+    return batch_of_lengths(table, (query_len,) * count, (context,) * count, decodes=count)
 
 
 def warm_up(
@@ -188,37 +166,37 @@ def _run(
 ) -> int:
     """Return how many made-up steps were run."""
     kinds = {layer.impl.kernel_key: layer for layer in layers}
-    max_model_len = vllm_config.model_config.max_model_len
-    max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-    width = ceil_div(max_model_len, spec.block_size)
     count = 0
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with torch.inference_mode(), on_device:
         for layer in kinds.values():
-            impl = layer.impl
-            if impl.fallback_reason is not None:
-                continue
-            rule = impl.decode_policy.per_token()
-            gathers = impl.dcp_world_size > 1  # decodes then go through kernels of their own
-            shapes = [] if gathers else decode_shapes(rule, max_model_len, max_num_seqs)
-            for requests, context in shapes:
-                batch = made_up_decodes(requests, query_len, context, width, device)
-                batch = replace(batch, rotation=rotation)
-                impl.dummy_run(layer, _one_page(spec, device), batch)
-                count += 1
-            if impl.flash is not None and impl.policy.is_band:
-                continue
-            limits = (max_model_len, max_tokens, max_num_seqs)
-            for context, tokens, prompts in prefill_shapes(impl.policy, *limits):
-                batch = made_up_prefill(context, tokens, prompts, width, device)
-                batch = replace(batch, rotation=rotation)
-                impl.dummy_run(layer, _one_page(spec, device), batch)
+            for batch in _made_up_steps(
+                layer.impl, spec.block_size, vllm_config, device, query_len
+            ):
+                step = replace(batch, rotation=rotation)
+                layer.impl.dummy_run(layer, _one_page(spec, device), step)
                 count += 1
         if count and device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # the KV cache takes all free memory next
     return count
+
+
+def _made_up_steps(
+    impl: Any, page_size: int, vllm_config: Any, device: torch.device, query_len: int
+) -> Iterator[PagedBatch]:
+    """The steps that a layer's kernels are compiled by, each made when it is due."""
+    if impl.fallback_reason is not None:
+        return
+    scheduler, length = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
+    width, most = ceil_div(length, page_size), scheduler.max_num_seqs
+    if impl.dcp_world_size == 1:  # else decodes go through kernels of their own
+        for count, context in decode_shapes(impl.decode_policy.per_token(), length, most):
+            yield made_up_decodes(count, query_len, context, width, device)
+    if impl.flash is None or not impl.policy.is_band:
+        limits = (length, scheduler.max_num_batched_tokens, most)
+        for context, tokens, prompts in prefill_shapes(impl.policy, *limits):
+            yield made_up_prefill(context, tokens, prompts, width, device)
 
 
 def _one_page(spec: Any, device: torch.device) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparsek_kernels.common.alignment import describable
-from sparsek_kernels.common.grids import Grid, tile_grid
+from sparsek_kernels.common.grids import query_grid, tile_grid
 from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.common.row_dots import row_dots
 from sparsek_kernels.nsa.compressed import launch_sm90
@@ -31,15 +31,8 @@ def _options(problem: CompressedProblem, tile: TileConfig) -> dict[str, int | bo
         "PRECISION": problem.config.precision,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "NUM_STAGES": tile.num_stages,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
+        **tile.pipeline,
     }
-
-
-def _query_grid(problem: CompressedProblem, block: int) -> tuple[Grid, torch.Tensor | None]:
-    shape = problem.shape
-    return tile_grid(problem.cu_seqlens, shape.num_q, block, shape.num_heads, shape.batch)
 
 
 def forward(problem: CompressedProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -52,7 +45,7 @@ def forward(problem: CompressedProblem, out: torch.Tensor, lse: torch.Tensor) ->
         launch_sm90.forward(problem, hopper, launch_sm90.arrange(problem), out, lse)
         return
     tile = problem.config.compressed
-    grid, tiles = _query_grid(problem, tile.block_m)
+    grid, tiles = query_grid(problem.shape, problem.cu_seqlens, tile.block_m)
     nsa_compressed_fwd_kernel[grid](
         out, lse, q, k_cmp, v_cmp, *pointers(problem.q, problem.cu_seqlens, problem.cu_cmp, tiles),
         problem.softmax_scale,
@@ -81,7 +74,7 @@ def backward(
     inputs = (dout, q, k_cmp, v_cmp, lse, delta)
     strides = (*dout.stride(), *q.stride(), *k_cmp.stride(), *v_cmp.stride())
     tile = problem.config.compressed_dq
-    grid, tiles = _query_grid(problem, tile.block_m)
+    grid, tiles = query_grid(problem.shape, problem.cu_seqlens, tile.block_m)
     nsa_compressed_bwd_dq_kernel[grid](
         dq, *inputs, *pointers(problem.q, cu_seqlens, cu_cmp, tiles), problem.softmax_scale,
         *strides, *_sizes(problem),

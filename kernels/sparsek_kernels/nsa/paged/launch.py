@@ -101,12 +101,8 @@ def decode(problem: PagedProblem, out: torch.Tensor) -> None:
 
     ``out`` is ``[T, 3, Hq, D]``; only rows of decodes are written.
     """
-    batch, pages, spec, heads = (
-        problem.batch,
-        problem.pages,
-        problem.spec,
-        problem.pages.num_kv_heads,
-    )
+    batch, pages, spec = problem.batch, problem.pages, problem.spec
+    heads = pages.num_kv_heads
     tokens = batch.num_decode_tokens
     q, out = problem.q[:tokens], out[:tokens]
     row, start = batch.derived(("nsa decode", tokens), lambda: _token_sequences(tokens, q.device))

@@ -103,8 +103,7 @@ def score(problem: CompressedProblem, lse: torch.Tensor, scores: torch.Tensor, f
         scores, q, k_cmp, lse, *maps, problem.softmax_scale,
         *q.stride(), *k_cmp.stride(), *sizes,
         **rules, BLOCK_B=max(tile.block_n, 16 // block_c), BLOCK_C=block_c,
-        BLOCK_D=shape.padded_dim, PRECISION=problem.config.precision, NUM_STAGES=tile.num_stages,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        BLOCK_D=shape.padded_dim, PRECISION=problem.config.precision, **tile.pipeline,
     )  # fmt: skip
 
 

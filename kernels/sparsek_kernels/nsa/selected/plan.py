@@ -89,9 +89,7 @@ class LaunchPlan:
         return {
             **self.problem.portable_rules,
             "BLOCK_E": self.problem.tile_tokens(tile.block_m),
-            "NUM_STAGES": tile.num_stages,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
+            **tile.pipeline,
             "maxnreg": tile.max_registers,
         }
 

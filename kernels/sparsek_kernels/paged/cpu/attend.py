@@ -149,8 +149,7 @@ def _attend_sequence(
     """:func:`attend_dense` over the first ``length`` keys of the sequence with these pages."""
     joined = join_kv(operands.k_cache, operands.v_cache)
     if joined is None:
-        k = read_sequence(operands.k_cache, pages, length)
-        v = read_sequence(operands.v_cache, pages, length)
+        k, v = (read_sequence(x, pages, length) for x in (operands.k_cache, operands.v_cache))
     else:
         k, v = read_sequence(joined, pages, length).chunk(2, dim=-1)
     return attend_dense(q, k, v, operands.softmax_scale, operands.sinks)

@@ -6,6 +6,7 @@ batch, so each call can be captured in a CUDA graph and replayed with other leng
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -94,17 +95,23 @@ def paged_attention(
     if batch_invariant:
         _attend_by_token(operands, batch, policy)
         return
-    decodes, prefills = _selected(operands, batch, policy)
+    decodes, prefills = selected_blocks(operands, batch, policy)
     if batch.num_decodes:
         attend(operands, batch, policy.per_token(), decodes, decode=True)
     if batch.num_prefills:
         attend(operands, batch, policy, prefills, decode=False)
 
 
-def _selected(
-    operands: PagedOperands, batch: PagedBatch, policy: SelectionPolicy
+def selected_blocks(
+    operands: PagedOperands,
+    batch: PagedBatch,
+    policy: SelectionPolicy,
+    largest: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The blocks that decodes and prefills choose by score, or ``None`` where none are chosen."""
+    """The blocks that decodes and prefills choose by score, or ``None`` where none are chosen.
+
+    ``largest`` is that of :func:`select_blocks`.
+    """
     if not policy.selects_blocks:
         return None, None
     return select_blocks(
@@ -116,6 +123,7 @@ def _selected(
         softmax_scale=operands.softmax_scale,
         k_scale=operands.k_scale,
         lists=operands.lists,
+        largest=largest,
         left_out=operands.left_out,
         gates=operands.gates if policy.ranking == "seer" else None,
     )
@@ -139,7 +147,7 @@ def _attend_by_token(operands: PagedOperands, batch: PagedBatch, policy: Selecti
     )
 
     def attend_decodes(mine: PagedOperands, part: PagedBatch) -> None:
-        decodes, _ = _selected(mine, part, rule)
+        decodes, _ = selected_blocks(mine, part, rule)
         attend(mine, part, rule, decodes, decode=True, config=config)
 
     if not batch.num_prefills and batch.decode_query_len == 1:
@@ -177,7 +185,6 @@ def attend(
     q, k_cache, v_cache, out = operands.q, operands.k_cache, operands.v_cache, operands.out
     _, heads, page_size, dim = k_cache.shape
     group = q.shape[1] // heads
-    arch, num_sms = device_arch(q.device), multiprocessors(q.device)
     topk = policy.selects_blocks
     sel_block = policy.sel_block_size if topk else _DENSE_TILE
     tiles: torch.Tensor | None = None
@@ -197,31 +204,20 @@ def attend(
         attended = policy.num_sink + policy.window_size + (0 if decode else tile)
         blocks = min(blocks, max(attended, policy.dense_below) // sel_block + 2)
     if config is None:
+        sizes = {
+            "tiles": count,
+            "num_kv_heads": heads,
+            "group": group,
+            "head_dim": dim,
+            "blocks": blocks,
+            "sel_block": sel_block,
+            "arch": device_arch(q.device),
+            "num_sms": multiprocessors(q.device),
+        }
         if decode:
-            config = decode_config(
-                tiles=count,
-                num_kv_heads=heads,
-                group=group,
-                head_dim=dim,
-                queries=tile,
-                blocks=blocks,
-                sel_block=sel_block,
-                arch=arch,
-                num_sms=num_sms,
-            )
+            config = decode_config(**sizes, queries=tile)
         else:
-            config = prefill_config(
-                tiles=count,
-                num_kv_heads=heads,
-                group=group,
-                head_dim=dim,
-                tile=tile,
-                blocks=blocks,
-                sel_block=sel_block,
-                itemsize=q.element_size(),
-                arch=arch,
-                num_sms=num_sms,
-            )
+            config = prefill_config(**sizes, tile=tile, itemsize=q.element_size())
     if (
         config.hopper
         and config.splits == 1

@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.launch.attend import attend
-from sparsek_kernels.paged.launch.select import select_blocks
+from sparsek_kernels.paged.launch.attend import attend, selected_blocks
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
 
@@ -30,17 +29,6 @@ def attend_shard(
     """
     lse = operands.q.new_full(operands.q.shape[:2], float("-inf"), dtype=torch.float32)
     operands.out.zero_()  # rows of padding, which no program writes
-    selected = None
-    if rule.selects_blocks:
-        selected, _ = select_blocks(
-            operands.q,
-            operands.k_cache,
-            batch,
-            rule,
-            k_summary=operands.k_summary,
-            softmax_scale=operands.softmax_scale,
-            largest=largest,
-            left_out=operands.left_out,
-        )
+    selected, _ = selected_blocks(operands, batch, rule, largest)
     attend(replace(operands, lse=lse), batch, rule, selected, decode=True)
     return lse
