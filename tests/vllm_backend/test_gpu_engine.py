@@ -183,7 +183,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "graphs": {"enforce_eager": False},
     "prefix caching": {"enable_prefix_caching": True},
     "chunks of 512": {"max_num_batched_tokens": 512},
-    "preempting pool": {"num_gpu_blocks_override": 64, "max_num_batched_tokens": 512},
+    "preempting pool": {"num_gpu_blocks_override": 65, "max_num_batched_tokens": 512},
     "speculating": {
         "speculative_config": {
             "method": "ngram",
