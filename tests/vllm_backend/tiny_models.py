@@ -125,9 +125,9 @@ def _configs() -> dict[str, Any]:
             first_k_dense_replace=1,
             num_nextn_predict_layers=1,
         ),
-        "sinks": GptOssConfig(
+        "sinks": GptOssConfig(  # which vLLM does not tie
             **COMMON,
-            **DECODER,
+            **{**DECODER, "tie_word_embeddings": False},
             num_local_experts=4,
             num_experts_per_tok=2,
             sliding_window=48,
@@ -146,9 +146,9 @@ def _configs() -> dict[str, Any]:
             block_auto_adjust_ff_dim=False,
             block_ffn_dim_multiplier=1.0,
         ),
-        "linear_attention": Qwen3NextConfig(
+        "linear_attention": Qwen3NextConfig(  # which vLLM does not tie
             **{**COMMON, "initializer_range": 0.05},
-            **{**DECODER, "num_hidden_layers": 4},
+            **{**DECODER, "num_hidden_layers": 4, "tie_word_embeddings": False},
             **EXPERTS,
             shared_expert_intermediate_size=64,
             linear_num_key_heads=2,
