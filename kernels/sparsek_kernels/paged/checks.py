@@ -90,7 +90,7 @@ def given_summary(k_summary: torch.Tensor | None) -> torch.Tensor:
 
 
 def check_invariance(policy: SelectionPolicy) -> None:
-    """Refuse a policy whose scores round by the batch: InfLLM-v2's, which programs share."""
+    """Refuse learned scores: InfLLM-v2's round by the batch, and gates' were not proved not to."""
     if policy.ranking != "masses":
         raise NotImplementedError(
             "batch_invariant: on a GPU blocks must be ranked by masses, got "
