@@ -28,12 +28,6 @@ _MODES: dict[str, dict[str, Any]] = {
     "sink_window": {"mode": "sink_window", "num_sink": 4, "window_size": 512},
     "window": {"mode": "sink_window", "num_sink": 0, "window_size": 512},
 }
-_SIZE = {
-    "block_topk": "top_k",
-    "pattern": "top_k",
-    "sink_window": "window_size",
-    "window": "window_size",
-}
 
 DEFAULT_BUDGETS = ("block_topk:32", "block_topk:16", "block_topk:8", "sink_window")
 MIXED_PHASES = ("prefill", "decode")
@@ -134,7 +128,7 @@ def parse_budget(text: str) -> Budget:
             raise ValueError(
                 f"budget: expected a positive integer after {mode + ':'!r}, got {text!r}"
             )
-        settings[_SIZE[mode]] = int(size)
+        settings["top_k" if "top_k" in settings else "window_size"] = int(size)
     settings["dense_below"] = 0
     for pair in pairs:
         name, separator, value = pair.partition("=")

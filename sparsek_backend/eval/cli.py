@@ -56,6 +56,7 @@ from sparsek_backend.eval.tables import perplexity_table, retrieval_tables
 from sparsek_backend.eval.tasks import TASKS, make_prompts
 from sparsek_backend.eval.tokenizer import HubTokenizer
 from sparsek_backend.machine import choose_device, describe_machine
+from sparsek_backend.models import fetch_model
 from sparsek_backend.patterns.prefill import PrefillPattern
 from sparsek_backend.pyplot import import_pyplot
 
@@ -269,7 +270,7 @@ def evaluate(
         import_pyplot()  # what the end needs is missed at the start
         out.mkdir(parents=True, exist_ok=True)
         prompts_file = prompts or out / f"{name}.prompts.json.gz"
-        what = "" if base_url else model or str(_default_model())
+        what = "" if base_url else model or str(fetch_model())
         if prompts is not None:
             found = load_prompts(prompts)
         else:
@@ -409,7 +410,8 @@ def _run_all(
     """Run everything under one progress bar; returns the runs' keys."""
     steps = len(asked.prompts) + len(asked.texts)
     keys = []
-    with _progress() as progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=len(runs) * steps)
         for label, run in runs:
             begin = time.monotonic()
@@ -444,19 +446,3 @@ def _report(out: Path, name: str, keys: Sequence[str] | None, commit: str) -> No
         written.append(plot_accuracy(retrieval, out / f"{name}.png", model))
     for path in written:
         console.print(f"wrote {path}")
-
-
-def _default_model() -> Path:
-    from sparsek_backend.models import fetch_model
-
-    return fetch_model()
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-    )

@@ -78,12 +78,12 @@ def missed_masses(
     within = torch.linspace(0, tile - 1, min(_TILE_ROWS, tile)).long().tolist()
     pages = _Pages(k, v, policies[0].sel_block_size)
     rows = torch.tensor([base + row for base in tiles for row in within], device=q.device)
-    by_tile = _missed(
-        pages.tiles(tiles, tile), q, k, rows, len(within), policies, softmax_scale, pages
-    )
+    batch = pages.batch([base + tile for base in tiles], tile, decodes=0)
+    by_tile = _missed(batch, q, k, rows, len(within), policies, softmax_scale, pages)
     single = [policy.per_token() for policy in policies]
     rows = torch.tensor(tokens, device=q.device)
-    by_token = _missed(pages.tokens(tokens), q, k, rows, 1, single, softmax_scale, pages)
+    batch = pages.batch([position + 1 for position in tokens], 1, decodes=len(tokens))
+    by_token = _missed(batch, q, k, rows, 1, single, softmax_scale, pages)
     return (by_tile + by_token) / 2
 
 
@@ -136,20 +136,13 @@ class _Pages:
     def __init__(self, k: torch.Tensor, v: torch.Tensor, page_size: int) -> None:
         self.keys, _, self.summary, self._table = pages_of(k, v, page_size)
 
-    def tiles(self, bases: Sequence[int], tile: int) -> PagedBatch:
-        """Prefills of one tile each."""
-        return self._batch([base + tile for base in bases], tile, decodes=0)
-
-    def tokens(self, positions: Sequence[int]) -> PagedBatch:
-        """Decodes of one token each."""
-        return self._batch([position + 1 for position in positions], 1, decodes=len(positions))
-
     def query_rows(self, batch: PagedBatch) -> torch.Tensor:
         """Positions of a batch's queries."""
         ends = batch.seq_lens.long()[:, None]
         return (ends - torch.arange(batch.max_query_len, 0, -1, device=self.keys.device)).flatten()
 
-    def _batch(self, lengths: Sequence[int], queries: int, decodes: int) -> PagedBatch:
+    def batch(self, lengths: Sequence[int], queries: int, *, decodes: int) -> PagedBatch:
+        """Requests of the last ``queries`` tokens of so many first ones; the first are decodes."""
         table = self._table.expand(len(lengths), -1).contiguous()
         return batch_of_lengths(table, (queries,) * len(lengths), lengths, decodes=decodes)
 

@@ -28,8 +28,6 @@ def open_engine(
     model: str,
     *,
     settings: Mapping[str, Any] | None,
-    max_model_len: int,
-    max_num_seqs: int,
     baseline: str | None = None,
     in_process: bool = True,
     **arguments: Any,
@@ -42,8 +40,6 @@ def open_engine(
         baseline: that other backend; None is vLLM's own choice.
         in_process: whether the engine core runs in this process, so that its counters can be read
             here; False is how a server runs it.
-        max_model_len: tokens of the longest request, its answer included.
-        max_num_seqs: concurrent requests.
         **arguments: further arguments of `vllm.LLM`.
 
     Raises:
@@ -70,15 +66,7 @@ def open_engine(
     if current_platform.is_cpu():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         arguments.setdefault("enforce_eager", True)
-    return LLM(
-        model=model,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        seed=0,
-        disable_log_stats=False,
-        **chosen,
-        **arguments,
-    )
+    return LLM(model=model, seed=0, disable_log_stats=False, **chosen, **arguments)
 
 
 def ensure_entry_point() -> None:

@@ -12,6 +12,7 @@ from sparsek_backend.eval.perplexity import pick_texts, read_texts
 from sparsek_backend.eval.prompt import Tokenizer, Variant
 from sparsek_backend.eval.prompt_file import PromptSet
 from sparsek_backend.eval.tasks import check_tasks, make_prompts
+from sparsek_backend.models import fetch_texts
 
 PROMPTS_ON_GPU, PROMPTS_ON_CPU = 100, 2
 
@@ -49,7 +50,7 @@ class PromptOptions:
         """Make the prompts and pick the texts."""
         texts = []
         if self.texts:
-            found = read_texts(self.texts_folder or _fetch_texts())
+            found = read_texts(self.texts_folder or fetch_texts())
             texts = pick_texts(found, tokenizer, length=self.text_length, count=self.texts)
         prompts = list(
             make_prompts(
@@ -80,9 +81,3 @@ def check_unique(name: str, values: Sequence[object]) -> None:
     for value in values:
         if values.count(value) > 1:
             raise ValueError(f"{name}: {value!r} is given twice")
-
-
-def _fetch_texts() -> Path:
-    from sparsek_backend.models import fetch_texts
-
-    return fetch_texts()

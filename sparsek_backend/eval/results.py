@@ -17,6 +17,12 @@ from sparsek_backend.eval.stats import mcnemar, mean_interval
 MEAN = "mean"
 """Stands for all tasks, each with the same weight."""
 
+
+def _with_ends(name: str) -> tuple[str, str, str]:
+    """The columns of a mean and of the two ends of its interval."""
+    return name, f"{name}_low", f"{name}_high"
+
+
 COLUMNS = (
     "label",
     "task",
@@ -25,21 +31,15 @@ COLUMNS = (
     "prompts",
     "prefill_share",
     "decode_share",
-    "accuracy",
-    "accuracy_low",
-    "accuracy_high",
+    *_with_ends("accuracy"),
     "of_reference",
-    "delta_accuracy",
-    "delta_accuracy_low",
-    "delta_accuracy_high",
+    *_with_ends("delta_accuracy"),
     "correct",
     "lost",
     "gained",
     "mcnemar_p",
     "nll",
-    "delta_nll",
-    "delta_nll_low",
-    "delta_nll_high",
+    *_with_ends("delta_nll"),
 )
 TEXT_COLUMNS = (
     "label",
@@ -174,27 +174,23 @@ def _compare(groups: Sequence[Sequence[tuple[Row, Row]]], *, is_reference: bool)
         found = mean_interval([[value(*pair) for pair in group] for group in groups])
         return found.mean, found.low, found.high
 
+    def cells(name: str, value: Callable[[Row, Row], float]) -> Row:
+        return dict(zip(_with_ends(name), interval(value), strict=True))
+
     pairs = [pair for group in groups for pair in group]
-    accuracy, low, high = interval(lambda _, row: row["accuracy"])
-    nll, _, _ = interval(lambda _, row: row["nll"])
     cell = {
         "prompts": len(pairs),
-        "accuracy": accuracy,
-        "accuracy_low": low,
-        "accuracy_high": high,
+        **cells("accuracy", lambda _, row: row["accuracy"]),
         "correct": sum(row["correct"] for _, row in pairs) / len(pairs),
-        "nll": nll,
+        "nll": interval(lambda _, row: row["nll"])[0],
     }
     if is_reference:
         return cell
     before, _, _ = interval(lambda row, _: row["accuracy"])
-    more = interval(lambda old, new: new["accuracy"] - old["accuracy"])
-    worse = interval(lambda old, new: new["nll"] - old["nll"])
     test = mcnemar([old["correct"] for old, _ in pairs], [new["correct"] for _, new in pairs])
-    names = ("delta_accuracy", "delta_accuracy_low", "delta_accuracy_high")
-    cell |= dict(zip(names, more, strict=True))
-    cell |= dict(zip(("delta_nll", "delta_nll_low", "delta_nll_high"), worse, strict=True))
-    cell["of_reference"] = accuracy / before if before else None
+    cell |= cells("delta_accuracy", lambda old, new: new["accuracy"] - old["accuracy"])
+    cell |= cells("delta_nll", lambda old, new: new["nll"] - old["nll"])
+    cell["of_reference"] = cell["accuracy"] / before if before else None
     return cell | {"lost": test.lost, "gained": test.gained, "mcnemar_p": test.p}
 
 
@@ -274,16 +270,13 @@ def write_results(
 ) -> list[Path]:
     """Write NAME.csv, NAME.texts.csv and NAME.json; returns the paths of those with content."""
     out.mkdir(parents=True, exist_ok=True)
+    retrieval, perplexity = retrieval_rows(runs), perplexity_rows(runs)
     written = []
-    tables = {
-        f"{name}.csv": (COLUMNS, retrieval_rows(runs)),
-        f"{name}.texts.csv": (TEXT_COLUMNS, perplexity_rows(runs)),
-    }
-    for file_name, (columns, rows) in tables.items():
-        if not rows:
-            continue
-        written.append(write_csv_file(out / file_name, columns, rows, digits=6))
-    retrieval, perplexity = (rows for _, rows in tables.values())
+    if retrieval:
+        written.append(write_csv_file(out / f"{name}.csv", COLUMNS, retrieval, digits=6))
+    if perplexity:
+        texts = out / f"{name}.texts.csv"
+        written.append(write_csv_file(texts, TEXT_COLUMNS, perplexity, digits=6))
     document = {
         **details,
         "runs": [run.about for run in runs],

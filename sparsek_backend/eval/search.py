@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from sparsek_backend.eval.budgets import Budget
 from sparsek_backend.eval.record import Row
 from sparsek_backend.eval.results import MEAN
+from sparsek_backend.eval.stats import Interval
 
 
-@dataclass(frozen=True)
-class Loss:
-    """Added NLL of the right answers against dense attention, in nats per token.
+def worst_loss(rows: Sequence[Row], label: str) -> Interval:
+    """Added NLL of a budget against dense attention, where it loses most, in nats per token.
 
-    Args:
-        mean, low, high: with its 95 % interval, of the length and variant that lose most.
-    """
-
-    mean: float
-    low: float
-    high: float
-
-
-def worst_loss(rows: Sequence[Row], label: str) -> Loss:
-    """The loss of the budget with a label.
+    It is of the right answers, at the length and variant with the highest end of the interval.
 
     Args:
         rows: of :func:`sparsek_backend.eval.results.retrieval_rows`.
+        label: the budget's.
 
     Raises:
         ValueError: it scored no prompt.
@@ -37,7 +27,7 @@ def worst_loss(rows: Sequence[Row], label: str) -> Loss:
     if not cells:
         raise ValueError(f"rows: expected scores of {label!r}, found none")
     worst = max(cells, key=lambda row: float(row["delta_nll_high"]))
-    return Loss(worst["delta_nll"], worst["delta_nll_low"], worst["delta_nll_high"])
+    return Interval(worst["delta_nll"], worst["delta_nll_low"], worst["delta_nll_high"])
 
 
 def cost_of(budget: Budget, lengths: Sequence[int]) -> float:

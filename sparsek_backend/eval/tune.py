@@ -24,7 +24,8 @@ from sparsek_backend.eval.prompt_file import load_prompts, save_prompts
 from sparsek_backend.eval.record import identity, prompt_row, read_rows
 from sparsek_backend.eval.results import collect_runs, retrieval_rows
 from sparsek_backend.eval.runs import LocalModel, Workplace
-from sparsek_backend.eval.search import Loss, cheapest, cost_of, worst_loss
+from sparsek_backend.eval.search import cheapest, cost_of, worst_loss
+from sparsek_backend.eval.stats import Interval
 from sparsek_backend.eval.tokenizer import HubTokenizer
 
 SIZES = (4, 8, 16, 32, 64, 128)
@@ -46,7 +47,7 @@ class Trials:
 
     def __init__(self, local: LocalModel, place: Workplace, limit: float) -> None:
         self._local, self._place, self._limit = local, place, limit
-        self.losses: dict[str, Loss] = {}
+        self.losses: dict[str, Interval] = {}
         self.tried: list[Budget] = []
         self._asked = {identity(prompt_row(prompt)) for prompt in place.prompts.prompts}
         self._reference = self._run(DENSE)

@@ -32,18 +32,50 @@ def multi_key(source: Source) -> Draft:
     return _keys(source, _KEYS)
 
 
-def _keys(source: Source, count: int) -> Draft:
+def multi_query(source: Source) -> Draft:
+    """The numbers of eight names, four asked for."""
+    return _keys(
+        source,
+        _KEYS,
+        asked=_ASKED,
+        question="\n\nWhat are the access numbers of these: {}? Give them in this order.",
+        lead="The access numbers of the {} are",
+    )
+
+
+def question_first(source: Source) -> Draft:
+    """The numbers of eight names; which one is asked for stands before the text."""
+    return _keys(
+        source,
+        _KEYS,
+        head="What is the access number of the {}? The text below says it.\n",
+        question="\n\nNow answer the question that stands before the text.",
+        lead=SHORT_LEAD,
+    )
+
+
+def _keys(
+    source: Source,
+    count: int,
+    *,
+    asked: int = 1,
+    head: str = _HEAD,
+    question: str = "\n\nWhat is the access number of the {}?",
+    lead: str = "The access number of the {} is",
+) -> Draft:
+    """The numbers of ``count`` names, the first ``asked`` asked for; {} stands for their names."""
     names, numbers = draw_names(source.rng, count), draw_numbers(source.rng, count)
     depths = _depths(source, count)
+    wanted = ", ".join(names[:asked])
     return Draft(
-        head=_HEAD,
+        head=head.format(wanted),
         needles=[(d, _needle(*pair)) for d, *pair in zip(depths, names, numbers, strict=True)],
         filler=source.sentences(),
-        question=f"\n\nWhat is the access number of the {names[0]}?",
-        lead=f"The access number of the {names[0]} is",
-        answers=(numbers[0],),
-        target=f" {numbers[0]}",
-        evidence=(0,),
+        question=question.format(wanted),
+        lead=lead.format(wanted),
+        answers=tuple(numbers[:asked]),
+        target=" " + ", ".join(numbers[:asked]),
+        evidence=tuple(range(asked)),
     )
 
 
@@ -60,39 +92,6 @@ def multi_value(source: Source) -> Draft:
         lead=f"The {_VALUES} access numbers of the {name} are",
         answers=tuple(numbers),
         target=" " + ", ".join(number for _, number in sorted(zip(depths, numbers, strict=True))),
-    )
-
-
-def multi_query(source: Source) -> Draft:
-    """The numbers of eight names, four asked for."""
-    names, numbers = draw_names(source.rng, _KEYS), draw_numbers(source.rng, _KEYS)
-    depths = _depths(source, _KEYS)
-    asked = ", ".join(names[:_ASKED])
-    return Draft(
-        head=_HEAD,
-        needles=[(d, _needle(*pair)) for d, *pair in zip(depths, names, numbers, strict=True)],
-        filler=source.sentences(),
-        question=f"\n\nWhat are the access numbers of these: {asked}? Give them in this order.",
-        lead=f"The access numbers of the {asked} are",
-        answers=tuple(numbers[:_ASKED]),
-        target=" " + ", ".join(numbers[:_ASKED]),
-        evidence=tuple(range(_ASKED)),
-    )
-
-
-def question_first(source: Source) -> Draft:
-    """The numbers of eight names; which one is asked for stands before the text."""
-    names, numbers = draw_names(source.rng, _KEYS), draw_numbers(source.rng, _KEYS)
-    depths = _depths(source, _KEYS)
-    return Draft(
-        head=f"What is the access number of the {names[0]}? The text below says it.\n",
-        needles=[(d, _needle(*pair)) for d, *pair in zip(depths, names, numbers, strict=True)],
-        filler=source.sentences(),
-        question="\n\nNow answer the question that stands before the text.",
-        lead=SHORT_LEAD,
-        answers=(numbers[0],),
-        target=f" {numbers[0]}",
-        evidence=(0,),
     )
 
 
