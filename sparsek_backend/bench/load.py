@@ -86,12 +86,7 @@ class LoadRow:
     ttft_limit_ms: float | None
     mean_prompt_tokens: float
     settings: str
-    gpu: str
-    driver: str
-    torch: str
-    triton: str
-    vllm: str
-    commit: str
+    machine: Machine
 
 
 def run_load(plan: LoadPlan, machine: Machine, on_progress: Callable[[str], None]) -> list[LoadRow]:
@@ -117,7 +112,9 @@ def run_load(plan: LoadPlan, machine: Machine, on_progress: Callable[[str], None
         engine = {**plan.engine, **loading}
         if plan.model in SHAPES:
             write_number_tokenizer(model, SHAPES[plan.model]["vocab_size"])
-        tokenizer = _tokenizer(model)
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
         for turn, _ in enumerate((WARM, *plan.rates)):  # no rate finds another's prefixes cached
             path, seed = folder / f"prompts-{turn}.jsonl", plan.seed + turn
             write_prompts(path, lengths, len(tokenizer), tokenizer.decode, seed)
@@ -250,12 +247,8 @@ def bench_command(
 
 def load_table(rows: Sequence[LoadRow]) -> Table:
     """Both backends side by side at every rate."""
-    table = Table(title="a server under load", title_justify="left")
-    for name in (
-        *("rate", "backend", "requests/s", "goodput", "TTFT p50 ms", "p99"),
-        *("TPOT p50 ms", "p99", "goodput, ratio"),
-    ):
-        table.add_column(name)
+    names = ("rate", "backend", "requests/s", "goodput", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99")
+    table = Table(*names, "goodput, ratio", title="a server under load", title_justify="left")
     base: dict[float, LoadRow] = {}
     for row in rows:
         first = base.setdefault(row.rate, row)
@@ -279,12 +272,6 @@ def best_rates(rows: Sequence[LoadRow]) -> dict[str, float]:
         if row.tpot_p99_ms <= row.tpot_limit_ms:
             best[row.backend] = max(best[row.backend], row.goodput)
     return best
-
-
-def _tokenizer(model: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model)
 
 
 def _gpu_each(count: int) -> tuple[str, ...]:
@@ -333,5 +320,5 @@ def _row(
         ttft_limit_ms=plan.ttft_limit_ms,
         mean_prompt_tokens=result["total_input_tokens"] / result["completed"],
         settings=(settings or "defaults") if name == BACKEND_NAME else "",
-        **machine.__dict__,
+        machine=machine,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -57,17 +58,11 @@ class Case:
 
     def int_param(self, name: str) -> int:
         """An integer parameter; TypeError if it is anything else."""
-        value = self.params[name]
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: expected an integer, got {value!r} in case {self.name!r}")
-        return value
+        return int(self._checked(name, int, "an integer"))
 
     def float_param(self, name: str) -> float:
         """A parameter that is a number; TypeError if it is anything else."""
-        value = self.params[name]
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{name}: expected a number, got {value!r} in case {self.name!r}")
-        return float(value)
+        return float(self._checked(name, (int, float), "a number"))
 
     def opt_int_param(self, name: str) -> int | None:
         """An integer parameter or None."""
@@ -75,9 +70,12 @@ class Case:
 
     def str_param(self, name: str) -> str:
         """A string parameter; TypeError if it is anything else."""
+        return str(self._checked(name, str, "a string"))
+
+    def _checked(self, name: str, kinds: type | tuple[type, ...], what: str) -> Any:
         value = self.params[name]
-        if not isinstance(value, str):
-            raise TypeError(f"{name}: expected a string, got {value!r} in case {self.name!r}")
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise TypeError(f"{name}: expected {what}, got {value!r} in case {self.name!r}")
         return value
 
     def dtype(self) -> torch.dtype:

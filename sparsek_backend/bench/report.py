@@ -66,9 +66,8 @@ def print_bars(console: Console, results: list[BarResult]) -> None:
     """Print a table of the bars, with the ratio asked for, the ratio found and whether it holds."""
     if not results:
         return
-    table = Table(title="bars", title_justify="left")
-    for name in ("op", "case", "spec", "bar", "wanted", "got", ""):
-        table.add_column(name)
+    names = ("op", "case", "spec", "bar", "wanted", "got", "")
+    table = Table(*names, title="bars", title_justify="left")
     for result in results:
         table.add_row(
             result.op,
@@ -84,9 +83,8 @@ def print_bars(console: Console, results: list[BarResult]) -> None:
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
     """Two result files side by side."""
-    table = Table(title="B against A (below 1 is faster)", title_justify="left")
-    for name in ("op", "case", "spec", "provider", "A ms", "B ms", "B / A", ""):
-        table.add_column(name)
+    names = ("op", "case", "spec", "provider", "A ms", "B ms", "B / A", "")
+    table = Table(*names, title="B against A (below 1 is faster)", title_justify="left")
     for pair in comparison.pairs:
         colour = "red" if pair.regressed else "green" if pair.ratio and pair.ratio < 1 else ""
         table.add_row(

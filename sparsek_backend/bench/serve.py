@@ -82,12 +82,7 @@ class ServeRow:
     attended_share: float
     kv_cache_tokens: int
     settings: str
-    gpu: str
-    driver: str
-    torch: str
-    triton: str
-    vllm: str
-    commit: str
+    machine: Machine
 
 
 def parse_cases(contexts: Sequence[str], requests: Sequence[int]) -> tuple[ServeCase, ...]:
@@ -148,15 +143,9 @@ def run_serve(
                 }
                 label = f"{name}, round {turn + 1}"
                 on_progress(f"{label}: starting the engine")
-                found[name].append(
-                    run_worker(
-                        WORKER,
-                        job,
-                        label=label,
-                        on_progress=functools.partial(_tell, on_progress, label),
-                        timeout=SILENCE_LIMIT,
-                    )
-                )
+                tell = functools.partial(_tell, on_progress, label)
+                one = run_worker(WORKER, job, label=label, on_progress=tell, timeout=SILENCE_LIMIT)
+                found[name].append(one)
     return [
         _row(plan, machine, name, index, found[name])
         for index in range(len(plan.cases))
@@ -190,7 +179,7 @@ def _row(
         attended_share=rounds[0]["attended_share"],
         kv_cache_tokens=rounds[0]["kv_cache_tokens"],
         settings=(settings or "defaults") if name == BACKEND_NAME else "",
-        **machine.__dict__,
+        machine=machine,
     )
 
 
@@ -201,7 +190,7 @@ def write_results(
     out: Path, name: str, rows: Sequence[ServeRow | LoadRow], draw: Draw = plot_serve
 ) -> list[Path]:
     """Write NAME.csv, NAME.json and, with matplotlib, NAME.png; returns their paths."""
-    records = [asdict(row) for row in rows]
+    records = [_record(row) for row in rows]
     table = write_csv_file(out / f"{name}.csv", list(records[0]), records, digits=5)
     full = out / f"{name}.json"
     full.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
@@ -212,11 +201,17 @@ def write_results(
     return [table, full, drawn]
 
 
+def _record(row: ServeRow | LoadRow) -> dict[str, Any]:
+    """A row's values by column, those of its machine last."""
+    values = asdict(row)
+    machine: dict[str, Any] = values.pop("machine")
+    return values | machine
+
+
 def serve_table(rows: Sequence[ServeRow]) -> Table:
     """A table of both backends side by side, with gains and losses."""
-    table = Table(title="end to end in vLLM", title_justify="left")
-    for name in ("case", "backend", "TTFT ms", "p20-p80", "TPOT ms", "p20-p80", "TTFT", "TPOT"):
-        table.add_column(name)
+    names = ("case", "backend", "TTFT ms", "p20-p80", "TPOT ms", "p20-p80", "TTFT", "TPOT")
+    table = Table(*names, title="end to end in vLLM", title_justify="left")
     base: dict[tuple[int, int], ServeRow] = {}
     for row in rows:
         case = (row.context, row.requests)

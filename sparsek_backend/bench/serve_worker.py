@@ -63,12 +63,8 @@ class Bench:
 
     def tpot(self, prompts: list[list[int]], max_tokens: int) -> list[float]:
         """Seconds per output token of each request, all decoding together."""
-        outputs = self.generate(prompts, max_tokens)
-        times = []
-        for output in outputs:
-            metrics = output.metrics
-            times.append((metrics.last_token_ts - metrics.first_token_ts) / (max_tokens - 1))
-        return times
+        found = [output.metrics for output in self.generate(prompts, max_tokens)]
+        return [(x.last_token_ts - x.first_token_ts) / (max_tokens - 1) for x in found]
 
 
 def work(job: Mapping[str, Any]) -> dict[str, Any]:
