@@ -13,7 +13,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import (
@@ -126,20 +126,19 @@ class SparsityConfig(BaseModel):
         """Return the selection policy of the full-attention layer with this index."""
         if self.is_dense_layer(index):
             return SelectionPolicy()
+        window = SelectionPolicy(
+            num_sink=self.num_sink,
+            window_size=self.window_size,
+            dense_below=self.dense_below,
+        )
         if self.mode == "sink_window":
-            return SelectionPolicy(
-                num_sink=self.num_sink,
-                window_size=self.window_size,
-                dense_below=self.dense_below,
-            )
+            return window
         if self.mode == "infllm" or self.mode == "seer":
             gated = self.mode == "seer"  # which lets prefills attend everything
-            return SelectionPolicy(
-                num_sink=self.num_sink,
-                window_size=self.window_size,
+            return replace(
+                window,
                 top_k=self.decode_top_k or self.top_k,
                 sel_block_size=self.sel_block_size,
-                dense_below=self.dense_below,
                 dense_last=EVERY_QUERY if gated else 0,
                 query_tile=self.query_tile if gated else 1,
                 ranking=self.mode,
@@ -150,13 +149,11 @@ class SparsityConfig(BaseModel):
         heads = () if self.budgets is None else self.budgets.top_k.get(index, ())
         top_k = max(heads, default=self.top_k)
         single = self.decode_top_k or self.top_k + max(self.top_k, 32)
-        policy = SelectionPolicy(
-            num_sink=self.num_sink,
-            window_size=self.window_size,
+        policy = replace(
+            window,
             top_k=top_k,
             decode_top_k=ceil_div(top_k * single, self.top_k) if single != self.top_k else None,
             sel_block_size=self.sel_block_size,
-            dense_below=self.dense_below,
             min_mass=self.min_mass,
             dense_last=dense_last,
             query_tile=query_tile,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 FLAG = "--additional-config"
@@ -32,14 +32,14 @@ class InfLLMSelection:
         use_nope: whether scores are of queries and keys without positions.
     """
 
-    block_size: int
-    window_size: int
-    dense_len: int
-    init_blocks: int
-    topk: int
-    kernel_size: int
-    kernel_stride: int
-    use_nope: bool
+    block_size: int = 64
+    window_size: int = 2048
+    dense_len: int = 8192
+    init_blocks: int = 1
+    topk: int = 64
+    kernel_size: int = 32
+    kernel_stride: int = 16
+    use_nope: bool = False
 
     @classmethod
     def read(cls, section: object) -> InfLLMSelection:
@@ -48,15 +48,8 @@ class InfLLMSelection:
         Raises:
             ConfigError: the section is no object, or a field is no integer.
         """
-        defaults = {
-            "block_size": 64,
-            "window_size": 2048,
-            "dense_len": 8192,
-            "init_blocks": 1,
-            "topk": 64,
-            "kernel_size": 32,
-            "kernel_stride": 16,
-        }
+        defaults = asdict(cls())
+        del defaults["use_nope"]
         try:
             if not isinstance(section, Mapping):
                 raise TypeError(f"expected an object, got {shown(section)}")

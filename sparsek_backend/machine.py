@@ -65,25 +65,20 @@ def _version(package: str) -> str:
 
 def _driver() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return output.stdout.split("\n")[0].strip()
+    return _output(command).split("\n")[0].strip()
 
 
 def _commit() -> str:
     """Short commit of the checkout that this file lies in, `+` when it has local changes."""
-    folder = Path(__file__).resolve().parent
+    folder = str(Path(__file__).resolve().parent)
+    command = ["git", "-C", folder, "describe", "--always", "--dirty=+", "--exclude=*"]
+    return _output(command).strip()
+
+
+def _output(command: list[str]) -> str:
+    """What a command prints; nothing where it is missing or fails."""
     try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return described.stdout.strip()
+    return done.stdout

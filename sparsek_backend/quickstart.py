@@ -44,21 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve_command(model: Path, name: str, port: int, gpu: bool) -> list[str]:
     """Return the `vllm serve` command line; it is the one a user would type."""
-    command = [
-        *vllm_command(),
-        "serve",
-        str(model),
-        "--attention-backend",
-        "SPARSEK",
-        "--additional-config",
-        json.dumps({"sparsek": SETTINGS}),
-        "--served-model-name",
-        name,
-        "--host",
-        HOST,
-        "--port",
-        str(port),
-    ]
+    command = [*vllm_command(), "serve", str(model), "--attention-backend", "SPARSEK"]
+    command += ["--additional-config", json.dumps({"sparsek": SETTINGS})]
+    command += ["--served-model-name", name, "--host", HOST, "--port", str(port)]
     return command if gpu else [*command, "--enforce-eager"]
 
 

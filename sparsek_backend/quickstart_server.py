@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -132,18 +133,15 @@ class Server:
         """End the process and everything it started: first politely, then not."""
         self._signal(signal.SIGTERM)
         try:
-            self._process.wait(grace_seconds)
-        except subprocess.TimeoutExpired:
-            pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_seconds)
         finally:
             self._signal(signal.SIGKILL)
             self._process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            return
 
     def _answers(self) -> bool:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -378,14 +378,8 @@ class BlockSparsePattern(BlockStructure):
         target = torch.empty(0, device=device).device
         if target == self.device:
             return self
-        weights = None if self.weights is None else self.weights.to(target)
-        return BlockSparsePattern(
-            self.block_size,
-            self.shape,
-            self.crow_indices.to(target),
-            self.col_indices.to(target),
-            weights,
-        )
+        moved: dict[str, Any] = {name: x.to(target) for name, x in self.tensors().items()}
+        return replace(self, **moved)
 
     def show(self, patterns: Sequence[int] | None = None) -> Figure:
         """Draw the patterns, darker where a block weighs more; ``figure.savefig(path)`` keeps it.

@@ -138,46 +138,28 @@ def learn(
         importance = ImportanceOptions(
             measure=measure, samples=way.samples, reduction="mean", window=len(batches)
         )
+        kept = {"sinks": goal.sinks, "window": goal.window}
         if prefill:
+            size = goal.block_size or 64
             learn_prefill_pattern(
-                loaded,
-                batches,
-                block_size=goal.block_size or 64,
-                sinks=goal.sinks,
-                window=goal.window,
-                importance=importance,
-                name=model,
+                loaded, batches, block_size=size, importance=importance, name=model, **kept
             ).save(out)
             typer.echo(f"wrote {out}: for prefills, learned from {len(batches)} texts")
             return
-        block_size = goal.block_size or PRESETS[preset].block_size
-        sparsity = PRESETS[preset].sparsity if goal.sparsity is None else goal.sparsity
+        of_model: dict[str, Any] = {
+            "block_size": goal.block_size or PRESETS[preset].block_size,
+            "sparsity": PRESETS[preset].sparsity if goal.sparsity is None else goal.sparsity,
+            "name": model,
+        }
         if goal.windows:
             found = learn_window_patterns(
-                loaded,
-                batches,
-                block_size=block_size,
-                sparsity=sparsity,
-                sinks=goal.sinks,
-                samples=way.samples,
-                name=model,
+                loaded, batches, sinks=goal.sinks, samples=way.samples, **of_model
             )
         else:
-            pruning = Pruning(
-                sinks=goal.sinks,
-                window=goal.window,
-                pooled="model" if goal.model_budget else goal.pooled,
-                by_distance=goal.by_distance,
-            )
+            pooled: Any = "model" if goal.model_budget else goal.pooled
+            pruning = Pruning(pooled=pooled, by_distance=goal.by_distance, **kept)
             found = learn_patterns(
-                loaded,
-                batches,
-                block_size=block_size,
-                sparsity=sparsity,
-                heads=heads,
-                importance=importance,
-                pruning=pruning,
-                name=model,
+                loaded, batches, heads=heads, importance=importance, pruning=pruning, **of_model
             )
         found.save(out)
     typer.echo(f"wrote {out}: {len(found.patterns)} layers, learned from {len(batches)} texts")
