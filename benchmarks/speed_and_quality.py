@@ -55,7 +55,7 @@ QUALITY = (
     Answers(
         "the default",
         "block_topk:96,decode_top_k=192",
-        tuple(_quality(f"{length}_default") for length in ("8k", "16k", "31k")),
+        tuple(_quality(f"{length}_third") for length in ("8k", "16k", "31k")),
         "o",
         0.9,
     ),
