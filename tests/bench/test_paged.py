@@ -17,7 +17,7 @@ from sparsek_backend.bench.ops.paged import (
 )
 from sparsek_backend.bench.ops.paged_inputs import (
     candidate_scores,
-    exact_scores,
+    exact_masses,
     make_inputs,
     wrong_selection,
 )
@@ -187,7 +187,8 @@ def test_a_wrong_selection_of_a_tile_fails_its_gate() -> None:
     order = scores.argsort(descending=True) + first
     listed = torch.zeros(last, dtype=torch.bool)
     listed[order[: policy.listed_blocks]] = True
-    exact = exact_scores(inputs, tile, policy, listed)[:last].where(listed, -1.0)
+    masses = exact_masses(inputs, tile, policy, listed)
+    exact = masses.amax(0)[:last].where(listed, -1.0)
     ranked = exact.argsort(descending=True)
     count, places = policy.scored_blocks, policy.listed_blocks
 
@@ -203,9 +204,9 @@ def test_the_cost_of_choosing_counts_means_and_lists() -> None:
     policy = SelectionPolicy(num_sink=64, window_size=64, top_k=2)
     products, keys = scoring_cost(policy, [(0, 512), (512, 1024)])
     sparse = [base for base in range(0, 1024, 64) if not policy.sees_all(base)]
-    lists = [64 * (1 + 2 + min(3, base // 64 - 2)) for base in sparse]
+    lists = [64 * (1 + 2 + min(2, base // 64 - 2)) for base in sparse]
     means = sum(16 * (base // 16) for base in sparse)  # 16 samples, cells before the tile's block
-    assert products == means + sum(16 * length for length in lists)
+    assert products == means + sum(32 * length for length in lists)
     assert keys == 512 + 1024 + sum(lists)
 
 

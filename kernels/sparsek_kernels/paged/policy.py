@@ -19,14 +19,15 @@ from typing import Any, Literal, TypeAlias, get_args
 CELL_SIZE = 16
 """Tokens of a cell: the block that a single token selects."""
 
-SAMPLE_STRIDE = 4
-"""Query positions of a prefill tile for which one query stands when blocks are ranked exactly."""
+SAMPLE_STRIDE, MOST_SAMPLES = 4, 16
+"""Query positions of a prefill tile for which one query scores all blocks by summaries, and the
+most queries of a tile that do."""
 
-MOST_SAMPLES = 16
-"""Most queries by which the blocks of a tile are ranked exactly."""
+RANKING_STRIDE, MOST_RANKING = 2, 32
+"""The same of the queries that rank candidates by their real keys."""
 
-CANDIDATES = 3
-"""Blocks of a tile that are ranked exactly, for each place."""
+CANDIDATES = 2
+"""Blocks of a tile that are ranked by their real keys, for each place."""
 
 Ranking: TypeAlias = Literal["masses", "infllm", "seer"]
 """How blocks are ranked: by the two steps of docs/selection.md, by InfLLM-v2's own scores, or, for
@@ -75,7 +76,7 @@ class SelectionPolicy:
             single tokens; tiles are ranked as by ``masses``.
         decode_top_k: ``top_k`` of a single token; ``None``: as many blocks as a tile.
         min_mass: the least share of a tile's attention that a candidate has by its summaries, and a
-            selected block by its keys, mean over the samples and heads that score it; less attended
+            selected block by its keys, mean over the queries and heads that score it; less attended
             blocks are left out.  A single token's cells have as much less as they are smaller.
         head_top_k: ``top_k`` of each KV head, at most ``top_k``, which stays what decides where
             everything is seen and how many candidates there are.  Empty: ``top_k`` for all.
@@ -189,6 +190,16 @@ class SelectionPolicy:
     def samples(self) -> int:
         """Queries that score a tile's blocks: the last of every ``sample_stride`` positions."""
         return ceil_div(self.query_tile, self.sample_stride)
+
+    @property
+    def ranking_stride(self) -> int:
+        """Query positions of a tile for which one query ranks its candidates."""
+        return max(min(RANKING_STRIDE, self.query_tile), ceil_div(self.query_tile, MOST_RANKING))
+
+    @property
+    def ranking_samples(self) -> int:
+        """Queries that rank a tile's candidates: the last of every ``ranking_stride`` positions."""
+        return ceil_div(self.query_tile, self.ranking_stride)
 
     @property
     def listed_blocks(self) -> int:

@@ -32,7 +32,7 @@ from sparsek_backend.bench.registry import (
 )
 from sparsek_kernels.paged.api import paged_attention, select_blocks
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
-from sparsek_kernels.paged.reference import sampled_queries
+from sparsek_kernels.paged.reference import ranking_queries, sampled_queries
 from sparsek_kernels.paged.sketch import VECTOR_SIZE, read_vectors, rotate
 
 DENSE = SelectionPolicy()
@@ -432,7 +432,8 @@ def prefill_cost(
 def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Cost of choosing the blocks of a prompt: products of a query head, and keys read.
 
-    Samples score the means of the cells before their own block, and the keys of their tile's list.
+    Some queries score the means of the cells before their own block, some the keys of their tile's
+    list.
     For the means the keys of a chunk's context are read once.
     """
     scored = read = 0
@@ -450,7 +451,7 @@ def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> 
             blocks = policy.sink_blocks + policy.local_blocks
             if not policy.min_mass:  # else what is listed depends on the keys
                 blocks += min(policy.listed_blocks, last - first)
-            scored += len(samples) * blocks * size
+            scored += len(ranking_queries(positions, policy)) * blocks * size
             read += blocks * size
     return scored, read
 

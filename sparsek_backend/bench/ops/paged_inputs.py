@@ -15,7 +15,7 @@ from sparsek_backend.bench.registry import Case, Param
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
-from sparsek_kernels.paged.reference import sampled_queries
+from sparsek_kernels.paged.reference import ranking_queries, sampled_queries
 from sparsek_kernels.paged.sketch import (
     VECTOR_SIZE,
     read_vectors,
@@ -283,13 +283,12 @@ def candidate_scores(
     return total
 
 
-def exact_scores(
+def exact_masses(
     inputs: PagedInputs, tile: Tile, policy: SelectionPolicy, listed: torch.Tensor
 ) -> torch.Tensor:
-    """Attention masses of the blocks of one tile: [blocks] float64.
+    """What each of a tile's ranking queries gives to every block: [samples, blocks] float64.
 
-    Shares are of what the tile's samples give to the `listed` blocks ([blocks] bool), the sinks and
-    the window.
+    Shares are of what it gives to the `listed` blocks ([blocks] bool), the sinks and the window.
     """
     q = inputs.tile_rows(inputs.q, tile).double()
     k, _ = inputs.keys_of(tile.request, tile.head)
@@ -298,15 +297,15 @@ def exact_scores(
     block = torch.arange(ceil_div(len(k), size), device=q.device)
     read = (block < policy.sink_blocks) | (block >= first_local)
     read[: len(listed)] |= listed
-    total = torch.zeros(len(block), dtype=torch.float64, device=q.device)
-    for row in sampled_queries(tile.positions, policy):
+    masses = []
+    for row in ranking_queries(tile.positions, policy):
         seen = k[: tile.positions[row] + 1].double()
         known = read.repeat_interleave(size)[: len(seen)]
         logits = q[row] @ seen.T * inputs.softmax_scale
         probs = logits.masked_fill(~known, float("-inf")).softmax(-1).sum(0)
-        padded = F.pad(probs, (0, len(total) * size - len(seen)))
-        total += torch.unflatten(padded, 0, (-1, size)).sum(-1)
-    return total
+        padded = F.pad(probs, (0, len(block) * size - len(seen)))
+        masses.append(torch.unflatten(padded, 0, (-1, size)).sum(-1))
+    return torch.stack(masses)
 
 
 _LIST_SLACK, _MASS_SLACK = 0.05, 0.02
@@ -332,7 +331,9 @@ def wrong_selection(
         everyone = torch.arange(len(scores), device=scores.device) >= first
         everyone &= torch.arange(len(scores), device=scores.device) < last
         floor = policy.min_mass * inputs.group
-        return _not_the_best(blocks, scores, everyone, floor, policy.scored_blocks, _LIST_SLACK)
+        return _not_the_best(
+            blocks, scores, scores, everyone, floor, policy.scored_blocks, _LIST_SLACK
+        )
     listed = min(policy.listed_blocks, last - first)
     floor = policy.min_mass * len(sampled_queries(tile.positions, policy)) * inputs.group
     least = max(float(scores.topk(listed).values[-1]), floor)
@@ -342,13 +343,26 @@ def wrong_selection(
         surely, perhaps = scores > (1 + _LIST_SLACK) * least, scores >= (1 - _LIST_SLACK) * least
     if not bool(perhaps[blocks].all()):
         return f"a block of score {float(scores[blocks].min()):.3e} is listed below {least:.3e}"
-    exact = exact_scores(inputs, tile, policy, perhaps)
-    return _not_the_best(blocks, exact, surely, floor, policy.scored_blocks, _MASS_SLACK)
+    mine = torch.zeros_like(surely)
+    mine[blocks] = True
+    highest = torch.zeros_like(surely)
+    highest[scores.topk(listed).indices] = True
+    reason = ""
+    for some in (perhaps, surely | mine, highest & perhaps):  # a sample's shares depend on the list
+        masses = exact_masses(inputs, tile, policy, some)
+        floor = policy.min_mass * len(masses) * inputs.group
+        reason = _not_the_best(
+            blocks, masses.amax(0), masses.sum(0), surely, floor, policy.scored_blocks, _MASS_SLACK
+        )
+        if not reason:
+            break
+    return reason
 
 
 def _not_the_best(
     blocks: torch.Tensor,
     scores: torch.Tensor,
+    summed: torch.Tensor,
     competing: torch.Tensor,
     floor: float,
     places: int,
@@ -356,18 +370,21 @@ def _not_the_best(
 ) -> str:
     """Why ``blocks`` are not the ``places`` best of those that surely compete ([blocks] bool).
 
-    Where places are left, they are those that reach ``floor``.
+    Blocks compete whose ``summed`` masses reach ``floor``; where places are left, these are all.
     """
-    certain = scores[: len(competing)][competing]
-    worst = float(scores[blocks].min()) if blocks.numel() else float("inf")
-    if worst < (1 - slack) * floor:
-        return f"a block of score {worst:.3e} was kept below {floor:.3e}"
+    if blocks.numel():
+        least = float(summed[blocks].min())
+        if least < (1 - slack) * floor:
+            return f"a block of mass {least:.3e} was kept below {floor:.3e}"
+    certain = scores[: len(competing)][
+        competing & (summed[: len(competing)] >= (1 + slack) * floor)
+    ]
     if blocks.numel() < places:
-        left = int((certain > (1 + slack) * floor).sum()) - blocks.numel()
+        left = len(certain) - blocks.numel()
         return f"{left} blocks above {floor:.3e} were left out" if left > 0 else ""
     if len(certain) < places:
         return ""
-    best = float(certain.topk(places).values[-1])
+    worst, best = float(scores[blocks].min()), float(certain.topk(places).values[-1])
     return "" if worst >= (1 - slack) * best else f"a block of score {worst:.3e} beat {best:.3e}"
 
 

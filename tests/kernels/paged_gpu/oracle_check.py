@@ -15,7 +15,7 @@ from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import (
     best,
     candidate_scores_reference,
-    exact_scores_reference,
+    exact_masses_reference,
     hadamard_reference,
     paged_attention_reference,
     sampled_queries,
@@ -230,10 +230,10 @@ class Chosen:
                 self._are_best(
                     mine,
                     surely,
-                    exact_scores_reference(
+                    exact_masses_reference(
                         q, k, positions, [sorted(some)] * len(scores), policy, softmax_scale
-                    )[head],
-                    floor,
+                    )[:, head],
+                    policy.min_mass * q.shape[1] / k.shape[1],
                     len(mine) == places[head],
                     self.MASS_SLACK,
                 )
@@ -262,7 +262,7 @@ class Chosen:
             assert len(mine) == places or (floor and len(mine) < places)
             assert row[len(mine) :] == [-1] * (len(row) - len(mine))
             full = len(mine) == places
-            assert self._are_best(mine, everyone, scores[head], floor, full, self.MASS_SLACK)
+            assert self._are_best(mine, everyone, scores[head][None], floor, full, self.MASS_SLACK)
             chosen.append(mine)
         return chosen
 
@@ -277,16 +277,20 @@ class Chosen:
     ) -> bool:
         """Whether no block that is surely listed has clearly more mass than one of ``mine``.
 
-        Nor has one of ``mine`` clearly less than ``floor``, or, where places are left, another
-        clearly more.
+        A block's mass is the largest that a sample gives it.  Blocks whose mean is below ``floor``
+        do not compete; where places are left, no other block is.
+
+        Args:
+            masses: ``[samples, blocks]``.
         """
-        rest = sorted(surely - set(mine))
-        low, high = 1 - slack, 1 + slack
-        worst = float(masses[mine].min()) if mine else float("inf")
-        best_left = float(masses[rest].max()) if rest else 0.0
-        if worst < low * floor:
+        score, mean = masses.amax(0), masses.mean(0)
+        if mine and float(mean[mine].min()) < (1 - slack) * floor:
             return False
-        return worst >= low * best_left if full else best_left <= high * floor
+        rest = sorted(b for b in surely - set(mine) if mean[b] > (1 + slack) * floor)
+        if not rest or not full:
+            return not rest
+        worst = float(score[mine].min()) if mine else float("inf")
+        return worst >= (1 - slack) * float(score[rest].max())
 
 
 def check(problem: Problem, policy: SelectionPolicy, sinks: torch.Tensor | None = None) -> None:

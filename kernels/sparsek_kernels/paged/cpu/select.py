@@ -152,10 +152,10 @@ def rank_blocks(
     rule: SelectionPolicy,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """The candidates with the largest exact masses.
+    """The candidates with the largest exact mass of a single sample.
 
     Args:
-        q: ``[T, Hkv, S, G, D]``, the samples of each tile.
+        q: ``[T, Hkv, S, G, D]``, the queries of each tile that rank.
         where: ``[T, S]`` their positions; -1 where there is no such query.
         group: the tiles.
         listed: ``[T, Hkv, n]`` int64 candidates.
@@ -176,14 +176,15 @@ def rank_blocks(
     future = positions[:, :, None, None] > where[:, None, :, None, None]
     masses = logits.masked_fill_(future, float("-inf")).unflatten(-1, (-1, size)).logsumexp(-1)
     shares = torch.softmax(masses, dim=-1).nan_to_num_(0.0)  # of no query: nothing
-    scores = shares.sum((2, 3))[..., : listed.shape[-1]]
-    scores = scores.masked_fill(listed == NOTHING, -1.0)
-    scores, places = torch.sort(scores, dim=-1, descending=True, stable=True)
-    chosen = listed.gather(-1, places[..., : rule.scored_blocks])
+    given = shares.sum(3)[..., : listed.shape[-1]]  # [T, Hkv, S, n]
+    outside = listed == NOTHING
     if rule.min_mass:
         rows = (where >= 0).sum(1) * q.shape[3]
-        least = rule.min_mass * rows[:, None, None]
-        chosen.masked_fill_(scores[..., : rule.scored_blocks] < least, NOTHING)
+        outside |= given.sum(2) < rule.min_mass * rows[:, None, None]
+    scores = given.amax(2).masked_fill_(outside, -1.0)
+    scores, places = torch.sort(scores, dim=-1, descending=True, stable=True)
+    places = places[..., : rule.scored_blocks]
+    chosen = listed.gather(-1, places).masked_fill_(outside.gather(-1, places), NOTHING)
     return chosen.masked_fill_(unused_places(chosen, rule), NOTHING).sort(dim=-1).values
 
 
@@ -303,18 +304,21 @@ def select_decodes(
 
 
 def sampled_rows(
-    first: int, tiles: int, begin: int, end: int, policy: SelectionPolicy
+    first: int, tiles: int, begin: int, end: int, tile: int, stride: int
 ) -> torch.Tensor:
-    """Positions of the samples of consecutive tiles, ``[tiles, samples]`` int64; -1 for none.
+    """The last query of every ``stride`` positions of a tile; -1 for none.
 
     Args:
         first: position of the first tile.
         begin, end: positions of this chunk's queries.
+        tile: positions of a tile.
+
+    Returns:
+        Positions, ``[tiles, ceil(tile / stride)]`` int64.
     """
-    stride = policy.sample_stride
-    offset = torch.arange(policy.samples) * stride
-    low = first + torch.arange(tiles)[:, None] * policy.query_tile + offset
-    last_of_tile = low - offset + policy.query_tile - 1
+    offset = torch.arange(0, tile, stride)
+    low = first + torch.arange(tiles)[:, None] * tile + offset
+    last_of_tile = low - offset + tile - 1
     last = torch.minimum(low + stride - 1, last_of_tile).clamp(max=end - 1)
     return torch.where(last >= low.clamp(min=begin), last, -1)
 
@@ -354,10 +358,16 @@ def select_group(
             q, where, k_cache, summaries, plan, group, policy, softmax_scale, gates=gates
         )
     tiles = (end - 1) // policy.query_tile - first // policy.query_tile + 1
-    where = sampled_rows(first, tiles, position, end, policy)
-    rows = q[(where - position).clamp(min=0)].permute(0, 2, 1, 3, 4)  # [T, Hkv, S, G, D]
-    listed = tile_candidates(rows, where, first, summaries, policy, softmax_scale)
-    return rank_blocks(rows, where, k_cache, group, listed, policy, softmax_scale)
+
+    def samples(stride: int) -> tuple[torch.Tensor, torch.Tensor]:
+        where = sampled_rows(first, tiles, position, end, policy.query_tile, stride)
+        return q[(where - position).clamp(min=0)].permute(0, 2, 1, 3, 4), where
+
+    listed = tile_candidates(
+        *samples(policy.sample_stride), first, summaries, policy, softmax_scale
+    )
+    ranking = samples(policy.ranking_stride)
+    return rank_blocks(*ranking, k_cache, group, listed, policy, softmax_scale)
 
 
 def prefill_summaries(

@@ -6,8 +6,8 @@ candidates, in *places* of this order.  Two kernels follow each other:
 
 * ``listed_masses_kernel`` writes, for each row and *unit* of the list (a block, or an equal part of
   one), the base-2 logarithm of the sum of the exponentials of the row's scores against its keys;
-* ``rank_blocks_kernel`` divides by the rows' totals, adds up the rows, and keeps the best
-  candidates.
+* ``rank_blocks_kernel`` divides by the rows' totals, adds up the rows of each sample, and keeps the
+  candidates for which the largest of these sums is highest.
 """
 
 from __future__ import annotations
@@ -397,14 +397,14 @@ def rank_blocks_kernel(
     LEFT_OUT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Selected blocks of one tile and KV head: the candidates of the highest summed shares.
+    """Selected blocks of one tile and KV head: the candidates that a single sample attends most.
 
     Grid ``(tiles, Hkv)``.  Writes ``[rows of tiles, Hkv, SCORED_BLOCKS]`` int32, ascending, then -1
     where a head keeps fewer (``HEAD_PLACES``); tiles that see everything get -1.  With ``MIN_MASS``
     blocks of a smaller share than ``min_mass`` are left out, and a list of ``n`` blocks that is not
     full ends with ``-1 - n`` (``list_length``).  ``LEFT_OUT`` adds two counts to
     ``left_out_ptr`` (``[2]`` int64): keys that are left out, and keys of lists that are full.  The
-    last ``passing`` queries of a sequence do not count.  ``BLOCK_R`` rows are added up at a time.
+    last ``passing`` queries of a sequence do not count.  ``BLOCK_R`` rows are read at a time.
     """
     WIDTH: tl.constexpr = triton.next_power_of_2(SCORED_BLOCKS)
     ROWS: tl.constexpr = SAMPLES * GROUP_PAD
@@ -437,7 +437,10 @@ def rank_blocks_kernel(
     listed = num_listed(candidates, first_local - SINK_BLOCKS, LISTED_BLOCKS, MIN_MASS)
     list_end = FORCED_BLOCKS + listed
     offs = tl.arange(0, BLOCK)
+    # Shares: of the rows read so far of one sample, of the sample that gives most, of all rows.
+    given = tl.zeros([BLOCK], dtype=tl.float32)
     score = tl.zeros([BLOCK], dtype=tl.float32)
+    summed = tl.zeros([BLOCK], dtype=tl.float32)
     num_rows = 0
     for first_row in tl.range(0, ROWS, BLOCK_R):
         row = first_row + tl.arange(0, BLOCK_R)
@@ -454,13 +457,24 @@ def rank_blocks_kernel(
         top = tl.max(mass, axis=0)
         weight = tl.exp2(mass - tl.where(top == float("-inf"), 0.0, top)[None, :])
         total = tl.sum(weight, axis=0)
-        score += tl.sum(weight * tl.where(total > 0.0, 1.0 / total, 0.0)[None, :], axis=1)
+        shares = weight * tl.where(total > 0.0, 1.0 / total, 0.0)[None, :]
+        if BLOCK_R > GROUP_PAD:  # whole samples
+            grouped = tl.reshape(shares, [BLOCK, BLOCK_R // GROUP_PAD, GROUP_PAD])
+            score = tl.maximum(score, tl.max(tl.sum(grouped, axis=2), axis=1))
+        else:
+            given = tl.where(first_row % GROUP_PAD == 0, 0.0, given) + tl.sum(shares, axis=1)
+            score = tl.maximum(score, given)
+        if MIN_MASS:
+            summed += tl.sum(shares, axis=1)
     most = tl.load(places_ptr + kv_head) if HEAD_PLACES else SCORED_BLOCKS
     places = tl.minimum(most, listed) if MIN_MASS else most
+    if MIN_MASS:  # what has too little takes no place
+        enough = summed >= min_mass * num_rows
+        score = tl.where(enough, score, 0.0)
     chosen, rank = best_of(score, FORCED_BLOCKS, list_end, places, BLOCK)
     last = -1
     if MIN_MASS:
-        chosen = chosen & (score >= min_mass * num_rows)
+        chosen = chosen & enough
         kept = chosen.to(tl.int32)
         rank = tl.cumsum(kept, axis=0) - 1
         places = tl.sum(kept, axis=0)

@@ -58,8 +58,8 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
     shape = call.tile_keys() | {
         "GROUP_PAD": next_power_of_2(call.group),
         "UNIT": unit,
-        "SAMPLES": policy.samples,
-        "STRIDE": policy.sample_stride,
+        "SAMPLES": policy.ranking_samples,
+        "STRIDE": policy.ranking_stride,
         "LOCAL_BLOCKS": policy.local_blocks,
         "LISTED_BLOCKS": policy.listed_blocks,
         "MIN_MASS": policy.min_mass > 0,

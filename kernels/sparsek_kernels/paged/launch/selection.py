@@ -70,8 +70,8 @@ class Selection:
 
     @cached_property
     def rows(self) -> int:
-        """Rows of the masses of one tile and KV head: its samples times the padded group."""
-        return self.policy.samples * next_power_of_2(self.group)
+        """Rows of the masses of a tile and KV head: its ranking samples times the padded group."""
+        return self.policy.ranking_samples * next_power_of_2(self.group)
 
     @cached_property
     def list_places(self) -> int:

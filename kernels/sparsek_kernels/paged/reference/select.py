@@ -60,9 +60,17 @@ def block_scores_reference(
 
 
 def sampled_queries(positions: Sequence[int], policy: SelectionPolicy) -> list[int]:
-    """Which of a tile's queries at ``positions`` are its samples: of every stride, the last."""
-    strides = [p % policy.query_tile // policy.sample_stride for p in positions]
-    return list({stride: row for row, stride in enumerate(strides)}.values())
+    """Which of a tile's queries at ``positions`` score its blocks: of every stride, the last."""
+    return _last_of_strides(positions, policy.query_tile, policy.sample_stride)
+
+
+def ranking_queries(positions: Sequence[int], policy: SelectionPolicy) -> list[int]:
+    """Which of a tile's queries at ``positions`` rank its candidates."""
+    return _last_of_strides(positions, policy.query_tile, policy.ranking_stride)
+
+
+def _last_of_strides(positions: Sequence[int], tile: int, stride: int) -> list[int]:
+    return list({p % tile // stride: row for row, p in enumerate(positions)}.values())
 
 
 def candidate_scores_reference(
@@ -74,7 +82,7 @@ def candidate_scores_reference(
 ) -> torch.Tensor:
     """Scores by summaries of the blocks up to a tile's last candidate: ``[Hkv, blocks]`` float64.
 
-    The tile's samples give them.
+    The queries of :func:`sampled_queries` give them.
 
     Args:
         q: ``[n, Hq, D]``, the tile's queries at ``positions`` (ascending, consecutive).
@@ -114,7 +122,7 @@ def candidates_reference(
     ]
 
 
-def exact_scores_reference(
+def exact_masses_reference(
     q: torch.Tensor,
     k: torch.Tensor,
     positions: list[int],
@@ -122,9 +130,10 @@ def exact_scores_reference(
     policy: SelectionPolicy,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """Attention masses of the listed blocks, summed over the tile's samples and each GQA group.
+    """What each of the tile's ranking queries gives to the listed blocks, summed over a GQA group.
 
     A query's masses are shares of what it gives to the listed blocks, the sinks and its window.
+    Candidates are ranked by the largest of a block's masses.
 
     Args:
         q: ``[n, Hq, D]``, the tile's queries at ``positions`` (ascending, consecutive).
@@ -132,7 +141,7 @@ def exact_scores_reference(
         listed: for each KV head, blocks of :func:`candidates_reference`.
 
     Returns:
-        ``[Hkv, blocks]`` float64; blocks that are not listed have no meaning.
+        ``[samples, Hkv, blocks]`` float64; blocks that are not listed have no meaning.
     """
     size, num_kv_heads = policy.sel_block_size, k.shape[1]
     blocks = -(-k.shape[0] // size)
@@ -140,16 +149,16 @@ def exact_scores_reference(
     block = torch.arange(blocks)
     read = torch.stack([torch.isin(block, torch.tensor(of, dtype=torch.long)) for of in listed])
     read |= (block < policy.sink_blocks) | (block >= first_local)
-    total = torch.zeros(num_kv_heads, blocks, dtype=torch.float64)
-    for row in sampled_queries(positions, policy):
+    masses = []
+    for row in ranking_queries(positions, policy):
         seen = k[: positions[row] + 1].double()
         heads = q[row].double().unflatten(0, (num_kv_heads, -1))
         logits = torch.einsum("hgd,nhd->hgn", heads, seen) * softmax_scale
         known = read.repeat_interleave(size, 1)[:, None, : seen.shape[0]]
         probs = logits.masked_fill(~known, float("-inf")).softmax(-1).sum(1)
         padded = torch.nn.functional.pad(probs, (0, blocks * size - seen.shape[0]))
-        total += padded.unflatten(-1, (blocks, size)).sum(-1)
-    return total
+        masses.append(padded.unflatten(-1, (blocks, size)).sum(-1))
+    return torch.stack(masses)
 
 
 def best(scores: torch.Tensor, blocks: range | list[int], count: int) -> list[int]:
@@ -178,18 +187,19 @@ def select_blocks_reference(
     if policy.query_tile == 1:
         first, last = policy.candidate_range(positions[0])
         scores = candidate_scores_reference(q, k, positions, policy, softmax_scale)
-        listed = [list(range(first, last))] * len(scores)
+        listed, summed, samples = [list(range(first, last))] * len(scores), scores, 1
     else:
         listed = candidates_reference(q, k, positions, policy, softmax_scale)
-        scores = exact_scores_reference(q, k, positions, listed, policy, softmax_scale)
+        masses = exact_masses_reference(q, k, positions, listed, policy, softmax_scale)
+        scores, summed = masses.amax(0), masses.sum(0)
+        samples = len(masses)
     places = policy.head_places or (policy.scored_blocks,) * len(listed)
-    samples = sampled_queries(positions, policy)
-    least = policy.min_mass * len(samples) * q.shape[1] / k.shape[1]
-    heads = zip(scores, listed, places, strict=True)
-    chosen = [best(row, blocks, count) for row, blocks, count in heads]
-    return [
-        [b for b in blocks if row[b] >= least] for row, blocks in zip(scores, chosen, strict=True)
+    least = policy.min_mass * samples * q.shape[1] / k.shape[1]
+    enough = [
+        [b for b in blocks if row[b] >= least] for row, blocks in zip(summed, listed, strict=True)
     ]
+    heads = zip(scores, enough, places, strict=True)
+    return [best(row, blocks, count) for row, blocks, count in heads]
 
 
 Select: TypeAlias = Callable[
