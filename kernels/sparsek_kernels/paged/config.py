@@ -278,6 +278,7 @@ def listed_config(*, rows: int, head_dim: int, itemsize: int, arch: int) -> Tile
 
     With three stages a multiprocessor of Hopper holds four programs of a few rows, and 128 KiB of
     keys on their way.  Few rows take two warps: four would multiply by ``wgmma``, and wait for it.
+    128 rows take eight: while four multiply, four weigh.
     ``queries`` and ``block_h`` say nothing here.
 
     Args:
@@ -295,13 +296,16 @@ def listed_config(*, rows: int, head_dim: int, itemsize: int, arch: int) -> Tile
             block_n //= 2
         else:
             break
+    num_warps = 4
+    if is_hopper(arch) and row_bytes <= 256:
+        num_warps = {16: 2, 128: 8}.get(block_m, 4)
     return TileConfig(
         block_h=1,
         queries=1,
         block_m=block_m,
         block_n=block_n,
         splits=1,
-        num_warps=2 if is_hopper(arch) and block_m == 16 and row_bytes <= 256 else 4,
+        num_warps=num_warps,
         num_stages=stages,
     )
 
