@@ -26,6 +26,8 @@ SPEED = (
 )
 """Whose times, their file, and the ops that the file has them of."""
 STYLES = {"the default": "-", "64 blocks": "--"}
+CONTEXTS = [8192 << i for i in range(5)]
+"""Contexts between the first and the last of which the figure shows."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ QUALITY = (
     Answers(
         "the default",
         "block_topk:96,decode_top_k=192",
-        tuple(_quality(f"{length}_third") for length in ("8k", "16k", "31k")),
+        tuple(_quality(f"{length}_fourth") for length in ("8k", "16k", "31k")),
         "o",
         0.9,
     ),
@@ -79,7 +81,7 @@ def digest() -> str:
 
 
 def speed_lines(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
-    """Return (context, times as fast as FlashAttention-3), by kind and number of requests."""
+    """Return (context, times as fast as FlashAttention-3) of what is shown, by kind of step."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         batch = parse_spec(row.spec)
@@ -90,7 +92,7 @@ def speed_lines(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
         many = "" if batch.num_requests == 1 else "s"
         name = f"decode, {batch.num_requests} request{many}"
         ratio = speedup(rows, row).get("fa3")
-        if ratio is not None:
+        if ratio is not None and CONTEXTS[0] <= batch.seq_lens[0] <= CONTEXTS[-1]:
             key = "prefill" if row.op == "paged_prefill" else name
             lines.setdefault(key, []).append((batch.seq_lens[0], ratio))
     return {name: sorted(points) for name, points in lines.items()}
@@ -157,8 +159,8 @@ def main() -> None:
     draw_quality(right)
     for axis in (left, right):
         axis.set_xscale("log", base=2)
-        axis.set_xticks(ticks := [8192 << i for i in range(5)])
-        axis.set_xticklabels([f"{tick >> 10}k" for tick in ticks], fontsize=8)
+        axis.set_xticks(CONTEXTS)
+        axis.set_xticklabels([f"{tick >> 10}k" for tick in CONTEXTS], fontsize=8)
         axis.set_xlim(6000, 160000)
         axis.set_xlabel("tokens of context")
         axis.grid(alpha=0.3)
