@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from sparsek_backend import quickstart_client as client
+from sparsek_backend.machine import cpu_dtype
 from sparsek_backend.models import cache_root, fetch_model, fetch_texts, verify_model
 from sparsek_backend.quickstart_server import HOST, Server, ServerError, check_port, vllm_command
 
@@ -47,7 +48,7 @@ def serve_command(model: Path, name: str, port: int, gpu: bool) -> list[str]:
     command = [*vllm_command(), "serve", str(model), "--attention-backend", "SPARSEK"]
     command += ["--additional-config", json.dumps({"sparsek": SETTINGS})]
     command += ["--served-model-name", name, "--host", HOST, "--port", str(port)]
-    return command if gpu else [*command, "--enforce-eager"]
+    return command if gpu else [*command, "--dtype", cpu_dtype(), "--enforce-eager"]
 
 
 def serve_environment(gpu: bool, metrics: Path) -> dict[str, str]:

@@ -150,7 +150,13 @@ class PromptArguments(QuestionArguments):
 class EngineOptions:
     """Options of the local engine."""
 
-    dtype: Annotated[str, typer.Option(help="dtype of the local engine.")] = "auto"
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="dtype of the local engine; by default the model's own, or float32 on a CPU that "
+            "has no instructions for bf16."
+        ),
+    ] = None
     gpu_memory: Annotated[
         float | None, typer.Option(help="gpu_memory_utilization of the local engine.")
     ] = None
@@ -164,7 +170,9 @@ class EngineOptions:
 
     def arguments(self) -> dict[str, object]:
         """Arguments of `vllm.LLM`."""
-        found: dict[str, object] = {"dtype": self.dtype}
+        found: dict[str, object] = {}
+        if self.dtype is not None:
+            found["dtype"] = self.dtype
         if self.gpu_memory is not None:
             found["gpu_memory_utilization"] = self.gpu_memory
         if self.kv_cache_gib is not None:

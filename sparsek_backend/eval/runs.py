@@ -18,7 +18,7 @@ from sparsek_backend.eval.prompt_file import PromptSet
 from sparsek_backend.eval.record import append_rows, run_key
 from sparsek_backend.eval.served import ServedScorer
 from sparsek_backend.eval.workers import run_worker
-from sparsek_backend.machine import choose_device, describe_machine
+from sparsek_backend.machine import choose_device, cpu_dtype, describe_machine
 
 WORKER = "sparsek_backend.eval.worker"
 SILENCE_LIMIT = 1800.0
@@ -76,6 +76,11 @@ class LocalModel:
         """Its name in results."""
         return Path(self.model).name if Path(self.model).is_dir() else self.model
 
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `vllm.LLM`, with our defaults."""
+        on_cpu = {**_ENGINE_ON_CPU, "dtype": cpu_dtype()}
+        return {**(_ENGINE_ON_GPU if torch.cuda.is_available() else on_cpu), **self.engine}
+
     def key(self, budget: Budget, commit: str) -> str:
         """The run's key."""
         machine = describe_machine(choose_device(), commit)
@@ -84,7 +89,7 @@ class LocalModel:
                 "model": self.name,
                 "files": _fingerprint(Path(self.model)),
                 "settings": budget.settings,
-                "engine": self.engine,
+                "engine": self.arguments(),
                 "sparsek": __version__,
                 **asdict(machine),
             }
@@ -102,11 +107,10 @@ class LocalModel:
             return key
         settings = None if budget.settings is None else dict(budget.settings)
         on_gpu = torch.cuda.is_available()
-        defaults = _ENGINE_ON_GPU if on_gpu else _ENGINE_ON_CPU
         data = {
             "model": self.model,
             "settings": settings,
-            "engine": {**defaults, **self.engine},
+            "engine": self.arguments(),
             "prompts": str(place.prompts_file),
             "record": str(place.record),
             "run": key,

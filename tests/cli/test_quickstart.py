@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from sparsek_backend import quickstart, quickstart_client, quickstart_server
+from sparsek_backend.machine import cpu_dtype
 from sparsek_backend.quickstart_server import Server, ServerError, check_port
 from tests.ports import hold_port
 from tests.processes import SECONDS, wait_until
@@ -235,6 +236,7 @@ def test_the_server_listens_on_this_machine_alone(monkeypatch: pytest.MonkeyPatc
     assert options["--host"] == "127.0.0.1"
     assert options["--port"] == "8123"
     assert options["--attention-backend"] == "SPARSEK"
+    assert options["--dtype"] == cpu_dtype()
 
 
 def test_the_settings_are_valid_and_sparse_on_the_document() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
@@ -171,12 +173,13 @@ def rank_blocks(
     blocks = torch.cat([listed, forced], dim=-1)
     positions = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten(2)
     keys = keys[:, :, : positions.shape[-1]]
-    logits = torch.matmul(q.float().flatten(2, 3) * softmax_scale, keys.mT)
-    logits = logits.unflatten(2, q.shape[2:4])
-    future = positions[:, :, None, None] > where[:, None, :, None, None]
-    masses = logits.masked_fill_(future, float("-inf")).unflatten(-1, (-1, size)).logsumexp(-1)
-    shares = torch.softmax(masses, dim=-1).nan_to_num_(0.0)  # of no query: nothing
-    given = shares.sum(3)[..., : listed.shape[-1]]  # [T, Hkv, S, n]
+    given = torch.empty(*q.shape[:3], listed.shape[-1])
+    for tile, head in itertools.product(range(q.shape[0]), range(q.shape[1])):  # near the caches
+        logits = torch.matmul(q[tile, head].float() * softmax_scale, keys[tile, head].mT)
+        future = positions[tile, head] > where[tile, :, None, None]
+        shares = torch.softmax(logits.masked_fill_(future, float("-inf")), dim=-1).sum(1)
+        given[tile, head] = shares.unflatten(-1, (-1, size)).sum(-1)[:, : listed.shape[-1]]
+    given.nan_to_num_(0.0)  # of no query: nothing
     outside = listed == NOTHING
     if rule.min_mass:
         rows = (where >= 0).sum(1) * q.shape[3]
