@@ -23,10 +23,7 @@ While queries select blocks, tokens equal the tokens of an engine without the fe
 means that the server does not start: its message names the feature, and the note here says what to
 do instead.
 *Where* says on which machines the proof runs. The last column is the proof, below
-`tests/vllm_backend`. One failed on a GPU and has not run there since it was changed: in bf16 and
-CUDA graphs two of 24 answers parted from FlashAttention's at 0.13 and 0.12 nats, one for and one
-against SPARSEK, where 0.1 is the bound. Logits were multiples of 0.125 then; the test has them
-computed in float32 now (`test_gpu_engine.py::test_budget_over_context_equals_flash`).
+`tests/vllm_backend`.
 
 Not in the tables: multi-step scheduling, an option that no supported version has.
 
