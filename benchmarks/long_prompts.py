@@ -6,13 +6,14 @@
     python benchmarks/long_prompts.py ngrams --toy --json /tmp/toy.json  # a minute on a CPU
 
 `offload`: a prompt is answered, evicted from the GPU by another one, and answered again from pages
-that vLLM's OffloadingConnector kept in host memory; both answers must have the same tokens.
-`ngrams`: time per output token with and without n-gram speculation; the tokens must be the same.
-`hybrid`: time to the first token and per output token of a model with recurrent layers; short
-prompts, which are attended whole, must have the other backend's log-probabilities.
+that vLLM's OffloadingConnector kept in host memory; both answers must be the same.
+`ngrams`: time per output token with and without n-gram speculation; the answer must be the same.
+`hybrid`: time to the first token and per output token of a model with recurrent layers; a short
+prompt, which is attended whole, must have the other backend's answer.
 
-Each engine runs in processes of its own.  Models are shapes with random weights.  Exit status 1: an
-answer was another one.
+Two answers are the same if the log-probabilities of their tokens are, up to rounding and up to the
+first token that differs.  Each engine runs in processes of its own.  Models are shapes with random
+weights (`random_weights.py`).  Exit status 1: an answer was another one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sparsek_backend.bench.shapes import SHAPES, write_shape
+from sparsek_backend.bench.shapes import SHAPES
 from sparsek_backend.eval.workers import WorkerError, run_worker
 from sparsek_backend.machine import choose_device, describe_machine
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
@@ -42,6 +43,9 @@ GAP = 0.1
 """Largest difference of log-probabilities that rounding to 16 bits may make, in nats."""
 POOL = 1.2
 """GPU pages of `offload`, in prompts."""
+VOCABULARY, SHARPNESS = 256, 1.0
+"""Of the model of `ngrams`: with few tokens to choose from, and attention that is spread over many
+keys, random weights repeat themselves."""
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 
 HYBRIDS: dict[str, dict[str, Any]] = {
@@ -74,7 +78,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "vocab_size": 100352,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     },
     "lfm2-1.2b": {
@@ -100,67 +104,89 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "vocab_size": 65536,
         "max_position_embeddings": 131072,
         "norm_eps": 1e-5,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     },
 }
-"""Hybrid shapes, by the names of the models that have them."""
+"""Hybrid shapes, by the names of the models that have them.
+
+Those models tie the embeddings.  With random weights that would repeat the last token.
+"""
 
 
-def write_model(name: str, folder: Path) -> Path:
+def write_model(name: str, folder: Path, **changes: Any) -> Path:
     """The folder with the shape's config.json.
 
+    Args:
+        name: of the shape.
+        folder: is written to.
+        changes: fields of the config besides the shape's.
+
     Raises:
-        ValueError: neither a shape nor a folder.
+        ValueError: unknown shape.
     """
-    if name in SHAPES:
-        return write_shape(name, folder)
-    if name in HYBRIDS:
-        (folder / "config.json").write_text(json.dumps(HYBRIDS[name]), encoding="utf-8")
-        return folder
-    known = ", ".join([*SHAPES, *HYBRIDS])
-    raise ValueError(f"--model: expected one of {known}, got {name!r}")
+    shapes = {**SHAPES, **HYBRIDS}
+    if name not in shapes:
+        raise ValueError(f"--model: expected one of {', '.join(shapes)}, got {name!r}")
+    config = json.dumps({**shapes[name], **changes})
+    (folder / "config.json").write_text(config, encoding="utf-8")
+    return folder
 
 
 def judge(study: str, runs: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
     """Ratios of a study, and what is wrong with its answers."""
     ours, theirs = runs[BACKEND_NAME], runs["baseline"]
     if study == "offload":
-        ratios = {
-            name: theirs[name]["ttft_s"] / ours[name]["ttft_s"] for name in ("computed", "loaded")
+        ratios: dict[str, Any] = {
+            "baseline_over_ours": {
+                name: theirs[name]["ttft_s"] / ours[name]["ttft_s"]
+                for name in ("computed", "loaded")
+            },
+            "equal_tokens": {
+                name: first_difference(run["computed"]["tokens"], run["loaded"]["tokens"])
+                for name, run in runs.items()
+            },
         }
         wrong = [
-            f"{name}: the loaded prompt was answered by other tokens than the computed one"
+            f"{name}: the loaded prompt was answered otherwise than the computed one, {parted}"
             for name, run in runs.items()
-            if run["loaded"]["tokens"] != run["computed"]["tokens"]
+            if (parted := apart(run["computed"], run["loaded"]))
         ]
         wrong += [
             f"{name}: no page of the prompt was loaded"
             for name, run in runs.items()
             if not run["loaded"]["cached_tokens"]
         ]
-        return {"baseline_over_ours": ratios}, wrong
+        return ratios, wrong
     if study == "ngrams":
         plain = runs["without speculation"]
         best = {name: min(run["tpot_s"]) for name, run in runs.items()}
         ratios = {
             "gain_of_speculation": best["without speculation"] / best[BACKEND_NAME],
             "baseline_over_ours": best["baseline"] / best[BACKEND_NAME],
+            "equal_tokens": first_difference(plain["tokens"], ours["tokens"]),
         }
-        parts = first_difference(plain["tokens"], ours["tokens"])
-        same = parts == len(plain["tokens"])
-        return ratios, [] if same else [f"token {parts} is another one with speculation"]
-    gaps = [abs(a - b) for a, b in zip(ours["logprobs"], theirs["logprobs"], strict=True)]
-    parts = first_difference(ours["tokens"], theirs["tokens"])
-    largest = max(gaps[: parts + 1])  # behind it the two continue other texts
+        parted = apart(plain, ours)
+        return ratios, [f"with speculation the answer is another one, {parted}"] if parted else []
     ratios = {
         "ttft_baseline_over_ours": min(theirs["ttft_s"]) / min(ours["ttft_s"]),
         "tpot_baseline_over_ours": min(theirs["tpot_s"]) / min(ours["tpot_s"]),
-        "largest_gap": largest,
+        "equal_tokens": first_difference(theirs["tokens"], ours["tokens"]),
     }
-    if all(math.isfinite(gap) for gap in gaps) and largest <= GAP:
-        return ratios, []
-    return ratios, [f"log-probabilities are {largest:.3g} apart, at most {GAP} expected"]
+    parted = apart(theirs, ours)
+    return ratios, [f"the short prompt is answered otherwise, {parted}"] if parted else []
+
+
+def apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """What says that two answers differ by more than rounding; empty if they do not.
+
+    Behind the first token that differs the two continue other texts, and are not compared.
+    """
+    place = first_difference(one["tokens"], other["tokens"])
+    pairs = zip(one["logprobs"], other["logprobs"], strict=True)
+    gaps = [abs(a - b) for a, b in pairs][: place + 1]
+    wide = [gap for gap in gaps if not gap <= GAP]  # NaN is one
+    return f"{wide[0]:.3g} nats apart, at most {GAP} expected" if wide else ""
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
@@ -179,6 +205,7 @@ def jobs(options: argparse.Namespace, model: str) -> dict[str, dict[str, Any]]:
     common = {
         "study": options.study, "model": model, "context": options.context, "offload_bytes": 0,
         "repeats": options.repeats, "engine": engine, "baseline": None, "settings": None,
+        "weights": {},
     }  # fmt: skip
     ours = common | {"settings": {"dense_below": 0} if options.toy else {}}
     theirs = common | {"baseline": options.baseline}
@@ -190,9 +217,10 @@ def jobs(options: argparse.Namespace, model: str) -> dict[str, dict[str, Any]]:
         }
         return {BACKEND_NAME: ours | added, "baseline": theirs | added}
     if options.study == "ngrams":
-        added = {"engine": engine | {"speculative_config": NGRAMS}}
+        weights = {"weights": {"sharpness": SHARPNESS}}
+        added = weights | {"engine": engine | {"speculative_config": NGRAMS}}
         named = {BACKEND_NAME: ours | added, "baseline": theirs | added}
-        return {"without speculation": ours, **named}
+        return {"without speculation": ours | weights, **named}
     return {BACKEND_NAME: ours, "baseline": theirs}
 
 
@@ -221,7 +249,8 @@ def main() -> int:
     runs: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="sparsek-shape-") as folder:
         try:
-            model = str(write_model(options.model, Path(folder)))
+            changes = {"vocab_size": VOCABULARY} if options.study == "ngrams" else {}
+            model = str(write_model(options.model, Path(folder), **changes))
             for name, job in jobs(options, model).items():
                 print(f"{name}: starting the engine", flush=True)
                 tell = functools.partial(_tell, name)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.random_weights import EXTENSION
 from sparsek_backend.bench.serve_worker import Bench, read_stats
 from sparsek_backend.eval.engine import close_engine, ensure_entry_point, open_engine
 from sparsek_backend.eval.workers import report_progress, serve_job
@@ -15,9 +16,12 @@ ANSWER, LONG_ANSWER, SHORT_PROMPT = 16, 128, 4000
 """Tokens: of an answer, of one that is timed, and of a prompt that is attended whole."""
 
 
-def tokens_of(output: Any) -> list[int]:
-    """Generated token ids."""
-    return list(output.outputs[0].token_ids)
+def answer(output: Any) -> dict[str, Any]:
+    """Generated token ids and the log-probability of each."""
+    (one,) = output.outputs
+    tokens = list(one.token_ids)
+    chosen = [step[token].logprob for token, step in zip(tokens, one.logprobs, strict=True)]
+    return {"tokens": tokens, "logprobs": chosen}
 
 
 def offload(bench: Bench, job: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,36 +30,33 @@ def offload(bench: Bench, job: Mapping[str, Any]) -> dict[str, Any]:
     first, other = bench.prompt(job["context"]), bench.prompt(job["context"])
     found: dict[str, Any] = {}
     for name, prompt in (("computed", first), ("evicting", other), ("loaded", first)):
-        output = bench.generate([prompt], ANSWER)[0]
+        output = bench.generate([prompt], ANSWER, logprobs=1)[0]
         seconds = float(output.metrics.first_token_latency)
         report_progress(f"{name}: first token after {seconds:.3f} s")
         found[name] = {
             "ttft_s": seconds,
             "cached_tokens": output.num_cached_tokens,
-            "tokens": tokens_of(output),
+            **answer(output),
         }
     return found
 
 
 def ngrams(bench: Bench, job: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds per output token of one request whose prompt is cached, and its tokens."""
+    """Seconds per output token of one request whose prompt is cached, and its answer."""
     passage = bench.prompt(job["context"] // 64)
     prompt = passage * 64
-    answer = tokens_of(bench.generate([prompt], LONG_ANSWER)[0])
+    found = answer(bench.generate([prompt], LONG_ANSWER, logprobs=1)[0])
     times = []
     for _ in range(job["repeats"]):
         times += bench.tpot([prompt], LONG_ANSWER)
         report_progress(f"{1e3 * times[-1]:.2f} ms per token")
-    return {"tpot_s": times, "tokens": answer}
+    return {"tpot_s": times, **found}
 
 
 def hybrid(bench: Bench, job: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds to the first and per output token, and log-probabilities after a short prompt."""
+    """Seconds to the first and per output token, and the answer to a short prompt."""
     short = bench.prompt(min(SHORT_PROMPT, job["context"]))
-    first = bench.generate([short], ANSWER, logprobs=1)[0].outputs[0]
-    chosen = [
-        step[token].logprob for token, step in zip(first.token_ids, first.logprobs, strict=True)
-    ]
+    found = answer(bench.generate([short], ANSWER, logprobs=1)[0])
     times = []
     for _ in range(job["repeats"]):
         times.append(bench.ttft(job["context"]))
@@ -64,7 +65,7 @@ def hybrid(bench: Bench, job: Mapping[str, Any]) -> dict[str, Any]:
     bench.generate([prompt], 2)
     tpot = bench.tpot([prompt], LONG_ANSWER)
     report_progress(f"{1e3 * tpot[0]:.2f} ms per token")
-    return {"ttft_s": times, "tpot_s": tpot, "tokens": list(first.token_ids), "logprobs": chosen}
+    return {"ttft_s": times, "tpot_s": tpot, **found}
 
 
 STUDIES = {"offload": offload, "ngrams": ngrams, "hybrid": hybrid}
@@ -91,7 +92,9 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
         max_model_len=job["context"] + LONG_ANSWER,
         max_num_seqs=8,
         skip_tokenizer_init=True,
-        load_format="dummy",
+        load_format="random",
+        worker_extension_cls=EXTENSION,
+        model_loader_extra_config=job["weights"],
         **arguments,
     )
     report_progress("engine ready")

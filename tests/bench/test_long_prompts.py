@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "long_prompts.py"
 
@@ -20,38 +21,53 @@ def script() -> dict[str, Any]:
     return runpy.run_path(str(SCRIPT))
 
 
-def offloaded(seconds: float, loaded: list[int], cached: int = 64) -> dict[str, Any]:
+def answer(tokens: list[int], logprobs: list[float] | None = None) -> dict[str, Any]:
+    """Tokens and their log-probabilities, -1 each if none are given."""
+    return {"tokens": tokens, "logprobs": logprobs or [-1.0] * len(tokens)}
+
+
+def offloaded(
+    seconds: float, loaded: list[int], cached: int = 64, logprobs: list[float] | None = None
+) -> dict[str, Any]:
     """An engine's part of the study ``offload``."""
     return {
-        "computed": {"ttft_s": 4 * seconds, "tokens": [1, 2], "cached_tokens": 0},
-        "loaded": {"ttft_s": seconds, "tokens": loaded, "cached_tokens": cached},
+        "computed": answer([1, 2]) | {"ttft_s": 4 * seconds, "cached_tokens": 0},
+        "loaded": answer(loaded, logprobs) | {"ttft_s": seconds, "cached_tokens": cached},
     }
 
 
 def test_offload(script: dict[str, Any]) -> None:
     good, slow = offloaded(0.5, [1, 2]), offloaded(1.0, [1, 2])
     ratios, wrong = script["judge"]("offload", {"SPARSEK": good, "baseline": slow})
-    assert ratios == {"baseline_over_ours": {"computed": 2.0, "loaded": 2.0}}
+    assert ratios["baseline_over_ours"] == {"computed": 2.0, "loaded": 2.0}
+    assert ratios["equal_tokens"] == {"SPARSEK": 2, "baseline": 2}
     assert not wrong
-    _, wrong = script["judge"]("offload", {"SPARSEK": offloaded(1, [1, 3]), "baseline": slow})
+    tie = {"SPARSEK": offloaded(1, [1, 3], logprobs=[-1.0, -1.05]), "baseline": slow}
+    ratios, wrong = script["judge"]("offload", tie)
+    assert ratios["equal_tokens"]["SPARSEK"] == 1
+    assert not wrong
+    other = {"SPARSEK": offloaded(1, [1, 3], logprobs=[-1.0, -2.0]), "baseline": slow}
+    _, wrong = script["judge"]("offload", other)
     assert len(wrong) == 1
     assert "SPARSEK" in wrong[0]
-    assert "other tokens" in wrong[0]
+    assert "1 nats apart" in wrong[0]
     _, wrong = script["judge"]("offload", {"SPARSEK": good, "baseline": offloaded(1, [1, 2], 0)})
     assert wrong == ["baseline: no page of the prompt was loaded"]
 
 
 def test_ngrams(script: dict[str, Any]) -> None:
     runs = {
-        "without speculation": {"tpot_s": [0.006, 0.004], "tokens": [5, 6, 7]},
-        "SPARSEK": {"tpot_s": [0.002], "tokens": [5, 6, 7]},
-        "baseline": {"tpot_s": [0.003], "tokens": [9, 9, 9]},
+        "without speculation": {"tpot_s": [0.006, 0.004], **answer([5, 6, 7])},
+        "SPARSEK": {"tpot_s": [0.002], **answer([5, 6, 7])},
+        "baseline": {"tpot_s": [0.003], **answer([9, 9, 9])},
     }
     ratios, wrong = script["judge"]("ngrams", runs)
-    assert ratios == {"gain_of_speculation": 2.0, "baseline_over_ours": 1.5}
+    assert ratios == {"gain_of_speculation": 2.0, "baseline_over_ours": 1.5, "equal_tokens": 3}
     assert not wrong
-    runs["SPARSEK"] = runs["SPARSEK"] | {"tokens": [5, 8, 7]}
-    assert script["judge"]("ngrams", runs)[1] == ["token 1 is another one with speculation"]
+    runs["SPARSEK"] |= answer([5, 8, 7], [-1.0, -0.5, -1.0])
+    ratios, (wrong,) = script["judge"]("ngrams", runs)
+    assert ratios["equal_tokens"] == 1
+    assert "with speculation the answer is another one, 0.5 nats apart" in wrong
 
 
 @pytest.mark.parametrize(
@@ -70,6 +86,34 @@ def test_hybrid(
     theirs = times | {"logprobs": [-1.0, -2.0], "tokens": [3, 4]}
     runs = {"SPARSEK": times | {"logprobs": logprobs, "tokens": tokens}, "baseline": theirs}
     assert bool(script["judge"]("hybrid", runs)[1]) is not fine
+
+
+def test_random_weights() -> None:
+    """Kinds of parameters by their names; a matrix keeps the size of what it multiplies."""
+    pytest.importorskip("vllm")
+    from benchmarks.random_weights import draw
+
+    torch.manual_seed(0)
+    found = {}
+    for name, shape in {
+        "layers.0.mlp.down_proj.weight": (64, 4096),
+        "layers.0.mamba.conv1d.weight": (4096, 1, 4),
+        "model.layers.embed_tokens.weight": (512, 64),
+        "model.norm.weight": (64,),
+        "layers.0.mamba.in_proj.bias": (64,),
+        "layers.0.mamba.A": (64,),
+        "layers.0.mamba.D": (64,),
+        "layers.0.mamba.dt_bias": (64,),
+    }.items():
+        found[name.split(".", 2)[-1]] = weight = torch.full(shape, torch.nan)
+        draw(name, weight)
+    assert all(weight.isfinite().all() for weight in found.values())
+    x = torch.randn(4096, 32)
+    assert (found["mlp.down_proj.weight"] @ x).std().item() == pytest.approx(1, abs=0.1)
+    assert found["mamba.conv1d.weight"].std().item() == pytest.approx(0.5, abs=0.02)
+    assert found["weight"].unique().tolist() == [1.0]  # of the last norm
+    assert not found["mamba.in_proj.bias"].any()
+    assert (found["mamba.A"] < 0).all()
 
 
 @pytest.mark.parametrize("name", ["granite-4.0-h-micro", "lfm2-1.2b"])
