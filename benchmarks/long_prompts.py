@@ -37,6 +37,9 @@ from sparsek_backend.vllm_backend.names import BACKEND_NAME
 SILENCE_LIMIT = 600.0
 LONG_ANSWER = 128
 """Tokens of the longest answer."""
+CONTEXT = 131072 - LONG_ANSWER - 32
+"""Tokens of a prompt.  It ends within a page, so its last tokens are computed even if all before
+them are loaded: a single last token would be attended by the rule of decode."""
 STUDIES = ("offload", "ngrams", "hybrid")
 WORKER = "benchmarks.long_prompts_worker"
 GAP = 0.1
@@ -229,7 +232,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--model", default="llama-3.1-8b", help="a shape")
-    parser.add_argument("--context", type=int, default=131072 - LONG_ANSWER, help="prompt tokens")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="prompt tokens")
     parser.add_argument("--baseline", default="FLASH_ATTN")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batched-tokens", type=int, default=16384)

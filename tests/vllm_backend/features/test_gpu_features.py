@@ -221,15 +221,21 @@ def test_two_gpus(
         assert [calls > 0 for calls in ran(llm)] == [True, True]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    ("kind", "gpus"), [("mqa", 2), ("llama", 4)], ids=["a head on 2 GPUs", "2 heads on 4 GPUs"]
+)
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
-def test_decode_context_parallel(eager: bool, prompts: list[list[int]], tmp_path: Path) -> None:
+def test_decode_context_parallel(
+    eager: bool, kind: str, gpus: int, prompts: list[list[int]], tmp_path: Path
+) -> None:
     """Two ranks hold the pages of a KV head between them; prompts in chunks, and a prefix hit."""
-    model = make_tiny_model("mqa", tmp_path)
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+    model = make_tiny_model(kind, tmp_path)
     limits = {**LIMITS, "max_num_batched_tokens": 256, "block_size": 64}
     expected = answer(model, prompts, **limits)
     ranks = {
-        "tensor_parallel_size": 2,
+        "tensor_parallel_size": gpus,
         "decode_context_parallel_size": 2,
         "cp_kv_cache_interleave_size": 64,
         "disable_custom_all_reduce": True,
@@ -240,7 +246,7 @@ def test_decode_context_parallel(eager: bool, prompts: list[list[int]], tmp_path
         again = generate(llm, prompts[3:], together=True)
         assert tokens(again) == expected[3:]
         assert again[0].num_cached_tokens >= len(prompts[3]) // 2
-        assert [calls > 0 for calls in ran(llm)] == [True, True]
+        assert [calls > 0 for calls in ran(llm)] == [True] * gpus
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
