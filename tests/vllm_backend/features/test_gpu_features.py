@@ -328,6 +328,7 @@ def test_connectors(
         assert llm.reset_prefix_cache()
         for layer in layers(llm):
             layer.kv_cache.fill_(float("nan"))
+        torch.cuda.synchronize()  # a connector loads on a stream of its own
         again, loaded = pages_of_request(llm, prompts[-1])
     assert tokens([answer, again]) == 2 * plain[-1:]
     assert again.num_cached_tokens >= len(prompts[-1]) // 2
