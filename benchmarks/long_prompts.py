@@ -5,8 +5,9 @@
     python benchmarks/long_prompts.py hybrid --model granite-4.0-h-micro --json hybrid.json
     python benchmarks/long_prompts.py ngrams --toy --json /tmp/toy.json  # a minute on a CPU
 
-`offload`: a prompt is answered, evicted from the GPU by another one, and answered again from pages
-that vLLM's OffloadingConnector kept in host memory; both answers must be the same.
+`offload`: a prompt is computed, answered again from its pages on the GPU, evicted by another one,
+and answered from pages that vLLM's OffloadingConnector kept in host memory.  The last two answers
+to it are the same arithmetic, and must be the same.
 `ngrams`: time per output token with and without n-gram speculation; the answer must be the same.
 `hybrid`: time to the first token and per output token of a model with recurrent layers; a short
 prompt, which is attended whole, must have the other backend's answer.
@@ -143,22 +144,23 @@ def judge(study: str, runs: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, 
         ratios: dict[str, Any] = {
             "baseline_over_ours": {
                 name: theirs[name]["ttft_s"] / ours[name]["ttft_s"]
-                for name in ("computed", "loaded")
+                for name in ("computed", "cached", "loaded")
             },
             "equal_tokens": {
-                name: first_difference(run["computed"]["tokens"], run["loaded"]["tokens"])
+                name: first_difference(run["cached"]["tokens"], run["loaded"]["tokens"])
                 for name, run in runs.items()
             },
         }
         wrong = [
-            f"{name}: the loaded prompt was answered otherwise than the computed one, {parted}"
+            f"{name}: the loaded prompt was answered otherwise than the cached one, {parted}"
             for name, run in runs.items()
-            if (parted := apart(run["computed"], run["loaded"]))
+            if (parted := apart(run["cached"], run["loaded"]))
         ]
         wrong += [
-            f"{name}: no page of the prompt was loaded"
+            f"{name}: no page of the {step} prompt was found"
             for name, run in runs.items()
-            if not run["loaded"]["cached_tokens"]
+            for step in ("cached", "loaded")
+            if not run[step]["cached_tokens"]
         ]
         return ratios, wrong
     if study == "ngrams":

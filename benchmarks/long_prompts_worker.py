@@ -25,11 +25,12 @@ def answer(output: Any) -> dict[str, Any]:
 
 
 def offload(bench: Bench, job: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds to the first token, computed and loaded, and both answers."""
+    """Seconds to the first token of one prompt in three ways, and the answers."""
     bench.generate([bench.prompt(job["context"] // 8)], 2)
     first, other = bench.prompt(job["context"]), bench.prompt(job["context"])
     found: dict[str, Any] = {}
-    for name, prompt in (("computed", first), ("evicting", other), ("loaded", first)):
+    steps = (("computed", first), ("cached", first), ("evicting", other), ("loaded", first))
+    for name, prompt in steps:
         output = bench.generate([prompt], ANSWER, logprobs=1)[0]
         seconds = float(output.metrics.first_token_latency)
         report_progress(f"{name}: first token after {seconds:.3f} s")
