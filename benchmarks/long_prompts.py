@@ -185,12 +185,13 @@ def judge(study: str, runs: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, 
 def apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """What says that two answers differ by more than rounding; empty if they do not.
 
-    Behind the first token that differs the two continue other texts, and are not compared.
+    Behind the first token that differs the two continue other texts: there, numbers are enough.
     """
     place = first_difference(one["tokens"], other["tokens"])
     pairs = zip(one["logprobs"], other["logprobs"], strict=True)
-    gaps = [abs(a - b) for a, b in pairs][: place + 1]
-    wide = [gap for gap in gaps if not gap <= GAP]  # NaN is one
+    gaps = [abs(a - b) for a, b in pairs]
+    wide = [gap for gap in gaps[: place + 1] if gap > GAP]
+    wide += [gap for gap in gaps if not math.isfinite(gap)]
     return f"{wide[0]:.3g} nats apart, at most {GAP} expected" if wide else ""
 
 

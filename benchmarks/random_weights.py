@@ -20,7 +20,8 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 EXTENSION = "benchmarks.random_weights.Extension"
 SHARPNESS = 3.0
-"""A few keys of 128k take most of the mass."""
+"""Standard deviation of attention's logits if none is given: a few keys of 128k take most of the
+mass."""
 LOGIT_GAIN = 2.0
 """Standard deviation of the logits of the next token."""
 

@@ -78,6 +78,7 @@ def test_ngrams(script: dict[str, Any]) -> None:
         ([-1.0, -2.5], [3, 4], False),
         ([-1.0, float("nan")], [3, 4], False),
         ([-1.0, -9.0], [5, 4], True),  # other texts from the first token on
+        ([-1.0, float("nan")], [5, 4], False),
     ],
 )
 def test_hybrid(
@@ -95,24 +96,25 @@ def test_random_weights() -> None:
     from benchmarks.random_weights import draw
 
     torch.manual_seed(0)
-    found = {}
-    for name, shape in {
-        "layers.0.mlp.down_proj.weight": (64, 4096),
-        "layers.0.mamba.conv1d.weight": (4096, 1, 4),
-        "model.layers.embed_tokens.weight": (512, 64),
-        "model.norm.weight": (64,),
-        "layers.0.mamba.in_proj.bias": (64,),
-        "layers.0.mamba.A": (64,),
-        "layers.0.mamba.D": (64,),
-        "layers.0.mamba.dt_bias": (64,),
-    }.items():
-        found[name.split(".", 2)[-1]] = weight = torch.full(shape, torch.nan)
-        draw(name, weight)
-    assert all(weight.isfinite().all() for weight in found.values())
+    shapes = {
+        "mlp.down_proj.weight": (64, 4096),
+        "mamba.conv1d.weight": (4096, 1, 4),
+        "embed_tokens.weight": (512, 64),
+        "norm.weight": (64,),
+        "mamba.in_proj.bias": (64,),
+        "mamba.A": (64,),
+        "mamba.D": (64,),
+        "mamba.dt_bias": (64,),
+    }
+    found = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+    for name, weight in found.items():
+        draw(f"model.{name}", weight)
+        assert weight.isfinite().all(), name
     x = torch.randn(4096, 32)
     assert (found["mlp.down_proj.weight"] @ x).std().item() == pytest.approx(1, abs=0.1)
     assert found["mamba.conv1d.weight"].std().item() == pytest.approx(0.5, abs=0.02)
-    assert found["weight"].unique().tolist() == [1.0]  # of the last norm
+    assert found["embed_tokens.weight"].std().item() == pytest.approx(1, abs=0.02)
+    assert found["norm.weight"].unique().tolist() == [1.0]
     assert not found["mamba.in_proj.bias"].any()
     assert (found["mamba.A"] < 0).all()
 
