@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 from sparsek_kernels.paged.batch import PagedBatch  # noqa: E402
 from sparsek_kernels.paged.config import TileConfig  # noqa: E402
 from sparsek_kernels.paged.launch import attend as launch  # noqa: E402
+from sparsek_kernels.paged.launch import rank as launch_rank  # noqa: E402
 from sparsek_kernels.paged.launch import scores as launch_scores  # noqa: E402
 from sparsek_kernels.paged.launch import select as launch_select  # noqa: E402
 from sparsek_kernels.paged.operands import PagedOperands  # noqa: E402
@@ -123,10 +124,14 @@ def patched(name: str, value: TileConfig | tuple[int, int] | None) -> Iterator[N
 def portable_kernels() -> Iterator[None]:
     """Prefills leave the kernels written for Hopper alone."""
     attend, score = launch.prefill_config, launch_scores.score_config
+    masses = launch_rank.listed_config
     with (
         mock.patch.object(launch, "prefill_config", lambda **s: replace(attend(**s), hopper=False)),
         mock.patch.object(
             launch_scores, "score_config", lambda **s: replace(score(**s), hopper=False)
+        ),
+        mock.patch.object(
+            launch_rank, "listed_config", lambda **s: replace(masses(**s), hopper=False)
         ),
     ):
         yield

@@ -307,12 +307,13 @@ def listed_config(*, rows: int, head_dim: int, itemsize: int, arch: int) -> Tile
         splits=1,
         num_warps=num_warps,
         num_stages=stages,
+        hopper=has_wgmma(arch),
     )
 
 
-def listed_shares(programs: int, pieces: int, num_sms: int) -> int:
-    """Programs that share one tile's list of ``pieces`` runs of keys: four per multiprocessor."""
-    return max(min(4 * num_sms // max(programs, 1), pieces // 2), 1)
+def listed_shares(programs: int, pieces: int, resident: int) -> int:
+    """Programs that share one tile's list of ``pieces`` runs of keys: ``resident`` at once."""
+    return max(min(resident // max(programs, 1), pieces // 2), 1)
 
 
 def rank_rows(places: int, rows: int) -> int:

@@ -60,6 +60,7 @@ KERNELS = {
     "gate_logits_kernel": launch_seer,
     "attend_hopper_kernel": launch_sm90,
     "tile_scores_sm90_kernel": launch_scores,
+    "listed_masses_sm90_kernel": launch_rank,
 }
 HOPPER_SCORES = ("gather_samples_kernel", "tile_scores_sm90_kernel")
 TYPES = {
@@ -113,7 +114,11 @@ def record(action: Callable[[], object], arch: int, num_sms: int) -> list[Record
 def hopper_kernels(wanted: bool) -> Iterator[None]:
     """Prefills of whole tiles take the kernels written for Hopper where these fit, or never do."""
     with contextlib.ExitStack() as stack:
-        for module, selector in ((launch, "prefill_config"), (launch_scores, "score_config")):
+        for module, selector in (
+            (launch, "prefill_config"),
+            (launch_scores, "score_config"),
+            (launch_rank, "listed_config"),
+        ):
             configure = getattr(module, selector)
 
             def chosen(configure: Any = configure, **shape: Any) -> TileConfig:
@@ -223,7 +228,7 @@ def launches(
             seen += record(step, arch, sms)
         if policy is topk:
             with hopper_kernels(True):
-                special = ("attend_hopper_kernel", *HOPPER_SCORES)
+                special = ("attend_hopper_kernel", "listed_masses_sm90_kernel", *HOPPER_SCORES)
                 seen += [r for r in record(step, arch, sms) if r.name in special]
     seen += record(
         lambda: launch.write_kv(

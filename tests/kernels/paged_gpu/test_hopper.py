@@ -11,6 +11,7 @@ import torch
 from problems import Problem, make_problem
 
 from sparsek_kernels.paged.launch import attend as launch
+from sparsek_kernels.paged.launch import rank as launch_rank
 from sparsek_kernels.paged.launch import scores as launch_scores
 from sparsek_kernels.paged.launch import select as launch_select
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -24,6 +25,7 @@ pytestmark = [
 ]
 
 TOP_K = SelectionPolicy(num_sink=64, window_size=192, top_k=4)
+ALL = {"attend_hopper", "_score_sm90", "_list_masses_sm90"}
 STEP = [(1, 1500), (1, 65), (200, 1300), (63, 63), (130, 901), (0, 700), (1000, 1000)]
 
 
@@ -31,14 +33,22 @@ STEP = [(1, 1500), (1, 65), (200, 1300), (63, 63), (130, 901), (0, 700), (1000, 
 def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Launches of each Hopper kernel; steps with few tiles take them too."""
     counts: Counter[str] = Counter()
-    for module, selector in ((launch, "prefill_config"), (launch_scores, "score_config")):
+    for module, selector in (
+        (launch, "prefill_config"),
+        (launch_scores, "score_config"),
+        (launch_rank, "listed_config"),
+    ):
         configure = getattr(module, selector)
         monkeypatch.setattr(
             module,
             selector,
             lambda configure=configure, **s: replace(configure(**s), splits=1, hopper=True),
         )
-    for module, launcher in ((launch, "attend_hopper"), (launch_scores, "_score_sm90")):
+    for module, launcher in (
+        (launch, "attend_hopper"),
+        (launch_scores, "_score_sm90"),
+        (launch_rank, "_list_masses_sm90"),
+    ):
         start = getattr(module, launcher)
         monkeypatch.setattr(
             module,
@@ -69,13 +79,13 @@ def test_layouts(
 ) -> None:
     problem = step(dim=dim, page_size=page_size, dtype=dtype, head_major=head_major)
     oracle_check.check(problem, TOP_K)
-    assert set(ran) == {"attend_hopper", "_score_sm90"}
+    assert set(ran) == ALL
 
 
 @pytest.mark.parametrize("group", [2, 3, 4, 7, 8, 16])
 def test_groups(group: int, ran: Counter[str]) -> None:
     oracle_check.check(step(group=group), TOP_K)
-    assert set(ran) == {"attend_hopper", "_score_sm90"}
+    assert set(ran) == (ALL if group > 2 else ALL - {"_list_masses_sm90"})  # 128 rows or more
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])
@@ -86,7 +96,7 @@ def test_lists_of_odd_and_even_length(top_k: int, ran: Counter[str]) -> None:
 
 def test_tiles_of_two_chunks(ran: Counter[str]) -> None:
     oracle_check.check(step(), replace(TOP_K, query_tile=128, top_k=6))
-    assert set(ran) == {"attend_hopper", "_score_sm90"}
+    assert set(ran) == ALL
 
 
 def test_learned_sinks(ran: Counter[str]) -> None:
@@ -165,7 +175,7 @@ def test_a_step_of_many_tiles(ran: Counter[str]) -> None:
         return chosen, out
 
     chosen, out = run()
-    assert set(ran) == {"attend_hopper", "_score_sm90"}
+    assert set(ran) == ALL
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch_scores, "scores_fit", lambda *_: False)
         patch.setattr(launch, "attend_fits", lambda *_: False)

@@ -25,7 +25,7 @@ def attend_fits(operands: PagedOperands, policy: SelectionPolicy) -> bool:
     """Whether the Hopper kernel can attend a step's prefills, if there are enough of them."""
     q, k_cache, v_cache = operands.q, operands.k_cache, operands.v_cache
     return (
-        _tensor_cores_take(q, k_cache, k_cache.shape[2])
+        tensor_cores_take(q, k_cache, k_cache.shape[2])
         and q.shape[1] >= 2 * k_cache.shape[1]
         and policy.selects_blocks
         and policy.sel_block_size == _BOX
@@ -36,7 +36,7 @@ def attend_fits(operands: PagedOperands, policy: SelectionPolicy) -> bool:
     )
 
 
-def _tensor_cores_take(q: torch.Tensor, keys: torch.Tensor, page_size: int) -> bool:
+def tensor_cores_take(q: torch.Tensor, keys: torch.Tensor, page_size: int) -> bool:
     return (
         has_wgmma(device_arch(q.device))
         and q.dtype in (torch.float16, torch.bfloat16)

@@ -18,10 +18,20 @@ from sparsek_kernels.paged.config import (
     rank_rows,
 )
 from sparsek_kernels.paged.kernels.rank import listed_masses_kernel, rank_blocks_kernel
+from sparsek_kernels.paged.kernels.rank_sm90 import listed_masses_sm90_kernel
+from sparsek_kernels.paged.launch.attend_sm90 import (
+    describe_cache,
+    is_matrix,
+    tensor_cores_take,
+)
 from sparsek_kernels.paged.launch.scratch import overlap_options, workspace
 from sparsek_kernels.paged.launch.selection import Selection, Step
 from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import ceil_div
+
+_BLOCK = 64
+_ROWS = 128
+_STREAMS = 2
 
 
 def list_config(call: Selection) -> tuple[TileConfig, int]:
@@ -35,10 +45,17 @@ def list_config(call: Selection) -> tuple[TileConfig, int]:
     return config, largest_part(call.policy.sel_block_size, config.block_n)
 
 
-def mass_elements(call: Selection) -> int:
-    """Elements that the masses of one tile take."""
-    _, unit = list_config(call)
-    return call.heads * call.list_places * (call.policy.sel_block_size // unit) * call.rows
+def tiles_ranked(call: Selection, elements: int) -> int:
+    """Tiles of one step: as many as ``elements`` of scratch hold, in whole waves of programs."""
+    config, unit = list_config(call)
+    parts = call.policy.sel_block_size // unit
+    tiles = max(elements // (call.heads * call.list_places * parts * call.rows), 1)
+    if config.hopper and masses_fit(call):
+        programs = multiprocessors(call.q.device) // call.heads
+        wave = programs * _STREAMS // (call.rows // _ROWS)
+        if 0 < wave < tiles:
+            tiles -= tiles % wave
+    return tiles
 
 
 def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
@@ -47,14 +64,11 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
     Args:
         candidates: ``[step.count, Hkv, listed_blocks]`` int32 of ``top_blocks_kernel``.
     """
-    q, k_cache, batch, policy = call.q, call.k_cache, call.batch, call.policy
-    _, heads, page_size, dim = k_cache.shape
+    batch, policy = call.batch, call.policy
     config, unit = list_config(call)
-    numel = step.count * mass_elements(call)
-    masses = workspace(q.device, "masses of lists", numel, torch.float32)
-    programs = step.count * ceil_div(call.rows, config.block_m)
-    pieces = ceil_div(call.list_places * policy.sel_block_size, config.block_n)
-    shares = listed_shares(programs * heads, pieces, multiprocessors(q.device))
+    parts = policy.sel_block_size // unit
+    numel = step.count * call.heads * call.list_places * parts * call.rows
+    masses = workspace(call.q.device, "masses of lists", numel, torch.float32)
     shape = call.tile_keys() | {
         "GROUP_PAD": next_power_of_2(call.group),
         "UNIT": unit,
@@ -64,6 +78,50 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
         "LISTED_BLOCKS": policy.listed_blocks,
         "MIN_MASS": policy.min_mass > 0,
     }
+    if config.hopper and masses_fit(call):
+        _list_masses_sm90(call, step, candidates, masses, shape)
+    else:
+        _list_masses(call, step, candidates, masses, shape, config)
+    places = head_places(policy, call.q.device)
+    run(
+        rank_blocks_kernel,
+        (step.count, call.heads),
+        call.out,
+        masses,
+        candidates,
+        batch.seq_lens if places is None else places,
+        batch.seq_lens if call.left_out is None else call.left_out,
+        call.tiles,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        policy.dense_below,
+        step.first,
+        policy.min_mass,
+        batch.passing,
+        *call.out.stride()[:2],
+        HEAD_PLACES=places is not None,
+        LEFT_OUT=call.left_out is not None,
+        BLOCK_R=rank_rows(call.list_places, call.rows),
+        num_warps=4 if call.list_places <= 1024 else 8,
+        **shape,
+        **overlap_options(call.q.device),
+    )
+
+
+def _list_masses(
+    call: Selection,
+    step: Step,
+    candidates: torch.Tensor,
+    masses: torch.Tensor,
+    shape: dict[str, int | bool],
+    config: TileConfig,
+) -> None:
+    """Write the masses of a step's lists by the kernel for every GPU."""
+    q, k_cache, batch, policy = call.q, call.k_cache, call.batch, call.policy
+    _, heads, page_size, dim = k_cache.shape
+    programs = step.count * ceil_div(call.rows, config.block_m)
+    pieces = ceil_div(call.list_places * policy.sel_block_size, config.block_n)
+    shares = listed_shares(programs * heads, pieces, 4 * multiprocessors(q.device))
     run(
         listed_masses_kernel,
         (programs, heads, shares),
@@ -91,27 +149,53 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
         **shape,
         **overlap_options(q.device),
     )
-    places = head_places(policy, q.device)
+
+
+def masses_fit(call: Selection) -> bool:
+    """Whether the Hopper kernel can write the masses of a call's lists."""
+    return (
+        tensor_cores_take(call.q, call.k_cache, call.k_cache.shape[2])
+        and call.policy.sel_block_size == _BLOCK
+        and call.rows % _ROWS == 0
+        and is_matrix(call.k_cache)
+    )
+
+
+def _list_masses_sm90(
+    call: Selection,
+    step: Step,
+    candidates: torch.Tensor,
+    masses: torch.Tensor,
+    shape: dict[str, int | bool],
+) -> None:
+    """Write the masses of a step's lists by the kernel for Hopper."""
+    q, batch, policy = call.q, call.batch, call.policy
+    work = step.count * (call.rows // _ROWS)
+    resident = _STREAMS * multiprocessors(q.device)
+    shares = listed_shares(work * call.heads, call.list_places, resident)
+    k_desc, *distances = describe_cache(call.k_cache)
+    unused = ("FROM_TABLE", "TILES_PER_REQUEST", "SEL_BLOCK", "UNIT")
     run(
-        rank_blocks_kernel,
-        (step.count, heads),
-        call.out,
+        listed_masses_sm90_kernel,
+        (ceil_div(work, _STREAMS), call.heads, shares),
         masses,
+        q,
+        k_desc,
         candidates,
-        batch.seq_lens if places is None else places,
-        batch.seq_lens if call.left_out is None else call.left_out,
         call.tiles,
+        batch.block_table,
         batch.seq_lens,
         batch.cu_seqlens_q,
+        call.qk_scale,
         policy.dense_below,
         step.first,
-        policy.min_mass,
-        batch.passing,
-        *call.out.stride()[:2],
-        HEAD_PLACES=places is not None,
-        LEFT_OUT=call.left_out is not None,
-        BLOCK_R=rank_rows(call.list_places, call.rows),
-        num_warps=4 if call.list_places <= 1024 else 8,
-        **shape,
-        **overlap_options(q.device),
+        work,
+        *q.stride()[:2],
+        *distances,
+        batch.block_table.stride(0),
+        HEAD_DIM=q.shape[2],
+        PAGE_SIZE=call.k_cache.shape[2],
+        STAGES=256 // q.shape[2],
+        num_warps=4,
+        **{name: value for name, value in shape.items() if name not in unused},
     )

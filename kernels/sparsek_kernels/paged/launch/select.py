@@ -19,7 +19,7 @@ from sparsek_kernels.paged.config import logits_config, next_power_of_2, top_war
 from sparsek_kernels.paged.kernels.select import top_blocks_kernel
 from sparsek_kernels.paged.kernels.sketch_logits import decode_logits_kernel
 from sparsek_kernels.paged.launch.infllm import averages, block_scores
-from sparsek_kernels.paged.launch.rank import mass_elements, rank_blocks
+from sparsek_kernels.paged.launch.rank import rank_blocks, tiles_ranked
 from sparsek_kernels.paged.launch.scores import score_tiles
 from sparsek_kernels.paged.launch.scratch import (
     MOST_ROWS,
@@ -258,7 +258,7 @@ def _select_tiles(call: Selection, tiles: torch.Tensor) -> None:
     q, k_cache, batch, policy, heads = call.q, call.k_cache, call.batch, call.policy, call.heads
     width = call.width
     scored = max(min(_SCRATCH_ELEMENTS // (heads * width), tiles.shape[0]), 1)
-    ranked = max(_SCRATCH_ELEMENTS // mass_elements(call), 1)
+    ranked = tiles_ranked(call, _SCRATCH_ELEMENTS)
     scores = workspace(q.device, "scores", scored * heads * width, torch.float32)
     for first in range(0, tiles.shape[0], scored):
         end = min(first + scored, tiles.shape[0])
