@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from hardware import simulated
 from problems import Problem, make_problem
 
 from sparsek_kernels.common.kernels.softmax import LOG2E
@@ -237,6 +238,22 @@ def test_whole_units_against_oracle(
 
 def test_one_of_these_lists_is_longer_than_what_is_looked_up_at_once() -> None:
     assert 32 < WHOLE["long"].policy.listed_blocks < 3300 // 64 - 6
+
+
+@pytest.mark.parametrize(
+    ("arch", "heads", "tiles"), [(90, 8, 64), (90, 1, 528), (90, 200, 3), (80, 8, 81)]
+)
+def test_steps_are_whole_waves_of_hoppers_programs(arch: int, heads: int, tiles: int) -> None:
+    """Of 132 multiprocessors eight heads leave 16 for each; a program has two tiles."""
+    problem = make_problem(
+        [(64, 64)], heads=heads, group=4, dim=128, page_size=64, dtype=torch.float16
+    )
+    rule = SelectionPolicy(num_sink=64, window_size=512, top_k=96)
+    table = prefill_tiles(problem.batch, rule.query_tile, problem.q.shape[0])
+    out = torch.empty(table.shape[0], heads, rule.scored_blocks, dtype=torch.int32)
+    call = Selection(out, problem.q, problem.k_cache, None, problem.batch, rule, 1.0, table)
+    with simulated(arch, 132):
+        assert launch_rank.tiles_ranked(call, 1 << 24) == tiles
 
 
 @pytest.mark.gpu

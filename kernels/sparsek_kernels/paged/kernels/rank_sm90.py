@@ -8,8 +8,7 @@ weigh them for 64 rows each.  While some warpgroups multiply, others take expone
 Products and exponentials take as long as each other.  In a chunk of 16,384 tokens with 32 query
 and 8 KV heads, D = 128, lists of 202 blocks and 128 rows a tile make 3.4 G scores, 256 operations
 each: 0.87 TFLOP, or 0.88 ms at the 989 TFLOP/s of an H200.  As many exponentials take 0.8 ms at 16
-a clock and multiprocessor.  Programs read 6.8 GB of keys, 0.8 ms with nothing else to do.  Together
-they take 1.6 ms.
+a clock and multiprocessor.  Programs read 6.8 GB of keys, nearly all of it from L2.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Launching the second step of a tile's selection: candidates, ranked by exact masses.
 
-Each key is read once, and programs share lists until four of them run on every multiprocessor.
+Each key is read once for all rows of a program, and programs share lists until they fill the device.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from sparsek_kernels.paged.launch.selection import Selection, Step
 from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import ceil_div
 
-_BLOCK = 64
-_ROWS = 128
-_STREAMS = 2
+_BLOCK, _ROWS, _STREAMS = 64, 128, 2
+"""Keys of a block, rows of a stream and streams of a program of the kernel for Hopper."""
 
 
 def list_config(call: Selection) -> tuple[TileConfig, int]:
@@ -171,7 +170,7 @@ def _list_masses_sm90(
     """Write the masses of a step's lists by the kernel for Hopper."""
     q, batch, policy = call.q, call.batch, call.policy
     work = step.count * (call.rows // _ROWS)
-    resident = _STREAMS * multiprocessors(q.device)
+    resident = _STREAMS * multiprocessors(q.device)  # streams
     shares = listed_shares(work * call.heads, call.list_places, resident)
     k_desc, *distances = describe_cache(call.k_cache)
     unused = ("FROM_TABLE", "TILES_PER_REQUEST", "SEL_BLOCK", "UNIT")
