@@ -11,6 +11,8 @@ from triton import knobs
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+
 ROW = 1024
 """Words that a program writes at once."""
 
@@ -32,7 +34,7 @@ def fill_shared_memory_kernel(sink_ptr, value, ROWS: gl.constexpr, ROW: gl.const
         for copy in gl.static_range(2):
             second.index(2 * row + copy).store(words)
         third.index(row).store(words)
-    gl.thread_barrier()
+    thread_barrier()
     kept = first.index(0).load(layout) + second.index(0).load(layout) + third.index(0).load(layout)
     offs = gl.arange(0, ROW, layout)
     gl.store(sink_ptr + offs, kept, mask=kept == 1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+import sparsek_kernels
 from tests.kernels.barriers import require_lasting_barriers, short_lived_barriers
 
 KEPT = """
@@ -34,3 +37,15 @@ def test_a_forgotten_barrier_is_found() -> None:
 def test_text_without_allocations_is_refused() -> None:
     with pytest.raises(ValueError, match="expected barriers to be allocated"):
         short_lived_barriers("ttng.init_barrier %0, 1 : !ttg.memdesc<1xi64>")
+
+
+def test_kernels_name_the_barrier_of_threads_as_the_installed_triton_does() -> None:
+    """Triton 3.7 renamed it: kernels take it from one place, which knows both names."""
+    place = "common/kernels/barrier_sm90.py"
+    root = Path(sparsek_kernels.__file__).parent
+    users = [
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if "gl.thread_barrier" in (text := path.read_text(encoding="utf-8")) or "gl.barrier" in text
+    ]
+    assert users == [place]

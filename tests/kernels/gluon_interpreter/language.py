@@ -163,7 +163,6 @@ class Language:
             dot=self._dot,
             static_range=range,
             range=self.range,
-            thread_barrier=lambda: None,
             debug_barrier=lambda: None,
             allocate_shared_memory=self._allocate,
             warp_specialize=lambda parts, warps, registers: self.machine.run(parts, warps),
@@ -177,6 +176,7 @@ class Language:
         self.names: dict[str, Any] = {
             "gl": gl,
             "tl": gl,
+            "thread_barrier": lambda: None,
             "range": self.range,
             "mbarrier": SimpleNamespace(
                 MBarrierLayout=lambda: Barriers,

@@ -434,7 +434,8 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "vLLM 0.26.0 to 0.33.0",
             SERVED,
             ("test_vllm_api.py::test_the_installed_version",),
-            "run: 0.26.0 and 0.33.0 on GPUs, 0.32.0 on CPUs; of the others the sources are checked",
+            "run: 0.26.0 and 0.33.0 on GPUs (with torch 2.11 and Triton 3.6), 0.32.0 on CPUs; of "
+            "the others the sources are checked, and kernels compile with Triton 3.7 and 3.8",
         ),
         Row(
             "AMD GPUs (ROCm)",

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.common.kernels.softmax import LOG2E
 
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -158,7 +159,7 @@ def _store_rows(ptr, buffer, values, stride):
     DIM: gl.constexpr = values.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     buffer.store(values.to(buffer.dtype))
-    gl.thread_barrier()
+    thread_barrier()
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)).to(gl.int64)
     col = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))
     gl.store(ptr + row[:, None] * stride + col[None, :], buffer.load(LAYOUT))
@@ -345,7 +346,7 @@ def block_sparse_hopper_dkdv_kernel(
     )  # fmt: skip
     kv_head = head // GROUP
     # Sums over warps passed through shared memory that the fork below writes again.
-    gl.thread_barrier()
+    thread_barrier()
     gl.warp_specialize(
         [
             (

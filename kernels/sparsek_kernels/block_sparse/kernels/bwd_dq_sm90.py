@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.common.kernels.softmax import LOG2E
 
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -177,7 +178,7 @@ def _compute_partition(
                 q_tile = q_tile.load(A_LAYOUT)
             if HELD == 2:
                 g_tile = g_tile.load(A_LAYOUT)
-                gl.thread_barrier()
+                thread_barrier()
                 mbarrier.arrive(q_empty.index(INDEX), count=1)
             for tile in range(tiles):
                 # dq comes a tile late, as dk does in the kernel for keys.

@@ -9,6 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+
 ROWS: gl.constexpr = gl.constexpr(64)
 KEYS: gl.constexpr = gl.constexpr(128)
 SCAN: gl.constexpr = gl.constexpr(128)
@@ -81,7 +83,7 @@ def plan_partition(
         mbarrier.wait(plan_empty.index(slot), ((turn // PLANS) & 1) ^ 1)
         for i in gl.static_range(FIELDS):
             plans.index(slot * FIELDS + i).store(gl.full([1], plan[i], gl.int32, ONE))
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(plan_full.index(slot), count=1)
         turn += 1
 
@@ -105,7 +107,7 @@ def take_plan(plans, plan_full, plan_empty, turn, WARPS: gl.constexpr):
     begin = _field(plans, slot, 5, WARPS)
     count = _field(plans, slot, 6, WARPS)
     full = _field(plans, slot, 7, WARPS)
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(plan_empty.index(slot), count=1)
     return valid > 0, batch, kv_head, member, row, begin, count, full
 

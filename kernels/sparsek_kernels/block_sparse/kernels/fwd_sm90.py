@@ -32,6 +32,7 @@ from sparsek_kernels.block_sparse.kernels.fwd_load_sm90 import (
     plan_partition,
     take_plan,
 )
+from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.common.kernels.softmax import LN2
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_lanes_step
 
@@ -120,10 +121,10 @@ def _store(
     gl.store(base + rows, lse, mask=rows < num_q)
     acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
     tma.store_wait(0)
-    gl.thread_barrier()
+    thread_barrier()
     out_wide.index(INDEX).store(acc.to(out_wide.dtype))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     for part in gl.static_range(PARTS):
         box = out_smem.index(INDEX * PARTS + part)
         tma.async_copy_shared_to_global(out_desc, [batch, row, head, part * 64], box)

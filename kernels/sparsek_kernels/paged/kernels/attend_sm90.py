@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_step
 from sparsek_kernels.paged.kernels.attend_load_sm90 import ROWS, load_partition, place
@@ -41,7 +42,7 @@ def zero_tail(
         held = buffer.load(LAYOUT)
         buffer.store(gl.where((row < num_valid)[:, None], held, gl.zeros_like(held)))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(both_done, count=1)
     mbarrier.wait(both_done, phase & 1)
 

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.paged.kernels.attend_load_sm90 import NO_ROW
 from sparsek_kernels.paged.kernels.rank import num_listed, sample_positions
 from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_sees_all, tile_span
@@ -343,7 +344,7 @@ def weigh_partition(
         q_tile = q_smem.index(2 * STREAM + INDEX)
         q_tile.store(q)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
         position = sample_positions(row, base, low, high, TILE, SAMPLES, STRIDE, GROUP, GROUP_PAD)
         pairs = gl.cdiv(entries, 2)

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.common.kernels.tiles_sm90 import tile_index
 
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -244,7 +245,7 @@ def score_partition(
                         begin = step * BLOCKS
                         end = gl.minimum(kept_blocks, begin + TOGETHER * BLOCKS)
                         weigh_kept(kept_out, kept, maxima, kept_lse, begin, end)
-                        gl.thread_barrier()
+                        thread_barrier()
                     stage = taken % STAGES
                     mbarrier.wait(full.index(stage), (taken // STAGES) & 1)
                     zero = gl.zeros([ROWS, CELLS * BLOCKS], gl.float32, CELL_LAYOUT)
@@ -274,12 +275,12 @@ def score_partition(
                 kept_lse = gl.where((seen > 0) & (row_sum > 0.0), log_sum, 1.0e30)
                 kept_out = parts_ptr + place * width
                 kept_blocks = num_blocks
-                gl.thread_barrier()
+                thread_barrier()
             else:
                 for _step in range(steps):
                     stage = taken % STAGES
                     mbarrier.wait(full.index(stage), (taken // STAGES) & 1)
-                    gl.thread_barrier()  # no warp may still wait when the buffer is filled anew
+                    thread_barrier()  # no warp may still wait when the buffer is filled anew
                     mbarrier.arrive(empty.index(stage), count=1)
                     taken += 1
         if streams > 0:

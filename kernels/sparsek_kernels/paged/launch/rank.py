@@ -1,6 +1,6 @@
 """Launching the second step of a tile's selection: candidates, ranked by exact masses.
 
-Each key is read once for all rows of a program, and programs share lists until they fill the device.
+A program reads each key once for all its rows; programs share lists until they fill the device.
 """
 
 from __future__ import annotations

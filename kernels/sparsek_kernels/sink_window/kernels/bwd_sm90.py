@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.common.kernels.masks import last_key, visible
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.sink_window.kernels.bwd_memory_sm90 import (
@@ -91,7 +92,7 @@ def _compute_partition(
             _zero_tail(k_smem, k_len - n_first, BLOCK_N, HEAD_DIM)
             _zero_tail(v_smem, k_len - n_first, BLOCK_N, HEAD_DIM)
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
         mbarrier.wait(q_full.index(0), 0)
         s = warpgroup_mma(k_smem, q_smem.index(0).permute((1, 0)), zero_s, use_acc=False)
     for step in range(steps):
@@ -105,7 +106,7 @@ def _compute_partition(
             _zero_tail(q_smem.index(q_stage), q_len - row_first, BLOCK_M, HEAD_DIM)
             _zero_tail(dout_smem.index(g_stage), q_len - row_first, BLOCK_M, HEAD_DIM)
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
         dp_token = warpgroup_mma(
             v_smem, dout_smem.index(g_stage).permute((1, 0)), zero_s, use_acc=False, is_async=True
         )
@@ -125,7 +126,7 @@ def _compute_partition(
             mbarrier.arrive(q_empty.index((step - 1) % Q_STAGES), count=1)
         ds_smem.store((p * (dp - delta[None, :])).to(dtype))  # [BLOCK_N, BLOCK_M]
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         dq_token = warpgroup_mma(
             ds_smem.permute((1, 0)), k_smem, zero_q, use_acc=False, is_async=True
         )
@@ -155,10 +156,10 @@ def _compute_partition(
             dk += gl.load(sink_dk_ptr + sink_row, mask=mask_sink, other=0.0)
             dv += gl.load(sink_dv_ptr + sink_row, mask=mask_sink, other=0.0)
         # k and v are no longer needed: their buffers turn the rows around for wide stores.
-        gl.thread_barrier()
+        thread_barrier()
         k_smem.store((dk * scale).to(dtype))
         v_smem.store(dv.to(dtype))
-        gl.thread_barrier()
+        thread_barrier()
         out_key = n_first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, STORE_LAYOUT))
         col = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, STORE_LAYOUT))
         base = batch.to(gl.int64) * stride_dkb + kv_head.to(gl.int64) * stride_dkh
@@ -222,7 +223,7 @@ def sink_window_hopper_bwd_kernel(
         mbarrier.init(g_empty.index(i), count=1)
     task = gl.atomic_add(ticket_ptr, 1)
     # The ticket reaches the other warps through shared memory that the fork below writes again.
-    gl.thread_barrier()
+    thread_barrier()
     (
         seq, batch, kv_head, block, segment, q_start, q_len, k_start, k_len, start, m_left, m_full,
         m_all,

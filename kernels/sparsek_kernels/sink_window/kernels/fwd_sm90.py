@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.common.kernels.masks import visible
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_step
@@ -53,7 +54,7 @@ def _zero_tail(
     held = half.load(LAYOUT)
     half.store(gl.where((row < num_valid)[:, None], held, gl.zeros_like(held)))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(both_done, count=1)
     mbarrier.wait(both_done, phase & 1)
 
@@ -155,7 +156,7 @@ def _compute_partition(
                 mbarrier.wait(q_full.index(INDEX), done & 1)
                 if HOLD_Q:
                     q_buf = q_buf.load(Q_LAYOUT)
-                    gl.thread_barrier()
+                    thread_barrier()
                     mbarrier.arrive(q_empty.index(INDEX), count=1)
                 if HAS_SINK_KEYS:
                     mbarrier.wait(sink_full, done & 1)

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -154,7 +155,7 @@ def _split_partition(
     sum_smem.index(INDEX).store(total)
     acc, p_before = warpgroup_mma_wait(0, deps=[acc_token, p_before])
     part_smem.index(INDEX).store(acc)
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(parts_full, count=1)
     mbarrier.wait(parts_full, 0)
 

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.nsa.kernels.tiles import locate_rows
 from sparsek_kernels.nsa.select.kernels.scores import with_spill
@@ -119,7 +120,7 @@ def _compute_partition(
     out = token[None, :] * (num_kv_heads * pitch) + block[:, None]  # [BLOCK_B, BLOCK_T]
     carried = gl.zeros([BLOCK_B, BLOCK_T], gl.float32, OUT_LAYOUT)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     for step in range(steps):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.nsa.selected.kernels.gather_sm90 import GATHER_WARPS, copy_rows
 from sparsek_kernels.nsa.selected.kernels.items import SIZES, locate_item
@@ -82,7 +83,7 @@ def _gather_partition(
         lse_smem.index(stage).store(lse * LOG2E)
         delta_smem.index(stage).store(delta)
         slot_smem.index(stage).store(slot)
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(full.index(stage), count=1)
         at += BLOCK_E
         row = next_row
@@ -134,7 +135,7 @@ def _compute_partition(
     v_base = v_ptr + (batch * octet_vb + wide_head * octet_vh) * 8
     v_smem.store(gl.load(v_base + token * octet_vt * 8 + col, mask=mask_k, other=0.0))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     key_pos = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, S_LAYOUT))
     dk = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, KV_LAYOUT)
     dv = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, KV_LAYOUT)
@@ -162,12 +163,12 @@ def _compute_partition(
             p = gl.where(seen, p, 0.0)
         p_smem.store(p.to(dtype))
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         dv_token = warpgroup_mma(p_smem, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp_token])
         ds_smem.store((p * (dp - delta[None, :])).to(dtype))
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         dq_token = warpgroup_mma(
             ds_smem.permute((1, 0)), k_smem, zero_q, use_acc=False, is_async=True
         )  # [ROWS, HEAD_DIM]
@@ -185,7 +186,7 @@ def _compute_partition(
         )
         dk = warpgroup_mma_wait(0, deps=[dk_token])
         # Both warpgroups are done with this stage, with p and with ds.
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(empty.index(stage), count=1)
     if live:
         offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, KV_LAYOUT))

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.nsa.selected.kernels.fwd_combine import is_near
 
 COPY_WARPS: gl.constexpr = gl.constexpr(4)
@@ -148,9 +149,9 @@ def copy_partition(
             wide_start = start.to(gl.int64)
             row = start + offs_r // BLOCK_G
             inside = (row < end) & (offs_r % BLOCK_G < GROUP)
-            gl.thread_barrier()
+            thread_barrier()
             row_smem.store(inside.to(gl.int32))
-            gl.thread_barrier()
+            thread_barrier()
             q_row = wide_start
             if not VARLEN:
                 q_row -= base_row
@@ -165,9 +166,9 @@ def copy_partition(
             first, steps, low = near_steps(start, end, shift, BLOCK_T, SEL_BLOCK)
             for step in range(first, steps):
                 token = gl.where(step == 0, 0, low + step - 1) * SEL_BLOCK
-                gl.thread_barrier()
+                thread_barrier()
                 mask_smem.store((token + key < k_len).to(gl.int32))
-                gl.thread_barrier()
+                thread_barrier()
                 wide_token = (k_start + token).to(gl.int64) * 8
                 count = _copy_tile(
                     ring, bars, count, k_ptr + k_at + wide_token * octet_kt, mask_smem, 0,
@@ -186,9 +187,9 @@ def copy_partition(
             own = (row + shift) // SEL_BLOCK
             far = is_far(listed, own[:, None]).to(gl.int32) << offs_s[None, :]
             bits = gl.sum(far, 1)
-            gl.thread_barrier()
+            thread_barrier()
             mask_smem.store(bits)
-            gl.thread_barrier()
+            thread_barrier()
             slot = ((wide_start - first_row) * num_kv_heads + kv_head) * TOP_N
             for s in range(TOP_N):
                 count = _copy_tile(

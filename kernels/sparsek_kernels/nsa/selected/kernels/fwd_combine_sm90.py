@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 from sparsek_kernels.common.kernels.softmax_sm90 import softmax_step
 from sparsek_kernels.nsa.selected.kernels.fwd_combine import ROW_SIZES, is_near
@@ -38,7 +39,7 @@ def _take(ring, bars, count, STAGES: gl.constexpr):
 @gluon.jit
 def _give_back(bars, count, STAGES: gl.constexpr):
     """Leave buffer number ``count`` to the copies, once all warps are done with it."""
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(bars[1].index(count % STAGES), count=1)
 
 
@@ -133,7 +134,7 @@ def _compute_partition(
                 acc, p_half = warpgroup_mma_wait(0, deps=[token, p_half])
                 _give_back(bars, count, STAGES)
                 count += 1
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(q_empty, count=1)
 
             m_ref = gl.where(m == float("-inf"), 0.0, m)
@@ -153,7 +154,7 @@ def _compute_partition(
             acc = acc * gl.convert_layout(share, O_ROW)[:, None]
             weight *= gl.convert_layout(share, LIST_ROW)[:, None]
             weight_table.store(gl.permute(weight, (1, 0)))
-            gl.thread_barrier()
+            thread_barrier()
             for slot_index in range(TOP_N - 1):
                 part = _take(ring, bars, count, STAGES).load(O_LAYOUT)
                 _give_back(bars, count, STAGES)
@@ -179,9 +180,9 @@ def _compute_partition(
                 last = _take(ring, bars, count, STAGES)
                 acc += last.load(O_LAYOUT).to(gl.float32) * gate_swa[:, None]
             # The last buffer turns the output around for wide stores.
-            gl.thread_barrier()
+            thread_barrier()
             last.store(acc.to(dtype))
-            gl.thread_barrier()
+            thread_barrier()
             out = last.load(WIDE)
             _give_back(bars, count, STAGES)
             count += 1

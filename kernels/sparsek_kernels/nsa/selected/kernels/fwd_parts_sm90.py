@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.nsa.selected.kernels.gather_sm90 import GATHER_WARPS, copy_rows
 from sparsek_kernels.nsa.selected.kernels.items import SIZES, locate_item
@@ -44,7 +45,7 @@ def _gather_partition(
         slot = gl.load(entries_ptr + at, mask=listed, other=-1)
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
         row_smem.store(row)
-        gl.thread_barrier()
+        thread_barrier()
         copy_rows(
             q_smem.index(stage), row_smem, q_base, kv_head, octet_qt, octet_qh,
             GROUP, BLOCK_G, HEAD_DIM, ROWS,
@@ -53,7 +54,7 @@ def _gather_partition(
         at += BLOCK_E
         row = gl.load(entry_rows_ptr + gl.minimum(at, last))
         slot_smem.index(stage).store(slot)
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(full.index(stage), count=1)
 
 
@@ -96,7 +97,7 @@ def _compute_partition(
         k_smem.store(k)
         v_smem.store(v)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
     for step in range(steps):
         stage = step % STAGES
         q = q_smem.index(stage)
@@ -115,10 +116,10 @@ def _compute_partition(
         o *= gl.convert_layout(1.0 / denom, gl.SliceLayout(1, O_LAYOUT))[:, None]
         # The rows of q are no longer needed: their buffer turns the output around for wide stores.
         q.store(o.to(dtype))
-        gl.thread_barrier()
+        thread_barrier()
         part = q.load(WIDE)
         out_slot = slot_smem.index(stage).load(gl.SliceLayout(1, WIDE))
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(empty.index(stage), count=1)
         at = ((out_slot - first_slot).to(gl.int64) * GROUP + out_member)[:, None] * HEAD_DIM
         gl.store(

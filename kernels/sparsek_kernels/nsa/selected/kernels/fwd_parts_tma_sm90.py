@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.nsa.selected.kernels.items import SIZES, locate_item
 
@@ -164,7 +165,7 @@ def _compute_partition(
                     p_half, v_halves.index(half + 1), zero_o, use_acc=False, is_async=True
                 )
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(done.index(stage), count=1)
 
 
