@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-
-from sparsek_kernels.paged.seer.gates import Gates
 
 
 @dataclass(frozen=True)
@@ -16,19 +15,15 @@ class PagedOperands:
     Args:
         q: ``[T, Hq, D]``.
         k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``.
-        out: ``[T, Hq, D]``, written.
+        out: ``[T, Hq, Dv]``, written.
         softmax_scale: factor of ``q . k``.
-        k_summary: ``[num_pages, Hkv, summary_bytes]`` uint8 (sketch.py, or infllm/means.py or
-            seer/gates.py for a ranking by these), or ``None`` where nothing is selected.
+        k_summary: ``[num_pages, Hkv, summary_bytes]`` uint8, what an indexer keeps in the pages
+            (``pages.py``), or ``None``.
         sinks: ``[Hq]`` learned logits that join the softmax denominator only, or ``None``.
-        k_scale, v_scale: factors of an fp8 cache; ``k_scale`` also of its sketch.
-        lists: ``[rows, Hkv, scored_blocks]`` int32 of ``block_lists``, by which prefills choose
-            blocks in place of scores; or ``None``.
+        k_scale, v_scale: factors of an fp8 cache; ``k_scale`` also of its key means.
         lse: ``[T, Hq]`` float32, contiguous, written, where several ranks hold the pages between
             them: the natural log-sum-exp of each row's logits; else ``None``.
-        left_out: ``[2, 2]`` int64, added to (:func:`sparsek_kernels.paged.paged_attention`), or
-            ``None``.
-        gates: of a ranking by them, else ``None``.
+        largest: elementwise maximum of a contiguous tensor over these ranks, else ``None``.
     """
 
     q: torch.Tensor
@@ -40,15 +35,41 @@ class PagedOperands:
     sinks: torch.Tensor | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0
-    lists: torch.Tensor | None = None
     lse: torch.Tensor | None = None
-    left_out: torch.Tensor | None = None
-    gates: Gates | None = None
+    largest: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors that differ from layer to layer."""
+        return (self.q, self.k_cache, self.v_cache, self.out, self.k_summary, self.sinks)
+
+    @property
+    def heads(self) -> int:
+        """KV heads."""
+        return self.k_cache.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.k_cache.shape[2]
 
     @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.q.shape[1] // self.k_cache.shape[1]
+
+    @property
+    def summary(self) -> torch.Tensor:
+        """``k_summary``, which the indexer reads.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.k_summary is None:
+            raise ValueError(
+                "k_summary: expected the page summaries that the indexer reads, got None"
+            )
+        return self.k_summary
 
     def of_rows(self, rows: slice) -> PagedOperands:
         """The operands of some rows of ``q`` and ``out``."""

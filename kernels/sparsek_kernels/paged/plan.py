@@ -1,12 +1,10 @@
-"""Which queries of a step attend everything, and which attend by a sparse policy.
+"""A step as segments: each has one phase, one policy, and tiles that are dense or sparse together.
 
-Our kernels tell dense tiles from sparse ones by themselves, except for ``dense_last``.  A caller
-that has another kernel for dense prefills asks for :func:`segments` and picks one for each::
+The step is cut here, once for all layers with the same policies, and nowhere else::
 
-    for segment in segments(batch, policy, seq_lens):
-        banded = segment.policy.is_band and segment.batch.num_prefills > 0
-        attend = flash_attention if banded else paged_attention
-        attend(q[segment.rows], ..., segment.batch, segment.policy, out=out[segment.rows])
+    for segment in plan_step(batch, StepPolicy(prefill, decode), seq_lens):
+        chosen = index.select(operands, segment)     # where the policy selects blocks
+        attend(operands.of_rows(segment.rows), segment, chosen)
 
 Segments are attended in order: a later one overwrites rows that an earlier one filled.
 """
@@ -21,22 +19,30 @@ from itertools import accumulate, groupby
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy, ceil_div
+from sparsek_kernels.paged.scratch import rows_per_step
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Requests of a step, or one request's last queries, that attend by one policy.
+    """Decodes of a step, or prefills, or the last queries of one, that attend by one policy.
 
     Args:
         batch: the requests, with their own ``max_query_len`` and ``max_seq_len``.
         policy: what their queries attend; its ``dense_last`` is 0.
         rows: the rows of the step's queries from which ``batch`` counts.
+        fixed_order: whether every row is added up in one order, whatever else is in the batch.
     """
 
     batch: PagedBatch
     policy: SelectionPolicy
     rows: slice = field(default_factory=lambda: slice(None))
+    fixed_order: bool = False
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the queries are decoded tokens, each with a selection of its own."""
+        return self.batch.num_decodes > 0
 
 
 def first_sparse(policy: SelectionPolicy, start: int, end: int) -> int:
@@ -61,8 +67,8 @@ def split_queries(policy: SelectionPolicy, num_q: int, num_k: int) -> tuple[int,
     return (first, last) if first < last else (num_q, num_q)
 
 
-def segments(
-    batch: PagedBatch, policy: SelectionPolicy, seq_lens: Sequence[int] | None = None
+def plan_step(
+    batch: PagedBatch, policy: StepPolicy, seq_lens: Sequence[int] | None = None
 ) -> tuple[Segment, ...]:
     """The step as its decodes and runs of neighbouring prefills, either dense or sparse.
 
@@ -76,31 +82,66 @@ def segments(
             bounds are enough: a prefill that only its bound keeps from being dense counts as
             sparse, and the sparse kernels attend everything for it.
     """
-    common = policy.equal_heads
-    found = batch.derived(("segments", common), lambda: _segments(batch, common, seq_lens))
-    if policy is common:
-        return found
-    rule = replace(policy, dense_last=0)
+    return batch.derived(("segments", policy), lambda: _segments(batch, policy, seq_lens))
+
+
+def plan_tokens(
+    batch: PagedBatch, policy: SelectionPolicy, num_heads: int, num_rows: int, page_size: int
+) -> tuple[Segment, ...]:
+    """The step as tokens that are each decoded alone, so that results do not depend on the batch.
+
+    The layer's shapes and the width of the block table decide how a row is added up.
+
+    Args:
+        batch: the step.
+        policy: of single tokens.
+        num_heads: query heads.
+        num_rows: rows of the step's queries, padding included.
+        page_size: tokens of a page.
+    """
+    return batch.derived(
+        ("tokens", policy, num_heads, num_rows, page_size),
+        lambda: _tokens(batch, policy, num_heads, num_rows, page_size),
+    )
+
+
+def _tokens(
+    batch: PagedBatch, policy: SelectionPolicy, num_heads: int, num_rows: int, page_size: int
+) -> tuple[Segment, ...]:
+    width = batch.block_table.shape[1]
+    batch = replace(batch, max_seq_len=width * page_size)
+    if not batch.num_prefills and batch.decode_query_len == 1:
+        return (Segment(batch, policy, fixed_order=True),)  # as it is: a CUDA graph may hold it
+    widest = width
+    if policy.selects_blocks:
+        widest = max(widest, num_heads * (ceil_div(batch.max_seq_len, policy.sel_block_size) + 16))
+    step = rows_per_step(widest)
+    parts = [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
     return tuple(
-        replace(part, policy=rule) if part.policy.selects_blocks else part for part in found
+        Segment(batch.by_token(*part), policy, slice(*part), fixed_order=True) for part in parts
     )
 
 
 def _segments(
-    batch: PagedBatch, policy: SelectionPolicy, seq_lens: Sequence[int] | None
+    batch: PagedBatch, policy: StepPolicy, seq_lens: Sequence[int] | None
 ) -> tuple[Segment, ...]:
-    lengths = _length_bounds(batch) if seq_lens is None else seq_lens
-    counts = batch.query_lens
-    rule = replace(policy, dense_last=0)
-    everything = SelectionPolicy(sel_block_size=policy.sel_block_size)
+    of_prompts = policy.prefill
+    rule = replace(of_prompts, dense_last=0) if of_prompts.dense_last else of_prompts
+    if not batch.num_prefills:
+        return (Segment(batch, policy.decode),)
+    if not (batch.num_decodes or of_prompts.dense_last or _knows_queries(batch)):
+        return (Segment(batch, rule),)  # the kernels tell dense tiles from sparse ones
     found = []
     if batch.num_decodes:
-        found.append(Segment(batch.part(0, batch.num_decodes), rule))
+        found.append(Segment(batch.part(0, batch.num_decodes), policy.decode))
+    lengths = _length_bounds(batch) if seq_lens is None else seq_lens
+    counts = batch.query_lens
+    everything = SelectionPolicy(sel_block_size=of_prompts.sel_block_size)
 
     def is_sparse(request: int) -> bool:
-        if policy.is_band and not policy.is_dense:  # one mask, whatever the length
-            return counts[request] > policy.dense_last
-        first, last = split_queries(policy, counts[request], lengths[request])
+        if of_prompts.is_band and not of_prompts.is_dense:  # one mask, whatever the length
+            return counts[request] > of_prompts.dense_last
+        first, last = split_queries(of_prompts, counts[request], lengths[request])
         return first < last
 
     prefills = range(batch.num_decodes, batch.num_requests)
@@ -110,16 +151,20 @@ def _segments(
             batch.part(members[0], members[-1] + 1),
             max_query_len=max(counts[r] for r in members),
             max_seq_len=max(lengths[r] for r in members),
-            passing=policy.dense_last if sparse else 0,
             _derived={},
         )
         found.append(Segment(part, rule if sparse else everything))
-        if sparse and policy.dense_last:
+        if sparse and of_prompts.dense_last:
             found += [
                 Segment(part, everything, rows)
-                for rows, part in _tails(batch, members, policy.dense_last, lengths)
+                for rows, part in _tails(batch, members, of_prompts.dense_last, lengths)
             ]
     return tuple(found)
+
+
+def _knows_queries(batch: PagedBatch) -> bool:
+    """Whether the host has the query lengths, so that no device is waited for."""
+    return batch.query_lens_host is not None or batch.cu_seqlens_q.device.type == "cpu"
 
 
 def _length_bounds(batch: PagedBatch) -> Sequence[int]:

@@ -14,27 +14,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 CELL_SIZE = 16
 """Tokens of a cell: the block that a single token selects."""
 
 SAMPLE_STRIDE, MOST_SAMPLES = 4, 16
-"""Query positions of a prefill tile for which one query scores all blocks by summaries, and the
-most queries of a tile that do."""
+"""Sampling stride and cap of the queries of a prefill tile that score all blocks by means."""
 
 RANKING_STRIDE, MOST_RANKING = 2, 32
-"""The same of the queries that rank candidates by their real keys."""
+"""Sampling stride and cap of the queries that weigh candidates by their real keys."""
 
 CANDIDATES = 2
-"""Blocks of a tile that are ranked by their real keys, for each place."""
-
-Ranking: TypeAlias = Literal["masses", "infllm", "seer"]
-"""How blocks are ranked: by the two steps of docs/selection.md, by InfLLM-v2's own scores, or, for
-single tokens, by SeerAttention-R's gates."""
-
-SMALLEST_GATED = 32
-"""Tokens of the smallest block whose gate key has room in place of the sketch."""
+"""Blocks of a tile that are weighed by their real keys, for each slot."""
 
 Positions: TypeAlias = Any
 """An integer, or an array of them (NumPy, PyTorch): the rule is the same arithmetic for all."""
@@ -47,7 +39,7 @@ def ceil_div(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class SelectionPolicy:
-    """How much of its past a query attends.
+    """How much of its past a query of one phase attends: of prompts, or of decoded tokens.
 
     Three cases, told apart by the fields alone:
 
@@ -55,8 +47,8 @@ class SelectionPolicy:
     * *sink-window*: ``window_size`` set, ``top_k == 0``.  Query ``i`` sees ``j <= i`` with
       ``j < num_sink`` or ``j > i - window_size``, exact to the token.
     * *block top-k*: ``top_k > 0``.  Query ``i`` sees, causally, a fixed number of whole blocks
-      (:attr:`budget_blocks`): the sink blocks, the blocks its tile's windows touch, and the
-      highest-scoring of the rest.  Sinks and window are therefore always seen in full.
+      (:attr:`budget_blocks`): the sink blocks, the blocks its tile's windows touch, and those that
+      an indexer chooses among the rest.  Sinks and window are therefore always seen in full.
 
     Args:
         num_sink: first tokens of the sequence that every query sees.  Block top-k rounds it up to
@@ -72,14 +64,6 @@ class SelectionPolicy:
         query_tile: query positions that share one selection (block top-k).  1 makes prefill select
             exactly as decode does, which (without ``dense_last``) makes tokens independent of
             chunking and preemption.
-        ranking: how blocks that compete are ranked.  ``infllm`` is per token.  ``seer`` is of
-            single tokens; tiles are ranked as by ``masses``.
-        decode_top_k: ``top_k`` of a single token; ``None``: as many blocks as a tile.
-        min_mass: the least share of a tile's attention that a candidate has by its summaries, and a
-            selected block by its keys, mean over the queries and heads that score it; less attended
-            blocks are left out.  A single token's cells have as much less as they are smaller.
-        head_top_k: ``top_k`` of each KV head, at most ``top_k``, which stays what decides where
-            everything is seen and how many candidates there are.  Empty: ``top_k`` for all.
     """
 
     num_sink: int = 0
@@ -89,10 +73,6 @@ class SelectionPolicy:
     dense_below: int = 0
     dense_last: int = 0
     query_tile: int = 64
-    ranking: Ranking = "masses"
-    decode_top_k: int | None = None
-    min_mass: float = 0.0
-    head_top_k: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         lowest = {"num_sink": 0, "top_k": 0, "dense_below": 0, "dense_last": 0, "query_tile": 1}
@@ -100,86 +80,36 @@ class SelectionPolicy:
             value = getattr(self, name)
             if not isinstance(value, int) or value < low:
                 raise ValueError(f"{name}: expected an integer >= {low}, got {value!r}")
-        window, single = self.window_size, self.decode_top_k
+        window, size = self.window_size, self.sel_block_size
         if window is not None and (not isinstance(window, int) or window < 1):
             raise ValueError(f"window_size: expected an integer >= 1 or None, got {window!r}")
         if window is None and (self.top_k or self.num_sink):
             raise ValueError(
                 "window_size: expected an integer when num_sink or top_k is set, got None"
             )
-        if single is not None and (not isinstance(single, int) or single < 1 or not self.top_k):
-            raise ValueError(
-                "decode_top_k: expected an integer >= 1 beside a top_k >= 1, or None, got "
-                f"{single!r} beside {self.top_k}"
-            )
-        for own in self.head_top_k:
-            if not isinstance(own, int) or not 1 <= own <= self.top_k:
-                raise ValueError(
-                    f"head_top_k: expected integers from 1 to top_k={self.top_k}, got {own}"
-                )
-        if not 0.0 <= self.min_mass < 1.0 or (self.min_mass and self.ranking != "masses"):
-            raise ValueError(
-                "min_mass: expected a share from 0 to below 1, and 0 unless ranking='masses', got "
-                f"{self.min_mass}"
-            )
-        size = self.sel_block_size
         if not isinstance(size, int) or size < CELL_SIZE or size % CELL_SIZE:
             raise ValueError(f"sel_block_size: expected a multiple of {CELL_SIZE}, got {size!r}")
-        if self.ranking not in get_args(Ranking):
-            raise ValueError(
-                f"ranking: expected one of {', '.join(get_args(Ranking))}, got {self.ranking!r}"
-            )
-        if self.ranking == "infllm" and (self.query_tile != 1 or self.dense_last):
-            raise ValueError(
-                "ranking: expected 'masses' where query_tile is not 1 or dense_last not 0, got "
-                f"'infllm' with {self.query_tile} and {self.dense_last}"
-            )
-        if self.ranking == "seer" and (size < SMALLEST_GATED or self.head_top_k):
-            raise ValueError(
-                f"ranking: expected 'masses' where sel_block_size is below {SMALLEST_GATED} or "
-                f"head_top_k given, got 'seer' with {size} and {self.head_top_k}"
-            )
 
-    def per_token(self) -> SelectionPolicy:
-        """The policy of a single token: its own budget, selected for it alone, by the cell.
+    def per_token(
+        self, top_k: int | None = None, sel_block_size: int = CELL_SIZE
+    ) -> SelectionPolicy:
+        """The policy of single tokens beside this one of tiles.
 
         A selection that tokens do not share can follow each of them closely, so its blocks are as
-        small as a cell.  Sinks and window cover as many tokens as before, ``top_k`` as many as
-        ``decode_top_k`` says; KV heads keep their proportions.  Blocks of a learned ranking keep
-        the size that it was trained with.
-        """
-        return self._per_token
+        small as a cell.  Sinks and window cover as many tokens as before.
 
-    @cached_property
-    def _per_token(self) -> SelectionPolicy:
-        if self.ranking == "infllm":
-            return self
-        by_cells = self.selects_blocks and self.ranking == "masses"
-        size = CELL_SIZE if by_cells else self.sel_block_size
-        alone = self.query_tile == 1 and not self.dense_last and self.decode_top_k is None
-        if alone and size == self.sel_block_size:
-            return self
-        ratio = self.sel_block_size // size
-        top_k = self.top_k if self.decode_top_k is None else self.decode_top_k
+        Args:
+            top_k: the tokens' own budget in blocks of this policy; ``None``: the same.
+            sel_block_size: tokens in a block of theirs.
+        """
+        own = self.top_k if top_k is None else top_k
         return replace(
             self,
-            sel_block_size=size,
-            top_k=top_k * ratio,
+            sel_block_size=sel_block_size if self.selects_blocks else self.sel_block_size,
+            top_k=own * self.sel_block_size // sel_block_size if self.selects_blocks else 0,
             query_tile=1,
             dense_last=0,
-            decode_top_k=None,
-            min_mass=self.min_mass / ratio,
-            head_top_k=tuple(max(own * top_k * ratio // self.top_k, 1) for own in self.head_top_k),
         )
-
-    def of_heads(self, heads: slice) -> SelectionPolicy:
-        """The policy of some of the layer's KV heads."""
-        return replace(self, head_top_k=self.head_top_k[heads]) if self.head_top_k else self
-
-    @cached_property
-    def equal_heads(self) -> SelectionPolicy:
-        """The policy without budgets of single KV heads, which the plan of a step does not need."""
-        return replace(self, head_top_k=()) if self.head_top_k else self
 
     @property
     def sample_stride(self) -> int:
@@ -220,7 +150,7 @@ class SelectionPolicy:
 
     @property
     def selects_blocks(self) -> bool:
-        """Whether blocks are chosen by score, and page summaries are therefore needed."""
+        """Whether an indexer chooses blocks."""
         return self.top_k > 0
 
     @cached_property
@@ -260,34 +190,11 @@ class SelectionPolicy:
 
     @cached_property
     def scored_blocks(self) -> int:
-        """Blocks chosen by score for each tile, where there are that many candidates."""
+        """Slots that an indexer fills for each tile, where there are that many candidates."""
         return max(self.budget_blocks - self.sink_blocks - self.reach_blocks - 1, 0)
 
-    @cached_property
-    def head_places(self) -> tuple[int, ...]:
-        """Blocks that each KV head keeps of those, where heads differ; else empty."""
-        return tuple(max(self.scored_blocks - self.top_k + own, 0) for own in self.head_top_k)
-
-    @property
-    def keeps_fewer(self) -> bool:
-        """Whether a selection may have fewer than ``scored_blocks`` blocks."""
-        return bool(self.head_top_k) or self.min_mass > 0
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether queries may attend fewer keys than :meth:`attended_tokens`."""
-        return self.selects_blocks and self.min_mass > 0
-
-    @cached_property
-    def mean_places(self) -> int | float:
-        """Blocks chosen by score, mean over KV heads; an integer where they are equal."""
-        if not self.head_places:
-            return self.scored_blocks
-        total, heads = sum(self.head_places), len(self.head_places)
-        return total / heads if total % heads else total // heads
-
     def candidate_range(self, position: Positions) -> tuple[Positions, Positions]:
-        """Half-open range of blocks that compete by score for the tile at ``position``."""
+        """Half-open range of blocks that compete for the slots of the tile at ``position``."""
         first_local, _ = self.local_range(position)
         return _at_most(first_local, self.sink_blocks), first_local
 
@@ -307,21 +214,51 @@ class SelectionPolicy:
     def attended_tokens(self, position: Positions) -> Positions:
         """Keys that the query at ``position`` attends: a function of position alone.
 
-        With ``min_mass`` the query may attend fewer; :func:`sparsek_kernels.paged.paged_attention`
-        counts the difference in its argument ``left_out``.  Where KV heads differ, the number is
-        their mean, which may be a fraction.  Queries that ``dense_last`` exempts attend
-        ``position + 1`` keys instead.
+        Queries that ``dense_last`` exempts attend ``position + 1`` keys instead.
         """
         length = position + 1
         if self.window_size is None:
             return length
         if self.selects_blocks:
             first_local, _ = self.local_range(position)
-            chosen = self.sink_blocks + self.mean_places
+            chosen = self.sink_blocks + self.scored_blocks
             sparse = length + (chosen - first_local) * self.sel_block_size
         else:
             sparse = _at_most(length, self.num_sink + self.window_size)
         return sparse + self.sees_all(position) * (length - sparse)
+
+
+@dataclass(frozen=True)
+class StepPolicy:
+    """What a step's prompts and its decoded tokens attend.
+
+    Args:
+        prefill: of prompts, or chunks of them.
+        decode: of decoded tokens, each a tile of its own (``query_tile`` 1).
+    """
+
+    prefill: SelectionPolicy
+    decode: SelectionPolicy
+
+    def __post_init__(self) -> None:
+        if self.decode.selects_blocks and (self.decode.query_tile != 1 or self.decode.dense_last):
+            raise ValueError(
+                "decode: expected query_tile 1 and dense_last 0 (SelectionPolicy.per_token), got "
+                f"{self.decode.query_tile} and {self.decode.dense_last}"
+            )
+
+    @classmethod
+    def of(cls, policy: SelectionPolicy | StepPolicy) -> StepPolicy:
+        """The policies of both phases; one policy alone gives decoded tokens as many tokens."""
+        if isinstance(policy, StepPolicy):
+            return policy
+        single = policy.per_token() if policy.selects_blocks else policy
+        return cls(single if policy.query_tile == 1 else policy, single)
+
+    @property
+    def selects_blocks(self) -> bool:
+        """Whether an indexer chooses blocks in either phase."""
+        return self.prefill.selects_blocks or self.decode.selects_blocks
 
 
 def _at_least(values: Positions, low: int) -> Positions:

@@ -14,7 +14,9 @@ from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.cpu.gather import RunReader, locate_blocks, pick_blocks
 from sparsek_kernels.paged.plan import first_sparse
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
-from sparsek_kernels.paged.sketch import VECTOR_SIZE, read_vectors
+
+_GATHER_ELEMENTS = 1 << 22
+"""Elements of K that one group of tiles may gather: bounds scratch, keeps it near the caches."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +30,6 @@ class SummaryIndex:
 
     table: torch.Tensor
     num_blocks: int
-
-    def read(
-        self, k_summary: torch.Tensor, page_size: int, dim: int, sel_block_size: int
-    ) -> torch.Tensor:
-        """``[T, Hkv, vectors of num_blocks, D]`` float32, rotated as the sketch is."""
-        vectors = self.num_blocks * sel_block_size // VECTOR_SIZE
-        pages = self.table[:, : ceil_div(self.num_blocks * sel_block_size, page_size)]
-        rows = k_summary[pages].transpose(1, 2)  # [T, Hkv, W, bytes]
-        return read_vectors(rows, page_size, dim).flatten(2, 3)[:, :, :vectors]
 
 
 def not_competing(
@@ -191,7 +184,6 @@ class DecodePlan:
 
 def plan_decodes(batch: PagedBatch, rule: SelectionPolicy, page_size: int) -> DecodePlan:
     """Index tensors of the decodes under a per-token ``rule``, made once for all layers."""
-    rule = rule.equal_heads
     key = ("decodes", rule, page_size)
     return batch.derived(key, lambda: _plan_decodes(batch, rule, page_size))
 
@@ -242,15 +234,18 @@ class PrefillPlan:
 
 
 def plan_prefill(
-    batch: PagedBatch, request: int, policy: SelectionPolicy, group_tiles: int, page_size: int
+    batch: PagedBatch, request: int, policy: SelectionPolicy, k_cache: torch.Tensor
 ) -> PrefillPlan:
-    """Index tensors of the prefill of ``request`` in groups of at most ``group_tiles`` tiles.
+    """Index tensors of the prefill of ``request`` in groups of tiles, made once for all layers.
 
-    They are made once for all layers.
+    Args:
+        k_cache: ``[num_pages, Hkv, page_size, D]``, whose sizes bound a group.
     """
-    policy = policy.equal_heads
-    key = ("prefill", request, policy, group_tiles, page_size)
-    return batch.derived(key, lambda: _plan_prefill(batch, request, policy, group_tiles, page_size))
+    _, heads, page_size, dim = k_cache.shape
+    blocks = policy.budget_blocks + 1 + (policy.listed_blocks if policy.selects_blocks else 0)
+    most = max(_GATHER_ELEMENTS // (heads * dim * blocks * policy.sel_block_size), 1)
+    key = ("prefill", request, policy, most, page_size)
+    return batch.derived(key, lambda: _plan_prefill(batch, request, policy, most, page_size))
 
 
 def _plan_prefill(

@@ -1,4 +1,4 @@
-"""The tiles of a step's prefills, as a table on the device."""
+"""The tiles of a segment's prefills, as a table on the device."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ import torch
 from sparsek_kernels.paged.batch import PagedBatch
 
 
-def prefill_tiles(batch: PagedBatch, tile: int, num_tokens: int) -> torch.Tensor:
-    """Device table of the prefills' tiles: ``[bound, 2]`` int32, request (or -1) and base."""
-    bound = (num_tokens - batch.num_decode_tokens) // tile + 2 * batch.num_prefills
+def prefill_tiles(batch: PagedBatch, tile: int, num_rows: int) -> torch.Tensor:
+    """Device table of the prefills' tiles: ``[bound, 2]`` int32, request (or -1) and base.
+
+    Args:
+        tile: query positions of a tile.
+        num_rows: rows of the queries that the batch counts in.
+    """
+    tokens = num_rows - batch.first_row - batch.num_decode_tokens
+    bound = tokens // tile + 2 * batch.num_prefills
 
     def build() -> torch.Tensor:
         first = batch.num_decodes

@@ -1,0 +1,93 @@
+"""What every indexer is: the half of sparse attention that chooses, for the queries of one phase.
+
+The other half (``attend``) takes the indices and knows no rule.  An indexer owns the bytes that it
+keeps in the pages (``pages.py``), and says when they are written.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from sparsek_kernels.paged.pages import summary_bytes
+
+if TYPE_CHECKING:
+    from sparsek_kernels.paged.batch import PagedBatch
+    from sparsek_kernels.paged.operands import PagedOperands
+    from sparsek_kernels.paged.plan import Segment
+    from sparsek_kernels.paged.policy import SelectionPolicy
+
+
+class Indexer(ABC):
+    """Chooses the blocks that the queries of a segment attend beyond sinks and window."""
+
+    reads_pages: ClassVar[bool] = False
+    """Whether it reads bytes of its own from the pages."""
+    written_with_keys: ClassVar[bool] = False
+    """Whether ``write_kv`` keeps these bytes; else :meth:`write` does, once a step."""
+    batch_invariant: ClassVar[bool] = False
+    """Whether a token's blocks do not depend on what else is in the batch."""
+    shares_context: ClassVar[bool] = False
+    """Whether ranks that hold a sequence's pages between them can choose together."""
+    replayable: ClassVar[bool] = True
+    """Whether :meth:`select` is launches of kernels alone, which later layers may repeat."""
+
+    def page_bytes(self, page_size: int, head_dim: int) -> int:
+        """Bytes that it keeps for one page and KV head."""
+        return summary_bytes(page_size, head_dim) if self.reads_pages else 0
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """Its own tensors, which differ between layers that share everything else."""
+        return ()
+
+    @property
+    def key(self) -> Hashable:
+        """What else its launches depend on, beside tensors, policy and batch."""
+        return type(self)
+
+    def check(
+        self, policy: SelectionPolicy, k_cache: torch.Tensor, num_heads: int | None = None
+    ) -> None:
+        """Check that it can choose by a policy over these pages.
+
+        Args:
+            policy: of the phase.
+            k_cache: ``[num_pages, Hkv, page_size, D]``.
+            num_heads: query heads; ``None`` where no queries come.
+
+        Raises:
+            TypeError, ValueError: it cannot; the message names the argument.
+        """
+
+    def write(
+        self,
+        k_cache: torch.Tensor,
+        k_summary: torch.Tensor,
+        batch: PagedBatch,
+        policy: SelectionPolicy,
+    ) -> None:
+        """Keep its bytes of the pages that a step's new tokens touch; their keys are there.
+
+        Args:
+            k_cache: ``[num_pages, Hkv, page_size, D]``.
+            k_summary: ``[num_pages, Hkv, page_bytes]`` uint8, written.
+            batch: the step.
+            policy: of the phase.
+        """
+
+    @abstractmethod
+    def select(self, operands: PagedOperands, segment: Segment) -> torch.Tensor:
+        """Return the chosen blocks, ``[tiles, Hkv, policy.scored_blocks]`` int32, ascending.
+
+        Every decoded token is a tile; a prefill has one for every ``query_tile`` positions that it
+        touches, request after request.  The row of a tile that sees everything is -1.  On a GPU
+        there may be more rows at the end.
+        """
+
+    def fused_decode(self, operands: PagedOperands, segment: Segment) -> bool:
+        """Choose and attend in one call, if it has one for these decodes; else return ``False``."""
+        return False

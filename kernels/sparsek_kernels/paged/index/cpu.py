@@ -1,0 +1,109 @@
+"""What the indexers share in torch: the best blocks by score, for tokens that choose alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sparsek_kernels.paged.batch import host_lengths
+from sparsek_kernels.paged.cpu.plan import (
+    TileGroup,
+    TokenScoring,
+    plan_decodes,
+    plan_prefill,
+    plan_tokens,
+)
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
+from sparsek_kernels.paged.policy import SelectionPolicy
+
+NOTHING = 1 << 40
+"""In a list of candidates, a slot that has none: a block past the end of every sequence."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens that choose, each for itself.
+
+    Args:
+        q: ``[T, Hkv, G, D]``.
+        positions: ``[T]`` int64.
+        requests: ``[T]`` int64, of the segment's batch.
+        scoring: which blocks they score.
+        group: the tiles that they are.
+    """
+
+    q: torch.Tensor
+    positions: torch.Tensor
+    requests: torch.Tensor
+    scoring: TokenScoring
+    group: TileGroup
+
+
+Score = Callable[[Tokens], torch.Tensor]
+"""Scores ``[T, Hkv, scoring.num_blocks]`` float32 of tokens, not negative."""
+
+
+def list_best(scores: torch.Tensor, outside: torch.Tensor, count: int) -> torch.Tensor:
+    """The ``count`` best blocks, ascending; ties go to the lower index.
+
+    Args:
+        scores: ``[T, Hkv, blocks]``, not negative, overwritten.
+        outside: ``[T, 1, blocks]`` bool, blocks that do not compete.
+
+    Returns:
+        ``[T, Hkv, at most count]`` int64; :data:`NOTHING` where there are fewer.
+    """
+    scores.masked_fill_(outside, -1.0)
+    ranked, blocks = torch.sort(scores, dim=-1, descending=True, stable=True)
+    ranked, blocks = ranked[..., :count], blocks[..., :count]
+    return blocks.masked_fill_(ranked < 0.0, NOTHING).sort(dim=-1).values
+
+
+def select_tokens(operands: PagedOperands, segment: Segment, score: Score) -> torch.Tensor:
+    """Indices of single tokens: of decodes, or of prefills whose tiles are single tokens.
+
+    Returns:
+        ``[tokens, Hkv, scored_blocks]`` int32, -1 where a token sees everything.
+    """
+    batch, policy = segment.batch, segment.policy
+    q = operands.q.unflatten(1, (operands.heads, -1))
+    lengths, counts = host_lengths(batch)
+    chosen = new_indices(sum(counts), operands.heads, policy)
+
+    def fill(rows: torch.Tensor | slice, tokens: Tokens) -> None:
+        best = list_best(score(tokens), tokens.scoring.outside, policy.scored_blocks)
+        chosen[rows] = best.to(torch.int32)
+
+    if segment.decodes:
+        plan = plan_decodes(batch, policy, operands.page_size)
+        if plan.scoring is not None and plan.group is not None:
+            rows = q.index_select(0, plan.rows)
+            fill(plan.rows, Tokens(rows, plan.positions, plan.requests, plan.scoring, plan.group))
+        return chosen
+    row = 0
+    for request in range(batch.num_requests):
+        start = lengths[request] - counts[request]
+        token = batch.first_row + row
+        prefill = plan_prefill(batch, request, policy, operands.k_cache)
+        for first, tiles, group in prefill.groups:
+            begin, end = max(first, prefill.dense_end, start), min(first + tiles, lengths[request])
+            where = torch.arange(begin, end)
+            part = q[token + begin - start : token + end - start]
+            tokens = Tokens(
+                part,
+                where,
+                torch.full_like(where, request),
+                plan_tokens(group.table, where, policy),
+                group,
+            )
+            fill(slice(row + begin - start, row + end - start), tokens)
+        row += counts[request]
+    return chosen
+
+
+def new_indices(tiles: int, heads: int, policy: SelectionPolicy) -> torch.Tensor:
+    """Indices of tiles that see everything: ``[tiles, Hkv, scored_blocks]`` int32, all -1."""
+    return torch.full((tiles, heads, policy.scored_blocks), -1, dtype=torch.int32)

@@ -1,1 +1,0 @@
-"""SeerAttention-R's ranking: learned gates (gates.py)."""
