@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from sparsek_backend.layer_budgets import LayerBudgets
 
 from sparsek_backend.eval.budgets import (
     DEFAULT_BUDGETS,
@@ -15,7 +16,6 @@ from sparsek_backend.eval.budgets import (
     pictured,
     with_mixed_phases,
 )
-from sparsek_backend.layer_budgets import LayerBudgets
 from sparsek_kernels.paged.policy import SelectionPolicy
 from tests.kernels.paged.cache_cases import make_case, run
 

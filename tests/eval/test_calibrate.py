@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparsek_backend.layer_budgets import load_budgets, mean_of
 from typer.testing import CliRunner
 
 from sparsek_backend.eval.allocation import (
@@ -23,7 +24,6 @@ from sparsek_backend.eval.allocation import (
 from sparsek_backend.eval.curves import Curves, missed_masses, sampled_positions
 from sparsek_backend.eval.prompt_file import PromptSet, save_prompts
 from sparsek_backend.eval.tasks import make_prompts
-from sparsek_backend.layer_budgets import load_budgets, mean_of
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import visible_reference
 from tests.eval.readers import WordTokenizer
