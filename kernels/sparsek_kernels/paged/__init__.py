@@ -1,31 +1,44 @@
 """Attention over a paged KV cache, with block selection shared by a GQA group."""
 
 from sparsek_kernels.paged.api import (
+    attend_segment,
     paged_attention,
     select_blocks,
-    write_gate_keys,
+    write_index,
     write_kv,
-    write_means,
 )
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.lists import block_lists
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
-from sparsek_kernels.paged.seer.gates import Gates
+from sparsek_kernels.paged.index.base import Indexer, Indexers
+from sparsek_kernels.paged.index.infllm import InfLLM
+from sparsek_kernels.paged.index.key_means import KeyMeans
+from sparsek_kernels.paged.index.seer import Seer
+from sparsek_kernels.paged.index.seer.gates import Gates
+from sparsek_kernels.paged.index.two_step import TwoStep
+from sparsek_kernels.paged.index.vertical_slash import VerticalSlash, block_lists
+from sparsek_kernels.paged.pages import summary_bytes
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.shards import attend_shard, merge_shards
-from sparsek_kernels.paged.sketch import summary_bytes
 
 __all__ = [
     "CELL_SIZE",
     "Gates",
+    "Indexer",
+    "Indexers",
+    "InfLLM",
+    "KeyMeans",
     "PagedBatch",
+    "Seer",
     "SelectionPolicy",
+    "StepPolicy",
+    "TwoStep",
+    "VerticalSlash",
+    "attend_segment",
     "attend_shard",
     "block_lists",
     "merge_shards",
     "paged_attention",
     "select_blocks",
     "summary_bytes",
-    "write_gate_keys",
+    "write_index",
     "write_kv",
-    "write_means",
 ]

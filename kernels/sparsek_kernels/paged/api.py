@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache: write, select, attend.  Checks and dispatch only."""
+"""Attention over a paged KV cache: write, choose, attend.  Checks and dispatch only."""
 
 from __future__ import annotations
 
@@ -8,34 +8,30 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparsek_kernels.checks import FLOAT_DTYPES, check_heads, check_scale, check_tensor
+from sparsek_kernels.paged.attend import attend
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.checks import (
     check_batch,
     check_batch_layout,
     check_cache,
     check_cache_dtype,
-    check_gated,
-    check_invariance,
-    check_lists,
     check_pages,
     check_rotation,
     check_summary,
     check_triton_layout,
-    given_summary,
 )
-from sparsek_kernels.paged.cpu.attend import paged_attention_eager
-from sparsek_kernels.paged.cpu.seer import write_gate_keys_eager
-from sparsek_kernels.paged.cpu.select import select_blocks_eager
-from sparsek_kernels.paged.cpu.write import write_kv_eager
+from sparsek_kernels.paged.index.base import Indexer, Indexers
+from sparsek_kernels.paged.index.key_means import KeyMeans
+from sparsek_kernels.paged.index.two_step import TwoStep
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.plan import segments
-from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.seer.gates import Gates, given_gates
+from sparsek_kernels.paged.plan import Segment, plan_step, plan_tokens
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
+from sparsek_kernels.paged.write.cpu import write_kv_eager
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from sparsek_kernels.paged.launch.replay import ReplayableCall
+    from sparsek_kernels.paged.replay import ReplayableCall
 
 
 def write_kv(
@@ -83,7 +79,7 @@ def write_kv(
     check_summary(k_summary, k_cache)
     tokens = slot_mapping.shape[0]
     if k_cache.is_cuda:
-        from sparsek_kernels.paged.launch import attend as launch
+        from sparsek_kernels.paged.write import launch
 
         check_triton_layout(
             key=key,
@@ -99,180 +95,114 @@ def write_kv(
     write_kv_eager(key[:tokens], value[:tokens], k_cache, v_cache, k_summary, slot_mapping)
 
 
-def write_means(k_cache: torch.Tensor, k_summary: torch.Tensor, batch: PagedBatch) -> None:
-    """Store the means of the cells that a batch's new tokens complete, for InfLLM-v2's scores.
-
-    A policy with the ranking ``infllm`` reads them on a GPU in place of the sketch: call
-    :func:`write_kv` without summaries, then this, then :func:`paged_attention`.
-
-    Args:
-        k_cache: ``[num_pages, Hkv, page_size, D]``, the batch's keys included.
-        k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8, written.
-        batch: the requests; with ``rotation`` the means are of keys turned back by it.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit; the message names it.
-        NotImplementedError: a CPU.
-    """
-    call = _replayable((k_cache, k_summary), ("means",), batch)
-    if call is not None and call.replay():
-        return
-    check_cache(k_cache)
-    if not k_cache.is_cuda:
-        raise NotImplementedError(
-            "k_cache: on a CPU blocks are ranked by the keys themselves; call write_kv alone"
-        )
-    check_summary(k_summary, k_cache)
-    check_triton_layout(k_cache=k_cache, k_summary=k_summary)
-    check_batch_layout(batch)
-    check_rotation(batch, k_cache)
-    from sparsek_kernels.paged.launch import infllm as launch
-
-    with nullcontext() if call is None else call.recorded():
-        launch.write_means(k_cache, k_summary, batch)
-
-
-def write_gate_keys(
+def write_index(
     k_cache: torch.Tensor,
     k_summary: torch.Tensor,
     batch: PagedBatch,
     policy: SelectionPolicy,
-    gates: Gates,
+    index: Indexer,
 ) -> None:
-    """Store the gate keys of the blocks that a batch's new tokens complete.
+    """Keep what an indexer has in the pages that a step touches, where ``write_kv`` does not.
 
-    A policy with the ranking ``seer`` (SeerAttention-R, arXiv 2506.08889, section 3) reads them in
-    place of the sketch: call :func:`write_kv` without summaries, then this, then
-    :func:`paged_attention`.
+    Call :func:`write_kv` without summaries, then this, then :func:`paged_attention`.
 
     Args:
         k_cache: ``[num_pages, Hkv, page_size, D]``, the batch's keys included.
         k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8, written.
-        batch: the requests; with ``rotation`` gate keys are of keys turned back by it, and turned
-            by their block's first position.
-        policy: whose blocks, with the ranking ``seer``.
-        gates: the layer's.
+        batch: the step; with ``rotation`` what is kept is of keys turned back by it.
+        policy: of the indexer's phase.
+        index: the indexer.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
         NotImplementedError: on a GPU, a last dimension that is not contiguous.
     """
-    call = _replayable(
-        (k_cache, k_summary, *given_gates(gates).tensors), ("gate keys", policy), batch
-    )
+    tensors = (k_cache, k_summary, *index.tensors)
+    call = _replayable(tensors, ("write", policy, index.key), batch)
     if call is not None and call.replay():
         return
-    if policy.ranking != "seer":
-        raise ValueError(f"policy: expected ranking='seer', got {policy.ranking!r}")
     check_cache(k_cache)
     check_summary(k_summary, k_cache)
-    check_gated(policy, gates, k_cache)
+    index.check(policy, k_cache)
     check_rotation(batch, k_cache)
-    if not k_cache.is_cuda:
-        write_gate_keys_eager(k_cache, k_summary, batch, policy.sel_block_size, gates)
-        return
-    check_triton_layout(k_cache=k_cache, k_summary=k_summary)
-    check_batch_layout(batch)
-    from sparsek_kernels.paged.launch import seer as launch
-
+    if k_cache.is_cuda:
+        check_triton_layout(k_cache=k_cache, k_summary=k_summary)
+        check_batch_layout(batch)
     with nullcontext() if call is None else call.recorded():
-        launch.write_gate_keys(k_cache, k_summary, batch, policy.sel_block_size, gates)
+        index.write(k_cache, k_summary, batch, policy)
+
+
+def default_indexers(policy: StepPolicy) -> Indexers:
+    """The indexers of ordinary models: two steps for tiles, key means for single tokens."""
+    alone = policy.prefill.query_tile == 1
+    return Indexers(
+        (KeyMeans() if alone else TwoStep()) if policy.prefill.selects_blocks else None,
+        KeyMeans() if policy.decode.selects_blocks else None,
+    )
 
 
 def select_blocks(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     batch: PagedBatch,
-    policy: SelectionPolicy,
+    policy: SelectionPolicy | StepPolicy,
     *,
     k_summary: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     k_scale: float = 1.0,
-    lists: torch.Tensor | None = None,
-    gates: Gates | None = None,
+    indexers: Indexers | None = None,
 ) -> list[torch.Tensor]:
-    """Blocks that win by score, for inspection, metrics and tests.
+    """Blocks that indexers choose, for inspection, metrics and tests.
 
     Args:
         q: ``[T, Hq, D]``, fp16/bf16/fp32; requests packed in the order of ``batch``.
         k_cache: ``[num_pages, Hkv, page_size, D]``, as :func:`write_kv` fills it.
         batch: the requests.
-        policy: how blocks compete (docs/selection.md).
-        k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]``, as :func:`write_kv` keeps
-            it, or :func:`write_means` for InfLLM-v2's scores on a GPU, or :func:`write_gate_keys`
-            for gates; needed where single tokens select: decodes, and prefills with ``query_tile``
-            1.
+        policy: how blocks compete (docs/selection.md), as :func:`paged_attention` takes it.
+        k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]``, as :func:`write_kv` or
+            :func:`write_index` keeps it; needed by indexers that read it.
         softmax_scale: default ``D ** -0.5``.
-        k_scale: factor of an fp8 (e4m3) cache and of its sketch.
-        lists: of :func:`block_lists`: prefills follow them, not scores.
-        gates: the layer's, for ``policy.ranking`` ``seer``.
+        k_scale: factor of an fp8 (e4m3) cache and of its key means.
+        indexers: what chooses; default: :func:`default_indexers`.
 
     Returns:
         One ``[tiles, Hkv, scored_blocks]`` int64 tensor per request, ascending block indices;
         rows of tiles that see everything are -1.  Decodes have a tile per token, and blocks of the
-        size and number that ``policy.per_token()`` has.
+        size and number of their own policy.
 
     Raises:
         TypeError, ValueError: ``policy`` does not select blocks, or an argument does not fit.
         NotImplementedError: an fp8 cache on a CPU.
     """
-    if not policy.selects_blocks:
-        raise ValueError(f"policy: expected top_k >= 1, got top_k={policy.top_k}")
-    if policy.query_tile == 1:
-        policy = policy.per_token()
-    heads, page_size, dim = check_cache(k_cache)
+    rule = StepPolicy.of(policy)
+    if not rule.selects_blocks:
+        raise ValueError(f"policy: expected top_k >= 1, got top_k={rule.prefill.top_k}")
+    indexers = default_indexers(rule) if indexers is None else indexers
+    _, _, dim = check_cache(k_cache)
     check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, k_cache.device)
-    check_heads(q.shape[1], heads)
-    check_gated(policy, gates, k_cache, q.shape[1])
-    check_cache_dtype(k_cache, q.dtype, k_scale)
-    check_summary(k_summary, k_cache)
-    if batch.num_decodes or policy.query_tile == 1:
-        given_summary(k_summary)
-    check_pages(policy, page_size)
-    check_batch(q, batch, k_cache)
-    check_lists(lists, policy, heads, q.device)
     scale = check_scale(softmax_scale, dim)
-    if q.is_cuda:
-        from sparsek_kernels.paged.launch import attend as launch
-
-        check_triton_layout(q=q, k_cache=k_cache, k_summary=k_summary)
-        check_batch_layout(batch)
-        check_rotation(batch, k_cache)
-        found = launch.select_blocks(
-            q,
-            k_cache,
-            batch,
-            policy,
-            k_summary=k_summary,
-            softmax_scale=scale,
-            k_scale=k_scale,
-            lists=lists,
-            gates=gates,
-        )
-    else:
-        found = select_blocks_eager(
-            q,
-            k_cache,
-            batch,
-            policy,
-            k_summary=k_summary,
-            softmax_scale=scale,
-            lists=lists,
-            gates=gates,
-        )
-    tokens: list[int] = []
-    tiles: list[int] = []
-    for request, (length, count) in enumerate(zip(*host_lengths(batch), strict=True)):
-        if request < batch.num_decodes:
-            tokens.append(count)
+    operands = PagedOperands(q, k_cache, k_cache, q, scale, k_summary, k_scale=k_scale)
+    cut, total = batch.num_decodes, batch.num_requests
+    parts = (((0, cut), rule.decode), ((cut, total), rule.prefill))
+    found: list[torch.Tensor] = []
+    lengths, counts = host_lengths(batch)
+    for (first, last), one in parts:
+        if first == last:
+            continue
+        part = batch if (first, last) == (0, total) else batch.part(first, last)
+        segment = Segment(part, one)
+        rows = [
+            counts[r] if segment.decodes else one.num_tiles(lengths[r] - counts[r], lengths[r])
+            for r in range(first, last)
+        ]
+        index = indexers.of(segment)
+        if index is None:
+            chosen = q.new_full((sum(rows), k_cache.shape[1], 0), -1, dtype=torch.int32)
         else:
-            tiles.append(policy.num_tiles(length - count, length))
-    rows = zip(found, (tokens, tiles), strict=True)
-    return [
-        part
-        for some, counts in rows
-        for part in some[: sum(counts)].long().clamp(min=-1).split(counts)
-    ]
+            check_segment(operands, segment, index)
+            chosen = index.select(operands, segment)
+        found += chosen[: sum(rows)].long().clamp(min=-1).split(rows)
+    return found
 
 
 def paged_attention(
@@ -280,7 +210,7 @@ def paged_attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     batch: PagedBatch,
-    policy: SelectionPolicy,
+    policy: SelectionPolicy | StepPolicy,
     *,
     softmax_scale: float | None = None,
     k_summary: torch.Tensor | None = None,
@@ -289,8 +219,7 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     batch_invariant: bool = False,
-    lists: torch.Tensor | None = None,
-    gates: Gates | None = None,
+    indexers: Indexers | None = None,
 ) -> torch.Tensor:
     """Causal attention of new tokens over their sequences' pages under a selection policy.
 
@@ -301,21 +230,19 @@ def paged_attention(
         k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``, any strides (on a GPU the last
             dimension of every tensor is contiguous, and V is as wide as K).
         batch: the requests.
-        policy: what a query attends (docs/selection.md).
+        policy: what prompts and decoded tokens attend (docs/selection.md); one policy alone gives
+            decoded tokens as many tokens as a tile (:meth:`StepPolicy.of`).
         softmax_scale: default ``D ** -0.5``.
-        k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8 of :func:`write_kv`, or
-            of :func:`write_means` for InfLLM-v2's scores on a GPU, or of :func:`write_gate_keys`
-            for gates; needed when blocks are selected.
+        k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8 of :func:`write_kv` or
+            :func:`write_index`; needed by indexers that read it.
         sinks: ``[Hq]`` learned logits that join the softmax denominator only.
         out: ``[T, Hq, Dv]``, written and returned.
-        k_scale, v_scale: factors of an fp8 (e4m3) cache; ``k_scale`` also of its sketch.
+        k_scale, v_scale: factors of an fp8 (e4m3) cache; ``k_scale`` also of its key means.
         batch_invariant: compute every row bit for bit as if its token were decoded alone: the
             result depends on the token's query, its sequence's pages up to its position, the policy
-            and the width of ``block_table``.  Selection is per token (``query_tile`` 1, no
-            ``dense_last``); slower, for prefills above all.
-        lists: of :func:`block_lists` for ``policy``: prefills attend what they list in place of the
-            best-scoring blocks, decodes select as ever.
-        gates: the layer's, for ``policy.ranking`` ``seer``.
+            and the width of ``block_table``.  Selection is per token, by the policy of decoded
+            tokens; slower, for prefills above all.
+        indexers: what chooses blocks; default: :func:`default_indexers`.
 
     Returns:
         ``out``, or a new tensor ``[T, Hq, Dv]`` in the dtype of ``q``; rows of no request are
@@ -324,70 +251,118 @@ def paged_attention(
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
         NotImplementedError: an fp8 cache, or ``batch_invariant``, on a CPU; ``batch_invariant``
-            with learned scores.
+            with an indexer that is not.
     """
-    call = None
-    by_token = batch_invariant or (policy.query_tile == 1 and batch.num_prefills > 0)
-    if out is not None and lists is None and not by_token:
-        learned = () if gates is None else gates.tensors
-        tensors = (q, k_cache, v_cache, out, k_summary, sinks, *learned)
-        call = _replayable(tensors, (policy, softmax_scale, k_scale, v_scale), batch)
-        if call is not None and call.replay():
-            return out
+    rule = StepPolicy.of(policy)
+    indexers = default_indexers(rule) if indexers is None else indexers
+    _, page_size, dim = check_cache(k_cache, v_cache)
+    check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, k_cache.device)
+    check_batch(q, batch, k_cache)
+    if rule.selects_blocks and indexers.reads_pages and k_summary is None:
+        raise ValueError("k_summary: expected the page summaries when top_k >= 1, got None")
+    shape = (*q.shape[:2], v_cache.shape[-1])
+    out = q.new_empty(shape) if out is None else out
+    scale = check_scale(softmax_scale, dim)
+    operands = PagedOperands(
+        q, k_cache, v_cache, out, scale, k_summary, sinks, k_scale=k_scale, v_scale=v_scale
+    )
+    if batch_invariant:
+        segments = plan_tokens(batch, rule.decode, q.shape[1], q.shape[0], page_size)
+    else:
+        segments = plan_step(batch, rule)
+    for segment in segments:
+        attend_segment(operands.of_rows(segment.rows), segment, indexers.of(segment))
+    return out
+
+
+def attend_segment(operands: PagedOperands, segment: Segment, index: Indexer | None) -> None:
+    """Choose and attend for one segment of a step: indices, then attention.
+
+    From a step's second layer on, the first layer's launches are repeated.
+
+    Args:
+        operands: with the segment's rows of ``q`` and ``out``.
+        segment: of :func:`plan_step` or :func:`plan_tokens`.
+        index: what chooses the segment's blocks; ``None`` where its policy has nothing to choose.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as :func:`paged_attention`.
+    """
+    call = _replayable_segment(operands, segment, index)
+    if call is not None and call.replay():
+        return
+    check_segment(operands, segment, index)
+    with nullcontext() if call is None else call.recorded():
+        if index is None:
+            attend(operands, segment)
+        elif not (segment.decodes and index.fused_decode(operands, segment)):
+            attend(operands, segment, index.select(operands, segment))
+
+
+def check_segment(operands: PagedOperands, segment: Segment, index: Indexer | None) -> None:
+    """Check that a segment can be chosen for and attended over these tensors.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as :func:`paged_attention`.
+    """
+    q, k_cache, v_cache, out = operands.q, operands.k_cache, operands.v_cache, operands.out
+    batch, policy = segment.batch, segment.policy
     heads, page_size, dim = check_cache(k_cache, v_cache)
     check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, k_cache.device)
     check_heads(q.shape[1], heads)
-    check_gated(policy, gates, k_cache, q.shape[1])
-    check_cache_dtype(k_cache, q.dtype, k_scale, v_scale)
-    if policy.selects_blocks and k_summary is None:
-        raise ValueError("k_summary: expected the page summaries when top_k >= 1, got None")
-    check_summary(k_summary, k_cache)
+    check_cache_dtype(k_cache, q.dtype, operands.k_scale, operands.v_scale)
+    check_summary(operands.k_summary, k_cache)
     check_pages(policy, page_size)
-    check_batch(q, batch, k_cache)
-    check_lists(lists, policy, heads, q.device)
-    if sinks is not None:
-        check_tensor("sinks", sinks, (q.shape[1],), device=q.device)
-    shape = (*q.shape[:2], v_cache.shape[-1])
-    if out is None:
-        out = q.new_empty(shape)
-    check_tensor("out", out, shape, (q.dtype,), q.device)
-    scale = check_scale(softmax_scale, dim)
+    check_batch(q, batch, k_cache, shared=operands.lse is not None)
+    if index is not None:
+        index.check(policy, k_cache, q.shape[1])
+        if index.reads_pages:
+            operands.summary  # noqa: B018 - raises where there is none
+    if operands.sinks is not None:
+        check_tensor("sinks", operands.sinks, (q.shape[1],), device=q.device)
+    dtypes = (q.dtype,) if operands.lse is None else (torch.float32,)
+    check_tensor("out", out, (*q.shape[:2], v_cache.shape[-1]), dtypes, q.device)
+    if segment.fixed_order:
+        _check_invariance(q, index)
     if q.is_cuda:
-        if batch_invariant:
-            check_invariance(policy)
         check_triton_layout(
             q=q,
             k_cache=k_cache,
             v_cache=v_cache,
-            k_summary=k_summary,
-            sinks=sinks,
+            k_summary=operands.k_summary,
+            sinks=operands.sinks,
             out=out,
         )
         check_batch_layout(batch)
         check_rotation(batch, k_cache)
-    elif batch_invariant:
+
+
+def _check_invariance(q: torch.Tensor, index: Indexer | None) -> None:
+    if not q.is_cuda:
         raise NotImplementedError(
             "batch_invariant: needs a GPU, since torch's matrix products on a CPU round by shape; "
             "leave it out"
         )
-    if policy.query_tile == 1:
-        policy = policy.per_token()
-    operands = PagedOperands(
-        q,
-        k_cache,
-        v_cache,
-        out,
-        scale,
-        k_summary,
-        sinks,
-        k_scale,
-        v_scale,
-        lists,
-        gates=gates,
+    if index is not None and not index.batch_invariant:
+        raise NotImplementedError(
+            f"batch_invariant: not served with the indexer {type(index).__name__}, whose scores "
+            "round by the batch; leave one of them out"
+        )
+
+
+def _replayable_segment(
+    operands: PagedOperands, segment: Segment, index: Indexer | None
+) -> ReplayableCall | None:
+    """A segment's launches as ones that may be repeated; ``None`` where they are not launches."""
+    by_token = segment.fixed_order or (segment.policy.query_tile == 1 and not segment.decodes)
+    if by_token or operands.lse is not None or (index is not None and not index.replayable):
+        return None
+    options = (segment.policy, operands.softmax_scale, operands.k_scale, operands.v_scale)
+    if index is None:
+        return _replayable(operands.tensors, options, segment.batch)
+    return _replayable(
+        (*operands.tensors, *index.tensors), (*options, index.key), segment.batch
     )
-    with nullcontext() if call is None else call.recorded():
-        _attend_step(operands, batch, policy, batch_invariant=batch_invariant)
-    return out
 
 
 def _replayable(
@@ -396,34 +371,6 @@ def _replayable(
     """The call as one whose launches may be replayed, before any check; ``None`` on a CPU."""
     if not isinstance(tensors[0], torch.Tensor) or not tensors[0].is_cuda:
         return None
-    from sparsek_kernels.paged.launch.replay import replayable
+    from sparsek_kernels.paged.replay import replayable
 
     return replayable(tensors, options, batch)
-
-
-def _attend_step(
-    operands: PagedOperands, batch: PagedBatch, policy: SelectionPolicy, *, batch_invariant: bool
-) -> None:
-    if batch_invariant:
-        _attend(operands, batch, policy, batch_invariant=True)
-        return
-    if not policy.dense_last or not batch.num_prefills or policy.sees_all(batch.max_seq_len - 1):
-        _attend(operands, batch, policy)
-        return
-    for segment in segments(batch, policy):
-        _attend(operands.of_rows(segment.rows), segment.batch, segment.policy)
-
-
-def _attend(
-    operands: PagedOperands,
-    batch: PagedBatch,
-    policy: SelectionPolicy,
-    *,
-    batch_invariant: bool = False,
-) -> None:
-    if not operands.q.is_cuda:
-        paged_attention_eager(operands, batch, policy)
-        return
-    from sparsek_kernels.paged.launch import attend as launch
-
-    launch.paged_attention(operands, batch, policy, batch_invariant=batch_invariant)

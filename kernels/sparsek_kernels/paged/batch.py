@@ -130,6 +130,17 @@ class PagedBatch:
 
         return self.derived(("part", first, last), build)
 
+    def phases(self) -> tuple[tuple[PagedBatch, int], ...]:
+        """Decodes and prefills apart, each with the most new tokens of one of its requests."""
+        if not self.num_prefills:
+            return ((self, self.decode_query_len),)
+        if not self.num_decodes:
+            return ((self, self.max_query_len),)
+        return (
+            (self.part(0, self.num_decodes), self.decode_query_len),
+            (self.part(self.num_decodes, self.num_requests), self.max_query_len),
+        )
+
     def by_token(self, first: int, last: int) -> PagedBatch:
         """The query tokens ``first .. last - 1`` as decodes of one token each.
 

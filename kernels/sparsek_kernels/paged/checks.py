@@ -7,8 +7,7 @@ import torch
 from sparsek_kernels.checks import check_tensor
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.seer.gates import Gates, check_gates
-from sparsek_kernels.paged.sketch import summary_bytes
+from sparsek_kernels.paged.pages import summary_bytes
 
 
 def check_cache_dtype(
@@ -78,53 +77,6 @@ def check_summary(k_summary: torch.Tensor | None, k_cache: torch.Tensor) -> None
             "k_summary: expected the bytes of a page and head side by side, "
             f"got strides {k_summary.stride()}"
         )
-
-
-def given_summary(k_summary: torch.Tensor | None) -> torch.Tensor:
-    """The page summaries, which a selection for single tokens needs."""
-    if k_summary is None:
-        raise ValueError(
-            "k_summary: expected the page summaries for decodes and query_tile=1, got None"
-        )
-    return k_summary
-
-
-def check_invariance(policy: SelectionPolicy) -> None:
-    """Refuse learned scores: InfLLM-v2's round by the batch, and gates' were not proved not to."""
-    if policy.ranking != "masses":
-        raise NotImplementedError(
-            "batch_invariant: on a GPU blocks must be ranked by masses, got "
-            f"ranking={policy.ranking!r}; leave one of them out"
-        )
-
-
-def check_gated(
-    policy: SelectionPolicy,
-    gates: Gates | None,
-    k_cache: torch.Tensor,
-    num_heads: int | None = None,
-) -> None:
-    """Check what a ranking by gates needs, where the policy ranks by them.
-
-    Args:
-        num_heads: query heads; ``None`` where no queries come.
-
-    Raises:
-        TypeError, ValueError: gates or pages do not fit, or gates have nothing to rank.
-    """
-    if policy.ranking != "seer":
-        if gates is not None:
-            raise ValueError(
-                f"gates: expected None with ranking={policy.ranking!r}, got {type(gates).__name__}"
-            )
-        return
-    page_size = k_cache.shape[2]
-    if page_size % policy.sel_block_size:
-        raise ValueError(
-            f"page_size: expected a multiple of sel_block_size={policy.sel_block_size} with "
-            f"ranking='seer', got {page_size}"
-        )
-    check_gates(gates, k_cache, num_heads)
 
 
 def check_rotation(batch: PagedBatch, k_cache: torch.Tensor) -> None:
@@ -239,22 +191,3 @@ def _check_block_table(batch: PagedBatch, num_pages: int, page_size: int, first_
             f"block_table: expected pages from {first_page} to {num_pages - 1}, got "
             f"{int(outside[0])}"
         )
-
-
-def check_lists(
-    lists: torch.Tensor | None, policy: SelectionPolicy, heads: int, device: torch.device
-) -> None:
-    """Check lists of blocks against the policy that they were made for.
-
-    Raises:
-        TypeError: no int32 tensor.
-        ValueError: a wrong shape or device, or a policy whose prefills choose token by token.
-    """
-    if lists is None:
-        return
-    if not policy.selects_blocks or policy.query_tile == 1:
-        raise ValueError(
-            "policy: expected top_k >= 1 and query_tile > 1 with lists, got "
-            f"top_k={policy.top_k} and query_tile={policy.query_tile}"
-        )
-    check_tensor("lists", lists, ("rows", heads, policy.scored_blocks), (torch.int32,), device)

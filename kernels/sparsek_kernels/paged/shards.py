@@ -14,21 +14,15 @@ from collections.abc import Callable
 
 import torch
 
-from sparsek_kernels.checks import check_heads, check_scale, check_tensor
+from sparsek_kernels.checks import check_scale
+from sparsek_kernels.paged.api import check_segment, default_indexers
+from sparsek_kernels.paged.attend import attend
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.checks import (
-    check_batch,
-    check_batch_layout,
-    check_cache,
-    check_cache_dtype,
-    check_pages,
-    check_summary,
-    check_triton_layout,
-    given_summary,
-)
-from sparsek_kernels.paged.cpu.shards import attend_shard_eager
+from sparsek_kernels.paged.checks import check_cache
+from sparsek_kernels.paged.index.base import Indexer
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.plan import Segment
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 
 def attend_shard(
@@ -36,11 +30,12 @@ def attend_shard(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     batch: PagedBatch,
-    policy: SelectionPolicy,
+    policy: SelectionPolicy | StepPolicy,
     *,
     largest: Callable[[torch.Tensor], torch.Tensor],
     softmax_scale: float | None = None,
     k_summary: torch.Tensor | None = None,
+    index: Indexer | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of decoded tokens over the pages that this rank holds, with its log-sum-exp.
 
@@ -55,6 +50,7 @@ def attend_shard(
         softmax_scale: default ``D ** -0.5``.
         k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8; needed when blocks are
             selected.
+        index: what chooses the blocks of decoded tokens; default: :func:`default_indexers`.
 
     Returns:
         ``[T, Hq, Dv]`` float32, 0 where no key is here, and the natural log-sum-exp of the logits,
@@ -62,35 +58,33 @@ def attend_shard(
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
-        NotImplementedError: InfLLM-v2's scores, or a layout that the kernels lack.
+        NotImplementedError: an indexer of whole sequences, or a layout that the kernels lack.
     """
-    heads, page_size, dim = check_cache(k_cache, v_cache)
-    check_tensor("q", q, ("T", "Hq", dim), device=k_cache.device)
-    check_heads(q.shape[1], heads)
-    check_cache_dtype(k_cache, q.dtype, 1.0, 1.0)
-    check_summary(k_summary, k_cache)
-    if policy.ranking != "masses":
-        raise NotImplementedError(
-            f"policy: pages of several ranks are ranked by masses, got ranking={policy.ranking!r}; "
-            "keep whole sequences on a rank and call paged_attention"
-        )
+    _, _, dim = check_cache(k_cache, v_cache)
     if batch.num_prefills:
         raise ValueError(f"batch: expected decodes alone, got {batch.num_prefills} prefills")
-    rule = policy.per_token()
-    if rule.selects_blocks:
-        given_summary(k_summary)
-    check_pages(rule, page_size)
-    check_batch(q, batch, k_cache, shared=True)
-    out = q.new_empty((*q.shape[:2], v_cache.shape[-1]), dtype=torch.float32)
-    scale = check_scale(softmax_scale, dim)
-    operands = PagedOperands(q, k_cache, v_cache, out, scale, k_summary)
-    if not q.is_cuda:
-        return out, attend_shard_eager(operands, batch, rule, largest)
-    from sparsek_kernels.paged.launch import shards as launch
-
-    check_triton_layout(q=q, k_cache=k_cache, v_cache=v_cache, k_summary=k_summary)
-    check_batch_layout(batch)
-    return out, launch.attend_shard(operands, batch, rule, largest)
+    rule = StepPolicy.of(policy)
+    segment = Segment(batch, rule.decode)
+    if rule.decode.selects_blocks and index is None:
+        index = default_indexers(rule).of(segment)
+    if index is not None and not index.shares_context:
+        raise NotImplementedError(
+            f"index: pages of several ranks are not served with {type(index).__name__}; keep whole "
+            "sequences on a rank and call paged_attention"
+        )
+    operands = PagedOperands(
+        q,
+        k_cache,
+        v_cache,
+        q.new_zeros((*q.shape[:2], v_cache.shape[-1]), dtype=torch.float32),
+        check_scale(softmax_scale, dim),
+        k_summary,
+        lse=q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32),
+        largest=largest,
+    )
+    check_segment(operands, segment, index)
+    attend(operands, segment, None if index is None else index.select(operands, segment))
+    return operands.out, operands.lse
 
 
 def merge_shards(

@@ -1,0 +1,31 @@
+"""The half of sparse attention that attends: it takes indices and knows no rule."""
+
+from __future__ import annotations
+
+import torch
+
+from sparsek_kernels.paged.attend import cpu, cpu_shards
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
+
+
+def attend(
+    operands: PagedOperands, segment: Segment, indices: torch.Tensor | None = None
+) -> None:
+    """Write the attention of a segment's queries to ``operands.out``.
+
+    Args:
+        operands: queries, pages and output; with ``lse`` the pages of one rank, whose log-sum-exp
+            is then written too.
+        segment: the queries, and the sinks and window that they attend in any case.
+        indices: ``[tiles, Hkv, scored_blocks]`` int32 blocks that each tile attends beyond these
+            (:meth:`Indexer.select`); ``None`` where the policy has no slots for any.
+    """
+    if operands.q.is_cuda:
+        from sparsek_kernels.paged.attend import launch
+
+        launch.attend_segment(operands, segment, indices)
+    elif operands.lse is not None:
+        cpu_shards.attend_segment(operands, segment, indices)
+    else:
+        cpu.attend_segment(operands, segment, indices)

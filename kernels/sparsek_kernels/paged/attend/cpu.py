@@ -14,21 +14,15 @@ from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.cpu.gather import block_reader, join_kv, read_sequence
 from sparsek_kernels.paged.cpu.native import decode as native_decode
 from sparsek_kernels.paged.cpu.plan import TileGroup, plan_decodes, plan_prefill
-from sparsek_kernels.paged.cpu.select import (
-    group_tiles,
-    prefill_summaries,
-    select_decodes,
-    select_group,
-)
-from sparsek_kernels.paged.lists import listed_blocks
 from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 _DENSE_ROWS = 512
 """Queries that a dense prefill with a prefix handles at once: bounds its mask."""
 
 
-def attend(
+def _sdpa(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -90,7 +84,7 @@ def attend_tiles(
             rows[:, :, -group.stale.shape[2] :].masked_fill_(group.stale, 0.0)
         gathered.append(rows)
     k, v = gathered if joined is None else gathered[0].chunk(2, dim=-1)
-    return attend(q, k, v, bias, operands.softmax_scale, operands.sinks)
+    return _sdpa(q, k, v, bias, operands.softmax_scale, operands.sinks)
 
 
 def attend_dense(
@@ -129,7 +123,7 @@ def attend_dense(
             future = torch.ones(end - begin, keys, dtype=torch.bool).triu_(keys - end + begin + 1)
             bias = torch.zeros(future.shape).masked_fill_(future, float("-inf"))[None, None]
         rows = q[begin:end].permute(1, 2, 0, 3).unsqueeze(0)
-        out = attend(rows, k[None, :, :keys], v[None, :, :keys], bias, softmax_scale, sinks)
+        out = _sdpa(rows, k[None, :, :keys], v[None, :, :keys], bias, softmax_scale, sinks)
         parts.append(out[0].permute(2, 0, 1, 3))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -146,29 +140,36 @@ def _attend_sequence(
     return attend_dense(q, k, v, operands.softmax_scale, operands.sinks)
 
 
-def paged_attention_eager(
-    operands: PagedOperands, batch: PagedBatch, policy: SelectionPolicy
+def attend_segment(
+    operands: PagedOperands, segment: Segment, indices: torch.Tensor | None
 ) -> None:
-    """Torch form of :func:`sparsek_kernels.paged.paged_attention`; writes ``operands.out``."""
+    """Torch form of :func:`sparsek_kernels.paged.attend.attend`."""
+    batch, policy = segment.batch, segment.policy
     _, counts = host_lengths(batch)
-    if batch.num_decodes:
-        decodes = operands.of_rows(slice(sum(counts[: batch.num_decodes])))
-        rule = policy.per_token()
-        native = rule.ranking == "masses" and native_decode.supports(decodes, batch)
-        decode = native_decode.decode if native else _decode
-        decode(decodes, batch, rule)
-    if not batch.num_prefills:
+    if segment.decodes:
+        decodes = operands.of_rows(slice(sum(counts)))
+        if indices is None and native_decode.supports(decodes, batch):
+            native_decode.decode(decodes, batch, policy)
+        else:
+            _decode(decodes, batch, policy, indices)
         return
-    token = int(batch.cu_seqlens_q[batch.num_decodes])
-    for request in range(batch.num_decodes, batch.num_requests):
-        rows = slice(token, token + counts[request])
-        if counts[request]:
-            _prefill(operands.of_rows(rows), batch, request, policy)
-        token = rows.stop
+    token, tile = int(batch.cu_seqlens_q[0]), 0
+    for request, (length, count) in enumerate(zip(*host_lengths(batch), strict=True)):
+        rows = slice(token, token + count)
+        tiles = policy.num_tiles(length - count, length)
+        if count:
+            mine = None if indices is None else indices[tile : tile + tiles]
+            _prefill(operands.of_rows(rows), batch, request, policy, mine)
+        token, tile = rows.stop, tile + tiles
 
 
-def _decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) -> None:
-    heads, page_size = operands.k_cache.shape[1:3]
+def _decode(
+    operands: PagedOperands,
+    batch: PagedBatch,
+    rule: SelectionPolicy,
+    indices: torch.Tensor | None,
+) -> None:
+    heads, page_size = operands.heads, operands.page_size
     q, out = (x.unflatten(1, (heads, -1)) for x in (operands.q, operands.out))
     plan = plan_decodes(batch, rule, page_size)
     for request, begin, end, length in plan.dense:
@@ -178,7 +179,7 @@ def _decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) -
         return
     every = plan.rows.numel() == q.shape[0]
     rows = q if every else q.index_select(0, plan.rows)
-    selected = select_decodes(rows, operands, plan, rule)
+    selected = None if indices is None else indices.index_select(0, plan.rows).long()
     attended = attend_tiles(rows.unsqueeze(3), operands, plan.group, selected, rule).squeeze(3)
     if every:
         out.copy_(attended)
@@ -187,11 +188,14 @@ def _decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) -
 
 
 def _prefill(
-    operands: PagedOperands, batch: PagedBatch, request: int, policy: SelectionPolicy
+    operands: PagedOperands,
+    batch: PagedBatch,
+    request: int,
+    policy: SelectionPolicy,
+    indices: torch.Tensor | None,
 ) -> None:
-    _, heads, page_size, dim = operands.k_cache.shape
-    q, out = (x.unflatten(1, (heads, -1)) for x in (operands.q, operands.out))
-    plan = plan_prefill(batch, request, policy, group_tiles(policy, heads, dim), page_size)
+    q, out = (x.unflatten(1, (operands.heads, -1)) for x in (operands.q, operands.out))
+    plan = plan_prefill(batch, request, policy, operands.k_cache)
     lengths, _ = host_lengths(batch)
     length = lengths[request]
     start = length - q.shape[0]
@@ -199,31 +203,15 @@ def _prefill(
         count = plan.dense_end - start
         pages = batch.block_table[request].long()
         out[:count] = _attend_sequence(q[:count], operands, pages, plan.dense_end)
-    select = policy.selects_blocks and bool(plan.groups)
-    if select and operands.lists is None:
-        summaries = prefill_summaries(operands.k_cache, operands.k_summary, plan, length, policy)
     for first, tiles, group in plan.groups:
         begin = max(first, plan.dense_end, start)
         end = min(first + tiles * plan.tile, length)
-        rows = q[begin - start : end - start]
         selected = None
-        if select and operands.lists is not None:
-            starts = first + plan.tile * torch.arange(tiles)
-            selected = listed_blocks(operands.lists, starts, policy).long()
-        elif select:
-            selected = select_group(
-                rows,
-                begin,
-                first,
-                group,
-                operands.k_cache,
-                summaries,
-                policy,
-                operands.softmax_scale,
-                operands.gates,
-            )
+        if indices is not None:
+            row = first // plan.tile - start // plan.tile
+            selected = indices[row : row + tiles].long()
         padded = q.new_zeros(tiles * plan.tile, *q.shape[1:])
-        padded[begin - first : end - first] = rows
+        padded[begin - first : end - first] = q[begin - start : end - start]
         padded = padded.unflatten(0, (tiles, plan.tile)).permute(0, 2, 3, 1, 4)
         attended = attend_tiles(padded, operands, group, selected, policy)
         attended = attended.permute(0, 3, 1, 2, 4).flatten(0, 1)

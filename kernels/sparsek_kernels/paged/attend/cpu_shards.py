@@ -1,52 +1,42 @@
-"""Decoding over the pages of one rank, in torch: shared selection, partial output, log-sum-exp."""
+"""Decoding over the pages of one rank, in torch: partial output and log-sum-exp."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.cpu.gather import RunReader, block_reader
 from sparsek_kernels.paged.cpu.held import HeldPages
 from sparsek_kernels.paged.cpu.plan import TileGroup, plan_decodes
-from sparsek_kernels.paged.cpu.select import select_decodes
 from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 
-def attend_shard_eager(
-    operands: PagedOperands,
-    batch: PagedBatch,
-    rule: SelectionPolicy,
-    largest: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """Torch form of :func:`sparsek_kernels.paged.attend_shard`; writes ``operands.out``.
-
-    Args:
-        rule: per token.
-
-    Returns:
-        ``[T, Hq]`` float32 log-sum-exp.
-    """
-    heads, page_size = operands.k_cache.shape[1:3]
-    q, out = (x.unflatten(1, (heads, -1)) for x in (operands.q, operands.out))
-    lse = torch.full(q.shape[:3], float("-inf"))
-    out.zero_()
-    plan = plan_decodes(batch, rule, page_size)
+def attend_segment(
+    operands: PagedOperands, segment: Segment, indices: torch.Tensor | None
+) -> None:
+    """Attend decodes over this rank's pages; writes ``operands.out`` and ``operands.lse``."""
+    batch, policy, lse = segment.batch, segment.policy, operands.lse
+    if lse is None:
+        raise ValueError("lse: expected a tensor where ranks share a context, got None")
+    heads, page_size = operands.heads, operands.page_size
+    q, out, lse = (x.unflatten(1, (heads, -1)) for x in (operands.q, operands.out, lse))
+    plan = plan_decodes(batch, policy, page_size)
     for request, begin, end, length in plan.dense:
         rows = slice(begin, end)
         table = batch.block_table[request, : -(-length // page_size)]
         out[rows], lse[rows] = _attend_everything(q[rows], operands, table, length)
     if plan.group is not None:
         held = (batch.block_table >= 0).index_select(0, plan.requests)
-        here = HeldPages(held, page_size, largest)
-        rows = q.index_select(0, plan.rows)
-        selected = select_decodes(rows, operands, plan, rule, here)
+        selected = None if indices is None else indices.index_select(0, plan.rows).long()
         out[plan.rows], lse[plan.rows] = _attend_blocks(
-            rows, operands, plan.group, selected, rule, here
+            q.index_select(0, plan.rows),
+            operands,
+            plan.group,
+            selected,
+            policy,
+            HeldPages(held, page_size),
         )
-    return lse.flatten(1)
 
 
 def _attend_everything(

@@ -1,4 +1,4 @@
-"""Launching the paged Hopper kernels: what they take, tensor descriptors, persistent grids."""
+"""Launching the Hopper kernel of prefills: what it takes, tensor descriptors, persistent grid."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparsek_kernels.common.alignment import copyable
 from sparsek_kernels.common.descriptors import describe_matrix
-from sparsek_kernels.common.device import device_arch, multiprocessors
+from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.common.recording import run
+from sparsek_kernels.paged.attend.kernels.fwd_sm90 import attend_hopper_kernel
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.config import has_wgmma
-from sparsek_kernels.paged.kernels.attend_sm90 import attend_hopper_kernel
+from sparsek_kernels.paged.cache_sm90 import BOX, describe_cache, is_matrix, tensor_cores_take
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
-
-_BOX = 64
-_LAST_ROW = 0x70000000
 
 
 def attend_fits(operands: PagedOperands, policy: SelectionPolicy) -> bool:
@@ -27,50 +24,17 @@ def attend_fits(operands: PagedOperands, policy: SelectionPolicy) -> bool:
         tensor_cores_take(q, k_cache, k_cache.shape[2])
         and q.shape[1] >= 2 * k_cache.shape[1]
         and policy.selects_blocks
-        and policy.sel_block_size == _BOX
-        and policy.query_tile % _BOX == 0
+        and policy.sel_block_size == BOX
+        and policy.query_tile % BOX == 0
         and copyable(v_cache)
         and is_matrix(k_cache)
         and is_matrix(v_cache)
     )
 
 
-def tensor_cores_take(q: torch.Tensor, keys: torch.Tensor, page_size: int) -> bool:
-    return (
-        has_wgmma(device_arch(q.device))
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and keys.dtype == q.dtype
-        and q.shape[2] in (64, 128)
-        and page_size % _BOX == 0
-        and copyable(q, keys)
-    )
-
-
-def is_matrix(cache: torch.Tensor) -> bool:
-    """Whether ``[P, H, page_size, D]`` pages lie at multiples of a row of one matrix."""
-    page, _head, row, _ = cache.stride()
-    return row > 0 and page % row == 0 and _matrix(cache)[0] < _LAST_ROW
-
-
-def _matrix(cache: torch.Tensor) -> tuple[int, int, int, int]:
-    """Rows in all, rows from page to page, rows and columns from head to head."""
-    pages, heads, page_size, _ = cache.shape
-    page, head, row, _ = cache.stride()
-    head_rows, head_cols = (head // row, 0) if head % row == 0 else (0, head)
-    rows = (pages - 1) * (page // row) + (heads - 1) * head_rows + page_size
-    return rows, page // row, head_rows, head_cols
-
-
 def _describe_queries(q: torch.Tensor) -> TensorDescriptor:
     columns = (q.shape[1] - 1) * q.stride(1) + q.shape[2]
-    return describe_matrix(q, (q.shape[0], columns), q.stride(0), (_BOX, _BOX))
-
-
-def describe_cache(cache: torch.Tensor) -> tuple[TensorDescriptor, int, int, int]:
-    rows, page_rows, head_rows, head_cols = _matrix(cache)
-    columns = (cache.shape[1] - 1) * head_cols + cache.shape[3]
-    descriptor = describe_matrix(cache, (rows, columns), cache.stride(2), (_BOX, _BOX))
-    return descriptor, page_rows, head_rows, head_cols
+    return describe_matrix(q, (q.shape[0], columns), q.stride(0), (BOX, BOX))
 
 
 def attend_hopper(
@@ -86,7 +50,7 @@ def attend_hopper(
     heads, page_size, dim = k_cache.shape[1:]
     group = q.shape[1] // heads
     num_sms = multiprocessors(q.device)
-    items = tiles.shape[0] * (policy.query_tile // _BOX) * ceil_div(group, 2) * heads
+    items = tiles.shape[0] * (policy.query_tile // BOX) * ceil_div(group, 2) * heads
     k_desc, *k_distances = describe_cache(k_cache)
     v_desc, *v_distances = describe_cache(v_cache)
     run(

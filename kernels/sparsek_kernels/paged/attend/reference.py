@@ -6,7 +6,7 @@ import torch
 
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.reference.select import Select, select_blocks_reference
+from sparsek_kernels.paged.index.two_step.reference import Select, select_blocks_reference
 
 
 def gather_sequence(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:

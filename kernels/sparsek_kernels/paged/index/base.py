@@ -7,7 +7,8 @@ keeps in the pages (``pages.py``), and says when they are written.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -91,3 +92,47 @@ class Indexer(ABC):
     def fused_decode(self, operands: PagedOperands, segment: Segment) -> bool:
         """Choose and attend in one call, if it has one for these decodes; else return ``False``."""
         return False
+
+
+@dataclass(frozen=True, eq=False)
+class Indexers:
+    """The indexers of one layer, one for each phase.
+
+    Args:
+        prefill: of prompts; ``None`` where these choose no blocks.
+        decode: of decoded tokens; ``None`` where these choose no blocks.
+    """
+
+    prefill: Indexer | None = None
+    decode: Indexer | None = None
+
+    def of(self, segment: Segment) -> Indexer | None:
+        """Return the indexer of a segment, ``None`` where its policy has nothing to choose."""
+        if not segment.policy.selects_blocks:
+            return None
+        found = self.decode if segment.decodes else self.prefill
+        if found is None:
+            phase = "decode" if segment.decodes else "prefill"
+            raise ValueError(f"indexers.{phase}: expected an indexer for top_k >= 1, got None")
+        return found
+
+    @property
+    def written_with_keys(self) -> bool:
+        """Whether ``write_kv`` keeps what one of them reads."""
+        return any(index is not None and index.written_with_keys for index in self)
+
+    @property
+    def written_once(self) -> Indexer | None:
+        """Return the one whose bytes ``write_index`` keeps once a step, if there is one."""
+        for index in self:
+            if index is not None and index.reads_pages and not index.written_with_keys:
+                return index
+        return None
+
+    @property
+    def reads_pages(self) -> bool:
+        """Whether one of them reads bytes of its own from the pages."""
+        return any(index is not None and index.reads_pages for index in self)
+
+    def __iter__(self) -> Iterator[Indexer | None]:
+        return iter((self.prefill, self.decode))

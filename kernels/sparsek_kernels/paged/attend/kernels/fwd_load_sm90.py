@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from sparsek_kernels.paged.kernels.pages_sm90 import NO_ROW
 from sparsek_kernels.paged.kernels.tiles import (
     TOP_K,
     tile_list,
@@ -15,7 +16,6 @@ from sparsek_kernels.paged.kernels.tiles import (
 
 ROWS: gl.constexpr = gl.constexpr(64)
 BOX_BYTES: gl.constexpr = gl.constexpr(64 * 64 * 2)
-NO_ROW: gl.constexpr = gl.constexpr(0x70000000)
 
 
 @gluon.jit

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_step
-from sparsek_kernels.paged.kernels.attend_load_sm90 import ROWS, load_partition, place
+from sparsek_kernels.paged.attend.kernels.fwd_load_sm90 import ROWS, load_partition, place
 
 PAIR: gl.constexpr = gl.constexpr(128)
 

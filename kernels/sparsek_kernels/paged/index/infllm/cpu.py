@@ -2,33 +2,54 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import torch
 import torch.nn.functional as F
 
+from sparsek_kernels.paged.batch import host_lengths
 from sparsek_kernels.paged.cpu.gather import block_reader, locate_blocks
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+from sparsek_kernels.paged.index.cpu import Tokens, select_tokens
+from sparsek_kernels.paged.index.rope import unrotated
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 
 _LOGITS = 1 << 24
 """Elements of scratch that one pass over queries may fill."""
 
 
-def unrotated(
-    x: torch.Tensor, rotation: torch.Tensor | None, positions: torch.Tensor
-) -> torch.Tensor:
-    """Queries or keys as they were before their positions turned them, float32.
+def select(operands: PagedOperands, segment: Segment) -> torch.Tensor:
+    """Torch form of :meth:`InfLLM.select`: a CPU scores the keys themselves."""
+    batch, policy = segment.batch, segment.policy
+    lengths, _ = host_lengths(batch)
+    kept: dict[int, torch.Tensor] = {}  # a request's means, for all of its tokens
 
-    Args:
-        x: ``[n, heads, ..., D]``, turned.
-        rotation: of the batch; ``x`` is returned as it is where there is none.
-        positions: ``[n]`` int64; those past the table are undefined.
-    """
-    if rotation is None:
-        return x
-    turns = rotation[positions.clamp(max=rotation.shape[0] - 1)]
-    cos, sin = turns.view(-1, *(1,) * (x.dim() - 2), x.shape[-1]).chunk(2, -1)
-    first, second = x.float().chunk(2, -1)
-    back = torch.cat([first * cos + second * sin, second * cos - first * sin], -1)
-    return back / (cos.square() + sin.square()).repeat(*(1,) * (x.dim() - 1), 2)
+    def score(tokens: Tokens) -> torch.Tensor:
+        index, parts, first = tokens.scoring.index, [], 0
+        q = unrotated(tokens.q, batch.rotation, tokens.positions)
+        for request, run in groupby(tokens.requests.tolist()):
+            rows = slice(first, first + len(list(run)))
+            if request not in kept:
+                table = index.table[first if index.table.shape[0] > 1 else 0]
+                blocks = ceil_div(lengths[request], policy.sel_block_size)
+                kept[request] = semantic_kernels(
+                    operands.k_cache, table, blocks, policy, batch.rotation
+                )
+            parts.append(
+                infllm_scores(
+                    q[rows],
+                    tokens.positions[rows],
+                    kept[request],
+                    index.num_blocks,
+                    policy,
+                    operands.softmax_scale,
+                )
+            )
+            first = rows.stop
+        return torch.cat(parts)
+
+    return select_tokens(operands, segment, score)
 
 
 def semantic_kernels(

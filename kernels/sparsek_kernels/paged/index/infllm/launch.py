@@ -7,31 +7,29 @@ import torch
 from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.checks import given_summary
-from sparsek_kernels.paged.config import averages_config, next_power_of_2
-from sparsek_kernels.paged.infllm.kernels.means import write_means_kernel
-from sparsek_kernels.paged.infllm.kernels.scores import average_logits_kernel, block_scores_kernel
-from sparsek_kernels.paged.infllm.means import view_means
-from sparsek_kernels.paged.launch.scratch import overlap_options, workspace
-from sparsek_kernels.paged.launch.selection import Selection, Step
+from sparsek_kernels.paged.config import next_power_of_2
+from sparsek_kernels.paged.index.infllm.config import averages_config
+from sparsek_kernels.paged.index.infllm.kernels.means import write_means_kernel
+from sparsek_kernels.paged.index.infllm.kernels.scores import (
+    average_logits_kernel,
+    block_scores_kernel,
+)
+from sparsek_kernels.paged.index.infllm.means import view_means
+from sparsek_kernels.paged.index.launch import Scores, select_tokens
+from sparsek_kernels.paged.index.problem import Selection, Step
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import CELL_SIZE, ceil_div
+from sparsek_kernels.paged.scratch import overlap_options, workspace
 
 _SCORES = 512
 """Shares of averages that one program adds up at a time."""
 
 
 def write_means(k_cache: torch.Tensor, k_summary: torch.Tensor, batch: PagedBatch) -> None:
-    """Triton form of :func:`sparsek_kernels.paged.write_means`."""
-    if not batch.num_prefills:
-        _write_means(k_cache, k_summary, batch, batch.decode_query_len)
-    elif not batch.num_decodes:
-        _write_means(k_cache, k_summary, batch, batch.max_query_len)
-    else:  # apart, or decodes would get as many programs as the longest prefill
-        for part in (
-            batch.part(0, batch.num_decodes),
-            batch.part(batch.num_decodes, batch.num_requests),
-        ):
-            write_means(k_cache, k_summary, part)
+    """Triton form of :meth:`InfLLM.write`."""
+    for part, most_tokens in batch.phases():
+        _write_means(k_cache, k_summary, part, most_tokens)
 
 
 def _write_means(
@@ -62,13 +60,20 @@ def _write_means(
     )
 
 
+def select(operands: PagedOperands, segment: Segment) -> torch.Tensor:
+    """Triton form of :meth:`InfLLM.select`."""
+    return select_tokens(
+        operands, segment, block_scores, lambda call: call.q.shape[1] * averages(call)
+    )
+
+
 def averages(call: Selection) -> int:
     """Averages of the longest sequence that the batch may hold, aligned as its blocks are."""
     return call.width * (call.policy.sel_block_size // CELL_SIZE)
 
 
-def block_scores(call: Selection, step: Step, most: int) -> torch.Tensor:
-    """Scores ``[step.count, Hkv, call.width]`` float32 of a step's tokens, flat.
+def block_scores(call: Selection, step: Step, most: int) -> Scores:
+    """Scores ``[step.count, Hkv, call.width]`` of a step's tokens.
 
     Args:
         most: tokens of the largest step, for which there is room.
@@ -77,7 +82,7 @@ def block_scores(call: Selection, step: Step, most: int) -> torch.Tensor:
     page_size = call.k_cache.shape[2]
     num_heads, dim = q.shape[1:]
     width = averages(call)
-    means = view_means(given_summary(call.k_summary), page_size, dim)
+    means = view_means(call.operands.summary, page_size, dim)
     config = averages_config(
         tokens=most,
         num_kv_heads=call.heads,
@@ -93,11 +98,8 @@ def block_scores(call: Selection, step: Step, most: int) -> torch.Tensor:
         "GROUP": call.group,
         "BLOCK_N": config.block_n,
         "CELL": CELL_SIZE,
-        "SEL_BLOCK": policy.sel_block_size,
-        "SINK_BLOCKS": policy.sink_blocks,
-        "REACH_BLOCKS": policy.reach_blocks,
-        "SCORED_BLOCKS": policy.scored_blocks,
         "num_warps": config.num_warps,
+        **call.rule(),
         **overlap_options(q.device),
     }
     turned = batch.rotation is not None
@@ -152,4 +154,4 @@ def block_scores(call: Selection, step: Step, most: int) -> torch.Tensor:
         BLOCK_S=next_power_of_2(shares),
         **rule,
     )
-    return scores
+    return Scores(scores, (call.heads * call.width, call.width, 0))

@@ -13,12 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
-
-
-def keeps_means(policy: SelectionPolicy, device: torch.device) -> bool:
-    """Whether pages on a device keep means for a policy; a CPU scores the keys themselves."""
-    return policy.ranking == "infllm" and device.type != "cpu"
+from sparsek_kernels.paged.policy import CELL_SIZE
 
 
 def view_means(k_summary: torch.Tensor, page_size: int, head_dim: int) -> torch.Tensor:

@@ -5,24 +5,33 @@ from __future__ import annotations
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
-from sparsek_kernels.paged.cpu.infllm import unrotated
 from sparsek_kernels.paged.cpu.plan import SummaryIndex
+from sparsek_kernels.paged.index.cpu import Tokens, select_tokens
+from sparsek_kernels.paged.index.rope import rotated, unrotated
+from sparsek_kernels.paged.index.seer.gates import NORM_EPS, Gates, view_gate_keys
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
-from sparsek_kernels.paged.seer.gates import NORM_EPS, Gates, view_gate_keys
 
 _BLOCKS = 64
 """Blocks whose keys are pooled at once: bounds scratch."""
 
 
-def rotated(
-    x: torch.Tensor, rotation: torch.Tensor | None, positions: torch.Tensor
-) -> torch.Tensor:
-    """``[n, heads, D]`` float32 turned by its positions ``[n]``; as it is without a rotation."""
-    if rotation is None:
-        return x
-    cos, sin = rotation[positions.clamp(max=rotation.shape[0] - 1)].unsqueeze(1).chunk(2, -1)
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+def select(operands: PagedOperands, segment: Segment, gates: Gates) -> torch.Tensor:
+    """Torch form of :meth:`Seer.select`."""
+    rotation = segment.batch.rotation
+
+    def score(tokens: Tokens) -> torch.Tensor:
+        return gate_scores(
+            gate_queries(tokens.q, tokens.positions, gates, rotation),
+            operands.summary,
+            operands.page_size,
+            tokens.scoring.index,
+            segment.policy,
+            tokens.scoring.future,
+        )
+
+    return select_tokens(operands, segment, score)
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -62,7 +71,7 @@ def gate_keys(
 def write_gate_keys_eager(
     k_cache: torch.Tensor, k_summary: torch.Tensor, batch: PagedBatch, size: int, gates: Gates
 ) -> None:
-    """:func:`sparsek_kernels.paged.write_gate_keys` on a CPU, for blocks of ``size``."""
+    """Torch form of :meth:`Seer.write`, for blocks of ``size``."""
     page_size, dim = k_cache.shape[2:]
 
     def completed() -> tuple[torch.Tensor, torch.Tensor]:

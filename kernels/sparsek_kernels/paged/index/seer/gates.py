@@ -20,6 +20,9 @@ from sparsek_kernels.checks import check_tensor
 POOLS = 3
 """Poolings of a block's keys, side by side: largest, smallest and mean of each channel."""
 
+SMALLEST_GATED = 32
+"""Tokens of the smallest block whose gate key has room in a page."""
+
 NORM_EPS = 1e-6
 """Of the gates' RMS norms."""
 
@@ -61,15 +64,8 @@ def view_gate_keys(
     return keys
 
 
-def given_gates(gates: Gates | None) -> Gates:
-    """The gates, which a ranking by them needs."""
-    if gates is None:
-        raise ValueError("gates: expected the layer's gates with ranking='seer', got None")
-    return gates
-
-
-def check_gates(gates: Gates | None, k_cache: torch.Tensor, num_heads: int | None = None) -> Gates:
-    """Check the gates that a ranking by them needs.
+def check_gates(gates: Gates, k_cache: torch.Tensor, num_heads: int | None = None) -> None:
+    """Check that gates fit a cache and its queries.
 
     Args:
         k_cache: ``[num_pages, Hkv, page_size, D]``.
@@ -77,9 +73,8 @@ def check_gates(gates: Gates | None, k_cache: torch.Tensor, num_heads: int | Non
 
     Raises:
         TypeError: a tensor that is not float32.
-        ValueError: no gates, or a wrong shape, device or layout.
+        ValueError: a wrong shape, device or layout.
     """
-    gates = given_gates(gates)
     _, heads, _, dim = k_cache.shape
     group = "G" if num_heads is None else num_heads // heads
     shapes: tuple[tuple[int | str, ...], ...] = (
@@ -97,4 +92,3 @@ def check_gates(gates: Gates | None, k_cache: torch.Tensor, num_heads: int | Non
             raise ValueError(
                 f"gates.{name}: expected a contiguous tensor, got strides {tensor.stride()}"
             )
-    return gates

@@ -8,17 +8,19 @@ from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.checks import given_summary
 from sparsek_kernels.paged.config import next_power_of_2
-from sparsek_kernels.paged.launch.scratch import workspace
-from sparsek_kernels.paged.launch.selection import Selection, Step
-from sparsek_kernels.paged.policy import ceil_div
-from sparsek_kernels.paged.seer.gates import NORM_EPS, Gates, given_gates, view_gate_keys
-from sparsek_kernels.paged.seer.kernels.gates import (
+from sparsek_kernels.paged.index.launch import Scores, select_tokens
+from sparsek_kernels.paged.index.problem import Selection, Step
+from sparsek_kernels.paged.index.seer.gates import NORM_EPS, Gates, view_gate_keys
+from sparsek_kernels.paged.index.seer.kernels.gates import (
     gate_logits_kernel,
     gate_queries_kernel,
     write_gate_keys_kernel,
 )
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
+from sparsek_kernels.paged.policy import ceil_div
+from sparsek_kernels.paged.scratch import workspace
 
 _COLUMNS = 16
 """Channels of queries and keys that are multiplied at a time."""
@@ -29,17 +31,19 @@ _BLOCKS = 32
 def write_gate_keys(
     k_cache: torch.Tensor, k_summary: torch.Tensor, batch: PagedBatch, size: int, gates: Gates
 ) -> None:
-    """Triton form of :func:`sparsek_kernels.paged.write_gate_keys`, for blocks of ``size``."""
-    if not batch.num_prefills:
-        _write_gate_keys(k_cache, k_summary, batch, size, gates, batch.decode_query_len)
-    elif not batch.num_decodes:
-        _write_gate_keys(k_cache, k_summary, batch, size, gates, batch.max_query_len)
-    else:  # apart, or decodes would get as many programs as the longest prefill
-        for part in (
-            batch.part(0, batch.num_decodes),
-            batch.part(batch.num_decodes, batch.num_requests),
-        ):
-            write_gate_keys(k_cache, k_summary, part, size, gates)
+    """Triton form of :meth:`Seer.write`, for blocks of ``size``."""
+    for part, most_tokens in batch.phases():
+        _write_gate_keys(k_cache, k_summary, part, size, gates, most_tokens)
+
+
+def select(operands: PagedOperands, segment: Segment, gates: Gates) -> torch.Tensor:
+    """Triton form of :meth:`Seer.select`."""
+    return select_tokens(
+        operands,
+        segment,
+        lambda call, step, most: gate_logits(call, step, most, gates),
+        lambda call: call.q.shape[1] * call.width,
+    )
 
 
 def _write_gate_keys(
@@ -80,27 +84,23 @@ def _write_gate_keys(
     )
 
 
-def gate_logits(call: Selection, step: Step, most: int) -> torch.Tensor:
-    """Logits ``[step.count, Hkv, call.width]`` float32, in base 2, of a step's tokens, flat.
+def gate_logits(call: Selection, step: Step, most: int, gates: Gates) -> Scores:
+    """Logits ``[step.count, Hkv, call.width]``, in base 2, of a step's tokens.
 
     Args:
         most: tokens of the largest step, for which there is room.
     """
     q, batch, policy, heads = call.q, call.batch, call.policy, call.heads
     page_size, dim = call.k_cache.shape[2], q.shape[2]
-    gates = given_gates(call.gates)
-    kept = view_gate_keys(given_summary(call.k_summary), page_size, policy.sel_block_size, dim)
+    kept = view_gate_keys(call.operands.summary, page_size, policy.sel_block_size, dim)
     queries = workspace(q.device, "gate queries", most * heads * dim, torch.float32)
     logits = workspace(q.device, "gate logits", most * heads * call.width, torch.float32)
-    shape = {
+    shape: dict[str, int] = {
         "TOKENS_PER_REQUEST": batch.decode_query_len,
         "HEAD_DIM": dim,
         "BLOCK_D": next_power_of_2(dim),
-        "SEL_BLOCK": policy.sel_block_size,
-        "SINK_BLOCKS": policy.sink_blocks,
-        "REACH_BLOCKS": policy.reach_blocks,
-        "SCORED_BLOCKS": policy.scored_blocks,
         "num_warps": 4,
+        **call.rule(),
     }
     run(
         gate_queries_kernel,
@@ -144,4 +144,4 @@ def gate_logits(call: Selection, step: Step, most: int) -> torch.Tensor:
         PAGE_SIZE=page_size,
         **shape,
     )
-    return logits
+    return Scores(logits, (heads * call.width, call.width, 0), logit_rows=1)

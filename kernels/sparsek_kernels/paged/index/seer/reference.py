@@ -15,7 +15,7 @@ import torch
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 if TYPE_CHECKING:
-    from sparsek_kernels.paged.seer.gates import Gates
+    from sparsek_kernels.paged.index.seer.gates import Gates
 
 NORM_EPS = 1e-6
 """Of the norms of gate queries and keys."""

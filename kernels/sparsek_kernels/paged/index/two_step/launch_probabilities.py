@@ -9,27 +9,21 @@ import torch
 
 from sparsek_kernels.common.device import device_arch, multiprocessors
 from sparsek_kernels.common.recording import run
-from sparsek_kernels.paged.config import (
-    TileConfig,
-    largest_part,
-    listed_config,
-    listed_shares,
-    next_power_of_2,
-    rank_rows,
+from sparsek_kernels.paged.cache_sm90 import describe_cache, is_matrix, tensor_cores_take
+from sparsek_kernels.paged.config import TileConfig, largest_part, next_power_of_2
+from sparsek_kernels.paged.index.problem import Selection, Step
+from sparsek_kernels.paged.index.two_step.config import listed_config, listed_shares, rank_rows
+from sparsek_kernels.paged.index.two_step.kernels import probabilities_sm90 as sm90
+from sparsek_kernels.paged.index.two_step.kernels.probabilities import (
+    listed_masses_kernel,
+    rank_blocks_kernel,
 )
-from sparsek_kernels.paged.kernels.rank import listed_masses_kernel, rank_blocks_kernel
-from sparsek_kernels.paged.kernels.rank_sm90 import listed_masses_sm90_kernel
-from sparsek_kernels.paged.launch.attend_sm90 import (
-    describe_cache,
-    is_matrix,
-    tensor_cores_take,
-)
-from sparsek_kernels.paged.launch.scratch import overlap_options, workspace
-from sparsek_kernels.paged.launch.selection import Selection, Step
 from sparsek_kernels.paged.policy import ceil_div
+from sparsek_kernels.paged.scratch import overlap_options, workspace
 
-_BLOCK, _ROWS, _STREAMS = 64, 128, 2
-"""Keys of a block, rows of a stream and streams of a program of the kernel for Hopper."""
+_BLOCK, _STREAMS = sm90.BLOCK.value, sm90.STREAMS.value
+_ROWS = 2 * sm90.ROWS.value
+"""Rows of a stream of the kernel for Hopper: two warpgroups multiply them."""
 
 
 def list_config(call: Selection) -> tuple[TileConfig, int]:
@@ -47,7 +41,7 @@ def tiles_ranked(call: Selection, elements: int) -> int:
     """Tiles of one step: as many as ``elements`` of scratch hold, in whole waves of programs."""
     config, unit = list_config(call)
     parts = call.policy.sel_block_size // unit
-    tiles = max(elements // (call.heads * call.list_places * parts * call.rows), 1)
+    tiles = max(elements // (call.heads * call.list_slots * parts * call.rows), 1)
     if config.hopper and masses_fit(call):
         programs = multiprocessors(call.q.device) // call.heads
         wave = programs * _STREAMS // (call.rows // _ROWS)
@@ -65,7 +59,7 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
     batch, policy = call.batch, call.policy
     config, unit = list_config(call)
     parts = policy.sel_block_size // unit
-    numel = step.count * call.heads * call.list_places * parts * call.rows
+    numel = step.count * call.heads * call.list_slots * parts * call.rows
     masses = workspace(call.q.device, "masses of lists", numel, torch.float32)
     shape = call.tile_keys() | {
         "GROUP_PAD": next_power_of_2(call.group),
@@ -85,14 +79,12 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
         call.out,
         masses,
         candidates,
-        call.tiles,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
+        *call.lengths,
         policy.dense_below,
         step.first,
         *call.out.stride()[:2],
-        BLOCK_R=rank_rows(call.list_places, call.rows),
-        num_warps=4 if call.list_places <= 1024 else 8,
+        BLOCK_R=rank_rows(call.list_slots, call.rows),
+        num_warps=4 if call.list_slots <= 1024 else 8,
         **shape,
         **overlap_options(call.q.device),
     )
@@ -110,7 +102,7 @@ def _list_masses(
     q, k_cache, batch, policy = call.q, call.k_cache, call.batch, call.policy
     _, heads, page_size, dim = k_cache.shape
     programs = step.count * ceil_div(call.rows, config.block_m)
-    pieces = ceil_div(call.list_places * policy.sel_block_size, config.block_n)
+    pieces = ceil_div(call.list_slots * policy.sel_block_size, config.block_n)
     shares = listed_shares(programs * heads, pieces, 4 * multiprocessors(q.device))
     run(
         listed_masses_kernel,
@@ -162,11 +154,11 @@ def _list_masses_sm90(
     q, batch, policy = call.q, call.batch, call.policy
     work = step.count * (call.rows // _ROWS)
     resident = _STREAMS * multiprocessors(q.device)  # streams
-    shares = listed_shares(work * call.heads, call.list_places, resident)
+    shares = listed_shares(work * call.heads, call.list_slots, resident)
     k_desc, *distances = describe_cache(call.k_cache)
     unused = ("FROM_TABLE", "TILES_PER_REQUEST", "SEL_BLOCK", "UNIT")
     run(
-        listed_masses_sm90_kernel,
+        sm90.listed_masses_sm90_kernel,
         (ceil_div(work, _STREAMS), call.heads, shares),
         masses,
         q,

@@ -12,13 +12,13 @@ from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.config import TileConfig, has_wgmma, next_power_of_2
 from sparsek_kernels.paged.index.problem import Selection
 from sparsek_kernels.paged.index.two_step.config import score_config
+from sparsek_kernels.paged.index.two_step.kernels import tile_scores_sm90 as sm90
 from sparsek_kernels.paged.index.two_step.kernels.tile_scores import (
     add_parts_kernel,
     gather_samples_kernel,
     part_scores_kernel,
     pool_means_kernel,
 )
-from sparsek_kernels.paged.index.two_step.kernels.tile_scores_sm90 import tile_scores_sm90_kernel
 from sparsek_kernels.paged.policy import CELL_SIZE, ceil_div
 from sparsek_kernels.paged.scratch import workspace
 
@@ -32,16 +32,16 @@ _KEPT_ELEMENTS = 1 << 27
 
 _POOLED_CELLS = 8
 _ADDED_BLOCKS = 256
-_BLOCKS_AT_ONCE = 32
-_ROWS = 64
+_BLOCKS = sm90.BLOCKS.value
+_ROWS = sm90.ROWS.value
+_TILES = sm90.TILES.value
 _HEADS = 4
-_TILES = 4
 
 
 def mean_rows(call: Selection) -> int:
     """Rows of means of one request and KV head."""
     cells = call.policy.sel_block_size // CELL_SIZE
-    return ceil_div(call.width, _BLOCKS_AT_ONCE) * _BLOCKS_AT_ONCE * cells
+    return ceil_div(call.width, _BLOCKS) * _BLOCKS * cells
 
 
 def score_tiles(scores: torch.Tensor, call: Selection, first: int, count: int) -> None:
@@ -121,7 +121,7 @@ def scores_fit(call: Selection) -> bool:
 
 def kept_elements(width: int) -> int:
     """Elements that one program of the kernel for Hopper keeps for ``width`` blocks."""
-    return _TILES * _ROWS * ceil_div(width, _BLOCKS_AT_ONCE) * _BLOCKS_AT_ONCE
+    return _TILES * _ROWS * ceil_div(width, _BLOCKS) * _BLOCKS
 
 
 def _pool_means(means: torch.Tensor, call: Selection, requests: tuple[int, int]) -> None:
@@ -239,21 +239,21 @@ def _score_sm90(
     programs = min(work, multiprocessors(device))
     size = programs * kept_elements(call.width)
     run(
-        tile_scores_sm90_kernel,
+        sm90.tile_scores_sm90_kernel,
         (programs,),
         parts,
         workspace(device, "kept weights", size, torch.float16),
-        workspace(device, "kept maxima", size // _BLOCKS_AT_ONCE, torch.float32),
+        workspace(device, "kept maxima", size // _BLOCKS, torch.float32),
         seen,
         describe_matrix(samples, (rows, dim), dim, (_ROWS, 64)),
         describe_matrix(
-            means, (requests[1] * heads * mean_count, dim), dim, (4 * _BLOCKS_AT_ONCE, 64)
+            means, (requests[1] * heads * mean_count, dim), dim, (4 * _BLOCKS, 64)
         ),
         plan,
         call.qk_scale,
         tiles[1],
         work,
-        mean_count // (4 * _BLOCKS_AT_ONCE),
+        mean_count // (4 * _BLOCKS),
         call.width,
         NUM_KV_HEADS=heads,
         FOURS=fours,

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
-from sparsek_kernels.paged.reference.sketch import VECTOR_SIZE, means_reference, sketch_reference
+from sparsek_kernels.paged.index.key_means.reference import VECTOR_SIZE, means_reference, sketch_reference
 
 
 def block_logits_reference(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparsek_kernels.paged.infllm.kernels.rows import load_rows
+from sparsek_kernels.paged.index.kernels.rope_rows import load_rows
 
 
 @triton.jit

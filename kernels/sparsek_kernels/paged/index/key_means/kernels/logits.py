@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparsek_kernels.paged.kernels.sketch_code import halves, rotate, scale_of
+from sparsek_kernels.paged.index.key_means.kernels.code import halves, rotate, scale_of
 from sparsek_kernels.paged.kernels.tiles import TOP_K, page_of, tile_sees_all
 
 _UNPACK = tl.constexpr(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparsek_kernels.paged.infllm.kernels.rows import load_channels
+from sparsek_kernels.paged.index.kernels.rope_rows import load_channels
 from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_sees_all, tile_span
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparsek_kernels.paged.kernels.select import best_of
+from sparsek_kernels.paged.index.kernels.top_blocks import best_of
 from sparsek_kernels.paged.kernels.tiles import (
     NO_KEY,
     TOP_K,

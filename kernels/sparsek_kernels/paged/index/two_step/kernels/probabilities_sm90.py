@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
-from sparsek_kernels.paged.kernels.attend_load_sm90 import NO_ROW
-from sparsek_kernels.paged.kernels.rank import sample_positions
+from sparsek_kernels.paged.index.two_step.kernels.probabilities import sample_positions
+from sparsek_kernels.paged.kernels.pages_sm90 import NO_ROW
 from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_sees_all, tile_span
 
 ROWS: gl.constexpr = gl.constexpr(64)

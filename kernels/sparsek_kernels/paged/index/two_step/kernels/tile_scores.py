@@ -15,10 +15,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparsek_kernels.paged.kernels.rank import sample_positions
+from sparsek_kernels.paged.index.two_step.kernels.probabilities import sample_positions
 from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_sees_all, tile_span
 
-TOGETHER: tl.constexpr = tl.constexpr(32)
+BLOCKS_AT_ONCE: tl.constexpr = tl.constexpr(32)
 """Blocks whose means lie together, ordered by cell, then block."""
 
 
@@ -29,7 +29,7 @@ def mean_row(block, cell, CELLS: tl.constexpr):
     Columns of a product then come in that order, and a maximum over the cells of a block stays
     within a thread.
     """
-    return (block // TOGETHER * CELLS + cell) * TOGETHER + block % TOGETHER
+    return (block // BLOCKS_AT_ONCE * CELLS + cell) * BLOCKS_AT_ONCE + block % BLOCKS_AT_ONCE
 
 
 @triton.jit(do_not_specialize=["dense_below", "first_request", "stride_mr", "stride_mh"])

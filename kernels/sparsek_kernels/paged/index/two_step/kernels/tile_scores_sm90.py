@@ -35,7 +35,7 @@ ROWS: gl.constexpr = gl.constexpr(64)
 BLOCKS: gl.constexpr = gl.constexpr(32)
 CELLS: gl.constexpr = gl.constexpr(4)
 TILES: gl.constexpr = gl.constexpr(4)
-TOGETHER: gl.constexpr = gl.constexpr(4)
+STEPS_AT_ONCE: gl.constexpr = gl.constexpr(4)
 BOX: gl.constexpr = gl.constexpr(64)
 
 
@@ -150,25 +150,25 @@ def weigh_kept(
 ):
     """Sum ``weights * 2 ** (maximum - lse)`` over the 64 rows, for blocks ``[begin, end)``.
 
-    ``begin`` is a multiple of ``TOGETHER`` steps of ``BLOCKS``.  A thread adds up eight rows of
+    ``begin`` is a multiple of ``STEPS_AT_ONCE`` steps of ``BLOCKS``.  A thread adds up eight rows of
     eight blocks before any are exchanged.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1, 8], [8, 4, 1], [1, 4, 1], [2, 1, 0])
     PLACE: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     SUMS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, PLACE))
-    group = gl.arange(0, 4 * TOGETHER, gl.SliceLayout(0, PLACE))
+    group = gl.arange(0, 4 * STEPS_AT_ONCE, gl.SliceLayout(0, PLACE))
     element = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
     thread_row = (row // 16 * 8 + row % 8) * 64 + row // 8 % 2 * 8
     place = thread_row[:, None] + (group // 4 * (ROWS * BLOCKS) + group % 4 * 16)[None, :]
     offsets = gl.expand_dims(place, 2) + gl.expand_dims(gl.expand_dims(element, 0), 0)
     tops_at = row[:, None] + (group // 4 * ROWS)[None, :]
     lse = gl.convert_layout(lse, gl.SliceLayout(1, PLACE))
-    sum_group = gl.arange(0, 4 * TOGETHER, gl.SliceLayout(1, SUMS))
+    sum_group = gl.arange(0, 4 * STEPS_AT_ONCE, gl.SliceLayout(1, SUMS))
     sum_element = gl.arange(0, 8, gl.SliceLayout(0, SUMS))
     column = (sum_group // 4 * BLOCKS + sum_group % 4 * 2)[:, None]
     column += (sum_element // 2 * 8 + sum_element % 2)[None, :]
-    for first in range(begin, end, TOGETHER * BLOCKS):
+    for first in range(begin, end, STEPS_AT_ONCE * BLOCKS):
         step = first // BLOCKS
         inside = (first + group // 4 * BLOCKS < end)[None, :] & (row >= 0)[:, None]
         tops = gl.load(maxima + step * ROWS + tops_at, mask=inside, other=-1.0e30)
@@ -176,7 +176,7 @@ def weigh_kept(
             kept + step * (ROWS * BLOCKS) + offsets,
             mask=gl.expand_dims(inside, 2),
             other=0.0,
-        )  # [ROWS, 4 * TOGETHER, 8]
+        )  # [ROWS, 4 * STEPS_AT_ONCE, 8]
         weight = gl.expand_dims(gl.exp2(tops - lse[:, None]), 2)
         total = gl.sum(held.to(gl.float32) * weight, axis=0)
         gl.store(out + first + column, total, mask=first + column < end)
@@ -241,9 +241,9 @@ def score_partition(
                 row_max = gl.full([ROWS], -1.0e30, gl.float32, ROW_LAYOUT)
                 row_sum = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
                 for step in range(steps):
-                    if step % TOGETHER == 0:  # before its places are taken
+                    if step % STEPS_AT_ONCE == 0:  # before its places are taken
                         begin = step * BLOCKS
-                        end = gl.minimum(kept_blocks, begin + TOGETHER * BLOCKS)
+                        end = gl.minimum(kept_blocks, begin + STEPS_AT_ONCE * BLOCKS)
                         weigh_kept(kept_out, kept, maxima, kept_lse, begin, end)
                         thread_barrier()
                     stage = taken % STAGES
@@ -268,7 +268,7 @@ def score_partition(
                     rows = to_threads(weights.to(kept_ptr.dtype.element_ty), THREADS)
                     gl.store(kept + step * (ROWS * BLOCKS) + own, rows)
                     gl.store(maxima + step * ROWS + offs_m, row_max)
-                begin = gl.cdiv(steps, TOGETHER) * TOGETHER * BLOCKS
+                begin = gl.cdiv(steps, STEPS_AT_ONCE) * STEPS_AT_ONCE * BLOCKS
                 weigh_kept(kept_out, kept, maxima, kept_lse, begin, kept_blocks)
                 # base-2 log of the denominator; rows that are none get probability zero
                 log_sum = row_max + gl.log2(row_sum)

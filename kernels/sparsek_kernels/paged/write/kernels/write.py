@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparsek_kernels.paged.kernels.sketch_code import code_of, halves, rotate, scale_of
+from sparsek_kernels.paged.index.key_means.kernels.code import code_of, halves, rotate, scale_of
 
 EDGE = tl.constexpr(7.49)
 """Values from here on are rounded to the outermost level, which has no next one."""

@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from sparsek_kernels.paged.cpu.native import build
-from sparsek_kernels.paged.sketch import rotation_size
+from sparsek_kernels.paged.index.key_means.sketch import rotation_size
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of keys, by the numbers that ``sketch.c`` gives them."""

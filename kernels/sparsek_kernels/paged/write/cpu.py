@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparsek_kernels.paged.cpu.native import sketch as native_sketch
-from sparsek_kernels.paged.sketch import (
+from sparsek_kernels.paged.index.key_means.sketch import (
     VECTOR_SIZE,
     mean_key,
     quantise,
