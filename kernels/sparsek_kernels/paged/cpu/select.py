@@ -196,7 +196,7 @@ def select_tokens(
         q = unrotated(q, group.rotation, where)
         scores = []
         for token, table in enumerate(plan.index.table):
-            kernels = semantic_kernels(k_cache, table, blocks, rule, group.rotation)
+            kernels = semantic_kernels(k_cache, table, blocks + 1, rule, group.rotation)
             one = slice(token, token + 1)
             scores.append(infllm_scores(q[one], where[one], kernels, blocks, rule, softmax_scale))
         return list_best(torch.cat(scores), plan.outside, rule.scored_blocks)
