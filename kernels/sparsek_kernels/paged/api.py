@@ -360,9 +360,7 @@ def _replayable_segment(
     options = (segment.policy, operands.softmax_scale, operands.k_scale, operands.v_scale)
     if index is None:
         return _replayable(operands.tensors, options, segment.batch)
-    return _replayable(
-        (*operands.tensors, *index.tensors), (*options, index.key), segment.batch
-    )
+    return _replayable((*operands.tensors, *index.tensors), (*options, index.key), segment.batch)
 
 
 def _replayable(

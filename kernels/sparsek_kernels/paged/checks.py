@@ -6,8 +6,8 @@ import torch
 
 from sparsek_kernels.checks import check_tensor
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
-from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.pages import summary_bytes
+from sparsek_kernels.paged.policy import SelectionPolicy
 
 
 def check_cache_dtype(

@@ -9,8 +9,8 @@ import torch
 
 from sparsek_kernels.paged.api import write_kv
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.policy import ceil_div
 from sparsek_kernels.paged.pages import summary_bytes
+from sparsek_kernels.paged.policy import ceil_div
 
 
 def pages_of(

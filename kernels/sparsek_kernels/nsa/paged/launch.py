@@ -18,12 +18,13 @@ from sparsek_kernels.nsa.paged.kernels.scores import nsa_paged_scores_kernel
 from sparsek_kernels.nsa.paged.problem import PagedProblem
 from sparsek_kernels.nsa.select.launch import choose, score_pitch
 from sparsek_kernels.nsa.spec import NSASpec
+from sparsek_kernels.paged.attend.launch import attend_segment
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.config import choose_splits, largest_part, next_power_of_2
-from sparsek_kernels.paged.launch.attend import attend
-from sparsek_kernels.paged.launch.scratch import workspace
 from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.scratch import workspace
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def decode(problem: PagedProblem, out: torch.Tensor) -> None:
     )
     by_score = chosen[0, :, :, spec.num_init_blocks : spec.num_init_blocks + free]
     operands = PagedOperands(q, pages.k_slc, pages.v_slc, out[:, 1], problem.softmax_scale)
-    attend(operands, batch, policy, by_score, decode=True)
+    attend_segment(operands, Segment(batch, policy), by_score)
 
 
 def _token_sequences(tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,9 +9,7 @@ from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 
 
-def attend(
-    operands: PagedOperands, segment: Segment, indices: torch.Tensor | None = None
-) -> None:
+def attend(operands: PagedOperands, segment: Segment, indices: torch.Tensor | None = None) -> None:
     """Write the attention of a segment's queries to ``operands.out``.
 
     Args:

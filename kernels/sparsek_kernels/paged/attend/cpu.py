@@ -140,9 +140,7 @@ def _attend_sequence(
     return attend_dense(q, k, v, operands.softmax_scale, operands.sinks)
 
 
-def attend_segment(
-    operands: PagedOperands, segment: Segment, indices: torch.Tensor | None
-) -> None:
+def attend_segment(operands: PagedOperands, segment: Segment, indices: torch.Tensor | None) -> None:
     """Torch form of :func:`sparsek_kernels.paged.attend.attend`."""
     batch, policy = segment.batch, segment.policy
     _, counts = host_lengths(batch)

@@ -12,9 +12,7 @@ from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 
-def attend_segment(
-    operands: PagedOperands, segment: Segment, indices: torch.Tensor | None
-) -> None:
+def attend_segment(operands: PagedOperands, segment: Segment, indices: torch.Tensor | None) -> None:
     """Attend decodes over this rank's pages; writes ``operands.out`` and ``operands.lse``."""
     batch, policy, lse = segment.batch, segment.policy, operands.lse
     if lse is None:

@@ -24,9 +24,7 @@ from sparsek_kernels.paged.scratch import overlap_options, workspace
 _DENSE_TILE = 64
 
 
-def attend_segment(
-    operands: PagedOperands, segment: Segment, indices: torch.Tensor | None
-) -> None:
+def attend_segment(operands: PagedOperands, segment: Segment, indices: torch.Tensor | None) -> None:
     """Triton form of :func:`sparsek_kernels.paged.attend.attend`."""
     batch, policy, decode = segment.batch, segment.policy, segment.decodes
     q, k_cache, v_cache, out = operands.q, operands.k_cache, operands.v_cache, operands.out

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 
-from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.index.two_step.reference import Select, select_blocks_reference
+
+Select: TypeAlias = Callable[
+    [torch.Tensor, torch.Tensor, list[int], SelectionPolicy, float], list[list[int]] | None
+]
+"""Chooses a tile's blocks for each KV head; ``None`` where the tile sees everything."""
 
 
 def gather_sequence(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
@@ -22,7 +28,7 @@ def visible_reference(
     positions: list[int],
     policy: SelectionPolicy,
     softmax_scale: float,
-    select: Select = select_blocks_reference,
+    select: Select,
 ) -> torch.Tensor:
     """Which keys each query sees.
 
@@ -93,41 +99,3 @@ def attend_reference(
         probs = torch.softmax(logits, dim=-1)
     probs = torch.where(mask.any(-1, keepdim=True), probs, 0.0)
     return torch.einsum("nhk,khd->nhd", probs, values)
-
-
-def paged_attention_reference(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    batch: PagedBatch,
-    policy: SelectionPolicy,
-    *,
-    softmax_scale: float | None = None,
-    sinks: torch.Tensor | None = None,
-    select: Select = select_blocks_reference,
-) -> torch.Tensor:
-    """What :func:`sparsek_kernels.paged.paged_attention` must return, in float64.
-
-    The sketch is computed from K itself, so that this also checks the one kept in the cache.
-
-    Args:
-        select: what chooses the blocks of a tile, called for tiles in the order of their queries.
-    """
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    out = torch.zeros(*q.shape[:2], v_cache.shape[-1], dtype=torch.float64)
-    starts = batch.cu_seqlens_q.tolist()
-    for request, length in enumerate(batch.seq_lens.tolist()):
-        begin, end = starts[request], starts[request + 1]
-        if begin == end:
-            continue
-        single = request < batch.num_decodes or policy.query_tile == 1
-        rule = policy.per_token() if single else policy
-        pages = batch.block_table[request]
-        k = gather_sequence(k_cache, pages, length)
-        v = gather_sequence(v_cache, pages, length)
-        positions = list(range(length - (end - begin), length))
-        visible = visible_reference(q[begin:end], k, positions, rule, scale, select)
-        for row in range(max(end - begin - rule.dense_last, 0), end - begin):
-            visible[row] = torch.arange(length) <= positions[row]
-        out[begin:end] = attend_reference(q[begin:end], k, v, visible, scale, sinks)
-    return out

@@ -39,9 +39,7 @@ class Scores:
     logit_rows: int = 0
 
 
-def new_selection(
-    operands: PagedOperands, segment: Segment
-) -> tuple[Selection, bool]:
+def new_selection(operands: PagedOperands, segment: Segment) -> tuple[Selection, bool]:
     """A segment's choice with room for its indices, and whether any tile chooses.
 
     Where none does, all rows are -1 already.

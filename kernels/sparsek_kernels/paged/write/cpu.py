@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.paged.cpu.native import sketch as native_sketch
+from sparsek_kernels.paged.index.key_means import native as native_sketch
 from sparsek_kernels.paged.index.key_means.sketch import (
     VECTOR_SIZE,
     mean_key,

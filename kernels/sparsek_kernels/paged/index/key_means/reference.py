@@ -1,18 +1,14 @@
-"""Sketch of the keys, vector by vector, in float64."""
+"""Oracle of the key means and of the tokens that choose by them, in float64."""
 
 from __future__ import annotations
 
 import torch
 
+from sparsek_kernels.paged.index.reference import block_scores_reference, means_reference
+from sparsek_kernels.paged.policy import SelectionPolicy
+
 VECTOR_SIZE = 4
 """Tokens whose keys share one vector of the sketch."""
-
-
-def means_reference(k: torch.Tensor, size: int) -> torch.Tensor:
-    """Means ``[N // size, Hkv, D]`` float64 of every ``size`` keys.  k: ``[N, Hkv, D]``."""
-    count = k.shape[0] // size
-    means: torch.Tensor = k[: count * size].double().unflatten(0, (count, size)).mean(1)
-    return means
 
 
 def hadamard_reference(dim: int) -> torch.Tensor:
@@ -68,3 +64,23 @@ def sketch_reference(k: torch.Tensor) -> torch.Tensor:
     levels, scales = levels_reference((means @ rotation).flatten(0, 1))
     values = ((levels - 7.5) * scales[:, None]).view_as(means)
     return values @ rotation
+
+
+def token_scores_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: list[int],
+    policy: SelectionPolicy,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """Scores of the blocks up to a single token's last candidate: ``[Hkv, blocks]`` float64.
+
+    Args:
+        q: ``[1, Hq, D]``, the query at ``positions``.
+        k: ``[N, Hkv, D]``.
+    """
+    (position,) = positions
+    size = policy.sel_block_size
+    vectors = sketch_reference(k[: position // size * size])
+    scores = block_scores_reference(q[0], vectors, size // VECTOR_SIZE, softmax_scale)
+    return scores[:, : policy.candidate_range(position)[1]]

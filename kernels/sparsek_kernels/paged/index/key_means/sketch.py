@@ -22,16 +22,10 @@ from functools import lru_cache
 
 import torch
 
-from sparsek_kernels.paged.policy import CELL_SIZE, ceil_div
+from sparsek_kernels.paged.pages import check_cells
 
 VECTOR_SIZE = 4
 """Tokens whose keys share one vector."""
-
-ALIGNMENT = 16
-"""Bytes: a multiple of them is kept per page and KV head, so that pages stay aligned."""
-
-MOST_DIM = 512
-"""Channels of a head at most: each of a row's runs of 4 bytes has a number of 6 bits."""
 
 _MIDDLE = 7.5
 _LARGEST = 8.0
@@ -48,25 +42,8 @@ def page_vectors(page_size: int) -> int:
     Raises:
         ValueError: the page does not hold whole cells.
     """
-    if page_size < CELL_SIZE or page_size % CELL_SIZE:
-        raise ValueError(f"page_size: expected a multiple of {CELL_SIZE}, got {page_size}")
+    check_cells(page_size)
     return page_size // VECTOR_SIZE
-
-
-def summary_bytes(page_size: int, head_dim: int) -> int:
-    """Bytes that the sketch of one page takes per KV head.
-
-    Raises:
-        ValueError: the page does not hold whole cells.
-        NotImplementedError: rows would be no whole number of 4 bytes, or too long.
-    """
-    if head_dim % 8 or head_dim > MOST_DIM:
-        raise NotImplementedError(
-            f"head_dim: selecting blocks needs a multiple of 8 up to {MOST_DIM}, got {head_dim}; "
-            "attend everything, or sinks and a window alone (top_k=0)"
-        )
-    size = page_vectors(page_size) * head_dim // 2
-    return ceil_div(size, ALIGNMENT) * ALIGNMENT
 
 
 def rotation_size(head_dim: int) -> int:

@@ -61,9 +61,7 @@ class Seer(Indexer):
     ) -> None:
         """Keep the gate keys of the blocks that the new tokens complete."""
         if not k_cache.is_cuda:
-            cpu.write_gate_keys_eager(
-                k_cache, k_summary, batch, policy.sel_block_size, self.gates
-            )
+            cpu.write_gate_keys_eager(k_cache, k_summary, batch, policy.sel_block_size, self.gates)
             return
         from sparsek_kernels.paged.index.seer import launch
 

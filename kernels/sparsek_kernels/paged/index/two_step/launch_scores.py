@@ -246,9 +246,7 @@ def _score_sm90(
         workspace(device, "kept maxima", size // _BLOCKS, torch.float32),
         seen,
         describe_matrix(samples, (rows, dim), dim, (_ROWS, 64)),
-        describe_matrix(
-            means, (requests[1] * heads * mean_count, dim), dim, (4 * _BLOCKS, 64)
-        ),
+        describe_matrix(means, (requests[1] * heads * mean_count, dim), dim, (4 * _BLOCKS, 64)),
         plan,
         call.qk_scale,
         tiles[1],

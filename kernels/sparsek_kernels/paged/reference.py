@@ -1,0 +1,186 @@
+"""Oracles of paged attention: the rules of docs/selection.md, in float64.
+
+Plain torch on contiguous sequences, readable before fast.  Nothing here is imported by a kernel
+or by the CPU path, and nothing of theirs is imported here but the rule itself (``policy.py``).
+Each half, and each indexer, has its own; this is the whole.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparsek_kernels.paged.attend.reference import (
+    Select,
+    attend_reference,
+    gather_sequence,
+    visible_reference,
+)
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.index.infllm.reference import (
+    block_ranks_reference,
+    kernel_shares_reference,
+    select_infllm_reference,
+)
+from sparsek_kernels.paged.index.key_means.reference import (
+    hadamard_reference,
+    sketch_reference,
+    token_scores_reference,
+)
+from sparsek_kernels.paged.index.reference import (
+    best,
+    block_logits_reference,
+    means_reference,
+)
+from sparsek_kernels.paged.index.seer.reference import gate_scores_reference, select_seer_reference
+from sparsek_kernels.paged.index.two_step.reference import (
+    candidates_reference,
+    exact_masses_reference,
+    ranking_queries,
+    sampled_queries,
+    tile_scores_reference,
+)
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
+
+__all__ = [
+    "attend_reference",
+    "best",
+    "block_logits_reference",
+    "block_ranks_reference",
+    "candidate_scores_reference",
+    "candidates_reference",
+    "exact_masses_reference",
+    "gate_scores_reference",
+    "gather_sequence",
+    "hadamard_reference",
+    "kernel_shares_reference",
+    "listed_reference",
+    "means_reference",
+    "paged_attention_reference",
+    "ranking_queries",
+    "sampled_queries",
+    "select_blocks_reference",
+    "select_infllm_reference",
+    "select_seer_reference",
+    "sketch_reference",
+    "visible_reference",
+]
+
+
+def candidate_scores_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: list[int],
+    policy: SelectionPolicy,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """Scores of the blocks up to a tile's last candidate: ``[Hkv, blocks]`` float64.
+
+    Single tokens go by key means, tiles by the means of cells.
+
+    Args:
+        q: ``[n, Hq, D]``, the tile's queries at ``positions`` (ascending, consecutive).
+        k: ``[N, Hkv, D]``.
+    """
+    score = token_scores_reference if policy.query_tile == 1 else tile_scores_reference
+    return score(q, k, positions, policy, softmax_scale)
+
+
+def select_blocks_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: list[int],
+    policy: SelectionPolicy,
+    softmax_scale: float,
+) -> list[list[int]] | None:
+    """Blocks that compete by score and win, for the queries of one tile.
+
+    Args:
+        q: ``[n, Hq, D]``, the tile's queries at ``positions``.
+        k: ``[N, Hkv, D]``.
+
+    Returns:
+        For each KV head, ascending block indices; ``None`` where the tile sees everything.
+    """
+    if policy.sees_all(positions[0]):
+        return None
+    if policy.query_tile == 1:
+        first, last = policy.candidate_range(positions[0])
+        scores = candidate_scores_reference(q, k, positions, policy, softmax_scale)
+        listed = [list(range(first, last))] * len(scores)
+    else:
+        listed = candidates_reference(q, k, positions, policy, softmax_scale)
+        masses = exact_masses_reference(q, k, positions, listed, policy, softmax_scale)
+        scores = masses.amax(0)
+    return [
+        best(row, blocks, policy.scored_blocks) for row, blocks in zip(scores, listed, strict=True)
+    ]
+
+
+def listed_reference(entries: list[list[int]]) -> Select:
+    """A function that chooses prefill tiles' blocks by ranked lists, and single tokens' by score.
+
+    Args:
+        entries: for each KV head; ``e >= 0`` is block ``e``, ``e < 0`` the block ``-e`` before the
+            one in which the tile begins.
+    """
+
+    def select(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        positions: list[int],
+        policy: SelectionPolicy,
+        softmax_scale: float,
+    ) -> list[list[int]] | None:
+        if policy.query_tile == 1:
+            return select_blocks_reference(q, k, positions, policy, softmax_scale)
+        if policy.sees_all(positions[0]):
+            return None
+        first, last = policy.candidate_range(positions[0])
+        own = positions[0] // policy.query_tile * policy.query_tile // policy.sel_block_size
+        chosen = []
+        for ranked in entries:
+            blocks = [e if e >= 0 else own + e for e in ranked]
+            blocks += range(last - 1, first - 1, -1)  # the nearest, where the list ends early
+            competing = [b for b in dict.fromkeys(blocks) if first <= b < last]
+            chosen.append(sorted(competing[: policy.scored_blocks]))
+        return chosen
+
+    return select
+
+
+def paged_attention_reference(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: PagedBatch,
+    policy: SelectionPolicy | StepPolicy,
+    *,
+    softmax_scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    select: Select = select_blocks_reference,
+) -> torch.Tensor:
+    """What :func:`sparsek_kernels.paged.paged_attention` must return, in float64.
+
+    The sketch is computed from K itself, so that this also checks the one kept in the cache.
+
+    Args:
+        select: what chooses the blocks of a tile, called for tiles in the order of their queries.
+    """
+    step = StepPolicy.of(policy)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    out = torch.zeros(*q.shape[:2], v_cache.shape[-1], dtype=torch.float64)
+    starts = batch.cu_seqlens_q.tolist()
+    for request, length in enumerate(batch.seq_lens.tolist()):
+        begin, end = starts[request], starts[request + 1]
+        if begin == end:
+            continue
+        rule = step.decode if request < batch.num_decodes else step.prefill
+        pages = batch.block_table[request]
+        k = gather_sequence(k_cache, pages, length)
+        v = gather_sequence(v_cache, pages, length)
+        positions = list(range(length - (end - begin), length))
+        visible = visible_reference(q[begin:end], k, positions, rule, scale, select)
+        for row in range(max(end - begin - rule.dense_last, 0), end - begin):
+            visible[row] = torch.arange(length) <= positions[row]
+        out[begin:end] = attend_reference(q[begin:end], k, v, visible, scale, sinks)
+    return out
