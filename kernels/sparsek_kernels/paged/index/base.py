@@ -50,7 +50,7 @@ class Indexer(ABC):
         """What else its launches depend on, beside tensors, policy and batch."""
         return type(self)
 
-    def check(
+    def check(  # noqa: B027 - most have nothing to check
         self, policy: SelectionPolicy, k_cache: torch.Tensor, num_heads: int | None = None
     ) -> None:
         """Check that it can choose by a policy over these pages.
@@ -64,7 +64,7 @@ class Indexer(ABC):
             TypeError, ValueError: it cannot; the message names the argument.
         """
 
-    def write(
+    def write(  # noqa: B027 - most keep nothing
         self,
         k_cache: torch.Tensor,
         k_summary: torch.Tensor,

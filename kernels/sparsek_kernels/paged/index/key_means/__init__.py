@@ -36,5 +36,6 @@ class KeyMeans(Indexer):
         """Decode by the C function where it takes these tensors."""
         if operands.largest is not None or not native_decode.supports(operands, segment.batch):
             return False
-        native_decode.decode(operands, segment.batch, segment.policy)
+        tokens = slice(sum(segment.batch.query_lens))
+        native_decode.decode(operands.of_rows(tokens), segment.batch, segment.policy)
         return True

@@ -56,7 +56,7 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
     Args:
         candidates: ``[step.count, Hkv, listed_blocks]`` int32 of ``top_blocks_kernel``.
     """
-    batch, policy = call.batch, call.policy
+    policy = call.policy
     config, unit = list_config(call)
     parts = policy.sel_block_size // unit
     numel = step.count * call.heads * call.list_slots * parts * call.rows

@@ -150,8 +150,8 @@ def weigh_kept(
 ):
     """Sum ``weights * 2 ** (maximum - lse)`` over the 64 rows, for blocks ``[begin, end)``.
 
-    ``begin`` is a multiple of ``STEPS_AT_ONCE`` steps of ``BLOCKS``.  A thread adds up eight rows of
-    eight blocks before any are exchanged.
+    ``begin`` is a multiple of ``STEPS_AT_ONCE`` steps of ``BLOCKS``.  A thread adds up eight rows
+    of eight blocks before any are exchanged.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1, 8], [8, 4, 1], [1, 4, 1], [2, 1, 0])
     PLACE: gl.constexpr = gl.SliceLayout(2, LAYOUT)
