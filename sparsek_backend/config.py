@@ -14,9 +14,10 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -31,13 +32,19 @@ from sparsek_backend.infllm import ConfigError as ConfigError
 from sparsek_backend.model_sections import read_nsa
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.seer import SeerSelection
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, StepPolicy
 
-Mode = Literal["auto", "dense", "sink_window", "block_topk", "pattern", "infllm", "seer", "nsa"]
+_MODES = ["auto", "dense", "sink_window", "block_topk", "pattern", "infllm", "seer", "nsa"]
+
+
+def _known_mode(value: str) -> str:
+    if value not in _MODES:
+        raise ValueError(f"expected one of {', '.join(_MODES)}")
+    return value
+
+
+Mode = Annotated[str, AfterValidator(_known_mode)]
 Phase = Literal["both", "prefill", "decode"]
-
-EVERY_QUERY = 1 << 30
-"""More queries than a prefill has."""
 
 SECTION = "sparsek"
 ENV_PREFIX = "SPARSEK_"
@@ -96,12 +103,7 @@ class SparsityConfig(BaseModel):
     @property
     def selects_blocks(self) -> bool:
         """Whether queries attend blocks beyond sinks and window."""
-        return self.mode in ("block_topk", "pattern", "infllm", "seer")
-
-    @property
-    def dense_decode(self) -> bool:
-        """Whether decoded tokens attend everything, whatever the prefill does."""
-        return self.sparse_phase == "prefill"
+        return self.mode not in ("auto", "dense", "sink_window", "nsa")
 
     def is_dense_layer(self, index: int) -> bool:
         """Whether the layer with this index attends everything.
@@ -114,40 +116,41 @@ class SparsityConfig(BaseModel):
             return index < self.dense_layers
         return index in self.dense_layers
 
-    def policy_for(self, index: int) -> SelectionPolicy:
-        """Return the selection policy of the full-attention layer with this index."""
+    def policy_for(self, index: int) -> StepPolicy:
+        """Return what prompts and decoded tokens attend in the layer with this index.
+
+        It has full attention; the model's own windows are not the settings' matter.
+        """
+        dense = SelectionPolicy(sel_block_size=self.sel_block_size)
         if self.is_dense_layer(index):
-            return SelectionPolicy()
+            return StepPolicy(dense, dense)
         window = SelectionPolicy(
             num_sink=self.num_sink,
             window_size=self.window_size,
             dense_below=self.dense_below,
         )
         if self.mode == "sink_window":
-            return window
-        if self.mode == "infllm" or self.mode == "seer":
-            gated = self.mode == "seer"  # which lets prefills attend everything
-            return replace(
+            return StepPolicy(window, window)
+        if self.mode in ("infllm", "seer"):  # of single tokens; gates leave prompts dense
+            alone = replace(
                 window,
                 top_k=self.decode_top_k or self.top_k,
                 sel_block_size=self.sel_block_size,
-                dense_last=EVERY_QUERY if gated else 0,
-                query_tile=self.query_tile if gated else 1,
-                ranking=self.mode,
+                query_tile=1,
             )
-        query_tile, dense_last = self.query_tile, self.dense_last
-        if self.sparse_phase == "decode":  # a tile of one query would not heed dense_last
-            query_tile, dense_last = max(query_tile, 2), EVERY_QUERY
-        single = self.decode_top_k or self.top_k + max(self.top_k, 32)
-        policy = replace(
+            return StepPolicy(dense if self.mode == "seer" else alone, alone)
+        tiles = replace(
             window,
             top_k=self.top_k,
-            decode_top_k=single if single != self.top_k else None,
             sel_block_size=self.sel_block_size,
-            dense_last=dense_last,
-            query_tile=query_tile,
+            dense_last=self.dense_last,
+            query_tile=self.query_tile,
         )
-        return policy.per_token() if query_tile == 1 else policy
+        single = tiles.per_token(self.decode_top_k or self.top_k + max(self.top_k, 32))
+        if self.sparse_phase == "decode":
+            return StepPolicy(dense, single)
+        prefill = single if self.query_tile == 1 else tiles
+        return StepPolicy(prefill, dense if self.sparse_phase == "prefill" else single)
 
 
 FIELD_NAMES = tuple(SparsityConfig.model_fields)
@@ -162,6 +165,16 @@ _FIELDS_OF_MODE: dict[str, frozenset[str]] = {
     "block_topk": frozenset(FIELD_NAMES) - {"pattern", "gates"},
     "pattern": frozenset(FIELD_NAMES) - {"gates"},
 }
+
+
+def register_mode(name: str) -> None:
+    """Let the setting ``mode`` take another name, with the fields of ``block_topk``.
+
+    Its indexers come from whoever registers it (``vllm_backend/sparsek/selection.py``).
+    """
+    if name not in _MODES:
+        _MODES.append(name)
+        _FIELDS_OF_MODE[name] = _FIELDS_OF_MODE["block_topk"]
 
 
 @dataclass(frozen=True)

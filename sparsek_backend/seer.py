@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsek_backend.infllm import ConfigError, shown
-from sparsek_kernels.paged.policy import SMALLEST_GATED
+from sparsek_kernels.paged.index.seer.gates import SMALLEST_GATED
 
 WEIGHTS = ("attn_gate_weights.safetensors", "attn_gate_weights.pth")
 """Names of the file of gates; the second one is that of the published checkpoints."""

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparsek_backend.nn.config import NSAConfig
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.policy import StepPolicy
 
 Positions = npt.NDArray[np.int64]
 
@@ -26,32 +26,24 @@ def nsa_attended(config: NSAConfig, position: Positions) -> Positions:
 
 
 def attended_by_requests(
-    policy: SelectionPolicy,
-    seq_lens: Positions,
-    query_lens: Positions,
-    num_decodes: int,
-    *,
-    dense_decode: bool = False,
+    policy: StepPolicy, seq_lens: Positions, query_lens: Positions, num_decodes: int
 ) -> int:
     """Return the keys that all new queries of a batch attend in one layer, for one head.
 
     Args:
         seq_lens: ``[R]`` keys of each request, its new tokens included.
         query_lens: ``[R]`` new tokens of each request.
-        num_decodes: requests at the front that select per token.
-        dense_decode: whether those attend everything where the policy selects blocks.
+        num_decodes: requests at the front that decode.
     """
-    cut = num_decodes
+    cut, prefill = num_decodes, policy.prefill
     decodes = query_positions(seq_lens[:cut], query_lens[:cut])
     prefills = query_positions(seq_lens[cut:], query_lens[cut:])
-    dense = dense_decode and policy.selects_blocks
-    of_decodes = SelectionPolicy() if dense else policy.per_token()
-    total = of_decodes.attended_tokens(decodes).sum()
-    total += policy.attended_tokens(prefills).sum()
-    if policy.dense_last:
-        last = query_positions(seq_lens[cut:], np.minimum(query_lens[cut:], policy.dense_last))
-        total += (last + 1 - policy.attended_tokens(last)).sum()
-    return int(total)
+    total = policy.decode.attended_tokens(decodes).sum() + prefill.attended_tokens(prefills).sum()
+    if prefill.dense_last:
+        last = query_positions(seq_lens[cut:], np.minimum(query_lens[cut:], prefill.dense_last))
+        total += (last + 1 - prefill.attended_tokens(last)).sum()
+    found: int = total.item()
+    return found
 
 
 def query_positions(seq_lens: Positions, query_lens: Positions) -> Positions:

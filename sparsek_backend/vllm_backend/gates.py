@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sparsek_backend.config import ConfigError, ResolvedConfig
-from sparsek_kernels.paged.seer.gates import POOLS, Gates
+from sparsek_kernels.paged.index.seer.gates import POOLS, Gates
 
 _NAME = "model.layers.{}.self_attn.attn_gate.attngate_{}.weight"
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from sparsek_backend.config import EVERY_QUERY, SparsityConfig
+from sparsek_backend.config import SparsityConfig
 from sparsek_backend.infllm import InfLLMSelection
 from sparsek_backend.nn.config import NSAConfig
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
-from sparsek_kernels.paged.sketch import VECTOR_SIZE
+from sparsek_kernels.paged.index.key_means.sketch import VECTOR_SIZE
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, StepPolicy
 
 EAGER_NORMS = (
     "SPARSEK: VLLM_BATCH_INVARIANT with enforce_eager: vLLM's own RMSNorm kernel may round by "
@@ -20,18 +19,18 @@ EAGER_NORMS = (
 
 def describe_layers(
     indices: Sequence[int],
-    policy: SelectionPolicy,
+    policy: StepPolicy,
     fallback_reason: str | None,
     page_size: int,
     device_type: str,
     flash_version: int | None = None,
+    *,
+    mode: str = "block_topk",
     summary_share: float = 0.0,
     fp8_cache: bool = False,
-    by_list: bool = False,
     batch_invariant: bool = False,
-    dense_decode: bool = False,
 ) -> str:
-    """Return the log line of layers that share a policy.
+    """Return the log line of layers that share what they attend.
 
     Args:
         indices: the layers' positions in the model.
@@ -40,29 +39,33 @@ def describe_layers(
         page_size: tokens in one KV page.
         device_type: ``"cpu"`` or ``"cuda"``.
         flash_version: vLLM's FlashAttention that serves dense prefills, or ``None``.
+        mode: the setting by which blocks are chosen.
         summary_share: bytes of the summaries over bytes of K and V.
         fp8_cache: whether K and V are stored as fp8.
-        by_list: whether prefills follow a learned pattern.
         batch_invariant: whether results depend on nothing but the request.
-        dense_decode: whether decoded tokens attend everything where prefills select blocks.
     """
     path = "CPU path" if device_type == "cpu" else "Triton kernels"
     if flash_version is not None:
         path += f", FlashAttention {flash_version} for dense prefills"
     if fallback_reason is not None:
         path = f"SDPA fallback ({fallback_reason})"
-    dense_decode = dense_decode and policy.selects_blocks
-    parts = [_describe_policy(replace(policy, decode_top_k=None) if dense_decode else policy)]
-    if dense_decode:
+    prefill, decode = policy.prefill, policy.decode
+    main = prefill if prefill.selects_blocks else decode
+    parts = [_describe_policy(main, mode)]
+    if prefill.selects_blocks and decode.selects_blocks:
+        own = decode.top_k * decode.sel_block_size // prefill.sel_block_size
+        if own != prefill.top_k:
+            parts[0] += f" ({own} for decoded tokens)"
+        if mode == "pattern":
+            parts.append("prefills by a learned pattern")
+    elif prefill.selects_blocks:
         parts.append("decoded tokens dense")
-    if by_list:
-        parts.append("prefills by a learned pattern")
-    if policy.dense_below and not policy.is_dense:
-        parts.append(f"dense below {policy.dense_below}")
-    if policy.dense_last >= EVERY_QUERY:
+    elif decode.selects_blocks:
         parts.append("prefills dense")
-    elif policy.dense_last:
-        parts.append(f"last {policy.dense_last} prefill queries dense")
+    if main.dense_below and not main.is_dense:
+        parts.append(f"dense below {main.dense_below}")
+    if prefill.dense_last:
+        parts.append(f"last {prefill.dense_last} prefill queries dense")
     if policy.selects_blocks:
         parts.append(f"{100 * summary_share:.1f} % summaries")
     parts.append(f"pages of {page_size}{' in fp8' if fp8_cache else ''}")
@@ -117,7 +120,7 @@ def describe_model_selection(model: InfLLMSelection, config: SparsityConfig) -> 
     )
 
 
-def _describe_policy(policy: SelectionPolicy) -> str:
+def _describe_policy(policy: SelectionPolicy, mode: str) -> str:
     if policy.is_dense:
         return "dense"
     if not policy.selects_blocks:
@@ -125,12 +128,9 @@ def _describe_policy(policy: SelectionPolicy) -> str:
             return f"the model's sliding window of {policy.window_size}"
         return f"sink_window, {policy.num_sink} sink tokens + window {policy.window_size}"
     sinks = policy.sink_blocks
-    mode = "block_topk" if policy.ranking == "masses" else policy.ranking
-    extra = "" if policy.decode_top_k is None else f" ({policy.decode_top_k} for decoded tokens)"
     return (
         f"{mode}, {sinks} sink block{'' if sinks == 1 else 's'} + window "
         f"{policy.window_size} + {policy.top_k} blocks of {policy.sel_block_size} per KV head"
-        f"{extra}"
     )
 
 

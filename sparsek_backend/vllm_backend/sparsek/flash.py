@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 
 
@@ -30,46 +29,29 @@ class FlashPrefill:
     @staticmethod
     def serves(segment: Segment) -> bool:
         """Whether FlashAttention has the segment's mask; decodes keep to the paged kernels."""
-        return segment.policy.is_band and segment.batch.num_prefills > 0
+        return segment.policy.is_band and not segment.decodes
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        segment: Segment,
-        *,
-        softmax_scale: float,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> None:
-        """Attend the queries of ``segment``.
+    def __call__(self, operands: PagedOperands, segment: Segment) -> None:
+        """Attend the queries of ``segment``; writes ``operands.out`` where it has queries.
 
         FlashAttention takes scratch for every row that it is given, so it is given no others.
-
-        Args:
-            q: ``[T, Hq, D]``, the rows from which the segment's batch counts.
-            k_cache: ``[num_pages, Hkv, page_size, D]`` keys.
-            v_cache: ``[num_pages, Hkv, page_size, D]`` values.
-            sinks: ``[Hq]`` learned logits, or ``None``.
-            out: ``[T, Hq, D]``, written where the segment has queries.
         """
         batch, window = segment.batch, segment.policy.window_size
         rows = slice(batch.first_row, batch.first_row + batch.num_prefill_tokens)
         offsets = batch.derived("own offsets", lambda: batch.cu_seqlens_q - batch.first_row)
         self._attend(
-            q=q[rows],
-            k=k_cache.transpose(1, 2),
-            v=v_cache.transpose(1, 2),
-            out=out[rows],
+            q=operands.q[rows],
+            k=operands.k_cache.transpose(1, 2),
+            v=operands.v_cache.transpose(1, 2),
+            out=operands.out[rows],
             cu_seqlens_q=offsets,
             max_seqlen_q=batch.max_query_len,
             seqused_k=batch.seq_lens,
             max_seqlen_k=batch.max_seq_len,
-            softmax_scale=softmax_scale,
+            softmax_scale=operands.softmax_scale,
             causal=True,
             window_size=[-1, -1] if window is None else [window - 1, 0],
             block_table=batch.block_table,
             fa_version=self.version,
-            s_aux=sinks,
+            s_aux=operands.sinks,
         )

@@ -24,7 +24,7 @@ from sparsek_backend.vllm_backend.report import (
 )
 from sparsek_backend.vllm_backend.settings import check_page_size
 from sparsek_backend.vllm_backend.step import Batch, Int64, StepBuilder, StepMetadata, build_batch
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 from .pages import bytes_behind
 from .shards import ContextRanks, ShardedStep, check_interleave, shard_step
@@ -33,8 +33,23 @@ from .warmup import warm_up
 logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level
 
 Ranges = tuple[Sequence[tuple[int, int]], ...]
-Kind = tuple[SelectionPolicy, str | None, int | None, bool, bool]
-"""Of a group of layers: policy, SDPA fallback, FlashAttention's version, fp8 cache, lists."""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What layers have in common that one log line describes.
+
+    Args:
+        policy: what they attend.
+        fallback_reason: why they use the SDPA fallback, or ``None``.
+        flash_version: vLLM's FlashAttention that serves dense prefills, or ``None``.
+        fp8_cache: whether K and V are stored as fp8.
+    """
+
+    policy: StepPolicy
+    fallback_reason: str | None
+    flash_version: int | None
+    fp8_cache: bool
 
 
 @dataclass
@@ -97,54 +112,50 @@ class SparseKMetadataBuilder(StepBuilder):
 
     def _bind_layers(
         self, spec: Any, layer_names: list[str], vllm_config: Any
-    ) -> Counter[SelectionPolicy]:
-        """Fix every layer's policy; returns how many layers have each."""
+    ) -> Counter[StepPolicy]:
+        """Fix what every layer attends; returns how many layers have each policy."""
         full_attention = compat.is_full_attention(spec)
         if full_attention:
             check_page_size(self.resolved, spec.block_size)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         every_layer = vllm_config.compilation_config.static_forward_context
-        groups: dict[Kind, list[int]] = {}
-        policies: list[SelectionPolicy] = []
+        groups: dict[LayerKind, list[int]] = {}
+        policies: Counter[StepPolicy] = Counter()
         for name, layer in layers.items():
-            index = extract_layer_index(name)
-            owner = every_layer[layer.impl.kv_sharing_target_layer_name or name]
-            policy = layer.impl.bind(
-                index, spec.block_size, full_attention, owner.impl, self.device
-            )
-            policies.append(policy)
-            version = None if layer.impl.flash is None else layer.impl.flash.version
-            by_list = layer.impl.lists is not None
-            key = (policy, layer.impl.fallback_reason, version, layer.impl.has_fp8_cache, by_list)
-            groups.setdefault(key, []).append(index)
+            index, impl = extract_layer_index(name), layer.impl
+            owner = every_layer[impl.kv_sharing_target_layer_name or name]
+            policy = impl.bind(index, spec.block_size, full_attention, owner.impl, self.device)
+            policies[policy] += 1
+            version = None if impl.flash is None else impl.flash.version
+            kind = LayerKind(policy, impl.fallback_reason, version, impl.has_fp8_cache)
+            groups.setdefault(kind, []).append(index)
         self._report_layers(groups, spec, vllm_config.model_config)
         if not self.on_host:
             decode_len = self.reorder_batch_threshold or 1
             warm_up(layers.values(), spec, vllm_config, self.device, decode_len, self.rotation)
-        return Counter(policies)
+        return policies
 
-    def _report_layers(self, groups: dict[Kind, list[int]], spec: Any, model: Any) -> None:
+    def _report_layers(self, groups: dict[LayerKind, list[int]], spec: Any, model: Any) -> None:
         """Log what each group of layers attends, and by which kernels."""
         resolved = self.resolved
         size, itemsize = spec.head_size, spec.dtype.itemsize
         behind = bytes_behind(size, itemsize) / (2 * size * itemsize)
         trained = resolved.infllm if resolved.config.mode != "infllm" else None
-        if trained is not None and any(policy.selects_blocks for policy, *_ in groups):
+        if trained is not None and any(kind.policy.selects_blocks for kind in groups):
             logger.info_once(describe_model_selection(trained, resolved.config))
-        for (policy, reason, version, fp8_cache, by_list), members in groups.items():
+        for kind, members in groups.items():
             logger.info_once(
                 describe_layers(
                     members,
-                    policy,
-                    reason,
+                    kind.policy,
+                    kind.fallback_reason,
                     spec.block_size,
                     self.device.type,
-                    version,
-                    summary_share=behind if policy.selects_blocks else 0.0,
-                    fp8_cache=fp8_cache,
-                    by_list=by_list,
+                    kind.flash_version,
+                    mode=resolved.config.mode,
+                    summary_share=behind if kind.policy.selects_blocks else 0.0,
+                    fp8_cache=kind.fp8_cache,
                     batch_invariant=resolved.batch_invariant,
-                    dense_decode=resolved.config.dense_decode,
                 )
             )
         if resolved.batch_invariant and model.enforce_eager:
@@ -185,12 +196,11 @@ class SparseKMetadataBuilder(StepBuilder):
     def _count(self, batch: Batch) -> tuple[int, int]:
         """Count attended and context keys over all layers of the group."""
         lens = (batch.seq_lens, batch.query_lens, batch.paged.num_decodes)
-        dense_decode = self.resolved.config.dense_decode
         attended = sum(
-            layers * attended_by_requests(policy, *lens, dense_decode=dense_decode)
-            for policy, layers in self.policies.items()
+            layers * attended_by_requests(policy, *lens) for policy, layers in self.policies.items()
         )
-        return attended, attended_by_requests(SelectionPolicy(), *lens) * self.policies.total()
+        everything = StepPolicy.of(SelectionPolicy())
+        return attended, attended_by_requests(everything, *lens) * self.policies.total()
 
 
 def _context_ranks(spec: Any, parallel: Any) -> ContextRanks | None:

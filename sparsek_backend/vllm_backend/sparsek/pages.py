@@ -10,7 +10,7 @@ import torch
 
 from sparsek_backend.vllm_backend import compat
 from sparsek_backend.vllm_backend.layout import PREFERRED_PAGE_SIZE, SMALLEST_PAGE_SIZE
-from sparsek_kernels.paged.sketch import summary_bytes
+from sparsek_kernels.paged.pages import summary_bytes
 
 FP8_KV_CACHE = ("fp8", "fp8_e4m3")
 """The names after ``--kv-cache-dtype`` of a cache of e4m3 values with a scale per layer."""

@@ -3,51 +3,63 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import torch
 
 from sparsek_backend.vllm_backend.stats import STATS
+from sparsek_kernels.paged.api import check_segment
+from sparsek_kernels.paged.attend import attend
+from sparsek_kernels.paged.index.base import Indexer
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
 
 INTERVAL = 10.0
 """Seconds between two timed prefills."""
 
 
 class SelectionProbe:
-    """Times a prefill of one layer, and its selection alone by a second run of it.
+    """Times the two halves of a prefill of one layer: choosing, and attending.
 
-    That waits for a GPU, which is why it is rare.
+    Nothing waits for a GPU: it notes the times itself, and a later prefill reads them.
     """
 
     def __init__(self) -> None:
         self._last = float("-inf")
+        self._noted: tuple[torch.cuda.Event, ...] = ()
 
     def is_due(self, device: torch.device) -> bool:
-        """Whether to time the present prefill."""
-        if time.monotonic() - self._last < INTERVAL:
+        """Whether to time the present prefill; reads the last one's times where they are known."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
-        return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+        if self._noted and self._noted[-1].query():
+            first, chosen, last = self._noted
+            _add(first.elapsed_time(chosen) / 1000, chosen.elapsed_time(last) / 1000)
+            self._noted = ()
+        return not self._noted and time.monotonic() - self._last >= INTERVAL
 
-    def run(
-        self, select: Callable[[], object], attend: Callable[[], object], device: torch.device
-    ) -> None:
-        """Run ``select``, whose result is dropped, then ``attend``, and time both."""
-        STATS.selection_seconds += _seconds(select, device)
-        STATS.attention_seconds += _seconds(attend, device)
+    def run(self, operands: PagedOperands, segment: Segment, index: Indexer) -> None:
+        """Choose and attend for a segment of prefills, and time both."""
         self._last = time.monotonic()
+        check_segment(operands, segment, index)
+        if operands.q.is_cuda:
+            noted = tuple(torch.cuda.Event(enable_timing=True) for _ in range(3))
+            noted[0].record()
+            indices = index.select(operands, segment)
+            noted[1].record()
+            attend(operands, segment, indices)
+            noted[2].record()
+            self._noted = noted
+            return
+        first = time.perf_counter()
+        indices = index.select(operands, segment)
+        chosen = time.perf_counter()
+        attend(operands, segment, indices)
+        _add(chosen - first, time.perf_counter() - chosen)
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
-    wait()
-    began = time.perf_counter()
-    work()
-    wait()
-    return time.perf_counter() - began
-
-
-def _nothing() -> None:
-    """A CPU has done its work when a call returns."""
+def _add(selection: float, attention: float) -> None:
+    STATS.selection_seconds += selection
+    STATS.attention_seconds += attention
 
 
 PROBE = SelectionProbe()

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from sparsek_kernels.paged.api import paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.index.base import Indexers
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.policy import StepPolicy, ceil_div
 from sparsek_kernels.paged.shards import attend_shard, merge_shards
-
-if TYPE_CHECKING:
-    from .pages import PageViews
-
 
 GATHERED_TOKENS = 1 << 17
 """Tokens of several sequences whose pages are gathered at once: a bound of the memory they take."""
@@ -174,51 +171,38 @@ def _gathered_prefills(batch: PagedBatch, page_size: int, size: int) -> Gathered
 
 
 def attend_decodes(
-    query: torch.Tensor,
-    pages: PageViews,
-    step: ShardedStep,
-    policy: SelectionPolicy,
-    *,
-    softmax_scale: float,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
+    operands: PagedOperands, step: ShardedStep, policy: StepPolicy, indexers: Indexers
 ) -> None:
     """Attend a step's decodes: every rank its own pages, by a selection that all ranks share.
 
     Args:
-        query: ``[T, ranks * H, D]``, the query heads of all ranks.
-        pages: this rank's.
+        operands: this rank's pages, the query heads of all ranks, ``[T, ranks * H, D]``, learned
+            logits ``[H]`` of this rank's heads, and their output ``[T, H, D]``.
         step: the step.
         policy: what its queries attend.
-        softmax_scale: factor of ``q . k``.
-        sinks: ``[H]`` learned logits of this rank's heads.
-        out: ``[T, H, D]``; the decodes' rows are written.
+        indexers: what chooses.
     """
     rows = slice(step.decodes.num_decode_tokens)
     part, lse = attend_shard(
-        query[rows],
-        pages.keys,
-        pages.values,
+        operands.q[rows],
+        operands.k_cache,
+        operands.v_cache,
         step.decodes,
         policy,
         largest=step.ranks.largest,
-        softmax_scale=softmax_scale,
-        k_summary=pages.summary,
+        softmax_scale=operands.softmax_scale,
+        k_summary=operands.k_summary,
+        index=indexers.decode if policy.decode.selects_blocks else None,
     )
-    out[rows] = step.ranks.merge(part, lse, sinks)
+    operands.out[rows] = step.ranks.merge(part, lse, operands.sinks)
 
 
 def attend_prefills(
-    query: torch.Tensor,
-    pages: PageViews,
+    operands: PagedOperands,
     batch: PagedBatch,
     ranks: ContextRanks,
-    policy: SelectionPolicy,
-    *,
-    softmax_scale: float,
-    sinks: torch.Tensor | None,
-    lists: torch.Tensor | None,
-    out: torch.Tensor,
+    policy: StepPolicy,
+    indexers: Indexers,
 ) -> None:
     """Attend some of a step's prefills over the pages of all ranks.
 
@@ -226,29 +210,26 @@ def attend_prefills(
     attends for all of them, and keeps its own.
 
     Args:
-        query: ``[T, ranks * H, D]``, the query heads of all ranks.
-        pages: of all ranks (:meth:`GatheredPrefills.gather`).
+        operands: as :func:`attend_decodes` takes them, but for pages of all ranks
+            (:meth:`GatheredPrefills.gather`).
         batch: the prefills.
         ranks: who has the other heads.
         policy: what its queries attend.
-        softmax_scale: factor of ``q . k``.
-        sinks: ``[H]`` learned logits of this rank's heads.
-        lists: blocks by a learned list, or ``None``.
-        out: ``[T, H, D]``; the prefills' rows are written.
+        indexers: what chooses.
     """
     rows = slice(batch.first_row, batch.first_row + batch.num_prefill_tokens)
     of_all_heads = paged_attention(
-        query,
-        pages.keys,
-        pages.values,
+        operands.q,
+        operands.k_cache,
+        operands.v_cache,
         batch,
         policy,
-        softmax_scale=softmax_scale,
-        k_summary=pages.summary,
-        sinks=None if sinks is None else ranks.gather_heads(sinks),
-        lists=lists,
+        softmax_scale=operands.softmax_scale,
+        k_summary=operands.k_summary,
+        sinks=None if operands.sinks is None else ranks.gather_heads(operands.sinks),
+        indexers=indexers,
     )
-    out[rows] = ranks.own_heads(of_all_heads)[rows]
+    operands.out[rows] = ranks.own_heads(of_all_heads)[rows]
 
 
 def check_interleave(interleave: int, page_size: int) -> None:

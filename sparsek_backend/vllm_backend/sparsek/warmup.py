@@ -191,11 +191,12 @@ def _made_up_steps(
     scheduler, length = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
     width, most = ceil_div(length, page_size), scheduler.max_num_seqs
     if impl.dcp_world_size == 1:  # else decodes go through kernels of their own
-        for count, context in decode_shapes(impl.decode_policy.per_token(), length, most):
+        for count, context in decode_shapes(impl.own.policy.decode, length, most):
             yield made_up_decodes(count, query_len, context, width, device)
-    if impl.flash is None or not impl.policy.is_band:
+    prefill = impl.own.policy.prefill
+    if impl.flash is None or not prefill.is_band:
         limits = (length, scheduler.max_num_batched_tokens, most)
-        for context, tokens, prompts in prefill_shapes(impl.policy, *limits):
+        for context, tokens, prompts in prefill_shapes(prefill, *limits):
             yield made_up_prefill(context, tokens, prompts, width, device)
 
 
