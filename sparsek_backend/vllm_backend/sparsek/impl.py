@@ -96,6 +96,11 @@ class SparseKImpl(AttentionImpl):
         return None
 
     @property
+    def policy(self) -> StepPolicy:
+        """What the layer's prompts and decoded tokens attend."""
+        return self.own.policy
+
+    @property
     def may_select(self) -> bool:
         """Whether the settings decide what this layer attends, rather than the model."""
         return self.sliding_window is None and self.fallback_reason is None
@@ -284,7 +289,7 @@ class SparseKImpl(AttentionImpl):
         self, operands: PagedOperands, batch: PagedBatch, seq_lens: tuple[int, ...] | None
     ) -> Iterable[Segment]:
         """The step's segments, made once for all layers that attend by one policy."""
-        policy = self.own.policy
+        policy = self.policy
         if not self.batch_invariant:
             return plan_step(batch, policy, seq_lens)
         tokens, heads = operands.q.shape[:2]

@@ -1,4 +1,4 @@
-"""Settings become what a layer attends: the policies of both phases, and what chooses the blocks."""
+"""Settings become what a layer attends: policies of both phases, and what chooses the blocks."""
 
 from __future__ import annotations
 
