@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.paged.sketch import page_vectors, quantise, summary_bytes
+from sparsek_kernels.paged import summary_bytes
+from sparsek_kernels.paged.index.key_means.sketch import page_vectors, quantise
 
 
 def worst_sketch(page_size: int, head_dim: int) -> torch.Tensor:

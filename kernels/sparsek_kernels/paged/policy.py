@@ -234,17 +234,19 @@ class StepPolicy:
 
     Args:
         prefill: of prompts, or chunks of them.
-        decode: of decoded tokens, each a tile of its own (``query_tile`` 1).
+        decode: of decoded tokens, each a tile of its own: ``query_tile`` is 1 where they select
+            blocks, ``dense_last`` is 0.
     """
 
     prefill: SelectionPolicy
     decode: SelectionPolicy
 
     def __post_init__(self) -> None:
-        if self.decode.selects_blocks and (self.decode.query_tile != 1 or self.decode.dense_last):
+        single = self.decode
+        if single.dense_last or (single.selects_blocks and single.query_tile != 1):
             raise ValueError(
                 "decode: expected query_tile 1 and dense_last 0 (SelectionPolicy.per_token), got "
-                f"{self.decode.query_tile} and {self.decode.dense_last}"
+                f"{single.query_tile} and {single.dense_last}"
             )
 
     @classmethod
@@ -252,7 +254,7 @@ class StepPolicy:
         """The policies of both phases; one policy alone gives decoded tokens as many tokens."""
         if isinstance(policy, StepPolicy):
             return policy
-        single = policy.per_token() if policy.selects_blocks else policy
+        single = policy.per_token() if policy.selects_blocks else replace(policy, dense_last=0)
         return cls(single if policy.query_tile == 1 else policy, single)
 
     @property

@@ -9,13 +9,17 @@ import torch
 from sparsek_kernels.paged import (
     PagedBatch,
     SelectionPolicy,
+    StepPolicy,
     paged_attention,
     summary_bytes,
     write_kv,
 )
 from tests.kernels.worst_sketch import worst_sketch
 
-POLICIES = {
+_TOPK = SelectionPolicy(
+    num_sink=16, window_size=40, top_k=4, sel_block_size=32, query_tile=32
+)
+POLICIES: dict[str, SelectionPolicy | StepPolicy] = {
     "dense": SelectionPolicy(),
     "sink_window": SelectionPolicy(num_sink=4, window_size=50),
     "window": SelectionPolicy(window_size=37),
@@ -29,9 +33,7 @@ POLICIES = {
     "topk_dense_below": SelectionPolicy(
         num_sink=16, window_size=16, top_k=2, sel_block_size=32, dense_below=128, query_tile=32
     ),
-    "topk_fewer_decoded": SelectionPolicy(
-        num_sink=16, window_size=40, top_k=4, sel_block_size=32, query_tile=32, decode_top_k=1
-    ),
+    "topk_fewer_decoded": StepPolicy(_TOPK, _TOPK.per_token(1)),
 }
 
 
@@ -122,7 +124,7 @@ def make_case(
     return Case(q.to(dtype), k_cache, v_cache, k_summary, batch)
 
 
-def run(case: Case, policy: SelectionPolicy, **options: object) -> torch.Tensor:
+def run(case: Case, policy: SelectionPolicy | StepPolicy, **options: object) -> torch.Tensor:
     out = torch.full((*case.q.shape[:2], case.v_cache.shape[-1]), float("nan"), dtype=case.q.dtype)
     return paged_attention(
         case.q,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from sparsek_kernels.paged import Gates, PagedBatch, SelectionPolicy, write_gate_keys
+from sparsek_kernels.paged import Gates, PagedBatch, Seer, SelectionPolicy, write_index
 from tests.kernels.paged.cache_cases import Case
 
 
@@ -66,4 +66,4 @@ def keep_gate_keys(
     if starts is None:
         case.k_summary.fill_(255)
     for step in chunks(case.batch, sizes or [1 << 20], starts or [0] * len(case.batch.seq_lens)):
-        write_gate_keys(case.k_cache, case.k_summary, step, policy, gates)
+        write_index(case.k_cache, case.k_summary, step, policy, Seer(gates))

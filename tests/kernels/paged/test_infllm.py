@@ -10,7 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sparsek_kernels.paged import SelectionPolicy, paged_attention, select_blocks
+from sparsek_kernels.paged import (
+    Indexers,
+    InfLLM,
+    KeyMeans,
+    SelectionPolicy,
+    StepPolicy,
+    paged_attention,
+    select_blocks,
+)
 from sparsek_kernels.paged.lengths import batch_of_lengths, pages_of
 from sparsek_kernels.paged.reference import (
     block_ranks_reference,
@@ -19,16 +27,35 @@ from sparsek_kernels.paged.reference import (
     paged_attention_reference,
     select_infllm_reference,
 )
-from tests.kernels.paged.cache_cases import make_case
+from tests.kernels.paged.cache_cases import Case, make_case
 
-INFLLM = partial(SelectionPolicy, query_tile=1, ranking="infllm")
+SINGLE = partial(SelectionPolicy, query_tile=1)
+INDEXERS = Indexers(InfLLM(), InfLLM())
 POLICIES = {
-    "blocks of 64": INFLLM(num_sink=64, window_size=64, top_k=2, sel_block_size=64),
-    "blocks of 32": INFLLM(num_sink=32, window_size=64, top_k=3, sel_block_size=32),
-    "blocks of 16": INFLLM(num_sink=16, window_size=1, top_k=4, sel_block_size=16),
-    "dense below": INFLLM(num_sink=32, window_size=32, top_k=2, sel_block_size=32, dense_below=200),
+    "blocks of 64": SINGLE(num_sink=64, window_size=64, top_k=2, sel_block_size=64),
+    "blocks of 32": SINGLE(num_sink=32, window_size=64, top_k=3, sel_block_size=32),
+    "blocks of 16": SINGLE(num_sink=16, window_size=1, top_k=4, sel_block_size=16),
+    "dense below": SINGLE(num_sink=32, window_size=32, top_k=2, sel_block_size=32, dense_below=200),
 }
 SCALE = 32**-0.5
+
+
+def attend(case: Case, policy: StepPolicy, indexers: Indexers = INDEXERS) -> torch.Tensor:
+    return paged_attention(
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.batch,
+        policy,
+        k_summary=case.k_summary,
+        indexers=indexers,
+    )
+
+
+def choose(case: Case, policy: StepPolicy) -> list[torch.Tensor]:
+    return select_blocks(
+        case.q, case.k_cache, case.batch, policy, k_summary=case.k_summary, indexers=INDEXERS
+    )
 
 
 def test_five_averages_of_a_block_by_hand() -> None:
@@ -59,14 +86,13 @@ def test_the_last_average_ends_at_the_query() -> None:
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 def test_attention_and_choice_equal_the_oracle(policy: SelectionPolicy, page_size: int) -> None:
     case = make_case([500, 33, 290, 410], [2, 1, 40, 90], 2, page_size=page_size)
-    found = paged_attention(
-        case.q, case.k_cache, case.v_cache, case.batch, policy, k_summary=case.k_summary
-    )
+    step = StepPolicy(policy, policy)
+    found = attend(case, step)
     expected = paged_attention_reference(
-        case.q, case.k_cache, case.v_cache, case.batch, policy, select=select_infllm_reference
+        case.q, case.k_cache, case.v_cache, case.batch, step, select=select_infllm_reference
     )
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
-    chosen = select_blocks(case.q, case.k_cache, case.batch, policy, k_summary=case.k_summary)
+    chosen = choose(case, step)
     starts, lengths = case.batch.cu_seqlens_q.tolist(), case.batch.seq_lens.tolist()
     for request, length in enumerate(lengths):
         rows = range(starts[request], starts[request + 1])
@@ -87,11 +113,17 @@ def test_means_in_the_querys_own_block_have_a_share(chunk: int) -> None:
     length, q, k = 624, torch.zeros(1, 2, 8), torch.zeros(624, 1, 8)
     k[192:256, 0, 0], k[576:, 0, 0], k[320:384, 0, 1] = 4.0, 12.0, 4.0
     q[0, 0, 0], q[0, 1, 1] = 2.0, 1.8
-    policy = INFLLM(window_size=1, top_k=1, sel_block_size=64)
+    policy = SINGLE(window_size=1, top_k=1, sel_block_size=64)
     k_cache, _v_cache, k_summary, table = pages_of(k[None], k[None], 64)
     batch = batch_of_lengths(table, [chunk], [length], decodes=int(chunk == 1))
     (found,) = select_blocks(
-        q.expand(chunk, 2, 8), k_cache, batch, policy, k_summary=k_summary, softmax_scale=1.0
+        q.expand(chunk, 2, 8),
+        k_cache,
+        batch,
+        StepPolicy(policy, policy),
+        k_summary=k_summary,
+        softmax_scale=1.0,
+        indexers=INDEXERS,
     )
     assert select_infllm_reference(q, k, [length - 1], policy, 1.0) == [[5]]
     assert found[-1].tolist() == [[5]]
@@ -117,7 +149,7 @@ def test_scores_without_positions(policy: SelectionPolicy) -> None:
     batch = replace(case.batch, rotation=rotation, _derived={})
     lengths, counts = case.batch.seq_lens.tolist(), case.batch.cu_seqlens_q.diff().tolist()
     at = [torch.arange(n - c, n) for n, c in zip(lengths, counts, strict=True)]
-    q = turned(case.q, torch.cat(at)).float()
+    case.q = turned(case.q, torch.cat(at)).float()
     for pages, length in zip(case.batch.block_table, lengths, strict=True):
         for index in range(-(-length // 32)):
             keys = case.k_cache[pages[index]]
@@ -130,43 +162,26 @@ def test_scores_without_positions(policy: SelectionPolicy) -> None:
         k = turned(k, torch.arange(len(k)), back=True)
         return select_infllm_reference(q, k, positions, *rest)
 
-    found, rotated = (
-        paged_attention(q, case.k_cache, case.v_cache, x, policy, k_summary=case.k_summary)
-        for x in (batch, case.batch)
-    )
+    step = StepPolicy(policy, policy)
+    unturned = replace(case, batch=batch)
+    found, rotated = (attend(x, step) for x in (unturned, case))
     expected = paged_attention_reference(
-        q, case.k_cache, case.v_cache, case.batch, policy, select=select
+        case.q, case.k_cache, case.v_cache, case.batch, step, select=select
     )
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(rotated, found, atol=1e-2)
-    inspected = select_blocks(q, case.k_cache, batch, policy, k_summary=case.k_summary)
+    inspected = choose(unturned, step)
     last = gather_sequence(case.k_cache, case.batch.block_table[0], 500)
-    assert inspected[0][-1].tolist() == select(q[1:2], last, [499], policy, SCALE)
+    assert inspected[0][-1].tolist() == select(case.q[1:2], last, [499], policy, SCALE)
 
 
-def test_it_is_another_choice_than_by_masses() -> None:
+def test_it_is_another_choice_than_by_key_means() -> None:
     policy = POLICIES["blocks of 32"]
-    case = make_case([500], [1], 1)
-    arguments = (case.q, case.k_cache, case.v_cache, case.batch)
-    scored = paged_attention(*arguments, policy, k_summary=case.k_summary)
-    masses = SelectionPolicy(num_sink=32, window_size=64, top_k=3, sel_block_size=32, query_tile=1)
-    assert not torch.equal(scored, paged_attention(*arguments, masses, k_summary=case.k_summary))
+    step, case = StepPolicy(policy, policy), make_case([500], [1], 1)
+    assert not torch.equal(attend(case, step), attend(case, step, Indexers(decode=KeyMeans())))
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [({"query_tile": 64}, "query_tile"), ({"dense_last": 3}, "dense_last")],
-    ids=["tile", "dense_last"],
-)
-def test_it_is_per_token(fields: dict[str, int], words: str) -> None:
-    with pytest.raises(ValueError, match=rf"ranking: expected 'masses'.*{words}"):
-        SelectionPolicy(
-            **{"window_size": 64, "top_k": 2, "query_tile": 1, **fields}, ranking="infllm"
-        )
-
-
-def test_an_unknown_ranking() -> None:
-    with pytest.raises(
-        ValueError, match="ranking: expected one of masses, infllm, seer, got 'means'"
-    ):
-        SelectionPolicy(ranking="means")  # type: ignore[arg-type]
+def test_it_is_per_token() -> None:
+    policy, case = POLICIES["blocks of 32"], make_case([500], [40], 0)
+    with pytest.raises(ValueError, match="policy: expected query_tile=1 with InfLLM, got 64"):
+        attend(case, StepPolicy(replace(policy, query_tile=64), policy))

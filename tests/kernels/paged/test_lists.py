@@ -10,12 +10,24 @@ from cache_cases import POLICIES, Case, make_case, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsek_kernels.paged import SelectionPolicy, block_lists, paged_attention, select_blocks
-from sparsek_kernels.paged.lists import listed_blocks
+from sparsek_kernels.paged import (
+    Indexers,
+    KeyMeans,
+    SelectionPolicy,
+    VerticalSlash,
+    block_lists,
+    paged_attention,
+    select_blocks,
+)
+from sparsek_kernels.paged.index.vertical_slash.lists import listed_blocks
 from sparsek_kernels.paged.reference import listed_reference, paged_attention_reference
 
 MIXED = ([700, 61, 300, 1, 450], [1, 3, 300, 1, 64], 2)
 ENTRIES = torch.tensor([[3, -4, 1, -9, 3, 8, -2], [-6, -5, -4, 12, 0, 2, 90]])
+
+
+def by_lists(lists: torch.Tensor) -> Indexers:
+    return Indexers(VerticalSlash(lists), KeyMeans())
 
 
 @settings(max_examples=15, deadline=None)
@@ -53,7 +65,7 @@ def test_attention_matches_the_oracle(name: str, dense_last: int) -> None:
         case.q, case.k_cache, case.v_cache, case.batch, policy,
         select=listed_reference(ENTRIES.tolist()),
     )  # fmt: skip
-    found = run(case, policy, lists=block_lists(ENTRIES, policy)).double()
+    found = run(case, policy, indexers=by_lists(block_lists(ENTRIES, policy))).double()
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
     by_score = run(case, policy).double()
     decodes = case.batch.num_decode_tokens
@@ -65,7 +77,12 @@ def test_what_is_listed_can_be_looked_at() -> None:
     policy, case = POLICIES["topk"], make_case(*MIXED)
     lists = block_lists(ENTRIES, policy)
     found = select_blocks(
-        case.q, case.k_cache, case.batch, policy, k_summary=case.k_summary, lists=lists
+        case.q,
+        case.k_cache,
+        case.batch,
+        policy,
+        k_summary=case.k_summary,
+        indexers=by_lists(lists),
     )
     assert found[2].shape == (10, 2, policy.scored_blocks)
     starts = torch.arange(384, 450, policy.query_tile)
@@ -88,10 +105,10 @@ def test_kernels_follow_lists(name: str) -> None:
     on_gpu = Case(*(x.contiguous().cuda() for x in tensors), batch)
     found = paged_attention(
         on_gpu.q, on_gpu.k_cache, on_gpu.v_cache, batch, policy,
-        k_summary=on_gpu.k_summary, lists=lists.cuda(),
+        k_summary=on_gpu.k_summary, indexers=by_lists(lists.cuda()),
     )  # fmt: skip
     decodes = case.batch.num_decode_tokens
-    wanted = run(case, policy, lists=lists)
+    wanted = run(case, policy, indexers=by_lists(lists))
     torch.testing.assert_close(found.cpu()[decodes:], wanted[decodes:], atol=1e-3, rtol=1e-3)
 
 
@@ -99,12 +116,12 @@ def test_refusals() -> None:
     policy, case = POLICIES["topk"], make_case(*MIXED)
     lists = block_lists(ENTRIES, policy)
     with pytest.raises(ValueError, match="lists: expected shape"):
-        run(case, policy, lists=lists[:, :1])
+        run(case, policy, indexers=by_lists(lists[:, :1]))
     with pytest.raises(TypeError, match=r"lists: expected dtype torch\.int32"):
-        run(case, policy, lists=lists.long())
+        run(case, policy, indexers=by_lists(lists.long()))
     token = replace(policy, query_tile=1)
-    with pytest.raises(ValueError, match="policy: expected top_k >= 1 and query_tile > 1"):
-        run(case, token, lists=lists)
+    with pytest.raises(ValueError, match="policy: expected query_tile > 1 with VerticalSlash"):
+        run(case, token, indexers=by_lists(block_lists(ENTRIES, token.per_token())))
     with pytest.raises(TypeError, match=r"entries: expected dtype torch\.int32"):
         block_lists(ENTRIES.float(), policy)
     with pytest.raises(ValueError, match="policy: expected top_k >= 1"):

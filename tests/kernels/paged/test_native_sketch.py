@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparsek_kernels.paged import write_kv
+from sparsek_kernels.paged import summary_bytes, write_kv
 from sparsek_kernels.paged.cpu.native import build
-from sparsek_kernels.paged.cpu.native import sketch as native_sketch
-from sparsek_kernels.paged.sketch import summary_bytes
+from sparsek_kernels.paged.index.key_means import native as native_sketch
 
 pytestmark = pytest.mark.skipif(
     build.library() is None, reason="no C compiler: the torch path writes the sketch"

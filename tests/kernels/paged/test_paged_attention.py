@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sparsek_kernels.paged import (
     PagedBatch,
     SelectionPolicy,
+    StepPolicy,
     paged_attention,
     select_blocks,
     write_kv,
@@ -23,6 +24,7 @@ from sparsek_kernels.paged.reference import (
     gather_sequence,
     paged_attention_reference,
     select_blocks_reference,
+    visible_reference,
 )
 
 MIXED = ([200, 61, 300, 1, 129], [1, 3, 300, 1, 64], 2)
@@ -30,7 +32,7 @@ MIXED = ([200, 61, 300, 1, 129], [1, 3, 300, 1, 64], 2)
 
 @pytest.mark.parametrize("layout", ["interleaved", "token_major"])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
-def test_matches_oracle(policy: SelectionPolicy, layout: str) -> None:
+def test_matches_oracle(policy: SelectionPolicy | StepPolicy, layout: str) -> None:
     case = make_case(*MIXED, layout=layout)
     expected = paged_attention_reference(case.q, case.k_cache, case.v_cache, case.batch, policy)
     torch.testing.assert_close(run(case, policy).double(), expected, atol=2e-5, rtol=1e-4)
@@ -90,13 +92,12 @@ def check_selection(
     case: Case, queries: list[int], num_decodes: int, policy: SelectionPolicy
 ) -> None:
     """Every tile's blocks are the oracle's."""
-    if policy.query_tile == 1:
-        policy = policy.per_token()
+    step = StepPolicy.of(policy)
     lengths = case.batch.seq_lens.tolist()
     chosen = select_blocks(case.q, case.k_cache, case.batch, policy, k_summary=case.k_summary)
     start = 0
     for request, (length, count) in enumerate(zip(lengths, queries, strict=True)):
-        rule = policy.per_token() if request < num_decodes else policy
+        rule = step.decode if request < num_decodes else step.prefill
         k = gather_sequence(case.k_cache, case.batch.block_table[request], length)
         first = (length - count) // rule.query_tile
         assert len(chosen[request]) == rule.num_tiles(length - count, length)
@@ -405,7 +406,7 @@ def _selection() -> dict[str, object]:
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"k_summary": None}, ValueError, "k_summary: expected the page summaries for decodes"),
+        ({"k_summary": None}, ValueError, "k_summary: expected the page summaries that the indexer"),
         ({"k_summary": torch.zeros(9, 2, 4, 32)}, ValueError, "k_summary: expected shape"),
         ({"q": torch.zeros(71, 4, 16)}, ValueError, r"q: expected shape \[T, Hq, 32\]"),
         ({"q": torch.zeros(71, 4, 32, dtype=torch.float16)}, TypeError, "k_cache: expected"),
@@ -420,7 +421,7 @@ def test_bad_selections(change: dict[str, object], error: type[Exception], match
 
 def test_prefills_of_single_token_tiles_need_summaries() -> None:
     case = make_case([300], [300], 0)
-    with pytest.raises(ValueError, match="k_summary: expected the page summaries for decodes"):
+    with pytest.raises(ValueError, match="k_summary: expected the page summaries that the indexer"):
         select_blocks(case.q, case.k_cache, case.batch, POLICIES["topk_token"])
 
 
@@ -444,11 +445,6 @@ def test_gpu_kernels_refuse_tensors_that_they_would_misread() -> None:
         ({"window_size": 4, "top_k": 2.5}, "top_k: expected an integer >= 0, got 2.5"),
         ({"window_size": 4, "num_sink": "3"}, "num_sink: expected an integer >= 0, got '3'"),
         ({"window_size": 4, "sel_block_size": 64.0}, "sel_block_size: .* 16, got 64.0"),
-        ({"window_size": 4, "top_k": 2, "decode_top_k": 1.5}, "decode_top_k: .*, got 1.5 beside 2"),
-        (
-            {"window_size": 4, "decode_top_k": 3},
-            "decode_top_k: expected an integer >= 1 beside a top_k >= 1, or None, got 3 beside 0",
-        ),
     ],
 )
 def test_bad_policies(fields: dict[str, int], match: str) -> None:
@@ -460,9 +456,8 @@ def test_attended_tokens_equals_mask() -> None:
     for policy in POLICIES.values():
         case = make_case([300], [300], 0)
         k = gather_sequence(case.k_cache, case.batch.block_table[0], 300)
-        from sparsek_kernels.paged.reference import visible_reference
-
-        seen = visible_reference(case.q, k, list(range(300)), policy, 0.2).sum(-1)
-        for position in range(300):
-            wanted = policy.attended_tokens(position)
-            assert (seen[position] == wanted).all(), (policy, position)
+        for rule in (StepPolicy.of(policy).prefill, StepPolicy.of(policy).decode):
+            positions = list(range(300))
+            seen = visible_reference(case.q, k, positions, rule, 0.2, select_blocks_reference)
+            for position, row in enumerate(seen.sum(-1)):
+                assert (row == rule.attended_tokens(position)).all(), (rule, position)

@@ -10,11 +10,12 @@ from cache_cases import make_case, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsek_kernels.paged import PagedBatch, SelectionPolicy, paged_attention
-from sparsek_kernels.paged.plan import Segment, first_sparse, segments, split_queries
+from sparsek_kernels.paged import PagedBatch, SelectionPolicy, StepPolicy, paged_attention
+from sparsek_kernels.paged.plan import Segment, first_sparse, plan_step, split_queries
 
 EVERYTHING = SelectionPolicy()
 TOPK = SelectionPolicy(num_sink=64, window_size=128, top_k=2, dense_below=256)
+DECODED = TOPK.per_token(1)
 
 
 def make_batch(
@@ -32,6 +33,13 @@ def make_batch(
         max_seq_len=max(seq_lens),
         **known,
     )
+
+
+def planned(
+    batch: PagedBatch, policy: SelectionPolicy, seq_lens: list[int] | None = None
+) -> tuple[Segment, ...]:
+    """Segments of a step whose decoded tokens attend by :data:`DECODED`."""
+    return plan_step(batch, StepPolicy(policy, DECODED), seq_lens)
 
 
 def spans(found: tuple[Segment, ...]) -> list[tuple[int, list[int], SelectionPolicy]]:
@@ -84,9 +92,9 @@ def test_rows_of_a_prefill(
 
 def test_neighbours_of_one_kind_share_a_segment() -> None:
     batch = make_batch([900, 100, 256, 4000, 5000, 90], [1, 100, 16, 300, 200, 90], 1)
-    found = segments(batch, TOPK)
+    found = planned(batch, TOPK)
     assert spans(found) == [
-        (1, [900], TOPK),
+        (1, [900], DECODED),
         (0, [100, 256], EVERYTHING),
         (0, [4000, 5000], TOPK),
         (0, [90], EVERYTHING),
@@ -95,7 +103,7 @@ def test_neighbours_of_one_kind_share_a_segment() -> None:
     assert (found[1].batch.max_query_len, found[1].batch.max_seq_len) == (100, 256)
     assert found[2].batch.block_table.tolist() == batch.block_table[3:5].tolist()
     assert [segment.rows for segment in found] == [slice(None)] * 4
-    assert segments(batch, TOPK) is found
+    assert planned(batch, TOPK) is found
 
 
 @pytest.mark.parametrize(
@@ -110,7 +118,7 @@ def test_neighbours_of_one_kind_share_a_segment() -> None:
     ],
 )
 def test_one_band_is_one_segment(policy: SelectionPolicy, expected: list[list[int]]) -> None:
-    found = segments(make_batch([100, 9000, 90], [50, 500, 90], 0), policy)
+    found = planned(make_batch([100, 9000, 90], [50, 500, 90], 0), policy)
     assert [segment.batch.seq_lens.tolist() for segment in found] == expected
     assert policy.is_band == (len(expected) == 1)
     for segment in found:
@@ -120,16 +128,16 @@ def test_one_band_is_one_segment(policy: SelectionPolicy, expected: list[list[in
 @pytest.mark.parametrize(("length", "dense"), [(99, True), (100, True), (101, False)])
 def test_windows_are_dense_up_to_the_very_position(length: int, dense: bool) -> None:
     policy = SelectionPolicy(num_sink=4, window_size=20, dense_below=100)
-    (segment,) = segments(make_batch([length], [60], 0), policy)
+    (segment,) = planned(make_batch([length], [60], 0), policy)
     assert segment.policy.is_dense == dense
 
 
 def test_last_queries_of_sparse_prefills_come_again_as_dense_segments() -> None:
     policy = replace(TOPK, dense_last=64)
     batch = make_batch([900, 100, 4000, 5000, 6000], [1, 100, 300, 80, 40], 1)
-    decodes, short, sparse, *tails, whole = segments(batch, policy)
+    decodes, short, sparse, *tails, whole = planned(batch, policy)
     assert spans((decodes, short, sparse)) == [
-        (1, [900], TOPK),
+        (1, [900], DECODED),
         (0, [100], EVERYTHING),
         (0, [4000, 5000], TOPK),
     ]
@@ -149,7 +157,8 @@ def test_segments_attended_one_by_one_make_the_step(size: int) -> None:
         num_sink=16, window_size=20, top_k=1, sel_block_size=size, dense_below=64, dense_last=10
     )
     case = make_case([300, 60, 410, 333, 8], [1, 60, 400, 40, 8], 1, page_size=96)
-    found = segments(case.batch, policy)
+    step = StepPolicy.of(policy)
+    found = plan_step(case.batch, step)
     assert [segment.policy.is_dense for segment in found] == [False, True, False, True, True, True]
     out = torch.full_like(case.q, float("nan"))
     for segment in found:
@@ -158,7 +167,7 @@ def test_segments_attended_one_by_one_make_the_step(size: int) -> None:
             case.k_cache,
             case.v_cache,
             segment.batch,
-            segment.policy,
+            StepPolicy(segment.policy, step.decode),
             k_summary=case.k_summary,
             out=out[segment.rows],
         )
@@ -167,14 +176,14 @@ def test_segments_attended_one_by_one_make_the_step(size: int) -> None:
 
 def test_tails_of_a_part_keep_their_rows() -> None:
     batch = make_batch([900, 4000, 5000], [1, 300, 80], 1)
-    (sparse, tail) = segments(batch.part(2, 3), replace(TOPK, dense_last=64))
+    (sparse, tail) = planned(batch.part(2, 3), replace(TOPK, dense_last=64))
     assert sparse.batch.cu_seqlens_q.tolist() == [301, 381]
     assert tail.rows == slice(317, 381)
 
 
 def test_bounds_of_lengths_are_enough() -> None:
     batch = make_batch([100, 200], [100, 50], 0)
-    assert spans(segments(batch, TOPK, [100, 4000])) == [
+    assert spans(planned(batch, TOPK, [100, 4000])) == [
         (0, [100], EVERYTHING),
         (0, [200], TOPK),
     ]

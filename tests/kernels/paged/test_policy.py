@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsek_kernels.paged import SelectionPolicy
-from sparsek_kernels.paged.reference import visible_reference
+from sparsek_kernels.paged import CELL_SIZE, SelectionPolicy, StepPolicy
+from sparsek_kernels.paged.reference import select_blocks_reference, visible_reference
 
 policies = st.one_of(
     st.just(SelectionPolicy()),
@@ -63,16 +66,39 @@ def test_the_attended_tokens_are_as_many_as_the_oracle_sees(
     q = torch.randn(length, 4, 8, generator=generator)
     k = torch.randn(length, 2, 8, generator=generator)
     for rule in (policy, policy.per_token()):
-        seen = visible_reference(q, k, list(range(length)), rule, 8**-0.5).sum(-1)
+        positions = list(range(length))
+        seen = visible_reference(q, k, positions, rule, 8**-0.5, select_blocks_reference).sum(-1)
         expected = rule.attended_tokens(torch.arange(length))
         assert torch.equal(seen, expected[:, None].expand(-1, 2))
 
 
 def test_decoded_tokens_have_a_budget_of_their_own() -> None:
-    policy = SelectionPolicy(num_sink=64, window_size=512, top_k=40, decode_top_k=10)
-    single = policy.per_token()
-    assert single.top_k == 40  # cells: a quarter of a block
-    assert single.per_token() is single
+    policy = SelectionPolicy(num_sink=64, window_size=512, top_k=40, dense_last=64)
+    single = policy.per_token(10)
+    assert (single.top_k, single.query_tile, single.dense_last) == (40, 1, 0)
+    assert single.sel_block_size == CELL_SIZE  # a quarter of a block
+    assert single.per_token() == single
     assert policy.attended_tokens(20_000) > single.attended_tokens(20_000)
     equal = SelectionPolicy(num_sink=64, window_size=512, top_k=10).per_token()
     assert single == equal
+    assert policy.per_token(10, 64) == replace(equal, top_k=10, sel_block_size=64)
+
+
+def test_one_policy_serves_both_phases() -> None:
+    policy = SelectionPolicy(num_sink=64, window_size=512, top_k=40, dense_last=64)
+    assert StepPolicy.of(policy) == StepPolicy(policy, policy.per_token())
+    window = replace(policy, top_k=0)
+    assert StepPolicy.of(window) == StepPolicy(window, replace(window, dense_last=0))
+    alone = replace(policy, query_tile=1)  # prefills select as decoded tokens do
+    assert StepPolicy.of(alone) == StepPolicy(policy.per_token(), policy.per_token())
+    both = StepPolicy(policy, policy.per_token(10))
+    assert StepPolicy.of(both) is both
+
+
+@pytest.mark.parametrize(
+    "fields", [{"query_tile": 64}, {"dense_last": 3}, {"dense_last": 3, "top_k": 0}]
+)
+def test_decoded_tokens_have_no_tiles(fields: dict[str, int]) -> None:
+    decode = SelectionPolicy(**{"window_size": 64, "top_k": 2, "query_tile": 1, **fields})
+    with pytest.raises(ValueError, match=r"decode: expected query_tile 1 and dense_last 0 .*, got"):
+        StepPolicy(SelectionPolicy(), decode)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparsek_kernels.paged import SelectionPolicy, attend_shard, merge_shards
+from sparsek_kernels.paged import (
+    InfLLM,
+    SelectionPolicy,
+    StepPolicy,
+    attend_shard,
+    merge_shards,
+)
 from sparsek_kernels.paged.reference import paged_attention_reference
 from tests.kernels.paged.cache_cases import POLICIES, Case, make_case
 from tests.kernels.shared_pages import Largest, held_pages, on_ranks
@@ -14,7 +20,7 @@ LENGTHS, QUERIES = [1, 33, 64, 131, 300, 517], [1, 2, 1, 2, 1, 2]
 
 
 def attend(
-    case: Case, policy: SelectionPolicy, ranks: int
+    case: Case, policy: SelectionPolicy | StepPolicy, ranks: int
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
     """Output and log-sum-exp of every rank, and how often they exchanged scores."""
     caches = (case.k_cache, case.v_cache, case.k_summary)
@@ -29,7 +35,7 @@ def attend(
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_merged_attention_is_that_of_one_rank(policy: SelectionPolicy) -> None:
+def test_merged_attention_is_that_of_one_rank(policy: SelectionPolicy | StepPolicy) -> None:
     case = make_case(LENGTHS, QUERIES, len(LENGTHS))
     sinks = torch.linspace(-1, 2, case.q.shape[1])
     found, calls = attend(case, policy, 3)
@@ -51,9 +57,8 @@ def test_what_is_refused() -> None:
 
     with pytest.raises(ValueError, match="batch: expected decodes alone, got 1 prefills"):
         refused(POLICIES["topk"])
-    infllm = SelectionPolicy(window_size=16, top_k=2, query_tile=1, ranking="infllm")
-    with pytest.raises(NotImplementedError, match=r"policy: .* got ranking='infllm'; keep whole"):
-        refused(infllm)
     case.batch = case.batch.part(0, 1)
+    with pytest.raises(NotImplementedError, match=r"index: .* not served with InfLLM; keep whole"):
+        refused(POLICIES["topk"], index=InfLLM())
     with pytest.raises(ValueError, match="k_summary: expected the page summaries"):
         refused(POLICIES["topk"], k_summary=None)

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsek_kernels.paged import write_kv
-from sparsek_kernels.paged.reference import hadamard_reference, sketch_reference
-from sparsek_kernels.paged.sketch import (
+from sparsek_kernels.paged import summary_bytes, write_kv
+from sparsek_kernels.paged.index.key_means.sketch import (
     VECTOR_SIZE,
     checksums,
     code_scales,
@@ -17,9 +16,9 @@ from sparsek_kernels.paged.sketch import (
     read_vectors,
     rotate,
     sketch_pages,
-    summary_bytes,
     view_rows,
 )
+from sparsek_kernels.paged.reference import hadamard_reference, sketch_reference
 
 HEADS, PAGE = 2, 32
 
