@@ -48,9 +48,8 @@ def sampled_block_masses(
         k: ``[B, M, Hkv, D]``.
         v: ``[B, M, Hkv, D]``.
         block_size: tokens along a side of a block.
-        measure: ``mass`` is attention: of ``p_j`` the sum over a block's keys, mean over queries.
-            ``l1`` is the same of ``p_j |v_j|_1``.  ``l2`` is the root of the same of
-            ``(p_j |v_j|_2) ** 2``: the root comes after the mean.
+        measure: ``mass`` is attention; ``l1`` and ``l2`` are norms of what a block adds to the
+            output: of ``p_j |v_j|_1`` their sum, of ``p_j |v_j|_2`` the root of their squares.
         samples: queries of each block, spread over it.
         causal: whether queries see earlier keys only (bottom-right aligned).
         softmax_scale: factor of ``q . k``, ``D ** -0.5`` by default.
