@@ -110,16 +110,6 @@ def backend_report(settings: Mapping[str, Any] | None) -> str:
     return report + (f", fallbacks {fallbacks}" if fallbacks else "")
 
 
-def count_left_out() -> dict[str, list[float]]:
-    """What our backend counted in this process of keys that `min_mass` leaves out.
-
-    Of each phase: keys left out, and keys selected where nothing is left out, means over KV heads.
-    """
-    from sparsek_backend.vllm_backend.left_out import LEFT_OUT
-
-    return dict(zip(("prefill", "decode"), LEFT_OUT.total().tolist(), strict=True))
-
-
 def open_scoring_engine(model: str, **arguments: Any) -> Any:
     """A `vllm.LLM` that needs no tokenizer and takes tokens to force.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
+from sparsek_backend.eval.budgets import Budget
 from sparsek_backend.eval.record import Row
 from sparsek_backend.eval.results import MEAN
 
@@ -67,6 +68,22 @@ def perplexity_table(rows: Sequence[Row]) -> Table:
             f"{row['ppl_second_half']:.2f}",
             f"{row['delta_nll']:+.4f}",
             f"{row['delta_nll_second_half']:+.4f}",
+        )
+    return table
+
+
+def tuning_table(tried: Sequence[tuple[Budget, Row]], length: int, loss: float) -> Table:
+    """Budgets with what they attend of a length, and the rows in which they lose most."""
+    names = ("prefill", "decode", "added NLL", "95 % interval", f"holds {loss:g}")
+    table = _table(f"at {length} tokens", "settings", *names)
+    for budget, row in tried:
+        table.add_row(
+            budget.label,
+            f"{budget.prefill_share(length):.1%}",
+            f"{budget.decode_share(length):.1%}",
+            f"{row['delta_nll']:+.4f}",
+            f"{row['delta_nll_low']:+.3f}..{row['delta_nll_high']:+.3f}",
+            "yes" if row["delta_nll_high"] <= loss else "no",
         )
     return table
 
