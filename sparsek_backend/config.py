@@ -23,16 +23,15 @@ from pydantic import (
     ValidationError,
 )
 
+from sparsek_backend.field_types import MAX_BLOCKS as MAX_BLOCKS
 from sparsek_backend.field_types import MAX_TOKENS as MAX_TOKENS
-from sparsek_backend.field_types import Blocks, Budgets, Count, Layers, Positive, Share
+from sparsek_backend.field_types import Blocks, Count, Layers, Positive
 from sparsek_backend.infllm import FLAG, MODEL_CONFIG, InfLLMSelection, shown
 from sparsek_backend.infllm import ConfigError as ConfigError
-from sparsek_backend.layer_budgets import MAX_BLOCKS as MAX_BLOCKS
-from sparsek_backend.layer_budgets import LayerBudgets
 from sparsek_backend.model_sections import read_nsa
 from sparsek_backend.nn.config import NSAConfig
 from sparsek_backend.seer import SeerSelection
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 
 Mode = Literal["auto", "dense", "sink_window", "block_topk", "pattern", "infllm", "seer", "nsa"]
 Phase = Literal["both", "prefill", "decode"]
@@ -74,10 +73,6 @@ class SparsityConfig(BaseModel):
     decode_top_k: Blocks | None = Field(None, examples=[32])
     """Blocks that a decoded token selects; by default twice `top_k`, and 32 more at least, since
     summaries alone choose them. Fewer make decoding faster."""
-    min_mass: Share = 0.0
-    """Selected blocks with a smaller share of their tile's attention are left out: `top_k` is then
-    the most that a tile selects. A cell of 16 tokens of a decoded token counts as a quarter of a
-    block of 64."""
     dense_below: Count = 8192
     """Positions below this attend everything."""
     dense_last: Count = 64
@@ -89,9 +84,6 @@ class SparsityConfig(BaseModel):
     query_tile: Positive = 64
     """Prefill queries that share one selection. 1 selects per token, as many blocks as a decoded
     token does: slower, and independent of chunking."""
-    budgets: Budgets = None
-    """Path of a file with a `top_k` for each layer and KV head (`sparsek calibrate`), in place of
-    one for all."""
     sparse_phase: Phase = "both"
     """For measurements: `prefill` lets decoded tokens attend everything, `decode` the prompt's."""
     pattern: str | None = Field(None, examples=["pattern.safetensors"])
@@ -146,18 +138,14 @@ class SparsityConfig(BaseModel):
         query_tile, dense_last = self.query_tile, self.dense_last
         if self.sparse_phase == "decode":  # a tile of one query would not heed dense_last
             query_tile, dense_last = max(query_tile, 2), EVERY_QUERY
-        heads = () if self.budgets is None else self.budgets.top_k.get(index, ())
-        top_k = max(heads, default=self.top_k)
         single = self.decode_top_k or self.top_k + max(self.top_k, 32)
         policy = replace(
             window,
-            top_k=top_k,
-            decode_top_k=ceil_div(top_k * single, self.top_k) if single != self.top_k else None,
+            top_k=self.top_k,
+            decode_top_k=single if single != self.top_k else None,
             sel_block_size=self.sel_block_size,
-            min_mass=self.min_mass,
             dense_last=dense_last,
             query_tile=query_tile,
-            head_top_k=heads if len(set(heads)) > 1 else (),
         )
         return policy.per_token() if query_tile == 1 else policy
 
@@ -172,7 +160,7 @@ _FIELDS_OF_MODE: dict[str, frozenset[str]] = {
     ),
     "sink_window": frozenset({"mode", "num_sink", "window_size", "dense_below", "dense_layers"}),
     "block_topk": frozenset(FIELD_NAMES) - {"pattern", "gates"},
-    "pattern": frozenset(FIELD_NAMES) - {"budgets", "gates"},
+    "pattern": frozenset(FIELD_NAMES) - {"gates"},
 }
 
 
@@ -272,38 +260,9 @@ def resolve_config(
     if config.mode == "auto":
         config = config.model_copy(update={"mode": "block_topk"})
     _check_agreement(config, sources)
-    if config.budgets is not None:
-        config = _follow_budgets(config, config.budgets, sources)
     if batch_invariant:
         config = _select_per_token(config, sources)
     return ResolvedConfig(config, sources, infllm, seer, nsa, batch_invariant)
-
-
-def _follow_budgets(
-    config: SparsityConfig, budgets: LayerBudgets, sources: dict[str, str]
-) -> SparsityConfig:
-    """Return the settings with the ``top_k`` that a file of budgets shares out.
-
-    Raises:
-        ConfigError: the file is of other blocks, or shares out another ``top_k``.
-    """
-    wanted = {"sel_block_size": budgets.sel_block_size, "top_k": round(budgets.mean)}
-    changes: dict[str, Any] = {}
-    for name, value in wanted.items():
-        given = getattr(config, name)
-        if name == "top_k" and sources[name] in (DEFAULTS, MODEL_CONFIG):
-            changes[name] = value
-            sources[name] = sources["budgets"]
-            if sources["decode_top_k"] == MODEL_CONFIG:  # of the model's own top_k
-                changes["decode_top_k"] = None
-                sources["decode_top_k"] = DEFAULTS
-        elif given != value:
-            raise ConfigError(
-                f"SPARSEK setting {name} (from {sources[name]}): expected {value}, which the "
-                f"budgets (from {sources['budgets']}) were made for, got {given}; remedy: remove "
-                f"{name}, or make budgets for it with `sparsek calibrate`"
-            )
-    return config.model_copy(update=changes)
 
 
 def _select_per_token(config: SparsityConfig, sources: dict[str, str]) -> SparsityConfig:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from sparsek_backend.layer_budgets import MAX_BLOCKS, LayerBudgets, load_budgets, read_budgets
-
 MAX_TOKENS = 2**31 - 1
 """Positions are 32-bit integers."""
+MAX_BLOCKS = 2**20
+"""Most blocks that a query may select; room for their indices is kept for every query."""
 
 
 def _no_booleans(value: object) -> object:
@@ -33,25 +32,12 @@ def _layer_count_or_indices(value: object) -> object:
     return value
 
 
-def _budgets_of_path(value: object) -> object:
-    """Read the file of budgets that a path names; what such a file holds is taken as well."""
-    if isinstance(value, str | Path):
-        return load_budgets(Path(value))
-    if value is None or isinstance(value, LayerBudgets):
-        return value
-    return read_budgets(value)
-
-
 _Integer = Annotated[int, BeforeValidator(_no_booleans)]
 Count = Annotated[_Integer, Field(ge=0, le=MAX_TOKENS)]
 Positive = Annotated[_Integer, Field(gt=0, le=MAX_TOKENS)]
 Blocks = Annotated[_Integer, Field(gt=0, le=MAX_BLOCKS)]
-Share = Annotated[float, Field(ge=0, lt=1)]
 Layers = Annotated[
     int | tuple[int, ...],
     BeforeValidator(_layer_count_or_indices),
     Field(examples=[2, [0, 1, 5]]),
-]
-Budgets = Annotated[
-    LayerBudgets | None, BeforeValidator(_budgets_of_path), Field(examples=["budgets.json"])
 ]

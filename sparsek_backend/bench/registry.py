@@ -60,10 +60,6 @@ class Case:
         """An integer parameter; TypeError if it is anything else."""
         return int(self._checked(name, int, "an integer"))
 
-    def float_param(self, name: str) -> float:
-        """A parameter that is a number; TypeError if it is anything else."""
-        return float(self._checked(name, (int, float), "a number"))
-
     def opt_int_param(self, name: str) -> int | None:
         """An integer parameter or None."""
         return None if self.params[name] is None else self.int_param(name)
@@ -72,9 +68,9 @@ class Case:
         """A string parameter; TypeError if it is anything else."""
         return str(self._checked(name, str, "a string"))
 
-    def _checked(self, name: str, kinds: type | tuple[type, ...], what: str) -> Any:
+    def _checked(self, name: str, kind: type, what: str) -> Any:
         value = self.params[name]
-        if isinstance(value, bool) or not isinstance(value, kinds):
+        if isinstance(value, bool) or not isinstance(value, kind):
             raise TypeError(f"{name}: expected {what}, got {value!r} in case {self.name!r}")
         return value
 

@@ -23,7 +23,6 @@ def read_stats(_worker: Any) -> tuple[int, float]:
     """Runs in vLLM's worker process: forward calls and attended share of our backend there."""
     from sparsek_backend.vllm_backend.stats import STATS
 
-    STATS.finish()
     return STATS.forward_calls, STATS.attended_share
 
 

@@ -32,10 +32,8 @@ def attended_by_requests(
     num_decodes: int,
     *,
     dense_decode: bool = False,
-) -> float:
+) -> int:
     """Return the keys that all new queries of a batch attend in one layer, for one head.
-
-    It is an integer, unless KV heads differ: then it is their mean.
 
     Args:
         seq_lens: ``[R]`` keys of each request, its new tokens included.
@@ -53,8 +51,7 @@ def attended_by_requests(
     if policy.dense_last:
         last = query_positions(seq_lens[cut:], np.minimum(query_lens[cut:], policy.dense_last))
         total += (last + 1 - policy.attended_tokens(last)).sum()
-    found: float = total.item()
-    return found
+    return int(total)
 
 
 def query_positions(seq_lens: Positions, query_lens: Positions) -> Positions:

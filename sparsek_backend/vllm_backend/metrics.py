@@ -36,8 +36,8 @@ class EngineMetrics:
 
     def record_step(
         self,
-        attended_tokens: float,
-        context_tokens: float,
+        attended_tokens: int,
+        context_tokens: int,
         selection_seconds: float = 0.0,
         attention_seconds: float = 0.0,
     ) -> None:

@@ -126,12 +126,11 @@ def _describe_policy(policy: SelectionPolicy) -> str:
         return f"sink_window, {policy.num_sink} sink tokens + window {policy.window_size}"
     sinks = policy.sink_blocks
     mode = "block_topk" if policy.ranking == "masses" else policy.ranking
-    blocks = "/".join(map(str, policy.head_top_k)) or str(policy.top_k)
     extra = "" if policy.decode_top_k is None else f" ({policy.decode_top_k} for decoded tokens)"
-    extra += f", each of at least {policy.min_mass:g} of the attention" if policy.min_mass else ""
     return (
         f"{mode}, {sinks} sink block{'' if sinks == 1 else 's'} + window "
-        f"{policy.window_size} + {blocks} blocks of {policy.sel_block_size} per KV head{extra}"
+        f"{policy.window_size} + {policy.top_k} blocks of {policy.sel_block_size} per KV head"
+        f"{extra}"
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from sparsek_backend.vllm_backend.left_out import LEFT_OUT
 from sparsek_kernels.fallback import fallback_counts
 
 LOG_INTERVAL = 10.0
@@ -17,8 +16,7 @@ class EngineStats:
     """Totals over all layers and steps of this process.
 
     Attributes:
-        attended_tokens: keys attended, summed over queries and layers (not over heads: where KV
-            heads differ, their mean).  With ``min_mass`` steps are added some time after they ran.
+        attended_tokens: keys attended, summed over queries and layers, not over heads.
         context_tokens: keys that dense attention would have attended.
         steps: metadata built for real batches.
         forward_calls: per-layer calls of the backend with a batch.
@@ -26,14 +24,14 @@ class EngineStats:
         attention_seconds: of the same prefills, to choose blocks and attend.
     """
 
-    attended_tokens: float = 0
-    context_tokens: float = 0
+    attended_tokens: int = 0
+    context_tokens: int = 0
     steps: int = 0
     forward_calls: int = 0
     selection_seconds: float = 0.0
     attention_seconds: float = 0.0
     _last_log: float = field(default_factory=time.monotonic)
-    _logged: tuple[float, float] = (0, 0)
+    _logged: tuple[int, int] = (0, 0)
 
     @property
     def attended_share(self) -> float:
@@ -41,7 +39,7 @@ class EngineStats:
         return self.attended_tokens / self.context_tokens if self.context_tokens else 1.0
 
     def record_step(
-        self, attended_tokens: float, context_tokens: float, *, log: bool = True
+        self, attended_tokens: int, context_tokens: int, *, log: bool = True
     ) -> str | None:
         """Add one step; return a log line when one is due.
 
@@ -68,12 +66,6 @@ class EngineStats:
             f"SPARSEK attended {100 * attended / context:.1f} % of the context "
             f"(since start {100 * self.attended_share:.1f} %), fallback calls: {fallbacks}"
         )
-
-    def finish(self) -> None:
-        """Add the steps whose kernels count what they leave out, to the last; waits for a GPU."""
-        attended, context = LEFT_OUT.finish()
-        self.attended_tokens += attended
-        self.context_tokens += context
 
     def take_seconds(self) -> tuple[float, float]:
         """Return the time to choose blocks and the time to choose and attend; both start anew."""

@@ -21,7 +21,6 @@ from sparsek_kernels.paged.cpu.native import build
 
 from . import compat
 from .engine import engine_of
-from .left_out import LEFT_OUT
 from .metrics import EngineMetrics
 from .orphans import end_with_server
 from .stats import STATS
@@ -100,15 +99,14 @@ class StepMetadata(AttentionMetadata):
     Args:
         batch: the requests and their pages.
         num_actual_tokens: query tokens without padding.
-        attended_tokens: keys attended, summed over the step's queries and the group's layers, if
-            ``min_mass`` leaves nothing out.
+        attended_tokens: keys attended, summed over the step's queries and the group's layers.
         context_tokens: keys that dense attention would attend.
     """
 
     batch: PagedBatch
     num_actual_tokens: int
-    attended_tokens: float
-    context_tokens: float
+    attended_tokens: int
+    context_tokens: int
 
     @property
     def attended_share(self) -> float:
@@ -121,8 +119,6 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     reorder_batch_threshold: int | None = 1
-    leaves_out: bool = False
-    """Whether layers may attend less than a step's metadata says."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -153,8 +149,6 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
         """
         metadata = self.assemble(common_attn_metadata)
         counted = metadata.attended_tokens, metadata.context_tokens
-        if self.leaves_out:
-            counted = LEFT_OUT.settle(id(self), *counted)
         line = STATS.record_step(*counted, log=self.metrics is not None)
         if self.metrics is not None:
             self.metrics.record_step(*counted, *STATS.take_seconds())

@@ -56,7 +56,6 @@ def check_engine(vllm_config: Any) -> None:
         raise ValueError(_refusal(reasons))
     _check_dense_layers(vllm_config, resolved)
     _check_pattern(model, resolved)
-    _check_budgets(model, resolved)
     _check_gates(vllm_config, resolved)
     if model.attn_type != "encoder_only":
         check_page_size(resolved, _page_size(vllm_config))
@@ -283,26 +282,6 @@ def _check_pattern(model: Any, resolved: ResolvedConfig) -> None:
             f"{layers} layers of {heads} KV heads, as the model has, got {last + 1} of "
             f"{pattern.num_kv_heads}, learned from {pattern.model!r}; remedy: learn it from this "
             "model"
-        )
-
-
-def _check_budgets(model: Any, resolved: ResolvedConfig) -> None:
-    """Check that a file of budgets is of a model with as many layers and KV heads.
-
-    Raises:
-        ConfigError: it is of another one.
-    """
-    budgets = resolved.config.budgets
-    if budgets is None:
-        return
-    layers = getattr(model.hf_text_config, "num_hidden_layers", None)
-    shape = (layers, model.get_total_num_kv_heads())
-    made_for = (budgets.num_hidden_layers, budgets.num_key_value_heads)
-    if shape != made_for:
-        raise ConfigError(
-            f"SPARSEK setting budgets (from {resolved.sources['budgets']}): expected a file of a "
-            f"model with {shape[0]} layers and {shape[1]} KV heads, got one of {budgets.model}, "
-            f"which has {made_for[0]} and {made_for[1]}; remedy: `sparsek calibrate` this model"
         )
 
 

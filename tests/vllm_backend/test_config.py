@@ -252,6 +252,8 @@ BAD: list[tuple[str, Any, dict[str, str], tuple[str, ...]]] = [
     ("boolean", {"top_k": True}, {}, ("top_k", "integer", "True")),
     ("block-size", {"sel_block_size": 24}, {}, ("sel_block_size", "multiple of 16", "24")),
     ("gone", {"score_kind": "min_max"}, {}, ("score_kind", "is unknown", "remedy")),
+    ("gone-share", {"min_mass": 0.001}, {}, ("min_mass", "is unknown", "remedy")),
+    ("gone-heads", None, {"SPARSEK_BUDGETS": "b.json"}, ("SPARSEK_BUDGETS", "is unknown")),
     ("layers", {"dense_layers": [0, -2]}, {}, ("indices such as [0, 1, 5]", "got [0, -2];")),
     ("layer", {"dense_layers": -1}, {}, ("number of first layers", "got -1;")),
     ("layer-kind", {"dense_layers": [True]}, {}, ("an integer from 0", "got [True];")),

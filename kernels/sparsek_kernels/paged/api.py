@@ -15,7 +15,6 @@ from sparsek_kernels.paged.checks import (
     check_cache,
     check_cache_dtype,
     check_gated,
-    check_head_budgets,
     check_invariance,
     check_lists,
     check_pages,
@@ -210,9 +209,8 @@ def select_blocks(
 
     Returns:
         One ``[tiles, Hkv, scored_blocks]`` int64 tensor per request, ascending block indices;
-        rows of tiles that see everything are -1, and so are the last places where fewer blocks
-        are kept (``policy.head_top_k``, ``policy.min_mass``).  Decodes have a tile per token, and
-        blocks of the size and number that ``policy.per_token()`` has.
+        rows of tiles that see everything are -1.  Decodes have a tile per token, and blocks of the
+        size and number that ``policy.per_token()`` has.
 
     Raises:
         TypeError, ValueError: ``policy`` does not select blocks, or an argument does not fit.
@@ -231,7 +229,6 @@ def select_blocks(
     if batch.num_decodes or policy.query_tile == 1:
         given_summary(k_summary)
     check_pages(policy, page_size)
-    check_head_budgets(policy, heads)
     check_batch(q, batch, k_cache)
     check_lists(lists, policy, heads, q.device)
     scale = check_scale(softmax_scale, dim)
@@ -293,7 +290,6 @@ def paged_attention(
     v_scale: float = 1.0,
     batch_invariant: bool = False,
     lists: torch.Tensor | None = None,
-    left_out: torch.Tensor | None = None,
     gates: Gates | None = None,
 ) -> torch.Tensor:
     """Causal attention of new tokens over their sequences' pages under a selection policy.
@@ -319,10 +315,6 @@ def paged_attention(
             ``dense_last``); slower, for prefills above all.
         lists: of :func:`block_lists` for ``policy``: prefills attend what they list in place of the
             best-scoring blocks, decodes select as ever.
-        left_out: ``[2, 2]`` int64, added to where ``policy.min_mass`` is set.  Its rows are of
-            prefills and of decodes: by how many keys their queries attend fewer than
-            ``policy.attended_tokens``, and how many keys they select by score if every place is
-            taken; both summed over KV heads.
         gates: the layer's, for ``policy.ranking`` ``seer``.
 
     Returns:
@@ -338,7 +330,7 @@ def paged_attention(
     by_token = batch_invariant or (policy.query_tile == 1 and batch.num_prefills > 0)
     if out is not None and lists is None and not by_token:
         learned = () if gates is None else gates.tensors
-        tensors = (q, k_cache, v_cache, out, k_summary, sinks, left_out, *learned)
+        tensors = (q, k_cache, v_cache, out, k_summary, sinks, *learned)
         call = _replayable(tensors, (policy, softmax_scale, k_scale, v_scale), batch)
         if call is not None and call.replay():
             return out
@@ -351,13 +343,10 @@ def paged_attention(
         raise ValueError("k_summary: expected the page summaries when top_k >= 1, got None")
     check_summary(k_summary, k_cache)
     check_pages(policy, page_size)
-    check_head_budgets(policy, heads)
     check_batch(q, batch, k_cache)
     check_lists(lists, policy, heads, q.device)
     if sinks is not None:
         check_tensor("sinks", sinks, (q.shape[1],), device=q.device)
-    if left_out is not None:
-        check_tensor("left_out", left_out, (2, 2), (torch.int64,), q.device)
     shape = (*q.shape[:2], v_cache.shape[-1])
     if out is None:
         out = q.new_empty(shape)
@@ -394,7 +383,6 @@ def paged_attention(
         k_scale,
         v_scale,
         lists,
-        left_out=left_out,
         gates=gates,
     )
     with nullcontext() if call is None else call.recorded():

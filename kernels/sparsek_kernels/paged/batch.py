@@ -37,8 +37,6 @@ class PagedBatch:
         query_lens_host: query tokens of each request on the host; where they are missing,
             :attr:`query_lens` waits for the device.
         first_row: ``cu_seqlens_q[0]``; above 0 in a :meth:`part` of a batch.
-        passing: last query tokens of every prefill whose rows another kernel overwrites
-            (``segments``): what they attend here does not count.
         rotation: ``[positions, D]`` float32, by which positions have turned queries and keys: D/2
             cosines, then as many sines.  Where it is given, InfLLM-v2's scores are of queries and
             keys turned back (``use_nope``), and so are SeerAttention-R's gates, which it then
@@ -56,7 +54,6 @@ class PagedBatch:
     seq_lens_host: tuple[int, ...] | None = None
     query_lens_host: tuple[int, ...] | None = None
     first_row: int = 0
-    passing: int = 0
     rotation: torch.Tensor | None = None
     _derived: dict[Hashable, object] = field(default_factory=dict, compare=False, repr=False)
 

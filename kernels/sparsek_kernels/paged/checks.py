@@ -258,16 +258,3 @@ def check_lists(
             f"top_k={policy.top_k} and query_tile={policy.query_tile}"
         )
     check_tensor("lists", lists, ("rows", heads, policy.scored_blocks), (torch.int32,), device)
-
-
-def check_head_budgets(policy: SelectionPolicy, num_kv_heads: int) -> None:
-    """Check that a policy has a budget for each KV head, or one for all.
-
-    Raises:
-        ValueError: it has another number.
-    """
-    if policy.head_top_k and len(policy.head_top_k) != num_kv_heads:
-        raise ValueError(
-            f"policy: expected head_top_k of {num_kv_heads} KV heads, or none, got "
-            f"{len(policy.head_top_k)}"
-        )

@@ -26,8 +26,6 @@ class PagedOperands:
             blocks in place of scores; or ``None``.
         lse: ``[T, Hq]`` float32, contiguous, written, where several ranks hold the pages between
             them: the natural log-sum-exp of each row's logits; else ``None``.
-        left_out: ``[2, 2]`` int64, added to (:func:`sparsek_kernels.paged.paged_attention`), or
-            ``None``.
         gates: of a ranking by them, else ``None``.
     """
 
@@ -42,7 +40,6 @@ class PagedOperands:
     v_scale: float = 1.0
     lists: torch.Tensor | None = None
     lse: torch.Tensor | None = None
-    left_out: torch.Tensor | None = None
     gates: Gates | None = None
 
     @property

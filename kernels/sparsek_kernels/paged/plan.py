@@ -76,14 +76,7 @@ def segments(
             bounds are enough: a prefill that only its bound keeps from being dense counts as
             sparse, and the sparse kernels attend everything for it.
     """
-    common = policy.equal_heads
-    found = batch.derived(("segments", common), lambda: _segments(batch, common, seq_lens))
-    if policy is common:
-        return found
-    rule = replace(policy, dense_last=0)
-    return tuple(
-        replace(part, policy=rule) if part.policy.selects_blocks else part for part in found
-    )
+    return batch.derived(("segments", policy), lambda: _segments(batch, policy, seq_lens))
 
 
 def _segments(
@@ -110,7 +103,6 @@ def _segments(
             batch.part(members[0], members[-1] + 1),
             max_query_len=max(counts[r] for r in members),
             max_seq_len=max(lengths[r] for r in members),
-            passing=policy.dense_last if sparse else 0,
             _derived={},
         )
         found.append(Segment(part, rule if sparse else everything))

@@ -75,11 +75,6 @@ class SelectionPolicy:
         ranking: how blocks that compete are ranked.  ``infllm`` is per token.  ``seer`` is of
             single tokens; tiles are ranked as by ``masses``.
         decode_top_k: ``top_k`` of a single token; ``None``: as many blocks as a tile.
-        min_mass: the least share of a tile's attention that a candidate has by its summaries, and a
-            selected block by its keys, mean over the queries and heads that score it; less attended
-            blocks are left out.  A single token's cells have as much less as they are smaller.
-        head_top_k: ``top_k`` of each KV head, at most ``top_k``, which stays what decides where
-            everything is seen and how many candidates there are.  Empty: ``top_k`` for all.
     """
 
     num_sink: int = 0
@@ -91,8 +86,6 @@ class SelectionPolicy:
     query_tile: int = 64
     ranking: Ranking = "masses"
     decode_top_k: int | None = None
-    min_mass: float = 0.0
-    head_top_k: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         lowest = {"num_sink": 0, "top_k": 0, "dense_below": 0, "dense_last": 0, "query_tile": 1}
@@ -112,16 +105,6 @@ class SelectionPolicy:
                 "decode_top_k: expected an integer >= 1 beside a top_k >= 1, or None, got "
                 f"{single!r} beside {self.top_k}"
             )
-        for own in self.head_top_k:
-            if not isinstance(own, int) or not 1 <= own <= self.top_k:
-                raise ValueError(
-                    f"head_top_k: expected integers from 1 to top_k={self.top_k}, got {own}"
-                )
-        if not 0.0 <= self.min_mass < 1.0 or (self.min_mass and self.ranking != "masses"):
-            raise ValueError(
-                "min_mass: expected a share from 0 to below 1, and 0 unless ranking='masses', got "
-                f"{self.min_mass}"
-            )
         size = self.sel_block_size
         if not isinstance(size, int) or size < CELL_SIZE or size % CELL_SIZE:
             raise ValueError(f"sel_block_size: expected a multiple of {CELL_SIZE}, got {size!r}")
@@ -134,10 +117,10 @@ class SelectionPolicy:
                 "ranking: expected 'masses' where query_tile is not 1 or dense_last not 0, got "
                 f"'infllm' with {self.query_tile} and {self.dense_last}"
             )
-        if self.ranking == "seer" and (size < SMALLEST_GATED or self.head_top_k):
+        if self.ranking == "seer" and size < SMALLEST_GATED:
             raise ValueError(
-                f"ranking: expected 'masses' where sel_block_size is below {SMALLEST_GATED} or "
-                f"head_top_k given, got 'seer' with {size} and {self.head_top_k}"
+                f"ranking: expected 'masses' where sel_block_size is below {SMALLEST_GATED}, got "
+                f"'seer' with {size}"
             )
 
     def per_token(self) -> SelectionPolicy:
@@ -145,8 +128,7 @@ class SelectionPolicy:
 
         A selection that tokens do not share can follow each of them closely, so its blocks are as
         small as a cell.  Sinks and window cover as many tokens as before, ``top_k`` as many as
-        ``decode_top_k`` says; KV heads keep their proportions.  Blocks of a learned ranking keep
-        the size that it was trained with.
+        ``decode_top_k`` says.  Blocks of a learned ranking keep the size that it was trained with.
         """
         return self._per_token
 
@@ -168,18 +150,7 @@ class SelectionPolicy:
             query_tile=1,
             dense_last=0,
             decode_top_k=None,
-            min_mass=self.min_mass / ratio,
-            head_top_k=tuple(max(own * top_k * ratio // self.top_k, 1) for own in self.head_top_k),
         )
-
-    def of_heads(self, heads: slice) -> SelectionPolicy:
-        """The policy of some of the layer's KV heads."""
-        return replace(self, head_top_k=self.head_top_k[heads]) if self.head_top_k else self
-
-    @cached_property
-    def equal_heads(self) -> SelectionPolicy:
-        """The policy without budgets of single KV heads, which the plan of a step does not need."""
-        return replace(self, head_top_k=()) if self.head_top_k else self
 
     @property
     def sample_stride(self) -> int:
@@ -263,29 +234,6 @@ class SelectionPolicy:
         """Blocks chosen by score for each tile, where there are that many candidates."""
         return max(self.budget_blocks - self.sink_blocks - self.reach_blocks - 1, 0)
 
-    @cached_property
-    def head_places(self) -> tuple[int, ...]:
-        """Blocks that each KV head keeps of those, where heads differ; else empty."""
-        return tuple(max(self.scored_blocks - self.top_k + own, 0) for own in self.head_top_k)
-
-    @property
-    def keeps_fewer(self) -> bool:
-        """Whether a selection may have fewer than ``scored_blocks`` blocks."""
-        return bool(self.head_top_k) or self.min_mass > 0
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether queries may attend fewer keys than :meth:`attended_tokens`."""
-        return self.selects_blocks and self.min_mass > 0
-
-    @cached_property
-    def mean_places(self) -> int | float:
-        """Blocks chosen by score, mean over KV heads; an integer where they are equal."""
-        if not self.head_places:
-            return self.scored_blocks
-        total, heads = sum(self.head_places), len(self.head_places)
-        return total / heads if total % heads else total // heads
-
     def candidate_range(self, position: Positions) -> tuple[Positions, Positions]:
         """Half-open range of blocks that compete by score for the tile at ``position``."""
         first_local, _ = self.local_range(position)
@@ -307,17 +255,14 @@ class SelectionPolicy:
     def attended_tokens(self, position: Positions) -> Positions:
         """Keys that the query at ``position`` attends: a function of position alone.
 
-        With ``min_mass`` the query may attend fewer; :func:`sparsek_kernels.paged.paged_attention`
-        counts the difference in its argument ``left_out``.  Where KV heads differ, the number is
-        their mean, which may be a fraction.  Queries that ``dense_last`` exempts attend
-        ``position + 1`` keys instead.
+        Queries that ``dense_last`` exempts attend ``position + 1`` keys instead.
         """
         length = position + 1
         if self.window_size is None:
             return length
         if self.selects_blocks:
             first_local, _ = self.local_range(position)
-            chosen = self.sink_blocks + self.mean_places
+            chosen = self.sink_blocks + self.scored_blocks
             sparse = length + (chosen - first_local) * self.sel_block_size
         else:
             sparse = _at_most(length, self.num_sink + self.window_size)

@@ -21,7 +21,6 @@ from sparsek_kernels.paged.checks import (
     check_batch_layout,
     check_cache,
     check_cache_dtype,
-    check_head_budgets,
     check_pages,
     check_summary,
     check_triton_layout,
@@ -42,7 +41,6 @@ def attend_shard(
     largest: Callable[[torch.Tensor], torch.Tensor],
     softmax_scale: float | None = None,
     k_summary: torch.Tensor | None = None,
-    left_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of decoded tokens over the pages that this rank holds, with its log-sum-exp.
 
@@ -57,8 +55,6 @@ def attend_shard(
         softmax_scale: default ``D ** -0.5``.
         k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8; needed when blocks are
             selected.
-        left_out: ``[2, 2]`` int64, a counter of keys as
-            :func:`sparsek_kernels.paged.paged_attention` takes it.
 
     Returns:
         ``[T, Hq, Dv]`` float32, 0 where no key is here, and the natural log-sum-exp of the logits,
@@ -84,13 +80,10 @@ def attend_shard(
     if rule.selects_blocks:
         given_summary(k_summary)
     check_pages(rule, page_size)
-    check_head_budgets(rule, heads)
     check_batch(q, batch, k_cache, shared=True)
-    if left_out is not None:
-        check_tensor("left_out", left_out, (2, 2), (torch.int64,), q.device)
     out = q.new_empty((*q.shape[:2], v_cache.shape[-1]), dtype=torch.float32)
     scale = check_scale(softmax_scale, dim)
-    operands = PagedOperands(q, k_cache, v_cache, out, scale, k_summary, left_out=left_out)
+    operands = PagedOperands(q, k_cache, v_cache, out, scale, k_summary)
     if not q.is_cuda:
         return out, attend_shard_eager(operands, batch, rule, largest)
     from sparsek_kernels.paged.launch import shards as launch

@@ -132,16 +132,11 @@ def _chosen(
 
 
 def attended_pairs(
-    policy: SelectionPolicy,
-    positions: Sequence[int] | range,
-    unused: float = 0.0,
-    *,
-    chunk_ends: Sequence[int] = (),
-) -> float:
+    policy: SelectionPolicy, positions: Sequence[int] | range, *, chunk_ends: Sequence[int] = ()
+) -> int:
     """Visible (query, key) pairs of one head.
 
     Args:
-        unused: places that a selection leaves empty (:func:`unused_places`).
         chunk_ends: of a prefill, where ``dense_last`` exempts queries.
     """
     if policy.is_dense:
@@ -150,36 +145,8 @@ def attended_pairs(
         exempt = {p for end in chunk_ends for p in range(end - policy.dense_last, end)}
         rest = [position for position in positions if position not in exempt]
         dense = [position for position in positions if position in exempt]
-        return attended_pairs(policy, rest, unused) + attended_pairs(DENSE, dense)
-    pairs = float(sum(policy.attended_tokens(position) for position in positions))
-    if unused:
-        selecting = sum(not policy.sees_all(position) for position in positions)
-        pairs -= unused * policy.sel_block_size * selecting
-    return pairs
-
-
-def unused_places(inputs: PagedInputs, policy: SelectionPolicy, steps: Sequence[Step]) -> float:
-    """Places that a tile's selection leaves empty, mean over tiles and KV heads.
-
-    Without ``min_mass`` it is 0.
-    """
-    if not policy.min_mass:
-        return 0.0
-    empty = lists = 0
-    for batch, rows in steps:
-        found = select_blocks(
-            inputs.q[rows], inputs.k_cache, batch, policy, k_summary=inputs.k_summary
-        )
-        for request, tiles in enumerate(found):
-            decode = request < batch.num_decodes
-            size = 1 if decode else policy.query_tile
-            length = inputs.seq_lens[request] if decode else int(batch.seq_lens[request])
-            first = length - inputs.query_lens[request] if decode else rows.start
-            for row, tile in enumerate(tiles):
-                if not policy.sees_all(first + row * size):
-                    empty += int((tile < 0).sum())
-                    lists += tile.shape[0]
-    return empty / max(lists, 1)
+        return attended_pairs(policy, rest) + attended_pairs(DENSE, dense)
+    return sum(policy.attended_tokens(position) for position in positions)
 
 
 def _decode_positions(inputs: PagedInputs) -> list[int]:
@@ -190,17 +157,15 @@ def _decode_positions(inputs: PagedInputs) -> list[int]:
     ]
 
 
-def decode_cost(
-    inputs: PagedInputs, policy: SelectionPolicy, unused: float = 0.0
-) -> tuple[float, float]:
+def decode_cost(inputs: PagedInputs, policy: SelectionPolicy) -> tuple[float, float]:
     """FLOPs and least bytes: attended K and V, sketches, queries and outputs."""
     positions = _decode_positions(inputs)
     kv_heads, dim = inputs.k_cache.shape[1], inputs.q.shape[2]
     width = inputs.q.element_size()
-    pairs = attended_pairs(policy, positions, unused)
+    pairs = attended_pairs(policy, positions)
     flops = 4.0 * dim * inputs.q.shape[1] * pairs
     last = [seq_len - 1 for seq_len in inputs.seq_lens]
-    kv_bytes = 2.0 * dim * kv_heads * width * attended_pairs(policy, last, unused)
+    kv_bytes = 2.0 * dim * kv_heads * width * attended_pairs(policy, last)
     cell_bytes = 0.0
     if policy.selects_blocks:
         vectors = [p // VECTOR_SIZE for p in positions if not policy.sees_all(p)]
@@ -266,25 +231,24 @@ class Entry:
 def _providers(
     inputs: PagedInputs,
     entries: Sequence[Entry],
-    cost: Callable[[Entry, float], tuple[float, float]],
+    cost: Callable[[Entry], tuple[float, float]],
     steps: Sequence[Step],
 ) -> list[Provider]:
     """Providers over the same inputs, ours first; a note marks each that attends more than ours.
 
-    ``steps`` are the calls of ours.  With ``min_mass`` or lists a note says what ours attends.
+    ``steps`` are the calls of ours.  With lists a note says what ours attends.
     """
     decode = steps[0][0].num_decodes > 0
     tiles = decode_tiles(inputs) if decode else prefill_tiles(inputs, steps)
     ours = entries[0].policy
-    unused = unused_places(inputs, ours, steps)
     positions, ends = _decode_positions(inputs), [rows.stop for _, rows in steps]
-    pairs = attended_pairs(ours, positions, unused, chunk_ends=ends)
+    pairs = attended_pairs(ours, positions, chunk_ends=ends)
     share = pairs / attended_pairs(DENSE, positions)
-    says_share = ours.min_mass > 0 or any(entry.lists for entry in entries)
+    says_share = any(entry.lists for entry in entries)
 
     def provider(entry: Entry) -> Provider:
         policy = entry.policy
-        flops, num_bytes = cost(entry, unused if policy is ours else 0.0)
+        flops, num_bytes = cost(entry)
         note = "dense" if policy.is_dense and not ours.is_dense else ""
         if policy is ours and says_share:
             note = f"attends {share:.1%} of the keys"
@@ -312,7 +276,7 @@ def _build_decode(case: Case, device: torch.device) -> list[Provider]:
         Entry("cpu_attn", lambda: cpu_attn_paged(*dense), DENSE),
         Entry("sdpa_gather", lambda: _sdpa_gather(inputs), DENSE),
     ]
-    return _providers(inputs, entries, lambda of, *u: decode_cost(inputs, of.policy, *u), step)
+    return _providers(inputs, entries, lambda entry: decode_cost(inputs, entry.policy), step)
 
 
 def _torch_select(inputs: PagedInputs) -> Callable[[], Outputs]:
@@ -334,8 +298,8 @@ def _torch_select(inputs: PagedInputs) -> Callable[[], Outputs]:
         logits = (rotated @ vectors.transpose(2, 3)).float() * inputs.softmax_scale
         per_block = size // VECTOR_SIZE
         blocks = torch.unflatten(logits[..., : own * per_block], -1, (own, per_block)).amax(-1)
-        scores, best = blocks.softmax(-1).sum(2)[..., first:last].topk(policy.scored_blocks)
-        return ((best + first).masked_fill(scores < policy.min_mass * inputs.group, -1),)
+        scores = blocks.softmax(-1).sum(2)[..., first:last]
+        return (scores.topk(policy.scored_blocks).indices + first,)
 
     return call
 
@@ -384,10 +348,10 @@ def _build_prefill(case: Case, device: torch.device) -> list[Provider]:
             f"chunk: expected a multiple of query_tile {inputs.policy.query_tile}, got {chunk}"
         )
     policy, tile = inputs.policy, inputs.policy.query_tile
-    if policy.dense_last and (policy.min_mass or policy.dense_last % tile or length % tile):
+    if policy.dense_last and (policy.dense_last % tile or length % tile):
         raise ValueError(
-            f"dense_last: expected 0, or whole tiles of {tile} in a prompt of whole tiles without "
-            f"min_mass, got {policy.dense_last} of {length} tokens, min_mass {policy.min_mass}"
+            f"dense_last: expected 0, or whole tiles of {tile} in a prompt of whole tiles, got "
+            f"{policy.dense_last} of {length} tokens"
         )
     chunks, lists = inputs.chunks(bounds), make_lists(case, inputs)
     tensors = (inputs.q, inputs.k_cache, inputs.v_cache)
@@ -400,9 +364,8 @@ def _build_prefill(case: Case, device: torch.device) -> list[Provider]:
         by_list = Entry(BY_LIST, lambda: _ours(inputs, chunks, policy, lists.table), policy, lists)
         entries.insert(1, by_list)
 
-    def cost(entry: Entry, unused: float) -> tuple[float, float]:
-        by_score = entry.lists is None
-        return prefill_cost(inputs, entry.policy, unused, bounds=bounds, by_score=by_score)
+    def cost(entry: Entry) -> tuple[float, float]:
+        return prefill_cost(inputs, entry.policy, bounds=bounds, by_score=entry.lists is None)
 
     return _providers(inputs, entries, cost, chunks)
 
@@ -410,7 +373,6 @@ def _build_prefill(case: Case, device: torch.device) -> list[Provider]:
 def prefill_cost(
     inputs: PagedInputs,
     policy: SelectionPolicy,
-    unused: float = 0.0,
     *,
     bounds: Sequence[tuple[int, int]],
     by_score: bool = True,
@@ -419,7 +381,7 @@ def prefill_cost(
     length, kv_heads, dim = inputs.seq_lens[0], inputs.k_cache.shape[1], inputs.q.shape[2]
     kv_bytes = 2.0 * kv_heads * length * dim
     ends = [end for _, end in bounds]
-    pairs = attended_pairs(policy, range(length), unused, chunk_ends=ends)
+    pairs = attended_pairs(policy, range(length), chunk_ends=ends)
     flops = 4.0 * dim * inputs.q.shape[1] * pairs
     if policy.selects_blocks and by_score:
         sparse = [(start, end - policy.dense_last) for start, end in bounds]
@@ -449,8 +411,7 @@ def scoring_cost(policy: SelectionPolicy, chunks: Sequence[tuple[int, int]]) -> 
             scored += sum(p // size * (size // CELL_SIZE) for p in samples)
             first, last = policy.candidate_range(base)
             blocks = policy.sink_blocks + policy.local_blocks
-            if not policy.min_mass:  # else what is listed depends on the keys
-                blocks += min(policy.listed_blocks, last - first)
+            blocks += min(policy.listed_blocks, last - first)
             scored += len(ranking_queries(positions, policy)) * blocks * size
             read += blocks * size
     return scored, read

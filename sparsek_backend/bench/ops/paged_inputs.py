@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,9 +36,6 @@ DEFAULTS: dict[str, Param] = {
     "query_tile": 64,
     "dense_below": 0,
     "dense_last": 0,
-    "min_mass": 0.0,
-    "affinity": 0.0,
-    "far_share": 1.0,
     "max_len": 0,
     "seed": 0,
 }
@@ -150,17 +146,10 @@ def shuffled_pages(counts: Sequence[int], width: int, generator: torch.Generator
 def make_inputs(case: Case, device: torch.device) -> PagedInputs:
     """Random pages in random order, and their summaries.
 
-    Random keys give every head a selection of its own: no block is shared by luck.  They also get
-    equal shares of a tile's attention, near enough, which no model gives them.  With ``affinity``
-    the queries of a tile have a direction in common, and so have the keys of a block: the natural
-    logarithms of blocks' shares then spread by about that much (standard deviation).  With
-    ``far_share`` the first token takes the rest of a last query's attention, as sinks do.
+    Random keys give every head a selection of its own: no block is shared by luck.
     """
     sizes: dict[str, Any] = {name: case.int_param(name) for name in _POLICY_SIZES}
-    policy = SelectionPolicy(**sizes, min_mass=case.float_param("min_mass"))
-    affinity, far_share = case.float_param("affinity"), case.float_param("far_share")
-    if not 0.0 < far_share <= 1.0:
-        raise ValueError(f"far_share: expected a share above 0, at most 1, got {far_share}")
+    policy = SelectionPolicy(**sizes)
     if policy.query_tile == 1:
         policy = policy.per_token()
     heads, dim, page = (case.int_param(n) for n in ("num_kv_heads", "head_dim", "page_size"))
@@ -177,26 +166,12 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
     for start in range(0, len(pages), _PAGES_AT_A_TIME):
         part = slice(start, start + _PAGES_AT_A_TIME)
         kv[part] = torch.randn(kv[part].shape, generator=generator, device=device).to(pages.dtype)
-        if affinity:
-            k_cache[part] = with_directions(k_cache[part], page // policy.sel_block_size, generator)
         sketch_pages(k_cache[part], k_summary[part])
     max_len = case.int_param("max_len")
     table = shuffled_pages(counts, max(*counts, ceil_div(max_len, page)), generator)
     tokens = case.spec.total_query_tokens
     shape = (tokens, case.int_param("num_heads"), dim)
     q = torch.randn(shape, generator=generator, device=device)
-    if affinity:
-        tile = 1 if max(case.spec.query_lens) == 1 else policy.query_tile
-        q = tile_queries(q, heads, tile, generator) * (2**0.5 * affinity)
-    if far_share < 1.0:
-        spread = affinity or 0.5**0.5
-        logits = [math.log(n * (1 / far_share - 1)) + spread**2 for n in case.spec.seq_lens]
-        first = table[: len(counts), 0].long()
-        draw_to_first(q, k_cache, first, torch.tensor(logits, device=device))
-        for part in first.split(_PAGES_AT_A_TIME):
-            sketches = k_summary[part]
-            sketch_pages(k_cache[part], sketches)
-            k_summary[part] = sketches
     return PagedInputs(
         q=q.to(pages.dtype),
         k_cache=k_cache,
@@ -208,53 +183,6 @@ def make_inputs(case: Case, device: torch.device) -> PagedInputs:
         policy=policy,
         max_len=max_len,
     )
-
-
-_IN_COMMON = 0.5**0.25
-"""Weight of a direction in common: as much of a logit then comes from it as from the rest."""
-
-
-def with_directions(x: torch.Tensor, runs: int, generator: torch.Generator) -> torch.Tensor:
-    """Random rows ``[..., rows, D]`` that share a direction within each of ``runs`` equal runs."""
-    shape = (*x.shape[:-2], max(runs, 1), 1, x.shape[-1])
-    common = torch.randn(shape, generator=generator, device=x.device)
-    own = x.float().reshape(*shape[:-2], -1, shape[-1]) * (1 - _IN_COMMON**2) ** 0.5
-    rows: torch.Tensor = (own + _IN_COMMON * common).flatten(-3, -2)
-    return rows.to(x.dtype)
-
-
-def draw_to_first(
-    q: torch.Tensor, k_cache: torch.Tensor, pages: torch.Tensor, logits: torch.Tensor
-) -> None:
-    """Give queries a logit of nearly ``logits[r]`` with the first key of request ``r``, in place.
-
-    Channel 0 of ``q`` becomes a constant.  Of keys, only the first of a request has that channel.
-
-    Args:
-        q: ``[T, Hq, D]``.
-        k_cache: ``[num_pages, Hkv, page_size, D]``.
-        pages: ``[requests]`` first page of each request.
-        logits: ``[requests]`` float32.
-    """
-    root = q.shape[2] ** 0.5
-    constant = float((logits.max() * root) ** 0.5)
-    q[..., 0] = constant
-    keys = torch.zeros(len(pages), k_cache.shape[1], q.shape[2], device=q.device)
-    keys[..., 0] = (logits * root / constant)[:, None]
-    k_cache[:, :, :, 0] = 0.0
-    k_cache[pages, :, 0] = keys.to(k_cache.dtype)
-
-
-def tile_queries(
-    q: torch.Tensor, kv_heads: int, tile: int, generator: torch.Generator
-) -> torch.Tensor:
-    """Random queries ``[T, Hq, D]`` that share a direction within each tile and KV head."""
-    count, group = ceil_div(q.shape[0], tile), q.shape[1] // kv_heads
-    rows = F.pad(q, (0, 0, 0, 0, 0, count * tile - q.shape[0]))
-    rows = rows.view(count, tile, kv_heads, group, -1).permute(0, 2, 1, 3, 4)
-    rows = with_directions(rows.flatten(2, 3), 1, generator)  # [tiles, Hkv, tile * group, D]
-    rows = torch.unflatten(rows, 2, (tile, group)).permute(0, 2, 1, 3, 4)
-    return rows.reshape(count * tile, *q.shape[1:])[: q.shape[0]]
 
 
 def candidate_scores(
@@ -319,8 +247,7 @@ def wrong_selection(
     """Why a tile's chosen blocks do not follow the rule, or an empty string."""
     first, last = policy.candidate_range(tile.positions[0])
     blocks = chosen[chosen >= 0]
-    full = blocks.numel() == policy.scored_blocks
-    if not (full or policy.min_mass) or len(set(blocks.tolist())) != blocks.numel():
+    if not policy.scored_blocks == blocks.numel() == len(set(blocks.tolist())):
         return f"{blocks.tolist()} are not {policy.scored_blocks} distinct blocks"
     if blocks.numel() and (int(blocks.min()) < first or int(blocks.max()) >= last):
         return f"{blocks.tolist()} leave the candidates {first} to {last - 1}"
@@ -330,14 +257,10 @@ def wrong_selection(
     if decode or policy.query_tile == 1:
         everyone = torch.arange(len(scores), device=scores.device) >= first
         everyone &= torch.arange(len(scores), device=scores.device) < last
-        floor = policy.min_mass * inputs.group
-        return _not_the_best(
-            blocks, scores, scores, everyone, floor, policy.scored_blocks, _LIST_SLACK
-        )
+        return _not_the_best(blocks, scores, everyone, _LIST_SLACK)
     listed = min(policy.listed_blocks, last - first)
-    floor = policy.min_mass * len(sampled_queries(tile.positions, policy)) * inputs.group
-    least = max(float(scores.topk(listed).values[-1]), floor)
-    if listed == last - first and not policy.min_mass:
+    least = float(scores.topk(listed).values[-1])
+    if listed == last - first:
         surely = perhaps = scores >= 0.0
     else:
         surely, perhaps = scores > (1 + _LIST_SLACK) * least, scores >= (1 - _LIST_SLACK) * least
@@ -350,41 +273,20 @@ def wrong_selection(
     reason = ""
     for some in (perhaps, surely | mine, highest & perhaps):  # a sample's shares depend on the list
         masses = exact_masses(inputs, tile, policy, some)
-        floor = policy.min_mass * len(masses) * inputs.group
-        reason = _not_the_best(
-            blocks, masses.amax(0), masses.sum(0), surely, floor, policy.scored_blocks, _MASS_SLACK
-        )
+        reason = _not_the_best(blocks, masses.amax(0), surely, _MASS_SLACK)
         if not reason:
             break
     return reason
 
 
 def _not_the_best(
-    blocks: torch.Tensor,
-    scores: torch.Tensor,
-    summed: torch.Tensor,
-    competing: torch.Tensor,
-    floor: float,
-    places: int,
-    slack: float,
+    blocks: torch.Tensor, scores: torch.Tensor, competing: torch.Tensor, slack: float
 ) -> str:
-    """Why ``blocks`` are not the ``places`` best of those that surely compete ([blocks] bool).
-
-    Blocks compete whose ``summed`` masses reach ``floor``; where places are left, these are all.
-    """
-    if blocks.numel():
-        least = float(summed[blocks].min())
-        if least < (1 - slack) * floor:
-            return f"a block of mass {least:.3e} was kept below {floor:.3e}"
-    certain = scores[: len(competing)][
-        competing & (summed[: len(competing)] >= (1 + slack) * floor)
-    ]
-    if blocks.numel() < places:
-        left = len(certain) - blocks.numel()
-        return f"{left} blocks above {floor:.3e} were left out" if left > 0 else ""
-    if len(certain) < places:
+    """Why ``blocks`` are not the best of those that surely compete ([blocks] bool)."""
+    certain = scores[: len(competing)][competing]
+    if len(certain) < blocks.numel():
         return ""
-    worst, best = float(scores[blocks].min()), float(certain.topk(places).values[-1])
+    worst, best = float(scores[blocks].min()), float(certain.topk(blocks.numel()).values[-1])
     return "" if worst >= (1 - slack) * best else f"a block of score {worst:.3e} beat {best:.3e}"
 
 

@@ -43,14 +43,11 @@ def make_lists(case: Case, inputs: PagedInputs) -> Lists | None:
     A file's heads are taken in turn where it has another number of them.
 
     Raises:
-        ValueError: no such file or layer, other blocks than the policy's, or ``min_mass``, which
-            lists do not heed.
+        ValueError: no such file or layer, or other blocks than the policy's.
     """
     source, policy = case.str_param("lists"), inputs.policy
     if not source:
         return None
-    if policy.min_mass:
-        raise ValueError(f"min_mass: expected 0 beside lists, got {policy.min_mass}")
     heads = inputs.k_cache.shape[1]
     if source == RANDOM:
         tokens = min(inputs.seq_lens[0], _LEARNED_TOKENS)

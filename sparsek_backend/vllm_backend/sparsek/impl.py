@@ -13,7 +13,6 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from sparsek_backend.vllm_backend import compat
 from sparsek_backend.vllm_backend.checks import fp8_scales, refuse_quantised_output, refuse_sdpa
 from sparsek_backend.vllm_backend.engine import current_engine
-from sparsek_backend.vllm_backend.left_out import LEFT_OUT
 from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_kernels.fallback import FallbackMask, paged_fallback, sdpa_fallback
 from sparsek_kernels.paged.api import (
@@ -151,7 +150,7 @@ class SparseKImpl(AttentionImpl):
             device: where the layer runs.
 
         Returns:
-            The layer's policy.  Of its KV heads, every later :meth:`forward` has this rank's.
+            The layer's policy.
 
         Raises:
             NotImplementedError: the layer selects blocks, and another backend writes its pages.
@@ -165,7 +164,7 @@ class SparseKImpl(AttentionImpl):
                 policy = replace(policy, sel_block_size=math.gcd(page_size, size))
         if self.batch_invariant:
             policy = policy.per_token()
-        self.policy = policy.of_heads(self._own_heads(len(policy.head_top_k)))
+        self.policy = policy
         if policy.selects_blocks:
             if not isinstance(owner, SparseKImpl):
                 raise NotImplementedError(
@@ -196,9 +195,8 @@ class SparseKImpl(AttentionImpl):
     def kernel_key(self) -> tuple[Any, ...]:
         """A key by which layers share kernels: shape, rule, cache dtype and mask of the layer."""
         shape = (self.num_heads, self.num_kv_heads, self.head_size)
-        rule = (self.policy.equal_heads, bool(self.policy.head_top_k))
         kind = (self.sinks is None, self.lists is None, self.fallback_reason)
-        return (*rule, *shape, self.kv_cache_dtype, *kind)
+        return (self.policy, *shape, self.kv_cache_dtype, *kind)
 
     def dummy_run(self, layer: Any, kv_cache: torch.Tensor, batch: PagedBatch) -> None:
         """Attend a made-up step of zeros, so that its kernels are compiled; counts nothing.
@@ -217,11 +215,8 @@ class SparseKImpl(AttentionImpl):
         pages, out = self._view(kv_cache), torch.empty_like(query)
         self._store_means(pages, batch)
         sinks = None if self.sinks is None else self.sinks.repeat(self.dcp_world_size)
-        left_out = self._left_out(kv_cache)
-        if left_out is not None:  # made in time, and left alone
-            left_out = torch.zeros_like(left_out)
         scales = self._scales(layer)
-        self._attend(Segment(batch, policy), query, pages, scales, sinks, left_out, out)
+        self._attend(Segment(batch, policy), query, pages, scales, sinks, out)
 
     def do_kv_cache_update(
         self,
@@ -298,9 +293,8 @@ class SparseKImpl(AttentionImpl):
             self._attend_shards(query, kv_cache, attn_metadata.shards, out)
         else:
             pages, scales = self._cached_view(kv_cache), self._scales(layer)
-            left_out = self._left_out(kv_cache)
             for segment in self._split(attn_metadata):
-                self._attend(segment, query, pages, scales, self.sinks, left_out, out)
+                self._attend(segment, query, pages, scales, self.sinks, out)
         return output
 
     @property
@@ -328,7 +322,6 @@ class SparseKImpl(AttentionImpl):
         pages: PageViews,
         scales: tuple[float, float],
         sinks: torch.Tensor | None,
-        left_out: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
         query, out = query[segment.rows], out[segment.rows]
@@ -361,7 +354,6 @@ class SparseKImpl(AttentionImpl):
             v_scale=scales[1],
             batch_invariant=self.batch_invariant,
             lists=lists,
-            left_out=left_out,
             gates=gates,
         )
         if not (batch.num_prefills and policy.selects_blocks and PROBE.is_due(query.device)):
@@ -385,7 +377,6 @@ class SparseKImpl(AttentionImpl):
         self, query: torch.Tensor, kv_cache: torch.Tensor, step: ShardedStep, out: torch.Tensor
     ) -> None:
         query = step.ranks.gather_heads(query)
-        left_out = self._left_out(kv_cache)
         if step.decodes.num_decodes:
             attend_decodes(
                 query,
@@ -394,7 +385,6 @@ class SparseKImpl(AttentionImpl):
                 self.decode_policy,
                 softmax_scale=self.scale,
                 sinks=self.sinks,
-                left_out=left_out,
                 out=out,
             )
         rows = page_rows(kv_cache, self.head_size, self.summaries)
@@ -408,7 +398,6 @@ class SparseKImpl(AttentionImpl):
                 softmax_scale=self.scale,
                 sinks=self.sinks,
                 lists=self.lists if self.policy.selects_blocks else None,
-                left_out=left_out,
                 out=out,
             )
 
@@ -481,12 +470,6 @@ class SparseKImpl(AttentionImpl):
             write_gate_keys(pages.keys, pages.summary, batch, self.policy, self.gates)
         else:
             write_means(pages.keys, pages.summary, batch)
-
-    def _left_out(self, kv_cache: torch.Tensor) -> torch.Tensor | None:
-        """Where kernels count the keys that `min_mass` leaves out, or ``None``."""
-        if not self.policy.leaves_out:
-            return None
-        return LEFT_OUT.counter(kv_cache.device, kv_cache.shape[1])
 
     def _view(self, kv_cache: torch.Tensor) -> PageViews:
         """Views of a cache: K, V and, where the layer's pages keep them, summaries."""

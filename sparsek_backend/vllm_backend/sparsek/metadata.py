@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from sparsek_backend.vllm_backend.report import (
 )
 from sparsek_backend.vllm_backend.settings import check_page_size
 from sparsek_backend.vllm_backend.step import Batch, Int64, StepBuilder, StepMetadata, build_batch
-from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 from .pages import bytes_behind
@@ -77,7 +76,6 @@ class SparseKMetadataBuilder(StepBuilder):
             1, supports_spec_as_decode=not self.resolved.batch_invariant
         )
         self.policies = self._bind_layers(kv_cache_spec, layer_names, vllm_config)
-        self.leaves_out = any(policy.leaves_out for policy in self.policies)
         self.page_size = kv_cache_spec.block_size
         self.context_ranks = _context_ranks(kv_cache_spec, vllm_config.parallel_config)
 
@@ -100,7 +98,7 @@ class SparseKMetadataBuilder(StepBuilder):
     def _bind_layers(
         self, spec: Any, layer_names: list[str], vllm_config: Any
     ) -> Counter[SelectionPolicy]:
-        """Fix every layer's policy; returns how many layers to count by each."""
+        """Fix every layer's policy; returns how many layers have each."""
         full_attention = compat.is_full_attention(spec)
         if full_attention:
             check_page_size(self.resolved, spec.block_size)
@@ -119,15 +117,11 @@ class SparseKMetadataBuilder(StepBuilder):
             by_list = layer.impl.lists is not None
             key = (policy, layer.impl.fallback_reason, version, layer.impl.has_fp8_cache, by_list)
             groups.setdefault(key, []).append(index)
-        if not self.on_host:
-            for layer in layers.values():  # before a CUDA graph is captured
-                head_places(layer.impl.policy, self.device)
-                head_places(layer.impl.policy.per_token(), self.device)
         self._report_layers(groups, spec, vllm_config.model_config)
         if not self.on_host:
             decode_len = self.reorder_batch_threshold or 1
             warm_up(layers.values(), spec, vllm_config, self.device, decode_len, self.rotation)
-        return _counted_together(policies)
+        return Counter(policies)
 
     def _report_layers(self, groups: dict[Kind, list[int]], spec: Any, model: Any) -> None:
         """Log what each group of layers attends, and by which kernels."""
@@ -188,7 +182,7 @@ class SparseKMetadataBuilder(StepBuilder):
             else shard_step(batch.paged, self.page_size, self.context_ranks),
         )
 
-    def _count(self, batch: Batch) -> tuple[float, float]:
+    def _count(self, batch: Batch) -> tuple[int, int]:
         """Count attended and context keys over all layers of the group."""
         lens = (batch.seq_lens, batch.query_lens, batch.paged.num_decodes)
         dense_decode = self.resolved.config.dense_decode
@@ -210,26 +204,6 @@ def _context_ranks(spec: Any, parallel: Any) -> ContextRanks | None:
     check_interleave(parallel.cp_kv_cache_interleave_size, spec.block_size)
     group = compat.context_group()
     return ContextRanks(group.device_group, group.rank_in_group, group.world_size)
-
-
-def _counted_together(policies: list[SelectionPolicy]) -> Counter[SelectionPolicy]:
-    """How many layers to count by each policy: one for layers that differ in their heads alone.
-
-    Such layers count as one layer that has the heads of all.
-    """
-    groups: dict[SelectionPolicy, list[SelectionPolicy]] = {}
-    for policy in policies:
-        groups.setdefault(policy.equal_heads, []).append(policy)
-    found: Counter[SelectionPolicy] = Counter()
-    for common, members in groups.items():
-        heads: tuple[int, ...] = ()
-        if any(policy.head_top_k for policy in members):
-            width = max(len(policy.head_top_k) for policy in members)
-            heads = sum(
-                (policy.head_top_k or (policy.top_k,) * width for policy in members), start=()
-            )
-        found[replace(common, head_top_k=heads)] += len(members)
-    return found
 
 
 def _live_ranges(common: Any, first_position: Int64) -> Ranges | None:

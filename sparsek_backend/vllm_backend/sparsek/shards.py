@@ -181,7 +181,6 @@ def attend_decodes(
     *,
     softmax_scale: float,
     sinks: torch.Tensor | None,
-    left_out: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> None:
     """Attend a step's decodes: every rank its own pages, by a selection that all ranks share.
@@ -193,7 +192,6 @@ def attend_decodes(
         policy: what its queries attend.
         softmax_scale: factor of ``q . k``.
         sinks: ``[H]`` learned logits of this rank's heads.
-        left_out: counter of keys, or ``None``.
         out: ``[T, H, D]``; the decodes' rows are written.
     """
     rows = slice(step.decodes.num_decode_tokens)
@@ -206,7 +204,6 @@ def attend_decodes(
         largest=step.ranks.largest,
         softmax_scale=softmax_scale,
         k_summary=pages.summary,
-        left_out=left_out,
     )
     out[rows] = step.ranks.merge(part, lse, sinks)
 
@@ -221,7 +218,6 @@ def attend_prefills(
     softmax_scale: float,
     sinks: torch.Tensor | None,
     lists: torch.Tensor | None,
-    left_out: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> None:
     """Attend some of a step's prefills over the pages of all ranks.
@@ -238,7 +234,6 @@ def attend_prefills(
         softmax_scale: factor of ``q . k``.
         sinks: ``[H]`` learned logits of this rank's heads.
         lists: blocks by a learned list, or ``None``.
-        left_out: counter of keys, or ``None``.
         out: ``[T, H, D]``; the prefills' rows are written.
     """
     rows = slice(batch.first_row, batch.first_row + batch.num_prefill_tokens)
@@ -252,7 +247,6 @@ def attend_prefills(
         k_summary=pages.summary,
         sinks=None if sinks is None else ranks.gather_heads(sinks),
         lists=lists,
-        left_out=left_out,
     )
     out[rows] = ranks.own_heads(of_all_heads)[rows]
 

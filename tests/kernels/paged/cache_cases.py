@@ -29,12 +29,6 @@ POLICIES = {
     "topk_dense_below": SelectionPolicy(
         num_sink=16, window_size=16, top_k=2, sel_block_size=32, dense_below=128, query_tile=32
     ),
-    "topk_heads": SelectionPolicy(
-        num_sink=16, window_size=40, top_k=4, sel_block_size=32, query_tile=32, head_top_k=(1, 3)
-    ),
-    "topk_least": SelectionPolicy(
-        num_sink=16, window_size=40, top_k=5, sel_block_size=32, query_tile=32, min_mass=0.12
-    ),
     "topk_fewer_decoded": SelectionPolicy(
         num_sink=16, window_size=40, top_k=4, sel_block_size=32, query_tile=32, decode_top_k=1
     ),

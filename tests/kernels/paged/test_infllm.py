@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from sparsek_kernels.paged import SelectionPolicy, paged_attention, select_blocks
+from sparsek_kernels.paged.lengths import batch_of_lengths, pages_of
 from sparsek_kernels.paged.reference import (
     block_ranks_reference,
     gather_sequence,
@@ -78,6 +79,22 @@ def test_attention_and_choice_equal_the_oracle(policy: SelectionPolicy, page_siz
                 assert bool((found_blocks == -1).all())
             else:
                 assert found_blocks.tolist() == wanted
+
+
+@pytest.mark.parametrize("chunk", [1, 40, 624], ids=["decoded", "chunk", "prompt"])
+def test_means_in_the_querys_own_block_have_a_share(chunk: int) -> None:
+    """Most of one head's attention lies in the query's own block: its choice counts for little."""
+    length, q, k = 624, torch.zeros(1, 2, 8), torch.zeros(624, 1, 8)
+    k[192:256, 0, 0], k[576:, 0, 0], k[320:384, 0, 1] = 4.0, 12.0, 4.0
+    q[0, 0, 0], q[0, 1, 1] = 2.0, 1.8
+    policy = INFLLM(window_size=1, top_k=1, sel_block_size=64)
+    k_cache, _v_cache, k_summary, table = pages_of(k[None], k[None], 64)
+    batch = batch_of_lengths(table, [chunk], [length], decodes=int(chunk == 1))
+    (found,) = select_blocks(
+        q.expand(chunk, 2, 8), k_cache, batch, policy, k_summary=k_summary, softmax_scale=1.0
+    )
+    assert select_infllm_reference(q, k, [length - 1], policy, 1.0) == [[5]]
+    assert found[-1].tolist() == [[5]]
 
 
 def turned(x: torch.Tensor, positions: torch.Tensor, back: bool = False) -> torch.Tensor:

@@ -22,9 +22,7 @@ from sparsek_kernels.paged.cpu.native import build
 from sparsek_kernels.paged.cpu.native import decode as native_decode
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.reference import (
-    gather_sequence,
     paged_attention_reference,
-    select_blocks_reference,
 )
 from tests.kernels.worst_sketch import worst_sketch
 
@@ -103,20 +101,6 @@ class Problem:
             self.q, self.k_cache, self.v_cache, self.batch, policy, sinks=sinks
         )
 
-    def numbers(self, policy: SelectionPolicy) -> list[int]:
-        """Chosen blocks of each token and KV head."""
-        rule, scale = policy.per_token(), self.q.shape[-1] ** -0.5
-        found: list[int] = []
-        starts = self.batch.cu_seqlens_q.tolist()
-        for request, length in enumerate(self.batch.seq_lens.tolist()):
-            k = gather_sequence(self.k_cache, self.batch.block_table[request], length)
-            for row in range(starts[request], starts[request + 1]):
-                where = [length - starts[request + 1] + row]
-                q = self.q[row : row + 1]
-                chosen = select_blocks_reference(q, k, where, rule, scale)
-                found += [len(blocks) for blocks in chosen or ()]
-        return found
-
 
 @needs_compiler
 @settings(deadline=None, max_examples=60)
@@ -134,16 +118,12 @@ def test_against_the_oracle(data: st.DataObject) -> None:
     )
     window = data.draw(st.sampled_from([None, 1, 20, 70]))
     top_k = 0 if window is None else data.draw(st.integers(0, 4))
-    kv_heads = problem.k_cache.shape[1]
-    own = st.lists(st.integers(1, max(top_k, 1)), min_size=kv_heads, max_size=kv_heads)
     policy = SelectionPolicy(
         num_sink=0 if window is None else data.draw(st.integers(0, 70)),
         window_size=window,
         top_k=top_k,
         sel_block_size=data.draw(st.sampled_from([16, 32, 64])),
         dense_below=data.draw(st.sampled_from([0, 200])),
-        min_mass=data.draw(st.sampled_from([0.0, 0.05, 0.2, 0.6])),
-        head_top_k=tuple(data.draw(own)) if top_k and data.draw(st.booleans()) else (),
     )
     sinks = data.draw(st.sampled_from([None, -1.0, 3.0]))
     logits = None if sinks is None else torch.full((problem.q.shape[1],), sinks)
@@ -244,52 +224,6 @@ def test_queries_and_outputs_of_any_strides(dtype: torch.dtype) -> None:
         k_cache, v_cache, k_summary = problem.k_cache, problem.v_cache, problem.k_summary
         paged_attention(q, k_cache, v_cache, problem.batch, policy, k_summary=k_summary, out=out)
         assert torch.equal(out, expected)
-
-
-@needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("own", [(), (2, 1)])
-@pytest.mark.parametrize("queries", [1, 4])
-def test_least_shares(
-    queries: int, own: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths = [1100, 620, 190, 190, 30]
-    problem = Problem(lengths, queries=queries, dtype=dtype, page_size=64)
-    problem.q[:, :3] *= 3.0  # attend a few cells
-    problem.q[:, 3:] *= 0.25  # nearly equal attention to every key
-    for row in range(3 * queries, 4 * queries):  # attend themselves
-        k = gather_sequence(problem.k_cache, problem.batch.block_table[3], 190)
-        problem.q[row] = k[190 - 4 * queries + row].repeat_interleave(3, 0)
-    policy = SelectionPolicy(
-        num_sink=16, window_size=41, top_k=2, sel_block_size=32, min_mass=0.12, head_top_k=own
-    )
-    numbers = problem.numbers(policy)
-    places = policy.per_token().scored_blocks
-    assert 0 in numbers
-    assert any(0 < chosen < places for chosen in numbers)
-    assert places in numbers
-    found, exact = problem.attend(policy), problem.expected(policy)
-    monkeypatch.setattr(build, "library", lambda: None)
-    by_torch = problem.attend(policy)
-    for out in (found, by_torch):
-        tolerance = 2e-5 if dtype == torch.float32 else 1e-2
-        torch.testing.assert_close(out.double(), exact, atol=tolerance, rtol=tolerance)
-
-
-@needs_compiler
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_token_of_no_chosen_block_attends_sinks_and_window(threads: int) -> None:
-    problem = Problem([1100], heads=1)
-    policy = SelectionPolicy(num_sink=16, window_size=41, top_k=2, sel_block_size=32)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        found = problem.attend(replace(policy, min_mass=0.9))
-    finally:
-        torch.set_num_threads(before)
-    begin = policy.per_token().local_range(1099)[0] * 16
-    alone = problem.expected(SelectionPolicy(num_sink=16, window_size=1100 - begin))
-    torch.testing.assert_close(found.double(), alone, atol=2e-5, rtol=1e-4)
 
 
 @needs_compiler

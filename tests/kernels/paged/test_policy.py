@@ -69,13 +69,10 @@ def test_the_attended_tokens_are_as_many_as_the_oracle_sees(
 
 
 def test_decoded_tokens_have_a_budget_of_their_own() -> None:
-    policy = SelectionPolicy(
-        num_sink=64, window_size=512, top_k=40, decode_top_k=10, head_top_k=(40, 8, 1)
-    )
+    policy = SelectionPolicy(num_sink=64, window_size=512, top_k=40, decode_top_k=10)
     single = policy.per_token()
-    assert (single.top_k, single.head_top_k) == (40, (40, 8, 1))  # cells: a quarter of a block
+    assert single.top_k == 40  # cells: a quarter of a block
     assert single.per_token() is single
     assert policy.attended_tokens(20_000) > single.attended_tokens(20_000)
     equal = SelectionPolicy(num_sink=64, window_size=512, top_k=10).per_token()
-    whole = SelectionPolicy(num_sink=64, window_size=512, top_k=40, decode_top_k=10).per_token()
-    assert whole == equal
+    assert single == equal

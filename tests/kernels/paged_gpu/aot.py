@@ -195,13 +195,9 @@ def launches(
     head_dim: int,
     group: int,
     fp8_cache: bool = False,
-    head_budgets: bool = False,
-    min_mass: float = 0.0,
 ) -> list[Recorded]:
     """Everything that a step with decodes and prefills launches, for each kind of policy."""
-    topk = SelectionPolicy(num_sink=64, window_size=512, top_k=32, min_mass=min_mass)
-    if head_budgets:
-        topk = dataclasses.replace(topk, head_top_k=(8, 16, 24, 32) * 2)
+    topk = SelectionPolicy(num_sink=64, window_size=512, top_k=32)
     policies = [topk, SelectionPolicy(), SelectionPolicy(num_sink=4, window_size=1024)]
     sms = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148}[arch]
     problem = make_problem(
@@ -219,8 +215,7 @@ def launches(
     for policy in policies:
 
         def step(policy: SelectionPolicy = policy, batch_invariant: bool = False) -> None:
-            left_out = torch.zeros(2, 2, dtype=torch.int64) if policy.min_mass else None
-            operands = problem.operands(torch.empty_like(problem.q), left_out=left_out)
+            operands = problem.operands(torch.empty_like(problem.q))
             launch.paged_attention(operands, problem.batch, policy, batch_invariant=batch_invariant)
 
         seen += record(functools.partial(step, batch_invariant=True), arch, sms)[:3]
@@ -310,8 +305,6 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--only", default="")
     parser.add_argument("--fp8-cache", action="store_true")
-    parser.add_argument("--head-budgets", action="store_true")
-    parser.add_argument("--min-mass", type=float, default=0.0)
     parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--ranking", choices=["infllm", "seer"])
     args = parser.parse_args()
@@ -327,8 +320,6 @@ def main() -> None:
             args.head_dim,
             args.group,
             args.fp8_cache,
-            args.head_budgets,
-            args.min_mass,
         )
     for launched in seen:
         if args.only in launched.name:

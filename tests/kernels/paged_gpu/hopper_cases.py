@@ -62,8 +62,6 @@ CASES = [
         replace(TOP_K, dense_below=128),
         options={"heads": 2, "group": 16, "num_decodes": 1},
     ),
-    Case("g4-heads", STEP, replace(TOP_K, top_k=4, head_top_k=(1, 3))),
-    Case("g4-least", STEP, replace(TOP_K, top_k=4, min_mass=0.1)),
     Case("g3-page128", STEP, options={"group": 3, "page_size": 128}),
     Case(
         "g2-dense-below",

@@ -18,7 +18,6 @@ from sparsek_kernels.paged.reference import (
     exact_masses_reference,
     hadamard_reference,
     paged_attention_reference,
-    sampled_queries,
     select_blocks_reference,
     sketch_reference,
 )
@@ -199,22 +198,17 @@ class Chosen:
         if policy.query_tile == 1:  # the sketch is of what the cache holds
             stored, scaled = k.double() / self._k_scale, rounded(q) * self._k_scale
             scores = candidate_scores_reference(scaled, stored, positions, policy, softmax_scale)
-            return self._of_token(found, scores, positions[0], policy, q.shape[1] // k.shape[1])
+            return self._of_token(found, scores, positions[0], policy)
         scores = candidate_scores_reference(q, k, positions, policy, softmax_scale)
         first, last = policy.candidate_range(positions[0])
         count = min(policy.listed_blocks, last - first)
-        places = policy.head_places or (policy.scored_blocks,) * len(found)
-        kept = [[block for block in row if block >= 0] for row in found.tolist()]
-        samples = sampled_queries(positions, policy)
-        floor = policy.min_mass * len(samples) * q.shape[1] / k.shape[1]
+        kept: list[list[int]] = found.tolist()
         for head, mine in enumerate(kept):
             assert mine == sorted(set(mine))
-            assert len(mine) == places[head] or (floor and len(mine) < places[head])
-            assert (found[head, len(mine) :] == -1).all()
             row = scores[head, first:last]
-            least = max(float(row.topk(count).values[-1]), floor)
+            least = float(row.topk(count).values[-1])
             low, high = (1 - self.LIST_SLACK) * least, (1 + self.LIST_SLACK) * least
-            everything = count == last - first and not floor
+            everything = count == last - first
             surely, perhaps = (
                 {first + int(b) for b in (everything | (row >= bound)).nonzero()}
                 for bound in (high, low)
@@ -233,8 +227,6 @@ class Chosen:
                     exact_masses_reference(
                         q, k, positions, [sorted(some)] * len(scores), policy, softmax_scale
                     )[:, head],
-                    policy.min_mass * q.shape[1] / k.shape[1],
-                    len(mine) == places[head],
                     self.MASS_SLACK,
                 )
                 for some in lists
@@ -247,22 +239,15 @@ class Chosen:
         scores: torch.Tensor,
         position: int,
         policy: SelectionPolicy,
-        group: int,
     ) -> list[list[int]]:
         """Blocks of one token, which are the best by the sketch for its rounded query."""
         first, last = policy.candidate_range(position)
         everyone = set(range(first, last))
         chosen = []
-        for head, row in enumerate(found.tolist()):
-            mine = [block for block in row if block >= 0]
-            places = (policy.head_places or (policy.scored_blocks,) * len(found))[head]
-            floor = policy.min_mass * group
+        for head, mine in enumerate(found.tolist()):
             assert mine == sorted(set(mine))
             assert set(mine) <= everyone
-            assert len(mine) == places or (floor and len(mine) < places)
-            assert row[len(mine) :] == [-1] * (len(row) - len(mine))
-            full = len(mine) == places
-            assert self._are_best(mine, everyone, scores[head][None], floor, full, self.MASS_SLACK)
+            assert self._are_best(mine, everyone, scores[head][None], self.MASS_SLACK)
             chosen.append(mine)
         return chosen
 
@@ -271,26 +256,19 @@ class Chosen:
         mine: list[int],
         surely: set[int],
         masses: torch.Tensor,
-        floor: float,
-        full: bool,
         slack: float,
     ) -> bool:
         """Whether no block that is surely listed has clearly more mass than one of ``mine``.
 
-        A block's mass is the largest that a sample gives it.  Blocks whose mean is below ``floor``
-        do not compete; where places are left, no other block is.
+        A block's mass is the largest that a sample gives it.
 
         Args:
             masses: ``[samples, blocks]``.
         """
-        score, mean = masses.amax(0), masses.mean(0)
-        if mine and float(mean[mine].min()) < (1 - slack) * floor:
-            return False
-        rest = sorted(b for b in surely - set(mine) if mean[b] > (1 + slack) * floor)
-        if not rest or not full:
-            return not rest
-        worst = float(score[mine].min()) if mine else float("inf")
-        return worst >= (1 - slack) * float(score[rest].max())
+        score, rest = masses.amax(0), sorted(surely - set(mine))
+        if not rest:
+            return True
+        return float(score[mine].min()) >= (1 - slack) * float(score[rest].max())
 
 
 def check(problem: Problem, policy: SelectionPolicy, sinks: torch.Tensor | None = None) -> None:

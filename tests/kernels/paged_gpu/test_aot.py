@@ -52,9 +52,9 @@ def compiled(arch: int, *options: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("arch", "options", "most_stack", "special"),
     [
-        (80, ("--min-mass", "0.001"), 160, set()),
+        (80, (), 160, set()),
         (90, (), 160, HOPPER),
-        (90, ("--head-dim", "64", "--group", "8", "--head-budgets"), 160, HOPPER),
+        (90, ("--head-dim", "64", "--group", "8"), 160, HOPPER),
         (100, (), 160, set()),
         (90, ("--fp8-cache",), 224, SCORES),  # K and V widen in registers
     ],

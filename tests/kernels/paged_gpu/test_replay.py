@@ -33,8 +33,6 @@ POLICIES = {
     "dense": SelectionPolicy(),
     "window": SelectionPolicy(num_sink=4, window_size=300),
     "topk": TOP_K,
-    "heads": replace(TOP_K, head_top_k=(4, 8, 6, 2)),
-    "min_mass": replace(TOP_K, min_mass=0.001),
 }
 STREAM = 77
 
@@ -96,12 +94,11 @@ def layer(seed: int, **options: Any) -> Problem:
 def attend_through_the_jit(problem: Problem, batch: PagedBatch, policy: SelectionPolicy) -> Tensors:
     """Launch a layer's attention; its tensors, in the order of the api."""
     out = torch.empty_like(problem.q)
-    left_out = torch.zeros(2, 2, dtype=torch.int64) if policy.min_mass else None
     sinks = torch.zeros(problem.q.shape[1]) if policy.window_size == 300 else None
-    operands = problem.operands(out, left_out=left_out, sinks=sinks)
+    operands = problem.operands(out, sinks=sinks)
     launch.paged_attention(operands, batch, policy)
     cache = (problem.q, problem.k_cache, problem.v_cache, out, problem.k_summary)
-    return (*cache, sinks, left_out)
+    return (*cache, sinks)
 
 
 def described(found: list[Note], tensors: Tensors) -> list[Any]:
@@ -110,8 +107,6 @@ def described(found: list[Note], tensors: Tensors) -> list[Any]:
     for index, tensor in enumerate(tensors):
         if tensor is not None:
             names.setdefault(tensor.data_ptr(), f"tensor {index}")
-            if index == 6:
-                names[tensor.data_ptr() + 16] = "second row of tensor 6"
     for key, scratch in _workspaces.items():
         names[scratch.data_ptr()] = key
 
@@ -142,8 +137,7 @@ def test_a_replay_launches_what_the_jit_would(policy: str, hopper: bool, notes: 
         replays: Replays = {}
         mine = (first.q, first.k_cache, first.v_cache, torch.empty_like(first.q), first.k_summary)
         mine = (*mine, *(None if x is None else x.clone() for x in tensors[5:]))
-        operands = PagedOperands(*mine[:4], first.q.shape[-1] ** -0.5, mine[4], mine[5],
-                                 left_out=mine[6])  # fmt: skip
+        operands = PagedOperands(*mine[:4], first.q.shape[-1] ** -0.5, mine[4], mine[5])
         call = ReplayableCall(mine, policy, replays)
         assert not call.replay()
         with call.recorded():
@@ -315,17 +309,13 @@ def test_replayed_layers_equal_launched_ones(policy: str) -> None:
         cache = (second.k_cache, second.v_cache, second.k_summary)
         write_kv(-keys, values.flip(0), *cache, slots)
 
-    def attend(problem: Problem, batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(problem: Problem, batch: PagedBatch) -> torch.Tensor:
         out = torch.full_like(problem.q, float("nan"))
-        left_out = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
         cache = (problem.k_cache, problem.v_cache)
-        options = {"k_summary": problem.k_summary, "out": out, "left_out": left_out}
-        paged_attention(problem.q, *cache, batch, rule, **options)  # type: ignore[arg-type]
-        return out, left_out
+        return paged_attention(problem.q, *cache, batch, rule, k_summary=problem.k_summary, out=out)
 
     wanted = attend(second, replace(second.batch, _derived={}))
     attend(first, first.batch)
     with mock.patch.object(launch, "attend", side_effect=AssertionError("not a replay")):
         found = attend(second, first.batch)
-    assert torch.equal(found[0], wanted[0])
-    assert torch.equal(found[1], wanted[1])
+    assert torch.equal(found, wanted)

@@ -29,8 +29,6 @@ CASES: dict[str, tuple[list[tuple[int, int]], SelectionPolicy, dict[str, Any]]] 
     "window": ([(1, 150), (1, 70)], SelectionPolicy(num_sink=3, window_size=50), {}),
     "topk": (THREE, TOP_K, {"group": 3, "dim": 40}),
     "topk-large-pages": (THREE, replace(TOP_K, dense_below=64), {"page_size": 64}),
-    "topk-heads": ([(1, 301)], replace(TOP_K, head_top_k=(1, 3)), {"page_size": 32}),
-    "topk-least": ([(1, 301)], replace(TOP_K, top_k=4, min_mass=0.08), {"page_size": 32}),
     "topk-wide-group": ([(1, 301)], TOP_K, {"heads": 1, "group": 64, "dtype": torch.float16}),
 }
 

@@ -62,29 +62,14 @@ CASES = {
         replace(TOP_K, sel_block_size=96),
         {"num_decodes": 1, "page_size": 32},
     ),
-    "topk-heads": (
-        [(1, 301), (40, 290)],
-        replace(TOP_K, head_top_k=(1, 3)),
-        {"num_decodes": 1, "page_size": 64},
-    ),
-    "topk-least": (
-        [(1, 301), (40, 290)],
-        replace(TOP_K, top_k=4, min_mass=0.08),
-        {"num_decodes": 1, "page_size": 64},
-    ),
     "topk-window-takes-the-only-place": (  # so that nothing is selected
         [(1, 150), (40, 140)],
-        replace(TOP_K, top_k=1, min_mass=0.1),
+        replace(TOP_K, top_k=1),
         {"num_decodes": 1, "page_size": 32},
     ),
     "topk-of-cells-window-takes-the-only-place": (
         [(1, 150), (40, 140)],
         replace(TOP_K, top_k=1, sel_block_size=16),
-        {"num_decodes": 1},
-    ),
-    "topk-heads-tile-1": (
-        [(1, 201), (2, 230)],
-        replace(TOP_K, query_tile=1, head_top_k=(3, 1)),
         {"num_decodes": 1},
     ),
     "topk-wide-group": ([(40, 200)], replace(TOP_K, query_tile=16), {"heads": 1, "group": 8}),

@@ -30,7 +30,6 @@ from sparsek_kernels.paged.policy import SelectionPolicy
 PROMPT = (1024, 2400)
 POLICIES = {
     "topk": SelectionPolicy(num_sink=64, window_size=512, top_k=8, dense_last=64),
-    "min_mass": SelectionPolicy(num_sink=64, window_size=512, top_k=8, min_mass=0.001),
     "window": SelectionPolicy(num_sink=4, window_size=300),
 }
 
@@ -83,8 +82,7 @@ def prefills(decodes: int, prompts: int, policy: SelectionPolicy) -> set[Hashabl
     wide[:, : table.shape[1]] = table
     batch = replace(problem.batch, block_table=wide)
     found = next(one for one in segments(batch, policy) if one.batch.num_prefills)
-    left_out = torch.zeros(2, 2, dtype=torch.int64) if policy.min_mass else None
-    operands = problem.operands(torch.empty_like(problem.q), left_out=left_out)
+    operands = problem.operands(torch.empty_like(problem.q))
     return kernels_of(operands, found.batch, found.policy)
 
 

@@ -116,9 +116,8 @@ def test_graphs(mode: str, llama: Path, prompts: list[list[int]], plain: list[li
     assert answer(llama, prompts, **options) == plain
 
 
-def test_one_place_and_a_threshold(llama: Path, prompts: list[list[int]]) -> None:
-    """The only place may stay empty, in graphs as well."""
-    settings = {**SPARSE, "top_k": 1, "decode_top_k": 1, "min_mass": 0.01}
+def test_one_place(llama: Path, prompts: list[list[int]]) -> None:
+    settings = {**SPARSE, "top_k": 1, "decode_top_k": 1}
     found = []
     for eager in (True, False):
         with engine(llama, "SPARSEK", settings, **{**LIMITS, "enforce_eager": eager}) as llm:

@@ -15,12 +15,10 @@ from sparsek_kernels.paged.cpu.gather import block_reader, join_kv, read_sequenc
 from sparsek_kernels.paged.cpu.native import decode as native_decode
 from sparsek_kernels.paged.cpu.plan import TileGroup, plan_decodes, plan_prefill
 from sparsek_kernels.paged.cpu.select import (
-    count_left_out,
     group_tiles,
     prefill_summaries,
     select_decodes,
     select_group,
-    unused_places,
 )
 from sparsek_kernels.paged.lists import listed_blocks
 from sparsek_kernels.paged.operands import PagedOperands
@@ -81,13 +79,6 @@ def attend_tiles(
     """
     sel_block_size = policy.sel_block_size
     bias = group.bias_as(q.dtype)
-    if selected is not None and policy.keeps_fewer:  # any keys, which no query sees
-        unused = unused_places(selected, policy)
-        selected = selected.masked_fill(unused, 0)
-        hidden = q.new_zeros(*unused.shape[:2], 1, group.num_keys)
-        keys = unused.repeat_interleave(sel_block_size, dim=2)
-        hidden[:, :, 0, : keys.shape[2]].masked_fill_(keys, float("-inf"))
-        bias = hidden.expand(-1, -1, q.shape[3], -1) if bias is None else bias + hidden
     joined = join_kv(operands.k_cache, operands.v_cache)
     caches = (operands.k_cache, operands.v_cache) if joined is None else (joined,)
     gathered = []
@@ -188,8 +179,6 @@ def _decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) -
     every = plan.rows.numel() == q.shape[0]
     rows = q if every else q.index_select(0, plan.rows)
     selected = select_decodes(rows, operands, plan, rule)
-    if selected is not None and operands.left_out is not None:
-        count_left_out(operands.left_out[1], selected, 1, rule)
     attended = attend_tiles(rows.unsqueeze(3), operands, plan.group, selected, rule).squeeze(3)
     if every:
         out.copy_(attended)
@@ -233,11 +222,6 @@ def _prefill(
                 operands.softmax_scale,
                 operands.gates,
             )
-            if operands.left_out is not None:
-                starts = first + plan.tile * torch.arange(tiles)[:, None]
-                stop = min(end, length - batch.passing)
-                queries = (starts + plan.tile).clamp(max=stop) - starts.clamp(min=begin)
-                count_left_out(operands.left_out[0], selected, queries.clamp(min=0), policy)
         padded = q.new_zeros(tiles * plan.tile, *q.shape[1:])
         padded[begin - first : end - first] = rows
         padded = padded.unflatten(0, (tiles, plan.tile)).permute(0, 2, 3, 1, 4)

@@ -38,9 +38,9 @@ def semantic_kernels(
     rule: SelectionPolicy,
     rotation: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Means ``[Hkv, kernels, D]`` float32 of 32 keys every 16, of a sequence's first blocks.
+    """Means ``[Hkv, kernels, D]`` float32 of 32 keys every 16, which lie in the first ``blocks``.
 
-    The last one ends in the block behind them.  Kernels past the sequence's end are undefined.
+    Those past the sequence's end are undefined.
 
     Args:
         k_cache: ``[P, Hkv, page_size, D]``.
@@ -49,13 +49,12 @@ def semantic_kernels(
     """
     size = rule.sel_block_size
     reader = block_reader(k_cache, size)
-    names = locate_blocks(reader, table[None], blocks + 1, size)
+    names = locate_blocks(reader, table[None], blocks, size)
     keys = reader.read(names)[0].flatten(1, 3).float()  # [Hkv, keys, D]
     places = torch.arange(keys.shape[1])
     keys = unrotated(keys.transpose(0, 1), rotation, places).transpose(0, 1)
     cells = keys.unflatten(1, (-1, CELL_SIZE)).mean(2)
-    count = blocks * size // CELL_SIZE
-    means: torch.Tensor = (cells[:, :count] + cells[:, 1 : count + 1]) / 2
+    means: torch.Tensor = (cells[:, :-1] + cells[:, 1:]) / 2
     return means
 
 
@@ -71,10 +70,9 @@ def infllm_scores(
 
     Args:
         q: ``[T, Hkv, G, D]`` at the positions ``where`` ``[T]``.
-        kernels: ``[Hkv, n, D]`` of :func:`semantic_kernels`, of (at least) these blocks.
+        kernels: ``[Hkv, n, D]`` of :func:`semantic_kernels`, up to the last token's at least.
     """
     per_block = rule.sel_block_size // CELL_SIZE
-    kernels = kernels[:, : blocks * per_block]
     last_key = torch.arange(kernels.shape[1]) * CELL_SIZE + 2 * CELL_SIZE - 1
     step = max(_LOGITS // (q.shape[1] * q.shape[2] * kernels.shape[1]), 1)
     parts = []
@@ -85,5 +83,5 @@ def infllm_scores(
         shares = torch.softmax(logits.masked_fill_(future, float("-inf")), dim=-1).sum(2)
         # A block's kernels are its own and the one before; before the first block there is none.
         overlapping = F.pad(shares, (1, 0)).unfold(-1, per_block + 1, per_block)
-        parts.append(overlapping.amax(-1))
+        parts.append(overlapping[..., :blocks, :].amax(-1))
     return torch.cat(parts)

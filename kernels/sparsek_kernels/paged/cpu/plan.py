@@ -191,7 +191,6 @@ class DecodePlan:
 
 def plan_decodes(batch: PagedBatch, rule: SelectionPolicy, page_size: int) -> DecodePlan:
     """Index tensors of the decodes under a per-token ``rule``, made once for all layers."""
-    rule = rule.equal_heads
     key = ("decodes", rule, page_size)
     return batch.derived(key, lambda: _plan_decodes(batch, rule, page_size))
 
@@ -248,7 +247,6 @@ def plan_prefill(
 
     They are made once for all layers.
     """
-    policy = policy.equal_heads
     key = ("prefill", request, policy, group_tiles, page_size)
     return batch.derived(key, lambda: _plan_prefill(batch, request, policy, group_tiles, page_size))
 

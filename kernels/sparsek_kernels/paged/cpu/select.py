@@ -24,7 +24,6 @@ from sparsek_kernels.paged.cpu.plan import (
 from sparsek_kernels.paged.cpu.seer import gate_queries, gate_scores
 from sparsek_kernels.paged.lists import listed_blocks
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 from sparsek_kernels.paged.seer.gates import Gates, given_gates
 from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotate
@@ -44,15 +43,12 @@ def group_tiles(policy: SelectionPolicy, heads: int, dim: int) -> int:
     return max(_GATHER_ELEMENTS // (heads * dim * blocks * policy.sel_block_size), 1)
 
 
-def ranked_blocks(
-    scores: torch.Tensor, outside: torch.Tensor, count: int, least: torch.Tensor | float = 0.0
-) -> torch.Tensor:
-    """The ``count`` best blocks, the best first; ties go to the lower index.
+def list_best(scores: torch.Tensor, outside: torch.Tensor, count: int) -> torch.Tensor:
+    """The ``count`` best blocks, ascending; ties go to the lower index.
 
     Args:
         scores: ``[T, Hkv, blocks]``, not negative, overwritten.
         outside: ``[T, 1, blocks]`` bool, blocks that do not compete.
-        least: least score that wins, one number or one for each tile, ``[T, 1, 1]``.
 
     Returns:
         ``[T, Hkv, at most count]`` int64; :data:`NOTHING` where there are fewer.
@@ -60,14 +56,7 @@ def ranked_blocks(
     scores.masked_fill_(outside, -1.0)
     ranked, blocks = torch.sort(scores, dim=-1, descending=True, stable=True)
     ranked, blocks = ranked[..., :count], blocks[..., :count]
-    return blocks.masked_fill_(ranked < least, NOTHING)
-
-
-def list_best(
-    scores: torch.Tensor, outside: torch.Tensor, count: int, least: torch.Tensor | float = 0.0
-) -> torch.Tensor:
-    """The blocks of :func:`ranked_blocks`, ascending."""
-    return ranked_blocks(scores, outside, count, least).sort(dim=-1).values
+    return blocks.masked_fill_(ranked < 0.0, NOTHING).sort(dim=-1).values
 
 
 def token_blocks(
@@ -81,8 +70,7 @@ def token_blocks(
 ) -> torch.Tensor:
     """Blocks of single tokens by the sketch.
 
-    q: ``[T, Hkv, G, D]``; returns ``[T, Hkv, scored_blocks]`` int64, ascending; :data:`NOTHING`
-    where a head keeps fewer.
+    q: ``[T, Hkv, G, D]``; returns ``[T, Hkv, scored_blocks]`` int64, ascending.
     """
     vectors = plan.index.read(k_summary, page_size, q.shape[-1], rule.sel_block_size)
     logits = torch.matmul(rotate(q.float()) * softmax_scale, vectors.mT)
@@ -93,9 +81,7 @@ def token_blocks(
     if plan.future is not None:
         logits.masked_fill_(plan.future, float("-inf"))  # blocks past the end may hold NaN
     scores = torch.softmax(logits, dim=-1).sum(2)
-    least = rule.min_mass * q.shape[2]
-    blocks = ranked_blocks(scores, plan.outside, rule.scored_blocks, least)
-    return blocks.masked_fill_(unused_places(blocks, rule), NOTHING).sort(dim=-1).values
+    return list_best(scores, plan.outside, rule.scored_blocks)
 
 
 def cell_means(k: torch.Tensor) -> torch.Tensor:
@@ -141,8 +127,7 @@ def tile_candidates(
         probs = torch.softmax(logits.masked_fill_(future, float("-inf")), dim=-1)
         scores[here] = probs.nan_to_num_(0.0).sum((2, 3)).transpose(0, 1)  # of no query: nothing
     starts = first + torch.arange(tiles) * policy.query_tile
-    least = policy.min_mass * ((where >= 0).sum(1) * group)[:, None, None]
-    return list_best(scores, not_competing(block, starts, policy), policy.listed_blocks, least)
+    return list_best(scores, not_competing(block, starts, policy), policy.listed_blocks)
 
 
 def rank_blocks(
@@ -163,7 +148,7 @@ def rank_blocks(
         listed: ``[T, Hkv, n]`` int64 candidates.
 
     Returns:
-        ``[T, Hkv, scored_blocks]`` int64, ascending; :data:`NOTHING` where a head keeps fewer.
+        ``[T, Hkv, scored_blocks]`` int64, ascending.
     """
     size = rule.sel_block_size
     reader = block_reader(k_cache, size)
@@ -180,59 +165,9 @@ def rank_blocks(
         shares = torch.softmax(logits.masked_fill_(future, float("-inf")), dim=-1).sum(1)
         given[tile, head] = shares.unflatten(-1, (-1, size)).sum(-1)[:, : listed.shape[-1]]
     given.nan_to_num_(0.0)  # of no query: nothing
-    outside = listed == NOTHING
-    if rule.min_mass:
-        rows = (where >= 0).sum(1) * q.shape[3]
-        outside |= given.sum(2) < rule.min_mass * rows[:, None, None]
-    scores = given.amax(2).masked_fill_(outside, -1.0)
-    scores, places = torch.sort(scores, dim=-1, descending=True, stable=True)
-    places = places[..., : rule.scored_blocks]
-    chosen = listed.gather(-1, places).masked_fill_(outside.gather(-1, places), NOTHING)
-    return chosen.masked_fill_(unused_places(chosen, rule), NOTHING).sort(dim=-1).values
-
-
-def unused_places(selected: torch.Tensor, rule: SelectionPolicy) -> torch.Tensor:
-    """``[T, Hkv, scored_blocks]`` bool: places of ``selected`` that no block has."""
-    places = head_places(rule, torch.device("cpu"))
-    empty = selected == NOTHING
-    return (
-        empty if places is None else empty | (torch.arange(selected.shape[-1]) >= places[:, None])
-    )
-
-
-def count_left_out(
-    left_out: torch.Tensor | None,
-    selected: torch.Tensor,
-    queries: torch.Tensor | int,
-    rule: SelectionPolicy,
-) -> None:
-    """Add to ``left_out`` what tiles leave out, as their lists of blocks tell.
-
-    Args:
-        left_out: ``[2]`` int64: keys left out, and keys of all places; ``None`` counts nothing.
-        selected: ``[T, Hkv, scored_blocks]`` int64, the lists.
-        queries: how many each tile has, ``[T, 1]``, or one number for all.
-        rule: how many places a list has.
-    """
-    if left_out is not None and rule.min_mass:
-        count_kept(left_out, (~unused_places(selected, rule)).sum(-1), queries, rule)
-
-
-def count_kept(
-    left_out: torch.Tensor, kept: torch.Tensor, queries: torch.Tensor | int, rule: SelectionPolicy
-) -> None:
-    """Add to ``left_out`` what tiles leave out, as the lengths of their lists tell.
-
-    Args:
-        left_out: ``[2]`` int64: keys of places that stay empty, and keys of all places.
-        kept: ``[T, Hkv]``, how many blocks each list has.
-        queries: how many each tile has, ``[T, 1]``, or one number for all.
-        rule: how many places a list has.
-    """
-    places = sum(rule.head_places or (rule.scored_blocks,) * kept.shape[1])
-    blocks = kept.sum(1)
-    counts = torch.stack([places - blocks, torch.full_like(blocks, places)], dim=1)
-    left_out += (counts * queries).sum(0) * rule.sel_block_size
+    scores = given.amax(2).masked_fill_(listed == NOTHING, -1.0)
+    best = torch.sort(scores, dim=-1, descending=True, stable=True).indices
+    return listed.gather(-1, best[..., : rule.scored_blocks]).sort(dim=-1).values
 
 
 def select_tokens(
@@ -261,7 +196,7 @@ def select_tokens(
         q = unrotated(q, group.rotation, where)
         scores = []
         for token, table in enumerate(plan.index.table):
-            kernels = semantic_kernels(k_cache, table, blocks, rule, group.rotation)
+            kernels = semantic_kernels(k_cache, table, blocks + 1, rule, group.rotation)
             one = slice(token, token + 1)
             scores.append(infllm_scores(q[one], where[one], kernels, blocks, rule, softmax_scale))
         return list_best(torch.cat(scores), plan.outside, rule.scored_blocks)
@@ -406,7 +341,7 @@ def select_blocks_eager(
     Returns:
         ``[decode tokens, Hkv, scored_blocks of policy.per_token()]`` and
         ``[prefill tiles, Hkv, scored_blocks of policy]``, int64, ascending; -1 where a tile sees
-        everything, and last where a head keeps fewer.
+        everything.
     """
     heads, page_size, dim = k_cache.shape[1:]
     grouped = q.unflatten(1, (heads, -1))
@@ -457,7 +392,4 @@ def select_blocks_eager(
             )
         chosen.append(found)
         token = end
-    prefilled = torch.cat(chosen)
-    for blocks in (decoded, prefilled):
-        blocks.masked_fill_(blocks == NOTHING, -1)
-    return decoded, prefilled
+    return decoded, torch.cat(chosen)

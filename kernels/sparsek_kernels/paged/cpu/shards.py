@@ -10,7 +10,7 @@ from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.cpu.gather import RunReader, block_reader
 from sparsek_kernels.paged.cpu.held import HeldPages
 from sparsek_kernels.paged.cpu.plan import TileGroup, plan_decodes
-from sparsek_kernels.paged.cpu.select import NOTHING, count_left_out, select_decodes
+from sparsek_kernels.paged.cpu.select import select_decodes
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
 
@@ -43,8 +43,6 @@ def attend_shard_eager(
         here = HeldPages(held, page_size, largest)
         rows = q.index_select(0, plan.rows)
         selected = select_decodes(rows, operands, plan, rule, here)
-        if selected is not None and operands.left_out is not None:
-            count_left_out(operands.left_out[1], selected, 1, rule)
         out[plan.rows], lse[plan.rows] = _attend_blocks(
             rows, operands, plan.group, selected, rule, here
         )
@@ -82,10 +80,8 @@ def _attend_blocks(
     """Attention of single tokens ``q [T, Hkv, G, D]`` over the blocks that this rank holds."""
     size, heads = rule.sel_block_size, q.shape[1]
     blocks = group.forced.expand(-1, heads, -1)
-    known = selected
     if selected is not None:
         blocks = torch.cat([selected, blocks], dim=-1)
-        known = selected.masked_fill(selected == NOTHING, 0)
     positions = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten(2)[..., : group.num_keys]
     hidden = ~here.has(positions)
     if group.bias is not None:
@@ -93,7 +89,7 @@ def _attend_blocks(
 
     def read(cache: torch.Tensor) -> torch.Tensor:
         reader = block_reader(cache, size)
-        rows = reader.read(group.names(reader, known, size)).flatten(2, 3)
+        rows = reader.read(group.names(reader, selected, size)).flatten(2, 3)
         return rows[:, :, : group.num_keys]
 
     return _attend_keys(

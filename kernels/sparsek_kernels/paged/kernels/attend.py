@@ -11,7 +11,6 @@ from sparsek_kernels.paged.kernels.tiles import (
     DENSE,
     NO_KEY,
     SINK_WINDOW,
-    list_length,
     page_of,
     tile_list,
     tile_sees_all,
@@ -217,7 +216,6 @@ def attend_kernel(
     v_ptr,
     sinks_ptr,
     selected_ptr,
-    places_ptr,
     tiles_ptr,
     block_table_ptr,
     seq_lens_ptr,
@@ -260,8 +258,6 @@ def attend_kernel(
     PAGE_SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    HEAD_PLACES: tl.constexpr,
-    MIN_MASS: tl.constexpr,
     SHARDED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -312,16 +308,6 @@ def attend_kernel(
     )  # fmt: skip
     selection = tile if FROM_TABLE else token_of_zero + low
     selected = selected_ptr + selection.to(tl.int64) * stride_it + kv_head * stride_ih
-    if MIN_MASS:  # the list itself says how long it is
-        if OVERLAP and SELECTED_LAST:
-            tl.extra.cuda.gdc_wait()
-        unused = num_selected - tl.minimum(num_selected, list_length(selected, SCORED_BLOCKS))
-        num_selected -= unused
-        count -= unused
-    elif HEAD_PLACES:
-        unused = num_selected - tl.minimum(num_selected, tl.load(places_ptr + kv_head))
-        num_selected -= unused
-        count -= unused
     if SMALL:
         ENTRIES: tl.constexpr = BLOCK_N // SEL_BLOCK
         first_selected = count - num_selected

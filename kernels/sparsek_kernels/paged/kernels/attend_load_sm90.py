@@ -8,7 +8,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from sparsek_kernels.paged.kernels.tiles import (
     TOP_K,
-    list_length,
     tile_list,
     tile_sees_all,
     tile_span,
@@ -22,22 +21,16 @@ NO_ROW: gl.constexpr = gl.constexpr(0x70000000)
 @gluon.jit
 def place(
     item,
-    selected_ptr,
-    places_ptr,
     tiles_ptr,
     seq_lens_ptr,
     cu_seqlens_ptr,
     dense_below,
     num_tiles,
-    stride_it,
-    stride_ih,
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
     SINK_BLOCKS: gl.constexpr,
     REACH_BLOCKS: gl.constexpr,
     SCORED_BLOCKS: gl.constexpr,
-    HEAD_PLACES: gl.constexpr,
-    MIN_MASS: gl.constexpr,
 ):
     """Work item ``item``: ``(tile, kv_head, first member, request, start, low, high,
     token_of_zero, front, selected, first_local, count)``.
@@ -64,15 +57,6 @@ def place(
     front, selected, first_local, count = tile_list(
         policy_start, low, high, full, 0, TOP_K, ROWS, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
     )
-    if MIN_MASS:
-        of_tile = selected_ptr + tile.to(gl.int64) * stride_it + kv_head.to(gl.int64) * stride_ih
-        unused = selected - gl.minimum(selected, list_length(of_tile, SCORED_BLOCKS))
-        selected -= unused
-        count = gl.where(high >= low, count - unused, count)
-    elif HEAD_PLACES:
-        unused = selected - gl.minimum(selected, gl.load(places_ptr + kv_head))
-        selected -= unused
-        count = gl.where(high >= low, count - unused, count)
     return (
         tile, kv_head, member, request, start, low, high, token_of_zero, front, selected,
         first_local, count,
@@ -136,7 +120,6 @@ def load_partition(
     v_smem,
     bars,
     selected_ptr,
-    places_ptr,
     tiles_ptr,
     block_table_ptr,
     seq_lens_ptr,
@@ -160,8 +143,6 @@ def load_partition(
     SINK_BLOCKS: gl.constexpr,
     REACH_BLOCKS: gl.constexpr,
     SCORED_BLOCKS: gl.constexpr,
-    HEAD_PLACES: gl.constexpr,
-    MIN_MASS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -179,9 +160,8 @@ def load_partition(
             tile, kv_head, member, request, start, low, high, token_of_zero, front, selected,
             first_local, count,
         ) = place(
-            item, selected_ptr, places_ptr, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, dense_below,
-            num_tiles, stride_it, stride_ih, GROUP, TILE, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS,
-            HEAD_PLACES, MIN_MASS,
+            item, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, dense_below, num_tiles, GROUP, TILE,
+            SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS,
         )  # fmt: skip
         if high >= low:
             table = block_table_ptr + request.to(gl.int64) * stride_br

@@ -19,20 +19,10 @@ from sparsek_kernels.paged.kernels.select import best_of
 from sparsek_kernels.paged.kernels.tiles import (
     NO_KEY,
     TOP_K,
-    count_left_out,
-    list_length,
     page_of,
     tile_sees_all,
     tile_span,
 )
-
-
-@triton.jit
-def num_listed(candidates, num_candidates, LISTED_BLOCKS: tl.constexpr, MIN_MASS: tl.constexpr):
-    """Candidates in the list of a tile for which ``num_candidates`` blocks compete."""
-    if MIN_MASS:
-        return list_length(candidates, LISTED_BLOCKS)
-    return tl.minimum(num_candidates, LISTED_BLOCKS)
 
 
 @triton.jit
@@ -274,7 +264,6 @@ def listed_masses_kernel(
     REACH_BLOCKS: tl.constexpr,
     SCORED_BLOCKS: tl.constexpr,
     LISTED_BLOCKS: tl.constexpr,
-    MIN_MASS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -342,7 +331,7 @@ def listed_masses_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    listed = num_listed(candidates, first_local - SINK_BLOCKS, LISTED_BLOCKS, MIN_MASS) * PARTS
+    listed = tl.minimum(first_local - SINK_BLOCKS, LISTED_BLOCKS) * PARTS
     share = tl.cdiv(tl.cdiv(listed, UNITS), tl.num_programs(2)) * UNITS
     begin = FORCED + tl.program_id(2) * share
     end = tl.minimum(begin + share, FORCED + listed)
@@ -360,20 +349,16 @@ def listed_masses_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["dense_below", "first_tile", "passing"])
+@triton.jit(do_not_specialize=["dense_below", "first_tile"])
 def rank_blocks_kernel(
     out_ptr,
     mass_ptr,
     candidates_ptr,
-    places_ptr,
-    left_out_ptr,
     tiles_ptr,
     seq_lens_ptr,
     cu_seqlens_ptr,
     dense_below,
     first_tile,
-    min_mass,
-    passing,
     stride_ot,
     stride_oh,
     FROM_TABLE: tl.constexpr,
@@ -392,19 +377,12 @@ def rank_blocks_kernel(
     REACH_BLOCKS: tl.constexpr,
     SCORED_BLOCKS: tl.constexpr,
     LISTED_BLOCKS: tl.constexpr,
-    HEAD_PLACES: tl.constexpr,
-    MIN_MASS: tl.constexpr,
-    LEFT_OUT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Selected blocks of one tile and KV head: the candidates that a single sample attends most.
 
-    Grid ``(tiles, Hkv)``.  Writes ``[rows of tiles, Hkv, SCORED_BLOCKS]`` int32, ascending, then -1
-    where a head keeps fewer (``HEAD_PLACES``); tiles that see everything get -1.  With ``MIN_MASS``
-    blocks of a smaller share than ``min_mass`` are left out, and a list of ``n`` blocks that is not
-    full ends with ``-1 - n`` (``list_length``).  ``LEFT_OUT`` adds two counts to
-    ``left_out_ptr`` (``[2]`` int64): keys that are left out, and keys of lists that are full.  The
-    last ``passing`` queries of a sequence do not count.  ``BLOCK_R`` rows are read at a time.
+    Grid ``(tiles, Hkv)``.  Writes ``[rows of tiles, Hkv, SCORED_BLOCKS]`` int32, ascending; tiles
+    that see everything get -1.  ``BLOCK_R`` rows are read at a time.
     """
     WIDTH: tl.constexpr = triton.next_power_of_2(SCORED_BLOCKS)
     ROWS: tl.constexpr = SAMPLES * GROUP_PAD
@@ -414,7 +392,7 @@ def rank_blocks_kernel(
     BLOCK: tl.constexpr = triton.next_power_of_2(LIST_PLACES)
     local = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
-    request, base, low, high, _token_of_zero = tile_span(
+    _request, base, low, high, _token_of_zero = tile_span(
         first_tile + local, tiles_ptr, seq_lens_ptr, cu_seqlens_ptr, FROM_TABLE, TILES_PER_REQUEST,
         TILE,
     )  # fmt: skip
@@ -434,20 +412,16 @@ def rank_blocks_kernel(
     first_local = base // SEL_BLOCK - REACH_BLOCKS
     place = local.to(tl.int64) * NUM_KV_HEADS + kv_head
     candidates = candidates_ptr + place * LISTED_BLOCKS
-    listed = num_listed(candidates, first_local - SINK_BLOCKS, LISTED_BLOCKS, MIN_MASS)
+    listed = tl.minimum(first_local - SINK_BLOCKS, LISTED_BLOCKS)
     list_end = FORCED_BLOCKS + listed
     offs = tl.arange(0, BLOCK)
-    # Shares: of the rows read so far of one sample, of the sample that gives most, of all rows.
+    # Shares: of the rows read so far of one sample, of the sample that gives most.
     given = tl.zeros([BLOCK], dtype=tl.float32)
     score = tl.zeros([BLOCK], dtype=tl.float32)
-    summed = tl.zeros([BLOCK], dtype=tl.float32)
-    num_rows = 0
     for first_row in tl.range(0, ROWS, BLOCK_R):
         row = first_row + tl.arange(0, BLOCK_R)
         position = sample_positions(row, base, low, high, TILE, SAMPLES, STRIDE, GROUP, GROUP_PAD)
         mask = (offs < list_end)[:, None] & (position >= 0)[None, :]
-        if MIN_MASS:
-            num_rows += tl.sum((position >= 0).to(tl.int32), axis=0)
         masses = mass_ptr + place * LIST_PLACES * PARTS * ROWS + row[None, :]
         mass = tl.load(masses + (offs * PARTS * ROWS)[:, None], mask=mask, other=float("-inf"))
         for part in tl.static_range(1, PARTS):
@@ -464,27 +438,6 @@ def rank_blocks_kernel(
         else:
             given = tl.where(first_row % GROUP_PAD == 0, 0.0, given) + tl.sum(shares, axis=1)
             score = tl.maximum(score, given)
-        if MIN_MASS:
-            summed += tl.sum(shares, axis=1)
-    most = tl.load(places_ptr + kv_head) if HEAD_PLACES else SCORED_BLOCKS
-    places = tl.minimum(most, listed) if MIN_MASS else most
-    if MIN_MASS:  # what has too little takes no place
-        enough = summed >= min_mass * num_rows
-        score = tl.where(enough, score, 0.0)
-    chosen, rank = best_of(score, FORCED_BLOCKS, list_end, places, BLOCK)
-    last = -1
-    if MIN_MASS:
-        chosen = chosen & enough
-        kept = chosen.to(tl.int32)
-        rank = tl.cumsum(kept, axis=0) - 1
-        places = tl.sum(kept, axis=0)
-        last = -1 - places
-        if LEFT_OUT:
-            queries = tl.minimum(high, tl.load(seq_lens_ptr + request) - 1 - passing) - low + 1
-            count_left_out(left_out_ptr, places, most, tl.maximum(queries, 0), SEL_BLOCK)
-    if HEAD_PLACES or MIN_MASS:
-        empty = tl.arange(0, WIDTH)
-        unused = (empty >= places) & (empty < SCORED_BLOCKS)
-        tl.store(out + empty, tl.where(empty == SCORED_BLOCKS - 1, last, -1), mask=unused)
+    chosen, rank = best_of(score, FORCED_BLOCKS, list_end, SCORED_BLOCKS, BLOCK)
     block = tl.load(candidates + offs - FORCED_BLOCKS, mask=chosen, other=0)
     tl.store(out + rank, block, mask=chosen)

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.paged.kernels.attend_load_sm90 import NO_ROW
-from sparsek_kernels.paged.kernels.rank import num_listed, sample_positions
+from sparsek_kernels.paged.kernels.rank import sample_positions
 from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_sees_all, tile_span
 
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -52,7 +52,6 @@ def list_share(
     REACH_BLOCKS: gl.constexpr,
     SCORED_BLOCKS: gl.constexpr,
     LISTED_BLOCKS: gl.constexpr,
-    MIN_MASS: gl.constexpr,
 ):
     """A stream's work: ``(place, request, base, low, high, token_of_zero, first_local,
     forced place, forced, listed place, entries)``.
@@ -70,9 +69,7 @@ def list_share(
     )
     first_local = base // BLOCK - REACH_BLOCKS
     place = local.to(gl.int64) * NUM_KV_HEADS + gl.program_id(1)
-    listed = num_listed(
-        candidates_ptr + place * LISTED_BLOCKS, first_local - SINK_BLOCKS, LISTED_BLOCKS, MIN_MASS
-    )
+    listed = gl.minimum(first_local - SINK_BLOCKS, LISTED_BLOCKS)
     shares = gl.num_programs(2)
     each = gl.cdiv(FORCED, shares)
     forced_place = gl.program_id(2) * each
@@ -148,7 +145,6 @@ def load_partition(
     REACH_BLOCKS: gl.constexpr,
     SCORED_BLOCKS: gl.constexpr,
     LISTED_BLOCKS: gl.constexpr,
-    MIN_MASS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
@@ -166,7 +162,7 @@ def load_partition(
     ) = list_share(
         gl.program_id(0) * STREAMS + STREAM, candidates_ptr, tiles_ptr, seq_lens_ptr,
         cu_seqlens_ptr, dense_below, first_tile, num_work, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS,
-        LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS, MIN_MASS,
+        LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS,
     )  # fmt: skip
     candidates = candidates_ptr + place * LISTED_BLOCKS
     table = block_table_ptr + request.to(gl.int64) * stride_br
@@ -309,7 +305,6 @@ def weigh_partition(
     REACH_BLOCKS: gl.constexpr,
     SCORED_BLOCKS: gl.constexpr,
     LISTED_BLOCKS: gl.constexpr,
-    MIN_MASS: gl.constexpr,
     GROUP: gl.constexpr,
     GROUP_PAD: gl.constexpr,
     SAMPLES: gl.constexpr,
@@ -329,7 +324,7 @@ def weigh_partition(
     ) = list_share(
         gl.program_id(0) * STREAMS + STREAM, candidates_ptr, tiles_ptr, seq_lens_ptr,
         cu_seqlens_ptr, dense_below, first_tile, num_work, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS,
-        LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS, MIN_MASS,
+        LOCAL_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS,
     )  # fmt: skip
     if entries > 0:
         first_row = (gl.program_id(0) * STREAMS + STREAM) % CHUNKS * (2 * ROWS) + INDEX * ROWS
@@ -393,7 +388,6 @@ def listed_masses_sm90_kernel(
     REACH_BLOCKS: gl.constexpr,
     SCORED_BLOCKS: gl.constexpr,
     LISTED_BLOCKS: gl.constexpr,
-    MIN_MASS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Grid ``(half of num_work, Hkv, shares)``; writes what ``listed_masses_kernel`` does.
@@ -425,7 +419,7 @@ def listed_masses_sm90_kernel(
                     mass_ptr, q_ptr, q_smem, k_wide, bars, candidates_ptr, tiles_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, dense_below, first_tile, num_work, qk_scale, stride_qt,
                     stride_qh, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS,
-                    SCORED_BLOCKS, LISTED_BLOCKS, MIN_MASS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
+                    SCORED_BLOCKS, LISTED_BLOCKS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
                     HEAD_DIM, STAGES, 0, 0,
                 ),
             ),
@@ -435,7 +429,7 @@ def listed_masses_sm90_kernel(
                     mass_ptr, q_ptr, q_smem, k_wide, bars, candidates_ptr, tiles_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, dense_below, first_tile, num_work, qk_scale, stride_qt,
                     stride_qh, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS,
-                    SCORED_BLOCKS, LISTED_BLOCKS, MIN_MASS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
+                    SCORED_BLOCKS, LISTED_BLOCKS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
                     HEAD_DIM, STAGES, 0, 1,
                 ),
             ),
@@ -445,7 +439,7 @@ def listed_masses_sm90_kernel(
                     mass_ptr, q_ptr, q_smem, k_wide, bars, candidates_ptr, tiles_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, dense_below, first_tile, num_work, qk_scale, stride_qt,
                     stride_qh, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS,
-                    SCORED_BLOCKS, LISTED_BLOCKS, MIN_MASS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
+                    SCORED_BLOCKS, LISTED_BLOCKS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
                     HEAD_DIM, STAGES, 1, 0,
                 ),
             ),
@@ -455,7 +449,7 @@ def listed_masses_sm90_kernel(
                     mass_ptr, q_ptr, q_smem, k_wide, bars, candidates_ptr, tiles_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, dense_below, first_tile, num_work, qk_scale, stride_qt,
                     stride_qh, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS, REACH_BLOCKS,
-                    SCORED_BLOCKS, LISTED_BLOCKS, MIN_MASS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
+                    SCORED_BLOCKS, LISTED_BLOCKS, GROUP, GROUP_PAD, SAMPLES, STRIDE,
                     HEAD_DIM, STAGES, 1, 1,
                 ),
             ),
@@ -465,7 +459,7 @@ def listed_masses_sm90_kernel(
                     k_desc, k_smem, bars, block_table_ptr, candidates_ptr, tiles_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, dense_below, first_tile, num_work, stride_br, k_page_rows,
                     k_head_rows, k_head_cols, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS,
-                    REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS, MIN_MASS, PAGE_SIZE, HEAD_DIM,
+                    REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS, PAGE_SIZE, HEAD_DIM,
                     STAGES, 0,
                 ),
             ),
@@ -475,7 +469,7 @@ def listed_masses_sm90_kernel(
                     k_desc, k_smem, bars, block_table_ptr, candidates_ptr, tiles_ptr, seq_lens_ptr,
                     cu_seqlens_ptr, dense_below, first_tile, num_work, stride_br, k_page_rows,
                     k_head_rows, k_head_cols, NUM_KV_HEADS, TILE, CHUNKS, SINK_BLOCKS, LOCAL_BLOCKS,
-                    REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS, MIN_MASS, PAGE_SIZE, HEAD_DIM,
+                    REACH_BLOCKS, SCORED_BLOCKS, LISTED_BLOCKS, PAGE_SIZE, HEAD_DIM,
                     STAGES, 1,
                 ),
             ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparsek_kernels.paged.kernels.tiles import TOP_K, count_left_out, tile_sees_all, tile_span
+from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_sees_all, tile_span
 
 
 @triton.jit
@@ -129,48 +129,18 @@ def write_top(
     num_blocks,
     first,
     last,
-    least,
-    places,
-    left_out_ptr,
     GROUP: tl.constexpr,
     FROM_LOGITS: tl.constexpr,
     COUNT: tl.constexpr,
-    HEAD_PLACES: tl.constexpr,
-    MIN_MASS: tl.constexpr,
-    LEFT_OUT: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the ``places`` best of blocks ``[first, last)``, ascending; ties to the lower index.
-
-    Room is for ``COUNT``, the rest gets -1.  With ``MIN_MASS`` those with a score below ``least``
-    are left out, fewer than ``places`` may compete, and a list of ``n`` that is not full ends with
-    ``-1 - n`` (``list_length``); ``LEFT_OUT`` counts what a single token leaves out.
-    """
+    """Write the ``COUNT`` best of blocks ``[first, last)``, ascending; ties to the lower index."""
     offs = tl.arange(0, BLOCK)
-    most = places
     if FROM_LOGITS:
         score = sum_of_probabilities(score_ptr, stride_sg, num_blocks, GROUP, BLOCK)
     else:
         score = tl.load(score_ptr + offs, mask=offs < num_blocks, other=0.0)
-    if MIN_MASS:
-        places = tl.minimum(places, last - first)
-    chosen, rank = best_of(score, first, last, places, BLOCK)
-    end = -1
-    if MIN_MASS:
-        chosen = chosen & (score >= least)
-        kept = chosen.to(tl.int32)
-        rank = tl.cumsum(kept, axis=0) - 1
-        places = tl.sum(kept, axis=0)
-        end = -1 - places
-        if LEFT_OUT:
-            one = tl.full([], 1, tl.int32)
-            count_left_out(left_out_ptr, places, most, one, SEL_BLOCK)
-    if HEAD_PLACES or MIN_MASS:
-        WIDTH: tl.constexpr = triton.next_power_of_2(COUNT)
-        empty = tl.arange(0, WIDTH)
-        unused = (empty >= places) & (empty < COUNT)
-        tl.store(out_ptr + empty, tl.where(empty == COUNT - 1, end, -1), mask=unused)
+    chosen, rank = best_of(score, first, last, COUNT, BLOCK)
     tl.store(out_ptr + rank, offs, mask=chosen)
 
 
@@ -178,14 +148,11 @@ def write_top(
 def top_blocks_kernel(
     out_ptr,
     score_ptr,
-    places_ptr,
-    left_out_ptr,
     tiles_ptr,
     seq_lens_ptr,
     cu_seqlens_ptr,
     dense_below,
     first_tile,
-    min_mass,
     stride_ot,
     stride_oh,
     stride_st,
@@ -196,27 +163,21 @@ def top_blocks_kernel(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
-    STRIDE: tl.constexpr,
     FROM_LOGITS: tl.constexpr,
     SEL_BLOCK: tl.constexpr,
     SINK_BLOCKS: tl.constexpr,
     REACH_BLOCKS: tl.constexpr,
     SCORED_BLOCKS: tl.constexpr,
     COUNT: tl.constexpr,
-    HEAD_PLACES: tl.constexpr,
-    MIN_MASS: tl.constexpr,
-    LEFT_OUT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Best blocks of one tile and KV head: a single token's selection, or a tile's candidates.
 
     Single tokens have logits by query head (``FROM_LOGITS``), ``stride_sg`` apart, or summed
-    scores, and write their row of the output, -1 where they see everything; ``HEAD_PLACES`` of each
-    KV head.  Tiles (``FROM_TABLE``) have summed scores, and write ``COUNT`` candidates from
-    ``first_tile`` on, -1 where there are fewer, nothing where they see everything.  With
-    ``MIN_MASS`` blocks of a smaller share than ``min_mass`` are left out, and lists end as
-    :func:`write_top` says.
+    scores, and write their row of the output, -1 where they see everything.  Tiles (``FROM_TABLE``)
+    have summed scores, and write ``COUNT`` candidates from ``first_tile`` on, -1 where there are
+    fewer, nothing where they see everything.
     ``MAX_BLOCKS`` bounds the blocks of any sequence; shorter ones take a narrower path.
     """
     local = tl.program_id(0)
@@ -248,7 +209,7 @@ def top_blocks_kernel(
         return
     first = SINK_BLOCKS
     last = base // SEL_BLOCK - REACH_BLOCKS
-    if (not MIN_MASS) & (last - first <= COUNT):  # all of them: their scores do not matter
+    if last - first <= COUNT:  # all of them: their scores do not matter
         WIDTH: tl.constexpr = triton.next_power_of_2(COUNT)
         offs = tl.arange(0, WIDTH)
         block = tl.where(first + offs < last, first + offs, -1)
@@ -256,29 +217,18 @@ def top_blocks_kernel(
         return
     scores = score_ptr + local.to(tl.int64) * stride_st + kv_head.to(tl.int64) * stride_sh
     num_blocks = high // SEL_BLOCK
-    samples = (high - base) // STRIDE - (low - base) // STRIDE + 1
-    least = min_mass * samples * GROUP
-    places = tl.load(places_ptr + kv_head) if HEAD_PLACES else COUNT
     if (MAX_BLOCKS <= 1024) | (num_blocks <= 1024):
         SMALL: tl.constexpr = 1024 if MAX_BLOCKS > 1024 else MAX_BLOCKS
-        write_top(
-            out, scores, stride_sg, num_blocks, first, last, least, places, left_out_ptr, GROUP,
-            FROM_LOGITS, COUNT, HEAD_PLACES, MIN_MASS, LEFT_OUT, SEL_BLOCK, SMALL,
-        )  # fmt: skip
+        write_top(out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, SMALL)
     elif (MAX_BLOCKS <= 4096) | (num_blocks <= 4096):
         MEDIUM: tl.constexpr = 4096 if MAX_BLOCKS > 4096 else MAX_BLOCKS
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, least, places, left_out_ptr, GROUP,
-            FROM_LOGITS, COUNT, HEAD_PLACES, MIN_MASS, LEFT_OUT, SEL_BLOCK, MEDIUM,
-        )  # fmt: skip
+            out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, MEDIUM
+        )
     elif (MAX_BLOCKS <= 16384) | (num_blocks <= 16384):
         LARGE: tl.constexpr = 16384 if MAX_BLOCKS > 16384 else MAX_BLOCKS
-        write_top(
-            out, scores, stride_sg, num_blocks, first, last, least, places, left_out_ptr, GROUP,
-            FROM_LOGITS, COUNT, HEAD_PLACES, MIN_MASS, LEFT_OUT, SEL_BLOCK, LARGE,
-        )  # fmt: skip
+        write_top(out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, LARGE)
     else:
         write_top(
-            out, scores, stride_sg, num_blocks, first, last, least, places, left_out_ptr, GROUP,
-            FROM_LOGITS, COUNT, HEAD_PLACES, MIN_MASS, LEFT_OUT, SEL_BLOCK, MAX_BLOCKS,
-        )  # fmt: skip
+            out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, MAX_BLOCKS
+        )

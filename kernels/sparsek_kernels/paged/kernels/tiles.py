@@ -112,21 +112,6 @@ def tile_list(
 
 
 @triton.jit
-def list_length(selected, SCORED_BLOCKS: tl.constexpr):
-    """Blocks of a tile's list at ``selected``: one with fewer than its places ends with -1 - n."""
-    last = tl.load(selected + SCORED_BLOCKS - 1)
-    return tl.where(last < 0, -1 - last, SCORED_BLOCKS)
-
-
-@triton.jit
-def count_left_out(left_out_ptr, kept, most, queries, SEL_BLOCK: tl.constexpr):
-    """Add the keys that a tile's queries leave out, and those they select if it keeps ``most``."""
-    keys = queries.to(tl.int64) * SEL_BLOCK
-    tl.atomic_add(left_out_ptr, (most - kept) * keys, sem="relaxed")
-    tl.atomic_add(left_out_ptr + 1, most * keys, sem="relaxed")
-
-
-@triton.jit
 def page_of(table_ptr, positions, mask, PAGE_SIZE: tl.constexpr):
     """Physical pages (int64) that hold ``positions`` of the sequence with this table row."""
     return tl.load(table_ptr + positions // PAGE_SIZE, mask=mask, other=0).to(tl.int64)

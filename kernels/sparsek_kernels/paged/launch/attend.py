@@ -29,7 +29,6 @@ from sparsek_kernels.paged.launch.scratch import overlap_options, rows_per_step,
 from sparsek_kernels.paged.launch.select import select_blocks as select_blocks
 from sparsek_kernels.paged.launch.tiles import prefill_tiles
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 from sparsek_kernels.paged.sketch import VECTOR_SIZE, rotation_size
 
@@ -124,7 +123,6 @@ def selected_blocks(
         k_scale=operands.k_scale,
         lists=operands.lists,
         largest=largest,
-        left_out=operands.left_out,
         gates=operands.gates if policy.ranking == "seer" else None,
     )
 
@@ -158,8 +156,6 @@ def _attend_by_token(operands: PagedOperands, batch: PagedBatch, policy: Selecti
         blocks = ceil_div(batch.max_seq_len, rule.sel_block_size)
         widest = max(widest, num_heads * (blocks + 16))
     step = rows_per_step(widest)
-    if operands.left_out is not None:  # what any of these tokens leaves out counts as of prefills
-        operands = replace(operands, left_out=operands.left_out[:1].expand(2, 2))
     for first in range(0, tokens, step):
         last = min(first + step, tokens)
         attend_decodes(operands.of_rows(slice(first, last)), batch.by_token(first, last))
@@ -235,7 +231,6 @@ def attend(
     state = workspace(q.device, "part state", rows * 2, torch.float32)
     ticket = workspace(q.device, "tickets", places, torch.int32)
     indices = batch.seq_lens if selected is None else selected
-    kept = head_places(policy, q.device)
     run(
         attend_kernel,
         (count * chunks, heads, config.splits),
@@ -249,7 +244,6 @@ def attend(
         v_cache,
         q if operands.sinks is None else operands.sinks,
         indices,
-        batch.seq_lens if kept is None else kept,
         batch.seq_lens if tiles is None else tiles,
         batch.block_table,
         batch.seq_lens,
@@ -285,8 +279,6 @@ def attend(
         PAGE_SIZE=page_size,
         SPLITS=config.splits,
         HAS_SINKS=operands.sinks is not None,
-        HEAD_PLACES=kept is not None,
-        MIN_MASS=policy.min_mass > 0 and policy.scored_blocks > 0,
         SHARDED=operands.lse is not None,
         NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,

@@ -14,7 +14,6 @@ from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.config import has_wgmma
 from sparsek_kernels.paged.kernels.attend_sm90 import attend_hopper_kernel
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
 _BOX = 64
@@ -88,7 +87,6 @@ def attend_hopper(
     group = q.shape[1] // heads
     num_sms = multiprocessors(q.device)
     items = tiles.shape[0] * (policy.query_tile // _BOX) * ceil_div(group, 2) * heads
-    places = head_places(policy, q.device)
     k_desc, *k_distances = describe_cache(k_cache)
     v_desc, *v_distances = describe_cache(v_cache)
     run(
@@ -100,7 +98,6 @@ def attend_hopper(
         v_desc,
         q if sinks is None else sinks,
         selected,
-        batch.seq_lens if places is None else places,
         tiles,
         batch.block_table,
         batch.seq_lens,
@@ -122,8 +119,6 @@ def attend_hopper(
         SINK_BLOCKS=policy.sink_blocks,
         REACH_BLOCKS=policy.reach_blocks,
         SCORED_BLOCKS=policy.scored_blocks,
-        HEAD_PLACES=places is not None,
-        MIN_MASS=policy.min_mass > 0 and policy.scored_blocks > 0,
         PAGE_SIZE=page_size,
         HAS_SINKS=sinks is not None,
         STAGES=3,

@@ -26,7 +26,6 @@ from sparsek_kernels.paged.launch.attend_sm90 import (
 )
 from sparsek_kernels.paged.launch.scratch import overlap_options, workspace
 from sparsek_kernels.paged.launch.selection import Selection, Step
-from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import ceil_div
 
 _BLOCK, _ROWS, _STREAMS = 64, 128, 2
@@ -75,31 +74,23 @@ def rank_blocks(call: Selection, step: Step, candidates: torch.Tensor) -> None:
         "STRIDE": policy.ranking_stride,
         "LOCAL_BLOCKS": policy.local_blocks,
         "LISTED_BLOCKS": policy.listed_blocks,
-        "MIN_MASS": policy.min_mass > 0,
     }
     if config.hopper and masses_fit(call):
         _list_masses_sm90(call, step, candidates, masses, shape)
     else:
         _list_masses(call, step, candidates, masses, shape, config)
-    places = head_places(policy, call.q.device)
     run(
         rank_blocks_kernel,
         (step.count, call.heads),
         call.out,
         masses,
         candidates,
-        batch.seq_lens if places is None else places,
-        batch.seq_lens if call.left_out is None else call.left_out,
         call.tiles,
         batch.seq_lens,
         batch.cu_seqlens_q,
         policy.dense_below,
         step.first,
-        policy.min_mass,
-        batch.passing,
         *call.out.stride()[:2],
-        HEAD_PLACES=places is not None,
-        LEFT_OUT=call.left_out is not None,
         BLOCK_R=rank_rows(call.list_places, call.rows),
         num_warps=4 if call.list_places <= 1024 else 8,
         **shape,

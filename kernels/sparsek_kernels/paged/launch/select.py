@@ -31,7 +31,6 @@ from sparsek_kernels.paged.launch.seer import gate_logits
 from sparsek_kernels.paged.launch.selection import Selection, Step
 from sparsek_kernels.paged.launch.tiles import prefill_tiles
 from sparsek_kernels.paged.lists import listed_blocks
-from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.plan import first_sparse
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 from sparsek_kernels.paged.seer.gates import Gates
@@ -52,13 +51,12 @@ def select_blocks(
     k_scale: float = 1.0,
     lists: torch.Tensor | None = None,
     largest: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    left_out: torch.Tensor | None = None,
     gates: Gates | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Selected blocks of the decodes, and of the prefills; -1 where a tile sees everything.
 
     Prefills follow ``lists`` where they are given (``block_lists``), else scores.  ``largest`` is
-    that of :class:`Selection`, ``left_out`` that of :class:`PagedOperands`.
+    that of :class:`Selection`.
 
     Returns:
         ``[decode tokens, Hkv, scored_blocks of policy.per_token()]`` and
@@ -80,7 +78,6 @@ def select_blocks(
     single = policy.per_token()
     decodes = rows(batch.num_decode_tokens, single)
     scale = softmax_scale * k_scale * LOG2E.value
-    counts = (None, None) if left_out is None or not policy.min_mass else left_out.split(1)
     call = Selection(
         decodes,
         q,
@@ -90,7 +87,6 @@ def select_blocks(
         single,
         scale,
         largest=largest,
-        left_out=counts[1],
         gates=gates,
     )
     if batch.num_decodes and selects(single):
@@ -102,7 +98,7 @@ def select_blocks(
         return decodes, listed_blocks(lists, tiles[:, 1], policy)
     prefills = rows(tiles.shape[0], policy)
     if selects(policy):
-        call = replace(call, out=prefills, policy=policy, tiles=tiles, left_out=counts[0])
+        call = replace(call, out=prefills, policy=policy, tiles=tiles)
         if policy.query_tile == 1:
             _select_tokens(call)
         else:
@@ -202,8 +198,6 @@ def _top_blocks(
         strides: of ``scores``, from tile to tile, KV head and query head.
     """
     batch, policy = call.batch, call.policy
-    places = head_places(policy, scores.device) if call.tiles is None else None
-    left_out = call.left_out if call.tiles is None else None
     # No row of a shorter sequence is sorted, so its batch needs no kernel of its own.
     blocks = max(call.max_blocks, _fewest_blocks(policy), 16)
     warps, registers = top_warps(blocks)
@@ -212,22 +206,15 @@ def _top_blocks(
         (step.count, call.heads),
         out,
         scores,
-        batch.seq_lens if places is None else places,
-        batch.seq_lens if left_out is None else left_out,
         batch.seq_lens if call.tiles is None else call.tiles,
         batch.seq_lens,
         batch.cu_seqlens_q,
         policy.dense_below,
         step.first,
-        policy.min_mass,
         *out.stride()[:2],
         *strides,
-        STRIDE=policy.sample_stride,
         FROM_LOGITS=call.tiles is None and policy.ranking != "infllm",
         COUNT=out.shape[2],
-        HEAD_PLACES=places is not None,
-        MIN_MASS=policy.min_mass > 0,
-        LEFT_OUT=left_out is not None,
         MAX_BLOCKS=next_power_of_2(blocks),
         num_warps=warps,
         maxnreg=registers,

@@ -32,7 +32,6 @@ class Selection:
             decodes of ``batch`` select, each token for itself.
         largest: elementwise maximum of a contiguous tensor over the ranks that hold the pages
             between them; ``None`` where this rank has them all.
-        left_out: ``[1, 2]`` int64, added to; or ``None``.
         gates: of a ranking by them, else ``None``.
     """
 
@@ -45,7 +44,6 @@ class Selection:
     qk_scale: float
     tiles: torch.Tensor | None = None
     largest: Callable[[torch.Tensor], torch.Tensor] | None = None
-    left_out: torch.Tensor | None = None
     gates: Gates | None = None
 
     @property

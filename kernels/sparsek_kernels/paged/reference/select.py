@@ -114,12 +114,7 @@ def candidates_reference(
     """
     first, last = policy.candidate_range(positions[0])
     total = candidate_scores_reference(q, k, positions, policy, softmax_scale)
-    listed = [best(scores, range(first, last), policy.listed_blocks) for scores in total]
-    samples = sampled_queries(positions, policy)
-    least = policy.min_mass * len(samples) * q.shape[1] / k.shape[1]
-    return [
-        [b for b in blocks if row[b] >= least] for row, blocks in zip(total, listed, strict=True)
-    ]
+    return [best(scores, range(first, last), policy.listed_blocks) for scores in total]
 
 
 def exact_masses_reference(
@@ -187,19 +182,14 @@ def select_blocks_reference(
     if policy.query_tile == 1:
         first, last = policy.candidate_range(positions[0])
         scores = candidate_scores_reference(q, k, positions, policy, softmax_scale)
-        listed, summed, samples = [list(range(first, last))] * len(scores), scores, 1
+        listed = [list(range(first, last))] * len(scores)
     else:
         listed = candidates_reference(q, k, positions, policy, softmax_scale)
         masses = exact_masses_reference(q, k, positions, listed, policy, softmax_scale)
-        scores, summed = masses.amax(0), masses.sum(0)
-        samples = len(masses)
-    places = policy.head_places or (policy.scored_blocks,) * len(listed)
-    least = policy.min_mass * samples * q.shape[1] / k.shape[1]
-    enough = [
-        [b for b in blocks if row[b] >= least] for row, blocks in zip(summed, listed, strict=True)
+        scores = masses.amax(0)
+    return [
+        best(row, blocks, policy.scored_blocks) for row, blocks in zip(scores, listed, strict=True)
     ]
-    heads = zip(scores, enough, places, strict=True)
-    return [best(row, blocks, count) for row, blocks, count in heads]
 
 
 Select: TypeAlias = Callable[

@@ -36,17 +36,16 @@ typedef struct {
 typedef struct {
     int64_t tokens, heads, group, dim, page_size, block_size, splits;
     int64_t max_blocks, max_picks;
-    float scale, least; /* of logits; score of a chosen block, or 0 */
-    Rows q, out, k, v;  /* q, out: [tokens, heads * group, dim] */
+    float scale;       /* of logits */
+    Rows q, out, k, v; /* q, out: [tokens, heads * group, dim] */
     Sketch sketch;
     const int32_t *table;
     int64_t table_stride;
     const Token *plan;
-    const int32_t *places; /* [heads] most picks of each head, fewer than the token's; or NULL */
-    const float *sinks;    /* [heads, group] or NULL */
-    float *scores;         /* [tokens * heads, group + 1, max_blocks]: by the sketch */
-    int32_t *chosen;       /* [tokens * heads, max_picks] blocks, ascending */
-    Unit *units;           /* [tokens * heads] */
+    const float *sinks; /* [heads, group] or NULL */
+    float *scores;      /* [tokens * heads, group + 1, max_blocks]: by the sketch */
+    int32_t *chosen;    /* [tokens * heads, max_picks] blocks, ascending */
+    Unit *units;        /* [tokens * heads] */
     float *parts; /* [tokens * heads, splits, group, PART]: sums, by chunks; maximum, total */
 } Decode;
 
@@ -156,19 +155,17 @@ ALWAYS_INLINE void score_blocks(const Decode *a, const Token *token, int64_t uni
     }
 }
 
-/* The `count` best of scores [first, last) of at least `least`, ascending, and how many they are;
- * ties to the lower index, NaN counts as 0.  Non-negative floats order as their bits, so the
- * count-th largest is found bit by bit. */
-static int32_t best_of(float *scores, int64_t first, int64_t last, int64_t count, float least,
-                       int32_t *best) {
+/* The `count` best of scores [first, last), ascending, and how many they are; ties to the lower
+ * index, NaN counts as 0.  Non-negative floats order as their bits, so the count-th largest is found
+ * bit by bit. */
+static int32_t best_of(float *scores, int64_t first, int64_t last, int64_t count, int32_t *best) {
     int32_t found = 0;
     int64_t above = 0;
-    if (last - first <= count && least == 0.0f) {
+    if (last - first <= count) {
         for (int64_t b = first; b < last; b++) best[found++] = (int32_t)b;
         return found;
     }
-    uint32_t threshold = 0, lowest;
-    memcpy(&lowest, &least, sizeof lowest);
+    uint32_t threshold = 0;
     for (int64_t b = first; b < last; b++) scores[b] = scores[b] > 0.0f ? scores[b] : 0.0f;
     const uint32_t *keys = (const uint32_t *)scores;
     for (int bit = 30; bit >= 0; bit--) {
@@ -176,7 +173,7 @@ static int32_t best_of(float *scores, int64_t first, int64_t last, int64_t count
         int64_t reach = 0;
 #pragma omp simd reduction(+ : reach)
         for (int64_t b = first; b < last; b++) reach += keys[b] >= wanted;
-        if (reach >= count || wanted <= lowest) threshold = wanted;
+        if (reach >= count) threshold = wanted;
     }
     for (int64_t b = first; b < last; b++) above += keys[b] > threshold;
     int64_t equal = count - above; /* places for keys that equal the threshold, the first ones */
@@ -205,9 +202,8 @@ static void add_shares(float *rows, int64_t stride, int64_t group, int64_t count
 static void choose_blocks(const Decode *a, const Token *token, int64_t unit) {
     float *scores = a->scores + unit * (a->group + 1) * a->max_blocks;
     float *sums = scores + a->group * a->max_blocks;
-    const int64_t picks = a->places ? a->places[unit % a->heads] : token->picks;
     add_shares(scores, a->max_blocks, a->group, token->position / a->block_size, sums);
-    a->units[unit].chosen = best_of(sums, token->front, token->local, picks, a->least,
+    a->units[unit].chosen = best_of(sums, token->front, token->local, token->picks,
                                     a->chosen + unit * a->max_picks);
 }
 

@@ -16,9 +16,7 @@ import torch
 
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.cpu.native import build
-from sparsek_kernels.paged.cpu.select import count_kept
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.places import head_places
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 
 _MOST_DIM, _MOST_GROUP = 256, 64
@@ -30,7 +28,7 @@ _PIECES_PER_THREAD = 4
 """Pieces of work for each thread, so that none waits long for the last."""
 
 
-_ARGUMENTS = Struct("@9q 2f 5q5q5q5q 3q 2q 3q 4q")
+_ARGUMENTS = Struct("@9q f 5q5q5q5q 3q 2q 2q 4q")
 """``Decode`` of ``decode.c``: sizes, factors, rows of q, out, K and V, the sketch, the table, then
 pointers to what is read and to what is written.  Packing takes a third of what ctypes takes."""
 
@@ -109,8 +107,7 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
     built = build.library()
     if built is None:
         raise RuntimeError("decode: expected a C compiler, found none; ask supports() first")
-    common = rule.equal_heads
-    sized = batch.derived(("native", common), lambda: _sized_plan(batch, common))
+    sized = batch.derived(("native", rule), lambda: _sized_plan(batch, rule))
     tokens, _, dim = operands.q.shape
     heads, group = operands.k_cache.shape[1], operands.group
     units = tokens * heads
@@ -122,7 +119,6 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
     if q.stride(-1) != 1:
         q = q.contiguous()
     result = out if out.stride(-1) == 1 else out.contiguous()
-    places = head_places(rule, torch.device("cpu"))
     sink_logits = None if operands.sinks is None else operands.sinks.float().contiguous()
     sizes = (  # of scores, chosen, units and parts: four bytes each
         units * (group + 1) * sized.blocks,
@@ -143,7 +139,6 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         sized.blocks,
         sized.picks,
         operands.softmax_scale,
-        rule.min_mass * group,
         *_rows(q),
         *_rows(result),
         *_rows(operands.k_cache),
@@ -152,18 +147,12 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         table.data_ptr(),
         table.stride(0),
         sized.plan.data_ptr(),
-        0 if places is None else places.data_ptr(),
         0 if sink_logits is None else sink_logits.data_ptr(),
         *starts,
     )
     built.sparsek_decode(arguments)
     if result is not out:
         out.copy_(result)
-    if operands.left_out is not None and rule.min_mass and sized.picks:
-        end = scratch.numel() - sizes[-1]
-        of_units = scratch[end - sizes[-2] : end].view(torch.int32).view(tokens, heads, -1)
-        kept = of_units[sized.plan[:, 3] > 0, :, 0]
-        count_kept(operands.left_out[1], kept, 1, rule)
 
 
 @dataclass(frozen=True)
