@@ -99,7 +99,6 @@ def backend_report(settings: Mapping[str, Any] | None) -> str:
     from sparsek_backend.vllm_backend.stats import STATS
     from sparsek_kernels.fallback import fallback_counts
 
-    STATS.finish()
     if not STATS.forward_calls:
         raise RuntimeError(f"{BACKEND_NAME} was chosen, but its forward never ran")
     report = (

@@ -73,16 +73,17 @@ def perplexity_table(rows: Sequence[Row]) -> Table:
 
 
 def tuning_table(tried: Sequence[tuple[Budget, Row]], length: int, loss: float) -> Table:
-    """Budgets with what they attend of a length, and the rows in which they lose most."""
-    names = ("prefill", "decode", "added NLL", "95 % interval", f"holds {loss:g}")
-    table = _table(f"at {length} tokens", "settings", *names)
+    """Pairs of numbers with what they attend of a length, and the rows in which they lose most."""
+    names = ("decode_top_k", "prefill", "decode", "added NLL", "interval", f"holds {loss:g}")
+    table = _table(f"at {length} tokens", "top_k", *names)
     for budget, row in tried:
         table.add_row(
-            budget.label,
-            f"{budget.prefill_share(length):.1%}",
-            f"{budget.decode_share(length):.1%}",
-            f"{row['delta_nll']:+.4f}",
-            f"{row['delta_nll_low']:+.3f}..{row['delta_nll_high']:+.3f}",
+            str(budget.config.top_k),
+            str(budget.config.decode_top_k),
+            f"{budget.prefill_share(length):.0%}",
+            f"{budget.decode_share(length):.0%}",
+            f"{row['delta_nll']:+.3f}",
+            f"{row['delta_nll_low']:+.3f}..{row['delta_nll_high']:.3f}",
             "yes" if row["delta_nll_high"] <= loss else "no",
         )
     return table
