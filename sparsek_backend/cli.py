@@ -1,4 +1,4 @@
-"""`sparsek`: doctor, model, eval, calibrate, tune, bench, patterns, train-demo.
+"""`sparsek`: doctor, model, eval, tune, bench, patterns, train-demo.
 
 Heavy imports happen inside the commands.
 """
@@ -100,9 +100,7 @@ def _delegate(command: str, module: str, extra: str, about: str) -> None:
 for _behind in (
     ("eval", "eval.cli", "eval",
      "Measure what sparsity costs a model: retrieval and perplexity, dense against sparse."),
-    ("calibrate", "eval.calibrate", "eval",
-     "Write budgets for each layer and KV head of a model, for the setting `budgets`."),
-    ("tune", "eval.tune", "eval", "Search the cheapest settings whose answers stay within a loss."),
+    ("tune", "eval.tune", "eval", "Search the cheapest budget whose answers stay within a loss."),
     ("bench", "bench.cli", "bench", "Benchmark kernels and serving, compare and plot results."),
     ("patterns", "patterns.tools.cli", "patterns",
      "Learn, show, measure and convert block-sparse patterns."),

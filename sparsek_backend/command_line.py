@@ -68,13 +68,14 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def refuse_set(group: Any, reason: str) -> None:
-    """Refuse options that a command would ignore: the fields that are not at their defaults.
+def refuse_set(reason: str, *groups: Any, **values: Any) -> None:
+    """Refuse options that a command would ignore: values, and fields not at their defaults.
 
     Raises:
         ValueError: some are set; the message has ``reason`` and names them.
     """
-    names = [f.name for f in fields(group) if getattr(group, f.name) != f.default]
+    names = [name for name, value in values.items() if value is not None]
+    names += [f.name for x in groups for f in fields(x) if getattr(x, f.name) != f.default]
     if names:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in names)
         raise ValueError(f"{reason}; drop {options}")

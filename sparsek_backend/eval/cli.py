@@ -5,25 +5,18 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sparsek_backend.command_line import failing_on, grouped
-from sparsek_backend.eval.budgets import (
-    DEFAULT_BUDGETS,
-    Budget,
-    parse_budget,
-    parse_budgets,
-    pictured,
-    with_mixed_phases,
-)
+from sparsek_backend.command_line import failing_on, grouped, refuse_set
+from sparsek_backend.eval.budgets import parse_budget
 from sparsek_backend.eval.mass import (
     measure_model,
     phase_summaries,
@@ -31,15 +24,15 @@ from sparsek_backend.eval.mass import (
     write_masses,
 )
 from sparsek_backend.eval.options import (
-    PROMPTS_ON_CPU,
-    PROMPTS_ON_GPU,
+    BudgetOptions,
+    EngineOptions,
     PromptOptions,
+    QuestionOptions,
     check_unique,
-    default_prompts_per_task,
     server_of,
 )
 from sparsek_backend.eval.plot import plot_accuracy
-from sparsek_backend.eval.prompt import VARIANTS, Tokenizer, Variant
+from sparsek_backend.eval.prompt import Tokenizer
 from sparsek_backend.eval.prompt_file import PromptSet, load_prompts, save_prompts
 from sparsek_backend.eval.record import read_rows
 from sparsek_backend.eval.results import (
@@ -53,7 +46,7 @@ from sparsek_backend.eval.results import (
 from sparsek_backend.eval.runs import LocalModel, OnProgress, Workplace, run_server
 from sparsek_backend.eval.served import ServedScorer
 from sparsek_backend.eval.tables import perplexity_table, retrieval_tables
-from sparsek_backend.eval.tasks import TASKS, make_prompts
+from sparsek_backend.eval.tasks import make_prompts
 from sparsek_backend.eval.tokenizer import HubTokenizer
 from sparsek_backend.machine import choose_device, describe_machine
 from sparsek_backend.models import fetch_model
@@ -67,165 +60,8 @@ app = typer.Typer(
 console = Console()
 _mendable = partial(failing_on, ValueError, ImportError, RuntimeError, OSError)
 
-
-@dataclass(frozen=True)
-class QuestionArguments:
-    """Options that say which questions are asked."""
-
-    task: Annotated[
-        list[str] | None,
-        typer.Option(help=f"One of {', '.join(TASKS)}. Repeatable; by default all."),
-    ] = None
-    variant: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="plain: the question ends the prompt; followed: 600 tokens of notes come behind "
-            "it. Repeatable; by default both."
-        ),
-    ] = None
-    length: Annotated[
-        list[int] | None, typer.Option(help="Tokens of a prompt. Repeatable; by default 4096.")
-    ] = None
-    prompts_per_task: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Prompts of each task, variant and length; 0 skips them. By default "
-            f"{PROMPTS_ON_GPU} with a GPU, {PROMPTS_ON_CPU} without.",
-        ),
-    ] = None
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--raw",
-            help="Prompts are a user's turn of the model's chat template, or not; by default "
-            "where it has one.",
-        ),
-    ] = None
-    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0
-
-    def checked(self, **texts: Any) -> PromptOptions:
-        """The options with defaults filled in; without ``texts``, there is no perplexity.
-
-        Raises:
-            ValueError: an option names what does not exist, or names something twice.
-        """
-        for one in self.variant or ():
-            if one not in VARIANTS:
-                raise ValueError(f"variant: expected one of {', '.join(VARIANTS)}, got {one!r}")
-        for option in ("task", "variant", "length"):
-            check_unique(option, list(getattr(self, option) or ()))
-        count = self.prompts_per_task
-        return PromptOptions(
-            tasks=tuple(self.task or TASKS),
-            variants=tuple(cast(Variant, one) for one in self.variant or VARIANTS),
-            lengths=tuple(self.length or (4096,)),
-            prompts_per_task=default_prompts_per_task() if count is None else count,
-            seed=self.seed,
-            **texts,
-        )
-
-
-@dataclass(frozen=True)
-class PromptArguments(QuestionArguments):
-    """Options that say which questions are asked, and which texts are read."""
-
-    texts: Annotated[int, typer.Option(min=0, help="Texts for perplexity; 0 skips it.")] = 4
-    text_length: Annotated[int, typer.Option(min=128, help="Tokens of each text.")] = 4096
-    texts_folder: Annotated[
-        Path | None, typer.Option(help="Folder of .txt files; by default speeches are fetched.")
-    ] = None
-
-    def checked(self, **texts: Any) -> PromptOptions:
-        """The options with defaults filled in."""
-        return super().checked(
-            texts=self.texts,
-            text_length=self.text_length,
-            texts_folder=self.texts_folder,
-            **texts,
-        )
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Options of the local engine."""
-
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="dtype of the local engine; by default the model's own, or float32 on a CPU that "
-            "has no instructions for bf16."
-        ),
-    ] = None
-    gpu_memory: Annotated[
-        float | None, typer.Option(help="gpu_memory_utilization of the local engine.")
-    ] = None
-    kv_cache_gib: Annotated[
-        float | None,
-        typer.Option(help="Size of the local engine's KV cache, on a GPU that others use too."),
-    ] = None
-    eager: Annotated[
-        bool, typer.Option("--eager", help="enforce_eager: no compilation, no graphs.")
-    ] = False
-
-    def arguments(self) -> dict[str, object]:
-        """Arguments of `vllm.LLM`."""
-        found: dict[str, object] = {}
-        if self.dtype is not None:
-            found["dtype"] = self.dtype
-        if self.gpu_memory is not None:
-            found["gpu_memory_utilization"] = self.gpu_memory
-        if self.kv_cache_gib is not None:
-            found["kv_cache_memory_bytes"] = int(self.kv_cache_gib * 2**30)
-        if self.eager:
-            found["enforce_eager"] = True
-        return found
-
-
-@dataclass(frozen=True)
-class BudgetOptions:
-    """Options that say which budgets are compared with dense attention."""
-
-    budget: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="block_topk:16, sink_window, sink_window:1024, window (no sinks), with settings: "
-            "block_topk:16,query_tile=1. Repeatable; dense always runs."
-        ),
-    ] = None
-    mixed: Annotated[
-        bool,
-        typer.Option(
-            "--mixed", help="Add each block_topk budget sparse in the prefill or decode alone."
-        ),
-    ] = False
-    picture: Annotated[
-        bool,
-        typer.Option(
-            "--picture",
-            help="The budgets of one picture: block_topk of four sizes, and sinks and window of as "
-            "many tokens; --budget adds to them.",
-        ),
-    ] = False
-
-    def parsed(self) -> list[Budget]:
-        """Dense first, then the others in order, each once.
-
-        Raises:
-            ValueError: a budget that cannot be read; the message says what was expected.
-        """
-        chosen = pictured() if self.picture else [] if self.budget else list(DEFAULT_BUDGETS)
-        chosen += self.budget or []
-        return parse_budgets(with_mixed_phases(chosen) if self.mixed else chosen)
-
-
-_LOCAL_ONLY = (
-    "model",
-    "chat",
-    *(f.name for kind in (BudgetOptions, EngineOptions) for f in fields(kind)),
-)
-_OF_PROMPTS = tuple(f.name for f in fields(PromptArguments))
-
+Scoring = Callable[[OnProgress], str]
+"""Scores one budget or server, and returns the run's key."""
 Commit = Annotated[str, typer.Option(help="Commit to record where there is no git.")]
 
 
@@ -251,7 +87,7 @@ def evaluate(
         Path | None,
         typer.Option(help="Prompts that `sparsek eval prompts` made, in place of new ones."),
     ] = None,
-    asked: PromptArguments,
+    asked: PromptOptions,
     engine: EngineOptions,
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("eval-results"),
     name: Annotated[str, typer.Option(help="Stem of the result files.")] = "quality",
@@ -265,53 +101,49 @@ def evaluate(
     if context.invoked_subcommand is not None:
         return
     with _mendable():
-        given = {name for name in context.params if _is_given(context, name)}
         if base_url:
-            _refuse(given, _LOCAL_ONLY, "base-url: a server has its own model, budget and engine")
+            reason = "base-url: a server has its own model, budget and engine"
+            refuse_set(reason, budgets, engine, model=model, chat=asked.chat)
             check_unique("base-url", [server_of(text)[0] for text in base_url])
         elif served_model:
             raise ValueError("served-model: expected with --base-url only; use --model")
-        if prompts is not None:
-            _refuse(given, _OF_PROMPTS, "prompts: the file has the prompts and texts")
         compared = budgets.parsed()
-        options = asked.checked()
+        asked.check(prompts)
         import_pyplot()  # what the end needs is missed at the start
         out.mkdir(parents=True, exist_ok=True)
-        prompts_file = prompts or out / f"{name}.prompts.json.gz"
-        what = "" if base_url else model or str(fetch_model())
-        if prompts is not None:
-            found = load_prompts(prompts)
-        else:
-            if base_url:
-                url = server_of(base_url[0])[1]
-                found = _make(options, ServedScorer(url, served_model), url)
-            else:
-                found = _make(options, HubTokenizer(what, asked.chat), what)
-            save_prompts(prompts_file, found)
-        place = Workplace(found, prompts_file, out / f"{name}.jsonl", commit)
-        runs: list[tuple[str, Callable[[OnProgress], str]]] = []
+        what = server_of(base_url[0])[1] if base_url else model or str(fetch_model())
+        tokenizer: Callable[[], Tokenizer] = (
+            partial(ServedScorer, what, served_model)
+            if base_url
+            else partial(HubTokenizer, what, asked.chat)
+        )
+        kept = out / f"{name}.prompts.json.gz"
+        found, file = take_prompts(prompts, asked, tokenizer, what, kept)
+        place = Workplace(found, file, out / f"{name}.jsonl", commit)
+        runs: list[tuple[str, Scoring]] = []
         if base_url:
             for url in base_url:
                 runs.append((server_of(url)[0], partial(run_server, url, served_model, place)))
         else:
             local = LocalModel(what, engine.arguments())
             runs += [(one.label, partial(local.run, one, place)) for one in compared]
-        _report(out, name, _run_all(found, runs), commit)
+        _report(out, name, run_all(found, runs), commit)
 
 
 @app.command("prompts")
 @grouped
 def make_prompt_file(
     model: Annotated[str, typer.Argument(help="Model folder or name, with its tokenizer.")],
-    asked: PromptArguments,
+    asked: PromptOptions,
     out: Annotated[Path, typer.Option(help="File to write; .gz compresses it.")] = Path(
         "prompts.json.gz"
     ),
 ) -> None:
     """Prepare prompts as token ids, for a machine that has the model without its tokenizer."""
     with _mendable():
-        found = _make(asked.checked(), HubTokenizer(model, asked.chat), model)
-        save_prompts(out, found)
+        asked.check()
+        tokenizer = partial(HubTokenizer, model, asked.chat)
+        found, _ = take_prompts(None, asked, tokenizer, model, out)
     console.print(f"wrote {len(found.prompts)} prompts and {len(found.texts)} texts to {out}")
 
 
@@ -394,27 +226,23 @@ def measure_mass(
         console.print(f"wrote {plot_masses(out / f'{name}.png', masses, title)}")
 
 
-def _is_given(context: typer.Context, parameter: str) -> bool:
-    source = context.get_parameter_source(parameter)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def _refuse(given: set[str], options: Sequence[str], reason: str) -> None:
-    """Refuse options that would be ignored."""
-    ignored = [f"--{name.replace('_', '-')}" for name in options if name in given]
-    if ignored:
-        raise ValueError(f"{reason}; drop {', '.join(ignored)}")
-
-
-def _make(options: PromptOptions, tokenizer: Tokenizer, model: str) -> PromptSet:
-    details = {"model": Path(model).name, "chat": getattr(tokenizer, "chat", False)}
+def take_prompts(
+    given: Path | None,
+    asked: QuestionOptions,
+    tokenizer: Callable[[], Tokenizer],
+    model: str,
+    kept: Path,
+) -> tuple[PromptSet, Path]:
+    """The prompts of a given file, or new ones, which are kept in another; and that file."""
+    if given is not None:
+        return load_prompts(given), given
     with console.status("making the prompts"):
-        return options.make(tokenizer, details)
+        made = asked.make(tokenizer(), model)
+    save_prompts(kept, made)
+    return made, kept
 
 
-def _run_all(
-    asked: PromptSet, runs: Sequence[tuple[str, Callable[[OnProgress], str]]]
-) -> list[str]:
+def run_all(asked: PromptSet, runs: Sequence[tuple[str, Scoring]]) -> list[str]:
     """Run everything under one progress bar; returns the runs' keys."""
     steps = len(asked.prompts) + len(asked.texts)
     keys = []

@@ -99,7 +99,6 @@ def backend_report(settings: Mapping[str, Any] | None) -> str:
     from sparsek_backend.vllm_backend.stats import STATS
     from sparsek_kernels.fallback import fallback_counts
 
-    STATS.finish()
     if not STATS.forward_calls:
         raise RuntimeError(f"{BACKEND_NAME} was chosen, but its forward never ran")
     report = (
@@ -108,16 +107,6 @@ def backend_report(settings: Mapping[str, Any] | None) -> str:
     )
     fallbacks = {reason: count for reason, count in fallback_counts().items() if count}
     return report + (f", fallbacks {fallbacks}" if fallbacks else "")
-
-
-def count_left_out() -> dict[str, list[float]]:
-    """What our backend counted in this process of keys that `min_mass` leaves out.
-
-    Of each phase: keys left out, and keys selected where nothing is left out, means over KV heads.
-    """
-    from sparsek_backend.vllm_backend.left_out import LEFT_OUT
-
-    return dict(zip(("prefill", "decode"), LEFT_OUT.total().tolist(), strict=True))
 
 
 def open_scoring_engine(model: str, **arguments: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -23,9 +23,6 @@ from sparsek_backend.eval.record import (
 from sparsek_backend.eval.scoring import Reply, score_reply
 
 _LONGEST_REPLY = 600
-
-Counts = Mapping[str, Sequence[float]]
-"""Of each phase: keys left out, and keys selected where nothing is left out."""
 
 
 class Scorer(Protocol):
@@ -56,41 +53,23 @@ def score(
     run: str,
     batch: int,
     on_progress: Callable[[int, str], None],
-    left_out: Callable[[], Counts] = dict,
 ) -> None:
     """Score what is given and append it to the record, a call of the model at a time.
 
     Args:
         batch: prompts in one call, which are of one length.
         on_progress: gets how many were scored, and what they were.
-        left_out: what the model counted so far of keys that `min_mass` leaves out.
     """
-
-    def since(before: Counts, of: str, length: int) -> list[Row]:
-        phases = {
-            phase: [now - old for now, old in zip(counts, before[phase], strict=True)]
-            for phase, counts in left_out().items()
-        }
-        if not any(map(any, phases.values())):
-            return []
-        return [{"kind": "left_out", "run": run, "of": of, "length": length, **phases}]
-
     for name, tokens in prompts.texts:
-        before = left_out()
         found = score_text(scorer.prompt_logprobs(tokens))
-        rows = [{"run": run, **text_row(name, tokens), **found}]
-        append_rows(record, rows + since(before, "text", len(tokens)))
+        append_rows(record, [{"run": run, **text_row(name, tokens), **found}])
         on_progress(1, f"perplexity of {name}")
     for length, same in groupby(prompts.prompts, key=lambda prompt: prompt.length):
         members = list(same)
         for begin in range(0, len(members), batch):
             asked = members[begin : begin + batch]
-            before = left_out()
-            rows = [
-                _row(run, prompt, reply)
-                for prompt, reply in zip(asked, scorer.reply(asked), strict=True)
-            ]
-            append_rows(record, rows + since(before, "prompt", length))
+            replies = scorer.reply(asked)
+            append_rows(record, [_row(run, *pair) for pair in zip(asked, replies, strict=True)])
             on_progress(len(asked), f"{asked[-1].task}, {length} tokens")
 
 

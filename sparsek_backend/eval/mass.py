@@ -112,9 +112,7 @@ def measure(
     competing = masses * candidates
     best = (masses * ~candidates).sum(-1)
     most = min(policy.scored_blocks, blocks)
-    places = policy.head_places or (policy.scored_blocks,) * masses.shape[1]
-    kept = torch.arange(most) < torch.tensor(places)[:, None]
-    best = best + (competing.topk(most, dim=-1).values * kept.to(q.device)).sum(-1)
+    best = best + competing.topk(most, dim=-1).values.sum(-1)
     return caught.mean(0), best.mean(0), share.mean(0)
 
 

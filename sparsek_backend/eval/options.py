@@ -1,73 +1,226 @@
-"""What the command line asks for, checked before anything is opened."""
+"""Groups of command-line options: prompts and texts, budgets, engines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, cast
 
 import torch
+import typer
 
+from sparsek_backend.command_line import refuse_set
+from sparsek_backend.eval.budgets import Budget, parse_budget
 from sparsek_backend.eval.perplexity import pick_texts, read_texts
-from sparsek_backend.eval.prompt import Tokenizer, Variant
+from sparsek_backend.eval.prompt import VARIANTS, Tokenizer, Tokens, Variant
 from sparsek_backend.eval.prompt_file import PromptSet
-from sparsek_backend.eval.tasks import check_tasks, make_prompts
+from sparsek_backend.eval.tasks import TASKS, check_tasks, make_prompts
 from sparsek_backend.models import fetch_texts
 
-PROMPTS_ON_GPU, PROMPTS_ON_CPU = 100, 2
+DEFAULT_BUDGETS = ("block_topk:32", "block_topk:16", "block_topk:8", "sink_window")
+_PICTURED = (8, 16, 32, 64)
+_ON_GPU, _ON_CPU = 100, 2
+"""Prompts enough for differences of a few points; few enough for an hour."""
 
 
 @dataclass(frozen=True)
-class PromptOptions:
-    """Which prompts and texts an evaluation has.
+class QuestionOptions:
+    """Which questions are asked."""
 
-    Args:
-        tasks, variants, lengths: of the retrieval prompts.
-        prompts_per_task: of each task, variant and length; 0 skips retrieval.
-        seed: of the prompts.
-        texts: how many texts are scored for perplexity; 0 skips it.
-        text_length: tokens of each.
-        texts_folder: folder of `.txt` files; ``None`` fetches speeches.
-    """
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join(TASKS)}. Repeatable; by default all."),
+    ] = None
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="plain: the question ends the prompt; followed: 600 tokens of notes come behind "
+            "it. Repeatable; by default both."
+        ),
+    ] = None
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens of a prompt. Repeatable; by default 4096.")
+    ] = None
+    prompts_per_task: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Prompts of each task, variant and length; 0 skips them. By default "
+            f"{_ON_GPU} with a GPU, {_ON_CPU} without.",
+        ),
+    ] = None
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Prompts are a user's turn of the model's chat template, or not; by default "
+            "where it has one.",
+        ),
+    ] = None
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0
 
-    tasks: tuple[str, ...]
-    variants: tuple[Variant, ...]
-    lengths: tuple[int, ...]
-    prompts_per_task: int
-    seed: int
-    texts: int = 0
-    text_length: int = 4096
-    texts_folder: Path | None = None
+    def check(self, given: Path | None = None) -> None:
+        """Raise a ValueError for options that name what does not exist, or something twice.
 
-    def __post_init__(self) -> None:
-        check_tasks(self.tasks)
-        if not self.prompts_per_task and not self.texts:
+        Beside a ``given`` file of prompts no option may be set.
+        """
+        if given is not None:
+            refuse_set("prompts: the file has the prompts and texts", self)
+        check_tasks(self.task or ())
+        for one in self.variant or ():
+            if one not in VARIANTS:
+                raise ValueError(f"variant: expected one of {', '.join(VARIANTS)}, got {one!r}")
+        for option in ("task", "variant", "length"):
+            check_unique(option, getattr(self, option) or ())
+
+    def make(self, tokenizer: Tokenizer, model: str) -> PromptSet:
+        """Make the prompts, and take the texts."""
+        count = self.prompts_per_task
+        if count is None:
+            count = _ON_GPU if torch.cuda.is_available() else _ON_CPU
+        prompts = make_prompts(
+            tokenizer,
+            tasks=self.task or list(TASKS),
+            variants=cast(Sequence[Variant], self.variant or VARIANTS),
+            lengths=self.length or [4096],
+            count=count,
+            seed=self.seed,
+        )
+        chat = getattr(tokenizer, "chat", False)
+        details = {"seed": self.seed, "model": Path(model).name, "chat": chat}
+        return PromptSet(list(prompts), self.take_texts(tokenizer), details)
+
+    def take_texts(self, tokenizer: Tokenizer) -> list[tuple[str, Tokens]]:
+        """Names and tokens of the texts for perplexity; here there are none."""
+        return []
+
+
+@dataclass(frozen=True)
+class PromptOptions(QuestionOptions):
+    """Which questions are asked, and which texts are read."""
+
+    texts: Annotated[int, typer.Option(min=0, help="Texts for perplexity; 0 skips it.")] = 4
+    text_length: Annotated[int, typer.Option(min=128, help="Tokens of each text.")] = 4096
+    texts_folder: Annotated[
+        Path | None, typer.Option(help="Folder of .txt files; by default speeches are fetched.")
+    ] = None
+
+    def check(self, given: Path | None = None) -> None:
+        """Raise a ValueError also where nothing is to be measured, or a folder has no texts."""
+        super().check(given)
+        if self.prompts_per_task == 0 and not self.texts:
             raise ValueError("nothing to measure: --prompts-per-task 0 and --texts 0")
         if self.texts and self.texts_folder is not None:
-            read_texts(self.texts_folder)  # a wrong folder is named before an engine starts
+            read_texts(self.texts_folder)
 
-    def make(self, tokenizer: Tokenizer, details: dict[str, object]) -> PromptSet:
-        """Make the prompts and pick the texts."""
-        texts = []
-        if self.texts:
-            found = read_texts(self.texts_folder or fetch_texts())
-            texts = pick_texts(found, tokenizer, length=self.text_length, count=self.texts)
-        prompts = list(
-            make_prompts(
-                tokenizer,
-                tasks=self.tasks,
-                variants=self.variants,
-                lengths=self.lengths,
-                count=self.prompts_per_task,
-                seed=self.seed,
-            )
-        )
-        return PromptSet(prompts, texts, {"seed": self.seed, **details})
+    def take_texts(self, tokenizer: Tokenizer) -> list[tuple[str, Tokens]]:
+        """Names and tokens of the texts for perplexity."""
+        if not self.texts:
+            return []
+        found = read_texts(self.texts_folder or fetch_texts())
+        return pick_texts(found, tokenizer, length=self.text_length, count=self.texts)
 
 
-def default_prompts_per_task() -> int:
-    """Enough for differences of a few points on a GPU, few enough for an hour on a CPU."""
-    return PROMPTS_ON_GPU if torch.cuda.is_available() else PROMPTS_ON_CPU
+@dataclass(frozen=True)
+class BudgetOptions:
+    """Which budgets are compared with dense attention."""
+
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="block_topk:16, sink_window, sink_window:1024, window (no sinks), with settings: "
+            "block_topk:16,query_tile=1. Repeatable; dense always runs."
+        ),
+    ] = None
+    mixed: Annotated[
+        bool,
+        typer.Option(
+            "--mixed", help="Add each block_topk budget sparse in the prefill or decode alone."
+        ),
+    ] = False
+    picture: Annotated[
+        bool,
+        typer.Option(
+            "--picture",
+            help="The budgets of one picture: block_topk of four sizes, and sinks and window of as "
+            "many tokens; --budget adds to them.",
+        ),
+    ] = False
+
+    def parsed(self) -> list[Budget]:
+        """Dense first, then the others in order.
+
+        Raises:
+            ValueError: a budget that cannot be read, one that is given twice, or none but dense.
+        """
+        texts = pictured() if self.picture else [] if self.budget else list(DEFAULT_BUDGETS)
+        budgets = [parse_budget(text) for text in texts + (self.budget or [])]
+        if self.mixed:
+            budgets = [one for budget in budgets for one in (budget, *halves(budget))]
+        sparse = [budget for budget in budgets if budget.settings is not None]
+        budgets = [parse_budget("dense"), *sparse]
+        check_unique("budget", [budget.label for budget in budgets])
+        if len(budgets) == 1:
+            raise ValueError("budget: expected at least one besides dense")
+        return budgets
+
+
+def halves(budget: Budget) -> list[Budget]:
+    """A ``block_topk`` budget sparse in the prefill alone and in the decode alone."""
+    settings = budget.settings or {}
+    if settings.get("mode") != "block_topk" or "sparse_phase" in settings:
+        return []
+    return [parse_budget(f"{budget.label},sparse_phase={x}") for x in ("prefill", "decode")]
+
+
+def pictured() -> list[str]:
+    """The budgets of one picture: block selection, and sinks and window of as many tokens."""
+    blocks = [f"block_topk:{k},decode_top_k={k}" for k in _PICTURED]
+    policies = [parse_budget(text).policy() for text in blocks]
+    windows = [(p.budget_blocks - p.sink_blocks) * p.sel_block_size for p in policies]
+    return blocks + [f"sink_window:{n},num_sink={policies[0].num_sink}" for n in windows]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of the engines that are started here."""
+
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="dtype of the engine; by default the model's own. `eval` and `tune` take float32 "
+            "on a CPU that has no instructions for bf16."
+        ),
+    ] = None
+    batched_tokens: Annotated[
+        int | None, typer.Option(help="max_num_batched_tokens of the engine.")
+    ] = None
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="gpu_memory_utilization of the engine.")
+    ] = None
+    kv_cache_gib: Annotated[
+        float | None,
+        typer.Option(help="Size of the engine's KV cache, on a GPU that others use too."),
+    ] = None
+    tensor_parallel: Annotated[
+        int | None, typer.Option(min=1, help="GPUs per engine; one if left out.")
+    ] = None
+    eager: Annotated[
+        bool, typer.Option("--eager", help="enforce_eager: no compilation, no graphs.")
+    ] = False
+
+    def arguments(self) -> dict[str, object]:
+        """Arguments of `vllm.LLM`, of the options that are set."""
+        found = {
+            "dtype": self.dtype,
+            "max_num_batched_tokens": self.batched_tokens,
+            "gpu_memory_utilization": self.gpu_memory,
+            "kv_cache_memory_bytes": self.kv_cache_gib and int(self.kv_cache_gib * 2**30),
+            "tensor_parallel_size": self.tensor_parallel,
+            "enforce_eager": self.eager or None,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def server_of(text: str) -> tuple[str, str]:

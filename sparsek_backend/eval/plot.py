@@ -55,13 +55,12 @@ def _draw(axis: Any, rows: Sequence[Row]) -> None:
     axis.axhspan(
         reference["accuracy_low"], reference["accuracy_high"], color="black", alpha=0.08, lw=0
     )
-    series: dict[tuple[str, str, bool], list[Row]] = {}
+    series: dict[tuple[str, str], list[Row]] = {}
     for row in others:
         mode, _, _ = row["label"].replace(",", ":").partition(":")
         _, _, phase = row["label"].partition("sparse_phase=")
-        calibrated = ",budgets=" in row["label"]
-        series.setdefault((mode, phase.split(",")[0] or "both", calibrated), []).append(row)
-    for (mode, phase, calibrated), members in series.items():
+        series.setdefault((mode, phase.split(",")[0] or "both"), []).append(row)
+    for (mode, phase), members in series.items():
         members = sorted(members, key=lambda row: row["prefill_share"] or 1.0)
         x = [_share(row, phase) for row in members]
         y = [row["accuracy"] for row in members]
@@ -71,14 +70,12 @@ def _draw(axis: Any, rows: Sequence[Row]) -> None:
             x,
             y,
             yerr=[below, above],
-            marker="s" if calibrated else _MARKERS.get(phase, "o"),
+            marker=_MARKERS.get(phase, "o"),
             color=_COLOURS.get(mode),
-            linestyle="--" if calibrated else "-" if phase == "both" else ":",
+            linestyle="-" if phase == "both" else ":",
             capsize=3,
             alpha=1.0 if phase == "both" else 0.5,
-            label=mode
-            + (", budgets per head" if calibrated else "")
-            + ("" if phase == "both" else f", sparse {phase}"),
+            label=mode if phase == "both" else f"{mode}, sparse {phase}",
         )
     axis.set_xlim(0.0, 1.02)
     axis.set_ylim(0.0, 1.02)

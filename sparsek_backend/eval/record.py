@@ -1,14 +1,10 @@
 """The record of an evaluation: a JSON line for each score, appended as it is found.
 
-An interrupted evaluation goes on where its record ends.  Lines of four kinds:
+An interrupted evaluation goes on where its record ends.  Lines of three kinds:
 
     {"kind": "run", "run": key, "label": ..., "settings": ..., "machine": ..., ...}
     {"kind": "prompt", "run": key, "task", "variant", "length", "index", "digest", "accuracy", ...}
     {"kind": "text", "run": key, "name", "digest", "tokens", "nll", "nll_second_half"}
-    {"kind": "left_out", "run": key, "of": "prompt" or "text", "length", "prefill", "decode"}
-
-The last kind tells for each phase, with `min_mass`, how many keys the queries left out, and how
-many they select where nothing is left out.
 
 A run's key is made of everything that its scores depend on.
 """

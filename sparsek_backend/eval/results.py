@@ -11,7 +11,8 @@ from typing import Any
 
 from sparsek_backend.csv_file import write_csv_file
 from sparsek_backend.eval.budgets import Budget
-from sparsek_backend.eval.record import SCORES, Row, identity
+from sparsek_backend.eval.prompt import Prompt
+from sparsek_backend.eval.record import SCORES, Row, identity, prompt_row, read_rows
 from sparsek_backend.eval.stats import mcnemar, mean_interval
 
 MEAN = "mean"
@@ -63,7 +64,6 @@ class Run:
         known: whether the settings are known: a server's are not.
         about: its line of the record: machine, backend, seconds.
         rows: its scores.
-        left_out: what it counted of keys that `min_mass` leaves out.
     """
 
     label: str
@@ -71,22 +71,13 @@ class Run:
     known: bool
     about: Row
     rows: Sequence[Row]
-    left_out: Sequence[Row] = ()
 
-    def share(self, phase: str, length: int, of: str = "prompt") -> float | None:
-        """Attended share of the ``prefill`` or the ``decode`` at a length, where it is known.
-
-        Args:
-            of: ``prompt`` or ``text``, for what `min_mass` left out.
-        """
+    def share(self, phase: str, length: int) -> float | None:
+        """Attended share of the ``prefill`` or the ``decode`` at a length, where it is known."""
         if not self.known:
             return None
         budget = Budget(self.label, self.settings)
-        counts = [row[phase] for row in self.left_out if (row["of"], row["length"]) == (of, length)]
-        selected = sum(most for _, most in counts)
-        left_out = sum(keys for keys, _ in counts) / selected if selected else 0.0
-        share = budget.prefill_share if phase == "prefill" else budget.decode_share
-        return share(length, left_out)
+        return (budget.prefill_share if phase == "prefill" else budget.decode_share)(length)
 
 
 def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list[Run]:
@@ -129,7 +120,6 @@ def collect_runs(rows: Sequence[Row], keys: Sequence[str] | None = None) -> list
             known=about[key]["known"],
             about=about[key],
             rows=list(scores[key].values()),
-            left_out=[row for row in rows if row["kind"] == "left_out" and row["run"] == key],
         )
         for key in keys
     ]
@@ -194,6 +184,18 @@ def _compare(groups: Sequence[Sequence[tuple[Row, Row]]], *, is_reference: bool)
     return cell | {"lost": test.lost, "gained": test.gained, "mcnemar_p": test.p}
 
 
+def worst_row(record: Path, prompts: Sequence[Prompt], reference: str, run: str) -> Row:
+    """The length and variant at which a run adds most NLL to the reference's: its row.
+
+    The highest end of the interval counts.  The record may hold other prompts too.
+    """
+    asked = {identity(prompt_row(prompt)) for prompt in prompts}
+    scored = [row for row in read_rows(record) if row["kind"] == "run" or identity(row) in asked]
+    rows = [x for x in retrieval_rows(collect_runs(scored, [reference, run])) if "delta_nll" in x]
+    cells = [row for row in rows if row["task"] == MEAN] or rows
+    return max(cells, key=lambda row: float(row["delta_nll_high"]))
+
+
 def perplexity_rows(runs: Sequence[Run]) -> list[Row]:
     """One flat row for every run that scored texts and every length of them, against the first."""
     reference = {identity(row): row for row in runs[0].rows if row["kind"] == "text"}
@@ -207,7 +209,7 @@ def perplexity_rows(runs: Sequence[Run]) -> list[Row]:
                     "label": run.label,
                     "length": length,
                     "texts": len(here),
-                    "prefill_share": run.share("prefill", length, "text"),
+                    "prefill_share": run.share("prefill", length),
                     **_perplexity(here),
                 }
             )

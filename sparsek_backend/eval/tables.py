@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
+from sparsek_backend.eval.budgets import Budget
 from sparsek_backend.eval.record import Row
 from sparsek_backend.eval.results import MEAN
 
@@ -67,6 +68,23 @@ def perplexity_table(rows: Sequence[Row]) -> Table:
             f"{row['ppl_second_half']:.2f}",
             f"{row['delta_nll']:+.4f}",
             f"{row['delta_nll_second_half']:+.4f}",
+        )
+    return table
+
+
+def tuning_table(tried: Sequence[tuple[Budget, Row]], length: int, loss: float) -> Table:
+    """Pairs of numbers with what they attend of a length, and the rows in which they lose most."""
+    names = ("decode_top_k", "prefill", "decode", "added NLL", "interval", f"holds {loss:g}")
+    table = _table(f"at {length} tokens", "top_k", *names)
+    for budget, row in tried:
+        table.add_row(
+            str(budget.config.top_k),
+            str(budget.config.decode_top_k),
+            f"{budget.prefill_share(length):.0%}",
+            f"{budget.decode_share(length):.0%}",
+            f"{row['delta_nll']:+.3f}",
+            f"{row['delta_nll_low']:+.3f}..{row['delta_nll_high']:.3f}",
+            "yes" if row["delta_nll_high"] <= loss else "no",
         )
     return table
 

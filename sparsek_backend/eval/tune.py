@@ -1,78 +1,56 @@
-"""`sparsek tune`: the cheapest settings whose answers stay within a loss."""
+"""`sparsek tune`: the cheapest `top_k` and `decode_top_k` whose answers stay within a loss."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import fmean
+from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from sparsek_backend.command_line import failing_on, grouped, refuse_set
-from sparsek_backend.eval.allocation import levels_of
-from sparsek_backend.eval.budgets import DENSE, Budget, parse_budget
-from sparsek_backend.eval.calibrate import TASKS_READ, measure, read_prompts
-from sparsek_backend.eval.cli import EngineOptions, QuestionArguments
-from sparsek_backend.eval.prompt import Prompt
-from sparsek_backend.eval.prompt_file import load_prompts, save_prompts
-from sparsek_backend.eval.record import identity, prompt_row, read_rows
-from sparsek_backend.eval.results import collect_runs, retrieval_rows
+from sparsek_backend.command_line import fail, failing_on, grouped
+from sparsek_backend.eval.budgets import Budget, parse_budget
+from sparsek_backend.eval.cli import run_all, take_prompts
+from sparsek_backend.eval.options import EngineOptions, QuestionOptions
+from sparsek_backend.eval.record import Row
+from sparsek_backend.eval.results import worst_row
 from sparsek_backend.eval.runs import LocalModel, Workplace
-from sparsek_backend.eval.search import cheapest, cost_of, worst_loss
-from sparsek_backend.eval.stats import Interval
+from sparsek_backend.eval.tables import tuning_table
 from sparsek_backend.eval.tokenizer import HubTokenizer
 
 SIZES = (4, 8, 16, 32, 64, 128)
-
-app = typer.Typer(
-    rich_markup_mode=None, add_completion=False, context_settings={"max_content_width": 100}
-)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 console = Console()
 
 
-class Trials:
-    """Budgets measured against dense attention, each once.
+def cost_of(budget: Budget, lengths: Sequence[int]) -> float:
+    """Attended share, mean of prefill and decode and of some lengths."""
+    return fmean(budget.prefill_share(n) + budget.decode_share(n) for n in lengths) / 2
 
-    Args:
-        local: the model.
-        place: prompts and record.
-        limit: most added NLL.
+
+def cheapest(
+    sizes: Sequence[int], cost: Callable[[Budget], float], holds: Callable[[Budget], bool]
+) -> Budget | None:
+    """The cheapest pair that holds, where more of either holds too.
+
+    It walks along the border of what holds, and asks less than twice for each size.
     """
-
-    def __init__(self, local: LocalModel, place: Workplace, limit: float) -> None:
-        self._local, self._place, self._limit = local, place, limit
-        self.losses: dict[str, Interval] = {}
-        self.tried: list[Budget] = []
-        self._asked = {identity(prompt_row(prompt)) for prompt in place.prompts.prompts}
-        self._reference = self._run(DENSE)
-
-    def holds(self, budget: Budget) -> bool:
-        """Whether the upper end of the loss's interval is within the limit."""
-        if budget.label not in self.losses:
-            key = self._run(budget)
-            found = collect_runs(read_rows(self._place.record), [self._reference, key])
-            # The record may hold prompts of an earlier search too.
-            runs = [
-                replace(run, rows=[row for row in run.rows if identity(row) in self._asked])
-                for run in found
-            ]
-            self.losses[budget.label] = worst_loss(retrieval_rows(runs), budget.label)
-            self.tried.append(budget)
-        return self.losses[budget.label].high <= self._limit
-
-    def _run(self, budget: Budget) -> str:
-        with console.status(f"{budget.label}: starting") as status:
-            return self._local.run(
-                budget,
-                self._place,
-                lambda count, what: status.update(f"{budget.label}: {what}"),
-            )
+    best, prompts, decodes = None, sorted(sizes), sorted(sizes)
+    while prompts and decodes:
+        budget = parse_budget(f"block_topk:{prompts[-1]},decode_top_k={decodes[0]}")
+        if best is not None and cost(budget) >= cost(best):
+            prompts.pop()
+        elif holds(budget):
+            best = budget
+            prompts.pop()
+        else:
+            decodes.pop(0)
+    return best
 
 
 @app.command()
@@ -80,120 +58,49 @@ class Trials:
 def tune(
     model: Annotated[str, typer.Argument(help="Model folder or name.")],
     *,
-    loss: Annotated[
-        float, typer.Option(help="Most added NLL of the right answers, nats per token.")
-    ] = 0.01,
+    loss: Annotated[float, typer.Option(help="Most added NLL of right answers.")] = 0.01,
     size: Annotated[
-        list[int] | None,
-        typer.Option(help=f"top_k to try. Repeatable; by default {', '.join(map(str, SIZES))}."),
+        list[int] | None, typer.Option(help=f"Blocks to try; by default {SIZES}. Repeatable.")
     ] = None,
-    dense_last: Annotated[
-        list[int] | None, typer.Option(help="dense_last to try. Repeatable; by default 64 and 0.")
-    ] = None,
-    calibrated: Annotated[
-        bool,
-        typer.Option(
-            "--calibrated/--equal", help="Also try budgets per layer and KV head, or not."
-        ),
-    ] = True,
-    prompts: Annotated[
-        Path | None, typer.Option(help="A prompt file, for a model without a tokenizer.")
-    ] = None,
-    asked: QuestionArguments,
+    prompts: Annotated[Path | None, typer.Option(help="A file of prompts to ask.")] = None,
+    asked: QuestionOptions,
     engine: EngineOptions,
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("tune-results"),
-    commit: Annotated[str, typer.Option(help="Commit to record where there is no git.")] = "",
 ) -> None:
-    """Search settings by the NLL of right answers, and print the cheapest that hold.
+    """Search `top_k` and `decode_top_k` by the NLL of right answers; print the cheapest that hold.
 
-    Settings hold where the upper end of the 95 % interval is within --loss.  The same command
-    continues an interrupted search.
+    They hold where the upper end of the 95 % interval is within --loss.  The same command continues
+    an interrupted search.
     """
+    tried: list[tuple[Budget, Row]] = []
     with failing_on(ValueError, ImportError, RuntimeError, OSError):
-        file = prompts or out / "prompts.json.gz"
-        if prompts is not None:
-            refuse_set(asked, "prompts: the file has the prompts")
-        else:
-            options = asked.checked()
-            found = options.make(HubTokenizer(model, asked.chat), {"model": Path(model).name})
-            save_prompts(file, found)
-        found = load_prompts(file)
-        _check_counts(found.prompts)
-        lengths = sorted({prompt.length for prompt in found.prompts})
-        sizes = [
-            k
-            for k in sorted(set(size or SIZES))
-            if parse_budget(f"block_topk:{k}").decode_share(lengths[0]) < 1.0
-        ]
+        asked.check(prompts)
+        tokenizer = partial(HubTokenizer, model, asked.chat)
+        asks, file = take_prompts(prompts, asked, tokenizer, model, out / "prompts.json.gz")
+        kinds = Counter((one.task, one.variant, one.length) for one in asks.prompts)
+        if (fewest := min(kinds.values(), default=0)) < 2:  # an interval of one has no width
+            raise ValueError(f"prompts-per-task: expected at least 2 prompts each, got {fewest}")
+        lengths = sorted({prompt.length for prompt in asks.prompts})
+        some = {k: parse_budget(f"block_topk:{k},decode_top_k={k}") for k in size or SIZES}
+        sizes = [k for k, budget in some.items() if budget.decode_share(lengths[0]) < 1.0]
         if not sizes:
             raise ValueError(f"size: expected one that leaves something out of {lengths[0]} tokens")
-        lasts = list(dict.fromkeys((64, 0) if dense_last is None else dense_last))
-        families = [[parse_budget(f"block_topk:{k},dense_last={n}") for k in sizes] for n in lasts]
-        if calibrated:
-            paths = _calibrate(model, sizes, out, lengths[0], file)
-            families += [
-                [parse_budget(f"block_topk:{k},dense_last={n},budgets={p}") for k, p in paths]
-                for n in lasts
-            ]
-        trials = Trials(
-            LocalModel(model, engine.arguments()),
-            Workplace(found, file, out / "tune.jsonl", commit),
-            loss,
-        )
-        best = cheapest(families, lambda budget: cost_of(budget, lengths), trials.holds)
-    console.print(_table(trials, lengths, loss))
+        place = Workplace(asks, file, out / "tune.jsonl")
+        local = LocalModel(model, engine.arguments())
+
+        def score(budget: Budget) -> str:
+            return run_all(asks, [(budget.label, partial(local.run, budget, place))])[0]
+
+        def holds(budget: Budget) -> bool:
+            worst = worst_row(place.record, asks.prompts, reference, score(budget))
+            tried.append((budget, worst))
+            return float(worst["delta_nll_high"]) <= loss
+
+        reference = score(parse_budget("dense"))
+        best = cheapest(sizes, lambda budget: cost_of(budget, lengths), holds)
+    console.print(tuning_table(tried, lengths[-1], loss))
     if best is None:
-        console.print(
-            f"nothing holds a loss of {loss:g}; allow more, or narrow the interval with more "
-            "prompts (--prompts-per-task)"
-        )
-        raise typer.Exit(1)
+        raise fail(f"nothing holds a loss of {loss:g}; allow more, or ask more prompts")
+    found = {"top_k": best.config.top_k, "decode_top_k": best.config.decode_top_k}
     console.print(f"cheapest that hold {loss:g}: {best.label}")
-    config = best.config
-    settings: dict[str, Any] = {"top_k": config.top_k, "dense_last": config.dense_last}
-    if config.budgets is not None:
-        settings["budgets"] = str(Path(best.label.partition("budgets=")[2]).resolve())
-    console.print(f"--additional-config '{json.dumps({'sparsek': settings})}'", soft_wrap=True)
-
-
-def _check_counts(prompts: Sequence[Prompt]) -> None:
-    """Refuse single prompts: an interval of one has no width, and would always hold."""
-    counts = Counter((one.task, one.variant, one.length) for one in prompts)
-    fewest = min(counts.values(), default=0)
-    if fewest < 2:
-        raise ValueError(
-            "prompts-per-task: expected at least 2 prompts of each task, variant and length, "
-            f"got {fewest}"
-        )
-
-
-def _calibrate(
-    model: str, sizes: list[int], out: Path, length: int, prompts: Path
-) -> list[tuple[int, Path]]:
-    """Files of budgets for each mean; curves are measured once."""
-    levels = sorted({level for size in sizes for level in levels_of(size)})
-    try:
-        ids = read_prompts(model, tasks=TASKS_READ, length=length, count=1, seed=1 << 16, file=None)
-    except ValueError:  # no tokenizer
-        ids = read_prompts(model, tasks=TASKS_READ, length=length, count=1, seed=0, file=prompts)
-    base = parse_budget(f"block_topk:{sizes[0]}")
-    found = measure(model, ids, base, levels, tasks=list(TASKS_READ), length=length)
-    return [(k, found.budgets(k, "head").save(out / f"budgets-{k}.json")) for k in sizes]
-
-
-def _table(trials: Trials, lengths: list[int], loss: float) -> Table:
-    table = Table(title=f"at {lengths[-1]} tokens", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("settings", overflow="fold")
-    for name in ("prefill", "decode", "added NLL", "95 % interval", f"holds {loss:g}"):
-        table.add_column(name, justify="right")
-    for budget in sorted(trials.tried, key=lambda one: cost_of(one, lengths)):
-        found = trials.losses[budget.label]
-        table.add_row(
-            budget.label,
-            f"{budget.prefill_share(lengths[-1]):.1%}",
-            f"{budget.decode_share(lengths[-1]):.1%}",
-            f"{found.mean:+.4f}",
-            f"{found.low:+.4f}..{found.high:+.4f}",
-            "yes" if found.high <= loss else "no",
-        )
-    return table
+    console.print(f"--additional-config '{json.dumps({'sparsek': found})}'", soft_wrap=True)

@@ -12,7 +12,6 @@ from sparsek_backend.eval.engine import (
     LocalScorer,
     backend_report,
     close_engine,
-    count_left_out,
     open_scoring_engine,
 )
 from sparsek_backend.eval.job import pending, score
@@ -44,7 +43,6 @@ def work(data: Mapping[str, Any]) -> dict[str, Any]:
             run=data["run"],
             batch=data["batch"],
             on_progress=lambda count, what: report_progress(f"{count} {what}"),
-            left_out=count_left_out,
         )
         row["backend"] = backend_report(settings)
         row["seconds"] = time.perf_counter() - begin

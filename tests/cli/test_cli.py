@@ -17,9 +17,7 @@ runner = CliRunner()
 def test_help_names_every_command() -> None:
     result = runner.invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in (
-        "doctor", "model", "eval", "calibrate", "tune", "bench", "patterns", "train-demo"
-    ):  # fmt: skip
+    for command in ("doctor", "model", "eval", "tune", "bench", "patterns", "train-demo"):
         assert command in result.output
 
 
@@ -47,7 +45,7 @@ def test_unknown_command_is_named() -> None:
     assert "serve" in result.output
 
 
-@pytest.mark.parametrize("command", ["bench", "eval", "calibrate", "tune", "patterns"])
+@pytest.mark.parametrize("command", ["bench", "eval", "tune", "patterns"])
 def test_group_help_belongs_to_the_command_behind(command: str) -> None:
     result = runner.invoke(app, [command, "--help"])
     assert result.exit_code == 0

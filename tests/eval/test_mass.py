@@ -62,9 +62,6 @@ def test_a_selection_catches_at_most_the_best_choice(tile: int) -> None:
     more, _, of_more = measure(q, k, v, replace(policy, top_k=9), DIM**-0.5)
     assert (more > caught).all()
     assert (of_more > attended).all()
-    fewer, _, of_fewer = measure(q, k, v, replace(policy, top_k=9, min_mass=0.07), DIM**-0.5)
-    assert (fewer < more).all()
-    assert (of_fewer < of_more).all()
 
 
 def test_a_key_that_takes_all_attention_is_caught() -> None:

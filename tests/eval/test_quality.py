@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sparsek_backend.eval.budgets import Budget, parse_budgets
-from sparsek_backend.eval.options import PromptOptions
+from sparsek_backend.eval.budgets import Budget
+from sparsek_backend.eval.options import BudgetOptions, PromptOptions
 from sparsek_backend.eval.prompt_file import save_prompts
 from sparsek_backend.eval.record import read_rows
 from sparsek_backend.eval.results import collect_runs, perplexity_rows, retrieval_rows
@@ -39,34 +39,25 @@ def test_added_nll_stays_within_its_bars(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("sparsek_backend.eval.runs.SILENCE_LIMIT", SECONDS)
     model = str(fetch_model())
     tokenizer = HubTokenizer(model)
-    options = PromptOptions(
-        tasks=("single",),
-        variants=("plain",),
-        lengths=(TEXT_LENGTH,),
-        prompts_per_task=0,
-        texts=1,
-        text_length=TEXT_LENGTH,
-        texts_folder=None,
-        seed=0,
-    )
-    made = options.make(tokenizer, {})
+    options = PromptOptions(prompts_per_task=0, texts=1, text_length=TEXT_LENGTH)
+    made = options.make(tokenizer, model)
     questions = {
         length: questions_of_one_text(tokenizer, length=length, count=QUESTIONS)
         for length in ANSWERS
     }
     longest_first = [*ANSWERS[8000], *ANSWERS[4096], *LIMITS]
-    budgets = parse_budgets(list(dict.fromkeys(longest_first)))
+    budgets = BudgetOptions(list(dict.fromkeys(longest_first))).parsed()
     local = LocalModel(model)
 
     def run(budget: Budget) -> str:
         """Score what has a bar: one engine for each budget, and one for dense attention."""
         prompts = replace(
             made,
-            texts=made.texts if budget.is_dense or budget.label in LIMITS else (),
+            texts=made.texts if budget.settings is None or budget.label in LIMITS else (),
             prompts=[
                 prompt
                 for length, bars in ANSWERS.items()
-                if budget.is_dense or budget.label in bars
+                if budget.settings is None or budget.label in bars
                 for prompt in questions[length]
             ],
         )

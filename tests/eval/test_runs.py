@@ -135,40 +135,6 @@ def test_runs_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
     assert mean["decode_share"] == pytest.approx(604 / 1201)
 
 
-def test_the_share_is_what_was_attended(tmp_path: Path) -> None:
-    """Counts of calls of one length add up; texts count apart."""
-    tokenizer, record, label = WordTokenizer(), tmp_path / "r.jsonl", "block_topk:4,min_mass=0.01"
-    made = make_prompts(
-        tokenizer, tasks=TASKS, variants=("plain",), lengths=(1200, 1700), count=2, seed=0
-    )
-    prompts = PromptSet(list(made), [("speech", tuple(range(1200)))])
-    settings, calls = parse_budget(label).settings, []
-
-    def counts() -> dict[str, list[float]]:
-        """Every call leaves out a tenth of a text's keys, later ones twice as much as before."""
-        calls.append(1)
-        after = len(calls) // 2
-        return {"prefill": [10.0 * (2**after - 1), 100.0 * after], "decode": [0.0, 7.0 * after]}
-
-    key = run_key({"label": label})
-    about = {"label": label, "settings": settings, "known": True, "model": "m", "machine": {}}
-    append_rows(record, [{"kind": "run", "run": key, **about}])
-    options = {"record": record, "run": key, "on_progress": lambda count, what: None}
-    score(Reader(tokenizer), prompts, batch=4, left_out=counts, **options)
-    assert not pending(prompts, record, key).prompts
-    (found,) = collect_runs(read_rows(record))
-    budget = parse_budget(label)
-    left_out = {("text", 1200): 0.1, ("prompt", 1200): 0.3, ("prompt", 1700): 1.2}
-    for (of, length), share in left_out.items():
-        assert found.share("prefill", length, of) == budget.prefill_share(length, share)
-        assert found.share("decode", length, of) == budget.decode_share(length)
-    assert found.share("prefill", 1200) < budget.prefill_share(1200)
-    assert found.share("prefill", 999) == budget.prefill_share(999)
-    (text,) = perplexity_rows([found])
-    assert text["prefill_share"] == budget.prefill_share(1200, 0.1)
-    assert retrieval_rows([found])[0]["prefill_share"] == budget.prefill_share(1200, 0.3)
-
-
 def test_only_prompts_that_both_runs_scored_are_compared(tmp_path: Path) -> None:
     tokenizer, record = WordTokenizer(), tmp_path / "r.jsonl"
     prompts = prompt_set(tokenizer)

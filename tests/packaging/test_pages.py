@@ -19,7 +19,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 START = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
 BEHIND = {
     "eval": "sparsek_backend.eval.cli",
-    "calibrate": "sparsek_backend.eval.calibrate",
     "tune": "sparsek_backend.eval.tune",
     "bench": "sparsek_backend.bench.cli",
     "patterns": "sparsek_backend.patterns.tools.cli",

@@ -15,10 +15,11 @@ from sparsek_kernels.paged.checks import (
     check_batch_layout,
     check_cache,
     check_cache_dtype,
-    check_pages,
     check_rotation,
     check_summary,
     check_triton_layout,
+    fit_both,
+    fit_pages,
 )
 from sparsek_kernels.paged.index.base import Indexer, Indexers
 from sparsek_kernels.paged.index.key_means import KeyMeans
@@ -231,7 +232,9 @@ def paged_attention(
             dimension of every tensor is contiguous, and V is as wide as K).
         batch: the requests.
         policy: what prompts and decoded tokens attend (docs/selection.md); one policy alone gives
-            decoded tokens as many tokens as a tile (:meth:`StepPolicy.of`).
+            decoded tokens as many tokens as a tile (:meth:`StepPolicy.of`).  A page holds whole
+            blocks that are selected, or such a block whole pages; without a selection any multiple
+            of 16 will do.
         softmax_scale: default ``D ** -0.5``.
         k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8 of :func:`write_kv` or
             :func:`write_index`; needed by indexers that read it.
@@ -253,9 +256,9 @@ def paged_attention(
         NotImplementedError: an fp8 cache, or ``batch_invariant``, on a CPU; ``batch_invariant``
             with an indexer that is not.
     """
-    rule = StepPolicy.of(policy)
-    indexers = default_indexers(rule) if indexers is None else indexers
     _, page_size, dim = check_cache(k_cache, v_cache)
+    rule = fit_both(StepPolicy.of(policy), page_size)
+    indexers = default_indexers(rule) if indexers is None else indexers
     check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, k_cache.device)
     check_batch(q, batch, k_cache)
     if rule.selects_blocks and indexers.reads_pages and k_summary is None:
@@ -312,7 +315,7 @@ def check_segment(operands: PagedOperands, segment: Segment, index: Indexer | No
     check_heads(q.shape[1], heads)
     check_cache_dtype(k_cache, q.dtype, operands.k_scale, operands.v_scale)
     check_summary(operands.k_summary, k_cache)
-    check_pages(policy, page_size)
+    fit_pages(policy, page_size)
     check_batch(q, batch, k_cache, shared=operands.lse is not None)
     if index is not None:
         index.check(policy, k_cache, q.shape[1])

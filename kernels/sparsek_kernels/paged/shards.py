@@ -18,7 +18,7 @@ from sparsek_kernels.checks import check_scale
 from sparsek_kernels.paged.api import check_segment, default_indexers
 from sparsek_kernels.paged.attend import attend
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.checks import check_cache
+from sparsek_kernels.paged.checks import check_cache, fit_both
 from sparsek_kernels.paged.index.base import Indexer
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
@@ -60,10 +60,10 @@ def attend_shard(
         TypeError, ValueError: an argument does not fit; the message names it.
         NotImplementedError: an indexer of whole sequences, or a layout that the kernels lack.
     """
-    _, _, dim = check_cache(k_cache, v_cache)
+    _, page_size, dim = check_cache(k_cache, v_cache)
     if batch.num_prefills:
         raise ValueError(f"batch: expected decodes alone, got {batch.num_prefills} prefills")
-    rule = StepPolicy.of(policy)
+    rule = fit_both(StepPolicy.of(policy), page_size)
     segment = Segment(batch, rule.decode)
     if rule.decode.selects_blocks and index is None:
         index = default_indexers(rule).of(segment)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from sparsek_backend.vllm_backend.engine import current_engine
 from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_kernels.paged.api import attend_segment, write_index, write_kv
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.checks import fit_both
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment, plan_step, plan_tokens
 from sparsek_kernels.paged.policy import StepPolicy
@@ -145,13 +145,10 @@ class SparseKImpl(AttentionImpl):
         if self.may_select and full_attention:
             site = LayerSite(layer_index, self.num_kv_heads, owner is self, device)
             self.own = select_by_settings(self._engine, site)
-        policy = self.own.policy
+        policy = fit_both(self.policy, page_size)
+        self.own = replace(self.own, policy=policy)
         if not policy.selects_blocks:
-            size = policy.prefill.sel_block_size
-            if page_size % size and size % page_size:
-                one = replace(policy.prefill, sel_block_size=math.gcd(page_size, size))
-                self.own = replace(self.own, policy=StepPolicy(one, one))
-            return self.own.policy
+            return policy
         if not isinstance(owner, SparseKImpl):
             raise NotImplementedError(
                 "SPARSEK: a layer that selects blocks shares the KV cache of another backend's "

@@ -121,6 +121,7 @@ def top_blocks(call: Selection, step: Step, out: torch.Tensor, scores: Scores) -
         batch.cu_seqlens_q,
         policy.dense_below,
         step.first,
+        call.width,
         *out.stride()[:2],
         *scores.strides,
         FROM_LOGITS=scores.logit_rows > 0,
