@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from sparsek_backend.config import SparsityConfig, resolve_config
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.policy import StepPolicy
 
 _MODES: dict[str, dict[str, Any]] = {
     "block_topk": {"mode": "block_topk", "num_sink": 64, "window_size": 512, "top_k": 16},
@@ -45,22 +45,20 @@ class Budget:
         """The settings with their defaults."""
         return resolve_config(self.settings or {"mode": "dense"}, {}).config
 
-    def policy(self, layer: int = 0) -> SelectionPolicy:
-        """The selection policy of a layer, were it not kept dense."""
+    def policy(self, layer: int = 0) -> StepPolicy:
+        """The policies of a layer, were it not kept dense."""
         return self.config.model_copy(update={"dense_layers": 0}).policy_for(layer)
 
     def prefill_share(self, length: int) -> float:
         """Keys that a prompt of ``length`` tokens, one chunk, attends, over dense attention's."""
-        position, policy = np.arange(length), self.policy()
+        position, policy = np.arange(length), self.policy().prefill
         dense = position >= length - policy.dense_last
         attended = np.where(dense, position + 1, policy.attended_tokens(position))
         return float(attended.sum()) / (length * (length + 1) // 2)
 
     def decode_share(self, length: int) -> float:
         """Keys that the first token decoded after ``length`` attends, over those before it."""
-        if self.config.dense_decode:
-            return 1.0
-        return float(self.policy().per_token().attended_tokens(length)) / (length + 1)
+        return float(self.policy().decode.attended_tokens(length)) / (length + 1)
 
 
 def parse_budget(text: str) -> Budget:

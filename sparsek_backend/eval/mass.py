@@ -16,8 +16,9 @@ import torch
 
 from sparsek_backend.eval.layers import LayerReader
 from sparsek_backend.pyplot import import_pyplot, write_figure
-from sparsek_kernels.paged.lists import block_lists
-from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.index.base import Indexer
+from sparsek_kernels.paged.index.vertical_slash import VerticalSlash, block_lists
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy, ceil_div
 
 PHASES = ("prefill", "decode")
 COLUMNS = ("phase", "layer", "kv_head", "caught", "best", "attended")
@@ -73,7 +74,7 @@ def measure(
     v: torch.Tensor,
     policy: SelectionPolicy,
     softmax_scale: float,
-    lists: torch.Tensor | None = None,
+    index: Indexer | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Caught and best mass, and the attended share of the keys, each ``[Hkv]``.
 
@@ -81,7 +82,8 @@ def measure(
 
     Args:
         q: ``[1, N, Hq, D]``; k, v: ``[1, N, Hkv, D]``.
-        lists: of :func:`sparsek_kernels.paged.block_lists`, for tiles that follow it.
+        policy: of their phase.
+        index: what chooses; default: that of ordinary models.
 
     Raises:
         ValueError: the budget covers the context, so that there is nothing to select.
@@ -98,7 +100,7 @@ def measure(
     rows = torch.linspace(first, length - 1, min(_ROWS, length - first)).long().to(q.device)
     masses = block_masses(q[0], k[0], rows, size=size, softmax_scale=softmax_scale)
     blocks = ceil_div(length, size)
-    indices = block_indices(q, k, v, policy, softmax_scale, lists)[0, rows].long()  # [R, Hkv, S]
+    indices = block_indices(q, k, v, policy, softmax_scale, index)[0, rows].long()  # [R, Hkv, S]
     attended = torch.zeros(*masses.shape[:2], blocks + 1, dtype=torch.bool, device=q.device)
     attended.scatter_(2, torch.where(indices < 0, blocks, indices), True)
     attended = attended[..., :blocks]
@@ -119,7 +121,7 @@ def measure(
 def measure_model(
     model: str,
     ids: Sequence[int],
-    policy_of: Callable[[int], SelectionPolicy],
+    policy_of: Callable[[int], StepPolicy],
     *,
     entries: Mapping[int, torch.Tensor] | None = None,
     on_layer: Callable[[int], None] = lambda layer: None,
@@ -127,7 +129,7 @@ def measure_model(
     """Run a model over token ids and measure every causal layer of full attention.
 
     Args:
-        policy_of: the policy of the layer with an index.
+        policy_of: the policies of the layer with an index.
         entries: of the layers whose prefills follow a learned list (`PrefillPattern.entries`).
 
     Raises:
@@ -139,11 +141,13 @@ def measure_model(
     def record(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
         policy = policy_of(layer)
         own = None if entries is None else entries.get(layer)
-        lists = None if own is None else block_lists(own, policy).to(q.device)
-        for phase, rule, of_phase in zip(
-            PHASES, (policy, policy.per_token()), (lists, None), strict=True
+        lists = None
+        if own is not None:
+            lists = VerticalSlash(block_lists(own, policy.prefill).to(q.device))
+        for phase, rule, index in zip(
+            PHASES, (policy.prefill, policy.decode), (lists, None), strict=True
         ):
-            shares = measure(q, k, v, rule, scale, of_phase)
+            shares = measure(q, k, v, rule, scale, index)
             found.append(Mass(phase, layer, *(x.cpu() for x in shares)))
         on_layer(layer)
 

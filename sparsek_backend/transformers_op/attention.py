@@ -10,13 +10,13 @@ import torch.nn.functional as F
 
 from sparsek_backend.transformers_op.dense import attend_dense
 from sparsek_backend.transformers_op.mask import LazyMask
-from sparsek_backend.transformers_op.policy import policy_of
+from sparsek_backend.transformers_op.policy import selection_of
 from sparsek_backend.transformers_op.sequences import attend, attend_packed, flash_attend
 from sparsek_backend.transformers_op.topk import AttentionRule
 from sparsek_backend.transformers_op.visibility import Packing, Visibility
 from sparsek_kernels.checks import MAX_HEAD_DIM
 from sparsek_kernels.fallback import count_fallback
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 
 # Offsets and rules are read on the host, between compiled graphs.
@@ -95,10 +95,10 @@ def sparsek_attention(
     mask = cast(LazyMask, mask)  # every other mask has a reason
     rule = mask.rule
     # Chunks bound what a query attends, as a window does: neither is made sparser.
-    policy = SelectionPolicy()
+    policy, indexers = StepPolicy.of(SelectionPolicy()), None
     if rule.causal and not rule.chunked:
-        policy = policy_of(module, rule.window_size)
-    served = AttentionRule(policy, scale, s_aux)
+        policy, indexers = selection_of(module, rule.window_size)
+    served = AttentionRule(policy, scale, s_aux, indexers)
     width = v.shape[-1]
     if width != q.shape[-1]:  # a pad of nothing would copy
         q, k, v = (F.pad(x, (0, max(q.shape[-1], width) - x.shape[-1])) for x in (q, k, v))

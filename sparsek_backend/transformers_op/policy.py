@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 
 from sparsek_backend.config import ConfigError, SparsityConfig, resolve_config
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.index.base import Indexers
+from sparsek_kernels.paged.index.infllm import InfLLM
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 _FIELD = "sparsek"
 _SERVED_BY_VLLM = (("mode", "pattern"), ("mode", "seer"), ("sparse_phase", "prefill"))
 """Values of settings that nothing here would heed."""
 
-_policies: WeakKeyDictionary[torch.nn.Module, tuple[object, SelectionPolicy]] = WeakKeyDictionary()
+Selection: TypeAlias = tuple[StepPolicy, Indexers | None]
+"""What a layer attends, and what chooses its blocks: ``None`` for those of ordinary models."""
+
+_selections: WeakKeyDictionary[torch.nn.Module, tuple[object, Selection]] = WeakKeyDictionary()
 
 
 def configure(model: torch.nn.Module, **settings: Any) -> SparsityConfig:
@@ -74,17 +79,19 @@ def settings_of(config: Any) -> SparsityConfig:
     return _resolve(getattr(config, _FIELD, None), config)
 
 
-def policy_of(module: torch.nn.Module, sliding_window: int | None) -> SelectionPolicy:
-    """Policy of one attention layer: its model's own window, or SparseK's settings.
+def selection_of(module: torch.nn.Module, sliding_window: int | None) -> Selection:
+    """Return what one attention layer attends: its model's own window, or SparseK's settings.
 
     Settings are resolved once per layer, and again when the stored ones change.
     """
     if sliding_window is not None:
-        return SelectionPolicy(window_size=sliding_window)
+        return StepPolicy.of(SelectionPolicy(window_size=sliding_window)), None
     stored = getattr(module.config, _FIELD, None)
-    known = _policies.get(module)
+    known = _selections.get(module)
     if known is None or known[0] != stored:
-        index = getattr(module, "layer_idx", None)
-        policy = settings_of(module.config).policy_for(0 if index is None else index)
-        known = _policies[module] = (None if stored is None else dict(stored), policy)
+        index, settings = getattr(module, "layer_idx", None), settings_of(module.config)
+        policy = settings.policy_for(0 if index is None else index)
+        indexers = Indexers(InfLLM(), InfLLM()) if settings.mode == "infllm" else None
+        known = (None if stored is None else dict(stored), (policy, indexers))
+        _selections[module] = known
     return known[1]

@@ -26,8 +26,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRul
         k, v: ``[B, M, Hkv, D]``.
         rule: what a query attends.
     """
-    num_q, num_k, policy = q.shape[1], k.shape[1], rule.policy
-    first, last = split_queries(policy.per_token() if num_q == 1 else policy, num_q, num_k)
+    num_q, num_k, policy = q.shape[1], k.shape[1], rule.of(q.shape[1])
+    first, last = split_queries(policy, num_q, num_k)
     if first == last:
         return flash_attend(q, k, v, rule.dense())
     if _is_flash_mask(policy):
@@ -65,7 +65,7 @@ def attend_packed(
         q: ``[1, T, Hq, D]``; k, v: ``[1, S, Hkv, D]``.
         starts_q: offsets of the sequences' queries, the end included; starts_k: of their keys.
     """
-    if _is_flash_mask(rule.policy):
+    if all(_is_flash_mask(one) for one in (rule.policy.prefill, rule.policy.decode)):
         return flash_attend(q, k, v, rule, (starts_q, starts_k))
     parts = [
         attend(q[:, q_lo:q_hi], k[:, k_lo:k_hi], v[:, k_lo:k_hi], rule)
@@ -101,6 +101,7 @@ def flash_attend(
         q: ``[B, N, Hq, D]``; k, v: ``[B, M, Hkv, D]``.
         starts: offsets of packed queries and of packed keys, the end included.
     """
+    policy = rule.of(q.shape[1])
     cu_seqlens_q, cu_seqlens_k = (
         torch.tensor(x, dtype=torch.int32, device=q.device) if x is not None else None
         for x in starts or (None, None)
@@ -109,8 +110,8 @@ def flash_attend(
         q,
         k,
         v,
-        num_sink=rule.policy.num_sink,
-        window_size=rule.policy.window_size,
+        num_sink=policy.num_sink,
+        window_size=policy.window_size,
         causal=causal,
         sinks=rule.sinks,
         softmax_scale=rule.softmax_scale,

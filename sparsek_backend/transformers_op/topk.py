@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -9,13 +10,16 @@ import torch
 
 from sparsek_kernels.nsa.api import selected_attention
 from sparsek_kernels.paged import (
+    Indexer,
+    Indexers,
     PagedBatch,
     SelectionPolicy,
+    StepPolicy,
     paged_attention,
     select_blocks,
-    write_means,
+    write_index,
 )
-from sparsek_kernels.paged.infllm.means import keeps_means
+from sparsek_kernels.paged.api import default_indexers
 from sparsek_kernels.paged.lengths import batch_of_lengths, pages_of
 
 
@@ -24,48 +28,51 @@ class AttentionRule:
     """How queries attend.
 
     Args:
-        policy: what a query attends.
+        policy: what prompts and decoded tokens attend.
         softmax_scale: factor of ``q . k``.
         sinks: ``[Hq]`` learned logits of the denominator, or ``None``.
+        indexers: what chooses blocks; ``None``: :func:`default_indexers`.
     """
 
-    policy: SelectionPolicy
+    policy: StepPolicy
     softmax_scale: float
     sinks: torch.Tensor | None
+    indexers: Indexers | None = None
+
+    def of(self, num_q: int) -> SelectionPolicy:
+        """What ``num_q`` queries attend: one is a decoded token, several are a prompt's."""
+        return self.policy.decode if num_q == 1 else self.policy.prefill
 
     def dense(self) -> AttentionRule:
         """The same with everything attended."""
-        return replace(self, policy=SelectionPolicy())
+        return replace(self, policy=StepPolicy.of(SelectionPolicy()))
 
 
 def _paged(
-    k: torch.Tensor, v: torch.Tensor, num_q: int, policy: SelectionPolicy
+    k: torch.Tensor, v: torch.Tensor, num_q: int, policy: StepPolicy, indexers: Indexers
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedBatch]:
-    """Keys ``[B, M, Hkv, D]`` and values as pages of one block, with their summaries."""
+    """Keys ``[B, M, Hkv, D]`` and values as pages of whole blocks, with what indexers read."""
     batch, num_k = k.shape[:2]
-    by_means = keeps_means(policy, k.device)
+    page_size = math.lcm(policy.prefill.sel_block_size, policy.decode.sel_block_size)
     k_cache, v_cache, summary, table = pages_of(
-        k, v, policy.sel_block_size, write_summary=not by_means
+        k, v, page_size, write_summary=indexers.written_with_keys
     )
     lengths = (num_k,) * batch
     decodes = batch if num_q == 1 else 0
     described = batch_of_lengths(table, (num_q,) * batch, lengths, decodes=decodes)
-    if by_means:
-        write_means(k_cache, summary, batch_of_lengths(table, lengths, lengths))
+    if indexers.written_once is not None:
+        every = batch_of_lengths(table, lengths, lengths)
+        write_index(k_cache, summary, every, policy.decode, indexers.written_once)
     return k_cache, v_cache, summary, described
-
-
-def _selecting(policy: SelectionPolicy, num_q: int) -> SelectionPolicy:
-    """The policy by which ``num_q`` queries select: single tokens have a selection of their own."""
-    return policy.per_token() if num_q == 1 or policy.query_tile == 1 else policy
 
 
 def attend_selected(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
     """Attention ``[B, N, Hq, D]`` of the last N tokens to the blocks that they select."""
+    indexers = rule.indexers or default_indexers(rule.policy)
     with torch.no_grad():
-        k_cache, v_cache, summary, batch = _paged(k, v, q.shape[1], rule.policy)
+        k_cache, v_cache, summary, batch = _paged(k, v, q.shape[1], rule.policy, indexers)
         out = paged_attention(
             q.flatten(0, 1),
             k_cache,
@@ -75,6 +82,7 @@ def attend_selected(
             softmax_scale=rule.softmax_scale,
             k_summary=summary,
             sinks=rule.sinks,
+            indexers=indexers,
         )
     return out.view(*q.shape[:2], *out.shape[1:])
 
@@ -85,38 +93,40 @@ def block_indices(
     v: torch.Tensor,
     policy: SelectionPolicy,
     softmax_scale: float,
-    lists: torch.Tensor | None = None,
+    index: Indexer | None = None,
 ) -> torch.Tensor:
     """Every block that each query attends: ``[B, N, Hkv, S]`` int32, -1 for none.
 
     The queries are the last N tokens, and none of them sees everything.
 
     Args:
-        lists: of :func:`sparsek_kernels.paged.block_lists`, for tiles that follow it instead of
-            scores.
+        policy: what they attend.
+        index: what chooses; default: that of :func:`default_indexers`.
     """
     batch, num_q = q.shape[:2]
     num_k, heads = k.shape[1], k.shape[2]
-    rule = _selecting(policy, num_q)
+    alone = policy if policy.query_tile == 1 else policy.per_token()
+    step = StepPolicy(policy, alone)
+    indexers = default_indexers(step) if index is None else Indexers(index, index)
     with torch.no_grad():
-        k_cache, _, summary, described = _paged(k, v, num_q, policy)
+        k_cache, _, summary, described = _paged(k, v, num_q, step, indexers)
         per_request = select_blocks(
             q.flatten(0, 1).to(k_cache.dtype),
             k_cache,
             described,
-            policy,
+            step,
             k_summary=summary,
             softmax_scale=softmax_scale,
-            lists=lists,
+            indexers=indexers,
         )
         position = torch.arange(num_k - num_q, num_k, device=q.device)
-        tile_of_row = position // rule.query_tile
+        tile_of_row = position // policy.query_tile
         tile_of_row = tile_of_row - tile_of_row[0]
         chosen = torch.stack([rows[tile_of_row] for rows in per_request])  # [B, N, Hkv, top]
-        first, end = (block[:, None] for block in rule.local_range(position))
-        sink = torch.arange(rule.sink_blocks, device=q.device)
+        first, end = (block[:, None] for block in policy.local_range(position))
+        sink = torch.arange(policy.sink_blocks, device=q.device)
         sink = torch.where(sink < first, sink, -1)
-        local = first + torch.arange(rule.local_blocks, device=q.device)
+        local = first + torch.arange(policy.local_blocks, device=q.device)
         local = torch.where(local < end, local, -1)
         fixed = torch.cat([sink, local], dim=1)[None, :, None].expand(batch, -1, heads, -1)
         return torch.cat([fixed, chosen], dim=3).to(torch.int32)
@@ -129,8 +139,11 @@ def attend_selected_with_gradient(
 
     The last ``leave_out`` queries take part in the selection of their tile and get no output.
     """
-    indices = block_indices(q, k, v, rule.policy, rule.softmax_scale)
-    size = _selecting(rule.policy, q.shape[1]).sel_block_size
+    policy = rule.of(q.shape[1])
+    indexers = rule.indexers or default_indexers(rule.policy)
+    index = indexers.decode if q.shape[1] == 1 else indexers.prefill
+    indices = block_indices(q, k, v, policy, rule.softmax_scale, index)
+    size = policy.sel_block_size
     if leave_out:
         q, k, v, indices = (x[:, :-leave_out] for x in (q, k, v, indices))
     found = selected_attention(

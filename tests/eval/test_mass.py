@@ -18,7 +18,7 @@ from sparsek_backend.eval.mass import (
     plot_masses,
     write_masses,
 )
-from sparsek_kernels.paged.lists import block_lists, listed_blocks
+from sparsek_kernels.paged.index.vertical_slash.lists import block_lists, listed_blocks
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 pytest.importorskip("transformers", reason="Transformers is not installed (the eval extra)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.paged.sketch import rotate
+from sparsek_kernels.paged.index.key_means.sketch import rotate
 
 
 def rounded(q: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from sparsek_kernels.paged.api import check_segment, default_indexers
 from sparsek_kernels.paged.attend import attend
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.checks import check_cache, fit_both
-from sparsek_kernels.paged.index.base import Indexer
+from sparsek_kernels.paged.index.base import Indexer, Indexers
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
@@ -65,13 +65,14 @@ def attend_shard(
         raise ValueError(f"batch: expected decodes alone, got {batch.num_prefills} prefills")
     rule = fit_both(StepPolicy.of(policy), page_size)
     segment = Segment(batch, rule.decode)
-    if rule.decode.selects_blocks and index is None:
-        index = default_indexers(rule).of(segment)
+    indexers = default_indexers(rule) if index is None else Indexers(decode=index)
+    index = indexers.of(segment)
     if index is not None and not index.shares_context:
         raise NotImplementedError(
             f"index: pages of several ranks are not served with {type(index).__name__}; keep whole "
             "sequences on a rank and call paged_attention"
         )
+    lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
     operands = PagedOperands(
         q,
         k_cache,
@@ -79,12 +80,12 @@ def attend_shard(
         q.new_zeros((*q.shape[:2], v_cache.shape[-1]), dtype=torch.float32),
         check_scale(softmax_scale, dim),
         k_summary,
-        lse=q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32),
+        lse=lse,
         largest=largest,
     )
     check_segment(operands, segment, index)
     attend(operands, segment, None if index is None else index.select(operands, segment))
-    return operands.out, operands.lse
+    return operands.out, lse
 
 
 def merge_shards(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +32,10 @@ from sparsek_backend.bench.registry import (
     register,
 )
 from sparsek_kernels.paged.api import paged_attention, select_blocks
+from sparsek_kernels.paged.index.base import Indexers
+from sparsek_kernels.paged.index.key_means.sketch import VECTOR_SIZE, read_vectors, rotate
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
 from sparsek_kernels.paged.reference import ranking_queries, sampled_queries
-from sparsek_kernels.paged.sketch import VECTOR_SIZE, read_vectors, rotate
 
 DENSE = SelectionPolicy()
 BY_LIST = "sparsek_by_list"
@@ -125,7 +127,7 @@ def _chosen(
     batch, rows = step
     found = select_blocks(
         inputs.q[rows], inputs.k_cache, batch, policy, k_summary=inputs.k_summary,
-        lists=None if lists is None else lists.table,
+        indexers=None if lists is None else lists.indexers,
     )  # fmt: skip
     row = -1 if batch.num_decodes else (tile.rows.start - rows.start) // policy.query_tile
     return found[tile.request][row, tile.head].long().cpu()
@@ -179,7 +181,7 @@ def _ours(
     inputs: PagedInputs,
     steps: Sequence[Step],
     policy: SelectionPolicy,
-    lists: torch.Tensor | None = None,
+    indexers: Indexers | None = None,
 ) -> Callable[[], Outputs]:
     out = torch.empty_like(inputs.q)
     k, v, k_summary = inputs.k_cache, inputs.v_cache, inputs.k_summary
@@ -187,7 +189,9 @@ def _ours(
     def call() -> Outputs:
         for batch, rows in steps:
             q, part = inputs.q[rows], out[rows]
-            paged_attention(q, k, v, batch, policy, k_summary=k_summary, out=part, lists=lists)
+            paged_attention(
+                q, k, v, batch, policy, k_summary=k_summary, out=part, indexers=indexers
+            )
         return (out,)
 
     return call
@@ -361,7 +365,8 @@ def _build_prefill(case: Case, device: torch.device) -> list[Provider]:
         Entry("fa3_chunked", lambda: fa3_paged(*tensors, chunks), DENSE),
     ]
     if lists is not None:
-        by_list = Entry(BY_LIST, lambda: _ours(inputs, chunks, policy, lists.table), policy, lists)
+        followed = partial(_ours, inputs, chunks, policy, lists.indexers)
+        by_list = Entry(BY_LIST, followed, policy, lists)
         entries.insert(1, by_list)
 
     def cost(entry: Entry) -> tuple[float, float]:

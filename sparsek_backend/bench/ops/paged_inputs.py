@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from sparsek_backend.bench.oracle import MaskRule, attend_head
 from sparsek_backend.bench.registry import Case, Param
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.lengths import batch_of_lengths
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
-from sparsek_kernels.paged.reference import ranking_queries, sampled_queries
-from sparsek_kernels.paged.sketch import (
+from sparsek_kernels.paged.index.key_means.sketch import (
     VECTOR_SIZE,
     read_vectors,
     rotate,
     sketch_pages,
-    summary_bytes,
 )
+from sparsek_kernels.paged.lengths import batch_of_lengths
+from sparsek_kernels.paged.pages import summary_bytes
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.reference import ranking_queries, sampled_queries
 
 DEFAULTS: dict[str, Param] = {
     "num_heads": 32,

@@ -9,7 +9,9 @@ import torch
 from sparsek_backend.bench.ops.paged_inputs import PagedInputs, Tile
 from sparsek_backend.bench.registry import Case
 from sparsek_backend.patterns.prefill import ENTRIES, PrefillPattern
-from sparsek_kernels.paged.lists import block_lists
+from sparsek_kernels.paged.index.base import Indexers
+from sparsek_kernels.paged.index.key_means import KeyMeans
+from sparsek_kernels.paged.index.vertical_slash import VerticalSlash, block_lists
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
 from sparsek_kernels.paged.reference import listed_reference
 
@@ -20,10 +22,10 @@ _LEARNED_TOKENS = 1 << 15
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """Ranked entries ``[Hkv, E]`` int32, and what the kernels take, on the inputs' device."""
+    """Ranked entries ``[Hkv, E]`` int32, and the indexers that follow them."""
 
     entries: torch.Tensor
-    table: torch.Tensor
+    indexers: Indexers
 
     def wrong(
         self, chosen: torch.Tensor, inputs: PagedInputs, tile: Tile, policy: SelectionPolicy
@@ -65,7 +67,8 @@ def make_lists(case: Case, inputs: PagedInputs) -> Lists | None:
                 f"layer: expected one of {sorted(pattern.entries)} of {source}, got {layer}"
             )
         entries = pattern.entries[layer][torch.arange(heads) % pattern.num_kv_heads]
-    return Lists(entries, block_lists(entries, policy).to(inputs.q.device))
+    lists = block_lists(entries, policy).to(inputs.q.device)
+    return Lists(entries, Indexers(VerticalSlash(lists), KeyMeans()))
 
 
 def random_entries(heads: int, blocks: int, seed: int) -> torch.Tensor:

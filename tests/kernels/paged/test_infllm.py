@@ -107,6 +107,15 @@ def test_attention_and_choice_equal_the_oracle(policy: SelectionPolicy, page_siz
                 assert found_blocks.tolist() == wanted
 
 
+def test_tokens_of_sequences_far_apart_in_length_are_decoded_together() -> None:
+    policy = POLICIES["blocks of 32"]
+    case, step = make_case([290, 700, 411], [1, 3, 2], 3), StepPolicy(policy, policy)
+    expected = paged_attention_reference(
+        case.q, case.k_cache, case.v_cache, case.batch, step, select=select_infllm_reference
+    )
+    torch.testing.assert_close(attend(case, step).double(), expected, atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("chunk", [1, 40, 624], ids=["decoded", "chunk", "prompt"])
 def test_means_in_the_querys_own_block_have_a_share(chunk: int) -> None:
     """Most of one head's attention lies in the query's own block: its choice counts for little."""
@@ -183,5 +192,5 @@ def test_it_is_another_choice_than_by_key_means() -> None:
 
 def test_it_is_per_token() -> None:
     policy, case = POLICIES["blocks of 32"], make_case([500], [40], 0)
-    with pytest.raises(ValueError, match="policy: expected query_tile=1 with InfLLM, got 64"):
+    with pytest.raises(ValueError, match="policy: expected query_tile = 1 with InfLLM, got 64"):
         attend(case, StepPolicy(replace(policy, query_tile=64), policy))

@@ -15,11 +15,16 @@ from hypothesis import strategies as st
 
 from sparsek_kernels.paged import (
     Gates,
+    Indexers,
+    Seer,
     SelectionPolicy,
+    StepPolicy,
+    TwoStep,
     paged_attention,
     select_blocks,
-    write_gate_keys,
+    write_index,
 )
+from sparsek_kernels.paged.index.seer.gates import view_gate_keys
 from sparsek_kernels.paged.reference import (
     gate_scores_reference,
     gather_sequence,
@@ -27,26 +32,17 @@ from sparsek_kernels.paged.reference import (
     select_blocks_reference,
     select_seer_reference,
 )
-from sparsek_kernels.paged.seer.gates import view_gate_keys
 from tests.kernels.paged.cache_cases import Case, make_case
 from tests.kernels.paged.gate_cases import keep_gate_keys, make_gates, make_rotation
 
-SEER = partial(SelectionPolicy, query_tile=1, ranking="seer")
+SINGLE = partial(SelectionPolicy, query_tile=1)
 POLICIES = {
-    "own block": SEER(num_sink=32, window_size=1, top_k=2, sel_block_size=32),
-    "window": SEER(num_sink=32, window_size=70, top_k=3, sel_block_size=32),
-    "blocks of 64": SEER(num_sink=64, window_size=64, top_k=2, sel_block_size=64),
-    "dense below": SEER(num_sink=32, window_size=1, top_k=2, sel_block_size=32, dense_below=200),
+    "own block": SINGLE(num_sink=32, window_size=1, top_k=2, sel_block_size=32),
+    "window": SINGLE(num_sink=32, window_size=70, top_k=3, sel_block_size=32),
+    "blocks of 64": SINGLE(num_sink=64, window_size=64, top_k=2, sel_block_size=64),
+    "dense below": SINGLE(num_sink=32, window_size=1, top_k=2, sel_block_size=32, dense_below=200),
 }
-DENSE_PREFILL = SelectionPolicy(
-    num_sink=32,
-    window_size=1,
-    top_k=2,
-    sel_block_size=32,
-    dense_last=1 << 30,
-    query_tile=64,
-    ranking="seer",
-)
+TILES = SelectionPolicy(num_sink=32, window_size=1, top_k=2, sel_block_size=32, query_tile=64)
 
 
 def select_by(gates: Gates, rotation: torch.Tensor | None) -> Callable[..., Any]:
@@ -64,24 +60,43 @@ def select_by(gates: Gates, rotation: torch.Tensor | None) -> Callable[..., Any]
     return select
 
 
-def attend(case: Case, policy: SelectionPolicy, gates: Gates) -> torch.Tensor:
+def both(policy: SelectionPolicy | StepPolicy) -> StepPolicy:
+    """The policy of single tokens for prompts too."""
+    return policy if isinstance(policy, StepPolicy) else StepPolicy(policy, policy)
+
+
+def indexers_of(policy: StepPolicy, gates: Gates) -> Indexers:
+    """Gates for single tokens, two steps for tiles."""
+    return Indexers(Seer(gates) if policy.prefill.query_tile == 1 else TwoStep(), Seer(gates))
+
+
+def attend(case: Case, policy: SelectionPolicy | StepPolicy, gates: Gates) -> torch.Tensor:
+    step = both(policy)
     return paged_attention(
         case.q,
         case.k_cache,
         case.v_cache,
         case.batch,
-        policy,
+        step,
         k_summary=case.k_summary,
-        gates=gates,
+        indexers=indexers_of(step, gates),
         out=torch.full_like(case.q, float("nan")),
     )
 
 
 def expected(
-    case: Case, policy: SelectionPolicy, gates: Gates, rotation: torch.Tensor | None
+    case: Case,
+    policy: SelectionPolicy | StepPolicy,
+    gates: Gates,
+    rotation: torch.Tensor | None,
 ) -> torch.Tensor:
     return paged_attention_reference(
-        case.q, case.k_cache, case.v_cache, case.batch, policy, select=select_by(gates, rotation)
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.batch,
+        both(policy),
+        select=select_by(gates, rotation),
     )
 
 
@@ -135,8 +150,14 @@ def test_attention_and_choice_equal_the_oracle(policy: SelectionPolicy, position
     torch.testing.assert_close(
         found.double(), expected(case, policy, gates, rotation), atol=2e-6, rtol=1e-5
     )
+    step = both(policy)
     chosen = select_blocks(
-        case.q, case.k_cache, case.batch, policy, k_summary=case.k_summary, gates=gates
+        case.q,
+        case.k_cache,
+        case.batch,
+        step,
+        k_summary=case.k_summary,
+        indexers=indexers_of(step, gates),
     )
     starts, lengths = case.batch.cu_seqlens_q.tolist(), case.batch.seq_lens.tolist()
     for request, length in enumerate(lengths):
@@ -148,19 +169,19 @@ def test_attention_and_choice_equal_the_oracle(policy: SelectionPolicy, position
         assert bool((last == -1).all()) if wanted is None else last.tolist() == wanted
 
 
-@pytest.mark.parametrize("dense_last", [1 << 30, 0], ids=["dense", "masses"])
-def test_tiles_do_without_gates(dense_last: int) -> None:
-    """Decoded tokens alone select by them; where prefills select, they do by masses."""
-    policy = replace(DENSE_PREFILL, dense_last=dense_last)
+@pytest.mark.parametrize("prefill", [SelectionPolicy(), TILES], ids=["dense", "two_step"])
+def test_tiles_do_without_gates(prefill: SelectionPolicy) -> None:
+    """Decoded tokens alone select by them; where prefills select, they do in two steps."""
+    policy = StepPolicy(prefill, TILES.per_token(None, 32))
     case = make_case([500, 290, 410], [1, 290, 70], 1, page_size=64)
     gates = make_gates(2, 2, 32)
-    keep_gate_keys(case, policy, gates)
+    keep_gate_keys(case, policy.decode, gates)
     found = attend(case, policy, gates).double()
     wanted = expected(case, policy, gates, None)
     torch.testing.assert_close(found, wanted, atol=2e-6, rtol=1e-5)
     dense = paged_attention(case.q, case.k_cache, case.v_cache, case.batch, SelectionPolicy())
     same = torch.isclose(found.float(), dense, atol=2e-6, rtol=1e-5).flatten(1).all(1)
-    assert bool(same[1:].all()) == (dense_last > 0)
+    assert bool(same[1:].all()) == prefill.is_dense
     assert not torch.allclose(found[0].float(), dense[0], atol=1e-3)
 
 
@@ -240,7 +261,7 @@ def test_tokens_that_were_rejected_leave_no_trace() -> None:
 
 
 def test_a_covering_budget_is_dense_attention() -> None:
-    policy = SEER(num_sink=32, window_size=1, top_k=20, sel_block_size=32)
+    policy = SINGLE(num_sink=32, window_size=1, top_k=20, sel_block_size=32)
     case = make_case([500, 33, 290], [2, 1, 40], 2, page_size=64)
     gates = make_gates(2, 2, 32)
     keep_gate_keys(case, policy, gates)
@@ -249,14 +270,13 @@ def test_a_covering_budget_is_dense_attention() -> None:
 
 
 def test_a_single_token_keeps_the_trained_blocks() -> None:
-    policy = replace(DENSE_PREFILL, decode_top_k=5).per_token()
+    policy = replace(TILES, dense_last=8).per_token(5, 32)
     assert (policy.sel_block_size, policy.top_k, policy.dense_last) == (32, 5, 0)
 
 
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"gates": None}, ValueError, "gates: expected the layer's gates"),
         ({"query": (2, 3, 32, 32)}, ValueError, r"gates.query: expected shape \[2, 2, 32, 32\]"),
         ({"key": (2, 64, 32)}, ValueError, r"gates.key: expected shape \[2, 96, 32\], got"),
         ({"query_norm": (16,)}, ValueError, r"gates.query_norm: expected shape \[32\], got \[16\]"),
@@ -264,30 +284,33 @@ def test_a_single_token_keeps_the_trained_blocks() -> None:
         ({"dtype": torch.bfloat16}, TypeError, "gates.query: expected dtype torch.float32"),
         ({"page_size": 16}, ValueError, "page_size: expected a multiple of sel_block_size=32"),
     ],
-    ids=["none", "query", "key", "query_norm", "key_norm", "dtype", "page"],
+    ids=["query", "key", "query_norm", "key_norm", "dtype", "page"],
 )
 def test_gates_that_do_not_fit(change: dict[str, Any], error: type[Exception], words: str) -> None:
     case = make_case([100], [1], 1, page_size=change.pop("page_size", 64))
     gates: Any = make_gates(2, 2, 32)
     if "dtype" in change:
         gates = replace(gates, query=gates.query.to(change["dtype"]))
-    elif "gates" in change:
-        gates = None
     else:
         gates = replace(gates, **{name: torch.ones(shape) for name, shape in change.items()})
     with pytest.raises(error, match=words):
         attend(case, POLICIES["own block"], gates)
 
 
-def test_gates_without_their_ranking() -> None:
-    case, gates = make_case([100], [1], 1), make_gates(2, 2, 32)
-    masses = replace(POLICIES["own block"], ranking="masses")
-    with pytest.raises(ValueError, match="gates: expected None with ranking='masses', got Gates"):
-        attend(case, masses, gates)
-    with pytest.raises(ValueError, match="policy: expected ranking='seer', got 'masses'"):
-        write_gate_keys(case.k_cache, case.k_summary, case.batch, masses, gates)
+def test_gates_are_of_single_tokens() -> None:
+    case, gates = make_case([500], [40], 0, page_size=64), make_gates(2, 2, 32)
+    step = StepPolicy(TILES, TILES.per_token(None, 32))
+    words = "policy: expected query_tile = 1 with Seer, got 64"
+    with pytest.raises(ValueError, match=words):
+        paged_attention(
+            case.q, case.k_cache, case.v_cache, case.batch, step,
+            k_summary=case.k_summary, indexers=Indexers(Seer(gates), Seer(gates)),
+        )  # fmt: skip
+    with pytest.raises(ValueError, match=words):
+        write_index(case.k_cache, case.k_summary, case.batch, TILES, Seer(gates))
 
 
 def test_gates_rank_no_small_blocks() -> None:
-    with pytest.raises(ValueError, match="sel_block_size is below 32"):
-        SEER(window_size=1, top_k=2, sel_block_size=16)
+    case, gates = make_case([100], [1], 1), make_gates(2, 2, 32)
+    with pytest.raises(ValueError, match="sel_block_size of at least 32 with gates, got 16"):
+        attend(case, SINGLE(window_size=1, top_k=2, sel_block_size=16), gates)

@@ -6,7 +6,7 @@ They are built once per step and shared by all layers.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -77,7 +77,6 @@ class TileGroup:
             where every query sees them all.
         stale: ``[T, 1, last keys, 1]`` bool, keys past the sequence's end; or ``None``.
         num_blocks: blocks of the longest sequence.
-        rotation: the batch's.
     """
 
     table: torch.Tensor
@@ -86,7 +85,6 @@ class TileGroup:
     bias: torch.Tensor | None
     stale: torch.Tensor | None
     num_blocks: int
-    rotation: torch.Tensor | None = None
     _bias: dict[torch.dtype, torch.Tensor] = field(default_factory=dict, repr=False)
     _located: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict, repr=False
@@ -218,7 +216,7 @@ def _plan_decodes(batch: PagedBatch, rule: SelectionPolicy, page_size: int) -> D
         rows=torch.tensor(rows),
         requests=which,
         positions=where,
-        group=replace(group, rotation=batch.rotation),
+        group=group,
         scoring=plan_tokens(table, where, rule) if rule.selects_blocks else None,
     )
 
@@ -262,7 +260,6 @@ def _plan_prefill(
         count = min(group_tiles, ceil_div(length - start, tile))
         firsts = start + tile * torch.arange(count)
         lens = torch.full((count,), length)
-        group = make_tile_group(table, firsts, tile, lens, policy)
-        groups.append((start, count, replace(group, rotation=batch.rotation)))
+        groups.append((start, count, make_tile_group(table, firsts, tile, lens, policy)))
         start += count * tile
     return PrefillPlan(low, tile, tuple(groups), table)

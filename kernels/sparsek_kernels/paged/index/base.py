@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 class Indexer(ABC):
     """Chooses the blocks that the queries of a segment attend beyond sinks and window."""
 
+    per_token: ClassVar[bool | None] = None
+    """Whether it chooses for single tokens alone, or (``False``) for tiles of several alone."""
     reads_pages: ClassVar[bool] = False
     """Whether it reads bytes of its own from the pages."""
     written_with_keys: ClassVar[bool] = False
@@ -50,7 +52,7 @@ class Indexer(ABC):
         """What else its launches depend on, beside tensors, policy and batch."""
         return type(self)
 
-    def check(  # noqa: B027 - most have nothing to check
+    def check(
         self, policy: SelectionPolicy, k_cache: torch.Tensor, num_heads: int | None = None
     ) -> None:
         """Check that it can choose by a policy over these pages.
@@ -63,6 +65,12 @@ class Indexer(ABC):
         Raises:
             TypeError, ValueError: it cannot; the message names the argument.
         """
+        single = policy.query_tile == 1
+        if self.per_token not in (None, single):
+            raise ValueError(
+                f"policy: expected query_tile {'= 1' if self.per_token else '> 1'} with "
+                f"{type(self).__name__}, got {policy.query_tile}"
+            )
 
     def write(  # noqa: B027 - most keep nothing
         self,

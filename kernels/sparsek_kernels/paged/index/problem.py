@@ -56,7 +56,8 @@ class Selection:
     @cached_property
     def qk_scale(self) -> float:
         """Factor of ``q . k`` in base 2."""
-        return self.operands.softmax_scale * self.operands.k_scale * LOG2E.value
+        factor: float = LOG2E.value
+        return self.operands.softmax_scale * self.operands.k_scale * factor
 
     @cached_property
     def max_blocks(self) -> int:

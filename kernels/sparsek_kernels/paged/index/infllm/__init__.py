@@ -21,16 +21,8 @@ class InfLLM(Indexer):
     without positions where the batch has a ``rotation`` (``use_nope``).
     """
 
+    per_token: ClassVar[bool | None] = True
     reads_pages: ClassVar[bool] = True
-
-    def check(
-        self, policy: SelectionPolicy, k_cache: torch.Tensor, num_heads: int | None = None
-    ) -> None:
-        """Refuse tiles of several tokens: a token's blocks are its own."""
-        if policy.query_tile != 1:
-            raise ValueError(
-                f"policy: expected query_tile=1 with InfLLM's scores, got {policy.query_tile}"
-            )
 
     def write(
         self,

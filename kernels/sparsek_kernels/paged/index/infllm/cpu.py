@@ -23,31 +23,27 @@ def select(operands: PagedOperands, segment: Segment) -> torch.Tensor:
     """Torch form of :meth:`InfLLM.select`: a CPU scores the keys themselves."""
     batch, policy = segment.batch, segment.policy
     lengths, _ = host_lengths(batch)
-    kept: dict[int, torch.Tensor] = {}  # a request's means, for all of its tokens
+    kept: dict[int, torch.Tensor] = {}  # the means of the request in hand, for all of its tokens
 
     def score(tokens: Tokens) -> torch.Tensor:
-        index, parts, first = tokens.scoring.index, [], 0
+        index, first = tokens.scoring.index, 0
         q = unrotated(tokens.q, batch.rotation, tokens.positions)
+        scores = q.new_zeros(*q.shape[:2], index.num_blocks, dtype=torch.float32)
         for request, run in groupby(tokens.requests.tolist()):
             rows = slice(first, first + len(list(run)))
             if request not in kept:
                 table = index.table[first if index.table.shape[0] > 1 else 0]
                 blocks = ceil_div(lengths[request], policy.sel_block_size)
-                kept[request] = semantic_kernels(
-                    operands.k_cache, table, blocks, policy, batch.rotation
-                )
-            parts.append(
-                infllm_scores(
-                    q[rows],
-                    tokens.positions[rows],
-                    kept[request],
-                    index.num_blocks,
-                    policy,
-                    operands.softmax_scale,
-                )
+                means = semantic_kernels(operands.k_cache, table, blocks, policy, batch.rotation)
+                kept.clear()
+                kept[request] = means
+            found = infllm_scores(
+                q[rows], tokens.positions[rows], kept[request], policy, operands.softmax_scale
             )
+            blocks = min(found.shape[-1], index.num_blocks)
+            scores[rows, :, :blocks] = found[..., :blocks]
             first = rows.stop
-        return torch.cat(parts)
+        return scores
 
     return select_tokens(operands, segment, score)
 
@@ -83,11 +79,10 @@ def infllm_scores(
     q: torch.Tensor,
     where: torch.Tensor,
     kernels: torch.Tensor,
-    blocks: int,
     rule: SelectionPolicy,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """Scores of a sequence's first blocks for its tokens, ``[T, Hkv, blocks]`` float32.
+    """Scores of all but a sequence's last block for its tokens, ``[T, Hkv, blocks]`` float32.
 
     Args:
         q: ``[T, Hkv, G, D]`` at the positions ``where`` ``[T]``.
@@ -104,5 +99,5 @@ def infllm_scores(
         shares = torch.softmax(logits.masked_fill_(future, float("-inf")), dim=-1).sum(2)
         # A block's kernels are its own and the one before; before the first block there is none.
         overlapping = F.pad(shares, (1, 0)).unfold(-1, per_block + 1, per_block)
-        parts.append(overlapping[..., :blocks, :].amax(-1))
+        parts.append(overlapping.amax(-1))
     return torch.cat(parts)

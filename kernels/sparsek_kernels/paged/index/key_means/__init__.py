@@ -19,6 +19,7 @@ class KeyMeans(Indexer):
     The rule is docs/selection.md.  On a CPU with a C compiler, choosing and attending are one call.
     """
 
+    per_token: ClassVar[bool | None] = True
     reads_pages: ClassVar[bool] = True
     written_with_keys: ClassVar[bool] = True
     batch_invariant: ClassVar[bool] = True

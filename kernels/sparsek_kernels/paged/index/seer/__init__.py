@@ -25,6 +25,7 @@ class Seer(Indexer):
         gates: of the layer.
     """
 
+    per_token: ClassVar[bool | None] = True
     reads_pages: ClassVar[bool] = True
 
     def __init__(self, gates: Gates) -> None:
@@ -39,6 +40,7 @@ class Seer(Indexer):
         self, policy: SelectionPolicy, k_cache: torch.Tensor, num_heads: int | None = None
     ) -> None:
         """Check that gates fit the pages, and the pages the blocks."""
+        super().check(policy, k_cache, num_heads)
         size, page_size = policy.sel_block_size, k_cache.shape[2]
         if size < SMALLEST_GATED:
             raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from sparsek_kernels.paged.index.base import Indexer
@@ -16,6 +18,8 @@ class TwoStep(Indexer):
     Means of 16 keys name the candidates; probabilities of these are of the keys themselves.  The
     rule is docs/selection.md.
     """
+
+    per_token: ClassVar[bool | None] = False
 
     def select(self, operands: PagedOperands, segment: Segment) -> torch.Tensor:
         """Return each tile's blocks; see :meth:`Indexer.select`."""

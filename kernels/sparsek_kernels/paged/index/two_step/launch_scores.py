@@ -32,9 +32,9 @@ _KEPT_ELEMENTS = 1 << 27
 
 _POOLED_CELLS = 8
 _ADDED_BLOCKS = 256
-_BLOCKS = sm90.BLOCKS.value
-_ROWS = sm90.ROWS.value
-_TILES = sm90.TILES.value
+_BLOCKS: int = sm90.BLOCKS.value
+_ROWS: int = sm90.ROWS.value
+_TILES: int = sm90.TILES.value
 _HEADS = 4
 
 

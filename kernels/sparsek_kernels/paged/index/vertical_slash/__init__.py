@@ -26,6 +26,7 @@ class VerticalSlash(Indexer):
             layer runs.
     """
 
+    per_token: ClassVar[bool | None] = False
     batch_invariant: ClassVar[bool] = True
     replayable: ClassVar[bool] = False
 
@@ -41,6 +42,7 @@ class VerticalSlash(Indexer):
         self, policy: SelectionPolicy, k_cache: torch.Tensor, num_heads: int | None = None
     ) -> None:
         """Check that the lists are of this policy."""
+        super().check(policy, k_cache, num_heads)
         check_tensor(
             "lists",
             self.lists,
