@@ -181,6 +181,7 @@ def select_blocks(
     indexers = default_indexers(rule) if indexers is None else indexers
     _, _, dim = check_cache(k_cache)
     check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, k_cache.device)
+    check_batch(q, batch, k_cache)
     scale = check_scale(softmax_scale, dim)
     operands = PagedOperands(q, k_cache, k_cache, q, scale, k_summary, k_scale=k_scale)
     cut, total = batch.num_decodes, batch.num_requests
