@@ -129,7 +129,7 @@ def test_the_attended_share_by_lists_is_the_one_that_is_counted() -> None:
         for batch, rows in inputs.chunks([(0, 192), (192, 384), (384, 512)]):
             out = paged_attention(
                 inputs.q[rows], inputs.k_cache, inputs.v_cache, batch, policy,
-                k_summary=inputs.k_summary, lists=lists.table,
+                k_summary=inputs.k_summary, indexers=lists.indexers,
             )  # fmt: skip
             seen += int((out[:, 0, 0] != 0).sum())
         inputs.v_cache[page, 0, row] = 0.0
@@ -149,12 +149,12 @@ def test_lists_come_from_a_file_with_heads_in_turn(tmp_path: Path) -> None:
     assert torch.equal(lists.entries, entries[[0, 1, 0]])
     (found,) = select_blocks(
         inputs.q, inputs.k_cache, inputs.batch((512,), (512,), 0), inputs.policy,
-        lists=lists.table,
+        k_summary=inputs.k_summary, indexers=lists.indexers,
     )  # fmt: skip
     tile = prefill_tiles(inputs)[-1]
     chosen = found[-1, tile.head]
     assert not lists.wrong(chosen, inputs, tile, inputs.policy)
-    other = Lists(entries.flip(0)[[0, 1, 0]], lists.table)
+    other = Lists(entries.flip(0)[[0, 1, 0]], lists.indexers)
     assert "its list says" in other.wrong(chosen, inputs, tile, inputs.policy)
 
     for change, words in (({"layer": 3}, "layer"), ({"sel_block_size": 16}, "lists: expected")):
