@@ -23,7 +23,6 @@ from . import compat
 from .engine import engine_of
 from .left_out import LEFT_OUT
 from .metrics import EngineMetrics
-from .orphans import end_with_server
 from .stats import STATS
 
 logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level
@@ -135,7 +134,6 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
         if compat.is_first_tensor_rank():  # the others attend the same keys
             engine = engine_of(vllm_config)
             self.metrics = EngineMetrics(engine.labels, engine.resolved.config)
-        end_with_server()
 
     @abstractmethod
     def assemble(self, common: Any) -> Any:

@@ -11,7 +11,12 @@ import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from sparsek_backend.vllm_backend import compat
-from sparsek_backend.vllm_backend.checks import fp8_scales, refuse_quantised_output, refuse_sdpa
+from sparsek_backend.vllm_backend.checks import (
+    fp8_scales,
+    refuse_options,
+    refuse_quantised_output,
+    refuse_sdpa,
+)
 from sparsek_backend.vllm_backend.engine import current_engine
 from sparsek_backend.vllm_backend.left_out import LEFT_OUT
 from sparsek_backend.vllm_backend.stats import STATS
@@ -55,16 +60,12 @@ class SparseKImpl(AttentionImpl):
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
-        use_alibi_sqrt: bool = False,
+        **options: Any,
     ) -> None:
+        refuse_options(options)
         if attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
             raise NotImplementedError(
                 f"SPARSEK: attention type {attn_type} is not served; leave --attention-backend out"
-            )
-        if use_alibi_sqrt:
-            raise NotImplementedError(
-                "SPARSEK: ALiBi with square-root distances is not served; "
-                "leave --attention-backend out"
             )
         if sinks is not None and sinks.shape[0] != num_heads:
             raise ValueError(f"sinks: expected {num_heads} logits, got {sinks.shape[0]}")
@@ -293,7 +294,7 @@ class SparseKImpl(AttentionImpl):
         if self.attn_type == AttentionType.ENCODER_ONLY:
             self._attend_encoder(query, key[tokens], value[tokens], attn_metadata, out)
         elif reason := self.fallback_reason or attn_metadata.fallback_reason:
-            self._attend_by_sdpa(query, kv_cache, attn_metadata, reason, out)
+            self._attend_by_sdpa(layer, query, kv_cache, attn_metadata, reason, out)
         elif attn_metadata.shards is not None:
             self._attend_shards(query, kv_cache, attn_metadata.shards, out)
         else:
@@ -364,7 +365,8 @@ class SparseKImpl(AttentionImpl):
             left_out=left_out,
             gates=gates,
         )
-        if not (batch.num_prefills and policy.selects_blocks and PROBE.is_due(query.device)):
+        selects = batch.num_prefills > 0 and policy.selects_blocks
+        if not (self._settings.time_selection and selects and PROBE.is_due(query.device)):
             attend()
             return
         select = partial(
@@ -414,6 +416,7 @@ class SparseKImpl(AttentionImpl):
 
     def _attend_by_sdpa(
         self,
+        layer: Any,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         step: SparseKMetadata,
@@ -426,8 +429,8 @@ class SparseKImpl(AttentionImpl):
             pages.keys,
             pages.values,
             step.batch,
-            self._fallback_mask(causal=True),
-            bidirectional_ranges=step.bidirectional_ranges,
+            self._fallback_mask(True, getattr(layer, "mm_prefix_clamp_sliding_window", False)),
+            bidirectional_ranges=step.mm_prefix_range,
             reason=reason,
             out=out,
         )
@@ -440,9 +443,7 @@ class SparseKImpl(AttentionImpl):
         step: SparseKMetadata,
         out: torch.Tensor,
     ) -> None:
-        offsets = step.query_offsets
-        if offsets is None:
-            raise ValueError("causal: expected False for encoder-only attention, got True")
+        offsets = step.query_offsets or ()
         sdpa_fallback(
             query,
             key,
@@ -454,7 +455,7 @@ class SparseKImpl(AttentionImpl):
             out=out,
         )
 
-    def _fallback_mask(self, causal: bool) -> FallbackMask:
+    def _fallback_mask(self, causal: bool, window_of_ranges: bool = False) -> FallbackMask:
         """The layer's mask and logits, as the SDPA fallback takes them."""
         return FallbackMask(
             causal=causal,
@@ -463,6 +464,7 @@ class SparseKImpl(AttentionImpl):
             alibi_slopes=self.alibi_slopes,
             logits_soft_cap=self.logits_soft_cap,
             sinks=self.sinks,
+            window_of_ranges=window_of_ranges,
         )
 
     def _scales(self, layer: Any) -> tuple[float, float]:

@@ -16,38 +16,46 @@ INTERVAL = 10.0
 class SelectionProbe:
     """Times a prefill of one layer, and its selection alone by a second run of it.
 
-    That waits for a GPU, which is why it is rare.
+    Nothing waits for a GPU: it notes the times itself, and a later prefill reads them.
     """
 
     def __init__(self) -> None:
         self._last = float("-inf")
+        self._noted: tuple[torch.cuda.Event, ...] = ()
 
     def is_due(self, device: torch.device) -> bool:
-        """Whether to time the present prefill."""
-        if time.monotonic() - self._last < INTERVAL:
+        """Whether to time the present prefill; reads the last one's times where they are known."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
-        return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+        if self._noted and self._noted[-1].query():
+            first, chosen, last = self._noted
+            _add(first.elapsed_time(chosen) / 1000, chosen.elapsed_time(last) / 1000)
+            self._noted = ()
+        return not self._noted and time.monotonic() - self._last >= INTERVAL
 
     def run(
         self, select: Callable[[], object], attend: Callable[[], object], device: torch.device
     ) -> None:
         """Run ``select``, whose result is dropped, then ``attend``, and time both."""
-        STATS.selection_seconds += _seconds(select, device)
-        STATS.attention_seconds += _seconds(attend, device)
         self._last = time.monotonic()
+        if device.type == "cuda":
+            noted = tuple(torch.cuda.Event(enable_timing=True) for _ in range(3))
+            noted[0].record()
+            for work, event in zip((select, attend), noted[1:], strict=True):
+                work()
+                event.record()
+            self._noted = noted
+            return
+        first = time.perf_counter()
+        select()
+        chosen = time.perf_counter()
+        attend()
+        _add(chosen - first, time.perf_counter() - chosen)
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
-    wait()
-    began = time.perf_counter()
-    work()
-    wait()
-    return time.perf_counter() - began
-
-
-def _nothing() -> None:
-    """A CPU has done its work when a call returns."""
+def _add(selection: float, attention: float) -> None:
+    STATS.selection_seconds += selection
+    STATS.attention_seconds += attention
 
 
 PROBE = SelectionProbe()
