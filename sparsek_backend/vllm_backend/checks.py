@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+_WITHOUT_EFFECT = {
+    "chunk_lookback": -1,
+    "dual_chunk_attention_config": None,
+    "use_alibi_sqrt": False,
+}
+"""Keywords of vLLM's that change nothing of the attention with these values."""
+
+
+def refuse_options(options: Mapping[str, Any]) -> None:
+    """Refuse keywords of vLLM's that change what a layer attends.
+
+    Raises:
+        NotImplementedError: there is one that is not known to change nothing.
+    """
+    for name, value in options.items():
+        if name == "layer_idx" or (name in _WITHOUT_EFFECT and value == _WITHOUT_EFFECT[name]):
+            continue
+        raise NotImplementedError(
+            f"SPARSEK: {name}={value!r} of vLLM's attention layer is not served; "
+            "leave --attention-backend out"
+        )
 
 
 def refuse_quantised_output(

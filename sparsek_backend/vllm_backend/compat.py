@@ -1,18 +1,40 @@
-"""Every difference between the supported vLLM versions (0.26 - 0.33), told apart by feature.
+"""Every difference between the supported vLLM versions, told apart by feature.
 
-Nothing of vLLM is imported at module level: the plugin imports this module in every process.
+The extra ``vllm`` of ``pyproject.toml`` says which versions these are.  Nothing of vLLM is imported
+at module level: the plugin imports this module in every process.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 HOOKED = "_sparsek_hooked"
 """Attribute of the vLLM classes whose methods are wrapped, so that they are wrapped once."""
+
+
+DECLARES_CONTENT_FROM = "0.29"
+"""The first version in which :func:`declares_content` holds."""
+
+
+def add_member(enum: Any, name: str, path: str) -> Any:
+    """Return a new member of vLLM's backend enum, which has a method for that from 0.32 on."""
+    if hasattr(enum, "register"):
+        return enum.register(name, path)
+    member = object.__new__(enum)
+    member._name_ = name
+    member._value_ = path
+    type.__setattr__(enum, name, member)
+    enum._member_map_[name] = member
+    enum._value2member_map_[path] = member
+    enum._member_names_.append(name)
+    return member
 
 
 def selected_backends(vllm_config: Any) -> tuple[Any, ...]:
@@ -89,12 +111,15 @@ def rotation_of(model: Any) -> Any:
     return turned.float().cpu()
 
 
-def hook_kv_cache_spec(customize: Callable[[Any, Any, int], Any]) -> None:
-    """Where backends have no ``customize_spec``, wrap the layer method that makes the spec.
+def hook_kv_cache_spec(backend_name: str, selects_blocks: Callable[[], bool]) -> None:
+    """Call backends' ``customize_spec`` where vLLM does not (before 0.32), by the layers' method.
+
+    That vLLM starts window layers from its smallest page and pads it to the largest one of the
+    model, which would waste most of each page: they get pages of as many tokens as the others.
 
     Args:
-        customize: called with the layer, its spec and the engine's page size in tokens; returns
-            the spec to use.
+        backend_name: whose layers are meant.
+        selects_blocks: whether a layer of the engine selects blocks.
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.backend import AttentionBackend
@@ -106,23 +131,54 @@ def hook_kv_cache_spec(customize: Callable[[Any, Any, int], Any]) -> None:
     @functools.wraps(original)
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
         spec = original(self, vllm_config)
-        if spec is None:
-            return None
-        return customize(self, spec, vllm_config.cache_config.block_size)
+        if spec is None or self.attn_backend.get_name() != backend_name:
+            return spec
+        if selects_blocks() and not is_full_attention(spec):
+            spec = replace(spec, block_size=vllm_config.cache_config.block_size)
+        return self.attn_backend.customize_spec(spec)
 
     Attention.get_kv_cache_spec = get_kv_cache_spec
     setattr(Attention, HOOKED, True)
 
 
-def head_major_layouts() -> Sequence[Any]:
-    """Return the KV layouts (0.29 and later) whose pages hold one head's tokens contiguously."""
-    from vllm.v1.kv_cache_interface import KVCacheLayout
+class HeadMajorLayout:
+    """The layout of a KV cache whose pages hold one head's tokens contiguously.
 
-    return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+    From 0.29 a backend names vLLM's own layouts, which are logically ``[pages, Hkv, page_size, C]``
+    with ``C`` elements for a token.  Before, it states a shape and the order of its dimensions.
+    """
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """Return vLLM's layouts in which one head's tokens of a page are contiguous."""
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
+        return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """Return the logical shape of a layer's cache."""
+        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Return the physical order: pages outermost, then heads, so that pages can be padded."""
+        return (1, 0, 2, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str:
+        """Return vLLM's name for head-major pages."""
+        return "HND"
 
 
 def declares_content() -> bool:
-    """Whether a KV cache's shape follows from its spec, what a token takes included (0.29, later).
+    """Whether a KV cache's shape follows from its spec, what a token takes included.
 
     Everything in vLLM that moves or sizes pages then knows all bytes of a page.
     """
@@ -131,9 +187,38 @@ def declares_content() -> bool:
     return hasattr(AttentionBackend, "supported_kv_cache_layouts")
 
 
-def with_content(spec: Any, token_bytes: int) -> Any:
-    """Return ``spec`` with ``token_bytes`` for each token and KV head, K and V included."""
-    return replace(spec, state_content_bytes=token_bytes)
+def with_bytes_behind(spec: Any, behind: int) -> Any:
+    """Return ``spec`` with ``behind`` bytes more for each token and KV head.
+
+    Where specs state their content, a head's bytes follow that head's K and V, so that whatever
+    moves a page or one head of it moves them too.  Before, all of them are at the page's end.
+    """
+    if not declares_content():
+        return pad_page(spec, spec.num_kv_heads * spec.block_size * behind)
+    return replace(spec, state_content_bytes=2 * spec.head_size * spec.dtype.itemsize + behind)
+
+
+def page_elements(kv_cache: torch.Tensor, head_size: int, behind: int) -> int:
+    """Return the elements of a page of which each token and KV head has ``behind`` behind K and V."""
+    _, heads, page_size, content = kv_cache.shape
+    if content == 2 * head_size:  # they are in the padding at the page's end
+        content += behind
+    return heads * page_size * content
+
+
+def place_behind(kv_cache: torch.Tensor, head_size: int, wanted: int) -> tuple[int, int, int]:
+    """Return where a page's elements behind K and V are, of which each head wants some.
+
+    Returns:
+        Elements that there are for each head, where the first head's begin in a page, and from one
+        head's to the next one's.
+    """
+    _, heads, page_size, content = kv_cache.shape
+    page_stride, head_stride = kv_cache.stride()[:2]
+    used = page_size * 2 * head_size  # by one head's K and V
+    if content > 2 * head_size:
+        return page_size * content - used, used, head_stride
+    return page_stride // heads - used, heads * used, wanted
 
 
 def content_bytes(spec: Any) -> int:
@@ -147,11 +232,6 @@ def pad_page(spec: Any, tail_bytes: int) -> Any:
     return replace(spec, page_size_padded=spec.unpadded_page_size_bytes + tail_bytes)
 
 
-def with_page_size(spec: Any, page_size: int) -> Any:
-    """Return ``spec`` with pages of ``page_size`` tokens."""
-    return replace(spec, block_size=page_size)
-
-
 def is_full_attention(spec: Any) -> bool:
     """Whether a KV cache spec keeps every token of a sequence, and K and V apart."""
     from vllm.v1 import kv_cache_interface as interface
@@ -159,6 +239,17 @@ def is_full_attention(spec: Any) -> bool:
     return isinstance(spec, interface.FullAttentionSpec) and not isinstance(
         spec, interface.MLAAttentionSpec
     )
+
+
+def attends_whole_context(layer: Any, spec: Any) -> bool:
+    """Whether a layer without a window attends every token of a sequence.
+
+    Chunks of chunked attention (Llama 4) are requests of their own to it.  Without the hybrid KV
+    manager its pages keep every token nevertheless, and may have one spec with those of others.
+    """
+    from vllm.model_executor.layers.attention import ChunkedLocalAttention
+
+    return is_full_attention(spec) and not isinstance(layer, ChunkedLocalAttention)
 
 
 def host_seq_lens(common: Any, on_host: bool, exact: bool) -> Any:

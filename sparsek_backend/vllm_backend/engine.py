@@ -88,7 +88,7 @@ def engine_of(vllm_config: Any) -> Engine:
 def current_engine() -> Engine:
     """Return the engine whose layers are being built."""
     global _latest
-    compat.hook_kv_cache_spec(_customize_layer_spec)
+    compat.hook_kv_cache_spec(BACKEND_NAME, lambda: _latest is not None and _latest.selects_blocks)
     config = get_current_vllm_config()
     _latest = engine_of(config)
     if _latest.rotation is None and _latest.resolved.scores_without_positions:
@@ -102,16 +102,3 @@ def latest_engine() -> Engine | None:
     vLLM asks a backend for the sizes of pages without saying whose they are.
     """
     return _latest
-
-
-def _customize_layer_spec(layer: Any, spec: Any, page_size: int) -> Any:
-    """Fit one of our layers' specs to padded pages (vLLM without ``customize_spec``).
-
-    That vLLM starts window layers from its smallest page and pads it to the largest one of the
-    model, which would waste most of each page: they get pages of as many tokens as the others.
-    """
-    if layer.attn_backend.get_name() != BACKEND_NAME:
-        return spec
-    if _latest is not None and _latest.selects_blocks and not compat.is_full_attention(spec):
-        spec = compat.with_page_size(spec, page_size)
-    return layer.attn_backend.customize_spec(spec)

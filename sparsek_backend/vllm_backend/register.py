@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .compat import HOOKED, selected_backends
+from .compat import HOOKED, add_member, selected_backends
 from .names import NSA_ARCHITECTURE
 
 
@@ -31,16 +31,7 @@ def ensure_member(name: str, path: str, by_reference: Callable[[], Any]) -> Any:
     member = enum.__members__.get(name)
     if member is not None:
         return member
-    if hasattr(enum, "register"):
-        member = enum.register(name, path)
-    else:  # before vLLM 0.32
-        member = object.__new__(enum)
-        member._name_ = name
-        member._value_ = path
-        type.__setattr__(enum, name, member)
-        enum._member_map_[name] = member
-        enum._value2member_map_[path] = member
-        enum._member_names_.append(name)
+    member = add_member(enum, name, path)
     registry.register_backend(member, path)
     member.__reduce_ex__ = lambda _protocol: (by_reference, ())
     return member

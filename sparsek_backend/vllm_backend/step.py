@@ -22,7 +22,6 @@ from sparsek_kernels.paged.cpu.native import build
 from . import compat
 from .engine import engine_of
 from .metrics import EngineMetrics
-from .orphans import end_with_server
 from .stats import STATS
 
 logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level
@@ -131,7 +130,6 @@ class StepBuilder(AttentionMetadataBuilder[Any]):
         if compat.is_first_tensor_rank():  # the others attend the same keys
             engine = engine_of(vllm_config)
             self.metrics = EngineMetrics(engine.labels, engine.resolved.config)
-        end_with_server()
 
     @abstractmethod
     def assemble(self, common: Any) -> Any:

@@ -20,6 +20,7 @@ from .settings import check_page_size, engine_config, prefill_pattern, require_b
 from .sparsek.backend import LEAVE, REMEDIES, SparseKBackend
 from .sparsek.pages import FP8_KV_CACHE
 from .sparsek.shards import check_interleave
+from .unserved import unserved_attention
 
 KV_CONNECTORS = (
     "OffloadingConnector",
@@ -51,7 +52,7 @@ def check_engine(vllm_config: Any) -> None:
     if resolved.nsa is not None:
         _check_nsa(model, vllm_config)
     reasons = _reasons(_selection(vllm_config, resolved)) if not model.is_attention_free else []
-    reasons += _unserved_options(vllm_config, resolved)
+    reasons += unserved_attention(model) + _unserved_options(vllm_config, resolved)
     if reasons:
         raise ValueError(_refusal(reasons))
     _check_dense_layers(vllm_config, resolved)
@@ -165,7 +166,8 @@ def _unserved_options(vllm_config: Any, resolved: ResolvedConfig) -> list[str]:
         if model.is_hybrid and not compat.declares_content():
             reasons.append(
                 "block selection in models with recurrent layers (Mamba, linear attention) not "
-                "supported before vLLM 0.29 (remedy: a later vLLM, or mode sink_window or dense)"
+                f"supported before vLLM {compat.DECLARES_CONTENT_FROM} (remedy: a later vLLM, or "
+                "mode sink_window or dense)"
             )
         if cache.kv_cache_dtype_skip_layers:
             reasons.append(

@@ -51,14 +51,6 @@ def make_fp8_layer(config: Any, index: int = 0, **options: Any) -> Any:
     return make_layer(index, cache_config=cache_config, **options)
 
 
-@pytest.fixture(autouse=True)
-def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No prefill is timed: the kernels that would run once more are replaced here."""
-    from sparsek_backend.vllm_backend.sparsek.probe import PROBE
-
-    monkeypatch.setattr(PROBE, "is_due", lambda device: False)
-
-
 def scaled(layer: Any, k_scale: float, v_scale: float) -> Any:
     """Set the scales as loading a checkpoint does."""
     layer._k_scale_float, layer._v_scale_float = k_scale, v_scale

@@ -378,7 +378,13 @@ def test_implementation_refuses_what_it_cannot_mask() -> None:
 
     with pytest.raises(NotImplementedError, match="encoder_decoder"):
         SparseKImpl(4, 64, 1.0, 4, attn_type="encoder_decoder")
-    with pytest.raises(NotImplementedError, match="square-root"):
-        SparseKImpl(4, 64, 1.0, 4, use_alibi_sqrt=True)
+    for name, value in (
+        ("use_alibi_sqrt", True),
+        ("chunk_lookback", 1),
+        ("dual_chunk_attention_config", {"chunk_size": 4096}),
+        ("a_keyword_of_a_later_vllm", None),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{name}=.* leave --attention-backend out"):
+            SparseKImpl(4, 64, 1.0, 4, **{name: value})
     with pytest.raises(ValueError, match="expected 4 logits, got 3"):
         SparseKImpl(4, 64, 1.0, 4, sinks=torch.zeros(3))

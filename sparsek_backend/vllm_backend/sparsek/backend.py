@@ -30,8 +30,9 @@ REMEDIES: dict[str, tuple[Any, str]] = {
     "use_mm_prefix": (False, LEAVE),
     "use_kv_connector": (
         False,
-        "remove --kv-transfer-config and --kv-offloading-size, or take vLLM 0.29 or later: before, "
-        "block summaries do not travel with K and V",
+        "remove --kv-transfer-config and --kv-offloading-size, or take vLLM "
+        f"{compat.DECLARES_CONTENT_FROM} or later: before, block summaries do not travel with K "
+        "and V",
     ),
     "use_pcp": (False, "--prefill-context-parallel-size 1"),
     "use_dcp": (False, "--decode-context-parallel-size 1"),

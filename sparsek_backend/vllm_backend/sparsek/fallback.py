@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .impl import SparseKImpl
 
 
-def mask_of(layer: SparseKImpl, causal: bool) -> FallbackMask:
+def mask_of(layer: SparseKImpl, causal: bool, window_of_ranges: bool = False) -> FallbackMask:
     """Return a layer's mask and logits, as the SDPA fallback takes them."""
     return FallbackMask(
         causal=causal,
@@ -24,6 +24,7 @@ def mask_of(layer: SparseKImpl, causal: bool) -> FallbackMask:
         alibi_slopes=layer.alibi_slopes,
         logits_soft_cap=layer.logits_soft_cap,
         sinks=layer.sinks,
+        window_of_ranges=window_of_ranges,
     )
 
 
@@ -41,7 +42,7 @@ def attend_pages(
         operands.v_cache,
         step.batch,
         mask,
-        bidirectional_ranges=step.bidirectional_ranges,
+        bidirectional_ranges=step.mm_prefix_range,
         reason=reason,
         out=operands.out,
     )
@@ -60,13 +61,8 @@ def attend_encoder(
     Args:
         query: ``[T, Hq, D]``; key, value: ``[T, Hkv, D]``.
         out: ``[T, Hq, D]``, written.
-
-    Raises:
-        ValueError: the step is causal.
     """
-    offsets = step.query_offsets
-    if offsets is None:
-        raise ValueError("causal: expected False for encoder-only attention, got True")
+    offsets = step.query_offsets or ()
     sdpa_fallback(
         query,
         key,

@@ -10,7 +10,12 @@ import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from sparsek_backend.vllm_backend import compat
-from sparsek_backend.vllm_backend.checks import fp8_scales, refuse_quantised_output, refuse_sdpa
+from sparsek_backend.vllm_backend.checks import (
+    fp8_scales,
+    refuse_options,
+    refuse_quantised_output,
+    refuse_sdpa,
+)
 from sparsek_backend.vllm_backend.engine import current_engine
 from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_kernels.paged.api import attend_segment, write_index, write_kv
@@ -47,16 +52,12 @@ class SparseKImpl(AttentionImpl):
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
-        use_alibi_sqrt: bool = False,
+        **options: Any,
     ) -> None:
+        refuse_options(options)
         if attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
             raise NotImplementedError(
                 f"SPARSEK: attention type {attn_type} is not served; leave --attention-backend out"
-            )
-        if use_alibi_sqrt:
-            raise NotImplementedError(
-                "SPARSEK: ALiBi with square-root distances is not served; "
-                "leave --attention-backend out"
             )
         if sinks is not None and sinks.shape[0] != num_heads:
             raise ValueError(f"sinks: expected {num_heads} logits, got {sinks.shape[0]}")
@@ -74,6 +75,7 @@ class SparseKImpl(AttentionImpl):
         self.sinks = sinks
         self._engine = engine = current_engine()
         self.batch_invariant = engine.resolved.batch_invariant
+        self._time_selection = engine.resolved.config.time_selection
         self.dtype = engine.dtype
         refuse_sdpa(self.fallback_reason, self.has_fp8_cache, self.batch_invariant)
         if self.may_select and engine.resolved.config.selects_blocks:
@@ -256,7 +258,8 @@ class SparseKImpl(AttentionImpl):
         operands = self._operands(layer, query, self._cached_view(kv_cache), out)
         self._write_index(operands, attn_metadata.batch)
         if reason := self.fallback_reason or attn_metadata.fallback_reason:
-            mask = fallback.mask_of(self, causal=True)
+            clamped = getattr(layer, "mm_prefix_clamp_sliding_window", False)
+            mask = fallback.mask_of(self, causal=True, window_of_ranges=clamped)
             fallback.attend_pages(mask, operands, attn_metadata, reason)
         elif attn_metadata.shards is not None:
             self._attend_shards(operands, kv_cache, attn_metadata.shards)
@@ -298,7 +301,8 @@ class SparseKImpl(AttentionImpl):
             self.flash(operands, segment)
             return
         index = self.own.indexers.of(segment)
-        if index is None or segment.decodes or not PROBE.is_due(operands.q.device):
+        timed = index is not None and not segment.decodes and self._time_selection
+        if index is None or not (timed and PROBE.is_due(operands.q.device)):
             attend_segment(operands, segment, index)
         else:
             PROBE.run(operands, segment, index)

@@ -12,7 +12,7 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from sparsek_backend.vllm_backend import compat
 from sparsek_backend.vllm_backend.accounting import attended_by_requests
@@ -60,20 +60,21 @@ class SparseKMetadata(StepMetadata):
         seq_lens: keys of each request, on the host; an upper bound for decodes.
         query_offsets: offsets of each request's query tokens, on the host, for encoder-only
             models; ``None`` when causal.
-        bidirectional_ranges: for each request, inclusive ranges of positions that attend each
-            other in both directions; ``None`` where no new token is in one.
+        mm_prefix_range: for each request, inclusive ranges of positions that attend each other in
+            both directions; ``None`` where no new token is in one.  The name is vLLM's, whose
+            Gemma 4 clears it for layers without a window.
         shards: where the pages are, if several ranks hold them between them.
     """
 
     seq_lens: tuple[int, ...]
     query_offsets: tuple[int, ...] | None
-    bidirectional_ranges: Ranges | None
+    mm_prefix_range: Ranges | None
     shards: ShardedStep | None
 
     @property
     def fallback_reason(self) -> str | None:
         """Why this step's mask needs the SDPA fallback, or ``None``."""
-        return "bidirectional prefix" if self.bidirectional_ranges else None
+        return "bidirectional prefix" if self.mm_prefix_range else None
 
 
 class SparseKMetadataBuilder(StepBuilder):
@@ -114,17 +115,19 @@ class SparseKMetadataBuilder(StepBuilder):
         self, spec: Any, layer_names: list[str], vllm_config: Any
     ) -> Counter[StepPolicy]:
         """Fix what every layer attends; returns how many layers have each policy."""
-        full_attention = compat.is_full_attention(spec)
-        if full_attention:
+        if compat.is_full_attention(spec):
             check_page_size(self.resolved, spec.block_size)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        kinds = {layer.impl.attn_type for layer in layers.values()}
+        self.causal = AttentionType.ENCODER_ONLY not in kinds
         every_layer = vllm_config.compilation_config.static_forward_context
         groups: dict[LayerKind, list[int]] = {}
         policies: Counter[StepPolicy] = Counter()
         for name, layer in layers.items():
             index, impl = extract_layer_index(name), layer.impl
             owner = every_layer[impl.kv_sharing_target_layer_name or name]
-            policy = impl.bind(index, spec.block_size, full_attention, owner.impl, self.device)
+            whole = compat.attends_whole_context(layer, spec)
+            policy = impl.bind(index, spec.block_size, whole, owner.impl, self.device)
             policies[policy] += 1
             version = None if impl.flash is None else impl.flash.version
             kind = LayerKind(policy, impl.fallback_reason, version, impl.has_fp8_cache)
@@ -165,11 +168,12 @@ class SparseKMetadataBuilder(StepBuilder):
         """Translate vLLM's metadata.
 
         Raises:
-            NotImplementedError: causality that differs between requests.
+            NotImplementedError: causality that differs between requests, or decoder layers that are
+                not causal.
         """
-        if not isinstance(common.causal, bool):
+        if common.causal is not self.causal:
             raise NotImplementedError(
-                "causal: expected one value for the whole batch, got a tensor; "
+                f"causal: expected {self.causal} for the whole batch, got {common.causal}; "
                 "leave --attention-backend out"
             )
         batch = build_batch(
@@ -187,7 +191,7 @@ class SparseKMetadataBuilder(StepBuilder):
             context_tokens=context,
             seq_lens=tuple(batch.seq_lens.tolist()),
             query_offsets=None if common.causal else tuple(batch.offsets.tolist()),
-            bidirectional_ranges=_live_ranges(common, batch.seq_lens - batch.query_lens),
+            mm_prefix_range=_live_ranges(common, batch.seq_lens - batch.query_lens),
             shards=None
             if self.context_ranks is None
             else shard_step(batch.paged, self.page_size, self.context_ranks),

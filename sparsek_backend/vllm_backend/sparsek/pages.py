@@ -29,17 +29,8 @@ def bytes_behind(head_size: int, itemsize: int) -> int:
 
 
 def with_summaries(spec: Any) -> Any:
-    """Return ``spec`` with room for the summaries of its pages.
-
-    Where specs state their content, a head's summaries follow that head's K and V, so that whatever
-    moves a page or one head of it moves them too.  Earlier versions get pages with padding at their
-    end.
-    """
-    itemsize = spec.dtype.itemsize
-    behind = bytes_behind(spec.head_size, itemsize)
-    if not compat.declares_content():
-        return compat.pad_page(spec, spec.num_kv_heads * spec.block_size * behind)
-    return compat.with_content(spec, 2 * spec.head_size * itemsize + behind)
+    """Return ``spec`` with room for the summaries of its pages."""
+    return compat.with_bytes_behind(spec, bytes_behind(spec.head_size, spec.dtype.itemsize))
 
 
 @dataclass(frozen=True)
@@ -65,10 +56,9 @@ def page_rows(kv_cache: torch.Tensor, head_size: int, summaries: bool) -> torch.
         head_size: ``D``.
         summaries: whether there are summaries behind K and V.
     """
-    pages, heads, page_size, content = kv_cache.shape
-    if summaries and content == 2 * head_size:  # they are in the padding at the page's end
-        content += bytes_behind(head_size, kv_cache.itemsize) // kv_cache.itemsize
-    return kv_cache.as_strided((pages, heads * page_size * content), (kv_cache.stride(0), 1))
+    behind = bytes_behind(head_size, kv_cache.itemsize) // kv_cache.itemsize if summaries else 0
+    elements = compat.page_elements(kv_cache, head_size, behind)
+    return kv_cache.as_strided((kv_cache.shape[0], elements), (kv_cache.stride(0), 1))
 
 
 def view_pages(kv_cache: torch.Tensor, head_size: int, summaries: bool) -> PageViews:
@@ -87,7 +77,6 @@ def view_pages(kv_cache: torch.Tensor, head_size: int, summaries: bool) -> PageV
         kv_cache = kv_cache.view(torch.float8_e4m3fn)
     pages, heads, page_size, content = kv_cache.shape
     page_stride, head_stride = kv_cache.stride()[:2]
-    used = page_size * 2 * head_size  # elements of one head's K and V
     both = kv_cache
     if content > 2 * head_size:
         strides = (page_stride, head_stride, 2 * head_size, 1)
@@ -97,10 +86,7 @@ def view_pages(kv_cache: torch.Tensor, head_size: int, summaries: bool) -> PageV
         return PageViews(keys, values, None)
     each = summary_bytes(page_size, head_size)
     tail = each // kv_cache.itemsize
-    if content > 2 * head_size:
-        room, first, stride = page_size * content - used, used, head_stride
-    else:  # the page ends in padding, which holds the summaries of every head
-        room, first, stride = page_stride // heads - used, heads * used, tail
+    room, first, stride = compat.place_behind(kv_cache, head_size, tail)
     if room < tail:
         raise ValueError(
             f"kv_cache: expected room for {tail} elements of block summaries behind the K and V of "

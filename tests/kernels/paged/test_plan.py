@@ -10,7 +10,9 @@ from cache_cases import make_case, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsek_kernels.paged import PagedBatch, SelectionPolicy, StepPolicy, paged_attention
+from sparsek_kernels.paged import PagedBatch, SelectionPolicy, StepPolicy, attend_segment
+from sparsek_kernels.paged.api import default_indexers
+from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment, first_sparse, plan_step, split_queries
 
 EVERYTHING = SelectionPolicy()
@@ -161,16 +163,10 @@ def test_segments_attended_one_by_one_make_the_step(size: int) -> None:
     found = plan_step(case.batch, step)
     assert [segment.policy.is_dense for segment in found] == [False, True, False, True, True, True]
     out = torch.full_like(case.q, float("nan"))
+    operands = PagedOperands(case.q, case.k_cache, case.v_cache, out, 32**-0.5, case.k_summary)
     for segment in found:
-        paged_attention(
-            case.q[segment.rows],
-            case.k_cache,
-            case.v_cache,
-            segment.batch,
-            StepPolicy(segment.policy, step.decode),
-            k_summary=case.k_summary,
-            out=out[segment.rows],
-        )
+        index = default_indexers(step).of(segment)
+        attend_segment(operands.of_rows(segment.rows), segment, index)
     assert torch.equal(out, run(case, policy))
 
 
