@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,7 +16,7 @@ from sparsek_backend.vllm_backend.report import (
 )
 from sparsek_backend.vllm_backend.stats import LOG_INTERVAL, EngineStats
 from sparsek_kernels.fallback import count_fallback
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 policies = st.one_of(
     st.just(SelectionPolicy()),
@@ -45,13 +43,14 @@ def test_batches(policy: SelectionPolicy, requests: list[tuple[int, int]], decod
     decodes = min(decodes, len(requests))
     seq_lens = np.array([before + new for before, new in requests], dtype=np.int64)
     query_lens = np.array([new for _, new in requests], dtype=np.int64)
+    step = StepPolicy.of(policy)
     expected = 0
     for index, (before, new) in enumerate(requests):
-        rule = policy.per_token() if index < decodes else policy
+        rule = step.decode if index < decodes else step.prefill
         for position in range(before, before + new):
             last = position >= before + new - rule.dense_last
             expected += position + 1 if last else rule.attended_tokens(position)
-    assert attended_by_requests(policy, seq_lens, query_lens, decodes) == expected
+    assert attended_by_requests(step, seq_lens, query_lens, decodes) == expected
 
 
 def test_positions() -> None:
@@ -124,27 +123,28 @@ def test_ranges_of_layers() -> None:
 
 
 def test_the_line_per_layer_group() -> None:
-    policy = SelectionPolicy(num_sink=64, window_size=512, top_k=32, dense_below=4096)
+    tiles = SelectionPolicy(num_sink=64, window_size=512, top_k=32, dense_below=4096)
+    policy = StepPolicy.of(tiles)
     assert describe_layers(range(30), policy, None, 128, "cpu", summary_share=1 / 32) == (
         "SPARSEK layers 0-29: block_topk, 1 sink block + window 512 + 32 blocks of 64 per KV head, "
         "dense below 4096, 3.1 % summaries, pages of 128, CPU path"
     )
-    window = SelectionPolicy(num_sink=4, window_size=512)
+    window = StepPolicy.of(SelectionPolicy(num_sink=4, window_size=512))
     fewer = describe_layers(
-        [0], replace(policy, decode_top_k=8), None, 128, "cpu", summary_share=1 / 32
+        [0], StepPolicy(tiles, tiles.per_token(8)), None, 128, "cpu", summary_share=1 / 32
     )
     assert "32 blocks of 64 per KV head (8 for decoded tokens)" in fewer
     assert "sink_window, 4 sink tokens + window 512" in describe_layers(
         [0], window, None, 64, "cuda"
     )
     assert "the model's sliding window of 48" in describe_layers(
-        [1], SelectionPolicy(num_sink=0, window_size=48), None, 64, "cpu"
+        [1], StepPolicy.of(SelectionPolicy(window_size=48)), None, 64, "cpu"
     )
-    window = SelectionPolicy(num_sink=0, window_size=48, dense_below=100)
+    window = StepPolicy.of(SelectionPolicy(num_sink=0, window_size=48, dense_below=100))
     assert "sink_window, 0 sink tokens + window 48" in describe_layers([1], window, None, 64, "cpu")
-    half = describe_layers([0], replace(policy, decode_top_k=8), None, 64, "cpu", dense_decode=True)
+    half = describe_layers([0], StepPolicy(tiles, SelectionPolicy()), None, 64, "cpu")
     assert "32 blocks of 64 per KV head, decoded tokens dense, dense below 4096" in half
-    line = describe_layers([3], SelectionPolicy(), "ALiBi", 64, "cpu")
+    line = describe_layers([3], StepPolicy.of(SelectionPolicy()), "ALiBi", 64, "cpu")
     assert line == "SPARSEK layers 3: dense, pages of 64, SDPA fallback (ALiBi)"
 
 

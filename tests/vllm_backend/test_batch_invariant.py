@@ -14,10 +14,11 @@ from sparsek_backend.vllm_backend.engine import engine_of
 from sparsek_backend.vllm_backend.report import EAGER_NORMS
 from sparsek_backend.vllm_backend.sparsek import impl as impl_module
 from sparsek_backend.vllm_backend.sparsek import metadata as metadata_module
-from sparsek_kernels.paged.launch import attend as launch
 from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.reference import paged_attention_reference
+from tests.kernels.launched import attend_launched
 from tests.vllm_backend.layers import (
     SETTINGS,
     building,
@@ -44,23 +45,20 @@ def current(registered: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Segment, int]]:
     """What layers ask of the paged kernels, which run in Triton's interpreter."""
     seen = []
 
-    def paged_attention(q: Any, k: Any, v: Any, batch: Any, policy: Any, **given: Any) -> None:
-        seen.append({"policy": policy, "tokens": q.shape[0], **given})
-        invariant = given.pop("batch_invariant")
-        launch.paged_attention(
-            PagedOperands(q, k, v, **given), batch, policy, batch_invariant=invariant
-        )
+    def attend_segment(operands: PagedOperands, segment: Segment, index: Any) -> None:
+        seen.append((segment, operands.q.shape[0]))
+        attend_launched(operands, segment, index)
 
-    monkeypatch.setattr(impl_module, "paged_attention", paged_attention)
+    monkeypatch.setattr(impl_module, "attend_segment", attend_segment)
     return seen
 
 
 def test_one_call_serves_decodes_and_prefills(
-    current: Any, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    current: Any, calls: list[tuple[Segment, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat, "flash_attention", lambda *_: (lambda **_: None, 3))
     monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.bfloat16)
@@ -70,23 +68,29 @@ def test_one_call_serves_decodes_and_prefills(
     cache = make_cache(spec, 32)
     policy = layer.impl.policy
     assert policy.selects_blocks
-    assert policy == policy.per_token()
+    assert policy.prefill == policy.decode
     write(layer, cache, make_step([199, 160], [199, 160], 32), seed=1)
     step = make_step([200, 170], [1, 10], 32)
     metadata, q, _, _, output = run(layer, builder, cache, step)
-    (call,) = calls
-    assert call["batch_invariant"]
-    assert (call["policy"], call["tokens"]) == (policy, 11)
+    ((segment, rows),) = calls
+    assert segment.fixed_order
+    assert (segment.policy, rows) == (policy.decode, 11)
     expected = paged_attention_reference(q, *keys_and_values(cache), metadata.batch, policy)
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
-    rows = [199, *range(160, 170)]
-    assert metadata.attended_tokens == sum(policy.attended_tokens(row) for row in rows)
+    positions = [199, *range(160, 170)]
+    attended = sum(policy.decode.attended_tokens(position) for position in positions)
+    assert metadata.attended_tokens == attended
 
 
-def test_a_models_window_is_cut_per_token(current: Any) -> None:
+def test_a_models_window_is_cut_per_token(current: Any, calls: list[tuple[Segment, int]]) -> None:
     layer = make_layer(per_layer_sliding_window=48)
-    make_builder(layer, current)
-    assert layer.impl.policy == SelectionPolicy(window_size=48, query_tile=1)
+    builder, spec = make_builder(layer, current)
+    cache = make_cache(spec, 32)
+    write(layer, cache, make_step([199, 160], [199, 160], 32), seed=1)
+    run(layer, builder, cache, make_step([200, 170], [1, 10], 32))
+    ((segment, rows),) = calls
+    assert segment.policy == SelectionPolicy(window_size=48)
+    assert (segment.batch.num_decodes, segment.batch.decode_query_len, rows) == (11, 1, 11)
 
 
 def test_speculated_tokens_are_prefills_and_graphs_hold_single_tokens(

@@ -9,14 +9,13 @@ import pytest
 
 from sparsek_backend.config import (
     BATCH_INVARIANT,
-    EVERY_QUERY,
     FIELD_NAMES,
     ConfigError,
     SparsityConfig,
     read_section,
     resolve_config,
 )
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 INFLLM = {
     "kernel_size": 32,
@@ -55,11 +54,12 @@ def test_every_source_and_its_priority() -> None:
 
 def test_infllm_section_becomes_block_selection() -> None:
     policy = resolve_config(None, {}, INFLLM).config.policy_for(0)
-    assert policy == SelectionPolicy(
+    tiles = SelectionPolicy(
         num_sink=64, window_size=2048, top_k=63, sel_block_size=64, dense_below=8192
     )
+    assert policy == StepPolicy(tiles, tiles.per_token())
     changed = resolve_config({"top_k": 40}, {}, INFLLM).config.policy_for(0)
-    assert (changed.top_k, changed.decode_top_k) == (40, 80)
+    assert (changed.prefill.top_k, changed.decode.top_k) == (40, 4 * 80)
 
 
 @pytest.mark.parametrize("window", [2048, 2000, 512, 64, 40, 0])
@@ -76,7 +76,7 @@ def test_infllm_attends_as_many_blocks_as_the_model(
         "init_blocks": init_blocks,
         "dense_len": 0,
     }
-    policy = replace(resolve_config(None, {}, section).config.policy_for(0), query_tile=1)
+    policy = replace(resolve_config(None, {}, section).config.policy_for(0).prefill, query_tile=1)
     local = window // block
     for position in (200 * block, 200 * block + 1, 201 * block - 1):
         own = position // block
@@ -88,7 +88,7 @@ def test_infllm_attends_as_many_blocks_as_the_model(
 
 def test_infllm_dense_length() -> None:
     """The model attends everything while a sequence has fewer than ``dense_len`` tokens."""
-    policy = resolve_config(None, {}, INFLLM).config.policy_for(0)
+    policy = resolve_config(None, {}, INFLLM).config.policy_for(0).prefill
     assert all(policy.sees_all(position) for position in range(8192))
     assert not policy.sees_all(8192)
     pure = resolve_config(None, {}, {**INFLLM, "dense_len": -1}).config
@@ -97,11 +97,15 @@ def test_infllm_dense_length() -> None:
 
 def test_infllm_as_it_was_trained() -> None:
     resolved = resolve_config({"mode": "infllm", "dense_layers": 1}, {}, INFLLM)
-    assert resolved.config.policy_for(0) == SelectionPolicy()
-    policy = resolved.config.policy_for(1)
-    assert (policy.ranking, policy.query_tile, policy.dense_last) == ("infllm", 1, 0)
-    assert policy.budget_blocks == 96
-    assert policy.per_token() is policy
+    assert resolved.config.policy_for(0) == DENSE
+    both = resolved.config.policy_for(1)
+    assert both.prefill == both.decode
+    assert (both.decode.query_tile, both.decode.dense_last, both.decode.sel_block_size) == (
+        1,
+        0,
+        64,
+    )
+    assert both.decode.budget_blocks == 96
 
 
 @pytest.mark.parametrize(
@@ -138,10 +142,10 @@ def test_batch_invariance_selects_per_token(section: dict[str, Any] | None) -> N
     assert (resolved.config.query_tile, resolved.config.dense_last) == (1, 0)
     assert resolved.sources["query_tile"] == resolved.sources["dense_last"] == BATCH_INVARIANT
     policy = resolved.config.policy_for(0)
-    assert policy == policy.per_token()
+    assert policy.prefill == policy.decode
     usual = resolve_config(None, {}, section)
     assert not usual.batch_invariant
-    assert policy == usual.config.policy_for(0).per_token()
+    assert policy.decode == usual.config.policy_for(0).decode
 
 
 def test_batch_invariance_takes_what_agrees_with_it() -> None:
@@ -197,7 +201,7 @@ def test_unreadable_infllm_section(section: object, words: str) -> None:
 @pytest.mark.parametrize("change", [{"topk": 2}, {"topk": 3, "window_size": 0}], ids=str)
 def test_the_smallest_infllm_selection(change: dict[str, int]) -> None:
     policy = resolve_config(None, {}, {**INFLLM, **change}).config.policy_for(0)
-    assert policy.top_k == 1
+    assert policy.prefill.top_k == 1
 
 
 def test_settings_out_of_range_of_the_models_section() -> None:
@@ -252,6 +256,8 @@ def test_kubernetes_service_links_are_no_settings() -> None:
 NESTED: list[Any] = []
 for _ in range(10**5):
     NESTED = [NESTED]
+
+DENSE = StepPolicy.of(SelectionPolicy())
 
 BAD: list[tuple[str, Any, dict[str, str], tuple[str, ...]]] = [
     ("unknown", {"topk": 4}, {}, ("topk", "--additional-config", "did you mean top_k")),
@@ -332,20 +338,20 @@ def test_mode_pattern_attends_as_much_as_block_topk() -> None:
 
 def test_policies_per_layer() -> None:
     config = SparsityConfig(mode="block_topk", dense_layers=2)
-    assert [config.policy_for(layer).is_dense for layer in range(4)] == [True, True, False, False]
+    assert [config.policy_for(layer) == DENSE for layer in range(4)] == [True, True, False, False]
     config = SparsityConfig(mode="sink_window", num_sink=4, window_size=100, dense_layers=(1,))
-    assert config.policy_for(1) == SelectionPolicy()
-    assert config.policy_for(0) == SelectionPolicy(num_sink=4, window_size=100, dense_below=8192)
-    assert SparsityConfig(mode="dense").policy_for(7) == SelectionPolicy()
+    assert config.policy_for(1) == DENSE
+    window = SelectionPolicy(num_sink=4, window_size=100, dense_below=8192)
+    assert config.policy_for(0) == StepPolicy(window, window)
+    assert SparsityConfig(mode="dense").policy_for(7) == DENSE
 
 
 @pytest.mark.parametrize("query_tile", [1, 2, 64])
 def test_prefills_are_dense_where_decodes_alone_are_sparse(query_tile: int) -> None:
     settings = {"sparse_phase": "decode", "query_tile": query_tile}
     policy = resolve_config(settings, {}).config.policy_for(0)
-    assert policy.query_tile > 1  # else every query would select as a decoded token does
-    assert policy.dense_last == EVERY_QUERY
-    assert policy.per_token() == resolve_config(None, {}).config.policy_for(0).per_token()
+    assert policy.prefill.is_dense
+    assert policy.decode == resolve_config(None, {}).config.policy_for(0).decode
 
 
 def test_fields_are_documented() -> None:
@@ -363,9 +369,9 @@ def test_decoded_tokens_have_a_budget_of_their_own(
 ) -> None:
     settings = {"top_k": top_k, "decode_top_k": decode_top_k}
     policy = resolve_config(settings, {}).config.policy_for(0)
-    assert (policy.top_k, policy.per_token().top_k) == (top_k, cells)
+    assert (policy.prefill.top_k, policy.decode.top_k) == (top_k, cells)
     same = resolve_config(None, {"SPARSEK_TOP_K": "8", "SPARSEK_DECODE_TOP_K": "2"}).config
-    assert same.policy_for(0).per_token().top_k == 8
+    assert same.policy_for(0).decode.top_k == 8
     for blocks, single in ((8, 40), (64, 128)):  # twice as many, 32 more at least
         default = resolve_config({"top_k": blocks}, {}).config.policy_for(0)
-        assert default.per_token().top_k == 4 * single
+        assert default.decode.top_k == 4 * single

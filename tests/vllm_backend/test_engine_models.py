@@ -11,7 +11,10 @@ from prometheus_client import REGISTRY
 
 from sparsek_backend.vllm_backend.sparsek import impl as impl_module
 from sparsek_kernels.fallback import fallback_counts
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.index.infllm import InfLLM
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.reference import paged_attention_reference, select_infllm_reference
 from tests.vllm_backend.engines import (
     counted_forwards,
@@ -138,15 +141,14 @@ def test_minicpm_takes_its_own_selection(prompts: list[list[int]], tmp_path: Pat
         context = model_runner(llm).vllm_config.compilation_config.static_forward_context
         policies = {layer.impl.policy for layer in context.values()}
         layers = len(context)
-    assert policies == {
-        SelectionPolicy(
-            num_sink=32, window_size=64, top_k=3, sel_block_size=32, dense_below=128, query_tile=64
-        )
-    }
-    (policy,) = policies
+    tiles = SelectionPolicy(
+        num_sink=32, window_size=64, top_k=3, sel_block_size=32, dense_below=128, query_tile=64
+    )
+    policy = StepPolicy(tiles, tiles.per_token())
+    assert policies == {policy}
     positions = range(LENGTHS[-1] + 7)
     expected = sum(
-        (policy if position < LENGTHS[-1] else policy.per_token()).attended_tokens(position)
+        (policy.prefill if position < LENGTHS[-1] else policy.decode).attended_tokens(position)
         for position in positions
     )
     assert STATS.attended_tokens - before[0] == layers * expected
@@ -166,26 +168,25 @@ def test_minicpm_as_it_was_trained(
     use_nope: bool, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every layer, in prefill and decode, attends what the oracle of InfLLM-v2 chooses."""
-    real, errors = impl_module.paged_attention, []
+    real, errors = impl_module.attend_segment, []
 
     def select(q: torch.Tensor, k: torch.Tensor, positions: list[int], *rest: Any) -> Any:
         if use_nope:
             q, k = unrotated(q, torch.tensor(positions)), unrotated(k, torch.arange(len(k)))
         return select_infllm_reference(q, k, positions, *rest)
 
-    def held_against_oracle(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Any, policy: Any, **options: Any
-    ) -> torch.Tensor:
-        out = real(q, k, v, batch, policy, **options)
-        assert (policy.ranking, policy.query_tile) == ("infllm", 1)
-        scale = options["softmax_scale"]
+    def held_against_oracle(of: PagedOperands, segment: Segment, index: Any) -> None:
+        real(of, segment, index)
+        assert isinstance(index, InfLLM)
+        policy = StepPolicy(segment.policy, segment.policy)
         expected = paged_attention_reference(
-            q, k, v, batch, policy, softmax_scale=scale, select=select
-        )
-        errors.append(float((out.double() - expected).abs().max()))
-        return out
+            of.q, of.k_cache, of.v_cache, segment.batch, policy,
+            softmax_scale=of.softmax_scale, select=select,
+        )  # fmt: skip
+        rows = slice(segment.batch.cu_seqlens_q[0], segment.batch.cu_seqlens_q[-1])
+        errors.append(float((of.out.double() - expected)[rows].abs().max()))
 
-    monkeypatch.setattr(impl_module, "paged_attention", held_against_oracle)
+    monkeypatch.setattr(impl_module, "attend_segment", held_against_oracle)
     model = make_tiny_model("minicpm", tmp_path)
     section = {**SPARSE_CONFIG, "use_nope": use_nope}
     with engine(

@@ -11,8 +11,9 @@ pytest.importorskip("vllm", reason="the vLLM backend needs vLLM")
 import torch
 
 from sparsek_backend.vllm_backend.sparsek.flash import FlashPrefill
-from sparsek_kernels.paged import PagedBatch, SelectionPolicy
-from sparsek_kernels.paged.plan import segments
+from sparsek_kernels.paged import PagedBatch, SelectionPolicy, StepPolicy
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import plan_step
 
 TOPK = SelectionPolicy(num_sink=64, window_size=128, top_k=2, dense_below=256)
 
@@ -35,7 +36,8 @@ def make_batch(seq_lens: list[int], query_lens: list[int], num_decodes: int) -> 
 def served(policy: SelectionPolicy, seq_lens: list[int], query_lens: list[int]) -> list[bool]:
     """Whether FlashAttention serves each segment; requests of one query token are decodes."""
     batch = make_batch(seq_lens, query_lens, query_lens.count(1))
-    return [FlashPrefill.serves(segment) for segment in segments(batch, policy, seq_lens)]
+    step = StepPolicy.of(policy)
+    return [FlashPrefill.serves(segment) for segment in plan_step(batch, step, seq_lens)]
 
 
 @pytest.mark.parametrize(
@@ -69,19 +71,12 @@ def test_flash_is_called_over_our_pages(policy: SelectionPolicy, window: list[in
     calls = []
     flash = FlashPrefill(lambda **kwargs: calls.append(kwargs), 3)
     seq_lens = [50, 100, 40]
-    decode, segment = segments(make_batch(seq_lens, [1, 100, 40], 1), policy, seq_lens)
+    batch = make_batch(seq_lens, [1, 100, 40], 1)
+    decode, segment = plan_step(batch, StepPolicy.of(policy), seq_lens)
     assert not flash.serves(decode)
     q, out = torch.zeros(145, 4, 64), torch.zeros(145, 4, 64)
     pages = torch.zeros(8, 2, 64, 128)
-    flash(
-        q,
-        pages[..., :64],
-        pages[..., 64:],
-        segment,
-        softmax_scale=0.125,
-        sinks=None,
-        out=out,
-    )
+    flash(PagedOperands(q, pages[..., :64], pages[..., 64:], out, 0.125), segment)
     (call,) = calls
     assert call["k"].shape == (8, 64, 2, 64)
     assert call["k"].data_ptr() == pages.data_ptr()

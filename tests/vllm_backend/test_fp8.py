@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from sparsek_kernels.paged.reference import paged_attention_reference, select_blocks_reference
 from sparsek_kernels.paged.pages import summary_bytes
+from sparsek_kernels.paged.reference import paged_attention_reference, select_blocks_reference
 from tests.kernels.rounded_query import rounded
 from tests.vllm_backend.layers import (
     DIM,
@@ -104,12 +104,13 @@ def test_scales_of_the_layer_reach_the_kernels(current: Any) -> None:
     k = torch.zeros(40, KV_HEADS, DIM, dtype=torch.bfloat16)
     with (
         mock.patch.object(impl, "write_kv") as write,
-        mock.patch.object(impl, "paged_attention") as attend,
+        mock.patch.object(impl, "attend_segment") as attend,
     ):
         layer.impl.do_kv_cache_update(layer, k, k, cache, step.slot_mapping)
         layer.impl.forward(layer, q, k, k, cache, builder.build(0, step), q.clone())
-    for call in (write, attend):
-        assert (call.call_args.kwargs["k_scale"], call.call_args.kwargs["v_scale"]) == (0.5, 0.25)
+    written, operands = write.call_args.kwargs, attend.call_args.args[0]
+    assert (written["k_scale"], written["v_scale"]) == (0.5, 0.25)
+    assert (operands.k_scale, operands.v_scale) == (0.5, 0.25)
     assert layer.impl.flash is None
 
 
@@ -166,19 +167,12 @@ def test_scales_that_mean_nothing_are_refused(current: Any) -> None:
 def interpreted() -> Iterator[None]:
     """Let layers on a CPU launch the Triton kernels, which run in Triton's interpreter."""
     from sparsek_backend.vllm_backend.sparsek import impl
-    from sparsek_kernels.paged.launch import attend as launch
-    from sparsek_kernels.paged.operands import PagedOperands
-
-    def attend(
-        q: Any, k: Any, v: Any, batch: Any, policy: Any, batch_invariant: bool, **given: Any
-    ) -> None:
-        launch.paged_attention(
-            PagedOperands(q, k, v, **given), batch, policy, batch_invariant=batch_invariant
-        )
+    from sparsek_kernels.paged.write import launch
+    from tests.kernels.launched import attend_launched
 
     with (
         mock.patch.object(impl, "write_kv", launch.write_kv),
-        mock.patch.object(impl, "paged_attention", attend),
+        mock.patch.object(impl, "attend_segment", attend_launched),
     ):
         yield
 
@@ -227,7 +221,7 @@ def test_a_layer_against_the_oracle(
         batch, q, output = take(make_step(lengths, [1, 1, new], 64, device))
         policy = layer.impl.policy
     assert policy.selects_blocks == (sliding is None)
-    assert not policy.sees_all(lengths[0] - 1)
+    assert not policy.decode.sees_all(lengths[0] - 1)
     keys, values = (stored.float() for stored in keys_and_values(cache.cpu()))
     host = dataclasses.replace(
         batch,

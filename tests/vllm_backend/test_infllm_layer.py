@@ -42,10 +42,9 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
     monkeypatch.setattr(impl_module, "write_kv", spied)
     monkeypatch.setattr(
-        impl_module, "write_means", lambda k, summary, batch: found.append(("means", batch))
-    )
-    monkeypatch.setattr(
-        impl_module, "keeps_means", lambda policy, device: policy.ranking == "infllm"
+        impl_module,
+        "write_index",
+        lambda k, summary, batch, policy, index: found.append(("means", batch)),
     )
     return found
 
@@ -80,7 +79,7 @@ def test_the_owner_of_shared_pages_writes_them(current: Any, writes: list[tuple[
     sharer = make_layer(1, kv_sharing_target_layer_name=owner.layer_name)
     builder, spec = make_builder(owner, current)
     make_builder(sharer, current)
-    assert owner.impl.policy.is_dense
+    assert not owner.impl.policy.selects_blocks
     cache = make_cache(spec, 64)
     metadata, q, k, v, _ = run(owner, builder, cache, make_step([300], [300], 64))
     sharer.impl.forward(sharer, q, k, v, cache, metadata, torch.empty_like(q))
@@ -95,11 +94,11 @@ def test_kernels_of_means_are_compiled_at_the_start(
     builder, spec = make_builder(layer, current)
     attended = []
     monkeypatch.setattr(
-        impl_module, "paged_attention", lambda q, k, v, batch, *_, **__: attended.append(batch)
+        impl_module, "attend_segment", lambda _, segment, __: attended.append(segment.batch)
     )
     warm_up([layer], spec, current, torch.device("cpu"), rotation=builder.rotation)
     assert attended
-    assert [batch for _, batch in writes] == attended
+    assert [b.seq_lens_host for _, b in writes] == [b.seq_lens_host for b in attended]
     assert all(batch.rotation is builder.rotation for batch in attended)
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from sparsek_backend.vllm_backend.sparsek.selection import select_by_model
 from sparsek_kernels.fallback import FallbackMask, fallback_counts, sdpa_fallback
 from sparsek_kernels.paged.api import paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.reference import paged_attention_reference
 from tests.vllm_backend.layers import (
     DIM,
@@ -62,9 +63,9 @@ def test_step_with_decodes_prefills_and_padding(current: Any) -> None:
     assert policy.selects_blocks
     expected = paged_attention_reference(q, *keys_and_values(cache), batch, policy)
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
-    share = policy.per_token().attended_tokens(299) + policy.per_token().attended_tokens(220)
-    dense = 400 - policy.dense_last
-    share += sum(policy.attended_tokens(position) for position in range(dense))
+    share = policy.decode.attended_tokens(299) + policy.decode.attended_tokens(220)
+    dense = 400 - policy.prefill.dense_last
+    share += sum(policy.prefill.attended_tokens(position) for position in range(dense))
     share += sum(position + 1 for position in range(dense, 400))
     assert metadata.attended_tokens == share
     assert metadata.context_tokens == 300 + 221 + 400 * 401 // 2
@@ -128,7 +129,7 @@ def test_flash_attention_takes_dense_prefills_and_the_last_queries_of_sparse_one
     layer.impl.flash = FlashPrefill(flash, 3)
     cache = make_cache(spec, 64)
     policy = layer.impl.policy
-    assert policy.dense_last == 64
+    assert policy.prefill.dense_last == 64
     run(layer, builder, cache, make_step([299, 260], [299, 260], 64), seed=1)
     calls.clear()
     step = make_step([300, 280, 600, 70], [1, 20, 600, 70], 64)
@@ -208,7 +209,7 @@ def test_a_timed_prefill_waits_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     probe, device = SelectionProbe(), torch.device("cuda")
     STATS.take_seconds()
     assert probe.is_due(device)
-    probe.run(lambda: done.append("select"), lambda: done.extend("attend"), device)
+    probe.run(lambda: done.append("select"), lambda _: done.extend("attend"), device)
     assert done == ["select", *"attend"]
     probe._last = float("-inf")
     assert not probe.is_due(device), "the last one is not read yet"
@@ -230,7 +231,7 @@ def test_a_dense_layer_keeps_the_summaries_of_the_one_that_shares_its_pages(
         builder, spec = make_builder(owner, config)
         for layer in (sharer, alone):
             make_builder(layer, config)
-        assert owner.impl.policy.is_dense
+        assert not owner.impl.policy.selects_blocks
         assert sharer.impl.policy.selects_blocks
         step = make_step([400], [400], 64)
         cache, own = make_cache(spec, 64), make_cache(spec, 64)
@@ -264,7 +265,7 @@ def test_pages_keep_their_size_where_no_layer_selects(tmp_path: Any) -> None:
         layer = make_layer()
         builder, spec = make_builder(layer, dense)
         assert spec.page_size_padded is None
-        assert layer.impl.policy.is_dense
+        assert not layer.impl.policy.selects_blocks
         cache = make_cache(spec, 8)
         run(layer, builder, cache, make_step([70], [70], 8))
 
@@ -316,7 +317,8 @@ def test_window_and_sinks_of_the_model(current: Any) -> None:
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     layer = make_layer(per_layer_sliding_window=48, sinks=sinks)
     builder, spec = make_builder(layer, current)
-    assert layer.impl.policy == SelectionPolicy(window_size=48, sel_block_size=64)
+    window = SelectionPolicy(window_size=48, sel_block_size=64)
+    assert layer.impl.policy == StepPolicy(window, window)
     cache = make_cache(spec, 32)
     metadata, q, k, v, output = run(layer, builder, cache, make_step([150, 33], [150, 33], 32))
     assert metadata.batch.num_decodes == 0
@@ -384,7 +386,7 @@ def test_bidirectional_ranges_of_gemma_4_keep_to_the_window_and_to_window_layers
         builder, spec = make_builder(layer, current)
         cache = make_cache(spec, 32)
         if layer is whole:  # chooses nothing here, to be compared with SDPA
-            layer.impl.policy = SelectionPolicy()
+            layer.impl.own = select_by_model(None)
         step = make_step([150], [150], 32, mm_req_doc_ranges={0: [(low, high)]})
         metadata = builder.build(0, step)
         assert hasattr(metadata, "mm_prefix_range")
@@ -425,8 +427,8 @@ def test_layers_of_chunks_without_the_hybrid_kv_manager(mode: str, tmp_path: Pat
         )
         for layer in (whole, chunked):
             SparseKMetadataBuilder(spec, [layer.layer_name], config, torch.device("cpu"))
-    assert chunked.impl.policy.is_dense
-    assert not whole.impl.policy.is_dense
+    assert chunked.impl.policy == StepPolicy.of(SelectionPolicy())
+    assert not whole.impl.policy.decode.is_dense
 
 
 def test_decoders_that_are_not_causal_are_refused(current: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("safetensors", reason="safetensors is not installed (the patterns extra)")
 
 from sparsek_backend.patterns.prefill import PrefillPattern
-from sparsek_kernels.paged.cpu import attend
+from sparsek_kernels.paged.index import vertical_slash
 from sparsek_kernels.paged.reference import listed_reference, paged_attention_reference
 from tests.vllm_backend.engines import engine, generate, requires_cpu_vllm, tokens
 from tests.vllm_backend.layers import (
@@ -101,10 +101,12 @@ def test_an_engine_is_dense_within_its_budget_and_follows_the_file_beyond(
         dense = tokens(generate(llm, prompts, together=True))
     section = settings(file, window_size=64, top_k=3)
     with (
-        mock.patch.object(attend, "listed_blocks", side_effect=attend.listed_blocks) as listed,
+        mock.patch.object(
+            vertical_slash, "listed_blocks", side_effect=vertical_slash.listed_blocks
+        ) as listed,
         engine(folder, "SPARSEK", section, block_size=32, **options) as llm,
     ):
         sparse = tokens(generate(llm, prompts, together=True))
     assert sparse[:2] == dense[:2]
     assert sparse[2] != dense[2]
-    assert listed.call_count == 2, "a group of tiles in each layer"
+    assert listed.call_count == 2, "once in each layer"

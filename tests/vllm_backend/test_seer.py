@@ -9,13 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparsek_backend.config import EVERY_QUERY, ConfigError, resolve_config
+from sparsek_backend.config import ConfigError, resolve_config
 from sparsek_backend.vllm_backend.gates import GateFile
 from sparsek_backend.vllm_backend.sparsek import impl as impl_module
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.reference import (
     paged_attention_reference,
-    select_blocks_reference,
     select_seer_reference,
 )
 from tests.vllm_backend.engines import engine, generate, requires_cpu_vllm
@@ -36,24 +37,19 @@ def test_the_budget_is_the_checkpoints(tmp_path: Path) -> None:
     resolved = resolve(make_gates_folder(tmp_path))
     assert resolved.scores_without_positions
     policy = resolved.config.policy_for(0)
-    assert policy == SelectionPolicy(
-        num_sink=BLOCK,
-        window_size=1,
-        top_k=2,
-        sel_block_size=BLOCK,
-        dense_last=EVERY_QUERY,
-        ranking="seer",
+    assert policy.prefill.is_dense
+    assert policy.decode == SelectionPolicy(
+        num_sink=BLOCK, window_size=1, top_k=2, sel_block_size=BLOCK, query_tile=1
     )
-    assert policy.per_token().budget_blocks == 4
-    assert policy.per_token().sel_block_size == BLOCK
+    assert policy.decode.budget_blocks == 4
 
 
 def test_what_a_user_may_change(tmp_path: Path) -> None:
     folder = make_gates_folder(tmp_path, seerattn_start_layer=1, seerattn_token_budget=None)
     assert resolve(folder).config.decode_top_k == 4096 // BLOCK - 2
     config = resolve(folder, decode_top_k=9, window_size=100, num_sink=64, dense_below=50).config
-    assert config.policy_for(0).is_dense
-    policy = config.policy_for(1)
+    assert not config.policy_for(0).selects_blocks
+    policy = config.policy_for(1).decode
     assert (policy.top_k, policy.window_size, policy.sink_blocks) == (9, 100, 2)
     assert policy.dense_below == 50
 
@@ -220,8 +216,7 @@ def test_a_rank_has_the_gates_of_its_heads(
         layer = make_layer(1)
         layer.impl.num_kv_heads, layer.impl.num_heads = 1, 2
         make_builder(layer, tiny)
-        found, every = layer.impl.gates, gates_of(1)
-        assert found is not None
+        found, every = layer.impl.own.indexers.decode.gates, gates_of(1)
         assert torch.equal(found.query, every.query[rank : rank + 1])
         assert torch.equal(found.key, every.key[rank : rank + 1])
         assert found.key_norm is not None
@@ -253,31 +248,29 @@ def test_an_engine_attends_what_the_oracle_chooses(
     prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks, a batch and prefix hits; the gates lie in the model's own folder."""
-    real, errors, sparse = impl_module.paged_attention, [], []
+    real, errors, sparse = impl_module.attend_segment, [], []
 
-    def held_against_oracle(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Any, policy: Any, **options: Any
-    ) -> torch.Tensor:
-        out = real(q, k, v, batch, policy, **options)
-        gates, scale = options["gates"], options["softmax_scale"]
-        wanted = gates_of(0 if torch.equal(gates.query, gates_of(0).query) else 1)
-        assert torch.equal(gates.key, wanted.key)
+    def held_against_oracle(of: PagedOperands, segment: Segment, index: Any) -> None:
+        real(of, segment, index)
+        batch, wanted = segment.batch, None
+        if index is not None:
+            wanted = gates_of(0 if torch.equal(index.gates.query, gates_of(0).query) else 1)
+            assert torch.equal(index.gates.key, wanted.key)
 
         def select(q: Any, k: Any, positions: Any, rule: Any, scale: float) -> Any:
-            if rule.query_tile > 1:  # attends everything
-                return select_blocks_reference(q, k, positions, rule, scale)
             found = select_seer_reference(q, k, positions, rule, wanted, batch.rotation)
             sparse.append(found is not None)
             return found
 
+        policy = StepPolicy(segment.policy, segment.policy)
         expected = paged_attention_reference(
-            q, k, v, batch, policy, softmax_scale=scale, select=select
-        )
-        rows = slice(batch.cu_seqlens_q[-1])
-        errors.append(float((out.double() - expected)[rows].abs().max()))
-        return out
+            of.q, of.k_cache, of.v_cache, batch, policy,
+            softmax_scale=of.softmax_scale, select=select,
+        )  # fmt: skip
+        rows = slice(batch.cu_seqlens_q[0], batch.cu_seqlens_q[-1])
+        errors.append(float((of.out.double() - expected)[rows].abs().max()))
 
-    monkeypatch.setattr(impl_module, "paged_attention", held_against_oracle)
+    monkeypatch.setattr(impl_module, "attend_segment", held_against_oracle)
     model = make_gates_folder(make_tiny_model("qk_norm", tmp_path))
     with engine(
         model,

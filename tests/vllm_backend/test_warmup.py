@@ -16,7 +16,10 @@ from sparsek_backend.vllm_backend.sparsek.warmup import (
     warm_up,
 )
 from sparsek_backend.vllm_backend.stats import STATS
-from sparsek_kernels.paged.config import decode_config, prefill_config, score_config
+from sparsek_kernels.paged.attend.config import decode_config, prefill_config
+from sparsek_kernels.paged.index.two_step.config import score_config
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
 from tests.vllm_backend.layers import (
     building,
@@ -42,15 +45,16 @@ def current(registered: None, tmp_path: Any) -> Iterator[Any]:
 def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SelectionPolicy, int, int]]:
     """Policy, context and query tokens of every call of the paged kernels."""
     calls = []
-    real = impl_module.paged_attention
+    real = impl_module.attend_segment
 
-    def paged_attention(q: Any, k: Any, v: Any, batch: Any, policy: Any, **kwargs: Any) -> Any:
+    def attend_segment(operands: PagedOperands, segment: Segment, index: Any) -> None:
+        batch, tokens = segment.batch, operands.q.shape[0]
         assert set(batch.seq_lens.tolist()) == {batch.max_seq_len}
-        assert q.shape[0] == sum(batch.query_lens)
-        calls.append((policy, batch.max_seq_len, q.shape[0]))
-        return real(q, k, v, batch, policy, **kwargs)
+        assert tokens == sum(batch.query_lens)
+        calls.append((segment.policy, batch.max_seq_len, tokens))
+        real(operands, segment, index)
 
-    monkeypatch.setattr(impl_module, "paged_attention", paged_attention)
+    monkeypatch.setattr(impl_module, "attend_segment", attend_segment)
     return calls
 
 
@@ -160,10 +164,10 @@ def test_each_kind_of_layer_runs_once_and_is_not_counted(
     assert (STATS.forward_calls, STATS.steps) == before
     expected = []
     for policy in dict.fromkeys(layer.impl.policy for layer in layers):
-        for requests, context in decode_shapes(policy.per_token(), 1000, 5):
-            expected += [(policy, context, requests)]
-        for context, tokens, _ in prefill_shapes(policy, 1000, 1000, 5):
-            expected += [(policy, context, tokens)]
+        for requests, context in decode_shapes(policy.decode, 1000, 5):
+            expected += [(policy.decode, context, requests)]
+        for context, tokens, _ in prefill_shapes(policy.prefill, 1000, 1000, 5):
+            expected += [(policy.prefill, context, tokens)]
     assert len(expected) > 4
     assert attended == expected
 
@@ -177,10 +181,11 @@ def test_a_rank_that_attends_for_others_prepares_for_all_of_their_heads(
     monkeypatch.setattr(layer.impl, "sinks", torch.zeros(layer.impl.num_heads))
     seen = []
 
-    def paged_attention(q: Any, *_: Any, sinks: Any, **options: Any) -> None:
-        seen.append((q.shape[1], sinks.shape[0]))
+    def attend_segment(operands: PagedOperands, *_: Any) -> None:
+        assert operands.sinks is not None
+        seen.append((operands.q.shape[1], operands.sinks.shape[0]))
 
-    monkeypatch.setattr(impl_module, "paged_attention", paged_attention)
+    monkeypatch.setattr(impl_module, "attend_segment", attend_segment)
     warm_up([layer], spec, current, torch.device("cpu"))
     assert set(seen) == {(2 * layer.impl.num_heads, 2 * layer.impl.num_heads)}
 

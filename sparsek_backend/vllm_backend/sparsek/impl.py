@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from sparsek_backend.vllm_backend.checks import (
 )
 from sparsek_backend.vllm_backend.engine import current_engine
 from sparsek_backend.vllm_backend.stats import STATS
-from sparsek_kernels.paged.api import attend_segment, write_index, write_kv
+from sparsek_kernels.paged.api import attend_segment, check_segment, write_index, write_kv
+from sparsek_kernels.paged.attend import attend
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.checks import fit_both
 from sparsek_kernels.paged.operands import PagedOperands
@@ -305,7 +307,12 @@ class SparseKImpl(AttentionImpl):
         if index is None or not (timed and PROBE.is_due(operands.q.device)):
             attend_segment(operands, segment, index)
         else:
-            PROBE.run(operands, segment, index)
+            check_segment(operands, segment, index)
+            PROBE.run(
+                partial(index.select, operands, segment),
+                partial(attend, operands, segment),
+                operands.q.device,
+            )
 
     def _attend_shards(
         self, operands: PagedOperands, kv_cache: torch.Tensor, step: ShardedStep

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
 from sparsek_backend.vllm_backend.stats import STATS
-from sparsek_kernels.paged.api import check_segment
-from sparsek_kernels.paged.attend import attend
-from sparsek_kernels.paged.index.base import Indexer
-from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.plan import Segment
 
 INTERVAL = 10.0
 """Seconds between two timed prefills."""
@@ -37,23 +33,27 @@ class SelectionProbe:
             self._noted = ()
         return not self._noted and time.monotonic() - self._last >= INTERVAL
 
-    def run(self, operands: PagedOperands, segment: Segment, index: Indexer) -> None:
-        """Choose and attend for a segment of prefills, and time both."""
+    def run(
+        self,
+        select: Callable[[], torch.Tensor],
+        attend: Callable[[torch.Tensor], None],
+        device: torch.device,
+    ) -> None:
+        """Choose, attend what was chosen, and time both."""
         self._last = time.monotonic()
-        check_segment(operands, segment, index)
-        if operands.q.is_cuda:
+        if device.type == "cuda":
             noted = tuple(torch.cuda.Event(enable_timing=True) for _ in range(3))
             noted[0].record()
-            indices = index.select(operands, segment)
+            indices = select()
             noted[1].record()
-            attend(operands, segment, indices)
+            attend(indices)
             noted[2].record()
             self._noted = noted
             return
         first = time.perf_counter()
-        indices = index.select(operands, segment)
+        indices = select()
         chosen = time.perf_counter()
-        attend(operands, segment, indices)
+        attend(indices)
         _add(chosen - first, time.perf_counter() - chosen)
 
 

@@ -27,7 +27,7 @@ def launches(dtype: torch.dtype, dim: int, group: int) -> list[Launch]:
     seen: list[Launch] = []
     for name in [n for n in vars(launch_paged) if re.fullmatch(r"nsa_\w+_kernel", n)]:
         setattr(launch_paged, name, Spy(name, getattr(launch_paged, name), seen))
-    launch_paged.choose = launch_paged.attend = lambda *_, **__: None
+    launch_paged.choose = launch_paged.attend_segment = lambda *_, **__: None
     spec, heads = NSASpec(), 4
     token_rows = [torch.empty(PAGES, heads, PAGE, dim, dtype=dtype) for _ in range(6)]
     cmp_rows = [torch.empty(PAGES, heads, PAGE // 16, dim, dtype=dtype) for _ in range(2)]

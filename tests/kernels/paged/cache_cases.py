@@ -16,9 +16,7 @@ from sparsek_kernels.paged import (
 )
 from tests.kernels.worst_sketch import worst_sketch
 
-_TOPK = SelectionPolicy(
-    num_sink=16, window_size=40, top_k=4, sel_block_size=32, query_tile=32
-)
+_TOPK = SelectionPolicy(num_sink=16, window_size=40, top_k=4, sel_block_size=32, query_tile=32)
 POLICIES: dict[str, SelectionPolicy | StepPolicy] = {
     "dense": SelectionPolicy(),
     "sink_window": SelectionPolicy(num_sink=4, window_size=50),

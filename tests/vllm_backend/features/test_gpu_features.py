@@ -18,7 +18,7 @@ import torch
 from sparsek_backend.bench.serve_worker import read_stats
 from sparsek_backend.eval.engine import ensure_entry_point
 from sparsek_backend.vllm_backend import compat
-from sparsek_kernels.paged.launch import scratch
+from sparsek_kernels.paged import scratch
 from tests.vllm_backend.drafts import speculation
 from tests.vllm_backend.engines import (
     engine,

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from sparsek_backend.vllm_backend.sparsek import impl as impl_module
-from sparsek_kernels.paged import select_blocks
+from sparsek_kernels.paged import Indexers, InfLLM, StepPolicy, select_blocks
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
 from tests.vllm_backend.engines import engine, generate, tokens
 from tests.vllm_backend.features import test_gpu_features as features
 from tests.vllm_backend.features.test_gpu_features import LIMITS, check_close, logprobs, ran
@@ -63,32 +65,32 @@ def test_choices_are_those_of_a_cpu(
 
     A CPU, which is held against the oracle elsewhere, scores means that are not rounded.
     """
-    real, same = impl_module.paged_attention, []
+    real, same = impl_module.attend_segment, []
 
-    def held_against_cpu(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Any, policy: Any, **options: Any
-    ) -> torch.Tensor:
-        assert (policy.ranking, policy.query_tile) == ("infllm", 1)
-        summary, scale = options["k_summary"], options["softmax_scale"]
-        host = on_host(batch)
+    def held_against_cpu(of: PagedOperands, segment: Segment, index: Any) -> None:
+        assert isinstance(index, InfLLM)
+        both, rule = Indexers(index, index), StepPolicy(segment.policy, segment.policy)
         chosen, expected = (
-            select_blocks(queries, keys, some, policy, k_summary=kept, softmax_scale=scale)
-            for queries, keys, some, kept in (
-                (q, k, batch, summary),
-                (q.cpu(), k.cpu(), host, summary.cpu()),
+            select_blocks(
+                queries, keys, some, rule, k_summary=kept, softmax_scale=of.softmax_scale,
+                indexers=both,
             )
-        )
+            for queries, keys, some, kept in (
+                (of.q, of.k_cache, segment.batch, of.summary),
+                (of.q.cpu(), of.k_cache.cpu(), on_host(segment.batch), of.summary.cpu()),
+            )
+        )  # fmt: skip
         for mine, theirs in zip(chosen, expected, strict=True):
             mine = mine.cpu()
             assert torch.equal(mine < 0, theirs < 0)
             found = (mine[..., None] == theirs[..., None, :]).any(-1)
             same.append(found[theirs >= 0].float())
-        return real(q, k, v, batch, policy, **options)
+        real(of, segment, index)
 
     model = make_tiny_model("minicpm", tmp_path)
     options = as_trained(use_nope) | {"kv_cache_memory_bytes": 1 << 25}
     with engine(model, "SPARSEK", INFLLM, **options) as llm:
-        monkeypatch.setattr(impl_module, "paged_attention", held_against_cpu)
+        monkeypatch.setattr(impl_module, "attend_segment", held_against_cpu)
         generate(llm, prompts[2:], together=True, max_tokens=4)
     shares = torch.cat(same)
     print(f"{len(shares)} blocks, {shares.mean():.4f} of them chosen by both")

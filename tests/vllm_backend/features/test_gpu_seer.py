@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from sparsek_backend.vllm_backend.sparsek import impl as impl_module
-from sparsek_kernels.paged import Gates, select_blocks
+from sparsek_kernels.paged import Gates, Indexers, Seer, StepPolicy, select_blocks
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
 from tests.vllm_backend.engines import engine, generate, tokens
 from tests.vllm_backend.features import test_gpu_features as features
 from tests.vllm_backend.features.test_gpu_features import LIMITS, check_close, logprobs, ran
@@ -52,36 +54,34 @@ def test_choices_are_those_of_a_cpu(
     model: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every layer chooses for every decoded token what a CPU does, but for near ties."""
-    real, same = impl_module.paged_attention, []
+    real, same = impl_module.attend_segment, []
 
-    def held_against_cpu(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Any, policy: Any, **options: Any
-    ) -> torch.Tensor:
-        gates, summary = options["gates"], options["k_summary"]
-        if gates is None or not batch.num_decodes:
-            return real(q, k, v, batch, policy, **options)
-        decodes = batch.part(0, batch.num_decodes)
-        host = Gates(*(None if x is None else x.cpu() for x in gates.tensors))
-        scale = options["softmax_scale"]
+    def held_against_cpu(of: PagedOperands, segment: Segment, index: Any) -> None:
+        if not isinstance(index, Seer):
+            real(of, segment, index)
+            return
+        batch, rule = segment.batch, StepPolicy(segment.policy, segment.policy)
+        host = Seer(Gates(*(None if x is None else x.cpu() for x in index.tensors)))
         chosen, expected = (
             select_blocks(
-                queries, keys, some, policy, k_summary=kept, softmax_scale=scale, gates=mine
+                queries, keys, some, rule, k_summary=kept, softmax_scale=of.softmax_scale,
+                indexers=Indexers(None, mine),
             )
             for queries, keys, some, kept, mine in (
-                (q, k, decodes, summary, gates),
-                (q.cpu(), k.cpu(), on_host(decodes), summary.cpu(), host),
+                (of.q, of.k_cache, batch, of.summary, index),
+                (of.q.cpu(), of.k_cache.cpu(), on_host(batch), of.summary.cpu(), host),
             )
-        )
+        )  # fmt: skip
         for mine, theirs in zip(chosen, expected, strict=True):
             mine = mine.cpu()
             assert torch.equal(mine < 0, theirs < 0)
             found = (mine[..., None] == theirs[..., None, :]).any(-1)
             same.append(found[theirs >= 0].float())
-        return real(q, k, v, batch, policy, **options)
+        real(of, segment, index)
 
     options = {**LIMITS, "kv_cache_memory_bytes": 1 << 25}
     with engine(model, "SPARSEK", SEER, **options) as llm:
-        monkeypatch.setattr(impl_module, "paged_attention", held_against_cpu)
+        monkeypatch.setattr(impl_module, "attend_segment", held_against_cpu)
         generate(llm, prompts[2:], together=True, max_tokens=32)
     shares = torch.cat(same)
     print(f"{len(shares)} blocks, {shares.mean():.4f} of them chosen by both")

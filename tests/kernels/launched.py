@@ -1,0 +1,63 @@
+"""One segment of a step through the Triton launches, on tensors of any device.
+
+On a CPU the kernels run in Triton's interpreter; the api would take the torch path there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparsek_kernels.paged.api import default_indexers
+from sparsek_kernels.paged.attend import launch as attend_launch
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.index.base import Indexer, Indexers
+from sparsek_kernels.paged.index.infllm import InfLLM
+from sparsek_kernels.paged.index.infllm import launch as infllm_launch
+from sparsek_kernels.paged.index.key_means import KeyMeans
+from sparsek_kernels.paged.index.key_means import launch as key_means_launch
+from sparsek_kernels.paged.index.seer import Seer
+from sparsek_kernels.paged.index.seer import launch as seer_launch
+from sparsek_kernels.paged.index.two_step import TwoStep
+from sparsek_kernels.paged.index.two_step import launch as two_step_launch
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment, plan_step, plan_tokens
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
+
+
+def select_launched(operands: PagedOperands, segment: Segment, index: Indexer) -> torch.Tensor:
+    """What an indexer's launches choose."""
+    if isinstance(index, KeyMeans):
+        return key_means_launch.select(operands, segment)
+    if isinstance(index, TwoStep):
+        return two_step_launch.select(operands, segment)
+    if isinstance(index, InfLLM):
+        return infllm_launch.select(operands, segment)
+    if isinstance(index, Seer):
+        return seer_launch.select(operands, segment, index.gates)
+    return index.select(operands, segment)
+
+
+def attend_launched(operands: PagedOperands, segment: Segment, index: Indexer | None) -> None:
+    """What ``attend_segment`` does on a GPU."""
+    indices = None if index is None else select_launched(operands, segment, index)
+    attend_launch.attend_segment(operands, segment, indices)
+
+
+def run_launched(
+    operands: PagedOperands,
+    batch: PagedBatch,
+    policy: SelectionPolicy | StepPolicy,
+    indexers: Indexers | None = None,
+    *,
+    batch_invariant: bool = False,
+) -> None:
+    """What ``paged_attention`` does on a GPU; writes ``operands.out``."""
+    rule = StepPolicy.of(policy)
+    indexers = default_indexers(rule) if indexers is None else indexers
+    tokens, heads = operands.q.shape[:2]
+    if batch_invariant:
+        segments = plan_tokens(batch, rule.decode, heads, tokens, operands.page_size)
+    else:
+        segments = plan_step(batch, rule)
+    for segment in segments:
+        attend_launched(operands.of_rows(segment.rows), segment, indexers.of(segment))
