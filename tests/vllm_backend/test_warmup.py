@@ -12,6 +12,7 @@ import torch
 from sparsek_backend.vllm_backend.sparsek import impl as impl_module
 from sparsek_backend.vllm_backend.sparsek.warmup import (
     decode_shapes,
+    made_up_prefill,
     prefill_shapes,
     warm_up,
 )
@@ -19,7 +20,7 @@ from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_kernels.paged.attend.config import decode_config, prefill_config
 from sparsek_kernels.paged.index.two_step.config import score_config
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.plan import Segment
+from sparsek_kernels.paged.plan import Segment, plan_step
 from sparsek_kernels.paged.policy import SelectionPolicy
 from tests.vllm_backend.layers import (
     building,
@@ -166,8 +167,11 @@ def test_each_kind_of_layer_runs_once_and_is_not_counted(
     for policy in dict.fromkeys(layer.impl.policy for layer in layers):
         for requests, context in decode_shapes(policy.decode, 1000, 5):
             expected += [(policy.decode, context, requests)]
-        for context, tokens, _ in prefill_shapes(policy.prefill, 1000, 1000, 5):
-            expected += [(policy.prefill, context, tokens)]
+        for shape in prefill_shapes(policy.prefill, 1000, 1000, 5):
+            batch = made_up_prefill(*shape, 16, torch.device("cpu"))
+            for segment in plan_step(batch, policy):
+                rows = range(shape[1])[segment.rows]
+                expected += [(segment.policy, shape[0], len(rows))]
     assert len(expected) > 4
     assert attended == expected
 

@@ -316,7 +316,11 @@ def check_segment(operands: PagedOperands, segment: Segment, index: Indexer | No
     check_heads(q.shape[1], heads)
     check_cache_dtype(k_cache, q.dtype, operands.k_scale, operands.v_scale)
     check_summary(operands.k_summary, k_cache)
-    fit_pages(policy, page_size)
+    if fit_pages(policy, page_size) is not policy:
+        raise ValueError(
+            f"segment: expected blocks that hold pages of {page_size} tokens whole, or pages that "
+            f"hold them, got sel_block_size={policy.sel_block_size}; plan the step by fit_both()"
+        )
     check_batch(q, batch, k_cache, shared=operands.lse is not None)
     if index is not None:
         index.check(policy, k_cache, q.shape[1])

@@ -15,12 +15,15 @@ from sparsek_kernels.paged import (
     PagedBatch,
     SelectionPolicy,
     StepPolicy,
+    attend_segment,
     paged_attention,
     select_blocks,
     write_kv,
 )
 from sparsek_kernels.paged.checks import check_triton_layout
 from sparsek_kernels.paged.cpu.native import build
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.reference import (
     gather_sequence,
     paged_attention_reference,
@@ -308,6 +311,13 @@ def test_without_selected_blocks_pages_need_not_hold_blocks(
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
 
 
+def test_a_segment_whose_blocks_do_not_fit_its_pages() -> None:
+    case = make_case([90], [90], 0, page_size=48)
+    operands = PagedOperands(case.q, case.k_cache, case.v_cache, case.q, 1.0)
+    with pytest.raises(ValueError, match=r"segment: .* pages of 48 .* got sel_block_size=64"):
+        attend_segment(operands, Segment(case.batch, SelectionPolicy()), None)
+
+
 def test_pages_that_no_block_fits() -> None:
     case = make_case([40], [40], 0)
     cache = torch.zeros(4, 2, 24, 32)
@@ -482,8 +492,7 @@ def test_attended_tokens_equals_mask() -> None:
     for policy in POLICIES.values():
         case = make_case([300], [300], 0)
         k = gather_sequence(case.k_cache, case.batch.block_table[0], 300)
-        for rule in (StepPolicy.of(policy).prefill, StepPolicy.of(policy).decode):
-            positions = list(range(300))
-            seen = visible_reference(case.q, k, positions, rule, 0.2, select_blocks_reference)
-            for position, row in enumerate(seen.sum(-1)):
-                assert (row == rule.attended_tokens(position)).all(), (rule, position)
+        rule, positions = StepPolicy.of(policy).prefill, list(range(300))
+        seen = visible_reference(case.q, k, positions, rule, 0.2, select_blocks_reference)
+        for position, row in enumerate(seen.sum(-1)):
+            assert (row == rule.attended_tokens(position)).all(), (rule, position)
