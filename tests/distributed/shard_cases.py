@@ -11,13 +11,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparsek_backend.vllm_backend.sparsek import shards
+from sparsek_backend.vllm_backend.sparsek.selection import LayerSelection
 from sparsek_backend.vllm_backend.sparsek.shards import (
     ContextRanks,
-    attend_decodes,
-    attend_prefills,
+    attend_shards,
     shard_step,
 )
-from sparsek_kernels.paged import SelectionPolicy
+from sparsek_kernels.paged import SelectionPolicy, StepPolicy
+from sparsek_kernels.paged.api import default_indexers
+from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import ceil_div
 from tests.kernels.paged.cache_cases import Case, make_case
 
@@ -69,7 +71,9 @@ def own_pages(case: Case, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Te
     return cache, table
 
 
-def attend(mesh: DeviceMesh, policy: SelectionPolicy, gathered_tokens: int) -> np.ndarray:
+def attend(
+    mesh: DeviceMesh, policy: SelectionPolicy | StepPolicy, gathered_tokens: int
+) -> np.ndarray:
     """This rank's heads of the step's output; both prefills' pages are gathered at once, or not."""
     shards.GATHERED_TOKENS = gathered_tokens
     parts = [2] if gathered_tokens >= sum(LENGTHS[DECODES:]) else [1, 1]
@@ -86,16 +90,20 @@ def attend(mesh: DeviceMesh, policy: SelectionPolicy, gathered_tokens: int) -> n
     ranks = ContextRanks(mesh.get_group(), rank, size)
     step = shard_step(batch, PAGE, ranks)
     own = ranks.own_heads(case.q)
-    query = ranks.gather_heads(own)
-    assert torch.equal(query, case.q)
-    common = {"softmax_scale": DIM**-0.5, "sinks": sinks().view(size, -1)[rank]}
+    assert torch.equal(ranks.gather_heads(own), case.q)
     out = torch.full_like(own, float("nan"))
-    held = view(cache, case.k_summary.shape[-1])
-    attend_decodes(query, held, step, policy, out=out, **common)
+    summary_bytes = case.k_summary.shape[-1]
+    held = view(cache, summary_bytes)
+    operands = PagedOperands(
+        own, held.keys, held.values, out, DIM**-0.5, held.summary, sinks().view(size, -1)[rank]
+    )
+    rule = StepPolicy.of(policy)
+    selection = LayerSelection(rule, default_indexers(rule))
+    reader: Any = SimpleNamespace(
+        view=lambda pages: view(pages, summary_bytes), head_size=DIM, summaries=True
+    )
+    attend_shards(operands, cache, replace(step, prefills=()), selection, reader)
     assert out[DECODES:].isnan().all()
     assert [part.batch.num_requests for part in step.prefills] == parts
-    for part in step.prefills:
-        found = part.gather(cache, cache.flatten(1), ranks)
-        gathered = view(found, case.k_summary.shape[-1])
-        attend_prefills(query, gathered, part.batch, ranks, policy, lists=None, out=out, **common)
+    attend_shards(operands, cache, step, selection, reader)
     return out.numpy()

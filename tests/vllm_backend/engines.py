@@ -260,7 +260,7 @@ def pages_of_request(llm: Any, prompt: Sequence[int], **sampling: Any) -> tuple[
         (answer,) = generate(llm, [prompt], together=False, **sampling)
     parts = []
     for layer in layers(llm):
-        views = layer.impl._view(layer.kv_cache)
+        views = layer.impl._pages.view(layer.kv_cache)
         assert views.summary is not None
         pages = given[: (len(prompt) - 1) // views.keys.shape[2]]
         parts += [part[pages].clone() for part in (views.keys, views.values, views.summary)]

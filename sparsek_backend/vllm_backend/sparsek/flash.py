@@ -8,10 +8,16 @@ FlashAttention for a layer, SparseK's own dense path serves it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from sparsek_backend.vllm_backend import compat
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
+
+if TYPE_CHECKING:
+    from .impl import SparseKImpl
 
 
 class FlashPrefill:
@@ -55,3 +61,18 @@ class FlashPrefill:
             fa_version=self.version,
             s_aux=operands.sinks,
         )
+
+
+def find_flash(layer: SparseKImpl) -> FlashPrefill | None:
+    """Return FlashAttention for a layer's dense prefills, ``None`` where it is not theirs.
+
+    Over an fp8 cache it would round the queries too.  Ranks that hold the context between them
+    attend every prefill by the paged kernels.  Where results must not depend on the batch, prefills
+    and decodes share one kernel.
+    """
+    if layer.batch_invariant or layer.has_fp8_cache or layer.dcp_world_size > 1:
+        return None
+    if layer.fallback_reason is not None or torch.get_default_dtype() == torch.float32:
+        return None
+    found = compat.flash_attention(layer.head_size, layer.sinks is not None)
+    return None if found is None else FlashPrefill(*found)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from sparsek_backend.vllm_backend import compat
 from sparsek_backend.vllm_backend.checks import (
     fp8_scales,
     refuse_options,
@@ -28,12 +27,12 @@ from sparsek_kernels.paged.plan import Segment, plan_step, plan_tokens
 from sparsek_kernels.paged.policy import StepPolicy
 
 from . import fallback
-from .flash import FlashPrefill
+from .flash import find_flash
 from .metadata import SparseKMetadata
-from .pages import FP8_KV_CACHE, PageViews, page_rows, view_pages
+from .pages import FP8_KV_CACHE, PageReader, PageViews
 from .probe import PROBE
 from .selection import LayerSite, select_by_model, select_by_settings
-from .shards import ShardedStep, attend_decodes, attend_prefills
+from .shards import attend_shards
 
 
 class SparseKImpl(AttentionImpl):
@@ -84,9 +83,8 @@ class SparseKImpl(AttentionImpl):
             engine.selects_blocks = True
         self.own = select_by_model(sliding_window)  # what this layer attends
         self.kept = self.own  # what the pages that it writes are chosen by
-        self.flash = self._find_flash()
-        self._pages: PageViews | None = None
-        self._pages_key: tuple[int, tuple[int, ...]] | None = None
+        self.flash = find_flash(self)
+        self._pages = PageReader(head_size)
 
     @property
     def fallback_reason(self) -> str | None:
@@ -108,19 +106,6 @@ class SparseKImpl(AttentionImpl):
     def may_select(self) -> bool:
         """Whether the settings decide what this layer attends, rather than the model."""
         return self.sliding_window is None and self.fallback_reason is None
-
-    def _find_flash(self) -> FlashPrefill | None:
-        """FlashAttention for dense prefills; over an fp8 cache it would round the queries too.
-
-        Ranks that hold the context between them attend every prefill by the paged kernels.
-        Where results must not depend on the batch, prefills and decodes share one kernel instead.
-        """
-        if self.batch_invariant or self.has_fp8_cache or self.dcp_world_size > 1:
-            return None
-        if self.fallback_reason is not None or torch.get_default_dtype() == torch.float32:
-            return None
-        found = compat.flash_attention(self.head_size, self.sinks is not None)
-        return None if found is None else FlashPrefill(*found)
 
     def bind(
         self,
@@ -151,16 +136,15 @@ class SparseKImpl(AttentionImpl):
             self.own = select_by_settings(self._engine, site)
         policy = fit_both(self.policy, page_size)
         self.own = replace(self.own, policy=policy)
-        if not policy.selects_blocks:
-            return policy
-        if not isinstance(owner, SparseKImpl):
+        if policy.selects_blocks and not isinstance(owner, SparseKImpl):
             raise NotImplementedError(
                 "SPARSEK: a layer that selects blocks shares the KV cache of another backend's "
                 "layer, which writes no block summaries; select SPARSEK for every layer"
             )
-        for layer in (self, owner):  # an owner that attends everything writes summaries too
+        # An owner that attends everything writes summaries too.
+        for layer in (self, owner) if policy.selects_blocks else ():
             layer.kept = self.own
-            layer._pages = layer._pages_key = None
+            layer._pages = PageReader(self.head_size, self.own.indexers.reads_pages)
         return policy
 
     @property
@@ -181,12 +165,13 @@ class SparseKImpl(AttentionImpl):
         ranks = self.dcp_world_size  # a rank attends for the heads of all of them
         shape = (sum(batch.query_lens), self.num_heads * ranks, self.head_size)
         query = torch.zeros(shape, dtype=self.dtype, device=kv_cache.device)
-        sinks = None if self.sinks is None else self.sinks.repeat(ranks)
-        operands = self._operands(layer, query, self._view(kv_cache), torch.empty_like(query))
+        operands = self._operands(layer, query, self._pages.view(kv_cache), torch.empty_like(query))
+        if self.sinks is not None:
+            operands = replace(operands, sinks=self.sinks.repeat(ranks))
         self._write_index(operands, batch)
-        for segment in self._segments(replace(operands, sinks=sinks), batch, None):
+        for segment in self._segments(operands, batch, None):
             if self.flash is None or not self.flash.serves(segment):
-                self._attend(replace(operands, sinks=sinks).of_rows(segment.rows), segment)
+                self._attend(operands.of_rows(segment.rows), segment)
 
     def do_kv_cache_update(
         self,
@@ -206,7 +191,7 @@ class SparseKImpl(AttentionImpl):
         """
         if self.attn_type == AttentionType.ENCODER_ONLY:
             return
-        pages = self._cached_view(kv_cache)
+        pages = self._pages.cached(kv_cache)
         k_scale, v_scale = self._scales(layer)
         write_kv(
             key,
@@ -257,14 +242,14 @@ class SparseKImpl(AttentionImpl):
             mask = fallback.mask_of(self, causal=False)
             fallback.attend_encoder(mask, query, key[tokens], value[tokens], attn_metadata, out)
             return output
-        operands = self._operands(layer, query, self._cached_view(kv_cache), out)
+        operands = self._operands(layer, query, self._pages.cached(kv_cache), out)
         self._write_index(operands, attn_metadata.batch)
         if reason := self.fallback_reason or attn_metadata.fallback_reason:
             clamped = getattr(layer, "mm_prefix_clamp_sliding_window", False)
             mask = fallback.mask_of(self, causal=True, window_of_ranges=clamped)
             fallback.attend_pages(mask, operands, attn_metadata, reason)
         elif attn_metadata.shards is not None:
-            self._attend_shards(operands, kv_cache, attn_metadata.shards)
+            attend_shards(operands, kv_cache, attn_metadata.shards, self.own, self._pages)
         else:
             for segment in self._segments(operands, attn_metadata.batch, attn_metadata.seq_lens):
                 self._attend(operands.of_rows(segment.rows), segment)
@@ -274,28 +259,17 @@ class SparseKImpl(AttentionImpl):
         self, layer: Any, query: torch.Tensor, pages: PageViews, out: torch.Tensor
     ) -> PagedOperands:
         """The tensors of one step, as the kernels take them."""
-        k_scale, v_scale = self._scales(layer)
-        return PagedOperands(
-            query,
-            pages.keys,
-            pages.values,
-            out,
-            self.scale,
-            pages.summary,
-            self.sinks,
-            k_scale,
-            v_scale,
-        )
+        rest = (self.scale, pages.summary, self.sinks, *self._scales(layer))
+        return PagedOperands(query, pages.keys, pages.values, out, *rest)
 
     def _segments(
         self, operands: PagedOperands, batch: PagedBatch, seq_lens: tuple[int, ...] | None
     ) -> Iterable[Segment]:
         """The step's segments, made once for all layers that attend by one policy."""
-        policy = self.policy
         if not self.batch_invariant:
-            return plan_step(batch, policy, seq_lens)
+            return plan_step(batch, self.policy, seq_lens)
         tokens, heads = operands.q.shape[:2]
-        return plan_tokens(batch, policy.decode, heads, tokens, operands.page_size)
+        return plan_tokens(batch, self.policy.decode, heads, tokens, operands.page_size)
 
     def _attend(self, operands: PagedOperands, segment: Segment) -> None:
         """Choose and attend: dense prefills by FlashAttention, all else by the paged kernels."""
@@ -306,32 +280,10 @@ class SparseKImpl(AttentionImpl):
         timed = index is not None and not segment.decodes and self._time_selection
         if index is None or not (timed and PROBE.is_due(operands.q.device)):
             attend_segment(operands, segment, index)
-        else:
-            check_segment(operands, segment, index)
-            PROBE.run(
-                partial(index.select, operands, segment),
-                partial(attend, operands, segment),
-                operands.q.device,
-            )
-
-    def _attend_shards(
-        self, operands: PagedOperands, kv_cache: torch.Tensor, step: ShardedStep
-    ) -> None:
-        operands = replace(operands, q=step.ranks.gather_heads(operands.q))
-        if step.decodes.num_decodes:
-            attend_decodes(operands, step, self.own.policy, self.own.indexers)
-        rows = page_rows(kv_cache, self.head_size, self.kept.indexers.reads_pages)
-        for part in step.prefills:
-            pages = self._view(part.gather(kv_cache, rows, step.ranks))
-            attend_prefills(
-                replace(
-                    operands, k_cache=pages.keys, v_cache=pages.values, k_summary=pages.summary
-                ),
-                part.batch,
-                step.ranks,
-                self.own.policy,
-                self.own.indexers,
-            )
+            return
+        check_segment(operands, segment, index)
+        halves = partial(index.select, operands, segment), partial(attend, operands, segment)
+        PROBE.run(*halves, operands.q.device)
 
     def _scales(self, layer: Any) -> tuple[float, float]:
         """``(k_scale, v_scale)`` of an fp8 cache, else ``(1.0, 1.0)``."""
@@ -343,19 +295,6 @@ class SparseKImpl(AttentionImpl):
         It is of keys without positions where the step has a rotation, so that it cannot be written
         with the keys, which vLLM hands over without positions of theirs.
         """
-        index = self.kept.indexers.written_once
-        if index is None or self.kv_sharing_target_layer_name is not None:
-            return
-        policy = self.kept.policy.decode
-        write_index(operands.k_cache, operands.summary, batch, policy, index)
-
-    def _view(self, kv_cache: torch.Tensor) -> PageViews:
-        """Views of a cache: K, V and, where the layer's pages keep them, summaries."""
-        return view_pages(kv_cache, self.head_size, self.kept.indexers.reads_pages)
-
-    def _cached_view(self, kv_cache: torch.Tensor) -> PageViews:
-        """:meth:`_view` of the layer's own cache, made once for each cache tensor."""
-        key = (kv_cache.data_ptr(), kv_cache.shape)
-        if self._pages is None or self._pages_key != key:
-            self._pages, self._pages_key = self._view(kv_cache), key
-        return self._pages
+        index, policy = self.kept.indexers.written_once, self.kept.policy.decode
+        if index is not None and self.kv_sharing_target_layer_name is None:
+            write_index(operands.k_cache, operands.summary, batch, policy, index)

@@ -95,3 +95,29 @@ def view_pages(kv_cache: torch.Tensor, head_size: int, summaries: bool) -> PageV
     offset = kv_cache.storage_offset() + first
     behind = kv_cache.as_strided((pages, heads, tail), (page_stride, stride, 1), offset)
     return PageViews(keys, values, behind.view(torch.uint8))
+
+
+class PageReader:
+    """Views of one layer's cache, which are made once for each cache tensor.
+
+    Args:
+        head_size: ``D``.
+        summaries: whether the pages have summaries behind K and V.
+    """
+
+    def __init__(self, head_size: int, summaries: bool = False) -> None:
+        self.head_size = head_size
+        self.summaries = summaries
+        self._views: PageViews | None = None
+        self._key: tuple[int, tuple[int, ...]] | None = None
+
+    def view(self, kv_cache: torch.Tensor) -> PageViews:
+        """Return views of a cache: K, V and, where the pages keep them, summaries."""
+        return view_pages(kv_cache, self.head_size, self.summaries)
+
+    def cached(self, kv_cache: torch.Tensor) -> PageViews:
+        """Return :meth:`view` of the layer's own cache."""
+        key = (kv_cache.data_ptr(), kv_cache.shape)
+        if self._views is None or self._key != key:
+            self._views, self._key = self.view(kv_cache), key
+        return self._views

@@ -10,10 +10,12 @@ import torch.distributed as dist
 
 from sparsek_kernels.paged.api import paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.index.base import Indexers
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.policy import StepPolicy, ceil_div
+from sparsek_kernels.paged.policy import ceil_div
 from sparsek_kernels.paged.shards import attend_shard, merge_shards
+
+from .pages import PageReader, page_rows
+from .selection import LayerSelection
 
 GATHERED_TOKENS = 1 << 17
 """Tokens of several sequences whose pages are gathered at once: a bound of the memory they take."""
@@ -170,17 +172,42 @@ def _gathered_prefills(batch: PagedBatch, page_size: int, size: int) -> Gathered
     return GatheredPrefills(replace(batch, block_table=rows, _derived={}), torch.cat(pages).long())
 
 
-def attend_decodes(
-    operands: PagedOperands, step: ShardedStep, policy: StepPolicy, indexers: Indexers
+def attend_shards(
+    operands: PagedOperands,
+    kv_cache: torch.Tensor,
+    step: ShardedStep,
+    selection: LayerSelection,
+    pages: PageReader,
 ) -> None:
+    """Attend a step of one layer whose pages the ranks hold between them.
+
+    Args:
+        operands: this rank's pages, query heads, learned logits and output.
+        kv_cache: ``[pages, Hkv, page_size, C]``, this rank's.
+        step: the step.
+        selection: what the layer attends.
+        pages: how its cache is read.
+    """
+    operands = replace(operands, q=step.ranks.gather_heads(operands.q))
+    if step.decodes.num_decodes:
+        _attend_decodes(operands, step, selection)
+    rows = page_rows(kv_cache, pages.head_size, pages.summaries)
+    for part in step.prefills:
+        found = pages.view(part.gather(kv_cache, rows, step.ranks))
+        everywhere = replace(
+            operands, k_cache=found.keys, v_cache=found.values, k_summary=found.summary
+        )
+        _attend_prefills(everywhere, part.batch, step.ranks, selection)
+
+
+def _attend_decodes(operands: PagedOperands, step: ShardedStep, selection: LayerSelection) -> None:
     """Attend a step's decodes: every rank its own pages, by a selection that all ranks share.
 
     Args:
         operands: this rank's pages, the query heads of all ranks, ``[T, ranks * H, D]``, learned
             logits ``[H]`` of this rank's heads, and their output ``[T, H, D]``.
         step: the step.
-        policy: what its queries attend.
-        indexers: what chooses.
+        selection: what its queries attend.
     """
     rows = slice(step.decodes.num_decode_tokens)
     part, lse = attend_shard(
@@ -188,21 +215,17 @@ def attend_decodes(
         operands.k_cache,
         operands.v_cache,
         step.decodes,
-        policy,
+        selection.policy,
         largest=step.ranks.largest,
         softmax_scale=operands.softmax_scale,
         k_summary=operands.k_summary,
-        index=indexers.decode if policy.decode.selects_blocks else None,
+        index=selection.indexers.decode,
     )
     operands.out[rows] = step.ranks.merge(part, lse, operands.sinks)
 
 
-def attend_prefills(
-    operands: PagedOperands,
-    batch: PagedBatch,
-    ranks: ContextRanks,
-    policy: StepPolicy,
-    indexers: Indexers,
+def _attend_prefills(
+    operands: PagedOperands, batch: PagedBatch, ranks: ContextRanks, selection: LayerSelection
 ) -> None:
     """Attend some of a step's prefills over the pages of all ranks.
 
@@ -210,12 +233,11 @@ def attend_prefills(
     attends for all of them, and keeps its own.
 
     Args:
-        operands: as :func:`attend_decodes` takes them, but for pages of all ranks
+        operands: as :func:`_attend_decodes` takes them, but for pages of all ranks
             (:meth:`GatheredPrefills.gather`).
         batch: the prefills.
         ranks: who has the other heads.
-        policy: what its queries attend.
-        indexers: what chooses.
+        selection: what its queries attend.
     """
     rows = slice(batch.first_row, batch.first_row + batch.num_prefill_tokens)
     of_all_heads = paged_attention(
@@ -223,11 +245,11 @@ def attend_prefills(
         operands.k_cache,
         operands.v_cache,
         batch,
-        policy,
+        selection.policy,
         softmax_scale=operands.softmax_scale,
         k_summary=operands.k_summary,
         sinks=None if operands.sinks is None else ranks.gather_heads(operands.sinks),
-        indexers=indexers,
+        indexers=selection.indexers,
     )
     operands.out[rows] = ranks.own_heads(of_all_heads)[rows]
 

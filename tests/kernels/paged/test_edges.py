@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cache_cases import POLICIES, Case, make_case, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from sparsek_kernels.paged import PagedBatch, SelectionPolicy, paged_attention, 
 from sparsek_kernels.paged.checks import check_batch_layout
 from sparsek_kernels.paged.cpu.native import build
 from sparsek_kernels.paged.reference import paged_attention_reference
+from tests.kernels.paged.cache_cases import POLICIES, Case, make_case, run
 
 MIXED = ([200, 61, 300, 1, 129], [1, 3, 300, 1, 64], 2)
 STRADDLING = [(32, 48), (48, 64), (96, 64), (48, 128), (32, 24), (16, 3), (80, 64), (112, 160)]

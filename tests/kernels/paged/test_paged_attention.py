@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cache_cases import POLICIES, Case, make_case, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +29,7 @@ from sparsek_kernels.paged.reference import (
     select_blocks_reference,
     visible_reference,
 )
+from tests.kernels.paged.cache_cases import POLICIES, Case, make_case, run
 
 MIXED = ([200, 61, 300, 1, 129], [1, 3, 300, 1, 64], 2)
 

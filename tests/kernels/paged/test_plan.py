@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cache_cases import make_case, run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from sparsek_kernels.paged import PagedBatch, SelectionPolicy, StepPolicy, atten
 from sparsek_kernels.paged.api import default_indexers
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment, first_sparse, plan_step, split_queries
+from tests.kernels.paged.cache_cases import make_case, run
 
 EVERYTHING = SelectionPolicy()
 TOPK = SelectionPolicy(num_sink=64, window_size=128, top_k=2, dense_below=256)

@@ -107,8 +107,8 @@ def test_offloaded_pages_are_whole(llm: Any) -> None:
         pages = found.tensors[reference.tensor_idx].tensor
         pages[target, : reference.page_size_bytes] = pages[source, : reference.page_size_bytes]
     for layer in layers(llm):
-        old = layer.impl._view(before[layer.layer_name])
-        new = layer.impl._view(layer.kv_cache)
+        old = layer.impl._pages.view(before[layer.layer_name])
+        new = layer.impl._pages.view(layer.kv_cache)
         for part in ("keys", "values", "summary"):
             assert torch.equal(getattr(new, part)[target], getattr(old, part)[source])
             rest = [page for page in range(len(new.keys)) if page != target]

@@ -35,7 +35,7 @@ def current(tmp_path: Path) -> Iterator[Any]:
 
 def parts(layer: Any, cache: torch.Tensor) -> list[torch.Tensor]:
     """K, V and summaries of a layer's cache, page by page."""
-    pages = layer.impl._view(cache)
+    pages = layer.impl._pages.view(cache)
     return [pages.keys, pages.values, pages.summary]
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cache_cases import POLICIES, Case, make_case, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from sparsek_kernels.paged import (
 )
 from sparsek_kernels.paged.index.vertical_slash.lists import listed_blocks
 from sparsek_kernels.paged.reference import listed_reference, paged_attention_reference
+from tests.kernels.paged.cache_cases import POLICIES, Case, make_case, run
 
 MIXED = ([700, 61, 300, 1, 450], [1, 3, 300, 1, 64], 2)
 ENTRIES = torch.tensor([[3, -4, 1, -9, 3, 8, -2], [-6, -5, -4, 12, 0, 2, 90]])
