@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -11,12 +11,9 @@ from sparsek_kernels.paged.operands import PagedOperands
 
 from .metadata import SparseKMetadata
 
-if TYPE_CHECKING:
-    from .impl import SparseKImpl
 
-
-def mask_of(layer: SparseKImpl, causal: bool, window_of_ranges: bool = False) -> FallbackMask:
-    """Return a layer's mask and logits, as the SDPA fallback takes them."""
+def mask_of(layer: Any, causal: bool, window_of_ranges: bool = False) -> FallbackMask:
+    """Return the mask and logits of a :class:`SparseKImpl`, as the SDPA fallback takes them."""
     return FallbackMask(
         causal=causal,
         softmax_scale=layer.scale,

@@ -8,16 +8,13 @@ FlashAttention for a layer, SparseK's own dense path serves it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sparsek_backend.vllm_backend import compat
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
-
-if TYPE_CHECKING:
-    from .impl import SparseKImpl
 
 
 class FlashPrefill:
@@ -63,8 +60,8 @@ class FlashPrefill:
         )
 
 
-def find_flash(layer: SparseKImpl) -> FlashPrefill | None:
-    """Return FlashAttention for a layer's dense prefills, ``None`` where it is not theirs.
+def find_flash(layer: Any) -> FlashPrefill | None:
+    """Return FlashAttention for the dense prefills of a :class:`SparseKImpl`, or ``None``.
 
     Over an fp8 cache it would round the queries too.  Ranks that hold the context between them
     attend every prefill by the paged kernels.  Where results must not depend on the batch, prefills
