@@ -127,6 +127,8 @@ def _segments(
 ) -> tuple[Segment, ...]:
     of_prompts = policy.prefill
     rule = replace(of_prompts, dense_last=0) if of_prompts.dense_last else of_prompts
+    if not batch.num_requests:
+        return ()
     if not batch.num_prefills:
         return (Segment(batch, policy.decode),)
     if not (batch.num_decodes or of_prompts.dense_last or _knows_queries(batch)):

@@ -109,8 +109,8 @@ def select_blocks_reference(
         listed = [list(range(first, last))] * len(scores)
     else:
         listed = candidates_reference(q, k, positions, policy, softmax_scale)
-        masses = exact_masses_reference(q, k, positions, listed, policy, softmax_scale)
-        scores = masses.amax(0)
+        probabilities = exact_masses_reference(q, k, positions, listed, policy, softmax_scale)
+        scores = probabilities.amax(0)
     return [
         best(row, blocks, policy.scored_blocks) for row, blocks in zip(scores, listed, strict=True)
     ]

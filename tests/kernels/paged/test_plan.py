@@ -177,6 +177,14 @@ def test_tails_of_a_part_keep_their_rows() -> None:
     assert tail.rows == slice(317, 381)
 
 
+def test_a_step_without_requests_has_no_segments() -> None:
+    case = make_case([300], [300], 0)
+    case.batch = replace(case.batch.part(1, 1), first_row=0)
+    case.q = case.q[:0]
+    assert plan_step(case.batch, StepPolicy.of(TOPK)) == ()
+    assert run(case, TOPK).shape == (0, 4, 32)
+
+
 def test_bounds_of_lengths_are_enough() -> None:
     batch = make_batch([100, 200], [100, 50], 0)
     assert spans(planned(batch, TOPK, [100, 4000])) == [

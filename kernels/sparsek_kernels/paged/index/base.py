@@ -109,10 +109,19 @@ class Indexers:
     Args:
         prefill: of prompts; ``None`` where these choose no blocks.
         decode: of decoded tokens; ``None`` where these choose no blocks.
+
+    Raises:
+        ValueError: both would keep something of their own in the same bytes of the pages.
     """
 
     prefill: Indexer | None = None
     decode: Indexer | None = None
+
+    def __post_init__(self) -> None:
+        kinds = {type(index).__name__ for index in self if index is not None and index.reads_pages}
+        if len(kinds) > 1:
+            names = " and ".join(sorted(kinds))
+            raise ValueError(f"indexers: expected one kind that reads the pages, got {names}")
 
     def of(self, segment: Segment) -> Indexer | None:
         """Return the indexer of a segment, ``None`` where its policy has nothing to choose."""

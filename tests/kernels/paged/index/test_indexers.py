@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from sparsek_kernels.paged import (
     Indexer,
     Indexers,
+    InfLLM,
     KeyMeans,
     SelectionPolicy,
     StepPolicy,
@@ -99,6 +100,11 @@ def test_a_phase_without_its_indexer() -> None:
             run(case, STEP, indexers=given)
     dense = StepPolicy(SelectionPolicy(), STEP.decode)
     run(case, dense, indexers=Indexers(None, KeyMeans()))
+
+
+def test_two_indexers_do_not_share_the_bytes_of_a_page() -> None:
+    with pytest.raises(ValueError, match="one kind that reads the pages, got InfLLM and KeyMeans"):
+        Indexers(InfLLM(), KeyMeans())
 
 
 def test_indexers_of_the_other_phase() -> None:

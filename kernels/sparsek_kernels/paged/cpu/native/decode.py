@@ -1,9 +1,8 @@
 """Decoding on a CPU in one call of a C function.
 
-The torch path (``attend.py``) copies the blocks that a token attends and takes about fifty calls
-for a layer.  Where a C compiler is at hand, decodes over bfloat16 and
-float32 caches go through ``decode.c`` instead: the same rule, float32 arithmetic, no copies of K
-and V.
+The torch path (``attend/cpu.py``) copies the blocks that a token attends and takes about fifty
+calls for a layer.  Where a C compiler is at hand, decodes over bfloat16 and float32 caches go
+through ``decode.c`` instead: the same rule, float32 arithmetic, no copies of K and V.
 """
 
 from __future__ import annotations

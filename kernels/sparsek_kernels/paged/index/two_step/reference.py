@@ -78,8 +78,8 @@ def exact_masses_reference(
 ) -> torch.Tensor:
     """What each of the tile's ranking queries gives to the listed blocks, summed over a GQA group.
 
-    A query's masses are shares of what it gives to the listed blocks, the sinks and its window.
-    Candidates are ranked by the largest of a block's masses.
+    A query's block probabilities are shares of what it gives to the listed blocks, the sinks and
+    its window.  Candidates are ranked by the largest that one of these queries gives.
 
     Args:
         q: ``[n, Hq, D]``, the tile's queries at ``positions`` (ascending, consecutive).
@@ -95,7 +95,7 @@ def exact_masses_reference(
     block = torch.arange(blocks)
     read = torch.stack([torch.isin(block, torch.tensor(of, dtype=torch.long)) for of in listed])
     read |= (block < policy.sink_blocks) | (block >= first_local)
-    masses = []
+    probabilities = []
     for row in ranking_queries(positions, policy):
         seen = k[: positions[row] + 1].double()
         heads = q[row].double().unflatten(0, (num_kv_heads, -1))
@@ -103,5 +103,5 @@ def exact_masses_reference(
         known = read.repeat_interleave(size, 1)[:, None, : seen.shape[0]]
         probs = logits.masked_fill(~known, float("-inf")).softmax(-1).sum(1)
         padded = torch.nn.functional.pad(probs, (0, blocks * size - seen.shape[0]))
-        masses.append(padded.unflatten(-1, (blocks, size)).sum(-1))
-    return torch.stack(masses)
+        probabilities.append(padded.unflatten(-1, (blocks, size)).sum(-1))
+    return torch.stack(probabilities)
