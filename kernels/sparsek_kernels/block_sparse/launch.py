@@ -15,9 +15,9 @@ from sparsek_kernels.block_sparse.kernels.fwd import block_sparse_fwd_kernel
 from sparsek_kernels.block_sparse.problem import BlockSparseProblem
 from sparsek_kernels.common.alignment import boxable, describable
 from sparsek_kernels.common.grids import Grid
-from sparsek_kernels.common.launching import strides
 from sparsek_kernels.common.operators import new_like, pointers
 from sparsek_kernels.common.row_dots import row_dots
+from sparsek_kernels.common.shapes import strides
 
 
 def _query_grid(problem: BlockSparseProblem, tile: TileConfig) -> Grid:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class AttentionShape:
@@ -50,3 +52,13 @@ class TileConfig:
         """Warps and stages, as a portable kernel and its compiler take them."""
         stages = self.num_stages
         return {"NUM_STAGES": stages, "num_warps": self.num_warps, "num_stages": stages}
+
+
+def strides(*tensors: torch.Tensor, dims: int = 4) -> tuple[int, ...]:
+    """Strides of the first ``dims`` dimensions of each tensor, one tensor after another."""
+    return tuple(stride for x in tensors for stride in x.stride()[:dims])
+
+
+def octet_strides(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """Strides of each ``[B, N, H, D]`` tensor but the last, in groups of eight elements."""
+    return tuple(stride // 8 for stride in strides(*tensors, dims=3))

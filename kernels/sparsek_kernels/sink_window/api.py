@@ -8,7 +8,7 @@ from sparsek_kernels.common.operators import new_like, new_lse
 from sparsek_kernels.sink_window import ops
 from sparsek_kernels.sink_window.checks import check_arguments
 from sparsek_kernels.sink_window.problem import SinkWindowProblem
-from sparsek_kernels.sink_window.replay import remember, replay, replay_key
+from sparsek_kernels.sink_window.replay import remembered, replay, replay_key
 
 
 def sink_flash_attention(
@@ -87,9 +87,8 @@ def sink_flash_attention(
     )
     if key is not None:
         out, lse = new_like(q), new_lse(q) if return_lse else None
-        launch = ops.forward_into(SinkWindowProblem(q, k, v, spec), out, lse)
-        if launch is not None:
-            remember(key, launch)
+        with remembered(key, (out, lse, q, k, v)):
+            ops.forward_into(SinkWindowProblem(q, k, v, spec), out, lse)
         return out if lse is None else (out, lse)
     scalars = (spec.num_sink, spec.window_size, spec.causal, spec.softmax_scale)
     if out is not None:

@@ -9,9 +9,10 @@ import triton
 
 from sparsek_kernels.common.alignment import copyable, describable
 from sparsek_kernels.common.grids import query_grid, tile_grid
-from sparsek_kernels.common.launching import CompiledLaunch, launch, strides
 from sparsek_kernels.common.operators import new_like, pointers
+from sparsek_kernels.common.recording import run
 from sparsek_kernels.common.row_dots import row_dots
+from sparsek_kernels.common.shapes import strides
 from sparsek_kernels.sink_window import launch_sm90
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig, accumulator_parts
 from sparsek_kernels.sink_window.kernels.bwd import (
@@ -31,38 +32,30 @@ def forward(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     config: LaunchConfig | None = None,
-) -> CompiledLaunch | None:
-    """Write ``out`` and, where given, ``lse``; ``config`` is the table's unless given.
-
-    Returns a handle that replays the launch for tensors of the same shapes and strides (taking
-    the pointers of out, lse, q, k, v and sinks), where there is one.
-    """
+) -> None:
+    """Write ``out`` and, where given, ``lse``; ``config`` is the table's unless given."""
     if out.numel() == 0:
-        return None
+        return
     q, k, v, shape = problem.q, problem.k, problem.v, problem.shape
     config = config or problem.launch_config()
     hopper, small, tile = config.hopper_forward, config.hopper_small, config.forward
     if hopper is not None and k.numel() and describable(q, k, v):
         launch_sm90.forward(problem, config, hopper, out, lse)
-        return None
+        return
     if small is not None and copyable(out, q, k, v):
-        return launch_sm90.forward_small(problem, small, out, lse)
+        launch_sm90.forward_small(problem, small, out, lse)
+        return
     grid, tiles = query_grid(shape, problem.cu_seqlens_q, tile.block_m)
-    return launch(
-        sink_window_fwd_kernel,
-        grid,
-        (out, *pointers(out, lse), q, k, v, *pointers(q, problem.sinks), *problem.offsets,
-         *pointers(q, tiles)),
-        (problem.spec.softmax_scale, *problem.window, *strides(out, q, k, v), *problem.sizes),
-        {
-            **shape.mask_rules, "HAS_SINK_KEYS": shape.num_sink > 0,
-            "HAS_SINKS": problem.sinks is not None, "STORE_LSE": lse is not None,
-            "VARLEN": problem.varlen, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
-            "BLOCK_S": config.sink_block, "BLOCK_D": shape.padded_dim,
-            "PRECISION": config.precision, "NUM_STAGES": tile.num_stages,
-        },
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+    run(
+        sink_window_fwd_kernel, grid,
+        out, *pointers(out, lse), q, k, v, *pointers(q, problem.sinks), *problem.offsets,
+        *pointers(q, tiles),
+        problem.spec.softmax_scale, *problem.window, *strides(out, q, k, v), *problem.sizes,
+        **shape.mask_rules, HAS_SINK_KEYS=shape.num_sink > 0, HAS_SINKS=problem.sinks is not None,
+        STORE_LSE=lse is not None, VARLEN=problem.varlen, BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n, BLOCK_S=config.sink_block, BLOCK_D=shape.padded_dim,
+        PRECISION=config.precision, NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 

@@ -12,8 +12,9 @@ from sparsek_kernels.common.descriptors import describe
 from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.grids import query_grid, tile_grid
 from sparsek_kernels.common.kernels.softmax import LOG2E
-from sparsek_kernels.common.launching import CompiledLaunch, launch, octet_strides
 from sparsek_kernels.common.operators import pointers
+from sparsek_kernels.common.recording import run
+from sparsek_kernels.common.shapes import octet_strides
 from sparsek_kernels.sink_window.config import LaunchConfig, TileConfig
 from sparsek_kernels.sink_window.kernels.bwd_rows import sink_window_bwd_finish_kernel
 from sparsek_kernels.sink_window.kernels.bwd_sm90 import sink_window_hopper_bwd_kernel
@@ -66,27 +67,18 @@ def forward(
 
 def forward_small(
     problem: SinkWindowProblem, tile: TileConfig, out: torch.Tensor, lse: torch.Tensor | None
-) -> CompiledLaunch | None:
+) -> None:
     """Run the kernel for few rows, without waiting for the kernel ahead of it to end."""
     q, k, v, sinks, shape = problem.q, problem.k, problem.v, problem.sinks, problem.shape
     grid, _ = query_grid(shape, None, tile.block_m)
-    return launch(
-        sink_window_hopper_small_kernel,
-        grid,
-        (out, *pointers(out, lse), q, k, v, *pointers(q, sinks)),
-        (problem.spec.softmax_scale * LOG2E.value, *octet_strides(out, q, k, v), *problem.sizes),
-        {
-            "GROUP": shape.group,
-            "HEAD_DIM": shape.head_dim,
-            "CAUSAL": shape.causal,
-            "HAS_SINKS": sinks is not None,
-            "STORE_LSE": lse is not None,
-            "BLOCK_N": tile.block_n,
-            "CHUNKS": tile.num_stages,
-        },
-        num_warps=tile.num_warps,
-        launch_pdl=True,
-    )
+    run(
+        sink_window_hopper_small_kernel, grid,
+        out, *pointers(out, lse), q, k, v, *pointers(q, sinks),
+        problem.spec.softmax_scale * LOG2E.value, *octet_strides(out, q, k, v), *problem.sizes,
+        GROUP=shape.group, HEAD_DIM=shape.head_dim, CAUSAL=shape.causal,
+        HAS_SINKS=sinks is not None, STORE_LSE=lse is not None, BLOCK_N=tile.block_n,
+        CHUNKS=tile.num_stages, num_warps=tile.num_warps, launch_pdl=True,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from sparsek_kernels.common.operators import new_like, new_lse, register_gradient, runs_kernels
@@ -11,21 +9,16 @@ from sparsek_kernels.sink_window import torch_path
 from sparsek_kernels.sink_window.problem import SinkWindowProblem
 from sparsek_kernels.sink_window.spec import AttentionSpec
 
-if TYPE_CHECKING:
-    from sparsek_kernels.common.launching import CompiledLaunch
 
-
-def forward_into(
-    problem: SinkWindowProblem, out: torch.Tensor, lse: torch.Tensor | None
-) -> CompiledLaunch | None:
-    """Write ``out`` and, where given, ``lse``; returns the launch where it can be replayed."""
+def forward_into(problem: SinkWindowProblem, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Write ``out`` and, where given, ``lse``."""
     if runs_kernels(problem.q):
         from sparsek_kernels.sink_window import launch
 
         with torch.cuda.device(problem.q.device):
-            return launch.forward(problem, out, lse)
+            launch.forward(problem, out, lse)
+        return
     torch_path.forward(problem, out, new_lse(problem.q) if lse is None else lse)
-    return None
 
 
 @torch.library.custom_op("sparsek::sink_flash_fwd", mutates_args=())

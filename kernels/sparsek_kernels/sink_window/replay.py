@@ -7,7 +7,8 @@ therefore replayed: two allocations and one launch.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,10 +16,10 @@ import torch
 from sparsek_kernels.common.device import current_device, dispatch_modes
 
 if TYPE_CHECKING:
-    from sparsek_kernels.common.launching import CompiledLaunch
+    from sparsek_kernels.common.recording import Replay, Tensors
 
 _MAX_REMEMBERED = 512
-_launches: dict[Hashable, CompiledLaunch] = {}
+_replays: dict[Hashable, Replay] = {}
 
 
 def replay_key(
@@ -55,24 +56,30 @@ def replay(
     key: Hashable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
     """Run a remembered launch on new tensors; ``None`` when ``key`` is new."""
-    launch = _launches.get(key)
-    if launch is None:
+    found = _replays.get(key)
+    if found is None:
         return None
-    out = q.new_empty(q.shape)
-    at = out.data_ptr()
-    place = q.data_ptr()
-    # The kernel's other pointers stand for absent tensors: any address will do.
-    rest = (place,) * (launch.num_pointers - 5)
-    if not return_lse:
-        launch(at, at, place, k.data_ptr(), v.data_ptr(), *rest)
-        return out
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-    launch(at, lse.data_ptr(), place, k.data_ptr(), v.data_ptr(), *rest)
-    return out, lse
+    out, lse = q.new_empty(q.shape), None
+    if return_lse:
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    found((out, lse, q, k, v), q.get_device())
+    return out if lse is None else (out, lse)
 
 
-def remember(key: Hashable, launch: CompiledLaunch) -> None:
-    """Keep a launch for :func:`replay`; the memory is small and starts over when full."""
-    if len(_launches) >= _MAX_REMEMBERED:
-        _launches.clear()
-    _launches[key] = launch
+@contextmanager
+def remembered(key: Hashable, tensors: Tensors) -> Iterator[None]:
+    """Keep what is launched meanwhile for :func:`replay`; the memory starts over when full.
+
+    Args:
+        tensors: out, lse or ``None``, q, k and v.
+    """
+    from sparsek_kernels.common.recording import has_launch_hook, recording
+
+    with recording(tensors) as record:
+        yield
+    launches = record.finish()
+    if launches is None or has_launch_hook():
+        return
+    if len(_replays) >= _MAX_REMEMBERED:
+        _replays.clear()
+    _replays[key] = launches

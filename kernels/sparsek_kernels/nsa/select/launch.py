@@ -8,8 +8,8 @@ import triton
 from sparsek_kernels.common.alignment import copyable, describable
 from sparsek_kernels.common.descriptors import describe, tile_layout
 from sparsek_kernels.common.grids import tile_grid
-from sparsek_kernels.common.launching import octet_strides
 from sparsek_kernels.common.operators import pointers
+from sparsek_kernels.common.shapes import octet_strides
 from sparsek_kernels.nsa.compressed.problem import CompressedProblem
 from sparsek_kernels.nsa.config import TileConfig
 from sparsek_kernels.nsa.select.kernels.scores import nsa_block_scores_kernel

@@ -8,9 +8,9 @@ import torch
 import triton
 
 from sparsek_kernels.common.descriptors import tile_layout
-from sparsek_kernels.common.launching import octet_strides
 from sparsek_kernels.common.operators import pointers
 from sparsek_kernels.common.row_dots import row_dots
+from sparsek_kernels.common.shapes import octet_strides
 from sparsek_kernels.nsa.selected.index import build_index
 from sparsek_kernels.nsa.selected.kernels.bwd import (
     nsa_selected_bwd_dkdv_kernel,

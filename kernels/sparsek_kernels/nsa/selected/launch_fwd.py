@@ -17,8 +17,8 @@ from sparsek_kernels.common.alignment import boxable
 from sparsek_kernels.common.descriptors import describe_boxes, tile_layout
 from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.grids import tile_grid
-from sparsek_kernels.common.launching import octet_strides
 from sparsek_kernels.common.operators import pointers
+from sparsek_kernels.common.shapes import octet_strides
 from sparsek_kernels.nsa.config import BOX_GROUPS
 from sparsek_kernels.nsa.gate import launch as launch_gate
 from sparsek_kernels.nsa.selected.index import build_index
