@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.reference import visible_reference
+from sparsek_kernels.paged.reference import select_blocks_reference, visible_reference
 from tests.vllm_backend.engines import engine, generate, requires_cpu_vllm
 from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
 
@@ -58,7 +58,7 @@ def test_attended_share_at_8k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         position = context + offset
         q = torch.randn(1, 4, 8, generator=generator)
         visible = visible_reference(
-            q, k[: position + 1], [position], policy.per_token(), softmax_scale=8**-0.5
+            q, k[: position + 1], [position], policy.per_token(), 8**-0.5, select_blocks_reference
         )
         counts = set(visible.sum(-1).flatten().tolist())
         assert counts == {step.attended_tokens / layers}
