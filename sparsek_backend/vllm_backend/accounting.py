@@ -40,8 +40,8 @@ def attended_by_requests(
     Args:
         seq_lens: ``[R]`` keys of each request, its new tokens included.
         query_lens: ``[R]`` new tokens of each request.
-        num_decodes: requests at the front that select per token.
-        dense_decode: whether those attend everything where the policy selects blocks.
+        num_decodes: decodes, which come first and select for each token.
+        dense_decode: whether decodes attend everything where the policy selects blocks.
     """
     cut = num_decodes
     decodes = query_positions(seq_lens[:cut], query_lens[:cut])

@@ -10,13 +10,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from sparsek_backend.vllm_backend import compat
-from sparsek_backend.vllm_backend.checks import (
-    fp8_scales,
-    refuse_options,
-    refuse_quantised_output,
-    refuse_sdpa,
-)
+from sparsek_backend.vllm_backend import checks, compat
 from sparsek_backend.vllm_backend.engine import current_engine
 from sparsek_backend.vllm_backend.left_out import LEFT_OUT
 from sparsek_backend.vllm_backend.stats import STATS
@@ -62,7 +56,7 @@ class SparseKImpl(AttentionImpl):
         sinks: torch.Tensor | None = None,
         **options: Any,
     ) -> None:
-        refuse_options(options)
+        checks.refuse_options(options)
         if attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
             raise NotImplementedError(
                 f"SPARSEK: attention type {attn_type} is not served; leave --attention-backend out"
@@ -85,16 +79,16 @@ class SparseKImpl(AttentionImpl):
         self._settings = engine.resolved.config
         self.batch_invariant = engine.resolved.batch_invariant
         self.dtype = engine.dtype
-        refuse_sdpa(self.fallback_reason, self.has_fp8_cache, self.batch_invariant)
+        checks.refuse_sdpa(self.fallback_reason, self.has_fp8_cache, self.batch_invariant)
         if self.may_select and self._settings.selects_blocks:
             engine.selects_blocks = True
         self._pattern, self._gate_file = engine.pattern, engine.gates
         self.policy = self.model_policy()
         self.flash = self._find_flash()
-        self.summaries = False  # in the layer's pages; decided with the policy
-        self.means = False  # or gate keys, as those summaries: written once a step
+        self.summaries = False  # whether pages hold summaries; known once the policy is
+        self.means = False  # whether summaries are means or gate keys, written once a step
         self.gates: Gates | None = None  # of this rank's KV heads, in mode seer
-        self.lists: torch.Tensor | None = None  # which blocks prefills attend in mode pattern
+        self.lists: torch.Tensor | None = None  # blocks that prefills attend in mode pattern
         self._pages: PageViews | None = None
         self._pages_key: tuple[int, tuple[int, ...]] | None = None
 
@@ -115,10 +109,10 @@ class SparseKImpl(AttentionImpl):
         return self.sliding_window is None and self.fallback_reason is None
 
     def _find_flash(self) -> FlashPrefill | None:
-        """FlashAttention for dense prefills; over an fp8 cache it would round the queries too.
+        """FlashAttention for dense prefills, where the layer may use it.
 
-        Ranks that hold the context between them attend every prefill by the paged kernels.
-        Where results must not depend on the batch, prefills and decodes share one kernel instead.
+        Over an fp8 cache it would round queries too.  Ranks that share a context, and layers whose
+        results may not depend on the batch, attend by the paged kernels alone.
         """
         if self.batch_invariant or self.has_fp8_cache or self.dcp_world_size > 1:
             return None
@@ -146,13 +140,13 @@ class SparseKImpl(AttentionImpl):
         Args:
             layer_index: position of the layer in the model.
             page_size: tokens in one KV page.
-            full_attention: whether the layer's pages keep every token.
-            owner: the implementation that writes the pages: this one, or the one of the layer whose
-                KV cache this layer shares.
+            full_attention: whether the model lets the layer attend every token.
+            owner: the implementation that writes the pages, of this layer or of the one whose KV
+                cache it shares.
             device: where the layer runs.
 
         Returns:
-            The layer's policy.  Of its KV heads, every later :meth:`forward` has this rank's.
+            The layer's policy, for the KV heads of all ranks.
 
         Raises:
             NotImplementedError: the layer selects blocks, and another backend writes its pages.
@@ -283,7 +277,7 @@ class SparseKImpl(AttentionImpl):
         Raises:
             NotImplementedError: quantised output was asked for.
         """
-        refuse_quantised_output(output_scale, output_block_scale)
+        checks.refuse_quantised_output(output_scale, output_block_scale)
         if attn_metadata is None:
             return output.zero_()
         STATS.forward_calls += 1
@@ -312,7 +306,7 @@ class SparseKImpl(AttentionImpl):
         return self.policy
 
     def _split(self, step: SparseKMetadata) -> tuple[Segment, ...]:
-        """The step whole, or split into what FlashAttention and what the paged kernels attend."""
+        """Return the segments that FlashAttention and the paged kernels attend."""
         decodes = self.decode_policy
         dense_decode = step.batch.num_decodes > 0 and decodes is not self.policy
         if not dense_decode and (self.flash is None or not step.batch.num_prefills):
@@ -365,8 +359,8 @@ class SparseKImpl(AttentionImpl):
             left_out=left_out,
             gates=gates,
         )
-        selects = batch.num_prefills > 0 and policy.selects_blocks
-        if not (self._settings.time_selection and selects and PROBE.is_due(query.device)):
+        timed = self._settings.time_selection and batch.num_prefills and policy.selects_blocks
+        if not (timed and PROBE.is_due(query.device)):
             attend()
             return
         select = partial(
@@ -469,13 +463,12 @@ class SparseKImpl(AttentionImpl):
 
     def _scales(self, layer: Any) -> tuple[float, float]:
         """``(k_scale, v_scale)`` of an fp8 cache, else ``(1.0, 1.0)``."""
-        return fp8_scales(layer) if self.has_fp8_cache else (1.0, 1.0)
+        return checks.fp8_scales(layer) if self.has_fp8_cache else (1.0, 1.0)
 
     def _store_means(self, pages: PageViews, batch: PagedBatch) -> None:
-        """Keep means of cells, or keys of blocks, that a step completes in pages of this layer.
+        """Write the means of the cells, or the gate keys of the blocks, that a step completes.
 
-        They are of keys without positions where the step has a rotation, so that they cannot be
-        written with the keys, which vLLM hands over without positions of theirs.
+        Where the step has a rotation, these undo the keys' positions, which are known here only.
         """
         if not self.means or pages.summary is None or self.kv_sharing_target_layer_name is not None:
             return

@@ -35,7 +35,10 @@ logger = init_logger(f"vllm.{__name__}")  # under vLLM's handlers and level
 
 Ranges = tuple[Sequence[tuple[int, int]], ...]
 Kind = tuple[SelectionPolicy, str | None, int | None, bool, bool]
-"""Of a group of layers: policy, SDPA fallback, FlashAttention's version, fp8 cache, lists."""
+"""Key that groups identical layers.
+
+Policy, reason of the SDPA fallback, FlashAttention's version, fp8 cache, vertical-slash lists.
+"""
 
 
 @dataclass
@@ -101,7 +104,7 @@ class SparseKMetadataBuilder(StepBuilder):
     def _bind_layers(
         self, spec: Any, layer_names: list[str], vllm_config: Any
     ) -> Counter[SelectionPolicy]:
-        """Fix every layer's policy; returns how many layers to count by each."""
+        """Fix the policy of every layer, and return how many layers have each."""
         if compat.is_full_attention(spec):
             check_page_size(self.resolved, spec.block_size)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
