@@ -99,7 +99,7 @@ class SparsityConfig(BaseModel):
     gates: str | None = Field(None, examples=["Qwen3-4B-AttnGates"])
     """The folder of the gates of mode `seer`, by default the model's own: `config.json` and
     `attn_gate_weights.pth` (or `.safetensors`)."""
-    time_selection: bool = False
+    time_selection: bool = Field(False, examples=[True])
     """For measurements: every ten seconds one layer's prefill is timed, for `/metrics`. Its
     selection runs once more for that."""
 

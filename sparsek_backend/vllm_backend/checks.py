@@ -46,10 +46,10 @@ def refuse_quantised_output(
 
 
 def refuse_sdpa(reason: str | None, fp8_cache: bool, batch_invariant: bool) -> None:
-    """Refuse what torch SDPA does not do, where it serves a layer.
+    """Refuse an fp8 cache and batch invariance of a layer that torch SDPA serves.
 
     Args:
-        reason: why it does, or ``None``.
+        reason: why torch SDPA serves the layer, or ``None`` where it does not.
 
     Raises:
         NotImplementedError: the layer has an fp8 cache, or is batch-invariant.

@@ -199,7 +199,7 @@ def with_bytes_behind(spec: Any, behind: int) -> Any:
 
 
 def page_elements(kv_cache: torch.Tensor, head_size: int, behind: int) -> int:
-    """Return the elements of a page of which each token and KV head has ``behind`` behind K and V."""
+    """Return the elements of a page, ``behind`` K and V of each token and KV head included."""
     _, heads, page_size, content = kv_cache.shape
     if content == 2 * head_size:  # they are in the padding at the page's end
         content += behind

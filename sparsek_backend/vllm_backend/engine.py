@@ -27,14 +27,16 @@ class Engine:
     """One engine.
 
     Args:
-        resolved: its settings, of which the model's part is the target model's.
-        dtype: that model's.
-        labels: of its metrics, with the values that vLLM gives its own.
-        pattern: what prefills follow in mode ``pattern``, else ``None``.
+        resolved: its settings.  Model-derived settings come from the target model.
+        dtype: of the target model.
+        labels: of its metrics, equal to those of vLLM's own metrics.
+        pattern: the blocks that prefills attend in mode ``pattern``, else ``None``.
         gates: of mode ``seer``, else ``None``.
-        rotation: :attr:`PagedBatch.rotation` where blocks are scored without positions.
+        rotation: rope cos and sin (:attr:`PagedBatch.rotation`), where blocks are scored without
+            positions.
         selects_blocks: whether any layer selects blocks by score.
-        dummy_run_done: whether a natively sparse layer has shown what memory a prefill takes.
+        dummy_run_done: whether a natively sparse layer has run a prefill of the longest length, for
+            vLLM to measure its memory.
     """
 
     resolved: ResolvedConfig
@@ -47,10 +49,10 @@ class Engine:
     dummy_run_done: bool = False
 
     def rotation_on(self, device: torch.device) -> torch.Tensor | None:
-        """Return :attr:`rotation` where layers run; it is kept there.
+        """Return :attr:`rotation` on the device of the layers, where it stays.
 
-        It is copied in another thread: vLLM drops what this one makes for the KV cache when an
-        engine sleeps.
+        Another thread copies it.  vLLM builds the KV cache in this one, and drops all that it makes
+        meanwhile when the engine sleeps.
         """
         if self.rotation is not None and self.rotation.device != device:
             with ThreadPoolExecutor(1) as thread:
@@ -65,8 +67,8 @@ _latest: Engine | None = None
 def engine_of(vllm_config: Any) -> Engine:
     """Return the engine with this configuration; its settings are read once.
 
-    An engine's draft model has a changed copy of the configuration, which keeps the part that knows
-    all layers: the compilation's.
+    A draft model has a changed copy of its engine's configuration.  Both copies share the
+    compilation's part, which knows all layers.
     """
     _engines[:] = [entry for entry in _engines if entry[0]() is not None]
     for known, engine in _engines:

@@ -10,7 +10,8 @@ from typing import Any
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend
 
-from sparsek_backend.config import ConfigError, ResolvedConfig
+from sparsek_backend.config import DEFAULTS, ConfigError, ResolvedConfig
+from sparsek_backend.infllm import MODEL_CONFIG
 from sparsek_backend.models import verify_model
 
 from . import compat
@@ -89,8 +90,7 @@ def _refusal(reasons: list[str]) -> str:
 def _reasons(selection: Mapping[str, Any]) -> list[str]:
     """Every reason, with its remedy, why the backend refuses a layer's requirements.
 
-    Of requirements that the installed vLLM does not know, those that the backend does not support
-    are refused where they are set.
+    The installed vLLM checks the requirements that it knows.  The others are checked here.
     """
     known = inspect.signature(AttentionBackend.validate_configuration).parameters
     reasons = SparseKBackend.validate_configuration(
@@ -268,10 +268,13 @@ def _check_dense_layers(vllm_config: Any, resolved: ResolvedConfig) -> None:
 
 
 def _check_pattern(model: Any, resolved: ResolvedConfig) -> None:
-    """Check that a pattern was learned from a model of this shape.
+    """Check that a pattern was learned from a model of this shape, and that its lists stay small.
+
+    Lists of blocks take memory with the square of the budget.
 
     Raises:
-        ConfigError: the file cannot be read, or other blocks, layers or KV heads.
+        ConfigError: the file cannot be read, has other blocks, layers or KV heads, or the budget is
+            larger than every context.
     """
     pattern = prefill_pattern(resolved)
     if pattern is None:
@@ -285,6 +288,20 @@ def _check_pattern(model: Any, resolved: ResolvedConfig) -> None:
             f"{pattern.num_kv_heads}, learned from {pattern.model!r}; remedy: learn it from this "
             "model"
         )
+    config, length = resolved.config, model.max_model_len
+    most = {
+        "top_k": -(-length // config.sel_block_size),
+        "num_sink": length,
+        "window_size": length,
+    }
+    for name, limit in most.items():
+        value, source = getattr(config, name), resolved.sources[name]
+        if value > limit and source not in (DEFAULTS, MODEL_CONFIG):
+            raise ConfigError(
+                f"SPARSEK setting {name} (from {source}): expected at most {limit} in mode "
+                f"'pattern', which the longest context of {length} tokens has, got {value}; "
+                "remedy: a smaller one, or mode dense, which attends everything"
+            )
 
 
 def _check_gates(vllm_config: Any, resolved: ResolvedConfig) -> None:

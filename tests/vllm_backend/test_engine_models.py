@@ -87,6 +87,7 @@ def decode(model: Path, backend: str, prompts: list[list[int]], **options: Any) 
         ("head_dim_80", None),
         ("sliding", None),
         ("hybrid", None),
+        ("chunked", None),
         ("shared_kv", None),
         ("soft_cap", "logits soft cap"),
         ("alibi", "ALiBi"),

@@ -80,6 +80,23 @@ def test_a_file_that_does_not_fit_stops_the_start(
         make_config(tmp_path, additional_config={"sparsek": settings(tmp_path / "pattern")})
 
 
+@pytest.mark.parametrize("name", ["top_k", "num_sink", "window_size"])
+def test_a_budget_over_every_context_stops_the_start(name: str, file: Path, tmp_path: Path) -> None:
+    """Its lists would take terabytes, and it would attend everything."""
+    length = 1024
+    most = length // 32 if name == "top_k" else length
+    for value in (most, most + 1):
+        given = {"sparsek": settings(file, **{name: value})}
+        if value == most:
+            make_config(tmp_path, additional_config=given, max_model_len=length)
+            continue
+        words = rf"{name} \(from .*\): expected at most {most} in mode 'pattern'.*got {value};"
+        with pytest.raises(ValueError, match=words):
+            make_config(tmp_path, additional_config=given, max_model_len=length)
+    defaults = {"mode": "pattern", "pattern": str(file), "sel_block_size": 32}
+    make_config(tmp_path, additional_config={"sparsek": defaults}, max_model_len=length)
+
+
 def test_a_missing_file_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"pattern \(from .*\): path: expected a pattern file"):
         make_config(tmp_path, additional_config={"sparsek": settings(tmp_path / "gone")})

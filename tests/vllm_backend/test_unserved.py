@@ -57,12 +57,8 @@ def with_config(model: Path, folder: Path, **changes: Any) -> Path:
             {"architectures": ["Rnj1ForCausalLM"], "layer_types": ["chunked_attention"] * 2},
             r"chunk_lookback.*remedy: leave --attention-backend out",
         ),
-        (
-            {"architectures": ["HrmTextForCausalLM"]},
-            r"whole prompt.*remedy: leave --attention-backend out",
-        ),
     ],
-    ids=["Qwen2.5-1M", "MiMo-V2", "openPangu", "Rnj-1", "HRM-Text"],
+    ids=["Qwen2.5-1M", "MiMo-V2", "openPangu", "Rnj-1"],
 )
 def test_refused_by_the_config(
     changes: dict[str, Any], words: str, served: Any, monkeypatch: pytest.MonkeyPatch
@@ -103,10 +99,17 @@ def test_the_same_classes_without_it_are_served(names: list[str], config: dict[s
     assert unserved_attention(model) == []
 
 
-def test_every_class_that_is_refused_is_one_of_vllms() -> None:
-    """Of the installed version or, where that is older, of a later one."""
+def test_refused_by_name(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the names of vLLM's classes: those of the installed version, and of a later one."""
     from sparsek_backend.vllm_backend.unserved import ARCHITECTURES
+    from sparsek_backend.vllm_backend.validate import check_engine
 
+    for beginning, what in ARCHITECTURES.items():
+        names = [f"{beginning}CausalLM"]
+        monkeypatch.setattr(served.model_config.model_arch_config, "architectures", names)
+        with pytest.raises(ValueError, match="SPARSEK cannot serve this model") as caught:
+            check_engine(served)
+        assert f"{what} not supported (remedy: leave --attention-backend out)" in str(caught.value)
     names = set().union(*vllm_models.architectures(vllm_folder()).values())
     missing = {each for each in ARCHITECTURES if not any(name.startswith(each) for name in names)}
     assert missing <= {"Qwen4Exp", "Step5"}

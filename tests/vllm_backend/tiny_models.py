@@ -62,6 +62,7 @@ def _configs() -> dict[str, Any]:
         GptOssConfig,
         GraniteMoeHybridConfig,
         Lfm2Config,
+        Llama4TextConfig,
         LlamaConfig,
         LlavaConfig,
         MambaConfig,
@@ -93,6 +94,15 @@ def _configs() -> dict[str, Any]:
             sliding_window=48,
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
             query_pre_attn_scalar=HEAD_DIM,
+        ),
+        "chunked": Llama4TextConfig(  # without experts
+            **COMMON,
+            **DECODER,
+            intermediate_size_mlp=128,
+            interleave_moe_layer_step=3,
+            attention_chunk_size=128,
+            layer_types=["chunked_attention", "full_attention"],
+            no_rope_layers=[1, 0],
         ),
         "shared_kv": Gemma3nTextConfig(
             **COMMON,

@@ -80,9 +80,9 @@ def unknown(source: str, layers: set[str]) -> set[str]:
     found = set()
     for each in classes:
         bases = {_name(base) for base in each.bases}
-        if "Attention" in bases or "AttentionLayerBase" in bases:
-            if not each.name.endswith(("Cache", "State")):
-                found.add(each.name)
+        is_layer = bool(bases & {"Attention", "AttentionLayerBase"})
+        if is_layer and not each.name.endswith(("Cache", "State")):
+            found.add(each.name)
     own = {each.name for each in classes}
     for node in nodes:
         name = _name(node.func) if isinstance(node, ast.Call) else ""

@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from sparsek_backend.vllm_backend.checks import (
-    fp8_scales,
-    refuse_options,
-    refuse_quantised_output,
-    refuse_sdpa,
-)
+from sparsek_backend.vllm_backend import checks
 from sparsek_backend.vllm_backend.engine import current_engine
 from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_kernels.paged.api import attend_segment, check_segment, write_index, write_kv
@@ -55,7 +50,7 @@ class SparseKImpl(AttentionImpl):
         sinks: torch.Tensor | None = None,
         **options: Any,
     ) -> None:
-        refuse_options(options)
+        checks.refuse_options(options)
         if attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
             raise NotImplementedError(
                 f"SPARSEK: attention type {attn_type} is not served; leave --attention-backend out"
@@ -78,7 +73,7 @@ class SparseKImpl(AttentionImpl):
         self.batch_invariant = engine.resolved.batch_invariant
         self._time_selection = engine.resolved.config.time_selection
         self.dtype = engine.dtype
-        refuse_sdpa(self.fallback_reason, self.has_fp8_cache, self.batch_invariant)
+        checks.refuse_sdpa(self.fallback_reason, self.has_fp8_cache, self.batch_invariant)
         if self.may_select and engine.resolved.config.selects_blocks:
             engine.selects_blocks = True
         self.own = select_by_model(sliding_window)  # what this layer attends
@@ -120,9 +115,9 @@ class SparseKImpl(AttentionImpl):
         Args:
             layer_index: position of the layer in the model.
             page_size: tokens in one KV page.
-            full_attention: whether the layer's pages keep every token.
-            owner: the implementation that writes the pages: this one, or the one of the layer whose
-                KV cache this layer shares.
+            full_attention: whether the model lets the layer attend every token.
+            owner: the implementation that writes the pages, of this layer or of the one whose KV
+                cache it shares.
             device: where the layer runs.
 
         Returns:
@@ -232,7 +227,7 @@ class SparseKImpl(AttentionImpl):
         Raises:
             NotImplementedError: quantised output was asked for.
         """
-        refuse_quantised_output(output_scale, output_block_scale)
+        checks.refuse_quantised_output(output_scale, output_block_scale)
         if attn_metadata is None:
             return output.zero_()
         STATS.forward_calls += 1
@@ -287,13 +282,12 @@ class SparseKImpl(AttentionImpl):
 
     def _scales(self, layer: Any) -> tuple[float, float]:
         """``(k_scale, v_scale)`` of an fp8 cache, else ``(1.0, 1.0)``."""
-        return fp8_scales(layer) if self.has_fp8_cache else (1.0, 1.0)
+        return checks.fp8_scales(layer) if self.has_fp8_cache else (1.0, 1.0)
 
     def _write_index(self, operands: PagedOperands, batch: PagedBatch) -> None:
-        """Keep what an indexer has in the pages that a step touches, where keys alone do not do.
+        """Write what an indexer keeps in the pages of a step, where ``write_kv`` does not.
 
-        It is of keys without positions where the step has a rotation, so that it cannot be written
-        with the keys, which vLLM hands over without positions of theirs.
+        Where the step has a rotation, that undoes the keys' positions, which are known here only.
         """
         index, policy = self.kept.indexers.written_once, self.kept.policy.decode
         if index is not None and self.kv_sharing_target_layer_name is None:

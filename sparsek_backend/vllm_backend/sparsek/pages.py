@@ -19,9 +19,9 @@ FP8_KV_CACHE = ("fp8", "fp8_e4m3")
 def bytes_behind(head_size: int, itemsize: int) -> int:
     """Bytes per token and KV head that pages have behind K and V, for summaries.
 
-    Whole rows of K and V for every 64 tokens: then pages and heads of so many tokens lie at
-    multiples of a row, which the kernels for Hopper address as one matrix.  That is 1/32 of K and
-    V, and 1/16 of fp8 ones.
+    For every 64 tokens there are whole rows of K and V.  So pages of 64 tokens begin at multiples
+    of a row, and the kernels for Hopper address all of them as one matrix.  The bytes are 1/32 of
+    those of K and V, and 1/16 with fp8.
     """
     rows = math.lcm(2 * head_size * itemsize, PREFERRED_PAGE_SIZE * itemsize)
     used = summary_bytes(SMALLEST_PAGE_SIZE, head_size) * PREFERRED_PAGE_SIZE // SMALLEST_PAGE_SIZE
@@ -39,8 +39,8 @@ class PageViews:
 
     Args:
         keys, values: ``[pages, Hkv, page_size, D]`` views of the cache.
-        summary: ``[pages, Hkv, summary_bytes(page_size, D)]`` uint8 view of what follows them, or
-            ``None``.
+        summary: ``[pages, Hkv, summary_bytes(page_size, D)]`` uint8 view of the bytes behind K and
+            V, or ``None``.
     """
 
     keys: torch.Tensor

@@ -78,6 +78,15 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         Row("Mistral (sliding window)", SERVED, (_decoder("sliding"),)),
         Row("Gemma 3 (windows and full attention)", SERVED, (_decoder("hybrid"),)),
         Row(
+            "Llama 4 (chunks and full attention)",
+            SERVED,
+            (
+                _decoder("chunked"),
+                "test_layer.py::test_layers_of_chunks_without_the_hybrid_kv_manager",
+            ),
+            "with and without the hybrid KV manager",
+        ),
+        Row(
             "Gemma 3n (layers that share another's KV)",
             SERVED,
             (
@@ -175,6 +184,48 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             SERVED,
             ("test_layer.py::test_bidirectional_prefix_is_served_by_the_fallback",),
             SDPA,
+        ),
+        Row(
+            "bidirectional image tokens within a window (Gemma 4)",
+            SERVED,
+            (
+                "test_layer.py::test_bidirectional_ranges_of_gemma_4_keep_to_the_window_and_to_"
+                "window_layers",
+            ),
+            f"{SDPA}; head sizes up to 256",
+        ),
+        Row(
+            "Qwen2.5-1M (dual chunk attention)",
+            REFUSED,
+            ("test_unserved.py::test_qwen2_with_dual_chunks_stops_the_start",),
+            "remove `dual_chunk_attention_config` from the model's `config.json`",
+        ),
+        Row(
+            "MiMo-V2, openPangu (values of another head size, learned keys)",
+            REFUSED,
+            (
+                "test_unserved.py::test_refused_by_the_config[MiMo-V2]",
+                "test_unserved.py::test_refused_by_the_config[openPangu]",
+            ),
+            LEAVE,
+        ),
+        Row(
+            "Rnj-1, Step-1, HRM-Text, DiffusionGemma, Voxtral Realtime (masks of their own)",
+            REFUSED,
+            (
+                "test_unserved.py::test_refused_by_the_config[Rnj-1]",
+                "test_unserved.py::test_refused_by_name",
+            ),
+            LEAVE,
+        ),
+        Row(
+            "MiniMax-M3, Qwen4-Exp, Step-5, Inkling (attention layers of their own)",
+            REFUSED,
+            (
+                "test_unserved.py::test_refused_by_name",
+                "test_unserved.py::test_no_other_model_of_vllms_goes_its_own_way",
+            ),
+            LEAVE,
         ),
         Row("DeepSeek (MLA)", REFUSED, (f"{START}::test_mla_models_are_refused",), LEAVE),
         Row(

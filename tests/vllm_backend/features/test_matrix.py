@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+
 import pytest
 
 from tests.vllm_backend.features.matrix import MATRIX, PAGE, REFUSED, ROOT, SERVED, proofs, render
@@ -20,6 +23,21 @@ def test_rows_are_complete() -> None:
         assert row.outcome in (SERVED, REFUSED)
         assert row.proofs, row.feature
         assert row.note or row.outcome == SERVED, f"{row.feature}: no remedy"
+
+
+def test_the_supported_versions_stand_as_in_the_metadata() -> None:
+    """In the documents, in this table and in the set-up."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'^vllm = \["(vllm>=0\.(\d+),<0\.(\d+))"\]$', project, re.MULTILINE)
+    assert found is not None
+    first, last = int(found[2]), int(found[3]) - 1
+    for page in ("README.md", "docs/start.md"):
+        assert f"vLLM 0.{first} to 0.{last}" in (ROOT / page).read_text(encoding="utf-8"), page
+    features = {row.feature for group in MATRIX.values() for row in group}
+    assert f"vLLM 0.{first}.0 to 0.{last}.0" in features
+    command = ["bash", "-c", '. deploy/lib.sh && printf %s "$VLLM_GPU_RANGE"']
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert told.stdout == found[1]
 
 
 class Collected:
