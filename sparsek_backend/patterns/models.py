@@ -14,6 +14,7 @@ from sparsek_backend.patterns.adaptive import AdaptivePattern
 from sparsek_backend.patterns.learn import BlockMass, Heads, Scope
 from sparsek_backend.patterns.pattern import BlockSparsePattern
 from sparsek_backend.patterns.training.learned import ImportanceOptions, LearnedPattern
+from sparsek_backend.transformers_op.keywords import as_autocast, check_keywords
 from sparsek_backend.transformers_op.mask import LazyMask, sparsek_mask
 from sparsek_backend.transformers_op.visibility import Visibility
 from sparsek_kernels import block_sparse_attention
@@ -31,6 +32,8 @@ _UNSERVED = {
     "cu_seq_lens_q": "packed texts",
 }
 """Arguments that Transformers passes only to layers that are not plain causal attention."""
+_SERVED = {"cu_seq_lens_k", "dropout", "is_causal", "sliding_window", *_UNSERVED}
+"""Arguments that are read here."""
 
 
 class Learner(Protocol):
@@ -216,7 +219,8 @@ def _attention(
             f"{layer}; record q and k for learn_pattern, and call block_sparse_attention, in the "
             "model's own code"
         )
-    q, k, v = _autocast(*(x.transpose(1, 2) for x in (query, key, value)))
+    check_keywords({name: x for name, x in kwargs.items() if name not in _SERVED})
+    q, k, v = as_autocast(*(x.transpose(1, 2) for x in (query, key, value)))
     chosen = None
     if isinstance(active, _Observed):
         active.learners[layer].observe(q, k, v, scaling)
@@ -231,14 +235,6 @@ def _attention(
         module, query, key, value, None, scaling=scaling, **kwargs | {"is_causal": True}
     )
     return dense
-
-
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors in autocast's dtype, which rotary embeddings leave queries and keys out of."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
 
 
 ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from sparsek_backend.transformers_op.dense import attend_dense
+from sparsek_backend.transformers_op.keywords import as_autocast, check_keywords
 from sparsek_backend.transformers_op.mask import LazyMask
 from sparsek_backend.transformers_op.policy import selection_of
 from sparsek_backend.transformers_op.sequences import attend, attend_packed, flash_attend
@@ -36,7 +37,6 @@ def sparsek_attention(
     position_bias: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
-    cache: object = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend under the model's settings (:func:`configure`), or the layer's own window or chunks.
@@ -71,12 +71,8 @@ def sparsek_attention(
             earlier keys beside a mask, or with a position bias.
         ValueError: a mask or offsets that do not fit queries and keys.
     """
-    if cache is not None:
-        raise NotImplementedError(
-            "cache: Transformers' continuous batching is not supported; serve with vLLM, or use "
-            "model.generate with attn_implementation='sparsek'"
-        )
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    check_keywords(kwargs)
+    q, k, v = as_autocast(*(x.transpose(1, 2) for x in (query, key, value)))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask = _checked_mask(q, k, attention_mask, causal, sliding_window)
@@ -127,12 +123,14 @@ def _checked_mask(
             window -= 1  # on each side, without the query's own key
         rule = Visibility(causal=causal, window_size=window)
         return LazyMask(rule, (batch, num_q, num_k), q.device)
-    if isinstance(attention_mask, LazyMask):
+    if isinstance(attention_mask, LazyMask) and attention_mask.holds:
         if attention_mask.shape == (batch, 1, num_q, num_k):
             return attention_mask
         if attention_mask.rule.sees_all:  # the only rule that fits keys of any number
             return LazyMask(attention_mask.rule, (batch, num_q, num_k), q.device)
-        attention_mask = attention_mask.dense()
+        attention_mask = attention_mask.seen()
+    if isinstance(attention_mask, LazyMask):
+        attention_mask = attention_mask.written
     mask = attention_mask[..., :num_k]  # longer in some models, for keys to come
     wanted = batch, heads, num_q, num_k
     sizes = zip(reversed(mask.shape), reversed(wanted), strict=False)
@@ -211,7 +209,7 @@ def _attend_dense_texts(
 ) -> torch.Tensor:
     """:func:`attend_dense`, text by text where offsets are given."""
     if packing is None:
-        mask = mask.dense() if isinstance(mask, LazyMask) else mask
+        mask = mask.seen() if isinstance(mask, LazyMask) else mask
         return attend_dense(q, k, v, mask, scale, **options)
     rule, outs = cast(LazyMask, mask).rule, []
     if options["position_bias"] is not None:

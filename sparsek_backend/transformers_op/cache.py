@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from sparsek_backend.transformers_op.policy import settings_of
+from sparsek_backend.transformers_op.policy import layers_of, settings_of, text_config
 
 _PROBE = 37
 """Position at which a layer's keys are compared with its keys at position 0."""
@@ -160,13 +160,13 @@ class SinkWindowCache(Cache):  # type: ignore[misc]
             are.
 
     Raises:
-        ValueError: the model is in another mode, has layers that attend more than the cache keeps,
-            or turns keys in a way that is not known here.
+        NotImplementedError: the model's layers call no attention function of Transformers.
+        ValueError: the model has another ``attn_implementation``, is in another mode, has layers
+            that attend more than the cache keeps, or turns keys in a way that is not known here.
     """
 
     def __init__(self, model: torch.nn.Module, *, move_sinks: bool = True) -> None:
-        config: Any = model.config
-        config = config.get_text_config(decoder=True)
+        config = text_config(model.config)
         settings = settings_of(config)
         if settings.mode != "sink_window":
             raise ValueError(
@@ -180,6 +180,7 @@ class SinkWindowCache(Cache):  # type: ignore[misc]
                 f"dense_below={settings.dense_below}, dense_layers={settings.dense_layers}"
             )
         types = set(getattr(config, "layer_types", None) or ["full_attention"])
+        types |= {reason for reason in layers_of(model).values() if reason is not None}
         if types != {"full_attention"}:
             raise ValueError(f"model: expected full_attention layers only, got {sorted(types)}")
         rotaries = _rotaries(model) if move_sinks else [(None, False)] * layers

@@ -10,28 +10,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask
 
 from sparsek_backend.transformers_op.visibility import Packing, Visibility, visibility_of
 
 _aten = torch.ops.aten
-
-_COMPRESSED = {"compressed_sparse_attention", "heavily_compressed_attention"}
-"""Layer types whose code extends an additive mask, which a boolean one would turn around."""
+_COPIES = (_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default)
 
 
 class LazyMask(torch.Tensor):
-    """A ``[B, 1, N, M]`` bool mask that knows its rule.
+    """The ``[B, 1, N, M]`` mask of eager attention, that knows its rule.
 
     SparseK's attention function reads the rule and no mask is ever made.  Any other operation on
-    the tensor makes the mask and works on that, so a model may do with it what it does with SDPA's.
-    Adding it to scores masks them, as adding eager attention's mask does: some models have layers
-    that do so whatever the implementation is.
+    the tensor makes the mask and works on that: 0 where a key is seen, else the lowest number.
+    Every model takes eager's mask, whatever it does with it.
 
     Args:
         rule: the keys that every query sees.
         shape: sequences, queries and keys.
         device: where the mask is, if it is made.
+        dtype: floating, as the numbers that the mask is added to.
     """
 
     rule: Visibility
@@ -39,20 +37,35 @@ class LazyMask(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, rule: Visibility, shape: tuple[int, int, int], device: torch.device
+        cls,
+        rule: Visibility,
+        shape: tuple[int, int, int],
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
     ) -> LazyMask:
         """Make the tensor; it has no storage."""
         batch, num_q, num_k = shape
         mask: LazyMask = torch.Tensor._make_wrapper_subclass(
-            cls, (batch, 1, num_q, num_k), dtype=torch.bool, device=device
+            cls, (batch, 1, num_q, num_k), dtype=dtype, device=device
         )
         mask.rule = rule.to(mask.device)
         return mask
 
-    def dense(self) -> torch.Tensor:
-        """The mask written out."""
+    def seen(self) -> torch.Tensor:
+        """The rule written out: ``[B, 1, N, M]`` bool."""
         batch, _, num_q, num_k = self.shape
         return self.rule.mask(batch, num_q, num_k, self.device)
+
+    @cached_property
+    def written(self) -> torch.Tensor:
+        """The mask written out."""
+        zero = torch.zeros((), dtype=self.dtype, device=self.device)
+        return torch.where(self.seen(), zero, torch.finfo(self.dtype).min)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the mask is the rule's: nobody can have changed what was written out."""
+        return "written" not in vars(self) or (not self.is_inference() and self._version == 0)
 
     @cached_property
     def packing(self) -> Packing | None:
@@ -75,20 +88,13 @@ class LazyMask(torch.Tensor):
     ) -> Any:
         """Carry the rule to copies; run everything else on the mask written out."""
         kwargs = kwargs or {}
-        copies = func in (_aten.detach.default, _aten.alias.default, _aten.clone.default)
-        moves = func is _aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool)
-        if copies or moves:
+        dtype, device = kwargs.get("dtype"), kwargs.get("device")
+        if func in _COPIES and (dtype is None or dtype.is_floating_point) and args[0].holds:
             mask = args[0]
             batch, _, num_q, num_k = mask.shape
-            return LazyMask(mask.rule, (batch, num_q, num_k), kwargs.get("device") or mask.device)
-        if func in (_aten.add.Tensor, _aten.add_.Tensor):
-            scores = [x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
-            if scores:
-                lowest = torch.finfo(scores[0].dtype).min
-                args = tree_map_only(
-                    LazyMask, lambda x: scores[0].new_zeros(()).where(x.dense(), lowest), args
-                )
-        args, kwargs = tree_map_only(LazyMask, LazyMask.dense, (args, kwargs))
+            shape = batch, num_q, num_k
+            return LazyMask(mask.rule, shape, device or mask.device, dtype or mask.dtype)
+        args, kwargs = tree_map_only(LazyMask, lambda mask: mask.written, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -104,7 +110,7 @@ def sparsek_mask(
     attention_mask: torch.Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
-    config: Any = None,
+    dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     cache_position: torch.Tensor | None = None,
     **kwargs: Any,
@@ -121,26 +127,20 @@ def sparsek_mask(
         attention_mask: ``[batch_size, tokens]`` bool, False marks padding.
         allow_is_causal_skip: unused, because a rule is always returned instead of ``None``.
         allow_is_bidirectional_skip: unused for the same reason.
-        config: the model's configuration, whose ``layer_types`` count.
+        dtype: of the model's inputs.
         device: where the mask is; with ``cache_position``, its device.
         cache_position: positions of the new tokens, from Transformers that pass these instead of
             ``q_length`` and ``q_offset`` (before 5.5).
         kwargs: the rest of what Transformers passes to mask functions.
 
     Returns:
-        ``[batch_size, 1, q_length, kv_length]`` bool: a :class:`LazyMask` for causal and
-        bidirectional masks with padding, windows, chunks and packed texts; else SDPA's mask.
+        ``[batch_size, 1, q_length, kv_length]``: a :class:`LazyMask` for causal and bidirectional
+        masks with padding, windows, chunks and packed texts; else eager attention's mask.
 
     Raises:
         NotImplementedError: padding, or a mask that is not plainly causal, over a cache that
-            dropped keys; or a model that attends compressed keys beside its tokens.
+            dropped keys.
     """
-    compressed = _COMPRESSED.intersection(getattr(config, "layer_types", None) or ())
-    if compressed:
-        raise NotImplementedError(
-            f"model: layers of {' and '.join(sorted(compressed))} put compressed keys beside the "
-            "tokens, which attn_implementation='sparsek' does not support; use 'eager'"
-        )
     queries = {"q_length": q_length, "q_offset": q_offset}
     if cache_position is not None:
         queries = {"cache_position": cache_position}
@@ -168,17 +168,15 @@ def sparsek_mask(
         if padding is not None:
             padding = F.pad(padding, (0, max(kv_offset + kv_length - padding.shape[1], 0)))
             rule = replace(rule, real=padding[:, kv_offset : kv_offset + kv_length])
-        return LazyMask(rule, (batch_size, q_length, kv_length), torch.device(device))
-    # Without its own skip: SDPA reads "no mask" over a longer static cache as aligned to the left.
-    full: torch.Tensor = sdpa_mask(
+        return LazyMask(rule, (batch_size, q_length, kv_length), torch.device(device), dtype)
+    full: torch.Tensor = eager_mask(
         batch_size=batch_size,
         kv_length=kv_length,
         **queries,
         kv_offset=kv_offset,
         mask_function=mask_function,
         attention_mask=attention_mask,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
+        dtype=dtype,
         device=device,
         **kwargs,
     )

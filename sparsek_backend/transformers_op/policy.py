@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -10,9 +12,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from sparsek_backend.config import ConfigError, SparsityConfig, resolve_config
+from sparsek_backend.transformers_op.layers import NAME, attention_layers, ignored_because
 from sparsek_kernels.paged.index.base import Indexers
 from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
+
+logger = logging.getLogger(__name__)
 
 _FIELD = "sparsek"
 _SERVED_BY_VLLM = (("mode", "pattern"), ("mode", "seer"), ("sparse_phase", "prefill"))
@@ -34,26 +39,71 @@ def configure(model: torch.nn.Module, **settings: Any) -> SparsityConfig:
     Args:
         model: a Transformers model.
         settings: fields of :class:`sparsek_backend.config.SparsityConfig`; without any, the stored
-            settings are cleared.
+            settings are cleared.  Layers that do not heed them are logged.
 
     Returns:
         The merged settings.
 
     Raises:
         ConfigError: unknown field, invalid value, or settings that contradict each other.
+        NotImplementedError: no layer would heed the settings; the message says why.
         TypeError: ``model`` has no Transformers configuration.
+        ValueError: the model has another ``attn_implementation``.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "_attn_implementation"):
         raise TypeError(f"model: expected a Transformers model, got {type(model).__name__}")
     resolved = _resolve(settings, config)
-    setattr(_text_config(config), _FIELD, dict(settings))
+    if settings:
+        _check_heeded(model, resolved)
+    setattr(text_config(config), _FIELD, dict(settings))
     return resolved
 
 
-def _text_config(config: Any) -> Any:
+def layers_of(model: torch.nn.Module) -> dict[str, str | None]:
+    """Every attention layer of a model's decoder by name, with the reason why it ignores settings.
+
+    Raises:
+        NotImplementedError: the model has no layer that calls Transformers' attention functions.
+        ValueError: the model has another ``attn_implementation``.
+    """
+    config = text_config(model.config)
+    layers = attention_layers(model, config)
+    if not layers:
+        raise NotImplementedError(
+            f"model: {type(model).__name__} has no layer with a {type(config).__name__} that calls "
+            "an attention function of Transformers, so SparseK has no effect on it"
+        )
+    if config._attn_implementation != NAME:
+        raise ValueError(
+            f"model: expected attn_implementation 'sparsek', got {config._attn_implementation!r}; "
+            "load the model with it, or call model.set_attn_implementation('sparsek') first"
+        )
+    generates = getattr(model, "can_generate", bool)()
+    return {name: ignored_because(layer, config, generates) for name, layer in layers.items()}
+
+
+def _check_heeded(model: torch.nn.Module, settings: SparsityConfig) -> None:
+    layers = layers_of(model)
+    ignored = Counter(reason for reason in layers.values() if reason is not None)
+    if not ignored or settings.mode == "dense":  # which is how other layers attend
+        return
+    reasons = ", ".join(f"{reason} ({count})" for reason, count in ignored.items())
+    if ignored.total() == len(layers):
+        raise NotImplementedError(
+            f"model: no attention layer of {type(model).__name__} would heed the settings, because "
+            f"they have {reasons}; leave them out, or use mode 'dense'"
+        )
+    logger.warning(
+        "SPARSEK: %d of %d attention layers of %s do not heed the settings; they have %s",
+        ignored.total(), len(layers), type(model).__name__, reasons,
+    )  # fmt: skip
+
+
+def text_config(config: Any) -> Any:
     """The configuration that the decoder layers of a (multi-modal) model see."""
-    return config.get_text_config(decoder=True)
+    found = config.get_text_config(decoder=True)
+    return config if type(found) is type(config) else found  # a copy, of an encoder and decoder
 
 
 def _resolve(settings: Mapping[str, Any] | None, config: Any) -> SparsityConfig:
@@ -89,8 +139,8 @@ def selection_of(module: torch.nn.Module, sliding_window: int | None) -> Selecti
     stored = getattr(module.config, _FIELD, None)
     known = _selections.get(module)
     if known is None or known[0] != stored:
-        index, settings = getattr(module, "layer_idx", None), settings_of(module.config)
-        policy = settings.policy_for(0 if index is None else index)
+        index, settings = getattr(module, "layer_idx", None) or 0, settings_of(module.config)
+        policy = settings.policy_for(max(index, 0))  # -1: shared by layers
         indexers = Indexers(InfLLM(), InfLLM()) if settings.mode == "infllm" else None
         known = (None if stored is None else dict(stored), (policy, indexers))
         _selections[module] = known

@@ -75,6 +75,14 @@ class Visibility:
             return replace(self, groups=texts)
         return replace(self, groups=_new_runs(self.groups).cumsum(1) + _new_runs(texts).cumsum(1))
 
+    def counts_within_groups(self, positions: torch.Tensor) -> bool:
+        """Whether ``[B, M]`` positions go up by one inside each group; waits for the device."""
+        if self.groups is None:
+            return False
+        same = self.groups.diff(dim=1) == 0
+        new = self.groups.diff(dim=1) > 0
+        return bool((new | (same & (positions.diff(dim=1) == 1))).all())
+
     def to(self, device: torch.device) -> Visibility:
         """The same rule with its tensors on a device."""
         groups, real = (x if x is None else x.to(device) for x in (self.groups, self.real))
@@ -141,8 +149,9 @@ def visibility_of(mask_function: Callable[..., Any], num_k: int, offset: int) ->
     Returns:
         The rule, or ``None`` for a function that Transformers' own parts do not make up.
     """
-    rule, one_sided = Visibility(causal=False), False
-    for part in _conjuncts(mask_function):
+    rule, one_sided, remapped = Visibility(causal=False), False, None
+    for part, positions in _conjuncts(mask_function):
+        remapped = positions if positions is not None else remapped
         if part is bidirectional_mask_function:
             continue
         if part is causal_mask_function:
@@ -163,12 +172,15 @@ def visibility_of(mask_function: Callable[..., Any], num_k: int, offset: int) ->
         elif name == "chunked_overlay" and {"chunk_size", "left_padding"} <= variables.keys():
             padding = variables["left_padding"]
             key = torch.arange(num_k, device=padding.device) + offset
+            key = key if positions is None else positions
             chunks = (key - padding[:, None]) // variables["chunk_size"]
             rule = replace(rule.with_texts(chunks), chunked=True)
         else:
             return None
     # A window to the left alone says nothing of later keys, one on both sides nothing of order.
     if rule.window_size is not None and rule.causal != one_sided:
+        return None
+    if remapped is not None and not rule.counts_within_groups(remapped):
         return None
     return rule
 
@@ -178,11 +190,16 @@ def _new_runs(groups: torch.Tensor) -> torch.Tensor:
     return groups.diff(dim=1, prepend=groups[:, :1]) != 0
 
 
-def _conjuncts(mask_function: Callable[..., Any]) -> list[Callable[..., Any]]:
+def _conjuncts(
+    mask_function: Callable[..., Any], positions: torch.Tensor | None = None
+) -> list[tuple[Callable[..., Any], torch.Tensor | None]]:
+    """The functions that must all agree, each with the ``[B, M]`` positions it is asked for."""
     name, variables = _closure(mask_function)
+    if name == "remap_positions_for_packed_sequence" and "position_ids" in variables:
+        return _conjuncts(variables["mask_function"], variables["position_ids"])
     if name != "and_masks" or "mask_functions" not in variables:
-        return [mask_function]
-    return [part for inner in variables["mask_functions"] for part in _conjuncts(inner)]
+        return [(mask_function, positions)]
+    return [found for part in variables["mask_functions"] for found in _conjuncts(part, positions)]
 
 
 def _closure(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:

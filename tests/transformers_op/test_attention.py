@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.transformers_op.tiny import logits, make_model, tokens, visible
+from tests.transformers_op.tiny import configure, logits, make_model, tokens, visible
 from tests.vllm_backend.gate_files import make_gates_folder
 
 import sparsek_backend.transformers_op as sparsek  # isort: skip
@@ -47,7 +47,7 @@ def _worst(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_budget_that_covers_the_context_equals_sdpa(settings: dict[str, Any]) -> None:
     model, ids = make_model(), tokens(2, 300)
     wanted = logits(model, "sdpa", ids)
-    sparsek.configure(model, **settings)
+    configure(model, **settings)
     assert _worst(logits(model, "sparsek", ids), wanted) < TOLERANCE
 
 
@@ -56,9 +56,7 @@ def test_sink_window_is_exact(dense_below: int) -> None:
     model, ids = make_model(), tokens(2, 200)
     mask = visible(200, 4, 32, dense_below).expand(2, -1, -1, -1)
     wanted = logits(model, "sdpa", ids, attention_mask=mask)
-    sparsek.configure(
-        model, mode="sink_window", num_sink=4, window_size=32, dense_below=dense_below
-    )
+    configure(model, mode="sink_window", num_sink=4, window_size=32, dense_below=dense_below)
     assert _worst(logits(model, "sparsek", ids), wanted) < TOLERANCE
     assert _worst(logits(model, "sdpa", ids), wanted) > 100 * TOLERANCE
 
@@ -66,9 +64,9 @@ def test_sink_window_is_exact(dense_below: int) -> None:
 def test_dense_layers_stay_dense() -> None:
     model, ids = make_model(), tokens(1, 300)
     dense = logits(model, "sdpa", ids)
-    sparsek.configure(model, **SPARSE, dense_layers=2)
+    configure(model, **SPARSE, dense_layers=2)
     assert _worst(logits(model, "sparsek", ids), dense) < TOLERANCE
-    sparsek.configure(model, **SPARSE, dense_layers=1)
+    configure(model, **SPARSE, dense_layers=1)
     assert _worst(logits(model, "sparsek", ids), dense) > 100 * TOLERANCE
 
 
@@ -76,7 +74,7 @@ def test_dense_layers_stay_dense() -> None:
 @pytest.mark.parametrize("query_tile", [1, 16, 64])
 def test_training_attends_what_inference_attends(query_tile: int, dense_last: int) -> None:
     model, ids = make_model(), tokens(2, 300)
-    sparsek.configure(model, **SPARSE, query_tile=query_tile, dense_last=dense_last)
+    configure(model, **SPARSE, query_tile=query_tile, dense_last=dense_last)
     without = logits(model, "sparsek", ids)
     with_gradient = model(ids).logits
     assert with_gradient.requires_grad
@@ -131,7 +129,7 @@ def test_gradients_equal_those_of_the_mask(settings: dict[str, Any]) -> None:
 
 def test_generation_selects_per_token() -> None:
     model, ids = make_model(), tokens(2, 300)
-    sparsek.configure(model, **SPARSE, query_tile=1)
+    configure(model, **SPARSE, query_tile=1)
     model.set_attn_implementation("sparsek")
     long = model.generate(ids, max_new_tokens=12, do_sample=False)
     # with one query per tile, the cached steps equal one pass over the whole text
@@ -154,7 +152,7 @@ def test_padding_changes_nothing(side: str, mode: str) -> None:
         },
         "block_topk": SPARSE,
     }[mode]
-    sparsek.configure(model, **settings)
+    configure(model, **settings)
     alone = logits(model, "sparsek", ids[:1, :200])
     mask = torch.ones(2, 260, dtype=torch.long)
     row = torch.zeros(1, 260, dtype=torch.long)
@@ -183,7 +181,7 @@ def test_padded_generation_equals_sdpa() -> None:
 def test_packed_sequences_do_not_mix() -> None:
     model, ids = make_model(), tokens(1, 150)
     position = torch.cat([torch.arange(50), torch.arange(100)])[None]
-    sparsek.configure(model, mode="sink_window", num_sink=4, window_size=32, dense_below=0)
+    configure(model, mode="sink_window", num_sink=4, window_size=32, dense_below=0)
     before = dict(fallback_counts())
     found = logits(model, "sparsek", ids, position_ids=position, use_cache=False)
     parts = [logits(model, "sparsek", ids[:, :50]), logits(model, "sparsek", ids[:, 50:])]
@@ -277,23 +275,49 @@ def test_value_head_dim_may_differ() -> None:
     assert _worst(out, _eager(q, k, v)) < TOLERANCE
 
 
-def test_continuous_batching_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="continuous batching"):
-        _call(_Layer(make_model().config), cache=object())
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("cache", "continuous batching"),
+        ("read_index", "continuous batching"),
+        ("indices", "chooses its own keys"),
+        ("block_indices", "chooses its own keys"),
+        ("sinks", "sinks of each query"),
+        ("novelty", "does not know whether"),
+    ],
+)
+def test_keywords_that_change_what_is_attended_are_refused(name: str, words: str) -> None:
+    layer = _Layer(make_model().config)
+    with pytest.raises(NotImplementedError, match=f"^{name}: .*{words}"):
+        _call(layer, **{name: torch.ones(1)})
+    assert torch.equal(_call(layer, **{name: None})[0], _call(layer, output_attentions=True)[0])
+
+
+def test_training_under_autocast_without_a_cache() -> None:
+    """Rotary embeddings leave queries and keys in fp32, beside values in bf16."""
+    model, ids = make_model(), tokens(2, 60)
+    grads = []
+    for implementation in ("eager", "sparsek"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(ids, labels=ids, use_cache=False).loss.backward()
+        grads.append(torch.cat([x.grad.flatten() for x in model.parameters()]))
+    assert (grads[1] - grads[0]).norm() < 0.02 * grads[0].norm()
 
 
 def test_settings_are_checked_and_kept(tmp_path: Any) -> None:
     model = make_model()
     with pytest.raises(ConfigError, match="did you mean top_k"):
-        sparsek.configure(model, topk=3)
+        configure(model, topk=3)
     with pytest.raises(TypeError, match="model"):
         sparsek.configure(torch.nn.Linear(2, 2), mode="dense")
-    assert sparsek.configure(model, **SPARSE).top_k == 1
+    assert configure(model, **SPARSE).top_k == 1
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path, attn_implementation="sparsek")
     ids = tokens(1, 300)
     assert _worst(logits(again, "sparsek", ids), logits(model, "sparsek", ids)) < TOLERANCE
-    sparsek.configure(model)
+    configure(model)
     assert _worst(logits(model, "sparsek", ids), logits(model, "sdpa", ids)) < TOLERANCE
 
 
@@ -302,16 +326,16 @@ def test_settings_that_transformers_would_ignore_are_refused(
 ) -> None:
     model = make_model()
     with pytest.raises(ConfigError, match=r"sparse_phase .*: 'prefill' is served in vLLM alone"):
-        sparsek.configure(model, **SPARSE, sparse_phase="prefill")
+        configure(model, **SPARSE, sparse_phase="prefill")
     with pytest.raises(ConfigError, match=r"mode .*: 'pattern' is served in vLLM alone"):
-        sparsek.configure(model, mode="pattern", pattern="a file")
+        configure(model, mode="pattern", pattern="a file")
     folder = str(make_gates_folder(tmp_path))
     with pytest.raises(ConfigError, match=r"mode .*: 'seer' is served in vLLM alone"):
-        sparsek.configure(model, mode="seer", gates=folder)
+        configure(model, mode="seer", gates=folder)
     monkeypatch.setattr(model.config, "sparse_config", {"use_nope": True}, raising=False)
     with pytest.raises(ConfigError, match="'infllm' with use_nope"):
-        sparsek.configure(model, mode="infllm")
-    assert sparsek.configure(model, **SPARSE, sparse_phase="decode").sparse_phase == "decode"
+        configure(model, mode="infllm")
+    assert configure(model, **SPARSE, sparse_phase="decode").sparse_phase == "decode"
 
 
 def test_environment_variables_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.transformers_op.tiny import make_model, tokens
+from tests.transformers_op.tiny import configure, make_model, tokens
 
-import sparsek_backend.transformers_op as sparsek  # isort: skip
 import transformers  # isort: skip
 from sparsek_backend.transformers_op import SinkWindowCache  # isort: skip
 
@@ -23,8 +22,7 @@ WINDOW: dict[str, Any] = {
 
 def _model() -> Any:
     model = make_model()
-    sparsek.configure(model, **WINDOW)
-    model.set_attn_implementation("sparsek")
+    configure(model, **WINDOW)
     return model
 
 
@@ -93,8 +91,7 @@ def test_sinks_move_as_the_layer_turns_its_keys(kind: str) -> None:
         pad_token_id=0, bos_token_id=1, eos_token_id=2, **fields,
     )  # fmt: skip
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    sparsek.configure(model, **WINDOW)
-    model.set_attn_implementation("sparsek")
+    configure(model, **WINDOW)
     cache = SinkWindowCache(model)
     rotary = [(x.inv_freq, x.interleaved) for x in cache.layers]
     assert [(x if x is None else len(x), y) for x, y in rotary] == wanted
@@ -111,7 +108,7 @@ def test_keys_that_turn_otherwise_are_refused() -> None:
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2)
     model = transformers.GPT2LMHeadModel(config).eval()
-    sparsek.configure(model, **WINDOW)
+    configure(model, **WINDOW)
     with pytest.raises(ValueError, match="in layer 0; pass move_sinks=False"):
         SinkWindowCache(model)
     assert len(SinkWindowCache(model, move_sinks=False).layers) == 2
@@ -127,7 +124,7 @@ def test_rotary_parts_beside_the_keys_are_refused() -> None:
         max_position_embeddings=256,
     )  # fmt: skip
     model = transformers.DeepseekV3ForCausalLM(config).eval()
-    sparsek.configure(model, **WINDOW)
+    configure(model, **WINDOW)
     with pytest.raises(ValueError, match="in layer 0; pass move_sinks=False"):
         SinkWindowCache(model)
 
@@ -176,6 +173,22 @@ def test_cache_can_be_reset_but_not_cropped() -> None:
 )
 def test_settings_that_need_more_keys_are_refused(settings: dict[str, Any], words: str) -> None:
     model = make_model()
-    sparsek.configure(model, **settings)
+    configure(model, **settings)
     with pytest.raises(ValueError, match=words):
+        SinkWindowCache(model)
+
+
+def test_layers_that_would_ignore_the_window_are_refused() -> None:
+    model = make_model()
+    configure(model, **WINDOW)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="expected attn_implementation 'sparsek', got 'sdpa'"):
+        SinkWindowCache(model)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MistralConfig(
+        vocab_size=97, intermediate_size=32, sliding_window=6, num_key_value_heads=2, **sizes
+    )
+    config.sparsek = WINDOW
+    model = transformers.MistralForCausalLM._from_config(config, attn_implementation="sparsek")
+    with pytest.raises(ValueError, match=r"got .*'a sliding window'"):
         SinkWindowCache(model)

@@ -9,9 +9,7 @@ import torch
 
 from sparsek_backend.transformers_op import topk
 from sparsek_kernels.paged import SelectionPolicy
-from tests.transformers_op.tiny import logits, make_model, tokens, visible
-
-import sparsek_backend.transformers_op as sparsek  # isort: skip
+from tests.transformers_op.tiny import configure, logits, make_model, tokens, visible
 
 pytestmark = pytest.mark.gpu
 LENGTH = 500
@@ -44,9 +42,9 @@ def test_modes_against_sdpa(model: Any) -> None:
     ids = tokens(2, LENGTH).cuda()
     dense = logits(model, "sdpa", ids)
     for settings in ({}, {"mode": "dense"}, TOPK | {"top_k": 8}):
-        sparsek.configure(model, **settings)
+        configure(model, **settings)
         _close(logits(model, "sparsek", ids), dense)
-    sparsek.configure(model, **SINKS)
+    configure(model, **SINKS)
     mask = visible(LENGTH, 4, 32).expand(2, -1, -1, -1).cuda()
     _close(logits(model, "sparsek", ids), logits(model, "sdpa", ids, attention_mask=mask))
 
@@ -54,7 +52,7 @@ def test_modes_against_sdpa(model: Any) -> None:
 @pytest.mark.parametrize("settings", [SINKS, TOPK], ids=["sinks", "topk"])
 def test_training_sees_what_inference_sees(model: Any, settings: dict[str, Any]) -> None:
     ids = tokens(2, LENGTH).cuda()
-    sparsek.configure(model, **settings)
+    configure(model, **settings)
     wanted = logits(model, "sparsek", ids)
     found = model(ids).logits
     _close(found, wanted)
@@ -86,8 +84,7 @@ def test_padded_generation(model: Any, settings: dict[str, Any]) -> None:
     ids = tokens(2, LENGTH).cuda()
     mask = torch.ones_like(ids)
     mask[0, :200] = 0
-    sparsek.configure(model, **settings)
-    model.set_attn_implementation("sparsek")
+    configure(model, **settings)
     found = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
     alone = model.generate(
         ids[:1, 200:],

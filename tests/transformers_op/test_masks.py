@@ -243,6 +243,8 @@ def _rules() -> dict[str, tuple[Callable[..., Any], type]]:
     chunks = hf.chunked_causal_mask_function(5, torch.tensor([0, 3]))
     window = hf.sliding_window_causal_mask_function(4)
     both = hf.sliding_window_bidirectional_mask_function(3)
+    remap = getattr(hf, "remap_positions_for_packed_sequence", lambda rule, _: rule)
+    counts = torch.arange(12) - torch.tensor([[0] * 4 + [4] * 8, [0] * 9 + [9] * 3])
     prefix = hf.or_masks(hf.causal_mask_function, lambda b, h, q, k: k < 2)
     return {
         "causal": (hf.causal_mask_function, LazyMask),
@@ -253,6 +255,8 @@ def _rules() -> dict[str, tuple[Callable[..., Any], type]]:
         "packed": (hf.and_masks(hf.causal_mask_function, packed), LazyMask),
         "packed window": (hf.and_masks(window, packed), LazyMask),
         "packed chunks": (hf.and_masks(chunks, packed), LazyMask),
+        "packed, by position": (hf.and_masks(remap(window, counts), packed), LazyMask),
+        "packed chunks, by position": (hf.and_masks(remap(chunks, counts), packed), LazyMask),
         "prefix": (prefix, torch.Tensor),
         "packed prefix": (hf.and_masks(prefix, packed), torch.Tensor),
         "window without order": (hf.sliding_window_overlay(4), torch.Tensor),
@@ -267,7 +271,9 @@ def _rules() -> dict[str, tuple[Callable[..., Any], type]]:
 @pytest.mark.parametrize("num_q", [12, 5, 1])
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("name", _rules())
-def test_masks_written_out_are_those_of_sdpa(name: str, padded: bool, num_q: int) -> None:
+def test_masks_written_out_are_those_of_eager_attention(
+    name: str, padded: bool, num_q: int
+) -> None:
     rule, kind = _rules()[name]
     padding = torch.ones(2, 12, dtype=torch.bool)
     padding[0, :3] = not padded
@@ -280,20 +286,45 @@ def test_masks_written_out_are_those_of_sdpa(name: str, padded: bool, num_q: int
         "mask_function": rule,
         "attention_mask": padding,
     }
-    wanted = hf.sdpa_mask(**asked, allow_is_causal_skip=False)
+    wanted = hf.eager_mask(**asked)
     found = sparsek_mask(**asked)
     assert type(found) is kind
-    assert torch.equal(found & True, wanted)
+    assert torch.equal(found + 0, wanted)
     assert torch.equal(found[:, :, :, :4], wanted[:, :, :, :4])
+    assert torch.equal(found.bool(), wanted.bool())
 
 
 def test_masks_keep_their_rule_until_they_are_changed() -> None:
     mask = sparsek_mask(batch_size=2, q_length=3, kv_length=3, config=None)
-    for same in (mask, mask.detach(), mask.to("cpu"), mask.clone()):
+    for same in (mask, mask.detach(), mask.to("cpu"), mask.clone(), mask.half()):
         assert isinstance(same, LazyMask)
         assert same.rule.is_plain_causal
+        assert same.holds
+    assert mask.half().written.min() == torch.finfo(torch.half).min
     assert type(mask[:1]) is torch.Tensor
+    assert type(mask == 0) is torch.Tensor
     assert "causal=True" in repr(mask)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_masks_that_were_changed_in_place_are_served_as_they_are(context: Any) -> None:
+    layer = torch.nn.Module()
+    layer.config = make_model().config
+    with context():
+        q = torch.randn(2, 6, 10, 16)
+        changes: list[Callable[[torch.Tensor], object]] = [
+            lambda mask: mask[..., 3:5].fill_(-1e9),
+            lambda mask: mask.masked_fill_(torch.arange(10) == 4, -1e9),
+            lambda mask: mask.__setitem__((..., 4), -1e9),
+        ]
+        for change in changes:
+            mask = sparsek_mask(batch_size=2, q_length=10, kv_length=10)
+            change(mask)
+            found, _ = sparsek.sparsek_attention(layer, q, q, q, mask)
+            additive = hf.eager_mask(batch_size=2, q_length=10, kv_length=10)
+            change(additive)
+            wanted = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=additive)
+            assert (found - wanted.transpose(1, 2)).abs().max() < TOLERANCE
 
 
 def test_masks_added_to_scores_mask_them() -> None:
@@ -358,13 +389,6 @@ def test_a_mask_that_hides_nothing_fits_keys_of_any_number() -> None:
     found, _ = sparsek.sparsek_attention(layer, q, k, k, mask)
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, k).transpose(1, 2)
     assert (found - wanted).abs().max() < TOLERANCE
-
-
-def test_compressed_keys_are_refused() -> None:
-    config = transformers.LlamaConfig(**SIZES)
-    config.layer_types = ["compressed_sparse_attention", "full_attention"]
-    with pytest.raises(NotImplementedError, match=r"compressed_sparse_attention .* use 'eager'"):
-        sparsek_mask(batch_size=1, q_length=3, kv_length=3, config=config)
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 24), (24, 8), (320, 320)])

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sparsek_backend.transformers_op as sparsek
 from sparsek_backend.transformers_op import SinkWindowCache, sequences
+from tests.transformers_op.tiny import configure
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "drop_ins.md"
 LENGTH = 2048
@@ -54,7 +55,7 @@ def _nll(model: Any, ids: torch.Tensor, **settings: Any) -> float:
 
 def test_budget_that_covers_the_context_equals_sdpa(ids: torch.Tensor) -> None:
     model = AutoModelForCausalLM.from_pretrained(fetch_model(), dtype=torch.float32).eval()
-    sparsek.configure(model, mode="block_topk", num_sink=64, window_size=64, top_k=4, dense_below=0)
+    configure(model, mode="block_topk", num_sink=64, window_size=64, top_k=4, dense_below=0)
     found = []
     for implementation in ("sdpa", "sparsek"):
         model.set_attn_implementation(implementation)
@@ -149,9 +150,10 @@ def test_long_budget_that_covers_the_context_equals_sdpa() -> None:
             fetch_model(), dtype=dtype, attn_implementation=implementation
         )
         model = model.cuda().eval()
-        sparsek.configure(
-            model, mode="block_topk", num_sink=64, window_size=64, top_k=64, dense_below=0
-        )
+        if implementation == "sparsek":
+            configure(
+                model, mode="block_topk", num_sink=64, window_size=64, top_k=64, dense_below=0
+            )
         with torch.no_grad():
             found[dtype, implementation] = model(tokens.cuda()).logits.double()
     exact = found.pop((torch.float64, "sdpa"))

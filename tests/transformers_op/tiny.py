@@ -11,6 +11,8 @@ pytest.importorskip("transformers", reason="Transformers is not installed (the e
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import sparsek_backend.transformers_op as sparsek
+
 VOCABULARY = 97
 
 
@@ -29,6 +31,12 @@ def make_model(seed: int = 0, **fields: Any) -> Any:
         **fields,
     )
     return LlamaForCausalLM(config).eval()
+
+
+def configure(model: Any, **settings: Any) -> Any:
+    """Settings of a model that attends by SparseK from now on."""
+    model.set_attn_implementation("sparsek")
+    return sparsek.configure(model, **settings)
 
 
 def tokens(batch: int, length: int, seed: int = 1) -> torch.Tensor:
