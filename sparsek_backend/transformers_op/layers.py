@@ -32,7 +32,8 @@ def refuse_class(model_class: Any) -> None:
         raise NotImplementedError(
             f"{model_class.__name__}: its layers call no attention function of Transformers, so "
             "attn_implementation='sparsek' would do nothing; load it with 'eager' or 'sdpa', or "
-            "set the text part of a larger model alone: attn_implementation={'text_config': 'sparsek'}"
+            "set the text part of a larger model alone: "
+            "attn_implementation={'text_config': 'sparsek'}"
         )
     for name, classes in list(names.items()):
         if name.endswith(_CLASSES) and isinstance(classes, dict):

@@ -16,7 +16,7 @@ from sparsek_backend.config import ConfigError  # isort: skip
 from sparsek_backend.transformers_op import sequences, topk  # isort: skip
 from sparsek_kernels.fallback import fallback_counts  # isort: skip
 from sparsek_kernels.paged.plan import first_sparse  # isort: skip
-from sparsek_kernels.paged.policy import SelectionPolicy  # isort: skip
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy  # isort: skip
 
 TOLERANCE = 1e-5
 SPARSE: dict[str, Any] = {
@@ -102,7 +102,7 @@ def test_gradients_equal_those_of_the_mask(settings: dict[str, Any]) -> None:
     k, v = (torch.randn(1, 200, 2, 16, requires_grad=True) for _ in range(2))
     sinks = torch.randn(6, requires_grad=True)
     scale = 0.25
-    out = sequences.attend(q, k, v, topk.AttentionRule(policy, scale, sinks))
+    out = sequences.attend(q, k, v, topk.AttentionRule(StepPolicy.of(policy), scale, sinks))
     seen = visible(200, 4, 32, 64)[0].expand(2, -1, -1)
     if policy.selects_blocks:
         first = first_sparse(policy, 0, 200)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparsek_backend.transformers_op import topk
-from sparsek_kernels.paged import SelectionPolicy
+from sparsek_kernels.paged import InfLLM, SelectionPolicy
 from tests.transformers_op.tiny import configure, logits, make_model, tokens, visible
 
 pytestmark = pytest.mark.gpu
@@ -65,13 +65,11 @@ def test_training_sees_what_inference_sees(model: Any, settings: dict[str, Any])
 @pytest.mark.parametrize("queries", [1, 300])
 def test_infllms_blocks_are_those_of_a_cpu(queries: int) -> None:
     """But for near ties: a GPU's means are rounded."""
-    policy = SelectionPolicy(
-        num_sink=32, window_size=64, top_k=4, sel_block_size=32, query_tile=1, ranking="infllm"
-    )
+    policy = SelectionPolicy(num_sink=32, window_size=64, top_k=4, sel_block_size=32, query_tile=1)
     q = 3.0 * torch.randn(2, queries, 8, 64)
     k, v = torch.randn(2, 2, LENGTH, 2, 64)
     found, wanted = (
-        topk.block_indices(q.to(device), k.to(device), v.to(device), policy, 0.125).cpu()
+        topk.block_indices(q.to(device), k.to(device), v.to(device), policy, 0.125, InfLLM()).cpu()
         for device in ("cuda", "cpu")
     )
     assert found.shape == wanted.shape
