@@ -223,9 +223,9 @@ class SparseKAttention(_Base):  # type: ignore[misc]
                 f"{type(att_mask).__name__}"
             )
         num_q, num_k = q.shape[1], k.shape[1]
-        values = values.to(q.dtype)[..., :num_q, :num_k]
+        values = values[..., :num_q, :num_k]
         if own is not None:
-            values = values + own.materialize((num_q, num_k), dtype=q.dtype, device=q.device)
+            values = values + own.materialize((num_q, num_k), values.dtype, q.device)
         heads = (1,) if q.dim() == 3 else tuple(q.shape[2:-1])
         if q.dim() == 3 and values.dim() == 3:
             values = values[:, None]

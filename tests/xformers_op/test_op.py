@@ -311,3 +311,34 @@ def test_bfloat16(dtype: torch.dtype, device: str) -> None:
     q, k, v = inputs(33, 70, dtype=dtype, device=device)
     assert TOLERANCE[dtype] == 2e-2
     check_pair(q, k, v, SinkWindowMask(2, 9))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", [*BATCHED, *PACKED, *DECODING, "tensor", "causal-tensor", "drop"])
+def test_autocast_changes_nothing(name: str, dtype: torch.dtype, device: str) -> None:
+    """The operators take what they are given, as xFormers' own do."""
+    make, num_q, num_k = {**BATCHED, **DECODING}.get(name, (None, 20, 33))
+    if name in PACKED:
+        make, num_q, num_k = PACKED[name][0], *map(sum, PACKED[name][1:])
+    q, k, v = inputs(num_q, num_k, device=device)
+    tensor = torch.zeros(1, 3, num_q, num_k, device=device)
+    biases = {"tensor": tensor, "causal-tensor": ab.LowerTriangularMaskWithTensorBias(tensor)}
+    bias = make(q.device) if make else biases.get(name)
+    p = 0.3 if name == "drop" else 0.0
+    upstream = torch.randn(1, num_q, 3, 16, device=device)
+
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        results = [fmha.memory_efficient_attention(q, k, v, bias, p, op=(FwOp, BwOp))]
+        if name in DECODING:
+            return [*results, *fmha.memory_efficient_attention_partial(q, k, v, bias, op=FwOp)]
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = fmha.memory_efficient_attention(*leaves, bias, p, op=(FwOp, BwOp))
+        return [*results, out, *torch.autograd.grad(out, leaves, upstream)]
+
+    wanted = run()
+    with torch.autocast(device, dtype):
+        found = run()
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
