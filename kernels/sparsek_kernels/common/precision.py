@@ -27,6 +27,8 @@ def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         device = next(x.device.type for x in args if isinstance(x, torch.Tensor))
+        if not torch.amp.is_autocast_available(device):
+            return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)
 
