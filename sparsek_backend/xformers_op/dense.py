@@ -228,8 +228,8 @@ def sdpa_with_bias(
     mask = bias.to(dtype)
     if seen is not None:
         mask = mask.masked_fill(~seen, float("-inf"))
-    heads = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+    rows, keys, values = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(_REPRODUCIBLE):
-        out = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale)
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
     empty = (mask == float("-inf")).all(dim=-1, keepdim=True)
     return out.masked_fill(empty, 0.0).transpose(1, 2).to(q.dtype)

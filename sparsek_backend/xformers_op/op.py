@@ -147,14 +147,13 @@ def _dense_forward(
         if causal:
             seen = visible_keys(0, q.shape[1], k.shape[1], shift, window, sinks, q.device)
         return sdpa_with_bias(q, k, v, bias, seen, scale), None, None
-    parts = [
-        biased_attention_fwd(
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    lse = q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    for index, (rows, keys, terms) in enumerate(pieces):
+        out[:, rows], lse[:, :, rows] = biased_attention_fwd(
             q[:, rows], k[:, keys], v[:, keys], bias, seed, index, *terms, inp.p, scale
         )
-        for index, (rows, keys, terms) in enumerate(pieces)
-    ]
-    out = torch.cat([part[0] for part in parts], dim=1)
-    return out, torch.cat([part[1] for part in parts], dim=2), seed
+    return out, lse, seed
 
 
 def _dense_backward(

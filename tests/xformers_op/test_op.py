@@ -296,6 +296,15 @@ def test_dropout(bias: Any, device: str) -> None:
     assert abs(numeric - analytic) < 2e-2 * max(1.0, abs(numeric))
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_no_sequences_give_nothing(p: float, device: str) -> None:
+    q, k, v = (x.requires_grad_() for x in inputs(0, 0, device=device))
+    mask = ab.BlockDiagonalMask.from_seqlens([], device=torch.device(device))
+    out = fmha.memory_efficient_attention(q, k, v, mask, p, op=(FwOp, BwOp))
+    out.sum().backward()
+    assert out.shape == q.shape
+
+
 def test_rows_without_keys_give_zeros(device: str) -> None:
     q, k, v = inputs(9, 4, device=device)
     out, lse = fmha.memory_efficient_attention_forward_requires_grad(
