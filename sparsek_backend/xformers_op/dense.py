@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sparsek_kernels.common.precision import without_autocast
+from sparsek_kernels.common.precision import softmax_, without_autocast
 
 _CHUNK_SCORES = 1 << 24  # scores held at once
 # cuDNN's may differ in the last bit from call to call.
@@ -70,15 +70,6 @@ def _scores(
     return scores
 
 
-def _softmax(scores: torch.Tensor) -> torch.Tensor:
-    """Weights of whole rows, zeros where a row is ``-inf``.
-
-    A log-sum-exp cannot give them back: that of a row biased by -1e9 is rounded to 64.
-    """
-    empty = (scores == float("-inf")).all(dim=-1, keepdim=True)
-    return torch.softmax(scores, dim=-1).masked_fill_(empty, 0.0)
-
-
 def _kept(probs: torch.Tensor, p: float, generator: torch.Generator) -> torch.Tensor:
     """Factors ``0`` or ``1 / (1 - p)`` for each probability."""
     keep = torch.rand(probs.shape, generator=generator, device=probs.device) >= p
@@ -129,12 +120,12 @@ def biased_attention_fwd(
     for block in _chunks(q, k.shape[1]):
         b, first, last = block
         scores = _scores(q, k, bias, block, causal, shift, window_size, num_sink, scale)
-        probs = _softmax(scores)
+        probs, block_lse = softmax_(scores)
         if p > 0.0:
             probs = probs * _kept(probs, p, generator)
         weighted = torch.matmul(probs, v[b].float().transpose(0, 1))
         out[b, first:last] = weighted.transpose(0, 1).to(out.dtype)
-        lse[b, :, first:last] = torch.logsumexp(scores, dim=-1)
+        lse[b, :, first:last] = block_lse[..., 0]
     return out, lse
 
 
@@ -175,7 +166,7 @@ def biased_attention_bwd(
     for block in _chunks(q, k.shape[1]):
         b, first, last = block
         scores = _scores(q, k, bias, block, causal, shift, window_size, num_sink, scale)
-        probs = _softmax(scores)
+        probs, _ = softmax_(scores)  # not of the forward's log-sum-exp, which is rounded
         rows_do = dout[b, first:last].float().transpose(0, 1)
         dprobs = torch.matmul(rows_do, v[b].float().permute(1, 2, 0))
         dropped = probs
