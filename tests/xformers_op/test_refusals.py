@@ -99,15 +99,8 @@ def _local(mask: Any, window: int) -> Any:
 _TWO = _Q.from_seqlens([2, 2], device=_CPU)
 MISFITS: dict[str, tuple[Any, int, str]] = {
     **{
-        name: (DECODING[name][0](_CPU), DECODING[name][2] - 1, words)
-        for name, words in (
-            *((name, "covers 256 keys, key has 255") for name in DECODING if "paged" not in name),
-            *(
-                (name, "names page 7, key has 7 pages of 32")
-                for name in DECODING
-                if "paged" in name
-            ),
-        )
+        name: (make(_CPU), rows - 1, "page 7, key has 7" if "paged" in name else "key has 255")
+        for name, (make, _, rows) in DECODING.items()
         if name != "paged-causal-few-keys"  # whose last sequence has one page of the two
     },
     "padded-by-half": (DECODING["padded"][0](_CPU), 128, "covers 256 keys, key has 128"),
@@ -141,7 +134,7 @@ def test_masks_that_do_not_fit_the_tensors_are_refused(name: str) -> None:
         fmha.memory_efficient_attention_forward(q, k, v, bias, op=FwOp)
 
 
-@pytest.mark.parametrize("name", [name for name in MISFITS if "names page" not in MISFITS[name][2]])
+@pytest.mark.parametrize("name", [name for name in MISFITS if "page " not in MISFITS[name][2]])
 def test_masks_on_a_device_are_checked_by_what_the_host_knows(name: str) -> None:
     """Tensors of the ``meta`` device stand for a GPU's: whoever reads them fails."""
     bias, rows, words = MISFITS[name]
