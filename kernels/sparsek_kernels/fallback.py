@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from sparsek_kernels.checks import check_heads, check_tensor
+from sparsek_kernels.common.precision import without_autocast
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.cpu.gather import read_sequence
 
@@ -111,7 +112,7 @@ def sdpa_fallback(
         ("cu_seqlens_q", cu_seqlens_q, q.shape[0]),
         ("cu_seqlens_k", cu_seqlens_k, k.shape[0]),
     ):
-        if offsets[0] != 0 or offsets[-1] > total:
+        if offsets[0] != 0 or offsets[-1] > total or list(offsets) != sorted(offsets):
             raise ValueError(f"{name}: expected offsets from 0 to {total}, got {list(offsets)}")
     if len(cu_seqlens_q) != len(cu_seqlens_k):
         raise ValueError(
@@ -165,6 +166,7 @@ def paged_fallback(
     return out
 
 
+@without_autocast
 def _attend_sequence(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -216,6 +218,7 @@ def under_mask(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return logits + mask
 
 
+@without_autocast
 def softmax_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sparsek_kernels.common.precision import softmax_, without_autocast
+
 _CHUNK_SCORES = 1 << 24  # scores held at once
 # cuDNN's may differ in the last bit from call to call.
 _REPRODUCIBLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -45,7 +47,7 @@ def visible_keys(
     return seen
 
 
-def _probabilities(
+def _scores(
     q: torch.Tensor,
     k: torch.Tensor,
     bias: torch.Tensor | None,
@@ -55,9 +57,8 @@ def _probabilities(
     window_size: int | None,
     num_sink: int,
     scale: float,
-    lse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax ``[H, rows, M]`` of a block and its log-sum-exp ``[H, rows]``, fp32."""
+) -> torch.Tensor:
+    """Scores ``[H, rows, M]`` of a block, biased and masked, fp32."""
     b, first, last = block
     rows = q[b, first:last].float().transpose(0, 1)
     scores = torch.matmul(rows, k[b].float().permute(1, 2, 0)) * scale
@@ -66,12 +67,7 @@ def _probabilities(
     if causal:
         seen = visible_keys(first, last, k.shape[1], shift, window_size, num_sink, q.device)
         scores.masked_fill_(~seen, float("-inf"))
-    if lse is None:
-        lse = scores.new_full(scores.shape[:2], float("-inf"))
-        if scores.shape[2]:
-            lse = torch.logsumexp(scores, dim=-1)
-    floor = lse.masked_fill(lse == float("-inf"), 0.0)
-    return torch.exp(scores - floor[..., None]), lse
+    return scores
 
 
 def _kept(probs: torch.Tensor, p: float, generator: torch.Generator) -> torch.Tensor:
@@ -88,6 +84,7 @@ def _generator(seed: torch.Tensor | None, stream: int, device: torch.device) -> 
 
 
 @torch.library.custom_op("sparsek::biased_attention_fwd", mutates_args=())
+@without_autocast
 def biased_attention_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -118,18 +115,17 @@ def biased_attention_fwd(
         Output ``[B, N, H, Dv]`` and log-sum-exp ``[B, H, N]`` in fp32.
     """
     out = q.new_zeros(*q.shape[:3], v.shape[3])
-    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=torch.float32)
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     generator = _generator(seed, stream, q.device)
     for block in _chunks(q, k.shape[1]):
         b, first, last = block
-        probs, block_lse = _probabilities(
-            q, k, bias, block, causal, shift, window_size, num_sink, scale
-        )
+        scores = _scores(q, k, bias, block, causal, shift, window_size, num_sink, scale)
+        probs, block_lse = softmax_(scores)
         if p > 0.0:
             probs = probs * _kept(probs, p, generator)
         weighted = torch.matmul(probs, v[b].float().transpose(0, 1))
         out[b, first:last] = weighted.transpose(0, 1).to(out.dtype)
-        lse[b, :, first:last] = block_lse
+        lse[b, :, first:last] = block_lse[..., 0]
     return out, lse
 
 
@@ -142,13 +138,12 @@ def _(
 
 
 @torch.library.custom_op("sparsek::biased_attention_bwd", mutates_args=())
+@without_autocast
 def biased_attention_bwd(
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
     bias: torch.Tensor | None,
     seed: torch.Tensor | None,
     stream: int,
@@ -170,18 +165,15 @@ def biased_attention_bwd(
     generator = _generator(seed, stream, q.device)
     for block in _chunks(q, k.shape[1]):
         b, first, last = block
-        row_lse = lse[b, :, first:last]
-        probs, _ = _probabilities(
-            q, k, bias, block, causal, shift, window_size, num_sink, scale, row_lse
-        )
+        scores = _scores(q, k, bias, block, causal, shift, window_size, num_sink, scale)
+        probs, _ = softmax_(scores)  # not of the forward's log-sum-exp, which is rounded
         rows_do = dout[b, first:last].float().transpose(0, 1)
-        delta = (rows_do * out[b, first:last].float().transpose(0, 1)).sum(-1, keepdim=True)
         dprobs = torch.matmul(rows_do, v[b].float().permute(1, 2, 0))
         dropped = probs
         if p > 0.0:
             kept = _kept(probs, p, generator)
             dprobs, dropped = dprobs * kept, probs * kept
-        dscores = probs * (dprobs - delta)
+        dscores = probs * (dprobs - (probs * dprobs).sum(dim=-1, keepdim=True))
         if dbias.numel():
             dbias[b, :, first:last] = dscores.to(dbias.dtype)
         rows_q = q[b, first:last].float().transpose(0, 1)
@@ -198,8 +190,6 @@ def _(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
     bias: torch.Tensor | None,
     *rest: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -211,11 +201,12 @@ def _(
     return dq, dk, dv, dbias
 
 
+@without_autocast
 def sdpa_with_bias(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    bias: torch.Tensor | None,
+    bias: torch.Tensor,
     seen: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
@@ -223,16 +214,13 @@ def sdpa_with_bias(
 
     A query that sees no key gives zeros.
     """
-    mask = bias if bias is None else bias.to(q.dtype)
+    # SDPA takes one dtype: in fp16 a bias of -1e9 would be -inf, one of 1e9 NaN.
+    dtype = torch.promote_types(q.dtype, bias.dtype)
+    mask = bias.to(dtype)
     if seen is not None:
-        mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device) if mask is None else mask
         mask = mask.masked_fill(~seen, float("-inf"))
+    rows, keys, values = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(_REPRODUCIBLE):
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale
-        ).transpose(1, 2)
-    if mask is None:
-        return out
-    dead = (mask == float("-inf")).all(dim=-1)  # [B, H, N] or [N]
-    dead = dead.transpose(-1, -2)[..., None] if dead.dim() > 1 else dead[:, None, None]
-    return out.masked_fill(dead, 0.0)
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+    empty = (mask == float("-inf")).all(dim=-1, keepdim=True)
+    return out.masked_fill(empty, 0.0).transpose(1, 2).to(q.dtype)

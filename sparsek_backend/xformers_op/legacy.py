@@ -114,6 +114,7 @@ class SparseKAttention(_Base):  # type: ignore[misc]
         num_sink: with ``window_size``, leading keys that every query sees.
         window_size: with ``causal``, latest keys that a query sees, its own included.
         softmax_scale: factor of ``q . k``; ``head_dim ** -0.5`` by default.
+        name: what ``build_attention`` passes on; it changes nothing.
 
     Raises:
         ValueError: an argument is out of range, or ``window_size`` comes without ``causal``, or
@@ -127,8 +128,7 @@ class SparseKAttention(_Base):  # type: ignore[misc]
         num_sink: int = 0,
         window_size: int | None = None,
         softmax_scale: float | None = None,
-        *args: Any,
-        **kwargs: Any,
+        name: str = "sparsek",
     ) -> None:
         super().__init__()
         if not 0.0 <= dropout <= 1.0:
@@ -156,8 +156,6 @@ class SparseKAttention(_Base):  # type: ignore[misc]
         k: torch.Tensor,
         v: torch.Tensor,
         att_mask: Any = None,
-        *args: Any,
-        **kwargs: Any,
     ) -> torch.Tensor:
         """Attend.
 
@@ -167,14 +165,14 @@ class SparseKAttention(_Base):  # type: ignore[misc]
             v: values in the layout of ``k``, with any head dim up to 256.
             att_mask: ``None``, an xFormers ``AttentionBias``, an :class:`AttentionMask`, or a
                 tensor that broadcasts to ``[B, N, M]`` (3-D inputs) or ``[B, heads, N, M]``:
-                boolean (``True`` is seen) or additive.  It joins the module's own causal or
+                boolean (``True`` is seen) or floating (added).  It joins the module's own causal or
                 sink-window mask.
 
         Returns:
             ``q``'s shape with ``v``'s head dim.
 
         Raises:
-            TypeError: ``att_mask`` is of another type.
+            TypeError: ``att_mask`` is of another type or dtype.
             ValueError: an ``AttentionBias`` is combined with a causal module.
         """
         bias = self._bias(q, k, att_mask)
@@ -217,15 +215,19 @@ class SparseKAttention(_Base):  # type: ignore[misc]
                 values = torch.zeros(values.shape, device=q.device, dtype=q.dtype).masked_fill(
                     ~values, float("-inf")
                 )
+            if not values.is_floating_point():
+                raise TypeError(
+                    f"att_mask: expected a boolean or floating tensor, got {values.dtype}"
+                )
         else:
             raise TypeError(
                 "att_mask: expected None, a tensor, an AttentionMask or an AttentionBias, got "
                 f"{type(att_mask).__name__}"
             )
         num_q, num_k = q.shape[1], k.shape[1]
-        values = values.to(q.dtype)[..., :num_q, :num_k]
+        values = values[..., :num_q, :num_k]
         if own is not None:
-            values = values + own.materialize((num_q, num_k), dtype=q.dtype, device=q.device)
+            values = values + own.materialize((num_q, num_k), values.dtype, q.device)
         heads = (1,) if q.dim() == 3 else tuple(q.shape[2:-1])
         if q.dim() == 3 and values.dim() == 3:
             values = values[:, None]

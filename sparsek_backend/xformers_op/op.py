@@ -141,37 +141,35 @@ def _dense_forward(
     bias, scale = _fold_bias(plan), inp.scale_float
     seed = torch.randint(1 << 62, (), dtype=torch.int64) if inp.p != 0.0 else None
     pieces = list(_pieces(plan, q.shape[1], k.shape[1]))
-    if not needs_lse and seed is None and plan.segments is None:
+    if not needs_lse and seed is None and bias is not None:
         causal, shift, window, sinks = pieces[0][2]
         seen = None
         if causal:
             seen = visible_keys(0, q.shape[1], k.shape[1], shift, window, sinks, q.device)
         return sdpa_with_bias(q, k, v, bias, seen, scale), None, None
-    parts = [
-        biased_attention_fwd(
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    lse = q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    for index, (rows, keys, terms) in enumerate(pieces):
+        out[:, rows], lse[:, :, rows] = biased_attention_fwd(
             q[:, rows], k[:, keys], v[:, keys], bias, seed, index, *terms, inp.p, scale
         )
-        for index, (rows, keys, terms) in enumerate(pieces)
-    ]
-    out = torch.cat([part[0] for part in parts], dim=1)
-    return out, torch.cat([part[1] for part in parts], dim=2), seed
+    return out, lse, seed
 
 
 def _dense_backward(
-    ctx: Context, inp: Inputs, plan: MaskPlan, grad: torch.Tensor, lse: torch.Tensor
+    inp: Inputs, plan: MaskPlan, grad: torch.Tensor, seed: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     q, k, v = _fold(inp, share_kv=False)
     bias = _fold_bias(plan)
-    out = ctx.out.reshape(*q.shape[:3], v.shape[3])
-    dout = grad.reshape(out.shape)
+    dout = grad.reshape(*q.shape[:3], v.shape[3])
     bias_grad = isinstance(inp.attn_bias, torch.Tensor) and inp.attn_bias.requires_grad
     dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     dbias = None
     for index, (rows, keys, terms) in enumerate(_pieces(plan, q.shape[1], k.shape[1])):
         dq[:, rows], dk[:, keys], dv[:, keys], dbias = biased_attention_bwd(
-            dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows],
-            bias, ctx.rng_state, index, *terms, inp.p, inp.scale_float, bias_grad,
+            dout[:, rows], q[:, rows], k[:, keys], v[:, keys], bias, seed, index, *terms,
+            inp.p, inp.scale_float, bias_grad,
         )  # fmt: skip
     return dq, dk, dv, dbias.view(inp.attn_bias.shape) if bias_grad and dbias is not None else None
 
@@ -279,16 +277,16 @@ class BwOp(_Limits, AttentionBwOpBase):  # type: ignore[misc]
             )
         plan = plan_of(inp.attn_bias)
         q, k, v = _fold(inp, share_kv=False)
-        lse = ctx.lse.flatten(1, -2)[..., : q.shape[1]]
         dbias = None
         with torch.no_grad():
             if _fallback_reason(inp, plan) is None:
+                lse = ctx.lse.flatten(1, -2)[..., : q.shape[1]]
                 out = ctx.out.reshape(*q.shape[:3], v.shape[3]).to(q.dtype)
                 dq, dk, dv = native_backward(
                     grad.reshape(out.shape), q, k, v, out, lse, plan, inp.scale_float
                 )
             else:
-                dq, dk, dv, dbias = _dense_backward(ctx, inp, plan, grad, lse)
+                dq, dk, dv, dbias = _dense_backward(inp, plan, grad, ctx.rng_state)
         return Gradients(
             dq=dq.reshape(inp.query.shape),
             dk=dk.reshape(inp.key.shape),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparsek_backend.xformers_op.plan import MaskPlan, Segments
+from sparsek_kernels.common.precision import without_autocast
 from sparsek_kernels.paged.api import paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
@@ -43,6 +44,7 @@ def page_size_of(plan: MaskPlan, head_dim: int, value_dim: int) -> int | None:
     return size if padding and size >= CELL_SIZE else None
 
 
+@without_autocast
 def paged_forward(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -242,23 +242,62 @@ def bias_reasons(inp: Inputs) -> list[str]:
         reasons += _tensor_reasons(inp, plan.bias)
     if plan.pattern is not None:
         reasons += _pattern_reasons(inp, plan.pattern)
-    segments = plan.segments
-    if segments is None:
-        return reasons
+    if plan.band.window_size is not None and plan.band.window_size < 1:
+        reasons.append(f"attn_bias has a window of {plan.band.window_size} keys (expected >= 1)")
+    if plan.segments is not None:
+        reasons += _segment_reasons(inp, plan.segments)
+    return reasons
+
+
+def _segment_reasons(inp: Inputs, segments: Segments) -> list[str]:
+    """Where sequences do not fit each other or the tensors, as far as the host knows."""
+    num_q, num_k = inp.query.shape[1], inp.key.shape[1]
+    queries, keys = segments.query_intervals(), segments.key_intervals()
+    if len(queries) != len(keys):
+        return [f"attn_bias has {len(queries)} sequences of queries and {len(keys)} of keys"]
+    reasons = [
+        f"attn_bias has a sequence from {lo} to {hi}"
+        for lo, hi in (*queries, *keys)
+        if not 0 <= lo <= hi
+    ]
     if inp.query.shape[0] != 1 or inp.key.shape[0] != 1:
         reasons.append("batch size is not 1 with packed sequences")
-    if segments.q_info.seqstart_py[-1] != inp.query.shape[1]:
-        reasons.append(
-            f"attn_bias covers {segments.q_info.seqstart_py[-1]} queries, "
-            f"query has {inp.query.shape[1]}"
-        )
-    if segments.packed_keys and segments.k_info.seqstart_py[-1] != inp.key.shape[1]:
-        reasons.append(
-            f"attn_bias covers {segments.k_info.seqstart_py[-1]} keys, key has {inp.key.shape[1]}"
-        )
-    if inp.p != 0.0 and segments.block_table is not None:
-        reasons.append("dropout with paged keys")
+    covered = segments.q_info.seqstart_py[-1]
+    if covered != num_q:
+        reasons.append(f"attn_bias covers {covered} queries, query has {num_q}")
+    if segments.block_table is not None:
+        return reasons + _page_reasons(inp, segments, segments.block_table)
+    covered = max([segments.k_info.seqstart_py[-1], *(hi for _, hi in keys)])
+    if covered > num_k or (segments.packed_keys and covered < num_k):
+        reasons.append(f"attn_bias covers {covered} keys, key has {num_k}")
+    padding = getattr(segments.k_info, "padding", num_k)
+    longest = max([0, *(hi - lo for lo, hi in keys)])
+    if longest > padding:
+        reasons.append(f"attn_bias has a sequence of {longest} keys in a padding of {padding}")
     return reasons
+
+
+def _page_reasons(inp: Inputs, segments: Segments, table: torch.Tensor) -> list[str]:
+    """Where sequences do not fit their pages; a table on a GPU is not read."""
+    keys, size = segments.key_intervals(), segments.page_size
+    reasons = []
+    if inp.p != 0.0:
+        reasons.append("dropout with paged keys")
+    if table.device != inp.query.device:
+        reasons.append(f"block_tables is on {table.device}, query on {inp.query.device}")
+    if len(table) < len(keys):
+        reasons.append(f"block_tables has {len(table)} rows for {len(keys)} sequences")
+    pages = inp.key.shape[1] // size
+    longest, room = max([0, *(hi for _, hi in keys)]), min(table.shape[1], pages) * size
+    if longest > room:
+        reasons.append(f"attn_bias has a sequence of {longest} keys in pages for {room}")
+    if reasons or table.device.type != "cpu" or torch.compiler.is_compiling():
+        return reasons
+    for row, (lo, hi) in zip(table.tolist(), keys, strict=False):
+        outside = [page for page in row[lo // size : -(-hi // size)] if not 0 <= page < pages]
+        if outside:
+            return [f"block_tables names page {outside[0]}, key has {pages} pages of {size}"]
+    return []
 
 
 def _tensor_reasons(inp: Inputs, bias: torch.Tensor) -> list[str]:
@@ -270,10 +309,17 @@ def _tensor_reasons(inp: Inputs, bias: torch.Tensor) -> list[str]:
     expected = (inp.query.shape[0], *inp.query.shape[2:-1], inp.query.shape[1], inp.key.shape[1])
     if tuple(bias.shape) != expected:
         reasons.append(f"attn_bias has shape {tuple(bias.shape)} (expected {expected})")
-    if bias.requires_grad and bias is not inp.attn_bias:
+    graded = any(x.requires_grad for x in (inp.query, inp.key, inp.value))
+    own = bias is inp.attn_bias
+    if bias.requires_grad and not own and (graded or torch.is_grad_enabled()):
         reasons.append(
             "xFormers passes no gradient to the tensor of a LowerTriangularMaskWithTensorBias: "
             "detach it, or add the causal mask to it and pass the sum as a tensor"
+        )
+    elif bias.requires_grad and not graded and torch.is_grad_enabled():
+        reasons.append(
+            "xFormers passes no gradient to attn_bias where query, key and value need none: "
+            "detach it, or let one of them require a gradient"
         )
     return reasons
 

@@ -108,6 +108,12 @@ def test_invalid_masks() -> None:
     q, k, v = _inputs()
     with pytest.raises(TypeError, match="att_mask"):
         SparseKAttention()(q, k, v, "causal")
+    with pytest.raises(TypeError, match=r"att_mask: .* floating tensor, got torch.int64"):
+        SparseKAttention(causal=True)(q, k, v, torch.ones(20, 20, dtype=torch.int64))
+    with pytest.raises(TypeError, match="key_padding_mask"):
+        SparseKAttention()(q, k, v, key_padding_mask=torch.ones(2, 20).bool())
+    with pytest.raises(TypeError, match="window"):
+        SparseKAttention(causal=True, window=5)
     with pytest.raises(ValueError, match="att_mask"):
         SparseKAttention(causal=True)(q, k, v, ab.LowerTriangularMask())
 

@@ -296,6 +296,15 @@ def test_dropout(bias: Any, device: str) -> None:
     assert abs(numeric - analytic) < 2e-2 * max(1.0, abs(numeric))
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_no_sequences_give_nothing(p: float, device: str) -> None:
+    q, k, v = (x.requires_grad_() for x in inputs(0, 0, device=device))
+    mask = ab.BlockDiagonalMask.from_seqlens([], device=torch.device(device))
+    out = fmha.memory_efficient_attention(q, k, v, mask, p, op=(FwOp, BwOp))
+    out.sum().backward()
+    assert out.shape == q.shape
+
+
 def test_rows_without_keys_give_zeros(device: str) -> None:
     q, k, v = inputs(9, 4, device=device)
     out, lse = fmha.memory_efficient_attention_forward_requires_grad(
@@ -311,3 +320,34 @@ def test_bfloat16(dtype: torch.dtype, device: str) -> None:
     q, k, v = inputs(33, 70, dtype=dtype, device=device)
     assert TOLERANCE[dtype] == 2e-2
     check_pair(q, k, v, SinkWindowMask(2, 9))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", [*BATCHED, *PACKED, *DECODING, "tensor", "causal-tensor", "drop"])
+def test_autocast_changes_nothing(name: str, dtype: torch.dtype, device: str) -> None:
+    """The operators take what they are given, as xFormers' own do."""
+    make, num_q, num_k = {**BATCHED, **DECODING}.get(name, (None, 20, 33))
+    if name in PACKED:
+        make, num_q, num_k = PACKED[name][0], *map(sum, PACKED[name][1:])
+    q, k, v = inputs(num_q, num_k, device=device)
+    tensor = torch.zeros(1, 3, num_q, num_k, device=device)
+    biases = {"tensor": tensor, "causal-tensor": ab.LowerTriangularMaskWithTensorBias(tensor)}
+    bias = make(q.device) if make else biases.get(name)
+    p = 0.3 if name == "drop" else 0.0
+    upstream = torch.randn(1, num_q, 3, 16, device=device)
+
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        results = [fmha.memory_efficient_attention(q, k, v, bias, p, op=(FwOp, BwOp))]
+        if name in DECODING:
+            return [*results, *fmha.memory_efficient_attention_partial(q, k, v, bias, op=FwOp)]
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = fmha.memory_efficient_attention(*leaves, bias, p, op=(FwOp, BwOp))
+        return [*results, out, *torch.autograd.grad(out, leaves, upstream)]
+
+    wanted = run()
+    with torch.autocast(device, dtype):
+        found = run()
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype
+        assert_close(name, a, b, 1e-6)

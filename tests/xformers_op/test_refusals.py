@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,6 +65,94 @@ def test_dropout_over_pages_is_refused() -> None:
     q, k, v = inputs(num_q, rows)
     found = FwOp.not_supported_reasons(fmha.Inputs(q, k, v, make(q.device), p=0.1))
     assert found == ["dropout with paged keys"]
+
+
+_CPU = torch.device("cpu")
+_Q, _K = ab._SeqLenInfo, ab._PaddedSeqLenInfo
+
+
+def _padded(lengths: list[int], padding: int) -> Any:
+    """Key lengths that ``from_seqlens_padded`` would refuse."""
+    return replace(
+        _K.from_seqlens_padded([1] * len(lengths), padding, device=_CPU), seqlen_py=lengths
+    )
+
+
+def _gappy(starts: list[int], lengths: list[int]) -> Any:
+    queries = [2] * len(lengths)
+    return ab.BlockDiagonalGappyKeysMask.from_seqlens(queries, starts, lengths, device=_CPU)
+
+
+def _paged(table: list[list[int]], *lengths: int) -> Any:
+    mask = ab.PagedBlockDiagonalPaddedKeysMask.from_seqlens(
+        [2] * len(lengths), [1] * len(lengths), torch.tensor(table).int(), 32, device=_CPU
+    )
+    return replace(mask, k_seqinfo=replace(mask.k_seqinfo, seqlen_py=list(lengths)))
+
+
+def _local(mask: Any, window: int) -> Any:
+    return ab.BlockDiagonalCausalLocalAttentionPaddedKeysMask(
+        mask.q_seqinfo, mask.k_seqinfo, window
+    )
+
+
+_TWO = _Q.from_seqlens([2, 2], device=_CPU)
+MISFITS: dict[str, tuple[Any, int, str]] = {
+    **{
+        name: (make(_CPU), rows - 1, "page 7, key has 7" if "paged" in name else "key has 255")
+        for name, (make, _, rows) in DECODING.items()
+        if name != "paged-causal-few-keys"  # whose last sequence has one page of the two
+    },
+    "padded-by-half": (DECODING["padded"][0](_CPU), 128, "covers 256 keys, key has 128"),
+    "paged-by-most": (DECODING["paged"][0](_CPU), 32, "a sequence of 60 keys in pages for 32"),
+    "padding": (
+        ab.BlockDiagonalPaddedKeysMask(_TWO, _padded([9, 17], 16)),
+        32,
+        "17 keys in a padd",
+    ),
+    "past-the-last-start": (_gappy([0, 4, 8], [4, 30]), 32, "covers 34 keys, key has 32"),
+    "before-the-first-key": (_gappy([-3, 4, 8], [4, 3]), 32, "a sequence from -3 to 1"),
+    "negative-length": (_gappy([0, 4, 8], [4, -1]), 32, "a sequence from 4 to 3"),
+    "more-keys-than-queries": (
+        ab.BlockDiagonalMask(_TWO, _Q.from_seqlens([8] * 4, device=_CPU)),
+        32,
+        "2 sequences of queries and 4 of keys",
+    ),
+    "table-too-narrow": (_paged([[0], [1]], 5, 33), 64, "a sequence of 33 keys in pages for 32"),
+    "table-too-short": (_paged([[0, 1]], 5, 33), 64, "1 rows for 2 sequences"),
+    "table-past-the-keys": (_paged([[0, 9], [1, 2]], 5, 33), 64, "names page 2, key has 2 pages"),
+    "negative-page": (_paged([[0, 9], [1, -1]], 5, 33), 64, "names page -1"),
+    "no-window": (_local(DECODING["padded"][0](_CPU), 0), 256, "a window of 0 keys"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_masks_that_do_not_fit_the_tensors_are_refused(name: str) -> None:
+    bias, rows, words = MISFITS[name]
+    q, k, v = inputs(bias.q_seqinfo.seqstart_py[-1], rows)
+    with pytest.raises(ValueError, match=words):
+        fmha.memory_efficient_attention_forward(q, k, v, bias, op=FwOp)
+
+
+@pytest.mark.parametrize("name", [name for name in MISFITS if "page " not in MISFITS[name][2]])
+def test_masks_on_a_device_are_checked_by_what_the_host_knows(name: str) -> None:
+    """Tensors of the ``meta`` device stand for a GPU's: whoever reads them fails."""
+    bias, rows, words = MISFITS[name]
+    q, k, v = (x.to("meta") for x in inputs(bias.q_seqinfo.seqstart_py[-1], rows))
+    found = FwOp.not_supported_reasons(fmha.Inputs(q, k, v, bias.to(torch.device("meta"))))
+    assert any(words in reason for reason in found), found
+
+
+def test_keys_past_the_mask_are_not_read() -> None:
+    for name in DECODING:
+        make, num_q, rows = DECODING[name]
+        q, k, v = inputs(num_q, rows)
+        longer = [torch.cat([x, torch.full_like(x, float("nan"))], 1) for x in (k, v)]
+        found, wanted = (
+            fmha.memory_efficient_attention_forward(q, *kv, make(q.device), op=FwOp)
+            for kv in (longer, (k, v))
+        )
+        assert torch.equal(found, wanted), name
 
 
 def test_quantised_inputs_are_refused() -> None:

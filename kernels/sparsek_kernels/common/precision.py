@@ -27,6 +27,8 @@ def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         device = next(x.device.type for x in args if isinstance(x, torch.Tensor))
+        if not torch.amp.is_autocast_available(device):
+            return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)
 
@@ -36,13 +38,15 @@ def without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def softmax_(
     scores: torch.Tensor, lse: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over the last dimension, in place of ``scores``, and its log-sum-exp ``[..., 1]``.
+    """Softmax over the last dimension and its log-sum-exp ``[..., 1]``; may overwrite ``scores``.
 
-    A row of ``-inf`` gives zeros and ``-inf``.  ``lse`` is given where it is known.
+    A row of ``-inf`` gives zeros and ``-inf``.  Weights are made of a log-sum-exp only where one
+    is given: that of scores of 1e9 is rounded to 64.
     """
-    if lse is None:
-        lse = torch.logsumexp(scores, dim=-1, keepdim=True)
-    return scores.sub_(lse.masked_fill(lse == float("-inf"), 0.0)).exp_(), lse
+    if lse is not None:
+        return scores.sub_(lse.masked_fill(lse == float("-inf"), 0.0)).exp_(), lse
+    lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+    return torch.softmax(scores, dim=-1).masked_fill_(lse == float("-inf"), 0.0), lse
 
 
 def row_sums(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:

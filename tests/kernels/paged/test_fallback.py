@@ -125,6 +125,19 @@ def test_pages_on_a_device_stay_there(options: dict, head_major: bool) -> None:
     assert (found.shape, found.device.type) == (q.shape, "meta")
 
 
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
+def test_autocast_changes_nothing(options: dict) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(12, 4, 16), torch.randn(40, 2, 16), torch.randn(40, 2, 16)
+    fields = {name: x for name, x in options.items() if name != "bidirectional_ranges"}
+    offsets = {"cu_seqlens_q": [0, 12], "cu_seqlens_k": [0, 40]}
+    given = {"bidirectional_ranges": options.get("bidirectional_ranges"), **offsets}
+    wanted = sdpa_fallback(q, k, v, FallbackMask(**fields), reason="a test", **given)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = sdpa_fallback(q, k, v, FallbackMask(**fields), reason="a test", **given)
+    assert torch.equal(found, wanted)
+
+
 def test_sequences_do_not_mix_and_empty_ones_work() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(9, 2, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 16)
@@ -157,5 +170,7 @@ def test_bad_offsets() -> None:
     q = torch.randn(3, 1, 16)
     with pytest.raises(ValueError, match="cu_seqlens_q: expected offsets from 0 to 3"):
         sdpa_fallback(q, q, q, reason="a test", cu_seqlens_q=[0, 4], cu_seqlens_k=[0, 3])
+    with pytest.raises(ValueError, match="cu_seqlens_k: expected offsets from 0 to 3"):
+        sdpa_fallback(q, q, q, reason="a test", cu_seqlens_q=[0, 1, 3], cu_seqlens_k=[0, 3, 2])
     with pytest.raises(ValueError, match="cu_seqlens_k: expected 2 offsets, got 3"):
         sdpa_fallback(q, q, q, reason="a test", cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 1, 3])
