@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -25,9 +26,14 @@ class DecodeRule:
             sum of exps of its cells that are not chosen, and whose value the page's mean.
         value_bits: bits a channel of that mean.
         best_vector: whether a cell counts what its best vector gives and not the sum of all.
-        pages: the share of the pages whose cells are scored, the best by mean and variance;
-            the others stand in whole.
-        variance: whether cells are ranked with what spread within their vectors adds.
+        pages: the share of the pages whose cells are scored, the best by level 1.
+        level1: what ranks pages first: ``page``, by mean and variance; a sketch and what spread
+            within its vectors adds; or ``cells``, as level 2 would, which is its ceiling.
+        stand_in: whether pages whose cells are not scored are part of the tail, by level 1.
+        variance: what spread within vectors adds to the ranking of cells: nothing, the ``page``'s,
+            or that of each ``vector``.
+        variance_counts: where: in the ``rank`` alone, in the ``sum`` that a head's masses are
+            shares of too, or in both and the ``tail``.
     """
 
     scores: str
@@ -39,7 +45,10 @@ class DecodeRule:
     value_bits: int = 8
     best_vector: bool = False
     pages: float = 1.0
-    variance: bool = False
+    level1: str = "page"
+    stand_in: bool = True
+    variance: Literal["", "page", "vector"] = ""
+    variance_counts: Literal["rank", "sum", "tail"] = "rank"
 
     def __post_init__(self) -> None:
         """Refuse what has no meaning."""
@@ -50,6 +59,8 @@ class DecodeRule:
         for name in ("sinks", "window"):
             if getattr(self, name) % PAGE:
                 raise ValueError(f"{name}: expected a multiple of 64, got {getattr(self, name)}")
+        if self.level1 not in ("page", "cells", *SKETCHES):
+            raise ValueError(f"level1: expected a sketch, page or cells, got {self.level1!r}")
         if PAGE % self.cell or (self.scores in SKETCHES and self.cell % SKETCHES[self.scores].keys):
             raise ValueError(f"cell: expected whole vectors in a divisor of 64, got {self.cell}")
 
@@ -67,13 +78,17 @@ class DecodeRule:
             return read
         exact = self.scores == "exact"
         sketch = 2 * head_dim if exact else SKETCHES[self.scores].bytes_per_key(head_dim)
-        beside = (self.tail * (head_dim * self.value_bits / 8 + 2)) / PAGE
-        mean = 2 * head_dim / PAGE
+        mean, spread = 2 * head_dim / PAGE, head_dim / 2 / PAGE
+        beside = (head_dim * self.value_bits / 8 + 2) / PAGE if self.tail else 0
+        if self.pages < 1 or self.variance:
+            beside += spread
+        if self.variance == "vector" and not exact:
+            sketch += 1 / SKETCHES[self.scores].keys
         if self.pages < 1:  # level 1 reads every page's mean and variance, level 2 the rest
-            beside += mean + head_dim / 2 / PAGE
+            beside += mean
             sketch -= 0 if exact else mean
-        elif self.variance:
-            beside += head_dim / 2 / PAGE
+            if self.level1 in SKETCHES:
+                beside += SKETCHES[self.level1].bytes_per_key(head_dim) - mean + spread
         return read + between * (sketch * self.pages + beside)
 
 
@@ -111,10 +126,10 @@ def attend(
         chosen = torch.zeros(1, 1, pages.count * PAGE // rule.cell, device=q.device).bool()
         tail = None
     else:
-        cells = _cells(rule, pages, q, logits, scale)
+        cells, rank = _cells(rule, pages, q, logits, scale)
         near_sum = near_logits.logsumexp(-1)
         places = math.ceil(rule.pages * places)
-        chosen, tail = _choose(rule, pages, q, cells, near_sum, between, places)
+        chosen, tail = _choose(rule, pages, q, cells, rank, near_sum, between, places)
     keep = near.expand(k.shape[0], -1, -1).clone()
     keep[..., : pages.count * PAGE] |= chosen.repeat_interleave(rule.cell, -1)
     keep &= key <= position[:, None]
@@ -138,14 +153,41 @@ def _weighted(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 def _cells(
     rule: DecodeRule, pages: Pages, q: torch.Tensor, logits: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """``[H, G, R, pages, 64 / cell]``: logs of the sums of the exps of a cell's keys."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[H, G, R, pages, 64 / cell]``: logs of the sums of the exps of a cell's keys.
+
+    First as they count in the tail, then as they rank.
+    """
     if rule.scores == "exact":
         exact = logits[..., : pages.count * PAGE]
-        return exact.unflatten(-1, (pages.count, -1, rule.cell)).logsumexp(-1)
+        cells = exact.unflatten(-1, (pages.count, -1, rule.cell)).logsumexp(-1)
+        return cells, cells
     keys = SKETCHES[rule.scores].keys
-    made = (pages.vectors(rule.scores).logits(q) * scale).unflatten(-1, (-1, rule.cell // keys))
-    return made.amax(-1) if rule.best_vector else made.logsumexp(-1) + math.log(keys)
+    vectors = pages.vectors(rule.scores).logits(q) * scale
+
+    def of_cells(of_vectors: torch.Tensor) -> torch.Tensor:
+        parts = of_vectors.unflatten(-1, (-1, rule.cell // keys))
+        return parts.amax(-1) if rule.best_vector else parts.logsumexp(-1) + math.log(keys)
+
+    cells = of_cells(vectors)
+    if not rule.variance:
+        return cells, cells
+    gain = pages.gain(q, scale, keys, rule.variance == "vector")
+    rank = of_cells(vectors + gain)
+    return rank if rule.variance_counts == "tail" else cells, rank
+
+
+def _level1(
+    rule: DecodeRule, pages: Pages, q: torch.Tensor, cells: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """``[H, G, R, pages]``: logs of the sums of the exps of a page's keys, by level 1."""
+    if rule.level1 == "cells":
+        return cells.logsumexp(-1)
+    if rule.level1 == "page":
+        return pages.logits(q, scale)
+    keys = SKETCHES[rule.level1].keys
+    vectors = pages.vectors(rule.level1).logits(q) * scale + pages.gain(q, scale, keys)
+    return vectors.logsumexp(-1) + math.log(keys)
 
 
 def _choose(
@@ -153,6 +195,7 @@ def _choose(
     pages: Pages,
     q: torch.Tensor,
     cells: torch.Tensor,
+    rank: torch.Tensor,
     near: torch.Tensor,
     between: torch.Tensor,
     places: int,
@@ -163,27 +206,25 @@ def _choose(
         rule: what is attended.
         pages: the complete pages of the prompt.
         q: ``[H, G, R, D]``.
-        cells: ``[H, G, R, pages, 64 / cell]``.
+        cells: ``[H, G, R, pages, 64 / cell]``, as they count in the tail.
+        rank: the same, as they rank.
         near: ``[H, G, R]``, the log of the sum of exps of sinks and window.
         between: ``[R, pages]``, the pages between them.
         places: how many of them level 2 reads.
     """
     scale = pages.head_dim**-0.5
-    whole = cells.logsumexp(-1)
+    whole = (cells if rule.variance_counts == "rank" else rank).logsumexp(-1)
     read = between[None]
     if rule.pages < 1:
-        level1 = pages.logits(q, scale)
+        level1 = _level1(rule, pages, q, cells, scale)
         mass = _mass(level1.masked_fill(~between, -math.inf), near)
         read = _best(mass, places) & between
-        whole = torch.where(read[:, None], whole, level1)
+        outside = level1 if rule.stand_in else torch.full_like(level1, -math.inf)
+        whole = torch.where(read[:, None], whole, outside)
     whole = whole.masked_fill(~between, -math.inf)
     total = torch.logaddexp(near, whole.logsumexp(-1))
     if rule.best_vector:  # 0.2.0's: over every complete page, and nothing else
         total = cells.flatten(-2).logsumexp(-1)
-    rank = cells
-    if rule.variance:
-        keys = 1 if rule.scores == "exact" else SKETCHES[rule.scores].keys
-        rank = cells + pages.gain(q, scale, keys)[..., None]
     mass = (rank - total[..., None, None]).exp().sum(1).masked_fill(~read[..., None], 0).flatten(-2)
     chosen = _best(mass, rule.tokens // rule.cell) & (mass > 0)
     left = cells.masked_fill(chosen.unflatten(-1, cells.shape[-2:])[:, None], -math.inf)

@@ -55,6 +55,9 @@ SKETCHES = {
     "p2dr": Sketch(2, 2, basis="pairs", scale="size"),
     "p3x2dr": Sketch(2, 3, basis="pairs", scale="size"),
     "p4x2dr": Sketch(2, 4, basis="pairs", scale="size"),
+    "p4dr": Sketch(4, 4, basis="pairs", scale="size"),
+    "p2x1dr": Sketch(1, 2, basis="pairs", scale="size"),
+    "p4x16dr": Sketch(16, 4, basis="pairs", scale="size"),
 }
 """``i4`` is the sketch of 0.2.0; ``m*`` are exact means."""
 
@@ -131,18 +134,32 @@ class Pages:
             self._made["values", bits] = (levels + 0.5) * scale
         return self._made["values", bits]
 
+    def shares(self, keys: int) -> torch.Tensor:
+        """``[H, pages, 64 / keys]``: the variance of every ``keys`` keys over their page's."""
+        if ("shares", keys) not in self._made:
+            apart = self._keys.float() - self._means(keys).repeat_interleave(keys, 2)
+            page = self.variance(keys).repeat(1, 1, 2)[:, :, None].clamp(min=1e-9)
+            share = (apart.pow(2) / page).unflatten(2, (-1, keys)).mean((3, 4))
+            self._made["shares", keys] = share.to(torch.float8_e4m3fn).float()
+        return self._made["shares", keys]
+
     def logits(self, q: torch.Tensor, softmax_scale: float) -> torch.Tensor:
         """``[H, G, R, pages]``: logs of the sums of a page's exps, by its mean and variance."""
         made = softmax_scale * (q.float().flatten(1, 2) @ self.mean().mT).unflatten(1, q.shape[1:3])
-        return made + math.log(PAGE) + self.gain(q, softmax_scale)
+        return made + math.log(PAGE) + self.gain(q, softmax_scale)[..., 0]
 
-    def gain(self, q: torch.Tensor, softmax_scale: float, keys: int = PAGE) -> torch.Tensor:
-        """``[H, G, R, pages]``: what spread about the means adds to the log of a sum of exps.
+    def gain(
+        self, q: torch.Tensor, softmax_scale: float, keys: int = PAGE, by_vector: bool = False
+    ) -> torch.Tensor:
+        """``[H, G, R, pages, 1 or 64 / keys]``: what spread adds to the log of a sum of exps.
 
-        Half the logits' variance where that is small, its root where it is large.
+        Half the variance of the logits about the mean of every ``keys`` keys where that is small,
+        its root where it is large; the page's, or that of each vector.
         """
         squares = 2 * _by_pair(q.float().pow(2)).flatten(1, 2)
-        variance = (squares @ self.variance(keys).mT).unflatten(1, q.shape[1:3])
+        variance = (squares @ self.variance(keys).mT).unflatten(1, q.shape[1:3])[..., None]
+        if by_vector:
+            variance = variance * self.shares(keys)[:, None, None]
         return (1 + softmax_scale**2 * variance).sqrt() - 1
 
     def _means(self, keys: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def _decoded(rule: DecodeRule, drawn: Tensors) -> tuple[torch.Tensor, float]:
 @pytest.mark.parametrize("scores", ["exact", "dense", *SKETCHES])
 def test_a_budget_over_the_context_is_dense(scores: str) -> None:
     drawn = _draw(5, 700)
-    cell = 16 if scores == "m16" else 4
+    cell = 16 if "16" in scores else 4
     out, attended = _decoded(DecodeRule(scores, tokens=1024, cell=cell, window=128), drawn)
     torch.testing.assert_close(out, _dense(*drawn))
     assert attended == 698
@@ -96,13 +97,59 @@ def test_cells_are_chosen_by_the_sum_of_heads_and_the_rest_of_a_page_stands_in()
 
 
 @pytest.mark.parametrize("scores", ["p2dr", "exact"])
-def test_level_1_that_keeps_every_page_changes_nothing(scores: str) -> None:
+@pytest.mark.parametrize("level1", ["page", "cells", "p4x16dr"])
+def test_level_1_that_keeps_every_page_changes_nothing(scores: str, level1: str) -> None:
     drawn = _draw(3, 900)
-    rule = DecodeRule(scores, tokens=64, window=128)
+    rule = DecodeRule(scores, tokens=64, window=128, level1=level1)
     whole, _ = _decoded(rule, drawn)
     torch.testing.assert_close(_decoded(replace(rule, pages=0.999), drawn)[0], whole)
     half = _decoded(replace(rule, pages=0.5), drawn)[0]
     assert not torch.allclose(half, whole)
+    left_out = _decoded(replace(rule, pages=0.5, stand_in=False), drawn)[0]
+    assert not torch.allclose(left_out, half)
+
+
+def test_level_1_by_cells_attends_the_best_cells_of_the_best_pages() -> None:
+    q, k, _ = drawn = _draw(1, 705)
+    rule = DecodeRule("exact", tokens=32, window=128, tail=False, pages=0.25, level1="cells")
+    _, attended = _decoded(replace(rule, tokens=256), drawn)
+    assert attended == 64 + 129 + 128, "no more than two of eight pages have"
+    mass = _logits(q, k)[:, :, 0].softmax(-1)[..., 64:576].unflatten(-1, (-1, 64)).sum((1, 3))
+    best = mass.topk(2).indices
+    everything, _ = _decoded(replace(rule, tokens=512), drawn)
+    for head in range(HEADS):
+        keep = torch.zeros(705, dtype=torch.bool)
+        keep[:64] = keep[576:] = True
+        for page in 1 + best[head]:
+            keep[64 * page : 64 * page + 64] = True
+        weights = _logits(q, k)[head, :, 0].masked_fill(~keep, -math.inf).softmax(-1)
+        torch.testing.assert_close(
+            everything[head, :, 0], weights @ drawn[2][head], rtol=1e-3, atol=1e-4
+        )
+
+
+def test_spread_within_vectors_ranks_cells_closer_to_their_sums() -> None:
+    q, k, v = _draw(16, 2048)
+    scale, pages = DIM**-0.5, Pages(k, v)
+    exact = _logits(q, k).unflatten(-1, (-1, 32, 2)).logsumexp(-1)
+    means = pages.vectors("m2").logits(q) * scale + math.log(2)
+    by_page = means + pages.gain(q, scale, keys=2)
+    by_vector = means + pages.gain(q, scale, keys=2, by_vector=True)
+    errors = [(made - exact).pow(2).mean() for made in (by_vector, by_page, means)]
+    assert errors == sorted(errors)
+    torch.testing.assert_close(pages.shares(2).mean(), torch.tensor(1.0), rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("counts", ["rank", "sum", "tail"])
+def test_variance_counts_in_the_tail_only_where_it_is_asked_for(
+    counts: Literal["rank", "sum", "tail"],
+) -> None:
+    """With nothing chosen the ranking does not matter."""
+    drawn = _draw(1, 705)
+    rule = DecodeRule("p2dr", tokens=0, window=128)
+    plain, _ = _decoded(rule, drawn)
+    out, _ = _decoded(replace(rule, variance="page", variance_counts=counts), drawn)
+    assert torch.equal(out, plain) == (counts != "tail")
 
 
 def test_sketches_lose_less_with_more_bits_and_less_about_the_pages_mean() -> None:
@@ -141,7 +188,7 @@ def test_variance_brings_a_pages_logit_closer_to_its_sum() -> None:
     exact = _logits(q, k).unflatten(-1, (-1, PAGE)).logsumexp(-1)
     pages = Pages(k, v)
     with_it = pages.logits(q, DIM**-0.5)
-    without = with_it - pages.gain(q, DIM**-0.5)
+    without = with_it - pages.gain(q, DIM**-0.5)[..., 0]
     assert (without < exact + 0.1).all(), "a mean understates"
     assert (with_it - exact).abs().mean() < 0.5 * (without - exact).abs().mean()
 
@@ -222,6 +269,7 @@ def test_anchors_and_the_last_rows_are_dense_and_no_row_depends_on_later_ones() 
         (lambda: DecodeRule("p9"), "scores: expected a sketch"),
         (lambda: DecodeRule("p4", window=100), "window: expected a multiple of 64, got 100"),
         (lambda: DecodeRule("p4", cell=2), "cell: expected whole vectors"),
+        (lambda: DecodeRule("p4", level1="p9"), "level1: expected a sketch"),
         (lambda: PromptRule("p9"), "scores: expected a sketch"),
         (lambda: PromptRule("m16", tile=96), "a tile in 1024"),
         (lambda: _decoded(DecodeRule("p4", window=0), _draw(200, 700)), "reaches the prompt"),
