@@ -104,6 +104,7 @@ def run(arguments: argparse.Namespace) -> None:
     # Products of bf16 numbers come out of TF32 exactly: all of their bits fit into it.
     torch.backends.cuda.matmul.allow_tf32 = True
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name() if device == "cuda" else device
     rows = list(read_prompts(arguments.prompts))
     random.Random(0).shuffle(rows)  # a run that ends early has some of every task
     rows.sort(key=lambda row: row["index"])
@@ -125,20 +126,16 @@ def run(arguments: argparse.Namespace) -> None:
             model = model or Model(arguments.model, device)
             started = time.monotonic()
             found = simulate(model, row, SETS[arguments.set])
-            about |= {"tokens": len(row["ids"]), "head_dim": model.head_dim, "results": found}
+            about |= {"device": name, "torch": torch.__version__, "results": found}
             json.dump(about, file)
         print(f"{path.stem}: {time.monotonic() - started:.1f} s", flush=True)
 
 
 def merge(arguments: argparse.Namespace) -> None:
     """Write one document of a folder of results."""
-    about = {
-        "commit": arguments.commit,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "torch": torch.__version__,
-    }
-    document = results.merge(arguments.out, about)
-    arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    document = results.merge(arguments.out, arguments.commit)
+    text = json.dumps(document, separators=(",", ":"))
+    arguments.json.write_text(text.replace('},"', '},\n"') + "\n", encoding="utf-8")
 
 
 def main() -> int:
@@ -161,10 +158,11 @@ def main() -> int:
     three = commands.add_parser("table", help="print a Markdown table of documents")
     three.add_argument("documents", type=Path, nargs="+")
     three.add_argument("--set", choices=SETS, required=True)
+    three.add_argument("--variant", action="append", default=[], help="this one (repeatable)")
     arguments = parser.parse_args()
     if arguments.command == "table":
         documents = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.documents]
-        print(results.table(documents, arguments.set))
+        print(results.table(documents, arguments.set, arguments.variant))
     else:
         {"run": run, "merge": merge}[arguments.command](arguments)
     return 0

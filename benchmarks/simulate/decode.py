@@ -26,6 +26,8 @@ class DecodeRule:
             sum of exps of its cells that are not chosen, and whose value the page's mean.
         value_bits: bits a channel of that mean.
         best_vector: whether a cell counts what its best vector gives and not the sum of all.
+        shares: what a head's masses are shares of: sinks and window by their keys and the cells in
+            between (``context``), or the cells of every complete page (``pages``).
         pages: the share of the pages whose cells are scored, the best by level 1.
         level1: what ranks pages first: ``page``, by mean and variance; a sketch and what spread
             within its vectors adds; or ``cells``, as level 2 would, which is its ceiling.
@@ -44,6 +46,7 @@ class DecodeRule:
     tail: bool = True
     value_bits: int = 8
     best_vector: bool = False
+    shares: Literal["context", "pages"] = "context"
     pages: float = 1.0
     level1: str = "page"
     stand_in: bool = True
@@ -61,6 +64,8 @@ class DecodeRule:
                 raise ValueError(f"{name}: expected a multiple of 64, got {getattr(self, name)}")
         if self.level1 not in ("page", "cells", *SKETCHES):
             raise ValueError(f"level1: expected a sketch, page or cells, got {self.level1!r}")
+        if self.shares == "pages" and self.pages < 1:
+            raise ValueError("shares: expected context where level 2 reads some pages, got pages")
         if PAGE % self.cell or (self.scores in SKETCHES and self.cell % SKETCHES[self.scores].keys):
             raise ValueError(f"cell: expected whole vectors in a divisor of 64, got {self.cell}")
 
@@ -223,8 +228,8 @@ def _choose(
         whole = torch.where(read[:, None], whole, outside)
     whole = whole.masked_fill(~between, -math.inf)
     total = torch.logaddexp(near, whole.logsumexp(-1))
-    if rule.best_vector:  # 0.2.0's: over every complete page, and nothing else
-        total = cells.flatten(-2).logsumexp(-1)
+    if rule.shares == "pages":
+        total = (cells if rule.variance_counts == "rank" else rank).flatten(-2).logsumexp(-1)
     mass = (rank - total[..., None, None]).exp().sum(1).masked_fill(~read[..., None], 0).flatten(-2)
     chosen = _best(mass, rule.tokens // rule.cell) & (mass > 0)
     left = cells.masked_fill(chosen.unflatten(-1, cells.shape[-2:])[:, None], -math.inf)

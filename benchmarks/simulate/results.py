@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
@@ -38,15 +38,20 @@ def figures(
     }
 
 
-def merge(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """One document of the files of a folder, one a prompt, with a summary for each variant."""
+def merge(folder: Path, commit: str) -> dict[str, Any]:
+    """One document of the files of a folder, one a prompt: a summary for each variant.
+
+    Args:
+        folder: what ``run`` has written.
+        commit: of the code that has run.
+    """
     cells: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.json")):
-        if text := path.read_text(encoding="utf-8"):  # an empty one was claimed, not finished
+        if text := path.read_text(encoding="utf-8"):  # an empty one was taken, not finished
             row = json.loads(text)
             cells.setdefault((row["set"], row["model"], row["length"]), []).append(row)
     return {
-        **about,
+        "commit": commit,
         "settings": {
             name: {variant.name: variant.settings() for variant in SETS[name]}
             for name in sorted({name for name, _, _ in cells})
@@ -59,54 +64,72 @@ def merge(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    tasks = sorted({f"{row['task']}, {row['variant']}" for row in rows})
-    of_task = {name: [r for r in rows if f"{r['task']}, {r['variant']}" == name] for name in tasks}
+    of_task: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        of_task.setdefault(f"{row['task']}, {row['variant']}", []).append(row["results"])
     return {
         "prompts": len(rows),
-        "of_task": {name: len(found) for name, found in of_task.items()},
-        "head_dim": rows[0]["head_dim"],
+        "device": rows[0]["device"],
+        "torch": rows[0]["torch"],
+        "of_task": {name: len(found) for name, found in sorted(of_task.items())},
         "variants": {
             name: {
-                **_means([row["results"][name] for row in rows]),
-                "kl_of_task": {
-                    task: round(fmean(row["results"][name]["kl"] for row in found), DIGITS)
-                    for task, found in of_task.items()
+                **_means([row["results"] for row in rows], name),
+                "of_task": {
+                    task: {key: _means(found, name)[key] for key in ("kl", "added_nll")}
+                    for task, found in sorted(of_task.items())
                 },
-                "kl_of_prompt": [row["results"][name]["kl"] for row in rows],
             }
             for name in rows[0]["results"]
         },
     }
 
 
-def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+def _means(prompts: Sequence[dict[str, dict[str, float]]], name: str) -> dict[str, float]:
+    rows, dense = [x[name] for x in prompts], [x["dense"] for x in prompts]
+    pairs = list(zip(rows, dense, strict=True))
     kl = sorted(row["kl"] for row in rows)
-    error = stdev(kl) / math.sqrt(len(kl)) if len(kl) > 1 else math.nan
-    return {
-        "kl": round(fmean(kl), DIGITS),
-        "kl_error": round(error, DIGITS),
+    added = [row["nll"] - base["nll"] for row, base in pairs]
+    found = {
+        "kl": fmean(kl),
+        "kl_error": _error(kl),
+        "kl_median": median(kl),
         "kl_p90": kl[math.ceil(0.9 * len(kl)) - 1],
-        **{
-            name: round(fmean(row[name] for row in rows), DIGITS)
-            for name in rows[0]
-            if name != "kl"
-        },
+        "added_nll": fmean(added),
+        "added_nll_error": _error(added),
+        "lost": sum(row["right"] < base["right"] for row, base in pairs),
+        "gained": sum(row["right"] > base["right"] for row, base in pairs),
     }
+    others = ("nll", "right", "tokens_right", "attended", "mib_read", "share")
+    found |= {key: fmean(row[key] for row in rows) for key in others}
+    return {key: round(value, DIGITS) for key, value in found.items()}
 
 
-def table(documents: Iterable[dict[str, Any]], chosen: str) -> str:
-    """A Markdown table of a set: a line for each variant, a column for each model and length."""
+def _error(values: Sequence[float]) -> float:
+    """The standard error of a mean."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def table(documents: Iterable[dict[str, Any]], chosen: str, variants: Sequence[str] = ()) -> str:
+    """A Markdown table of a set, a line for each variant.
+
+    Args:
+        documents: what ``merge`` has made.
+        chosen: the set.
+        variants: which of its variants; all, if none is named.
+    """
     cells = [cell for document in documents for cell in document["cells"] if cell["set"] == chosen]
-    names = list(dict.fromkeys(name for cell in cells for name in cell["variants"]))
-    head = [f"{cell['model']} {cell['length'] // 1000}k ({cell['prompts']})" for cell in cells]
-    lines = [["variant", *head], ["---"] * (len(head) + 1)]
-    for name in names:
-        line = [name]
-        for cell in cells:
-            found = cell["variants"][name]
-            read = f"{found['mib_read']:.2f} MiB" if chosen == "decode" else f"{found['share']:.2f}"
-            line.append(
-                f"{found['kl']:.4f} ± {found['kl_error']:.4f}; {found['right']:.3f}; {read}"
-            )
-        lines.append(line)
+    head = [f"{cell['model']}, {cell['length'] // 1000}k" for cell in cells]
+    head = ["variant", "MiB" if chosen == "decode" else "attended", *head]
+    lines = [head, ["---"] * len(head)]
+    for name in variants or cells[0]["variants"]:
+        found = [cell["variants"][name] for cell in cells]
+        last = found[-1]
+        read = f"{last['mib_read']:.2f}" if chosen == "decode" else f"{last['share']:.0%}"
+        lines.append([name, read, *map(_cell, found)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(found: dict[str, float]) -> str:
+    kl = f"{found['kl']:.4f} ± {found['kl_error']:.4f}"
+    return f"{kl} ({found['kl_median']:.4f}), {found['added_nll']:+.3f}"

@@ -34,7 +34,7 @@ class Variant:
 
 
 def _decode() -> list[Variant]:
-    old = DecodeRule("i4", cell=16, tail=False, best_vector=True)
+    old = DecodeRule("i4", cell=16, tail=False, best_vector=True, shares="pages")
     rules = {"0.2.0": replace(old, tokens=12288), "0.2.0 4096": old}
     for tokens in (12288, 4096):
         rules[f"window {tokens}"] = DecodeRule("none", tokens=0, window=512 + tokens, tail=False)

@@ -22,6 +22,7 @@ from benchmarks.simulate.prompts import PromptRule
 from benchmarks.simulate.sketches import PAGE, SKETCHES, Pages, hadamard, quantise
 from benchmarks.simulate.variants import SETS, Variant
 
+ROOT = Path(__file__).resolve().parents[2]
 HEADS, GROUP, DIM = 2, 3, 32
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -138,6 +139,30 @@ def test_spread_within_vectors_ranks_cells_closer_to_their_sums() -> None:
     errors = [(made - exact).pow(2).mean() for made in (by_vector, by_page, means)]
     assert errors == sorted(errors)
     torch.testing.assert_close(pages.shares(2).mean(), torch.tensor(1.0), rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("shares", ["context", "pages"])
+def test_masses_are_shares_of_the_context_or_of_all_cells(
+    shares: Literal["context", "pages"],
+) -> None:
+    q, k, v = drawn = _draw(1, 705)
+    rule = DecodeRule("p4", tokens=64, window=64, tail=False, shares=shares)
+    out, _ = _decoded(rule, drawn)
+    vectors = Pages(k[:, :704], v[:, :704]).vectors("p4").logits(q)[:, :, 0]
+    cells = (vectors / math.sqrt(DIM) + math.log(4)).flatten(-2)  # [H, G, 176]
+    exact = _logits(q, k)[:, :, 0]
+    over = {
+        "pages": cells,
+        "context": torch.cat([exact[..., :64], cells[..., 16:160], exact[..., 640:]], -1),
+    }[shares]
+    mass = (cells - over.logsumexp(-1, keepdim=True)).exp().sum(1)[:, 16:160]
+    for head in range(HEADS):
+        keep = torch.zeros(705, dtype=torch.bool)
+        keep[:64] = keep[640:] = True
+        for cell in 16 + mass[head].topk(16).indices:
+            keep[4 * cell : 4 * cell + 4] = True
+        weights = exact[head].masked_fill(~keep, -math.inf).softmax(-1)
+        torch.testing.assert_close(out[head, :, 0], weights @ v[head], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("counts", ["rank", "sum", "tail"])
@@ -270,6 +295,7 @@ def test_anchors_and_the_last_rows_are_dense_and_no_row_depends_on_later_ones() 
         (lambda: DecodeRule("p4", window=100), "window: expected a multiple of 64, got 100"),
         (lambda: DecodeRule("p4", cell=2), "cell: expected whole vectors"),
         (lambda: DecodeRule("p4", level1="p9"), "level1: expected a sketch"),
+        (lambda: DecodeRule("p4", shares="pages", pages=0.5), "shares: expected context"),
         (lambda: PromptRule("p9"), "scores: expected a sketch"),
         (lambda: PromptRule("m16", tile=96), "a tile in 1024"),
         (lambda: _decoded(DecodeRule("p4", window=0), _draw(200, 700)), "reaches the prompt"),
@@ -362,15 +388,27 @@ def test_a_run_goes_on_where_others_stopped_and_its_figures_are_merged(
     assert found["commit"] == "abc"
     assert found["settings"]["decode"]["all"]["decode"]["tokens"] == 2048
     assert (cell["model"], cell["length"], cell["prompts"]) == ("m", 600, 2)
-    assert cell["variants"]["dense"]["kl"] == 0
-    assert cell["variants"]["all"]["kl"] < 1e-4 < cell["variants"]["window"]["kl"]
-    assert cell["variants"]["window"]["attended"] == pytest.approx(64 + 128 + 24, abs=3)
-    assert cell["variants"]["window"]["kl_of_task"] == {
-        "t, plain": cell["variants"]["window"]["kl"]
-    }
+    assert cell["of_task"] == {"t, plain": 2}
+    dense, everything, window = (cell["variants"][name] for name in ("dense", "all", "window"))
+    assert dense["kl"] == dense["added_nll"] == dense["lost"] == 0
+    assert everything["kl"] < 1e-4 < window["kl"]
+    assert window["attended"] == pytest.approx(64 + 128 + 24, abs=3)
+    assert window["of_task"] == {"t, plain": {"kl": window["kl"], "added_nll": window["added_nll"]}}
     text = run("table", merged, "--set", "decode")
-    assert text.startswith("| variant | m 0k (2) |")
+    assert text.startswith("| variant | MiB | m, 0k |")
     assert "| window | " in text
+
+
+@pytest.mark.parametrize("chosen", SETS)
+def test_the_tables_of_the_docs_are_of_the_committed_file(chosen: str) -> None:
+    document = json.loads((ROOT / "benchmarks/results/simulation_qwen_h200.json").read_text())
+    page = (ROOT / "docs/quality.md").read_text(encoding="utf-8")
+    head = results.table([document], chosen, ["dense"]).partition("\n")[0]
+    shown = page[page.index(head) :].partition("\n\n")[0]
+    names = [line.split(" | ")[0].removeprefix("| ") for line in shown.splitlines()[2:]]
+    assert results.table([document], chosen, names) == shown
+    known = {variant.name for variant in SETS[chosen]} | {"dense"}
+    assert set(names) <= known
 
 
 def test_figures_of_an_answer() -> None:
