@@ -140,7 +140,8 @@ def merge(arguments: argparse.Namespace) -> None:
 
 def main() -> int:
     """Run what the command line says."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulate", description=__doc__)
+    about = __doc__.partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulate", description=about)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("run", help="simulate prompts")
     one.add_argument("model", type=Path)
