@@ -1,0 +1,94 @@
+"""The variants that are simulated, by sets."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from .decode import DecodeRule
+from .prompts import PromptRule
+
+DENSE = DecodeRule("dense")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One rule for the prompt, one for the answer.
+
+    Args:
+        name: how it is called in results.
+        decode: what the tokens of the answer attend.
+        prompt: what the queries of the prompt attend.
+    """
+
+    name: str
+    decode: DecodeRule = DENSE
+    prompt: PromptRule = field(default_factory=PromptRule)
+
+    def settings(self) -> dict[str, Any]:
+        """Both rules; of a dense one its name alone."""
+        rules = {"decode": self.decode, "prompt": self.prompt}
+        return {
+            key: "dense" if rule.scores == "dense" else asdict(rule) for key, rule in rules.items()
+        }
+
+
+def _decode() -> list[Variant]:
+    old = DecodeRule("i4", cell=16, tail=False, best_vector=True, shares="pages")
+    rules = {"0.2.0": replace(old, tokens=12288), "0.2.0 4096": old}
+    for tokens in (12288, 4096):
+        rules[f"window {tokens}"] = DecodeRule("none", tokens=0, window=512 + tokens, tail=False)
+    for tokens in (4096, 3072, 2048):
+        for scores in ("exact", "p4", "p4x2", "p2x2r", "p2dr", "p3x2dr"):
+            rules[f"{scores} {tokens}"] = DecodeRule(scores, tokens)
+    rules["exact 1024"] = DecodeRule("exact", 1024)
+    for tokens in (4096, 3072, 2048, 1024):
+        for scores in ("p2dr", "p3x2dr"):
+            rule, name = DecodeRule(scores, tokens, variance="page"), f"{scores} {tokens} variance"
+            rules[name] = rule
+            if tokens in (4096, 2048):
+                rules[f"{name} by vector"] = replace(rule, variance="vector")
+                rules[f"{name} in the sum"] = replace(rule, variance_counts="sum")
+                rules[f"{name} cells of 2"] = replace(rule, cell=2)
+                rules[f"{name} half"] = replace(rule, pages=0.5)
+                rules[f"{name} quarter"] = replace(rule, pages=0.25)
+    for tokens in (4096, 2048):
+        for scores in ("p4dr", "p4x2dr", "p2x1dr", "m2"):
+            rules[f"{scores} {tokens} variance"] = DecodeRule(scores, tokens, variance="page")
+        rule, name = DecodeRule("p2dr", tokens, variance="page"), f"p2dr {tokens} variance"
+        rules[f"{name} window 256"] = replace(rule, window=256)
+        rules[f"{name} no tail"] = replace(rule, tail=False)
+        rules[f"{name} in the tail"] = replace(rule, variance_counts="tail")
+    for share, word in ((0.5, "half"), (0.25, "quarter")):
+        rules[f"p2dr 2048 variance {word} by cells"] = replace(rule, pages=share, level1="cells")
+        rules[f"p2dr 2048 variance {word} by p4x16dr"] = replace(
+            rule, pages=share, level1="p4x16dr"
+        )
+    rules["p2dr 2048 variance three quarters"] = replace(rule, pages=0.75)
+    rules["p2dr 2048 variance half no stand-in"] = replace(rule, pages=0.5, stand_in=False)
+    rules["p2dr 2048 variance cells of 8"] = replace(rule, cell=8)
+    rules["p2dr 2048 variance cells of 16"] = replace(rule, cell=16)
+    rules["p2dr 2048 variance values in 4 bits"] = replace(rule, value_bits=4)
+    return [Variant(name, rule) for name, rule in rules.items()]
+
+
+def _prompts() -> list[Variant]:
+    old = PromptRule("m16")
+    few = replace(old, blocks=32)
+    small = replace(few, tile=32)
+    rules = {
+        "0.2.0": old,
+        "0.2.0 last 64": replace(old, dense_last=64),
+        "32 of 192": few,
+        "32 of 192 tile 32": small,
+        "32 of 192 anchors": replace(few, anchors=64),
+        "32 of 192 tile 32 anchors": replace(small, anchors=64),
+        "32 of 192 p2dr tile 32": replace(small, scores="p2dr"),
+        "32 of 192 page tile 32": replace(small, scores="page"),
+        "48 of 192 tile 32 anchors": replace(small, blocks=48, anchors=64),
+        "96 of 192 mass .005 tile 32": replace(small, blocks=96, min_mass=0.005),
+    }
+    return [Variant(name, prompt=rule) for name, rule in rules.items()]
+
+
+SETS = {"decode": _decode(), "prompts": _prompts()}

@@ -1,0 +1,423 @@
+"""benchmarks/simulate: sketches, what is attended, and a run on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.simulate import decode, prompts, results
+from benchmarks.simulate.__main__ import main
+from benchmarks.simulate.decode import DecodeRule
+from benchmarks.simulate.model import Model
+from benchmarks.simulate.prompts import PromptRule
+from benchmarks.simulate.sketches import PAGE, SKETCHES, Pages, hadamard, quantise
+from benchmarks.simulate.variants import SETS, Variant
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADS, GROUP, DIM = 2, 3, 32
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _draw(rows: int, count: int, seed: int = 0) -> Tensors:
+    """Queries of the last rows, keys with large common channels, values."""
+    make = torch.Generator().manual_seed(seed)
+    q = torch.randn(HEADS, GROUP, rows, DIM, generator=make) * 1.5
+    spread = torch.rand(DIM // 2, generator=make).mul(4).sub(2).exp().repeat(2)
+    k = torch.randn(HEADS, count, DIM, generator=make) * spread / spread.mean()
+    k += 8 * torch.randn(HEADS, 1, DIM, generator=make)
+    return q, k, torch.randn(HEADS, count, DIM, generator=make)
+
+
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    count, rows = k.shape[1], q.shape[2]
+    seen = torch.arange(count) <= torch.arange(count - rows, count)[:, None]
+    keys, values = (x[:, None].expand(-1, GROUP, -1, -1) for x in (k, v))
+    return scaled_dot_product_attention(q, keys, values, attn_mask=seen)
+
+
+def _logits(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("hgrd,hnd->hgrn", q, k) / math.sqrt(DIM)
+
+
+def _decoded(rule: DecodeRule, drawn: Tensors) -> tuple[torch.Tensor, float]:
+    q, k, v = drawn
+    prompt = k.shape[1] - q.shape[2]
+    out, attended = decode.attend(rule, Pages(k[:, :prompt], v[:, :prompt]), q, k, v)
+    return out, attended.item()
+
+
+@pytest.mark.parametrize("scores", ["exact", "dense", *SKETCHES])
+def test_a_budget_over_the_context_is_dense(scores: str) -> None:
+    drawn = _draw(5, 700)
+    cell = 16 if "16" in scores else 4
+    out, attended = _decoded(DecodeRule(scores, tokens=1024, cell=cell, window=128), drawn)
+    torch.testing.assert_close(out, _dense(*drawn))
+    assert attended == 698
+
+
+def test_the_tail_of_exact_scores_is_the_mean_value_with_a_pages_weight() -> None:
+    q, k, v = drawn = _draw(1, 705)
+    rule = DecodeRule("exact", tokens=0, window=128, value_bits=24)
+    out, attended = _decoded(rule, drawn)
+    weights = _logits(q, k).exp()
+    first, last = PAGE, 704 - 128  # of what stands in
+    near = torch.cat([weights[..., :first], weights[..., last:]], -1)
+    pages = weights[..., first:last].unflatten(-1, (-1, PAGE)).sum(-1)
+    means = v[:, first:last].unflatten(1, (-1, PAGE)).mean(2)
+    total = torch.einsum("hgrn,hnd->hgrd", near, torch.cat([v[:, :first], v[:, last:]], 1))
+    total += torch.einsum("hgrn,hnd->hgrd", pages, means)
+    torch.testing.assert_close(out, total / weights.sum(-1, keepdim=True), rtol=1e-3, atol=1e-4)
+    assert attended == 64 + 128 + 1
+
+
+def test_cells_are_chosen_by_the_sum_of_heads_and_the_rest_of_a_page_stands_in() -> None:
+    q, k, v = drawn = _draw(1, 705)
+    out, attended = _decoded(DecodeRule("exact", tokens=32, window=128, value_bits=24), drawn)
+    logits = _logits(q, k)[:, :, 0]
+    mass = logits.softmax(-1)[..., 64:576].unflatten(-1, (-1, 4)).sum((1, 3))
+    for head in range(HEADS):
+        chosen = torch.zeros(705, dtype=torch.bool)
+        chosen[:64] = chosen[576:] = True
+        for cell in mass[head].topk(8).indices:
+            chosen[64 + 4 * cell : 68 + 4 * cell] = True
+        weights = logits[head].softmax(-1)
+        stands = v[head].clone()
+        stands[64:576] = v[head, 64:576].unflatten(0, (-1, 64)).mean(1).repeat_interleave(64, 0)
+        expected = weights @ torch.where(chosen[:, None], v[head], stands)
+        torch.testing.assert_close(out[head, :, 0], expected, rtol=1e-3, atol=1e-4)
+    assert attended == 64 + 129 + 32
+
+
+@pytest.mark.parametrize("scores", ["p2dr", "exact"])
+@pytest.mark.parametrize("level1", ["page", "cells", "p4x16dr"])
+def test_level_1_that_keeps_every_page_changes_nothing(scores: str, level1: str) -> None:
+    drawn = _draw(3, 900)
+    rule = DecodeRule(scores, tokens=64, window=128, level1=level1)
+    whole, _ = _decoded(rule, drawn)
+    torch.testing.assert_close(_decoded(replace(rule, pages=0.999), drawn)[0], whole)
+    half = _decoded(replace(rule, pages=0.5), drawn)[0]
+    assert not torch.allclose(half, whole)
+    left_out = _decoded(replace(rule, pages=0.5, stand_in=False), drawn)[0]
+    assert not torch.allclose(left_out, half)
+
+
+def test_level_1_by_cells_attends_the_best_cells_of_the_best_pages() -> None:
+    q, k, _ = drawn = _draw(1, 705)
+    rule = DecodeRule("exact", tokens=32, window=128, tail=False, pages=0.25, level1="cells")
+    _, attended = _decoded(replace(rule, tokens=256), drawn)
+    assert attended == 64 + 129 + 128, "no more than two of eight pages have"
+    mass = _logits(q, k)[:, :, 0].softmax(-1)[..., 64:576].unflatten(-1, (-1, 64)).sum((1, 3))
+    best = mass.topk(2).indices
+    everything, _ = _decoded(replace(rule, tokens=512), drawn)
+    for head in range(HEADS):
+        keep = torch.zeros(705, dtype=torch.bool)
+        keep[:64] = keep[576:] = True
+        for page in 1 + best[head]:
+            keep[64 * page : 64 * page + 64] = True
+        weights = _logits(q, k)[head, :, 0].masked_fill(~keep, -math.inf).softmax(-1)
+        torch.testing.assert_close(
+            everything[head, :, 0], weights @ drawn[2][head], rtol=1e-3, atol=1e-4
+        )
+
+
+def test_spread_within_vectors_ranks_cells_closer_to_their_sums() -> None:
+    q, k, v = _draw(16, 2048)
+    scale, pages = DIM**-0.5, Pages(k, v)
+    exact = _logits(q, k).unflatten(-1, (-1, 32, 2)).logsumexp(-1)
+    means = pages.vectors("m2").logits(q) * scale + math.log(2)
+    by_page = means + pages.gain(q, scale, keys=2)
+    by_vector = means + pages.gain(q, scale, keys=2, by_vector=True)
+    errors = [(made - exact).pow(2).mean() for made in (by_vector, by_page, means)]
+    assert errors == sorted(errors)
+    torch.testing.assert_close(pages.shares(2).mean(), torch.tensor(1.0), rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("shares", ["context", "pages"])
+def test_masses_are_shares_of_the_context_or_of_all_cells(
+    shares: Literal["context", "pages"],
+) -> None:
+    q, k, v = drawn = _draw(1, 705)
+    rule = DecodeRule("p4", tokens=64, window=64, tail=False, shares=shares)
+    out, _ = _decoded(rule, drawn)
+    vectors = Pages(k[:, :704], v[:, :704]).vectors("p4").logits(q)[:, :, 0]
+    cells = (vectors / math.sqrt(DIM) + math.log(4)).flatten(-2)  # [H, G, 176]
+    exact = _logits(q, k)[:, :, 0]
+    over = {
+        "pages": cells,
+        "context": torch.cat([exact[..., :64], cells[..., 16:160], exact[..., 640:]], -1),
+    }[shares]
+    mass = (cells - over.logsumexp(-1, keepdim=True)).exp().sum(1)[:, 16:160]
+    for head in range(HEADS):
+        keep = torch.zeros(705, dtype=torch.bool)
+        keep[:64] = keep[640:] = True
+        for cell in 16 + mass[head].topk(16).indices:
+            keep[4 * cell : 4 * cell + 4] = True
+        weights = exact[head].masked_fill(~keep, -math.inf).softmax(-1)
+        torch.testing.assert_close(out[head, :, 0], weights @ v[head], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("counts", ["rank", "sum", "tail"])
+def test_variance_counts_in_the_tail_only_where_it_is_asked_for(
+    counts: Literal["rank", "sum", "tail"],
+) -> None:
+    """With nothing chosen the ranking does not matter."""
+    drawn = _draw(1, 705)
+    rule = DecodeRule("p2dr", tokens=0, window=128)
+    plain, _ = _decoded(rule, drawn)
+    out, _ = _decoded(replace(rule, variance="page", variance_counts=counts), drawn)
+    assert torch.equal(out, plain) == (counts != "tail")
+
+
+def test_sketches_lose_less_with_more_bits_and_less_about_the_pages_mean() -> None:
+    q, k, v = _draw(64, 4096)
+    pages = Pages(k, v)
+    exact = _logits(q, k).unflatten(-1, (-1, PAGE))
+
+    def error(name: str) -> float:
+        made = pages.vectors(name).logits(q) / math.sqrt(DIM)
+        apart = made.repeat_interleave(SKETCHES[name].keys, -1) - exact
+        return apart.pow(2).mean().sqrt().item()
+
+    for order in (
+        ("m2", "p4x2dr", "p3x2dr", "p2dr", "i4"),
+        ("m2", "p4x2", "p2x2r", "i4"),
+        ("m4", "p4", "i4"),
+    ):
+        errors = [error(name) for name in order]
+        assert errors == sorted(errors), dict(zip(order, errors, strict=True))
+
+
+def test_a_vector_scaled_by_its_size_has_its_own_product() -> None:
+    x = torch.randn(2, 3, 32, DIM)
+    y = quantise(x, SKETCHES["p2x2r"])
+    torch.testing.assert_close((x * y).sum(-1), (x * x).sum(-1), rtol=1e-3, atol=0)
+
+
+def test_a_hadamard_matrix_turns_and_needs_a_power_of_two() -> None:
+    torch.testing.assert_close(hadamard(DIM) @ hadamard(DIM).T, torch.eye(DIM))
+    with pytest.raises(ValueError, match="channels: expected a power of two, got 80"):
+        hadamard(80)
+
+
+def test_variance_brings_a_pages_logit_closer_to_its_sum() -> None:
+    q, k, v = _draw(16, 2048)
+    exact = _logits(q, k).unflatten(-1, (-1, PAGE)).logsumexp(-1)
+    pages = Pages(k, v)
+    with_it = pages.logits(q, DIM**-0.5)
+    without = with_it - pages.gain(q, DIM**-0.5)[..., 0]
+    assert (without < exact + 0.1).all(), "a mean understates"
+    assert (with_it - exact).abs().mean() < 0.5 * (without - exact).abs().mean()
+
+
+def test_bytes_of_a_record() -> None:
+    assert SKETCHES["i4"].bytes_per_key(128) == 16
+    assert SKETCHES["p4"].bytes_per_key(128) == 16.5 + 4
+    assert SKETCHES["p2dr"].bytes_per_key(128) == 16 + 1 + 4 + 33 / 64
+    assert DecodeRule("dense").bytes_read(1000, 128) == 512_000
+    window = DecodeRule("none", tokens=0, window=1024, tail=False)
+    assert window.bytes_read(10_000, 128) == 512 * 1088
+    rule = DecodeRule("p2dr", tokens=1024)
+    less = rule.bytes_read(100_000, 128) - replace(rule, pages=0.5).bytes_read(100_000, 128)
+    assert less == pytest.approx((100_000 - 576) * ((17 + 33 / 64) / 2 - 1), rel=1e-6)
+
+
+PROMPT = PromptRule("m16", blocks=3, tile=32, candidates=6, window=64)
+
+
+@pytest.mark.parametrize("rule", [PROMPT, replace(PROMPT, scores="p2dr", tile=64), PromptRule()])
+def test_a_prompt_with_enough_blocks_is_dense(rule: PromptRule) -> None:
+    drawn = _draw(1100, 1100)
+    rule = replace(rule, blocks=20, candidates=20)
+    out, attended = prompts.attend(rule, *drawn)
+    torch.testing.assert_close(out, _dense(*drawn), rtol=1e-3, atol=1e-4)
+    assert attended.item() == pytest.approx(1101 / 2)
+
+
+@pytest.mark.parametrize("scores", ["exact", "m16", "m4", "p2dr", "page"])
+def test_a_prompts_tiles_attend_the_blocks_of_their_largest_masses(scores: str) -> None:
+    """With all blocks as candidates and all rows ranking, every source finds the same."""
+    q, k, v = _draw(1100, 1100)
+    rule = replace(PROMPT, scores=scores, candidates=20, rank_rows=32)
+    out, attended = prompts.attend(rule, q, k, v)
+    start = 1024 - 32  # a tile whose window begins in block 14
+    rows = torch.arange(start, start + 32)
+    logits = _logits(q[:, :, rows], k).masked_fill(torch.arange(1100) > rows[:, None], -math.inf)
+    mass = logits.softmax(-1)[..., : 17 * 64].unflatten(-1, (-1, 64)).sum(-1).sum(1).amax(1)
+    for head in range(HEADS):
+        keep = torch.zeros(1100, dtype=torch.bool)
+        for block in (0, 14, 15, *(1 + mass[head, 1:14].topk(3).indices)):
+            keep[64 * block : 64 * block + 64] = True
+        weights = logits[head].masked_fill(~keep, -math.inf).softmax(-1)
+        torch.testing.assert_close(out[head][:, rows], weights @ v[head], rtol=1e-3, atol=1e-4)
+    assert attended.item() < 1101 / 2
+
+
+def test_a_mass_too_small_is_left_out() -> None:
+    drawn = _draw(1100, 1100)
+    _, all_of_it = prompts.attend(PROMPT, *drawn)
+    _, less = prompts.attend(replace(PROMPT, min_mass=0.4), *drawn)
+    _, none = prompts.attend(replace(PROMPT, min_mass=1.0), *drawn)
+    assert none < less < all_of_it
+
+
+def test_anchors_and_the_last_rows_are_dense_and_no_row_depends_on_later_ones() -> None:
+    q, k, v = _draw(1100, 1100)
+    rule = replace(PROMPT, anchors=64, dense_last=10)
+    out, _ = prompts.attend(rule, q, k, v)
+    dense = _dense(q, k, v)
+    anchors = torch.arange(0, 1100, 64)
+    torch.testing.assert_close(out[:, :, anchors], dense[:, :, anchors], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(out[:, :, 1090:], dense[:, :, 1090:], rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(out[:, :, 1000:1090], dense[:, :, 1000:1090], atol=1e-2)
+    plain, _ = prompts.attend(PROMPT, q, k, v)
+    change = (out - plain)[:, :, 960:1024]
+    torch.testing.assert_close(change, change[:, :, :1].expand_as(change), rtol=1e-3, atol=1e-4)
+
+    other, _ = prompts.attend(replace(rule, dense_last=0), q, k, v)
+    k[:, 960:], v[:, 960:] = 0, 1
+    again, _ = prompts.attend(replace(rule, dense_last=0), q, k, v)
+    torch.testing.assert_close(again[:, :, :960], other[:, :, :960])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DecodeRule("p9"), "scores: expected a sketch"),
+        (lambda: DecodeRule("p4", window=100), "window: expected a multiple of 64, got 100"),
+        (lambda: DecodeRule("p4", cell=2), "cell: expected whole vectors"),
+        (lambda: DecodeRule("p4", level1="p9"), "level1: expected a sketch"),
+        (lambda: DecodeRule("p4", shares="pages", pages=0.5), "shares: expected context"),
+        (lambda: PromptRule("p9"), "scores: expected a sketch"),
+        (lambda: PromptRule("m16", tile=96), "a tile in 1024"),
+        (lambda: _decoded(DecodeRule("p4", window=0), _draw(200, 700)), "reaches the prompt"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A folder of a tiny Qwen2 model with random weights."""
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=50, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.Qwen2ForCausalLM(config)
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    weights = {
+        name: x.clone() for name, x in model.state_dict().items() if name != "lm_head.weight"
+    }
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    return folder
+
+
+@torch.no_grad()
+def test_the_model_is_transformers(tiny: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    ids = torch.randint(0, 50, (1, 200), generator=torch.Generator().manual_seed(0))
+    expected = transformers.Qwen2ForCausalLM.from_pretrained(tiny)(ids).logits[0, 180:]
+    model = Model(tiny, "cpu")
+    tokens = ids[0].tolist()
+
+    def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return _grouped_dense(q, k, v)
+
+    prompt = model.prompt(tokens[:180], attend)
+    found = model.answer(tokens[180:], prompt, attend)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def _grouped_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    count, rows = k.shape[1], q.shape[2]
+    seen = torch.arange(count) <= torch.arange(count - rows, count)[:, None]
+    return scaled_dot_product_attention(q, k[:, None], v[:, None], attn_mask=seen)
+
+
+def test_a_run_goes_on_where_others_stopped_and_its_figures_are_merged(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variants = [
+        Variant("all", DecodeRule("p2dr", tokens=2048, window=128)),
+        Variant("window", DecodeRule("none", tokens=0, window=128, tail=False)),
+    ]
+    monkeypatch.setitem(SETS, "decode", variants)
+    make = torch.Generator().manual_seed(0)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(0, 50, (count,), generator=make).tolist()
+
+    rows = [
+        {"task": "t", "variant": "plain", "length": 600, "index": index, "pieces": [0, 1],
+         "target": ids(2 + index)}
+        for index in range(3)
+    ]  # fmt: skip
+    rows.append({**rows[0], "index": 3, "target": [1]})  # nothing to score
+    document = {"pieces": [ids(500), ids(100), ids(100)], "prompts": rows}
+    source, out, merged = (tmp_path / name for name in ("prompts.json", "out", "merged.json"))
+    source.write_text(json.dumps(document))
+
+    def run(*words: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["simulate", *map(str, words)])
+        assert main() == 0
+        return capsys.readouterr().out
+
+    command = ("run", tiny, "--name", "m", "--prompts", source, "--set", "decode", "--out", out)
+    assert len(run(*command, "--per-task", "2").splitlines()) == 2
+    (out / "decode_m_t_plain_600_2.json").touch()  # another process has taken it
+    assert run(*command) == ""
+    run("merge", out, "--commit", "abc", "--json", merged)
+    found = json.loads(merged.read_text())
+    (cell,) = found["cells"]
+    assert found["commit"] == "abc"
+    assert found["settings"]["decode"]["all"]["decode"]["tokens"] == 2048
+    assert (cell["model"], cell["length"], cell["prompts"]) == ("m", 600, 2)
+    assert cell["of_task"] == {"t, plain": 2}
+    dense, everything, window = (cell["variants"][name] for name in ("dense", "all", "window"))
+    assert dense["kl"] == dense["added_nll"] == dense["lost"] == 0
+    assert everything["kl"] < 1e-4 < window["kl"]
+    assert window["attended"] == pytest.approx(64 + 128 + 24, abs=3)
+    assert window["of_task"] == {"t, plain": {"kl": window["kl"], "added_nll": window["added_nll"]}}
+    text = run("table", merged, "--set", "decode")
+    assert text.startswith("| variant | MiB | m, 0k |")
+    assert "| window | " in text
+
+
+@pytest.mark.parametrize("chosen", SETS)
+def test_the_tables_of_the_docs_are_of_the_committed_file(chosen: str) -> None:
+    document = json.loads((ROOT / "benchmarks/results/simulation_qwen_h200.json").read_text())
+    page = (ROOT / "docs/quality.md").read_text(encoding="utf-8")
+    head = results.table([document], chosen, ["dense"]).partition("\n")[0]
+    shown = page[page.index(head) :].partition("\n\n")[0]
+    names = [line.split(" | ")[0].removeprefix("| ") for line in shown.splitlines()[2:]]
+    assert results.table([document], chosen, names) == shown
+    known = {variant.name for variant in SETS[chosen]} | {"dense"}
+    assert set(names) <= known
+
+
+def test_figures_of_an_answer() -> None:
+    dense = torch.tensor([[0.0, math.log(3)], [0.0, 0.0]])
+    other = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
+    found = results.figures(dense, other, torch.tensor([1, 1]))
+    first = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
+    assert found["kl"] == pytest.approx(first / 2, abs=1e-5)
+    assert found["kl_max"] == pytest.approx(first, abs=1e-5)
+    assert found["nll"] == pytest.approx(math.log(2), abs=1e-5)
+    assert found["right"] == 0
+    assert found["tokens_right"] == 0
