@@ -25,10 +25,11 @@ import torch
 
 from sparsek_backend.config import resolve_config
 from sparsek_backend.machine import choose_device, describe_machine
-from sparsek_kernels import PagedBatch, paged_attention, write_kv
-from sparsek_kernels.paged.launch import replay
-from sparsek_kernels.paged.plan import segments
-from sparsek_kernels.paged.sketch import summary_bytes
+from sparsek_kernels import PagedBatch, write_kv
+from sparsek_kernels.paged import attend_segment, replay, summary_bytes
+from sparsek_kernels.paged.api import default_indexers
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import plan_step
 
 HEADS, KV_HEADS, DIM, PAGE, LAYERS = 32, 8, 128, 64, 32
 REQUESTS, LONGEST = 12, 34816
@@ -52,6 +53,7 @@ class Layer:
             write_kv(new[..., :DIM], new[..., DIM:], self.keys, self.values, self.summary, slots)
         self.table = torch.randperm(pages, device="cuda").int().view(REQUESTS, -1)
         self.policy = resolve_config({}, {}).config.policy_for(0)
+        self.indexers = default_indexers(self.policy)
 
     def step(self, decodes: int, chunk: int, context: int) -> tuple[PagedBatch, tuple[int, ...]]:
         """A step's batch, and its contexts on the host."""
@@ -77,13 +79,11 @@ class Layer:
         self, q: torch.Tensor, out: torch.Tensor, batch: PagedBatch, lengths: tuple[int, ...]
     ) -> None:
         """Attend a step as the backend does, but for a chunk's last queries."""
-        for segment in segments(batch, self.policy, lengths):
-            if segment.batch.num_prefills and not segment.policy.selects_blocks:
-                continue  # FlashAttention serves them
-            paged_attention(
-                q[segment.rows], self.keys, self.values, segment.batch, segment.policy,
-                k_summary=self.summary, out=out[segment.rows],
-            )  # fmt: skip
+        operands = PagedOperands(q, self.keys, self.values, out, DIM**-0.5, self.summary)
+        for segment in plan_step(batch, self.policy, lengths):
+            if segment.decodes or segment.policy.selects_blocks:  # FlashAttention serves the rest
+                index = self.indexers.of(segment)
+                attend_segment(operands.of_rows(segment.rows), segment, index)
 
     def flash(self, attend: Any, q: torch.Tensor, out: torch.Tensor, batch: PagedBatch) -> None:
         """Attend a step's whole contexts by FlashAttention-3."""

@@ -3,9 +3,9 @@
     python benchmarks/tune_paged.py decode [--sweep]
     python benchmarks/tune_paged.py prefill [--sweep] [--portable]
 
-Winners go into ``sparsek_kernels/paged/config.py``; nothing is tuned at run time.  Calls are timed
-in a CUDA graph that chains several copies over different sequences, so that each reads cold memory
-as the layers of a model do.
+Winners go into the ``config.py`` beside each launcher; nothing is tuned at run time.  Calls are
+timed in a CUDA graph that chains several copies over different sequences, so that each reads cold
+memory as the layers of a model do.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -28,13 +29,16 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
+from sparsek_kernels.paged.attend import launch as attend_launch  # noqa: E402
 from sparsek_kernels.paged.batch import PagedBatch  # noqa: E402
 from sparsek_kernels.paged.config import TileConfig  # noqa: E402
-from sparsek_kernels.paged.launch import attend as launch  # noqa: E402
-from sparsek_kernels.paged.launch import rank as launch_rank  # noqa: E402
-from sparsek_kernels.paged.launch import scores as launch_scores  # noqa: E402
-from sparsek_kernels.paged.launch import select as launch_select  # noqa: E402
+from sparsek_kernels.paged.index import launch as index_launch  # noqa: E402
+from sparsek_kernels.paged.index.key_means import launch as key_means_launch  # noqa: E402
+from sparsek_kernels.paged.index.two_step import launch as two_step_launch  # noqa: E402
+from sparsek_kernels.paged.index.two_step import launch_probabilities, launch_scores  # noqa: E402
 from sparsek_kernels.paged.operands import PagedOperands  # noqa: E402
+from sparsek_kernels.paged.pages import summary_bytes  # noqa: E402
+from sparsek_kernels.paged.plan import Segment  # noqa: E402
 from sparsek_kernels.paged.policy import SelectionPolicy  # noqa: E402
 
 POLICY = SelectionPolicy(num_sink=64, window_size=512, top_k=32)
@@ -46,16 +50,15 @@ READ_TBS = 4.59
 def make_cache(pages: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Head-major pages with their summaries in the tail, random values."""
     body = HEADS * PAGE * 2 * DIM
-    tail = HEADS * (PAGE // 16) * DIM
+    each = summary_bytes(PAGE, DIM)
+    tail = HEADS * each // 2
     buffer = torch.empty(pages, body + tail, device="cuda", dtype=torch.bfloat16)
     step = max(1, 2**28 // (body + tail))
     for first in range(0, pages, step):
         buffer[first : first + step].normal_()
     buffer[:, body:] *= 0.25
     kv = buffer.as_strided((pages, HEADS, PAGE, 2 * DIM), (body + tail, PAGE * 2 * DIM, 2 * DIM, 1))
-    summary = buffer.as_strided(
-        (pages, HEADS, PAGE // 16, DIM), (body + tail, PAGE // 16 * DIM, DIM, 1), body
-    )
+    summary = buffer[:, body:].view(torch.uint8).unflatten(1, (HEADS, each))
     return kv[..., :DIM], kv[..., DIM:], summary
 
 
@@ -114,7 +117,11 @@ def time_graph(calls: list[Callable[[], object]], repeats: int = 30) -> float:
 @contextmanager
 def patched(name: str, value: TileConfig | tuple[int, int] | None) -> Iterator[None]:
     """Make the launcher take ``value`` from the selector ``name``."""
-    module = next(m for m in (launch, launch_scores, launch_select) if hasattr(m, name))
+    module = next(
+        m
+        for m in (attend_launch, launch_scores, key_means_launch, index_launch)
+        if hasattr(m, name)
+    )
     stand_in = getattr(module, name) if value is None else lambda *_, **__: value
     with mock.patch.object(module, name, stand_in):
         yield
@@ -123,17 +130,18 @@ def patched(name: str, value: TileConfig | tuple[int, int] | None) -> Iterator[N
 @contextmanager
 def portable_kernels() -> Iterator[None]:
     """Prefills leave the kernels written for Hopper alone."""
-    attend, score = launch.prefill_config, launch_scores.score_config
-    masses = launch_rank.listed_config
-    with (
-        mock.patch.object(launch, "prefill_config", lambda **s: replace(attend(**s), hopper=False)),
-        mock.patch.object(
-            launch_scores, "score_config", lambda **s: replace(score(**s), hopper=False)
-        ),
-        mock.patch.object(
-            launch_rank, "listed_config", lambda **s: replace(masses(**s), hopper=False)
-        ),
-    ):
+    with ExitStack() as stack:
+        for module, name in (
+            (attend_launch, "prefill_config"),
+            (launch_scores, "score_config"),
+            (launch_probabilities, "listed_config"),
+        ):
+            configure = getattr(module, name)
+
+            def portable(configure: Any = configure, **shape: Any) -> TileConfig:
+                return replace(configure(**shape), hopper=False)
+
+            stack.enter_context(mock.patch.object(module, name, portable))
         yield
 
 
@@ -156,6 +164,11 @@ def decode_floor(requests: int, length: int) -> float:
     return requests * HEADS * (selected + summaries) / READ_TBS / 1e6
 
 
+def choose_and_attend(index: Any, operands: PagedOperands, segment: Segment) -> None:
+    """Both halves; ``index`` is the launcher that chooses."""
+    attend_launch.attend_segment(operands, segment, index.select(operands, segment))
+
+
 def decode_calls(
     cache: tuple[torch.Tensor, ...], requests: int, length: int, max_len: int, copies: int
 ) -> tuple[list[Callable[[], object]], list[Callable[[], object]], list[Callable[[], object]]]:
@@ -167,18 +180,12 @@ def decode_calls(
         q, batch = make_batch(pages, [(1, length)] * requests, requests, max_len, copy)
         out = torch.empty_like(q)
         operands = PagedOperands(q, k_cache, v_cache, out, DIM**-0.5, summary)
-        choose = functools.partial(
-            launch.select_blocks,
-            *(q, k_cache, batch, POLICY),
-            k_summary=summary,
-            softmax_scale=DIM**-0.5,
-        )
+        segment = Segment(batch, rule)
+        choose = functools.partial(key_means_launch.select, operands, segment)
         selected = choose()
-        everything.append(lambda x=operands, b=batch: launch.paged_attention(x, b, POLICY))
+        everything.append(functools.partial(choose_and_attend, key_means_launch, operands, segment))
         select.append(choose)
-        attend.append(
-            lambda x=operands, b=batch, s=selected: launch.attend(x, b, rule, s, decode=True)
-        )
+        attend.append(functools.partial(attend_launch.attend_segment, operands, segment, selected))
     return everything, select, attend
 
 
@@ -234,7 +241,8 @@ def run_decode(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) 
             for kind, config in chosen:
                 with patched(kind, config):
                     operands = PagedOperands(q, *cache[:2], out, 0.1, cache[2])
-                    launch.paged_attention(operands, batch, POLICY)
+                    segment = Segment(batch, POLICY.per_token())
+                    choose_and_attend(key_means_launch, operands, segment)
             continue
         floor = decode_floor(requests, length)
         if name == "32x64k":
@@ -253,10 +261,9 @@ def run_decode(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1)) 
         for top in TOP_SWEEP:
             with patched("top_warps", top):
                 print(f"   {name} top_warps {top}: select {time_graph(select):.1f} us", flush=True)
-        kernel = launch_select.top_blocks_kernel
-        launch_select.top_blocks_kernel = {(requests, HEADS): lambda *_, **__: None}
-        print(f"   {name} logits alone {time_graph(select):.1f} us", flush=True)
-        launch_select.top_blocks_kernel = kernel
+        none = {(requests, HEADS): lambda *_, **__: None}
+        with mock.patch.object(index_launch, "top_blocks_kernel", none):
+            print(f"   {name} logits alone {time_graph(select):.1f} us", flush=True)
         for kind, calls, configs in (
             ("logits_config", select, LOGITS_SWEEP),
             ("decode_config", attend, DECODE_SWEEP),
@@ -338,20 +345,11 @@ def run_prefill(sweep: bool, tiny: bool = False, pick: tuple[int, int] = (0, 1))
         q, batch = make_batch(pages, [(new, now)], 0, now if not tiny else length, 0)
         out = torch.empty_like(q)
 
-        def select(q: torch.Tensor = q, batch: PagedBatch = batch) -> torch.Tensor:
-            return launch.select_blocks(
-                q, cache[0], batch, POLICY, k_summary=cache[2], softmax_scale=DIM**-0.5
-            )
-
-        selected = select()
         operands = PagedOperands(q, *cache[:2], out, DIM**-0.5, cache[2])
-
-        def attend(operands=operands, batch=batch, selected=selected) -> None:
-            launch.attend(operands, batch, POLICY, selected, decode=False)
-
-        def everything(operands=operands, batch=batch) -> None:
-            launch.paged_attention(operands, batch, POLICY)
-
+        segment = Segment(batch, POLICY)
+        select = functools.partial(two_step_launch.select, operands, segment)
+        attend = functools.partial(attend_launch.attend_segment, operands, segment, select())
+        everything = functools.partial(choose_and_attend, two_step_launch, operands, segment)
         for kind, fn, options in (
             ("score_config", select, scores),
             ("prefill_config", attend, attends),

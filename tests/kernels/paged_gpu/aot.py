@@ -22,46 +22,51 @@ from unittest import mock
 import torch
 import triton
 from hardware import simulated
-from problems import make_problem
+from problems import attend_phases, make_problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sparsek_kernels.paged.attend import launch as attend_launch
+from sparsek_kernels.paged.attend import launch_sm90
 from sparsek_kernels.paged.config import TileConfig
-from sparsek_kernels.paged.launch import attend as launch
-from sparsek_kernels.paged.launch import attend_sm90 as launch_sm90
-from sparsek_kernels.paged.launch import infllm as launch_infllm
-from sparsek_kernels.paged.launch import rank as launch_rank
-from sparsek_kernels.paged.launch import scores as launch_scores
-from sparsek_kernels.paged.launch import seer as launch_seer
-from sparsek_kernels.paged.launch import select as launch_select
-from sparsek_kernels.paged.launch import shards as launch_shards
-from sparsek_kernels.paged.policy import Ranking, SelectionPolicy
+from sparsek_kernels.paged.index import launch as index_launch
+from sparsek_kernels.paged.index.base import Indexers
+from sparsek_kernels.paged.index.infllm import InfLLM
+from sparsek_kernels.paged.index.infllm import launch as infllm_launch
+from sparsek_kernels.paged.index.key_means import launch as key_means_launch
+from sparsek_kernels.paged.index.seer import Seer
+from sparsek_kernels.paged.index.seer import launch as seer_launch
+from sparsek_kernels.paged.index.two_step import launch_probabilities, launch_scores
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
+from sparsek_kernels.paged.write import launch as write_launch
 from tests.kernels.barriers import require_lasting_barriers
+from tests.kernels.launched import run_launched
 from tests.kernels.paged.gate_cases import make_gates
 
 KERNELS = {
-    "write_kv_kernel": launch,
-    "attend_kernel": launch,
-    "decode_logits_kernel": launch_select,
-    "top_blocks_kernel": launch_select,
-    "listed_masses_kernel": launch_rank,
-    "rank_blocks_kernel": launch_rank,
+    "write_kv_kernel": write_launch,
+    "attend_kernel": attend_launch,
+    "decode_logits_kernel": key_means_launch,
+    "top_blocks_kernel": index_launch,
+    "listed_masses_kernel": launch_probabilities,
+    "rank_blocks_kernel": launch_probabilities,
     "pool_means_kernel": launch_scores,
     "gather_samples_kernel": launch_scores,
     "part_scores_kernel": launch_scores,
     "add_parts_kernel": launch_scores,
-    "write_means_kernel": launch_infllm,
-    "average_logits_kernel": launch_infllm,
-    "block_scores_kernel": launch_infllm,
-    "write_gate_keys_kernel": launch_seer,
-    "gate_queries_kernel": launch_seer,
-    "gate_logits_kernel": launch_seer,
+    "write_means_kernel": infllm_launch,
+    "average_logits_kernel": infllm_launch,
+    "block_scores_kernel": infllm_launch,
+    "write_gate_keys_kernel": seer_launch,
+    "gate_queries_kernel": seer_launch,
+    "gate_logits_kernel": seer_launch,
     "attend_hopper_kernel": launch_sm90,
-    "tile_scores_sm90_kernel": launch_scores,
-    "listed_masses_sm90_kernel": launch_rank,
+    "tile_scores_sm90_kernel": launch_scores.sm90,
+    "listed_masses_sm90_kernel": launch_probabilities.sm90,
 }
+"""The module by whose name each is launched."""
 HOPPER_SCORES = ("gather_samples_kernel", "tile_scores_sm90_kernel")
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -115,9 +120,9 @@ def hopper_kernels(wanted: bool) -> Iterator[None]:
     """Prefills of whole tiles take the kernels written for Hopper where these fit, or never do."""
     with contextlib.ExitStack() as stack:
         for module, selector in (
-            (launch, "prefill_config"),
+            (attend_launch, "prefill_config"),
             (launch_scores, "score_config"),
-            (launch_rank, "listed_config"),
+            (launch_probabilities, "listed_config"),
         ):
             configure = getattr(module, selector)
 
@@ -216,7 +221,10 @@ def launches(
 
         def step(policy: SelectionPolicy = policy, batch_invariant: bool = False) -> None:
             operands = problem.operands(torch.empty_like(problem.q))
-            launch.paged_attention(operands, problem.batch, policy, batch_invariant=batch_invariant)
+            if batch_invariant:
+                run_launched(operands, problem.batch, policy, batch_invariant=True)
+            else:
+                attend_phases(operands, problem.batch, policy)
 
         seen += record(functools.partial(step, batch_invariant=True), arch, sms)[:3]
         with hopper_kernels(False):
@@ -226,7 +234,7 @@ def launches(
                 special = ("attend_hopper_kernel", "listed_masses_sm90_kernel", *HOPPER_SCORES)
                 seen += [r for r in record(step, arch, sms) if r.name in special]
     seen += record(
-        lambda: launch.write_kv(
+        lambda: write_launch.write_kv(
             problem.keys[0],
             problem.values[0],
             problem.k_cache,
@@ -241,11 +249,12 @@ def launches(
 
 
 def learned_launches(
-    ranking: Ranking, arch: int, dtype: torch.dtype, head_dim: int, group: int
+    indexer: str, arch: int, dtype: torch.dtype, head_dim: int, group: int
 ) -> list[Recorded]:
-    """What a step launches in a learned ranking, by keys with and without positions."""
-    policy = SelectionPolicy(num_sink=64, window_size=2048, top_k=63, query_tile=1, ranking=ranking)
-    gates = make_gates(2, group, head_dim) if ranking == "seer" else None
+    """What a step launches for a learned indexer, by keys with and without positions."""
+    policy = SelectionPolicy(num_sink=64, window_size=2048, top_k=63, query_tile=1)
+    gates = make_gates(2, group, head_dim)
+    indexers = Indexers(*[InfLLM() if indexer == "infllm" else Seer(gates)] * 2)
     problem = make_problem(
         [(1, 9000), (16, 9000)],
         num_decodes=1,
@@ -260,12 +269,12 @@ def learned_launches(
         batch = dataclasses.replace(problem.batch, rotation=rotation, _derived={})
 
         def step(batch: Any = batch) -> None:
-            if gates is None:
-                launch_infllm.write_means(problem.k_cache, problem.k_summary, batch)
+            if indexer == "infllm":
+                infllm_launch.write_means(problem.k_cache, problem.k_summary, batch)
             else:
-                launch_seer.write_gate_keys(problem.k_cache, problem.k_summary, batch, 64, gates)
-            operands = problem.operands(torch.empty_like(problem.q), gates=gates)
-            launch.paged_attention(operands, batch, policy)
+                seer_launch.write_gate_keys(problem.k_cache, problem.k_summary, batch, 64, gates)
+            operands = problem.operands(torch.empty_like(problem.q))
+            attend_phases(operands, batch, StepPolicy(policy, policy), indexers)
 
         seen += record(step, arch, 132)
     return seen
@@ -285,14 +294,13 @@ def sharded_launches(arch: int) -> list[Recorded]:
     )
     seen: list[Recorded] = []
     for policy in (
-        SelectionPolicy(num_sink=64, window_size=512, top_k=32).per_token(),
+        SelectionPolicy(num_sink=64, window_size=512, top_k=32),
         SelectionPolicy(),
         SelectionPolicy(num_sink=4, window_size=1024),
     ):
-        operands = problem.operands(torch.empty(problem.q.shape))
-        step = functools.partial(
-            launch_shards.attend_shard, operands, problem.batch, policy, lambda x: x
-        )
+        lse = torch.empty(problem.q.shape[:2])
+        operands = problem.operands(torch.empty(problem.q.shape), lse=lse, largest=lambda x: x)
+        step = functools.partial(attend_phases, operands, problem.batch, policy)
         seen += record(step, arch, 132)
     return seen
 
@@ -306,13 +314,13 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--fp8-cache", action="store_true")
     parser.add_argument("--sharded", action="store_true")
-    parser.add_argument("--ranking", choices=["infllm", "seer"])
+    parser.add_argument("--indexer", choices=["infllm", "seer"])
     args = parser.parse_args()
     if args.sharded:
         seen = sharded_launches(args.arch)
-    elif args.ranking:
+    elif args.indexer:
         dtype = getattr(torch, args.dtype)
-        seen = learned_launches(args.ranking, args.arch, dtype, args.head_dim, args.group)
+        seen = learned_launches(args.indexer, args.arch, dtype, args.head_dim, args.group)
     else:
         seen = launches(
             args.arch,

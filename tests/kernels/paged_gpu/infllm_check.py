@@ -9,21 +9,24 @@ from typing import Any
 import oracle_check
 import torch
 import torch.nn.functional as F
-from problems import Problem
+from problems import Problem, select_phases
 
 from sparsek_kernels.paged.api import write_kv
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
-from sparsek_kernels.paged.infllm.means import view_means
-from sparsek_kernels.paged.launch import attend as launch
-from sparsek_kernels.paged.launch import infllm as launch_infllm
-from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+from sparsek_kernels.paged.index.base import Indexers
+from sparsek_kernels.paged.index.infllm import InfLLM
+from sparsek_kernels.paged.index.infllm import launch as infllm_launch
+from sparsek_kernels.paged.index.infllm.means import view_means
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.reference import (
     kernel_shares_reference,
     paged_attention_reference,
     visible_reference,
 )
+from sparsek_kernels.paged.write import launch as write_launch
 from tests.kernels.worst_sketch import worst_sketch
 
+INDEXERS = Indexers(InfLLM(), InfLLM())
 SLACK = 1e-3
 """Relative difference of scores that is a tie: sums are float32, and powers of two are rounded."""
 
@@ -69,7 +72,7 @@ def write_pages(*arguments: Any, **scales: float) -> None:
     """Keys and values without their sketch, by the kernel where it does not take long."""
     *first, _summary, slots = arguments
     on_gpu = first[0].is_cuda or first[2].dtype == torch.float8_e4m3fn
-    (launch.write_kv if on_gpu else write_kv)(*first, None, slots, **scales)
+    (write_launch.write_kv if on_gpu else write_kv)(*first, None, slots, **scales)
 
 
 def fill(
@@ -85,7 +88,7 @@ def fill(
     for cut in cuts:
         ends = [int(length * cut) for length in lengths]
         batch = part_of(problem.batch, done, ends, device)
-        launch_infllm.write_means(problem.k_cache, problem.k_summary, batch)
+        infllm_launch.write_means(problem.k_cache, problem.k_summary, batch)
         done = ends
 
 
@@ -136,22 +139,15 @@ class Chosen:
 
     def __init__(self, problem: Problem, policy: SelectionPolicy, k_scale: float = 1.0) -> None:
         self._problem, self._policy, self._k_scale = problem, policy, k_scale
-        batch = problem.batch
-        decodes, prefills = launch.select_blocks(
-            problem.q,
-            problem.k_cache,
-            batch,
-            policy,
-            k_summary=problem.k_summary,
-            softmax_scale=self._scale,
-            k_scale=k_scale,
-        )
+        lengths = zip(*host_lengths(problem.batch), strict=True)
         self.tokens = [
             (request, position)
-            for request, (length, count) in enumerate(zip(*host_lengths(batch), strict=True))
+            for request, (length, count) in enumerate(lengths)
             for position in range(length - count, length)
         ]
-        found = torch.cat([decodes[: batch.num_decode_tokens], prefills])[: len(self.tokens)]
+        operands = problem.operands(problem.q, k_scale=k_scale)
+        both = StepPolicy(policy, policy)
+        found = torch.cat(select_phases(operands, problem.batch, both, INDEXERS))
         self.rows = list(found.cpu().clamp(min=-1))
         self._next = iter(range(len(self.tokens)))
 
@@ -183,6 +179,11 @@ class Chosen:
             left = [block for block in range(first, last) if block not in mine]
             assert of_head[mine].min() >= (1 - SLACK) * of_head[left].max()
         return found.tolist()  # type: ignore[no-any-return]
+
+
+def attend(problem: Problem, policy: SelectionPolicy) -> torch.Tensor:
+    """Output of the kernels, whose prefills choose as decodes do."""
+    return oracle_check.attend(problem, StepPolicy(policy, policy), indexers=INDEXERS)
 
 
 def check_rows(
@@ -225,13 +226,13 @@ def check(problem: Problem, policy: SelectionPolicy) -> None:
         cu_seqlens_q=problem.batch.cu_seqlens_q.cpu(),
         _derived={},
     )
-    got = oracle_check.attend(problem, policy).double().cpu()
+    got = attend(problem, policy).double().cpu()
     want = paged_attention_reference(
         problem.q.cpu(),
         problem.k_cache.cpu(),
         problem.v_cache.cpu(),
         batch,
-        policy,
+        StepPolicy(policy, policy),
         select=Chosen(problem, policy),
     )
     assert got.isfinite().all()

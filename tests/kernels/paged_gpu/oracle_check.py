@@ -6,12 +6,18 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
-from problems import Problem
+from problems import Problem, attend_phases, select_phases
 
 from sparsek_kernels.paged.api import write_kv
-from sparsek_kernels.paged.batch import host_lengths
-from sparsek_kernels.paged.launch import attend as launch
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.index.base import Indexers
+from sparsek_kernels.paged.index.key_means.sketch import (
+    VECTOR_SIZE,
+    checksums,
+    code_scales,
+    read_vectors,
+    view_rows,
+)
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.reference import (
     best,
     candidate_scores_reference,
@@ -21,13 +27,8 @@ from sparsek_kernels.paged.reference import (
     select_blocks_reference,
     sketch_reference,
 )
-from sparsek_kernels.paged.sketch import (
-    VECTOR_SIZE,
-    checksums,
-    code_scales,
-    read_vectors,
-    view_rows,
-)
+from sparsek_kernels.paged.write import launch as write_launch
+from tests.kernels.launched import run_launched
 from tests.kernels.rounded_query import rounded
 from tests.kernels.worst_sketch import worst_sketch
 
@@ -45,7 +46,7 @@ def fill(
     The kernel writes caches on a GPU, and the torch path those on a CPU, unless ``write`` says
     otherwise: in the interpreter the kernel takes longer than all that reads the cache.
     """
-    write = write or (launch.write_kv if problem.k_cache.is_cuda else write_kv)
+    write = write or (write_launch.write_kv if problem.k_cache.is_cuda else write_kv)
     done = [0] * len(problem.keys)
     for cut in cuts:
         keys, values, slots = [], [], []
@@ -111,16 +112,19 @@ def check_cache(problem: Problem) -> None:
 
 def attend(
     problem: Problem,
-    policy: SelectionPolicy,
+    policy: SelectionPolicy | StepPolicy,
     sinks: torch.Tensor | None = None,
+    indexers: Indexers | None = None,
     *,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Output of the kernels; rows nobody wrote stay NaN."""
     out = torch.full_like(problem.q, float("nan"))
     operands = problem.operands(out, sinks=sinks)
-    rule = policy.per_token() if policy.query_tile == 1 else policy
-    launch.paged_attention(operands, problem.batch, rule, batch_invariant=batch_invariant)
+    if batch_invariant:
+        run_launched(operands, problem.batch, policy, indexers, batch_invariant=True)
+    else:
+        attend_phases(operands, problem.batch, policy, indexers)
     return out
 
 
@@ -164,22 +168,9 @@ class Chosen:
 
     def __init__(self, problem: Problem, policy: SelectionPolicy, k_scale: float = 1.0) -> None:
         self._k_scale = k_scale
-        rule = policy.per_token() if policy.query_tile == 1 else policy
-        decodes, prefills = launch.select_blocks(
-            problem.q,
-            problem.k_cache,
-            problem.batch,
-            rule,
-            k_summary=problem.k_summary,
-            softmax_scale=problem.q.shape[-1] ** -0.5,
-            k_scale=k_scale,
-        )
-        lengths, counts = host_lengths(problem.batch)
-        first = problem.batch.num_decodes
-        new = zip(lengths[first:], counts[first:], strict=True)
-        tiles = sum(rule.num_tiles(length - count, length) for length, count in new)
-        found = [*decodes[: sum(counts[:first])], *prefills[:tiles]]
-        self._tiles = iter([tile.cpu().clamp(min=-1) for tile in found])
+        operands = problem.operands(problem.q, k_scale=k_scale)
+        chosen = select_phases(operands, problem.batch, policy)
+        self._tiles = iter([tile for mine in chosen for tile in mine.cpu().clamp(min=-1)])
 
     def __call__(
         self,

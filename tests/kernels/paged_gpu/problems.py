@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.api import default_indexers
+from sparsek_kernels.paged.batch import PagedBatch, host_lengths
+from sparsek_kernels.paged.index.base import Indexers
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.sketch import summary_bytes
+from sparsek_kernels.paged.pages import summary_bytes
+from sparsek_kernels.paged.plan import Segment
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
+from tests.kernels.launched import attend_launched, select_launched
 from tests.kernels.worst_sketch import worst_sketch
 
 
@@ -32,6 +37,51 @@ class Problem:
         return PagedOperands(
             self.q, self.k_cache, self.v_cache, out, scale, self.k_summary, **options
         )
+
+
+def phases(batch: PagedBatch, policy: SelectionPolicy | StepPolicy) -> list[Segment]:
+    """A batch's decodes and its prefills, each whole: kernels tell dense tiles from sparse ones."""
+    rule, cut, total = StepPolicy.of(policy), batch.num_decodes, batch.num_requests
+    prefill = replace(rule.prefill, dense_last=0)
+    if cut == total:
+        return [Segment(batch, rule.decode)]
+    if not cut:
+        return [Segment(batch, prefill)]
+    return [
+        Segment(batch.part(0, cut), rule.decode),
+        Segment(batch.part(cut, total), prefill),
+    ]
+
+
+def attend_phases(
+    operands: PagedOperands,
+    batch: PagedBatch,
+    policy: SelectionPolicy | StepPolicy,
+    indexers: Indexers | None = None,
+) -> None:
+    """Attend a batch by the launches for decodes, then by those for prefills."""
+    indexers = indexers or default_indexers(StepPolicy.of(policy))
+    for segment in phases(batch, policy):
+        attend_launched(operands, segment, indexers.of(segment))
+
+
+def select_phases(
+    operands: PagedOperands,
+    batch: PagedBatch,
+    policy: SelectionPolicy | StepPolicy,
+    indexers: Indexers | None = None,
+) -> list[torch.Tensor]:
+    """The blocks of every tile that there is, by request."""
+    indexers = indexers or default_indexers(StepPolicy.of(policy))
+    found: list[torch.Tensor] = []
+    for segment in phases(batch, policy):
+        index = indexers.of(segment)
+        assert index is not None
+        chosen = select_launched(operands, segment, index)
+        lengths = zip(*host_lengths(segment.batch), strict=True)
+        tiles = [segment.policy.num_tiles(length - new, length) for length, new in lengths]
+        found += chosen[: sum(tiles)].split(tiles)
+    return found
 
 
 def make_caches(

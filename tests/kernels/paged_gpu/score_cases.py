@@ -17,9 +17,10 @@ from unittest import mock
 import torch
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged.launch import scores as launch_scores
-from sparsek_kernels.paged.launch.tiles import prefill_tiles
+from sparsek_kernels.paged.index.problem import Selection
+from sparsek_kernels.paged.index.two_step import launch_scores
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
+from sparsek_kernels.paged.prefill_tiles import prefill_tiles
 from sparsek_kernels.paged.reference import (
     best,
     block_logits_reference,
@@ -29,7 +30,6 @@ from sparsek_kernels.paged.reference import (
 )
 from tests.kernels.gluon_interpreter import interpret
 
-LOG2E = 1.4426950408889634
 BOUND = 1e-6
 """Of a row's probability, in fp32: products of 16-bit inputs are exact."""
 KEPT = 2**-11
@@ -124,26 +124,26 @@ def check(
     candidates are compared too.
     """
     problem = make(case, dtype, device)
-    batch, rule, scale = problem.batch, case.policy, case.dim**-0.5
+    rule, scale, before = case.policy, case.dim**-0.5, case.num_decodes
+    batch = problem.batch.part(before, len(case.lengths))
     tiles = prefill_tiles(batch, rule.query_tile, problem.q.shape[0])
     count = min(count, tiles.shape[0] - first)
-    width = -(-max(n for _, n in case.lengths) // rule.sel_block_size // 16) * 16 + 16
-    scores = torch.full((count, case.heads, width), float("nan"), device=device)
-    launch_scores.score_tiles(
-        scores, problem.q, problem.k_cache, batch, rule, tiles, scale * LOG2E, first, count, width
-    )
-    hopper = dtype != torch.float32 and launch_scores.scores_fit(problem.q, case.heads, rule, width)
+    out = torch.empty(tiles.shape[0], case.heads, rule.scored_blocks, dtype=torch.int32)
+    call = Selection(out, problem.operands(problem.q), batch, rule, tiles)
+    scores = torch.full((count, case.heads, call.width), float("nan"), device=device)
+    launch_scores.score_tiles(scores, call, first, count)
+    hopper = dtype != torch.float32 and launch_scores.scores_fit(call)
     worst, compared = 0.0, 0
     offsets = batch.cu_seqlens_q.tolist()
     for row, (request, base) in enumerate(tiles[first : first + count].tolist()):
-        new, length = case.lengths[request]
+        new, length = case.lengths[before + request]
         low, high = max(base, length - new), min(base + rule.query_tile, length) - 1
         if request < 0 or high < low or rule.sees_all(low):
             assert scores[row].isnan().all()
             continue
         begin = offsets[request] + low - (length - new)
         q = problem.q[begin : begin + high - low + 1].cpu()
-        keys = problem.keys[request].cpu()
+        keys = problem.keys[before + request].cpu()
         blocks = base // rule.sel_block_size
         want = torch.zeros(case.heads, blocks, dtype=torch.float64)
         positions = list(range(low, high + 1))
@@ -186,8 +186,6 @@ def main() -> int:
     failed = 0
     with contextlib.ExitStack() as stack:
         if args.hopper and device == "cpu":
-            launch_scores.device_arch = lambda _device: 90  # type: ignore[assignment]
-            launch_scores.multiprocessors = lambda _device: 3  # type: ignore[assignment]
             launched = stack.enter_context(interpret(args.order, not args.early, side_by_side=2))
         for case in HOPPER if args.hopper else PORTABLE:
             failed += not say(case.name, *check(case, dtype, device))

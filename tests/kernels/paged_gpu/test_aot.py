@@ -90,14 +90,14 @@ def test_decodes_over_the_pages_of_one_rank_compile() -> None:
     ],
     ids=["sm80", "sm86-fp32-d256", "sm90", "sm90-fp16-d80", "sm100"],
 )
-@pytest.mark.parametrize("ranking", LEARNED)
-def test_learned_rankings_compile(ranking: str, arch: int, options: tuple[str, ...]) -> None:
-    rows = compiled(arch, "--ranking", ranking, *options)
+@pytest.mark.parametrize("indexer", LEARNED)
+def test_learned_indexers_compile(indexer: str, arch: int, options: tuple[str, ...]) -> None:
+    rows = compiled(arch, "--indexer", indexer, *options)
     names = [row["kernel"] for row in rows]
-    assert set(names) == LEARNED[ranking] | {"top_blocks_kernel", "attend_kernel"}
+    assert set(names) == LEARNED[indexer] | {"top_blocks_kernel", "attend_kernel"}
     assert sum(name.startswith("write_") for name in names) == 4
     for row in rows:
-        if row["kernel"] in LEARNED[ranking]:
+        if row["kernel"] in LEARNED[indexer]:
             assert row["stack"] <= 160, row
             assert row["shared"] <= SHARED[arch], row
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from problems import make_problem
 
-from sparsek_kernels.paged.launch import attend as launch
-from sparsek_kernels.paged.launch.tiles import prefill_tiles
+from sparsek_kernels.paged.attend import launch as attend_launch
+from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.prefill_tiles import prefill_tiles
 from sparsek_kernels.paged.reference import attend_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,7 +35,7 @@ def check(
         lengths, num_decodes=len(lengths) * decode, dtype=dtype, device=DEVICE, **options
     )
     page_size, heads, dim = problem.k_cache.shape[2], problem.k_cache.shape[1], problem.q.shape[2]
-    batch, group = problem.batch, problem.q.shape[1] // heads
+    batch = problem.batch
     table = None if decode else prefill_tiles(batch, policy.query_tile, problem.q.shape[0])
     count = problem.q.shape[0] if table is None else table.shape[0]
     selected = torch.full((count, heads, policy.scored_blocks), -1, dtype=torch.int32)
@@ -81,15 +82,9 @@ def check(
             token += 1
     for cache in (problem.k_cache, problem.v_cache):  # keys that no entry lists are never read
         cache.masked_fill_(unread[..., None].to(DEVICE), float("nan"))
-    config = None
-    if fixed:
-        config = launch.row_config(
-            group=group, head_dim=dim, sel_block=policy.sel_block_size, arch=90
-        )
     out = torch.full_like(problem.q, float("nan"))
-    launch.attend(
-        problem.operands(out), batch, policy, selected.to(DEVICE), decode=decode, config=config
-    )
+    segment = Segment(batch, policy, fixed_order=fixed)
+    attend_launch.attend_segment(problem.operands(out), segment, selected.to(DEVICE))
     assert (out.double().cpu() - wanted).abs().max() <= tolerance
 
 

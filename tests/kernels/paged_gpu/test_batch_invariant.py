@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import oracle_check
 import pytest
@@ -12,13 +14,16 @@ import torch
 from aot import record
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import paged_attention
+from sparsek_kernels.paged import InfLLM, KeyMeans, Seer, paged_attention
+from sparsek_kernels.paged import scratch as runtime
+from sparsek_kernels.paged.api import _check_invariance
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.launch import attend as launch
-from sparsek_kernels.paged.launch import scratch as runtime
 from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.pages import summary_bytes
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.sketch import summary_bytes
+from sparsek_kernels.paged.write import launch as write_launch
+from tests.kernels.launched import run_launched
+from tests.kernels.paged.gate_cases import make_gates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOP_K = SelectionPolicy(
@@ -95,7 +100,7 @@ class Company:
         out = torch.full_like(q, float("nan"))
         operands = replace(self.problem.operands(out, sinks=self.sinks), q=q)
         batch = self.batch(pieces, max_seq_len)
-        launch.paged_attention(operands, batch, self.policy, batch_invariant=batch_invariant)
+        run_launched(operands, batch, self.policy, batch_invariant=batch_invariant)
         return list(out.split([len(piece.rows) for piece in pieces]))
 
 
@@ -176,7 +181,7 @@ def test_pages_are_filled_alike_whatever_the_chunks(dtype: torch.dtype) -> None:
     filled = []
     for cuts in ((1.0,), (0.13, 0.5, 0.501, 0.73, 1.0), tuple(i / 77 for i in range(1, 78))):
         problem = make_problem([(1, 77), (1, 50)], page_size=32, dtype=dtype, device=DEVICE)
-        oracle_check.fill(problem, cuts, write=launch.write_kv)
+        oracle_check.fill(problem, cuts, write=write_launch.write_kv)
         filled.append((problem.k_cache, problem.v_cache, problem.k_summary))
     for other in filled[1:]:
         for mine, theirs in zip(filled[0], other, strict=True):
@@ -214,7 +219,7 @@ def test_no_batch_reconfigures_a_kernel(policy: str, heads: int, group: int) -> 
 
         def step(batch: PagedBatch = batch, q: torch.Tensor = q) -> None:
             operands = PagedOperands(q, cache, cache, torch.empty_like(q), 0.1, summary)
-            launch.paged_attention(operands, batch, SMALL[policy], batch_invariant=True)
+            run_launched(operands, batch, SMALL[policy], batch_invariant=True)
 
         launched = record(step, 90, 132)
         assert launched
@@ -236,6 +241,16 @@ def test_a_cpu_refuses() -> None:
             SelectionPolicy(),
             batch_invariant=True,
         )
+
+
+def test_indexers_whose_scores_round_by_the_batch_are_refused() -> None:
+    on_gpu: Any = SimpleNamespace(is_cuda=True)
+    for index in (None, KeyMeans()):
+        _check_invariance(on_gpu, index)
+    for index in (InfLLM(), Seer(make_gates(1, 1, 32))):
+        name = type(index).__name__
+        with pytest.raises(NotImplementedError, match=f"batch_invariant: .* indexer {name}"):
+            _check_invariance(on_gpu, index)
 
 
 LARGE = SelectionPolicy(num_sink=64, window_size=512, top_k=16, dense_below=4096)

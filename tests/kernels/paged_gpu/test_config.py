@@ -5,20 +5,17 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparsek_kernels.paged.attend.config import decode_config, prefill_config, row_config
 from sparsek_kernels.paged.config import (
     TileConfig,
     choose_splits,
-    decode_config,
     largest_part,
-    logits_config,
     next_power_of_2,
-    prefill_config,
-    row_config,
-    score_bytes,
-    score_config,
     shared_memory,
-    top_warps,
 )
+from sparsek_kernels.paged.index.config import top_warps
+from sparsek_kernels.paged.index.key_means.config import logits_config
+from sparsek_kernels.paged.index.two_step.config import score_bytes, score_config
 
 ARCHS = st.sampled_from([75, 80, 86, 89, 90, 100, 120])
 SHAPES = {

@@ -8,10 +8,10 @@ from functools import cache
 import oracle_check
 import pytest
 import torch
-from problems import Problem, make_problem
+from problems import Problem, attend_phases, make_problem
 
-from sparsek_kernels.paged.launch import attend as launch
 from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.write import launch as write_launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOP_K = SelectionPolicy(num_sink=4, window_size=20, top_k=2, sel_block_size=32, query_tile=32)
@@ -27,7 +27,7 @@ def make(cuts: tuple[float, ...] = PIECES) -> Problem:
     problem = make_problem(
         LENGTHS, num_decodes=1, page_size=32, device=DEVICE, cache_dtype=torch.float8_e4m3fn
     )
-    oracle_check.fill(problem, cuts, SCALES, write=launch.write_kv)
+    oracle_check.fill(problem, cuts, SCALES, write=write_launch.write_kv)
     return problem
 
 
@@ -79,8 +79,7 @@ def test_against_oracle(policy: SelectionPolicy) -> None:
     problem = make()
     out = torch.full_like(problem.q, float("nan"))
     operands = problem.operands(out, k_scale=SCALES[0], v_scale=SCALES[1])
-    rule = policy.per_token() if policy.query_tile == 1 else policy
-    launch.paged_attention(operands, problem.batch, rule)
+    attend_phases(operands, problem.batch, policy)
     chosen = None
     if policy.selects_blocks:
         chosen = oracle_check.Chosen(problem, policy, k_scale=SCALES[0])

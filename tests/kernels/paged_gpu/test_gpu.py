@@ -7,7 +7,7 @@ from dataclasses import replace
 import oracle_check
 import pytest
 import torch
-from problems import Problem, make_problem
+from problems import Problem, attend_phases, make_problem, select_phases
 
 from sparsek_backend.bench.ops.paged_inputs import (
     PagedInputs,
@@ -17,11 +17,11 @@ from sparsek_backend.bench.ops.paged_inputs import (
 )
 from sparsek_kernels.paged import paged_attention, select_blocks
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.launch import attend as launch
-from sparsek_kernels.paged.launch import select as launch_select
+from sparsek_kernels.paged.index.key_means.sketch import sketch_pages
 from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.pages import summary_bytes
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.sketch import sketch_pages, summary_bytes
+from sparsek_kernels.paged.write import launch as write_launch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -119,33 +119,18 @@ def test_fp8_cache() -> None:
     for policy in (SelectionPolicy(), WINDOW, replace(TOP_K, top_k=40)):
         out = torch.full_like(problem.q, float("nan"))
         operands = problem.operands(out, k_scale=0.5, v_scale=0.25)
-        launch.paged_attention(operands, problem.batch, policy)
+        attend_phases(operands, problem.batch, policy)
         want = oracle_check.expected(wide, policy)
         assert (out.double().cpu() - want).abs().max() < 3e-2
     few = replace(TOP_K, top_k=6)
-    chosen = launch.select_blocks(
-        problem.q,
-        problem.k_cache,
-        problem.batch,
-        few,
-        k_summary=problem.k_summary,
-        softmax_scale=128**-0.5,
-        k_scale=0.5,
-    )
+    chosen = select_phases(problem.operands(problem.q, k_scale=0.5), problem.batch, few)
     exact = mixed(page_size=64, dim=128, dtype=torch.bfloat16)
     oracle_check.fill(exact)
-    reference = launch.select_blocks(
-        exact.q,
-        exact.k_cache,
-        exact.batch,
-        few,
-        k_summary=exact.k_summary,
-        softmax_scale=128**-0.5,
-    )
-    tiles = launch_select.prefill_tiles(problem.batch, few.query_tile, problem.q.shape[0])
-    known = [slice(None), tiles[:, 0] >= 0]
-    for mine, theirs, valid in zip(chosen, reference, known, strict=True):
-        same = (mine[valid][..., None] == theirs[valid][..., None, :]).any(-1)
+    reference = select_phases(exact.operands(exact.q), exact.batch, few)
+    decodes = exact.batch.num_decodes
+    for part in (slice(decodes), slice(decodes, None)):
+        mine, theirs = (torch.cat(rows[part]) for rows in (chosen, reference))
+        same = (mine[..., None] == theirs[..., None, :]).any(-1)
         assert same.float().mean() > 0.7
 
 
@@ -183,7 +168,7 @@ def test_graph_replay_with_other_lengths() -> None:
     out = torch.empty_like(problem.q)
 
     def step() -> None:
-        launch.write_kv(
+        write_launch.write_kv(
             problem.keys[0][-1:],
             problem.values[0][-1:],
             problem.k_cache,
@@ -191,7 +176,7 @@ def test_graph_replay_with_other_lengths() -> None:
             problem.k_summary,
             problem.slots[0][-1:],
         )
-        launch.paged_attention(problem.operands(out), problem.batch, TOP_K)
+        attend_phases(problem.operands(out), problem.batch, TOP_K)
 
     step()
     torch.cuda.synchronize()
@@ -241,7 +226,7 @@ def test_a_million_tokens_of_context() -> None:
     batch = inputs.batch(inputs.query_lens, inputs.seq_lens, 1)
     out = torch.full_like(inputs.q, float("nan"))
     operands = PagedOperands(inputs.q, k_cache, v_cache, out, dim**-0.5, summary)
-    launch.paged_attention(operands, batch, policy)
+    attend_phases(operands, batch, policy)
     chosen = select_blocks(inputs.q, k_cache, batch, policy, k_summary=summary)
     begin = length - 100
     groups = [(0, 0, range(1), range(length - 6, length - 5))]

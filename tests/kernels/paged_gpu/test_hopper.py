@@ -8,13 +8,13 @@ from dataclasses import replace
 import oracle_check
 import pytest
 import torch
-from problems import Problem, make_problem
+from problems import Problem, make_problem, phases
 
-from sparsek_kernels.paged.launch import attend as launch
-from sparsek_kernels.paged.launch import rank as launch_rank
-from sparsek_kernels.paged.launch import scores as launch_scores
-from sparsek_kernels.paged.launch import select as launch_select
+from sparsek_kernels.paged.attend import launch as attend_launch
+from sparsek_kernels.paged.index.two_step import launch as two_step_launch
+from sparsek_kernels.paged.index.two_step import launch_probabilities, launch_scores
 from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.prefill_tiles import prefill_tiles
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,9 +34,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Launches of each Hopper kernel; steps with few tiles take them too."""
     counts: Counter[str] = Counter()
     for module, selector in (
-        (launch, "prefill_config"),
+        (attend_launch, "prefill_config"),
         (launch_scores, "score_config"),
-        (launch_rank, "listed_config"),
+        (launch_probabilities, "listed_config"),
     ):
         configure = getattr(module, selector)
         monkeypatch.setattr(
@@ -45,9 +45,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             lambda configure=configure, **s: replace(configure(**s), splits=1, hopper=True),
         )
     for module, launcher in (
-        (launch, "attend_hopper"),
+        (attend_launch, "attend_hopper"),
         (launch_scores, "_score_sm90"),
-        (launch_rank, "_list_masses_sm90"),
+        (launch_probabilities, "_list_masses_sm90"),
     ):
         start = getattr(module, launcher)
         monkeypatch.setattr(
@@ -158,30 +158,24 @@ def test_a_step_of_many_tiles(ran: Counter[str]) -> None:
     )
     policy = SelectionPolicy(num_sink=64, window_size=512, top_k=16)
     oracle_check.fill(problem)
+    prefills = phases(problem.batch, policy)[1]
 
     def run(selected: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Selection, and the output over it (or over ``selected``), of the prefills."""
-        chosen = launch.select_blocks(
-            problem.q,
-            problem.k_cache,
-            problem.batch,
-            policy,
-            k_summary=problem.k_summary,
-            softmax_scale=128**-0.5,
-        )[1]
         out = torch.zeros_like(problem.q)
+        chosen = two_step_launch.select(problem.operands(out), prefills)
         given = chosen if selected is None else selected
-        launch.attend(problem.operands(out), problem.batch, policy, given, decode=False)
+        attend_launch.attend_segment(problem.operands(out), prefills, given)
         return chosen, out
 
     chosen, out = run()
     assert set(ran) == ALL
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch_scores, "scores_fit", lambda *_: False)
-        patch.setattr(launch, "attend_fits", lambda *_: False)
+        patch.setattr(attend_launch, "attend_fits", lambda *_: False)
         portable, expected = run(chosen)
     torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
-    known = launch_select.prefill_tiles(problem.batch, 64, problem.q.shape[0])[:, 0] >= 0
+    known = prefill_tiles(prefills.batch, 64, problem.q.shape[0])[:, 0] >= 0
     common = (chosen[known][..., None] == portable[known][:, :, None, :]).any(-1)
     assert (common.sum(-1) >= policy.scored_blocks - 2).all()
     assert common.float().mean() > 0.995

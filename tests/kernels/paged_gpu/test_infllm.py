@@ -7,23 +7,29 @@ from functools import partial
 from typing import Any
 
 import infllm_check
-import oracle_check
 import pytest
 import torch
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import SelectionPolicy, paged_attention, write_kv, write_means
-from sparsek_kernels.paged.checks import check_invariance, check_rotation
-from sparsek_kernels.paged.infllm.means import keeps_means, view_means
-from sparsek_kernels.paged.launch import attend as launch
-from sparsek_kernels.paged.launch import infllm as launch_infllm
-from sparsek_kernels.paged.launch import scratch as runtime
-from sparsek_kernels.paged.launch import select as launch_select
+from sparsek_kernels.paged import (
+    InfLLM,
+    SelectionPolicy,
+    StepPolicy,
+    paged_attention,
+    write_index,
+    write_kv,
+)
+from sparsek_kernels.paged import scratch as runtime
+from sparsek_kernels.paged.checks import check_rotation
+from sparsek_kernels.paged.index import launch as index_launch
+from sparsek_kernels.paged.index.infllm import launch as infllm_launch
+from sparsek_kernels.paged.index.infllm.means import view_means
+from sparsek_kernels.paged.pages import summary_bytes
+from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.reference import block_ranks_reference, select_infllm_reference
-from sparsek_kernels.paged.sketch import summary_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INFLLM = partial(SelectionPolicy, query_tile=1, ranking="infllm")
+INFLLM = partial(SelectionPolicy, query_tile=1)
 BLOCKS_OF_64 = INFLLM(num_sink=64, window_size=64, top_k=2, sel_block_size=64)
 BLOCKS_OF_32 = INFLLM(num_sink=32, window_size=64, top_k=3, sel_block_size=32)
 BLOCKS_OF_16 = INFLLM(num_sink=16, window_size=1, top_k=4, sel_block_size=16)
@@ -130,7 +136,7 @@ def test_cells_that_are_filling_are_never_read() -> None:
     lengths, policy, options = CASES["mixed"]
     problem = make(lengths, **options)
     infllm_check.fill(problem)
-    expected = oracle_check.attend(problem, policy)
+    expected = infllm_check.attend(problem, policy)
     page_size, dim = problem.k_cache.shape[2:]
     means = view_means(problem.k_summary, page_size, dim)
     complete = torch.zeros(means.shape[0], means.shape[2], dtype=torch.bool, device=DEVICE)
@@ -140,7 +146,8 @@ def test_cells_that_are_filling_are_never_read() -> None:
     means.transpose(1, 2)[~complete] = float("nan")
     for (_, length), pages in zip(lengths, problem.batch.block_table, strict=True):
         pages[-(-length // page_size) :] = 1 << 30
-    assert torch.equal(expected, oracle_check.attend(problem, policy))
+    problem.batch = replace(problem.batch, _derived={})  # whose parts may be copies
+    assert torch.equal(expected, infllm_check.attend(problem, policy))
 
 
 def test_prefills_choose_as_decodes_do() -> None:
@@ -157,14 +164,14 @@ def test_scratch_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make([(1, 350), (2, 433), (5, 400)], num_decodes=2, use_nope=True)
     infllm_check.fill(problem)
     whole = select(problem, BLOCKS_OF_32)
-    monkeypatch.setattr(launch_select, "_SCRATCH_ELEMENTS", 64)
+    monkeypatch.setattr(index_launch, "SCRATCH_ELEMENTS", 64)
     monkeypatch.setattr(runtime, "_ROW_ELEMENTS", 1)
     assert all(map(torch.equal, whole, select(problem, BLOCKS_OF_32)))
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 3, 100])
 def test_programs_that_share_a_context(num_sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_infllm, "multiprocessors", lambda _: num_sms)
+    monkeypatch.setattr(infllm_launch, "multiprocessors", lambda _: num_sms)
     problem = make([(1, 4700), (1, 300)], num_decodes=2, page_size=64, heads=1)
     infllm_check.fill(problem)
     infllm_check.check(problem, BLOCKS_OF_64)
@@ -182,15 +189,10 @@ def test_scores_of_nan_queries_stay_in_range() -> None:
     problem = make([(1, 640)], num_decodes=1, page_size=64)
     infllm_check.fill(problem)
     problem.q.fill_(float("nan"))
-    decodes, _ = launch.select_blocks(
-        problem.q,
-        problem.k_cache,
-        problem.batch,
-        BLOCKS_OF_64,
-        k_summary=problem.k_summary,
-        softmax_scale=0.1,
+    (chosen,) = infllm_launch.select(
+        problem.operands(problem.q), Segment(problem.batch, BLOCKS_OF_64)
     )
-    assert ((decodes >= 1) & (decodes < 10)).all()
+    assert ((chosen >= 1) & (chosen < 10)).all()
 
 
 def test_padded_requests_write_zeros_or_nothing() -> None:
@@ -198,8 +200,8 @@ def test_padded_requests_write_zeros_or_nothing() -> None:
     infllm_check.fill(problem)
     before = problem.k_summary.clone()
     problem.batch.seq_lens[1] = 0
-    launch_infllm.write_means(problem.k_cache, problem.k_summary, problem.batch)
-    out = oracle_check.attend(problem, BLOCKS_OF_64)
+    infllm_launch.write_means(problem.k_cache, problem.k_summary, problem.batch)
+    out = infllm_check.attend(problem, BLOCKS_OF_64)
     assert torch.equal(before, problem.k_summary)
     assert out[0].isfinite().all()
     assert (out[1] == 0).all()
@@ -223,22 +225,10 @@ def test_means_fit_the_room_of_the_sketch(page_size: int, dim: int) -> None:
 
 
 def test_only_gpus_keep_means() -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert keeps_means(BLOCKS_OF_64, gpu)
-    assert not keeps_means(BLOCKS_OF_64, cpu)
-    assert not keeps_means(replace(BLOCKS_OF_64, ranking="masses"), gpu)
-
-
-def test_a_cpu_needs_no_means() -> None:
     problem = make([(1, 40)], num_decodes=1, device="cpu")
-    with pytest.raises(NotImplementedError, match="k_cache: on a CPU blocks are ranked by"):
-        write_means(problem.k_cache, problem.k_summary, problem.batch)
-
-
-def test_it_is_not_batch_invariant() -> None:
-    check_invariance(replace(BLOCKS_OF_64, ranking="masses"))
-    with pytest.raises(NotImplementedError, match=r"batch_invariant: .* got ranking='infllm'"):
-        check_invariance(BLOCKS_OF_64)
+    before = problem.k_summary.clone()
+    write_index(problem.k_cache, problem.k_summary, problem.batch, BLOCKS_OF_64, InfLLM())
+    assert torch.equal(problem.k_summary, before)
 
 
 def test_a_rotation_that_kernels_would_misread() -> None:
@@ -303,14 +293,15 @@ def test_a_million_tokens_of_context() -> None:
 
 def attend(problem: Problem, policy: SelectionPolicy) -> torch.Tensor:
     """A layer as a server runs it: means of the cells that the step completes, then attention."""
-    write_means(problem.k_cache, problem.k_summary, problem.batch)
+    write_index(problem.k_cache, problem.k_summary, problem.batch, policy, InfLLM())
     return paged_attention(
         problem.q,
         problem.k_cache,
         problem.v_cache,
         problem.batch,
-        policy,
+        StepPolicy(policy, policy),
         k_summary=problem.k_summary,
+        indexers=infllm_check.INDEXERS,
         out=torch.full_like(problem.q, float("nan")),
     )
 
@@ -342,14 +333,15 @@ def test_graph_replay_with_other_lengths(use_nope: bool) -> None:
             None,
             problem.slots[0][-1:],
         )
-        write_means(problem.k_cache, problem.k_summary, problem.batch)
+        write_index(problem.k_cache, problem.k_summary, problem.batch, BLOCKS_OF_64, InfLLM())
         paged_attention(
             problem.q,
             problem.k_cache,
             problem.v_cache,
             problem.batch,
-            BLOCKS_OF_64,
+            StepPolicy(BLOCKS_OF_64, BLOCKS_OF_64),
             k_summary=problem.k_summary,
+            indexers=infllm_check.INDEXERS,
             out=out,
         )
 
@@ -364,7 +356,7 @@ def test_graph_replay_with_other_lengths(use_nope: bool) -> None:
         out.fill_(float("nan"))
         graph.replay()
         replayed = out.clone()
-        assert torch.equal(replayed, oracle_check.attend(problem, BLOCKS_OF_64))
+        assert torch.equal(replayed, infllm_check.attend(problem, BLOCKS_OF_64))
         exact = replace(
             problem,
             batch=replace(
@@ -389,7 +381,7 @@ def test_a_second_layer_replays_the_launches_of_the_first() -> None:
         infllm_check.fill(layer, cuts=(0.99,))
         out = attend(layer, BLOCKS_OF_64)
         infllm_check.check_means(layer)
-        assert torch.equal(out, oracle_check.attend(layer, BLOCKS_OF_64))
+        assert torch.equal(out, infllm_check.attend(layer, BLOCKS_OF_64))
     replays = layers[0].batch.derived("replays", dict)
     assert len(replays) == 2
     assert all(replay is not None for replay in replays.values())

@@ -9,11 +9,10 @@ import torch
 from hardware import simulated
 from problems import Problem, make_problem
 
-from sparsek_kernels.common.kernels.softmax import LOG2E
-from sparsek_kernels.paged.launch import rank as launch_rank
-from sparsek_kernels.paged.launch.selection import Selection, Step
-from sparsek_kernels.paged.launch.tiles import prefill_tiles
+from sparsek_kernels.paged.index.problem import Selection, Step
+from sparsek_kernels.paged.index.two_step import launch_probabilities
 from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.prefill_tiles import prefill_tiles
 from sparsek_kernels.paged.reference import exact_masses_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -114,7 +113,7 @@ def draw_candidates(
 
 def reads_whole_units(call: Selection) -> bool:
     """Whether the masses of a call come from ``write_unit_masses``."""
-    config, unit = launch_rank.list_config(call)
+    config, unit = launch_probabilities.list_config(call)
     in_a_page = call.k_cache.shape[2] % unit == 0
     return config.block_m >= 64 and unit == config.block_n and in_a_page
 
@@ -142,10 +141,8 @@ def check(case: Case, dtype: torch.dtype, tolerance: float, whole: bool = False)
     out = torch.full(
         (table.shape[0], heads, rule.scored_blocks), -7, dtype=torch.int32, device=DEVICE
     )
-    call = Selection(
-        out, problem.q, problem.k_cache, None, problem.batch, rule, scale * case.k_scale * LOG2E,
-        table,
-    )  # fmt: skip
+    operands = problem.operands(problem.q, k_scale=case.k_scale)
+    call = Selection(out, operands, problem.batch, rule, table)
     assert reads_whole_units(call) or not whole
     most = rule.listed_blocks
     padded = [[row + [-1] * (most - len(row)) for row in lists] for lists in drawn]
@@ -153,7 +150,7 @@ def check(case: Case, dtype: torch.dtype, tolerance: float, whole: bool = False)
     half = len(tiles) // 2
     for step in (Step(0, half), Step(half, len(tiles) - half)):  # scratch is used again
         if step.count:
-            launch_rank.rank_blocks(call, step, given[step.first :].contiguous())
+            launch_probabilities.rank_blocks(call, step, given[step.first :].contiguous())
     offsets, ranked = problem.batch.cu_seqlens_q.tolist(), 0
     for index, (request, base, positions) in enumerate(tiles):
         if not positions:
@@ -200,7 +197,7 @@ def test_whole_units_against_oracle(
     What differs is the order of float32 sums: of the products of a key, the keys of a list, the
     rows of a tile.  They are as long as with float32 inputs, and so the tolerance is the same.
     """
-    monkeypatch.setattr(launch_rank, "listed_shares", lambda *_: shares)
+    monkeypatch.setattr(launch_probabilities, "listed_shares", lambda *_: shares)
     check(WHOLE[name], torch.float16, 1e-4, whole=True)
 
 
@@ -219,9 +216,9 @@ def test_steps_are_whole_waves_of_hoppers_programs(arch: int, heads: int, tiles:
     rule = SelectionPolicy(num_sink=64, window_size=512, top_k=96)
     table = prefill_tiles(problem.batch, rule.query_tile, problem.q.shape[0])
     out = torch.empty(table.shape[0], heads, rule.scored_blocks, dtype=torch.int32)
-    call = Selection(out, problem.q, problem.k_cache, None, problem.batch, rule, 1.0, table)
+    call = Selection(out, problem.operands(problem.q), problem.batch, rule, table)
     with simulated(arch, 132):
-        assert launch_rank.tiles_ranked(call, 1 << 24) == tiles
+        assert launch_probabilities.tiles_ranked(call, 1 << 24) == tiles
 
 
 @pytest.mark.gpu

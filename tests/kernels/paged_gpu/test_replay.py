@@ -15,18 +15,22 @@ import pytest
 import torch
 from aot import KERNELS, hopper_kernels
 from hardware import simulated
-from problems import Problem, make_problem
+from problems import Problem, attend_phases, make_problem
 
 from sparsek_kernels.common import recording as recording_module
 from sparsek_kernels.common.recording import Tensors, recording, run
-from sparsek_kernels.paged import paged_attention, write_kv
+from sparsek_kernels.paged import InfLLM, KeyMeans, Seer, paged_attention, write_kv
+from sparsek_kernels.paged import replay as replay_module
+from sparsek_kernels.paged.api import _replayable_segment
+from sparsek_kernels.paged.attend import launch as attend_launch
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.launch import attend as launch
-from sparsek_kernels.paged.launch import replay as replay_module
-from sparsek_kernels.paged.launch.replay import ReplayableCall, Replays, replayable
-from sparsek_kernels.paged.launch.scratch import _workspaces
 from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.replay import ReplayableCall, Replays, replayable
+from sparsek_kernels.paged.scratch import _workspaces
+from sparsek_kernels.paged.write import launch as write_launch
+from tests.kernels.paged.gate_cases import make_gates
 
 TOP_K = SelectionPolicy(num_sink=64, window_size=512, top_k=8)
 POLICIES = {
@@ -96,7 +100,7 @@ def attend_through_the_jit(problem: Problem, batch: PagedBatch, policy: Selectio
     out = torch.empty_like(problem.q)
     sinks = torch.zeros(problem.q.shape[1]) if policy.window_size == 300 else None
     operands = problem.operands(out, sinks=sinks)
-    launch.paged_attention(operands, batch, policy)
+    attend_phases(operands, batch, policy)
     cache = (problem.q, problem.k_cache, problem.v_cache, out, problem.k_summary)
     return (*cache, sinks)
 
@@ -141,10 +145,12 @@ def test_a_replay_launches_what_the_jit_would(policy: str, hopper: bool, notes: 
         call = ReplayableCall(mine, policy, replays)
         assert not call.replay()
         with call.recorded():
-            launch.paged_attention(operands, first.batch, rule)
+            attend_phases(operands, first.batch, rule)
     names = {name for name, *_ in taken(notes)}
     assert ("attend_hopper_kernel" in names) == (hopper and rule.selects_blocks)
-    with mock.patch.object(launch, "attend", side_effect=AssertionError("not a replay")):
+    with mock.patch.object(
+        attend_launch, "attend_segment", side_effect=AssertionError("not a replay")
+    ):
         assert ReplayableCall(tensors, policy, replays).replay()
     found = described(taken(notes), tensors)
     assert [note[:2] for note in found] == [note[:2] for note in wanted]
@@ -173,11 +179,11 @@ def test_writes_are_replayed(notes: list[Note]) -> None:
         cache = (problem.k_cache, problem.v_cache, problem.k_summary)
         return (problem.keys[0], problem.values[0], *cache, problem.slots[0])
 
-    launch.write_kv(*tensors(second))  # type: ignore[arg-type]
+    write_launch.write_kv(*tensors(second))  # type: ignore[arg-type]
     wanted = described(taken(notes), tensors(second))
     replays: Replays = {}
     with ReplayableCall(tensors(first), 0, replays).recorded():
-        launch.write_kv(*tensors(first))  # type: ignore[arg-type]
+        write_launch.write_kv(*tensors(first))  # type: ignore[arg-type]
     taken(notes)
     assert ReplayableCall(tensors(second), 0, replays).replay()
     assert described(taken(notes), tensors(second)) == wanted
@@ -218,6 +224,20 @@ def test_calls_of_one_key_lie_alike(on_cpu: None, monkeypatch: pytest.MonkeyPatc
     ):
         with mock.patch.object(where, name, return_value=value):
             assert replayable((q, None), "rule") is None
+
+
+def test_layers_with_other_indexers_have_other_replays(on_cpu: None) -> None:
+    problem, rule = layer(1), TOP_K.per_token(sel_block_size=32)
+    gates = [make_gates(4, 2, 64, norms=norms) for norms in (True, False)]
+    operands = problem.operands(torch.empty_like(problem.q))
+    segment = Segment(problem.batch.part(0, 2), rule)
+    keys = set()
+    with mock.patch.object(torch.Tensor, "is_cuda", True):
+        for index in (None, KeyMeans(), InfLLM(), *map(Seer, gates)):
+            call = _replayable_segment(operands, segment, index)
+            assert call is not None
+            keys.add(call.key)
+    assert len(keys) == 5
 
 
 def test_steps_keep_their_own_replays(on_cpu: None) -> None:
@@ -316,6 +336,8 @@ def test_replayed_layers_equal_launched_ones(policy: str) -> None:
 
     wanted = attend(second, replace(second.batch, _derived={}))
     attend(first, first.batch)
-    with mock.patch.object(launch, "attend", side_effect=AssertionError("not a replay")):
+    with mock.patch.object(
+        attend_launch, "attend_segment", side_effect=AssertionError("not a replay")
+    ):
         found = attend(second, first.batch)
     assert torch.equal(found, wanted)

@@ -13,28 +13,37 @@ import pytest
 import torch
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import Gates, SelectionPolicy, paged_attention, write_gate_keys, write_kv
-from sparsek_kernels.paged.cpu.seer import write_gate_keys_eager
-from sparsek_kernels.paged.launch import attend as launch
-from sparsek_kernels.paged.launch import scratch as runtime
-from sparsek_kernels.paged.launch import seer as launch_seer
-from sparsek_kernels.paged.launch import select as launch_select
+from sparsek_kernels.paged import (
+    Gates,
+    Indexers,
+    Seer,
+    SelectionPolicy,
+    StepPolicy,
+    TwoStep,
+    paged_attention,
+    write_index,
+    write_kv,
+)
+from sparsek_kernels.paged import scratch as runtime
+from sparsek_kernels.paged.index import launch as index_launch
+from sparsek_kernels.paged.index.seer import launch as seer_launch
+from sparsek_kernels.paged.index.seer.cpu import write_gate_keys_eager
+from sparsek_kernels.paged.index.seer.gates import view_gate_keys
 from sparsek_kernels.paged.reference import (
     paged_attention_reference,
     select_blocks_reference,
     select_seer_reference,
 )
-from sparsek_kernels.paged.seer.gates import view_gate_keys
 from tests.kernels.paged.gate_cases import make_gates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SEER = partial(SelectionPolicy, query_tile=1, ranking="seer")
+SEER = partial(SelectionPolicy, query_tile=1)
 BLOCKS_OF_64 = SEER(num_sink=64, window_size=1, top_k=2, sel_block_size=64)
 BLOCKS_OF_32 = SEER(num_sink=32, window_size=40, top_k=3, sel_block_size=32)
 DENSE_BELOW = SEER(num_sink=32, window_size=1, top_k=2, sel_block_size=32, dense_below=200)
-TILES = replace(BLOCKS_OF_32, query_tile=64)
+TILES = StepPolicy(replace(BLOCKS_OF_32, query_tile=64), BLOCKS_OF_32)
 
-CASES: dict[str, tuple[list[tuple[int, int]], SelectionPolicy, dict[str, Any]]] = {
+CASES: dict[str, tuple[list[tuple[int, int]], SelectionPolicy | StepPolicy, dict[str, Any]]] = {
     "decode": ([(1, 500), (1, 33), (1, 290)], BLOCKS_OF_64, {"num_decodes": 3, "page_size": 64}),
     "mixed": (
         [(2, 500), (1, 33), (9, 290), (3, 410)],
@@ -44,9 +53,10 @@ CASES: dict[str, tuple[list[tuple[int, int]], SelectionPolicy, dict[str, Any]]] 
     "blocks-of-32": ([(1, 500), (4, 290)], BLOCKS_OF_32, {"num_decodes": 1, "page_size": 64}),
     "dense-below": ([(1, 290), (5, 203)], DENSE_BELOW, {"num_decodes": 1, "page_size": 32}),
     "pages-of-128": ([(2, 500), (2, 300)], BLOCKS_OF_64, {"num_decodes": 1, "page_size": 128}),
+    "tiles": ([(1, 500), (30, 290)], TILES, {"num_decodes": 1, "page_size": 64}),
     "dense-prefill": (
         [(1, 500), (30, 290)],
-        replace(TILES, dense_last=1 << 30),
+        StepPolicy(SelectionPolicy(), BLOCKS_OF_32),
         {"num_decodes": 1, "page_size": 64},
     ),
     "group-1": ([(1, 420)], BLOCKS_OF_64, {"group": 1, "heads": 3, "page_size": 64}),
@@ -83,7 +93,7 @@ def fill(problem: Problem, size: int, gates: Gates, cuts: Sequence[float] = (1.0
     for cut in cuts:
         ends = [int(length * cut) for length in lengths]
         batch = infllm_check.part_of(problem.batch, done, ends, DEVICE)
-        launch_seer.write_gate_keys(problem.k_cache, problem.k_summary, batch, size, gates)
+        seer_launch.write_gate_keys(problem.k_cache, problem.k_summary, batch, size, gates)
         done = ends
 
 
@@ -121,14 +131,21 @@ def check_keys(problem: Problem, size: int, gates: Gates) -> None:
     )
 
 
-def attend(problem: Problem, policy: SelectionPolicy, gates: Gates) -> torch.Tensor:
-    out = torch.full_like(problem.q, float("nan"))
-    operands = problem.operands(out, gates=gates)
-    launch.paged_attention(operands, problem.batch, replace(policy, dense_last=0))
-    return out
+def phased(policy: SelectionPolicy | StepPolicy) -> StepPolicy:
+    """Both phases' policy; prefills choose as decodes do where there is but one."""
+    return policy if isinstance(policy, StepPolicy) else StepPolicy(policy, policy)
 
 
-def check(problem: Problem, policy: SelectionPolicy, gates: Gates) -> None:
+def indexers_of(policy: SelectionPolicy | StepPolicy, gates: Gates) -> Indexers:
+    tiles = phased(policy).prefill.query_tile > 1
+    return Indexers(TwoStep() if tiles else Seer(gates), Seer(gates))
+
+
+def attend(problem: Problem, policy: SelectionPolicy | StepPolicy, gates: Gates) -> torch.Tensor:
+    return oracle_check.attend(problem, phased(policy), indexers=indexers_of(policy, gates))
+
+
+def check(problem: Problem, policy: SelectionPolicy | StepPolicy, gates: Gates) -> None:
     mine = on_cpu(problem)
     host = Gates(*(None if x is None else x.cpu() for x in gates.tensors))
 
@@ -143,7 +160,7 @@ def check(problem: Problem, policy: SelectionPolicy, gates: Gates) -> None:
         mine.k_cache,
         mine.v_cache,
         mine.batch,
-        replace(policy, dense_last=0),
+        phased(policy),
         select=select,
     )
     assert (got - want).abs().max() <= oracle_check.TOLERANCE[problem.q.dtype]
@@ -154,8 +171,9 @@ def check(problem: Problem, policy: SelectionPolicy, gates: Gates) -> None:
 def test_choice_and_attention_equal_the_oracle(name: str, rotated: bool) -> None:
     lengths, policy, options = CASES[name]
     problem, gates = make(lengths, rotated=rotated, **{"num_decodes": 1, **options})
-    fill(problem, policy.sel_block_size, gates)
-    check_keys(problem, policy.sel_block_size, gates)
+    size = phased(policy).decode.sel_block_size
+    fill(problem, size, gates)
+    check_keys(problem, size, gates)
     check(problem, policy, gates)
 
 
@@ -183,14 +201,14 @@ def test_scratch_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, gates = make([(1, 350), (2, 433), (5, 400)], num_decodes=2, page_size=32)
     fill(problem, 32, gates)
     whole = attend(problem, BLOCKS_OF_32, gates)
-    monkeypatch.setattr(launch_select, "_SCRATCH_ELEMENTS", 64)
+    monkeypatch.setattr(index_launch, "SCRATCH_ELEMENTS", 64)
     monkeypatch.setattr(runtime, "_ROW_ELEMENTS", 1)
     assert torch.equal(whole, attend(problem, BLOCKS_OF_32, gates))
 
 
 @pytest.mark.parametrize("num_sms", [1, 3, 100])
 def test_programs_that_share_a_context(num_sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_seer, "multiprocessors", lambda _: num_sms)
+    monkeypatch.setattr(seer_launch, "multiprocessors", lambda _: num_sms)
     problem, gates = make([(1, 2500), (1, 300)], num_decodes=2, page_size=64, heads=1)
     fill(problem, 32, gates)
     check(problem, BLOCKS_OF_32, gates)
@@ -201,7 +219,7 @@ def test_padded_requests_write_zeros_or_nothing() -> None:
     fill(problem, 64, gates)
     before = problem.k_summary.clone()
     problem.batch.seq_lens[1] = 0
-    launch_seer.write_gate_keys(problem.k_cache, problem.k_summary, problem.batch, 64, gates)
+    seer_launch.write_gate_keys(problem.k_cache, problem.k_summary, problem.batch, 64, gates)
     out = attend(problem, BLOCKS_OF_64, gates)
     assert torch.equal(before, problem.k_summary)
     assert out[0].isfinite().all()
@@ -237,15 +255,15 @@ def test_layers_and_graphs_at_real_sizes() -> None:
     other = Gates(*(None if x is None else x.to(DEVICE) for x in other.tensors))
 
     def layer(mine: Gates, out: torch.Tensor) -> torch.Tensor:
-        write_gate_keys(problem.k_cache, problem.k_summary, problem.batch, policy, mine)
+        write_index(problem.k_cache, problem.k_summary, problem.batch, policy, Seer(mine))
         return paged_attention(
             problem.q,
             problem.k_cache,
             problem.v_cache,
             problem.batch,
-            policy,
+            phased(policy),
             k_summary=problem.k_summary,
-            gates=mine,
+            indexers=indexers_of(policy, mine),
             out=out,
         )
 
@@ -277,5 +295,5 @@ def test_writing_by_the_api() -> None:
         mine.slots[0].cpu(),
     )  # fmt: skip
     whole = infllm_check.part_of(mine.batch, [0], [130], "cpu")
-    write_gate_keys(mine.k_cache, mine.k_summary, whole, BLOCKS_OF_64, host)
+    write_index(mine.k_cache, mine.k_summary, whole, BLOCKS_OF_64, Seer(host))
     torch.testing.assert_close(kept(mine, 64), expected, atol=2e-5, rtol=2e-5, equal_nan=True)

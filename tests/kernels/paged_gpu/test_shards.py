@@ -9,12 +9,10 @@ import oracle_check
 import pytest
 import torch
 from hardware import simulated
-from problems import Problem, make_problem
+from problems import Problem, attend_phases, make_problem
 
 from sparsek_kernels.common.device import device_arch
 from sparsek_kernels.paged import merge_shards
-from sparsek_kernels.paged.launch import attend as launch
-from sparsek_kernels.paged.launch.shards import attend_shard
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
 from tests.kernels.shared_pages import Largest, held_pages, on_ranks
@@ -43,8 +41,12 @@ def attend_on_ranks(
         (k_cache, v_cache, k_summary), batch = held_pages(caches, problem.batch, rank, ranks)
         out = torch.full(problem.q.shape, float("nan"), dtype=torch.float32, device=DEVICE)
         scale = problem.q.shape[-1] ** -0.5
-        operands = PagedOperands(problem.q, k_cache, v_cache, out, scale, k_summary)
-        return out, attend_shard(operands, batch, policy.per_token(), largest)
+        lse = torch.full(problem.q.shape[:2], float("nan"), dtype=torch.float32, device=DEVICE)
+        operands = PagedOperands(
+            problem.q, k_cache, v_cache, out, scale, k_summary, lse=lse, largest=largest
+        )
+        attend_phases(operands, batch, policy)
+        return out, lse
 
     found, calls = on_ranks(ranks, one)
     outs, lses = (torch.stack(parts) for parts in zip(*found, strict=True))
@@ -59,7 +61,7 @@ def test_merged_attention_is_that_of_one_rank(name: str) -> None:
     sinks = torch.linspace(-1, 2, problem.q.shape[1], device=DEVICE)
     found, calls = attend_on_ranks(problem, policy, 3, sinks)
     whole = torch.full(problem.q.shape, float("nan"), dtype=torch.float32, device=DEVICE)
-    launch.paged_attention(problem.operands(whole, sinks=sinks), problem.batch, policy)
+    attend_phases(problem.operands(whole, sinks=sinks), problem.batch, policy)
     rounding = 2e-5 if problem.q.dtype == torch.float32 else 4e-3  # of weights to 16 bits
     torch.testing.assert_close(found, whole, atol=rounding, rtol=1e-4)
     assert calls == (1 if policy.selects_blocks else 0)

@@ -10,12 +10,14 @@ from triton import knobs
 
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.paged import write_kv
-from sparsek_kernels.paged.config import logits_config, next_power_of_2
-from sparsek_kernels.paged.kernels.sketch_logits import decode_logits_kernel
-from sparsek_kernels.paged.launch import attend as launch
-from sparsek_kernels.paged.launch.scratch import overlap_options
+from sparsek_kernels.paged.config import next_power_of_2
+from sparsek_kernels.paged.index.key_means.config import logits_config
+from sparsek_kernels.paged.index.key_means.kernels.logits import decode_logits_kernel
+from sparsek_kernels.paged.index.key_means.sketch import VECTOR_SIZE, read_vectors, rotation_size
+from sparsek_kernels.paged.pages import summary_bytes
 from sparsek_kernels.paged.reference import hadamard_reference
-from sparsek_kernels.paged.sketch import VECTOR_SIZE, read_vectors, rotation_size, summary_bytes
+from sparsek_kernels.paged.scratch import overlap_options
+from sparsek_kernels.paged.write import launch as write_launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHUNKS = 2
@@ -31,7 +33,7 @@ def test_the_kernel_writes_what_the_torch_path_writes(dim: int, dtype: torch.dty
     k_cache = torch.full((3, 3, 32, dim), float("nan"), dtype=dtype)
     summary = torch.full((3, 3, summary_bytes(32, dim)), 255, dtype=torch.uint8)
     written = []
-    for device, write in (("cpu", write_kv), (DEVICE, launch.write_kv)):
+    for device, write in (("cpu", write_kv), (DEVICE, write_launch.write_kv)):
         caches = [x.clone().to(device) for x in (k_cache, k_cache, summary)]
         for begin, end in ((0, 5), (5, 6), (6, 7), (7, 19), (19, 50)):
             new = keys[begin:end].to(device)

@@ -8,12 +8,13 @@ from typing import Any
 import oracle_check
 import pytest
 import torch
-from problems import Problem, make_problem
+from problems import Problem, make_problem, select_phases
 
-from sparsek_kernels.paged.launch import attend as launch
-from sparsek_kernels.paged.launch import scratch as runtime
-from sparsek_kernels.paged.launch import select as launch_select
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged import scratch as runtime
+from sparsek_kernels.paged.index import launch as index_launch
+from sparsek_kernels.paged.index.two_step import launch as two_step_launch
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
+from sparsek_kernels.paged.write import launch as write_launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOP_K = SelectionPolicy(num_sink=4, window_size=40, top_k=3, sel_block_size=32, query_tile=32)
@@ -78,29 +79,9 @@ CASES = {
 }
 
 
-def tile_counts(problem: Problem, policy: SelectionPolicy) -> list[int]:
-    """Tiles of every request."""
-    batch = problem.batch
-    return [
-        (policy.per_token() if r < batch.num_decodes else policy).num_tiles(n - new, n)
-        for r, (n, new) in enumerate(zip(batch.seq_lens.tolist(), batch.query_lens, strict=True))
-    ]
-
-
 def select(problem: Problem, policy: SelectionPolicy = TOP_K) -> list[torch.Tensor]:
     """The blocks of every tile that there is, by request."""
-    rule = policy.per_token() if policy.query_tile == 1 else policy
-    decodes, prefills = launch.select_blocks(
-        problem.q,
-        problem.k_cache,
-        problem.batch,
-        rule,
-        k_summary=problem.k_summary,
-        softmax_scale=0.1,
-    )
-    counts, single = tile_counts(problem, rule), problem.batch.num_decodes
-    tiles = prefills[: sum(counts[single:])]
-    return [*decodes.split(counts[:single]), *tiles.split(counts[single:])]
+    return select_phases(problem.operands(problem.q), problem.batch, policy)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +97,7 @@ def select(problem: Problem, policy: SelectionPolicy = TOP_K) -> list[torch.Tens
 )
 def test_the_kernel_fills_pages_in_pieces(options: dict[str, Any]) -> None:
     problem = make_problem([(1, 33), (9, 131)], device=DEVICE, **options)
-    oracle_check.fill(problem, write=launch.write_kv)
+    oracle_check.fill(problem, write=write_launch.write_kv)
     oracle_check.check_cache(problem)
 
 
@@ -144,6 +125,7 @@ def test_pages_past_a_sequence_change_nothing(name: str) -> None:
     expected = oracle_check.attend(problem, policy)
     for (_, length), pages in zip(lengths, problem.batch.block_table, strict=True):
         pages[-(-length // problem.k_cache.shape[2]) :] = 1 << 30
+    problem.batch = replace(problem.batch, _derived={})  # whose parts may be copies
     assert torch.equal(expected, oracle_check.attend(problem, policy))
 
 
@@ -169,7 +151,8 @@ def test_budget_over_context_equals_dense() -> None:
 def test_a_budget_far_above_all_contexts_needs_no_list_that_long() -> None:
     problem = make_problem([(1, 150), (40, 140)], num_decodes=1, device=DEVICE)
     oracle_check.fill(problem)
-    everything = SelectionPolicy(num_sink=4, window_size=40, top_k=1 << 20, decode_top_k=1 << 21)
+    prefill = SelectionPolicy(num_sink=4, window_size=40, top_k=1 << 20)
+    everything = StepPolicy(prefill, prefill.per_token(1 << 21))
     found = oracle_check.attend(problem, everything)
     torch.testing.assert_close(found, oracle_check.attend(problem, DENSE), atol=0.0, rtol=0.0)
 
@@ -204,7 +187,8 @@ def test_scratch_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem([(1, 350), (1, 433), (60, 400)], num_decodes=2, device=DEVICE)
     oracle_check.fill(problem)
     whole = oracle_check.attend(problem, TOP_K)
-    monkeypatch.setattr(launch_select, "_SCRATCH_ELEMENTS", 64)
+    for module in (index_launch, two_step_launch):
+        monkeypatch.setattr(module, "SCRATCH_ELEMENTS", 64)
     assert torch.allclose(whole, oracle_check.attend(problem, TOP_K), atol=1e-6, rtol=0)
 
 

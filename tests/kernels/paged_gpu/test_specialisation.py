@@ -21,11 +21,12 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, native_specialize_impl
 
+from sparsek_kernels.paged.api import default_indexers
 from sparsek_kernels.paged.batch import PagedBatch
-from sparsek_kernels.paged.launch import attend as launch
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.plan import Segment, segments
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.plan import Segment, plan_step
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
+from tests.kernels.launched import attend_launched
 
 PROMPT = (1024, 2400)
 POLICIES = {
@@ -60,9 +61,11 @@ def compiled_for(launched: Iterable[Recorded]) -> set[Hashable]:
     return found
 
 
-def kernels_of(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) -> set[Hashable]:
-    """Kernels of one call on a Hopper GPU that is not there."""
-    return compiled_for(record(lambda: launch.paged_attention(operands, batch, rule), 90, 132))
+def kernels_of(operands: PagedOperands, segment: Segment, rule: StepPolicy) -> set[Hashable]:
+    """Kernels of one segment on a Hopper GPU that is not there."""
+    index = default_indexers(rule).of(segment)
+    mine = operands.of_rows(segment.rows)
+    return compiled_for(record(lambda: attend_launched(mine, segment, index), 90, 132))
 
 
 def prefills(decodes: int, prompts: int, policy: SelectionPolicy) -> set[Hashable]:
@@ -81,9 +84,9 @@ def prefills(decodes: int, prompts: int, policy: SelectionPolicy) -> set[Hashabl
     wide = torch.zeros(len(table), 2051, dtype=torch.int32)  # rows do not end at 16 bytes
     wide[:, : table.shape[1]] = table
     batch = replace(problem.batch, block_table=wide)
-    found = next(one for one in segments(batch, policy) if one.batch.num_prefills)
-    operands = problem.operands(torch.empty_like(problem.q))
-    return kernels_of(operands, found.batch, found.policy)
+    rule = StepPolicy.of(policy)
+    segment = next(one for one in plan_step(batch, rule) if not one.decodes)
+    return kernels_of(problem.operands(torch.empty_like(problem.q)), segment, rule)
 
 
 @pytest.mark.parametrize("hopper", [False, True], ids=["portable", "hopper"])
@@ -111,30 +114,26 @@ def test_a_server_compiles_before_its_first_request(
     With ``flash`` FlashAttention attends a step's dense prefills.
     """
     warmup = pytest.importorskip("sparsek_backend.vllm_backend.sparsek.warmup")
-    rule = SelectionPolicy(
-        num_sink=64, window_size=512, top_k=86, decode_top_k=182, dense_below=2048, dense_last=64
+    prompts_of = SelectionPolicy(
+        num_sink=64, window_size=512, top_k=86, dense_below=2048, dense_last=64
     )
+    rule = StepPolicy(prompts_of, prompts_of.per_token(182))
     caches = make_caches(1, heads, 64, dim, torch.bfloat16, "cpu", head_major=True)
     width, cpu, requests = -(-longest // 64), torch.device("cpu"), 40
 
     def launched(batch: PagedBatch) -> set[Hashable]:
         q = torch.empty(sum(batch.query_lens), heads * group, dim, dtype=torch.bfloat16)
+        operands = PagedOperands(q, *caches[:2], torch.empty_like(q), dim**-0.5, caches[2])
         found: set[Hashable] = set()
-        whole = Segment(batch, replace(rule, dense_last=0))
-        for one in segments(batch, rule) if flash else (whole,):
-            if one.policy.is_band and one.batch.num_prefills:
-                continue
-            query = q[one.rows]
-            operands = PagedOperands(
-                query, *caches[:2], torch.empty_like(query), dim**-0.5, caches[2]
-            )
-            found |= kernels_of(operands, one.batch, one.policy)
+        for segment in plan_step(batch, rule):
+            if not (flash and segment.policy.is_band and not segment.decodes):
+                found |= kernels_of(operands, segment, rule)
         return found
 
     known: set[Hashable] = set()
-    for shape in warmup.prefill_shapes(rule, longest, most, requests):
+    for shape in warmup.prefill_shapes(rule.prefill, longest, most, requests):
         known |= launched(warmup.made_up_prefill(*shape, width, cpu))
-    for count, context in warmup.decode_shapes(rule.per_token(), longest, requests):
+    for count, context in warmup.decode_shapes(rule.decode, longest, requests):
         known |= launched(warmup.made_up_decodes(count, 1, context, width, cpu))
     chance = random.Random(0)
     for _ in range(40):
