@@ -32,7 +32,7 @@ This page is generated: `python -m tests.vllm_backend.features.matrix`.
 
 
 PARITY, SPARSE, GPU = "test_engine_parity.py", "test_engine_sparse.py", "test_gpu_engine.py"
-START = "test_startup.py"
+START, UNSERVED, MASKS = "test_startup.py", "test_unserved.py", "test_masks.py"
 NOT_SERVED, ON_GPU = "features/test_refused.py", "features/test_gpu_features.py"
 SCHEDULING = "features/test_scheduling.py"
 HYBRID = "features/test_hybrids.py::test_chunks_preemption_and_prefix_hits"
@@ -80,10 +80,7 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         Row(
             "Llama 4 (chunks and full attention)",
             SERVED,
-            (
-                _decoder("chunked"),
-                "test_layer.py::test_layers_of_chunks_without_the_hybrid_kv_manager",
-            ),
+            (_decoder("chunked"), f"{MASKS}::test_chunks_without_the_hybrid_kv_manager"),
             "with and without the hybrid KV manager",
         ),
         Row(
@@ -182,49 +179,26 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         Row(
             "bidirectional image tokens (Gemma 3 vision, PaliGemma)",
             SERVED,
-            ("test_layer.py::test_bidirectional_prefix_is_served_by_the_fallback",),
+            (f"{MASKS}::test_bidirectional_prefix_is_served_by_the_fallback",),
             SDPA,
         ),
         Row(
             "bidirectional image tokens within a window (Gemma 4)",
             SERVED,
-            (
-                "test_layer.py::test_bidirectional_ranges_of_gemma_4_keep_to_the_window_and_to_"
-                "window_layers",
-            ),
+            (f"{MASKS}::test_bidirectional_ranges_of_gemma_4",),
             f"{SDPA}; head sizes up to 256",
         ),
         Row(
             "Qwen2.5-1M (dual chunk attention)",
             REFUSED,
-            ("test_unserved.py::test_qwen2_with_dual_chunks_stops_the_start",),
+            (f"{UNSERVED}::test_qwen2_with_dual_chunks_stops_the_start",),
             "remove `dual_chunk_attention_config` from the model's `config.json`",
         ),
         Row(
-            "MiMo-V2, openPangu (values of another head size, learned keys)",
+            "models whose layers ask no backend (MiMo-V2, openPangu, Rnj-1, Step-1, HRM-Text, "
+            "DiffusionGemma, MiniMax-M3, Qwen4-Exp, Step-5, Inkling, Voxtral Realtime)",
             REFUSED,
-            (
-                "test_unserved.py::test_refused_by_the_config[MiMo-V2]",
-                "test_unserved.py::test_refused_by_the_config[openPangu]",
-            ),
-            LEAVE,
-        ),
-        Row(
-            "Rnj-1, Step-1, HRM-Text, DiffusionGemma, Voxtral Realtime (masks of their own)",
-            REFUSED,
-            (
-                "test_unserved.py::test_refused_by_the_config[Rnj-1]",
-                "test_unserved.py::test_refused_by_name",
-            ),
-            LEAVE,
-        ),
-        Row(
-            "MiniMax-M3, Qwen4-Exp, Step-5, Inkling (attention layers of their own)",
-            REFUSED,
-            (
-                "test_unserved.py::test_refused_by_name",
-                "test_unserved.py::test_no_other_model_of_vllms_goes_its_own_way",
-            ),
+            (f"{UNSERVED}::test_refused_by_the_config", f"{UNSERVED}::test_refused_by_name"),
             LEAVE,
         ),
         Row("DeepSeek (MLA)", REFUSED, (f"{START}::test_mla_models_are_refused",), LEAVE),
