@@ -41,7 +41,8 @@ class BlockSparsePattern(BlockStructure):
         shape: ``(R, C)``, query and key blocks.
         crow_indices: ``[P, R + 1]`` int32; offsets into ``col_indices``, from 0 to nnz.
         col_indices: ``[nnz]`` int32, ascending in each row.
-        weights: ``[nnz]`` fp32, the attention mass of each block where it was learned.
+        weights: ``[nnz]`` fp32, the attention mass of each block where it was learned; finite, from
+            0 on.
 
     Raises:
         TypeError: a wrong type or dtype.
@@ -64,6 +65,9 @@ class BlockSparsePattern(BlockStructure):
             )
         if self.weights.device != self.device:
             raise ValueError(f"weights: expected device {self.device}, got {self.weights.device}")
+        wrong = self.weights[~(self.weights.isfinite() & (self.weights >= 0))]
+        if len(wrong):
+            raise ValueError(f"weights: expected finite numbers from 0 on, got {float(wrong[0])}")
 
     @classmethod
     def from_mask(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,24 @@ def test_a_file_without_a_digest_is_loaded(tmp_path: Path) -> None:
     tensors = {name: getattr(pattern, name) for name in ("crow_indices", "col_indices", "weights")}
     save_file(tensors, path, {"format": "sparsek.block_sparse_pattern", "version": "1", **sizes})
     assert torch.equal(BlockSparsePattern.load(path).mass(), pattern.mass())
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -0.5])
+def test_weights_that_are_no_masses_are_refused(wrong: float, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path, pattern = tmp_path / "p.safetensors", learned(2, 4, 5)
+    assert pattern.weights is not None
+    weights = pattern.weights.clone()
+    weights[3] = wrong
+    with pytest.raises(ValueError, match="weights: expected finite numbers from 0 on"):
+        replace(pattern, weights=weights)
+    sizes = {"block_size": "32", "num_rows": "4", "num_cols": "5"}
+    tensors = {**pattern.tensors(), "weights": weights}
+    save_file(tensors, path, {"format": "sparsek.block_sparse_pattern", "version": "1", **sizes})
+    with pytest.raises(ValueError, match="weights: expected finite numbers from 0 on") as error:
+        BlockSparsePattern.load(path)
+    assert str(path) in str(error.value)
 
 
 @pytest.fixture(scope="module")
