@@ -14,6 +14,7 @@ from sparsek_backend.patterns import storage
 from sparsek_backend.patterns.entries import (
     block_grid,
     check_shape,
+    edge_index_of,
     indices_of_entries,
     pairs_within,
     places_of_matrix,
@@ -188,20 +189,12 @@ class BlockSparsePattern(BlockStructure):
             TypeError: not a networkx graph.
             ValueError: other nodes than ``0 .. n - 1``.
         """
-        if not hasattr(graph, "edges") or not hasattr(graph, "is_directed"):
+        if not hasattr(graph, "is_directed"):
             raise TypeError(f"graph: expected a networkx graph, got {type(graph).__name__}")
-        size = graph.number_of_nodes()
-        if set(graph.nodes) != set(range(size)):
-            raise ValueError(
-                f"graph: expected the {size} blocks 0 to {size - 1} as nodes, "
-                f"got {list(graph.nodes)[:8]}"
-            )
-        edges = [(u, v) for u, v, *_ in graph.edges]
-        if not graph.is_directed():
-            edges += [(v, u) for u, v in edges]
+        edges, size = edge_index_of(graph)
         if self_loops:
-            edges += [(u, u) for u in range(size)]
-        return cls.from_edges(edges, (size, size), block_size)
+            edges = torch.cat([edges, torch.arange(size).expand(2, -1)], 1)
+        return cls.from_edges(edges.T, (size, size), block_size)
 
     @classmethod
     def local(

@@ -177,7 +177,7 @@ def test_convert_command(file: Path, tmp_path: Path) -> None:
 )
 def test_errors_take_one_line(arguments: list[str], message: str, file: Path) -> None:
     result = runner.invoke(app, [str(file) if x == "FILE" else x for x in arguments])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
 
@@ -187,7 +187,7 @@ def test_a_file_that_is_no_matrix_takes_one_line(content: bytes, tmp_path: Path)
     path = tmp_path / "x.npz"
     path.write_bytes(content)
     result = runner.invoke(app, ["stats", str(path), "--block-size", "16"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr.startswith("error: path: expected a scipy sparse matrix")
 
 
@@ -205,7 +205,7 @@ def test_a_matrix_of_objects_is_not_unpickled(tmp_path: Path) -> None:
     path = tmp_path / "evil.npz"
     np.savez(path, format=np.array("csr"), data=np.array([print], dtype=object))
     result = runner.invoke(app, ["stats", str(path), "--block-size", "16"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "error: path: expected a scipy sparse matrix" in result.stderr
 
 
@@ -261,5 +261,5 @@ def test_learn_command(tmp_path: Path) -> None:
     short = runner.invoke(
         app, ["learn", str(tmp_path / "model"), "--out", str(out), "--tokens", "500", *named]
     )
-    assert short.exit_code == 1
+    assert short.exit_code == 2
     assert "error: --tokens: expected texts of at least 500 tokens, got none" in short.stderr

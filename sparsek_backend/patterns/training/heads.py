@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from sparsek_backend.patterns.masses import sampled_tokens
 from sparsek_backend.patterns.pattern import BlockSparsePattern
-from sparsek_backend.patterns.training.masses import sampled_tokens
 from sparsek_kernels.block_sparse.structure import check_block_size
 from sparsek_kernels.checks import check_heads, check_int, check_scale
 

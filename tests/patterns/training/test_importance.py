@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek_backend.patterns import BlockMass, BlockSparsePattern
+from sparsek_backend.patterns import BlockMass, BlockSparsePattern, masses
 from sparsek_backend.patterns.training import (
     ImportanceTracker,
     Pruning,
-    masses,
     overlap,
     sampled_block_masses,
     visible_blocks,
