@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,7 +14,6 @@ from rich.markup import escape
 from sparsek_backend.bench.ceilings import measure_ceilings
 from sparsek_backend.bench.compare import compare_rows
 from sparsek_backend.bench.load import LoadPlan, best_rates, load_table, run_load
-from sparsek_backend.bench.load_plot import plot_load
 from sparsek_backend.bench.ops import all_ops
 from sparsek_backend.bench.plots import plot_csv
 from sparsek_backend.bench.registry import OURS, BenchOp, Case
@@ -29,10 +28,12 @@ from sparsek_backend.bench.serve import (
     serve_table,
     write_results,
 )
+from sparsek_backend.bench.serve_plot import plot_load, plot_serve
 from sparsek_backend.bench.shapes import SHAPES
 from sparsek_backend.bench.workload import load_workloads
 from sparsek_backend.command_line import fail, failing_on, grouped, refuse_set
 from sparsek_backend.config import resolve_config
+from sparsek_backend.eval.options import EngineOptions
 from sparsek_backend.machine import choose_device, describe_machine
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
@@ -112,34 +113,6 @@ def kernels(
 
 
 @dataclass(frozen=True)
-class EngineOptions:
-    """Options of the engines that `serve` starts."""
-
-    dtype: Annotated[str, typer.Option(help="dtype of the engine.")] = "auto"
-    batched_tokens: Annotated[
-        int | None, typer.Option(help="max_num_batched_tokens of the engine.")
-    ] = None
-    gpu_memory: Annotated[
-        float | None, typer.Option(help="gpu_memory_utilization of the engine.")
-    ] = None
-    eager: Annotated[bool, typer.Option(help="enforce_eager: no compilation, no graphs.")] = False
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs per engine.")] = 1
-
-    def arguments(self) -> dict[str, object]:
-        """Arguments of `vllm.LLM`; vLLM's own defaults where an option is left out."""
-        optional = {
-            "max_num_batched_tokens": self.batched_tokens,
-            "gpu_memory_utilization": self.gpu_memory,
-            "enforce_eager": self.eager or None,
-        }
-        return {
-            "dtype": self.dtype,
-            "tensor_parallel_size": self.tensor_parallel,
-            **{name: value for name, value in optional.items() if value is not None},
-        }
-
-
-@dataclass(frozen=True)
 class CaseOptions:
     """Options of `serve` without load: requests that start together."""
 
@@ -204,56 +177,27 @@ def serve(
         if baseline is not None and baseline.upper() == BACKEND_NAME:
             raise ValueError(f"baseline: expected another backend than ours, got {baseline!r}")
         if load.rate:
-            refuse_set(cases, "rate: requests come as --mix says")
+            refuse_set("rate: requests come as --mix says", cases)
         else:
-            refuse_set(load, "rate: expected with options of a load")
-    if load.rate:
-        _serve_under_load(model, out / name, engine, load, sparsek, baseline, commit)
-        return
+            refuse_set("rate: expected with options of a load", load)
+    machine = describe_machine(choose_device(), commit)
+    shared: dict[str, Any] = {"model": model, "baseline": baseline, "engine": engine.arguments()}
     with failing_on(ValueError, ImportError, RuntimeError):
-        plan = ServePlan(
-            model=model,
-            cases=parse_cases(cases.context or ["2k"], cases.requests or [1]),
-            settings=_settings(sparsek),
-            baseline=baseline,
-            output_tokens=cases.output_tokens,
-            repeats=cases.repeats,
-            rounds=cases.rounds,
-            engine=engine.arguments(),
-        )
-        rows = run_serve(plan, describe_machine(choose_device(), commit), _say)
-    console.print(serve_table(rows))
-    for path in write_results(out, name, rows):
-        console.print(f"wrote {path}")
-
-
-def _serve_under_load(
-    model: str,
-    stem: Path,
-    engine: EngineOptions,
-    load: LoadOptions,
-    sparsek: str,
-    baseline: str | None,
-    commit: str,
-) -> None:
-    with failing_on(ValueError, ImportError, RuntimeError):
-        options = asdict(load)
-        options["document_tokens"] = parse_size("document-tokens", load.document_tokens)
-        plan = LoadPlan(
-            model=model,
-            rates=tuple(options.pop("rate")),
-            settings=_settings(sparsek),
-            baseline=baseline,
-            engine=engine.arguments(),
-            **options,
-        )
-        rows = run_load(plan, describe_machine(choose_device(), commit), _say)
-    console.print(load_table(rows))
-    for backend, goodput in best_rates(rows).items():
-        console.print(
-            f"{backend}: goodput {goodput:.3g} requests/s at p99 TPOT <= {plan.tpot_limit_ms:g} ms"
-        )
-    for path in write_results(stem.parent, stem.name, rows, plot_load):
+        shared["settings"] = _settings(sparsek)
+        if load.rate:
+            options = asdict(load)
+            options["rates"] = tuple(options.pop("rate"))
+            options["document_tokens"] = parse_size("document-tokens", load.document_tokens)
+            rows = run_load(LoadPlan(**shared, **options), machine, _say)
+        else:
+            options = asdict(cases)
+            wanted = parse_cases(options.pop("context") or ["2k"], options.pop("requests") or [1])
+            rows = run_serve(ServePlan(**shared, cases=wanted, **options), machine, _say)
+    console.print(load_table(rows) if load.rate else serve_table(rows))
+    for backend, goodput in best_rates(rows).items() if load.rate else ():
+        limit = f"p99 TPOT <= {load.tpot_limit_ms:g} ms"
+        console.print(f"{backend}: goodput {goodput:.3g} requests/s at {limit}")
+    for path in write_results(out, name, rows, plot_load if load.rate else plot_serve):
         console.print(f"wrote {path}")
 
 
