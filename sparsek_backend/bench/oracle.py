@@ -23,9 +23,6 @@ class HeadMask(Protocol):
     def visible(self, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
         """[len(rows), len(cols)] bool; rows are query positions counted in keys."""
 
-    def key_indices(self, first_row: int, last_row: int, num_keys: int) -> torch.Tensor:
-        """Every key that a query of rows [first_row, last_row] may see, ascending."""
-
 
 class Mask(Protocol):
     """The masks of all KV heads."""
@@ -66,17 +63,6 @@ class MaskRule:
             near = cols[None, :] > rows[:, None] - self.window_size
             seen &= near | (cols[None, :] < self.num_sink)
         return seen
-
-    def key_indices(self, first_row: int, last_row: int, num_keys: int) -> torch.Tensor:
-        """Every key that a query of rows [first_row, last_row] may see, ascending."""
-        if not self.causal:
-            return torch.arange(num_keys)
-        end = min(last_row + 1, num_keys)
-        if self.window_size is None:
-            return torch.arange(max(end, 0))
-        start = max(first_row - self.window_size + 1, 0)
-        sinks = torch.arange(max(min(self.num_sink, start, end), 0))
-        return torch.cat([sinks, torch.arange(start, max(end, start))])
 
     def count_pairs(self, num_queries: int, num_keys: int) -> int:
         """Visible (query, key) pairs of one head: what the FLOPs are counted from."""
@@ -140,10 +126,11 @@ def attend_head(
     for start in range(0, num_queries, chunk):
         rows = torch.arange(start, min(start + chunk, num_queries), device=q.device)
         at = rows + (num_keys - num_queries)
-        cols = rule.key_indices(int(at[0]), int(at[-1]), num_keys).to(q.device)
+        seen = rule.visible(at, torch.arange(num_keys, device=q.device))
+        cols = seen.any(0).nonzero()[:, 0]
         if not len(cols):
             continue
-        hidden = ~rule.visible(at, cols)
+        hidden = ~seen[:, cols]
         qs = q[rows].to(dtype).transpose(0, 1)  # [G, R, D]
         ks, vs = key[cols], value[cols]  # [C, D]
         logits = (qs @ ks.T) * softmax_scale

@@ -68,13 +68,6 @@ class HeadBlocks:
         seen = self.blocks[rows[:, None] // self.block_size, cols[None, :] // self.block_size]
         return seen & (cols[None, :] <= rows[:, None]) if self.causal else seen
 
-    def key_indices(self, first_row: int, last_row: int, num_keys: int) -> torch.Tensor:
-        """Every key that a query of rows [first_row, last_row] may see, ascending."""
-        size = self.block_size
-        listed = self.blocks[first_row // size : last_row // size + 1].any(0)
-        keys = torch.arange(min(last_row + 1, num_keys) if self.causal else num_keys)
-        return keys[listed.cpu()[keys // size]]
-
 
 def draw_blocks(case: Case, tokens: int, device: torch.device) -> torch.Tensor:
     """Random block masks ``[P, R, R]``: the diagonal, the first column and as many others as the
