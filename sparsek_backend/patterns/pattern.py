@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -238,24 +238,34 @@ class BlockSparsePattern(BlockStructure):
             ValueError: the file is missing, damaged, no pattern, or of a later version; the message
                 names the file and the field.
         """
-        return cls.of_file(path, *storage.read(Path(path))).to(device)
+        header, tensors = storage.load(Path(path), storage.FORMAT)
+        storage.check_header(header, ("sha256", *storage.SIZES), Path(path))
+        return cls.of_file(Path(path), header, tensors, header.get("sha256")).to(device)
 
     @classmethod
     def of_file(
-        cls, path: str | Path, fields: dict[str, Any], digest: str | None
+        cls,
+        path: Path,
+        header: Mapping[str, str],
+        tensors: storage.Tensors,
+        digest: str | None,
     ) -> BlockSparsePattern:
-        """The pattern of the fields of a file, checked, also against its digest if it has one.
+        """The pattern of the fields of a file, checked, also against its digest.
+
+        Files of earlier releases have none.
 
         Raises:
             ValueError: fields that make no pattern, or another digest.
         """
+        fields = storage.pattern_fields(header, tensors, path)
         try:
             pattern = cls(**fields)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{error} in {path}") from error
-        found = storage.digest(pattern.tensors(), pattern.block_size, pattern.shape)
-        if digest not in (None, found):
-            raise ValueError(f"sha256: expected {found} of what it holds, got {digest} in {path}")
+        if digest not in (None, pattern.digest()):
+            raise ValueError(
+                f"sha256: expected {pattern.digest()} of what it holds, got {digest} in {path}"
+            )
         return pattern
 
     def save(self, path: str | Path) -> None:
@@ -265,7 +275,17 @@ class BlockSparsePattern(BlockStructure):
             ImportError: safetensors is missing; the message has the install command.
             ValueError: more than 2^26 key blocks in all patterns together.
         """
-        storage.write(Path(path), self.tensors(), self.block_size, self.shape)
+        storage.check_columns(self.crow_indices, self.shape[1], path)
+        header = {**self.grid(), "sha256": self.digest()}
+        storage.save(path, storage.FORMAT, self.tensors(), header)
+
+    def grid(self) -> dict[str, int]:
+        """The sizes that a file's header has."""
+        return dict(zip(storage.SIZES, (self.block_size, *self.shape), strict=True))
+
+    def digest(self) -> str:
+        """SHA-256 of sizes and tensors."""
+        return storage.digest(self.tensors(), self.block_size, self.shape)
 
     @property
     def density(self) -> float:
