@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
 from sparsek_backend.bench.ops import get_op
 from sparsek_backend.bench.registry import BenchOp, Case
 from sparsek_backend.bench.spec import parse_spec
+from sparsek_backend.bench.timing import TimingKind
 
 
 class _Entry(BaseModel, extra="forbid"):
@@ -28,7 +29,7 @@ class _Entry(BaseModel, extra="forbid"):
     specs: list[str] = Field(min_length=1)
     params: dict[str, Any] = {}
     bars: dict[str, float] = {}
-    timing: Literal["cold", "graph", "eager"] = "cold"
+    timing: TimingKind = "cold"
     providers: tuple[str, ...] = ()
 
 
