@@ -54,7 +54,7 @@ class ModelPatterns:
             ImportError: safetensors is missing; the message has the install command.
         """
         header = {"kind": KIND, "model": self.model, "sparsity": self.sparsity}
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for layer, pattern in sorted(self.patterns.items()):
             storage.check_columns(pattern.crow_indices, pattern.shape[1], path)
             tensors |= {f"{layer}.{name}": x for name, x in pattern.tensors().items()}
