@@ -25,7 +25,7 @@ class InfLLMSelection:
     everything while the sequence has fewer than ``dense_len`` tokens.
 
     Args:
-        block_size, window_size, dense_len: in tokens.
+        block_size, window_size, dense_len: in tokens; below 1, ``dense_len`` is never reached.
         init_blocks: first blocks, always attended; ``topk`` counts them.
         topk: blocks attended beyond the window's.
         kernel_size, kernel_stride: tokens of the overlapping means of K that are scored.
@@ -46,7 +46,7 @@ class InfLLMSelection:
         """Read the section of a model's config; absent fields have InfLLM-v2's defaults.
 
         Raises:
-            ConfigError: the section is no object, or a field is no integer.
+            ConfigError: the section is no object, or a field has no value of InfLLM-v2's.
         """
         defaults = asdict(cls())
         del defaults["use_nope"]
@@ -54,15 +54,36 @@ class InfLLMSelection:
             if not isinstance(section, Mapping):
                 raise TypeError(f"expected an object, got {shown(section)}")
             numbers = {name: _integer(name, section, value) for name, value in defaults.items()}
-            if numbers["block_size"] < 1:
-                raise ValueError(f"block_size is {numbers['block_size']}")
+            use_nope = section.get("use_nope", False)
+            if not isinstance(use_nope, bool):
+                raise TypeError(f"use_nope: expected true or false, got {shown(use_nope)}")
+            found = cls(**numbers, use_nope=use_nope)
+            found._check_range()
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"SPARSEK: sparse_config of {MODEL_CONFIG} does not read as InfLLM-v2 settings "
                 f"({error}); set the fields with {FLAG} and mode sink_window or dense, or correct "
                 "the model's config.json"
             ) from None
-        return cls(**numbers, use_nope=bool(section.get("use_nope", False)))
+        return found
+
+    def _check_range(self) -> None:
+        """Check that a query has blocks to choose.
+
+        Raises:
+            ValueError: a number is too small for that.
+        """
+        lowest = {"block_size": 1, "window_size": 0, "init_blocks": 0}
+        lowest |= {"kernel_size": 1, "kernel_stride": 1}
+        for name, low in lowest.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"{name}: expected {low} or more, got {getattr(self, name)}")
+        if self._chosen_blocks < 1:
+            least = self.topk + 1 - self._chosen_blocks
+            raise ValueError(
+                f"topk: expected {least} or more, of which {least - 1} are attended anyway, got "
+                f"{self.topk}"
+            )
 
     @property
     def local_blocks(self) -> int:
@@ -73,6 +94,11 @@ class InfLLMSelection:
     def total_blocks(self) -> int:
         """Blocks that a query attends."""
         return self.topk + self.local_blocks
+
+    @property
+    def _chosen_blocks(self) -> int:
+        """Blocks that are chosen, the one included that a window of whole blocks straddles."""
+        return self.total_blocks - self.init_blocks - max(self.local_blocks, 1)
 
     def check_trained_rule(self) -> None:
         """Check that blocks can be scored as the model was trained.
@@ -91,14 +117,13 @@ class InfLLMSelection:
 
     def settings(self) -> dict[str, Any]:
         """Return the fields of :class:`SparsityConfig` that attend the same number of blocks."""
-        top_k = max(self.total_blocks - self.init_blocks - max(self.local_blocks, 1), 1)
         return {
             "mode": "block_topk",
             "sel_block_size": self.block_size,
             "num_sink": self.init_blocks * self.block_size,
             "window_size": max(self.local_blocks * self.block_size, 1),
-            "top_k": top_k,
-            "decode_top_k": top_k,
+            "top_k": self._chosen_blocks,
+            "decode_top_k": self._chosen_blocks,
             "dense_below": max(self.dense_len, 0),
             "dense_last": 0,
         }

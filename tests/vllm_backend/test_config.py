@@ -176,7 +176,14 @@ def test_batch_invariance_refuses_what_follows_chunks(
         ({"topk": float("nan")}, "topk: expected an integer, got nan"),
         ({"topk": 2.5}, "topk: expected an integer, got 2.5"),
         ({"topk": None}, "topk: expected an integer, got None"),
-        ({"block_size": 0}, "block_size is 0"),
+        ({"block_size": 0}, "block_size: expected 1 or more, got 0"),
+        ({"window_size": -64}, "window_size: expected 0 or more, got -64"),
+        ({"init_blocks": -1}, "init_blocks: expected 0 or more, got -1"),
+        ({"kernel_stride": 0}, "kernel_stride: expected 1 or more, got 0"),
+        ({"topk": 0}, "topk: expected 2 or more, of which 1 are attended anyway, got 0"),
+        ({"topk": 1}, "topk: expected 2 or more, of which 1 are attended anyway, got 1"),
+        ({"topk": 2, "window_size": 0}, "topk: expected 3 or more, .* got 2"),
+        ({"use_nope": "false"}, "use_nope: expected true or false, got 'false'"),
         ([64], r"expected an object, got \[64\]"),
         ("64", "expected an object, got '64'"),
     ],
@@ -187,9 +194,15 @@ def test_unreadable_infllm_section(section: object, words: str) -> None:
         resolve_config(None, {}, section)
 
 
+@pytest.mark.parametrize("change", [{"topk": 2}, {"topk": 3, "window_size": 0}], ids=str)
+def test_the_smallest_infllm_selection(change: dict[str, int]) -> None:
+    policy = resolve_config(None, {}, {**INFLLM, **change}).config.policy_for(0)
+    assert policy.top_k == 1
+
+
 def test_settings_out_of_range_of_the_models_section() -> None:
     with pytest.raises(ConfigError, match=r"num_sink \(from the model's config\).*2147483647"):
-        resolve_config(None, {}, {"init_blocks": 10**12})
+        resolve_config(None, {}, {"init_blocks": 10**12, "topk": 10**13})
 
 
 @pytest.mark.parametrize(

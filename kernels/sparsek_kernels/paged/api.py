@@ -17,10 +17,10 @@ from sparsek_kernels.paged.checks import (
     check_gated,
     check_invariance,
     check_lists,
-    check_pages,
     check_rotation,
     check_summary,
     check_triton_layout,
+    fit_pages,
     given_summary,
 )
 from sparsek_kernels.paged.cpu.attend import paged_attention_eager
@@ -228,7 +228,7 @@ def select_blocks(
     check_summary(k_summary, k_cache)
     if batch.num_decodes or policy.query_tile == 1:
         given_summary(k_summary)
-    check_pages(policy, page_size)
+    policy = fit_pages(policy, page_size)
     check_batch(q, batch, k_cache)
     check_lists(lists, policy, heads, q.device)
     scale = check_scale(softmax_scale, dim)
@@ -301,7 +301,8 @@ def paged_attention(
         k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``, any strides (on a GPU the last
             dimension of every tensor is contiguous, and V is as wide as K).
         batch: the requests.
-        policy: what a query attends (docs/selection.md).
+        policy: what a query attends (docs/selection.md).  A page holds whole blocks that are
+            selected, or such a block whole pages; without a selection any multiple of 16 will do.
         softmax_scale: default ``D ** -0.5``.
         k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8 of :func:`write_kv`, or
             of :func:`write_means` for InfLLM-v2's scores on a GPU, or of :func:`write_gate_keys`
@@ -342,7 +343,7 @@ def paged_attention(
     if policy.selects_blocks and k_summary is None:
         raise ValueError("k_summary: expected the page summaries when top_k >= 1, got None")
     check_summary(k_summary, k_cache)
-    check_pages(policy, page_size)
+    policy = fit_pages(policy, page_size)
     check_batch(q, batch, k_cache)
     check_lists(lists, policy, heads, q.device)
     if sinks is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 
 from sparsek_kernels.checks import check_tensor
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy
 from sparsek_kernels.paged.seer.gates import Gates, check_gates
 from sparsek_kernels.paged.sketch import summary_bytes
 
@@ -144,12 +147,25 @@ def check_rotation(batch: PagedBatch, k_cache: torch.Tensor) -> None:
         )
 
 
-def check_pages(policy: SelectionPolicy, page_size: int) -> None:
+def fit_pages(policy: SelectionPolicy, page_size: int) -> SelectionPolicy:
+    """The policy, whose blocks and pages hold each other whole.
+
+    A policy that selects no blocks attends the same keys whatever their size, so that theirs follow
+    the pages.
+
+    Raises:
+        ValueError: selected blocks and pages do not nest, or no block fits the pages.
+    """
     size = policy.sel_block_size
-    if page_size % size and size % page_size:
+    if page_size % size == 0 or size % page_size == 0:
+        return policy
+    fitting = math.gcd(page_size, size)
+    if policy.selects_blocks or fitting % CELL_SIZE:
         raise ValueError(
-            f"page_size: expected a divisor or a multiple of sel_block_size={size}, got {page_size}"
+            f"page_size: expected a divisor or a multiple of sel_block_size={size}, or without "
+            f"selected blocks a multiple of {CELL_SIZE}, got {page_size}"
         )
+    return replace(policy, sel_block_size=fitting)
 
 
 def check_batch(

@@ -72,8 +72,8 @@ class SelectionPolicy:
         query_tile: query positions that share one selection (block top-k).  1 makes prefill select
             exactly as decode does, which (without ``dense_last``) makes tokens independent of
             chunking and preemption.
-        ranking: how blocks that compete are ranked.  ``infllm`` is per token.  ``seer`` is of
-            single tokens; tiles are ranked as by ``masses``.
+        ranking: how blocks that compete are ranked.  ``infllm`` is per token, with one ``top_k``
+            for all.  ``seer`` is of single tokens; tiles are ranked as by ``masses``.
         decode_top_k: ``top_k`` of a single token; ``None``: as many blocks as a tile.
     """
 
@@ -112,10 +112,11 @@ class SelectionPolicy:
             raise ValueError(
                 f"ranking: expected one of {', '.join(get_args(Ranking))}, got {self.ranking!r}"
             )
-        if self.ranking == "infllm" and (self.query_tile != 1 or self.dense_last):
+        if self.ranking == "infllm" and (self.query_tile != 1 or self.dense_last or single):
             raise ValueError(
-                "ranking: expected 'masses' where query_tile is not 1 or dense_last not 0, got "
-                f"'infllm' with {self.query_tile} and {self.dense_last}"
+                "ranking: expected 'masses' where query_tile is not 1, dense_last not 0 or "
+                f"decode_top_k not None, got 'infllm' with {self.query_tile}, {self.dense_last} "
+                f"and {single}"
             )
         if self.ranking == "seer" and size < SMALLEST_GATED:
             raise ValueError(

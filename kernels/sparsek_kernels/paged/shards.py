@@ -21,9 +21,9 @@ from sparsek_kernels.paged.checks import (
     check_batch_layout,
     check_cache,
     check_cache_dtype,
-    check_pages,
     check_summary,
     check_triton_layout,
+    fit_pages,
     given_summary,
 )
 from sparsek_kernels.paged.cpu.shards import attend_shard_eager
@@ -76,10 +76,9 @@ def attend_shard(
         )
     if batch.num_prefills:
         raise ValueError(f"batch: expected decodes alone, got {batch.num_prefills} prefills")
-    rule = policy.per_token()
+    rule = fit_pages(policy.per_token(), page_size)
     if rule.selects_blocks:
         given_summary(k_summary)
-    check_pages(rule, page_size)
     check_batch(q, batch, k_cache, shared=True)
     out = q.new_empty((*q.shape[:2], v_cache.shape[-1]), dtype=torch.float32)
     scale = check_scale(softmax_scale, dim)

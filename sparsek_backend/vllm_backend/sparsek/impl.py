@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ from sparsek_kernels.paged.api import (
     write_means,
 )
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.checks import fit_pages
 from sparsek_kernels.paged.infllm.means import keeps_means
 from sparsek_kernels.paged.lists import block_lists
 from sparsek_kernels.paged.plan import Segment, segments
@@ -158,10 +158,7 @@ class SparseKImpl(AttentionImpl):
         policy = self.model_policy()
         if self.may_select and full_attention:
             policy = self._settings.policy_for(layer_index)
-        if not policy.selects_blocks:
-            size = policy.sel_block_size
-            if page_size % size and size % page_size:
-                policy = replace(policy, sel_block_size=math.gcd(page_size, size))
+        policy = fit_pages(policy, page_size)
         if self.batch_invariant:
             policy = policy.per_token()
         self.policy = policy

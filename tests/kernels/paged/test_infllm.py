@@ -155,11 +155,15 @@ def test_it_is_another_choice_than_by_masses() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "words"),
-    [({"query_tile": 64}, "query_tile"), ({"dense_last": 3}, "dense_last")],
-    ids=["tile", "dense_last"],
+    [
+        ({"query_tile": 64}, "query_tile"),
+        ({"dense_last": 3}, "dense_last"),
+        ({"decode_top_k": 4}, "decode_top_k"),
+    ],
+    ids=["tile", "dense_last", "decode_top_k"],
 )
 def test_it_is_per_token(fields: dict[str, int], words: str) -> None:
-    with pytest.raises(ValueError, match=rf"ranking: expected 'masses'.*{words}"):
+    with pytest.raises(ValueError, match=rf"ranking: expected 'masses'.*{words}.* got 'infllm'"):
         SelectionPolicy(
             **{"window_size": 64, "top_k": 2, "query_tile": 1, **fields}, ranking="infllm"
         )

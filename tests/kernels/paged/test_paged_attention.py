@@ -19,6 +19,7 @@ from sparsek_kernels.paged import (
     write_kv,
 )
 from sparsek_kernels.paged.checks import check_triton_layout
+from sparsek_kernels.paged.cpu.native import build
 from sparsek_kernels.paged.reference import (
     gather_sequence,
     paged_attention_reference,
@@ -290,6 +291,27 @@ def test_half_precision_within_twice_torch() -> None:
     expected = paged_attention_reference(case.q, case.k_cache, case.v_cache, case.batch, policy)
     error = (run(case, policy).double() - expected).abs().max()
     assert error <= 2 * 2**-8 * expected.abs().max() + 1e-3
+
+
+@pytest.mark.parametrize("page_size", [48, 80, 112])
+@pytest.mark.parametrize("name", ["dense", "sink_window", "window"])
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+def test_without_selected_blocks_pages_need_not_hold_blocks(
+    name: str, page_size: int, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, case = POLICIES[name], make_case(*MIXED, page_size=page_size)
+    if not native:
+        monkeypatch.setattr(build, "library", lambda: None)
+    expected = paged_attention_reference(case.q, case.k_cache, case.v_cache, case.batch, policy)
+    found = paged_attention(case.q, case.k_cache, case.v_cache, case.batch, policy)
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_pages_that_no_block_fits() -> None:
+    case = make_case([40], [40], 0)
+    cache = torch.zeros(4, 2, 24, 32)
+    with pytest.raises(ValueError, match=r"page_size: .* a multiple of 16, got 24"):
+        paged_attention(case.q, cache, cache, case.batch, SelectionPolicy())
 
 
 SUMMARY = torch.zeros(8, 2, 128, dtype=torch.uint8)

@@ -22,6 +22,8 @@ DENSE = SelectionPolicy()
 
 CASES = {
     "dense-decode": ([(1, 70), (1, 33)], DENSE, {"num_decodes": 2}),
+    "dense-pages-of-48": ([(1, 70), (40, 130)], DENSE, {"num_decodes": 1, "page_size": 48}),
+    "window-pages-of-48": ([(1, 150), (40, 170)], WINDOW, {"num_decodes": 1, "page_size": 48}),
     "dense-prefill-whole": ([(40, 70), (17, 17)], DENSE, {"group": 3}),
     "dense-speculative": ([(3, 70), (2, 130)], DENSE, {"num_decodes": 2, "page_size": 32}),
     "window-mixed": ([(1, 150), (40, 170)], WINDOW, {"num_decodes": 1, "page_size": 32}),

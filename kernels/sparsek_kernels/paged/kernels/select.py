@@ -153,6 +153,7 @@ def top_blocks_kernel(
     cu_seqlens_ptr,
     dense_below,
     first_tile,
+    width,
     stride_ot,
     stride_oh,
     stride_st,
@@ -178,7 +179,8 @@ def top_blocks_kernel(
     scores, and write their row of the output, -1 where they see everything.  Tiles (``FROM_TABLE``)
     have summed scores, and write ``COUNT`` candidates from ``first_tile`` on, -1 where there are
     fewer, nothing where they see everything.
-    ``MAX_BLOCKS`` bounds the blocks of any sequence; shorter ones take a narrower path.
+    A row has ``width`` scores; blocks past it do not compete.  ``MAX_BLOCKS`` bounds the blocks of
+    any sequence; shorter ones take a narrower path.
     """
     local = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -208,7 +210,7 @@ def top_blocks_kernel(
             tl.store(out + none, tl.full([NONE], -1, tl.int32), mask=none < COUNT)
         return
     first = SINK_BLOCKS
-    last = base // SEL_BLOCK - REACH_BLOCKS
+    last = tl.minimum(base // SEL_BLOCK - REACH_BLOCKS, width)
     if last - first <= COUNT:  # all of them: their scores do not matter
         WIDTH: tl.constexpr = triton.next_power_of_2(COUNT)
         offs = tl.arange(0, WIDTH)
@@ -216,7 +218,7 @@ def top_blocks_kernel(
         tl.store(out + offs, block, mask=offs < COUNT)
         return
     scores = score_ptr + local.to(tl.int64) * stride_st + kv_head.to(tl.int64) * stride_sh
-    num_blocks = high // SEL_BLOCK
+    num_blocks = tl.minimum(high // SEL_BLOCK, width)
     if (MAX_BLOCKS <= 1024) | (num_blocks <= 1024):
         SMALL: tl.constexpr = 1024 if MAX_BLOCKS > 1024 else MAX_BLOCKS
         write_top(out, scores, stride_sg, num_blocks, first, last, GROUP, FROM_LOGITS, COUNT, SMALL)

@@ -186,9 +186,9 @@ def decode_logits_kernel(
 
     A program takes every ``num_programs(0)``-th run of ``BLOCK_B`` blocks, so that the grid need
     not grow with the longest context allowed.  Row ``j * BLOCK_H + h`` of the tile is token ``j``,
-    query head ``h`` of the group.  Writes ``[requests * QUERY_LEN, Hq, blocks]`` float32; blocks
-    from a token's own on are left out.  With ``SHARDED``, blocks in pages of other ranks (-1 in the
-    block table) get -inf.
+    query head ``h`` of the group.  Writes ``[requests * QUERY_LEN, Hq, stride_lh]`` float32; blocks
+    from a token's own on are left out, and so are those past a row's end.  With ``SHARDED``, blocks
+    in pages of other ranks (-1 in the block table) get -inf.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -204,7 +204,7 @@ def decode_logits_kernel(
     seq_len = tl.load(seq_lens_ptr + request)
     first_token = tl.load(cu_seqlens_ptr + request)
     num_tokens = tl.load(cu_seqlens_ptr + request + 1) - first_token
-    num_blocks = (seq_len - 1) // SEL_BLOCK
+    num_blocks = tl.minimum((seq_len - 1) // SEL_BLOCK, stride_lh)
     if (begin >= num_blocks) | (num_tokens <= 0):
         return
     full = tile_sees_all(

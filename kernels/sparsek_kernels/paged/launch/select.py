@@ -211,6 +211,7 @@ def _top_blocks(
         batch.cu_seqlens_q,
         policy.dense_below,
         step.first,
+        call.width,
         *out.stride()[:2],
         *strides,
         FROM_LOGITS=call.tiles is None and policy.ranking != "infllm",

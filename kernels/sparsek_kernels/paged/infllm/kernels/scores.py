@@ -72,8 +72,9 @@ def average_logits_kernel(
 
     Grid ``(shares, Hkv, tokens)``.  A program takes every ``num_programs(0)``-th run of ``BLOCK_N``
     averages, so that the grid need not grow with the longest context allowed.  Row ``m`` of the
-    tile is query head ``m`` of the group.  Writes ``[tokens, Hq, averages]`` and
-    ``[tokens, Hq, shares]``, float32; shares without a visible average are left out.  With
+    tile is query head ``m`` of the group.  Writes ``[tokens, Hq, stride_lh]`` and
+    ``[tokens, Hq, shares]``, float32; averages past a row's end and shares without a visible
+    average are left out.  With
     ``TWO_TERMS`` a query is the sum of two bfloat16 numbers, else it is one already.
     """
     if OVERLAP:
@@ -86,7 +87,7 @@ def average_logits_kernel(
         1,
     )  # fmt: skip
     num_cells = (position + 1) // CELL
-    num_averages = num_cells - 1
+    num_averages = tl.minimum(num_cells - 1, stride_lh)
     begin = tl.program_id(0) * BLOCK_N
     full = tile_sees_all(
         position, dense_below, TOP_K, 1, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
@@ -172,7 +173,7 @@ def block_scores_kernel(
 
     Grid ``(runs of blocks, Hkv, tokens)``.  An average's share is its part of each head's softmax,
     added up over the heads; a block has the largest share of the averages whose keys touch it.
-    Writes ``[tokens, Hkv, blocks]`` float32, the blocks before the token's window alone.
+    Writes ``[tokens, Hkv, stride_sh]`` float32, the blocks before the token's window alone.
     ``BLOCK_N`` averages were a run of :func:`average_logits_kernel`, and ``num_shares`` its shares,
     ``BLOCK_S`` at most.
     """
@@ -185,9 +186,9 @@ def block_scores_kernel(
         first_token + local, seq_lens_ptr, seq_lens_ptr, cu_seqlens_ptr, False, TOKENS_PER_REQUEST,
         1,
     )  # fmt: skip
-    num_averages = (position + 1) // CELL - 1
+    num_averages = tl.minimum((position + 1) // CELL - 1, stride_lh)
     first_block = tl.program_id(0) * BLOCK_B
-    last_block = position // SEL_BLOCK - REACH_BLOCKS
+    last_block = tl.minimum(position // SEL_BLOCK - REACH_BLOCKS, stride_sh)
     full = tile_sees_all(
         position, dense_below, TOP_K, 1, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
     )

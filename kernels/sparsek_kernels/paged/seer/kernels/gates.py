@@ -219,7 +219,7 @@ def gate_logits_kernel(
 
     Grid ``(shares, Hkv, tokens)``.  A program takes every ``num_programs(0)``-th run of ``BLOCK_N``
     blocks, so that the grid need not grow with the longest context allowed.  Writes
-    ``[tokens, Hkv, blocks]`` float32.
+    ``[tokens, Hkv, stride_lh]`` float32, nothing past a row's end.
     """
     kv_head = tl.program_id(1)
     local = tl.program_id(2)
@@ -227,7 +227,7 @@ def gate_logits_kernel(
         first_token + local, seq_lens_ptr, seq_lens_ptr, cu_seqlens_ptr, False, TOKENS_PER_REQUEST,
         1,
     )  # fmt: skip
-    num_blocks = position // SEL_BLOCK
+    num_blocks = tl.minimum(position // SEL_BLOCK, stride_lh)
     full = tile_sees_all(
         position, dense_below, TOP_K, 1, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS, SCORED_BLOCKS
     )
