@@ -17,47 +17,39 @@ from sparsek_backend.machine import Machine
 _MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Device, time and providers of a run.
+def run_case(
+    op: BenchOp,
+    case: Case,
+    device: torch.device,
+    machine: Machine,
+    ceilings: Ceilings,
+    budget_ms: float = 400.0,
+) -> list[Row]:
+    """Gate and time every provider of one case; a row for each, timed or not.
 
     Args:
-        device: where.
-        budget_ms: time for the samples of one case, all providers together.
-        providers: names to run, empty for the workload's own.
+        budget_ms: time for the samples, all providers together.
     """
-
-    device: torch.device
-    budget_ms: float = 400.0
-    providers: tuple[str, ...] = ()
-
-
-def run_case(
-    op: BenchOp, case: Case, settings: Settings, machine: Machine, ceilings: Ceilings
-) -> list[Row]:
-    """Gate and time every provider of one case; a row for each, timed or not."""
-    wanted = settings.providers or case.providers
     rows: list[Row] = []
     green: list[tuple[Row, Provider, Timed]] = []
-    for provider in op.build(case, settings.device):
-        if wanted and provider.name not in wanted:
+    for provider in op.build(case, device):
+        if case.providers and provider.name not in case.providers:
             continue
-        row, timed = _admit(op, case, provider, settings.device, machine, ceilings)
+        row, timed = _admit(op, case, provider, device, machine, ceilings)
         if timed is None:
             rows.append(row)
         else:
             green.append((row, provider, timed))
     if green:
-        timings = time_interleaved(
-            [timed for _, _, timed in green], device=settings.device, budget_ms=settings.budget_ms
-        )
+        calls = [timed for _, _, timed in green]
+        timings = time_interleaved(calls, device=device, budget_ms=budget_ms)
         dtype = case.str_param("dtype")
         rows += [
             _timed_row(row, provider, timing, ceilings, dtype)
             for (row, provider, _), timing in zip(green, timings, strict=True)
         ]
     del green
-    release(settings.device)
+    release(device)
     return sorted(rows, key=lambda row: (row.provider != OURS, row.provider))
 
 
