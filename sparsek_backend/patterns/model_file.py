@@ -90,6 +90,8 @@ class ModelPatterns:
             sparsity = float(header["sparsity"])
         except ValueError as error:
             raise ValueError(f"sparsity: {error} in {path}") from error
+        if not 0.0 <= sparsity < 1.0:
+            raise ValueError(f"sparsity: expected 0 to below 1, got {sparsity} in {path}")
         patterns = {
             layer: BlockSparsePattern.of_file(path, header, fields, header[f"sha256.{layer}"]).to(
                 device

@@ -66,6 +66,8 @@ def test_a_models_file_says_what_it_is(file: Path) -> None:
         ({"version": "2"}, {}, "version: expected 1, got '2'"),
         ({"format": "other"}, {}, "format: expected 'sparsek.model_patterns', got 'other'"),
         ({"sparsity": "much"}, {}, "sparsity: could not convert"),
+        ({"sparsity": "nan"}, {}, "sparsity: expected 0 to below 1, got nan"),
+        ({"sparsity": "-0.5"}, {}, "sparsity: expected 0 to below 1, got -0.5"),
         ({"sha256.3": "0"}, {}, "sha256: expected .* got 0"),
         ({"sha256.9": "0"}, {}, "sha256.9: expected no field"),
         ({"note": "mine"}, {}, "note: expected no field"),
