@@ -17,20 +17,16 @@ from sparsek_backend.bench.registry import GateResult
 _SLACK = 1e-4  # of an error, absolute
 
 
-class HeadMask(Protocol):
-    """Which keys the queries of one KV head see, a few rows at a time."""
-
-    def visible(self, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
-        """[len(rows), len(cols)] bool; rows are query positions counted in keys."""
-
-
 class Mask(Protocol):
-    """The masks of all KV heads."""
+    """Which keys queries see, for all KV heads."""
 
     def __hash__(self) -> int: ...
 
-    def of_head(self, kv_head: int) -> HeadMask:
+    def of_head(self, kv_head: int) -> Mask:
         """The mask of one KV head."""
+
+    def visible(self, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
+        """[len(rows), len(cols)] bool of one head; rows are query positions counted in keys."""
 
     def count_pairs(self, num_queries: int, num_keys: int) -> float:
         """Visible (query, key) pairs of a head, on average: what the FLOPs are counted from."""
@@ -91,7 +87,7 @@ def attend_head(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    rule: HeadMask,
+    rule: Mask,
     *,
     dtype: torch.dtype,
     softmax_scale: float,
@@ -186,7 +182,7 @@ def compare(
         bound = (reference.double() - oracle).abs()
         checks = (
             ("max", float(error.max()), 2 * float(bound.max()) + _SLACK),
-            ("rms", float(error.square().mean().sqrt()), 2 * _rms(bound) + _SLACK),
+            ("rms", _rms(error), 2 * _rms(bound) + _SLACK),
         )
         for kind, err, limit in checks:
             ratio = err / limit
