@@ -29,7 +29,7 @@ from sparsek_backend.bench.ops import get_op
 from sparsek_backend.bench.ops.block_sparse import draw_blocks
 from sparsek_backend.bench.registry import OURS, Case
 from sparsek_backend.bench.results import Row
-from sparsek_backend.bench.runner import Settings, run_case
+from sparsek_backend.bench.runner import run_case
 from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.bench.workload import load_workloads
 from sparsek_backend.machine import Machine, choose_device, describe_machine
@@ -168,7 +168,7 @@ def needs_gpu(device: torch.device, *, toy: bool) -> bool:
 def gate_and_time(case: Case, device: torch.device, machine: Machine) -> Row:
     """The bench's row of ours."""
     ceilings = measure_ceilings(device, [case.dtype()])
-    (row,) = run_case(get_op(OP), case, Settings(device, providers=(OURS,)), machine, ceilings)
+    (row,) = run_case(get_op(OP), replace(case, providers=(OURS,)), device, machine, ceilings)
     return row
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,10 @@ def main() -> None:
     settings = {"dense": {"mode": "dense"}, "sparse": {"top_k": options.top_k, "dense_below": 0}}
     runs = {}
     for name, chosen in settings.items():
-        context = multiprocessing.get_context("spawn")
-        with context.Pool(1) as pool:  # an engine a process
-            runs[name] = pool.apply(answer, (options.model, chosen, prompts, options.max_tokens))
+        # An engine a process, of a kind that may start processes of its own, as vLLM does.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            asked = (options.model, chosen, prompts, options.max_tokens)
+            runs[name] = pool.submit(answer, *asked).result()
 
     differ = 0
     pairs = zip(prompts, runs["dense"].answers, runs["sparse"].answers, strict=True)

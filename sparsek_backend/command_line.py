@@ -16,7 +16,8 @@ from rich.markup import escape
 
 def fail(message: object) -> typer.Exit:
     """Print one error line and return the exit to raise, of status 2."""
-    Console(stderr=True).print(f"[red]error[/red] {escape(str(message))}", highlight=False)
+    text = f"[red]error[/red]: {escape(str(message))}"
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
     return typer.Exit(2)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,13 +14,12 @@ from rich.markup import escape
 from sparsek_backend.bench.ceilings import measure_ceilings
 from sparsek_backend.bench.compare import compare_rows
 from sparsek_backend.bench.load import LoadPlan, best_rates, load_table, run_load
-from sparsek_backend.bench.load_plot import plot_load
 from sparsek_backend.bench.ops import all_ops
 from sparsek_backend.bench.plots import plot_csv
-from sparsek_backend.bench.registry import OURS, BenchOp, Case
+from sparsek_backend.bench.registry import OURS
 from sparsek_backend.bench.report import print_bars, print_case, print_comparison
 from sparsek_backend.bench.results import Row, read_csv, write_csv
-from sparsek_backend.bench.runner import Settings, check_bars, run_case
+from sparsek_backend.bench.runner import check_bars, run_case
 from sparsek_backend.bench.serve import (
     ServePlan,
     parse_cases,
@@ -29,14 +28,18 @@ from sparsek_backend.bench.serve import (
     serve_table,
     write_results,
 )
+from sparsek_backend.bench.serve_plot import plot_load, plot_serve
 from sparsek_backend.bench.shapes import SHAPES
 from sparsek_backend.bench.workload import load_workloads
 from sparsek_backend.command_line import fail, failing_on, grouped, refuse_set
 from sparsek_backend.config import resolve_config
+from sparsek_backend.eval.options import EngineOptions
 from sparsek_backend.machine import choose_device, describe_machine
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
-app = typer.Typer(help="Benchmarks: kernels, serving, comparisons.", no_args_is_help=True)
+app = typer.Typer(
+    help="Benchmarks: kernels, serving, comparisons.", no_args_is_help=True, add_completion=False
+)
 console = Console(width=None)
 
 
@@ -54,27 +57,32 @@ def kernels(
     yaml: Annotated[
         list[Path] | None, typer.Option(help="Workload file; may be given several times.")
     ] = None,
-    op: Annotated[list[str] | None, typer.Option(help="Only this op; repeatable.")] = None,
     case: Annotated[list[str] | None, typer.Option(help="Only this workload; repeatable.")] = None,
-    spec: Annotated[list[str] | None, typer.Option(help="Only this batch spec.")] = None,
-    provider: Annotated[list[str] | None, typer.Option(help="Only this provider.")] = None,
     device: Annotated[
         str, typer.Option(help="cuda or cpu; auto takes CUDA if it is there.")
     ] = "auto",
     budget_ms: Annotated[float, typer.Option(help="Time for the samples of one case.")] = 400.0,
     commit: Annotated[str, typer.Option(help="Commit to record where there is no git.")] = "",
     name: Annotated[str, typer.Option(help="Stem of the result files.")] = "kernels",
-    plots: Annotated[bool, typer.Option(help="Draw PNGs from the CSV.")] = True,
     check: Annotated[bool, typer.Option(help="Exit 1 when a bar is not met.")] = False,
 ) -> None:
     """Gate and time kernels over YAML workloads; exit 1 when a gate of ours is red."""
     with failing_on(ValueError, ImportError, OSError):
         out.mkdir(parents=True, exist_ok=True)
-        chosen = _choose(yaml or _default_yaml(), op, case, spec)
-        settings = Settings(choose_device(device), budget_ms, tuple(provider or ()))
-        machine = describe_machine(settings.device, commit)
+        files = yaml or _default_yaml()
+        chosen = [
+            (workload.op, one)
+            for path in files
+            for workload in load_workloads(path)
+            if not case or workload.name in case
+            for one in workload.cases
+        ]
+        if not chosen:
+            raise ValueError(f"case: no workload of {', '.join(map(str, files))} has such a name")
+        where = choose_device(device)
+        machine = describe_machine(where, commit)
         dtypes = list(dict.fromkeys(c.dtype() for _, c in chosen))
-        ceilings = measure_ceilings(settings.device, dtypes)
+        ceilings = measure_ceilings(where, dtypes)
     console.print(
         f"{machine.gpu}: copy {ceilings.copy_tb_s:.3g} TB/s, read {ceilings.read_tb_s:.3g} TB/s, "
         + ", ".join(f"{k} matmul {v:.4g} TFLOP/s" for k, v in ceilings.matmul_tflops.items())
@@ -85,20 +93,17 @@ def kernels(
         label = f"case {number} of {len(chosen)}: {bench_op.name} {one.name} {one.spec.text}"
         try:
             with console.status(label):
-                new = run_case(bench_op, one, settings, machine, ceilings)
+                new = run_case(bench_op, one, where, machine, ceilings, budget_ms)
         except (ValueError, TypeError, RuntimeError) as error:
             raise fail(f"{bench_op.name} {one.name}: {error}") from error
-        if new:
-            rows += new
-            print_case(console, new)
-            write_csv(path, rows)
-    if not rows:
-        raise fail("no provider matches --provider")
+        rows += new
+        print_case(console, new)
+        write_csv(path, rows)
     results = check_bars(chosen, rows)
     print_bars(console, results)
     console.print(f"wrote {path}")
     try:
-        for png in plot_csv(path, out) if plots else ():
+        for png in plot_csv(path, out):
             console.print(f"wrote {png}")
     except ImportError as error:
         console.print(f"no plots: {error}", markup=False)
@@ -109,34 +114,6 @@ def kernels(
         console.print(f"[red]{row.status}[/red] {' '.join(row.key)}: {escape(row.detail)}")
     if broken or (check and not all(result.met for result in results)):
         raise typer.Exit(1)
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Options of the engines that `serve` starts."""
-
-    dtype: Annotated[str, typer.Option(help="dtype of the engine.")] = "auto"
-    batched_tokens: Annotated[
-        int | None, typer.Option(help="max_num_batched_tokens of the engine.")
-    ] = None
-    gpu_memory: Annotated[
-        float | None, typer.Option(help="gpu_memory_utilization of the engine.")
-    ] = None
-    eager: Annotated[bool, typer.Option(help="enforce_eager: no compilation, no graphs.")] = False
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs per engine.")] = 1
-
-    def arguments(self) -> dict[str, object]:
-        """Arguments of `vllm.LLM`; vLLM's own defaults where an option is left out."""
-        optional = {
-            "max_num_batched_tokens": self.batched_tokens,
-            "gpu_memory_utilization": self.gpu_memory,
-            "enforce_eager": self.eager or None,
-        }
-        return {
-            "dtype": self.dtype,
-            "tensor_parallel_size": self.tensor_parallel,
-            **{name: value for name, value in optional.items() if value is not None},
-        }
 
 
 @dataclass(frozen=True)
@@ -204,56 +181,27 @@ def serve(
         if baseline is not None and baseline.upper() == BACKEND_NAME:
             raise ValueError(f"baseline: expected another backend than ours, got {baseline!r}")
         if load.rate:
-            refuse_set(cases, "rate: requests come as --mix says")
+            refuse_set("rate: requests come as --mix says", cases)
         else:
-            refuse_set(load, "rate: expected with options of a load")
-    if load.rate:
-        _serve_under_load(model, out / name, engine, load, sparsek, baseline, commit)
-        return
+            refuse_set("rate: expected with options of a load", load)
+    machine = describe_machine(choose_device(), commit)
+    shared: dict[str, Any] = {"model": model, "baseline": baseline, "engine": engine.arguments()}
     with failing_on(ValueError, ImportError, RuntimeError):
-        plan = ServePlan(
-            model=model,
-            cases=parse_cases(cases.context or ["2k"], cases.requests or [1]),
-            settings=_settings(sparsek),
-            baseline=baseline,
-            output_tokens=cases.output_tokens,
-            repeats=cases.repeats,
-            rounds=cases.rounds,
-            engine=engine.arguments(),
-        )
-        rows = run_serve(plan, describe_machine(choose_device(), commit), _say)
-    console.print(serve_table(rows))
-    for path in write_results(out, name, rows):
-        console.print(f"wrote {path}")
-
-
-def _serve_under_load(
-    model: str,
-    stem: Path,
-    engine: EngineOptions,
-    load: LoadOptions,
-    sparsek: str,
-    baseline: str | None,
-    commit: str,
-) -> None:
-    with failing_on(ValueError, ImportError, RuntimeError):
-        options = asdict(load)
-        options["document_tokens"] = parse_size("document-tokens", load.document_tokens)
-        plan = LoadPlan(
-            model=model,
-            rates=tuple(options.pop("rate")),
-            settings=_settings(sparsek),
-            baseline=baseline,
-            engine=engine.arguments(),
-            **options,
-        )
-        rows = run_load(plan, describe_machine(choose_device(), commit), _say)
-    console.print(load_table(rows))
-    for backend, goodput in best_rates(rows).items():
-        console.print(
-            f"{backend}: goodput {goodput:.3g} requests/s at p99 TPOT <= {plan.tpot_limit_ms:g} ms"
-        )
-    for path in write_results(stem.parent, stem.name, rows, plot_load):
+        shared["settings"] = _settings(sparsek)
+        if load.rate:
+            options = asdict(load)
+            options["rates"] = tuple(options.pop("rate"))
+            options["document_tokens"] = parse_size("document-tokens", load.document_tokens)
+            rows = run_load(LoadPlan(**shared, **options), machine, _say)
+        else:
+            options = asdict(cases)
+            wanted = parse_cases(options.pop("context") or ["2k"], options.pop("requests") or [1])
+            rows = run_serve(ServePlan(**shared, cases=wanted, **options), machine, _say)
+    console.print(load_table(rows) if load.rate else serve_table(rows))
+    for backend, goodput in best_rates(rows).items() if load.rate else ():
+        limit = f"p99 TPOT <= {load.tpot_limit_ms:g} ms"
+        console.print(f"{backend}: goodput {goodput:.3g} requests/s at {limit}")
+    for path in write_results(out, name, rows, plot_load if load.rate else plot_serve):
         console.print(f"wrote {path}")
 
 
@@ -278,12 +226,10 @@ def compare(
     a: Annotated[Path, typer.Argument(help="Baseline CSV.")],
     b: Annotated[Path, typer.Argument(help="CSV to judge.")],
     tolerance: Annotated[float, typer.Option(help="Slower by more than this share fails.")] = 0.05,
-    provider: Annotated[str, typer.Option(help="Whose rows; 'all' for every one.")] = OURS,
 ) -> None:
-    """Ratios of two result files; exit 1 on a regression beyond --tolerance."""
+    """Ratios of our rows of two result files; exit 1 on a regression beyond --tolerance."""
     with failing_on(ValueError):
-        whose = None if provider == "all" else provider
-        comparison = compare_rows(read_csv(a), read_csv(b), tolerance=tolerance, provider=whose)
+        comparison = compare_rows(read_csv(a), read_csv(b), tolerance)
     print_comparison(console, comparison)
     if comparison.regressions:
         console.print(f"[red]{len(comparison.regressions)} regressed[/red]")
@@ -299,22 +245,6 @@ def plot(
     with failing_on(ValueError, ImportError):
         for png in plot_csv(csv, out):
             console.print(f"wrote {png}")
-
-
-def _choose(
-    files: list[Path], ops: list[str] | None, cases: list[str] | None, specs: list[str] | None
-) -> list[tuple[BenchOp, Case]]:
-    chosen = [
-        (workload.op, case)
-        for path in files
-        for workload in load_workloads(path)
-        if (not ops or workload.op.name in ops) and (not cases or workload.name in cases)
-        for case in workload.cases
-        if not specs or case.spec.text in specs
-    ]
-    if not chosen:
-        raise ValueError(f"no workload of {', '.join(map(str, files))} matches the filters")
-    return chosen
 
 
 def _default_yaml() -> list[Path]:

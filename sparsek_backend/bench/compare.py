@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sparsek_backend.bench.registry import OURS
 from sparsek_backend.bench.results import Row
 
 Key = tuple[str, str, str, str]
@@ -35,30 +36,23 @@ class Comparison:
         return [pair for pair in self.pairs if pair.regressed]
 
 
-def compare_rows(
-    a_rows: list[Row], b_rows: list[Row], *, tolerance: float, provider: str | None
-) -> Comparison:
-    """Match rows by op, case, spec and provider.
+def compare_rows(a_rows: list[Row], b_rows: list[Row], tolerance: float) -> Comparison:
+    """Match our rows by op, case and spec.
 
     Args:
         a_rows: the baseline.
         b_rows: what is judged.
         tolerance: slower by more than this share is a regression; 0.05 is five per cent.
-        provider: whose rows to compare, None for all.
 
     Raises:
         ValueError: a negative tolerance, or no row in common.
     """
     if tolerance < 0:
         raise ValueError(f"tolerance: expected a number >= 0, got {tolerance}")
-    a, b = (
-        {row.key: row for row in rows if provider is None or row.provider == provider}
-        for rows in (a_rows, b_rows)
-    )
+    a, b = ({row.key: row for row in rows if row.provider == OURS} for rows in (a_rows, b_rows))
     common = [key for key in a if key in b]
     if not common:
-        whose = "" if provider is None else f" of provider {provider!r}"
-        raise ValueError(f"results: the two files have no row{whose} in common")
+        raise ValueError(f"results: the two files have no row of {OURS!r} in common")
     return Comparison(
         pairs=[_pair(a[key], b[key], tolerance) for key in common],
         only_a=[key for key in a if key not in b],

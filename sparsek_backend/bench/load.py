@@ -7,7 +7,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ START_TIMEOUT_SECONDS = 1800.0
 SERVED_NAME = "model"
 WARM = 0.0
 """Stands for the rate of the few requests before the first one: graphs, kernels, connections."""
+
+Row = dict[str, Any]
+"""A row of a result file by column, those of the machine last."""
 
 
 @dataclass(frozen=True)
@@ -66,31 +69,8 @@ class LoadPlan:
     side_by_side: bool = False
 
 
-@dataclass(frozen=True)
-class LoadRow:
-    """One backend at one rate; times in milliseconds, throughputs in requests a second."""
-
-    backend: str
-    model: str
-    mix: str
-    rate: float
-    requests: int
-    failed: int
-    throughput: float
-    goodput: float
-    ttft_p50_ms: float
-    ttft_p99_ms: float
-    tpot_p50_ms: float
-    tpot_p99_ms: float
-    tpot_limit_ms: float
-    ttft_limit_ms: float | None
-    mean_prompt_tokens: float
-    settings: str
-    machine: Machine
-
-
-def run_load(plan: LoadPlan, machine: Machine, on_progress: Callable[[str], None]) -> list[LoadRow]:
-    """Measure both backends, one server after the other or side by side.
+def run_load(plan: LoadPlan, machine: Machine, on_progress: Callable[[str], None]) -> list[Row]:
+    """Measure both backends, one server after the other or side by side: a row for each rate.
 
     The first failure ends both.
 
@@ -123,7 +103,7 @@ def run_load(plan: LoadPlan, machine: Machine, on_progress: Callable[[str], None
         works = [partial(load.measure, *each) for each in zip(names, gpus, strict=True)]
         found = load.together.call(works) if plan.side_by_side else [work() for work in works]
     rows = [row for of_backend in found for row in of_backend]
-    return sorted(rows, key=lambda row: (row.rate, row.backend == BACKEND_NAME))
+    return sorted(rows, key=lambda row: (row["rate"], row["backend"] == BACKEND_NAME))
 
 
 @dataclass(frozen=True)
@@ -139,14 +119,14 @@ class _Load:
     on_progress: Callable[[str], None]
     together: Together = field(default_factory=Together)
 
-    def measure(self, name: str, gpu: str | None) -> list[LoadRow]:
+    def measure(self, name: str, gpu: str | None) -> list[Row]:
         """Start one backend's server, on ``gpu`` alone if one is named, and measure every rate."""
         try:
             return self._measure_rates(name, gpu)
         except RuntimeError as error:
             raise type(error)(f"{name}: {error}") from error
 
-    def _measure_rates(self, name: str, gpu: str | None) -> list[LoadRow]:
+    def _measure_rates(self, name: str, gpu: str | None) -> list[Row]:
         plan, rows = self.plan, []
         backend = BACKEND_NAME if name == BACKEND_NAME else plan.baseline
         self.on_progress(f"{name}: starting the server")
@@ -166,8 +146,8 @@ class _Load:
                         continue
                     rows.append(_row(plan, self.machine, name, rate, result))
                     self.on_progress(
-                        f"{name}, {rate:g} requests/s: goodput {rows[-1].goodput:.3g}, "
-                        f"p99 of TPOT {rows[-1].tpot_p99_ms:.1f} ms"
+                        f"{name}, {rate:g} requests/s: goodput {rows[-1]['goodput']:.3g}, "
+                        f"p99 of TPOT {rows[-1]['tpot_p99_ms']:.1f} ms"
                     )
         return rows
 
@@ -245,32 +225,34 @@ def bench_command(
     ]
 
 
-def load_table(rows: Sequence[LoadRow]) -> Table:
+def load_table(rows: Sequence[Row]) -> Table:
     """Both backends side by side at every rate."""
     names = ("rate", "backend", "requests/s", "goodput", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99")
     table = Table(*names, "goodput, ratio", title="a server under load", title_justify="left")
-    base: dict[float, LoadRow] = {}
+    base: dict[float, Row] = {}
     for row in rows:
-        first = base.setdefault(row.rate, row)
-        gain = "" if first is row or not first.goodput else f"{row.goodput / first.goodput:.2f}x"
-        times = (row.ttft_p50_ms, row.ttft_p99_ms, row.tpot_p50_ms, row.tpot_p99_ms)
+        first = base.setdefault(row["rate"], row)
+        gain = ""
+        if first is not row and first["goodput"]:
+            gain = f"{row['goodput'] / first['goodput']:.2f}x"
+        times = (row[f"{time}_{part}_ms"] for time in ("ttft", "tpot") for part in ("p50", "p99"))
         table.add_row(
-            f"{row.rate:g}",
-            row.backend,
-            f"{row.throughput:.3g}",
-            f"{row.goodput:.3g}",
+            f"{row['rate']:g}",
+            row["backend"],
+            f"{row['throughput']:.3g}",
+            f"{row['goodput']:.3g}",
             *(f"{value:.4g}" for value in times),
             gain,
         )
     return table
 
 
-def best_rates(rows: Sequence[LoadRow]) -> dict[str, float]:
+def best_rates(rows: Sequence[Row]) -> dict[str, float]:
     """Return each backend's highest goodput among rates whose p99 of TPOT keeps to the limit."""
-    best = dict.fromkeys((row.backend for row in rows), 0.0)
+    best = dict.fromkeys((row["backend"] for row in rows), 0.0)
     for row in rows:
-        if row.tpot_p99_ms <= row.tpot_limit_ms:
-            best[row.backend] = max(best[row.backend], row.goodput)
+        if row["tpot_p99_ms"] <= row["tpot_limit_ms"]:
+            best[row["backend"]] = max(best[row["backend"]], row["goodput"])
     return best
 
 
@@ -301,24 +283,29 @@ def _environment(folder: Path, name: str, gpu: str | None) -> dict[str, str]:
 
 def _row(
     plan: LoadPlan, machine: Machine, name: str, rate: float, result: Mapping[str, Any]
-) -> LoadRow:
-    settings = " ".join(f"{key}={value}" for key, value in plan.settings.items())
-    return LoadRow(
-        backend=name,
-        model=Path(plan.model).name,
-        mix=plan.mix,
-        rate=rate,
-        requests=result["completed"],
-        failed=result["failed"],
-        throughput=result["request_throughput"],
-        goodput=result["request_goodput"],
-        ttft_p50_ms=result["p50_ttft_ms"],
-        ttft_p99_ms=result["p99_ttft_ms"],
-        tpot_p50_ms=result["p50_tpot_ms"],
-        tpot_p99_ms=result["p99_tpot_ms"],
-        tpot_limit_ms=plan.tpot_limit_ms,
-        ttft_limit_ms=plan.ttft_limit_ms,
-        mean_prompt_tokens=result["total_input_tokens"] / result["completed"],
-        settings=(settings or "defaults") if name == BACKEND_NAME else "",
-        machine=machine,
-    )
+) -> Row:
+    """One backend at one rate; times in milliseconds, throughputs in requests a second."""
+    return {
+        "backend": name,
+        "model": Path(plan.model).name,
+        "mix": plan.mix,
+        "rate": rate,
+        "requests": result["completed"],
+        "failed": result["failed"],
+        "throughput": result["request_throughput"],
+        "goodput": result["request_goodput"],
+        "ttft_p50_ms": result["p50_ttft_ms"],
+        "ttft_p99_ms": result["p99_ttft_ms"],
+        "tpot_p50_ms": result["p50_tpot_ms"],
+        "tpot_p99_ms": result["p99_tpot_ms"],
+        "tpot_limit_ms": plan.tpot_limit_ms,
+        "ttft_limit_ms": plan.ttft_limit_ms,
+        "mean_prompt_tokens": result["total_input_tokens"] / result["completed"],
+        "settings": settings_text(plan.settings) if name == BACKEND_NAME else "",
+        **asdict(machine),
+    }
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Settings as a row has them."""
+    return " ".join(f"{key}={value}" for key, value in settings.items()) or "defaults"

@@ -17,23 +17,16 @@ from sparsek_backend.bench.registry import GateResult
 _SLACK = 1e-4  # of an error, absolute
 
 
-class HeadMask(Protocol):
-    """Which keys the queries of one KV head see, a few rows at a time."""
-
-    def visible(self, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
-        """[len(rows), len(cols)] bool; rows are query positions counted in keys."""
-
-    def key_indices(self, first_row: int, last_row: int, num_keys: int) -> torch.Tensor:
-        """Every key that a query of rows [first_row, last_row] may see, ascending."""
-
-
 class Mask(Protocol):
-    """The masks of all KV heads."""
+    """Which keys queries see, for all KV heads."""
 
     def __hash__(self) -> int: ...
 
-    def of_head(self, kv_head: int) -> HeadMask:
+    def of_head(self, kv_head: int) -> Mask:
         """The mask of one KV head."""
+
+    def visible(self, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
+        """[len(rows), len(cols)] bool of one head; rows are query positions counted in keys."""
 
     def count_pairs(self, num_queries: int, num_keys: int) -> float:
         """Visible (query, key) pairs of a head, on average: what the FLOPs are counted from."""
@@ -67,17 +60,6 @@ class MaskRule:
             seen &= near | (cols[None, :] < self.num_sink)
         return seen
 
-    def key_indices(self, first_row: int, last_row: int, num_keys: int) -> torch.Tensor:
-        """Every key that a query of rows [first_row, last_row] may see, ascending."""
-        if not self.causal:
-            return torch.arange(num_keys)
-        end = min(last_row + 1, num_keys)
-        if self.window_size is None:
-            return torch.arange(max(end, 0))
-        start = max(first_row - self.window_size + 1, 0)
-        sinks = torch.arange(max(min(self.num_sink, start, end), 0))
-        return torch.cat([sinks, torch.arange(start, max(end, start))])
-
     def count_pairs(self, num_queries: int, num_keys: int) -> int:
         """Visible (query, key) pairs of one head: what the FLOPs are counted from."""
         if not self.causal:
@@ -105,7 +87,7 @@ def attend_head(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    rule: HeadMask,
+    rule: Mask,
     *,
     dtype: torch.dtype,
     softmax_scale: float,
@@ -140,10 +122,11 @@ def attend_head(
     for start in range(0, num_queries, chunk):
         rows = torch.arange(start, min(start + chunk, num_queries), device=q.device)
         at = rows + (num_keys - num_queries)
-        cols = rule.key_indices(int(at[0]), int(at[-1]), num_keys).to(q.device)
+        seen = rule.visible(at, torch.arange(num_keys, device=q.device))
+        cols = seen.any(0).nonzero()[:, 0]
         if not len(cols):
             continue
-        hidden = ~rule.visible(at, cols)
+        hidden = ~seen[:, cols]
         qs = q[rows].to(dtype).transpose(0, 1)  # [G, R, D]
         ks, vs = key[cols], value[cols]  # [C, D]
         logits = (qs @ ks.T) * softmax_scale
@@ -199,7 +182,7 @@ def compare(
         bound = (reference.double() - oracle).abs()
         checks = (
             ("max", float(error.max()), 2 * float(bound.max()) + _SLACK),
-            ("rms", float(error.square().mean().sqrt()), 2 * _rms(bound) + _SLACK),
+            ("rms", _rms(error), 2 * _rms(bound) + _SLACK),
         )
         for kind, err, limit in checks:
             ratio = err / limit

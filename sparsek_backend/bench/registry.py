@@ -60,10 +60,6 @@ class Case:
         """An integer parameter; TypeError if it is anything else."""
         return int(self._checked(name, int, "an integer"))
 
-    def opt_int_param(self, name: str) -> int | None:
-        """An integer parameter or None."""
-        return None if self.params[name] is None else self.int_param(name)
-
     def str_param(self, name: str) -> str:
         """A string parameter; TypeError if it is anything else."""
         return str(self._checked(name, str, "a string"))

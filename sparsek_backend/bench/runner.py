@@ -17,47 +17,39 @@ from sparsek_backend.machine import Machine
 _MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Device, time and providers of a run.
+def run_case(
+    op: BenchOp,
+    case: Case,
+    device: torch.device,
+    machine: Machine,
+    ceilings: Ceilings,
+    budget_ms: float = 400.0,
+) -> list[Row]:
+    """Gate and time every provider of one case; a row for each, timed or not.
 
     Args:
-        device: where.
-        budget_ms: time for the samples of one case, all providers together.
-        providers: names to run, empty for the workload's own.
+        budget_ms: time for the samples, all providers together.
     """
-
-    device: torch.device
-    budget_ms: float = 400.0
-    providers: tuple[str, ...] = ()
-
-
-def run_case(
-    op: BenchOp, case: Case, settings: Settings, machine: Machine, ceilings: Ceilings
-) -> list[Row]:
-    """Gate and time every provider of one case; a row for each, timed or not."""
-    wanted = settings.providers or case.providers
     rows: list[Row] = []
     green: list[tuple[Row, Provider, Timed]] = []
-    for provider in op.build(case, settings.device):
-        if wanted and provider.name not in wanted:
+    for provider in op.build(case, device):
+        if case.providers and provider.name not in case.providers:
             continue
-        row, timed = _admit(op, case, provider, settings.device, machine, ceilings)
+        row, timed = _admit(op, case, provider, device, machine, ceilings)
         if timed is None:
             rows.append(row)
         else:
             green.append((row, provider, timed))
     if green:
-        timings = time_interleaved(
-            [timed for _, _, timed in green], device=settings.device, budget_ms=settings.budget_ms
-        )
+        calls = [timed for _, _, timed in green]
+        timings = time_interleaved(calls, device=device, budget_ms=budget_ms)
         dtype = case.str_param("dtype")
         rows += [
             _timed_row(row, provider, timing, ceilings, dtype)
             for (row, provider, _), timing in zip(green, timings, strict=True)
         ]
     del green
-    release(settings.device)
+    release(device)
     return sorted(rows, key=lambda row: (row.provider != OURS, row.provider))
 
 
@@ -148,40 +140,35 @@ class BarResult:
     met: bool
 
 
+_FIELDS = {"max_ms": "ms", "min_tflops": "tflops", "min_roofline": "roofline"}
+"""What a bar of ours bounds; the others are named after a peer, or ``max_growth``."""
+
+
 def check_bars(cases: Iterable[tuple[BenchOp, Case]], rows: list[Row]) -> list[BarResult]:
     """Judge each workload's bars at its longest spec; missing or red rows do not meet a bar."""
-    families: dict[tuple[str, str], list[tuple[BenchOp, Case]]] = {}
+    timed = {row.key: row for row in rows if row.is_timed}
+    families: dict[tuple[str, str], list[Case]] = {}
     for op, case in cases:
-        families.setdefault((op.name, case.name), []).append((op, case))
+        families.setdefault((op.name, case.name), []).append(case)
     results = []
-    for family in families.values():
-        ordered = sorted(family, key=lambda entry: sum(entry[1].spec.seq_lens))
-        (op, shortest), (_, longest) = ordered[0], ordered[-1]
+    for key, family in families.items():
+        ordered = sorted(family, key=lambda case: sum(case.spec.seq_lens))
+        shortest, longest = ordered[0], ordered[-1]
+        spec = longest.spec.text
+        ours = timed.get((*key, spec, OURS))
+        got: float | None
         for bar, wanted in longest.bars.items():
             if bar == "max_growth":
                 if len(family) < 2:
                     continue
-                got = _ratio(_find(rows, op, longest, OURS), _find(rows, op, shortest, OURS))
+                got = _ratio(ours, timed.get((*key, shortest.spec.text, OURS)))
+            elif bar in _FIELDS:
+                got = None if ours is None else getattr(ours, _FIELDS[bar])
             else:
-                got = _bar_value(bar, rows, op, longest)
+                got = _ratio(timed.get((*key, spec, bar)), ours)
             met = got is not None and (got <= wanted if bar.startswith("max_") else got >= wanted)
-            spec = longest.spec.text
-            results.append(BarResult(op.name, longest.name, spec, bar, wanted, got, met))
+            results.append(BarResult(*key, spec, bar, wanted, got, met))
     return results
-
-
-def _bar_value(bar: str, rows: list[Row], op: BenchOp, case: Case) -> float | None:
-    ours = _find(rows, op, case, OURS)
-    if bar in ("max_ms", "min_tflops", "min_roofline"):
-        field = {"max_ms": "ms", "min_tflops": "tflops", "min_roofline": "roofline"}[bar]
-        value: float | None = None if ours is None else getattr(ours, field)
-        return value
-    return _ratio(_find(rows, op, case, bar), ours)
-
-
-def _find(rows: list[Row], op: BenchOp, case: Case, provider: str) -> Row | None:
-    key = (op.name, case.name, case.spec.text, provider)
-    return next((row for row in rows if row.key == key and row.is_timed), None)
 
 
 def _ratio(numerator: Row | None, denominator: Row | None) -> float | None:

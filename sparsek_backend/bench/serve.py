@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import statistics
 import tempfile
@@ -13,9 +12,8 @@ from typing import Any
 
 from rich.table import Table
 
-from sparsek_backend.bench.load import LoadRow
+from sparsek_backend.bench.load import Row, settings_text
 from sparsek_backend.bench.report import verdict
-from sparsek_backend.bench.serve_plot import plot_serve
 from sparsek_backend.bench.shapes import model_folder
 from sparsek_backend.bench.spec import parse_spec
 from sparsek_backend.bench.timing import quantile
@@ -64,27 +62,6 @@ class ServePlan:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class ServeRow:
-    """One backend on one case; times in milliseconds."""
-
-    backend: str
-    model: str
-    context: int
-    requests: int
-    ttft_ms: float
-    ttft_p20_ms: float
-    ttft_p80_ms: float
-    tpot_ms: float
-    tpot_p20_ms: float
-    tpot_p80_ms: float
-    samples: int
-    attended_share: float
-    kv_cache_tokens: int
-    settings: str
-    machine: Machine
-
-
 def parse_cases(contexts: Sequence[str], requests: Sequence[int]) -> tuple[ServeCase, ...]:
     """Cross contexts (`2k`, `128k`) with concurrencies.
 
@@ -113,9 +90,7 @@ def parse_size(name: str, text: str) -> int:
         raise ValueError(f"{name}: expected a size such as 8k, got {text!r}") from error
 
 
-def run_serve(
-    plan: ServePlan, machine: Machine, on_progress: Callable[[str], None]
-) -> list[ServeRow]:
+def run_serve(plan: ServePlan, machine: Machine, on_progress: Callable[[str], None]) -> list[Row]:
     """Measure both backends in turn, each in processes of its own.
 
     Raises:
@@ -143,7 +118,10 @@ def run_serve(
                 }
                 label = f"{name}, round {turn + 1}"
                 on_progress(f"{label}: starting the engine")
-                tell = functools.partial(_tell, on_progress, label)
+
+                def tell(line: str, label: str = label) -> None:
+                    on_progress(f"{label}: {line}")
+
                 one = run_worker(WORKER, job, label=label, on_progress=tell, timeout=SILENCE_LIMIT)
                 found[name].append(one)
     return [
@@ -153,82 +131,58 @@ def run_serve(
     ]
 
 
-def _tell(on_progress: Callable[[str], None], label: str, line: str) -> None:
-    on_progress(f"{label}: {line}")
-
-
 def _row(
     plan: ServePlan, machine: Machine, name: str, index: int, rounds: list[dict[str, Any]]
-) -> ServeRow:
+) -> Row:
+    """One backend on one case; times in milliseconds."""
     case = plan.cases[index]
-    ttft = sorted(1e3 * t for one in rounds for t in one["cases"][index]["ttft_s"])
-    tpot = sorted(1e3 * t for one in rounds for t in one["cases"][index]["tpot_s"])
-    settings = " ".join(f"{key}={value}" for key, value in plan.settings.items())
-    return ServeRow(
-        backend=name,
-        model=Path(plan.model).name,
-        context=case.context,
-        requests=case.requests,
-        ttft_ms=statistics.median(ttft),
-        ttft_p20_ms=quantile(ttft, 0.2),
-        ttft_p80_ms=quantile(ttft, 0.8),
-        tpot_ms=statistics.median(tpot),
-        tpot_p20_ms=quantile(tpot, 0.2),
-        tpot_p80_ms=quantile(tpot, 0.8),
-        samples=len(ttft),
-        attended_share=rounds[0]["attended_share"],
-        kv_cache_tokens=rounds[0]["kv_cache_tokens"],
-        settings=(settings or "defaults") if name == BACKEND_NAME else "",
-        machine=machine,
-    )
-
-
-Draw = Callable[[Sequence[Mapping[str, Any]], Path], None]
+    row: Row = {
+        "backend": name,
+        "model": Path(plan.model).name,
+        "context": case.context,
+        "requests": case.requests,
+    }
+    for kind in ("ttft", "tpot"):
+        times = sorted(1e3 * t for one in rounds for t in one["cases"][index][f"{kind}_s"])
+        row[f"{kind}_ms"] = statistics.median(times)
+        row[f"{kind}_p20_ms"] = quantile(times, 0.2)
+        row[f"{kind}_p80_ms"] = quantile(times, 0.8)
+    return {
+        **row,
+        "samples": sum(len(one["cases"][index]["ttft_s"]) for one in rounds),
+        "attended_share": rounds[0]["attended_share"],
+        "kv_cache_tokens": rounds[0]["kv_cache_tokens"],
+        "settings": settings_text(plan.settings) if name == BACKEND_NAME else "",
+        **asdict(machine),
+    }
 
 
 def write_results(
-    out: Path, name: str, rows: Sequence[ServeRow | LoadRow], draw: Draw = plot_serve
+    out: Path, name: str, rows: Sequence[Row], draw: Callable[[Sequence[Row], Path], None]
 ) -> list[Path]:
     """Write NAME.csv, NAME.json and, with matplotlib, NAME.png; returns their paths."""
-    records = [_record(row) for row in rows]
-    table = write_csv_file(out / f"{name}.csv", list(records[0]), records, digits=5)
-    full = out / f"{name}.json"
-    full.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    table = write_csv_file(out / f"{name}.csv", list(rows[0]), rows, digits=5)
+    full, drawn = out / f"{name}.json", out / f"{name}.png"
+    full.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     try:
-        draw(records, drawn := out / f"{name}.png")
+        draw(rows, drawn)
     except ImportError:
         return [table, full]
     return [table, full, drawn]
 
 
-def _record(row: ServeRow | LoadRow) -> dict[str, Any]:
-    """A row's values by column, those of its machine last."""
-    values = asdict(row)
-    machine: dict[str, Any] = values.pop("machine")
-    return values | machine
-
-
-def serve_table(rows: Sequence[ServeRow]) -> Table:
+def serve_table(rows: Sequence[Row]) -> Table:
     """A table of both backends side by side, with gains and losses."""
     names = ("case", "backend", "TTFT ms", "p20-p80", "TPOT ms", "p20-p80", "TTFT", "TPOT")
     table = Table(*names, title="end to end in vLLM", title_justify="left")
-    base: dict[tuple[int, int], ServeRow] = {}
+    base: dict[tuple[int, int], Row] = {}
     for row in rows:
-        case = (row.context, row.requests)
-        reference = base.setdefault(case, row)
-        gains = ["", ""]
-        if reference is not row:
-            gains = [
-                verdict(reference.ttft_ms / row.ttft_ms),
-                verdict(reference.tpot_ms / row.tpot_ms),
-            ]
-        table.add_row(
-            f"{row.requests} x {row.context}",
-            row.backend,
-            f"{row.ttft_ms:.4g}",
-            f"{row.ttft_p20_ms:.4g}-{row.ttft_p80_ms:.4g}",
-            f"{row.tpot_ms:.4g}",
-            f"{row.tpot_p20_ms:.4g}-{row.tpot_p80_ms:.4g}",
-            *gains,
-        )
+        first = base.setdefault((row["context"], row["requests"]), row)
+        cells, gains = [], []
+        for kind in ("ttft", "tpot"):
+            cells.append(f"{row[f'{kind}_ms']:.4g}")
+            cells.append(f"{row[f'{kind}_p20_ms']:.4g}-{row[f'{kind}_p80_ms']:.4g}")
+            ratio = first[f"{kind}_ms"] / row[f"{kind}_ms"]
+            gains.append("" if first is row else verdict(ratio))
+        table.add_row(f"{row['requests']} x {row['context']}", row["backend"], *cells, *gains)
     return table

@@ -1,22 +1,26 @@
-"""Plot of `sparsek bench serve`: both backends over the context, and what ours gains."""
+"""Plots of `sparsek bench serve`: both backends over the context, or over the arrival rate."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sparsek_backend.pyplot import import_pyplot, write_figure
 from sparsek_backend.vllm_backend.names import BACKEND_NAME
 
-_BASELINE_COLOUR, _OUR_COLOUR = "#6b6b6b", "#1b6ca8"
+_COLOURS = {True: "#1b6ca8", False: "#6b6b6b"}
+_MARKERS = {True: "o", False: "s"}
+"""By whether they are ours."""
+
+Records = Sequence[Mapping[str, Any]]
 
 
-def plot_serve(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+def plot_serve(records: Records, path: Path) -> None:
     """Draw time to first token and time per output token against the context.
 
     Args:
-        records: rows of `ServeRow`, as dictionaries; of several files, if of one model and machine.
+        records: rows of `sparsek bench serve`; of several files, if of one model and machine.
         path: the PNG to write.
 
     Raises:
@@ -28,65 +32,91 @@ def plot_serve(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     if len(about) != 1:
         raise ValueError(f"records: expected one model, GPU and vLLM version, got {sorted(about)}")
     ((model, gpu, vllm),) = about
-    baseline = next((row["backend"] for row in records if row["backend"] != BACKEND_NAME), "")
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    panels = (("ttft_ms", "time to first token, one request"), ("tpot_ms", "time per output token"))
-    for axis, (field, title) in zip(axes, panels, strict=True):
-        for requests in sorted({int(row["requests"]) for row in records}):
-            found = {
-                name: {
-                    int(row["context"]): float(row[field])
-                    for row in records
-                    if row["backend"] == name and int(row["requests"]) == requests
-                }
-                for name in (baseline, BACKEND_NAME)
-            }
-            _draw(axis, found, requests, field)
-            if field == "ttft_ms":  # measured with one request at a time, whatever decodes together
-                break
-        contexts = sorted({int(row["context"]) for row in records})
+    figure, (first, each) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    together = sorted({int(row["requests"]) for row in records})
+    alone = [row for row in records if int(row["requests"]) == together[0]]
+    # The first token is of one request at a time, however many decode together.
+    _draw_lines(first, alone, "context", "ttft_ms", "{backend}")
+    first.set_title("time to first token, one request", fontsize=10)
+    first.set_yscale("log")
+    first.yaxis.set_major_formatter(pyplot.FuncFormatter(lambda ms, _: f"{ms:g}"))
+    _draw_lines(each, records, "context", "tpot_ms", "{backend}, {requests} together")
+    each.set_title("time per output token", fontsize=10)
+    contexts = sorted({int(row["context"]) for row in records})
+    for axis in (first, each):
         axis.set_xscale("log", base=2)
-        if field == "ttft_ms":
-            axis.set_yscale("log")
-            axis.yaxis.set_major_formatter(pyplot.FuncFormatter(lambda ms, _: f"{ms:g}"))
         axis.set_xticks(contexts, [_size(context) for context in contexts])
         axis.margins(x=0.08, y=0.15)
-        if field == "tpot_ms":
-            axis.set_ylim(bottom=0)
         axis.set_xlabel("tokens of context")
         axis.set_ylabel("milliseconds (less is better)")
-        axis.set_title(title, fontsize=10)
         axis.grid(visible=True, which="major", alpha=0.25)
         axis.legend(fontsize=8, loc="upper left")
+    each.set_ylim(bottom=0)
+    for axis, field, rows in ((first, "ttft_ms", alone), (each, "tpot_ms", records)):
+        _write_ratios(axis, rows, field)
     figure.suptitle(f"{model}, {gpu}, vLLM {vllm}", fontsize=11)
     write_figure(figure, path)
 
 
-def _draw(axis: Any, found: dict[str, dict[int, float]], requests: int, field: str) -> None:
-    suffix = "" if field == "ttft_ms" else f", {requests} together"
-    for name, times in found.items():
-        ours = name == BACKEND_NAME
-        contexts = sorted(times)
-        axis.plot(
-            contexts,
-            [times[context] for context in contexts],
-            marker="o" if ours else "s",
-            color=_OUR_COLOUR if ours else _BASELINE_COLOUR,
-            label=name + suffix,
-        )
-    *_, theirs, ours_by_context = found.values()
-    for context, ms in ours_by_context.items():
-        if context in theirs:
-            ratio = theirs[context] / ms
+def plot_load(records: Records, path: Path) -> None:
+    """Draw goodput and the slowest requests over the arrival rate.
+
+    Args:
+        records: rows of `sparsek bench serve --rate`.
+        path: the PNG to write.
+
+    Raises:
+        ImportError: matplotlib is missing; the message has the install command.
+    """
+    pyplot = import_pyplot()
+    figure, axes = pyplot.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    panels = (
+        ("goodput", "goodput, requests a second (more is better)"),
+        ("tpot_p99_ms", "p99 of time per output token, ms (less is better)"),
+        ("ttft_p99_ms", "p99 of time to first token, ms (less is better)"),
+    )
+    for axis, (field, title) in zip(axes, panels, strict=True):
+        _draw_lines(axis, records, "rate", field, "{backend}")
+        axis.set_title(title, fontsize=10)
+        axis.set_ylim(0, 1.1 * max(row[field] for row in records))
+        axis.grid(visible=True, alpha=0.25)
+        axis.set_xlabel("requests a second that arrive")
+        axis.legend(fontsize=8)
+    first = records[0]
+    axes[1].axhline(first["tpot_limit_ms"], color="#b03030", linewidth=1, linestyle="--")
+    figure.suptitle(
+        f"{first['model']}, {first['mix']} of {first['mean_prompt_tokens']:.0f} tokens on average, "
+        f"{first['gpu']}, vLLM {first['vllm']}",
+        fontsize=11,
+    )
+    write_figure(figure, path)
+
+
+def _draw_lines(axis: Any, records: Records, x: str, y: str, label: str) -> None:
+    """A line of ``y`` over ``x`` for each label that the records give."""
+    for name in dict.fromkeys(label.format_map(row) for row in records):
+        mine = [row for row in records if label.format_map(row) == name]
+        ours = mine[0]["backend"] == BACKEND_NAME
+        points: Iterable[tuple[float, float]] = sorted((float(r[x]), float(r[y])) for r in mine)
+        style = {"marker": _MARKERS[ours], "color": _COLOURS[ours], "label": name}
+        axis.plot(*zip(*points, strict=True), **style)
+
+
+def _write_ratios(axis: Any, records: Records, field: str) -> None:
+    """What ours gains, below each of its points."""
+    theirs = {
+        (row["context"], row["requests"]): float(row[field])
+        for row in records
+        if row["backend"] != BACKEND_NAME
+    }
+    for row in records:
+        base = theirs.get((row["context"], row["requests"]))
+        if row["backend"] == BACKEND_NAME and base is not None:
+            place = (int(row["context"]), float(row[field]))
             axis.annotate(
-                f"{ratio:.2f}x",
-                (context, ms),
-                xytext=(0, -14),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-                color=_OUR_COLOUR,
-            )
+                f"{base / float(row[field]):.2f}x", place, xytext=(0, -14), ha="center", fontsize=8,
+                textcoords="offset points", color=_COLOURS[True],
+            )  # fmt: skip
 
 
 def _size(tokens: int) -> str:

@@ -6,10 +6,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-TIMINGS = ("cold", "graph", "eager")
+TimingKind = Literal["cold", "graph", "eager"]
 """How a case is timed.
 
 * `cold`: one call per sample, L2 flushed before it, replayed from a CUDA graph where possible.

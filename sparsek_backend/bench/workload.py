@@ -11,17 +11,31 @@ workloads:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, Field, ValidationError
+
 from sparsek_backend.bench.ops import get_op
 from sparsek_backend.bench.registry import BenchOp, Case
 from sparsek_backend.bench.spec import parse_spec
-from sparsek_backend.bench.timing import TIMINGS
+from sparsek_backend.bench.timing import TimingKind
 
-_KEYS = {"op", "name", "specs", "params", "bars", "timing", "providers"}
+
+class _Entry(BaseModel, extra="forbid"):
+    op: str
+    name: str
+    specs: list[str] = Field(min_length=1)
+    params: dict[str, Any] = {}
+    bars: dict[str, float] = {}
+    timing: TimingKind = "cold"
+    providers: tuple[str, ...] = ()
+
+
+class _File(BaseModel, extra="forbid"):
+    defaults: dict[str, Any] = {}
+    workloads: list[_Entry]
 
 
 @dataclass(frozen=True)
@@ -58,57 +72,34 @@ def load_workloads(path: Path) -> list[Workload]:
 
 def parse_workloads(document: object, source: str) -> list[Workload]:
     """The workloads of a parsed document; `source` names it in errors."""
-    if not isinstance(document, Mapping) or not isinstance(document.get("workloads"), list):
-        raise ValueError(f"{source}: expected a mapping with a list 'workloads'")
-    unknown = set(document) - {"defaults", "workloads"}
-    if unknown:
-        raise ValueError(f"{source}: unknown keys {sorted(map(str, unknown))}")
-    defaults = document.get("defaults") or {}
-    workloads = [_workload(entry, defaults, source) for entry in document["workloads"]]
-    seen: set[tuple[str, str]] = set()
-    for workload in workloads:
-        key = (workload.op.name, workload.name)
-        if key in seen:
-            raise ValueError(f"{source}: workload {workload.name!r} of {key[0]} appears twice")
-        seen.add(key)
-    return workloads
+    try:
+        file = _File.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        message = f"{source}: {place}: {first['msg']}, got {first['input']!r}"
+        raise ValueError(message) from error
+    names = [(entry.op, entry.name) for entry in file.workloads]
+    for op, name in names:
+        if names.count((op, name)) > 1:
+            raise ValueError(f"{source}: workload {name!r} of {op} appears twice")
+    return [_workload(entry, file.defaults, source) for entry in file.workloads]
 
 
-def _workload(entry: Any, defaults: Mapping[str, Any], source: str) -> Workload:
-    if not isinstance(entry, Mapping) or not {"op", "name", "specs"} <= set(entry):
-        raise ValueError(f"{source}: a workload needs 'op', 'name' and 'specs', got {entry!r}")
-    where = f"{source}: workload {entry['name']!r}"
-    unknown = set(entry) - _KEYS
-    if unknown:
-        raise ValueError(f"{where}: unknown keys {sorted(unknown)}, expected {sorted(_KEYS)}")
-    op = get_op(str(entry["op"]))
-    given = entry.get("params") or {}
-    for name in given:
+def _workload(entry: _Entry, defaults: dict[str, Any], source: str) -> Workload:
+    where, op = f"{source}: workload {entry.name!r}", get_op(entry.op)
+    for name in entry.params:
         if name not in op.defaults:
             raise ValueError(
                 f"{where}: unknown parameter {name!r} of {op.name}, expected {sorted(op.defaults)}"
             )
     shared = {name: value for name, value in defaults.items() if name in op.defaults}
-    params = {**op.defaults, **shared, **given}
-    timing = str(entry.get("timing", "cold"))
-    if timing not in TIMINGS:
-        raise ValueError(f"{where}: timing: expected one of {TIMINGS}, got {timing!r}")
-    cases = []
-    if not isinstance(entry["specs"], list) or not entry["specs"]:
-        raise ValueError(f"{where}: specs: expected a list of batch specs, got {entry['specs']!r}")
-    for text in entry["specs"]:
-        try:
-            spec = parse_spec(str(text))
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-        cases.append(
-            Case(
-                name=str(entry["name"]),
-                spec=spec,
-                params=params,
-                bars={str(k): float(v) for k, v in (entry.get("bars") or {}).items()},
-                timing=timing,
-                providers=tuple(entry.get("providers") or ()),
-            )
-        )
-    return Workload(op, str(entry["name"]), tuple(cases))
+    params = {**op.defaults, **shared, **entry.params}
+    try:
+        specs = [parse_spec(text) for text in entry.specs]
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    cases = (
+        Case(entry.name, spec, params, entry.bars, entry.timing, entry.providers) for spec in specs
+    )
+    return Workload(op, entry.name, tuple(cases))

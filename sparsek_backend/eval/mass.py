@@ -7,14 +7,14 @@ blocks that it attends; the best choice of as many blocks would catch most.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from sparsek_backend.eval.layers import LayerReader
+from sparsek_backend.csv_file import write_csv_file
+from sparsek_backend.eval.layers import read_layers
 from sparsek_backend.pyplot import import_pyplot, write_figure
 from sparsek_kernels.paged.index.base import Indexer
 from sparsek_kernels.paged.index.vertical_slash import VerticalSlash, block_lists
@@ -151,21 +151,20 @@ def measure_model(
             found.append(Mass(phase, layer, *(x.cpu() for x in shares)))
         on_layer(layer)
 
-    LayerReader(model).read(ids, record)
+    read_layers(model, ids, record)
     return found
 
 
 def write_masses(path: Path, masses: Sequence[Mass]) -> Path:
     """Write a CSV with one row for each phase, layer and KV head."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for mass in masses:
-            of_heads = torch.stack([mass.caught, mass.best, mass.attended], 1).tolist()
-            for head, shares in enumerate(of_heads):
-                writer.writerow((mass.phase, mass.layer, head, *(f"{x:.6f}" for x in shares)))
-    return path
+    rows = [
+        dict(zip(COLUMNS, (mass.phase, mass.layer, head, *shares), strict=True))
+        for mass in masses
+        for head, shares in enumerate(
+            torch.stack([mass.caught, mass.best, mass.attended], 1).tolist()
+        )
+    ]
+    return write_csv_file(path, COLUMNS, rows, digits=6)
 
 
 def phase_summaries(masses: Sequence[Mass]) -> list[str]:

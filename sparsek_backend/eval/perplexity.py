@@ -3,9 +3,9 @@ does a sparse budget leave much out."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from sparsek_backend.eval.prompt import Tokenizer, Tokens
@@ -57,8 +57,4 @@ def score_text(logprobs: Sequence[float]) -> dict[str, Any]:
         logprobs: of each token but the first.
     """
     half = logprobs[(len(logprobs) + 1) // 2 - 1 :]
-    return {"nll": -_mean(logprobs), "nll_second_half": -_mean(half)}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+    return {"nll": -fmean(logprobs), "nll_second_half": -fmean(half)}

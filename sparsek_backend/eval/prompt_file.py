@@ -98,20 +98,14 @@ def load_prompts(path: Path) -> PromptSet:
 
 
 def _read(row: Mapping[str, Any], pieces: Sequence[Tokens]) -> Prompt:
-    prompt = Prompt(
-        task=row["task"],
-        variant=row["variant"],
-        length=row["length"],
-        index=row["index"],
-        pieces=tuple(pieces[number] for number in row["pieces"]),
-        answers=tuple(
-            Answer(answer["text"], tuple(tuple(form) for form in answer["tokens"]))
-            for answer in row["answers"]
-        ),
-        target=tuple(row["target"]),
-        max_tokens=row["max_tokens"],
-        evidence=tuple((start, end) for start, end in row["evidence"]),
-    )
+    answers = [(x["text"], tuple(map(tuple, x["tokens"]))) for x in row["answers"]]
+    read = {
+        "pieces": tuple(pieces[number] for number in row["pieces"]),
+        "answers": tuple(Answer(*answer) for answer in answers),
+        "target": tuple(row["target"]),
+        "evidence": tuple((start, end) for start, end in row["evidence"]),
+    }
+    prompt = Prompt(**{item.name: row[item.name] for item in fields(Prompt)} | read)
     if prompt.variant not in VARIANTS:
         raise ValueError(f"variant {prompt.variant!r}")
     found = sum(map(len, prompt.pieces))

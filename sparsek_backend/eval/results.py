@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from sparsek_backend.csv_file import write_csv_file
@@ -161,8 +162,7 @@ def _compare(groups: Sequence[Sequence[tuple[Row, Row]]], *, is_reference: bool)
     """A run's scores over some tasks, and their differences to the reference's."""
 
     def interval(value: Callable[[Row, Row], float]) -> tuple[float, float, float]:
-        found = mean_interval([[value(*pair) for pair in group] for group in groups])
-        return found.mean, found.low, found.high
+        return mean_interval([[value(*pair) for pair in group] for group in groups])
 
     def cells(name: str, value: Callable[[Row, Row], float]) -> Row:
         return dict(zip(_with_ends(name), interval(value), strict=True))
@@ -177,11 +177,11 @@ def _compare(groups: Sequence[Sequence[tuple[Row, Row]]], *, is_reference: bool)
     if is_reference:
         return cell
     before, _, _ = interval(lambda row, _: row["accuracy"])
-    test = mcnemar([old["correct"] for old, _ in pairs], [new["correct"] for _, new in pairs])
+    tested = mcnemar([old["correct"] for old, _ in pairs], [new["correct"] for _, new in pairs])
     cell |= cells("delta_accuracy", lambda old, new: new["accuracy"] - old["accuracy"])
     cell |= cells("delta_nll", lambda old, new: new["nll"] - old["nll"])
     cell["of_reference"] = cell["accuracy"] / before if before else None
-    return cell | {"lost": test.lost, "gained": test.gained, "mcnemar_p": test.p}
+    return cell | dict(zip(("lost", "gained", "mcnemar_p"), tested, strict=True))
 
 
 def worst_row(record: Path, prompts: Sequence[Prompt], reference: str, run: str) -> Row:
@@ -220,7 +220,7 @@ def _perplexity(pairs: Sequence[tuple[Row, Row]]) -> Row:
     """Perplexity of a run over texts, and its added NLL over the reference's."""
 
     def mean(value: Callable[[Row, Row], float]) -> float:
-        return math.fsum(value(*pair) for pair in pairs) / len(pairs)
+        return fmean(value(*pair) for pair in pairs)
 
     return {
         "ppl": math.exp(mean(lambda _, row: row["nll"])),

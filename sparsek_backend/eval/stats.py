@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
@@ -14,32 +13,12 @@ _RESAMPLES = 2000
 Array = np.typing.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A mean with its bootstrap interval."""
+def mcnemar(reference: Sequence[bool], other: Sequence[bool]) -> tuple[int, int, float]:
+    """McNemar's exact test of two runs, prompt by prompt.
 
-    mean: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class McNemar:
-    """McNemar's exact test of two runs over the same prompts.
-
-    Args:
-        lost: prompts that the reference answers and the other does not.
-        gained: prompts that the other answers and the reference does not.
-        p: two-sided p-value: how often chance alone would part them as unevenly.
-    """
-
-    lost: int
-    gained: int
-    p: float
-
-
-def mcnemar(reference: Sequence[bool], other: Sequence[bool]) -> McNemar:
-    """Compare two runs, prompt by prompt.
+    Returns:
+        Prompts that the reference alone answers, those that the other alone does, and the two-sided
+        p-value: how often chance alone would part them as unevenly.
 
     Raises:
         ValueError: they do not have the same number of prompts.
@@ -52,12 +31,12 @@ def mcnemar(reference: Sequence[bool], other: Sequence[bool]) -> McNemar:
     lost = sum(before and not after for before, after in pairs)
     gained = sum(after and not before for before, after in pairs)
     if not lost + gained:
-        return McNemar(0, 0, 1.0)
-    return McNemar(lost, gained, float(stats.binomtest(lost, lost + gained, 0.5).pvalue))
+        return 0, 0, 1.0
+    return lost, gained, float(stats.binomtest(lost, lost + gained, 0.5).pvalue)
 
 
-def mean_interval(groups: Sequence[Sequence[float]]) -> Interval:
-    """Mean of the groups' means, with its bootstrap interval.
+def mean_interval(groups: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """Mean of the groups' means, and the ends of its bootstrap interval.
 
     Prompts are drawn again within their group (a task), so that every draw has as many of each.
 
@@ -72,7 +51,7 @@ def mean_interval(groups: Sequence[Sequence[float]]) -> Interval:
         raise ValueError("groups: expected at least one score in each group, got none")
     mean = float(np.mean([sample.mean() for sample in samples]))
     if all(np.ptp(sample) == 0.0 for sample in samples):  # nothing to draw from
-        return Interval(mean, mean, mean)
+        return mean, mean, mean
     single = sum(float(sample[0]) for sample in samples if len(sample) == 1)  # no draw changes it
     several = [sample for sample in samples if len(sample) > 1]
 
@@ -89,4 +68,4 @@ def mean_interval(groups: Sequence[Sequence[float]]) -> Interval:
         vectorized=True,
         rng=np.random.default_rng(0),
     ).confidence_interval
-    return Interval(mean, float(found.low), float(found.high))
+    return mean, float(found.low), float(found.high)

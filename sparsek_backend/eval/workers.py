@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 PROGRESS = "PROGRESS "
 _TAIL_LINES = 15
-_POLL_SECONDS = 1.0
+_POLL_SECONDS = 0.2
 
 
 class WorkerError(RuntimeError):
@@ -54,22 +53,21 @@ def run_worker(
         "PYTHONUNBUFFERED": "1",
     }
     with tempfile.TemporaryDirectory(prefix="sparsek-worker-") as folder:
-        job_path, result_path = Path(folder, "job.json"), Path(folder, "result.json")
+        job_path, result_path, log = (Path(folder, name) for name in ("job", "result", "log"))
         job_path.write_text(json.dumps(job), encoding="utf-8")
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, str(job_path), str(result_path)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=environment,
-        )
+        # A file, not a pipe: what the worker leaves behind could hold a pipe open for ever.
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, str(job_path), str(result_path)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
         try:
-            log, silent = _follow(process, on_progress, timeout)
+            lines, silent = _follow(process, log, on_progress, timeout)
         finally:
-            if process.poll() is None:
-                process.kill()
+            process.kill()
             process.wait()
         if silent:
             reason = f"the worker said nothing for {timeout:g} s and was ended"
@@ -78,47 +76,37 @@ def run_worker(
             return result
         else:
             reason = f"the worker ended with status {process.returncode}"
-        raise WorkerError(f"{label}: {reason}\n  " + "\n  ".join(log[-_TAIL_LINES:]))
+        raise WorkerError(f"{label}: {reason}\n  " + "\n  ".join(lines))
 
 
 def _follow(
-    process: subprocess.Popen[str], on_progress: Callable[[str], None], timeout: float | None
-) -> tuple[list[str], bool]:
-    """Read a worker's output until it ends or is silent for ``timeout`` seconds.
-
-    Processes that the worker started may outlive it and hold its output open, so reading stops when
-    the worker has ended, even if its output has not.
+    process: subprocess.Popen[bytes],
+    log: Path,
+    on_progress: Callable[[str], None],
+    timeout: float | None,
+) -> tuple[deque[str], bool]:
+    """Read a worker's log until it ends or is silent for ``timeout`` seconds.
 
     Returns:
         The last log lines, and whether it was silent for too long.
     """
-    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-
-    def read() -> None:
-        for line in process.stdout or ():
-            lines.put(line)
-        lines.put(None)
-
-    threading.Thread(target=read, name="sparsek-worker-output", daemon=True).start()
-    log: list[str] = []
-    heard = time.monotonic()
-    while True:
-        ended = process.poll() is not None
-        try:
-            line = lines.get(timeout=_POLL_SECONDS)
-        except queue.Empty:
-            if ended:
-                return log, False
-            if timeout is not None and time.monotonic() - heard > timeout:
-                return log, True
-            continue
-        if line is None:
-            return log, False
-        heard = time.monotonic()
-        if line.startswith(PROGRESS):
-            on_progress(line.removeprefix(PROGRESS).strip())
-        elif line.strip():
-            log = [*log[-200:], line.rstrip()]
+    tail: deque[str] = deque(maxlen=_TAIL_LINES)
+    heard, part = time.monotonic(), ""
+    with log.open(errors="replace") as said:
+        while True:
+            ended = process.poll() is not None
+            *whole, part = (part + said.read()).split("\n")
+            if ended and part:
+                whole.append(part)
+            for line in whole:
+                heard = time.monotonic()
+                if line.startswith(PROGRESS):
+                    on_progress(line.removeprefix(PROGRESS).strip())
+                elif line.strip():
+                    tail.append(line.rstrip())
+            if ended or (timeout is not None and time.monotonic() - heard > timeout):
+                return tail, not ended
+            time.sleep(_POLL_SECONDS)
 
 
 def report_progress(message: str) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 
 from sparsek_backend.patterns.entries import check_share
+from sparsek_backend.patterns.masses import sampled_block_masses
 from sparsek_backend.patterns.pattern import BlockSparsePattern
 from sparsek_backend.patterns.ranking import blocks_holding, fixed_blocks
 from sparsek_kernels.block_sparse.structure import check_block_size
-from sparsek_kernels.checks import check_heads, check_int, check_tensor
+from sparsek_kernels.checks import check_int, check_tensor
 
 Heads = Literal["query", "kv", "all"]
 Scope = Literal["row", "head"]
@@ -40,7 +40,7 @@ class BlockMass:
 
     @torch.no_grad()
     def add(self, q: torch.Tensor, k: torch.Tensor) -> None:
-        """Count samples.  Dense attention of one row of blocks at a time, in fp32.
+        """Count samples: dense attention of a few rows of blocks at a time, in fp32.
 
         Args:
             q: ``[B, N, Hq, D]``, any floating dtype.
@@ -51,30 +51,19 @@ class BlockMass:
         """
         check_tensor("q", q, ("B", "N", "Hq", "D"))
         check_tensor("k", k, (q.shape[0], "M", "Hkv", q.shape[3]), device=q.device)
-        group = check_heads(q.shape[2], k.shape[2])
         shape = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
         if self._shape not in (None, shape):
             raise ValueError(
                 "q: expected queries, keys, heads and KV heads as in the samples before, "
                 f"{self._shape}, got {shape}"
             )
+        q, k = q.float(), k.float()
+        mass = sampled_block_masses(
+            q, k, k, self.block_size, samples=self.block_size,
+            causal=self.causal, softmax_scale=self.softmax_scale,
+        )  # fmt: skip
         self._shape = shape
-        num_q, num_k, size = q.shape[1], k.shape[1], self.block_size
-        scale = q.shape[3] ** -0.5 if self.softmax_scale is None else self.softmax_scale
-        keys = k.float().permute(0, 2, 3, 1).repeat_interleave(group, 1)  # [B, Hq, D, M]
-        key = torch.arange(num_k, device=q.device)
-        rows = []
-        for first in range(0, num_q, size):
-            block = q[:, first : first + size].float().transpose(1, 2)  # [B, Hq, rows, D]
-            with torch.autocast(q.device.type, enabled=False):
-                scores = torch.matmul(block, keys).mul_(scale)
-            if self.causal:
-                at = torch.arange(first, first + block.shape[2], device=q.device) + num_k - num_q
-                scores.masked_fill_(key > at[:, None], float("-inf"))
-            probs = scores.softmax(-1).nan_to_num(0.0).sum((0, 2)) / block.shape[2]  # [Hq, M]
-            rows.append(F.pad(probs, (0, -num_k % size)).unflatten(1, (-1, size)).sum(2))
-        total = torch.stack(rows, 1)
-        self._total = total if self._total is None else self._total + total
+        self._total = mass * q.shape[0] + (0.0 if self._total is None else self._total)
         self._samples += q.shape[0]
 
     def observe(

@@ -50,13 +50,12 @@ def dilated_pattern(
 ) -> BlockSparsePattern:
     """A window with gaps: ``window`` key blocks, ``dilation`` apart (Longformer, figure 2c).
 
+    Shape, block size and causality are as in :func:`random_pattern`.
+
     Args:
-        shape: ``(R, C)``; the last query block sits at the last key block.
-        block_size: tokens along a side of a block.
         window: attended key blocks, a query block's own included; without causality as many
             after it.
         dilation: distance between them, in blocks.
-        causal: whether later key blocks are left out.
     """
     check_int("window", window, 1)
     check_int("dilation", dilation, 1)
@@ -78,12 +77,11 @@ def longformer_pattern(
 
     The first ``global_blocks`` attend every block, and every block attends them.
 
+    Shape, block size and causality are as in :func:`random_pattern`.
+
     Args:
-        shape: ``(R, C)``; the last query block sits at the last key block.
-        block_size: tokens along a side of a block.
         window: latest key blocks, a query block's own included; without causality as many after.
         global_blocks: blocks at the start that see and are seen by all.
-        causal: whether later key blocks are left out.
     """
     check_int("window", window, 1)
     check_int("global_blocks", global_blocks, 0)
@@ -104,14 +102,13 @@ def bigbird_pattern(
 ) -> BlockSparsePattern:
     """A window, global blocks and random ones (Zaheer et al., arXiv 2007.14062, figure 1).
 
+    Shape, block size and causality are as in :func:`random_pattern`.
+
     Args:
-        shape: ``(R, C)``; the last query block sits at the last key block.
-        block_size: tokens along a side of a block.
         window: as in :func:`longformer_pattern`; BigBird's 3 blocks are a window of 2.
         global_blocks: as in :func:`longformer_pattern`.
         random_blocks: more key blocks of each query block, where as many are left.
         seed: of the random blocks.
-        causal: whether later key blocks are left out.
     """
     check_int("random_blocks", random_blocks, 0)
     base = longformer_pattern(

@@ -53,9 +53,13 @@ class ModelPatterns:
         Raises:
             ImportError: safetensors is missing; the message has the install command.
         """
-        layers = {layer: pattern.tensors() for layer, pattern in sorted(self.patterns.items())}
-        about = {"kind": KIND, "model": self.model, "sparsity": str(self.sparsity)}
-        storage.write_layers(Path(path), layers, self.block_size, self.shape, about)
+        header = {"kind": KIND, "model": self.model, "sparsity": self.sparsity}
+        tensors: dict[str, torch.Tensor] = {}
+        for layer, pattern in sorted(self.patterns.items()):
+            storage.check_columns(pattern.crow_indices, pattern.shape[1], path)
+            tensors |= {f"{layer}.{name}": x for name, x in pattern.tensors().items()}
+            header |= {**pattern.grid(), f"sha256.{layer}": pattern.digest()}
+        storage.save(path, storage.MODEL_FORMAT, tensors, header)
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> ModelPatterns:
@@ -67,19 +71,31 @@ class ModelPatterns:
                 message names the file and the field.
         """
         path = Path(path)
-        if storage.format_of(path) == storage.FORMAT:
+        header, tensors = storage.load(path, storage.MODEL_FORMAT, storage.FORMAT)
+        if header["format"] == storage.FORMAT:
             return cls({0: BlockSparsePattern.load(path, device)})
-        layers, header = storage.read_layers(path)
+        own: dict[int, dict[str, torch.Tensor]] = {}
+        for name, x in tensors.items():
+            layer, _, field = name.partition(".")
+            own.setdefault(storage.number("layer", layer, path), {})[field] = x
+        wanted = {"kind", "model", "sparsity", *(f"sha256.{layer}" for layer in own)}
+        storage.check_header(header, {*wanted, *storage.SIZES}, path)
+        for name in sorted(wanted - set(header)):
+            raise ValueError(f"{name}: expected a field of this name in {path}")
         if header["kind"] != KIND:
             raise ValueError(f"kind: expected {KIND!r}, got {header['kind']!r} in {path}")
-        if not layers:
+        if not own:
             raise ValueError(f"patterns: expected at least one layer in {path}")
         try:
             sparsity = float(header["sparsity"])
         except ValueError as error:
             raise ValueError(f"sparsity: {error} in {path}") from error
+        if not 0.0 <= sparsity < 1.0:
+            raise ValueError(f"sparsity: expected 0 to below 1, got {sparsity} in {path}")
         patterns = {
-            layer: BlockSparsePattern.of_file(path, *found).to(device)
-            for layer, found in sorted(layers.items())
+            layer: BlockSparsePattern.of_file(path, header, fields, header[f"sha256.{layer}"]).to(
+                device
+            )
+            for layer, fields in sorted(own.items())
         }
         return cls(patterns, header["model"], sparsity)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from sparsek_backend.patterns import storage
 from sparsek_backend.patterns.entries import (
     block_grid,
     check_shape,
+    edge_index_of,
     indices_of_entries,
     pairs_within,
     places_of_matrix,
@@ -41,7 +42,8 @@ class BlockSparsePattern(BlockStructure):
         shape: ``(R, C)``, query and key blocks.
         crow_indices: ``[P, R + 1]`` int32; offsets into ``col_indices``, from 0 to nnz.
         col_indices: ``[nnz]`` int32, ascending in each row.
-        weights: ``[nnz]`` fp32, the attention mass of each block where it was learned.
+        weights: ``[nnz]`` fp32, the attention mass of each block where it was learned; finite, from
+            0 on.
 
     Raises:
         TypeError: a wrong type or dtype.
@@ -64,6 +66,9 @@ class BlockSparsePattern(BlockStructure):
             )
         if self.weights.device != self.device:
             raise ValueError(f"weights: expected device {self.device}, got {self.weights.device}")
+        wrong = self.weights[~(self.weights.isfinite() & (self.weights >= 0))]
+        if len(wrong):
+            raise ValueError(f"weights: expected finite numbers from 0 on, got {float(wrong[0])}")
 
     @classmethod
     def from_mask(
@@ -184,20 +189,12 @@ class BlockSparsePattern(BlockStructure):
             TypeError: not a networkx graph.
             ValueError: other nodes than ``0 .. n - 1``.
         """
-        if not hasattr(graph, "edges") or not hasattr(graph, "is_directed"):
+        if not hasattr(graph, "is_directed"):
             raise TypeError(f"graph: expected a networkx graph, got {type(graph).__name__}")
-        size = graph.number_of_nodes()
-        if set(graph.nodes) != set(range(size)):
-            raise ValueError(
-                f"graph: expected the {size} blocks 0 to {size - 1} as nodes, "
-                f"got {list(graph.nodes)[:8]}"
-            )
-        edges = [(u, v) for u, v, *_ in graph.edges]
-        if not graph.is_directed():
-            edges += [(v, u) for u, v in edges]
+        edges, size = edge_index_of(graph)
         if self_loops:
-            edges += [(u, u) for u in range(size)]
-        return cls.from_edges(edges, (size, size), block_size)
+            edges = torch.cat([edges, torch.arange(size).expand(2, -1)], 1)
+        return cls.from_edges(edges.T, (size, size), block_size)
 
     @classmethod
     def local(
@@ -241,24 +238,34 @@ class BlockSparsePattern(BlockStructure):
             ValueError: the file is missing, damaged, no pattern, or of a later version; the message
                 names the file and the field.
         """
-        return cls.of_file(path, *storage.read(Path(path))).to(device)
+        header, tensors = storage.load(Path(path), storage.FORMAT)
+        storage.check_header(header, ("sha256", *storage.SIZES), Path(path))
+        return cls.of_file(Path(path), header, tensors, header.get("sha256")).to(device)
 
     @classmethod
     def of_file(
-        cls, path: str | Path, fields: dict[str, Any], digest: str | None
+        cls,
+        path: Path,
+        header: Mapping[str, str],
+        tensors: storage.Tensors,
+        digest: str | None,
     ) -> BlockSparsePattern:
-        """The pattern of the fields of a file, checked, also against its digest if it has one.
+        """The pattern of the fields of a file, checked, also against its digest.
+
+        Files of earlier releases have none.
 
         Raises:
             ValueError: fields that make no pattern, or another digest.
         """
+        fields = storage.pattern_fields(header, tensors, path)
         try:
             pattern = cls(**fields)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{error} in {path}") from error
-        found = storage.digest(pattern.tensors(), pattern.block_size, pattern.shape)
-        if digest not in (None, found):
-            raise ValueError(f"sha256: expected {found} of what it holds, got {digest} in {path}")
+        if digest not in (None, pattern.digest()):
+            raise ValueError(
+                f"sha256: expected {pattern.digest()} of what it holds, got {digest} in {path}"
+            )
         return pattern
 
     def save(self, path: str | Path) -> None:
@@ -268,7 +275,17 @@ class BlockSparsePattern(BlockStructure):
             ImportError: safetensors is missing; the message has the install command.
             ValueError: more than 2^26 key blocks in all patterns together.
         """
-        storage.write(Path(path), self.tensors(), self.block_size, self.shape)
+        storage.check_columns(self.crow_indices, self.shape[1], path)
+        header = {**self.grid(), "sha256": self.digest()}
+        storage.save(path, storage.FORMAT, self.tensors(), header)
+
+    def grid(self) -> dict[str, int]:
+        """The sizes that a file's header has."""
+        return dict(zip(storage.SIZES, (self.block_size, *self.shape), strict=True))
+
+    def digest(self) -> str:
+        """SHA-256 of sizes and tensors."""
+        return storage.digest(self.tensors(), self.block_size, self.shape)
 
     @property
     def density(self) -> float:

@@ -61,7 +61,10 @@ class PrefillPattern:
         Raises:
             ImportError: safetensors is missing; the message has the install command.
         """
-        storage.write_prefill(Path(path), self.entries, self.block_size, self.model)
+        tensors = {str(layer): x for layer, x in sorted(self.entries.items())}
+        header: dict[str, object] = {"block_size": self.block_size, "model": self.model}
+        header["sha256"] = storage.digest(tensors, self.block_size, (len(tensors), 0))
+        storage.save(path, storage.PREFILL_FORMAT, tensors, header)
 
     @classmethod
     def load(cls, path: str | Path) -> PrefillPattern:
@@ -72,9 +75,18 @@ class PrefillPattern:
             ValueError: the file is missing, damaged, of another kind or of a later version; the
                 message names the file and the field.
         """
-        entries, block_size, model = storage.read_prefill(Path(path))
+        path = Path(path)
+        header, tensors = storage.load(path, storage.PREFILL_FORMAT)
+        storage.check_header(header, ("block_size", "model", "sha256"), path)
+        block_size = storage.number("block_size", header.get("block_size", ""), path)
+        found = storage.digest(tensors, block_size, (len(tensors), 0))
+        if header.get("sha256") != found:
+            raise ValueError(
+                f"sha256: expected {found} of what it holds, got {header.get('sha256')} in {path}"
+            )
+        entries = {storage.number("layer", name, path): x for name, x in tensors.items()}
         try:
-            return cls(entries, block_size, model)
+            return cls(entries, block_size, header.get("model", ""))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{error} in {path}") from error
 

@@ -52,8 +52,7 @@ GREEN, RED = GateResult(True, "fine"), GateResult(False, "out max error 3, bound
 
 
 def run_toy(ours: GateResult, peer: GateResult, **bars: float) -> list[Row]:
-    settings = runner.Settings(CPU, budget_ms=2.0)
-    return runner.run_case(toy_op(ours, peer), toy_case(**bars), settings, MACHINE, CEILINGS)
+    return runner.run_case(toy_op(ours, peer), toy_case(**bars), CPU, MACHINE, CEILINGS, 2.0)
 
 
 def test_green_rows_carry_times_rates_and_machine() -> None:
@@ -116,7 +115,7 @@ def test_an_exception_becomes_an_error_row() -> None:
     op = toy_op(GREEN, GREEN)
     bad = Provider("sparsek", lambda: lambda: (), broken, 1.0, 1.0)
     op = dataclasses.replace(op, build=lambda case, device: [bad])
-    (row,) = runner.run_case(op, toy_case(), runner.Settings(CPU), MACHINE, CEILINGS)
+    (row,) = runner.run_case(op, toy_case(), CPU, MACHINE, CEILINGS)
     assert (row.status, row.detail) == ("error", "RuntimeError: no kernel image")
 
 
@@ -142,12 +141,12 @@ def rows_of(*times: tuple[str, float | None]) -> list[Row]:
 def test_compare_finds_regressions_and_lost_gates() -> None:
     a = rows_of(("x", 1.0), ("y", 1.0), ("z", 1.0), ("gone", 1.0))
     b = rows_of(("x", 1.04), ("y", 1.2), ("z", None), ("new", 1.0))
-    result = compare_rows(a, b, tolerance=0.05, provider="sparsek")
+    result = compare_rows(a, b, 0.05)
     assert [pair.key[1] for pair in result.regressions] == ["y", "z"]
     assert [key[1] for key in result.only_a] == ["gone"]
     assert [key[1] for key in result.only_b] == ["new"]
     with pytest.raises(ValueError, match="in common"):
-        compare_rows(a, b, tolerance=0.05, provider="peer")
+        compare_rows(a, rows_of(("new", 1.0)), 0.05)
 
 
 def test_compare_command_exits_by_tolerance(tmp_path: Path) -> None:
@@ -253,7 +252,6 @@ def test_a_wrong_kernel_is_red_and_exits_1(tmp_path: Path, monkeypatch: pytest.M
         str(tmp_path / "w.yaml"),
         "--out",
         str(tmp_path),
-        "--no-plots",
     ]
     arguments += ["--case", "causal", "--device", "cpu", "--budget-ms", "5"]
     result = CliRunner().invoke(app, arguments)
@@ -267,15 +265,24 @@ def test_a_wrong_kernel_is_red_and_exits_1(tmp_path: Path, monkeypatch: pytest.M
     ("entry", "message"),
     [
         ({"op": "nope", "name": "x", "specs": ["q1"]}, "expected one of"),
-        ({"op": "sink_window_fwd", "name": "x"}, "needs 'op', 'name' and 'specs'"),
+        ({"op": "sink_window_fwd", "name": "x"}, "w.yaml: workloads.0.specs: Field required"),
         ({"op": "sink_window_fwd", "name": "x", "specs": ["z"]}, "workload 'x': spec: expected"),
-        ({"op": "sink_window_fwd", "name": "x", "specs": "q1"}, "'x': specs: expected a list"),
+        (
+            {"op": "sink_window_fwd", "name": "x", "specs": "q1"},
+            "workloads.0.specs: Input should be a valid list, got 'q1'",
+        ),
         (
             {"op": "sink_window_fwd", "name": "x", "specs": ["q1"], "params": {"windw": 1}},
             "unknown parameter 'windw'",
         ),
-        ({"op": "sink_window_fwd", "name": "x", "specs": ["q1"], "sped": 1}, "unknown keys"),
-        ({"op": "sink_window_fwd", "name": "x", "specs": ["q1"], "timing": "hot"}, "timing"),
+        (
+            {"op": "sink_window_fwd", "name": "x", "specs": ["q1"], "sped": 1},
+            "workloads.0.sped: Extra inputs",
+        ),
+        (
+            {"op": "sink_window_fwd", "name": "x", "specs": ["q1"], "timing": "hot"},
+            "timing: .* 'cold', 'graph' or 'eager'",
+        ),
     ],
 )
 def test_bad_workloads_name_what_is_wrong(entry: dict[str, object], message: str) -> None:

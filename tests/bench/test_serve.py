@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from sparsek_backend.bench import serve
 from sparsek_backend.bench.cli import app
 from sparsek_backend.bench.serve import ServeCase, ServePlan, parse_cases, run_serve, write_results
+from sparsek_backend.bench.serve_plot import plot_serve
 from sparsek_backend.bench.shapes import SHAPES, write_shape
 from sparsek_backend.machine import Machine
 
@@ -56,16 +57,16 @@ def test_both_backends_run_in_turn_and_become_rows(
     order = ["ours" if job["settings"] is not None else job["baseline"] for job in jobs]
     assert order == ["FLASH_ATTN", "ours", "ours", "FLASH_ATTN"]
     assert all(job["engine"]["load_format"] == "dummy" for job in jobs)
-    assert [(row.backend, row.requests) for row in rows] == [
+    assert [(row["backend"], row["requests"]) for row in rows] == [
         ("FLASH_ATTN", 1),
         ("SPARSEK", 1),
         ("FLASH_ATTN", 4),
         ("SPARSEK", 4),
     ]
-    assert rows[1].tpot_ms == pytest.approx(5.0)
-    assert rows[0].ttft_ms == pytest.approx(1050.0)
-    assert rows[0].samples == 4
-    table, full, drawn = write_results(tmp_path, "serve", rows)
+    assert rows[1]["tpot_ms"] == pytest.approx(5.0)
+    assert rows[0]["ttft_ms"] == pytest.approx(1050.0)
+    assert rows[0]["samples"] == 4
+    table, full, drawn = write_results(tmp_path, "serve", rows, plot_serve)
     assert drawn.read_bytes().startswith(b"\x89PNG")
     with table.open(newline="") as file:
         assert [float(row["tpot_ms"]) for row in csv.DictReader(file)] == [10, 5, 10, 5]

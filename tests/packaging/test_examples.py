@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+
+from tests import processes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -63,6 +67,42 @@ def test_patterns_are_learned_saved_and_attended(tmp_path: Path) -> None:
     kept, dense, sparse = example["main"](arguments)
     assert kept < 0.95
     assert 0 < abs(sparse - dense) < 0.5
+
+
+ENGINE = """
+import multiprocessing
+from types import SimpleNamespace as Namespace
+
+
+class SamplingParams:
+    def __init__(self, **options):
+        pass
+
+
+class LLM:
+    def __init__(self, model, additional_config, **options):
+        core = multiprocessing.get_context("spawn").Process(target=print, args=("a core",))
+        core.start()
+        core.join()
+        self.mode = additional_config["sparsek"].get("mode", "sparse")
+
+    def generate(self, prompts, params):
+        texts = [self.mode if prompt == "differ" else "equal" for prompt in prompts]
+        return [Namespace(outputs=[Namespace(text=text)]) for text in texts]
+"""
+
+
+def test_answers_are_compared_by_engines_that_start_processes(tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").write_text(ENGINE)
+    (tmp_path / "prompts.txt").write_text("same\ndiffer\n\n")
+    done = processes.run(
+        sys.executable, str(EXAMPLES / "ab_compare.py"), "model", str(tmp_path / "prompts.txt"),
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("a core") == 2
+    assert "dense:  'dense'\nsparse: 'sparse'" in done.stdout
+    assert "1 of 2 answers differ" in done.stdout
 
 
 class WithoutTools(BaseHTTPRequestHandler):

@@ -105,12 +105,12 @@ def test_the_command_learns_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert done.exit_code == 0, done.output
     assert "for prefills, learned from 2 texts" in done.output
     unread = CliRunner().invoke(cli.app, ["stats", str(out)])
-    assert unread.exit_code == 1
+    assert unread.exit_code == 2
     assert "which `learn --prefill` made for vLLM" in unread.output
     found = PrefillPattern.load(out)
     assert found.model == "a/model"
     assert len(found.entries) == model.config.num_hidden_layers
     assert found.num_kv_heads == model.config.num_key_value_heads
     refused = CliRunner().invoke(cli.app, [*command, "--sparsity", "0.5"])
-    assert refused.exit_code == 1
+    assert refused.exit_code == 2
     assert "--prefill: expected neither" in refused.output

@@ -66,6 +66,8 @@ def test_a_models_file_says_what_it_is(file: Path) -> None:
         ({"version": "2"}, {}, "version: expected 1, got '2'"),
         ({"format": "other"}, {}, "format: expected 'sparsek.model_patterns', got 'other'"),
         ({"sparsity": "much"}, {}, "sparsity: could not convert"),
+        ({"sparsity": "nan"}, {}, "sparsity: expected 0 to below 1, got nan"),
+        ({"sparsity": "-0.5"}, {}, "sparsity: expected 0 to below 1, got -0.5"),
         ({"sha256.3": "0"}, {}, "sha256: expected .* got 0"),
         ({"sha256.9": "0"}, {}, "sha256.9: expected no field"),
         ({"note": "mine"}, {}, "note: expected no field"),
@@ -177,7 +179,7 @@ def test_convert_command(file: Path, tmp_path: Path) -> None:
 )
 def test_errors_take_one_line(arguments: list[str], message: str, file: Path) -> None:
     result = runner.invoke(app, [str(file) if x == "FILE" else x for x in arguments])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
 
@@ -187,7 +189,7 @@ def test_a_file_that_is_no_matrix_takes_one_line(content: bytes, tmp_path: Path)
     path = tmp_path / "x.npz"
     path.write_bytes(content)
     result = runner.invoke(app, ["stats", str(path), "--block-size", "16"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr.startswith("error: path: expected a scipy sparse matrix")
 
 
@@ -205,7 +207,7 @@ def test_a_matrix_of_objects_is_not_unpickled(tmp_path: Path) -> None:
     path = tmp_path / "evil.npz"
     np.savez(path, format=np.array("csr"), data=np.array([print], dtype=object))
     result = runner.invoke(app, ["stats", str(path), "--block-size", "16"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "error: path: expected a scipy sparse matrix" in result.stderr
 
 
@@ -261,5 +263,5 @@ def test_learn_command(tmp_path: Path) -> None:
     short = runner.invoke(
         app, ["learn", str(tmp_path / "model"), "--out", str(out), "--tokens", "500", *named]
     )
-    assert short.exit_code == 1
+    assert short.exit_code == 2
     assert "error: --tokens: expected texts of at least 500 tokens, got none" in short.stderr

@@ -40,9 +40,15 @@ class BlockRule:
     block_size: int
     causal: bool
 
-    def of_head(self, kv_head: int) -> HeadBlocks:
+    def of_head(self, kv_head: int) -> BlockRule:
         """The mask of one KV head."""
-        return HeadBlocks(self.blocks[kv_head], self.block_size, self.causal)
+        return BlockRule(self.blocks[kv_head : kv_head + 1], self.block_size, self.causal)
+
+    def visible(self, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
+        """[len(rows), len(cols)] bool, of the only head."""
+        size = self.block_size
+        seen = self.blocks[0, rows[:, None] // size, cols[None, :] // size]
+        return seen & (cols[None, :] <= rows[:, None]) if self.causal else seen
 
     def count_pairs(self, num_queries: int, num_keys: int) -> float:
         """Visible (query, key) pairs of a head, on average."""
@@ -53,27 +59,6 @@ class BlockRule:
         if self.causal:
             pairs = pairs.tril(-1) + self.blocks * torch.diag(sides * (sides + 1) // 2)
         return float(pairs.sum()) / self.blocks.shape[0]
-
-
-@dataclass(frozen=True, eq=False)
-class HeadBlocks:
-    """One head of a :class:`BlockRule`; blocks ``[R, C]`` bool."""
-
-    blocks: torch.Tensor
-    block_size: int
-    causal: bool
-
-    def visible(self, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
-        """[len(rows), len(cols)] bool."""
-        seen = self.blocks[rows[:, None] // self.block_size, cols[None, :] // self.block_size]
-        return seen & (cols[None, :] <= rows[:, None]) if self.causal else seen
-
-    def key_indices(self, first_row: int, last_row: int, num_keys: int) -> torch.Tensor:
-        """Every key that a query of rows [first_row, last_row] may see, ascending."""
-        size = self.block_size
-        listed = self.blocks[first_row // size : last_row // size + 1].any(0)
-        keys = torch.arange(min(last_row + 1, num_keys) if self.causal else num_keys)
-        return keys[listed.cpu()[keys // size]]
 
 
 def draw_blocks(case: Case, tokens: int, device: torch.device) -> torch.Tensor:

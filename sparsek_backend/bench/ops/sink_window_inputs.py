@@ -64,8 +64,8 @@ class Inputs:
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
     """Draw a case's inputs in its dtype."""
-    num_sink, window_size = case.int_param("num_sink"), case.opt_int_param("window_size")
-    rule = MaskRule(num_sink, window_size, bool(case.params["causal"]))
+    window = None if case.params["window_size"] is None else case.int_param("window_size")
+    rule = MaskRule(case.int_param("num_sink"), window, bool(case.params["causal"]))
     return draw_inputs(case, rule, device, learned_sinks=bool(case.params["learned_sinks"]))
 
 

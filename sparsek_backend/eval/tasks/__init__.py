@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from sparsek_backend.eval.filler import make_pool
-from sparsek_backend.eval.prompt import Prompt, Tokenizer, Variant, fit
-from sparsek_backend.eval.tasks.continuation import CONTINUATION
-from sparsek_backend.eval.tasks.counting import COUNTING
-from sparsek_backend.eval.tasks.few_shot import FEW_SHOT
-from sparsek_backend.eval.tasks.needles import NEEDLES
-from sparsek_backend.eval.tasks.records import RECORDS
-from sparsek_backend.eval.tasks.task import Source, Task
-from sparsek_backend.eval.tasks.tracking import TRACKING
+from sparsek_backend.eval.prompt import Draft, Prompt, Tokenizer, Variant, fit
+from sparsek_backend.eval.tasks import (
+    continuation,
+    counting,
+    few_shot,
+    needles,
+    records,
+    tracking,
+)
+from sparsek_backend.eval.tasks.source import Source
 
-TASKS: dict[str, Task] = {
-    task.name: task for task in (*NEEDLES, *TRACKING, *COUNTING, *RECORDS, *CONTINUATION, *FEW_SHOT)
+TASKS: dict[str, Callable[[Source], Draft]] = {
+    make.__name__: make
+    for make in (
+        needles.single,
+        needles.multi_key,
+        needles.multi_value,
+        needles.multi_query,
+        needles.question_first,
+        tracking.variable_tracking,
+        counting.common_words,
+        counting.frequent_words,
+        records.records,
+        continuation.continuation,
+        few_shot.few_shot,
+    )
 }
+"""By the name that users write: what makes one prompt in words."""
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -63,7 +79,7 @@ def make_prompts(
                         prose=prose,
                     )
                     yield fit(
-                        TASKS[name].draft(source),
+                        TASKS[name](source),
                         tokenizer,
                         task=name,
                         variant=variant,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sparsek_backend.eval.filler import make_sentence
 from sparsek_backend.eval.prompt import Draft
-from sparsek_backend.eval.tasks.task import Source, Task
+from sparsek_backend.eval.tasks.source import Source
 
 _SENTENCES = 3
 
@@ -31,6 +31,3 @@ def continuation(source: Source) -> Draft:
         answers=tuple(rest),
         target=" " + " ".join(rest),
     )
-
-
-CONTINUATION = (Task("continuation", "a passage continued word for word", continuation),)

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from sparsek_backend.eval.filler import endless
 from sparsek_backend.eval.prompt import Draft
-from sparsek_backend.eval.tasks.task import Source, Task
+from sparsek_backend.eval.tasks.source import Source
 from sparsek_backend.eval.words import NAMES, draw_made_up_words
 
 _COMMON = 4
@@ -66,9 +66,3 @@ def _most_often(
 @lru_cache(maxsize=4)
 def _made_up(seed: int) -> tuple[str, ...]:
     return tuple(draw_made_up_words(random.Random(f"made-up {seed}"), _MADE_UP_WORDS))
-
-
-COUNTING = (
-    Task("common_words", "the four commonest words of a list", common_words),
-    Task("frequent_words", "the three most frequent made-up words", frequent_words),
-)

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from sparsek_backend.eval.filler import endless
 from sparsek_backend.eval.prompt import Draft
-from sparsek_backend.eval.tasks.task import Source, Task
+from sparsek_backend.eval.tasks.source import Source
 from sparsek_backend.eval.words import ADJECTIVES, NOUNS, draw_made_up_words
 
 _SHOTS = 4
@@ -55,6 +55,3 @@ def _pool(seed: int) -> list[tuple[str, str]]:
         for thing, mark in _marks(seed).items()
         for adjective in rng.sample(ADJECTIVES, _EXAMPLES)
     ]
-
-
-FEW_SHOT = (Task("few_shot", "a mark learnt from four examples", few_shot),)

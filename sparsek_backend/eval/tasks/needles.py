@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from sparsek_backend.eval.prompt import SHORT_LEAD, Draft
-from sparsek_backend.eval.tasks.task import Source, Task
+from sparsek_backend.eval.tasks.source import Source
 from sparsek_backend.eval.words import draw_names, draw_numbers
 
 _HEAD = "Some access numbers are hidden in the text below. Remember them; you will be asked.\n"
@@ -93,12 +93,3 @@ def multi_value(source: Source) -> Draft:
         answers=tuple(numbers),
         target=" " + ", ".join(number for _, number in sorted(zip(depths, numbers, strict=True))),
     )
-
-
-NEEDLES = (
-    Task("single", "one number hidden in prose", single),
-    Task("multi_key", "the number of one of eight names", multi_key),
-    Task("multi_value", "all four numbers of one name", multi_value),
-    Task("multi_query", "the numbers of four of eight names", multi_query),
-    Task("question_first", "as multi_key, asked before the text", question_first),
-)

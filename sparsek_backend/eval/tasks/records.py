@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from sparsek_backend.eval.filler import endless
 from sparsek_backend.eval.prompt import Draft
-from sparsek_backend.eval.tasks.task import Source, Task
+from sparsek_backend.eval.tasks.source import Source
 from sparsek_backend.eval.words import draw_numbers
 
 _POOL = 8192
@@ -36,6 +36,3 @@ def _pool(seed: int) -> tuple[tuple[str, str, str], ...]:
     keys = [f"{number:08x}" for number in rng.sample(range(1 << 28, 1 << 32), _POOL)]
     values = draw_numbers(rng, _POOL)
     return tuple((k, v, f"\nkey {k}: value {v}") for k, v in zip(keys, values, strict=True))
-
-
-RECORDS = (Task("records", "the value of one of hundreds of keys", records),)

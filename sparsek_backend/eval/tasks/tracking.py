@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from sparsek_backend.eval.prompt import Draft
-from sparsek_backend.eval.tasks.task import Source, Task
+from sparsek_backend.eval.tasks.source import Source
 from sparsek_backend.eval.words import draw_letters, draw_numbers
 
 _HOPS = 4
@@ -27,8 +27,3 @@ def variable_tracking(source: Source) -> Draft:
         answers=tuple(names),
         target=" " + ", ".join(names),
     )
-
-
-TRACKING = (
-    Task("variable_tracking", "names that hold a number, over four hops", variable_tracking),
-)

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from sparsek_backend.patterns.adaptive.routing import AdaptivePattern, block_features
+from sparsek_backend.patterns.masses import sampled_block_masses, visible_blocks
 from sparsek_backend.patterns.ranking import fixed_blocks
 from sparsek_backend.patterns.training.learned import ImportanceOptions
-from sparsek_backend.patterns.training.masses import sampled_block_masses, visible_blocks
 from sparsek_backend.patterns.training.pruning import Pruning
 from sparsek_kernels.block_sparse.structure import check_block_size
 from sparsek_kernels.checks import check_int

@@ -1,12 +1,13 @@
 """Patterns from graphs: edges, neighbours, communities, orders; and attention over graphs."""
 
+from sparsek_backend.patterns.entries import edge_index_of
 from sparsek_backend.patterns.graphs.attention import GraphAttention
 from sparsek_backend.patterns.graphs.communities import (
     community_edges,
     condensed_graph,
     find_communities,
 )
-from sparsek_backend.patterns.graphs.edges import edge_index_of, edge_pattern
+from sparsek_backend.patterns.graphs.edges import edge_pattern
 from sparsek_backend.patterns.graphs.hnsw import hnsw_edges
 from sparsek_backend.patterns.graphs.layout import GraphLayout, graph_layout
 from sparsek_backend.patterns.graphs.neighbours import graph_knn_edges, knn_edges

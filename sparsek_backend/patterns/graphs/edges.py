@@ -16,37 +16,6 @@ from sparsek_backend.patterns.pattern import BlockSparsePattern
 from sparsek_kernels.checks import check_int, check_tensor
 
 
-def edge_index_of(graph: Any) -> tuple[torch.Tensor, int]:
-    """``(edge_index [2, E] int64, nodes)`` of a networkx graph or a scipy sparse matrix.
-
-    Args:
-        graph: a networkx graph over the nodes ``0 .. n - 1``, an undirected edge counting both
-            ways; or a square scipy sparse matrix whose entry ``(i, j)`` is an edge from i to j.
-
-    Raises:
-        TypeError: neither of them.
-        ValueError: other nodes, or a matrix that is not square.
-    """
-    if hasattr(graph, "is_directed"):
-        import networkx
-
-        size = graph.number_of_nodes()
-        if set(graph.nodes) != set(range(size)):
-            raise ValueError(
-                f"graph: expected the nodes 0 to {size - 1}, got {list(graph.nodes)[:8]}"
-            )
-        graph = networkx.to_scipy_sparse_array(graph, nodelist=range(size), weight=None)
-    if not hasattr(graph, "tocoo"):
-        raise TypeError(
-            f"graph: expected a networkx graph or a scipy sparse matrix, got {type(graph).__name__}"
-        )
-    if graph.shape[0] != graph.shape[1]:
-        raise ValueError(f"graph: expected a square matrix, got shape {graph.shape}")
-    entries = graph.tocoo()
-    source, target = (torch.as_tensor(x, dtype=torch.int64) for x in (entries.row, entries.col))
-    return torch.stack([source, target]), int(graph.shape[0])
-
-
 def adjacency(edge_index: torch.Tensor, num_nodes: int) -> Any:
     """A scipy CSR array ``[nodes, nodes]`` with the number of edges from i to j at ``(i, j)``.
 

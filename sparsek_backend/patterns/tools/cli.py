@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -15,16 +14,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sparsek_backend.command_line import grouped
+from sparsek_backend.command_line import failing_on, grouped
 from sparsek_backend.machine import choose_device
 from sparsek_backend.patterns.learn import Heads
+from sparsek_backend.patterns.masses import Measure
 from sparsek_backend.patterns.model_file import ModelPatterns
-from sparsek_backend.patterns.presets import PRESETS
 from sparsek_backend.patterns.tools.convert import read_patterns, write_patterns
 from sparsek_backend.patterns.tools.page import COLUMNS, write_page
 from sparsek_backend.patterns.tools.statistics import pattern_statistics
 from sparsek_backend.patterns.training.learned import ImportanceOptions
-from sparsek_backend.patterns.training.masses import Measure
 from sparsek_backend.patterns.training.pruning import Pruning
 
 app = typer.Typer(
@@ -40,13 +38,9 @@ BlockSize = Annotated[
 ]
 
 
-@contextmanager
-def _errors_in_one_line() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, TypeError, NotImplementedError, ImportError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
+_mendable = partial(failing_on, ValueError, TypeError, NotImplementedError, ImportError, OSError)
+PRESETS = {"default": (32, 0.90), "large_graph": (64, 0.95), "high_accuracy": (16, 0.80)}
+"""Block sizes and sparsities that go together."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +101,7 @@ def learn(
     ] = False,
 ) -> None:
     """Learn a pattern for every layer of a model from what it attends in texts."""
-    with _errors_in_one_line():
+    with _mendable():
         preset = _one_of("--preset", goal.preset, tuple(PRESETS))
         heads: Any = _one_of("--heads", way.heads, get_args(Heads))
         measure: Any = _one_of("--measure", way.measure, get_args(Measure))
@@ -147,8 +141,8 @@ def learn(
             typer.echo(f"wrote {out}: for prefills, learned from {len(batches)} texts")
             return
         of_model: dict[str, Any] = {
-            "block_size": goal.block_size or PRESETS[preset].block_size,
-            "sparsity": PRESETS[preset].sparsity if goal.sparsity is None else goal.sparsity,
+            "block_size": goal.block_size or PRESETS[preset][0],
+            "sparsity": PRESETS[preset][1] if goal.sparsity is None else goal.sparsity,
             "name": model,
         }
         if goal.windows:
@@ -173,7 +167,7 @@ def show(
     head_dim: HeadDim = 64,
 ) -> None:
     """Draw heat maps: a PNG for each layer, and one HTML page with all."""
-    with _errors_in_one_line():
+    with _mendable():
         written = write_page(read_patterns(file, block_size=block_size), out, head_dim=head_dim)
     typer.echo(f"wrote {written[-1]} and {len(written) - 1} figures")
 
@@ -186,7 +180,7 @@ def stats(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, with histograms.")] = False,
 ) -> None:
     """Density, blocks per row, importance, bytes and FLOPs of every layer."""
-    with _errors_in_one_line():
+    with _mendable():
         patterns = read_patterns(file, block_size=block_size)
         found = {
             layer: pattern_statistics(pattern, head_dim=head_dim)
@@ -211,7 +205,7 @@ def convert(
     block_size: BlockSize = None,
 ) -> None:
     """Convert between files of a model, of one layer, and scipy matrices."""
-    with _errors_in_one_line():
+    with _mendable():
         write_patterns(read_patterns(file, block_size=block_size), out, layer=layer, head=head)
     typer.echo(f"wrote {out}")
 

@@ -1,4 +1,9 @@
-"""Learning the patterns of a model from texts."""
+"""Learning the patterns of a model from texts.
+
+Batches are token ids ``[B, N]`` without padding, all of one length; the model attends everything
+meanwhile.  ``importance`` says how blocks are weighed (the mean over all batches by default),
+``name`` is the model's in the file.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +32,8 @@ def learn_prefill_pattern(
     importance: ImportanceOptions | None = None,
     name: str = "",
 ) -> PrefillPattern:
-    """What vLLM's mode ``pattern`` follows, from the importance of blocks on texts.
-
-    Args:
-        model: a Transformers model, which attends everything meanwhile.
-        batches: token ids ``[B, N]`` without padding, all of the same length.
-        block_size: tokens of a block, as the server will select them.
-        sinks: first key blocks, which the server attends anyway.
-        window: latest key blocks, which the server attends anyway.
-        importance: how it is measured; the mean over all batches by default.
-        name: of the model, for the file.
-
-    Raises:
-        ValueError: no batches, or batches of several lengths.
-    """
-    learned = _observed(model, batches, block_size, "kv", importance)
+    """What vLLM's mode ``pattern`` follows; the server attends sinks and window anyway."""
+    learned = _observed(model, list(batches), block_size, "kv", importance)
     entries = {
         layer: ranked_entries(watched.importance(), sinks=sinks, window=window)
         for layer, watched in learned.items()
@@ -60,25 +52,12 @@ def learn_patterns(
     pruning: Pruning | None = None,
     name: str = "",
 ) -> ModelPatterns:
-    """A model's patterns of a given sparsity, from the importance of blocks on texts.
+    """A model's patterns that leave out a share of the visible blocks.
 
     Unlike ``learn_model_patterns`` it looks at a few queries of each block, and may weigh them by
     what they add to the output.
-
-    Args:
-        model: a Transformers model, which attends everything meanwhile.
-        batches: token ids ``[B, N]`` without padding, all of the same length.
-        block_size: tokens along a side of a block.
-        sparsity: share of the visible blocks to leave out.
-        heads: who shares a pattern.
-        importance: how it is measured; the mean over all batches by default.
-        pruning: which blocks stay.
-        name: of the model, for the file.
-
-    Raises:
-        ValueError: no batches, or batches of several lengths.
     """
-    learned = _observed(model, batches, block_size, heads, importance)
+    learned = _observed(model, list(batches), block_size, heads, importance)
     masses = [x.importance() for x in learned.values()]
     visible = [x.visible for x in learned.values()]
     masks = (pruning or Pruning()).masks(masses, visible, sparsity)
@@ -101,17 +80,8 @@ def learn_window_patterns(
 ) -> ModelPatterns:
     """Sinks and a window for each query head: those with the least error of outputs on texts.
 
-    Args:
-        model: a Transformers model, which attends everything meanwhile.
-        batches: token ids ``[B, N]`` without padding, all of the same length.
-        block_size: tokens along a side of a block.
-        sparsity: share of the visible blocks to leave out, of all heads together.
-        sinks: first key blocks, which every head attends.
-        samples: queries of each block that are looked at.
-        name: of the model, for the file.
-
-    Raises:
-        ValueError: no batches, or batches of several lengths.
+    Heads of all layers together leave out a share of the visible blocks; ``samples`` queries of
+    each block are looked at.
     """
     data = list(batches)
     length = _length(data)
@@ -128,16 +98,14 @@ def learn_window_patterns(
 
 def _observed(
     model: Any,
-    batches: Iterable[torch.Tensor],
+    data: list[torch.Tensor],
     block_size: int,
     heads: Heads,
     importance: ImportanceOptions | None,
 ) -> dict[int, LearnedPattern]:
     """Patterns that watched the layers of a model on all batches, by layer index."""
-    data = list(batches)
-    length = _length(data)
     options = importance or ImportanceOptions(reduction="mean", window=len(data))
-    learned = learned_patterns(model, length, block_size, heads=heads, importance=options)
+    learned = learned_patterns(model, _length(data), block_size, heads=heads, importance=options)
     observe_model(model, learned, data)
     return learned
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sparsek_backend.patterns.masses import visible_blocks
 from sparsek_backend.patterns.pattern import BlockSparsePattern
-from sparsek_backend.patterns.training.masses import visible_blocks
 from sparsek_backend.patterns.training.pruning import overlap
 
 HISTOGRAM_BINS = 10

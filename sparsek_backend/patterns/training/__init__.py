@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sparsek_backend.patterns.masses import sampled_block_masses, visible_blocks
 from sparsek_backend.patterns.training.gates import BlockGates, gated_attention
 from sparsek_backend.patterns.training.heads import WindowErrors, fit_windows, window_sizes
 from sparsek_backend.patterns.training.layer import SparseAttentionLayer
 from sparsek_backend.patterns.training.learned import ImportanceOptions, LearnedPattern
-from sparsek_backend.patterns.training.masses import sampled_block_masses, visible_blocks
 from sparsek_backend.patterns.training.pruning import Pruning, overlap
 from sparsek_backend.patterns.training.schedule import SparsitySchedule
 from sparsek_backend.patterns.training.scheduler import PatternScheduler

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 
-from sparsek_backend.patterns.biased import biased_attention
+from sparsek_kernels import block_sparse_attention
 from sparsek_kernels.block_sparse.structure import BlockStructure
-from sparsek_kernels.checks import MAX_HEAD_DIM
+from sparsek_kernels.checks import MAX_HEAD_DIM, check_scale
 
 _LEAST = 1e-4
 """A closed gate: its blocks weigh this much, so that it may open again."""
@@ -84,8 +86,8 @@ def gated_attention(
 ) -> torch.Tensor:
     """Attention whose weights are multiplied by the gate of their block, then normalised.
 
-    The logarithm of a gate is added to the scores of its block: queries carry the logarithms of
-    their row of blocks, keys the number of their column.
+    The logarithm of a gate is added to the scores of its block.  It travels in the head dimension:
+    queries carry the logarithms of their row of blocks, keys the number of their column.
 
     Args:
         q: ``[B, N, Hq, D]``.
@@ -104,6 +106,7 @@ def gated_attention(
     """
     num_heads, dim = q.shape[2:]
     columns, size = gates.shape[2], pattern.block_size
+    scale = check_scale(softmax_scale, dim)
     if dim + columns > MAX_HEAD_DIM:
         raise NotImplementedError(
             f"gates: expected at most {MAX_HEAD_DIM - dim} key blocks with head_dim {dim}, got "
@@ -114,6 +117,11 @@ def gated_attention(
     logs = logs.repeat_interleave(size, 0)[: q.shape[1]]  # [N, Hq, C]
     block = torch.arange(k.shape[1], device=k.device) // size
     column = F.one_hot(block, columns)[:, None]  # [M, 1, C]
-    return biased_attention(
-        q, k, v, pattern, logs, column, causal=causal, softmax_scale=softmax_scale
+    wide_q, wide_k = (
+        torch.cat([x, more.to(x.dtype).expand(*x.shape[:3], columns)], 3)
+        for x, more in ((q, logs / scale), (k, column))
     )
+    out = block_sparse_attention(
+        wide_q, wide_k, F.pad(v, (0, columns)), pattern, causal=causal, softmax_scale=scale
+    )
+    return cast(torch.Tensor, out)[..., :dim]

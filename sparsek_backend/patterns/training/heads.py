@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from sparsek_backend.patterns.masses import sampled_tokens
 from sparsek_backend.patterns.pattern import BlockSparsePattern
-from sparsek_backend.patterns.training.masses import sampled_tokens
 from sparsek_kernels.block_sparse.structure import check_block_size
 from sparsek_kernels.checks import check_heads, check_int, check_scale
 
@@ -118,7 +118,8 @@ def fit_windows(
     """Patterns of sinks and a window for each head, of all that fit those with the least error.
 
     Heads of all layers share one budget: heads that find far tokens are few and sit in some layers
-    (DuoAttention, Xiao et al., arXiv 2410.10819), others need a few blocks.
+    (DuoAttention, Xiao et al., arXiv 2410.10819), others need a few blocks.  This is a knapsack
+    with a choice for each head, which scipy solves.
 
     Args:
         errors: ``[Hq, W]`` by layer, such as :meth:`WindowErrors.shares`.
@@ -135,48 +136,40 @@ def fit_windows(
     if not 0.0 <= sparsity < 1.0:
         raise ValueError(f"sparsity: expected a number from 0 to below 1, got {sparsity}")
     blocks = -(-num_tokens // block_size)
-    grids = [
-        BlockSparsePattern.local((blocks, blocks), block_size, window=x, sinks=sinks).mask()[0]
-        for x in windows
-    ]
-    costs = [int(grid.sum()) for grid in grids]
-    heads = [(layer, head) for layer, found in errors.items() for head in range(len(found))]
-    steps = [
-        (gain, at, after)
-        for at, (layer, head) in enumerate(heads)
-        for gain, after in _steps(errors[layer][head].tolist(), costs)
-    ]
-    visible = blocks * (blocks + 1) // 2
-    budget = (round((1.0 - sparsity) * visible) - costs[0]) * len(heads)
-    taken, closed = [0] * len(heads), set()
-    for _, at, after in sorted(steps, key=lambda step: -step[0]):
-        price = costs[after] - costs[taken[at]]
-        if at in closed or price > budget:
-            closed.add(at)
-            continue
-        budget -= price
-        taken[at] = after
-    chosen: dict[int, list[torch.Tensor]] = {layer: [] for layer in errors}
-    for (layer, _), size in zip(heads, taken, strict=True):
-        chosen[layer].append(grids[size])
-    return {
-        layer: BlockSparsePattern.from_mask(torch.stack(masks), block_size)
-        for layer, masks in chosen.items()
-    }
+    grids = torch.cat(
+        [
+            BlockSparsePattern.local((blocks, blocks), block_size, window=x, sinks=sinks).mask()
+            for x in windows
+        ]
+    )
+    costs = grids.sum((1, 2))
+    budget = max(round((1.0 - sparsity) * (blocks * (blocks + 1) // 2)), int(costs[0]))
+    losses = torch.cat([x.double() for x in errors.values()])
+    taken = grids[_least(losses, costs, budget * len(losses))]
+    of_layers = zip(errors, taken.split([len(x) for x in errors.values()]), strict=True)
+    return {layer: BlockSparsePattern.from_mask(x, block_size) for layer, x in of_layers}
 
 
-def _steps(errors: list[float], costs: list[int]) -> list[tuple[float, int]]:
-    """From the smallest window on: what each step takes off the error per block, and its end.
+def _least(losses: torch.Tensor, costs: torch.Tensor, budget: int) -> torch.Tensor:
+    """``[H]``: the choice of each head by which ``losses [H, W]`` are least within the budget.
 
-    Steps along the lower convex hull, each gains less than the one before.
+    Of choices that lose as much, a head takes the cheapest; they cost ``costs [W]``, growing.
     """
-    steps, at = [], 0
-    while at < len(costs) - 1:
-        rest = range(at + 1, len(costs))
-        gains = {x: (errors[at] - errors[x]) / max(costs[x] - costs[at], 1) for x in rest}
-        best = max(rest, key=lambda x: (gains[x], x))
-        if gains[best] <= 0.0:
-            break
-        steps.append((gains[best], best))
-        at = best
-    return steps
+    from scipy import sparse
+    from scipy.optimize import LinearConstraint, milp
+
+    heads, choices = losses.shape
+    gains = torch.ones_like(losses)
+    gains[:, 1:] = losses[:, 1:] < losses.cummin(1).values[:, :-1]
+    one_each = sparse.kron(sparse.eye_array(heads), torch.ones(1, choices).numpy())
+    found = milp(
+        (losses / losses.max().clamp(min=1e-30)).flatten().numpy(),
+        integrality=1,
+        bounds=(0, gains.flatten().numpy()),
+        constraints=[
+            LinearConstraint(one_each, 1, 1),
+            LinearConstraint(costs.repeat(heads)[None].numpy(), ub=budget),
+        ],
+        options={"mip_rel_gap": 0.0},
+    )
+    return torch.as_tensor(found.x).view(heads, choices).argmax(1)

@@ -8,13 +8,13 @@ from typing import Any, cast
 import torch
 
 from sparsek_backend.patterns.learn import Heads
-from sparsek_backend.patterns.pattern import BlockSparsePattern
-from sparsek_backend.patterns.training.gates import BlockGates, gated_attention
-from sparsek_backend.patterns.training.masses import (
+from sparsek_backend.patterns.masses import (
     Measure,
     sampled_block_masses,
     visible_blocks,
 )
+from sparsek_backend.patterns.pattern import BlockSparsePattern
+from sparsek_backend.patterns.training.gates import BlockGates, gated_attention
 from sparsek_backend.patterns.training.tracker import ImportanceTracker, Reduction
 from sparsek_kernels import block_sparse_attention
 from sparsek_kernels.block_sparse.structure import check_block_size

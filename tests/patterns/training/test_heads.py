@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sparsek_backend.patterns import BlockSparsePattern
 from sparsek_backend.patterns.training import WindowErrors, fit_windows, window_sizes
@@ -73,6 +77,36 @@ def test_the_heads_that_lose_most_get_the_longest_windows() -> None:
         for mask, window in zip(patterns[layer].mask(), windows, strict=True):
             expected = BlockSparsePattern.local((6, 6), BLOCK, window=window, sinks=1)
             assert torch.equal(mask, expected.mask()[0]), (layer, window)
+
+
+def test_a_small_gain_is_taken_where_a_large_one_does_not_fit() -> None:
+    errors = {0: torch.tensor([[1.0, 0.9, 0.0]])}
+    found = fit_windows(errors, [1, 2, 8], 160, 16, sinks=0, sparsity=0.6)[0]
+    assert torch.equal(found.mask(), BlockSparsePattern.local((10, 10), 16, window=2).mask())
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    losses=st.lists(
+        st.lists(st.floats(0, 1, width=16), min_size=3, max_size=3), min_size=3, max_size=3
+    ),
+    sparsity=st.floats(0.1, 0.8),
+)
+def test_no_other_windows_lose_less(losses: list[list[float]], sparsity: float) -> None:
+    sizes, layers = [1, 3, 6], {0: torch.tensor(losses[:2]), 5: torch.tensor(losses[2:])}
+    patterns = fit_windows(layers, sizes, TOKENS, BLOCK, sparsity=sparsity)
+    grids = [BlockSparsePattern.local((6, 6), BLOCK, window=x, sinks=1).mask()[0] for x in sizes]
+    costs = [int(grid.sum()) for grid in grids]
+    budget = 3 * max(round((1 - sparsity) * 21), costs[0])
+    every = itertools.product(range(3), repeat=3)
+    fitting = [taken for taken in every if sum(costs[x] for x in taken) <= budget]
+    least = min(sum(row[x] for row, x in zip(losses, taken, strict=True)) for taken in fitting)
+    masks = torch.cat([pattern.mask() for pattern in patterns.values()])
+    taken = [next(i for i, grid in enumerate(grids) if torch.equal(grid, mask)) for mask in masks]
+    assert int(masks.sum()) <= budget
+    assert sum(row[x] for row, x in zip(losses, taken, strict=True)) == pytest.approx(
+        least, abs=1e-5
+    )
 
 
 def test_a_budget_is_kept_and_the_smallest_window_stays() -> None:

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from sparsek_backend.patterns import BlockMass, BlockSparsePattern
+from sparsek_backend.patterns import BlockMass, BlockSparsePattern, masses
 from sparsek_backend.patterns.training import (
     ImportanceTracker,
     Pruning,
-    masses,
     overlap,
     sampled_block_masses,
     visible_blocks,
@@ -63,7 +62,7 @@ def test_norms_of_what_a_block_adds() -> None:
     probs = scores.masked_fill(~torch.ones(70, 70).tril().bool(), float("-inf")).softmax(-1)
     for measure, power in (("l1", 1), ("l2", 2)):
         size = v.norm(p=power, dim=3).repeat_interleave(2, 2).transpose(1, 2)[:, :, None]
-        added = (probs * size).pow(power)
+        added = (probs * size).pow(power)  # of l2 the mean over queries and texts, then the root
         found = sampled_block_masses(q, k, v, 16, samples=16, measure=measure)  # type: ignore[arg-type]
         block = added[:, :, 32:48, 16:32].sum(3).mean((0, 2)).pow(1 / power)
         torch.testing.assert_close(found[:, 2, 1], block)

@@ -1,13 +1,13 @@
-"""What a task is, and what it draws its prompts from."""
+"""What a task draws its prompts from."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sparsek_backend.eval.filler import endless
-from sparsek_backend.eval.prompt import Draft, Tokenizer
+from sparsek_backend.eval.prompt import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,3 @@ class Source:
     def sentences(self) -> Iterator[str]:
         """Filler sentences without end."""
         return endless(self.rng, self.prose)
-
-
-@dataclass(frozen=True)
-class Task:
-    """A kind of prompt.
-
-    Args:
-        name: as users write it.
-        about: what it asks, in a few words.
-        draft: one prompt in words.
-    """
-
-    name: str
-    about: str
-    draft: Callable[[Source], Draft]

@@ -37,7 +37,7 @@ def sampled_block_masses(
     softmax_scale: float | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """``[Hq, R, C]`` fp32: what each key block is to a query block, on average over queries.
+    """``[Hq, R, C]`` fp32: what each key block is to a query block, over all queries looked at.
 
     Exact attention of ``samples`` queries of each block over all keys.  With as many samples as a
     block has tokens nothing is sampled.  Scores are computed a few blocks at a time, never for
@@ -48,8 +48,10 @@ def sampled_block_masses(
         k: ``[B, M, Hkv, D]``.
         v: ``[B, M, Hkv, D]``.
         block_size: tokens along a side of a block.
-        measure: ``mass`` is attention; ``l1`` and ``l2`` are norms of what a block adds to the
-            output: of ``p_j |v_j|_1`` their sum, of ``p_j |v_j|_2`` the root of their squares.
+        measure: ``mass`` is attention, ``l1`` and ``l2`` are norms of what a block's keys add to
+            the output.  Of keys ``j`` of the block and queries: ``mass`` is the mean over queries
+            of the sum of ``p_j``, ``l1`` that of the sum of ``p_j |v_j|_1``, ``l2`` the root of the
+            mean over queries of the sum of ``(p_j |v_j|_2)^2``.
         samples: queries of each block, spread over it.
         causal: whether queries see earlier keys only (bottom-right aligned).
         softmax_scale: factor of ``q . k``, ``D ** -0.5`` by default.
