@@ -100,8 +100,9 @@ def public_names(module: str) -> list[str]:
     """Return ``__all__`` of a module, which is not imported."""
     parts = module.split(".")
     base = ROOT / "kernels" if parts[0] == "sparsek_kernels" else ROOT
-    source = base.joinpath(*parts, "__init__.py").read_text(encoding="utf-8")
-    for statement in ast.parse(source).body:
+    path = base.joinpath(*parts)
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
             return list(ast.literal_eval(statement.value))
     raise ValueError(f"{module} has no __all__")
@@ -205,7 +206,7 @@ def shares(*budgets: str) -> str:
     rows = []
     for text in budgets:
         budget = parse_budget(text)
-        policy = budget.policy().per_token()
+        policy = budget.policy().decode
         tokens = str(policy.budget_blocks * policy.sel_block_size)
         rows.append((f"`{text}`", tokens, *(f"{budget.decode_share(n):.0%}" for n in lengths)))
     return _table(("budget", "tokens", *map(_tokens, lengths)), rows)

@@ -1,4 +1,4 @@
-"""How large files, folders of kernels and signatures may get."""
+"""How long signatures may get, and where device code lies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("sparsek_backend", "kernels", "tests", "benchmarks", "deploy", "examples")
-LINES, MODULES, PARAMETERS = 500, 12, 12
+PARAMETERS = 12
 
 FLAT = {
     # public functions, and oracles that are called as these are
@@ -48,19 +48,6 @@ def long_signatures() -> Iterator[tuple[str, str]]:
             stars = (args.vararg is not None) + (args.kwarg is not None)
             if len([x for x in named if x not in ("self", "cls")]) + stars > PARAMETERS:
                 yield str(path.relative_to(ROOT)), node.name
-
-
-def test_no_file_is_long() -> None:
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources()}
-    assert len(lengths) > 600
-    assert {str(path): count for path, count in lengths.items() if count > LINES} == {}
-
-
-def test_no_folder_of_kernels_is_full() -> None:
-    package = ROOT / "kernels" / "sparsek_kernels"
-    folders = [package, *(path for path in package.rglob("*") if path.is_dir())]
-    modules = {path: [x for x in path.glob("*.py") if x.name != "__init__.py"] for path in folders}
-    assert {str(path): len(found) for path, found in modules.items() if len(found) > MODULES} == {}
 
 
 def test_no_signature_is_long_but_the_flat_ones() -> None:
