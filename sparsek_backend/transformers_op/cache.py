@@ -86,13 +86,8 @@ class SinkWindowLayer(DynamicLayer):  # type: ignore[misc]
             return keys
         return rotate(keys, distance, self.inv_freq, self.interleaved)
 
-    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
-        """Keys that the next ``update`` returns for ``query_length`` tokens, and offset 0.
-
-        Transformers before 5.5 pass the tokens' positions instead of their number.
-        """
-        if isinstance(query_length, torch.Tensor):
-            query_length = query_length.shape[0]
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that the next ``update`` returns for ``query_length`` tokens, and offset 0."""
         return self.held + query_length, 0
 
     def get_seq_length(self) -> int:

@@ -31,9 +31,8 @@ def refuse_class(model_class: Any) -> None:
     if _TABLE not in names and not model_class._can_set_attn_implementation():
         raise NotImplementedError(
             f"{model_class.__name__}: its layers call no attention function of Transformers, so "
-            "attn_implementation='sparsek' would do nothing; load it with 'eager' or 'sdpa', or "
-            "set the text part of a larger model alone: "
-            "attn_implementation={'text_config': 'sparsek'}"
+            "attn_implementation='sparsek' would do nothing; load it with 'eager' or 'sdpa', or a "
+            "larger model's text part alone with attn_implementation={'text_config': 'sparsek'}"
         )
     for name, classes in list(names.items()):
         if name.endswith(_CLASSES) and isinstance(classes, dict):

@@ -102,8 +102,8 @@ class LazyMask(torch.Tensor):
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def sparsek_mask(
     batch_size: int,
-    q_length: int | None = None,
-    kv_length: int = 0,
+    q_length: int,
+    kv_length: int,
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
@@ -112,7 +112,6 @@ def sparsek_mask(
     allow_is_bidirectional_skip: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    cache_position: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
     """The mask of one kind of layer, as a rule where kernels may serve it.
@@ -128,9 +127,7 @@ def sparsek_mask(
         allow_is_causal_skip: unused, because a rule is always returned instead of ``None``.
         allow_is_bidirectional_skip: unused for the same reason.
         dtype: of the model's inputs.
-        device: where the mask is; with ``cache_position``, its device.
-        cache_position: positions of the new tokens, from Transformers that pass these instead of
-            ``q_length`` and ``q_offset`` (before 5.5).
+        device: where the mask is.
         kwargs: the rest of what Transformers passes to mask functions.
 
     Returns:
@@ -141,13 +138,6 @@ def sparsek_mask(
         NotImplementedError: padding, or a mask that is not plainly causal, over a cache that
             dropped keys.
     """
-    queries = {"q_length": q_length, "q_offset": q_offset}
-    if cache_position is not None:
-        queries = {"cache_position": cache_position}
-        q_length, q_offset = cache_position.shape[0], int(cache_position[0])
-        device = cache_position.device
-    elif q_length is None:
-        raise TypeError("q_length: expected an integer where cache_position is not given")
     rule = visibility_of(mask_function, kv_length, kv_offset)
     padding = attention_mask
     if padding is not None and padding.dim() == 2 and bool(padding.all()):
@@ -171,8 +161,9 @@ def sparsek_mask(
         return LazyMask(rule, (batch_size, q_length, kv_length), torch.device(device), dtype)
     full: torch.Tensor = eager_mask(
         batch_size=batch_size,
+        q_length=q_length,
         kv_length=kv_length,
-        **queries,
+        q_offset=q_offset,
         kv_offset=kv_offset,
         mask_function=mask_function,
         attention_mask=attention_mask,

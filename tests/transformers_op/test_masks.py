@@ -187,7 +187,8 @@ def test_offsets_keep_texts_apart(kind: str) -> None:
     position = torch.cat([torch.arange(n) for n in lengths])[None]
     inputs = {"input_ids": ids, "cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
     inputs |= {"max_length_q": 12, "max_length_k": 12}
-    found = _run(model, "sparsek", **inputs, position_ids=position)
+    ours = _make(name, **fields, attn_implementation="sparsek")  # which some set at load alone
+    found = _run(ours, "sparsek", **inputs, position_ids=position)
     assert (found - wanted).abs().max() < TOLERANCE
 
 
