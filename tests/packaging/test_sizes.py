@@ -16,9 +16,8 @@ FLAT = {
     "nsa_reference",
     "paged_attention",
     "block_sparse_attention_reference",
-    # signatures that Transformers dictates
+    # the signature that Transformers dictates
     "sparsek_attention",
-    "sparsek_mask",
     # a problem of the tests, in keywords with defaults
     "make_problem",
 }
