@@ -133,6 +133,40 @@ def hopper_kernels(wanted: bool) -> Iterator[None]:
         yield
 
 
+class Specialised:
+    """Arguments as the just-in-time path would specialise a kernel for them.
+
+    Each has a path: its number, and those of elements of tuples.
+    """
+
+    def __init__(self) -> None:
+        self.constants: dict[tuple[int, ...], Any] = {}
+        self.attrs: dict[tuple[int, ...], list[list[Any]]] = {}
+
+    def of(self, value: Any, *path: int) -> Any:
+        """The type of an argument in the kernel's signature."""
+        if isinstance(value, tuple):
+            return tuple(self.of(x, *path, index) for index, x in enumerate(value))
+        if isinstance(value, TensorDescriptor):
+            box = f"{TYPES[value.base.dtype][1:]}{value.block_shape}"
+            return f"tensordesc<{box},{value.layout!r}>"
+        if isinstance(value, float):
+            return "fp32"
+        if value is None or (isinstance(value, int) and value == 1):
+            return self.fixed(value, *path)
+        tensor = isinstance(value, torch.Tensor)
+        if tensor or value % 16 == 0:
+            self.attrs[path] = [["tt.divisibility", 16]]
+        if tensor:
+            return TYPES[value.dtype]
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+    def fixed(self, value: Any, *path: int) -> str:
+        """The type of a compile-time constant."""
+        self.constants[path] = value
+        return "constexpr"
+
+
 def compile_launch(launched: Recorded, arch: int) -> dict[str, Any]:
     """Compile one recorded launch as the just-in-time path would specialise it."""
     names = launched.kernel.arg_names
@@ -140,31 +174,13 @@ def compile_launch(launched: Recorded, arch: int) -> dict[str, Any]:
     bound = dict(zip(names, launched.args, strict=False))
     bound |= {k: v for k, v in launched.kwargs.items() if k in names}
     constexpr_names = {p.name for p in launched.kernel.params if p.is_constexpr}
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    attrs: dict[tuple[int, ...], list[list[Any]]] = {}
-    for index, name in enumerate(names):
-        value = bound[name]
-        if name in constexpr_names:
-            signature[name] = "constexpr"
-            constants[name] = value
-        elif isinstance(value, TensorDescriptor):
-            box = f"{TYPES[value.base.dtype][1:]}{value.block_shape}"
-            signature[name] = f"tensordesc<{box},{value.layout!r}>"
-        elif isinstance(value, torch.Tensor):
-            signature[name] = TYPES[value.dtype]
-            attrs[(index,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        elif value == 1:
-            signature[name] = "constexpr"
-            constants[name] = 1
-        else:
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0:
-                attrs[(index,)] = [["tt.divisibility", 16]]
+    found = Specialised()
+    signature = {
+        name: (found.fixed if name in constexpr_names else found.of)(bound[name], index)
+        for index, name in enumerate(names)
+    }
     kind = GluonASTSource if launched.kernel.is_gluon() else ASTSource
-    source = kind(launched.kernel, signature, constants, attrs)
+    source = kind(launched.kernel, signature, found.constants, found.attrs)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     if launched.kernel.is_gluon():
         require_lasting_barriers(launched.name, compiled.asm["ttgir"])

@@ -225,41 +225,15 @@ def attend_kernel(
     window,
     num_sink,
     dense_below,
-    stride_ot,
-    stride_oh,
-    stride_qt,
-    stride_qh,
-    stride_kp,
-    stride_kh,
-    stride_kt,
-    stride_vp,
-    stride_vh,
-    stride_vt,
-    stride_it,
-    stride_ih,
+    out_strides,
+    q_strides,
+    k_strides,
+    v_strides,
+    selected_strides,
     stride_br,
-    MODE: tl.constexpr,
-    FROM_TABLE: tl.constexpr,
-    TILES_PER_REQUEST: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr,
-    POLICY_TILE: tl.constexpr,
-    QUERIES: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    SINK_BLOCKS: tl.constexpr,
-    REACH_BLOCKS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    SHARDED: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    RULE: tl.constexpr,
+    SHAPE: tl.constexpr,
+    TILING: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """``QUERIES`` queries x ``BLOCK_H`` heads of a KV head over one share of the tile's blocks.
@@ -271,6 +245,33 @@ def attend_kernel(
     With ``SHARDED``, pages of other ranks (-1 in the block table) are left out, and the natural
     log-sum-exps of the logits are written too, ``[T, Hq]`` float32, -inf where no key is here.
     """
+    MODE: tl.constexpr = RULE.MODE
+    TILE: tl.constexpr = RULE.TILE
+    POLICY_TILE: tl.constexpr = RULE.POLICY_TILE
+    SEL_BLOCK: tl.constexpr = RULE.SEL_BLOCK
+    SINK_BLOCKS: tl.constexpr = RULE.SINK_BLOCKS
+    REACH_BLOCKS: tl.constexpr = RULE.REACH_BLOCKS
+    SCORED_BLOCKS: tl.constexpr = RULE.SCORED_BLOCKS
+    FROM_TABLE: tl.constexpr = SHAPE.FROM_TABLE
+    TILES_PER_REQUEST: tl.constexpr = SHAPE.TILES_PER_REQUEST
+    NUM_KV_HEADS: tl.constexpr = SHAPE.NUM_KV_HEADS
+    GROUP: tl.constexpr = SHAPE.GROUP
+    HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
+    BLOCK_D: tl.constexpr = SHAPE.BLOCK_D
+    PAGE_SIZE: tl.constexpr = SHAPE.PAGE_SIZE
+    HAS_SINKS: tl.constexpr = SHAPE.HAS_SINKS
+    SHARDED: tl.constexpr = SHAPE.SHARDED
+    QUERIES: tl.constexpr = TILING.QUERIES
+    BLOCK_H: tl.constexpr = TILING.BLOCK_H
+    BLOCK_M: tl.constexpr = TILING.BLOCK_M
+    BLOCK_N: tl.constexpr = TILING.BLOCK_N
+    SPLITS: tl.constexpr = TILING.SPLITS
+    NUM_STAGES: tl.constexpr = TILING.NUM_STAGES
+    stride_ot, stride_oh = out_strides
+    stride_qt, stride_qh = q_strides
+    stride_kp, stride_kh, stride_kt = k_strides
+    stride_vp, stride_vh, stride_vt = v_strides
+    stride_it, stride_ih = selected_strides
     HEAD_CHUNKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     QUERY_CHUNKS: tl.constexpr = (TILE + QUERIES - 1) // QUERIES
     CHUNKS: tl.constexpr = HEAD_CHUNKS * QUERY_CHUNKS

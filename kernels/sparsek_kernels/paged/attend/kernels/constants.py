@@ -1,0 +1,42 @@
+"""Compile-time constants of ``attend_kernel``, which takes them in three tuples."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Rule(NamedTuple):
+    """What a tile attends, as compile-time constants."""
+
+    MODE: int
+    TILE: int
+    POLICY_TILE: int
+    SEL_BLOCK: int
+    SINK_BLOCKS: int
+    REACH_BLOCKS: int
+    SCORED_BLOCKS: int
+
+
+class Shape(NamedTuple):
+    """Queries and pages, as compile-time constants."""
+
+    FROM_TABLE: bool
+    TILES_PER_REQUEST: int
+    NUM_KV_HEADS: int
+    GROUP: int
+    HEAD_DIM: int
+    BLOCK_D: int
+    PAGE_SIZE: int
+    HAS_SINKS: bool
+    SHARDED: bool
+
+
+class Tiling(NamedTuple):
+    """How the work is cut, as compile-time constants."""
+
+    QUERIES: int
+    BLOCK_H: int
+    BLOCK_M: int
+    BLOCK_N: int
+    SPLITS: int
+    NUM_STAGES: int
