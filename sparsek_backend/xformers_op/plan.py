@@ -310,16 +310,10 @@ def _tensor_reasons(inp: Inputs, bias: torch.Tensor) -> list[str]:
     if tuple(bias.shape) != expected:
         reasons.append(f"attn_bias has shape {tuple(bias.shape)} (expected {expected})")
     graded = any(x.requires_grad for x in (inp.query, inp.key, inp.value))
-    own = bias is inp.attn_bias
-    if bias.requires_grad and not own and (graded or torch.is_grad_enabled()):
+    if bias is not inp.attn_bias and bias.requires_grad and (graded or torch.is_grad_enabled()):
         reasons.append(
             "xFormers passes no gradient to the tensor of a LowerTriangularMaskWithTensorBias: "
             "detach it, or add the causal mask to it and pass the sum as a tensor"
-        )
-    elif bias.requires_grad and not graded and torch.is_grad_enabled():
-        reasons.append(
-            "xFormers passes no gradient to attn_bias where query, key and value need none: "
-            "detach it, or let one of them require a gradient"
         )
     return reasons
 
