@@ -227,6 +227,32 @@ def both_calls(
     return {f"{name} indices": (select, timed), name: (attend, timed)}
 
 
+def layer(pages: Pages, batch: Any, policy: Any) -> Call:
+    """One layer of a step as servers call it; every call but the first replays its launches."""
+    from sparsek_kernels import paged
+
+    count = sum(batch.query_lens)
+    q, out = draw(count, 32, 128), draw(count, 32, 128)
+    if not hasattr(paged, "StepPolicy"):
+        tensors = (q, pages.keys, pages.values)
+        options = {"k_summary": pages.summary, "out": out}
+        return partial(paged.paged_attention, *tensors, batch, policy, **options)
+    from sparsek_kernels.paged.api import default_indexers
+    from sparsek_kernels.paged.operands import PagedOperands
+    from sparsek_kernels.paged.plan import plan_step
+
+    indexers = default_indexers(policy)
+
+    def call() -> Any:
+        operands = PagedOperands(q, pages.keys, pages.values, out, 128**-0.5, pages.summary)
+        for segment in plan_step(batch, policy):
+            mine = operands.of_rows(segment.rows)
+            paged.attend_segment(mine, segment, indexers.of(segment))
+        return out
+
+    return call
+
+
 def decode() -> Operations:
     """Single tokens over a paged cache, and the host's time for a layer that is replayed."""
     found: Operations = {}
@@ -237,14 +263,10 @@ def decode() -> Operations:
         name = f"decode {requests} x {context // 1024}k"
         found |= both_calls(name, pages, batch, *rule(sizes()), "graph")
     pages = make_pages(4, 1024)
-    for indexed in (True, False):
-        fields = sizes() if indexed else sizes(top_k=0)
-        policy, options = rule(fields)
+    for kind, fields in (("indexed", sizes(top_k=4)), ("window", sizes(top_k=0))):
+        policy, _ = rule(fields)
         batch = step(pages, [1] * 4, [1024] * 4, 4)
-        attend = both_calls("", pages, batch, policy, options, "host")[""][0]
-        out = draw(4, 32, 128)
-        kind = "indexed" if indexed else "window"
-        found[f"replayed layer, {kind}"] = (partial(attend, out=out), "host")
+        found[f"replayed layer, {kind}"] = (layer(pages, batch, policy), "host")
     return found
 
 
