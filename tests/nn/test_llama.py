@@ -53,6 +53,9 @@ def test_labels_give_the_loss_of_the_next_tokens() -> None:
     torch.testing.assert_close(loss, due)
     with pytest.raises(ValueError, match=r"labels: expected shape \[2, 50\].*, got \[2, 49\]"):
         model(tokens, labels=labels[:, 1:])
+    model.mesh = object()  # whose ranks hold parts of each sequence
+    with pytest.raises(ValueError, match="labels: expected None with a mesh"):
+        model(tokens, labels=labels)
 
 
 def test_compressed_only_reaches_every_layer() -> None:
