@@ -17,7 +17,6 @@ import argparse
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from sparsek_backend.models import fetch_texts
 from sparsek_backend.nn import NSAConfig, NSALlamaConfig, NSALlamaForCausalLM
@@ -58,8 +57,7 @@ def train(model: NSALlamaForCausalLM, pieces: list[torch.Tensor]) -> list[float]
         # In a quarter of the sequences the compressed branch is alone: it must learn to find the
         # blocks that the other branch selects by its scores.
         alone = (torch.rand(len(piece), generator=generator) < 0.25).to(device)
-        logits = model(piece[:, :-1], compressed_only=alone)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), piece[:, 1:].flatten())
+        loss, _ = model(input_ids=piece, labels=piece, compressed_only=alone)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

@@ -104,7 +104,7 @@ for _behind in (
     ("bench", "bench.cli", "bench", "Benchmark kernels and serving, compare and plot results."),
     ("patterns", "patterns.tools.cli", "patterns",
      "Learn, show, measure and convert block-sparse patterns."),
-    ("train-demo", "nn.demo.cli", "bench",
+    ("train-demo", "train_demo.cli", "bench",
      "Train a small natively sparse transformer and its dense twin on long-range recall."),
 ):  # fmt: skip
     _delegate(*_behind)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from sparsek_backend.nn import NSALlamaConfig
+from sparsek_backend.nn import NSAConfig, NSALlamaConfig
 from sparsek_backend.nn.cache import NSACache, unchanged_on_error
 from sparsek_backend.nn.llama import ARCHITECTURE, NSALlamaModel, gathered, is_sharded
 from sparsek_backend.transformers_config import NSALlamaHFConfig
@@ -55,11 +55,11 @@ class NSALlamaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
     """:class:`sparsek_backend.nn.NSALlamaForCausalLM` under Transformers' base class.
 
     Args:
-        config: Llama's sizes and an ``nsa`` section.
+        config: Llama's sizes and an ``nsa`` section, which is filled in where there is none.
 
     Raises:
         TypeError: a field of ``nsa`` has a wrong type.
-        ValueError: no ``nsa`` section, or one with an unknown field or a value out of range.
+        ValueError: an unknown field of ``nsa``, or a value out of range.
     """
 
     config_class = NSALlamaHFConfig
@@ -70,6 +70,8 @@ class NSALlamaForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
 
     def __init__(self, config: NSALlamaHFConfig) -> None:
         super().__init__(config)
+        if not hasattr(config, "nsa"):
+            config.nsa = NSAConfig().to_dict()
         sizes = {**config.to_dict(), "architectures": [ARCHITECTURE]}
         self.model = NSALlamaModel(NSALlamaConfig.from_dict(sizes))
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

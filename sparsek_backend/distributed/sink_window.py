@@ -44,7 +44,8 @@ def context_parallel_sink_flash_attention(
         v: this rank's values ``[B, n, Hkv, D]``.
         mesh: one dimension with the ranks of ``layout``.
         layout: which rank holds which tokens; B must be 1 for packed sequences.
-        num_sink: leading keys of each sequence that every later query sees.
+        num_sink: leading keys of each sequence that every later query sees; of no effect, and
+            warned of, without ``window_size``.
         window_size: latest keys that a query sees, its own included; ``None`` for all.
         causal: ``False`` lets every query see every key of its sequence; needs
             ``window_size=None``.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -204,6 +204,18 @@ class NSALlamaModel(nn.Module):
         return normed
 
 
+class CausalLMOutput(NamedTuple):
+    """What the model gives where it is given labels.
+
+    Args:
+        loss: mean over the tokens that have a label, fp32.
+        logits: ``[B, N, vocab]``, of the next tokens.
+    """
+
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
 class NSALlamaForCausalLM(nn.Module):
     """RMSNorm, native sparse attention, SwiGLU; names of parameters as in Llama checkpoints.
 
@@ -214,7 +226,7 @@ class NSALlamaForCausalLM(nn.Module):
 
     def __init__(self, config: NSALlamaConfig, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.mesh = config, mesh
         self.model = NSALlamaModel(config, mesh)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -234,29 +246,51 @@ class NSALlamaForCausalLM(nn.Module):
 
     def forward(
         self,
-        tokens: torch.Tensor,
+        input_ids: torch.Tensor,
         caches: Sequence[NSACache] | None = None,
         compressed_only: torch.Tensor | None = None,
         layout: SequenceLayout | None = None,
-    ) -> torch.Tensor:
-        """Logits of the next tokens.
+        labels: torch.Tensor | None = None,
+    ) -> torch.Tensor | CausalLMOutput:
+        """Logits of the next tokens, and the loss of ``labels`` where there are some.
 
         Args:
-            tokens: ``[B, N]``.
+            input_ids: ``[B, N]`` tokens.
             caches: earlier tokens, a cache for every layer, to which these are appended; after any
                 error they are as they were.
             compressed_only: ``[B]`` bool, for training: see :class:`NativeSparseAttention`.
             layout: with a ``mesh``, which rank holds which tokens: see the same.
+            labels: ``[B, N]`` tokens, ``input_ids`` as a rule and -100 for those without a loss;
+                they are shifted here.
 
         Returns:
-            ``[B, N, vocab]``.
+            ``[B, N, vocab]``, or with ``labels`` loss and logits.
 
         Raises:
-            ValueError: more or fewer caches than layers; see also :class:`NativeSparseAttention`.
+            ValueError: more or fewer caches than layers, labels of another shape, or labels with a
+                ``mesh``; see also :class:`NativeSparseAttention`.
         """
+        if labels is not None:
+            self._check_labels(labels, input_ids)
         with unchanged_on_error(caches or ()):
-            logits: torch.Tensor = self.lm_head(self.model(tokens, caches, compressed_only, layout))
+            states = self.model(input_ids, caches, compressed_only, layout)
+            logits: torch.Tensor = self.lm_head(states)
+        if labels is None:
             return logits
+        rows, due = logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+        return CausalLMOutput(nn.functional.cross_entropy(rows, due), logits)
+
+    def _check_labels(self, labels: torch.Tensor, input_ids: torch.Tensor) -> None:
+        if self.mesh is not None:
+            raise ValueError(
+                "labels: expected None with a mesh, got a tensor; a rank lacks the tokens that "
+                "follow its own: take the loss of the logits"
+            )
+        if labels.shape != input_ids.shape:
+            raise ValueError(
+                f"labels: expected shape {list(input_ids.shape)}, as input_ids, "
+                f"got {list(labels.shape)}"
+            )
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``config.json`` and ``model.safetensors`` into ``folder``, made if it is missing.

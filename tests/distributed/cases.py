@@ -39,13 +39,13 @@ from sparsek_backend.nn import (
     native_sparse_attention,
     tensor_parallel,
 )
-from sparsek_backend.nn.demo.cli import TINY
-from sparsek_backend.nn.demo.ranks import ranks_of
-from sparsek_backend.nn.demo.train import Trainer
 from sparsek_backend.patterns import BlockSparsePattern
+from sparsek_backend.train_demo.train import DemoConfig, Trainer
 from sparsek_backend.transformers_op import attention
 
 Arrays = dict[str, np.ndarray]
+
+DEMO = DemoConfig(steps=8, max_length=64, save_every=2)
 
 
 def attend(
@@ -343,20 +343,18 @@ def received_keys(
     return out.numpy(), max(counts)
 
 
-def train_demo(_: DeviceMesh, kind: Any, steps: int, folder: str, stop: int) -> list[float]:
+def train_demo(mesh: DeviceMesh | None, kind: str, folder: str, stop: int) -> list[float]:
     """The losses of a run of the demo, which ends without a word after ``stop`` steps."""
-    config = replace(TINY, steps=steps, save_every=2)
-    trainer = Trainer(config, kind, Path(folder), torch.device("cpu"), ranks_of(2, "cpu"))
+    trainer = Trainer(DEMO, kind, Path(folder), torch.device("cpu"), mesh)
     while len(trainer.losses) < stop:
         trainer.step()
     return trainer.losses
 
 
-def train_demo_of_other_lengths(_: DeviceMesh, lengths: tuple[int, int], tokens: int) -> None:
-    """A run whose batches the ranks cannot share."""
-    low, high = lengths
-    config = replace(TINY, min_length=low, max_length=high, tokens_per_step=tokens)
-    Trainer(config, "nsa", Path("nowhere"), torch.device("cpu"), ranks_of(2, "cpu"))
+def train_demo_of_another_length(mesh: DeviceMesh, length: int) -> None:
+    """A run whose sequences the ranks cannot share."""
+    config = replace(DEMO, max_length=length)
+    Trainer(config, "nsa", Path("nowhere"), torch.device("cpu"), mesh)
 
 
 def train_and_save(mesh: DeviceMesh | None, start: str, folder: str, how: str) -> None:

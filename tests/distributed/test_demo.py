@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sparsek_backend.nn.demo.cli import TINY, app
-from sparsek_backend.nn.demo.train import Trainer
+from sparsek_backend.train_demo.cli import app
+from sparsek_backend.train_demo.train import Trainer
 from tests import processes
 from tests.distributed import cases
 from tests.distributed.group import Ranks
@@ -28,45 +27,33 @@ def test_losses_are_those_of_one_rank_on_two_and_on_four(
     ranks: Ranks, kind: str, tmp_path: Path
 ) -> None:
     """Two ranks stop after a checkpoint and a step more, four go on, and one ends the run."""
-    config = replace(TINY, steps=8, save_every=2)
-    alone = Trainer(config, kind, tmp_path / "whole", torch.device("cpu"))
-    alone.run()
-    folder = tmp_path / "shared"
+    alone = cases.train_demo(None, kind, str(tmp_path / "whole"), 8)
+    folder = str(tmp_path / "shared")
     pair = Ranks(2)
     try:
-        first = pair.run(2, cases.train_demo, kind, 8, str(folder), 3)
+        first = pair.run(2, cases.train_demo, kind, folder, 3)
     finally:
         pair.close()
-    then = ranks.run(4, cases.train_demo, kind, 8, str(folder), 6)
-    last = Trainer(config, kind, folder, torch.device("cpu"))
+    then = ranks.run(4, cases.train_demo, kind, folder, 6)
+    last = Trainer(cases.DEMO, kind, Path(folder), torch.device("cpu"))
     assert last.resumed_at == 6
-    last.run()
-    for found in (*first, *then, last.losses):
-        assert found == pytest.approx(alone.losses[: len(found)], abs=TOLERANCE)
+    ended = cases.train_demo(None, kind, folder, 8)
+    for found in (*first, *then, ended):
+        assert found == pytest.approx(alone[: len(found)], abs=TOLERANCE)
     assert all(found == first[0] for found in first)
-    assert last.recall(64, 2)["all"] == pytest.approx(alone.recall(64, 2)["all"], abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "tokens", "message"),
-    [
-        ((66, 66), 512, "context_parallel: expected lengths in multiples of 4, got 66 tokens"),
-        ((64, 64), 192, "context_parallel: expected 2 groups of ranks to divide each batch, got 3"),
-    ],
-)
-def test_batches_that_ranks_cannot_share(
-    ranks: Ranks, lengths: tuple[int, int], tokens: int, message: str
-) -> None:
-    for done, what in ranks.outcomes(4, cases.train_demo_of_other_lengths, lengths, tokens):
+def test_sequences_that_ranks_cannot_share(ranks: Ranks) -> None:
+    for done, what in ranks.outcomes(4, cases.train_demo_of_another_length, 66):
         assert not done
         assert what[0] == "ValueError"
-        assert what[1].startswith(message), what[1]
+        assert "expected a multiple of 8" in what[1], what[1]
 
 
 KILLED = """
 import os, signal
 if os.environ.get("LOCAL_RANK") == "0":
-    from sparsek_backend.nn.demo.train import Trainer
+    from sparsek_backend.train_demo.train import Trainer
     save = Trainer._save
     Trainer._save = lambda self: (save(self), os.kill(os.getpid(), signal.SIGKILL))
 """
@@ -95,15 +82,7 @@ def killed_and_resumed(folder: Path, *options: str) -> dict[str, Any]:
 
 
 def test_a_killed_command_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    options = ("--size", "tiny", "--models", "nsa", "--device", "cpu")
+    options = ("--models", "nsa", "--device", "cpu", "--max-length", "64")
     runs = killed_and_resumed(tmp_path, *options, "--steps", "12", "--save-every", "4")
     assert runs["broken"]["resumed_at"] == 4
     assert runs["broken"]["losses"] == pytest.approx(runs["whole"]["losses"], abs=TOLERANCE)
-
-
-def test_ranks_that_torchrun_did_not_start_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    done = CliRunner().invoke(app, ["--device", "cpu", "--context-parallel", "2"])
-    assert done.exit_code == 1
-    words = " ".join(done.output.split())
-    assert "context_parallel: expected a divisor of the 3 ranks, got 2" in words

@@ -41,6 +41,23 @@ def test_a_failed_step_leaves_all_caches_as_they_were() -> None:
     torch.testing.assert_close(found, model(tokens[:, :30])[:, 25:], rtol=1e-4, atol=1e-5)
 
 
+def test_labels_give_the_loss_of_the_next_tokens() -> None:
+    """As Transformers' models take them: by name, shifted here, -100 without a loss."""
+    model = make()
+    tokens = torch.randint(64, (2, 50))
+    labels = tokens.clone()
+    labels[:, :20] = -100
+    loss, logits = model(input_ids=tokens, labels=labels)
+    assert torch.equal(logits, model(tokens))
+    due = torch.nn.functional.cross_entropy(logits[:, 19:-1].mT, tokens[:, 20:])
+    torch.testing.assert_close(loss, due)
+    with pytest.raises(ValueError, match=r"labels: expected shape \[2, 50\].*, got \[2, 49\]"):
+        model(tokens, labels=labels[:, 1:])
+    model.mesh = object()  # whose ranks hold parts of each sequence
+    with pytest.raises(ValueError, match="labels: expected None with a mesh"):
+        model(tokens, labels=labels)
+
+
 def test_compressed_only_reaches_every_layer() -> None:
     model = make()
     tokens = torch.randint(64, (2, 60))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from sparsek_backend.nn import NSALlamaForCausalLM
+from sparsek_backend.nn import NSALlamaConfig, NSALlamaForCausalLM
 from tests import processes
 from tests.nn.test_llama import NSA, make
 
@@ -131,5 +131,14 @@ def test_padding_behind_tokens_alone() -> None:
     for name in ("inputs_embeds", "position_ids"):
         with pytest.raises(NotImplementedError, match=f"{name}: native sparse attention"):
             model(tokens, **{name: tokens})
-    with pytest.raises(ValueError, match="nsa: expected this field"):
-        transformers.AutoModelForCausalLM.from_config(NSALlamaHFConfig())
+
+
+def test_a_config_without_a_section_has_the_defaults_of_the_module(tmp_path: Path) -> None:
+    from sparsek_backend.transformers_model import NSALlamaHFConfig
+
+    plain = NSALlamaConfig(64, 32, 48, 2, 4, 2, 8)
+    sizes = {f.name: getattr(plain, f.name) for f in fields(plain) if f.default is MISSING}
+    del sizes["nsa"]
+    model = transformers.AutoModelForCausalLM.from_config(NSALlamaHFConfig(**sizes))
+    model.save_pretrained(tmp_path)
+    assert NSALlamaForCausalLM.from_pretrained(tmp_path).config == plain

@@ -22,7 +22,7 @@ BEHIND = {
     "tune": "sparsek_backend.eval.tune",
     "bench": "sparsek_backend.bench.cli",
     "patterns": "sparsek_backend.patterns.tools.cli",
-    "train-demo": "sparsek_backend.nn.demo.cli",
+    "train-demo": "sparsek_backend.train_demo.cli",
 }
 """The modules to which ``sparsek COMMAND`` hands its arguments."""
 

@@ -41,7 +41,8 @@ def sink_flash_attention(
         q: ``[B, N, Hq, D]``, fp16, bf16, fp32 or fp64, any strides, D from 1 to 256.
         k: ``[B, M, Hkv, D]``, Hq a multiple of Hkv.
         v: ``[B, M, Hkv, D]``.
-        num_sink: leading keys of each sequence that every later query sees.
+        num_sink: leading keys of each sequence that every later query sees; of no effect, and
+            warned of, without ``window_size``.
         window_size: latest keys that a query sees, its own included; ``None`` for all.
         causal: ``False`` lets every query see every key; needs ``window_size=None``.
         sinks: ``[Hq]`` learned logits (GPT-OSS), any floating dtype.

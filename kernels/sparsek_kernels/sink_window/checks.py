@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from sparsek_kernels.checks import (
@@ -56,6 +58,9 @@ def check_arguments(
     Raises:
         TypeError: a wrong type or dtype.
         ValueError: a wrong shape, device or value.
+
+    Warns:
+        UserWarning: sinks without a window, which have no effect.
     """
     check_qkv(q, k, v)
     check_int("num_sink", num_sink, 0)
@@ -63,6 +68,12 @@ def check_arguments(
         check_int("window_size", window_size, 1)
         if not causal:
             raise ValueError(f"window_size: expected None with causal=False, got {window_size}")
+    elif num_sink and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"num_sink: expected 0 without window_size, got {num_sink}; every key is attended, "
+            "sinks or not: give a window_size for sinks and a window",
+            stacklevel=3,
+        )
     scale = check_scale(softmax_scale, q.shape[3])
     if sinks is not None:
         check_tensor("sinks", sinks, (q.shape[2],), DTYPES, q.device)

@@ -80,6 +80,7 @@ class Case:
 
 
 WIDE = NSAConfig(cmp_block_size=8, cmp_stride=4, sel_block_size=32, top_n=5, window_size=20)
+LONG = NSAConfig(48, 16, 48, top_n=4, num_init_blocks=0, num_local_blocks=1, window_size=20)
 CASES = [
     Case("ragged", (170, 9, 33, 64)),
     Case("from the first token", (12,), steps=12),
@@ -90,6 +91,7 @@ CASES = [
     Case("head size 24, pages of 48", (170, 50), heads=(2, 2), dim=24, page_size=48),
     Case("no overlap", (170,), replace(SMALL, cmp_block_size=16, cmp_stride=16)),
     Case("four strides", (230,), replace(WIDE, cmp_block_size=16, cmp_hidden_size=40)),
+    Case("blocks of several pages", (75, 7, 20), LONG, page_size=16),
     Case("wide map", (60,), replace(SMALL, cmp_hidden_size=300)),
     Case("no initial block", (170,), replace(SMALL, num_init_blocks=0, num_local_blocks=1)),
     Case("speculating", (171, 40, 66), steps=3, query_len=3),

@@ -80,6 +80,40 @@ def test_chunks_and_page_order_change_nothing(chunks: list[int], page_size: int,
     close(torch.cat(found), layer(tokens[None])[0])
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    page_size=st.sampled_from([16, 48, 64]),
+    stride=st.sampled_from([4, 8, 16]),
+    strides=st.integers(1, 4),
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_nothing_is_read_past_the_end_of_a_sequence(
+    page_size: int, stride: int, strides: int, lengths: list[int], data: st.DataObject
+) -> None:
+    """Sequences shorter than a compressed block, a stride or a page, beside longer ones."""
+    size = stride * strides
+    nested = [n for n in (16, 48, 64, 192) if n >= size and not (page_size % n and n % page_size)]
+    config = replace(
+        SMALL,
+        cmp_block_size=size,
+        cmp_stride=stride,
+        sel_block_size=data.draw(st.sampled_from(nested)),
+    )
+    layer = make_layer(config)
+    paged = PagedLayer(layer, page_size, 40)
+    tokens = {name: make_tokens(n, layer, n) for name, n in zip("abc", lengths, strict=False)}
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in tokens}
+    cuts = {name: x.tensor_split([data.draw(st.integers(0, len(x)))]) for name, x in tokens.items()}
+    for chunk in range(2):
+        step = {name: parts[chunk] for name, parts in cuts.items() if len(parts[chunk])}
+        step = dict(sorted(step.items(), key=lambda item: len(item[1])))  # decodes come first
+        for name, rows in zip(step, paged.step(step) if step else [], strict=True):
+            found[name].append(rows)
+    for name, rows in tokens.items():
+        close(torch.cat(found[name]), layer(rows[None])[0])
+
+
 def test_batches_of_decodes_and_prefills() -> None:
     layer = make_layer()
     lengths = {"a": 130, "b": 5, "c": 64, "d": 77}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -43,6 +44,17 @@ def test_matches_the_oracle(mask: dict[str, Any], n: int, m: int, with_sinks: bo
     found = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     want = sink_flash_attention_reference(q, k, v, sinks=sinks, dout=dout, dlse=dlse, **mask)
     torch.testing.assert_close((out, lse, *found), want)
+
+
+def test_sinks_without_a_window_are_warned_of() -> None:
+    q, k, v = tensors(9, 9)
+    with pytest.warns(UserWarning, match="num_sink: expected 0 without window_size, got 4") as seen:
+        out = sink_flash_attention(q, k, v, num_sink=4)
+    assert seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(out, sink_flash_attention(q, k, v))
+        sink_flash_attention(q, k, v, num_sink=4, window_size=2)
 
 
 def test_a_head_without_a_sink_has_no_gradient_where_rows_see_no_key() -> None:

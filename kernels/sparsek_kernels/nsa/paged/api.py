@@ -170,8 +170,8 @@ def _prefill(
     """Compressed and selected branch of tokens ``rows``, the last of a request's ``length``."""
     pages, spec, table = problem.pages, problem.spec, problem.batch.block_table[request]
     hidden = spec.strides_per_cmp - 1  # first rows of a sequence, in which no block ends
-    end = hidden + spec.num_compressed(length)
-    k_cmp, v_cmp = (_gather(x, table, end)[:, hidden:] for x in (pages.k_cmp, pages.v_cmp))
+    rows_cmp = length // spec.cmp_stride  # fewer than hidden where no block has ended
+    k_cmp, v_cmp = (_gather(x, table, rows_cmp)[:, hidden:] for x in (pages.k_cmp, pages.v_cmp))
     k, v = (_gather(x, table, length) for x in (pages.k_slc, pages.v_slc))
     _attend_sequence(out, problem.q[rows], (k, v), (k_cmp, v_cmp), spec, problem.softmax_scale)
 
