@@ -41,6 +41,7 @@ _HARMLESS = frozenset(
         "seq_idx",
         "token_type_ids",
         "use_cache",
+        "user_cache",  # a slip of Nemotron-H
     }
 )
 """Keywords that say nothing about what is attended."""
