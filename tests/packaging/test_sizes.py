@@ -18,7 +18,6 @@ FLAT = {
     "block_sparse_attention_reference",
     # signatures that Transformers dictates
     "sparsek_attention",
-    "sparsek_mask",
     # a problem of the tests, in keywords with defaults
     "make_problem",
 }
