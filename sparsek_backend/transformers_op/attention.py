@@ -67,15 +67,21 @@ def sparsek_attention(
         ``[B, N, Hq, Dv]`` and ``None`` (no attention weights exist).
 
     Raises:
-        NotImplementedError: a cache of Transformers' continuous batching, packed texts with
+        NotImplementedError: a keyword that changes what is attended and is not served, a layer
+            without a mask that does not say whether it is causal, packed texts with
             earlier keys beside a mask, or with a position bias.
         ValueError: a mask or offsets that do not fit queries and keys.
     """
     check_keywords(kwargs)
     q, k, v = as_autocast(*(x.transpose(1, 2) for x in (query, key, value)))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    mask = _checked_mask(q, k, attention_mask, causal, sliding_window)
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if causal is None and attention_mask is None:  # eager and SDPA attend differently then
+        raise NotImplementedError(
+            f"is_causal: expected {type(module).__name__} or its mask to say whether it is causal, "
+            "got neither; set it on the layer"
+        )
+    mask = _checked_mask(q, k, attention_mask, bool(causal), sliding_window)
     packing = None
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         mask, packing = _within_texts(q, k, mask, cu_seq_lens_q.tolist(), cu_seq_lens_k.tolist())

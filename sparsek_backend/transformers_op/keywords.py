@@ -11,10 +11,7 @@ _CONTINUOUS = (
     "Transformers' continuous batching is not supported; serve with vLLM, or use model.generate "
     "with attn_implementation='sparsek'"
 )
-_SELECTION = (
-    "a model that chooses its own keys is not supported by attn_implementation='sparsek'; use "
-    "'sdpa' or 'eager'"
-)
+_SELECTION = "a model that chooses its own keys is not supported by SparseK; use 'sdpa' or 'eager'"
 OWN_RULES = {
     "block_indices": _SELECTION,
     "indices": _SELECTION,
@@ -29,9 +26,12 @@ _HARMLESS = frozenset(
     {
         "cache_position",
         "deterministic",
+        "input_ids",
+        "labels",
         "logits_to_keep",
         "max_length_k",
         "max_length_q",
+        "mm_token_type_ids",
         "num_items_in_batch",
         "output_attentions",
         "output_hidden_states",
@@ -39,7 +39,9 @@ _HARMLESS = frozenset(
         "position_ids",
         "return_dict",
         "seq_idx",
+        "token_type_ids",
         "use_cache",
+        "user_cache",  # a slip of Nemotron-H
     }
 )
 """Keywords that say nothing about what is attended."""

@@ -293,6 +293,15 @@ def test_keywords_that_change_what_is_attended_are_refused(name: str, words: str
     assert torch.equal(_call(layer, **{name: None})[0], _call(layer, output_attentions=True)[0])
 
 
+def test_layers_that_do_not_say_whether_they_are_causal_are_refused() -> None:
+    """Without a mask, SDPA's function takes them for causal and eager attention does not."""
+    layer = _Layer(make_model().config)
+    del layer.is_causal
+    with pytest.raises(NotImplementedError, match=r"^is_causal: expected _Layer or its mask"):
+        _call(layer)
+    assert torch.equal(_call(layer, is_causal=True)[0], _call(_Layer(layer.config))[0])
+
+
 def test_training_under_autocast_without_a_cache() -> None:
     """Rotary embeddings leave queries and keys in fp32, beside values in bf16."""
     model, ids = make_model(), tokens(2, 60)

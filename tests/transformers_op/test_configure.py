@@ -12,6 +12,7 @@ from tests.transformers_op.architectures import architectures, make
 from tests.transformers_op.tiny import logits, make_model, tokens
 
 import sparsek_backend.transformers_op as sparsek  # isort: skip
+from sparsek_backend.patterns.models import learn_model_patterns  # isort: skip
 
 WINDOW: dict[str, Any] = {
     "mode": "sink_window", "num_sink": 1, "window_size": 3, "dense_below": 0,
@@ -82,6 +83,12 @@ def test_the_text_part_of_a_larger_model_may_be_set_alone() -> None:
     before = logits(model, "sparsek", tokens(1, 24))
     assert sparsek.configure(model, **WINDOW).window_size == 3
     assert (logits(model, "sparsek", tokens(1, 24)) - before).abs().max() > 0.1
+
+
+@pytest.mark.skipif("deepseek_v32" not in architectures(), reason="an older Transformers")
+def test_patterns_are_not_learned_from_a_model_that_chooses_its_keys() -> None:
+    with pytest.raises(NotImplementedError, match=r"^indices: a model that chooses its own keys"):
+        learn_model_patterns(make("deepseek_v32", "eager"), [tokens(1, 32)], block_size=16)
 
 
 def test_masks_are_eagers_for_models_that_read_them() -> None:

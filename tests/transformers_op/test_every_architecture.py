@@ -186,7 +186,8 @@ def _outcome(model_type: str) -> str:
     try:
         sparsek.configure(model, **WINDOW)
     except NotImplementedError as error:
-        return f"right, and settings refused: {str(error).split(': ', 1)[1]}"
+        reason = str(error).split("they have ")[-1].split(";")[0]
+        return f"right, and settings refused: {reason.split(' with a ')[0].split(' has ')[-1]}"
     assert (_padded(model) - found).abs().max() > TOLERANCE, "configure had no effect"
     return "right, and settings heeded"
 

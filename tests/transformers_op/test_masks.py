@@ -310,7 +310,7 @@ def test_masks_keep_their_rule_until_they_are_changed() -> None:
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_masks_that_were_changed_in_place_are_served_as_they_are(context: Any) -> None:
     layer = torch.nn.Module()
-    layer.config = make_model().config
+    layer.config, layer.is_causal = make_model().config, True
     with context():
         q = torch.randn(2, 6, 10, 16)
         changes: list[Callable[[torch.Tensor], object]] = [
@@ -371,7 +371,7 @@ def test_gradients_with_checkpointing(use_reentrant: bool) -> None:
 
 def test_masks_that_do_not_fit_are_refused() -> None:
     layer = torch.nn.Module()
-    layer.config = make_model().config
+    layer.config, layer.is_causal = make_model().config, True
     q = torch.randn(2, 6, 10, 16)
     with pytest.raises(ValueError, match="attention_mask: expected a shape that broadcasts"):
         sparsek.sparsek_attention(layer, q, q, q, torch.ones(2, 1, 9, 10, dtype=torch.bool))
@@ -383,7 +383,7 @@ def test_masks_that_do_not_fit_are_refused() -> None:
 def test_a_mask_that_hides_nothing_fits_keys_of_any_number() -> None:
     """Encoders that are run with a cache make it for their new tokens only."""
     layer = torch.nn.Module()
-    layer.config = make_model().config
+    layer.config, layer.is_causal = make_model().config, True
     asked = {"q_length": 3, "kv_length": 3, "mask_function": hf.bidirectional_mask_function}
     mask = sparsek_mask(batch_size=2, **asked)
     q, k = torch.randn(2, 6, 3, 16), torch.randn(2, 6, 9, 16)
@@ -395,7 +395,7 @@ def test_a_mask_that_hides_nothing_fits_keys_of_any_number() -> None:
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 24), (24, 8), (320, 320)])
 def test_head_dims(head_dim: int, value_dim: int) -> None:
     layer = torch.nn.Module()
-    layer.config = make_model().config
+    layer.config, layer.is_causal = make_model().config, True
     torch.manual_seed(0)
     q, k = torch.randn(2, 4, 9, head_dim), torch.randn(2, 2, 9, head_dim)
     v = torch.randn(2, 2, 9, value_dim)
