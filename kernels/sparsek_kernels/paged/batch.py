@@ -81,9 +81,11 @@ class PagedBatch:
 
     def derived(self, key: Hashable, build: Callable[[], _T]) -> _T:
         """Index tensors that ``build`` makes from this batch, once for all layers with ``key``."""
-        if key not in self._derived:
-            self._derived[key] = build()
-        return cast(_T, self._derived[key])
+        try:
+            found = self._derived[key]
+        except KeyError:
+            found = self._derived[key] = build()
+        return cast(_T, found)
 
     def pages(self, page_size: int) -> torch.Tensor:
         """``[R, max_pages]`` int64: ``block_table``, 0 past a sequence's end and in place of -1."""

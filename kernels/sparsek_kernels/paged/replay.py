@@ -26,7 +26,7 @@ _refused: list[Exception] = []
 """Why Triton's launchers refused a replay, which is then the last one of the process."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class ReplayableCall:
     """A call, and what is remembered of calls with the same key.
 
