@@ -61,6 +61,8 @@ def _then_announce(run: Callable[[ModuleType], None]) -> Callable[[ModuleType], 
 
 def _announce(table: ModuleType) -> None:
     table.CONFIG_MAPPING_NAMES[MODEL_TYPE] = CONFIG_CLASS
+    if hasattr(table, "MODEL_NAMES_MAPPING"):  # older versions: names for their documentation
+        table.MODEL_NAMES_MAPPING[MODEL_TYPE] = "NSA Llama"
 
 
 def install() -> None:

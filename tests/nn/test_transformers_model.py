@@ -60,6 +60,19 @@ def test_auto_classes_know_the_model_once_sparsek_is_imported(tmp_path: Path) ->
     )
 
 
+IMPORTED_FIRST = """if True:
+    import sparsek_backend
+    from transformers import AutoConfig, AutoModelForCausalLM
+    print(AutoConfig.for_model("nsa_llama").model_type)
+"""
+
+
+def test_auto_classes_load_after_sparsek() -> None:
+    """Older versions write the names of all models into their docstrings, ours among them."""
+    done = processes.run(sys.executable, "-c", IMPORTED_FIRST)
+    assert (done.returncode, done.stdout) == (0, "nsa_llama\n"), done.stderr[-2000:]
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_generate_continues_as_the_module_does(tied: bool, tmp_path: Path) -> None:
     plain = make(tied)
