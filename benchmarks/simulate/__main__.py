@@ -98,9 +98,9 @@ class _Prompt:
         return logits, torch.stack(seen).mean().item()
 
 
+@torch.no_grad()
 def run(arguments: argparse.Namespace) -> None:
     """Simulate prompts that no other process has taken, the first of every task first."""
-    torch.set_grad_enabled(False)
     # Products of bf16 numbers come out of TF32 exactly: all of their bits fit into it.
     torch.backends.cuda.matmul.allow_tf32 = True
     device = "cuda" if torch.cuda.is_available() else "cpu"

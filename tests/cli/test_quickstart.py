@@ -245,7 +245,7 @@ def test_the_settings_are_valid_and_sparse_on_the_document() -> None:
     config = resolve_config(quickstart.SETTINGS, {}).config
     policy = config.policy_for(0)
     assert policy.selects_blocks
-    assert not policy.sees_all(quickstart_client.DOCUMENT_CHARACTERS // 6)
+    assert not policy.prefill.sees_all(quickstart_client.DOCUMENT_CHARACTERS // 6)
 
 
 def test_settings_of_the_user_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

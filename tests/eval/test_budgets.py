@@ -7,7 +7,7 @@ import pytest
 
 from sparsek_backend.eval.budgets import parse_budget
 from sparsek_backend.eval.options import DEFAULT_BUDGETS, BudgetOptions
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 
 def test_modes_and_sizes() -> None:
@@ -19,11 +19,11 @@ def test_modes_and_sizes() -> None:
         512,
         0,
     )
-    window = parse_budget("window:256").policy()
+    window = parse_budget("window:256").policy().prefill
     assert (window.num_sink, window.window_size, window.top_k) == (0, 256, 0)
-    sinks = parse_budget("sink_window").policy()
+    sinks = parse_budget("sink_window").policy().prefill
     assert (sinks.num_sink, sinks.window_size, sinks.dense_below) == (4, 512, 0)
-    tiled = parse_budget("block_topk:8,query_tile=1,dense_layers=2").policy()
+    tiled = parse_budget("block_topk:8,query_tile=1,dense_layers=2").policy().prefill
     assert (tiled.top_k * tiled.sel_block_size, tiled.query_tile) == ((8 + 32) * 64, 1)
     learned = parse_budget("pattern:8,pattern=/a/file").config
     assert (learned.mode, learned.top_k, learned.pattern) == ("pattern", 8, "/a/file")
@@ -69,7 +69,7 @@ def test_shares_are_what_the_backend_counts(text: str, length: int) -> None:
     from sparsek_backend.vllm_backend.accounting import attended_by_requests
 
     budget = parse_budget(text)
-    one, dense = np.array([length]), SelectionPolicy()
+    one, dense = np.array([length]), StepPolicy.of(SelectionPolicy())
     count = attended_by_requests(budget.policy(), one, one, 0)
     assert budget.prefill_share(length) == count / attended_by_requests(dense, one, one, 0)
     longer, single = one + 1, np.array([1])

@@ -18,8 +18,9 @@ from sparsek_backend.eval.mass import (
     plot_masses,
     write_masses,
 )
+from sparsek_kernels.paged.index.vertical_slash import VerticalSlash
 from sparsek_kernels.paged.index.vertical_slash.lists import block_lists, listed_blocks
-from sparsek_kernels.paged.policy import SelectionPolicy
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 pytest.importorskip("transformers", reason="Transformers is not installed (the eval extra)")
 
@@ -78,7 +79,7 @@ def test_tiles_that_follow_a_list() -> None:
     q, k, v = states()
     entries = torch.tensor([[5, -4, 7, 2], [-6, 1, 3, -3]], dtype=torch.int32)
     lists = block_lists(entries, POLICY)
-    caught, best, share = measure(q, k, v, POLICY, DIM**-0.5, lists)
+    caught, best, share = measure(q, k, v, POLICY, DIM**-0.5, VerticalSlash(lists))
     scored, same_best, same_share = measure(q, k, v, POLICY, DIM**-0.5)
     torch.testing.assert_close(best, same_best)
     torch.testing.assert_close(share, same_share)
@@ -118,7 +119,7 @@ def test_every_layer_of_a_model_is_measured(tmp_path: Path) -> None:
     masses = measure_model(
         str(tmp_path / "model"),
         [i % 99 for i in range(LENGTH)],
-        lambda layer: POLICY,
+        lambda layer: StepPolicy.of(POLICY),
         on_layer=seen.append,
     )
     assert seen == [0, 1, 2]

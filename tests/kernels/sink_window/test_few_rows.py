@@ -19,8 +19,8 @@ from sparsek_kernels.sink_window.spec import AttentionSpec
 def test_a_replayed_launch_has_every_argument_in_its_place(
     monkeypatch: pytest.MonkeyPatch, sinks: bool
 ) -> None:
-    calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(launch_sm90, "launch", lambda *args, **_options: calls.append(args))
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    monkeypatch.setattr(launch_sm90, "run", lambda *args, **given: calls.append((args, given)))
     q, k, v = (torch.zeros(1, 512, heads, 64, dtype=torch.float16) for heads in (8, 2, 2))
     shape = ProblemShape(1, 512, 512, 8, 2, 64, causal=False)
     config = select_config(shape, q.dtype, 90)
@@ -28,14 +28,15 @@ def test_a_replayed_launch_has_every_argument_in_its_place(
     spec = AttentionSpec(0, None, False, 0.125)
     problem = SinkWindowProblem(q, k, v, spec, torch.zeros(8) if sinks else None)
     launch_sm90.forward_small(problem, config.hopper_small, torch.empty_like(q), None)
-    ((kernel, grid, pointers, scalars, constexprs),) = calls
+    (((kernel, grid, *positional), options),) = calls
     assert kernel is sink_window_hopper_small_kernel
     assert grid == (8, 8, 1)
     # A replay passes every argument by position, constexprs too, and knows no defaults.
     names = kernel.arg_names
-    assert len(pointers) + len(scalars) + len(constexprs) == len(names)
-    assert all(name.endswith("_ptr") for name in names[: len(pointers)])
-    assert names[-len(constexprs) :] == list(constexprs)
+    tensors = [isinstance(value, torch.Tensor) for value in positional]
+    pointers = [name.endswith("_ptr") for name in names[: len(positional)]]
+    assert tensors == pointers
+    assert names[len(positional) :] == [name for name in options if name in names]
 
 
 def test_copies_need_aligned_heads() -> None:
