@@ -33,7 +33,7 @@ WARM = 0.0
 """Stands for the rate of the few requests before the first one: graphs, kernels, connections."""
 
 Row = dict[str, Any]
-"""A row of a result file by column, those of the machine last."""
+"""A row of a result file by column; the columns that describe the machine come last."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ _SERVED_BY_VLLM = (("mode", "pattern"), ("mode", "seer"), ("sparse_phase", "pref
 """Values of settings that nothing here would heed."""
 
 Selection: TypeAlias = tuple[StepPolicy, Indexers | None]
-"""What a layer attends, and what chooses its blocks: ``None`` for those of ordinary models."""
+"""What a layer attends, and what chooses its blocks; ``None``: the default indexers choose."""
 
 _selections: WeakKeyDictionary[torch.nn.Module, tuple[object, Selection]] = WeakKeyDictionary()
 

@@ -245,7 +245,7 @@ def attends_whole_context(layer: Any, spec: Any) -> bool:
     """Whether a layer without a window attends every token of a sequence.
 
     Chunks of chunked attention (Llama 4) are requests of their own to it.  Without the hybrid KV
-    manager its pages keep every token nevertheless, and may have one spec with those of others.
+    manager its pages keep every token, and one spec may cover chunked and whole layers.
     """
     from vllm.model_executor.layers.attention import ChunkedLocalAttention
 
