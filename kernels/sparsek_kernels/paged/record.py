@@ -9,9 +9,9 @@ A record lies in the page that holds its 64 keys, one a segment in their order. 
 | mean | 8 D | ``[D]`` bf16: the segment's mean key |
 | spread | 10 D | ``[D / 2]`` e4m3: root of the keys' variance about their vector, one a RoPE pair |
 | value | 10.5 D | ``[D / 2]``: the mean value in 4 bits a channel |
-| pairs | 11 D | ``[D / 4]``: the size of each RoPE pair in 4 bits, in half octaves below the largest |
+| pairs | 11 D | ``[D / 4]``: the size of each RoPE pair: 4 bits, steps below the largest |
 | scales | 11.25 D | ``[32]``: each vector's size, 4 bits of exponent and 4 of mantissa |
-| base | 11.25 D + 32 | the largest pair's size in half octaves, and 128 |
+| base | 11.25 D + 32 | the largest pair's size: 7 bits of exponent, 1 of mantissa |
 | value scale | 11.25 D + 34 | fp16 |
 
 Channels ``d`` and ``d + D / 2`` are a RoPE pair.  Byte ``b`` of a row of levels has the channels
