@@ -5,7 +5,7 @@ A record lies in the page that holds its 64 keys, one a segment in their order. 
 
 | section | byte | what |
 | --- | --- | --- |
-| levels | 0 | ``[32, D / 4]``: 2 bits a channel of each vector, the mean of 2 keys less the segment's |
+| levels | 0 | ``[32, D / 4]``: a sign and a size of each channel of a vector, the mean of 2 keys less the segment's |
 | mean | 8 D | ``[D]`` bf16: the segment's mean key |
 | spread | 10 D | ``[D / 2]`` e4m3: root of the keys' variance about their vector, one a RoPE pair |
 | value | 10.5 D | ``[D / 2]``: the mean value in 4 bits a channel |
@@ -15,8 +15,9 @@ A record lies in the page that holds its 64 keys, one a segment in their order. 
 | value scale | 11.25 D + 34 | fp16 |
 
 Channels ``d`` and ``d + D / 2`` are a RoPE pair.  Byte ``b`` of a row of levels has the channels
-``b``, ``b + D / 4``, ``b + D / 2`` and ``b + 3 D / 4`` from its low bits up; byte ``b`` of the value
-has ``b`` and ``b + D / 2``; byte ``b`` of the pairs has the pairs ``b`` and ``b + D / 4``.
+``b + p D / 4``: of channel ``p`` the sign in bit ``7 - p`` and the size, 1 or 4, in bit ``3 - p``.
+Byte ``b`` of the value has ``b`` and ``b + D / 2``; byte ``b`` of the pairs has the pairs ``b`` and
+``b + D / 4``.
 """
 
 from __future__ import annotations
