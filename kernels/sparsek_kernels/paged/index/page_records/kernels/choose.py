@@ -15,10 +15,6 @@ from sparsek_kernels.paged.index.page_records.kernels.scores import (
     sees_all,
 )
 
-FIRST_KEY: tl.constexpr = tl.constexpr((127 - 28) << 6)
-"""Where keys begin among float32's highest 15 bits: at ``2 ** -28``, 64 for each octave."""
-
-
 @triton.jit
 def token_range(
     tile,
@@ -64,7 +60,7 @@ def rank_cells_kernel(
 ):
     """Keys of ``CHUNK`` segments' cells of one token and KV head, and how many there are of each.
 
-    A cell's key is its probability, summed over the group's heads, to six bits behind the leading
+    A cell's key is its probability, summed over the group's heads, to two bits behind the leading
     one.  Writes ``[T, Hkv, width * 32]`` int16 and adds to ``[T, Hkv, BINS]`` int32.
     """
     GROUP: tl.constexpr = SHAPE.GROUP
@@ -119,7 +115,7 @@ def rank_cells_kernel(
         rest = tl.reshape(rest.to(tl.float32), [CHUNK, VECTORS])
         score += tl.exp2((base + gain - above)[:, None] + rest)
     score = tl.where(score > 0.0, score, 0.0)
-    key = (score.to(tl.int32, bitcast=True) >> 17) - FIRST_KEY
+    key = (score.to(tl.int32, bitcast=True) >> 21) - RULE.FIRST_KEY
     key = tl.minimum(tl.maximum(key, 0), BINS - 1)
     key = tl.where(competes[:, None], key, -1)
     key = tl.reshape(key, [CHUNK * VECTORS])
