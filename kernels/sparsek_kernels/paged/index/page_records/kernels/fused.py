@@ -11,9 +11,9 @@ cells of 64 segments on the chip while the group agrees on what does not fit int
 3. Now the smallest key that is chosen is known, and how many cells are chosen before a program's
    own: it writes its part of the list, and what is left of its segments.
 
-Programs take their numbers in the order in which they start, so that those of a group have started
-once its last one waits; a group must be smaller than what runs at once.  Everything that programs
-exchange is stored by its owner and added up in one order: results do not depend on timing.
+Programs start in the order of their numbers, and a group has fewer than run at once: those that wait
+wait for programs that run.  Everything that programs exchange is stored by its owner and added up in
+one order: results do not depend on timing.
 
 The matrix units multiply levels, which are floats after one shift and one mask, with queries that
 were scaled by the record's sizes of pairs.  Reading bounds the kernel: 1.5 KiB for 64 keys.
@@ -454,11 +454,8 @@ def choose_cells_kernel(
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
-    ticket = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-    if ticket == gl.num_programs(0) - 1:
-        gl.store(counter_ptr, 0)
-    group = ticket // members
-    member = ticket % members
+    group = gl.program_id(0) // members
+    member = gl.program_id(0) % members
     tile = group // NUM_KV_HEADS
     kv_head = group % NUM_KV_HEADS
     request = tile // QUERY_LEN
@@ -485,7 +482,7 @@ def choose_cells_kernel(
     q_row = q_ptr + (first_token + token).to(gl.int64) * q_strides[0]
     q_row += kv_head * GROUP * q_strides[1]
     states = state_ptr + group.to(gl.int64) * members * (2 * N)
-    counters = counter_ptr + 4 + 4 * group
+    counters = counter_ptr + 4 * group
     if member < NEAR:
         near = SINKS + position // 64 + 1 - last
         near_sums(
@@ -573,6 +570,7 @@ def choose_cells_kernel(
     weights = gl.exp2(x - highest[None, None, :])
     weights = gl.where(competes[:, None, None], weights, 0.0)
     sums = gl.sum(gl.sum(weights, axis=1), axis=0)
+    weights = weights.to(gl.bfloat16)  # kept while the group agrees
     h = gl.arange(0, HEADS, layout=HEAD)
     gl.store(states + member * (2 * N) + 2 * h, highest)
     gl.store(states + member * (2 * N) + 2 * h + 1, 2.0 * sums)
@@ -592,7 +590,7 @@ def choose_cells_kernel(
     share = gl.exp2(gain + (highest - total + 1.0)[None, :])  # of a weight, [segments, heads]
     heads_live = (gl.arange(0, HEADS, layout=HEAD) < GROUP)[None, :]
     share = gl.where(heads_live, share, 0.0)
-    score = gl.sum(weights * share[:, None, :], axis=2)  # [segments, cells]
+    score = gl.sum(weights.to(gl.float32) * share[:, None, :], axis=2)  # [segments, cells]
     score = gl.where(score > 0.0, score, 0.0)
     key = (score.to(gl.int32, bitcast=True) >> 21) - RULE.FIRST_KEY
     key = gl.minimum(gl.maximum(key, 0), KEYS - 1)
@@ -627,18 +625,18 @@ def choose_cells_kernel(
     earlier = gl.where((other < chunk)[:, None], every, 0)
     more = gl.where((bins > threshold)[None, :], earlier, 0)
     same = gl.where((bins == threshold)[None, :], earlier, 0)
-    # chosen and equal cells of earlier programs, in one number
-    before = gl.sum(gl.sum(more + (same << 16), axis=1), axis=0)
+    more_before = gl.sum(gl.sum(more, axis=1), axis=0)  # in earlier programs
+    same_before = gl.sum(gl.sum(same, axis=1), axis=0)
 
     first, within = ranks(key, threshold)  # of rows, and within them
     LINE1: gl.constexpr = gl.SliceLayout(2, ROWS3)
     first = gl.convert_layout(gl.reshape(gl.max(first, axis=2), [SEGMENTS]), FLAT1)
-    until = before + gl.associative_scan(first, 0, add) - first
+    until = gl.associative_scan(first, 0, add) - first
     until = gl.convert_layout(gl.reshape(until, [TURNS, WARPS]), LINE1)
     place = until[:, :, None] + within
-    tie = place >> 16
+    tie = same_before + (place >> 16)
     chosen = (key > threshold) | ((key == threshold) & (tie < needed))
-    place = (place & 0xFFFF) + gl.minimum(tie, needed)
+    place = more_before + (place & 0xFFFF) + gl.minimum(tie, needed)
     turn = gl.arange(0, TURNS, layout=gl.SliceLayout(1, LINE1))
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(0, LINE1))
     lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, ROWS3)))
@@ -646,7 +644,7 @@ def choose_cells_kernel(
     gl.store(out + place, index, mask=chosen)
 
     chosen = gl.convert_layout(gl.reshape(chosen.to(gl.int32), [SEGMENTS, CELLS]), FLAT2)
-    left = gl.where(chosen[:, :, None] > 0, 0.0, weights)
+    left = gl.where(chosen[:, :, None] > 0, 0.0, weights.to(gl.float32))
     left = gl.sum(left, axis=1)  # [segments, heads]
     logit = gl.where(left > 0.0, highest[None, :] + log2(left) + 1.0, float("-inf"))
     rows = begin + gl.arange(0, SEGMENTS, layout=gl.SliceLayout(1, ROWS))
