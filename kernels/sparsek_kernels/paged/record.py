@@ -123,7 +123,7 @@ def encode(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     vectors = (first + second) * 0.5
     mean = vectors.mean(-2).bfloat16()
     rest = vectors - mean.float().unsqueeze(-2)  # [..., 32, D]
-    sizes = _size_codes(_pair_means(rest).sqrt_())  # [..., D / 2]
+    sizes = _size_codes(_pair_sizes(rest))  # [..., D / 2]
     base = sizes.amax(-1, keepdim=True)
     below = (base - sizes).clamp_(max=15)
     z = rest * _both(1.0 / code_sizes(base - below)).unsqueeze(-2)
@@ -131,7 +131,7 @@ def encode(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     inverse = _inverse(squares.mean(-1, keepdim=True).sqrt_().mul_(_EDGE))
     levels = (z * inverse).floor_().clamp_(-2.0, 1.0).add_(0.5)
     scales = squares.sum(-1) * _inverse((z * levels).sum(-1))
-    spread = _pair_means((first - second) * 0.5).sqrt_().clamp_(max=_LARGEST_E4M3)
+    spread = _pair_sizes((first - second) * 0.5).clamp_(max=_LARGEST_E4M3)
     value, value_scale = _encode_value(values.float().mean(-2))
     parts = [
         _pack((levels + 1.5).int(), 2).flatten(-2),
@@ -206,9 +206,10 @@ def _size_codes(sizes: torch.Tensor) -> torch.Tensor:
     return (((sizes.view(torch.int32) + (1 << 21)) >> 22) - _FIRST_SIZE).clamp_(0, 255)
 
 
-def _pair_means(x: torch.Tensor) -> torch.Tensor:
-    """Mean squares of RoPE pairs ``[..., D / 2]`` over rows ``[..., rows, D]``."""
-    return x.square().mean(-2).unflatten(-1, (2, -1)).mean(-2)
+def _pair_sizes(x: torch.Tensor) -> torch.Tensor:
+    """Root mean squares ``[..., D / 2]`` of RoPE pairs over rows ``[..., rows, D]``."""
+    squares: torch.Tensor = x.square().mean(-2).unflatten(-1, (2, -1))
+    return squares.mean(-2).sqrt_()
 
 
 def _both(x: torch.Tensor) -> torch.Tensor:
