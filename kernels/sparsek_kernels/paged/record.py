@@ -15,13 +15,13 @@ A record lies in the page that holds its 64 keys, one a segment in their order. 
 | value scale | 11.25 D + 34 | fp16 |
 
 Channels ``d`` and ``d + D / 2`` are a RoPE pair.  Byte ``b`` of a row of levels has the channels
-``b``, ``b + D / 4``, ``b + D / 2`` and ``b + 3 D / 4`` from its low bits up; byte ``b`` of the
-value has ``b`` and ``b + D / 2``; byte ``b`` of the pairs has the pairs ``b`` and ``b + D / 4``.
+``b + p D / 4``: of channel ``p`` the sign in bit ``7 - p`` (1: negative) and the size, 1 or 4, in
+bit ``3 - p``.  Byte ``b`` of the value has ``b`` and ``b + D / 2`` from its low bits up; byte ``b``
+of the pairs has the pairs ``b`` and ``b + D / 4``.
 
-A vector is ``mean + scale * (level - 1.5) * size`` of its channel's pair.  Sizes and levels are of
-the vectors less the mean as it is stored, which makes up for its rounding.  A channel of the value
-is ``(level - 7.5) * value scale``.  Numbers are those of the cache: of an fp8 one without its
-scales.
+A vector is ``mean + scale * level * size`` of its channel's pair.  Sizes and levels are of the
+vectors less the mean as it is stored, which makes up for its rounding.  A channel of the value is
+``(level - 7.5) * value scale``.  Numbers are those of the cache: of an fp8 one without its scales.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ CELL = VECTOR = 2
 VECTORS = SEGMENT // VECTOR
 """Vectors of a record."""
 
-_EDGE = 0.9957
-"""The middle levels end here, in root mean squares of a vector."""
 _FIRST_SIZE = (127 - 64) << 1
 """Exponent of a pair's code 0 among float32's, before the bit of its mantissa."""
 _FIRST_SCALE = (127 - 8) << 4
@@ -128,17 +126,16 @@ def encode(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     below = (base - sizes).clamp_(max=15)
     z = rest * _both(1.0 / code_sizes(base - below)).unsqueeze(-2)
     squares = z.square()
-    inverse = _inverse(squares.mean(-1, keepdim=True).sqrt_().mul_(_EDGE))
-    levels = (z * inverse).floor_().clamp_(-2.0, 1.0).add_(0.5)
-    scales = squares.sum(-1) * _inverse((z * levels).sum(-1))
+    large = squares >= squares.mean(-1, keepdim=True)
+    scales = squares.sum(-1) * _inverse((z.abs() * torch.where(large, 4.0, 1.0)).sum(-1))
     spread = _pair_sizes((first - second) * 0.5).clamp_(max=_LARGEST_E4M3)
     value, value_scale = _encode_value(values.float().mean(-2))
     parts = [
-        _pack((levels + 1.5).int(), 2).flatten(-2),
+        _pack_levels(z < 0.0, large).flatten(-2),
         mean.view(torch.uint8),
         spread.to(torch.float8_e4m3fn).view(torch.uint8),
         value,
-        _pack(below, 4),
+        _pack(below),
         _scale_codes(scales),
         base.to(torch.uint8),
         torch.zeros_like(base, dtype=torch.uint8),
@@ -152,7 +149,7 @@ def encode(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def read_vectors(records: torch.Tensor, head_dim: int) -> torch.Tensor:
     """The vectors ``[..., 32, D]`` float32 of records ``[..., record_bytes]``, means included."""
     at = sections(head_dim)
-    levels = _unpack(records[..., : at.mean].unflatten(-1, (VECTORS, -1)), 2).float() - 1.5
+    levels = _unpack_levels(records[..., : at.mean].unflatten(-1, (VECTORS, -1)))
     scales = code_scales(records[..., at.scales : at.base]).unsqueeze(-1)
     sizes = _both(read_pair_scales(records, head_dim)).unsqueeze(-2)
     return read_means(records, head_dim).unsqueeze(-2) + levels * scales * sizes
@@ -174,14 +171,14 @@ def read_pair_scales(records: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Sizes ``[..., D / 2]`` float32 of the RoPE pairs."""
     at = sections(head_dim)
     base = records[..., at.base : at.base + 1].int()
-    return code_sizes(base - _unpack(records[..., at.pairs : at.scales], 4))
+    return code_sizes(base - _unpack(records[..., at.pairs : at.scales]))
 
 
 def read_value_means(records: torch.Tensor, head_dim: int) -> torch.Tensor:
     """The mean values ``[..., D]`` float32."""
     at = sections(head_dim)
     scale = records[..., at.value_scale : at.end].view(torch.float16).float()
-    return (_unpack(records[..., at.value : at.pairs], 4).float() - 7.5) * scale
+    return (_unpack(records[..., at.value : at.pairs]).float() - 7.5) * scale
 
 
 def code_scales(codes: torch.Tensor) -> torch.Tensor:
@@ -226,17 +223,28 @@ def _encode_value(mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes ``[..., D / 2]`` and scale ``[..., 1]`` of mean values ``[..., D]`` float32."""
     scale = (mean.abs().amax(-1, keepdim=True) / 7.5).clamp_(max=_LARGEST_FP16).half()
     levels = (mean * _inverse(scale.float())).floor_().clamp_(-8.0, 7.0)
-    return _pack(levels.int() + 8, 4), scale
+    return _pack(levels.int() + 8), scale
 
 
-def _pack(levels: torch.Tensor, bits: int) -> torch.Tensor:
-    """Bytes of int32 levels ``[..., n]``, each of equal parts from the low bits up."""
-    parts = levels.chunk(8 // bits, -1)
-    packed = sum((part << (bits * i) for i, part in enumerate(parts)), torch.zeros_like(parts[0]))
-    return packed.to(torch.uint8)
+def _pack_levels(negative: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
+    """Bytes ``[..., D / 4]`` of the signs and sizes of levels ``[..., D]`` bool."""
+    first, second, third, fourth = ((negative.int() << 4) | large).chunk(4, -1)
+    return ((first << 3) | (second << 2) | (third << 1) | fourth).to(torch.uint8)
 
 
-def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+def _unpack_levels(packed: torch.Tensor) -> torch.Tensor:
+    """Levels ``[..., D]`` float32 of bytes ``[..., D / 4]``: 1, 4, -1 or -4."""
+    planes = torch.cat([packed >> shift for shift in range(3, -1, -1)], -1)
+    sizes = torch.where((planes & 1) != 0, 4.0, 1.0)
+    return torch.where((planes & 16) != 0, -sizes, sizes)
+
+
+def _pack(levels: torch.Tensor) -> torch.Tensor:
+    """Bytes of int32 levels of 4 bits ``[..., n]``, the first half of them in the low bits."""
+    low, high = levels.chunk(2, -1)
+    return (low | (high << 4)).to(torch.uint8)
+
+
+def _unpack(packed: torch.Tensor) -> torch.Tensor:
     """Levels ``[..., n]`` uint8 of bytes that :func:`_pack` made."""
-    mask = (1 << bits) - 1
-    return torch.cat([(packed >> shift) & mask for shift in range(0, 8, bits)], -1)
+    return torch.cat([packed & 15, packed >> 4], -1)

@@ -15,7 +15,7 @@ class DecodedRecords:
 
     Args:
         vectors: ``[..., 32, D]`` float64, each of 2 keys.
-        steps: ``[..., 32, D]``: how far apart the levels of a vector are.
+        steps: ``[..., 32, D]``: how far apart the levels of a vector are at most.
         means: ``[..., D]``, the segments' keys.
         spreads: ``[..., D / 2]``, one a RoPE pair.
         pair_scales: ``[..., D / 2]``.
@@ -44,7 +44,7 @@ def records_reference(keys: torch.Tensor, values: torch.Tensor) -> DecodedRecord
     channel_scales = torch.cat([pair_scales, pair_scales], -1)[..., None, :]
     z = rest / channel_scales
     width = (z**2).mean(-1, keepdim=True).sqrt()
-    levels = (z / (0.9957 * width)).floor().nan_to_num(0.0).clamp(-2.0, 1.0) + 0.5
+    levels = torch.where(z.abs() >= width, 4.0, 1.0) * torch.where(z < 0.0, -1.0, 1.0)
     rho = (z**2).sum(-1, keepdim=True) / (z * levels).sum(-1, keepdim=True)
     rho = short_float_reference(rho.nan_to_num(0.0))
     each = torch.repeat_interleave(vectors, 2, dim=-2)
@@ -56,7 +56,7 @@ def records_reference(keys: torch.Tensor, values: torch.Tensor) -> DecodedRecord
     value_levels = (value / value_scales).nan_to_num(0.0).floor().clamp(-8.0, 7.0) + 0.5
     return DecodedRecords(
         vectors=means[..., None, :] + rho * levels * channel_scales,
-        steps=(rho * channel_scales).expand_as(vectors),
+        steps=(3.0 * rho * channel_scales).expand_as(vectors),
         means=means,
         spreads=e4m3_reference(spreads),
         pair_scales=pair_scales,

@@ -69,9 +69,9 @@ def decoded_by_hand(record: bytes, dim: int) -> tuple[list[list[float]], list[fl
         scale = short_float(record[45 * quarter + vector])
         row = []
         for channel in range(dim):
-            byte = record[vector * quarter + channel % quarter]
-            level = (byte >> (2 * (channel // quarter))) & 3
-            row.append(center[channel] + scale * (level - 1.5) * sizes[channel % half])
+            byte, plane = record[vector * quarter + channel % quarter], channel // quarter
+            level = (4 if byte & (8 >> plane) else 1) * (-1 if byte & (128 >> plane) else 1)
+            row.append(center[channel] + scale * level * sizes[channel % half])
         vectors.append(row)
     spreads = []
     for code in record[10 * dim : 10 * dim + half]:

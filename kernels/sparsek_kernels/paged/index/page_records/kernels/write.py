@@ -23,9 +23,6 @@ from sparsek_kernels.paged.kernels.record import (
     value_scale_at,
 )
 
-_EDGE = tl.constexpr(0.9957)
-"""The middle levels end here, in root mean squares of a vector."""
-
 
 @triton.jit
 def pair_sizes(x):
@@ -84,13 +81,13 @@ def write_keys(record, first, second, HEAD_DIM: tl.constexpr):
 
     z = x * both(1.0 / size_of(base - below))[None, :, :]
     squares = tl.sum(tl.sum(z * z, axis=2), axis=1)
-    inverse = inverse_of(tl.sqrt(squares * (1.0 / HEAD_DIM)) * _EDGE)[:, None, None]
-    level = tl.minimum(tl.maximum(tl.floor(z * inverse), -2.0), 1.0) + 0.5
-    packed = (level + 1.5).to(tl.int32) << (2 * quarter)[None, :, None]
-    packed = tl.sum(packed, axis=1)  # [VECTORS, BLOCK_Q]
+    large = z * z >= (squares * (1.0 / HEAD_DIM))[:, None, None]
+    level = tl.where(large, 1, 0) | tl.where(z < 0.0, 16, 0)  # sizes of 4 and 1, signs
+    packed = tl.sum(level << (3 - quarter)[None, :, None], axis=1)  # [VECTORS, BLOCK_Q]
     row = record + vector[:, None] * QUARTER + offs[None, :]
     tl.store(row, packed.to(tl.uint8), mask=inside[None, :])
-    scale = squares * inverse_of(tl.sum(tl.sum(z * level, axis=2), axis=1))
+    product = tl.sum(tl.sum(tl.abs(z) * tl.where(large, 4.0, 1.0), axis=2), axis=1)
+    scale = squares * inverse_of(product)
     tl.store(record + scales_at(HEAD_DIM) + vector, scale_code(scale).to(tl.uint8))
 
 
