@@ -11,6 +11,7 @@ from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.index.base import Indexer, Indexers
 from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.index.key_means import KeyMeans
+from sparsek_kernels.paged.index.page_records import PageRecords
 from sparsek_kernels.paged.index.seer import Seer
 from sparsek_kernels.paged.index.seer.gates import Gates
 from sparsek_kernels.paged.index.two_step import TwoStep
@@ -26,6 +27,7 @@ __all__ = [
     "Indexers",
     "InfLLM",
     "KeyMeans",
+    "PageRecords",
     "PagedBatch",
     "Seer",
     "SelectionPolicy",

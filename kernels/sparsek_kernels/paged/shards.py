@@ -48,8 +48,8 @@ def attend_shard(
         policy: what a query attends (docs/selection.md).
         largest: returns a float32 tensor's elementwise maximum over the ranks.
         softmax_scale: default ``D ** -0.5``.
-        k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8; needed when blocks are
-            selected.
+        k_summary: ``[num_pages, Hkv, bytes]`` uint8, at least the indexer's ``page_bytes``; needed
+            when blocks are selected.
         index: what chooses the blocks of decoded tokens; default: :func:`default_indexers`.
 
     Returns:

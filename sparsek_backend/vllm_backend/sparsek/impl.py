@@ -291,4 +291,4 @@ class SparseKImpl(AttentionImpl):
         """
         index, policy = self.kept.indexers.written_once, self.kept.policy.decode
         if index is not None and self.kv_sharing_target_layer_name is None:
-            write_index(operands.k_cache, operands.summary, batch, policy, index)
+            write_index(operands.k_cache, operands.v_cache, operands.summary, batch, policy, index)

@@ -36,10 +36,12 @@ from sparsek_kernels.paged.index.base import Indexers
 from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.index.infllm import launch as infllm_launch
 from sparsek_kernels.paged.index.key_means import launch as key_means_launch
+from sparsek_kernels.paged.index.page_records import launch_write as records_launch
 from sparsek_kernels.paged.index.seer import Seer
 from sparsek_kernels.paged.index.seer import launch as seer_launch
 from sparsek_kernels.paged.index.two_step import launch_probabilities, launch_scores
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
+from sparsek_kernels.paged.record import page_bytes
 from sparsek_kernels.paged.write import launch as write_launch
 from tests.kernels.barriers import require_lasting_barriers
 from tests.kernels.launched import run_launched
@@ -47,6 +49,7 @@ from tests.kernels.paged.gate_cases import make_gates
 
 KERNELS = {
     "write_kv_kernel": write_launch,
+    "write_records_kernel": records_launch,
     "attend_kernel": attend_launch,
     "decode_logits_kernel": key_means_launch,
     "top_blocks_kernel": index_launch,
@@ -249,6 +252,13 @@ def launches(
             with hopper_kernels(True):
                 special = ("attend_hopper_kernel", "listed_masses_sm90_kernel", *HOPPER_SCORES)
                 seen += [r for r in record(step, arch, sms) if r.name in special]
+    pages, heads, page_size, _ = problem.k_cache.shape
+    room = torch.empty(pages, heads, page_bytes(page_size, head_dim), dtype=torch.uint8)
+    seen += record(
+        lambda: records_launch.write_records(problem.k_cache, problem.v_cache, room, problem.batch),
+        arch,
+        sms,
+    )
     seen += record(
         lambda: write_launch.write_kv(
             problem.keys[0],

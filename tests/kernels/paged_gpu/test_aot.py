@@ -22,6 +22,7 @@ ROOT = HERE.parents[2]
 
 PORTABLE = {
     "write_kv_kernel",
+    "write_records_kernel",
     "decode_logits_kernel",
     "top_blocks_kernel",
     "listed_masses_kernel",

@@ -75,15 +75,16 @@ class Indexer(ABC):
     def write(  # noqa: B027 - most keep nothing
         self,
         k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
         k_summary: torch.Tensor,
         batch: PagedBatch,
         policy: SelectionPolicy,
     ) -> None:
-        """Keep its bytes of the pages that a step's new tokens touch; their keys are there.
+        """Keep its bytes of the pages that a step's new tokens touch; their K and V are there.
 
         Args:
-            k_cache: ``[num_pages, Hkv, page_size, D]``.
-            k_summary: ``[num_pages, Hkv, page_bytes]`` uint8, written.
+            k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``.
+            k_summary: ``[num_pages, Hkv, bytes]`` uint8, written; at least :meth:`page_bytes`.
             batch: the step.
             policy: of the phase.
         """

@@ -27,6 +27,7 @@ class InfLLM(Indexer):
     def write(
         self,
         k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
         k_summary: torch.Tensor,
         batch: PagedBatch,
         policy: SelectionPolicy,

@@ -57,6 +57,7 @@ class Seer(Indexer):
     def write(
         self,
         k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
         k_summary: torch.Tensor,
         batch: PagedBatch,
         policy: SelectionPolicy,
