@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 
 WARPS: gl.constexpr = gl.constexpr(4)
-SEGMENTS: gl.constexpr = gl.constexpr(64)
+SEGMENTS: gl.constexpr = gl.constexpr(16 * WARPS.value)
 """Segments of a program: 16 of each warp."""
 CELLS: gl.constexpr = gl.constexpr(32)
 TOGETHER: gl.constexpr = gl.constexpr(2)
@@ -39,6 +39,47 @@ KEYS: gl.constexpr = gl.constexpr(64)
 """Keys of cells: four for each of 16 octaves."""
 
 _LEVELS: gl.constexpr = gl.constexpr(
+    """
+    {
+    .reg .b32 t;
+    lop3.b32 $1, $8, 0x88008800, 0x34003400, 0xEA;
+    shl.b32 t, $8, 8;
+    lop3.b32 $0, t, 0x88008800, 0x34003400, 0xEA;
+    shl.b32 t, $8, 1;
+    lop3.b32 $3, t, 0x88008800, 0x34003400, 0xEA;
+    shl.b32 t, $8, 9;
+    lop3.b32 $2, t, 0x88008800, 0x34003400, 0xEA;
+    shl.b32 t, $8, 2;
+    lop3.b32 $5, t, 0x88008800, 0x34003400, 0xEA;
+    shl.b32 t, $8, 10;
+    lop3.b32 $4, t, 0x88008800, 0x34003400, 0xEA;
+    shl.b32 t, $8, 3;
+    lop3.b32 $7, t, 0x88008800, 0x34003400, 0xEA;
+    shl.b32 t, $8, 11;
+    lop3.b32 $6, t, 0x88008800, 0x34003400, 0xEA;
+    }
+    """
+)
+_SCALES: gl.constexpr = gl.constexpr(
+    """
+    {
+    .reg .b32 t;
+    shl.b32 t, $4, 9;
+    and.b32 t, t, 0x1E001E00;
+    sub.u32 $0, $5, t;
+    shl.b32 t, $4, 1;
+    and.b32 t, t, 0x1E001E00;
+    sub.u32 $1, $5, t;
+    shl.b32 t, $4, 5;
+    and.b32 t, t, 0x1E001E00;
+    sub.u32 $2, $5, t;
+    shr.u32 t, $4, 3;
+    and.b32 t, t, 0x1E001E00;
+    sub.u32 $3, $5, t;
+    }
+    """
+)
+_LEVELS_IN_ORDER: gl.constexpr = gl.constexpr(
     """
     {
     .reg .b32 t;
@@ -60,7 +101,7 @@ _LEVELS: gl.constexpr = gl.constexpr(
     }
     """
 )
-_SCALES: gl.constexpr = gl.constexpr(
+_SCALES_IN_ORDER: gl.constexpr = gl.constexpr(
     """
     {
     .reg .b32 t, u;
@@ -89,10 +130,10 @@ def log2(x):
 
 
 @gluon.jit
-def levels_of(packed):
+def levels_of(packed, QUARTER: gl.constexpr):
     """A quarter of each level, in four planes of channels, float16."""
     return gl.inline_asm_elementwise(
-        _LEVELS,
+        _LEVELS_IN_ORDER if QUARTER == 16 else _LEVELS,
         "=r,=r,=r,=r,=r,=r,=r,=r,r",
         [packed],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
@@ -102,11 +143,11 @@ def levels_of(packed):
 
 
 @gluon.jit
-def scales_of(pairs, top):
+def scales_of(pairs, top, QUARTER: gl.constexpr):
     """Sizes of the low and the high pairs, float16, less the exponent of ``top``."""
     one = 0x3C003C00 + (top.to(gl.int32) & 1) * 0x02000200
     return gl.inline_asm_elementwise(
-        _SCALES,
+        _SCALES_IN_ORDER if QUARTER == 16 else _SCALES,
         "=r,=r,=r,=r,r,r,r,r,r",
         [pairs, one],
         dtype=(gl.float16, gl.float16),
@@ -200,13 +241,6 @@ def ranks(key, threshold):
 
 
 @gluon.jit
-def record_at(table, segment, last, records, stride_rp, PAGE: gl.constexpr, RECORD: gl.constexpr):
-    """Pointers to the records of segments; those from ``last`` on are any record."""
-    page = gl.load(table + segment * 64 // PAGE, mask=segment < last, other=0)
-    return records + page.to(gl.int64) * stride_rp + (segment * 64 % PAGE) // 64 * RECORD
-
-
-@gluon.jit
 def arrive(counter_ptr):
     """Tell the group that what this program left for it is there."""
     gl.thread_barrier()
@@ -267,14 +301,17 @@ def near_sums(
     cm = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :, None]
     highest = gl.full([WARPS, 16, N], -1.0e30, gl.float32, MMA)
     total = gl.zeros([WARPS, 16, N], gl.float32, MMA)
-    for n in range(first, end):
+    for turn in range(first, end, WARPS // 4):
+        n = turn + aw // 4
         segment = gl.where(n < sinks, n, first_local + n - sinks)
-        page = gl.load(table + segment * 64 // PAGE).to(gl.int64)
-        key = segment * 64 + aw * 16 + am
+        page = gl.load(table + segment * 64 // PAGE, mask=n < end, other=0).to(gl.int64)
+        key = segment * 64 + aw % 4 * 16 + am
         at = k_ptr + page * stride_kp + (key % PAGE) * stride_kt + ak
-        k = gl.load(at, mask=key <= position, other=0.0)
+        k = gl.load(at, mask=(key <= position) & (n < end), other=0.0)
         logit = mma_v2(k.to(q.dtype), q, gl.zeros([WARPS, 16, N], gl.float32, MMA)) * qk_scale
-        logit = gl.where(segment * 64 + cw * 16 + cm <= position, logit, -1.0e30)
+        n = turn + cw // 4
+        key = gl.where(n < sinks, n, first_local + n - sinks) * 64 + cw % 4 * 16 + cm
+        logit = gl.where((key <= position) & (n < end), logit, -1.0e30)
         top = gl.maximum(highest, logit)
         total = total * gl.exp2(highest - top) + gl.exp2(logit - top)
         highest = top
@@ -286,30 +323,57 @@ def near_sums(
 
 
 @gluon.jit
+def ask_for(pointers):
+    """Let lines come into the second-level cache."""
+    gl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l",
+        [pointers],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def read_levels(
+    records,
+    where,
+    turn,
+    offsets,
+    pairs_at,
+    A: gl.constexpr,
+    B: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+):
+    """Levels, pairs and largest size of each warp's record of a turn."""
+    place = where.index(turn)
+    at = records + 16 * place.load(gl.SliceLayout(1, gl.SliceLayout(2, A)))[:, None, None]
+    packed = gl.load(at + offsets)
+    at = records + 16 * place.load(gl.SliceLayout(1, gl.SliceLayout(2, B)))[:, None]
+    return packed, gl.load(at + 11 * HEAD_DIM + pairs_at), gl.load(at + (45 * HEAD_DIM // 4 + 32))
+
+
+@gluon.jit
 def record_logits(
     raw,
     base_smem,
     gain_smem,
     factor_smem,
+    where,
     q_row,
     records,
-    table,
-    begin,
-    last,
     qk_scale,
     stride_qh,
-    stride_rp,
     GROUP: gl.constexpr,
     N: gl.constexpr,
     HEAD_DIM: gl.constexpr,
-    PAGE: gl.constexpr,
-    RECORD: gl.constexpr,
 ):
     """Products of the query with the levels of 64 records, and what their means and spreads say.
 
     raw: ``[16, WARPS, 32, N]`` float16 in shared memory; base_smem, gain_smem: ``[16, WARPS, N]``
-    float32; factor_smem: ``[N]`` float32, what ``raw`` is multiplied by.  Warp ``w`` has segments
-    ``begin + 4 i + w``.
+    float32; factor_smem: ``[N]`` float32, what ``raw`` is multiplied by; where: ``[16, WARPS]``
+    int64, where the records of the warps are, in 16 bytes.
     """
     QUARTER: gl.constexpr = HEAD_DIM // 4
     HALF: gl.constexpr = HEAD_DIM // 2
@@ -327,6 +391,8 @@ def record_logits(
     # the query in planes of channels, [1, QUARTER, N], with its largest channel at 256
     bk = gl.arange(0, QUARTER, layout=gl.SliceLayout(0, gl.SliceLayout(2, B)))[None, :, None]
     bn = gl.arange(0, N, layout=gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]
+    if QUARTER > 16:  # the order in which a thread's four bytes come apart
+        bk = (bk & ~3) | ((bk & 1) << 1) | ((bk >> 1) & 1)
     at = q_row + bn * stride_qh + bk
     live = bn < GROUP
     q0 = gl.load(at, mask=live, other=0.0).to(gl.float32)
@@ -343,10 +409,13 @@ def record_logits(
     q3 = (q3 * unit).to(gl.float16)
 
     # means and spreads: [WARPS, TURNS, channels]
-    w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, AM)))[:, None, None]
-    i = gl.arange(0, TURNS, layout=gl.SliceLayout(0, gl.SliceLayout(2, AM)))[None, :, None]
+    AT: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, WARPS], [1, 0])
+    at_rows = where._reinterpret(
+        gl.int64, [TURNS, WARPS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    ).load(AT)
+    at_rows = 16 * gl.permute(at_rows, [1, 0])  # [WARPS, TURNS]
     k = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, gl.SliceLayout(1, AM)))[None, None, :]
-    record = record_at(table, begin + 4 * i + w, last, records, stride_rp, PAGE, RECORD)
+    record = records + gl.convert_layout(at_rows, gl.SliceLayout(2, AM))[:, :, None]
     mean = gl.load((record + 8 * HEAD_DIM + 2 * k).to(gl.pointer_type(gl.bfloat16)))
     mk = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, gl.SliceLayout(2, BM)))[None, :, None]
     mn = gl.arange(0, N, layout=gl.SliceLayout(0, gl.SliceLayout(1, BM)))[None, None, :]
@@ -354,19 +423,17 @@ def record_logits(
     zero = gl.zeros([WARPS, TURNS, N], gl.float32, MMA)
     q = gl.broadcast(q, gl.zeros([WARPS, HEAD_DIM, N], gl.bfloat16, BM))[0]
     base = mma_v2(mean, q, zero) * qk_scale
-    w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, AS)))[:, None, None]
-    i = gl.arange(0, TURNS, layout=gl.SliceLayout(0, gl.SliceLayout(2, AS)))[None, :, None]
     k = gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(1, AS)))[None, None, :]
-    record = record_at(table, begin + 4 * i + w, last, records, stride_rp, PAGE, RECORD)
+    record = records + gl.convert_layout(at_rows, gl.SliceLayout(2, AS))[:, :, None]
     spread = gl.load(record + 10 * HEAD_DIM + k).to(gl.float8e4nv, bitcast=True)
     spread = spread.to(gl.float16) * 0.0625  # so that squares fit
     sk = gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(2, BS)))[None, :, None]
     sn = gl.arange(0, N, layout=gl.SliceLayout(0, gl.SliceLayout(1, BS)))[None, None, :]
     at = q_row + sn * stride_qh + sk
-    low = gl.load(at, mask=sn < GROUP, other=0.0).to(gl.float32)
-    high = gl.load(at + HALF, mask=sn < GROUP, other=0.0).to(gl.float32)
+    of_low = gl.load(at, mask=sn < GROUP, other=0.0).to(gl.float32)
+    of_high = gl.load(at + HALF, mask=sn < GROUP, other=0.0).to(gl.float32)
     size = gl.convert_layout(largest, gl.SliceLayout(1, BS))[:, None, :]
-    squares = ((low * low + high * high) / (size * size)).to(gl.float16)
+    squares = ((of_low * of_low + of_high * of_high) / (size * size)).to(gl.float16)
     squares = gl.broadcast(squares, gl.zeros([WARPS, HALF, N], gl.float16, BS))[0]
     variance = mma_v2(spread * spread, squares, zero)
     factor = gl.convert_layout(largest, gl.SliceLayout(1, MMA)) * qk_scale  # [1, N]
@@ -376,31 +443,23 @@ def record_logits(
     base_smem.store(gl.permute(base, [1, 0, 2]))
     gain_smem.store(gl.permute(gain, [1, 0, 2]))
 
-    aw = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, A)))[:, None, None]
     am = gl.arange(0, CELLS, layout=gl.SliceLayout(0, gl.SliceLayout(2, A)))[None, :, None]
     ak = gl.arange(0, QUARTER, layout=gl.SliceLayout(0, gl.SliceLayout(1, A)))[None, None, :]
-    pw = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, B)))[:, None]
     pk = gl.arange(0, QUARTER, layout=gl.SliceLayout(0, gl.SliceLayout(2, B)))[None, :]
-    for first in range(0, TURNS, TOGETHER):
-        packed = ()
-        pairs = ()
-        tops = ()
+    for turn in range(0, TURNS, TOGETHER):
+        read = ()
         for j in gl.static_range(TOGETHER):
-            turn = begin + 4 * (first + j)
-            row_at = record_at(table, turn + aw, last, records, stride_rp, PAGE, RECORD)
-            packed = packed + (gl.load(row_at + am * QUARTER + ak),)
-            pair_at = record_at(table, turn + pw, last, records, stride_rp, PAGE, RECORD)
-            pairs = pairs + (gl.load(pair_at + 11 * HEAD_DIM + pk),)
-            tops = tops + (gl.load(pair_at + (45 * HEAD_DIM // 4 + 32)),)
+            read = read + (read_levels(records, where, turn + j, am * QUARTER + ak, pk, A, B, HEAD_DIM),)
         for j in gl.static_range(TOGETHER):
-            of_low, of_high = scales_of(pairs[j], tops[j])
-            l0, l1, l2, l3 = levels_of(packed[j])
+            packed, pairs, top = read[j]
+            low, high = scales_of(pairs, top, QUARTER)
+            l0, l1, l2, l3 = levels_of(packed, QUARTER)
             sums = gl.zeros([WARPS, CELLS, N], gl.float32, MMA)
-            sums = mma_v2(l0, q0 * of_low[:, :, None], sums)
-            sums = mma_v2(l1, q1 * of_high[:, :, None], sums)
-            sums = mma_v2(l2, q2 * of_low[:, :, None], sums)
-            sums = mma_v2(l3, q3 * of_high[:, :, None], sums)
-            raw.index(first + j).store(sums.to(gl.float16))
+            sums = mma_v2(l0, q0 * low[:, :, None], sums)
+            sums = mma_v2(l1, q1 * high[:, :, None], sums)
+            sums = mma_v2(l2, q2 * low[:, :, None], sums)
+            sums = mma_v2(l3, q3 * high[:, :, None], sums)
+            raw.index(turn + j).store(sums.to(gl.float16))
     factor_smem.store(gl.sum(factor * (4.0 / 256.0), axis=0))
 
 
@@ -516,24 +575,31 @@ def choose_cells_kernel(
     gain_smem = gl.allocate_shared_memory(gl.float32, [TURNS, WARPS, N], PLAIN3)
     factor_smem = gl.allocate_shared_memory(gl.float32, [N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     records = records_ptr + kv_head.to(gl.int64) * record_strides[1]
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    segment = begin + gl.arange(0, SEGMENTS, layout=EACH)
+    page = gl.load(table + segment * 64 // PAGE, mask=segment < last, other=0).to(gl.int64)
+    offset = page * record_strides[0] + (segment * 64 % PAGE) // 64 * RECORD
+    LINES: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
+    line = gl.arange(0, 16, layout=gl.SliceLayout(0, LINES))
+    each = gl.convert_layout(offset, gl.SliceLayout(1, LINES))
+    ask_for(records + each[:, None] + gl.minimum(128 * line, RECORD - 1)[None, :])
+    where = gl.allocate_shared_memory(
+        gl.int64, [TURNS, WARPS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    where._reinterpret(gl.int64, [SEGMENTS], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(offset // 16)
     record_logits(
         raw,
         base_smem,
         gain_smem,
         factor_smem,
+        where,
         q_row,
         records,
-        table,
-        begin,
-        last,
         qk_scale,
         q_strides[1],
-        record_strides[0],
         GROUP,
         N,
         HEAD_DIM,
-        PAGE,
-        RECORD,
     )
     # From here on a thread has every fourth cell of two segments, for all heads.
     D: gl.constexpr = gl.BlockedLayout([1, 1, HEADS], [8, 4, 1], [WARPS, 1, 1], [2, 1, 0])
@@ -548,7 +614,9 @@ def choose_cells_kernel(
     gains = gain_smem._reinterpret(gl.float32, [SEGMENTS, N], LINE2)
     segment = begin + gl.arange(0, SEGMENTS, layout=SEG)
     cell = gl.arange(0, CELLS, layout=gl.SliceLayout(0, FLAT2))
-    record = record_at(table, segment, last, records, record_strides[0], PAGE, RECORD)
+    record = records + 16 * where._reinterpret(
+        gl.int64, [SEGMENTS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ).load(SEG)
     sizes = gl.load(record[:, None] + (45 * HEAD_DIM // 4) + cell[None, :]).to(gl.int32)
     top = gl.load(record + (45 * HEAD_DIM // 4 + 32)).to(gl.int32)
     sizes = gl.where(sizes > 0, ((sizes + 1904) << 19).to(gl.float32, bitcast=True), 0.0)
