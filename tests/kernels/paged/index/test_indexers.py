@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from sparsek_kernels.paged import (
+    Chosen,
     Indexer,
     Indexers,
     InfLLM,
@@ -35,7 +36,7 @@ STEP = StepPolicy(TILES, TILES.per_token())
 class Backwards(Indexer):
     """KV head ``h`` takes every ``h + 1``-th block, from the newest on; no key is looked at."""
 
-    def select(self, operands: PagedOperands, segment: Segment) -> torch.Tensor:
+    def select(self, operands: PagedOperands, segment: Segment) -> Chosen:
         policy, batch, rows = segment.policy, segment.batch, []
         for length, count in zip(batch.seq_lens.tolist(), batch.query_lens, strict=True):
             first = (length - count) // policy.query_tile * policy.query_tile
@@ -44,7 +45,7 @@ class Backwards(Indexer):
                 back = torch.arange(policy.scored_blocks - 1, -1, -1)
                 blocks = newest - back * torch.arange(1, operands.heads + 1)[:, None]
                 rows.append(blocks.clamp(-1, -1) if policy.sees_all(position) else blocks)
-        return torch.stack(rows).to(torch.int32)
+        return Chosen(torch.stack(rows).to(torch.int32))
 
 
 def seen_by_hand(position: int, tile: int, head: int) -> torch.Tensor:
