@@ -67,9 +67,7 @@ def attend_tail(
         hidden = hidden | ~here.has((segments * SEGMENT).expand_as(hidden))
     logits = tail.logits[..., begin : begin + len(segments)].unflatten(1, (operands.heads, -1))
     logits = (logits * math.log(2)).masked_fill(hidden.unsqueeze(2), float("-inf"))
-    if here is not None:
-        means = means.masked_fill(hidden.unsqueeze(-1), 0.0)
-    return _attend_logits(logits, means)
+    return _attend_logits(logits, means.masked_fill(hidden.unsqueeze(-1), 0.0))
 
 
 def _attend_logits(logits: torch.Tensor, values: torch.Tensor) -> Part:

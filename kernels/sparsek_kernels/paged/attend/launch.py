@@ -146,6 +146,7 @@ def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | N
             PAGE_SIZE=page_size,
             HAS_SINKS=operands.sinks is not None,
             SHARDED=operands.lse is not None,
+            JOINED=k_cache.stride() == v_cache.stride(),
             RECORD=0 if tail is None else record_bytes(dim),
         ),
         TILING=Tiling(

@@ -116,6 +116,13 @@ def test_indexers_of_the_other_phase() -> None:
         run(case, STEP, indexers=Indexers(KeyMeans(), KeyMeans()))
 
 
+def test_indexers_that_follow_no_alignment() -> None:
+    step, case = StepPolicy(SelectionPolicy(), TILES.by_records(128)), make_case(*MIXED)
+    for index in (KeyMeans(), InfLLM()):
+        with pytest.raises(ValueError, match=r"policy: expected alignment 0 with .*, got 64"):
+            run(case, step, indexers=Indexers(decode=index))
+
+
 def test_a_step_is_cut_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     cuts: list[StepPolicy] = []
     cut = plan._segments

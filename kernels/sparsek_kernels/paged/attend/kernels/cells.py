@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparsek_kernels.paged.attend.kernels.pieces import add_keys, attend_pieces
+from sparsek_kernels.paged.attend.kernels.pieces import add_weights, attend_pieces
 from sparsek_kernels.paged.kernels.value_means import SEGMENT, load_value_means
 
 
@@ -52,9 +52,9 @@ def attend_forced(
     )  # fmt: skip
     return attend_pieces(
         acc, row_max, row_sum, q, position, position >= 0, k_ptr, v_ptr, table_ptr, table_ptr,
-        whole, tl.minimum(num_forced, piece_end), num_front, num_forced, 0, first_local,
-        high, 0, 0, qk_scale, stride_kp, stride_kt, stride_vp, stride_vt,
-        HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_N, PAGE_SIZE, False, True, False, SHARDED, 1,
+        whole, piece_end, num_front, num_forced, 0, first_local, high, 0, 0, qk_scale,
+        stride_kp, stride_kt, stride_vp, stride_vt,
+        HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_N, PAGE_SIZE, False, True, False, SHARDED, NUM_STAGES,
     )  # fmt: skip
 
 
@@ -97,8 +97,8 @@ def attend_cells(
 ):
     """Running softmax over pieces of ``BLOCK_N`` of the ``SELECTED`` keys in a token's cells.
 
-    All of them are before the window, so that positions are not compared.  Cells are looked up two
-    iterations ahead and their pages one ahead: no load of K and V waits for another load.
+    All of them are before the window, so that positions are not compared.  Cells and their pages
+    are looked up one iteration ahead, so that no load of K and V waits for another load.
     """
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
@@ -107,12 +107,10 @@ def attend_cells(
     some = piece_begin < piece_end
     keys = cell_keys(piece_begin, selected_ptr, some, SEL_BLOCK, SELECTED, BLOCK_N)
     page = tl.load(table_ptr + keys // PAGE_SIZE, mask=some, other=0)
-    next_piece = tl.minimum(piece_begin + 1, last)
-    next_keys = cell_keys(next_piece, selected_ptr, some, SEL_BLOCK, SELECTED, BLOCK_N)
     for piece in tl.range(piece_begin, piece_end, num_stages=NUM_STAGES):
+        next_piece = tl.minimum(piece + 1, last)
+        next_keys = cell_keys(next_piece, selected_ptr, True, SEL_BLOCK, SELECTED, BLOCK_N)
         next_page = tl.load(table_ptr + next_keys // PAGE_SIZE)
-        later = tl.minimum(piece + 2, last)
-        later_keys = cell_keys(later, selected_ptr, True, SEL_BLOCK, SELECTED, BLOCK_N)
         far, rows = page.to(tl.int64), keys % PAGE_SIZE  # [BLOCK_N]
         k_rows = k_ptr + (far * stride_kp + rows * stride_kt)[:, None] + offs_d[None, :]
         v_rows = v_ptr + (far * stride_vp + rows * stride_vt)[:, None] + offs_d[None, :]
@@ -129,8 +127,9 @@ def attend_cells(
         logits = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if PARTIAL or SHARDED:
             logits = tl.where(here[None, :], logits, float("-inf"))
-        acc, row_max, row_sum = add_keys(acc, row_max, row_sum, logits, qk_scale, v.to(q.dtype))
-        keys, page, next_keys = next_keys, next_page, later_keys
+        acc, row_max, row_sum, weights = add_weights(acc, row_max, row_sum, logits, qk_scale)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+        keys, page = next_keys, next_page
     return acc, row_max, row_sum
 
 
@@ -155,7 +154,6 @@ def attend_tail(
     RECORD: tl.constexpr,
     DTYPE: tl.constexpr,
     SHARDED: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
 ):
     """Running softmax over what stands in for cells that are not chosen: one more key a segment.
 
@@ -167,7 +165,7 @@ def attend_tail(
     segments = first_segment + piece_begin * BLOCK_P + offs_p
     some = (piece_begin < piece_end) & (segments < last_segment)
     page = tl.load(table_ptr + segments // RECORDS, mask=some, other=0)
-    for _ in tl.range(piece_begin, piece_end, num_stages=NUM_STAGES):
+    for _ in tl.range(piece_begin, piece_end, num_stages=2):
         next_segments = segments + BLOCK_P
         next_page = tl.load(
             table_ptr + next_segments // RECORDS, mask=next_segments < last_segment, other=0
@@ -181,7 +179,15 @@ def attend_tail(
             other=float("-inf"),
         )  # [BLOCK_M, BLOCK_P]
         records = records_ptr + page.to(tl.int64) * stride_rp + segments % RECORDS * RECORD
-        v = load_value_means(records, here, HEAD_DIM, BLOCK_D).to(DTYPE)  # [BLOCK_P, BLOCK_D]
-        acc, row_max, row_sum = add_keys(acc, row_max, row_sum, logits, 1.0, v)
+        level, scale = load_value_means(records, here, HEAD_DIM, BLOCK_D)  # [BLOCK_P, BLOCK_D]
+        acc, row_max, row_sum, weights = add_weights(acc, row_max, row_sum, logits, 1.0)
+        if DTYPE == tl.bfloat16:  # noqa: SIM300 (128 + level by its bits; its weight has the scale)
+            v = (level | 0x4300).to(tl.bfloat16, bitcast=True)
+            weights = (weights * scale[None, :]).to(DTYPE)
+            acc -= (tl.sum(weights.to(tl.float32), axis=1) * 135.5)[:, None]
+            acc = tl.dot(weights, v, acc)
+        else:
+            v = ((level.to(tl.float32) - 7.5) * scale[:, None]).to(DTYPE)
+            acc = tl.dot(weights.to(DTYPE), v, acc, input_precision="ieee")
         segments, page = next_segments, next_page
     return acc, row_max, row_sum

@@ -30,6 +30,7 @@ class Shape(NamedTuple):
     PAGE_SIZE: int
     HAS_SINKS: bool
     SHARDED: bool
+    JOINED: bool  # whether K and V have the same strides
     RECORD: int  # bytes of a segment's record where there is a tail, else 0
 
 

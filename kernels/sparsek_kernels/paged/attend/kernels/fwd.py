@@ -80,6 +80,7 @@ def attend_kernel(
     BLOCK_D: tl.constexpr = SHAPE.BLOCK_D
     PAGE_SIZE: tl.constexpr = SHAPE.PAGE_SIZE
     HAS_SINKS: tl.constexpr = SHAPE.HAS_SINKS
+    JOINED: tl.constexpr = SHAPE.JOINED
     RECORD: tl.constexpr = SHAPE.RECORD
     HAS_TAIL: tl.constexpr = RECORD > 0
     SHARDED: tl.constexpr = SHAPE.SHARDED
@@ -249,8 +250,8 @@ def attend_kernel(
     if CELLS:
         acc, row_max, row_sum = attend_cells(
             acc, row_max, row_sum, q, k_head, v_head, table, selected,
-            middle - num_forced, piece_end - num_forced, qk_scale,
-            stride_kp, stride_kt, stride_vp, stride_vt,
+            middle - num_forced, piece_end - num_forced, qk_scale, stride_kp, stride_kt,
+            stride_kp if JOINED else stride_vp, stride_kt if JOINED else stride_vt,
             HEAD_DIM, BLOCK_D, BLOCK_N, SEL_BLOCK, SCORED_BLOCKS * SEL_BLOCK, PAGE_SIZE, SHARDED,
             NUM_STAGES,
         )  # fmt: skip
@@ -297,7 +298,6 @@ def attend_kernel(
             acc, row_max, row_sum, tail_rows, mask_m, records_ptr + kv_head * stride_rh, table,
             tail_begin, tail_end, first_segment, last_segment, stride_rp,
             HEAD_DIM, BLOCK_D, BLOCK_P, PAGE_SIZE, RECORD, q_ptr.dtype.element_ty, SHARDED,
-            NUM_STAGES,
         )  # fmt: skip
 
     mask_out = mask_m[:, None] & mask_d[None, :]
@@ -309,10 +309,8 @@ def attend_kernel(
         tl.store(states + (2 * split) * BLOCK_M, row_max, mask=mask_m)
         tl.store(states + (2 * split + 1) * BLOCK_M, row_sum, mask=mask_m)
         some = piece_begin < piece_end
-        num_parts = tl.cdiv(num_pieces, tl.maximum(per_split, 1))
         if HAS_TAIL:
             some = some | (tail_begin < tail_end)
-            num_parts = tl.maximum(num_parts, tl.cdiv(tail_pieces, tl.maximum(tail_per_split, 1)))
         if some:
             tl.store(parts + split * BLOCK_M * BLOCK_D, acc, mask=mask_out)
         tl.debug_barrier()
@@ -320,6 +318,9 @@ def attend_kernel(
         if ticket != SPLITS - 1:
             return
         tl.store(ticket_ptr + place, 0)
+        num_parts = tl.cdiv(num_pieces, tl.maximum(per_split, 1))
+        if HAS_TAIL:
+            num_parts = tl.maximum(num_parts, tl.cdiv(tail_pieces, tl.maximum(tail_per_split, 1)))
         row_max, row_sum, acc = add_splits(
             parts,
             states,

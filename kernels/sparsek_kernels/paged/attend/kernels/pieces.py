@@ -9,15 +9,17 @@ from sparsek_kernels.paged.kernels.tiles import NO_KEY, page_of
 
 
 @triton.jit
-def add_keys(acc, row_max, row_sum, logits, scale, v):
-    """Running softmax after the keys of ``logits * scale`` (base 2) and values ``v`` [N, D]."""
+def add_weights(acc, row_max, row_sum, logits, scale):
+    """Running softmax that makes room for keys of ``logits * scale`` (base 2), and their weights.
+
+    What it returns is ``(acc, row_max, row_sum, weights)``; ``acc`` still lacks their values.
+    """
     new_max = tl.maximum(row_max, tl.max(logits, axis=1) * scale)
     weights = tl.exp2(logits * scale - new_max[:, None])
     shrink = tl.exp2(row_max - new_max)
     row_sum = row_sum * shrink + tl.sum(weights, axis=1)
     acc = acc * shrink[:, None]
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
-    return acc, new_max, row_sum
+    return acc, new_max, row_sum, weights
 
 
 @triton.jit
@@ -194,7 +196,8 @@ def attend_pieces(
             logits = tl.where(visible, logits, float("-inf"))
         if SHARDED:
             logits = tl.where(here[None, :], logits, float("-inf"))
-        acc, row_max, row_sum = add_keys(acc, row_max, row_sum, logits, qk_scale, v.to(q.dtype))
+        acc, row_max, row_sum, weights = add_weights(acc, row_max, row_sum, logits, qk_scale)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
         start = next_start
         page = next_page
     return acc, row_max, row_sum
