@@ -22,7 +22,8 @@ def read_value_means(
     whole = records[..., : records.shape[2] // each * each].unflatten(2, (-1, each))
 
     def section(begin: int, end: int) -> torch.Tensor:
-        return whole[..., begin:end][pages, :, places]
+        found: torch.Tensor = whole[..., begin:end][pages, :, places]
+        return found
 
     packed = section(21 * head_dim // 2, 11 * head_dim)
     scale = 45 * head_dim // 4 + 34

@@ -83,12 +83,12 @@ def test_decodes_over_the_pages_of_one_rank_compile() -> None:
     ("arch", "options"),
     [
         (80, ()),
-        (86, ("--dtype", "float32", "--head-dim", "256")),
+        (86, ("--head-dim", "256")),
         (90, ()),
         (90, ("--fp8-cache",)),
         (100, ("--dtype", "float16", "--head-dim", "80", "--group", "7")),
     ],
-    ids=["sm80", "sm86-fp32-d256", "sm90", "sm90-fp8", "sm100-fp16-d80"],
+    ids=["sm80", "sm86-d256", "sm90", "sm90-fp8", "sm100-fp16-d80"],
 )
 def test_attention_over_cells_and_tails_compiles(arch: int, options: tuple[str, ...]) -> None:
     rows = compiled(arch, "--cells", *options)
