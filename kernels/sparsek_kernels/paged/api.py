@@ -203,11 +203,11 @@ def select_blocks(
         ]
         index = indexers.of(segment)
         if index is None:
-            chosen = q.new_full((sum(rows), k_cache.shape[1], 0), -1, dtype=torch.int32)
+            indices = q.new_full((sum(rows), k_cache.shape[1], 0), -1, dtype=torch.int32)
         else:
             check_segment(operands, segment, index)
-            chosen = index.select(operands, segment)
-        found += chosen[: sum(rows)].long().clamp(min=-1).split(rows)
+            indices = index.select(operands, segment).indices
+        found += indices[: sum(rows)].long().clamp(min=-1).split(rows)
     return found
 
 
@@ -284,7 +284,7 @@ def paged_attention(
 
 
 def attend_segment(operands: PagedOperands, segment: Segment, index: Indexer | None) -> None:
-    """Choose and attend for one segment of a step: indices, then attention.
+    """Choose and attend for one segment of a step.
 
     From a step's second layer on, the first layer's launches are repeated.
 

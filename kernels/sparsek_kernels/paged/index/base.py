@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.pages import summary_bytes
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class Indexer(ABC):
     """Whether ranks that hold a sequence's pages between them can choose together."""
     replayable: ClassVar[bool] = True
     """Whether :meth:`select` is launches of kernels alone, which later layers may repeat."""
+    aligned: ClassVar[bool] = False
+    """Whether it chooses by policies with an alignment."""
 
     def page_bytes(self, page_size: int, head_dim: int) -> int:
         """Bytes that it keeps for one page and KV head."""
@@ -71,6 +74,10 @@ class Indexer(ABC):
                 f"policy: expected query_tile {'= 1' if self.per_token else '> 1'} with "
                 f"{type(self).__name__}, got {policy.query_tile}"
             )
+        if policy.alignment and not self.aligned:
+            raise ValueError(
+                f"policy: expected alignment 0 with {type(self).__name__}, got {policy.alignment}"
+            )
 
     def write(  # noqa: B027 - most keep nothing
         self,
@@ -90,12 +97,13 @@ class Indexer(ABC):
         """
 
     @abstractmethod
-    def select(self, operands: PagedOperands, segment: Segment) -> torch.Tensor:
+    def select(self, operands: PagedOperands, segment: Segment) -> Chosen:
         """Return the chosen blocks, ``[tiles, Hkv, policy.scored_blocks]`` int32, ascending.
 
-        Every decoded token is a tile; a prefill has one for every ``query_tile`` positions that it
-        touches, request after request.  The row of a tile that sees everything is -1.  On a GPU
-        there may be more rows at the end.
+        What stands in for the other blocks, if anything does, comes with them.  Every decoded token
+        is a tile; a prefill has one for every ``query_tile`` positions that it touches, request
+        after request.  The row of a tile that sees everything is -1.  On a GPU there may be more
+        rows at the end.
         """
 
     def fused_decode(self, operands: PagedOperands, segment: Segment) -> bool:
