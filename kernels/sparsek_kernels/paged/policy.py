@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from sparsek_kernels.paged.record import CELL, SEGMENT
 
 CELL_SIZE = 16
 """Tokens of a cell: the block that a single token selects."""
+
+SEGMENT, CELL = 64, 2
+"""Tokens of a record (``record.py``), and of a cell that is chosen by one."""
 
 SAMPLE_STRIDE, MOST_SAMPLES = 4, 16
 """Sampling stride and cap of the queries of a prefill tile that score all blocks by means."""

@@ -31,11 +31,10 @@ from typing import NamedTuple
 import torch
 
 from sparsek_kernels.paged.pages import ALIGNMENT, check_head_dim
+from sparsek_kernels.paged.policy import CELL, SEGMENT
 
-SEGMENT = 64
-"""Tokens of a record."""
-CELL = VECTOR = 2
-"""Keys that are chosen together, which share one vector."""
+VECTOR = CELL
+"""Keys that share one vector, and are chosen together."""
 VECTORS = SEGMENT // VECTOR
 """Vectors of a record."""
 

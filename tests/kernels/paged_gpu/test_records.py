@@ -200,7 +200,8 @@ def _read_kernel(
     code = tl.load(record[:, None] + scales_at(HEAD_DIM) + vector[None, :], mask=live[:, None])
     out = scale_ptr + row[:, None] * 32 + vector[None, :]
     tl.store(out, scale_of(code), mask=live[:, None])
-    value = load_value_means(record, live, HEAD_DIM, BLOCK_D)
+    level, scale = load_value_means(record, live, HEAD_DIM, BLOCK_D)
+    value = (level.to(tl.float32) - 7.5) * scale[:, None]
     tl.store(value_ptr + row[:, None] * BLOCK_D + offs[None, :], value)
 
 

@@ -10,9 +10,8 @@ from sparsek_kernels.paged.chosen import Tail
 from sparsek_kernels.paged.cpu.held import HeldPages
 from sparsek_kernels.paged.cpu.plan import TileGroup
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.record import SEGMENT
-from sparsek_kernels.paged.value_means import read_value_means
+from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy
+from sparsek_kernels.paged.record import read_value_means, view_records
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """Attention over some keys, ``[T, Hkv, G, Dv]``, 0 for a token that sees none of them, and its
@@ -59,9 +58,9 @@ def attend_tail(
     ends = group.forced[:, 0, policy.sink_blocks] * size // SEGMENT  # [T], where windows begin
     segments = torch.arange(begin, max(int(ends.max()), begin))
     pages = group.table[:, segments // per_page]
-    means = read_value_means(
-        tail.records, pages, segments % per_page, operands.k_cache.shape[3]
-    ).transpose(1, 2)
+    dim = operands.k_cache.shape[3]
+    records = view_records(tail.records, operands.page_size, dim)[pages, :, segments % per_page]
+    means = read_value_means(records, dim).transpose(1, 2)
     hidden = (segments >= ends[:, None]).unsqueeze(1)  # [T, 1, S]
     if here is not None:
         hidden = hidden | ~here.has((segments * SEGMENT).expand_as(hidden))

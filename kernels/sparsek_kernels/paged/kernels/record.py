@@ -147,19 +147,28 @@ def load_spreads(record, live, HEAD_DIM: tl.constexpr, BLOCK_P: tl.constexpr):
 
 
 @triton.jit
-def load_value_means(record, live, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Mean values of records, ``[N, BLOCK_D]`` float32; 0 from ``HEAD_DIM`` on, and where not live.
+def load_value_means(records, here, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Levels ``[P, BLOCK_D]`` int16 and scales ``[P]`` float32 of the mean values of segments.
 
-    record: ``[N]`` pointers to bytes; live: ``[N]``.
+    A mean value is ``(level - 7.5) * scale``.
+
+    Args:
+        records: ``[P]`` pointers to the bytes of the segments' records.
+        here: ``[P]``, which of them are read; the others' levels and scales are 0.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
-    at: tl.constexpr = value_at(HEAD_DIM)
-    offs = tl.arange(0, BLOCK_D)
-    upper = offs >= HALF
-    column = offs - tl.where(upper, HALF, 0)
-    mask = live[:, None] & (offs < HEAD_DIM)[None, :]
-    packed = tl.load(record[:, None] + at + column[None, :], mask=mask, other=0).to(tl.int32)
-    scale = (record + value_scale_at(HEAD_DIM)).to(tl.pointer_type(tl.float16))
-    scale = tl.load(scale, mask=live, other=0.0).to(tl.float32)
-    level = (packed >> tl.where(upper, 4, 0)[None, :]) & 15
-    return tl.where(mask, (level.to(tl.float32) - 7.5) * scale[:, None], 0.0)
+    VALUE: tl.constexpr = value_at(HEAD_DIM)
+    SCALE: tl.constexpr = value_scale_at(HEAD_DIM)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = here[:, None] & (offs_d < HEAD_DIM)[None, :]
+    packed = tl.load(records[:, None] + (VALUE + offs_d % HALF)[None, :], mask=mask, other=0)
+    shift = tl.where(offs_d < HALF, 0, 4).to(tl.int16)
+    levels = (packed.to(tl.int16) >> shift[None, :]) & 15
+    if SCALE % 4 == 2:  # four bytes: what copies ahead take
+        words = (records + (SCALE - 2)).to(tl.pointer_type(tl.int32), bitcast=True)
+        half = (tl.load(words, mask=here, other=0) >> 16).to(tl.int16)
+        scale = half.to(tl.float16, bitcast=True)
+    else:
+        scales = (records + SCALE).to(tl.pointer_type(tl.float16), bitcast=True)
+        scale = tl.load(scales, mask=here, other=0.0)
+    return levels, scale.to(tl.float32)

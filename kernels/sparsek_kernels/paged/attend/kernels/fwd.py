@@ -16,7 +16,7 @@ from sparsek_kernels.paged.kernels.tiles import (
     tile_sees_all,
     tile_span,
 )
-from sparsek_kernels.paged.kernels.value_means import SEGMENT
+from sparsek_kernels.paged.kernels.record import SEGMENT
 
 
 @triton.jit

@@ -7,12 +7,13 @@ from typing import ClassVar
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.index.base import Indexer
 from sparsek_kernels.paged.index.page_records.cpu_write import write_records_eager
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.record import page_bytes
+from sparsek_kernels.paged.record import CELL, SEGMENT, page_bytes
 
 
 class PageRecords(Indexer):
@@ -25,7 +26,7 @@ class PageRecords(Indexer):
     per_token: ClassVar[bool | None] = True
     reads_pages: ClassVar[bool] = True
     batch_invariant: ClassVar[bool] = True
-    shares_context: ClassVar[bool] = True
+    aligned: ClassVar[bool] = True
 
     def page_bytes(self, page_size: int, head_dim: int) -> int:
         """Bytes of a page's records, for one KV head."""
@@ -34,8 +35,14 @@ class PageRecords(Indexer):
     def check(
         self, policy: SelectionPolicy, k_cache: torch.Tensor, num_heads: int | None = None
     ) -> None:
-        """Check that pages hold whole segments."""
+        """Check that pages hold whole segments, and the policy pairs of keys between them."""
         super().check(policy, k_cache, num_heads)
+        if (policy.alignment, policy.sel_block_size) != (SEGMENT, CELL):
+            raise ValueError(
+                f"policy: expected alignment {SEGMENT} and sel_block_size {CELL} with "
+                f"{type(self).__name__} (SelectionPolicy.by_records), got {policy.alignment} and "
+                f"{policy.sel_block_size}"
+            )
         page_bytes(*k_cache.shape[2:])
 
     def write(
@@ -59,8 +66,17 @@ class PageRecords(Indexer):
 
         launch_write.write_records(k_cache, v_cache, k_summary, batch)
 
-    def select(self, operands: PagedOperands, segment: Segment) -> torch.Tensor:
-        """Return each token's cells; see :meth:`Indexer.select`."""
+    def select(self, operands: PagedOperands, segment: Segment) -> Chosen:
+        """Return each token's cells, and what stands in for the others.
+
+        Raises:
+            NotImplementedError: the tokens are a prompt's.
+        """
+        if not segment.decodes:
+            raise NotImplementedError(
+                f"query_tile: prompts are not served token by token with {type(self).__name__}; "
+                "give them tiles, or another indexer"
+            )
         if not operands.q.is_cuda:
             from sparsek_kernels.paged.index.page_records import cpu
 

@@ -8,12 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparsek_kernels.paged.index.page_records.kernels.scores import (
-    SEGMENT,
-    UNIT,
-    VECTORS,
-    sees_all,
-)
+from sparsek_kernels.paged.index.page_records.kernels.scores import UNIT, sees_all
+from sparsek_kernels.paged.kernels.record import SEGMENT, VECTORS
+
 
 @triton.jit
 def token_range(
@@ -23,19 +20,23 @@ def token_range(
     dense_below,
     first_tile,
     QUERY_LEN: tl.constexpr,
-    SINK_SEGMENTS: tl.constexpr,
-    REACH_SEGMENTS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr,
+    RULE: tl.constexpr,
 ):
-    """Half-open range of the segments that compete for a token; empty where it sees everything."""
+    """Row of a token's query, and the end of the segments that compete for it.
+
+    The row is -1 where there is no such token; the end is 0 there, and where it sees everything.
+    """
     request = (first_tile + tile) // QUERY_LEN
     seq_len = tl.load(seq_lens_ptr + request)
-    num_tokens = tl.load(cu_seqlens_ptr + request + 1) - tl.load(cu_seqlens_ptr + request)
+    first_token = tl.load(cu_seqlens_ptr + request)
+    num_tokens = tl.load(cu_seqlens_ptr + request + 1) - first_token
     token = (first_tile + tile) % QUERY_LEN
     position = seq_len - num_tokens + token
-    last = tl.maximum(position // SEGMENT - REACH_SEGMENTS, 0)
-    full = sees_all(position, dense_below, SINK_SEGMENTS, REACH_SEGMENTS, SCORED_BLOCKS)
-    return tl.where(full | (token >= num_tokens), 0, last)
+    last = tl.maximum(position // SEGMENT - RULE.REACH_BLOCKS // VECTORS, 0)
+    full = sees_all(position, dense_below, RULE)
+    there = token < num_tokens
+    row = tl.where(there, first_token + token, -1)
+    return row, tl.where(full | (not there), 0, last)
 
 
 @triton.jit(do_not_specialize=["first_tile", "dense_below"])
@@ -61,22 +62,20 @@ def rank_cells_kernel(
     """Keys of ``CHUNK`` segments' cells of one token and KV head, and how many there are of each.
 
     A cell's key is its probability, summed over the group's heads, to two bits behind the leading
-    one.  Writes ``[T, Hkv, width * 32]`` int16 and adds to ``[T, Hkv, BINS]`` int32.
+    one.  Writes ``[T, Hkv, width * 32]`` int16 and adds to ``[T, Hkv, KEYS]`` int32.
     """
     GROUP: tl.constexpr = SHAPE.GROUP
-    BINS: tl.constexpr = RULE.BINS
+    KEYS: tl.constexpr = RULE.KEYS
     SINK_SEGMENTS: tl.constexpr = RULE.SINK_BLOCKS // VECTORS
-    REACH_SEGMENTS: tl.constexpr = RULE.REACH_BLOCKS // VECTORS
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(0) * CHUNK
     kv_head = tl.program_id(1)
     tile = tl.program_id(2)
-    last = token_range(
-        tile, seq_lens_ptr, cu_seqlens_ptr, dense_below, first_tile, SHAPE.QUERY_LEN,
-        SINK_SEGMENTS, REACH_SEGMENTS, RULE.SCORED_BLOCKS,
-    )  # fmt: skip
+    _row, last = token_range(
+        tile, seq_lens_ptr, cu_seqlens_ptr, dense_below, first_tile, SHAPE.QUERY_LEN, RULE
+    )
     if first >= last:
         return
     offs_u = tl.arange(0, UNITS)
@@ -87,12 +86,12 @@ def rank_cells_kernel(
     cell = first * VECTORS + tl.arange(0, CHUNK * VECTORS)
     score = tl.zeros([CHUNK, VECTORS], dtype=tl.float32)
     for member in tl.static_range(GROUP):
-        row = tile.to(tl.int64) * (SHAPE.NUM_KV_HEADS * GROUP) + kv_head * GROUP + member
-        near = tl.load(near_ptr + row)
+        line = tile.to(tl.int64) * (SHAPE.NUM_KV_HEADS * GROUP) + kv_head * GROUP + member
+        near = tl.load(near_ptr + line)
         top = near
         for begin in tl.range(first_unit, units, UNITS):
             part = tl.load(
-                unit_ptr + row * (width // UNIT) + begin + offs_u,
+                unit_ptr + line * (width // UNIT) + begin + offs_u,
                 mask=begin + offs_u < units,
                 other=float("-inf"),
             )
@@ -101,29 +100,29 @@ def rank_cells_kernel(
         total = tl.exp2(near - top)
         for begin in tl.range(first_unit, units, UNITS):
             part = tl.load(
-                unit_ptr + row * (width // UNIT) + begin + offs_u,
+                unit_ptr + line * (width // UNIT) + begin + offs_u,
                 mask=begin + offs_u < units,
                 other=float("-inf"),
             )
             total += tl.sum(tl.exp2(part - top), axis=0)
         above = top + tl.log2(total) - 1.0  # a cell has two keys
-        base = tl.load(base_ptr + row * width + segment, mask=competes, other=float("-inf"))
-        gain = tl.load(gain_ptr + row * width + segment, mask=competes, other=0.0)
+        base = tl.load(base_ptr + line * width + segment, mask=competes, other=float("-inf"))
+        gain = tl.load(gain_ptr + line * width + segment, mask=competes, other=0.0)
         rest = tl.load(
-            rest_ptr + row * width * VECTORS + cell, mask=cell < last * VECTORS, other=0.0
+            rest_ptr + line * width * VECTORS + cell, mask=cell < last * VECTORS, other=0.0
         )
         rest = tl.reshape(rest.to(tl.float32), [CHUNK, VECTORS])
         score += tl.exp2((base + gain - above)[:, None] + rest)
     score = tl.where(score > 0.0, score, 0.0)
     key = (score.to(tl.int32, bitcast=True) >> 21) - RULE.FIRST_KEY
-    key = tl.minimum(tl.maximum(key, 0), BINS - 1)
+    key = tl.minimum(tl.maximum(key, 0), KEYS - 1)
     key = tl.where(competes[:, None], key, -1)
     key = tl.reshape(key, [CHUNK * VECTORS])
     unit = (tile * SHAPE.NUM_KV_HEADS + kv_head).to(tl.int64)
     tl.store(key_ptr + unit * width * VECTORS + cell, key.to(tl.int16), mask=cell < last * VECTORS)
-    counts = tl.histogram(tl.maximum(key, 0), BINS, mask=key >= 0)
-    bins = tl.arange(0, BINS)
-    tl.atomic_add(count_ptr + unit * BINS + bins, counts, mask=counts > 0, sem="relaxed")
+    counts = tl.histogram(tl.maximum(key, 0), KEYS, mask=key >= 0)
+    bins = tl.arange(0, KEYS)
+    tl.atomic_add(count_ptr + unit * KEYS + bins, counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["first_tile", "dense_below"])
@@ -150,27 +149,27 @@ def list_cells_kernel(
     everything, and ``[T, Hkv, 2]`` int32: the smallest key that is chosen, and the last cell that is
     chosen with that key.
     """
-    BINS: tl.constexpr = RULE.BINS
+    KEYS: tl.constexpr = RULE.KEYS
     COUNT: tl.constexpr = RULE.SCORED_BLOCKS
     SINK_SEGMENTS: tl.constexpr = RULE.SINK_BLOCKS // VECTORS
-    REACH_SEGMENTS: tl.constexpr = RULE.REACH_BLOCKS // VECTORS
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
-    last = token_range(
-        tile, seq_lens_ptr, cu_seqlens_ptr, dense_below, first_tile, SHAPE.QUERY_LEN,
-        SINK_SEGMENTS, REACH_SEGMENTS, COUNT,
-    )  # fmt: skip
-    out = out_ptr + (first_tile + tile).to(tl.int64) * stride_ot + kv_head * stride_oh
+    row, last = token_range(
+        tile, seq_lens_ptr, cu_seqlens_ptr, dense_below, first_tile, SHAPE.QUERY_LEN, RULE
+    )
+    if row < 0:
+        return
+    out = out_ptr + row.to(tl.int64) * stride_ot + kv_head * stride_oh
     offs = tl.arange(0, BLOCK)
     if last <= SINK_SEGMENTS:
         for begin in tl.range(0, COUNT, BLOCK):
             tl.store(out + begin + offs, offs * 0 - 1, mask=begin + offs < COUNT)
         return
     unit = (tile * SHAPE.NUM_KV_HEADS + kv_head).to(tl.int64)
-    counts = tl.load(count_ptr + unit * BINS + tl.arange(0, BINS))
+    counts = tl.load(count_ptr + unit * KEYS + tl.arange(0, KEYS))
     reach = tl.cumsum(counts, axis=0, reverse=True)  # keys from each one up
     threshold = tl.sum((reach >= COUNT).to(tl.int32), axis=0) - 1
     above = tl.max(tl.where(reach < COUNT, reach, 0), axis=0)
@@ -219,17 +218,15 @@ def tail_kernel(
     """Logits of what ``CHUNK`` segments' cells that are not chosen weigh, ``[T, Hq, width]``."""
     GROUP: tl.constexpr = SHAPE.GROUP
     SINK_SEGMENTS: tl.constexpr = RULE.SINK_BLOCKS // VECTORS
-    REACH_SEGMENTS: tl.constexpr = RULE.REACH_BLOCKS // VECTORS
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(0) * CHUNK
     kv_head = tl.program_id(1)
     tile = tl.program_id(2)
-    last = token_range(
-        tile, seq_lens_ptr, cu_seqlens_ptr, dense_below, first_tile, SHAPE.QUERY_LEN,
-        SINK_SEGMENTS, REACH_SEGMENTS, RULE.SCORED_BLOCKS,
-    )  # fmt: skip
+    row, last = token_range(
+        tile, seq_lens_ptr, cu_seqlens_ptr, dense_below, first_tile, SHAPE.QUERY_LEN, RULE
+    )
     if first >= last:
         return
     unit = (tile * SHAPE.NUM_KV_HEADS + kv_head).to(tl.int64)
@@ -243,10 +240,10 @@ def tail_kernel(
     left = tl.reshape(left, [CHUNK, VECTORS])
     for member in tl.static_range(GROUP):
         head = kv_head * GROUP + member
-        row = tile.to(tl.int64) * (SHAPE.NUM_KV_HEADS * GROUP) + head
-        base = tl.load(base_ptr + row * width + segment, mask=competes, other=float("-inf"))
+        line = tile.to(tl.int64) * (SHAPE.NUM_KV_HEADS * GROUP) + head
+        base = tl.load(base_ptr + line * width + segment, mask=competes, other=float("-inf"))
         rest = tl.load(
-            rest_ptr + row * width * VECTORS + cell, mask=cell < last * VECTORS, other=0.0
+            rest_ptr + line * width * VECTORS + cell, mask=cell < last * VECTORS, other=0.0
         )
         rest = tl.reshape(rest.to(tl.float32), [CHUNK, VECTORS])
         rest = tl.where(left, rest, float("-inf"))
@@ -254,5 +251,5 @@ def tail_kernel(
         top = tl.where(top > float("-inf"), top, 0.0)
         total = tl.sum(tl.exp2(rest - top[:, None]), axis=1)
         logit = tl.where(total > 0.0, base + top + tl.log2(total) + 1.0, float("-inf"))
-        at = tail_ptr + (first_tile + tile).to(tl.int64) * stride_tt + head * stride_th
+        at = tail_ptr + row.to(tl.int64) * stride_tt + head * stride_th
         tl.store(at + segment, logit, mask=competes)

@@ -26,17 +26,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
+from sparsek_kernels.paged.index.page_records.config import NEAR_OF_PROGRAM, SEGMENTS_OF_PROGRAM
 
 WARPS: gl.constexpr = gl.constexpr(4)
-SEGMENTS: gl.constexpr = gl.constexpr(16 * WARPS.value)
+SEGMENTS: gl.constexpr = gl.constexpr(SEGMENTS_OF_PROGRAM)
 """Segments of a program: 16 of each warp."""
 CELLS: gl.constexpr = gl.constexpr(32)
 TOGETHER: gl.constexpr = gl.constexpr(2)
 """Records of a warp that are read together."""
-NEAR_TURNS: gl.constexpr = gl.constexpr(4)
+NEAR_TURNS: gl.constexpr = gl.constexpr(NEAR_OF_PROGRAM)
 """Near segments of a program that reads them."""
-KEYS: gl.constexpr = gl.constexpr(64)
-"""Keys of cells: four for each of 16 octaves."""
 
 _LEVELS: gl.constexpr = gl.constexpr(
     """
@@ -449,7 +448,9 @@ def record_logits(
     for turn in range(0, TURNS, TOGETHER):
         read = ()
         for j in gl.static_range(TOGETHER):
-            read = read + (read_levels(records, where, turn + j, am * QUARTER + ak, pk, A, B, HEAD_DIM),)
+            read = read + (
+                read_levels(records, where, turn + j, am * QUARTER + ak, pk, A, B, HEAD_DIM),
+            )
         for j in gl.static_range(TOGETHER):
             packed, pairs, top = read[j]
             low, high = scales_of(pairs, top, QUARTER)
@@ -479,7 +480,6 @@ def choose_cells_kernel(
     qk_scale,
     dense_below,
     members,
-    width,
     q_strides,
     k_strides,
     record_strides,
@@ -494,9 +494,10 @@ def choose_cells_kernel(
     """The chosen cells of single tokens, ascending, and the logits of what is left of segments.
 
     ``members`` programs for each token and KV head; ``MOST``: a power of two from their number on.
-    Writes ``[T, Hkv, SCORED_BLOCKS]`` int32 and ``[T, Hq, width]`` float32.  ``counter_ptr``: zeros
+    Writes ``[T, Hkv, SCORED_BLOCKS]`` int32 and ``[T, Hq, segments]`` float32.  ``counter_ptr``: zeros
     at the beginning and at the end.
     """
+    KEYS: gl.constexpr = RULE.KEYS
     GROUP: gl.constexpr = SHAPE.GROUP
     NUM_KV_HEADS: gl.constexpr = SHAPE.NUM_KV_HEADS
     HEAD_DIM: gl.constexpr = SHAPE.HEAD_DIM
@@ -525,9 +526,10 @@ def choose_cells_kernel(
     position = seq_len - num_tokens + token
     last = gl.maximum(position // 64 - REACH, 0)  # first segment of the window
     full = (position < dense_below) | ((last - gl.minimum(last, SINKS)) * CELLS <= COUNT)
-    out = out_ptr + tile.to(gl.int64) * out_strides[0] + kv_head * out_strides[1]
+    row = first_token + token
+    out = out_ptr + row.to(gl.int64) * out_strides[0] + kv_head * out_strides[1]
     if full | (token >= num_tokens):
-        if member == 0:
+        if (member == 0) & (token < num_tokens):
             FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
             offs = gl.arange(0, 1024, layout=FLAT)
             for begin in range(0, COUNT, 1024):
@@ -538,7 +540,7 @@ def choose_cells_kernel(
     if member >= active:
         return
     table = block_table_ptr + request.to(gl.int64) * stride_br
-    q_row = q_ptr + (first_token + token).to(gl.int64) * q_strides[0]
+    q_row = q_ptr + row.to(gl.int64) * q_strides[0]
     q_row += kv_head * GROUP * q_strides[1]
     states = state_ptr + group.to(gl.int64) * members * (2 * N)
     counters = counter_ptr + 4 * group
@@ -586,7 +588,9 @@ def choose_cells_kernel(
     where = gl.allocate_shared_memory(
         gl.int64, [TURNS, WARPS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    where._reinterpret(gl.int64, [SEGMENTS], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(offset // 16)
+    where._reinterpret(gl.int64, [SEGMENTS], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(
+        offset // 16
+    )
     record_logits(
         raw,
         base_smem,
@@ -708,7 +712,9 @@ def choose_cells_kernel(
     turn = gl.arange(0, TURNS, layout=gl.SliceLayout(1, LINE1))
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(0, LINE1))
     lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, ROWS3)))
-    index = (begin + turn[:, None] * WARPS + warp[None, :])[:, :, None] * CELLS + lane[None, None, :]
+    index = (begin + turn[:, None] * WARPS + warp[None, :])[:, :, None] * CELLS + lane[
+        None, None, :
+    ]
     gl.store(out + place, index, mask=chosen)
 
     chosen = gl.convert_layout(gl.reshape(chosen.to(gl.int32), [SEGMENTS, CELLS]), FLAT2)
@@ -717,7 +723,11 @@ def choose_cells_kernel(
     logit = gl.where(left > 0.0, highest[None, :] + log2(left) + 1.0, float("-inf"))
     rows = begin + gl.arange(0, SEGMENTS, layout=gl.SliceLayout(1, ROWS))
     heads = gl.arange(0, HEADS, layout=HEAD)
-    at = tail_ptr + tile.to(gl.int64) * tail_strides[0] + (kv_head * GROUP + heads)[None, :] * tail_strides[1]
+    at = (
+        tail_ptr
+        + tile.to(gl.int64) * tail_strides[0]
+        + (kv_head * GROUP + heads)[None, :] * tail_strides[1]
+    )
     keep = (rows >= SINKS) & (rows < last)
     gl.store(at + rows[:, None], logit, mask=keep[:, None] & (heads < GROUP)[None, :])
     leave(counters, active)

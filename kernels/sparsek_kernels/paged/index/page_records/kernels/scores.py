@@ -9,27 +9,28 @@ import triton
 import triton.language as tl
 
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
+from sparsek_kernels.paged.kernels.record import (
+    SEGMENT,
+    VECTORS,
+    base_at,
+    mean_at,
+    of_e4m3_code,
+    pairs_at,
+    scale_of,
+    scales_at,
+    size_of,
+    spread_at,
+)
+from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_sees_all
 
-SEGMENT: tl.constexpr = tl.constexpr(64)
-VECTORS: tl.constexpr = tl.constexpr(32)
 UNIT: tl.constexpr = tl.constexpr(16)
 """Segments whose cells are summed together for a head's total."""
-@triton.jit
-def pair_scale(code):
-    """Float32 scales of int32 codes: floats of one mantissa bit."""
-    return ((code + 126) << 22).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def vector_scale(code):
-    """Float32 sizes of int32 codes: floats of four mantissa bits; code 0 is 0."""
-    return tl.where(code > 0, ((code + 1904) << 19).to(tl.float32, bitcast=True), 0.0)
-
-
-@triton.jit
-def e4m3_value(code):
-    """A sixteenth of non-negative e4m3 numbers, given as int32; float32, so squares fit fp16."""
-    return (code << 20).to(tl.float32, bitcast=True) * 83076749736557242056487941267521536.0
+def sixteenth_of_spread(code):
+    """A sixteenth of spreads, float32, whose squares fit float16."""
+    return of_e4m3_code(code) * 0.0625
 
 
 @triton.jit
@@ -38,23 +39,25 @@ def levels_of(packed, PLANE: tl.constexpr, scales):
 
     packed: ``[segments, vectors, channels]`` uint8; scales: ``[segments, channels]`` float16.
     """
-    size = tl.where((packed >> (3 - PLANE)) & 1, 4.0, 1.0).to(tl.float16)
-    level = tl.where((packed >> (7 - PLANE)) & 1, -size, size) * scales[:, None, :]
+    size = tl.where(((packed >> (3 - PLANE)) & 1) != 0, 4.0, 1.0).to(tl.float16)
+    level = tl.where(((packed >> (7 - PLANE)) & 1) != 0, -size, size) * scales[:, None, :]
     return tl.reshape(level, [packed.shape[0] * packed.shape[1], packed.shape[2]])
 
 
 @triton.jit
-def sees_all(
-    position,
-    dense_below,
-    SINK_SEGMENTS: tl.constexpr,
-    REACH_SEGMENTS: tl.constexpr,
-    SCORED_BLOCKS: tl.constexpr,
-):
+def sees_all(position, dense_below, RULE: tl.constexpr):
     """Whether the token at ``position`` attends everything."""
-    first_local = tl.maximum(position // SEGMENT - REACH_SEGMENTS, 0)
-    candidates = first_local - tl.minimum(first_local, SINK_SEGMENTS)
-    return (position < dense_below) | (candidates * VECTORS <= SCORED_BLOCKS)
+    return tile_sees_all(
+        position,
+        dense_below,
+        TOP_K,
+        1,
+        SEGMENT // VECTORS,
+        RULE.SINK_BLOCKS,
+        RULE.REACH_BLOCKS,
+        RULE.SCORED_BLOCKS,
+        VECTORS,
+    )
 
 
 @triton.jit
@@ -148,12 +151,11 @@ def score_records_kernel(
     Writes, for ``T`` tokens and ``width`` segments of each: the logit of a segment's mean key and
     what the spread of its keys adds, ``[T, Hq, width]`` float32; what each vector adds to the mean,
     ``[T, Hq, width * 32]`` float16; logs of sums of exps of units of 16 segments, ``[T, Hq, width /
-    16]``, and of the near keys, ``[T, Hq]``.  Clears the counts, ``[T, Hkv, BINS]`` int32.
+    16]``, and of the near keys, ``[T, Hq]``.  Clears the counts, ``[T, Hkv, KEYS]`` int32.
     """
     SINK_BLOCKS: tl.constexpr = RULE.SINK_BLOCKS
     REACH_BLOCKS: tl.constexpr = RULE.REACH_BLOCKS
-    SCORED_BLOCKS: tl.constexpr = RULE.SCORED_BLOCKS
-    BINS: tl.constexpr = RULE.BINS
+    KEYS: tl.constexpr = RULE.KEYS
     QUERY_LEN: tl.constexpr = SHAPE.QUERY_LEN
     GROUP: tl.constexpr = SHAPE.GROUP
     NUM_KV_HEADS: tl.constexpr = SHAPE.NUM_KV_HEADS
@@ -179,7 +181,7 @@ def score_records_kernel(
         return
     SINK_SEGMENTS: tl.constexpr = SINK_BLOCKS // CELLS
     REACH_SEGMENTS: tl.constexpr = REACH_BLOCKS // CELLS
-    if sees_all(seq_len - 1, dense_below, SINK_SEGMENTS, REACH_SEGMENTS, SCORED_BLOCKS):
+    if sees_all(seq_len - 1, dense_below, RULE):
         return
     start = seq_len - num_tokens
     shares = tl.num_programs(0) - QUERY_LEN
@@ -189,8 +191,8 @@ def score_records_kernel(
         token = share - shares
         if token < num_tokens:
             place = (local_request * QUERY_LEN + token).to(tl.int64)
-            bins = tl.arange(0, BINS)
-            tl.store(count_ptr + (place * NUM_KV_HEADS + kv_head) * BINS + bins, bins * 0)
+            bins = tl.arange(0, KEYS)
+            tl.store(count_ptr + (place * NUM_KV_HEADS + kv_head) * KEYS + bins, bins * 0)
             position = start + token
             NEAR_M: tl.constexpr = BLOCK_H if BLOCK_H > 16 else 16
             offs_n = tl.arange(0, NEAR_M)
@@ -229,7 +231,9 @@ def score_records_kernel(
     q1 = tl.load(q_at + QUARTER, mask=mask_q, other=0.0)
     q2 = tl.load(q_at + 2 * QUARTER, mask=mask_q, other=0.0)
     q3 = tl.load(q_at + 3 * QUARTER, mask=mask_q, other=0.0)
-    largest = tl.maximum(tl.max(tl.abs(q0.to(tl.float32)), axis=0), tl.max(tl.abs(q1.to(tl.float32)), axis=0))
+    largest = tl.maximum(
+        tl.max(tl.abs(q0.to(tl.float32)), axis=0), tl.max(tl.abs(q1.to(tl.float32)), axis=0)
+    )
     largest = tl.maximum(largest, tl.max(tl.abs(q2.to(tl.float32)), axis=0))
     largest = tl.maximum(largest, tl.max(tl.abs(q3.to(tl.float32)), axis=0))
     largest = tl.where(largest > 0.0, largest, 1.0)
@@ -260,41 +264,58 @@ def score_records_kernel(
         record += (segment * SEGMENT % PAGE_SIZE) // SEGMENT * RECORD
         tail = record[:, None] + offs_b[None, :]
         mask_t = there[:, None] & (offs_b < QUARTER)[None, :]
-        mean_at = (tail + (8 * HEAD_DIM + offs_b[None, :])).to(tl.pointer_type(tl.bfloat16))
+        means = (tail + (mean_at(HEAD_DIM) + offs_b[None, :])).to(tl.pointer_type(tl.bfloat16))
         mean = tl.zeros([UNIT, BLOCK_M], dtype=tl.float32)
         if q_ptr.dtype.element_ty == tl.bfloat16:
-            mean = tl.dot(tl.load(mean_at, mask=mask_t, other=0.0), q0, mean)
-            mean = tl.dot(tl.load(mean_at + QUARTER, mask=mask_t, other=0.0), q1, mean)
-            mean = tl.dot(tl.load(mean_at + 2 * QUARTER, mask=mask_t, other=0.0), q2, mean)
-            mean = tl.dot(tl.load(mean_at + 3 * QUARTER, mask=mask_t, other=0.0), q3, mean)
+            mean = tl.dot(tl.load(means, mask=mask_t, other=0.0), q0, mean)
+            mean = tl.dot(tl.load(means + QUARTER, mask=mask_t, other=0.0), q1, mean)
+            mean = tl.dot(tl.load(means + 2 * QUARTER, mask=mask_t, other=0.0), q2, mean)
+            mean = tl.dot(tl.load(means + 3 * QUARTER, mask=mask_t, other=0.0), q3, mean)
             base = mean * qk_scale
         else:
             mean = tl.dot(
-                tl.load(mean_at, mask=mask_t, other=0.0).to(tl.float32), f0, mean, input_precision="ieee"
+                tl.load(means, mask=mask_t, other=0.0).to(tl.float32),
+                f0,
+                mean,
+                input_precision="ieee",
             )
             mean = tl.dot(
-                tl.load(mean_at + QUARTER, mask=mask_t, other=0.0).to(tl.float32), f1, mean, input_precision="ieee"
+                tl.load(means + QUARTER, mask=mask_t, other=0.0).to(tl.float32),
+                f1,
+                mean,
+                input_precision="ieee",
             )
             mean = tl.dot(
-                tl.load(mean_at + 2 * QUARTER, mask=mask_t, other=0.0).to(tl.float32), f2, mean, input_precision="ieee"
+                tl.load(means + 2 * QUARTER, mask=mask_t, other=0.0).to(tl.float32),
+                f2,
+                mean,
+                input_precision="ieee",
             )
             mean = tl.dot(
-                tl.load(mean_at + 3 * QUARTER, mask=mask_t, other=0.0).to(tl.float32), f3, mean, input_precision="ieee"
+                tl.load(means + 3 * QUARTER, mask=mask_t, other=0.0).to(tl.float32),
+                f3,
+                mean,
+                input_precision="ieee",
             )
             base = mean * factor[None, :]
-        spread = e4m3_value(tl.load(tail + 10 * HEAD_DIM, mask=mask_t, other=0).to(tl.int32))
+        spread = sixteenth_of_spread(
+            tl.load(tail + spread_at(HEAD_DIM), mask=mask_t, other=0).to(tl.int32)
+        )
         variance = tl.dot((spread * spread).to(tl.float16), squares_low)
-        spread = e4m3_value(tl.load(tail + 10 * HEAD_DIM + QUARTER, mask=mask_t, other=0).to(tl.int32))
+        spread = sixteenth_of_spread(
+            tl.load(tail + spread_at(HEAD_DIM) + QUARTER, mask=mask_t, other=0).to(tl.int32)
+        )
         variance = tl.dot((spread * spread).to(tl.float16), squares_high, variance)
         gain = (tl.sqrt(1.0 + spread_factor[None, :] * variance) - 1.0) * LOG2E
-        pairs = tl.load(tail + 11 * HEAD_DIM, mask=mask_t, other=0).to(tl.int32)
-        top = tl.load(record + (45 * HEAD_DIM // 4 + 32), mask=there, other=0).to(tl.int32)
+        pairs = tl.load(tail + pairs_at(HEAD_DIM), mask=mask_t, other=0).to(tl.int32)
+        top = tl.load(record + base_at(HEAD_DIM), mask=there, other=0).to(tl.int32)
         exponent = top >> 1  # scales are relative to this power of two
-        low = pair_scale((top - 2 * exponent)[:, None] - (pairs & 15) + 128).to(tl.float16)
-        high = pair_scale((top - 2 * exponent)[:, None] - (pairs >> 4) + 128).to(tl.float16)
+        low = size_of((top - 2 * exponent)[:, None] - (pairs & 15) + 128).to(tl.float16)
+        high = size_of((top - 2 * exponent)[:, None] - (pairs >> 4) + 128).to(tl.float16)
         packed = tl.load(
             (record[:, None] + offs_v[None, :] * QUARTER)[:, :, None] + offs_b[None, None, :],
-            mask=(there[:, None] & (offs_v < VECTORS)[None, :])[:, :, None] & (offs_b < QUARTER)[None, None, :],
+            mask=(there[:, None] & (offs_v < VECTORS)[None, :])[:, :, None]
+            & (offs_b < QUARTER)[None, None, :],
             other=0,
         )  # [UNIT, VECTORS, BLOCK_Q]
         sums = tl.dot(levels_of(packed, 0, low), h0)
@@ -302,11 +323,11 @@ def score_records_kernel(
         sums = tl.dot(levels_of(packed, 2, low), h2, sums)
         sums = tl.dot(levels_of(packed, 3, high), h3, sums)
         sizes = tl.load(
-            (record + 45 * HEAD_DIM // 4)[:, None] + offs_v[None, :],
+            (record + scales_at(HEAD_DIM))[:, None] + offs_v[None, :],
             mask=there[:, None] & (offs_v < VECTORS)[None, :],
             other=0,
         ).to(tl.int32)
-        sizes = vector_scale(sizes) * pair_scale(2 * exponent)[:, None]  # [UNIT, VECTORS]
+        sizes = scale_of(sizes) * size_of(2 * exponent)[:, None]  # [UNIT, VECTORS]
         rest = tl.reshape(sums, [UNIT, VECTORS, BLOCK_M]) * sizes[:, :, None]
         rest = rest * factor[None, None, :]
         competes = there[:, None] & (segment >= SINK_SEGMENTS)[:, None]
