@@ -71,7 +71,8 @@ def said() -> Iterator[list[str]]:
 def load(bench: Bench, longest: int, tokens: int) -> int:
     """Send steps of requests of every length until ``tokens`` tokens were asked; returns how many.
 
-    Lengths are drawn evenly by their logarithm, numbers of requests too.
+    Lengths are drawn evenly by their logarithm, numbers of requests too, but for the tokens of a
+    step, which are at most an eighth of all (or one request's).
     """
     chance, sent, requests = random.Random(0), 0, 0
     while sent < tokens:
@@ -80,10 +81,12 @@ def load(bench: Bench, longest: int, tokens: int) -> int:
             round(math.exp(chance.uniform(0, math.log(longest - LONGEST_ANSWER))))
             for _ in range(together)
         ]
+        while len(lengths) > 1 and sum(lengths) > tokens // 8:
+            lengths.pop()
         bench.generate(
             [bench.prompt(length) for length in lengths], chance.randint(1, LONGEST_ANSWER)
         )
-        sent, requests = sent + sum(lengths), requests + together
+        sent, requests = sent + sum(lengths), requests + len(lengths)
         report_progress(f"{requests} requests, {sent} tokens")
     return requests
 
