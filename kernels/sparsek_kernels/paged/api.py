@@ -23,6 +23,7 @@ from sparsek_kernels.paged.checks import (
 )
 from sparsek_kernels.paged.index.base import Indexer, Indexers
 from sparsek_kernels.paged.index.key_means import KeyMeans
+from sparsek_kernels.paged.index.page_records import PageRecords
 from sparsek_kernels.paged.index.two_step import TwoStep
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.pages import summary_bytes
@@ -138,11 +139,15 @@ def write_index(
 
 
 def default_indexers(policy: StepPolicy) -> Indexers:
-    """The indexers of ordinary models: two steps for tiles, key means for single tokens."""
+    """The indexers of ordinary models: two steps for tiles, key means for single tokens.
+
+    Decoded tokens whose policy has an alignment (``SelectionPolicy.by_records``) go by records.
+    """
     alone = policy.prefill.query_tile == 1
+    decode: Indexer = PageRecords() if policy.decode.alignment else KeyMeans()
     return Indexers(
         (KeyMeans() if alone else TwoStep()) if policy.prefill.selects_blocks else None,
-        KeyMeans() if policy.decode.selects_blocks else None,
+        decode if policy.decode.selects_blocks else None,
     )
 
 

@@ -139,7 +139,8 @@ class SparseKImpl(AttentionImpl):
         # An owner that attends everything writes summaries too.
         for layer in (self, owner) if policy.selects_blocks else ():
             layer.kept = self.own
-            layer._pages = PageReader(self.head_size, self.own.indexers.reads_pages)
+            index = self.own.indexers
+            layer._pages = PageReader(self.head_size, index.reads_pages, index.page_bytes)
         return policy
 
     @property

@@ -160,5 +160,10 @@ class Indexers:
         """Whether one of them reads bytes of its own from the pages."""
         return any(index is not None and index.reads_pages for index in self)
 
+    def page_bytes(self, page_size: int, head_dim: int) -> int:
+        """Bytes of one page and KV head that they keep."""
+        found = (index for index in self if index is not None)
+        return max((index.page_bytes(page_size, head_dim) for index in found), default=0)
+
     def __iter__(self) -> Iterator[Indexer | None]:
         return iter((self.prefill, self.decode))
