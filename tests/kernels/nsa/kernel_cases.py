@@ -340,12 +340,13 @@ def run(case: Case, device: str, size: str, only_hopper: bool = False) -> int:
         launch_selected.forward(replace(problem, tuned=config), out, lse)
         judge.error(f"{design} out", out, plain[0], exact_all[0])
         judge.error(f"{design} lse", lse, exact_all[1].to(dtype), exact_all[1])
+    # Boxes only make parts: what follows takes them as it takes those of the other kernel.
+    designs = {name: x for name, x in designs.items() if not name.startswith("boxes")}
+    backwards = {name: x for name, x in designs.items() if name != "token-major"}
     if not only_hopper:
-        designs["rows first"] = rows_first
-    for design in designs:
-        if design == "token-major":
-            continue
-        tuned = replace(problem, tuned=designs[design])
+        backwards["rows first"] = rows_first
+    for design, config in backwards.items():
+        tuned = replace(problem, tuned=config)
         found = launch_selected_bwd.backward(tuned, out, lse, dout, dlse)
         for name, ours, low, high in zip(
             ("dq", "dk", "dv"), found, plain[2:], exact_all[2:], strict=True
