@@ -241,8 +241,9 @@ class Machine:
         if self.problem is not None:
             return
         try:
-            partition.function()
-            partition.drain()
+            with torch.inference_mode():
+                partition.function()
+                partition.drain()
         except BaseException as problem:
             self.problem = self.problem or problem
         partition.alive = False
