@@ -23,12 +23,11 @@ if [ ${#failed[@]} -gt 0 ]; then
 fi
 
 # Without a GPU, two workers of one thread each; a file's tests stay together, so that the engine
-# they share is started once. Files keep the order of tests/conftest.py: long ones run first.
+# they share is started once. tests/conftest.py sets the threads and the order: long files first.
 # A worker that crashes ends the run: another would start with the very test that ended the first.
 options=()
 if ! has_gpu; then
     options=(-m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0)
-    export OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 fi
 printf '==> pytest\n'
 status=0

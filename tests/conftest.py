@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # one thread each, told before torch is loaded
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

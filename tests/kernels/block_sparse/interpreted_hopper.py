@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,7 @@ from sparsek_kernels.block_sparse import launch_sm90
 from sparsek_kernels.block_sparse.config import ProblemShape, select_config
 from sparsek_kernels.block_sparse.structure import offsets_of
 from tests.kernels.block_sparse.cases import Case, check
-from tests.kernels.gluon_interpreter import interpret
+from tests.kernels.gluon_interpreter import WAYS, Way, in_turn, interpret
 
 SLOW = settings(
     max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -22,9 +21,6 @@ SLOW = settings(
 BF16, FP16 = torch.bfloat16, torch.float16
 FORWARD, DQ = "block_sparse_hopper_fwd_kernel", "block_sparse_hopper_dq_kernel"
 DKDV, PARTS = "block_sparse_hopper_dkdv_kernel", "block_sparse_bwd_parts_kernel"
-
-Way = tuple[str, bool, int]
-WAYS: list[Way] = list(itertools.product(("first first", "last first"), (True, False), (1, 3)))
 
 CASES = [
     Case(384, 384, 2, 1, 64, block=128, density=0.7, causal=True, dtype=BF16),
@@ -65,8 +61,7 @@ def test_the_queue_starts_with_long_lists() -> None:
     assert torch.equal(queue[1:].view(3, 150), (149 - last_first).to(torch.int32))
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "way"), in_turn(CASES), ids=str)
 def test_case(case: Case, way: Way) -> None:
     run(case, way)
 

@@ -9,7 +9,7 @@ for ever raise :class:`Deadlock`.  Layouts of registers, banks and fences are no
 compilation and GPUs judge those.
 """
 
-from tests.kernels.gluon_interpreter.launching import interpret
+from tests.kernels.gluon_interpreter.launching import WAYS, Way, in_turn, interpret
 from tests.kernels.gluon_interpreter.machine import Deadlock
 
-__all__ = ["Deadlock", "interpret"]
+__all__ = ["WAYS", "Deadlock", "Way", "in_turn", "interpret"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +17,23 @@ from triton.runtime.jit import JITFunction
 from tests.kernels.gluon_interpreter.language import Descriptor, Language, value
 from tests.kernels.gluon_interpreter.machine import Machine, Partition
 from tests.kernels.gluon_interpreter.values import Pointer
+
+Way = tuple[str, bool, int]
+WAYS: list[Way] = list(itertools.product(("first first", "last first"), (True, False), (1, 3)))
+"""Orders, timings and numbers of programs side by side that :func:`interpret` takes."""
+
+
+def in_turn(cases: Sequence[Any]) -> list[tuple[Any, Way]]:
+    """Cases with four of the eight ways each, neighbours with the other four.
+
+    Of order, timing and number of programs, each case meets all values of any two together.
+    """
+
+    def is_odd(way: Way) -> bool:
+        order, late, side_by_side = way
+        return (order == "first first") ^ late ^ (side_by_side == 1)
+
+    return [(case, way) for i, case in enumerate(cases) for way in WAYS if is_odd(way) == i % 2]
 
 
 class Kernel:
@@ -33,12 +50,11 @@ class Kernel:
     ) -> None:
         self.kernel, self.language, self.order, self.late = kernel, language, order, late
         self.side_by_side, self.launched = side_by_side, launched
+        self.fixed = {x.name for x in kernel.params if x.is_constexpr}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        names = self.kernel.arg_names
-        given = dict(zip(names, args, strict=False)) | kwargs
-        fixed = {x.name for x in self.kernel.params if x.is_constexpr}
-        return self.kernel.fn(**{n: x if n in fixed else value(x) for n, x in given.items()})
+        given = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
+        return self.kernel.fn(**{n: x if n in self.fixed else value(x) for n, x in given.items()})
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:

@@ -178,7 +178,7 @@ class Partition:
     program: tuple[int, int, int]
     ready: Callable[[], bool] | None = None
     alive: bool = True
-    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    turn: threading.Lock = field(default_factory=threading.Lock)
     products: list[Product] = field(default_factory=list)
     copies: list[Work] = field(default_factory=list)
     groups: list[list[Work]] = field(default_factory=list)
@@ -232,6 +232,7 @@ class Machine:
 
     def _start(self, partition: Partition) -> None:
         self.partitions.append(partition)
+        partition.turn.acquire()
         self.threads.append(threading.Thread(target=self._main, args=(partition,)))
         self.threads[-1].start()
 
@@ -240,8 +241,9 @@ class Machine:
         if self.problem is not None:
             return
         try:
-            partition.function()
-            partition.drain()
+            with torch.inference_mode():
+                partition.function()
+                partition.drain()
         except BaseException as problem:
             self.problem = self.problem or problem
         partition.alive = False

@@ -115,8 +115,10 @@ class Word(Value):
 
 def like(data: torch.Tensor, *operands: Any) -> Value:
     """A result, unsigned if an operand is; truth values are what they are."""
-    unsigned = any(isinstance(x, Word) for x in operands) and data.dtype != torch.bool
-    return Word(data) if unsigned else Value(data)
+    for x in operands:
+        if type(x) is Word and data.dtype != torch.bool:
+            return Word(data)
+    return Value(data)
 
 
 class PointerType:
@@ -165,13 +167,12 @@ class Pointer:
         """Offsets and mask of one shape; offsets that are masked out become 0."""
         held = torch.as_tensor(True if mask is None else unwrap(mask))
         offset, held = torch.broadcast_tensors(self.offset, held)
-        wrong = held & ((offset < 0) | (offset >= self.storage.numel()))
-        if bool(wrong.any()):
-            raise IndexError(
-                f"access to element {int(offset[wrong][0])} of {self.storage.numel()}"
-                f" ({self.storage.dtype})"
-            )
-        return torch.where(held, offset, 0), held
+        offset, size = torch.where(held, offset, 0), self.storage.numel()
+        low, high = offset.aminmax()
+        if int(low) < 0 or (int(high) >= size and bool(held.any())):
+            wrong = offset[held & ((offset < 0) | (offset >= size))]
+            raise IndexError(f"access to element {int(wrong[0])} of {size} ({self.storage.dtype})")
+        return offset, held
 
     def load(self, mask: Any = None, other: Any = None) -> Value:
         """Elements; those that are masked out are ``other``, garbage without."""
@@ -189,6 +190,5 @@ class Pointer:
     def store(self, value: Any, mask: Any = None) -> None:
         offset, held = self.resolve(mask)
         value = torch.as_tensor(unwrap(value)).to(self.storage.dtype)
-        shape = torch.broadcast_shapes(offset.shape, value.shape)
-        offset, held, value = (x.expand(shape)[...] for x in (offset, held, value))
+        offset, held, value = torch.broadcast_tensors(offset, held, value)
         self.storage[offset[held]] = value[held]

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers, thread_barrier
 from sparsek_kernels.common.kernels.softmax import LOG2E
 
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -325,20 +325,13 @@ def block_sparse_hopper_dkdv_kernel(
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], ROW_LAYOUT)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     kv_full = gl.allocate_shared_memory(gl.int64, [1], bar)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    g_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    q_full, q_empty = ring_barriers(STAGES, 1, PER_BLOCK)
+    g_full, g_empty = ring_barriers(STAGES, 33, PER_BLOCK)
     mbarrier.init(kv_full, count=1)
     sum_full = kv_full  # unused
     if PER_BLOCK == 1:
         sum_full = gl.allocate_shared_memory(gl.int64, [1], bar)
         mbarrier.init(sum_full, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=PER_BLOCK)
-        mbarrier.init(g_full.index(i), count=33)
-        mbarrier.init(g_empty.index(i), count=PER_BLOCK)
     bars = (kv_full, q_full, q_empty, g_full, g_empty, sum_full)
     valid, batch, head, column, begin, count, masked, part = _place(
         ccol_ptr, row_ptr, ends_ptr, columns_ptr, num_q, num_k, num_cols, num_patterns, num_slots,

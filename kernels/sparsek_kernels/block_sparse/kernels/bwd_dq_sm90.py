@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers, thread_barrier
 from sparsek_kernels.common.kernels.softmax import LOG2E
 
 ROWS: gl.constexpr = gl.constexpr(64)
@@ -244,21 +244,9 @@ def block_sparse_hopper_dq_kernel(
     g_smem = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], WIDE)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_DIM], WIDE)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_DIM], WIDE)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    for i in gl.static_range(2):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_empty.index(i), count=2)
+    q_full, q_empty = ring_barriers(2, 1, 1)
+    k_full, k_empty = ring_barriers(STAGES, 1, 2)
+    v_full, v_empty = ring_barriers(STAGES, 1, 2)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [

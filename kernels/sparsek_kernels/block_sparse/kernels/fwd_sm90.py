@@ -32,7 +32,7 @@ from sparsek_kernels.block_sparse.kernels.fwd_load_sm90 import (
     plan_partition,
     take_plan,
 )
-from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers, thread_barrier
 from sparsek_kernels.common.kernels.softmax import LN2
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_lanes_step
 
@@ -250,26 +250,10 @@ def block_sparse_hopper_fwd_kernel(
     out_wide = out_smem._reinterpret(dtype, [2, ROWS, HEAD_DIM], Q_WIDE)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     plans = gl.allocate_shared_memory(gl.int32, [PLANS * FIELDS, 1], FLAT)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    plan_full = gl.allocate_shared_memory(gl.int64, [PLANS, 1], bar)
-    plan_empty = gl.allocate_shared_memory(gl.int64, [PLANS, 1], bar)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    for i in gl.static_range(PLANS):
-        mbarrier.init(plan_full.index(i), count=1)
-        mbarrier.init(plan_empty.index(i), count=3)
-    for i in gl.static_range(2):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_empty.index(i), count=2)
+    plan_full, plan_empty = ring_barriers(PLANS, 1, 3)
+    q_full, q_empty = ring_barriers(2, 1, 2)
+    k_full, k_empty = ring_barriers(STAGES, 1, 2)
+    v_full, v_empty = ring_barriers(STAGES, 1, 2)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [

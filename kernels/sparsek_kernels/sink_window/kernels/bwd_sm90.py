@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers, thread_barrier
 from sparsek_kernels.common.kernels.masks import last_key, visible
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.sink_window.kernels.bwd_memory_sm90 import (
@@ -208,19 +208,11 @@ def sink_window_hopper_bwd_kernel(
     kv_full = gl.allocate_shared_memory(gl.int64, [1], bar)
     dq_full = gl.allocate_shared_memory(gl.int64, [1], bar)
     dq_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bar)
-    g_full = gl.allocate_shared_memory(gl.int64, [G_STAGES, 1], bar)
-    g_empty = gl.allocate_shared_memory(gl.int64, [G_STAGES, 1], bar)
+    q_full, q_empty = ring_barriers(Q_STAGES, 1, 1)
+    g_full, g_empty = ring_barriers(G_STAGES, 2, 1)
     mbarrier.init(kv_full, count=1)
     mbarrier.init(dq_full, count=1)
     mbarrier.init(dq_empty, count=1)
-    for i in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(G_STAGES):
-        mbarrier.init(g_full.index(i), count=2)
-        mbarrier.init(g_empty.index(i), count=1)
     task = gl.atomic_add(ticket_ptr, 1)
     # The ticket reaches the other warps through shared memory that the fork below writes again.
     thread_barrier()

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers, thread_barrier
 from sparsek_kernels.common.kernels.masks import visible
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor, softmax_step
@@ -289,12 +289,9 @@ def sink_window_hopper_fwd_kernel(
         sink_k_smem = gl.allocate_shared_memory(dtype, [BLOCK_S, HEAD_DIM], sink_k_desc.layout)
         sink_v_smem = gl.allocate_shared_memory(dtype, [BLOCK_S, HEAD_DIM], sink_v_desc.layout)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    q_full, q_empty = ring_barriers(2, 1, 1)
+    k_full, k_empty = ring_barriers(STAGES, 1, 2)
+    v_full, v_empty = ring_barriers(STAGES, 1, 2)
     # Without sinks these would have no user, and their memory would go to other data.
     sink_full = q_full
     sink_empty = q_empty
@@ -303,14 +300,6 @@ def sink_window_hopper_fwd_kernel(
         sink_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
         mbarrier.init(sink_full, count=1)
         mbarrier.init(sink_empty, count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_empty.index(i), count=2)
     tail_done = gl.allocate_shared_memory(gl.int64, [1], bar)
     mbarrier.init(tail_done, count=2)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, sink_full, sink_empty, tail_done)

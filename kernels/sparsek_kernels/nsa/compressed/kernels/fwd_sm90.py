@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers
 from sparsek_kernels.common.kernels.masks import last_key
 from sparsek_kernels.common.kernels.softmax import LN2
 from sparsek_kernels.common.kernels.softmax_sm90 import anchor, lane_sums
@@ -275,21 +276,9 @@ def nsa_compressed_hopper_fwd_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, ROWS, HEAD_DIM], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_DIM], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_DIM], v_desc.layout)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], bar)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    for i in gl.static_range(2 * Q_STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_empty.index(i), count=2)
+    q_full, q_empty = ring_barriers(2 * Q_STAGES, 1, 1)
+    k_full, k_empty = ring_barriers(STAGES, 1, 2)
+    v_full, v_empty = ring_barriers(STAGES, 1, 2)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     # In units of scores, base 2; a little more, because lengths are rounded.
     longest = gl.load(longest_ptr) * gl.abs(scale_log2) * 1.01

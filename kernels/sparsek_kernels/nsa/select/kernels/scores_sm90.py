@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers, thread_barrier
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.nsa.kernels.tiles import locate_rows
 from sparsek_kernels.nsa.select.kernels.scores import with_spill
@@ -170,12 +170,7 @@ def nsa_block_scores_hopper_kernel(
     out_base = (wide_batch * num_rows + row_base - first_row) * num_kv_heads + kv_head
     q_smem = gl.allocate_shared_memory(dtype, [WARPGROUPS, BLOCK_T * BLOCK_G, HEAD_DIM], Q_LAYOUT)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, HEAD_DIM], k_desc.layout)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=WARPGROUPS)
+    full, empty = ring_barriers(STAGES, 1, WARPGROUPS)
     given = (
         scores_ptr, lse_ptr, q_ptr + wide_batch * octet_qb * 8, q_smem, k_smem, full,
         empty, octet_qt, octet_qh, scale, kv_head, row_base, stat_base, out_base * pitch,

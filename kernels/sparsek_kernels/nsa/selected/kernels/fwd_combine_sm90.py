@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers, thread_barrier
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 from sparsek_kernels.common.kernels.softmax_sm90 import softmax_step
 from sparsek_kernels.nsa.selected.kernels.fwd_combine import ROW_SIZES, is_near
@@ -219,11 +219,7 @@ def nsa_selected_hopper_combine_kernel(
     mask_smem = gl.allocate_shared_memory(gl.int32, [SEL_BLOCK], FLAT)
     row_smem = gl.allocate_shared_memory(gl.int32, [SEL_BLOCK], FLAT)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=32 * COPY_WARPS)
-        mbarrier.init(empty.index(i), count=1)
+    full, empty = ring_barriers(STAGES, 32 * COPY_WARPS, 1)
     q_full = gl.allocate_shared_memory(gl.int64, [1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
     mbarrier.init(q_full, count=32 * COPY_WARPS)

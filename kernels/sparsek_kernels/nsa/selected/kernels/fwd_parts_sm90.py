@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers, thread_barrier
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.nsa.selected.kernels.gather_sm90 import GATHER_WARPS, copy_rows
 from sparsek_kernels.nsa.selected.kernels.items import SIZES, locate_item
@@ -157,12 +157,7 @@ def nsa_selected_hopper_part_kernel(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     slot_smem = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], FLAT)
     row_smem = gl.allocate_shared_memory(gl.int32, [ROWS], FLAT)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=32 * GATHER_WARPS + 1)
-        mbarrier.init(empty.index(i), count=1)
+    full, empty = ring_barriers(STAGES, 32 * GATHER_WARPS + 1, 1)
     buffers = (q_smem, slot_smem, full, empty)
     gl.warp_specialize(
         [

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+from sparsek_kernels.common.kernels.barrier_sm90 import ring_barriers, thread_barrier
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.nsa.selected.kernels.items import SIZES, locate_item
 
@@ -197,12 +197,8 @@ def nsa_selected_hopper_tma_part_kernel(
     gl.static_assert(STAGES % WARPGROUPS == 0)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     kv_full = gl.allocate_shared_memory(gl.int64, [1], bar)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    full, done = ring_barriers(STAGES, 1, 1)
     mbarrier.init(kv_full, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(done.index(i), count=1)
     bars = (kv_full, full, done)
     compute = (
         part_lse_ptr, entries_ptr, tile_smem, k_smem, v_smem, bars, entry, entry_end, first_slot,
