@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
-
 CELL_SIZE = 16
 """Tokens of a cell: the block that a single token selects."""
 

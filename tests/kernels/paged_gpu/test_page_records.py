@@ -87,7 +87,8 @@ def check(case: Case, chosen: Chosen, *, exact: float = 1.0, tolerance: float = 
             for head in range(heads):
                 assert got[head] == sorted(set(got[head]))
                 assert len(got[head]) == policy.scored_blocks
-                assert first <= got[head][0] and got[head][-1] < last
+                assert first <= got[head][0]
+                assert got[head][-1] < last
                 same = len(set(got[head]) & set(wanted[head])) / len(wanted[head])
                 assert same >= exact, (request, position, head, same)
             tails = chosen.tail.logits[token, :, first // 32 : last // 32].double().cpu()
@@ -119,13 +120,14 @@ def test_torch_chooses_what_the_oracle_does(shape: dict[str, int]) -> None:
     check(case, cpu.select(case.operands, case.segment), exact=0.97)
 
 
-@pytest.mark.parametrize("count, group", [(128, 1), (128, 4), (2, 4), (1536, 4), (1000, 7)])
+@pytest.mark.parametrize(("count", "group"), [(128, 1), (128, 4), (2, 4), (1536, 4), (1000, 7)])
 def test_keys_are_quarters_of_octaves(count: int, group: int) -> None:
     scores = torch.cat([torch.zeros(1), torch.logspace(-9, 0.5, 4000)]).float()
     rule = SelectionPolicy(num_sink=64, window_size=64, top_k=1).by_records(2 * count)
     found = cpu.cell_keys(scores.clone(), rule, group)
     assert found.tolist() == key_reference(scores.double(), count, group).tolist()
-    assert (found.diff() >= 0).all() and int(found[0]) == 0 and int(found[-1]) == 63
+    assert (found.diff() >= 0).all()
+    assert (int(found[0]), int(found[-1])) == (0, 63)
     always = scores > group / count
     assert int(found[always].min()) >= config.KEYS - 4
 
@@ -145,7 +147,9 @@ def test_queries_of_nan_choose_valid_cells() -> None:
     first, last = RULE.candidate_range(1099)
     got = launch.select(case.operands, case.segment).indices[0].cpu()
     for row in got.tolist():
-        assert row == sorted(set(row)) and first <= row[0] and row[-1] < last
+        assert row == sorted(set(row))
+        assert first <= row[0]
+        assert row[-1] < last
 
 
 def test_steps_of_bounded_scratch_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,9 +191,7 @@ def test_one_launch_chooses_what_the_oracle_does(head_dim: int, heads: tuple[int
 @pytest.mark.gpu
 def test_one_launch_takes_more_equal_cells_than_16_bits_count() -> None:
     rule = SelectionPolicy(num_sink=64, window_size=512, top_k=1).by_records(4096)
-    case = make_case(
-        [(1, 200_000)], rule, group=4, heads=1, dim=128, dtype=torch.bfloat16
-    )
+    case = make_case([(1, 200_000)], rule, group=4, heads=1, dim=128, dtype=torch.bfloat16)
     case.problem.q.zero_()
     first, _ = rule.candidate_range(199_999)
     got = launch.select(case.operands, case.segment).indices[0, 0].cpu()

@@ -9,6 +9,7 @@ from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 from sparsek_kernels.common.kernels.split_kv import add_splits
 from sparsek_kernels.paged.attend.kernels.cells import attend_cells, attend_forced, attend_tail
 from sparsek_kernels.paged.attend.kernels.pieces import attend_pieces
+from sparsek_kernels.paged.kernels.record import SEGMENT
 from sparsek_kernels.paged.kernels.tiles import (
     DENSE,
     SINK_WINDOW,
@@ -16,7 +17,6 @@ from sparsek_kernels.paged.kernels.tiles import (
     tile_sees_all,
     tile_span,
 )
-from sparsek_kernels.paged.kernels.record import SEGMENT
 
 
 @triton.jit

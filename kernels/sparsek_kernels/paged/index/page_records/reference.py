@@ -40,9 +40,9 @@ def choose_reference(
         k, v: ``[N, Hkv, D]``, keys and values from the first one on.
 
     Returns:
-        For each KV head ascending cells; natural logits ``[Hq, S]`` of the segments' tails, from the
-        first one between sinks and window on; and their values ``[S, Hkv, D]``.  ``None`` where the
-        token sees everything.
+        For each KV head ascending cells; natural logits ``[Hq, S]`` of the segments' tails, from
+        the first one between sinks and window on; and their values ``[S, Hkv, D]``.  ``None`` where
+        the token sees everything.
     """
     if policy.sees_all(position):
         return None

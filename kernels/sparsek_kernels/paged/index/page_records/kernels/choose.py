@@ -146,8 +146,8 @@ def list_cells_kernel(
     """The ``SCORED_BLOCKS`` cells of the largest keys of one token and KV head, ascending.
 
     Ties go to the lower index.  Writes ``[T, Hkv, SCORED_BLOCKS]`` int32, -1 for a token that sees
-    everything, and ``[T, Hkv, 2]`` int32: the smallest key that is chosen, and the last cell that is
-    chosen with that key.
+    everything, and ``[T, Hkv, 2]`` int32: the smallest key that is chosen, and the last cell that
+    is chosen with that key.
     """
     KEYS: tl.constexpr = RULE.KEYS
     COUNT: tl.constexpr = RULE.SCORED_BLOCKS

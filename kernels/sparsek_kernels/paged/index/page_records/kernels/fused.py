@@ -4,16 +4,16 @@ The rule is docs/selection.md; ``scores.py`` and ``choose.py`` have it for every
 launches.  Here a *group* of programs serves one token and KV head.  Each keeps the logits of the
 cells of 64 segments on the chip while the group agrees on what does not fit into one program:
 
-1. A program reads its records and leaves the log of the sum of its cells' exps, for each head; a few
-   read the near keys instead.
+1. A program reads its records and leaves the log of the sum of its cells' exps, for each head; a
+   few read the near keys instead.
 2. With all of these sums, cells have their probabilities, and these their integer keys.  Programs
    leave how many cells they have of each key.
 3. Now the smallest key that is chosen is known, and how many cells are chosen before a program's
    own: it writes its part of the list, and what is left of its segments.
 
-Programs start in the order of their numbers, and a group has fewer than run at once: those that wait
-wait for programs that run.  Everything that programs exchange is stored by its owner and added up in
-one order: results do not depend on timing.
+Programs start in the order of their numbers, and a group has fewer than run at once: those that
+wait wait for programs that run.  Everything that programs exchange is stored by its owner and added
+up in one order: results do not depend on timing.
 
 The matrix units multiply levels, which are floats after one shift and one mask, with queries that
 were scaled by the record's sizes of pairs.  Reading bounds the kernel: 1.5 KiB for 64 keys.
@@ -210,7 +210,7 @@ def count_keys(key):
 
 @gluon.jit
 def ranks(key, threshold):
-    """Keys of a warp's row above the threshold, and 65536 times those equal: all, and before each."""
+    """A warp's keys above the threshold, and 65536 times those equal: all, and before each."""
     return gl.inline_asm_elementwise(
         """
         {
@@ -284,7 +284,7 @@ def near_sums(
     HEAD_DIM: gl.constexpr,
     PAGE: gl.constexpr,
 ):
-    """Leave the maximum and the sum of exps of the near segments ``[first, end)``, for each head."""
+    """Leave each head's maximum and sum of exps of the near segments ``[first, end)``."""
     stride_kp, _stride_kh, stride_kt = k_strides
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
@@ -448,11 +448,11 @@ def record_logits(
     for turn in range(0, TURNS, TOGETHER):
         read = ()
         for j in gl.static_range(TOGETHER):
-            read = read + (
+            read = read + (  # type: ignore[assignment]  # noqa: RUF005 - no stars in Gluon
                 read_levels(records, where, turn + j, am * QUARTER + ak, pk, A, B, HEAD_DIM),
             )
         for j in gl.static_range(TOGETHER):
-            packed, pairs, top = read[j]
+            packed, pairs, top = read[j]  # type: ignore[var-annotated]
             low, high = scales_of(pairs, top, QUARTER)
             l0, l1, l2, l3 = levels_of(packed, QUARTER)
             sums = gl.zeros([WARPS, CELLS, N], gl.float32, MMA)
@@ -494,8 +494,8 @@ def choose_cells_kernel(
     """The chosen cells of single tokens, ascending, and the logits of what is left of segments.
 
     ``members`` programs for each token and KV head; ``MOST``: a power of two from their number on.
-    Writes ``[T, Hkv, SCORED_BLOCKS]`` int32 and ``[T, Hq, segments]`` float32.  ``counter_ptr``: zeros
-    at the beginning and at the end.
+    Writes ``[T, Hkv, SCORED_BLOCKS]`` int32 and ``[T, Hq, segments]`` float32.  ``counter_ptr``:
+    zeros at the beginning and at the end.
     """
     KEYS: gl.constexpr = RULE.KEYS
     GROUP: gl.constexpr = SHAPE.GROUP

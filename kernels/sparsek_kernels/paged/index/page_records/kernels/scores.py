@@ -81,7 +81,7 @@ def near_total(
     PAGE_SIZE: tl.constexpr,
 ):
     """Write a token's log of the sum of exps of its near keys, ``[BLOCK_M]`` heads."""
-    stride_kp, stride_kh, stride_kt = k_strides
+    stride_kp, _stride_kh, stride_kt = k_strides
     offs_d = tl.arange(0, BLOCK_D)
     offs_n = tl.arange(0, SEGMENT)
     q = tl.load(
