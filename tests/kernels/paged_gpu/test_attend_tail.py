@@ -18,8 +18,9 @@ from sparsek_kernels.paged import Chosen, SelectionPolicy, Tail, merge_shards
 from sparsek_kernels.paged.attend import attend, cpu, cpu_shards
 from sparsek_kernels.paged.attend import launch as attend_launch
 from sparsek_kernels.paged.plan import Segment
+from sparsek_kernels.paged.policy import SEGMENT
 from sparsek_kernels.paged.prefill_tiles import prefill_tiles
-from sparsek_kernels.paged.record import SEGMENT, record_bytes
+from sparsek_kernels.paged.record import record_bytes
 from sparsek_kernels.paged.reference import attend_reference
 
 ON_GPU = torch.cuda.is_available()

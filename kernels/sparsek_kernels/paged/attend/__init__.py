@@ -6,7 +6,7 @@ from sparsek_kernels.paged.attend import cpu, cpu_shards
 from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
-from sparsek_kernels.paged.record import SEGMENT
+from sparsek_kernels.paged.policy import SEGMENT
 
 
 def attend(operands: PagedOperands, segment: Segment, chosen: Chosen | None = None) -> None:

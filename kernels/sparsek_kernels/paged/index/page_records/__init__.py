@@ -12,8 +12,8 @@ from sparsek_kernels.paged.index.base import Indexer
 from sparsek_kernels.paged.index.page_records.cpu_write import write_records_eager
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
-from sparsek_kernels.paged.policy import SelectionPolicy
-from sparsek_kernels.paged.record import CELL, SEGMENT, page_bytes
+from sparsek_kernels.paged.policy import CELL, SEGMENT, SelectionPolicy
+from sparsek_kernels.paged.record import page_bytes
 
 
 class PageRecords(Indexer):

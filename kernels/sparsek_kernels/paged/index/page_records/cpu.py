@@ -13,14 +13,8 @@ from sparsek_kernels.paged.index.cpu import new_indices
 from sparsek_kernels.paged.index.page_records.config import KEYS, first_key
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
-from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
-from sparsek_kernels.paged.record import (
-    SEGMENT,
-    VECTORS,
-    read_spreads,
-    read_vectors,
-    view_records,
-)
+from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy, ceil_div
+from sparsek_kernels.paged.record import VECTORS, read_spreads, read_vectors, view_records
 
 _LOG2E = 1.0 / math.log(2.0)
 

@@ -6,7 +6,8 @@ import torch
 
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.index.cpu import completed_blocks
-from sparsek_kernels.paged.record import SEGMENT, encode, view_records
+from sparsek_kernels.paged.policy import SEGMENT
+from sparsek_kernels.paged.record import encode, view_records
 
 _SEGMENTS = 32
 """Segments that are encoded at once: bounds scratch."""

@@ -30,8 +30,8 @@ from sparsek_kernels.paged.index.page_records.kernels.scores import UNIT, score_
 from sparsek_kernels.paged.index.problem import Selection, Step
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
-from sparsek_kernels.paged.policy import ceil_div
-from sparsek_kernels.paged.record import SEGMENT, VECTORS, record_bytes
+from sparsek_kernels.paged.policy import SEGMENT, ceil_div
+from sparsek_kernels.paged.record import VECTORS, record_bytes
 from sparsek_kernels.paged.scratch import MOST_ROWS, overlap_options, workspace
 
 _SCRATCH_ELEMENTS = 1 << 26

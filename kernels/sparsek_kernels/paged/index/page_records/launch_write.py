@@ -8,8 +8,8 @@ from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.config import next_power_of_2
 from sparsek_kernels.paged.index.page_records.kernels.write import write_records_kernel
-from sparsek_kernels.paged.policy import ceil_div
-from sparsek_kernels.paged.record import SEGMENT, view_records
+from sparsek_kernels.paged.policy import SEGMENT, ceil_div
+from sparsek_kernels.paged.record import view_records
 
 
 def write_records(
