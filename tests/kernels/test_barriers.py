@@ -27,6 +27,10 @@ def test_barriers_of_the_partitions_last() -> None:
     assert short_lived_barriers("%x = ttg.local_alloc : () -> !ttg.memdesc<64x64xbf16>") == []
 
 
+def test_other_64_bit_data_is_no_barrier() -> None:
+    assert short_lived_barriers("%x = ttg.local_alloc : () -> !ttg.memdesc<16x4xi64>") == []
+
+
 def test_a_forgotten_barrier_is_found() -> None:
     assert short_lived_barriers(FORGOTTEN + KEPT) == ["%spare"]
     assert short_lived_barriers(FORGOTTEN + KEPT + INVALIDATED) == []

@@ -37,7 +37,9 @@ from sparsek_kernels.paged.index.base import Indexers
 from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.index.infllm import launch as infllm_launch
 from sparsek_kernels.paged.index.key_means import launch as key_means_launch
+from sparsek_kernels.paged.index.page_records import launch as choose_launch
 from sparsek_kernels.paged.index.page_records import launch_write as records_launch
+from sparsek_kernels.paged.index.page_records.kernels import fused
 from sparsek_kernels.paged.index.seer import Seer
 from sparsek_kernels.paged.index.seer import launch as seer_launch
 from sparsek_kernels.paged.index.two_step import launch_probabilities, launch_scores
@@ -52,6 +54,11 @@ from tests.kernels.paged.gate_cases import make_gates
 KERNELS = {
     "write_kv_kernel": write_launch,
     "write_records_kernel": records_launch,
+    "score_records_kernel": choose_launch,
+    "rank_cells_kernel": choose_launch,
+    "list_cells_kernel": choose_launch,
+    "tail_kernel": choose_launch,
+    "choose_cells_kernel": fused,
     "attend_kernel": attend_launch,
     "decode_logits_kernel": key_means_launch,
     "top_blocks_kernel": index_launch,
@@ -77,6 +84,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.uint8: "*u8",
     torch.int64: "*i64",
@@ -367,6 +375,36 @@ def cell_launches(
     return seen
 
 
+def choice_launches(
+    arch: int, dtype: torch.dtype, head_dim: int, group: int, fp8_cache: bool
+) -> list[Recorded]:
+    """What chooses cells by records, in steps and at once, for one token a request and for four."""
+    policy = SelectionPolicy(num_sink=64, window_size=512, top_k=32).by_records(4096)
+    seen: list[Recorded] = []
+    for tokens in (1, 4):
+        problem = make_problem(
+            [(tokens, 2400)],
+            num_decodes=1,
+            heads=8,
+            group=group,
+            dim=head_dim,
+            page_size=64,
+            dtype=dtype,
+            max_seq_len=131072,
+            cache_dtype=torch.float8_e4m3fn if fp8_cache else None,
+        )
+        pages, heads, page_size, _ = problem.k_cache.shape
+        records = torch.empty(pages, heads, page_bytes(page_size, head_dim), dtype=torch.uint8)
+        problem = dataclasses.replace(problem, k_summary=records)
+        operands = problem.operands(torch.empty_like(problem.q))
+        call = functools.partial(choose_launch.select, operands, Segment(problem.batch, policy))
+        with mock.patch.object(choose_launch, "_fits", return_value=False):
+            seen += record(call, arch, 132)
+        at_once = record(call, arch, 132)
+        seen += [launched for launched in at_once if launched.name == "choose_cells_kernel"]
+    return seen
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--arch", type=int, default=90)
@@ -377,6 +415,7 @@ def main() -> None:
     parser.add_argument("--fp8-cache", action="store_true")
     parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--cells", action="store_true")
+    parser.add_argument("--choice", action="store_true")
     parser.add_argument("--indexer", choices=["infllm", "seer"])
     args = parser.parse_args()
     shape = (args.arch, getattr(torch, args.dtype), args.head_dim, args.group)
@@ -384,6 +423,8 @@ def main() -> None:
         seen = sharded_launches(args.arch)
     elif args.cells:
         seen = cell_launches(*shape, args.fp8_cache)
+    elif args.choice:
+        seen = choice_launches(*shape, args.fp8_cache)
     elif args.indexer:
         seen = learned_launches(args.indexer, *shape)
     else:

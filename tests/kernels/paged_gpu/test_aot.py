@@ -1,7 +1,8 @@
 """The kernels compile for GPUs that are not there, with next to no spilled registers.
 
 Prefill attention on sm_90 is held to 128 registers on purpose: two programs then share a
-multiprocessor, which is worth more than the few dozen scalars that spill.
+multiprocessor, which is worth more than the few dozen scalars that spill.  So is the choice of
+cells in one launch, which spills more with more than four query heads for each KV head.
 """
 
 from __future__ import annotations
@@ -32,13 +33,18 @@ PORTABLE = {
     "add_parts_kernel",
     "attend_kernel",
 }
+CHOICE = {"score_records_kernel", "rank_cells_kernel", "list_cells_kernel", "tail_kernel"}
+AT_ONCE = {"choose_cells_kernel"}
+CHOICE_STACK = {"score_records_kernel": 6 << 10, "choose_cells_kernel": 512}
+"""Bytes where they are more than 160.  The scores of every processor, which serve what one launch
+does not, do spill."""
 LEARNED = {
     "infllm": {"write_means_kernel", "average_logits_kernel", "block_scores_kernel"},
     "seer": {"write_gate_keys_kernel", "gate_queries_kernel", "gate_logits_kernel"},
 }
 SCORES = {"gather_samples_kernel", "tile_scores_sm90_kernel"}
 HOPPER = {"attend_hopper_kernel", "listed_masses_sm90_kernel", *SCORES}
-SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
 def compiled(arch: int, *options: str) -> list[dict[str, Any]]:
@@ -96,6 +102,30 @@ def test_attention_over_cells_and_tails_compiles(arch: int, options: tuple[str, 
     assert [row["kernel"] for row in rows] == ["attend_kernel"] * 3
     for row in rows:
         assert row["stack"] <= 160, row
+        assert row["shared"] <= SHARED[arch], row
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "kernels"),
+    [
+        (80, (), CHOICE),
+        (89, (), CHOICE | AT_ONCE),
+        (86, ("--head-dim", "256", "--dtype", "float32"), CHOICE),
+        (90, (), CHOICE | AT_ONCE),
+        (90, ("--head-dim", "64", "--group", "8"), CHOICE | AT_ONCE),
+        (90, ("--fp8-cache", "--group", "7"), CHOICE | AT_ONCE),
+        (100, ("--head-dim", "64"), CHOICE | AT_ONCE),
+        (100, (), CHOICE | AT_ONCE),
+    ],
+    ids=["sm80", "sm89", "sm86-fp32-d256", "sm90", "sm90-d64", "sm90-fp8-g7", "sm100-d64", "sm100"],
+)
+def test_choosing_by_records_compiles(
+    arch: int, options: tuple[str, ...], kernels: set[str]
+) -> None:
+    rows = compiled(arch, "--choice", *options)
+    assert {row["kernel"] for row in rows} == kernels
+    for row in rows:
+        assert row["stack"] <= CHOICE_STACK.get(row["kernel"], 160), row
         assert row["shared"] <= SHARED[arch], row
 
 

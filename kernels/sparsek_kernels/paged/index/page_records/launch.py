@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from triton import knobs
 
-from sparsek_kernels.common.device import multiprocessors
+from sparsek_kernels.common.device import device_arch, multiprocessors
 from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.chosen import Chosen, Tail
 from sparsek_kernels.paged.config import next_power_of_2
@@ -98,7 +98,7 @@ def _fits(call: Selection, width: int) -> bool:
     return (
         not knobs.runtime.interpret
         and torch.version.hip is None
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        and device_arch(q.device) >= 89  # the first with e4m3, which spreads are
         and q.dtype == torch.bfloat16
         and q.shape[2] in (64, 128)
         and call.group <= 8
