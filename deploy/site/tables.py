@@ -255,9 +255,29 @@ def headline(default: str, fewer: str, *evaluations: str) -> str:
     return f"{speed}\n\n{_table((*head, *asked), kept)}"
 
 
+def by_records(file: str) -> str:
+    """Return the times of ``benchmarks/decode_by_records.py``: a line for each case."""
+    rows = _rows(file)
+    names = dict.fromkeys(row["provider"] for row in rows)
+    records = [name for name in names if name.startswith("records ")]
+    records.sort(key=lambda name: int(name.split()[1]), reverse=True)
+    others = [name for name in names if name not in ("fa3", *records)]
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        times = {r["provider"]: float(r["us"]) / 1e3 for r in rows if r["case"] == case}
+        theirs = times.get("fa3")
+        cells = [case, _duration(theirs)]
+        for name in (*others, *records):
+            ours, ratio = times.get(name), _ratio(theirs, times.get(name), False)
+            cells.append(f"{_duration(ours)} ({ratio})" if ratio else _duration(ours))
+        lines.append(cells)
+    head = ("case", PROVIDERS["fa3"], *others, *records)
+    return f"{_table(head, lines)}\n\n{_measured_on(rows)}"
+
+
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
-    for function in (settings, api, kernels, served, load, quality, shares, headline)
+    for function in (settings, api, kernels, served, load, quality, shares, headline, by_records)
 }
 
 
@@ -288,7 +308,8 @@ def _measured_on(rows: Sequence[dict[str, Any]]) -> str:
     }
     gpu, commit = values.pop("gpu"), values.pop("commit")
     versions = [f"{name} {value}" for name, value in values.items() if value]
-    return f"{gpu}; {', '.join(versions)}; commit {commit or 'not named'}."
+    parts = (gpu, ", ".join(versions), f"commit {commit or 'not named'}")
+    return f"{'; '.join(part for part in parts if part)}."
 
 
 def _milliseconds(row: dict[str, str] | None) -> float | None:

@@ -34,6 +34,7 @@ This page is generated: `python -m tests.vllm_backend.features.matrix`.
 PARITY, SPARSE, GPU = "test_engine_parity.py", "test_engine_sparse.py", "test_gpu_engine.py"
 START, UNSERVED, MASKS = "test_startup.py", "test_unserved.py", "test_masks.py"
 NOT_SERVED, ON_GPU = "features/test_refused.py", "features/test_gpu_features.py"
+RECORDS = "test_page_records.py"
 SCHEDULING = "features/test_scheduling.py"
 HYBRID = "features/test_hybrids.py::test_chunks_preemption_and_prefix_hits"
 SDPA = "attended by PyTorch's SDPA, with one log line and a counter"
@@ -331,6 +332,22 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             REFUSED,
             (f"{START}::test_settings_stop_the_start[skip-layers]",),
             "leave it out, or mode `sink_window` or `dense`",
+        ),
+        Row(
+            "decoded tokens by records of 64 tokens (`decode_tokens`)",
+            SERVED,
+            (f"{RECORDS}::test_an_engine_decodes_by_records",),
+            "pages of a multiple of 64 tokens",
+        ),
+        Row(
+            "`decode_tokens` with batch invariance, `query_tile` 1 or decode context parallel",
+            REFUSED,
+            (
+                f"{RECORDS}::test_batch_invariant_engines_refuse_records",
+                f"{RECORDS}::test_settings_that_contradict_each_other",
+                f"{NOT_SERVED}::test_records_need_all_keys_on_one_rank",
+            ),
+            "`decode_top_k`",
         ),
         Row(
             "a page that vLLM copies",

@@ -122,6 +122,12 @@ def test_what_needs_all_keys_on_one_rank(
         check_shared_context(monkeypatch, make_tiny_model(model, tmp_path), **options)
 
 
+def test_records_need_all_keys_on_one_rank(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"additional_config": {"sparsek": {"decode_tokens": 64}}}
+    with pytest.raises(ValueError, match=r"decode_tokens .*remedy: decode_top_k"):
+        check_shared_context(monkeypatch, llama, **options)
+
+
 def test_what_ranks_with_shared_pages_lack_on_a_gpu(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
