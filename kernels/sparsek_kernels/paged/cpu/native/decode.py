@@ -17,9 +17,10 @@ from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.cpu.native import build
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.record import VECTORS
 
 _MOST_DIM, _MOST_GROUP = 256, 64
-_UNIT = 3
+_UNIT = 2
 """Numbers that ``decode.c`` keeps of a token and KV head."""
 RUN = 64
 """Tokens that ``decode.c`` goes by where none are chosen."""
@@ -27,9 +28,10 @@ _PIECES_PER_THREAD = 4
 """Pieces of work for each thread, so that none waits long for the last."""
 
 
-_ARGUMENTS = Struct("@9q f 5q5q5q5q 3q 2q 2q 4q")
-"""``Decode`` of ``decode.c``: sizes, factors, rows of q, out, K and V, the sketch, the table, then
-pointers to what is read and to what is written.  Packing takes a third of what ctypes takes."""
+_ARGUMENTS = Struct("@11q f 5q5q5q5q 3q 2q 2q 4q")
+"""``Decode`` of ``decode.h``: sizes, factors, rows of q, out, K and V, what the pages keep, the
+table, then pointers to what is read and to what is written.  Packing takes a third of what ctypes
+takes."""
 
 
 def supports(operands: PagedOperands, batch: PagedBatch) -> bool:
@@ -57,7 +59,8 @@ def supports(operands: PagedOperands, batch: PagedBatch) -> bool:
 def plan_tokens(batch: PagedBatch, rule: SelectionPolicy) -> torch.Tensor:
     """Blocks that each decoded token attends: ``[0, front)``, the best ``picks``, ``[local, own]``.
 
-    Tokens that choose none count in runs of 64 tokens instead.
+    Tokens that choose none count in runs of 64 tokens instead.  Those that choose by records count
+    in cells, with whole segments before the first candidate and between it and ``local``.
 
     Args:
         batch: the decodes in front of it.
@@ -119,8 +122,10 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         q = q.contiguous()
     result = out if out.stride(-1) == 1 else out.contiguous()
     sink_logits = None if operands.sinks is None else operands.sinks.float().contiguous()
+    by_records = getattr(rule, "alignment", 0) > 0
+    scores = _choice_size(group, sized.blocks, dim) if by_records else (group + 1) * sized.blocks
     sizes = (  # of scores, chosen, units and parts: four bytes each
-        units * (group + 1) * sized.blocks,
+        units * scores,
         units * sized.picks,
         units * _UNIT,
         units * splits * group * (ceil_div(dim, 32) * 32 + 2),
@@ -137,12 +142,14 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         splits,
         sized.blocks,
         sized.picks,
+        by_records,
+        scores,
         operands.softmax_scale,
         *_rows(q),
         *_rows(result),
         *_rows(operands.k_cache),
         *_rows(operands.v_cache),
-        *_sketch(operands.k_summary),
+        *_summary(operands.k_summary),
         table.data_ptr(),
         table.stride(0),
         sized.plan.data_ptr(),
@@ -174,11 +181,17 @@ def _sized_plan(batch: PagedBatch, rule: SelectionPolicy) -> _SizedPlan:
     picking = plan[plan[:, 3] > 0]
     if not picking.numel():
         return _SizedPlan(plan)
-    own = picking[:, 1] // rule.sel_block_size
+    own = picking[:, 4] if getattr(rule, "alignment", 0) else picking[:, 1] // rule.sel_block_size
     return _SizedPlan(plan, int(own.max()), int(picking[:, 3].max()))
 
 
-def _sketch(k_summary: torch.Tensor | None) -> tuple[int, ...]:
+def _choice_size(group: int, cells: int, dim: int) -> int:
+    """Floats of a ``Choice`` of ``choose.h``."""
+    segments = cells // VECTORS
+    return group * (cells + 3 * segments + 1) + segments * (1 + dim // 8) + cells // 2
+
+
+def _summary(k_summary: torch.Tensor | None) -> tuple[int, ...]:
     if k_summary is None:
         return 0, 0, 0
     return k_summary.data_ptr(), *k_summary.stride()[:2]
