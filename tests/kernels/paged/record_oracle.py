@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 import torch
+
+MARGIN = 0.03
+"""Most error of a score, in steps of its key, each of a hundredth."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,10 @@ class Fields:
     scales: torch.Tensor
     value_scale: torch.Tensor
 
+    def of(self, segments: slice, head: int) -> Fields:
+        """Those of some segments of a KV head, where the fields are ``[segments, Hkv, ...]``."""
+        return Fields(*(getattr(self, f.name)[segments, head] for f in fields(self)))
+
     @property
     def vectors(self) -> torch.Tensor:
         """``[..., 32, D]``."""
@@ -51,18 +59,87 @@ def read(records: torch.Tensor, dim: int) -> Fields:
     levels = levels.unflatten(-1, (32, -1))
     quarters = [levels >> shift & 3 for shift in (0, 2, 4, 6)]
     pairs = torch.cat([pairs & 15, pairs >> 4], -1)
-    pair_codes = base.int() - pairs
+    codes = base.int() - pairs
     scale_codes = scales.double()
     scale = (1 + scale_codes % 16 / 16) * 2.0 ** (scale_codes // 16 - 8)
     return Fields(
         levels=torch.cat(quarters, -1).double() - 1.5,
         mean=mean.contiguous().view(torch.bfloat16).double(),
         spreads=spreads.contiguous().view(torch.float8_e4m3fn).double(),
-        sizes=pair_size(pair_codes),
+        sizes=pair_size(codes),
         value_levels=torch.cat([value & 15, value >> 4], -1).double() - 7.5,
         scales=torch.where(scale_codes > 0, scale, 0.0),
         value_scale=value_scale.contiguous().view(torch.float16).double()[..., 0],
     )
+
+
+def encode(keys: torch.Tensor, values: torch.Tensor, given: Fields | None = None) -> Fields:
+    """The fields of segments ``[..., 64, D]`` float64.
+
+    Args:
+        given: a record of them, from whose mean and sizes the rest follows: a mean or a size at the
+            border of two roundings changes many levels.
+    """
+    mean = values_bf16(keys.mean(-2))
+    pairs = keys.unflatten(-2, (32, 2))
+    vectors = pairs.mean(-2)
+    spread = pair_means((pairs - vectors.unsqueeze(-2)).flatten(-3, -2).square()).sqrt()
+    rest = vectors - (mean if given is None else given.mean).unsqueeze(-2)
+    codes = pair_codes(pair_means(rest.square()).sqrt())
+    sizes = pair_size(codes.clamp(min=codes.amax(-1, keepdim=True) - 15))
+    used = sizes if given is None else given.sizes
+    z = rest / torch.cat([used, used], -1).unsqueeze(-2)
+    edge = 0.9957 * z.square().mean(-1, keepdim=True).sqrt()
+    levels = torch.where(edge > 0, (z / edge).floor(), 0.0).clamp(-2, 1) + 0.5
+    scales = z.square().sum(-1) / (z * levels).sum(-1)
+    value = values.mean(-2)
+    value_scale = (value.abs().amax(-1) / 7.5).half().double()
+    value_levels = (value / value_scale.unsqueeze(-1)).floor().clamp(-8, 7) + 0.5
+    return Fields(
+        levels=levels,
+        mean=mean,
+        spreads=spread.clamp(max=448.0).to(torch.float8_e4m3fn).double(),
+        sizes=sizes,
+        value_levels=value_levels,
+        scales=rounded(scales, 4),
+        value_scale=value_scale,
+    )
+
+
+def values_bf16(x: torch.Tensor) -> torch.Tensor:
+    """``x`` rounded to bfloat16."""
+    return x.to(torch.bfloat16).double()
+
+
+def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Positive ``x`` with so many bits of mantissa, halves up."""
+    fraction, exponent = torch.frexp(x)
+    return torch.ldexp((fraction * 2 ** (bits + 1) + 0.5).floor(), exponent - bits - 1)
+
+
+def pair_codes(sizes: torch.Tensor) -> torch.Tensor:
+    """Codes whose :func:`pair_size` is the nearest float of one bit of mantissa."""
+    fraction, exponent = torch.frexp(rounded(sizes, 1))
+    return ((exponent - 1 + 64) * 2 + (fraction >= 0.75)).clamp(0, 255)
+
+
+def _within(ratio: float) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    return lambda a, b: torch.maximum(a, b) <= ratio * torch.minimum(a, b)
+
+
+def _one_level(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a - b).abs() <= 1
+
+
+STEPS = {
+    "levels": _one_level,
+    "value_levels": _one_level,
+    "sizes": _within(1.5),
+    "spreads": _within(2.0),
+    "scales": _within(17 / 16),
+    "value_scale": _within(1.001),
+}
+"""Whether two of a field are at most one rounding apart."""
 
 
 def pair_size(codes: torch.Tensor) -> torch.Tensor:
@@ -85,7 +162,6 @@ def token_cells(
     local: int,
     top_k: int,
     scale: float,
-    margin: float,
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """The cells that a token and KV head choose, and what is left of each segment.
 
@@ -94,7 +170,6 @@ def token_cells(
         k: ``[N, D]``, up to the token's own.
         fields: of the segments ``[front, local)``.
         front, local: segments.
-        margin: relative error of scores, in steps of keys.
 
     Returns:
         Cells from ``front`` on, ascending; logits ``[G, local - front]``; whether scores that are
@@ -113,12 +188,8 @@ def token_cells(
     keys = steps.floor().clamp(0, 2047)
     order = keys.argsort(descending=True, stable=True)
     chosen = order[:top_k].sort().values
-    last = keys[order[top_k - 1]]
-    sure = all(
-        bool((bound(steps + off).eq(bound(steps)) | (steps < 0.0) & (steps + off < 0.0)).all())
-        for off in (-margin, margin)
-        for bound in (lambda x, at=edge: x >= at for edge in (last, last + 1))
-    )
+    edges = torch.stack([keys[order[:top_k]][-1:], keys[order[:top_k]][-1:] + 1]).clamp(min=1)
+    sure = bool(((steps - edges).abs() > MARGIN).all())
     left = torch.ones(scores.shape[0], dtype=torch.bool)
     left[chosen] = False
     rest = (logits.flatten(1) + math.log(2)).masked_fill(~left, -math.inf)
@@ -128,7 +199,8 @@ def token_cells(
 def key_steps(scores: torch.Tensor) -> torch.Tensor:
     """Keys before they are cut to integers: 64 an octave, linear within a step's float."""
     fraction, exponent = torch.frexp(scores)
-    return (exponent + 27) * 64.0 + (fraction * 2 - 1) * 64.0
+    steps = (exponent + 27) * 64.0 + (fraction * 2 - 1) * 64.0
+    return torch.where(scores > 0.0, steps, -math.inf)
 
 
 def attend(
@@ -141,10 +213,9 @@ def attend(
     top_k: int,
     scale: float,
     sinks: torch.Tensor | None = None,
-    margin: float = 0.05,
 ) -> tuple[torch.Tensor, bool]:
     """Output ``[G, D]`` of a token and KV head, and whether its choice is sure; see above."""
-    cells, rest, sure = token_cells(q, k, fields, front, local, top_k, scale, margin)
+    cells, rest, sure = token_cells(q, k, fields, front, local, top_k, scale)
     keys = (cells * 2 + 64 * front)[:, None] + torch.arange(2)
     seen = torch.cat([torch.arange(64 * front), keys.flatten(), torch.arange(64 * local, len(k))])
     logits = torch.cat([scale * q @ k[seen].mT, rest], -1)

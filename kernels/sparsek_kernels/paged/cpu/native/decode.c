@@ -360,7 +360,13 @@ static void combine(const Decode *a, int64_t unit) {
     }
 }
 
-/* The share of a piece in `count` things. */
+/* Parts of a piece to which nothing is added yet. */
+ALWAYS_INLINE void clear(float *part, int64_t group, int dim) {
+    memset(part, 0, group * PART(dim) * sizeof(float));
+    for (int64_t g = 0; g < group; g++) part[(g + 1) * PART(dim) - 2] = -INFINITY;
+}
+
+/* Where the share of a piece in `count` things begins. */
 ALWAYS_INLINE int64_t start_of(const Decode *a, int64_t split, int64_t count) {
     return count * split / a->splits;
 }
@@ -370,58 +376,61 @@ ALWAYS_INLINE int is_last(const Decode *a, int64_t unit) {
     return !__atomic_sub_fetch(&a->units[unit].waiting, 1, __ATOMIC_ACQ_REL);
 }
 
-/* Sinks and window, and scores of what lies between them. */
-ALWAYS_INLINE void near_piece(const Decode *a, int64_t piece, int dim) {
-    const int64_t unit = piece / a->splits, split = piece % a->splits;
-    const Token *token = a->plan + unit / a->heads;
-    const int64_t near = num_near(a, token);
-    float *part = part_of(a, unit, split, 0);
-    memset(part, 0, a->group * PART(dim) * sizeof(float));
-    for (int64_t g = 0; g < a->group; g++) part[(g + 1) * PART(dim) - 2] = -INFINITY;
-    const Cursor at = {NULL, start_of(a, split, near), start_of(a, split + 1, near), 0};
-    attend_blocks(a, token, unit, at, part, dim);
-    if (token->picks && a->by_records) {
+/* Scores of a piece of what lies between sinks and window. */
+ALWAYS_INLINE void score_piece(const Decode *a, const Token *token, int64_t unit, int64_t split,
+                               int dim) {
+    if (a->by_records) {
         const int64_t first = token->front / VECTORS, count = token->local / VECTORS - first;
         score_records(a, token, unit, first + start_of(a, split, count),
                       first + start_of(a, split + 1, count), dim);
-    } else if (token->picks) {
+    } else {
         const int64_t blocks = token->position / a->block_size;
         score_blocks(a, token, unit, start_of(a, split, blocks), start_of(a, split + 1, blocks),
                      dim);
     }
-    if (!is_last(a, unit)) return;
-    if (!token->picks) combine(a, unit);
-    else if (a->by_records) choose_cells(a, token, unit);
+}
+
+/* What a piece adds of the tail. */
+ALWAYS_INLINE void tail_piece(const Decode *a, const Token *token, int64_t unit, int64_t split,
+                              float *part, int dim) {
+    const int64_t first = token->front / VECTORS, count = token->local / VECTORS - first;
+    add_tail(a, unit, first + start_of(a, split, count), first + start_of(a, split + 1, count),
+             part, dim);
+}
+
+static void choose(const Decode *a, const Token *token, int64_t unit) {
+    if (a->by_records) choose_cells(a, token, unit);
     else choose_blocks(a, token, unit);
     a->units[unit].waiting = (int32_t)a->splits;
 }
 
-/* What is chosen, and the tail. */
-ALWAYS_INLINE void far_piece(const Decode *a, int64_t piece, int dim) {
+/* A first pass attends sinks and window and scores what lies between them; a second one attends what
+ * is chosen of it, and the tail.  The last piece of a unit chooses, or combines. */
+ALWAYS_INLINE void do_piece(const Decode *a, int pass, int64_t piece, int dim) {
     const int64_t unit = piece / a->splits, split = piece % a->splits;
     const Token *token = a->plan + unit / a->heads;
-    if (!token->picks) return;
-    const int64_t count = a->units[unit].chosen;
+    if (pass && !token->picks) return;
     float *part = part_of(a, unit, split, 0);
-    const Cursor at = {a->chosen + unit * a->max_picks, start_of(a, split, count),
+    if (!pass) clear(part, a->group, dim);
+    const int64_t count = pass ? a->units[unit].chosen : num_near(a, token);
+    const Cursor at = {pass ? a->chosen + unit * a->max_picks : NULL, start_of(a, split, count),
                        start_of(a, split + 1, count), 0};
     attend_blocks(a, token, unit, at, part, dim);
-    if (a->by_records) {
-        const int64_t first = token->front / VECTORS, rest = token->local / VECTORS - first;
-        add_tail(a, unit, first + start_of(a, split, rest), first + start_of(a, split + 1, rest),
-                 part, dim);
-    }
-    if (is_last(a, unit)) combine(a, unit);
+    if (token->picks && !pass) score_piece(a, token, unit, split, dim);
+    if (pass && a->by_records) tail_piece(a, token, unit, split, part, dim);
+    if (!is_last(a, unit)) return;
+    if (token->picks && !pass) choose(a, token, unit);
+    else combine(a, unit);
 }
 
-/* Calls a function with the common head dimensions as constants, so that its loops unroll.  A
- * constant would not reach into the parallel region from outside. */
-#define BY_DIM(function, a, piece) \
-    switch ((a)->dim) { \
-    case 64: function(a, piece, 64); break; \
-    case 128: function(a, piece, 128); break; \
-    default: function(a, piece, (int)(a)->dim); \
+/* The common head dimensions as constants, so that loops unroll. */
+static void do_piece_of(const Decode *a, int pass, int64_t piece) {
+    switch (a->dim) {
+    case 64: do_piece(a, pass, piece, 64); break;
+    case 128: do_piece(a, pass, piece, 128); break;
+    default: do_piece(a, pass, piece, (int)a->dim);
     }
+}
 
 /* Pieces are dealt out as threads come for them: other work may hold one of them up. */
 void sparsek_decode(const Decode *a) {
@@ -429,12 +438,8 @@ void sparsek_decode(const Decode *a) {
     for (int64_t unit = 0; unit < units; unit++)
         a->units[unit] = (Unit){0, (int32_t)a->splits};
 #pragma omp parallel
-    {
+    for (int pass = 0; pass < (a->max_picks ? 2 : 1); pass++) {
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t piece = 0; piece < pieces; piece++) BY_DIM(near_piece, a, piece)
-        if (a->max_picks) {
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t piece = 0; piece < pieces; piece++) BY_DIM(far_piece, a, piece)
-        }
+        for (int64_t piece = 0; piece < pieces; piece++) do_piece_of(a, pass, piece);
     }
 }

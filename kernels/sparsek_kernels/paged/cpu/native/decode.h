@@ -78,8 +78,8 @@ ALWAYS_INLINE void scaled_query(const Decode *a, int64_t unit, int64_t g, int di
 
 /* A row to ask for ahead of its use: blocks lie far apart, which the hardware does not foresee.
  * Into the second-level cache: two runs would fill the first. */
-ALWAYS_INLINE void ask(const char *row, int64_t bytes) {
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line, 0, 2);
+ALWAYS_INLINE void ask(const void *row, int64_t bytes) {
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch((const char *)row + line, 0, 2);
 }
 
 /* Floats of a part's sums of one query head: channels in the order of chunks. */

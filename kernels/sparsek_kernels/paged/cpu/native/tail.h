@@ -76,8 +76,8 @@ ALWAYS_INLINE void add_tails(const Decode *a, int64_t unit, int64_t from, int he
     }
 }
 
-ALWAYS_INLINE void add_tail(const Decode *a, int64_t unit, int64_t first, int64_t last, float *part,
-                            int dim) {
+static void add_tail(const Decode *a, int64_t unit, int64_t first, int64_t last, float *part,
+                     int dim) {
     for (int64_t g = 0; g < a->group; g += 4) {
         float *rows = part + g * PART(dim);
         switch (min64(a->group - g, 4)) { /* constants, so that loops unroll */
