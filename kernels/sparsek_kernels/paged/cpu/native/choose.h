@@ -6,14 +6,14 @@
 #include "decode.h"
 #include "record.h"
 
-#define HALVES (VECTORS / WIDE) /* registers of numbers of a record's vectors */
-#define AHEAD 192 /* bytes to ask for at a time: three lines for 16 channels */
-#define LARGEST 32767.0f
-#define MOST_SCORE 80.0f /* logarithm; keys end far below */
-#define KEY_SHIFT 17     /* 64 steps an octave */
+#define SHARES (VECTORS / WIDE) /* registers with a number of each of a record's vectors */
+#define AHEAD 192               /* bytes of a record for 16 channels: three lines */
+#define LARGEST 32767.0f        /* factor of a level */
+#define MOST_SCORE 80.0f        /* logarithm; keys end far below */
+#define KEY_SHIFT 17            /* 64 steps an octave */
 #define KEY_FIRST ((127 - 28) << 6)
 #define KEY_BITS 11
-#define COUNTED 16384 /* int16 holds as many */
+#define COUNTED 16384 /* keys; int16 counts as many */
 
 /* What a unit chooses by; segments and cells count from the sequence's first. */
 typedef struct {
@@ -24,8 +24,7 @@ typedef struct {
     float *gains;    /* [group, segments]: logarithms; then factors of shares in scores */
     float *tops;     /* [group]: of best */
     float *scales;   /* [segments]: of the mean values */
-    uint8_t *values; /* [segments, dim / 2]: levels of the mean values, for which no record is read
-                        again */
+    uint8_t *values; /* [segments, dim / 2]: levels of the mean values */
     int16_t *keys;   /* [cells] */
 } Choice;
 
@@ -33,7 +32,7 @@ ALWAYS_INLINE Choice choice_of(const Decode *a, int64_t unit) {
     Choice c;
     c.cells = a->max_blocks;
     c.segments = c.cells / VECTORS;
-    c.shares = a->scores + unit * a->scores_size;
+    c.shares = a->scores + slot_of(a, unit) * a->scores_size;
     c.best = c.shares + a->group * c.cells;
     c.sums = c.best + a->group * c.segments;
     c.gains = c.sums + a->group * c.segments;
@@ -42,11 +41,6 @@ ALWAYS_INLINE Choice choice_of(const Decode *a, int64_t unit) {
     c.values = (uint8_t *)(c.scales + c.segments);
     c.keys = (int16_t *)(c.values + c.segments * (a->dim / 2));
     return c;
-}
-
-/* float32 of an fp16 that is not negative. */
-ALWAYS_INLINE float widen_half(uint16_t half) {
-    return half < 0x7c00 ? as_float((uint32_t)half << 13) * 0x1p112f : NAN;
 }
 
 /* The record of a unit's segment. */
@@ -89,9 +83,11 @@ ALWAYS_INLINE void load_queries(const Decode *a, int64_t unit, int dim, Query *q
 
 /* A record: its levels by words, each of all vectors. */
 typedef struct {
-    WideBits words[WORDS(MOST_DIM)][HALVES];
-    float scales[VECTORS], mean[MOST_DIM], variances[MOST_DIM / 2];
-    float sizes[MOST_DIM]; /* of pairs, in the levels' order */
+    WideBits words[WORDS(MOST_DIM)][SHARES];
+    float scales[VECTORS];
+    float mean[MOST_DIM];
+    float variances[MOST_DIM / 2]; /* of pairs */
+    float sizes[MOST_DIM];         /* of pairs, in the levels' order */
 } Record;
 
 ALWAYS_INLINE void load_record(const uint8_t *from, int dim, Record *to) {
@@ -132,15 +128,15 @@ ALWAYS_INLINE void load_record(const uint8_t *from, int dim, Record *to) {
                 as_float((base - (codes[at] >> k % 2 * 4 & 15)) << PAIR_SHIFT);
 }
 
-/* Factors of levels, in 16 bits, so that products are sums of integers. */
+/* Factors of a record's levels in 16 bits, so that products are sums of integers. */
 typedef struct {
-    int16_t of[MOST_DIM];
+    int16_t of[MOST_DIM]; /* in the levels' order */
     int32_t total;
     float step;
-} Factors16;
+} LevelFactors;
 
 ALWAYS_INLINE void quantise_factors(const Query *query, const Record *record, int dim,
-                                    Factors16 *to) {
+                                    LevelFactors *to) {
     float factors[MOST_DIM], largest = 0.0f;
     int32_t total = 0;
 #pragma omp simd reduction(max : largest)
@@ -164,18 +160,18 @@ ALWAYS_INLINE void quantise_factors(const Query *query, const Record *record, in
 ALWAYS_INLINE void score_record(const Record *record, const uint8_t *ahead, const Query *queries,
                                 int heads, const Choice *c, int64_t first, int64_t segment,
                                 int dim) {
-    Factors16 factors[4];
-    WideInts sums[4][HALVES] = {{{0}}};
+    LevelFactors factors[4];
+    WideInts sums[4][SHARES] = {{{0}}};
     for (int g = 0; g < heads; g++) quantise_factors(queries + g, record, dim, factors + g);
     for (int i = 0; i < WORDS(dim); i++) {
         ask(ahead + i * AHEAD, AHEAD);
         for (int n = 0; n < 8; n++) {
-            WideBits levels[HALVES];
-            for (int h = 0; h < HALVES; h++) levels[h] = record->words[i][h] >> 2 * n & 0x30003;
+            WideBits levels[SHARES];
+            for (int h = 0; h < SHARES; h++) levels[h] = record->words[i][h] >> 2 * n & 0x30003;
             for (int g = 0; g < heads; g++) {
                 uint32_t pair;
                 memcpy(&pair, &factors[g].of[4 * WORDS(dim) * (n % 4) + 4 * i + n / 4 * 2], 4);
-                for (int h = 0; h < HALVES; h++)
+                for (int h = 0; h < SHARES; h++)
                     sums[g][h] = add_pairs(sums[g][h], pair, levels[h]);
             }
         }
@@ -218,7 +214,7 @@ ALWAYS_INLINE void score_records(const Decode *a, const Token *token, int64_t un
         load_record(from, dim, &record);
         uint16_t scale;
         memcpy(&scale, from + AT_VALUE_SCALE(dim), sizeof scale);
-        c.scales[segment] = widen_half(scale);
+        c.scales[segment] = widen_fp16(scale);
         memcpy(c.values + segment * (dim / 2), from + AT_VALUE(dim), dim / 2);
         for (int64_t g = 0; g < a->group; g += 4) {
             const Query *own = queries + g;
@@ -303,7 +299,7 @@ static int64_t reach_of(const int16_t *keys, int64_t first, int64_t last, int16_
 static void choose_cells(const Decode *a, const Token *token, int64_t unit) {
     const Choice c = choice_of(a, unit);
     const int64_t first = token->front / VECTORS, last = token->local / VECTORS;
-    int32_t *chosen = a->chosen + unit * a->max_picks, found = 0;
+    int32_t *chosen = a->chosen + slot_of(a, unit) * a->max_picks, found = 0;
     for (int64_t g = 0; g < a->group; g++) normalise(a, &c, unit, g, first, last);
     find_keys(a, &c, first, last);
     int16_t threshold = 0;
@@ -335,5 +331,5 @@ static void choose_cells(const Decode *a, const Token *token, int64_t unit) {
             c.best[g * c.segments + n] *= left;
         }
     }
-    a->units[unit].chosen = found;
+    a->units[slot_of(a, unit)].chosen = found;
 }

@@ -4,10 +4,10 @@
 #include "rotate.h"
 #include "tail.h"
 
-#define CELL 16           /* tokens that blocks of the sketch are multiples of */
-#define CELL_VECTORS 4    /* of a cell, in the sketch */
-#define BLOCK SEGMENT     /* tokens that are counted together where none are chosen */
-#define RUN 128           /* keys that are attended together */
+#define CELL 16        /* tokens that blocks of the sketch are multiples of */
+#define CELL_VECTORS 4 /* of a cell, in the sketch */
+#define BLOCK SEGMENT  /* tokens that are counted together where none are chosen */
+#define RUN 128        /* keys that are attended together */
 
 /* Levels of nibble n of the words of a row of the sketch. */
 ALWAYS_INLINE Lanes levels_of(Bits words, int n) {
@@ -48,7 +48,7 @@ ALWAYS_INLINE void score_blocks(const Decode *a, const Token *token, int64_t uni
     const int32_t per_block = (int32_t)a->block_size / CELL;
     const int32_t *pages = a->table + token->request * a->table_stride;
     const uint8_t *sketch = a->summary.data + unit % a->heads * a->summary.head;
-    float *scores = a->scores + unit * a->scores_size;
+    float *scores = a->scores + slot_of(a, unit) * a->scores_size;
     Factors factors[MOST_GROUP + 1];
     Lanes sums[MOST_GROUP + 1][LANES];
     load_weights(dim, factors[0]);
@@ -61,7 +61,7 @@ ALWAYS_INLINE void score_blocks(const Decode *a, const Token *token, int64_t uni
         const int32_t cells[2] = {cell, cell + 1 < end ? cell + 1 : cell};
         for (int j = 0; j < LANES; j++) {
             const int32_t own = cells[j / CELL_VECTORS], page = own / per_page;
-            const int64_t vector = (int64_t)(own - page * per_page) * CELL_VECTORS + j % CELL_VECTORS;
+            const int64_t vector = (own - page * per_page) * CELL_VECTORS + j % CELL_VECTORS;
             const uint8_t *row = sketch + pages[page] * a->summary.page + vector * half;
             for (int c = 0; c * LANES < dim / 8; c++) {
                 Bits words = {0};
@@ -93,8 +93,8 @@ ALWAYS_INLINE void score_blocks(const Decode *a, const Token *token, int64_t uni
 }
 
 /* The `count` best of scores [first, last), ascending, and how many they are; ties to the lower
- * index, NaN counts as 0.  Non-negative floats order as their bits, so the count-th largest is found
- * bit by bit. */
+ * index, NaN counts as 0.  Non-negative floats order as their bits, so the count-th largest is
+ * found bit by bit. */
 static int32_t best_of(float *scores, int64_t first, int64_t last, int64_t count, int32_t *best) {
     int32_t found = 0;
     int64_t above = 0;
@@ -137,11 +137,11 @@ static void add_shares(float *rows, int64_t stride, int64_t group, int64_t count
 
 /* The blocks that a unit chooses, by their logits. */
 static void choose_blocks(const Decode *a, const Token *token, int64_t unit) {
-    float *scores = a->scores + unit * a->scores_size;
+    float *scores = a->scores + slot_of(a, unit) * a->scores_size;
     float *sums = scores + a->group * a->max_blocks;
     add_shares(scores, a->max_blocks, a->group, token->position / a->block_size, sums);
-    a->units[unit].chosen = best_of(sums, token->front, token->local, token->picks,
-                                    a->chosen + unit * a->max_picks);
+    a->units[slot_of(a, unit)].chosen = best_of(sums, token->front, token->local, token->picks,
+                                    a->chosen + slot_of(a, unit) * a->max_picks);
 }
 
 /* Tokens of a block: those that choose none go by runs, whatever the size of blocks, so that the
@@ -373,7 +373,7 @@ ALWAYS_INLINE int64_t start_of(const Decode *a, int64_t split, int64_t count) {
 
 /* Whether a piece is the last one of its unit's pass. */
 ALWAYS_INLINE int is_last(const Decode *a, int64_t unit) {
-    return !__atomic_sub_fetch(&a->units[unit].waiting, 1, __ATOMIC_ACQ_REL);
+    return !__atomic_sub_fetch(&a->units[slot_of(a, unit)].waiting, 1, __ATOMIC_ACQ_REL);
 }
 
 /* Scores of a piece of what lies between sinks and window. */
@@ -401,20 +401,20 @@ ALWAYS_INLINE void tail_piece(const Decode *a, const Token *token, int64_t unit,
 static void choose(const Decode *a, const Token *token, int64_t unit) {
     if (a->by_records) choose_cells(a, token, unit);
     else choose_blocks(a, token, unit);
-    a->units[unit].waiting = (int32_t)a->splits;
+    a->units[slot_of(a, unit)].waiting = (int32_t)a->splits;
 }
 
-/* A first pass attends sinks and window and scores what lies between them; a second one attends what
- * is chosen of it, and the tail.  The last piece of a unit chooses, or combines. */
+/* A first pass attends sinks and window and scores what lies between them; a second one attends
+ * what is chosen of it, and the tail.  The last piece of a unit chooses, or combines. */
 ALWAYS_INLINE void do_piece(const Decode *a, int pass, int64_t piece, int dim) {
     const int64_t unit = piece / a->splits, split = piece % a->splits;
     const Token *token = a->plan + unit / a->heads;
     if (pass && !token->picks) return;
     float *part = part_of(a, unit, split, 0);
     if (!pass) clear(part, a->group, dim);
-    const int64_t count = pass ? a->units[unit].chosen : num_near(a, token);
-    const Cursor at = {pass ? a->chosen + unit * a->max_picks : NULL, start_of(a, split, count),
-                       start_of(a, split + 1, count), 0};
+    const int32_t *chosen = pass ? a->chosen + slot_of(a, unit) * a->max_picks : NULL;
+    const int64_t count = pass ? a->units[slot_of(a, unit)].chosen : num_near(a, token);
+    const Cursor at = {chosen, start_of(a, split, count), start_of(a, split + 1, count), 0};
     attend_blocks(a, token, unit, at, part, dim);
     if (token->picks && !pass) score_piece(a, token, unit, split, dim);
     if (pass && a->by_records) tail_piece(a, token, unit, split, part, dim);
@@ -435,10 +435,18 @@ static void do_piece_of(const Decode *a, int pass, int64_t piece) {
 /* Pieces are dealt out as threads come for them: other work may hold one of them up. */
 void sparsek_decode(const Decode *a) {
     const int64_t units = a->tokens * a->heads, pieces = units * a->splits;
-    for (int64_t unit = 0; unit < units; unit++)
-        a->units[unit] = (Unit){0, (int32_t)a->splits};
-#pragma omp parallel
-    for (int pass = 0; pass < (a->max_picks ? 2 : 1); pass++) {
+    const int passes = a->max_picks ? 2 : 1;
+    if (a->splits == 1) {
+#pragma omp parallel for num_threads(a->threads) schedule(dynamic, 1)
+        for (int64_t unit = 0; unit < units; unit++) {
+            a->units[slot_of(a, unit)] = (Unit){0, 1};
+            for (int pass = 0; pass < passes; pass++) do_piece_of(a, pass, unit);
+        }
+        return;
+    }
+    for (int64_t unit = 0; unit < units; unit++) a->units[unit] = (Unit){0, (int32_t)a->splits};
+#pragma omp parallel num_threads(a->threads)
+    for (int pass = 0; pass < passes; pass++) {
 #pragma omp for schedule(dynamic, 1)
         for (int64_t piece = 0; piece < pieces; piece++) do_piece_of(a, pass, piece);
     }

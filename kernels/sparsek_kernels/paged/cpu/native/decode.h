@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <omp.h>
+
 #include "lanes.h"
 
 #define MOST_DIM 256
@@ -29,7 +31,7 @@ typedef struct {
 } Unit;
 
 typedef struct {
-    int64_t tokens, heads, group, dim, page_size, block_size, splits;
+    int64_t tokens, heads, group, dim, page_size, block_size, threads, splits;
     int64_t max_blocks, max_picks;
     int64_t by_records; /* whether blocks are chosen by records */
     int64_t scores_size;
@@ -40,11 +42,17 @@ typedef struct {
     int64_t table_stride;
     const Token *plan;
     const float *sinks; /* [heads, group] or NULL */
-    float *scores;      /* [tokens * heads, scores_size]: what a choice is made from */
-    int32_t *chosen;    /* [tokens * heads, max_picks] blocks, ascending */
-    Unit *units;        /* [tokens * heads] */
-    float *parts; /* [tokens * heads, splits, group, PART]: sums, by chunks; maximum, total */
+    float *scores;      /* [slots, scores_size]: what a choice is made from */
+    int32_t *chosen;    /* [slots, max_picks] blocks, ascending */
+    Unit *units;        /* [slots] */
+    float *parts;       /* [slots, splits, group, PART]: sums, by chunks; maximum, total */
 } Decode;
+
+/* Where a unit, a token and KV head, keeps what it needs: it has a slot of its own where several
+ * pieces work on it, and else its thread's. */
+ALWAYS_INLINE int64_t slot_of(const Decode *a, int64_t unit) {
+    return a->splits > 1 ? unit : omp_get_thread_num();
+}
 
 /* Floats of a part: whole chunks of any processor, and two. */
 #define PART(dim) (((dim) + 31) / 32 * 32 + 2)
@@ -79,10 +87,11 @@ ALWAYS_INLINE void scaled_query(const Decode *a, int64_t unit, int64_t g, int di
 /* A row to ask for ahead of its use: blocks lie far apart, which the hardware does not foresee.
  * Into the second-level cache: two runs would fill the first. */
 ALWAYS_INLINE void ask(const void *row, int64_t bytes) {
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch((const char *)row + line, 0, 2);
+    const char *lines = row;
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(lines + line, 0, 2);
 }
 
 /* Floats of a part's sums of one query head: channels in the order of chunks. */
 ALWAYS_INLINE float *part_of(const Decode *a, int64_t unit, int64_t split, int64_t g) {
-    return a->parts + ((unit * a->splits + split) * a->group + g) * PART(a->dim);
+    return a->parts + ((slot_of(a, unit) * a->splits + split) * a->group + g) * PART(a->dim);
 }

@@ -28,7 +28,7 @@ _PIECES_PER_THREAD = 4
 """Pieces of work for each thread, so that none waits long for the last."""
 
 
-_ARGUMENTS = Struct("@11q f 5q5q5q5q 3q 2q 2q 4q")
+_ARGUMENTS = Struct("@12q f 5q5q5q5q 3q 2q 2q 4q")
 """``Decode`` of ``decode.h``: sizes, factors, rows of q, out, K and V, what the pages keep, the
 table, then pointers to what is read and to what is written.  Packing takes a third of what ctypes
 takes."""
@@ -115,20 +115,23 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
     units = tokens * heads
     if not units:
         return
-    splits = max(_PIECES_PER_THREAD * torch.get_num_threads() // units, 1)
+    threads = torch.get_num_threads()
+    splits = max(_PIECES_PER_THREAD * threads // units, 1)
+    slots = threads if splits == 1 else units
     table = batch.block_table
     q, out = operands.q, operands.out
     if q.stride(-1) != 1:
         q = q.contiguous()
     result = out if out.stride(-1) == 1 else out.contiguous()
     sink_logits = None if operands.sinks is None else operands.sinks.float().contiguous()
-    by_records = getattr(rule, "alignment", 0) > 0
-    scores = _choice_size(group, sized.blocks, dim) if by_records else (group + 1) * sized.blocks
+    scores = (group + 1) * sized.blocks
+    if sized.by_records:
+        scores = _choice_size(group, sized.blocks, dim)
     sizes = (  # of scores, chosen, units and parts: four bytes each
-        units * scores,
-        units * sized.picks,
-        units * _UNIT,
-        units * splits * group * (ceil_div(dim, 32) * 32 + 2),
+        slots * scores,
+        slots * sized.picks,
+        slots * _UNIT,
+        slots * splits * group * (ceil_div(dim, 32) * 32 + 2),
     )
     scratch = torch.empty(sum(sizes), dtype=torch.float32)
     starts = accumulate((4 * size for size in sizes[:-1]), initial=scratch.data_ptr())
@@ -139,17 +142,18 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         dim,
         operands.k_cache.shape[2],
         rule.sel_block_size,
+        threads,
         splits,
         sized.blocks,
         sized.picks,
-        by_records,
+        sized.by_records,
         scores,
         operands.softmax_scale,
         *_rows(q),
         *_rows(result),
         *_rows(operands.k_cache),
         *_rows(operands.v_cache),
-        *_summary(operands.k_summary),
+        *_summary(operands.summary if sized.picks else None),
         table.data_ptr(),
         table.stride(0),
         sized.plan.data_ptr(),
@@ -169,11 +173,13 @@ class _SizedPlan:
         plan: of :func:`plan_tokens`.
         blocks: to score.
         picks: blocks chosen, at most.
+        by_records: whether they are chosen by records.
     """
 
     plan: torch.Tensor
     blocks: int = 0
     picks: int = 0
+    by_records: bool = False
 
 
 def _sized_plan(batch: PagedBatch, rule: SelectionPolicy) -> _SizedPlan:
@@ -181,8 +187,9 @@ def _sized_plan(batch: PagedBatch, rule: SelectionPolicy) -> _SizedPlan:
     picking = plan[plan[:, 3] > 0]
     if not picking.numel():
         return _SizedPlan(plan)
-    own = picking[:, 4] if getattr(rule, "alignment", 0) else picking[:, 1] // rule.sel_block_size
-    return _SizedPlan(plan, int(own.max()), int(picking[:, 3].max()))
+    by_records = getattr(rule, "alignment", 0) > 0
+    blocks = picking[:, 4] if by_records else picking[:, 1] // rule.sel_block_size
+    return _SizedPlan(plan, int(blocks.max()), int(picking[:, 3].max()), by_records)
 
 
 def _choice_size(group: int, cells: int, dim: int) -> int:

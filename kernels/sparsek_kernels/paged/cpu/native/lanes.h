@@ -1,5 +1,5 @@
-/* Vector arithmetic of decode.c: several float32 at a time, by the compiler's vector types; pairs of
- * bfloat16 and of int16 by the processor's own instruction where it has one. */
+/* Vector arithmetic of decode.c: several float32 at a time, by the compiler's vector types; pairs
+ * of bfloat16 and of int16 by the processor's own instruction where it has one. */
 
 #pragma once
 

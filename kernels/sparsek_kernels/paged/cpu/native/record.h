@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -37,4 +38,9 @@ static inline int32_t as_bits(float value) {
     int32_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
+}
+
+/* float32 of an fp16 that is not negative. */
+static inline float widen_fp16(uint16_t code) {
+    return code < 0x7c00 ? as_float((uint32_t)code << 13) * 0x1p112f : NAN;
 }

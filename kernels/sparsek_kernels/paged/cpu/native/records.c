@@ -1,8 +1,6 @@
 /* The records (record.h) of segments that are complete, from their keys and values.  Called by
  * records.py, which documents the arguments.  Sums are float32. */
 
-#include <math.h>
-
 #include "record.h"
 
 #define MOST_DIM 512
@@ -59,12 +57,6 @@ ALWAYS_INLINE uint16_t fp16_code(float x) {
     x = x < MOST_VALUE_SCALE ? x : MOST_VALUE_SCALE;
     const int32_t bits = as_bits(x), code = ((bits + 0xfff + (bits >> 13 & 1)) >> 13) - (112 << 10);
     return (uint16_t)(x < 0x1p-14f ? (int32_t)rintf(x * 0x1p24f) : code);
-}
-
-/* float32 of an fp16 that is not negative. */
-ALWAYS_INLINE float widen_fp16(uint16_t code) {
-    const float value = as_float((uint32_t)code << 13) * 0x1p112f;
-    return code < 0x7c00 ? value : as_float(0x7fc00000);
 }
 
 /* The size of each RoPE pair, over all vectors, as codes of 4 bits below the largest; and the

@@ -1,4 +1,4 @@
-/* The tail of a choice: what is left of each segment, as one more key of the segment's mean value. */
+/* The tail of a choice: what is left of each segment, as one more key of its mean value. */
 
 #pragma once
 
