@@ -117,7 +117,7 @@ ALWAYS_INLINE void load_record(const uint8_t *from, int dim, Record *to) {
         to->variances[p] = spread * spread;
     }
     uint32_t pairs[WORDS(MOST_DIM)] = {0};
-    memcpy(pairs, from + AT_PAIRS(dim), quarter);
+    copy(pairs, from + AT_PAIRS(dim), quarter, sizeof pairs);
     for (int i = 0; i < words; i++)
         pairs[i] = (pairs[i] & 0xff0000ff) | (pairs[i] >> 8 & 0xff00) | (pairs[i] & 0xff00) << 8;
     const uint8_t *codes = (const uint8_t *)pairs;
