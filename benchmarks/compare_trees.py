@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import inspect
 import json
 import os
 import subprocess
@@ -207,7 +208,9 @@ def keep(pages: Pages, whole: Any, policy: Any, options: dict[str, Any]) -> None
 
     if "indexers" in options:
         index = options["indexers"].decode
-        paged.write_index(pages.keys, pages.summary, whole, policy.decode, index)
+        takes_values = "v_cache" in inspect.signature(paged.write_index).parameters
+        caches = (pages.keys, pages.values) if takes_values else (pages.keys,)
+        paged.write_index(*caches, pages.summary, whole, policy.decode, index)
     elif "gates" in options:
         paged.write_gate_keys(pages.keys, pages.summary, whole, policy, options["gates"])
     elif MACHINE.device != "cpu":  # where means are not kept

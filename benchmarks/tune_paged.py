@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from sparsek_kernels.paged.attend import launch as attend_launch  # noqa: E402
 from sparsek_kernels.paged.batch import PagedBatch  # noqa: E402
+from sparsek_kernels.paged.chosen import Chosen  # noqa: E402
 from sparsek_kernels.paged.config import TileConfig  # noqa: E402
 from sparsek_kernels.paged.index import launch as index_launch  # noqa: E402
 from sparsek_kernels.paged.index.key_means import launch as key_means_launch  # noqa: E402
@@ -166,7 +167,7 @@ def decode_floor(requests: int, length: int) -> float:
 
 def choose_and_attend(index: Any, operands: PagedOperands, segment: Segment) -> None:
     """Both halves; ``index`` is the launcher that chooses."""
-    attend_launch.attend_segment(operands, segment, index.select(operands, segment))
+    attend_launch.attend_segment(operands, segment, Chosen(index.select(operands, segment)))
 
 
 def decode_calls(
@@ -182,7 +183,7 @@ def decode_calls(
         operands = PagedOperands(q, k_cache, v_cache, out, DIM**-0.5, summary)
         segment = Segment(batch, rule)
         choose = functools.partial(key_means_launch.select, operands, segment)
-        selected = choose()
+        selected = Chosen(choose())
         everything.append(functools.partial(choose_and_attend, key_means_launch, operands, segment))
         select.append(choose)
         attend.append(functools.partial(attend_launch.attend_segment, operands, segment, selected))

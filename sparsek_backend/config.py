@@ -80,6 +80,10 @@ class SparsityConfig(BaseModel):
     decode_top_k: Blocks | None = Field(None, examples=[32])
     """Blocks that a decoded token selects; by default twice `top_k`, and 32 more at least, since
     summaries alone choose them. Fewer make decoding faster."""
+    decode_tokens: Positive | None = Field(None, examples=[4096])
+    """Instead of `decode_top_k`: tokens that a decoded token selects, in pairs, by records that
+    pages keep of every 64 tokens; a mean value stands in for the others of each 64. Pages then have
+    a multiple of 64 tokens."""
     dense_below: Count = 8192
     """Positions below this attend everything."""
     dense_last: Count = 64
@@ -149,7 +153,10 @@ class SparsityConfig(BaseModel):
             dense_last=self.dense_last,
             query_tile=self.query_tile,
         )
-        single = tiles.per_token(self.decode_top_k or self.top_k + max(self.top_k, 32))
+        if self.decode_tokens is not None:
+            single = tiles.by_records(self.decode_tokens)
+        else:
+            single = tiles.per_token(self.decode_top_k or self.top_k + max(self.top_k, 32))
         if self.sparse_phase == "decode":
             return StepPolicy(dense, single)
         prefill = single if self.query_tile == 1 else tiles
@@ -287,6 +294,11 @@ def _select_per_token(config: SparsityConfig, sources: dict[str, str]) -> Sparsi
     Raises:
         ConfigError: the user asked for it, or for a mode that is not batch-invariant.
     """
+    if config.decode_tokens is not None:
+        raise ConfigError(
+            f"SPARSEK setting decode_tokens (from {sources['decode_tokens']}): not served with "
+            f"{BATCH_INVARIANT}; remedy: use decode_top_k, or unset {BATCH_INVARIANT}"
+        )
     unserved = {
         "nsa": "natively sparse models are",
         "infllm": "mode infllm is",
@@ -432,6 +444,17 @@ def _check_agreement(config: SparsityConfig, sources: Mapping[str, str]) -> None
             f"SPARSEK setting mode (from {sources['mode']}): 'pattern' needs a file, and pattern "
             "is not set; remedy: make one with `sparsek patterns learn MODEL --prefill --out FILE` "
             "and set pattern to its path"
+        )
+    if config.decode_tokens is not None and config.decode_top_k is not None:
+        raise ConfigError(
+            f"SPARSEK settings contradict each other: decode_tokens (from "
+            f"{sources['decode_tokens']}) and decode_top_k (from {sources['decode_top_k']}) both "
+            "say what a decoded token selects; remedy: remove one of them"
+        )
+    if config.decode_tokens is not None and config.query_tile == 1:
+        raise ConfigError(
+            f"SPARSEK setting query_tile (from {sources['query_tile']}): expected more than 1 with "
+            "decode_tokens, got 1; remedy: remove it, or use decode_top_k"
         )
     if config.mode == "pattern" and config.query_tile == 1:
         raise ConfigError(

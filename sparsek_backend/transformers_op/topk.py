@@ -62,7 +62,7 @@ def _paged(
     described = batch_of_lengths(table, (num_q,) * batch, lengths, decodes=decodes)
     if indexers.written_once is not None:
         every = batch_of_lengths(table, lengths, lengths)
-        write_index(k_cache, summary, every, policy.decode, indexers.written_once)
+        write_index(k_cache, v_cache, summary, every, policy.decode, indexers.written_once)
     return k_cache, v_cache, summary, described
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +37,7 @@ class Engine:
         selects_blocks: whether any layer selects blocks by score.
         dummy_run_done: whether a natively sparse layer has run a prefill of the longest length, for
             vLLM to measure its memory.
+        ready_kernels: kinds of layers whose kernels have been compiled.
     """
 
     resolved: ResolvedConfig
@@ -47,6 +48,7 @@ class Engine:
     rotation: torch.Tensor | None = None
     selects_blocks: bool = False
     dummy_run_done: bool = False
+    ready_kernels: set[Hashable] = field(default_factory=set)
 
     def rotation_on(self, device: torch.device) -> torch.Tensor | None:
         """Return :attr:`rotation` on the device of the layers, where it stays.

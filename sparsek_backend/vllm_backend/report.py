@@ -54,7 +54,9 @@ def describe_layers(
     parts = [_describe_policy(main, mode)]
     if prefill.selects_blocks and decode.selects_blocks:
         own = decode.top_k * decode.sel_block_size // prefill.sel_block_size
-        if own != prefill.top_k:
+        if decode.alignment:
+            parts.append(f"decoded tokens choose {decode.top_k * decode.sel_block_size} by records")
+        elif own != prefill.top_k:
             parts[0] += f" ({own} for decoded tokens)"
         if mode == "pattern":
             parts.append("prefills by a learned pattern")
@@ -127,6 +129,12 @@ def _describe_policy(policy: SelectionPolicy, mode: str) -> str:
         if policy.is_band:
             return f"the model's sliding window of {policy.window_size}"
         return f"sink_window, {policy.num_sink} sink tokens + window {policy.window_size}"
+    if policy.alignment:
+        return (
+            f"{mode}, {policy.sink_blocks * policy.sel_block_size} sink tokens + window "
+            f"{policy.window_size} + {policy.top_k * policy.sel_block_size} tokens per KV head by "
+            f"records of {policy.alignment}"
+        )
     sinks = policy.sink_blocks
     return (
         f"{mode}, {sinks} sink block{'' if sinks == 1 else 's'} + window "

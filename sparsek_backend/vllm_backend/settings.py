@@ -117,6 +117,12 @@ def check_page_size(resolved: ResolvedConfig, page_size: int) -> None:
             f"the KV page of {page_size} tokens, got {size}; remedy: --block-size {size}, or set "
             f"sel_block_size to {page_size}"
         )
+    if config.decode_tokens is not None and page_size % 64:
+        raise ConfigError(
+            f"SPARSEK setting decode_tokens (from {resolved.sources['decode_tokens']}): expected "
+            f"KV pages of a multiple of 64 tokens, got {page_size}; remedy: --block-size 64, or "
+            "use decode_top_k"
+        )
     if config.mode == "seer" and page_size % size:
         raise ConfigError(
             f"SPARSEK mode seer: expected KV pages of a multiple of the gates' blocks of {size} "

@@ -5,11 +5,10 @@ On a CPU the kernels run in Triton's interpreter; the api would take the torch p
 
 from __future__ import annotations
 
-import torch
-
 from sparsek_kernels.paged.api import default_indexers
 from sparsek_kernels.paged.attend import launch as attend_launch
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.index.base import Indexer, Indexers
 from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.index.infllm import launch as infllm_launch
@@ -24,23 +23,23 @@ from sparsek_kernels.paged.plan import Segment, plan_step, plan_tokens
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 
 
-def select_launched(operands: PagedOperands, segment: Segment, index: Indexer) -> torch.Tensor:
+def select_launched(operands: PagedOperands, segment: Segment, index: Indexer) -> Chosen:
     """What an indexer's launches choose."""
     if isinstance(index, KeyMeans):
-        return key_means_launch.select(operands, segment)
+        return Chosen(key_means_launch.select(operands, segment))
     if isinstance(index, TwoStep):
-        return two_step_launch.select(operands, segment)
+        return Chosen(two_step_launch.select(operands, segment))
     if isinstance(index, InfLLM):
-        return infllm_launch.select(operands, segment)
+        return Chosen(infllm_launch.select(operands, segment))
     if isinstance(index, Seer):
-        return seer_launch.select(operands, segment, index.gates)
+        return Chosen(seer_launch.select(operands, segment, index.gates))
     return index.select(operands, segment)
 
 
 def attend_launched(operands: PagedOperands, segment: Segment, index: Indexer | None) -> None:
     """What ``attend_segment`` does on a GPU."""
-    indices = None if index is None else select_launched(operands, segment, index)
-    attend_launch.attend_segment(operands, segment, indices)
+    chosen = None if index is None else select_launched(operands, segment, index)
+    attend_launch.attend_segment(operands, segment, chosen)
 
 
 def run_launched(

@@ -11,7 +11,7 @@ import torch
 from sparsek_backend.config import SparsityConfig
 from sparsek_backend.vllm_backend.sparsek import impl as impl_module
 from sparsek_backend.vllm_backend.sparsek.selection import register_indexer
-from sparsek_kernels.paged import Indexer, Indexers, StepPolicy
+from sparsek_kernels.paged import Chosen, Indexer, Indexers, StepPolicy
 from sparsek_kernels.paged.batch import host_lengths
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
@@ -23,7 +23,7 @@ from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
 class Earliest(Indexer):
     """Chooses the first blocks that compete, whatever the queries are."""
 
-    def select(self, operands: PagedOperands, segment: Segment) -> torch.Tensor:
+    def select(self, operands: PagedOperands, segment: Segment) -> Chosen:
         """Return consecutive blocks from the first candidate on."""
         policy, first = segment.policy, []
         for length, count in zip(*host_lengths(segment.batch), strict=True):
@@ -38,7 +38,7 @@ class Earliest(Indexer):
             for position in first
         ]
         indices = torch.tensor(rows, dtype=torch.int32)[:, None]
-        return indices.expand(-1, operands.heads, -1).contiguous()
+        return Chosen(indices.expand(-1, operands.heads, -1).contiguous())
 
 
 def earliest(q: Any, k: torch.Tensor, positions: list[int], policy: Any, scale: float) -> Any:

@@ -44,7 +44,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     monkeypatch.setattr(
         impl_module,
         "write_index",
-        lambda k, summary, batch, policy, index: found.append(("means", batch)),
+        lambda k, v, summary, batch, policy, index: found.append(("means", batch)),
     )
     return found
 

@@ -217,6 +217,24 @@ def test_a_timed_prefill_waits_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert STATS.take_seconds() == (0.25, 1.5)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_gpu_times_prefills_by_its_events() -> None:
+    from sparsek_backend.vllm_backend.sparsek.probe import SelectionProbe
+    from sparsek_backend.vllm_backend.stats import STATS
+
+    probe, device = SelectionProbe(), torch.device("cuda")
+    x = torch.randn(2048, 2048, device=device)
+    STATS.take_seconds()
+    assert probe.is_due(device)
+    probe.run(lambda: x @ x, lambda found: found @ x, device)
+    assert STATS.take_seconds() == (0.0, 0.0)
+    torch.cuda.synchronize()
+    probe._last = float("-inf")
+    assert probe.is_due(device)
+    assert all(0 < seconds < 10 for seconds in STATS.take_seconds())
+
+
 def test_a_dense_layer_keeps_the_summaries_of_the_one_that_shares_its_pages(
     tmp_path: Any,
 ) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,14 +16,15 @@ from sparsek_backend.vllm_backend.sparsek import impl as impl_module
 from sparsek_backend.vllm_backend.sparsek.warmup import (
     decode_shapes,
     made_up_prefill,
+    numbers,
+    prefill_policies,
     prefill_shapes,
     warm_up,
 )
 from sparsek_backend.vllm_backend.stats import STATS
 from sparsek_kernels.paged.attend.config import decode_config, prefill_config
-from sparsek_kernels.paged.index.two_step.config import score_config
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.plan import Segment, plan_step
+from sparsek_kernels.paged.plan import Segment, everything, plan_step
 from sparsek_kernels.paged.policy import SelectionPolicy
 from tests.vllm_backend.layers import (
     building,
@@ -50,7 +54,7 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SelectionPolicy, int
 
     def attend_segment(operands: PagedOperands, segment: Segment, index: Any) -> None:
         batch, tokens = segment.batch, operands.q.shape[0]
-        assert set(batch.seq_lens.tolist()) == {batch.max_seq_len}
+        assert max(batch.seq_lens.tolist()) == batch.max_seq_len
         assert tokens == sum(batch.query_lens)
         calls.append((segment.policy, batch.max_seq_len, tokens))
         real(operands, segment, index)
@@ -59,83 +63,96 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SelectionPolicy, int
     return calls
 
 
+@pytest.mark.parametrize("most", [-1, 0, 1, 2, 33, 34, 37, 640])
+def test_numbers_end_at_the_most_and_grow_by_a_fifth_after_the_first(most: int) -> None:
+    found = list(numbers(most))
+    assert found[-1:] == ([most] if most > 0 else [])
+    assert found[:33] == list(range(1, min(most, 33) + 1))
+    assert all(a < b <= 1.2 * a for a, b in pairwise(found[32:]))
+
+
 def test_shapes_of_long_prompts() -> None:
-    found = prefill_shapes(LONG, 20_000, 256, 5)
-    assert [shape for shape in found if shape[0] == 6144] == [
-        *((6144, tokens, 1) for tokens in (1, 64, 128, 192, 256)),
-        *((6144, 256, prompts) for prompts in (2, 3, 4, 5)),
+    least = 6144
+    assert prefill_shapes(LONG, 20_000, 256, 5) == [
+        *((context, 1, 1, least) for context in (least, 8192, 12288, 16384, 20_000)),
+        *((20_000, tokens, 1, least) for tokens in (64, 128, 192, 256)),
+        *((20_000, 256, prompts, least) for prompts in (2, 3, 4, 5)),
     ]
-    contexts = [6144, 8192, 12288, 16384, 20_000]
-    assert list(dict.fromkeys(context for context, *_ in found)) == contexts
-    longer = prefill_shapes(LONG, 20_000, 8192, 1)
-    assert [shape for shape in longer if shape[1] == min(shape[0], 8192)] == [
-        (context, min(context, 8192), 1) for context in contexts
+    last = replace(LONG, dense_last=100)
+    assert prefill_shapes(last, least, 256, 5) == [
+        *((least, tokens, 1, least) for tokens in (101, 128, 192, 256)),
+        (least, 256, 2, least),
     ]
+    assert prefill_shapes(last, least, 100, 5) == []
 
 
+@pytest.mark.parametrize("sms", [78, 132, 148])
 @pytest.mark.parametrize("heads", [1, 2, 8])
 @pytest.mark.parametrize(
     ("most", "longest"), [(1024, 32768), (1024, 131072), (8192, 131072), (2048, 1 << 20)]
 )
-def test_every_prefill_finds_its_kernels(heads: int, most: int, longest: int) -> None:
+@pytest.mark.parametrize("policy", [LONG, everything(LONG)], ids=["sparse", "dense"])
+def test_every_prefill_finds_its_kernels(
+    policy: SelectionPolicy, heads: int, most: int, longest: int, sms: int
+) -> None:
     """Chunks of every length, of any number of prompts, at contexts of every length."""
 
-    def compiled(tiles: int, context: int) -> tuple[int, int]:
-        blocks = -(-context // LONG.sel_block_size)
-        common = {"tiles": tiles, "num_kv_heads": heads, "group": 4, "head_dim": 128}
-        common |= {"itemsize": 2, "arch": 90, "num_sms": 132}
-        scored = score_config(
-            samples=LONG.samples,
-            blocks=-(-blocks // 16) * 16,
-            **common,
-        )
-        attended = prefill_config(
-            tile=LONG.query_tile,
-            blocks=min(blocks, max(LONG.budget_blocks, LONG.dense_below // LONG.sel_block_size)),
-            sel_block=LONG.sel_block_size,
-            **common,
-        )
-        return scored.splits, attended.splits
+    @cache
+    def compiled(tiles: int, context: int) -> int:
+        blocks = -(-context // policy.sel_block_size)
+        most_blocks = max(policy.budget_blocks, policy.dense_below // policy.sel_block_size)
+        return prefill_config(
+            tiles=tiles, num_kv_heads=heads, group=4, head_dim=128, tile=LONG.query_tile,
+            blocks=min(blocks, most_blocks) if policy.selects_blocks else blocks,
+            sel_block=policy.sel_block_size, itemsize=2, arch=90, num_sms=sms,
+        ).splits  # fmt: skip
 
     def tiles(tokens: int, prompts: int) -> int:
         return tokens // LONG.query_tile + 2 * prompts
 
-    shapes = prefill_shapes(LONG, longest, most, 256)
-    known = {compiled(tiles(tokens, prompts), context) for context, tokens, prompts in shapes}
-    sparse = range(shapes[0][0], longest + 1, longest // 64)
+    shapes = prefill_shapes(policy, longest, most, 256)
+    known = {compiled(tiles(tokens, prompts), context) for context, tokens, prompts, _ in shapes}
     asked = {
         compiled(tiles(tokens, prompts), context)
-        for context in sparse
+        for context in range(shapes[0][0], longest + 1, longest // 64)
         for tokens in range(1, most + 1, 64)
         for prompts in (1, 2, 7, 30, 256)
         if prompts <= tokens <= context
     }
-    for kernel in (0, 1):  # each kernel is compiled by itself
-        assert {one[kernel] for one in asked} <= {one[kernel] for one in known}
+    assert asked <= known
 
 
-@pytest.mark.parametrize(("policy", "length"), [(SelectionPolicy(), 1 << 20), (LONG, 2000)])
-def test_nothing_to_prepare_where_everything_is_attended(
-    policy: SelectionPolicy, length: int
-) -> None:
-    assert prefill_shapes(policy, length, 8192, 8) == []
+@pytest.mark.parametrize(("length", "tokens"), [(2000, 8192), (4096, 8192)])
+def test_nothing_to_prepare_where_everything_is_attended(length: int, tokens: int) -> None:
+    assert prefill_shapes(LONG, length, tokens, 8) == []
+
+
+def test_our_kernels_attend_dense_prompts_without_flash_attention() -> None:
+    dense, window = SelectionPolicy(), SelectionPolicy(window_size=512)
+    last = replace(window, dense_last=64)
+    assert prefill_policies(LONG, True) == [LONG]
+    assert prefill_policies(LONG, False) == [LONG, everything(LONG)]
+    assert prefill_policies(dense, True) == prefill_policies(last, True) == []
+    assert prefill_policies(dense, False) == [dense]
+    assert prefill_policies(window, False) == [window]
+    assert prefill_policies(last, False) == [last, everything(last)]
 
 
 def test_shapes_of_decodes() -> None:
-    found = decode_shapes(LONG.per_token(), 20_000, 1024)
-    assert found[:2] == [(1, 8192), (2, 8192)]
-    assert found[-2:] == [(1, 16384), (1, 20_000)]
-    assert decode_shapes(LONG.per_token(), 20_000, 3)[:4] == [
-        *((1, 8192), (2, 8192), (3, 8192)),
-        (1, 16384),
+    assert decode_shapes(LONG.per_token(), 13, 12) == [
+        *((1, context) for context in (1, 2, 3, 4, 6, 8, 12, 13)),
+        *((count, 13) for count in range(1, 13)),
     ]
     dense = decode_shapes(SelectionPolicy(), 20_000, 1024)
-    assert {context for _, context in dense} == {8192}
+    assert max(context for _, context in dense) == 8192
 
 
+@pytest.mark.parametrize("sms", [78, 132, 148])
 @pytest.mark.parametrize("heads", [1, 2, 8])
 @pytest.mark.parametrize("policy", [LONG, SelectionPolicy()], ids=["sparse", "dense"])
-def test_every_number_of_decodes_finds_its_kernel(policy: SelectionPolicy, heads: int) -> None:
+def test_every_number_of_decodes_finds_its_kernel(
+    policy: SelectionPolicy, heads: int, sms: int
+) -> None:
     rule = policy.per_token()
 
     def compiled(count: int, context: int) -> tuple[int, int]:
@@ -144,12 +161,32 @@ def test_every_number_of_decodes_finds_its_kernel(policy: SelectionPolicy, heads
         config = decode_config(
             tiles=count, num_kv_heads=heads, group=4, head_dim=128, queries=1,
             blocks=min(blocks, rule.budget_blocks) if rule.selects_blocks else blocks,
-            sel_block=size, arch=90, num_sms=132,
+            sel_block=size, arch=90, num_sms=sms,
         )  # fmt: skip
         return config.splits, config.num_warps
 
     known = {compiled(*shape) for shape in decode_shapes(rule, 131072, 2048)}
-    assert known == {compiled(count, 131072) for count in range(1, 2049)}
+    contexts = [(131072 * step) // 64 for step in range(1, 65)]
+    contexts += range(1, 4096, 48)
+    counts = (*range(1, 100), *range(100, 700, 7))
+    asked = {compiled(count, context) for context in contexts for count in counts}
+    assert asked <= known
+
+
+def test_pages_that_are_built_again_run_nothing(
+    current: Any, attended: list[tuple[SelectionPolicy, int, int]]
+) -> None:
+    """vLLM builds them once to measure CUDA graphs, and once to serve."""
+    layer = make_layer()
+    _, spec = make_builder(layer, current)
+    for _ in range(2):
+        warm_up([layer], spec, current, torch.device("cpu"))
+        steps = list(attended)
+    assert steps
+    assert attended == steps
+    attended.clear()
+    warm_up([layer], replace(spec, block_size=2 * spec.block_size), current, torch.device("cpu"))
+    assert attended
 
 
 def test_each_kind_of_layer_runs_once_and_is_not_counted(
@@ -167,11 +204,12 @@ def test_each_kind_of_layer_runs_once_and_is_not_counted(
     for policy in dict.fromkeys(layer.impl.policy for layer in layers):
         for requests, context in decode_shapes(policy.decode, 1000, 5):
             expected += [(policy.decode, context, requests)]
-        for shape in prefill_shapes(policy.prefill, 1000, 1000, 5):
-            batch = made_up_prefill(*shape, 16, torch.device("cpu"))
-            for segment in plan_step(batch, policy):
-                rows = range(shape[1])[segment.rows]
-                expected += [(segment.policy, shape[0], len(rows))]
+        for prefill in prefill_policies(policy.prefill, False):
+            for shape in prefill_shapes(prefill, 1000, 1000, 5):
+                batch = made_up_prefill(*shape, 16, torch.device("cpu"))
+                for segment in plan_step(batch, replace(policy, prefill=prefill)):
+                    rows = range(shape[1])[segment.rows]
+                    expected += [(segment.policy, segment.batch.max_seq_len, len(rows))]
     assert len(expected) > 4
     assert attended == expected
 
@@ -199,7 +237,7 @@ def test_pages_are_laid_out_as_the_engines(current: Any, monkeypatch: pytest.Mon
     _, spec = make_builder(layer, current)
     seen = []
     monkeypatch.setattr(
-        type(layer.impl), "dummy_run", lambda self, layer, cache, batch: seen.append(cache)
+        type(layer.impl), "dummy_run", lambda self, layer, cache, *_: seen.append(cache)
     )
     warm_up([layer], spec, current, torch.device("cpu"))
     expected = make_cache(spec, 2)

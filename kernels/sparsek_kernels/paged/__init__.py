@@ -8,28 +8,34 @@ from sparsek_kernels.paged.api import (
     write_kv,
 )
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.chosen import Chosen, Tail
 from sparsek_kernels.paged.index.base import Indexer, Indexers
 from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.index.key_means import KeyMeans
+from sparsek_kernels.paged.index.page_records import PageRecords
 from sparsek_kernels.paged.index.seer import Seer
 from sparsek_kernels.paged.index.seer.gates import Gates
 from sparsek_kernels.paged.index.two_step import TwoStep
 from sparsek_kernels.paged.index.vertical_slash import VerticalSlash, block_lists
+from sparsek_kernels.paged.merge import merge_shards
 from sparsek_kernels.paged.pages import summary_bytes
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, StepPolicy
-from sparsek_kernels.paged.shards import attend_shard, merge_shards
+from sparsek_kernels.paged.shards import attend_shard
 
 __all__ = [
     "CELL_SIZE",
+    "Chosen",
     "Gates",
     "Indexer",
     "Indexers",
     "InfLLM",
     "KeyMeans",
+    "PageRecords",
     "PagedBatch",
     "Seer",
     "SelectionPolicy",
     "StepPolicy",
+    "Tail",
     "TwoStep",
     "VerticalSlash",
     "attend_segment",

@@ -23,8 +23,10 @@ from sparsek_kernels.paged.checks import (
 )
 from sparsek_kernels.paged.index.base import Indexer, Indexers
 from sparsek_kernels.paged.index.key_means import KeyMeans
+from sparsek_kernels.paged.index.page_records import PageRecords
 from sparsek_kernels.paged.index.two_step import TwoStep
 from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.pages import summary_bytes
 from sparsek_kernels.paged.plan import Segment, plan_step, plan_tokens
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.write.cpu import write_kv_eager
@@ -55,8 +57,8 @@ def write_kv(
         key, value: ``[T, Hkv, D]``; the new tokens of a sequence are neighbours, in order.
         k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``, written; any strides (on a GPU the
             last dimension of every tensor is contiguous).
-        k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8, written as well; or
-            ``None``.
+        k_summary: ``[num_pages, Hkv, bytes]`` uint8, written as well; at least
+            ``summary_bytes(page_size, D)``; or ``None``.
         slot_mapping: ``[T]`` int64, ``page * page_size + offset``; -1 marks padding.
         k_scale, v_scale: of an fp8 (e4m3) cache, which holds ``key / k_scale``.
 
@@ -77,7 +79,8 @@ def write_kv(
         raise ValueError(
             f"slot_mapping: expected at most {key.shape[0]} entries, got {slot_mapping.shape[0]}"
         )
-    check_summary(k_summary, k_cache)
+    if k_summary is not None:
+        check_summary(k_summary, k_cache, summary_bytes(*k_cache.shape[2:]))
     tokens = slot_mapping.shape[0]
     if k_cache.is_cuda:
         from sparsek_kernels.paged.write import launch
@@ -98,6 +101,7 @@ def write_kv(
 
 def write_index(
     k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
     k_summary: torch.Tensor,
     batch: PagedBatch,
     policy: SelectionPolicy,
@@ -108,8 +112,9 @@ def write_index(
     Call :func:`write_kv` without summaries, then this, then :func:`paged_attention`.
 
     Args:
-        k_cache: ``[num_pages, Hkv, page_size, D]``, the batch's keys included.
-        k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8, written.
+        k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``, the batch's keys and values included.
+        k_summary: ``[num_pages, Hkv, bytes]`` uint8, written; at least
+            ``index.page_bytes(page_size, D)``.
         batch: the step; with ``rotation`` what is kept is of keys turned back by it.
         policy: of the indexer's phase.
         index: the indexer.
@@ -118,27 +123,31 @@ def write_index(
         TypeError, ValueError: an argument does not fit; the message names it.
         NotImplementedError: on a GPU, a last dimension that is not contiguous.
     """
-    tensors = (k_cache, k_summary, *index.tensors)
+    tensors = (k_cache, v_cache, k_summary, *index.tensors)
     call = _replayable(tensors, ("write", policy, index.key), batch)
     if call is not None and call.replay():
         return
-    check_cache(k_cache)
-    check_summary(k_summary, k_cache)
+    _, page_size, dim = check_cache(k_cache, v_cache)
+    check_summary(k_summary, k_cache, index.page_bytes(page_size, dim))
     index.check(policy, k_cache)
     check_rotation(batch, k_cache)
     if k_cache.is_cuda:
-        check_triton_layout(k_cache=k_cache, k_summary=k_summary)
+        check_triton_layout(k_cache=k_cache, v_cache=v_cache, k_summary=k_summary)
         check_batch_layout(batch)
     with nullcontext() if call is None else call.recorded():
-        index.write(k_cache, k_summary, batch, policy)
+        index.write(k_cache, v_cache, k_summary, batch, policy)
 
 
 def default_indexers(policy: StepPolicy) -> Indexers:
-    """The indexers of ordinary models: two steps for tiles, key means for single tokens."""
+    """The indexers of ordinary models: two steps for tiles, key means for single tokens.
+
+    Decoded tokens whose policy has an alignment (``SelectionPolicy.by_records``) go by records.
+    """
     alone = policy.prefill.query_tile == 1
+    decode: Indexer = PageRecords() if policy.decode.alignment else KeyMeans()
     return Indexers(
         (KeyMeans() if alone else TwoStep()) if policy.prefill.selects_blocks else None,
-        KeyMeans() if policy.decode.selects_blocks else None,
+        decode if policy.decode.selects_blocks else None,
     )
 
 
@@ -160,8 +169,8 @@ def select_blocks(
         k_cache: ``[num_pages, Hkv, page_size, D]``, as :func:`write_kv` fills it.
         batch: the requests.
         policy: how blocks compete (docs/selection.md), as :func:`paged_attention` takes it.
-        k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]``, as :func:`write_kv` or
-            :func:`write_index` keeps it; needed by indexers that read it.
+        k_summary: ``[num_pages, Hkv, bytes]`` uint8, at least the indexers' ``page_bytes``, as
+            :func:`write_kv` or :func:`write_index` keeps it; needed by indexers that read it.
         softmax_scale: default ``D ** -0.5``.
         k_scale: factor of an fp8 (e4m3) cache and of its key means.
         indexers: what chooses; default: :func:`default_indexers`.
@@ -199,11 +208,11 @@ def select_blocks(
         ]
         index = indexers.of(segment)
         if index is None:
-            chosen = q.new_full((sum(rows), k_cache.shape[1], 0), -1, dtype=torch.int32)
+            indices = q.new_full((sum(rows), k_cache.shape[1], 0), -1, dtype=torch.int32)
         else:
             check_segment(operands, segment, index)
-            chosen = index.select(operands, segment)
-        found += chosen[: sum(rows)].long().clamp(min=-1).split(rows)
+            indices = index.select(operands, segment).indices
+        found += indices[: sum(rows)].long().clamp(min=-1).split(rows)
     return found
 
 
@@ -237,8 +246,8 @@ def paged_attention(
             blocks that are selected, or such a block whole pages; without a selection any multiple
             of 16 will do.
         softmax_scale: default ``D ** -0.5``.
-        k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8 of :func:`write_kv` or
-            :func:`write_index`; needed by indexers that read it.
+        k_summary: ``[num_pages, Hkv, bytes]`` uint8, at least the indexers' ``page_bytes``, of
+            :func:`write_kv` or :func:`write_index`; needed by indexers that read it.
         sinks: ``[Hq]`` learned logits that join the softmax denominator only.
         out: ``[T, Hq, Dv]``, written and returned.
         k_scale, v_scale: factors of an fp8 (e4m3) cache; ``k_scale`` also of its key means.
@@ -280,7 +289,7 @@ def paged_attention(
 
 
 def attend_segment(operands: PagedOperands, segment: Segment, index: Indexer | None) -> None:
-    """Choose and attend for one segment of a step: indices, then attention.
+    """Choose and attend for one segment of a step.
 
     From a step's second layer on, the first layer's launches are repeated.
 
@@ -315,7 +324,9 @@ def check_segment(operands: PagedOperands, segment: Segment, index: Indexer | No
     check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, k_cache.device)
     check_heads(q.shape[1], heads)
     check_cache_dtype(k_cache, q.dtype, operands.k_scale, operands.v_scale)
-    check_summary(operands.k_summary, k_cache)
+    if operands.k_summary is not None:
+        least = 0 if index is None else index.page_bytes(page_size, dim)
+        check_summary(operands.k_summary, k_cache, least)
     if fit_pages(policy, page_size) is not policy:
         raise ValueError(
             f"segment: expected blocks that hold pages of {page_size} tokens whole, or pages that "

@@ -9,7 +9,6 @@ import torch
 
 from sparsek_kernels.checks import check_tensor
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
-from sparsek_kernels.paged.pages import summary_bytes
 from sparsek_kernels.paged.policy import CELL_SIZE, SelectionPolicy, StepPolicy
 
 
@@ -69,12 +68,15 @@ def check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor | None = None) -> t
     return heads, page_size, dim
 
 
-def check_summary(k_summary: torch.Tensor | None, k_cache: torch.Tensor) -> None:
-    if k_summary is None:
-        return
-    pages, heads, page_size, dim = k_cache.shape
-    shape = (pages, heads, summary_bytes(page_size, dim))
+def check_summary(k_summary: torch.Tensor, k_cache: torch.Tensor, least: int) -> None:
+    """Check what pages keep for an indexer: ``least`` bytes or more for each page and KV head."""
+    shape = (*k_cache.shape[:2], "bytes")
     check_tensor("k_summary", k_summary, shape, (torch.uint8,), k_cache.device)
+    if k_summary.shape[2] < least:
+        raise ValueError(
+            f"k_summary: expected at least {least} bytes for each page and KV head, got "
+            f"{k_summary.shape[2]}"
+        )
     if k_summary.stride(2) != 1:
         raise ValueError(
             "k_summary: expected the bytes of a page and head side by side, "

@@ -33,3 +33,10 @@ class Chosen(NamedTuple):
 
     indices: torch.Tensor
     tail: Tail | None = None
+
+    def of_tiles(self, tiles: slice | torch.Tensor) -> Chosen:
+        """What some of the tiles attend."""
+        tail = self.tail
+        if tail is not None:
+            tail = tail._replace(logits=tail.logits[tiles])
+        return Chosen(self.indices[tiles], tail)

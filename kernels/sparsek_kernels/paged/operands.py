@@ -19,7 +19,7 @@ class PagedOperands:
         k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``.
         out: ``[T, Hq, Dv]``, written.
         softmax_scale: factor of ``q . k``.
-        k_summary: ``[num_pages, Hkv, summary_bytes]`` uint8, what an indexer keeps in the pages
+        k_summary: ``[num_pages, Hkv, bytes]`` uint8, what an indexer keeps in the pages
             (``pages.py``), or ``None``.
         sinks: ``[Hq]`` learned logits that join the softmax denominator only, or ``None``.
         k_scale, v_scale: factors of an fp8 cache; ``k_scale`` also of its key means.

@@ -1,14 +1,15 @@
 """What a KV page holds beside K and V, and who writes it.
 
-Behind the keys and values of a page, every KV head has ``D / 8`` bytes a token for the indexer of
-the layer.  State is keyed by page, never by request: it is made from the keys in the page, so that
-prefix hits, preemption and page reuse leave no trace.
+Behind the keys and values of a page, every KV head has bytes for the indexer of the layer:
+``D / 8`` a token, or more for ``page_records``.  State is keyed by page, never by request: it is
+made from the keys in the page, so that prefix hits, preemption and page reuse leave no trace.
 
 | indexer | what it keeps | written |
 | --- | --- | --- |
 | ``key_means`` | 4-bit means of 4 keys each | by ``write_kv``, as keys arrive |
 | ``infllm`` (GPU) | bf16 means of 16 keys | by ``Indexer.write``, when a cell is complete |
 | ``seer`` | a float32 gate key of each block | by ``Indexer.write``, when a block is complete |
+| ``page_records`` | records (``record.py``) | by ``Indexer.write``, when 64 keys are complete |
 | ``two_step``, ``vertical_slash`` | nothing | |
 """
 
@@ -23,6 +24,19 @@ MOST_DIM = 512
 """Channels of a head at most: each of a row's runs of 4 bytes has a number of 6 bits."""
 
 
+def check_head_dim(head_dim: int) -> None:
+    """Check that rows are a whole number of 4 bytes, and not too long.
+
+    Raises:
+        NotImplementedError: they are not.
+    """
+    if head_dim % 8 or head_dim > MOST_DIM:
+        raise NotImplementedError(
+            f"head_dim: selecting blocks needs a multiple of 8 up to {MOST_DIM}, got {head_dim}; "
+            "attend everything, or sinks and a window alone (top_k=0)"
+        )
+
+
 def check_cells(page_size: int) -> None:
     """Check that a page holds whole cells.
 
@@ -34,16 +48,12 @@ def check_cells(page_size: int) -> None:
 
 
 def summary_bytes(page_size: int, head_dim: int) -> int:
-    """Bytes that an indexer has in one page per KV head.
+    """Bytes that most indexers have in one page per KV head.
 
     Raises:
         ValueError: the page does not hold whole cells.
         NotImplementedError: rows would be no whole number of 4 bytes, or too long.
     """
-    if head_dim % 8 or head_dim > MOST_DIM:
-        raise NotImplementedError(
-            f"head_dim: selecting blocks needs a multiple of 8 up to {MOST_DIM}, got {head_dim}; "
-            "attend everything, or sinks and a window alone (top_k=0)"
-        )
+    check_head_dim(head_dim)
     check_cells(page_size)
     return ceil_div(page_size * head_dim // 8, ALIGNMENT) * ALIGNMENT

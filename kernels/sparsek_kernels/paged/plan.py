@@ -45,6 +45,11 @@ class Segment:
         return self.batch.num_decodes > 0
 
 
+def everything(policy: SelectionPolicy) -> SelectionPolicy:
+    """The policy of prompts of ``policy``, or their last queries, that attend every earlier key."""
+    return SelectionPolicy(sel_block_size=policy.sel_block_size)
+
+
 def first_sparse(policy: SelectionPolicy, start: int, end: int) -> int:
     """First of the positions ``[start, end)`` that does not see everything; ``end`` if all do."""
     positions = range(start, end)  # what is sparse once stays sparse
@@ -138,7 +143,7 @@ def _segments(
         found.append(Segment(batch.part(0, batch.num_decodes), policy.decode))
     lengths = _length_bounds(batch) if seq_lens is None else seq_lens
     counts = batch.query_lens
-    everything = SelectionPolicy(sel_block_size=of_prompts.sel_block_size)
+    whole = everything(of_prompts)
 
     def is_sparse(request: int) -> bool:
         if of_prompts.is_band and not of_prompts.is_dense:  # one mask, whatever the length
@@ -155,10 +160,10 @@ def _segments(
             max_seq_len=max(lengths[r] for r in members),
             _derived={},
         )
-        found.append(Segment(part, rule if sparse else everything))
+        found.append(Segment(part, rule if sparse else whole))
         if sparse and of_prompts.dense_last:
             found += [
-                Segment(part, everything, rows)
+                Segment(part, whole, rows)
                 for rows, part in _tails(batch, members, of_prompts.dense_last, lengths)
             ]
     return tuple(found)

@@ -16,8 +16,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
+
 CELL_SIZE = 16
 """Tokens of a cell: the block that a single token selects."""
+
+SEGMENT, CELL = 64, 2
+"""Tokens of a record (``record.py``), and of a cell that is chosen by one."""
 
 SAMPLE_STRIDE, MOST_SAMPLES = 4, 16
 """Sampling stride and cap of the queries of a prefill tile that score all blocks by means."""
@@ -56,7 +60,8 @@ class SelectionPolicy:
         window_size: latest tokens (the query's own included) that every query sees, or ``None``.
         top_k: blocks beyond sinks and window.  A block that the window straddles is the first of
             them, so that the number of blocks attended never depends on alignment.
-        sel_block_size: tokens in a block; a multiple of ``CELL_SIZE``.
+        sel_block_size: tokens in a block; a multiple of ``CELL_SIZE``, or with an alignment any
+            power of two from 2 on that divides it.
         dense_below: queries at positions below this see every earlier key; with block top-k, those
             of a tile whose last position is below it.
         dense_last: last queries of every prefill, or chunk of one, that see every earlier key: few
@@ -64,6 +69,9 @@ class SelectionPolicy:
         query_tile: query positions that share one selection (block top-k).  1 makes prefill select
             exactly as decode does, which (without ``dense_last``) makes tokens independent of
             chunking and preemption.
+        alignment: of single tokens that select blocks: sinks end and the window begins at a
+            multiple of it, a multiple of ``SEGMENT`` tokens.  The window is rounded up to whole
+            segments before the token's own, at least one.  0: sinks and window end with blocks.
     """
 
     num_sink: int = 0
@@ -73,10 +81,11 @@ class SelectionPolicy:
     dense_below: int = 0
     dense_last: int = 0
     query_tile: int = 64
+    alignment: int = 0
 
     def __post_init__(self) -> None:
-        lowest = {"num_sink": 0, "top_k": 0, "dense_below": 0, "dense_last": 0, "query_tile": 1}
-        for name, low in lowest.items():
+        lowest = dict.fromkeys(("num_sink", "top_k", "dense_below", "dense_last", "alignment"), 0)
+        for name, low in {**lowest, "query_tile": 1}.items():
             value = getattr(self, name)
             if not isinstance(value, int) or value < low:
                 raise ValueError(f"{name}: expected an integer >= {low}, got {value!r}")
@@ -87,8 +96,23 @@ class SelectionPolicy:
             raise ValueError(
                 "window_size: expected an integer when num_sink or top_k is set, got None"
             )
-        if not isinstance(size, int) or size < CELL_SIZE or size % CELL_SIZE:
+        if self.alignment:
+            self._check_alignment()
+        elif not isinstance(size, int) or size < CELL_SIZE or size % CELL_SIZE:
             raise ValueError(f"sel_block_size: expected a multiple of {CELL_SIZE}, got {size!r}")
+
+    def _check_alignment(self) -> None:
+        alignment, size = self.alignment, self.sel_block_size
+        if alignment % SEGMENT or self.query_tile != 1 or not self.selects_blocks:
+            raise ValueError(
+                f"alignment: expected 0, or a multiple of {SEGMENT} with query_tile 1 and top_k >= "
+                f"1, got {alignment} with {self.query_tile} and {self.top_k}"
+            )
+        if not isinstance(size, int) or size < 2 or size & (size - 1) or alignment % size:
+            raise ValueError(
+                f"sel_block_size: expected a power of two >= 2 that divides alignment={alignment}, "
+                f"got {size!r}"
+            )
 
     def per_token(
         self, top_k: int | None = None, sel_block_size: int = CELL_SIZE
@@ -109,6 +133,27 @@ class SelectionPolicy:
             top_k=own * self.sel_block_size // sel_block_size if self.selects_blocks else 0,
             query_tile=1,
             dense_last=0,
+        )
+
+    def by_records(self, tokens: int) -> SelectionPolicy:
+        """The policy of single tokens that choose pairs of keys by records of segments.
+
+        Where this one of tiles selects no blocks, theirs does not either.
+
+        Args:
+            tokens: that a token attends beyond sinks and window.
+        """
+        if not self.selects_blocks:
+            return self.per_token()
+        if not isinstance(tokens, int) or tokens < CELL:
+            raise ValueError(f"tokens: expected an integer >= {CELL}, got {tokens!r}")
+        return replace(
+            self,
+            sel_block_size=CELL,
+            top_k=tokens // CELL,
+            query_tile=1,
+            dense_last=0,
+            alignment=SEGMENT,
         )
 
     @property
@@ -154,23 +199,38 @@ class SelectionPolicy:
         return self.top_k > 0
 
     @cached_property
+    def segment_blocks(self) -> int:
+        """Blocks of a segment, at whose multiples sinks end and the window begins."""
+        return self.alignment // self.sel_block_size or 1
+
+    @cached_property
     def sink_blocks(self) -> int:
         """Blocks that hold the sinks."""
-        return ceil_div(self.num_sink, self.sel_block_size)
+        segment = self.segment_blocks
+        return ceil_div(self.num_sink, self.sel_block_size * segment) * segment
 
     @cached_property
     def reach_blocks(self) -> int:
-        """Blocks before a query's own that its window may touch, whatever its position."""
-        return ceil_div((self.window_size or 1) - 1, self.sel_block_size)
+        """Blocks before a query's own that its window may touch, whatever its position.
+
+        With an alignment, blocks before a query's own segment that it attends in any case.
+        """
+        window, segment = self.window_size or 1, self.segment_blocks
+        before = max(window, self.alignment) if self.alignment else window - 1
+        return ceil_div(before, self.sel_block_size * segment) * segment
 
     @cached_property
     def budget_blocks(self) -> int:
         """Blocks a single query attends at most (block top-k)."""
+        if self.alignment:
+            return self.sink_blocks + self.local_blocks + self.top_k
         return self.sink_blocks + ceil_div(self.window_size or 1, self.sel_block_size) + self.top_k
 
     @cached_property
     def local_blocks(self) -> int:
         """Most blocks that the windows of one tile touch, whatever its position."""
+        if self.alignment:
+            return self.reach_blocks + self.segment_blocks
         size = self.sel_block_size
         latest_start = size - math.gcd(size, self.query_tile)  # of a tile, within its first block
         return self.reach_blocks + ceil_div(latest_start + self.query_tile, size)
@@ -184,14 +244,16 @@ class SelectionPolicy:
 
         The range ends at the block of ``position`` itself, never at a later one of its tile.
         """
-        tile_start = position - position % self.query_tile
-        first = _at_least(tile_start // self.sel_block_size - self.reach_blocks, 0)
+        tile_start, segment = position - position % self.query_tile, self.segment_blocks
+        own = tile_start // (self.sel_block_size * segment) * segment
+        first = _at_least(own - self.reach_blocks, 0)
         return first, position // self.sel_block_size + 1
 
     @cached_property
     def scored_blocks(self) -> int:
         """Slots that an indexer fills for each tile, where there are that many candidates."""
-        return max(self.budget_blocks - self.sink_blocks - self.reach_blocks - 1, 0)
+        forced = self.sink_blocks + self.reach_blocks + self.segment_blocks
+        return max(self.budget_blocks - forced, 0)
 
     def candidate_range(self, position: Positions) -> tuple[Positions, Positions]:
         """Half-open range of blocks that compete for the slots of the tile at ``position``."""
@@ -254,6 +316,8 @@ class StepPolicy:
         """The policies of both phases; one policy alone gives decoded tokens as many tokens."""
         if isinstance(policy, StepPolicy):
             return policy
+        if policy.alignment:
+            return cls(policy, policy)
         single = policy.per_token() if policy.selects_blocks else replace(policy, dense_last=0)
         return cls(single if policy.query_tile == 1 else policy, single)
 

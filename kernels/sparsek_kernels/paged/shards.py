@@ -48,8 +48,8 @@ def attend_shard(
         policy: what a query attends (docs/selection.md).
         largest: returns a float32 tensor's elementwise maximum over the ranks.
         softmax_scale: default ``D ** -0.5``.
-        k_summary: ``[num_pages, Hkv, summary_bytes(page_size, D)]`` uint8; needed when blocks are
-            selected.
+        k_summary: ``[num_pages, Hkv, bytes]`` uint8, at least the indexer's ``page_bytes``; needed
+            when blocks are selected.
         index: what chooses the blocks of decoded tokens; default: :func:`default_indexers`.
 
     Returns:
@@ -86,20 +86,3 @@ def attend_shard(
     check_segment(operands, segment, index)
     attend(operands, segment, None if index is None else index.select(operands, segment))
     return operands.out, lse
-
-
-def merge_shards(
-    outs: torch.Tensor, lses: torch.Tensor, sinks: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Attention over the keys of all ranks, ``[T, H, D]`` float32, from each rank's own.
-
-    Args:
-        outs: ``[ranks, T, H, D]`` float32.
-        lses: ``[ranks, T, H]`` float32 natural log-sum-exps; -inf where a rank has no key.
-        sinks: ``[H]`` learned logits that join the softmax denominator only.
-    """
-    total = lses.logsumexp(0)
-    if sinks is not None:
-        total = torch.logaddexp(total, sinks.float())
-    weights = torch.exp(lses - total).nan_to_num(0.0)  # of rows without any key: nothing
-    return (outs * weights.unsqueeze(-1)).sum(0)

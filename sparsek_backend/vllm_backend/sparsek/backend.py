@@ -187,4 +187,4 @@ class SparseKBackend(HeadMajorPages, AttentionBackend):
         engine = latest_engine()
         if engine is None or not engine.selects_blocks or not compat.is_full_attention(spec):
             return spec
-        return with_summaries(spec)
+        return with_summaries(spec, engine.resolved.config.decode_tokens is not None)

@@ -139,7 +139,8 @@ class SparseKImpl(AttentionImpl):
         # An owner that attends everything writes summaries too.
         for layer in (self, owner) if policy.selects_blocks else ():
             layer.kept = self.own
-            layer._pages = PageReader(self.head_size, self.own.indexers.reads_pages)
+            index = self.own.indexers
+            layer._pages = PageReader(self.head_size, index.reads_pages, index.page_bytes)
         return policy
 
     @property
@@ -149,13 +150,16 @@ class SparseKImpl(AttentionImpl):
         rule = (self.own.policy, *(index and index.key for index in self.own.indexers))
         return (*rule, *shape, self.kv_cache_dtype, self.sinks is None, self.fallback_reason)
 
-    def dummy_run(self, layer: Any, kv_cache: torch.Tensor, batch: PagedBatch) -> None:
+    def dummy_run(
+        self, layer: Any, kv_cache: torch.Tensor, batch: PagedBatch, policy: StepPolicy
+    ) -> None:
         """Attend a made-up step of zeros, so that its kernels are compiled; counts nothing.
 
         Args:
             layer: the layer, which has the scales of an fp8 cache.
             kv_cache: ``[pages, Hkv, page_size, C]``.
             batch: the step, of decodes or of prefills.
+            policy: what their queries attend.
         """
         ranks = self.dcp_world_size  # a rank attends for the heads of all of them
         shape = (sum(batch.query_lens), self.num_heads * ranks, self.head_size)
@@ -164,7 +168,7 @@ class SparseKImpl(AttentionImpl):
         if self.sinks is not None:
             operands = replace(operands, sinks=self.sinks.repeat(ranks))
         self._write_index(operands, batch)
-        for segment in self._segments(operands, batch, None):
+        for segment in self._segments(operands, batch, policy):
             if self.flash is None or not self.flash.serves(segment):
                 self._attend(operands.of_rows(segment.rows), segment)
 
@@ -246,7 +250,8 @@ class SparseKImpl(AttentionImpl):
         elif attn_metadata.shards is not None:
             attend_shards(operands, kv_cache, attn_metadata.shards, self.own, self._pages)
         else:
-            for segment in self._segments(operands, attn_metadata.batch, attn_metadata.seq_lens):
+            lengths = attn_metadata.seq_lens
+            for segment in self._segments(operands, attn_metadata.batch, self.policy, lengths):
                 self._attend(operands.of_rows(segment.rows), segment)
         return output
 
@@ -258,13 +263,13 @@ class SparseKImpl(AttentionImpl):
         return PagedOperands(query, pages.keys, pages.values, out, *rest)
 
     def _segments(
-        self, operands: PagedOperands, batch: PagedBatch, seq_lens: tuple[int, ...] | None
+        self, operands: PagedOperands, batch: PagedBatch, policy: StepPolicy, seq_lens: Any = None
     ) -> Iterable[Segment]:
         """The step's segments, made once for all layers that attend by one policy."""
         if not self.batch_invariant:
-            return plan_step(batch, self.policy, seq_lens)
+            return plan_step(batch, policy, seq_lens)
         tokens, heads = operands.q.shape[:2]
-        return plan_tokens(batch, self.policy.decode, heads, tokens, operands.page_size)
+        return plan_tokens(batch, policy.decode, heads, tokens, operands.page_size)
 
     def _attend(self, operands: PagedOperands, segment: Segment) -> None:
         """Choose and attend: dense prefills by FlashAttention, all else by the paged kernels."""
@@ -291,4 +296,4 @@ class SparseKImpl(AttentionImpl):
         """
         index, policy = self.kept.indexers.written_once, self.kept.policy.decode
         if index is not None and self.kv_sharing_target_layer_name is None:
-            write_index(operands.k_cache, operands.summary, batch, policy, index)
+            write_index(operands.k_cache, operands.v_cache, operands.summary, batch, policy, index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,26 +12,30 @@ import torch
 from sparsek_backend.vllm_backend import compat
 from sparsek_backend.vllm_backend.layout import PREFERRED_PAGE_SIZE, SMALLEST_PAGE_SIZE
 from sparsek_kernels.paged.pages import summary_bytes
+from sparsek_kernels.paged.record import page_bytes
 
 FP8_KV_CACHE = ("fp8", "fp8_e4m3")
 """The names after ``--kv-cache-dtype`` of a cache of e4m3 values with a scale per layer."""
 
 
-def bytes_behind(head_size: int, itemsize: int) -> int:
+def bytes_behind(head_size: int, itemsize: int, records: bool = False) -> int:
     """Bytes per token and KV head that pages have behind K and V, for summaries.
 
     For every 64 tokens there are whole rows of K and V.  So pages of 64 tokens begin at multiples
     of a row, and the kernels for Hopper address all of them as one matrix.  The bytes are 1/32 of
-    those of K and V, and 1/16 with fp8.
+    those of K and V, and 1/16 with fp8; with ``records`` half as many more for 128 channels.
     """
     rows = math.lcm(2 * head_size * itemsize, PREFERRED_PAGE_SIZE * itemsize)
     used = summary_bytes(SMALLEST_PAGE_SIZE, head_size) * PREFERRED_PAGE_SIZE // SMALLEST_PAGE_SIZE
+    if records:
+        used = max(used, page_bytes(PREFERRED_PAGE_SIZE, head_size))
     return -(-used // rows) * rows // PREFERRED_PAGE_SIZE
 
 
-def with_summaries(spec: Any) -> Any:
-    """Return ``spec`` with room for the summaries of its pages."""
-    return compat.with_bytes_behind(spec, bytes_behind(spec.head_size, spec.dtype.itemsize))
+def with_summaries(spec: Any, records: bool = False) -> Any:
+    """Return ``spec`` with room for the summaries of its pages, or for ``records``."""
+    behind = bytes_behind(spec.head_size, spec.dtype.itemsize, records)
+    return compat.with_bytes_behind(spec, behind)
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,12 @@ def page_rows(kv_cache: torch.Tensor, head_size: int, summaries: bool) -> torch.
     return kv_cache.as_strided((kv_cache.shape[0], elements), (kv_cache.stride(0), 1))
 
 
-def view_pages(kv_cache: torch.Tensor, head_size: int, summaries: bool) -> PageViews:
+def view_pages(
+    kv_cache: torch.Tensor,
+    head_size: int,
+    summaries: bool,
+    size: Callable[[int, int], int] = summary_bytes,
+) -> PageViews:
     """Split a layer's cache into K, V and summaries.
 
     Args:
@@ -69,6 +79,7 @@ def view_pages(kv_cache: torch.Tensor, head_size: int, summaries: bool) -> PageV
             D`` elements for each token; bytes are read as fp8 (e4m3).
         head_size: ``D``.
         summaries: whether there are summaries behind K and V.
+        size: their bytes for a page and head, by its tokens and ``D``.
 
     Raises:
         ValueError: summaries are asked for and the pages have no room for them.
@@ -84,7 +95,7 @@ def view_pages(kv_cache: torch.Tensor, head_size: int, summaries: bool) -> PageV
     keys, values = both[..., :head_size], both[..., head_size:]
     if not summaries:
         return PageViews(keys, values, None)
-    each = summary_bytes(page_size, head_size)
+    each = size(page_size, head_size)
     tail = each // kv_cache.itemsize
     room, first, stride = compat.place_behind(kv_cache, head_size, tail)
     if room < tail:
@@ -103,17 +114,24 @@ class PageReader:
     Args:
         head_size: ``D``.
         summaries: whether the pages have summaries behind K and V.
+        size: their bytes, as :func:`view_pages` takes it.
     """
 
-    def __init__(self, head_size: int, summaries: bool = False) -> None:
+    def __init__(
+        self,
+        head_size: int,
+        summaries: bool = False,
+        size: Callable[[int, int], int] = summary_bytes,
+    ) -> None:
         self.head_size = head_size
         self.summaries = summaries
+        self._size = size
         self._views: PageViews | None = None
         self._key: tuple[int, tuple[int, ...]] | None = None
 
     def view(self, kv_cache: torch.Tensor) -> PageViews:
         """Return views of a cache: K, V and, where the pages keep them, summaries."""
-        return view_pages(kv_cache, self.head_size, self.summaries)
+        return view_pages(kv_cache, self.head_size, self.summaries, self._size)
 
     def cached(self, kv_cache: torch.Tensor) -> PageViews:
         """Return :meth:`view` of the layer's own cache."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from sparsek_backend.vllm_backend.stats import STATS
+from sparsek_kernels.paged import Chosen
 
 INTERVAL = 10.0
 """Seconds between two timed prefills."""
@@ -35,8 +36,8 @@ class SelectionProbe:
 
     def run(
         self,
-        select: Callable[[], torch.Tensor],
-        attend: Callable[[torch.Tensor], None],
+        select: Callable[[], Chosen],
+        attend: Callable[[Chosen], None],
         device: torch.device,
     ) -> None:
         """Choose, attend what was chosen, and time both."""
@@ -44,16 +45,16 @@ class SelectionProbe:
         if device.type == "cuda":
             noted = tuple(torch.cuda.Event(enable_timing=True) for _ in range(3))
             noted[0].record()
-            indices = select()
+            found = select()
             noted[1].record()
-            attend(indices)
+            attend(found)
             noted[2].record()
             self._noted = noted
             return
         first = time.perf_counter()
-        indices = select()
+        found = select()
         chosen = time.perf_counter()
-        attend(indices)
+        attend(found)
         _add(chosen - first, time.perf_counter() - chosen)
 
 

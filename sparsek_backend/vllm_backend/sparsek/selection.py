@@ -14,7 +14,6 @@ from sparsek_backend.vllm_backend.engine import Engine
 from sparsek_kernels.paged.api import default_indexers
 from sparsek_kernels.paged.index.base import Indexers
 from sparsek_kernels.paged.index.infllm import InfLLM
-from sparsek_kernels.paged.index.key_means import KeyMeans
 from sparsek_kernels.paged.index.seer import Seer
 from sparsek_kernels.paged.index.vertical_slash import VerticalSlash, block_lists
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
@@ -69,7 +68,7 @@ def _by_pattern(policy: StepPolicy, engine: Engine, site: LayerSite) -> Indexers
         return default_indexers(policy)
     entries = engine.pattern.entries[site.index]
     lists = block_lists(entries[site.own_heads(len(entries))], policy.prefill).to(site.device)
-    return Indexers(VerticalSlash(lists), KeyMeans())
+    return Indexers(VerticalSlash(lists), default_indexers(policy).decode)
 
 
 def _by_infllm(policy: StepPolicy, engine: Engine, site: LayerSite) -> Indexers:

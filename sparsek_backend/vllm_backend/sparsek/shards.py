@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from sparsek_kernels.paged.api import paged_attention
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.merge import merge_shards
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import ceil_div
-from sparsek_kernels.paged.shards import attend_shard, merge_shards
+from sparsek_kernels.paged.shards import attend_shard
 
 from .pages import PageReader, page_rows
 from .selection import LayerSelection

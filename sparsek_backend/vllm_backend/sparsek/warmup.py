@@ -18,46 +18,74 @@ import torch
 from vllm.logger import init_logger
 
 from sparsek_backend.vllm_backend import compat
+from sparsek_backend.vllm_backend.engine import engine_of
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.lengths import batch_of_lengths
-from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.plan import everything
+from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy, ceil_div
 
 logger = init_logger(f"vllm.{__name__}")
 
-_EACH_NUMBER, _STEP, _MOST_DECODES, _MOST_TILES = 32, 8, 640, 576
-"""Decodes and query tiles: every number up to the first, then steps, up to where each has programs
-to itself."""
-_MOST_CONTEXT = 1 << 22
-"""Tokens of all prompts of a step, so that a step takes milliseconds."""
-_LONG = 8192
-"""Tokens that keep as many programs busy as any longer context."""
+_EACH_NUMBER = 33
+"""Warps depend on whether 32 programs or more are needed."""
+_MOST_DECODES, _MOST_TILES = 640, 576
+"""Decodes and query tiles, up to where each has programs to itself."""
+_LONG_DECODE, _LONG_PREFILL = 1 << 13, 1 << 16
+"""Tokens that keep as many programs busy as any longer context that is attended whole."""
+
+
+def numbers(most: int) -> Iterator[int]:
+    """The first numbers, on which a program's warps depend too, and larger ones up to ``most``.
+
+    Each of these is at most a fifth larger than the one before it.  Programs that share a tile are
+    what the device runs at once divided by the number of tiles, cut to a few values that are at
+    least a third apart: each value has one of these numbers.
+    """
+    number = 1
+    while number < most:
+        yield number
+        number += 1 if number < _EACH_NUMBER else number // 5
+    if most > 0:
+        yield most
+
+
+def contexts_to(longest: int) -> list[int]:
+    """Each power of two, half as much again, and the longest: what rounds up to the same powers of
+    two, or leaves room for as many programs, is compiled once."""
+    powers = [1 << power for power in range(longest.bit_length())]
+    lengths = {*powers, *(3 * power // 2 for power in powers), longest}
+    return sorted(length for length in lengths if length <= longest)
 
 
 def prefill_shapes(
     policy: SelectionPolicy, max_model_len: int, max_tokens: int, max_num_seqs: int
-) -> list[tuple[int, int, int]]:
-    """``(context, query tokens, prompts)`` of steps that need the kernels of every prefill.
+) -> list[tuple[int, int, int, int]]:
+    """``(context, query tokens, prompts, least)`` of steps that need the kernels of every prefill.
 
-    A few programs share each query tile: as many as the number of tiles and the blocks of the
-    context leave room for.  So there are whole chunks and shorter ones, down to the few tokens that
-    end a prompt or that decodes leave room for, and chunks of several prompts, which have more
-    tiles; each at every context of a power of two or half as much again that is not attended whole.
+    ``least`` are the tokens of all prompts but the first.  A few programs share each query tile: as
+    many as the number of tiles leaves room for, or the blocks of the longest context, whichever is
+    less.  So there is the longest context with every number of tiles, of one prompt or several, and
+    every context with the fewest tiles.
 
     Args:
         max_model_len: longest context.
         max_tokens: most tokens of a step.
         max_num_seqs: most requests of a step.
     """
-    numbers = (*range(_EACH_NUMBER), *range(_EACH_NUMBER, _MOST_TILES + 1, _STEP))
-    shapes = []
-    for context in sparse_contexts(policy, max_model_len, between=True):
-        most = min(context, max_tokens, _MOST_TILES * policy.query_tile)
-        tokens = (max(number * policy.query_tile, 1) for number in numbers)
-        shapes += [(context, each, 1) for each in (*(few for few in tokens if few < most), most)]
-        room = (_MOST_TILES - ceil_div(most, policy.query_tile)) // 2
-        room = min(room, max_num_seqs, most, _MOST_CONTEXT // context)
-        shapes += [(context, most, prompts) for prompts in numbers if 1 < prompts <= room]
-    return list(dict.fromkeys(shapes))
+    contexts = contexts_to(min(max_model_len, _LONG_PREFILL) if policy.is_band else max_model_len)
+    if not policy.is_band:  # a shorter prompt is attended whole
+        contexts = [context for context in contexts if not policy.sees_all(context - 1)]
+    fewest, tile = policy.dense_last + 1, policy.query_tile
+    if not contexts or fewest > max_tokens:
+        return []
+    least, longest = contexts[0], contexts[-1]
+    most = min(longest, max_tokens, _MOST_TILES * tile)
+    tiles = most // tile
+    prompts = min((_MOST_TILES - tiles) // 2, max_num_seqs, most // fewest)
+    shapes = [(context, min(context, fewest), 1) for context in contexts]
+    shapes += [(longest, max(number * tile, fewest), 1) for number in numbers(tiles)]
+    shapes += [(longest, most, number) for number in numbers(prompts)]
+    return [(*shape, least) for shape in dict.fromkeys(shapes)]
 
 
 def decode_shapes(
@@ -65,47 +93,33 @@ def decode_shapes(
 ) -> list[tuple[int, int]]:
     """``(decodes, context)`` of steps that together need the kernels of every step of decodes.
 
-    A few programs share each decode: as many as the number of decodes leaves room for.  That
-    changes slowly where decodes are many.  The longest context decides how scores are sorted.
+    A few programs share each decode: as many as the number of decodes leaves room for, or the
+    blocks of the longest context, which also decides how scores are sorted.
 
     Args:
         max_model_len: longest context.
         max_num_seqs: most requests of a step.
     """
-    contexts = sparse_contexts(policy, max_model_len) or [min(max_model_len, _LONG)]
-    few = range(1, min(max_num_seqs, _EACH_NUMBER) + 1)
-    many = range(_EACH_NUMBER + _STEP, min(max_num_seqs, _MOST_DECODES) + 1, _STEP)
-    return [(count, contexts[0]) for count in (*few, *many)] + [
-        (1, context) for context in contexts[1:]
-    ]
-
-
-def sparse_contexts(
-    policy: SelectionPolicy, max_model_len: int, *, between: bool = False
-) -> list[int]:
-    """Every power of two that is not attended whole, and the longest context.
-
-    Args:
-        between: add half as much again as each power of two.
-    """
-    powers = [1 << power for power in range(max_model_len.bit_length())]
-    if between:
-        powers = sorted({*powers, *(3 * power // 2 for power in powers)})
-    lengths = dict.fromkeys((*(power for power in powers if power < max_model_len), max_model_len))
-    return [length for length in lengths if not policy.sees_all(length - 1)]
+    selects = policy.selects_blocks
+    contexts = contexts_to(max_model_len if selects else min(max_model_len, _LONG_DECODE))
+    counts = numbers(min(max_num_seqs, _MOST_DECODES))
+    return [(1, context) for context in contexts] + [(count, contexts[-1]) for count in counts]
 
 
 def made_up_prefill(
-    context: int, tokens: int, prompts: int, width: int, device: torch.device
+    context: int, tokens: int, prompts: int, least: int, width: int, device: torch.device
 ) -> PagedBatch:
-    """Prompts of ``context`` tokens, ``tokens`` new ones between them; all pages are page 0.
+    """Prompts with ``tokens`` new tokens between them; all pages are page 0.
 
     Args:
+        context: tokens of the first, the new ones included.
+        least: of each of the others, if they have no more new ones.
         width: columns of the block table, enough for the longest context.
     """
     counts = [tokens // prompts + (index < tokens % prompts) for index in range(prompts)]
+    lengths = [context, *(max(least, count) for count in counts[1:])]
     table = torch.zeros(prompts, width, dtype=torch.int32, device=device)
-    return batch_of_lengths(table, counts, (context,) * prompts)
+    return batch_of_lengths(table, counts, lengths)
 
 
 def made_up_decodes(
@@ -129,10 +143,11 @@ def warm_up(
     query_len: int = 1,
     rotation: torch.Tensor | None = None,
 ) -> None:
-    """Run made-up decodes of every number and sparse prefills of every kind.
+    """Run made-up decodes and prefills that need every kernel, through one layer of each kind.
 
-    They go through one layer of each kind.  How many programs share a decode or a query tile
-    depends on their number, and is compiled into the kernel.
+    How many programs share a decode or a query tile depends on their number, and is compiled into
+    the kernel.  vLLM builds the pages of an engine twice, the first time to measure CUDA graphs: a
+    kind of layer that has run is not run again.
 
     Args:
         layers: vLLM's attention layers, bound to their policies.
@@ -143,15 +158,21 @@ def warm_up(
         rotation: :attr:`PagedBatch.rotation` of the engine's steps.
     """
     begin = time.perf_counter()
+    ready = engine_of(vllm_config).ready_kernels
+    pages = (spec.block_size, spec.page_size_bytes, query_len)
+    kinds = {(*pages, *layer.impl.kernel_key): layer for layer in layers}
+    new = [layer for kind, layer in kinds.items() if kind not in ready]
+    ready.update(kinds)
     with ThreadPoolExecutor(1) as thread:
         # vLLM makes the pages of an engine with sleep mode in a memory pool whose content it drops
         # when the engine sleeps.  The pool takes the allocations of this thread alone, so scratch
         # that kernels keep for later calls is made in another one.
-        steps = thread.submit(_run, layers, spec, vllm_config, device, query_len, rotation)
+        steps = thread.submit(_run, new, spec, vllm_config, device, query_len, rotation)
         count = steps.result()
     if count:
-        logger.info_once(
-            "SPARSEK kernels are ready (%.1f s, kept in Triton's cache)",
+        logger.info(
+            "SPARSEK kernels are ready (%d steps, %.1f s, kept in Triton's cache)",
+            count,
             time.perf_counter() - begin,
         )
 
@@ -165,16 +186,15 @@ def _run(
     rotation: torch.Tensor | None,
 ) -> int:
     """Return how many made-up steps were run."""
-    kinds = {layer.impl.kernel_key: layer for layer in layers}
     count = 0
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with torch.inference_mode(), on_device:
-        for layer in kinds.values():
-            for batch in _made_up_steps(
+        for layer in layers:
+            for batch, policy in _made_up_steps(
                 layer.impl, spec.block_size, vllm_config, device, query_len
             ):
                 step = replace(batch, rotation=rotation)
-                layer.impl.dummy_run(layer, _one_page(spec, device), step)
+                layer.impl.dummy_run(layer, _one_page(spec, device), step, policy)
                 count += 1
         if count and device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -184,20 +204,36 @@ def _run(
 
 def _made_up_steps(
     impl: Any, page_size: int, vllm_config: Any, device: torch.device, query_len: int
-) -> Iterator[PagedBatch]:
+) -> Iterator[tuple[PagedBatch, StepPolicy]]:
     """The steps that a layer's kernels are compiled by, each made when it is due."""
     if impl.fallback_reason is not None:
         return
     scheduler, length = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
-    width, most = ceil_div(length, page_size), scheduler.max_num_seqs
+    width, most, own = ceil_div(length, page_size), scheduler.max_num_seqs, impl.policy
+    if impl.batch_invariant:  # one configuration for tokens of every step
+        yield made_up_decodes(1, query_len, length, width, device), own
+        yield made_up_prefill(length, min(length, 2), 1, length, width, device), own
+        return
     if impl.dcp_world_size == 1:  # else decodes go through kernels of their own
-        for count, context in decode_shapes(impl.own.policy.decode, length, most):
-            yield made_up_decodes(count, query_len, context, width, device)
-    prefill = impl.own.policy.prefill
-    if impl.flash is None or not prefill.is_band:
-        limits = (length, scheduler.max_num_batched_tokens, most)
-        for context, tokens, prompts in prefill_shapes(prefill, *limits):
-            yield made_up_prefill(context, tokens, prompts, width, device)
+        for count, context in decode_shapes(own.decode, length, most):
+            yield made_up_decodes(count, query_len, context, width, device), own
+    for prefill in prefill_policies(own.prefill, impl.flash is not None):
+        policy = replace(own, prefill=prefill)
+        for shape in prefill_shapes(prefill, length, scheduler.max_num_batched_tokens, most):
+            yield made_up_prefill(*shape, width, device), policy
+
+
+def prefill_policies(policy: SelectionPolicy, flash: bool) -> list[SelectionPolicy]:
+    """The policies by which our kernels attend prompts: ``policy``, and that of dense segments.
+
+    Args:
+        policy: of the prompts.
+        flash: whether FlashAttention attends those that it can.
+    """
+    found = [policy]
+    if policy.dense_last or not policy.is_band:
+        found.append(everything(policy))
+    return [each for each in found if not (flash and each.is_band)]
 
 
 def _one_page(spec: Any, device: torch.device) -> torch.Tensor:

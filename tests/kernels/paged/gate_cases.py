@@ -66,4 +66,4 @@ def keep_gate_keys(
     if starts is None:
         case.k_summary.fill_(255)
     for step in chunks(case.batch, sizes or [1 << 20], starts or [0] * len(case.batch.seq_lens)):
-        write_index(case.k_cache, case.k_summary, step, policy, Seer(gates))
+        write_index(case.k_cache, case.v_cache, case.k_summary, step, policy, Seer(gates))

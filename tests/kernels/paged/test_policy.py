@@ -28,8 +28,21 @@ policies = st.one_of(
 )
 
 
+aligned = st.builds(
+    lambda alignment, size, **fields: SelectionPolicy(
+        sel_block_size=min(size, alignment), alignment=alignment, query_tile=1, **fields
+    ),
+    alignment=st.sampled_from([64, 128]),
+    size=st.sampled_from([2, 4, 16, 64, 128]),
+    num_sink=st.integers(0, 200),
+    window_size=st.integers(1, 700),
+    top_k=st.sampled_from([1, 7, 64, 700]),
+    dense_below=st.sampled_from([0, 1, 100, 1024]),
+)
+
+
 @settings(deadline=None, max_examples=200)
-@given(policies, st.lists(st.integers(0, 20_000), max_size=20))
+@given(policies | aligned, st.lists(st.integers(0, 20_000), max_size=20))
 def test_arrays_follow_the_rule_of_their_positions(
     policy: SelectionPolicy, positions: list[int]
 ) -> None:
@@ -70,6 +83,64 @@ def test_the_attended_tokens_are_as_many_as_the_oracle_sees(
         seen = visible_reference(q, k, positions, rule, 8**-0.5, select_blocks_reference).sum(-1)
         expected = rule.attended_tokens(torch.arange(length))
         assert torch.equal(seen, expected[:, None].expand(-1, 2))
+
+
+@settings(deadline=None, max_examples=200)
+@given(aligned, st.integers(0, 5000))
+def test_sinks_and_window_end_with_segments(policy: SelectionPolicy, position: int) -> None:
+    """Token by token: what is seen in any case, and how many are chosen from the rest."""
+    size, alignment = policy.sel_block_size, policy.alignment
+    own = position // alignment
+    sinks = range((policy.num_sink + alignment - 1) // alignment)
+    before = max((policy.window_size + alignment - 1) // alignment, 1)
+    forced = {n for n in range(own + 1) if n in sinks or n >= own - before}
+    far = [t for t in range(position + 1) if t // alignment not in forced]
+    cells = sorted({t // size for t in far})
+    assert len(far) == len(cells) * size  # whole cells, all in the past
+    assert policy.scored_blocks == policy.top_k
+    everything = len(cells) <= policy.top_k or position < policy.dense_below
+    assert policy.sees_all(position) == everything
+    assert list(range(*policy.candidate_range(position))) == cells
+    first, end = policy.local_range(position)
+    assert first * size == max(own - before, 0) * alignment
+    assert end == position // size + 1
+    assert end - first <= policy.local_blocks
+    chosen = len(far) if everything else policy.top_k * size
+    attended = position + 1 - len(far) + chosen
+    assert policy.attended_tokens(position) == attended
+    assert everything or attended <= policy.budget_blocks * size
+
+
+def test_the_policy_by_records_chooses_pairs_of_keys() -> None:
+    policy = SelectionPolicy(num_sink=64, window_size=512, top_k=40, dense_last=64, dense_below=9)
+    single = policy.by_records(4097)
+    assert single == SelectionPolicy(64, 512, 2048, 2, 9, 0, 1, 64)
+    assert StepPolicy.of(single) == StepPolicy(single, single)
+    assert StepPolicy(policy, single).selects_blocks
+    window = replace(policy, top_k=0)
+    assert window.by_records(4096) == window.per_token()
+    with pytest.raises(ValueError, match="tokens: expected an integer >= 2, got 1"):
+        policy.by_records(1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"alignment": -64}, "alignment: expected an integer >= 0, got -64"),
+        ({"alignment": 32}, "alignment: expected 0, or a multiple of 64 with query_tile 1"),
+        ({"query_tile": 64}, "alignment: expected 0, or .*, got 64 with 64 and 2"),
+        ({"top_k": 0}, "alignment: expected 0, or .*, got 64 with 1 and 0"),
+        ({"sel_block_size": 1}, "sel_block_size: expected a power of two >= 2 .*, got 1"),
+        ({"sel_block_size": 6}, "sel_block_size: expected a power of two >= 2 .*, got 6"),
+        ({"sel_block_size": 128}, "sel_block_size: .* that divides alignment=64, got 128"),
+        ({"sel_block_size": 2, "alignment": 0}, "sel_block_size: expected a multiple of 16"),
+    ],
+)
+def test_alignments_that_are_refused(fields: dict[str, int], message: str) -> None:
+    good = {"window_size": 64, "top_k": 2, "query_tile": 1, "sel_block_size": 4, "alignment": 64}
+    SelectionPolicy(**good)
+    with pytest.raises(ValueError, match=message):
+        SelectionPolicy(**{**good, **fields})
 
 
 def test_decoded_tokens_have_a_budget_of_their_own() -> None:

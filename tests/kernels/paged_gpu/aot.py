@@ -30,16 +30,20 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparsek_kernels.paged.attend import launch as attend_launch
 from sparsek_kernels.paged.attend import launch_sm90
+from sparsek_kernels.paged.chosen import Chosen, Tail
 from sparsek_kernels.paged.config import TileConfig
 from sparsek_kernels.paged.index import launch as index_launch
 from sparsek_kernels.paged.index.base import Indexers
 from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.index.infllm import launch as infllm_launch
 from sparsek_kernels.paged.index.key_means import launch as key_means_launch
+from sparsek_kernels.paged.index.page_records import launch_write as records_launch
 from sparsek_kernels.paged.index.seer import Seer
 from sparsek_kernels.paged.index.seer import launch as seer_launch
 from sparsek_kernels.paged.index.two_step import launch_probabilities, launch_scores
+from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
+from sparsek_kernels.paged.record import page_bytes
 from sparsek_kernels.paged.write import launch as write_launch
 from tests.kernels.barriers import require_lasting_barriers
 from tests.kernels.launched import run_launched
@@ -47,6 +51,7 @@ from tests.kernels.paged.gate_cases import make_gates
 
 KERNELS = {
     "write_kv_kernel": write_launch,
+    "write_records_kernel": records_launch,
     "attend_kernel": attend_launch,
     "decode_logits_kernel": key_means_launch,
     "top_blocks_kernel": index_launch,
@@ -249,6 +254,13 @@ def launches(
             with hopper_kernels(True):
                 special = ("attend_hopper_kernel", "listed_masses_sm90_kernel", *HOPPER_SCORES)
                 seen += [r for r in record(step, arch, sms) if r.name in special]
+    pages, heads, page_size, _ = problem.k_cache.shape
+    room = torch.empty(pages, heads, page_bytes(page_size, head_dim), dtype=torch.uint8)
+    seen += record(
+        lambda: records_launch.write_records(problem.k_cache, problem.v_cache, room, problem.batch),
+        arch,
+        sms,
+    )
     seen += record(
         lambda: write_launch.write_kv(
             problem.keys[0],
@@ -321,6 +333,40 @@ def sharded_launches(arch: int) -> list[Recorded]:
     return seen
 
 
+def cell_launches(
+    arch: int, dtype: torch.dtype, head_dim: int, group: int, fp8_cache: bool
+) -> list[Recorded]:
+    """What attends cells of two keys and a tail: few requests, many, and pages of one rank."""
+    policy = SelectionPolicy(num_sink=64, window_size=512, top_k=32).by_records(4096)
+    seen: list[Recorded] = []
+    for requests, sharded in ((1, False), (32, False), (1, True)):
+        problem = make_problem(
+            [(1, 2400)] * requests,
+            num_decodes=requests,
+            heads=8,
+            group=group,
+            dim=head_dim,
+            page_size=64,
+            dtype=dtype,
+            max_seq_len=131072,
+            cache_dtype=torch.float8_e4m3fn if fp8_cache else None,
+        )
+        shape = (requests, 8, policy.scored_blocks)
+        logits = torch.empty(requests, 8 * group, 2048)
+        records = torch.empty(1, 8, 1536, dtype=torch.uint8)
+        chosen = Chosen(torch.empty(shape, dtype=torch.int32), Tail(logits, records))
+        lse = torch.empty(problem.q.shape[:2]) if sharded else None
+        out = torch.empty(problem.q.shape, dtype=torch.float32 if sharded else dtype)
+        call = functools.partial(
+            attend_launch.attend_segment,
+            problem.operands(out, lse=lse),
+            Segment(problem.batch, policy),
+            chosen,
+        )
+        seen += record(call, arch, 132)
+    return seen
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--arch", type=int, default=90)
@@ -330,21 +376,18 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--fp8-cache", action="store_true")
     parser.add_argument("--sharded", action="store_true")
+    parser.add_argument("--cells", action="store_true")
     parser.add_argument("--indexer", choices=["infllm", "seer"])
     args = parser.parse_args()
+    shape = (args.arch, getattr(torch, args.dtype), args.head_dim, args.group)
     if args.sharded:
         seen = sharded_launches(args.arch)
+    elif args.cells:
+        seen = cell_launches(*shape, args.fp8_cache)
     elif args.indexer:
-        dtype = getattr(torch, args.dtype)
-        seen = learned_launches(args.indexer, args.arch, dtype, args.head_dim, args.group)
+        seen = learned_launches(args.indexer, *shape)
     else:
-        seen = launches(
-            args.arch,
-            getattr(torch, args.dtype),
-            args.head_dim,
-            args.group,
-            args.fp8_cache,
-        )
+        seen = launches(*shape, args.fp8_cache)
     for launched in seen:
         if args.only in launched.name:
             print(json.dumps(compile_launch(launched, args.arch)), flush=True)

@@ -77,7 +77,7 @@ def select_phases(
     for segment in phases(batch, policy):
         index = indexers.of(segment)
         assert index is not None
-        chosen = select_launched(operands, segment, index)
+        chosen = select_launched(operands, segment, index).indices
         lengths = zip(*host_lengths(segment.batch), strict=True)
         tiles = [segment.policy.num_tiles(length - new, length) for length, new in lengths]
         found += chosen[: sum(tiles)].split(tiles)

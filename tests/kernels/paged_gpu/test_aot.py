@@ -22,6 +22,7 @@ ROOT = HERE.parents[2]
 
 PORTABLE = {
     "write_kv_kernel",
+    "write_records_kernel",
     "decode_logits_kernel",
     "top_blocks_kernel",
     "listed_masses_kernel",
@@ -77,6 +78,25 @@ def test_decodes_over_the_pages_of_one_rank_compile() -> None:
     assert {row["kernel"] for row in rows} >= {"decode_logits_kernel", "top_blocks_kernel"}
     for row in rows:
         assert row["stack"] <= 160, row
+
+
+@pytest.mark.parametrize(
+    ("arch", "options"),
+    [
+        (80, ()),
+        (86, ("--head-dim", "256")),
+        (90, ()),
+        (90, ("--fp8-cache",)),
+        (100, ("--dtype", "float16", "--head-dim", "80", "--group", "7")),
+    ],
+    ids=["sm80", "sm86-d256", "sm90", "sm90-fp8", "sm100-fp16-d80"],
+)
+def test_attention_over_cells_and_tails_compiles(arch: int, options: tuple[str, ...]) -> None:
+    rows = compiled(arch, "--cells", *options)
+    assert [row["kernel"] for row in rows] == ["attend_kernel"] * 3
+    for row in rows:
+        assert row["stack"] <= 160, row
+        assert row["shared"] <= SHARED[arch], row
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from problems import make_problem
 
 from sparsek_kernels.paged.attend import launch as attend_launch
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.prefill_tiles import prefill_tiles
@@ -84,7 +85,7 @@ def check(
         cache.masked_fill_(unread[..., None].to(DEVICE), float("nan"))
     out = torch.full_like(problem.q, float("nan"))
     segment = Segment(batch, policy, fixed_order=fixed)
-    attend_launch.attend_segment(problem.operands(out), segment, selected.to(DEVICE))
+    attend_launch.attend_segment(problem.operands(out), segment, Chosen(selected.to(DEVICE)))
     assert (out.double().cpu() - wanted).abs().max() <= tolerance
 
 

@@ -52,7 +52,7 @@ def test_scores_end_with_their_row(name: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(scratch, "_workspaces", {})
 
     def select() -> torch.Tensor:
-        return select_launched(problem.operands(problem.q), Segment(batch, rule), index)
+        return select_launched(problem.operands(problem.q), Segment(batch, rule), index).indices
 
     select()
     for space in scratch._workspaces.values():

@@ -11,6 +11,7 @@ import torch
 from problems import Problem, make_problem, phases
 
 from sparsek_kernels.paged.attend import launch as attend_launch
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.index.two_step import launch as two_step_launch
 from sparsek_kernels.paged.index.two_step import launch_probabilities, launch_scores
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -165,7 +166,7 @@ def test_a_step_of_many_tiles(ran: Counter[str]) -> None:
         out = torch.zeros_like(problem.q)
         chosen = two_step_launch.select(problem.operands(out), prefills)
         given = chosen if selected is None else selected
-        attend_launch.attend_segment(problem.operands(out), prefills, given)
+        attend_launch.attend_segment(problem.operands(out), prefills, Chosen(given))
         return chosen, out
 
     chosen, out = run()

@@ -227,7 +227,9 @@ def test_means_fit_the_room_of_the_sketch(page_size: int, dim: int) -> None:
 def test_only_gpus_keep_means() -> None:
     problem = make([(1, 40)], num_decodes=1, device="cpu")
     before = problem.k_summary.clone()
-    write_index(problem.k_cache, problem.k_summary, problem.batch, BLOCKS_OF_64, InfLLM())
+    write_index(
+        problem.k_cache, problem.v_cache, problem.k_summary, problem.batch, BLOCKS_OF_64, InfLLM()
+    )
     assert torch.equal(problem.k_summary, before)
 
 
@@ -293,7 +295,9 @@ def test_a_million_tokens_of_context() -> None:
 
 def attend(problem: Problem, policy: SelectionPolicy) -> torch.Tensor:
     """A layer as a server runs it: means of the cells that the step completes, then attention."""
-    write_index(problem.k_cache, problem.k_summary, problem.batch, policy, InfLLM())
+    write_index(
+        problem.k_cache, problem.v_cache, problem.k_summary, problem.batch, policy, InfLLM()
+    )
     return paged_attention(
         problem.q,
         problem.k_cache,
@@ -333,7 +337,14 @@ def test_graph_replay_with_other_lengths(use_nope: bool) -> None:
             None,
             problem.slots[0][-1:],
         )
-        write_index(problem.k_cache, problem.k_summary, problem.batch, BLOCKS_OF_64, InfLLM())
+        write_index(
+            problem.k_cache,
+            problem.v_cache,
+            problem.k_summary,
+            problem.batch,
+            BLOCKS_OF_64,
+            InfLLM(),
+        )
         paged_attention(
             problem.q,
             problem.k_cache,

@@ -255,7 +255,9 @@ def test_layers_and_graphs_at_real_sizes() -> None:
     other = Gates(*(None if x is None else x.to(DEVICE) for x in other.tensors))
 
     def layer(mine: Gates, out: torch.Tensor) -> torch.Tensor:
-        write_index(problem.k_cache, problem.k_summary, problem.batch, policy, Seer(mine))
+        write_index(
+            problem.k_cache, problem.v_cache, problem.k_summary, problem.batch, policy, Seer(mine)
+        )
         return paged_attention(
             problem.q,
             problem.k_cache,
@@ -295,5 +297,5 @@ def test_writing_by_the_api() -> None:
         mine.slots[0].cpu(),
     )  # fmt: skip
     whole = infllm_check.part_of(mine.batch, [0], [130], "cpu")
-    write_index(mine.k_cache, mine.k_summary, whole, BLOCKS_OF_64, Seer(host))
+    write_index(mine.k_cache, mine.v_cache, mine.k_summary, whole, BLOCKS_OF_64, Seer(host))
     torch.testing.assert_close(kept(mine, 64), expected, atol=2e-5, rtol=2e-5, equal_nan=True)

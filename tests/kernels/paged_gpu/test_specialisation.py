@@ -121,27 +121,34 @@ def test_a_server_compiles_before_its_first_request(
     caches = make_caches(1, heads, 64, dim, torch.bfloat16, "cpu", head_major=True)
     width, cpu, requests = -(-longest // 64), torch.device("cpu"), 40
 
-    def launched(batch: PagedBatch) -> set[Hashable]:
+    def launched(batch: PagedBatch, policy: StepPolicy = rule) -> set[Hashable]:
         q = torch.empty(sum(batch.query_lens), heads * group, dim, dtype=torch.bfloat16)
         operands = PagedOperands(q, *caches[:2], torch.empty_like(q), dim**-0.5, caches[2])
         found: set[Hashable] = set()
-        for segment in plan_step(batch, rule):
+        for segment in plan_step(batch, policy):
             if not (flash and segment.policy.is_band and not segment.decodes):
                 found |= kernels_of(operands, segment, rule)
         return found
 
+    steps = 0
     known: set[Hashable] = set()
-    for shape in warmup.prefill_shapes(rule.prefill, longest, most, requests):
-        known |= launched(warmup.made_up_prefill(*shape, width, cpu))
+    for prefill in warmup.prefill_policies(rule.prefill, flash):
+        for shape in warmup.prefill_shapes(prefill, longest, most, requests):
+            known |= launched(
+                warmup.made_up_prefill(*shape, width, cpu), replace(rule, prefill=prefill)
+            )
+            steps += 1
     for count, context in warmup.decode_shapes(rule.decode, longest, requests):
         known |= launched(warmup.made_up_decodes(count, 1, context, width, cpu))
+        steps += 1
+    assert steps <= (160 if flash else 250)  # each takes milliseconds of a server's start
     chance = random.Random(0)
-    for _ in range(40):
+    for _ in range(80):
         decodes = chance.choice([0, 1, 2, 3, 5, 17, requests])
-        prompts = chance.choice([0, 1, 1, 2, 4]) if decodes else 1
+        prompts = chance.choice([0, 1, 1, 2, 4, 9]) if decodes else chance.choice([1, 1, 3])
         ends = sorted(chance.sample(range(1, most - decodes + 1), prompts))
         counts = [1] * decodes + [end - start for start, end in pairwise([0, *ends])]
-        lengths = [chance.randint(count, longest) for count in counts]
+        lengths = [chance.randint(count, chance.choice([most, longest])) for count in counts]
         offsets = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
         batch = PagedBatch(
             block_table=torch.zeros(len(counts), width, dtype=torch.int32),

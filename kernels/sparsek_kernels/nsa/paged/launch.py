@@ -20,6 +20,7 @@ from sparsek_kernels.nsa.select.launch import choose, score_pitch
 from sparsek_kernels.nsa.spec import NSASpec
 from sparsek_kernels.paged.attend.launch import attend_segment
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.config import choose_splits, largest_part, next_power_of_2
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
@@ -124,7 +125,7 @@ def decode(problem: PagedProblem, out: torch.Tensor) -> None:
     )
     by_score = chosen[0, :, :, spec.num_init_blocks : spec.num_init_blocks + free]
     operands = PagedOperands(q, pages.k_slc, pages.v_slc, out[:, 1], problem.softmax_scale)
-    attend_segment(operands, Segment(batch, policy), by_score)
+    attend_segment(operands, Segment(batch, policy), Chosen(by_score))
 
 
 def _token_sequences(tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

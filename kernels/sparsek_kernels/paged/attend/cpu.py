@@ -10,10 +10,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from sparsek_kernels.paged.attend.cpu_parts import attend_keys, attend_tail
 from sparsek_kernels.paged.batch import PagedBatch, host_lengths
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.cpu.gather import block_reader, join_kv, read_sequence
 from sparsek_kernels.paged.cpu.native import decode as native_decode
 from sparsek_kernels.paged.cpu.plan import TileGroup, plan_decodes, plan_prefill
+from sparsek_kernels.paged.merge import merge_shards
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
@@ -62,17 +65,17 @@ def attend_tiles(
     q: torch.Tensor,
     operands: PagedOperands,
     group: TileGroup,
-    selected: torch.Tensor | None,
+    chosen: Chosen | None,
     policy: SelectionPolicy,
 ) -> torch.Tensor:
     """Attention of tiles over their selected, sink and local blocks.
 
     Args:
         q: ``[T, Hkv, G, Q, D]``.
-        selected: ``[T, Hkv, scored_blocks]`` int64, or ``None``.
+        chosen: of these tiles, or ``None``.
     """
     sel_block_size = policy.sel_block_size
-    bias = group.bias_as(q.dtype)
+    selected, tail = (None, None) if chosen is None else (chosen.indices.long(), chosen.tail)
     joined = join_kv(operands.k_cache, operands.v_cache)
     caches = (operands.k_cache, operands.v_cache) if joined is None else (joined,)
     gathered = []
@@ -84,7 +87,17 @@ def attend_tiles(
             rows[:, :, -group.stale.shape[2] :].masked_fill_(group.stale, 0.0)
         gathered.append(rows)
     k, v = gathered if joined is None else gathered[0].chunk(2, dim=-1)
-    return _sdpa(q, k, v, bias, operands.softmax_scale, operands.sinks)
+    if tail is None:
+        bias = group.bias_as(q.dtype)
+        return _sdpa(q, k, v, bias, operands.softmax_scale, operands.sinks)
+    hidden = torch.zeros(1, 1, k.shape[2], dtype=torch.bool)
+    if group.bias is not None:
+        hidden = group.bias[:, :, 0] != 0
+    near = attend_keys(q.squeeze(3), k, v, hidden, operands.softmax_scale)
+    far = attend_tail(tail, operands, group, policy)
+    outs, lses = (torch.stack(parts) for parts in zip(near, far, strict=True))
+    sinks = None if operands.sinks is None else operands.sinks.view(lses.shape[2:])
+    return merge_shards(outs, lses, sinks).to(q.dtype).unsqueeze(3)
 
 
 def attend_dense(
@@ -140,23 +153,23 @@ def _attend_sequence(
     return attend_dense(q, k, v, operands.softmax_scale, operands.sinks)
 
 
-def attend_segment(operands: PagedOperands, segment: Segment, indices: torch.Tensor | None) -> None:
+def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | None) -> None:
     """Torch form of :func:`sparsek_kernels.paged.attend.attend`."""
     batch, policy = segment.batch, segment.policy
     _, counts = host_lengths(batch)
     if segment.decodes:
         decodes = operands.of_rows(slice(sum(counts)))
-        if indices is None and native_decode.supports(decodes, batch):
+        if chosen is None and native_decode.supports(decodes, batch):
             native_decode.decode(decodes, batch, policy)
         else:
-            _decode(decodes, batch, policy, indices)
+            _decode(decodes, batch, policy, chosen)
         return
     token, tile = int(batch.cu_seqlens_q[0]), 0
     for request, (length, count) in enumerate(zip(*host_lengths(batch), strict=True)):
         rows = slice(token, token + count)
         tiles = policy.num_tiles(length - count, length)
         if count:
-            mine = None if indices is None else indices[tile : tile + tiles]
+            mine = None if chosen is None else chosen.of_tiles(slice(tile, tile + tiles))
             _prefill(operands.of_rows(rows), batch, request, policy, mine)
         token, tile = rows.stop, tile + tiles
 
@@ -165,7 +178,7 @@ def _decode(
     operands: PagedOperands,
     batch: PagedBatch,
     rule: SelectionPolicy,
-    indices: torch.Tensor | None,
+    chosen: Chosen | None,
 ) -> None:
     heads, page_size = operands.heads, operands.page_size
     q, out = (x.unflatten(1, (heads, -1)) for x in (operands.q, operands.out))
@@ -177,8 +190,8 @@ def _decode(
         return
     every = plan.rows.numel() == q.shape[0]
     rows = q if every else q.index_select(0, plan.rows)
-    selected = None if indices is None else indices.index_select(0, plan.rows).long()
-    attended = attend_tiles(rows.unsqueeze(3), operands, plan.group, selected, rule).squeeze(3)
+    mine = None if chosen is None else chosen.of_tiles(plan.rows)
+    attended = attend_tiles(rows.unsqueeze(3), operands, plan.group, mine, rule).squeeze(3)
     if every:
         out.copy_(attended)
     else:
@@ -190,7 +203,7 @@ def _prefill(
     batch: PagedBatch,
     request: int,
     policy: SelectionPolicy,
-    indices: torch.Tensor | None,
+    chosen: Chosen | None,
 ) -> None:
     q, out = (x.unflatten(1, (operands.heads, -1)) for x in (operands.q, operands.out))
     plan = plan_prefill(batch, request, policy, operands.k_cache)
@@ -204,13 +217,11 @@ def _prefill(
     for first, tiles, group in plan.groups:
         begin = max(first, plan.dense_end, start)
         end = min(first + tiles * plan.tile, length)
-        selected = None
-        if indices is not None:
-            row = first // plan.tile - start // plan.tile
-            selected = indices[row : row + tiles].long()
+        row = first // plan.tile - start // plan.tile
+        mine = None if chosen is None else chosen.of_tiles(slice(row, row + tiles))
         padded = q.new_zeros(tiles * plan.tile, *q.shape[1:])
         padded[begin - first : end - first] = q[begin - start : end - start]
         padded = padded.unflatten(0, (tiles, plan.tile)).permute(0, 2, 3, 1, 4)
-        attended = attend_tiles(padded, operands, group, selected, policy)
+        attended = attend_tiles(padded, operands, group, mine, policy)
         attended = attended.permute(0, 3, 1, 2, 4).flatten(0, 1)
         out[begin - start : end - start] = attended[begin - first : end - first]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from sparsek_kernels.paged.attend.cpu_parts import attend_keys, attend_tail
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.cpu.gather import RunReader, block_reader
 from sparsek_kernels.paged.cpu.held import HeldPages
 from sparsek_kernels.paged.cpu.plan import TileGroup, plan_decodes
+from sparsek_kernels.paged.merge import merge_shards
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
 
 
-def attend_segment(operands: PagedOperands, segment: Segment, indices: torch.Tensor | None) -> None:
+def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | None) -> None:
     """Attend decodes over this rank's pages; writes ``operands.out`` and ``operands.lse``."""
     batch, policy, lse = segment.batch, segment.policy, operands.lse
     if lse is None:
@@ -26,12 +29,12 @@ def attend_segment(operands: PagedOperands, segment: Segment, indices: torch.Ten
         out[rows], lse[rows] = _attend_everything(q[rows], operands, table, length)
     if plan.group is not None:
         held = (batch.block_table >= 0).index_select(0, plan.requests)
-        selected = None if indices is None else indices.index_select(0, plan.rows).long()
+        mine = None if chosen is None else chosen.of_tiles(plan.rows)
         out[plan.rows], lse[plan.rows] = _attend_blocks(
             q.index_select(0, plan.rows),
             operands,
             plan.group,
-            selected,
+            mine,
             policy,
             HeldPages(held, page_size),
         )
@@ -52,7 +55,7 @@ def _attend_everything(
 
     where = length - q.shape[0] + torch.arange(q.shape[0])
     hidden = positions > where[:, None]
-    return _attend_keys(
+    return attend_keys(
         q, read(operands.k_cache), read(operands.v_cache), hidden[:, None], operands.softmax_scale
     )
 
@@ -61,12 +64,13 @@ def _attend_blocks(
     q: torch.Tensor,
     operands: PagedOperands,
     group: TileGroup,
-    selected: torch.Tensor | None,
+    chosen: Chosen | None,
     rule: SelectionPolicy,
     here: HeldPages,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of single tokens ``q [T, Hkv, G, D]`` over the blocks that this rank holds."""
     size, heads = rule.sel_block_size, q.shape[1]
+    selected, tail = (None, None) if chosen is None else (chosen.indices.long(), chosen.tail)
     blocks = group.forced.expand(-1, heads, -1)
     if selected is not None:
         blocks = torch.cat([selected, blocks], dim=-1)
@@ -80,30 +84,11 @@ def _attend_blocks(
         rows = reader.read(group.names(reader, selected, size)).flatten(2, 3)
         return rows[:, :, : group.num_keys]
 
-    return _attend_keys(
+    near = attend_keys(
         q, read(operands.k_cache), read(operands.v_cache), hidden, operands.softmax_scale
     )
-
-
-def _attend_keys(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    hidden: torch.Tensor,
-    softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention in float32 over gathered keys, and its log-sum-exp.
-
-    Args:
-        q: ``[T, Hkv, G, D]``; k, v: ``[1 or T, Hkv, n, D]``, anything where ``hidden``.
-        hidden: ``[T, 1 or Hkv, n]`` bool.
-
-    Returns:
-        ``[T, Hkv, G, Dv]``, 0 for a token that sees no key, and ``[T, Hkv, G]``.
-    """
-    k, v = k.float(), v.float()
-    logits = torch.matmul(q.float() * softmax_scale, k.mT)
-    logits = logits.masked_fill(hidden.unsqueeze(2), float("-inf"))
-    lse = logits.logsumexp(-1)
-    weights = torch.exp(logits - lse.unsqueeze(-1)).nan_to_num(0.0)
-    return torch.matmul(weights, v.masked_fill(hidden.unsqueeze(-1), 0.0)), lse
+    if tail is None:
+        return near
+    far = attend_tail(tail, operands, group, rule, here)
+    outs, lses = (torch.stack(parts) for parts in zip(near, far, strict=True))
+    return merge_shards(outs, lses), lses.logsumexp(0)

@@ -11,28 +11,38 @@ import torch
 from sparsek_kernels.common.device import device_arch, multiprocessors
 from sparsek_kernels.common.kernels.softmax import LOG2E
 from sparsek_kernels.common.recording import run
-from sparsek_kernels.paged.attend.config import decode_config, prefill_config, row_config
+from sparsek_kernels.paged.attend.config import (
+    SEGMENTS_PER_PIECE,
+    TAIL_SEGMENTS,
+    decode_config,
+    prefill_config,
+    row_config,
+)
 from sparsek_kernels.paged.attend.kernels.constants import Rule, Shape, Tiling
 from sparsek_kernels.paged.attend.kernels.fwd import attend_kernel
 from sparsek_kernels.paged.attend.launch_sm90 import attend_fits, attend_hopper
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.config import next_power_of_2
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import ceil_div
 from sparsek_kernels.paged.prefill_tiles import prefill_tiles
+from sparsek_kernels.paged.record import record_bytes
 from sparsek_kernels.paged.scratch import overlap_options, workspace
 
 _DENSE_TILE = 64
 
 
-def attend_segment(operands: PagedOperands, segment: Segment, indices: torch.Tensor | None) -> None:
+def attend_segment(operands: PagedOperands, segment: Segment, chosen: Chosen | None) -> None:
     """Triton form of :func:`sparsek_kernels.paged.attend.attend`."""
+    indices, tail = (None, None) if chosen is None else chosen
     batch, policy, decode = segment.batch, segment.policy, segment.decodes
     q, k_cache, v_cache, out = operands.q, operands.k_cache, operands.v_cache, operands.out
     _, heads, page_size, dim = k_cache.shape
     group = q.shape[1] // heads
     topk = policy.selects_blocks
     sel_block = policy.sel_block_size if topk else _DENSE_TILE
+    run_keys = policy.alignment or sel_block  # that lie side by side wherever none are chosen
     tiles: torch.Tensor | None = None
     per_request = 1
     if decode:
@@ -43,15 +53,18 @@ def attend_segment(operands: PagedOperands, segment: Segment, indices: torch.Ten
         tile = policy.query_tile if topk else _DENSE_TILE
         tiles = prefill_tiles(batch, tile, q.shape[0])
         count = tiles.shape[0]
-    blocks = ceil_div(batch.max_seq_len, sel_block)
+    blocks = ceil_div(batch.max_seq_len, run_keys)
     if topk:
-        blocks = min(blocks, max(policy.budget_blocks, policy.dense_below // sel_block))
+        budget = ceil_div(policy.budget_blocks * sel_block, run_keys)
+        blocks = min(blocks, max(budget, policy.dense_below // run_keys))
+        if tail is not None:
+            blocks += ceil_div(tail.logits.shape[2], SEGMENTS_PER_PIECE)
     elif policy.window_size is not None:
         attended = policy.num_sink + policy.window_size + (0 if decode else tile)
         blocks = min(blocks, max(attended, policy.dense_below) // sel_block + 2)
     if segment.fixed_order:
         config = row_config(
-            group=group, head_dim=dim, sel_block=sel_block, arch=device_arch(q.device)
+            group=group, head_dim=dim, sel_block=run_keys, arch=device_arch(q.device)
         )
     else:
         sizes = {
@@ -60,7 +73,7 @@ def attend_segment(operands: PagedOperands, segment: Segment, indices: torch.Ten
             "group": group,
             "head_dim": dim,
             "blocks": blocks,
-            "sel_block": sel_block,
+            "sel_block": run_keys,
             "arch": device_arch(q.device),
             "num_sms": multiprocessors(q.device),
         }
@@ -97,29 +110,31 @@ def attend_segment(operands: PagedOperands, segment: Segment, indices: torch.Ten
         v_cache,
         q if operands.sinks is None else operands.sinks,
         batch.seq_lens if indices is None else indices,
+        batch.seq_lens if tail is None else tail.logits,
+        batch.seq_lens if tail is None else tail.records,
         batch.seq_lens if tiles is None else tiles,
         batch.block_table,
         batch.seq_lens,
         batch.cu_seqlens_q,
         operands.softmax_scale * operands.k_scale * LOG2E.value,
         operands.v_scale,
-        policy.window_size or 0,
-        policy.num_sink,
-        policy.dense_below,
+        (policy.window_size or 0, policy.num_sink, policy.dense_below),
         out.stride()[:2],
         q.stride()[:2],
         k_cache.stride()[:3],
         v_cache.stride()[:3],
         indices.stride()[:2] if indices is not None else (0, 0),
+        (*tail.logits.stride()[:2], *tail.records.stride()[:2]) if tail is not None else (0,) * 4,
         batch.block_table.stride(0),
         RULE=Rule(
             MODE=0 if policy.is_dense else 2 if topk else 1,
             TILE=tile,
             POLICY_TILE=policy.query_tile if topk else 1,
             SEL_BLOCK=sel_block,
-            SINK_BLOCKS=ceil_div(policy.num_sink, sel_block),
-            REACH_BLOCKS=ceil_div((policy.window_size or 1) - 1, sel_block),
+            SINK_BLOCKS=policy.sink_blocks if topk else ceil_div(policy.num_sink, sel_block),
+            REACH_BLOCKS=policy.reach_blocks if topk else 0,
             SCORED_BLOCKS=policy.scored_blocks if topk else 0,
+            ALIGN=policy.segment_blocks if topk else 1,
         ),
         SHAPE=Shape(
             FROM_TABLE=tiles is not None,
@@ -131,12 +146,15 @@ def attend_segment(operands: PagedOperands, segment: Segment, indices: torch.Ten
             PAGE_SIZE=page_size,
             HAS_SINKS=operands.sinks is not None,
             SHARDED=operands.lse is not None,
+            JOINED=k_cache.stride() == v_cache.stride(),
+            RECORD=0 if tail is None else record_bytes(dim),
         ),
         TILING=Tiling(
             QUERIES=config.queries,
             BLOCK_H=config.block_h,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
+            BLOCK_P=TAIL_SEGMENTS,
             SPLITS=config.splits,
             NUM_STAGES=config.num_stages,
         ),

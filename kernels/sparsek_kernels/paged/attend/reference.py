@@ -76,12 +76,15 @@ def attend_reference(
     visible: torch.Tensor,
     softmax_scale: float,
     sinks: torch.Tensor | None = None,
+    tail: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Softmax attention under an explicit mask; a row that sees nothing gives zeros.
 
     Args:
         q: ``[n, Hq, D]``; k, v: ``[N, Hkv, D]``; visible: ``[n, Hkv, N]``.
         sinks: ``[Hq]`` logits that join the denominator only.
+        tail: more keys, by natural logits ``[n, Hq, m]``, scale included (-inf: none), and values
+            ``[m, Hkv, Dv]``.
 
     Returns:
         ``[n, Hq, Dv]`` float64.
@@ -92,6 +95,10 @@ def attend_reference(
     mask = visible.repeat_interleave(group, dim=1)
     logits = torch.einsum("nhd,khd->nhk", q.double(), keys) * softmax_scale
     logits = logits.masked_fill(~mask, float("-inf"))
+    if tail is not None:
+        logits = torch.cat([logits, tail[0].double()], dim=-1)
+        values = torch.cat([values, tail[1].double().repeat_interleave(group, dim=1)])
+        mask = torch.cat([mask, tail[0] > float("-inf")], dim=-1)
     if sinks is not None:
         extra = sinks.double()[None, :, None].expand(q.shape[0], -1, 1)
         probs = torch.softmax(torch.cat([logits, extra], dim=-1), dim=-1)[..., :-1]

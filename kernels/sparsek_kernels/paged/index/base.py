@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.pages import summary_bytes
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class Indexer(ABC):
     """Whether ranks that hold a sequence's pages between them can choose together."""
     replayable: ClassVar[bool] = True
     """Whether :meth:`select` is launches of kernels alone, which later layers may repeat."""
+    aligned: ClassVar[bool] = False
+    """Whether it chooses by policies with an alignment."""
 
     def page_bytes(self, page_size: int, head_dim: int) -> int:
         """Bytes that it keeps for one page and KV head."""
@@ -71,30 +74,36 @@ class Indexer(ABC):
                 f"policy: expected query_tile {'= 1' if self.per_token else '> 1'} with "
                 f"{type(self).__name__}, got {policy.query_tile}"
             )
+        if policy.alignment and not self.aligned:
+            raise ValueError(
+                f"policy: expected alignment 0 with {type(self).__name__}, got {policy.alignment}"
+            )
 
     def write(  # noqa: B027 - most keep nothing
         self,
         k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
         k_summary: torch.Tensor,
         batch: PagedBatch,
         policy: SelectionPolicy,
     ) -> None:
-        """Keep its bytes of the pages that a step's new tokens touch; their keys are there.
+        """Keep its bytes of the pages that a step's new tokens touch; their K and V are there.
 
         Args:
-            k_cache: ``[num_pages, Hkv, page_size, D]``.
-            k_summary: ``[num_pages, Hkv, page_bytes]`` uint8, written.
+            k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``.
+            k_summary: ``[num_pages, Hkv, bytes]`` uint8, written; at least :meth:`page_bytes`.
             batch: the step.
             policy: of the phase.
         """
 
     @abstractmethod
-    def select(self, operands: PagedOperands, segment: Segment) -> torch.Tensor:
+    def select(self, operands: PagedOperands, segment: Segment) -> Chosen:
         """Return the chosen blocks, ``[tiles, Hkv, policy.scored_blocks]`` int32, ascending.
 
-        Every decoded token is a tile; a prefill has one for every ``query_tile`` positions that it
-        touches, request after request.  The row of a tile that sees everything is -1.  On a GPU
-        there may be more rows at the end.
+        What stands in for the other blocks, if anything does, comes with them.  Every decoded token
+        is a tile; a prefill has one for every ``query_tile`` positions that it touches, request
+        after request.  The row of a tile that sees everything is -1.  On a GPU there may be more
+        rows at the end.
         """
 
     def fused_decode(self, operands: PagedOperands, segment: Segment) -> bool:
@@ -150,6 +159,11 @@ class Indexers:
     def reads_pages(self) -> bool:
         """Whether one of them reads bytes of its own from the pages."""
         return any(index is not None and index.reads_pages for index in self)
+
+    def page_bytes(self, page_size: int, head_dim: int) -> int:
+        """Bytes of one page and KV head that they keep."""
+        found = (index for index in self if index is not None)
+        return max((index.page_bytes(page_size, head_dim) for index in found), default=0)
 
     def __iter__(self) -> Iterator[Indexer | None]:
         return iter((self.prefill, self.decode))

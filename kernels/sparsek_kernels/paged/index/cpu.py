@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsek_kernels.paged.batch import host_lengths
+from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.cpu.plan import (
     TileGroup,
     TokenScoring,
@@ -107,3 +107,19 @@ def select_tokens(operands: PagedOperands, segment: Segment, score: Score) -> to
 def new_indices(tiles: int, heads: int, policy: SelectionPolicy) -> torch.Tensor:
     """Indices of tiles that see everything: ``[tiles, Hkv, scored_blocks]`` int32, all -1."""
     return torch.full((tiles, heads, policy.scored_blocks), -1, dtype=torch.int32)
+
+
+def completed_blocks(batch: PagedBatch, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Request and index, int64, of the blocks of ``size`` tokens whose last token is new."""
+
+    def build() -> tuple[torch.Tensor, torch.Tensor]:
+        found = [
+            (request, block)
+            for request, (length, count) in enumerate(zip(*host_lengths(batch), strict=True))
+            for block in range((length - count) // size, length // size)
+            if count
+        ]
+        requests, blocks = torch.tensor(found, dtype=torch.long).view(-1, 2).unbind(1)
+        return requests, blocks
+
+    return batch.derived(("completed blocks", size), build)

@@ -65,6 +65,7 @@ def tile_sees_all(
     SINK_BLOCKS: tl.constexpr,
     REACH_BLOCKS: tl.constexpr,
     SCORED_BLOCKS: tl.constexpr,
+    ALIGN: tl.constexpr = 1,
 ):
     """``SelectionPolicy.sees_all`` of the policy tile that starts at ``tile_start``."""
     if MODE == DENSE:
@@ -72,7 +73,8 @@ def tile_sees_all(
     else:
         full = tile_start + POLICY_TILE <= dense_below
         if MODE == TOP_K:
-            first_local = tl.maximum(tile_start // SEL_BLOCK - REACH_BLOCKS, 0)
+            own = tile_start // (SEL_BLOCK * ALIGN) * ALIGN
+            first_local = tl.maximum(own - REACH_BLOCKS, 0)
             candidates = first_local - tl.minimum(first_local, SINK_BLOCKS)
             full = full | (candidates <= SCORED_BLOCKS)
     return full
@@ -90,17 +92,20 @@ def tile_list(
     SINK_BLOCKS: tl.constexpr,
     REACH_BLOCKS: tl.constexpr,
     SCORED_BLOCKS: tl.constexpr,
+    ALIGN: tl.constexpr = 1,
 ):
     """The ordered list of attended blocks as ``(num_front, num_selected, first_local, count)``.
 
     Entry ``t`` is block ``t`` below ``num_front``, the ``t - num_front``-th selected block for the
-    next ``num_selected`` entries, and counts up from ``first_local`` after those.
+    next ``num_selected`` entries, and counts up from ``first_local`` after those.  ``ALIGN`` is
+    ``SelectionPolicy.segment_blocks``.
     """
     last = high // SEL_BLOCK
     if MODE == SINK_WINDOW:
         first_local = tl.maximum(low - window + 1, 0) // SEL_BLOCK
     else:
-        first_local = tl.maximum(tile_start // SEL_BLOCK - REACH_BLOCKS, 0)
+        own = tile_start // (SEL_BLOCK * ALIGN) * ALIGN
+        first_local = tl.maximum(own - REACH_BLOCKS, 0)
     num_front = tl.minimum(first_local, SINK_BLOCKS)
     num_selected = SCORED_BLOCKS
     num_front = tl.where(full, last + 1, num_front)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from sparsek_kernels.paged import (
+    Chosen,
     Indexer,
     Indexers,
     InfLLM,
@@ -35,7 +36,7 @@ STEP = StepPolicy(TILES, TILES.per_token())
 class Backwards(Indexer):
     """KV head ``h`` takes every ``h + 1``-th block, from the newest on; no key is looked at."""
 
-    def select(self, operands: PagedOperands, segment: Segment) -> torch.Tensor:
+    def select(self, operands: PagedOperands, segment: Segment) -> Chosen:
         policy, batch, rows = segment.policy, segment.batch, []
         for length, count in zip(batch.seq_lens.tolist(), batch.query_lens, strict=True):
             first = (length - count) // policy.query_tile * policy.query_tile
@@ -44,7 +45,7 @@ class Backwards(Indexer):
                 back = torch.arange(policy.scored_blocks - 1, -1, -1)
                 blocks = newest - back * torch.arange(1, operands.heads + 1)[:, None]
                 rows.append(blocks.clamp(-1, -1) if policy.sees_all(position) else blocks)
-        return torch.stack(rows).to(torch.int32)
+        return Chosen(torch.stack(rows).to(torch.int32))
 
 
 def seen_by_hand(position: int, tile: int, head: int) -> torch.Tensor:
@@ -113,6 +114,13 @@ def test_indexers_of_the_other_phase() -> None:
         run(case, STEP, indexers=Indexers(TwoStep(), TwoStep()))
     with pytest.raises(ValueError, match="policy: expected query_tile = 1 with KeyMeans, got 32"):
         run(case, STEP, indexers=Indexers(KeyMeans(), KeyMeans()))
+
+
+def test_indexers_that_follow_no_alignment() -> None:
+    step, case = StepPolicy(SelectionPolicy(), TILES.by_records(128)), make_case(*MIXED)
+    for index in (KeyMeans(), InfLLM()):
+        with pytest.raises(ValueError, match=r"policy: expected alignment 0 with .*, got 64"):
+            run(case, step, indexers=Indexers(decode=index))
 
 
 def test_a_step_is_cut_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,7 +307,7 @@ def test_gates_are_of_single_tokens() -> None:
             k_summary=case.k_summary, indexers=Indexers(Seer(gates), Seer(gates)),
         )  # fmt: skip
     with pytest.raises(ValueError, match=words):
-        write_index(case.k_cache, case.k_summary, case.batch, TILES, Seer(gates))
+        write_index(case.k_cache, case.v_cache, case.k_summary, case.batch, TILES, Seer(gates))
 
 
 def test_gates_rank_no_small_blocks() -> None:

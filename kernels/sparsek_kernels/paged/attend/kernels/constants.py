@@ -15,6 +15,7 @@ class Rule(NamedTuple):
     SINK_BLOCKS: int
     REACH_BLOCKS: int
     SCORED_BLOCKS: int
+    ALIGN: int
 
 
 class Shape(NamedTuple):
@@ -29,6 +30,8 @@ class Shape(NamedTuple):
     PAGE_SIZE: int
     HAS_SINKS: bool
     SHARDED: bool
+    JOINED: bool  # whether K and V have the same strides
+    RECORD: int  # bytes of a segment's record where there is a tail, else 0
 
 
 class Tiling(NamedTuple):
@@ -38,5 +41,6 @@ class Tiling(NamedTuple):
     BLOCK_H: int
     BLOCK_M: int
     BLOCK_N: int
+    BLOCK_P: int
     SPLITS: int
     NUM_STAGES: int

@@ -7,201 +7,16 @@ import triton.language as tl
 
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 from sparsek_kernels.common.kernels.split_kv import add_splits
+from sparsek_kernels.paged.attend.kernels.cells import attend_cells, attend_forced, attend_tail
+from sparsek_kernels.paged.attend.kernels.pieces import attend_pieces
 from sparsek_kernels.paged.kernels.tiles import (
     DENSE,
-    NO_KEY,
     SINK_WINDOW,
-    page_of,
     tile_list,
     tile_sees_all,
     tile_span,
 )
-
-
-@triton.jit
-def piece_start(
-    piece,
-    selected_ptr,
-    num_front,
-    first_selected,
-    num_selected,
-    first_local,
-    SEL_BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_SELECTION: tl.constexpr,
-):
-    """First position of piece ``piece``: ``BLOCK_N`` keys of an entry of the tile's list.
-
-    Selected blocks are entries ``[first_selected, first_selected + num_selected)``; the entries
-    before and after them count up from zero, then from ``first_local`` (see ``tile_list``).
-    """
-    PARTS: tl.constexpr = SEL_BLOCK // BLOCK_N
-    t = piece // PARTS
-    later = tl.where(t >= first_selected, num_selected, 0)
-    block = tl.where(t < num_front, t, first_local + t - num_front - later)
-    if HAS_SELECTION:
-        chosen = (t >= first_selected) & (t < first_selected + num_selected)
-        index = tl.load(selected_ptr + t - first_selected, mask=chosen, other=0)
-        block = tl.where(chosen, tl.maximum(index, 0), block)
-    return block * SEL_BLOCK + (piece % PARTS) * BLOCK_N
-
-
-@triton.jit
-def piece_keys(
-    piece,
-    selected_ptr,
-    num_front,
-    first_selected,
-    num_selected,
-    first_local,
-    SEL_BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_SELECTION: tl.constexpr,
-):
-    """Positions of the keys of piece ``piece``: the next entries of a list of blocks so small that
-    ``BLOCK_N`` keys hold several.  ``[BLOCK_N]``
-
-    :func:`piece_start` says which entries a piece has.  Selected entries come last and begin a
-    piece; where a piece has no more entries, its keys lie past every query.
-    """
-    ENTRIES: tl.constexpr = BLOCK_N // SEL_BLOCK
-    offs_n = tl.arange(0, BLOCK_N)
-    forced = tl.cdiv(first_selected, ENTRIES)
-    t = piece * ENTRIES + offs_n // SEL_BLOCK
-    block = tl.where(t < num_front, t, first_local + t - num_front)
-    there = t < first_selected
-    if HAS_SELECTION:
-        late = piece >= forced
-        t -= forced * ENTRIES
-        there = tl.where(late, t < num_selected, there)
-        index = tl.load(selected_ptr + t, mask=late & there, other=0)
-        block = tl.where(late, tl.maximum(index, 0), block)
-    return tl.where(there, block * SEL_BLOCK + offs_n % SEL_BLOCK, NO_KEY)
-
-
-@triton.jit
-def attend_pieces(
-    acc,
-    row_max,
-    row_sum,
-    q,
-    position,
-    dense_row,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    selected_ptr,
-    piece_begin,
-    piece_end,
-    num_front,
-    first_selected,
-    num_selected,
-    first_local,
-    high,
-    window,
-    num_sink,
-    qk_scale,
-    stride_kp,
-    stride_kt,
-    stride_vp,
-    stride_vt,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SEL_BLOCK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HAS_SELECTION: tl.constexpr,
-    MASKED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SHARDED: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
-    """Online softmax over pieces ``[piece_begin, piece_end)`` of the tile's list of blocks.
-
-    The page of the next piece is looked up one iteration ahead, so that the loads of K and V wait
-    for no other load.  ``MASKED`` compares positions (diagonal, window, end of the sequence).
-    With ``SHARDED``, pages of other ranks (-1 in the block table) are masked and never read.
-    """
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < HEAD_DIM
-    SMALL: tl.constexpr = SEL_BLOCK < BLOCK_N  # several blocks a piece; `start` is then every key's
-    WHOLE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
-    find: tl.constexpr = piece_keys if SMALL else piece_start
-    last_piece = piece_end - 1
-    start = find(
-        piece_begin,
-        selected_ptr,
-        num_front,
-        first_selected,
-        num_selected,
-        first_local,
-        SEL_BLOCK,
-        BLOCK_N,
-        HAS_SELECTION,
-    )
-    some = piece_begin < piece_end
-    if SMALL:
-        page = page_of(table_ptr, start, some & (start <= high), PAGE_SIZE)
-    elif WHOLE:
-        page = page_of(table_ptr, start, some, PAGE_SIZE)
-    else:
-        page = page_of(table_ptr, start + offs_n, some & (start + offs_n <= high), PAGE_SIZE)
-    for piece in tl.range(piece_begin, piece_end, num_stages=NUM_STAGES):
-        next_start = find(
-            tl.minimum(piece + 1, last_piece),
-            selected_ptr,
-            num_front,
-            first_selected,
-            num_selected,
-            first_local,
-            SEL_BLOCK,
-            BLOCK_N,
-            HAS_SELECTION,
-        )
-        keys = start if SMALL else start + offs_n
-        if SMALL:
-            next_page = page_of(table_ptr, next_start, next_start <= high, PAGE_SIZE)
-            rows = keys % PAGE_SIZE
-        elif WHOLE:
-            next_page = page_of(table_ptr, next_start, True, PAGE_SIZE)
-            rows = (start % PAGE_SIZE) + offs_n
-        else:
-            next_page = page_of(
-                table_ptr, next_start + offs_n, next_start + offs_n <= high, PAGE_SIZE
-            )
-            rows = keys % PAGE_SIZE
-        k_rows = page * stride_kp + rows * stride_kt  # [BLOCK_N]
-        v_rows = page * stride_vp + rows * stride_vt
-        mask = (keys <= high)[:, None] & mask_d[None, :] if MASKED else mask_d[None, :]
-        if SHARDED:
-            here = (keys >= 0) & (page >= 0)  # [BLOCK_N]
-            mask = mask & here[:, None]
-        if MASKED or SHARDED or HEAD_DIM != BLOCK_D:
-            k = tl.load(k_ptr + k_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
-            v = tl.load(v_ptr + v_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
-        else:
-            k = tl.load(k_ptr + k_rows[:, None] + offs_d[None, :])  # [BLOCK_N, BLOCK_D]
-            v = tl.load(v_ptr + v_rows[:, None] + offs_d[None, :])  # [BLOCK_N, BLOCK_D]
-        logits = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        if MASKED:
-            visible = keys[None, :] <= position[:, None]
-            if WINDOWED:
-                inside = (keys < num_sink)[None, :] | (keys[None, :] > position[:, None] - window)
-                visible = visible & (inside | dense_row[:, None])
-            logits = tl.where(visible, logits, float("-inf"))
-        if SHARDED:
-            logits = tl.where(here[None, :], logits, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(logits, axis=1) * qk_scale)
-        weights = tl.exp2(logits * qk_scale - new_max[:, None])
-        shrink = tl.exp2(row_max - new_max)
-        row_sum = row_sum * shrink + tl.sum(weights, axis=1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
-        row_max = new_max
-        start = next_start
-        page = next_page
-    return acc, row_max, row_sum
+from sparsek_kernels.paged.kernels.record import SEGMENT
 
 
 @triton.jit
@@ -216,20 +31,21 @@ def attend_kernel(
     v_ptr,
     sinks_ptr,
     selected_ptr,
+    tail_ptr,
+    records_ptr,
     tiles_ptr,
     block_table_ptr,
     seq_lens_ptr,
     cu_seqlens_ptr,
     qk_scale,
     v_scale,
-    window,
-    num_sink,
-    dense_below,
+    bounds,
     out_strides,
     q_strides,
     k_strides,
     v_strides,
     selected_strides,
+    tail_strides,
     stride_br,
     RULE: tl.constexpr,
     SHAPE: tl.constexpr,
@@ -242,6 +58,9 @@ def attend_kernel(
     each leaves an unnormalised output with its row maxima and sums, and the program that draws the
     last ticket adds them up in split order, so the result does not depend on timing.
 
+    With ``HAS_TAIL``, one more key for each segment between sinks and window joins a row's softmax:
+    its logit is given, its value is the segment's mean, which the pages keep.
+
     With ``SHARDED``, pages of other ranks (-1 in the block table) are left out, and the natural
     log-sum-exps of the logits are written too, ``[T, Hq]`` float32, -inf where no key is here.
     """
@@ -252,6 +71,7 @@ def attend_kernel(
     SINK_BLOCKS: tl.constexpr = RULE.SINK_BLOCKS
     REACH_BLOCKS: tl.constexpr = RULE.REACH_BLOCKS
     SCORED_BLOCKS: tl.constexpr = RULE.SCORED_BLOCKS
+    ALIGN: tl.constexpr = RULE.ALIGN
     FROM_TABLE: tl.constexpr = SHAPE.FROM_TABLE
     TILES_PER_REQUEST: tl.constexpr = SHAPE.TILES_PER_REQUEST
     NUM_KV_HEADS: tl.constexpr = SHAPE.NUM_KV_HEADS
@@ -260,18 +80,24 @@ def attend_kernel(
     BLOCK_D: tl.constexpr = SHAPE.BLOCK_D
     PAGE_SIZE: tl.constexpr = SHAPE.PAGE_SIZE
     HAS_SINKS: tl.constexpr = SHAPE.HAS_SINKS
+    JOINED: tl.constexpr = SHAPE.JOINED
+    RECORD: tl.constexpr = SHAPE.RECORD
+    HAS_TAIL: tl.constexpr = RECORD > 0
     SHARDED: tl.constexpr = SHAPE.SHARDED
     QUERIES: tl.constexpr = TILING.QUERIES
     BLOCK_H: tl.constexpr = TILING.BLOCK_H
     BLOCK_M: tl.constexpr = TILING.BLOCK_M
     BLOCK_N: tl.constexpr = TILING.BLOCK_N
+    BLOCK_P: tl.constexpr = TILING.BLOCK_P
     SPLITS: tl.constexpr = TILING.SPLITS
     NUM_STAGES: tl.constexpr = TILING.NUM_STAGES
+    window, num_sink, dense_below = bounds
     stride_ot, stride_oh = out_strides
     stride_qt, stride_qh = q_strides
     stride_kp, stride_kh, stride_kt = k_strides
     stride_vp, stride_vh, stride_vt = v_strides
     stride_it, stride_ih = selected_strides
+    stride_lt, stride_lh, stride_rp, stride_rh = tail_strides
     HEAD_CHUNKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     QUERY_CHUNKS: tl.constexpr = (TILE + QUERIES - 1) // QUERIES
     CHUNKS: tl.constexpr = HEAD_CHUNKS * QUERY_CHUNKS
@@ -288,7 +114,8 @@ def attend_kernel(
     # Decodes take the selected blocks last: sinks and window are read while the kernel that
     # selects, launched before this one, is still at work.  So do lists of small blocks.
     SMALL: tl.constexpr = SEL_BLOCK < BLOCK_N
-    SELECTED_LAST: tl.constexpr = HAS_SELECTION and (SMALL or not FROM_TABLE)
+    CELLS: tl.constexpr = HAS_SELECTION and ALIGN > 1
+    SELECTED_LAST: tl.constexpr = HAS_SELECTION and (CELLS or SMALL or not FROM_TABLE)
     if OVERLAP and not SELECTED_LAST:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -301,15 +128,29 @@ def attend_kernel(
     policy_start = low // POLICY_TILE * POLICY_TILE
     full = tile_sees_all(
         policy_start, dense_below, MODE, POLICY_TILE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS,
-        SCORED_BLOCKS,
+        SCORED_BLOCKS, ALIGN,
     )  # fmt: skip
     num_front, num_selected, first_local, count = tile_list(
         policy_start, low, high, full, window, MODE, SEL_BLOCK, SINK_BLOCKS, REACH_BLOCKS,
-        SCORED_BLOCKS,
+        SCORED_BLOCKS, ALIGN,
     )  # fmt: skip
     selection = tile if FROM_TABLE else token_of_zero + low
     selected = selected_ptr + selection.to(tl.int64) * stride_it + kv_head * stride_ih
-    if SMALL:
+    if HAS_TAIL:  # of the segments between sinks and window
+        first_segment = num_front * SEL_BLOCK // SEGMENT
+        last_segment = tl.where(full, first_segment, first_local * SEL_BLOCK // SEGMENT)
+        tail_pieces = tl.cdiv(last_segment - first_segment, BLOCK_P)
+        tail_per_split = tl.cdiv(tail_pieces, SPLITS)
+        tail_begin = split * tail_per_split
+        tail_end = tl.minimum(tail_begin + tail_per_split, tail_pieces)
+    if CELLS:
+        ends = high // BLOCK_N + 1
+        num_front = tl.minimum(tl.cdiv(num_front * SEL_BLOCK, BLOCK_N), ends)
+        first_local = tl.minimum(first_local * SEL_BLOCK // BLOCK_N, ends)
+        num_forced = num_front + tl.where(full, 0, ends - first_local)
+        num_forced = tl.where(count > 0, num_forced, 0)
+        num_pieces = num_forced + tl.cdiv(num_selected * SEL_BLOCK, BLOCK_N)
+    elif SMALL:
         ENTRIES: tl.constexpr = BLOCK_N // SEL_BLOCK
         first_selected = count - num_selected
         num_forced = tl.cdiv(first_selected, ENTRIES)
@@ -359,7 +200,14 @@ def attend_kernel(
         middle = tl.minimum(tl.maximum(num_forced, piece_begin), piece_end)
     else:
         middle = tl.minimum(tl.maximum(num_plain, piece_begin), piece_end)
-    if MODE != SINK_WINDOW:
+    if CELLS:
+        acc, row_max, row_sum = attend_forced(
+            acc, row_max, row_sum, q, position, k_head, v_head, table, piece_begin, middle,
+            num_front, num_forced, first_local, high, qk_scale,
+            stride_kp, stride_kt, stride_vp, stride_vt,
+            HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, SHARDED, NUM_STAGES,
+        )  # fmt: skip
+    elif MODE != SINK_WINDOW:
         acc, row_max, row_sum = attend_pieces(
             acc,
             row_max,
@@ -399,42 +247,58 @@ def attend_kernel(
     if OVERLAP and SELECTED_LAST:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    acc, row_max, row_sum = attend_pieces(
-        acc,
-        row_max,
-        row_sum,
-        q,
-        position,
-        dense_row,
-        k_head,
-        v_head,
-        table,
-        selected,
-        middle,
-        piece_end,
-        num_front,
-        first_selected,
-        num_selected,
-        first_local,
-        high,
-        window,
-        num_sink,
-        qk_scale,
-        stride_kp,
-        stride_kt,
-        stride_vp,
-        stride_vt,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_N,
-        SEL_BLOCK,
-        PAGE_SIZE,
-        HAS_SELECTION,
-        SMALL or not SELECTED_LAST,
-        MODE == SINK_WINDOW,
-        SHARDED,
-        NUM_STAGES if (SELECTED_LAST or MODE == SINK_WINDOW) else 1,
-    )
+    if CELLS:
+        acc, row_max, row_sum = attend_cells(
+            acc, row_max, row_sum, q, k_head, v_head, table, selected,
+            middle - num_forced, piece_end - num_forced, qk_scale, stride_kp, stride_kt,
+            stride_kp if JOINED else stride_vp, stride_kt if JOINED else stride_vt,
+            HEAD_DIM, BLOCK_D, BLOCK_N, SEL_BLOCK, SCORED_BLOCKS * SEL_BLOCK, PAGE_SIZE, SHARDED,
+            NUM_STAGES,
+        )  # fmt: skip
+    else:
+        acc, row_max, row_sum = attend_pieces(
+            acc,
+            row_max,
+            row_sum,
+            q,
+            position,
+            dense_row,
+            k_head,
+            v_head,
+            table,
+            selected,
+            middle,
+            piece_end,
+            num_front,
+            first_selected,
+            num_selected,
+            first_local,
+            high,
+            window,
+            num_sink,
+            qk_scale,
+            stride_kp,
+            stride_kt,
+            stride_vp,
+            stride_vt,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_N,
+            SEL_BLOCK,
+            PAGE_SIZE,
+            HAS_SELECTION,
+            SMALL or not SELECTED_LAST,
+            MODE == SINK_WINDOW,
+            SHARDED,
+            NUM_STAGES if (SELECTED_LAST or MODE == SINK_WINDOW) else 1,
+        )
+    if HAS_TAIL:
+        tail_rows = tail_ptr + selection.to(tl.int64) * stride_lt + head * stride_lh
+        acc, row_max, row_sum = attend_tail(
+            acc, row_max, row_sum, tail_rows, mask_m, records_ptr + kv_head * stride_rh, table,
+            tail_begin, tail_end, first_segment, last_segment, stride_rp,
+            HEAD_DIM, BLOCK_D, BLOCK_P, PAGE_SIZE, RECORD, q_ptr.dtype.element_ty, SHARDED,
+        )  # fmt: skip
 
     mask_out = mask_m[:, None] & mask_d[None, :]
     if SPLITS > 1:
@@ -444,19 +308,25 @@ def attend_kernel(
         states = state_ptr + place * SPLITS * 2 * BLOCK_M + offs_m
         tl.store(states + (2 * split) * BLOCK_M, row_max, mask=mask_m)
         tl.store(states + (2 * split + 1) * BLOCK_M, row_sum, mask=mask_m)
-        if piece_begin < piece_end:
+        some = piece_begin < piece_end
+        if HAS_TAIL:
+            some = some | (tail_begin < tail_end)
+        if some:
             tl.store(parts + split * BLOCK_M * BLOCK_D, acc, mask=mask_out)
         tl.debug_barrier()
         ticket = tl.atomic_add(ticket_ptr + place, 1, sem="acq_rel")
         if ticket != SPLITS - 1:
             return
         tl.store(ticket_ptr + place, 0)
+        num_parts = tl.cdiv(num_pieces, tl.maximum(per_split, 1))
+        if HAS_TAIL:
+            num_parts = tl.maximum(num_parts, tl.cdiv(tail_pieces, tl.maximum(tail_per_split, 1)))
         row_max, row_sum, acc = add_splits(
             parts,
             states,
             mask_m,
             mask_out,
-            tl.cdiv(num_pieces, tl.maximum(per_split, 1)),
+            num_parts,
             BLOCK_M,
             BLOCK_D,
             SPLITS,

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.index.base import Indexer
 from sparsek_kernels.paged.index.infllm import cpu
 from sparsek_kernels.paged.operands import PagedOperands
@@ -27,6 +28,7 @@ class InfLLM(Indexer):
     def write(
         self,
         k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
         k_summary: torch.Tensor,
         batch: PagedBatch,
         policy: SelectionPolicy,
@@ -37,10 +39,10 @@ class InfLLM(Indexer):
 
             launch.write_means(k_cache, k_summary, batch)
 
-    def select(self, operands: PagedOperands, segment: Segment) -> torch.Tensor:
+    def select(self, operands: PagedOperands, segment: Segment) -> Chosen:
         """Return each token's blocks; see :meth:`Indexer.select`."""
         if not operands.q.is_cuda:
-            return cpu.select(operands, segment)
+            return Chosen(cpu.select(operands, segment))
         from sparsek_kernels.paged.index.infllm import launch
 
-        return launch.select(operands, segment)
+        return Chosen(launch.select(operands, segment))

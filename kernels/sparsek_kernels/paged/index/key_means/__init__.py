@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.cpu.native import decode as native_decode
 from sparsek_kernels.paged.index.base import Indexer
 from sparsek_kernels.paged.index.key_means import cpu
@@ -25,13 +24,13 @@ class KeyMeans(Indexer):
     batch_invariant: ClassVar[bool] = True
     shares_context: ClassVar[bool] = True
 
-    def select(self, operands: PagedOperands, segment: Segment) -> torch.Tensor:
+    def select(self, operands: PagedOperands, segment: Segment) -> Chosen:
         """Return each token's cells; see :meth:`Indexer.select`."""
         if not operands.q.is_cuda:
-            return cpu.select(operands, segment)
+            return Chosen(cpu.select(operands, segment))
         from sparsek_kernels.paged.index.key_means import launch
 
-        return launch.select(operands, segment)
+        return Chosen(launch.select(operands, segment))
 
     def fused_decode(self, operands: PagedOperands, segment: Segment) -> bool:
         """Decode by the C function where it takes these tensors."""

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.index.base import Indexer
 from sparsek_kernels.paged.index.seer import cpu
 from sparsek_kernels.paged.index.seer.gates import SMALLEST_GATED, Gates, check_gates
@@ -57,6 +58,7 @@ class Seer(Indexer):
     def write(
         self,
         k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
         k_summary: torch.Tensor,
         batch: PagedBatch,
         policy: SelectionPolicy,
@@ -69,10 +71,10 @@ class Seer(Indexer):
 
         launch.write_gate_keys(k_cache, k_summary, batch, policy.sel_block_size, self.gates)
 
-    def select(self, operands: PagedOperands, segment: Segment) -> torch.Tensor:
+    def select(self, operands: PagedOperands, segment: Segment) -> Chosen:
         """Return each token's blocks; see :meth:`Indexer.select`."""
         if not operands.q.is_cuda:
-            return cpu.select(operands, segment, self.gates)
+            return Chosen(cpu.select(operands, segment, self.gates))
         from sparsek_kernels.paged.index.seer import launch
 
-        return launch.select(operands, segment, self.gates)
+        return Chosen(launch.select(operands, segment, self.gates))

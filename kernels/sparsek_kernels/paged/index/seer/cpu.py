@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from sparsek_kernels.paged.batch import PagedBatch, host_lengths
+from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.cpu.plan import SummaryIndex
-from sparsek_kernels.paged.index.cpu import Tokens, select_tokens
+from sparsek_kernels.paged.index.cpu import Tokens, completed_blocks, select_tokens
 from sparsek_kernels.paged.index.rope import rotated, unrotated
 from sparsek_kernels.paged.index.seer.gates import NORM_EPS, Gates, view_gate_keys
 from sparsek_kernels.paged.operands import PagedOperands
@@ -73,19 +73,7 @@ def write_gate_keys_eager(
 ) -> None:
     """Torch form of :meth:`Seer.write`, for blocks of ``size``."""
     page_size, dim = k_cache.shape[2:]
-
-    def completed() -> tuple[torch.Tensor, torch.Tensor]:
-        """Request and index of the blocks whose last token is new."""
-        found = [
-            (request, block)
-            for request, (length, count) in enumerate(zip(*host_lengths(batch), strict=True))
-            for block in range((length - count) // size, length // size)
-            if count
-        ]
-        requests, blocks = torch.tensor(found, dtype=torch.long).view(-1, 2).unbind(1)
-        return requests, blocks
-
-    requests, blocks = batch.derived(("completed blocks", size), completed)
+    requests, blocks = completed_blocks(batch, size)
     kept = view_gate_keys(k_summary, page_size, size, dim)
     for begin in range(0, blocks.numel(), _BLOCKS):
         part = slice(begin, begin + _BLOCKS)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.index.base import Indexer
 from sparsek_kernels.paged.index.two_step import cpu
 from sparsek_kernels.paged.operands import PagedOperands
@@ -21,10 +20,10 @@ class TwoStep(Indexer):
 
     per_token: ClassVar[bool | None] = False
 
-    def select(self, operands: PagedOperands, segment: Segment) -> torch.Tensor:
+    def select(self, operands: PagedOperands, segment: Segment) -> Chosen:
         """Return each tile's blocks; see :meth:`Indexer.select`."""
         if not operands.q.is_cuda:
-            return cpu.select(operands, segment)
+            return Chosen(cpu.select(operands, segment))
         from sparsek_kernels.paged.index.two_step import launch
 
-        return launch.select(operands, segment)
+        return Chosen(launch.select(operands, segment))

@@ -173,7 +173,6 @@ def _score(
         "BLOCK_H": config.block_h,
         "BLOCK_M": config.block_m,
         "BLOCK_B": config.block_n,
-        "SPLITS": config.splits,
         "NUM_STAGES": config.num_stages,
         "SAMPLES": policy.samples,
         "STRIDE": policy.sample_stride,

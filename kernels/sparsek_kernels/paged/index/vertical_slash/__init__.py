@@ -8,6 +8,7 @@ import torch
 
 from sparsek_kernels.checks import check_tensor
 from sparsek_kernels.paged.batch import host_lengths
+from sparsek_kernels.paged.chosen import Chosen
 from sparsek_kernels.paged.index.base import Indexer
 from sparsek_kernels.paged.index.vertical_slash.lists import block_lists, listed_blocks
 from sparsek_kernels.paged.operands import PagedOperands
@@ -51,9 +52,10 @@ class VerticalSlash(Indexer):
             k_cache.device,
         )
 
-    def select(self, operands: PagedOperands, segment: Segment) -> torch.Tensor:
+    def select(self, operands: PagedOperands, segment: Segment) -> Chosen:
         """Return each tile's blocks; see :meth:`Indexer.select`."""
-        return listed_blocks(self.lists, _first_positions(operands, segment), segment.policy)
+        starts = _first_positions(operands, segment)
+        return Chosen(listed_blocks(self.lists, starts, segment.policy))
 
 
 def _first_positions(operands: PagedOperands, segment: Segment) -> torch.Tensor:

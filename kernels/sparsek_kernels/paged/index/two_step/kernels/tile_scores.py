@@ -229,7 +229,6 @@ def part_scores_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    SPLITS: tl.constexpr,
     TILE: tl.constexpr,
     SAMPLES: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -243,7 +242,7 @@ def part_scores_kernel(
     """One part of a tile, one KV head and a share of the blocks, in one of two passes.
 
     First pass: maximum and sum of ``2 ** logit`` of each row, to ``state [tiles, Hkv, parts,
-    SPLITS, 2, BLOCK_M]``.  Second pass: probabilities summed over the rows, to ``parts [tiles, Hkv,
+    splits, 2, BLOCK_M]``.  Second pass: probabilities summed over the rows, to ``parts [tiles, Hkv,
     parts, width]``.  The work is two products of q and the means: 4 D operations for each row and
     cell, and two exponentials for each row and block.
     """
@@ -253,7 +252,7 @@ def part_scores_kernel(
     tile = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    split, splits = tl.program_id(2), tl.num_programs(2)
     local, base, low, high, token_of_zero = scored_span(
         first_tile + tile,
         tiles_ptr,
@@ -279,7 +278,7 @@ def part_scores_kernel(
     num_blocks = tl.max(own, axis=0)
     if num_blocks == 0:
         return
-    share = tl.cdiv(tl.cdiv(num_blocks, SPLITS), BLOCK_B) * BLOCK_B
+    share = tl.cdiv(tl.cdiv(num_blocks, splits), BLOCK_B) * BLOCK_B
     begin = split * share
     end = tl.minimum(begin + share, num_blocks)
     offs_b = tl.arange(0, BLOCK_B)
@@ -293,9 +292,9 @@ def part_scores_kernel(
     row_max = tl.full([BLOCK_M], -1.0e30, dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     place = ((tile * tl.num_programs(1) + kv_head) * PARTS + part).to(tl.int64)
-    state = state_ptr + place * (SPLITS * 2 * BLOCK_M) + offs_m
+    state = state_ptr + place * (splits * 2 * BLOCK_M) + offs_m
     if SECOND_PASS:
-        for s in range(SPLITS):
+        for s in range(splits):
             part_max = tl.load(state + (2 * s) * BLOCK_M)
             part_sum = tl.load(state + (2 * s + 1) * BLOCK_M)
             new_max = tl.maximum(row_max, part_max)

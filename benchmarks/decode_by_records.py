@@ -1,0 +1,190 @@
+"""Decoded tokens that choose by records against key means, everything, and FlashAttention-3.
+
+    python benchmarks/decode_by_records.py --commit COMMIT --csv RESULT.csv
+
+Every call is checked first: what one KV head of one request chooses and attends, against float64.
+All providers of a case are timed in turn, each replayed from a CUDA graph with cold caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from sparsek_backend.bench.ops.paged_inputs import DEFAULTS, PagedInputs, make_inputs
+from sparsek_backend.bench.ops.peers import fa3_paged
+from sparsek_backend.bench.registry import Case, Unavailable
+from sparsek_backend.bench.spec import parse_spec
+from sparsek_backend.bench.timing import make_timed, time_interleaved
+from sparsek_kernels.paged import PageRecords, SelectionPolicy, StepPolicy, paged_attention
+from sparsek_kernels.paged.api import write_index
+from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.index.base import Indexers
+from sparsek_kernels.paged.index.page_records.reference import choose_reference
+from sparsek_kernels.paged.record import page_bytes
+from sparsek_kernels.paged.reference import attend_reference
+
+CASES = {
+    "32x64k": "32q1s64k",
+    "32x16k": "32q1s16k",
+    "32x8k": "32q1s8k",
+    "4x128k": "4q1s128k",
+    "4x32k": "4q1s32k",
+    "1x128k": "1q1s128k",
+    "1x1m": "1q1s1m",
+    "4 tokens, 4x128k": "4q4s128k",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A way to attend.
+
+    Args:
+        name: what the table calls it.
+        run: one call, which returns the output.
+        policy: of decoded tokens by records; ``None`` for the others.
+    """
+
+    name: str
+    run: Callable[[], torch.Tensor]
+    policy: SelectionPolicy | None = None
+
+
+def with_records(inputs: PagedInputs) -> tuple[PagedInputs, int]:
+    """The same keys and values in pages with records, and bytes of a page and head."""
+    pages, heads, page, dim = inputs.k_cache.shape
+    size, row = page_bytes(page, dim), 2 * dim * inputs.k_cache.itemsize
+    each = page * row + -(-size // row) * row  # head by head, as a server has them
+    storage = torch.zeros(pages * heads * each, dtype=torch.uint8, device=inputs.q.device)
+    item = each // inputs.k_cache.itemsize
+    kv = storage.view(inputs.k_cache.dtype)
+    strides = (heads * item, item, 2 * dim, 1)
+    k, v = (kv.as_strided(inputs.k_cache.shape, strides, offset) for offset in (0, dim))
+    for part in torch.arange(pages).split(1 << 12):
+        rows = slice(int(part[0]), int(part[-1]) + 1)
+        k[rows], v[rows] = inputs.k_cache[rows], inputs.v_cache[rows]
+    records = storage.as_strided((pages, heads, size), (heads * each, each, 1), page * row)
+    return replace(inputs, k_cache=k, v_cache=v, k_summary=records), each
+
+
+def by_records(inputs: PagedInputs, batch: PagedBatch, tokens: int) -> Call:
+    """Attention that chooses ``tokens`` keys by records."""
+    tiles = SelectionPolicy(num_sink=64, window_size=512, top_k=96)
+    policy = tiles.by_records(tokens)
+    index, out = PageRecords(), torch.empty_like(inputs.q)
+    step, indexers = StepPolicy(SelectionPolicy(), policy), Indexers(decode=index)
+
+    def run() -> torch.Tensor:
+        return paged_attention(
+            inputs.q, inputs.k_cache, inputs.v_cache, batch, step, k_summary=inputs.k_summary,
+            indexers=indexers, out=out,
+        )  # fmt: skip
+
+    return Call(f"records {tokens}", run, policy)
+
+
+def error_of(inputs: PagedInputs, call: Call) -> tuple[float, float]:
+    """Largest error of one request's last token on one KV head, and the oracle's largest value."""
+    assert call.policy is not None
+    out, position = call.run(), inputs.seq_lens[0] - 1
+    row, group = inputs.query_lens[0] - 1, inputs.group
+    k, v = (x.cpu()[:, None] for x in inputs.keys_of(0, 1))
+    q = inputs.q[row, group : 2 * group].cpu()
+    scale = inputs.softmax_scale
+    visible, tail = torch.ones(1, 1, len(k), dtype=torch.bool), None
+    found = choose_reference(q, k, v, position, call.policy, scale)
+    if found is not None:
+        (cells,), logits, values = found
+        cell, (first, last) = torch.arange(len(k)) // 2, call.policy.candidate_range(position)
+        chosen = torch.zeros(len(k) // 2 + 1, dtype=torch.bool)
+        chosen[cells] = True
+        visible[0, 0] = (cell < first) | (cell >= last) | chosen[cell]
+        tail = logits[None], values
+    wanted = attend_reference(q[None], k, v, visible, scale, tail=tail)[0]
+    error = (out[row, group : 2 * group].double().cpu() - wanted).abs().max()
+    return float(error), float(wanted.abs().max())
+
+
+def rows_of(name: str, spec: str, tokens: list[int], commit: str) -> list[dict[str, object]]:
+    """Times of all providers of one case."""
+    device = torch.device("cuda")
+    sizes = {**DEFAULTS, "top_k": 192}
+    inputs = make_inputs(Case(name, parse_spec(spec), sizes), device)
+    batch = inputs.batch(inputs.query_lens, inputs.seq_lens, len(inputs.seq_lens))
+    out = torch.empty_like(inputs.q)
+
+    def key_means() -> torch.Tensor:
+        return paged_attention(
+            inputs.q, inputs.k_cache, inputs.v_cache, batch, inputs.policy,
+            k_summary=inputs.k_summary, out=out,
+        )  # fmt: skip
+
+    calls = [Call("key means 12288", key_means)]
+    try:
+        dense = fa3_paged(inputs.q, inputs.k_cache, inputs.v_cache, inputs.whole_step(0))
+        calls.append(Call("fa3", lambda: dense()[0]))
+    except Unavailable as reason:
+        print(f"fa3: {reason}", flush=True)
+    kept, _ = with_records(inputs)
+    whole = kept.batch(kept.seq_lens, kept.seq_lens, 0)
+    first = SelectionPolicy(num_sink=64, window_size=512, top_k=96).by_records(64)
+    write_index(kept.k_cache, kept.v_cache, kept.k_summary, whole, first, PageRecords())
+    calls += [by_records(kept, batch, count) for count in tokens]
+    errors = {}
+    for call in calls:
+        call.run()
+        torch.cuda.synchronize()
+        if call.policy is not None:
+            errors[call.name] = error_of(kept, call)
+            error, largest = errors[call.name]
+            if not error <= 0.03 * max(largest, 0.05):
+                raise RuntimeError(f"{name} {call.name}: wrong by {error:.2e} of {largest:.2e}")
+    timed = [make_timed(call.run, timing="cold", device=device, graph=True) for call in calls]
+    times = time_interleaved(timed, device=device, budget_ms=300.0, max_samples=25)
+    found = {call.name: time.median_ms for call, time in zip(calls, times, strict=True)}
+    rows = []
+    for call, time in zip(calls, times, strict=True):
+        ratio = found["fa3"] / time.median_ms if "fa3" in found else math.nan
+        rows.append(
+            {
+                "case": name,
+                "provider": call.name,
+                "us": round(time.median_ms * 1e3, 2),
+                "p20_us": round(time.p20_ms * 1e3, 2),
+                "p80_us": round(time.p80_ms * 1e3, 2),
+                "fa3_over": round(ratio, 3),
+                "error": f"{errors[call.name][0]:.2e}" if call.name in errors else "",
+                "gpu": torch.cuda.get_device_name(),
+                "commit": commit,
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", action="append", choices=sorted(CASES), help="default: all")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 3072, 2048])
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--csv", type=Path, required=True)
+    options = parser.parse_args()
+    rows = []
+    for name in options.case or CASES:
+        rows += rows_of(name, CASES[name], options.tokens, options.commit)
+        torch.cuda.empty_cache()
+        with options.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Storing the records of the segments that new keys complete (record.py)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sparsek_kernels.paged.kernels.record import (
+    SEGMENT,
+    VECTORS,
+    base_at,
+    bf16_bits,
+    e4m3_code,
+    mean_at,
+    of_bf16_bits,
+    pairs_at,
+    scale_code,
+    scales_at,
+    size_code,
+    size_of,
+    spread_at,
+    value_at,
+    value_scale_at,
+)
+
+
+@triton.jit
+def pair_sizes(x):
+    """Root mean squares ``[2, WIDTH]`` of RoPE pairs, of rows and quarters ``[ROWS, 4, WIDTH]``."""
+    ROWS: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[2]
+    squares = tl.sum(tl.reshape(x * x, [ROWS, 2, 2, WIDTH]), axis=1)  # of both channels
+    return tl.sqrt(tl.sum(squares, axis=0) * (0.5 / ROWS))
+
+
+@triton.jit
+def both(x):
+    """What pairs ``[2, WIDTH]`` have for all of their channels, ``[4, WIDTH]``."""
+    WIDTH: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.broadcast_to(x[None, :, :], [2, 2, WIDTH]), [4, WIDTH])
+
+
+@triton.jit
+def inverse_of(x):
+    """``1 / x`` of non-negative numbers, 0 of 0."""
+    return tl.where(x > 0.0, 1.0 / tl.where(x > 0.0, x, 1.0), 0.0)
+
+
+@triton.jit
+def write_keys(record, first, second, HEAD_DIM: tl.constexpr):
+    """Write what a record has of its keys.
+
+    first, second: ``[VECTORS, 4, BLOCK_Q]`` float32, the two keys of each vector, by quarters of
+    their channels; 0 from ``HEAD_DIM / 4`` on.
+    """
+    BLOCK_Q: tl.constexpr = first.shape[2]
+    QUARTER: tl.constexpr = HEAD_DIM // 4
+    vector, quarter, offs = tl.arange(0, VECTORS), tl.arange(0, 4), tl.arange(0, BLOCK_Q)
+    inside = offs < QUARTER
+    channel = quarter[:, None] * QUARTER + offs[None, :]
+    pair = tl.arange(0, 2)[:, None] * QUARTER + offs[None, :]
+
+    x = (first + second) * 0.5
+    mean = bf16_bits(tl.sum(x, axis=0) * (1.0 / VECTORS))  # [4, BLOCK_Q]
+    tl.store(
+        (record + mean_at(HEAD_DIM)).to(tl.pointer_type(tl.int16)) + channel,
+        mean.to(tl.int16),
+        mask=inside[None, :],
+    )
+    x = x - of_bf16_bits(mean)[None, :, :]
+    spread = e4m3_code(tl.minimum(pair_sizes((first - second) * 0.5), 448.0))  # [2, BLOCK_Q]
+    tl.store(record + spread_at(HEAD_DIM) + pair, spread.to(tl.uint8), mask=inside[None, :])
+
+    code = size_code(pair_sizes(x))  # [2, BLOCK_Q]
+    base = tl.max(tl.max(code, axis=1), axis=0)
+    below = tl.minimum(base - code, 15)
+    packed = tl.sum(below << (4 * tl.arange(0, 2))[:, None], axis=0)
+    tl.store(record + pairs_at(HEAD_DIM) + offs, packed.to(tl.uint8), mask=inside)
+    # The byte after it is 0.
+    tl.store((record + base_at(HEAD_DIM)).to(tl.pointer_type(tl.int16)), base.to(tl.int16))
+
+    z = x * both(1.0 / size_of(base - below))[None, :, :]
+    squares = tl.sum(tl.sum(z * z, axis=2), axis=1)
+    large = z * z >= (squares * (1.0 / HEAD_DIM))[:, None, None]
+    level = tl.where(large, 1, 0) | tl.where(z < 0.0, 16, 0)  # sizes of 4 and 1, signs
+    packed = tl.sum(level << (3 - quarter)[None, :, None], axis=1)  # [VECTORS, BLOCK_Q]
+    row = record + vector[:, None] * QUARTER + offs[None, :]
+    tl.store(row, packed.to(tl.uint8), mask=inside[None, :])
+    product = tl.sum(tl.sum(tl.abs(z) * tl.where(large, 4.0, 1.0), axis=2), axis=1)
+    scale = squares * inverse_of(product)
+    tl.store(record + scales_at(HEAD_DIM) + vector, scale_code(scale).to(tl.uint8))
+
+
+@triton.jit
+def write_value(record, mean, HEAD_DIM: tl.constexpr):
+    """Write the mean value ``[4, BLOCK_Q]`` float32, by quarters; 0 from ``HEAD_DIM / 4`` on."""
+    BLOCK_Q: tl.constexpr = mean.shape[1]
+    QUARTER: tl.constexpr = HEAD_DIM // 4
+    offs = tl.arange(0, BLOCK_Q)
+    largest = tl.max(tl.max(tl.abs(mean), axis=1), axis=0)
+    stored = tl.minimum(tl.div_rn(largest, 7.5), 65504.0).to(tl.float16)
+    tl.store((record + value_scale_at(HEAD_DIM)).to(tl.pointer_type(tl.float16)), stored)
+    level = tl.floor(mean * inverse_of(stored.to(tl.float32)))
+    level = tl.minimum(tl.maximum(level, -8.0), 7.0).to(tl.int32) + 8
+    level = tl.reshape(level, [2, 2, BLOCK_Q])
+    packed = tl.sum(level << (4 * tl.arange(0, 2))[:, None, None], axis=0)  # [2, BLOCK_Q]
+    row = record + value_at(HEAD_DIM) + tl.arange(0, 2)[:, None] * QUARTER + offs[None, :]
+    tl.store(row, packed.to(tl.uint8), mask=(offs < QUARTER)[None, :])
+
+
+@triton.jit
+def write_records_kernel(
+    record_ptr,
+    k_ptr,
+    v_ptr,
+    block_table_ptr,
+    seq_lens_ptr,
+    cu_seqlens_ptr,
+    stride_rp,
+    stride_rh,
+    stride_rs,
+    stride_kp,
+    stride_kh,
+    stride_kt,
+    stride_vp,
+    stride_vh,
+    stride_vt,
+    stride_br,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """One program: the record of one segment, for one KV head of one request.
+
+    Grid ``(segments, Hkv, requests)``.  Segments count from that of the request's first new token;
+    those that its tokens do not complete are left alone, and those on pages of other ranks.
+    """
+    request = tl.program_id(2)
+    seq_len = tl.load(seq_lens_ptr + request)
+    first_token = tl.load(cu_seqlens_ptr + request)
+    num_tokens = tl.load(cu_seqlens_ptr + request + 1) - first_token
+    segment = (seq_len - num_tokens) // SEGMENT + tl.program_id(0)
+    if (num_tokens <= 0) | (seq_len <= 0) | ((segment + 1) * SEGMENT > seq_len):
+        return
+    head = tl.program_id(1).to(tl.int64)
+    token = segment * SEGMENT
+    entry = block_table_ptr + request.to(tl.int64) * stride_br + token // PAGE_SIZE
+    page = tl.load(entry).to(tl.int64)
+    if page < 0:
+        return
+    row = token % PAGE_SIZE
+    QUARTER: tl.constexpr = HEAD_DIM // 4
+    offs = tl.arange(0, BLOCK_Q)
+    channel = (tl.arange(0, 4)[:, None] * QUARTER + offs[None, :])[None, :, :]
+    mask = (offs < QUARTER)[None, None, :]
+    keys = k_ptr + page * stride_kp + head * stride_kh + channel
+    values = v_ptr + page * stride_vp + head * stride_vh + channel
+    even = (row + 2 * tl.arange(0, VECTORS))[:, None, None].to(tl.int64)
+    first = tl.load(keys + even * stride_kt, mask=mask, other=0.0)
+    second = tl.load(keys + (even + 1) * stride_kt, mask=mask, other=0.0)
+    total = tl.load(values + even * stride_vt, mask=mask, other=0.0).to(tl.float32)
+    total += tl.load(values + (even + 1) * stride_vt, mask=mask, other=0.0).to(tl.float32)
+    record = record_ptr + page * stride_rp + head * stride_rh + (row // SEGMENT) * stride_rs
+    write_value(record, tl.sum(total, axis=0) * (1.0 / SEGMENT), HEAD_DIM)
+    write_keys(record, first.to(tl.float32), second.to(tl.float32), HEAD_DIM)

@@ -1,0 +1,262 @@
+"""Launching the choice of cells by records.
+
+One launch does it where NVIDIA's matrix units take the shapes (``kernels/fused.py``), else four.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from triton import knobs
+
+from sparsek_kernels.common.device import multiprocessors
+from sparsek_kernels.common.recording import run
+from sparsek_kernels.paged.chosen import Chosen, Tail
+from sparsek_kernels.paged.config import next_power_of_2
+from sparsek_kernels.paged.index.launch import new_selection
+from sparsek_kernels.paged.index.page_records.config import (
+    CHUNK,
+    KEYS,
+    first_key,
+    group_programs,
+)
+from sparsek_kernels.paged.index.page_records.kernels.choose import (
+    list_cells_kernel,
+    rank_cells_kernel,
+    tail_kernel,
+)
+from sparsek_kernels.paged.index.page_records.kernels.scores import UNIT, score_records_kernel
+from sparsek_kernels.paged.index.problem import Selection, Step
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
+from sparsek_kernels.paged.policy import ceil_div
+from sparsek_kernels.paged.record import SEGMENT, VECTORS, record_bytes
+from sparsek_kernels.paged.scratch import MOST_ROWS, overlap_options, workspace
+
+_SCRATCH_ELEMENTS = 1 << 26
+"""Most float16 elements (128 MiB) of one scratch tensor; larger steps go in batches."""
+
+
+class Rule(NamedTuple):
+    """What a token chooses, as compile-time constants."""
+
+    SINK_BLOCKS: int
+    REACH_BLOCKS: int
+    SCORED_BLOCKS: int
+    KEYS: int
+    FIRST_KEY: int
+
+
+class Shape(NamedTuple):
+    """Queries and pages, as compile-time constants."""
+
+    QUERY_LEN: int
+    NUM_KV_HEADS: int
+    GROUP: int
+    HEADS: int
+    COLUMNS: int
+    HEAD_DIM: int
+    PAGE_SIZE: int
+    RECORD: int
+
+
+def select(operands: PagedOperands, segment: Segment) -> Chosen:
+    """Triton form of :meth:`PageRecords.select`."""
+    call, chooses = new_selection(operands, segment)
+    batch, device = call.batch, operands.q.device
+    tokens, heads = call.out.shape[0], operands.q.shape[1]
+    width = ceil_div(ceil_div(batch.max_seq_len, SEGMENT), UNIT.value) * UNIT.value
+    tails = workspace(device, "tails", tokens * heads * width, torch.float32)
+    tails = tails[: tokens * heads * width].view(tokens, heads, width)
+    if chooses:
+        rule = Rule(
+            call.policy.sink_blocks,
+            call.policy.reach_blocks,
+            call.policy.scored_blocks,
+            KEYS,
+            first_key(call.policy, call.group),
+        )
+        shape = Shape(
+            batch.decode_query_len,
+            call.heads,
+            call.group,
+            next_power_of_2(call.group),
+            max(next_power_of_2(call.group), 8),
+            operands.q.shape[2],
+            operands.page_size,
+            record_bytes(operands.q.shape[2]),
+        )
+        launch = _choose_at_once if _fits(call, width) else _choose_in_steps
+        launch(call, rule, shape, tails)
+    return Chosen(call.out, Tail(tails, operands.summary))
+
+
+def _fits(call: Selection, width: int) -> bool:
+    """Whether one launch takes these tensors, and all programs of a group run at once."""
+    q = call.q
+    return (
+        not knobs.runtime.interpret
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        and q.dtype == torch.bfloat16
+        and q.shape[2] in (64, 128)
+        and call.group <= 8
+        and group_programs(call.policy, width) <= 2 * multiprocessors(q.device)
+    )
+
+
+def _choose_at_once(call: Selection, rule: Rule, shape: Shape, tails: torch.Tensor) -> None:
+    from sparsek_kernels.paged.index.page_records.kernels.fused import WARPS, choose_cells_kernel
+
+    q, operands, batch = call.q, call.operands, call.batch
+    device, records = q.device, operands.summary
+    width = tails.shape[2]
+    members = group_programs(call.policy, width)
+    groups = batch.num_decodes * batch.decode_query_len * call.heads
+    states = workspace(device, "sums", groups * members * 2 * shape.COLUMNS, torch.float32)
+    counts = workspace(device, "counts", groups * members * KEYS, torch.int32)
+    counters = workspace(device, "counters", 4 * groups, torch.int32)
+    run(
+        choose_cells_kernel,
+        (groups * members,),
+        call.out,
+        tails,
+        states,
+        counts,
+        counters,
+        q,
+        operands.k_cache,
+        records,
+        batch.block_table,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        call.qk_scale,
+        call.policy.dense_below,
+        members,
+        q.stride()[:2],
+        operands.k_cache.stride()[:3],
+        records.stride()[:2],
+        call.out.stride()[:2],
+        tails.stride()[:2],
+        batch.block_table.stride(0),
+        RULE=rule,
+        SHAPE=shape,
+        MOST=next_power_of_2(members),
+        num_warps=WARPS.value,
+        maxnreg=128,
+        **overlap_options(device),
+    )
+
+
+def _choose_in_steps(call: Selection, rule: Rule, shape: Shape, tails: torch.Tensor) -> None:
+    batch, length = call.batch, call.batch.decode_query_len
+    width = tails.shape[2]
+    most = _SCRATCH_ELEMENTS // (length * call.q.shape[1] * width * VECTORS)
+    requests = max(min(most, batch.num_decodes, MOST_ROWS // length), 1)
+    for first in range(0, batch.num_decodes, requests):
+        here = min(requests, batch.num_decodes - first)
+        step = Step(first * length, here * length)
+        _choose_some(call, rule, shape, tails, step, requests * length)
+
+
+def _choose_some(
+    call: Selection, rule: Rule, shape: Shape, tails: torch.Tensor, step: Step, most: int
+) -> None:
+    """Choose for a step's tokens, of at most ``most``: scratch and kernels are the same for all."""
+    q, operands, batch = call.q, call.operands, call.batch
+    device, records = q.device, operands.summary
+    _, heads, width = tails.shape
+    rows = most * heads
+    rest = workspace(device, "rest", rows * width * VECTORS, torch.float16)
+    base = workspace(device, "base", rows * width, torch.float32)
+    gain = workspace(device, "gain", rows * width, torch.float32)
+    units = workspace(device, "units", rows * width // UNIT.value, torch.float32)
+    near = workspace(device, "near", rows, torch.float32)
+    keys = workspace(device, "keys", most * call.heads * width * VECTORS, torch.int16)
+    counts = workspace(device, "key counts", most * call.heads * KEYS, torch.int32)
+    cuts = workspace(device, "cuts", 2 * most * call.heads, torch.int32)
+    lengths = (batch.seq_lens, batch.cu_seqlens_q)
+    overlap = overlap_options(device)
+    block_m = next_power_of_2(shape.QUERY_LEN) * shape.HEADS
+    requests = step.count // shape.QUERY_LEN
+    shares = 8 * multiprocessors(device) // (requests * call.heads)
+    shares = min(max(shares, 1), width // UNIT.value)
+    run(
+        score_records_kernel,
+        (shares + shape.QUERY_LEN, call.heads, requests),
+        rest,
+        base,
+        gain,
+        units,
+        near,
+        counts,
+        q,
+        operands.k_cache,
+        records,
+        batch.block_table,
+        *lengths,
+        call.qk_scale,
+        call.policy.dense_below,
+        step.first // shape.QUERY_LEN,
+        width,
+        q.stride()[:2],
+        operands.k_cache.stride()[:3],
+        records.stride()[:2],
+        batch.block_table.stride(0),
+        RULE=rule,
+        SHAPE=shape,
+        BLOCK_H=shape.HEADS,
+        BLOCK_M=max(block_m, 16),
+        num_warps=4,
+        **overlap,
+    )
+    constants = {"RULE": rule, "SHAPE": shape, **overlap}
+    place = (call.policy.dense_below, step.first, width)
+    grid = (ceil_div(width, CHUNK), call.heads, step.count)
+    run(
+        rank_cells_kernel,
+        grid,
+        keys,
+        counts,
+        rest,
+        base,
+        gain,
+        units,
+        near,
+        *lengths,
+        *place,
+        UNITS=min(next_power_of_2(width // UNIT.value), 1024),
+        CHUNK=CHUNK,
+        num_warps=4,
+        **constants,
+    )
+    run(
+        list_cells_kernel,
+        (step.count, call.heads),
+        call.out,
+        cuts,
+        keys,
+        counts,
+        *lengths,
+        *place,
+        *call.out.stride()[:2],
+        BLOCK=min(next_power_of_2(width * VECTORS), 4096),
+        num_warps=8,
+        **constants,
+    )
+    run(
+        tail_kernel,
+        grid,
+        tails,
+        cuts,
+        keys,
+        rest,
+        base,
+        *lengths,
+        *place,
+        *tails.stride()[:2],
+        CHUNK=CHUNK,
+        num_warps=4,
+        **constants,
+    )

@@ -1,0 +1,174 @@
+"""The bytes of a record of 64 tokens (record.py), inside a program."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SEGMENT: tl.constexpr = tl.constexpr(64)
+"""Tokens of a record."""
+VECTORS: tl.constexpr = tl.constexpr(32)
+"""Vectors of a record, each of 2 tokens."""
+
+_FIRST_SIZE: tl.constexpr = tl.constexpr((127 - 64) << 1)
+"""Exponent of a pair's code 0 among float32's, before the bit of its mantissa."""
+_FIRST_SCALE: tl.constexpr = tl.constexpr((127 - 8) << 4)
+"""Exponent of a scale's code 0 among float32's, before the 4 bits of its mantissa."""
+
+
+@triton.constexpr_function
+def mean_at(head_dim):
+    """Byte of a record at which the mean key begins; the levels begin at 0."""
+    return 8 * head_dim
+
+
+@triton.constexpr_function
+def spread_at(head_dim):
+    """Byte at which the spreads of RoPE pairs begin."""
+    return 10 * head_dim
+
+
+@triton.constexpr_function
+def value_at(head_dim):
+    """Byte at which the mean value begins."""
+    return 21 * head_dim // 2
+
+
+@triton.constexpr_function
+def pairs_at(head_dim):
+    """Byte at which the sizes of RoPE pairs begin."""
+    return 11 * head_dim
+
+
+@triton.constexpr_function
+def scales_at(head_dim):
+    """Byte at which the vectors' scales begin."""
+    return 45 * head_dim // 4
+
+
+@triton.constexpr_function
+def base_at(head_dim):
+    """Byte of the largest pair's size."""
+    return 45 * head_dim // 4 + 32
+
+
+@triton.constexpr_function
+def value_scale_at(head_dim):
+    """Byte of the scale of the mean value."""
+    return 45 * head_dim // 4 + 34
+
+
+@triton.jit
+def size_code(size):
+    """Nearest codes, int32, of non-negative float32 sizes of pairs."""
+    code = ((size.to(tl.int32, bitcast=True) + (1 << 21)) >> 22) - _FIRST_SIZE
+    return tl.minimum(tl.maximum(code, 0), 255)
+
+
+@triton.jit
+def size_of(code):
+    """Float32 sizes of pairs of int32 codes."""
+    return ((code + _FIRST_SIZE) << 22).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_code(scale):
+    """Nearest codes, int32, of non-negative float32 scales."""
+    code = ((scale.to(tl.int32, bitcast=True) + (1 << 18)) >> 19) - _FIRST_SCALE
+    return tl.minimum(tl.maximum(code, 0), 255)
+
+
+@triton.jit
+def scale_of(code):
+    """Float32 scales of codes, which are bytes."""
+    code = code.to(tl.int32)
+    scale = ((code + _FIRST_SCALE) << 19).to(tl.float32, bitcast=True)
+    return tl.where(code > 0, scale, 0.0)
+
+
+@triton.jit
+def bf16_bits(x):
+    """Bits of bfloat16, int32, nearest to finite float32 ``x``, halves to even.
+
+    Triton's interpreter rounds casts otherwise.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+
+@triton.jit
+def of_bf16_bits(bits):
+    """Float32 numbers of bits of bfloat16."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e4m3_code(x):
+    """Codes of float8 e4m3, int32, nearest to float32 ``x`` of 0 to 448, halves to even.
+
+    By integers, since no GPU before sm_89 casts to it.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    subnormal = (x + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # sums of whole 2 ** -9
+    return tl.where(x < 0.015625, subnormal, normal)
+
+
+@triton.jit
+def of_e4m3_code(code):
+    """Float32 numbers of non-negative codes of float8 e4m3."""
+    code = code.to(tl.int32)
+    normal = ((code << 20) + ((127 - 7) << 23)).to(tl.float32, bitcast=True)
+    return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
+
+
+@triton.jit
+def load_pair_scales(record, live, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Sizes of RoPE pairs, of the first and the second ``HEAD_DIM / 4``: twice ``[N, BLOCK_Q]``.
+
+    record: ``[N]`` pointers to bytes; live: ``[N]``, those that are read.  Columns from
+    ``HEAD_DIM / 4`` on and rows that are not live hold no meaning.
+    """
+    offs = tl.arange(0, BLOCK_Q)
+    at: tl.constexpr = pairs_at(HEAD_DIM)
+    mask = live[:, None] & (offs < HEAD_DIM // 4)[None, :]
+    below = tl.load(record[:, None] + at + offs[None, :], mask=mask, other=0).to(tl.int32)
+    base = tl.load(record + base_at(HEAD_DIM), mask=live, other=0).to(tl.int32)[:, None]
+    return size_of(base - (below & 15)), size_of(base - (below >> 4))
+
+
+@triton.jit
+def load_spreads(record, live, HEAD_DIM: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Spreads of RoPE pairs, ``[N, BLOCK_P]`` float32; 0 from ``HEAD_DIM / 2`` on, and not live."""
+    offs = tl.arange(0, BLOCK_P)
+    at: tl.constexpr = spread_at(HEAD_DIM)
+    mask = live[:, None] & (offs < HEAD_DIM // 2)[None, :]
+    return of_e4m3_code(tl.load(record[:, None] + at + offs[None, :], mask=mask, other=0))
+
+
+@triton.jit
+def load_value_means(records, here, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Levels ``[P, BLOCK_D]`` int16 and scales ``[P]`` float32 of the mean values of segments.
+
+    A mean value is ``(level - 7.5) * scale``.
+
+    Args:
+        records: ``[P]`` pointers to the bytes of the segments' records.
+        here: ``[P]``, which of them are read; the others' levels and scales are 0.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    VALUE: tl.constexpr = value_at(HEAD_DIM)
+    SCALE: tl.constexpr = value_scale_at(HEAD_DIM)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = here[:, None] & (offs_d < HEAD_DIM)[None, :]
+    packed = tl.load(records[:, None] + (VALUE + offs_d % HALF)[None, :], mask=mask, other=0)
+    shift = tl.where(offs_d < HALF, 0, 4).to(tl.int16)
+    levels = (packed.to(tl.int16) >> shift[None, :]) & 15
+    if SCALE % 4 == 2:  # four bytes: what copies ahead take
+        words = (records + (SCALE - 2)).to(tl.pointer_type(tl.int32), bitcast=True)
+        half = (tl.load(words, mask=here, other=0) >> 16).to(tl.int16)
+        scale = half.to(tl.float16, bitcast=True)
+    else:
+        scales = (records + SCALE).to(tl.pointer_type(tl.float16), bitcast=True)
+        scale = tl.load(scales, mask=here, other=0.0)
+    return levels, scale.to(tl.float32)

@@ -1,0 +1,88 @@
+"""Oracle of what records of segments hold, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_KEYS = 64
+
+
+@dataclass(frozen=True)
+class DecodedRecords:
+    """What records of segments stand for.
+
+    Args:
+        vectors: ``[..., 32, D]`` float64, each of 2 keys.
+        steps: ``[..., 32, D]``: how far apart the levels of a vector are at most.
+        means: ``[..., D]``, the segments' keys.
+        spreads: ``[..., D / 2]``, one a RoPE pair.
+        pair_scales: ``[..., D / 2]``.
+        value_means: ``[..., D]``.
+        value_scales: ``[..., 1]``.
+    """
+
+    vectors: torch.Tensor
+    steps: torch.Tensor
+    means: torch.Tensor
+    spreads: torch.Tensor
+    pair_scales: torch.Tensor
+    value_means: torch.Tensor
+    value_scales: torch.Tensor
+
+
+def records_reference(keys: torch.Tensor, values: torch.Tensor) -> DecodedRecords:
+    """What the records of whole segments ``[..., 64, D]`` stand for."""
+    keys, values = keys.double(), values.double()
+    half = keys.shape[-1] // 2
+    means = (keys.sum(-2) / _KEYS).to(torch.bfloat16).double()
+    vectors = (keys[..., 0::2, :] + keys[..., 1::2, :]) / 2
+    rest = vectors - means[..., None, :]
+    sizes = ((rest[..., :half] ** 2 + rest[..., half:] ** 2).mean(-2) / 2).sqrt()
+    pair_scales = pair_scales_reference(sizes)
+    channel_scales = torch.cat([pair_scales, pair_scales], -1)[..., None, :]
+    z = rest / channel_scales
+    width = (z**2).mean(-1, keepdim=True).sqrt()
+    levels = torch.where(z.abs() >= width, 4.0, 1.0) * torch.where(z < 0.0, -1.0, 1.0)
+    rho = (z**2).sum(-1, keepdim=True) / (z * levels).sum(-1, keepdim=True)
+    rho = short_float_reference(rho.nan_to_num(0.0))
+    each = torch.repeat_interleave(vectors, 2, dim=-2)
+    variance = ((keys - each) ** 2).mean(-2)
+    spreads = ((variance[..., :half] + variance[..., half:]) / 2).sqrt()
+    value = values.sum(-2) / _KEYS
+    value_scales = (value.abs().amax(-1, keepdim=True) / 7.5).clamp(max=65504.0)
+    value_scales = value_scales.to(torch.float16).double()
+    value_levels = (value / value_scales).nan_to_num(0.0).floor().clamp(-8.0, 7.0) + 0.5
+    return DecodedRecords(
+        vectors=means[..., None, :] + rho * levels * channel_scales,
+        steps=(3.0 * rho * channel_scales).expand_as(vectors),
+        means=means,
+        spreads=e4m3_reference(spreads),
+        pair_scales=pair_scales,
+        value_means=value_levels * value_scales,
+        value_scales=value_scales,
+    )
+
+
+def pair_scales_reference(sizes: torch.Tensor) -> torch.Tensor:
+    """Sizes ``[..., D / 2]`` rounded to 1, 1.5, 2, 3, ..., at most 15 such below the largest."""
+    fraction, exponent = torch.frexp(sizes.clamp(2.0**-64, 1.5 * 2.0**63))
+    steps = (fraction * 4.0 + 0.5).floor() + 2.0 * exponent  # 2 for a power of two, 3 between two
+    steps = torch.maximum(steps, steps.amax(-1, keepdim=True) - 15.0)
+    octave = ((steps - 2.0) / 2.0).floor()
+    return torch.ldexp((steps - 2.0 * octave) / 4.0, octave)
+
+
+def short_float_reference(x: torch.Tensor) -> torch.Tensor:
+    """Non-negative ``x`` at 4 bits of mantissa, halves up: 0, and ``17/16 * 2 ** -8`` to 248."""
+    fraction, exponent = torch.frexp(x)
+    rounded = torch.ldexp((fraction * 32.0 + 0.5).floor(), exponent - 5)
+    return torch.where(rounded > 2.0**-8, rounded.clamp(max=248.0), 0.0)
+
+
+def e4m3_reference(x: torch.Tensor) -> torch.Tensor:
+    """Non-negative ``x`` rounded to float8 e4m3, halves to even, at most 448."""
+    _, exponent = torch.frexp(x)
+    step = torch.ldexp(torch.ones_like(x), exponent.clamp(min=-5) - 4)
+    return ((x / step).round() * step).clamp(max=448.0)

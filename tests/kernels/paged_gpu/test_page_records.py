@@ -1,0 +1,206 @@
+"""Choosing cells by records: the kernels and the torch path against the float64 oracle."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from problems import Problem, make_problem
+
+from sparsek_kernels.paged import Chosen, PageRecords, SelectionPolicy
+from sparsek_kernels.paged.index.page_records import config, cpu, cpu_write, launch, launch_write
+from sparsek_kernels.paged.index.page_records.reference import choose_reference, key_reference
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
+from sparsek_kernels.paged.record import page_bytes
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+RULE = SelectionPolicy(num_sink=20, window_size=100, top_k=60, dense_below=300).by_records(256)
+MIXED = [(1, 900), (4, 1401), (1, 200), (1, 640), (2, 66)]
+"""New tokens and lengths of requests, of which some see everything."""
+
+
+@dataclass
+class Case:
+    """A filled problem with its records, as an indexer takes it."""
+
+    problem: Problem
+    operands: PagedOperands
+    segment: Segment
+
+
+def make_case(
+    lengths: list[tuple[int, int]],
+    policy: SelectionPolicy = RULE,
+    *,
+    device: str = DEVICE,
+    triton: bool = True,
+    **options: Any,
+) -> Case:
+    """Random keys, of which a few match the queries, in pages with their records."""
+    options = {"page_size": 64, "dtype": torch.float32, **options}
+    problem = make_problem(lengths, num_decodes=len(lengths), device=device, **options)
+    pages, heads, page_size, dim = problem.k_cache.shape
+    for request, slots in enumerate(problem.slots):
+        k, v = problem.keys[request], problem.values[request]
+        problem.k_cache[slots // page_size, :, slots % page_size] = k.to(problem.k_cache.dtype)
+        problem.v_cache[slots // page_size, :, slots % page_size] = v.to(problem.v_cache.dtype)
+    size = page_bytes(page_size, dim)
+    records = torch.zeros(pages, heads, size, dtype=torch.uint8, device=device)
+    everything = [(length, length) for _, length in lengths]
+    filling = make_problem(everything, num_decodes=0, device=device, **options).batch
+    filling.block_table.copy_(problem.batch.block_table)
+    write = launch_write.write_records if triton else cpu_write.write_records_eager
+    write(problem.k_cache, problem.v_cache, records, filling)
+    out = torch.empty_like(problem.q)
+    scale = dim**-0.5
+    operands = PagedOperands(
+        problem.q, problem.k_cache, problem.v_cache, out, scale, records, k_scale=1.0
+    )
+    return Case(problem, operands, Segment(problem.batch, policy))
+
+
+def check(case: Case, chosen: Chosen, *, exact: float = 1.0, tolerance: float = 0.02) -> None:
+    """Against the oracle: ``exact`` is the share of cells that must be its own."""
+    policy, q = case.segment.policy, case.problem.q
+    heads, page_size, dim = case.operands.heads, case.operands.page_size, q.shape[-1]
+    batch, token = case.problem.batch, 0
+    assert batch.seq_lens_host is not None
+    assert chosen.tail is not None
+    for request, slots in enumerate(case.problem.slots):
+        count, length = batch.query_lens[request], batch.seq_lens_host[request]
+        where = slots // page_size, slice(None), slots % page_size
+        k, v = case.operands.k_cache[where].cpu(), case.operands.v_cache[where].cpu()
+        for position in range(length - count, length):
+            got = chosen.indices[token].cpu().tolist()
+            found = choose_reference(q[token].cpu(), k, v, position, policy, dim**-0.5)
+            if found is None:
+                assert all(set(row) == {-1} for row in got)
+                token += 1
+                continue
+            wanted, logits, _ = found
+            first, last = policy.candidate_range(position)
+            for head in range(heads):
+                assert got[head] == sorted(set(got[head]))
+                assert len(got[head]) == policy.scored_blocks
+                assert first <= got[head][0] and got[head][-1] < last
+                same = len(set(got[head]) & set(wanted[head])) / len(wanted[head])
+                assert same >= exact, (request, position, head, same)
+            tails = chosen.tail.logits[token, :, first // 32 : last // 32].double().cpu()
+            tails *= math.log(2.0)
+            # Where another cell was chosen, what is left differs with it.
+            near = (tails - logits).abs() <= tolerance
+            both = torch.isinf(tails) & torch.isinf(logits)
+            assert (near | both).double().mean() >= 2 * exact - 1
+            token += 1
+
+
+SHAPES = [
+    {"group": 4, "heads": 2, "dim": 64},
+    {"group": 1, "heads": 2, "dim": 128},
+    {"group": 7, "heads": 1, "dim": 80},
+    {"group": 4, "heads": 1, "dim": 128, "page_size": 128},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(str(v) for v in s.values()))
+def test_kernels_choose_what_the_oracle_does(shape: dict[str, int]) -> None:
+    case = make_case(MIXED, **shape)
+    check(case, launch.select(case.operands, case.segment), exact=0.97)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(str(v) for v in s.values()))
+def test_torch_chooses_what_the_oracle_does(shape: dict[str, int]) -> None:
+    case = make_case(MIXED, device="cpu", triton=False, **shape)
+    check(case, cpu.select(case.operands, case.segment), exact=0.97)
+
+
+@pytest.mark.parametrize("count, group", [(128, 1), (128, 4), (2, 4), (1536, 4), (1000, 7)])
+def test_keys_are_quarters_of_octaves(count: int, group: int) -> None:
+    scores = torch.cat([torch.zeros(1), torch.logspace(-9, 0.5, 4000)]).float()
+    rule = SelectionPolicy(num_sink=64, window_size=64, top_k=1).by_records(2 * count)
+    found = cpu.cell_keys(scores.clone(), rule, group)
+    assert found.tolist() == key_reference(scores.double(), count, group).tolist()
+    assert (found.diff() >= 0).all() and int(found[0]) == 0 and int(found[-1]) == 63
+    always = scores > group / count
+    assert int(found[always].min()) >= config.KEYS - 4
+
+
+def test_equal_cells_go_to_the_lower_index() -> None:
+    case = make_case([(1, 1100)], group=4, heads=1, dim=64)
+    case.problem.q.zero_()
+    first, _ = RULE.candidate_range(1099)
+    wanted = torch.arange(first, first + RULE.scored_blocks, dtype=torch.int32)
+    for chosen in (launch.select(case.operands, case.segment),):
+        assert torch.equal(chosen.indices[0, 0].cpu(), wanted)
+
+
+def test_queries_of_nan_choose_valid_cells() -> None:
+    case = make_case([(1, 1100)], group=2, heads=2, dim=64)
+    case.problem.q.fill_(float("nan"))
+    first, last = RULE.candidate_range(1099)
+    got = launch.select(case.operands, case.segment).indices[0].cpu()
+    for row in got.tolist():
+        assert row == sorted(set(row)) and first <= row[0] and row[-1] < last
+
+
+def test_steps_of_bounded_scratch_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(MIXED[:3], group=4, heads=1, dim=64)
+    monkeypatch.setattr(launch, "_fits", lambda *_: False)
+    whole = launch.select(case.operands, case.segment)
+    assert whole.tail is not None
+    indices, logits = whole.indices.clone(), whole.tail.logits.clone()
+    monkeypatch.setattr(launch, "_SCRATCH_ELEMENTS", 1)
+    steps = launch.select(case.operands, case.segment)
+    assert steps.tail is not None
+    assert torch.equal(steps.indices, indices)
+    assert torch.equal(steps.tail.logits.nan_to_num(), logits.nan_to_num())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads", [(4, 2), (7, 1), (1, 2)])
+def test_one_launch_chooses_what_the_oracle_does(head_dim: int, heads: tuple[int, int]) -> None:
+    case = make_case(
+        [(1, 9000), (4, 5003), (1, 250), (2, 20000)],
+        RULE,
+        group=heads[0],
+        heads=heads[1],
+        dim=head_dim,
+        dtype=torch.bfloat16,
+    )
+    chosen = launch.select(case.operands, case.segment)
+    check(case, chosen, exact=0.97)
+    assert chosen.tail is not None
+    indices, logits = chosen.indices.clone(), chosen.tail.logits.clone()
+    for _ in range(5):  # whatever the order in which programs run
+        again = launch.select(case.operands, case.segment)
+        assert again.tail is not None
+        assert torch.equal(again.indices, indices)
+        assert torch.equal(again.tail.logits.nan_to_num(), logits.nan_to_num())
+
+
+@pytest.mark.gpu
+def test_one_launch_takes_more_equal_cells_than_16_bits_count() -> None:
+    rule = SelectionPolicy(num_sink=64, window_size=512, top_k=1).by_records(4096)
+    case = make_case(
+        [(1, 200_000)], rule, group=4, heads=1, dim=128, dtype=torch.bfloat16
+    )
+    case.problem.q.zero_()
+    first, _ = rule.candidate_range(199_999)
+    got = launch.select(case.operands, case.segment).indices[0, 0].cpu()
+    assert torch.equal(got, torch.arange(first, first + rule.scored_blocks, dtype=torch.int32))
+
+
+def test_what_records_do_not_serve_is_refused() -> None:
+    case = make_case([(1, 900)], group=4, heads=1, dim=64, device="cpu")
+    tiles = SelectionPolicy(num_sink=64, window_size=64, top_k=4).per_token()
+    with pytest.raises(ValueError, match="alignment 64 and sel_block_size 2"):
+        PageRecords().check(tiles, case.operands.k_cache)
+    prompt = make_problem([(5, 900)], num_decodes=0, group=4, heads=1, dim=64)
+    with pytest.raises(NotImplementedError, match="query_tile"):
+        PageRecords().select(case.operands, Segment(prompt.batch, RULE))

@@ -1,0 +1,265 @@
+"""The kernel that writes records, and what reads their bytes: interpreted or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsek_kernels.paged import PageRecords, SelectionPolicy, write_index
+from sparsek_kernels.paged.index.page_records.launch_write import write_records
+from sparsek_kernels.paged.kernels.record import (
+    bf16_bits,
+    e4m3_code,
+    load_pair_scales,
+    load_spreads,
+    load_value_means,
+    of_bf16_bits,
+    of_e4m3_code,
+    scale_of,
+    scales_at,
+)
+from sparsek_kernels.paged.record import (
+    code_scales,
+    encode,
+    read_pair_scales,
+    read_spreads,
+    read_value_means,
+    record_bytes,
+    sections,
+)
+from tests.kernels.paged.record_cases import (
+    KINDS,
+    UNWRITTEN,
+    Pages,
+    check_decoded,
+    make_pages,
+    redraft,
+    segments,
+    write_in_pieces,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_bytes(pages: Pages, lengths: list[int], most: float = 1e-3) -> None:
+    """Compare with torch's records: as good as all bytes, and what no program may have touched."""
+    dim = pages.k_cache.shape[3]
+    found, expected = (
+        x[..., : sections(dim).end].cpu() for x in (pages.records, pages.expected(lengths))
+    )
+    written = (expected != UNWRITTEN).any(-1)
+    assert torch.equal((found != UNWRITTEN).any(-1), written)
+    differ = (found != expected)[written].double()
+    assert differ.numel() == 0 or differ.mean() <= most, differ.mean()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    [
+        (8, torch.bfloat16),
+        (32, torch.float16),
+        (64, torch.bfloat16),
+        (80, torch.float32),
+        (96, torch.bfloat16),
+        (128, torch.bfloat16),
+        (256, torch.float16),
+        (512, torch.float32),
+    ],
+)
+def test_the_kernel_writes_what_the_torch_path_writes(
+    dim: int, dtype: torch.dtype, kind: str
+) -> None:
+    lengths = [130, 64, 63]
+    pages = make_pages(lengths, dim=dim, dtype=dtype, kind=kind, device=DEVICE)
+    pages.step([0, 0, 0], lengths, write_records)
+    check_bytes(pages, lengths)
+    at = [int(pages.table[0, 0]), int(pages.table[0, 1]), int(pages.table[1, 0])]
+    keys, values = (cache[at].cpu() for cache in (pages.k_cache, pages.v_cache))
+    check_decoded(pages.records[at, :, 0].cpu(), keys, values)
+
+
+@pytest.mark.skipif(
+    DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9), reason="needs sm_89"
+)
+def test_fp8_cache() -> None:
+    pages = make_pages([130, 64], dim=64, dtype=torch.float8_e4m3fn, device=DEVICE)
+    pages.step([0, 0], [130, 64], write_records)
+    check_bytes(pages, [130, 64])
+
+
+@settings(deadline=None, max_examples=8)
+@given(
+    lengths=st.lists(st.integers(1, 260), min_size=1, max_size=3),
+    page_size=st.sampled_from([64, 128, 192]),
+    head_major=st.booleans(),
+    cuts=st.lists(st.sampled_from([5, 64, 130]), min_size=1, max_size=3),
+)
+def test_the_same_records_in_any_order(
+    lengths: list[int], page_size: int, head_major: bool, cuts: list[int]
+) -> None:
+    options = {"page_size": page_size, "head_major": head_major, "device": DEVICE}
+    pieces, whole = (make_pages(lengths, heads=3, seed=1, **options) for _ in range(2))
+    write_in_pieces(pieces, lengths, cuts, write_records)
+    whole.step([0] * len(lengths), lengths, write_records)
+    assert torch.equal(pieces.records, whole.records)
+    check_bytes(whole, lengths)
+
+
+def test_drafts_that_are_taken_back() -> None:
+    pages = make_pages([70, 140], device=DEVICE)
+    pages.step([0, 0], [60, 127], write_records)
+    pages.step([60, 127], [65, 132], write_records)
+    first = pages.records.clone()
+    check_bytes(pages, [65, 132])
+    redraft(pages, 61, 128)
+    pages.step([61, 128], [66, 133], write_records)
+    check_bytes(pages, [66, 133])
+    changed = (pages.records != first).flatten(1).any(1)
+    assert changed.nonzero()[:, 0].tolist() == [int(pages.table[0, 0])]
+
+
+def test_segments_on_pages_of_other_ranks() -> None:
+    pages = make_pages([260, 190], device=DEVICE)
+    pages.table[:, 1] = -1
+    pages.step([0, 0], [260, 190], write_records)
+    check_bytes(pages, [260, 190])
+
+
+def test_padding_writes_nothing() -> None:
+    """A graph's batch has requests without tokens, and more new tokens than any request has."""
+    pages = make_pages([64, 64, 64], device=DEVICE)
+    batch = pages.batch([0, 0, 0], [64, 64, 64])
+    batch.seq_lens[1:] = torch.tensor([0, 64])
+    batch.cu_seqlens_q[2:] = 64
+    pages.step([0, 0, 0], [64, 64, 64], lambda *_: None)
+    write_records(pages.k_cache, pages.v_cache, pages.k_summary, batch)
+    check_bytes(pages, [64, 0, 0])
+
+
+@triton.jit
+def _convert_kernel(x_ptr, bf16_ptr, e4m3_ptr, back_ptr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs)
+    tl.store(bf16_ptr + offs, of_bf16_bits(bf16_bits(x)))
+    code = e4m3_code(tl.minimum(tl.abs(x), 448.0))
+    tl.store(e4m3_ptr + offs, code)
+    tl.store(back_ptr + offs, of_e4m3_code(code))
+
+
+def test_conversions_round_as_torch_does() -> None:
+    """Every positive float16 number to e4m3, and to bfloat16 beside float32 numbers that tie."""
+    halves = torch.arange(0, 31 << 10, dtype=torch.int16).view(torch.float16).float()
+    bits = torch.randint(-(2**31), 2**31, (1 << 14,), dtype=torch.int64).to(torch.int32)
+    ties = (bits & -65536) | 0x8000
+    floats = torch.cat([bits, ties]).view(torch.float32)
+    x = torch.cat([halves, floats[floats.isfinite() & (floats.abs() < 3e38)]])
+    x = torch.cat([x, x.new_zeros(-len(x) % 512)]).to(DEVICE)
+    bf16, back = torch.empty_like(x), torch.empty_like(x)
+    codes = torch.empty_like(x, dtype=torch.int32)
+    _convert_kernel[(len(x) // 512,)](x, bf16, codes, back, BLOCK=512)
+    x, bf16, back, codes = (t.cpu() for t in (x, bf16, back, codes))
+    assert torch.equal(bf16, x.bfloat16().float())
+    expected = x.abs().clamp(max=448.0).to(torch.float8_e4m3fn)
+    assert torch.equal(codes.to(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(back, expected.float())
+
+
+@triton.jit
+def _read_kernel(
+    record_ptr,
+    pair_ptr,
+    spread_ptr,
+    scale_ptr,
+    value_ptr,
+    RECORD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.arange(0, 4)
+    live = row < 3
+    record = record_ptr + row * RECORD
+    offs, pair, quarter = (
+        tl.arange(0, BLOCK_D),
+        tl.arange(0, BLOCK_D // 2),
+        tl.arange(0, BLOCK_D // 4),
+    )
+    low, high = load_pair_scales(record, live, HEAD_DIM, BLOCK_D // 4)
+    out = pair_ptr + row[:, None] * (HEAD_DIM // 2) + quarter[None, :]
+    mask = live[:, None] & (quarter < HEAD_DIM // 4)[None, :]
+    tl.store(out, low, mask=mask)
+    tl.store(out + HEAD_DIM // 4, high, mask=mask)
+    spread = load_spreads(record, live, HEAD_DIM, BLOCK_D // 2)
+    out = spread_ptr + row[:, None] * (BLOCK_D // 2) + pair[None, :]
+    tl.store(out, spread)
+    vector = tl.arange(0, 32)
+    code = tl.load(record[:, None] + scales_at(HEAD_DIM) + vector[None, :], mask=live[:, None])
+    out = scale_ptr + row[:, None] * 32 + vector[None, :]
+    tl.store(out, scale_of(code), mask=live[:, None])
+    level, scale = load_value_means(record, live, HEAD_DIM, BLOCK_D)
+    value = (level.to(tl.float32) - 7.5) * scale[:, None]
+    tl.store(value_ptr + row[:, None] * BLOCK_D + offs[None, :], value)
+
+
+@pytest.mark.parametrize("dim", [8, 80, 128])
+def test_kernels_read_what_torch_reads(dim: int) -> None:
+    records = encode(*segments("normal", (3,), dim, torch.bfloat16)).to(DEVICE)
+    records[1, sections(dim).scales :: 3] = 0  # vectors of scale 0
+    block = triton.next_power_of_2(dim)
+    pairs = torch.empty(3, dim // 2, device=DEVICE)
+    spreads = torch.full((4, block // 2), float("nan"), device=DEVICE)
+    scales = torch.empty(3, 32, device=DEVICE)
+    values = torch.full((4, block), float("nan"), device=DEVICE)
+    _read_kernel[(1,)](
+        records,
+        pairs,
+        spreads,
+        scales,
+        values,
+        RECORD=record_bytes(dim),
+        HEAD_DIM=dim,
+        BLOCK_D=block,
+    )
+    assert torch.equal(pairs, read_pair_scales(records, dim))
+    at = sections(dim)
+    assert torch.equal(scales, code_scales(records[:, at.scales : at.base]))
+    for found, expected, width in (
+        (spreads, read_spreads(records, dim), dim // 2),
+        (values, read_value_means(records, dim), dim),
+    ):
+        assert torch.equal(found[:3, :width], expected)
+        assert (found[3] == 0).all()
+        assert (found[:, width:] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
+def test_graph_replay_with_other_lengths() -> None:
+    policy = SelectionPolicy(num_sink=64, window_size=64, top_k=4, sel_block_size=16, query_tile=1)
+    lengths = [4097, 3000, 130, 64]
+    options = {"heads": 8, "dim": 128, "device": DEVICE}
+    pages = make_pages(lengths, **options)
+    pages.step([0] * 4, lengths, write_records)
+    check_bytes(pages, lengths)
+    batch = pages.batch([length - 1 for length in lengths], lengths)
+    call = (pages.k_cache, pages.v_cache, pages.k_summary, batch, policy, PageRecords())
+    write_index(*call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        write_index(*call)
+    for others in ([4096, 2944, 128, 64], [64, 1, 0, 63], [4095, 2945, 65, 64]):
+        pages.k_summary.fill_(UNWRITTEN)
+        batch.seq_lens.copy_(torch.tensor(others, dtype=torch.int32))
+        graph.replay()
+        whole = pages.expected(others)
+        for request, length in enumerate(others):
+            for segment in range(length // 64):
+                page = int(pages.table[request, segment])
+                if (segment + 1) * 64 != length:
+                    whole[page] = UNWRITTEN
+        end = sections(128).end
+        assert (pages.records != whole)[..., :end].double().mean() <= 1e-3

@@ -1,0 +1,77 @@
+"""An engine whose decoded tokens choose by records, held against the float64 oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparsek_backend.config import ConfigError, resolve_config
+from sparsek_backend.vllm_backend.settings import check_page_size
+from sparsek_backend.vllm_backend.sparsek import impl as impl_module
+from sparsek_kernels.paged import PageRecords
+from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.plan import Segment
+from tests.kernels.paged.records_oracle import decode_reference
+from tests.vllm_backend.engines import engine, generate, requires_cpu_vllm
+from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
+
+SETTINGS = {"decode_tokens": 64, "num_sink": 64, "window_size": 64, "top_k": 2, "dense_below": 0}
+
+
+@pytest.mark.engine
+@requires_cpu_vllm
+@pytest.mark.usefixtures("registered")
+def test_an_engine_decodes_by_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through prompts in chunks, a record that is completed while decoding, and a prefix hit."""
+    real, errors = impl_module.attend_segment, []
+
+    def held_against_oracle(of: PagedOperands, segment: Segment, index: Any) -> None:
+        real(of, segment, index)
+        if isinstance(index, PageRecords):
+            expected = decode_reference(
+                of.q, of.k_cache, of.v_cache, segment.batch, segment.policy, of.softmax_scale
+            )
+            errors.append(float((of.out[: len(expected)].double() - expected).abs().max()))
+
+    monkeypatch.setattr(impl_module, "attend_segment", held_against_oracle)
+    generator = torch.Generator().manual_seed(5)
+    prompt = torch.randint(3, VOCABULARY, (441,), generator=generator).tolist()
+    with engine(
+        make_tiny_model("llama", tmp_path), "SPARSEK", SETTINGS, block_size=64,
+        max_model_len=512, max_num_batched_tokens=128, skip_tokenizer_init=True,
+    ) as llm:  # fmt: skip
+        first = generate(llm, [prompt, prompt[:330]], together=True, max_tokens=12)
+        hit = generate(llm, [prompt], together=True, max_tokens=12)
+    assert hit[0].num_cached_tokens > 0
+    assert hit[0].outputs[0].token_ids == first[0].outputs[0].token_ids
+    assert len(errors) > 40
+    assert max(errors) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"decode_tokens": 64, "decode_top_k": 4}, "decode_tokens .* and decode_top_k"),
+        ({"decode_tokens": 64, "query_tile": 1}, "query_tile"),
+        ({"decode_tokens": 0}, "decode_tokens"),
+        ({"decode_tokens": 64, "mode": "sink_window"}, "decode_tokens"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        resolve_config(settings, {})
+
+
+def test_batch_invariant_engines_refuse_records() -> None:
+    with pytest.raises(ConfigError, match="decode_tokens"):
+        resolve_config({"decode_tokens": 64}, {}, batch_invariant=True)
+
+
+def test_pages_hold_whole_segments() -> None:
+    resolved = resolve_config({"decode_tokens": 64}, {})
+    check_page_size(resolved, 128)
+    with pytest.raises(ConfigError, match="multiple of 64"):
+        check_page_size(resolve_config({"decode_tokens": 64, "sel_block_size": 32}, {}), 32)
