@@ -6,8 +6,7 @@ import math
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,10 @@ from sparsek_kernels.paged import PagedBatch, SelectionPolicy
 from sparsek_kernels.paged.cpu.native import build, records
 from sparsek_kernels.paged.cpu.native import decode as native_decode
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.record import record_bytes
-from tests.kernels.paged import record_oracle as oracle
+from sparsek_kernels.paged.record import encode, record_bytes
+from tests.kernels.paged import choice_oracle as oracle
 from tests.kernels.paged.native_builds import built_without, needs_compiler
+from tests.kernels.paged.record_cases import KINDS, check_decoded, segments
 
 pytestmark = needs_compiler
 
@@ -28,26 +28,9 @@ TOLERANCE = 2e-4
 """Of outputs: factors of levels have 16 bits, so that a logit of the tail is off by about 1e-4."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A policy of single tokens that choose by records."""
-
-    num_sink: int
-    window_size: int
-    scored_blocks: int
-    dense_below: int = 0
-    alignment: ClassVar[int] = 64
-    sel_block_size: ClassVar[int] = 2
-    selects_blocks: ClassVar[bool] = True
-
-    def candidate_range(self, position: int) -> tuple[int, int]:
-        reach = math.ceil(max(self.window_size, 64) / 64)
-        first = max(position // 64 - reach, 0) * 32
-        return min(math.ceil(self.num_sink / 64) * 32, first), first
-
-    def sees_all(self, position: int) -> bool:
-        first, last = self.candidate_range(position)
-        return position < self.dense_below or last - first <= self.scored_blocks
+def rule_of(num_sink: int, window_size: int, cells: int, dense_below: int = 0) -> SelectionPolicy:
+    tiles = SelectionPolicy(num_sink, window_size, top_k=1, dense_below=dense_below)
+    return tiles.by_records(2 * cells)
 
 
 class Problem:
@@ -100,7 +83,7 @@ class Problem:
             self.keys.append(k.double())
             self.values.append(v.double())
             self.slots.append(slots)
-        self.write(torch.cat(self.slots))
+        self.write()
         assert (every[:, 0] == 255).all()
         new = [min(queries, length) for length in lengths]
         offsets = torch.tensor([0, *new]).cumsum(0)
@@ -118,9 +101,10 @@ class Problem:
             query_lens_host=tuple(new),
         )
 
-    def write(self, slots: torch.Tensor) -> None:
+    def write(self) -> None:
+        complete = torch.cat([slots[63::64] // 64 for slots in self.slots])
         assert records.supports(self.k_cache, self.v_cache, self.records)
-        records.write_records(self.k_cache, self.v_cache, self.records, slots)
+        records.write_records(self.k_cache, self.v_cache, self.records, complete)
 
     def fields(self, request: int) -> oracle.Fields:
         """Of a request's complete segments: ``[segments, Hkv, ...]``."""
@@ -129,17 +113,17 @@ class Problem:
         rows = self.records.unflatten(-1, (page_size // 64, -1))
         return oracle.read(rows[ends // page_size, :, ends % page_size // 64], dim)
 
-    def decode(self, rule: Rule, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def decode(self, rule: SelectionPolicy, sinks: torch.Tensor | None = None) -> torch.Tensor:
         out = torch.full_like(self.q, math.nan)
         operands = PagedOperands(
             self.q, self.k_cache, self.v_cache, out, self.scale, self.records, sinks
         )
         assert native_decode.supports(operands, self.batch)
-        native_decode.decode(operands, self.batch, cast(SelectionPolicy, rule))
+        native_decode.decode(operands, self.batch, rule)
         return out
 
     def expected(
-        self, rule: Rule, sinks: torch.Tensor | None = None
+        self, rule: SelectionPolicy, sinks: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs, and for which tokens and KV heads the choice is sure."""
         heads = self.k_cache.shape[1]
@@ -170,7 +154,7 @@ class Problem:
                 row += 1
         return out.flatten(1, 2), sure
 
-    def check(self, rule: Rule, sinks: torch.Tensor | None = None) -> float:
+    def check(self, rule: SelectionPolicy, sinks: torch.Tensor | None = None) -> float:
         """Compare the outputs of sure choices; returns their share."""
         heads, found = self.k_cache.shape[1], self.decode(rule, sinks)
         assert not found.isnan().any()
@@ -182,54 +166,40 @@ class Problem:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [8, 32, 64, 72, 80, 128, 256])
-@pytest.mark.parametrize(("page_size", "together"), [(64, True), (128, False)])
-def test_records_are_the_oracles(
-    dim: int, page_size: int, together: bool, dtype: torch.dtype
+@pytest.mark.parametrize("dim", [8, 32, 64, 72, 80, 128, 256, 512])
+@pytest.mark.parametrize(("per_page", "together"), [(1, True), (2, False)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_records_equal_the_oracle(
+    kind: str, per_page: int, together: bool, dim: int, dtype: torch.dtype
 ) -> None:
-    problem = Problem([500], dim=dim, page_size=page_size, together=together, dtype=dtype)
-    found, keys, values = (
-        problem.fields(0),
-        *(x[0][:448].unflatten(0, (7, 64)).transpose(1, 2) for x in (problem.keys, problem.values)),
-    )
-    expected = oracle.encode(keys, values)
-    assert expected.mean.eq(found.mean).double().mean() > 0.99
-    torch.testing.assert_close(found.mean, expected.mean, rtol=2**-7, atol=1e-6)
-    given_those = oracle.encode(keys, values, found)
-    for name, step in oracle.STEPS.items():
-        mine, theirs = getattr(found, name), getattr(given_those, name)
-        assert mine.eq(theirs).double().mean() > 0.98, name
-        assert step(mine, theirs).all(), name
-    error = (found.vectors - keys.unflatten(-2, (32, 2)).mean(-2)).square().mean()
-    rest = (keys.unflatten(-2, (32, 2)).mean(-2) - found.mean.unsqueeze(-2)).square().mean()
-    assert error < 0.2 * rest  # 2 bits leave an eighth
-
-
-def test_only_slots_that_end_segments_write() -> None:
-    problem = Problem([300, 70], page_size=128)
-    written, slots = problem.records.clone(), torch.cat(problem.slots)
-    last_page = int(problem.batch.block_table[0, 2])
-    assert (written[last_page] == 255).all()  # 44 keys
-    problem.records.fill_(7)
-    problem.write(torch.tensor([-1, *slots[slots % 64 != 63].tolist(), -65]))
-    assert (problem.records == 7).all()
-    end = int(problem.slots[0][127])
-    problem.write(torch.tensor([end]))
-    record = problem.records.unflatten(-1, (2, -1))
-    assert torch.equal(record[end // 128, :, 1], written.unflatten(-1, (2, -1))[end // 128, :, 1])
-    record[end // 128, :, 1] = 7
-    assert (record == 7).all()
+    """Of the segments that are named alone; K and V side by side, or apart and heads last."""
+    count = 12 * per_page
+    keys, values = segments(kind, (count, 2), dim, dtype)
+    rows = torch.cat([keys, values], -1) if together else torch.stack([keys, values])
+    pages = rows.unflatten(-4, (12, per_page)).transpose(-4, -3).flatten(-3, -2)
+    if not together:
+        pages = pages.transpose(-3, -2).contiguous().transpose(-3, -2)
+    k_cache, v_cache = pages.chunk(2, -1) if together else pages
+    found = torch.full((12, 2, per_page * record_bytes(dim)), 255, dtype=torch.uint8)
+    assert records.supports(k_cache, v_cache, found)
+    named = torch.arange(count - 1, 0, -1)
+    records.write_records(k_cache, v_cache, found, named)
+    found = found.unflatten(-1, (per_page, -1)).transpose(1, 2).flatten(0, 1)
+    check_decoded(found[named], keys[named], values[named])
+    assert (found[0] == 255).all()
+    differ = found[named] != encode(keys[named], values[named])
+    assert differ.double().mean() < 0.01
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_more_threads_write_and_decode_the_same_bits(count: int) -> None:
     problem = Problem([1500, 900, 3], queries=2, heads=4, page_size=128)
-    rule = Rule(64, 100, 60)
+    rule = rule_of(64, 100, 60)
     with threads(1):
         written, found = problem.records.clone(), problem.decode(rule)
     problem.records.fill_(255)
     with threads(count):
-        problem.write(torch.cat(problem.slots))
+        problem.write()
         for _ in range(5):
             assert torch.equal(problem.decode(rule), found)
     assert torch.equal(problem.records, written)
@@ -245,35 +215,16 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def test_keys_of_one_value_and_values_of_none() -> None:
-    """Zeros, vectors that are the mean, and numbers at the ends of what a record holds."""
-    problem = Problem([64 * 6], heads=1, dtype=torch.float32)
-    k, v = (
-        x[problem.slots[0] // 64, 0, problem.slots[0] % 64]
-        for x in (problem.k_cache, problem.v_cache)
-    )
-    k[:64], v[:64] = 0.0, 0.0
-    k[64:128], v[64:128] = 2.0, -3.0
-    k[128:192] *= 1e-30
-    k[192:256] *= 1e25
-    v[256:320, 5] = 1e9
-    k[320, 3], v[321, 4] = math.nan, math.nan
-    at = problem.slots[0]
-    problem.k_cache[at // 64, 0, at % 64], problem.v_cache[at // 64, 0, at % 64] = k, v
-    problem.write(at)
-    found = problem.fields(0).of(slice(0, 6), 0)
-    assert (found.vectors[0] == 0.0).all()
-    assert (found.levels[0] == 0.5).all()
-    assert (found.value[0] == 0.0).all()
-    assert (found.vectors[1] == 2.0).all()
-    assert (found.spreads[:2] == 0.0).all()
-    torch.testing.assert_close(found.value[1], torch.full((64,), -3.0).double(), rtol=0.1, atol=0)
-    assert (found.vectors[2].abs() < 1e-18).all()
-    assert found.vectors[3].isfinite().all()
-    assert (found.spreads[3] == 448.0).any()
-    assert found.value_scale[4] == 65504.0
-    assert found.mean[5, 3].isnan()
-    assert found.value[5].isnan().all()
+def test_nan_is_kept_and_value_scales_end() -> None:
+    keys, values = segments("normal", (2, 1), 64, torch.float32)
+    values[0, 0, :, 5] = 1e9
+    keys[1, 0, 3, 3], values[1, 0, 4, 4] = math.nan, math.nan
+    found = torch.empty(2, 1, record_bytes(64), dtype=torch.uint8)
+    records.write_records(keys, values, found, torch.arange(2))
+    fields = oracle.read(found[:, 0], 64)
+    assert fields.value_scale[0] == 65504.0
+    assert fields.mean[1, 3].isnan()
+    assert fields.value[1].isnan().all()
 
 
 @settings(deadline=None, max_examples=60)
@@ -290,10 +241,10 @@ def test_decodes_against_the_oracle(data: st.DataObject) -> None:
         together=data.draw(st.booleans()),
         seed=data.draw(st.integers(0, 99)),
     )
-    rule = Rule(
+    rule = rule_of(
         num_sink=data.draw(st.sampled_from([0, 4, 64, 70])),
         window_size=data.draw(st.sampled_from([1, 64, 100, 130])),
-        scored_blocks=data.draw(st.integers(1, 150)),
+        cells=data.draw(st.integers(1, 150)),
         dense_below=data.draw(st.sampled_from([0, 0, 700])),
     )
     sinks = data.draw(st.sampled_from([None, -1.0, 3.0]))
@@ -313,12 +264,12 @@ def test_most_choices_are_compared(
     problem = Problem(
         [1000, 700, 650], queries=queries, group=group, dim=dim, page_size=page_size, dtype=dtype
     )
-    assert problem.check(Rule(64, 100, 100)) >= 0.5
+    assert problem.check(rule_of(64, 100, 100)) >= 0.5
 
 
 def test_ties_go_to_the_lower_cells() -> None:
     problem = Problem([64 * 12 + 5], zeros=slice(64, 64 * 10))
-    rule = Rule(64, 64, 50)
+    rule = rule_of(64, 64, 50)
     cells, _, sure = oracle.token_cells(
         problem.q[0].double().unflatten(0, (2, 4))[0],
         problem.keys[0][:, 0],
@@ -337,7 +288,7 @@ def test_ties_go_to_the_lower_cells() -> None:
 
 def test_scores_of_nan_choose_the_first_cells() -> None:
     problem = Problem([1000])
-    rule = Rule(64, 100, 70)
+    rule = rule_of(64, 100, 70)
     problem.q[0, 1, 3] = math.nan
     found, (expected, sure) = problem.decode(rule), problem.expected(rule)
     assert sure[0, 0]
@@ -350,8 +301,8 @@ def test_a_nan_among_far_keys_reaches_every_head_that_sees_it() -> None:
     problem = Problem([1000])
     slot = int(problem.slots[0][400])
     problem.k_cache[slot // 64, 0, slot % 64, 7] = math.nan
-    problem.write(torch.cat(problem.slots))
-    found = problem.decode(Rule(64, 100, 70))
+    problem.write()
+    found = problem.decode(rule_of(64, 100, 70))
     assert found[0, :4].isnan().all()
     assert not found[0, 4:].isnan().any()
 
@@ -363,8 +314,8 @@ def test_what_is_chosen_whole_leaves_no_tail() -> None:
     direction = problem.q[0, 0] / problem.q[0, 0].norm()
     problem.k_cache[at // 64, 0, at % 64] = 30.0 * direction
     problem.keys[0][320:384, 0] = 30.0 * direction.double()
-    problem.write(at)
-    rule = Rule(64, 100, 32)
+    problem.write()
+    rule = rule_of(64, 100, 32)
     expected, _ = problem.expected(rule)
     torch.testing.assert_close(problem.decode(rule).double(), expected, atol=TOLERANCE, rtol=0)
     cells, rest, _ = oracle.token_cells(
@@ -385,7 +336,7 @@ def test_what_is_chosen_whole_leaves_no_tail() -> None:
 @pytest.mark.parametrize("dim", [64, 80])
 def test_other_processors(missing: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem([900, 64, 33], dim=dim, group=5)
-    rule = Rule(64, 100, 70)
+    rule = rule_of(64, 100, 70)
     here, written = problem.decode(rule), problem.records.clone()
     built: Any = built_without(missing)
     calls = []
@@ -403,7 +354,7 @@ def test_other_processors(missing: str, dim: int, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(build, "library", Counted)
     torch.testing.assert_close(problem.decode(rule), here, atol=TOLERANCE, rtol=0)
-    problem.write(torch.cat(problem.slots))
+    problem.write()
     assert problem.records.eq(written).double().mean() > 0.99
     assert calls == ["decode", "records"]
 

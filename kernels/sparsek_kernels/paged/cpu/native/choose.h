@@ -10,9 +10,9 @@
 #define AHEAD 192               /* bytes of a record for 16 channels: three lines */
 #define LARGEST 32767.0f        /* factor of a level */
 #define MOST_SCORE 80.0f        /* logarithm; keys end far below */
-#define KEY_SHIFT 17            /* 64 steps an octave */
-#define KEY_FIRST ((127 - 28) << 6)
-#define KEY_BITS 11
+#define KEY_SHIFT 21            /* 4 keys an octave */
+#define KEY_BITS 6
+#define MOST_KEY ((1 << KEY_BITS) - 1)
 #define COUNTED 16384 /* keys; int16 counts as many */
 
 /* What a unit chooses by; segments and cells count from the sequence's first. */
@@ -165,14 +165,20 @@ ALWAYS_INLINE void score_record(const Record *record, const uint8_t *ahead, cons
     for (int g = 0; g < heads; g++) quantise_factors(queries + g, record, dim, factors + g);
     for (int i = 0; i < WORDS(dim); i++) {
         ask(ahead + i * AHEAD, AHEAD);
+        WideBits levels[2][SHARES]; /* of the first two quarters and of the others */
+        for (int h = 0; h < SHARES; h++) {
+            const WideBits word = record->words[i][h];
+            levels[0][h] = levels_of_bits((word >> 2 & 0x03030303) | (word >> 4 & 0x0c0c0c0c));
+            levels[1][h] = levels_of_bits((word & 0x03030303) | (word >> 2 & 0x0c0c0c0c));
+        }
         for (int n = 0; n < 8; n++) {
-            WideBits levels[SHARES];
-            for (int h = 0; h < SHARES; h++) levels[h] = record->words[i][h] >> 2 * n & 0x30003;
+            const int byte = n / 4, quarter = n % 4, place = 8 * byte + 4 * (1 - quarter % 2);
+            WideBits own[SHARES];
+            for (int h = 0; h < SHARES; h++) own[h] = levels[quarter / 2][h] >> place & 0xf000f;
             for (int g = 0; g < heads; g++) {
                 uint32_t pair;
-                memcpy(&pair, &factors[g].of[4 * WORDS(dim) * (n % 4) + 4 * i + n / 4 * 2], 4);
-                for (int h = 0; h < SHARES; h++)
-                    sums[g][h] = add_pairs(sums[g][h], pair, levels[h]);
+                memcpy(&pair, &factors[g].of[4 * WORDS(dim) * quarter + 4 * i + 2 * byte], 4);
+                for (int h = 0; h < SHARES; h++) sums[g][h] = add_pairs(sums[g][h], pair, own[h]);
             }
         }
     }
@@ -186,8 +192,8 @@ ALWAYS_INLINE void score_record(const Record *record, const uint8_t *ahead, cons
         for (int p = 0; p < dim / 2; p++) gain += query->squares[p] * record->variances[p];
 #pragma omp simd reduction(max : best)
         for (int i = 0; i < VECTORS; i++) {
-            const float product = (float)(2 * products[i] - 3 * factors[g].total);
-            logits[i] = base + 0.5f * factors[g].step * record->scales[i] * product;
+            const float product = (float)(products[i] - 4 * factors[g].total);
+            logits[i] = base + factors[g].step * record->scales[i] * product;
             best = logits[i] > best ? logits[i] : best;
         }
         exp_in_place(logits, VECTORS, best);
@@ -263,8 +269,12 @@ static void normalise(const Decode *a, const Choice *c, int64_t unit, int64_t g,
     exp_in_place(gains + first, last - first, 0.0f);
 }
 
-/* Keys of the cells of segments [first, last): scores as integers. */
-static void find_keys(const Decode *a, const Choice *c, int64_t first, int64_t last) {
+/* Keys of the cells of segments [first, last): scores as integers.  The last octave is that of the
+ * scores of which no more cells than `picks` can be. */
+static void find_keys(const Decode *a, const Choice *c, int64_t picks, int64_t first,
+                      int64_t last) {
+    const int32_t octave = 127 - (63 - __builtin_clzll(max64(picks / a->group, 1)));
+    const int32_t first_key = (octave << 2) - MOST_KEY;
     for (int64_t n = first; n < last; n++) {
         float scores[VECTORS] = {0};
         for (int64_t g = 0; g < a->group; g++) {
@@ -274,9 +284,8 @@ static void find_keys(const Decode *a, const Choice *c, int64_t first, int64_t l
         }
         for (int i = 0; i < VECTORS; i++) {
             const float score = scores[i] > 0.0f ? scores[i] : 0.0f;
-            const int32_t key = (as_bits(score) >> KEY_SHIFT) - KEY_FIRST;
-            const int32_t most = (1 << KEY_BITS) - 1;
-            c->keys[n * VECTORS + i] = (int16_t)(key < 0 ? 0 : key > most ? most : key);
+            const int32_t key = (as_bits(score) >> KEY_SHIFT) - first_key;
+            c->keys[n * VECTORS + i] = (int16_t)(key < 0 ? 0 : key > MOST_KEY ? MOST_KEY : key);
         }
     }
 }
@@ -301,7 +310,7 @@ static void choose_cells(const Decode *a, const Token *token, int64_t unit) {
     const int64_t first = token->front / VECTORS, last = token->local / VECTORS;
     int32_t *chosen = a->chosen + slot_of(a, unit) * a->max_picks, found = 0;
     for (int64_t g = 0; g < a->group; g++) normalise(a, &c, unit, g, first, last);
-    find_keys(a, &c, first, last);
+    find_keys(a, &c, token->picks, first, last);
     int16_t threshold = 0;
     for (int bit = KEY_BITS - 1; bit >= 0; bit--) {
         const int16_t wanted = (int16_t)(threshold | 1 << bit);

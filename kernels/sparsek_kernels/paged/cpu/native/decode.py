@@ -187,7 +187,7 @@ def _sized_plan(batch: PagedBatch, rule: SelectionPolicy) -> _SizedPlan:
     picking = plan[plan[:, 3] > 0]
     if not picking.numel():
         return _SizedPlan(plan)
-    by_records = getattr(rule, "alignment", 0) > 0
+    by_records = rule.alignment > 0
     blocks = picking[:, 4] if by_records else picking[:, 1] // rule.sel_block_size
     return _SizedPlan(plan, int(blocks.max()), int(picking[:, 3].max()), by_records)
 

@@ -1,10 +1,9 @@
 /* The records (record.h) of segments that are complete, from their keys and values.  Called by
- * records.py, which documents the arguments.  Sums are float32. */
+ * records.py, which documents the arguments.  Sums are float32, but for the mean keys'. */
 
 #include "record.h"
 
 #define MOST_DIM 512
-#define EDGE 0.9957f /* where the middle levels end, in root mean squares of a vector */
 #define MOST_SPREAD 448.0f
 #define MOST_VALUE_SCALE 65504.0f
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
@@ -16,8 +15,8 @@ typedef struct {
 } Rows;
 
 typedef struct {
-    int64_t slots_count, heads, dim, page_size;
-    const int64_t *slots;
+    int64_t count, heads, dim, page_segments, threads;
+    const int64_t *segments; /* [count]: of all pages, in their order */
     Rows k, v;
     uint8_t *records;
     int64_t records_page, records_head; /* strides in bytes */
@@ -88,20 +87,20 @@ ALWAYS_INLINE uint8_t size_pairs(float vectors[VECTORS][MOST_DIM], int dim, uint
 ALWAYS_INLINE uint8_t quantise(const float *vector, const float *inverse, int dim, uint8_t *row) {
     const int quarter = dim / 4;
     float z[MOST_DIM], squares = 0.0f, product = 0.0f;
-    uint8_t levels[MOST_DIM];
+    uint8_t levels[MOST_DIM]; /* the sign in bit 4, whether the size is 4 in bit 0 */
     for (int d = 0; d < dim; d++) {
         z[d] = vector[d] * inverse[d];
         squares += z[d] * z[d];
     }
-    const float edge = EDGE * sqrtf(squares / dim);
+    const float edge = squares / (float)dim;
     for (int d = 0; d < dim; d++) {
-        const int32_t level = (z[d] >= -edge) + (z[d] >= 0.0f) + (z[d] >= edge && edge > 0.0f);
-        product += z[d] * ((float)level - 1.5f);
-        levels[d] = (uint8_t)level;
+        const int large = z[d] * z[d] >= edge;
+        product += fabsf(z[d]) * (large ? 4.0f : 1.0f);
+        levels[d] = (uint8_t)((z[d] < 0.0f) << 4 | large);
     }
     for (int b = 0; b < quarter; b++)
-        row[b] = (uint8_t)(levels[b] | levels[quarter + b] << 2 | levels[2 * quarter + b] << 4 |
-                           levels[3 * quarter + b] << 6);
+        row[b] = (uint8_t)(levels[b] << 3 | levels[quarter + b] << 2 |
+                           levels[2 * quarter + b] << 1 | levels[3 * quarter + b]);
     const float scale = product > 0.0f ? squares / product : 0.0f;
     const int32_t bits = as_bits(scale) + (1 << (SCALE_SHIFT - 1));
     return (uint8_t)clamp((bits >> SCALE_SHIFT) - SCALE_FIRST, 0, 255);
@@ -129,14 +128,15 @@ ALWAYS_INLINE uint16_t quantise_value(const float *value, int dim, uint8_t *row)
     return code;
 }
 
-ALWAYS_INLINE void write_record(const Records *a, int64_t slot, int64_t head, int dim) {
-    const int64_t page = slot / a->page_size, first = slot % a->page_size / SEGMENT * SEGMENT;
-    const int64_t k = page * a->k.page + head * a->k.head + first * a->k.row;
-    const int64_t v = page * a->v.page + head * a->v.head + first * a->v.row;
+ALWAYS_INLINE void write_record(const Records *a, int64_t segment, int64_t head, int dim) {
+    const int64_t page = segment / a->page_segments, place = segment % a->page_segments;
+    const int64_t k = page * a->k.page + head * a->k.head + place * SEGMENT * a->k.row;
+    const int64_t v = page * a->v.page + head * a->v.head + place * SEGMENT * a->v.row;
     uint8_t *record = a->records + page * a->records_page + head * a->records_head +
-                      first / SEGMENT * RECORD_BYTES(dim);
+                      place * RECORD_BYTES(dim);
     const int half = dim / 2;
-    float vectors[VECTORS][MOST_DIM], mean[MOST_DIM] = {0}, value[MOST_DIM] = {0};
+    double sums[MOST_DIM] = {0}; /* means that are nearly 0 have all their bits */
+    float vectors[VECTORS][MOST_DIM], mean[MOST_DIM], value[MOST_DIM] = {0};
     float spread[MOST_DIM] = {0}, inverse[MOST_DIM], row[MOST_DIM], next[MOST_DIM];
     for (int i = 0; i < VECTORS; i++) {
         load_row(&a->k, k + 2 * i * a->k.row, dim, row);
@@ -144,7 +144,7 @@ ALWAYS_INLINE void write_record(const Records *a, int64_t slot, int64_t head, in
         for (int d = 0; d < dim; d++) {
             const float rest = (row[d] - next[d]) * 0.5f;
             vectors[i][d] = (row[d] + next[d]) * 0.5f;
-            mean[d] += vectors[i][d];
+            sums[d] += (double)row[d] + (double)next[d];
             spread[d] += rest * rest;
         }
     }
@@ -154,7 +154,7 @@ ALWAYS_INLINE void write_record(const Records *a, int64_t slot, int64_t head, in
     }
     memset(record + AT_BASE(dim), 0, RECORD_BYTES(dim) - AT_BASE(dim));
     for (int d = 0; d < dim; d++) {
-        const uint16_t code = bf16_code(mean[d] / VECTORS);
+        const uint16_t code = bf16_code((float)(sums[d] / SEGMENT));
         memcpy(record + AT_MEAN(dim) + 2 * d, &code, 2);
         mean[d] = as_float((uint32_t)code << 16);
         value[d] /= SEGMENT;
@@ -171,12 +171,11 @@ ALWAYS_INLINE void write_record(const Records *a, int64_t slot, int64_t head, in
     memcpy(record + AT_VALUE_SCALE(dim), &code, 2);
 }
 
-/* A slot that ends a segment completes it. */
 ALWAYS_INLINE void write_records(const Records *a, int dim) {
-#pragma omp parallel for collapse(2) schedule(static) if (a->slots_count > SEGMENT)
-    for (int64_t at = 0; at < a->slots_count; at++)
+#pragma omp parallel for collapse(2) schedule(static) num_threads(a->threads)
+    for (int64_t i = 0; i < a->count; i++)
         for (int64_t head = 0; head < a->heads; head++)
-            if (a->slots[at] % SEGMENT == SEGMENT - 1) write_record(a, a->slots[at], head, dim);
+            write_record(a, a->segments[i], head, dim);
 }
 
 void sparsek_records(const Records *a) {

@@ -7,11 +7,11 @@ from struct import Struct
 import torch
 
 from sparsek_kernels.paged.cpu.native import build
-from sparsek_kernels.paged.record import SEGMENT
+from sparsek_kernels.paged.policy import SEGMENT
 
 _MOST_DIM = 512
-_ARGUMENTS = Struct("@4q q 5q5q 3q")
-"""``Records`` of ``records.c``: sizes, the slots, rows of K and V, the records."""
+_ARGUMENTS = Struct("@5q q 5q5q 3q")
+"""``Records`` of ``records.c``: sizes, the segments, rows of K and V, the records."""
 
 
 def supports(k_cache: torch.Tensor, v_cache: torch.Tensor, k_summary: torch.Tensor) -> bool:
@@ -29,27 +29,29 @@ def supports(k_cache: torch.Tensor, v_cache: torch.Tensor, k_summary: torch.Tens
 
 
 def write_records(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, k_summary: torch.Tensor, slots: torch.Tensor
+    k_cache: torch.Tensor, v_cache: torch.Tensor, k_summary: torch.Tensor, segments: torch.Tensor
 ) -> None:
-    """Write the records of the segments that some slots complete, from the cache.
+    """Write the records of some segments, whose keys and values are in the cache.
 
     Args:
         k_cache, v_cache: ``[num_pages, Hkv, page_size, D]``.
         k_summary: ``[num_pages, Hkv, bytes]``, written.
-        slots: ``[T]`` int64.  The last slot of a segment completes it; others, and negative ones,
-            count for nothing.
+        segments: ``[n]`` int64, none twice: ``page * (page_size // 64)`` and the place in the page.
     """
     built = build.library()
     if built is None:
         raise RuntimeError("write_records: expected a C compiler, found none; ask supports() first")
     _, heads, page_size, dim = k_cache.shape
-    slots = slots.contiguous()
+    if not segments.numel():
+        return
+    segments = segments.contiguous()
     arguments = _ARGUMENTS.pack(
-        slots.numel(),
+        segments.numel(),
         heads,
         dim,
-        page_size,
-        slots.data_ptr(),
+        page_size // SEGMENT,
+        torch.get_num_threads(),
+        segments.data_ptr(),
         *_rows(k_cache),
         *_rows(v_cache),
         k_summary.data_ptr(),

@@ -1,15 +1,14 @@
-"""Records of segments and the choice by them in float64, from their description alone."""
+"""The choice by the records that pages hold, in float64, from their bytes alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 
-MARGIN = 0.03
-"""Most error of a score, in steps of its key, each of a hundredth."""
+MARGIN = 0.002
+"""Most error of a score, in steps of its key: a quarter of an octave each."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,7 @@ class Fields:
     """The numbers of records, float64.
 
     Args:
-        levels: ``[..., 32, D]``, -1.5 to 1.5.
+        levels: ``[..., 32, D]``, 1, 4, -1 or -4.
         mean: ``[..., D]``.
         spreads, sizes: ``[..., D / 2]``, of RoPE pairs.
         value_levels: ``[..., D]``, -7.5 to 7.5.
@@ -57,13 +56,17 @@ def read(records: torch.Tensor, dim: int) -> Fields:
     assert not unused.any()
     assert not records[..., sum(sizes) :].any()
     levels = levels.unflatten(-1, (32, -1))
-    quarters = [levels >> shift & 3 for shift in (0, 2, 4, 6)]
+    quarters = [
+        torch.where((levels >> (3 - p) & 1) > 0, 4.0, 1.0)
+        * torch.where((levels >> (7 - p) & 1) > 0, -1.0, 1.0)
+        for p in range(4)
+    ]
     pairs = torch.cat([pairs & 15, pairs >> 4], -1)
     codes = base.int() - pairs
     scale_codes = scales.double()
     scale = (1 + scale_codes % 16 / 16) * 2.0 ** (scale_codes // 16 - 8)
     return Fields(
-        levels=torch.cat(quarters, -1).double() - 1.5,
+        levels=torch.cat(quarters, -1).double(),
         mean=mean.contiguous().view(torch.bfloat16).double(),
         spreads=spreads.contiguous().view(torch.float8_e4m3fn).double(),
         sizes=pair_size(codes),
@@ -73,85 +76,10 @@ def read(records: torch.Tensor, dim: int) -> Fields:
     )
 
 
-def encode(keys: torch.Tensor, values: torch.Tensor, given: Fields | None = None) -> Fields:
-    """The fields of segments ``[..., 64, D]`` float64.
-
-    Args:
-        given: a record of them, from whose mean and sizes the rest follows: a mean or a size at the
-            border of two roundings changes many levels.
-    """
-    mean = values_bf16(keys.mean(-2))
-    pairs = keys.unflatten(-2, (32, 2))
-    vectors = pairs.mean(-2)
-    spread = pair_means((pairs - vectors.unsqueeze(-2)).flatten(-3, -2).square()).sqrt()
-    rest = vectors - (mean if given is None else given.mean).unsqueeze(-2)
-    codes = pair_codes(pair_means(rest.square()).sqrt())
-    sizes = pair_size(codes.clamp(min=codes.amax(-1, keepdim=True) - 15))
-    used = sizes if given is None else given.sizes
-    z = rest / torch.cat([used, used], -1).unsqueeze(-2)
-    edge = 0.9957 * z.square().mean(-1, keepdim=True).sqrt()
-    levels = torch.where(edge > 0, (z / edge).floor(), 0.0).clamp(-2, 1) + 0.5
-    scales = z.square().sum(-1) / (z * levels).sum(-1)
-    value = values.mean(-2)
-    value_scale = (value.abs().amax(-1) / 7.5).half().double()
-    value_levels = (value / value_scale.unsqueeze(-1)).floor().clamp(-8, 7) + 0.5
-    return Fields(
-        levels=levels,
-        mean=mean,
-        spreads=spread.clamp(max=448.0).to(torch.float8_e4m3fn).double(),
-        sizes=sizes,
-        value_levels=value_levels,
-        scales=rounded(scales, 4),
-        value_scale=value_scale,
-    )
-
-
-def values_bf16(x: torch.Tensor) -> torch.Tensor:
-    """``x`` rounded to bfloat16."""
-    return x.to(torch.bfloat16).double()
-
-
-def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Positive ``x`` with so many bits of mantissa, halves up."""
-    fraction, exponent = torch.frexp(x)
-    return torch.ldexp((fraction * 2 ** (bits + 1) + 0.5).floor(), exponent - bits - 1)
-
-
-def pair_codes(sizes: torch.Tensor) -> torch.Tensor:
-    """Codes whose :func:`pair_size` is the nearest float of one bit of mantissa."""
-    fraction, exponent = torch.frexp(rounded(sizes, 1))
-    return ((exponent - 1 + 64) * 2 + (fraction >= 0.75)).clamp(0, 255)
-
-
-def _within(ratio: float) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    return lambda a, b: torch.maximum(a, b) <= ratio * torch.minimum(a, b)
-
-
-def _one_level(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (a - b).abs() <= 1
-
-
-STEPS = {
-    "levels": _one_level,
-    "value_levels": _one_level,
-    "sizes": _within(1.5),
-    "spreads": _within(2.0),
-    "scales": _within(17 / 16),
-    "value_scale": _within(1.001),
-}
-"""Whether two of a field are at most one rounding apart."""
-
-
 def pair_size(codes: torch.Tensor) -> torch.Tensor:
     """1, 1.5, 2, 3, 4 ... for the codes 128, 129, 130 and so on."""
     codes = codes.double()
     return (1 + codes % 2 / 2) * 2.0 ** (codes // 2 - 64)
-
-
-def pair_means(squares: torch.Tensor) -> torch.Tensor:
-    """Means ``[..., D / 2]`` over rows and both channels of pairs of ``[..., rows, D]``."""
-    lower, upper = squares.mean(-2).chunk(2, -1)
-    return (lower + upper) / 2
 
 
 def token_cells(
@@ -184,11 +112,13 @@ def token_cells(
     total = every.logsumexp(-1)
     scores = (logits + gain.unsqueeze(-1) + math.log(2) - total[:, None, None]).exp().sum(0)
     scores = scores.nan_to_num(0.0, math.inf).flatten()
-    steps = key_steps(scores)
-    keys = steps.floor().clamp(0, 2047)
+    steps = key_steps(scores, top_k / q.shape[0])
+    keys = steps.floor().clamp(0, 63)
     order = keys.argsort(descending=True, stable=True)
     chosen = order[:top_k].sort().values
-    edges = torch.stack([keys[order[:top_k]][-1:], keys[order[:top_k]][-1:] + 1]).clamp(min=1)
+    last = keys[order[:top_k]][-1:]
+    edges = torch.stack([last, last + 1])
+    edges = torch.where((edges >= 1) & (edges <= 63), edges, math.inf)  # all others are one key
     sure = bool(((steps - edges).abs() > MARGIN).all())
     left = torch.ones(scores.shape[0], dtype=torch.bool)
     left[chosen] = False
@@ -196,10 +126,15 @@ def token_cells(
     return chosen, rest.unflatten(1, (-1, 32)).logsumexp(-1), sure
 
 
-def key_steps(scores: torch.Tensor) -> torch.Tensor:
-    """Keys before they are cut to integers: 64 an octave, linear within a step's float."""
+def key_steps(scores: torch.Tensor, share: float) -> torch.Tensor:
+    """Keys before they are cut to integers: 4 an octave, linear within one.
+
+    Args:
+        share: cells that are chosen for each query head; the last key begins below its inverse.
+    """
     fraction, exponent = torch.frexp(scores)
-    steps = (exponent + 27) * 64.0 + (fraction * 2 - 1) * 64.0
+    octaves = exponent - 1 + math.floor(math.log2(max(share, 1.0)))
+    steps = 63 + 4 * octaves + (fraction * 2 - 1) * 4
     return torch.where(scores > 0.0, steps, -math.inf)
 
 
