@@ -26,7 +26,7 @@ typedef float Wide __attribute__((vector_size(WIDE * 4)));
 typedef uint32_t WideBits __attribute__((vector_size(WIDE * 4)));
 typedef int32_t WideInts __attribute__((vector_size(WIDE * 4)));
 
-/* Of levels_of_bits: 5, 8, 3 and 0 for sizes of 1 and 4, without and with a sign. */
+/* Of levels_of_bits, by the byte: 5, 8, 3 and 0 in its halves are levels of 1, 4, -1 and -4. */
 #define LEVEL_PAIRS \
     0x55, 0x58, 0x85, (char)0x88, 0x53, 0x50, (char)0x83, (char)0x80, \
     0x35, 0x38, 0x05, 0x08, 0x33, 0x30, 0x03, 0x00
@@ -120,8 +120,9 @@ ALWAYS_INLINE WideInts add_pairs(WideInts sum, uint32_t pair, WideBits words) {
 #endif
 }
 
-/* For each byte of words, of 4 bits s, t, m and n: the level of t and n in its lower half, that of s
- * and m in its upper one.  A level, of a sign and whether its size is 4 instead of 1, is 4 more. */
+/* Two levels of each byte of words, in its halves: of bits 2 and 0 in the lower one, of bits 3 and 1
+ * in the upper one.  The first bit of a level is its sign, the second one says that its size is 4
+ * instead of 1; 4 is added to it. */
 ALWAYS_INLINE WideBits levels_of_bits(WideBits words) {
 #if defined(__AVX512BW__)
     const __m128i table = _mm_setr_epi8(LEVEL_PAIRS);
