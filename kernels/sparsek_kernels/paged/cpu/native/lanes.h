@@ -120,8 +120,8 @@ ALWAYS_INLINE WideInts add_pairs(WideInts sum, uint32_t pair, WideBits words) {
 #endif
 }
 
-/* Two levels of each byte of words, in its halves: of bits 2 and 0 in the lower one, of bits 3 and 1
- * in the upper one.  The first bit of a level is its sign, the second one says that its size is 4
+/* Two levels of each byte of words, in its halves: of bits 2 and 0 in the lower one, of bits 3 and
+ * 1 in the upper one.  The first bit of a level is its sign, the second one says that its size is 4
  * instead of 1; 4 is added to it. */
 ALWAYS_INLINE WideBits levels_of_bits(WideBits words) {
 #if defined(__AVX512BW__)
