@@ -239,7 +239,7 @@ def test_kernels_read_what_torch_reads(dim: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
 def test_graph_replay_with_other_lengths() -> None:
-    policy = SelectionPolicy(num_sink=64, window_size=64, top_k=4, sel_block_size=16, query_tile=1)
+    policy = SelectionPolicy(num_sink=64, window_size=64, top_k=4).by_records(64)
     lengths = [4097, 3000, 130, 64]
     options = {"heads": 8, "dim": 128, "device": DEVICE}
     pages = make_pages(lengths, **options)
