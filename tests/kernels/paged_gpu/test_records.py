@@ -201,7 +201,8 @@ def _read_kernel(
     out = scale_ptr + row[:, None] * 32 + vector[None, :]
     tl.store(out, scale_of(code), mask=live[:, None])
     level, scale = load_value_means(record, live, HEAD_DIM, BLOCK_D)
-    value = (level.to(tl.float32) - 7.5) * scale[:, None]
+    inside = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :] & live[:, None]
+    value = tl.where(inside, (level.to(tl.float32) - 7.5) * scale[:, None], 0.0)
     tl.store(value_ptr + row[:, None] * BLOCK_D + offs[None, :], value)
 
 
