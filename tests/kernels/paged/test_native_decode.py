@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
-import os
 import platform
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,11 +21,8 @@ from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.reference import (
     paged_attention_reference,
 )
+from tests.kernels.paged.native_builds import built_without, needs_compiler
 from tests.kernels.worst_sketch import worst_sketch
-
-needs_compiler = pytest.mark.skipif(
-    build.library() is None, reason="no C compiler: the torch path decodes"
-)
 
 
 class Problem:
@@ -156,16 +150,6 @@ def test_bfloat16_equals_the_torch_path(threads: int, monkeypatch: pytest.Monkey
     assert (found - exact).abs().max() <= 2 * (torch_path - exact).abs().max()
 
 
-def _built_without(*features: str) -> ctypes.CDLL:
-    """The C functions as another processor would have them."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or "gcc"
-    less = [f"-mno-{feature}" for feature in features]
-    sources = {file: (*flags, "-O1", *less) for file, flags in build._SOURCES.items()}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "_SOURCES", sources)
-        return build._build(compiler)
-
-
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the features are of x86")
 @pytest.mark.parametrize("missing", ["avx512bf16", "avx512f"])
@@ -174,7 +158,7 @@ def _built_without(*features: str) -> ctypes.CDLL:
 def test_processors_without_wide_vectors_or_pairs(
     missing: str, dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built = _built_without(missing)
+    built = built_without(missing)
     calls = 0
 
     class Counted:

@@ -31,7 +31,7 @@ from tests.kernels.paged.record_cases import (
     write_in_pieces,
 )
 
-POLICY = SelectionPolicy(num_sink=64, window_size=64, top_k=4, sel_block_size=16, query_tile=1)
+POLICY = SelectionPolicy(num_sink=64, window_size=64, top_k=4).by_records(64)
 
 
 def write(

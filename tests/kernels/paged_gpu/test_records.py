@@ -201,7 +201,8 @@ def _read_kernel(
     out = scale_ptr + row[:, None] * 32 + vector[None, :]
     tl.store(out, scale_of(code), mask=live[:, None])
     level, scale = load_value_means(record, live, HEAD_DIM, BLOCK_D)
-    value = (level.to(tl.float32) - 7.5) * scale[:, None]
+    inside = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :] & live[:, None]
+    value = tl.where(inside, (level.to(tl.float32) - 7.5) * scale[:, None], 0.0)
     tl.store(value_ptr + row[:, None] * BLOCK_D + offs[None, :], value)
 
 
@@ -239,7 +240,7 @@ def test_kernels_read_what_torch_reads(dim: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
 def test_graph_replay_with_other_lengths() -> None:
-    policy = SelectionPolicy(num_sink=64, window_size=64, top_k=4, sel_block_size=16, query_tile=1)
+    policy = SelectionPolicy(num_sink=64, window_size=64, top_k=4).by_records(64)
     lengths = [4097, 3000, 130, 64]
     options = {"heads": 8, "dim": 128, "device": DEVICE}
     pages = make_pages(lengths, **options)

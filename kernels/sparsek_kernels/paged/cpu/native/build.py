@@ -26,9 +26,10 @@ _FLAGS = (
 )
 _SOURCES = {
     "decode.c": (*_FLAGS, "-fassociative-math"),
+    "records.c": (*_FLAGS, "-fassociative-math"),
     "sketch.c": (*_FLAGS, "-ffp-contract=off"),  # the bytes are the ones of the torch path
 }
-_HEADERS = ("lanes.h", "rotate.h")
+_HEADERS = ("choose.h", "decode.h", "lanes.h", "record.h", "rotate.h", "tail.h")
 
 
 @cache
@@ -67,7 +68,7 @@ def _build(compiler: str) -> ctypes.CDLL:
             _run([compiler, "-fopenmp", "-shared", "-o", str(made), *objects, "-lm"])
             made.replace(path)
     found = ctypes.CDLL(str(path))
-    for function in (found.sparsek_decode, found.sparsek_sketch):
+    for function in (found.sparsek_decode, found.sparsek_records, found.sparsek_sketch):
         function.argtypes = (ctypes.c_void_p,)
         function.restype = None
     return found

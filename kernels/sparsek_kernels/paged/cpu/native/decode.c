@@ -1,66 +1,13 @@
 /* Decoding on a CPU: select, attend over the pages in place, combine.  Called by decode.py,
  * which documents the arguments.  Sums and weights are float32. */
 
-#include "lanes.h"
 #include "rotate.h"
+#include "tail.h"
 
-#define CELL 16   /* tokens that sizes of blocks and pages are multiples of */
-#define VECTORS 4 /* of a cell, in the sketch */
-#define BLOCK 64  /* tokens that are counted together where none are chosen */
-#define RUN 128   /* keys that are attended together */
-#define MOST_DIM 256
-#define MOST_GROUP 64
-
-typedef struct {
-    char *data;
-    int64_t page, head, row; /* strides in elements; for q and out, of a token and a head */
-    int64_t is_bf16;
-} Rows;
-
-/* Vectors of int4 levels (sketch.py); strides in bytes. */
-typedef struct {
-    const uint8_t *data;
-    int64_t page, head;
-} Sketch;
-
-typedef struct {
-    int64_t request, position, front, picks, local, sinks_end, window_start;
-} Token;
-
-typedef struct {
-    int32_t chosen;   /* blocks */
-    int32_t unscored; /* pieces that are not scored yet */
-    int32_t waiting;  /* pieces that are not attended yet */
-} Unit;
-
-typedef struct {
-    int64_t tokens, heads, group, dim, page_size, block_size, splits;
-    int64_t max_blocks, max_picks;
-    float scale;       /* of logits */
-    Rows q, out, k, v; /* q, out: [tokens, heads * group, dim] */
-    Sketch sketch;
-    const int32_t *table;
-    int64_t table_stride;
-    const Token *plan;
-    const float *sinks; /* [heads, group] or NULL */
-    float *scores;      /* [tokens * heads, group + 1, max_blocks]: by the sketch */
-    int32_t *chosen;    /* [tokens * heads, max_picks] blocks, ascending */
-    Unit *units;        /* [tokens * heads] */
-    float *parts; /* [tokens * heads, splits, group, PART]: sums, by chunks; maximum, total */
-} Decode;
-
-/* Floats of a part: whole chunks of any processor, and two. */
-#define PART(dim) (((dim) + 31) / 32 * 32 + 2)
-
-ALWAYS_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-ALWAYS_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
-
-/* Row of a unit's first query head in q or out. */
-ALWAYS_INLINE char *query_row(const Decode *a, const Rows *rows, int64_t unit, int64_t g) {
-    const int64_t head = unit % a->heads * a->group + g;
-    const int64_t at = unit / a->heads * rows->page + head * rows->head;
-    return rows->data + at * (rows->is_bf16 ? 2 : 4);
-}
+#define CELL 16        /* tokens that blocks of the sketch are multiples of */
+#define CELL_VECTORS 4 /* of a cell, in the sketch */
+#define BLOCK SEGMENT  /* tokens that are counted together where none are chosen */
+#define RUN 128        /* keys that are attended together */
 
 /* Levels of nibble n of the words of a row of the sketch. */
 ALWAYS_INLINE Lanes levels_of(Bits words, int n) {
@@ -72,21 +19,11 @@ typedef Lanes Factors[MOST_DIM / 8 / LANES][8]; /* of a row of levels: by words 
 
 /* Factors of a query, rotated as the sketch is.  Nibble n of word i is of channel 4 i + n / 2 of
  * the lower (even n) or upper half of the channels. */
-ALWAYS_INLINE void load_query(const Decode *a, const char *row, int dim, Factors factors) {
+ALWAYS_INLINE void load_query(const Decode *a, int64_t unit, int64_t g, int dim,
+                              Factors factors) {
     const int size = dim & -dim;
     float scaled[MOST_DIM], rotated[MOST_DIM];
-    for (int d = 0; d < dim; d++) {
-        float value;
-        if (a->q.is_bf16) {
-            uint16_t half;
-            memcpy(&half, row + 2 * d, 2);
-            const uint32_t bits = (uint32_t)half << 16;
-            memcpy(&value, &bits, 4);
-        } else {
-            memcpy(&value, row + 4 * d, 4);
-        }
-        scaled[d] = value * a->scale;
-    }
+    scaled_query(a, unit, g, dim, scaled);
     for (int d = 0; d < dim; d += size)
         rotate(scaled + d, size, (float)(1.0 / sqrt((double)size)), rotated + d);
     memset(factors, 0, sizeof(Factors));
@@ -110,22 +47,22 @@ ALWAYS_INLINE void score_blocks(const Decode *a, const Token *token, int64_t uni
     const int32_t per_page = (int32_t)a->page_size / CELL;
     const int32_t per_block = (int32_t)a->block_size / CELL;
     const int32_t *pages = a->table + token->request * a->table_stride;
-    const uint8_t *sketch = a->sketch.data + unit % a->heads * a->sketch.head;
-    float *scores = a->scores + unit * (group + 1) * most;
+    const uint8_t *sketch = a->summary.data + unit % a->heads * a->summary.head;
+    float *scores = a->scores + slot_of(a, unit) * a->scores_size;
     Factors factors[MOST_GROUP + 1];
     Lanes sums[MOST_GROUP + 1][LANES];
     load_weights(dim, factors[0]);
     for (int64_t g = 0; g < group; g++) {
-        load_query(a, query_row(a, &a->q, unit, g), dim, factors[g + 1]);
+        load_query(a, unit, g, dim, factors[g + 1]);
         for (int64_t block = first; block < last; block++) scores[g * most + block] = -INFINITY;
     }
     const int32_t end = (int32_t)last * per_block;
     for (int32_t cell = (int32_t)first * per_block; cell < end; cell += 2) {
         const int32_t cells[2] = {cell, cell + 1 < end ? cell + 1 : cell};
         for (int j = 0; j < LANES; j++) {
-            const int32_t own = cells[j / VECTORS], page = own / per_page;
-            const int64_t vector = (int64_t)(own - page * per_page) * VECTORS + j % VECTORS;
-            const uint8_t *row = sketch + pages[page] * a->sketch.page + vector * half;
+            const int32_t own = cells[j / CELL_VECTORS], page = own / per_page;
+            const int64_t vector = (own - page * per_page) * CELL_VECTORS + j % CELL_VECTORS;
+            const uint8_t *row = sketch + pages[page] * a->summary.page + vector * half;
             for (int c = 0; c * LANES < dim / 8; c++) {
                 Bits words = {0};
                 Lanes levels[8];
@@ -149,15 +86,15 @@ ALWAYS_INLINE void score_blocks(const Decode *a, const Token *token, int64_t uni
             found = larger(found, PICK(found, found, 1, 0, 3, 2, 5, 4, 7, 6));
             for (int i = 0; i < 2; i++) {
                 float *best = scores + g * most + blocks[i];
-                *best = found[i * VECTORS] > *best ? found[i * VECTORS] : *best;
+                *best = found[i * CELL_VECTORS] > *best ? found[i * CELL_VECTORS] : *best;
             }
         }
     }
 }
 
 /* The `count` best of scores [first, last), ascending, and how many they are; ties to the lower
- * index, NaN counts as 0.  Non-negative floats order as their bits, so the count-th largest is found
- * bit by bit. */
+ * index, NaN counts as 0.  Non-negative floats order as their bits, so the count-th largest is
+ * found bit by bit. */
 static int32_t best_of(float *scores, int64_t first, int64_t last, int64_t count, int32_t *best) {
     int32_t found = 0;
     int64_t above = 0;
@@ -200,11 +137,11 @@ static void add_shares(float *rows, int64_t stride, int64_t group, int64_t count
 
 /* The blocks that a unit chooses, by their logits. */
 static void choose_blocks(const Decode *a, const Token *token, int64_t unit) {
-    float *scores = a->scores + unit * (a->group + 1) * a->max_blocks;
+    float *scores = a->scores + slot_of(a, unit) * a->scores_size;
     float *sums = scores + a->group * a->max_blocks;
     add_shares(scores, a->max_blocks, a->group, token->position / a->block_size, sums);
-    a->units[unit].chosen = best_of(sums, token->front, token->local, token->picks,
-                                    a->chosen + unit * a->max_picks);
+    a->units[slot_of(a, unit)].chosen = best_of(sums, token->front, token->local, token->picks,
+                                    a->chosen + slot_of(a, unit) * a->max_picks);
 }
 
 /* Tokens of a block: those that choose none go by runs, whatever the size of blocks, so that the
@@ -213,24 +150,22 @@ ALWAYS_INLINE int64_t block_tokens(const Decode *a, const Token *token) {
     return token->picks ? a->block_size : BLOCK;
 }
 
-/* Entries of what a token attends: sinks, chosen blocks, window. */
-ALWAYS_INLINE int64_t num_entries(const Decode *a, const Token *token, int64_t unit) {
-    const int64_t locals = token->position / block_tokens(a, token) + 1 - token->local;
-    return token->front + a->units[unit].chosen + max64(locals, 0);
+/* Blocks of sinks and window. */
+ALWAYS_INLINE int64_t num_near(const Decode *a, const Token *token) {
+    return token->front + max64(token->position / block_tokens(a, token) + 1 - token->local, 0);
 }
 
-ALWAYS_INLINE int64_t entry_block(const Decode *a, const Token *token, int64_t unit,
-                                  int64_t entry) {
-    if (entry < token->front) return entry;
-    entry -= token->front;
-    const int64_t chosen = a->units[unit].chosen;
-    return entry < chosen ? a->chosen[unit * a->max_picks + entry] : token->local + entry - chosen;
-}
-
-/* Where a piece of a token's list of blocks is: an entry, and keys of it that are done. */
+/* Where a piece is in a list of blocks, of the chosen ones or of sinks and window: an entry, and
+ * keys of it that are done. */
 typedef struct {
+    const int32_t *chosen;
     int64_t entry, last, done;
 } Cursor;
+
+ALWAYS_INLINE int64_t block_at(const Token *token, const Cursor *at) {
+    if (at->chosen) return at->chosen[at->entry];
+    return at->entry < token->front ? at->entry : token->local + at->entry - token->front;
+}
 
 /* Rows of keys that are attended together; behind them the last one again. */
 typedef struct {
@@ -250,7 +185,7 @@ static void next_run(const Decode *a, const Token *token, int64_t unit, Cursor *
     const int32_t *pages = a->table + token->request * a->table_stride;
     int64_t count = 0;
     while (at->entry < at->last && count < RUN) {
-        const int64_t block = entry_block(a, token, unit, at->entry), key = block * size + at->done;
+        const int64_t block = block_at(token, at), key = block * size + at->done;
         const int64_t end = min64((block + 1) * size, token->position + 1);
         const int64_t page = (int32_t)key / (int32_t)a->page_size; /* 32 bits divide faster */
         const int64_t offset = key - page * a->page_size;
@@ -276,12 +211,6 @@ static void next_run(const Decode *a, const Token *token, int64_t unit, Cursor *
         run->k[count] = run->k[count - 1];
         run->v[count] = run->v[count - 1];
     }
-}
-
-/* A row to ask for ahead of its use: blocks lie far apart, which the hardware does not foresee.
- * Into the second-level cache: two runs would fill the first. */
-ALWAYS_INLINE void ask(const char *row, int64_t bytes) {
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line, 0, 2);
 }
 
 /* Adds the products of `count` channels of four rows with up to four query heads. */
@@ -370,19 +299,16 @@ ALWAYS_INLINE void attend_run(const Run *run, const Run *ahead, int is_bf16, con
         add_channels(run, ahead, is_bf16, weights[0], heads, keep, part, width, d, dim % CHUNK);
 }
 
-/* Attention over entries [first, last) of a token's list of blocks. */
-ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t unit, int64_t first,
-                                 int64_t last, float *part, int dim) {
+/* Adds the blocks of a list to a piece's part. */
+ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t unit, Cursor at,
+                                 float *part, int dim) {
     const int64_t group = a->group, width = PART(dim), chunks = (dim + CHUNK - 1) / CHUNK;
     Chunk q[MOST_GROUP * ((MOST_DIM + CHUNK - 1) / CHUNK)];
     Run runs[2], *run = runs, *ahead = runs + 1;
-    Cursor at = {first, last, 0};
-    memset(part, 0, group * width * sizeof(float));
     for (int64_t g = 0; g < group; g++) {
         const char *row = query_row(a, &a->q, unit, g);
         for (int64_t c = 0; c < chunks; c++)
             q[g * chunks + c] = load_factors(row, a->q.is_bf16, c * CHUNK, dim - c * CHUNK);
-        part[(g + 1) * width - 2] = -INFINITY;
     }
     for (next_run(a, token, unit, &at, run); run->count;) {
         next_run(a, token, unit, &at, ahead);
@@ -410,7 +336,7 @@ ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t un
 static void combine(const Decode *a, int64_t unit) {
     const int64_t dim = a->dim, width = PART(dim), stride = a->group * width;
     for (int64_t g = 0; g < a->group; g++) {
-        const float *parts = a->parts + (unit * a->splits * a->group + g) * width;
+        const float *parts = part_of(a, unit, 0, g);
         float top = -INFINITY, total = 0.0f, sums[PART(MOST_DIM)] = {0};
         if (a->sinks) top = a->sinks[unit % a->heads * a->group + g], total = 1.0f;
         for (int64_t s = 0; s < a->splits; s++) {
@@ -434,46 +360,94 @@ static void combine(const Decode *a, int64_t unit) {
     }
 }
 
-ALWAYS_INLINE void score_piece(const Decode *a, int64_t piece, int dim) {
-    const int64_t unit = piece / a->splits, split = piece % a->splits;
-    const Token *token = a->plan + unit / a->heads;
-    const int64_t blocks = token->position / a->block_size;
-    if (!token->picks) return;
-    score_blocks(a, token, unit, blocks * split / a->splits, blocks * (split + 1) / a->splits, dim);
-    if (!__atomic_sub_fetch(&a->units[unit].unscored, 1, __ATOMIC_ACQ_REL))
-        choose_blocks(a, token, unit);
+/* Parts of a piece to which nothing is added yet. */
+ALWAYS_INLINE void clear(float *part, int64_t group, int dim) {
+    memset(part, 0, group * PART(dim) * sizeof(float));
+    for (int64_t g = 0; g < group; g++) part[(g + 1) * PART(dim) - 2] = -INFINITY;
 }
 
-ALWAYS_INLINE void attend_piece(const Decode *a, int64_t piece, int dim) {
-    const int64_t unit = piece / a->splits, split = piece % a->splits;
-    const Token *token = a->plan + unit / a->heads;
-    const int64_t count = num_entries(a, token, unit);
-    attend_blocks(a, token, unit, count * split / a->splits, count * (split + 1) / a->splits,
-                  a->parts + piece * a->group * PART(dim), dim);
-    if (!__atomic_sub_fetch(&a->units[unit].waiting, 1, __ATOMIC_ACQ_REL)) combine(a, unit);
+/* Where the share of a piece in `count` things begins. */
+ALWAYS_INLINE int64_t start_of(const Decode *a, int64_t split, int64_t count) {
+    return count * split / a->splits;
 }
 
-/* Calls a function with the common head dimensions as constants, so that its loops unroll.  A
- * constant would not reach into the parallel region from outside. */
-#define BY_DIM(function, a, piece) \
-    switch ((a)->dim) { \
-    case 64: function(a, piece, 64); break; \
-    case 128: function(a, piece, 128); break; \
-    default: function(a, piece, (int)(a)->dim); \
+/* Whether a piece is the last one of its unit's pass. */
+ALWAYS_INLINE int is_last(const Decode *a, int64_t unit) {
+    return !__atomic_sub_fetch(&a->units[slot_of(a, unit)].waiting, 1, __ATOMIC_ACQ_REL);
+}
+
+/* Scores of a piece of what lies between sinks and window. */
+ALWAYS_INLINE void score_piece(const Decode *a, const Token *token, int64_t unit, int64_t split,
+                               int dim) {
+    if (a->by_records) {
+        const int64_t first = token->front / VECTORS, count = token->local / VECTORS - first;
+        score_records(a, token, unit, first + start_of(a, split, count),
+                      first + start_of(a, split + 1, count), dim);
+    } else {
+        const int64_t blocks = token->position / a->block_size;
+        score_blocks(a, token, unit, start_of(a, split, blocks), start_of(a, split + 1, blocks),
+                     dim);
     }
+}
+
+/* What a piece adds of the tail. */
+ALWAYS_INLINE void tail_piece(const Decode *a, const Token *token, int64_t unit, int64_t split,
+                              float *part, int dim) {
+    const int64_t first = token->front / VECTORS, count = token->local / VECTORS - first;
+    add_tail(a, unit, first + start_of(a, split, count), first + start_of(a, split + 1, count),
+             part, dim);
+}
+
+static void choose(const Decode *a, const Token *token, int64_t unit) {
+    if (a->by_records) choose_cells(a, token, unit);
+    else choose_blocks(a, token, unit);
+    a->units[slot_of(a, unit)].waiting = (int32_t)a->splits;
+}
+
+/* A first pass attends sinks and window and scores what lies between them; a second one attends
+ * what is chosen of it, and the tail.  The last piece of a unit chooses, or combines. */
+ALWAYS_INLINE void do_piece(const Decode *a, int pass, int64_t piece, int dim) {
+    const int64_t unit = piece / a->splits, split = piece % a->splits;
+    const Token *token = a->plan + unit / a->heads;
+    if (pass && !token->picks) return;
+    float *part = part_of(a, unit, split, 0);
+    if (!pass) clear(part, a->group, dim);
+    const int32_t *chosen = pass ? a->chosen + slot_of(a, unit) * a->max_picks : NULL;
+    const int64_t count = pass ? a->units[slot_of(a, unit)].chosen : num_near(a, token);
+    const Cursor at = {chosen, start_of(a, split, count), start_of(a, split + 1, count), 0};
+    attend_blocks(a, token, unit, at, part, dim);
+    if (token->picks && !pass) score_piece(a, token, unit, split, dim);
+    if (pass && a->by_records) tail_piece(a, token, unit, split, part, dim);
+    if (!is_last(a, unit)) return;
+    if (token->picks && !pass) choose(a, token, unit);
+    else combine(a, unit);
+}
+
+/* The common head dimensions as constants, so that loops unroll. */
+static void do_piece_of(const Decode *a, int pass, int64_t piece) {
+    switch (a->dim) {
+    case 64: do_piece(a, pass, piece, 64); break;
+    case 128: do_piece(a, pass, piece, 128); break;
+    default: do_piece(a, pass, piece, (int)a->dim);
+    }
+}
 
 /* Pieces are dealt out as threads come for them: other work may hold one of them up. */
 void sparsek_decode(const Decode *a) {
     const int64_t units = a->tokens * a->heads, pieces = units * a->splits;
-    for (int64_t unit = 0; unit < units; unit++)
-        a->units[unit] = (Unit){0, (int32_t)a->splits, (int32_t)a->splits};
-#pragma omp parallel
-    {
-        if (a->max_picks) {
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t piece = 0; piece < pieces; piece++) BY_DIM(score_piece, a, piece)
+    const int passes = a->max_picks ? 2 : 1;
+    if (a->splits == 1) {
+#pragma omp parallel for num_threads(a->threads) schedule(dynamic, 1)
+        for (int64_t unit = 0; unit < units; unit++) {
+            a->units[slot_of(a, unit)] = (Unit){0, 1};
+            for (int pass = 0; pass < passes; pass++) do_piece_of(a, pass, unit);
         }
-#pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t piece = 0; piece < pieces; piece++) BY_DIM(attend_piece, a, piece)
+        return;
+    }
+    for (int64_t unit = 0; unit < units; unit++) a->units[unit] = (Unit){0, (int32_t)a->splits};
+#pragma omp parallel num_threads(a->threads)
+    for (int pass = 0; pass < passes; pass++) {
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t piece = 0; piece < pieces; piece++) do_piece_of(a, pass, piece);
     }
 }

@@ -17,9 +17,10 @@ from sparsek_kernels.paged.batch import PagedBatch, host_lengths
 from sparsek_kernels.paged.cpu.native import build
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy, ceil_div
+from sparsek_kernels.paged.record import VECTORS
 
 _MOST_DIM, _MOST_GROUP = 256, 64
-_UNIT = 3
+_UNIT = 2
 """Numbers that ``decode.c`` keeps of a token and KV head."""
 RUN = 64
 """Tokens that ``decode.c`` goes by where none are chosen."""
@@ -27,9 +28,10 @@ _PIECES_PER_THREAD = 4
 """Pieces of work for each thread, so that none waits long for the last."""
 
 
-_ARGUMENTS = Struct("@9q f 5q5q5q5q 3q 2q 2q 4q")
-"""``Decode`` of ``decode.c``: sizes, factors, rows of q, out, K and V, the sketch, the table, then
-pointers to what is read and to what is written.  Packing takes a third of what ctypes takes."""
+_ARGUMENTS = Struct("@12q f 5q5q5q5q 3q 2q 2q 4q")
+"""``Decode`` of ``decode.h``: sizes, factors, rows of q, out, K and V, what the pages keep, the
+table, then pointers to what is read and to what is written.  Packing takes a third of what ctypes
+takes."""
 
 
 def supports(operands: PagedOperands, batch: PagedBatch) -> bool:
@@ -57,7 +59,8 @@ def supports(operands: PagedOperands, batch: PagedBatch) -> bool:
 def plan_tokens(batch: PagedBatch, rule: SelectionPolicy) -> torch.Tensor:
     """Blocks that each decoded token attends: ``[0, front)``, the best ``picks``, ``[local, own]``.
 
-    Tokens that choose none count in runs of 64 tokens instead.
+    Tokens that choose none count in runs of 64 tokens instead.  Those that choose by records count
+    in cells, with whole segments before the first candidate and between it and ``local``.
 
     Args:
         batch: the decodes in front of it.
@@ -112,18 +115,23 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
     units = tokens * heads
     if not units:
         return
-    splits = max(_PIECES_PER_THREAD * torch.get_num_threads() // units, 1)
+    threads = torch.get_num_threads()
+    splits = max(_PIECES_PER_THREAD * threads // units, 1)
+    slots = threads if splits == 1 else units
     table = batch.block_table
     q, out = operands.q, operands.out
     if q.stride(-1) != 1:
         q = q.contiguous()
     result = out if out.stride(-1) == 1 else out.contiguous()
     sink_logits = None if operands.sinks is None else operands.sinks.float().contiguous()
+    scores = (group + 1) * sized.blocks
+    if sized.by_records:
+        scores = _choice_size(group, sized.blocks, dim)
     sizes = (  # of scores, chosen, units and parts: four bytes each
-        units * (group + 1) * sized.blocks,
-        units * sized.picks,
-        units * _UNIT,
-        units * splits * group * (ceil_div(dim, 32) * 32 + 2),
+        slots * scores,
+        slots * sized.picks,
+        slots * _UNIT,
+        slots * splits * group * (ceil_div(dim, 32) * 32 + 2),
     )
     scratch = torch.empty(sum(sizes), dtype=torch.float32)
     starts = accumulate((4 * size for size in sizes[:-1]), initial=scratch.data_ptr())
@@ -134,15 +142,18 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         dim,
         operands.k_cache.shape[2],
         rule.sel_block_size,
+        threads,
         splits,
         sized.blocks,
         sized.picks,
+        sized.by_records,
+        scores,
         operands.softmax_scale,
         *_rows(q),
         *_rows(result),
         *_rows(operands.k_cache),
         *_rows(operands.v_cache),
-        *_sketch(operands.k_summary),
+        *_summary(operands.summary if sized.picks else None),
         table.data_ptr(),
         table.stride(0),
         sized.plan.data_ptr(),
@@ -162,11 +173,13 @@ class _SizedPlan:
         plan: of :func:`plan_tokens`.
         blocks: to score.
         picks: blocks chosen, at most.
+        by_records: whether they are chosen by records.
     """
 
     plan: torch.Tensor
     blocks: int = 0
     picks: int = 0
+    by_records: bool = False
 
 
 def _sized_plan(batch: PagedBatch, rule: SelectionPolicy) -> _SizedPlan:
@@ -174,11 +187,18 @@ def _sized_plan(batch: PagedBatch, rule: SelectionPolicy) -> _SizedPlan:
     picking = plan[plan[:, 3] > 0]
     if not picking.numel():
         return _SizedPlan(plan)
-    own = picking[:, 1] // rule.sel_block_size
-    return _SizedPlan(plan, int(own.max()), int(picking[:, 3].max()))
+    by_records = rule.alignment > 0
+    blocks = picking[:, 4] if by_records else picking[:, 1] // rule.sel_block_size
+    return _SizedPlan(plan, int(blocks.max()), int(picking[:, 3].max()), by_records)
 
 
-def _sketch(k_summary: torch.Tensor | None) -> tuple[int, ...]:
+def _choice_size(group: int, cells: int, dim: int) -> int:
+    """Floats of a ``Choice`` of ``choose.h``."""
+    segments = cells // VECTORS
+    return group * (cells + 3 * segments + 1) + segments * (1 + dim // 8) + cells // 2
+
+
+def _summary(k_summary: torch.Tensor | None) -> tuple[int, ...]:
     if k_summary is None:
         return 0, 0, 0
     return k_summary.data_ptr(), *k_summary.stride()[:2]

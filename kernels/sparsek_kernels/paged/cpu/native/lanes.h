@@ -1,5 +1,5 @@
-/* Vector arithmetic of decode.c: several float32 at a time, by the compiler's vector types; pairs of
- * bfloat16 by the processor's own instruction where it has one. */
+/* Vector arithmetic of decode.c: several float32 at a time, by the compiler's vector types; pairs
+ * of bfloat16 and of int16 by the processor's own instruction where it has one. */
 
 #pragma once
 
@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#ifdef __AVX512BF16__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -24,6 +24,12 @@ typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
 #endif
 typedef float Wide __attribute__((vector_size(WIDE * 4)));
 typedef uint32_t WideBits __attribute__((vector_size(WIDE * 4)));
+typedef int32_t WideInts __attribute__((vector_size(WIDE * 4)));
+
+/* Of levels_of_bits, by the byte: 5, 8, 3 and 0 in its halves are levels of 1, 4, -1 and -4. */
+#define LEVEL_PAIRS \
+    0x55, 0x58, 0x85, (char)0x88, 0x53, 0x50, (char)0x83, (char)0x80, \
+    0x35, 0x38, 0x05, 0x08, 0x33, 0x30, 0x03, 0x00
 
 #define UPPER 0xffff0000u /* of a pair of bfloat16: the second one, as float32 */
 
@@ -98,6 +104,49 @@ ALWAYS_INLINE Wide add_products(Wide sum, Chunk q, Chunk k, int is_bf16) {
 #endif
     (void)is_bf16;
     return sum + q.x * k.x + q.y * k.y;
+}
+
+/* Adds the products of both int16 of `pair` with those of each word; exact, on every processor. */
+ALWAYS_INLINE WideInts add_pairs(WideInts sum, uint32_t pair, WideBits words) {
+#if defined(__AVX512VNNI__)
+    return (WideInts)_mm512_dpwssd_epi32((__m512i)sum, _mm512_set1_epi32(pair), (__m512i)words);
+#elif defined(__AVX512BW__)
+    return sum + (WideInts)_mm512_madd_epi16(_mm512_set1_epi32(pair), (__m512i)words);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return sum + (WideInts)_mm256_madd_epi16(_mm256_set1_epi32(pair), (__m256i)words);
+#else
+    const WideInts low = (WideInts)(words << 16) >> 16, high = (WideInts)words >> 16;
+    return sum + low * (int16_t)pair + high * (int16_t)(pair >> 16);
+#endif
+}
+
+/* Two levels of each byte of words, in its halves: of bits 2 and 0 in the lower one, of bits 3 and
+ * 1 in the upper one.  The first bit of a level is its sign, the second one says that its size is 4
+ * instead of 1; 4 is added to it. */
+ALWAYS_INLINE WideBits levels_of_bits(WideBits words) {
+#if defined(__AVX512BW__)
+    const __m128i table = _mm_setr_epi8(LEVEL_PAIRS);
+    return (WideBits)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)words);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const __m128i table = _mm_setr_epi8(LEVEL_PAIRS);
+    return (WideBits)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)words);
+#else
+    const WideBits large = (words & 0x01010101) | (words & 0x02020202) << 3;
+    const WideBits negative = (words >> 2 & 0x01010101) | (words << 1 & 0x10101010);
+    return 0x55555555 + 3 * large - 2 * negative - 6 * (large & negative); /* none carries */
+#endif
+}
+
+/* Word j of x[i] becomes word i of x[j].  Each pass interleaves the halves of the rows. */
+ALWAYS_INLINE void transpose(Bits x[LANES]) {
+    for (int pass = 0; pass < 3; pass++) {
+        Bits y[LANES];
+        for (int j = 0; j < LANES / 2; j++) {
+            y[2 * j] = PICK(x[j], x[j + 4], 0, 8, 1, 9, 2, 10, 3, 11);
+            y[2 * j + 1] = PICK(x[j], x[j + 4], 4, 12, 5, 13, 6, 14, 7, 15);
+        }
+        memcpy(x, y, sizeof y);
+    }
 }
 
 /* The sums of the first and the second half of the lanes. */

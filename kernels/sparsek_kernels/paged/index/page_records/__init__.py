@@ -8,6 +8,7 @@ import torch
 
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.chosen import Chosen
+from sparsek_kernels.paged.cpu.native import decode as native_decode
 from sparsek_kernels.paged.index.base import Indexer
 from sparsek_kernels.paged.index.page_records.cpu_write import write_records_eager
 from sparsek_kernels.paged.operands import PagedOperands
@@ -65,6 +66,14 @@ class PageRecords(Indexer):
         from sparsek_kernels.paged.index.page_records import launch_write
 
         launch_write.write_records(k_cache, v_cache, k_summary, batch)
+
+    def fused_decode(self, operands: PagedOperands, segment: Segment) -> bool:
+        """Decode by the C function where it takes these tensors."""
+        if operands.largest is not None or not native_decode.supports(operands, segment.batch):
+            return False
+        tokens = slice(sum(segment.batch.query_lens))
+        native_decode.decode(operands.of_rows(tokens), segment.batch, segment.policy)
+        return True
 
     def select(self, operands: PagedOperands, segment: Segment) -> Chosen:
         """Return each token's cells, and what stands in for the others.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparsek_kernels.paged.batch import PagedBatch
+from sparsek_kernels.paged.cpu.native import records as native_records
 from sparsek_kernels.paged.index.cpu import completed_blocks
 from sparsek_kernels.paged.policy import SEGMENT
 from sparsek_kernels.paged.record import encode, view_records
@@ -23,6 +24,10 @@ def write_records_eager(
     pages = batch.block_table[requests, segments * SEGMENT // page_size].long()
     places = segments % (page_size // SEGMENT)
     here = pages >= 0  # not on another rank
+    if native_records.supports(k_cache, v_cache, k_summary):
+        named = pages * (page_size // SEGMENT) + places
+        native_records.write_records(k_cache, v_cache, k_summary, named[here])
+        return
     keys, values = (x.unflatten(2, (-1, SEGMENT)) for x in (k_cache, v_cache))
     for page, place in zip(
         pages[here].split(_SEGMENTS), places[here].split(_SEGMENTS), strict=True

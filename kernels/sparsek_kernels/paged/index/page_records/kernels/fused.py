@@ -725,7 +725,7 @@ def choose_cells_kernel(
     heads = gl.arange(0, HEADS, layout=HEAD)
     at = (
         tail_ptr
-        + tile.to(gl.int64) * tail_strides[0]
+        + row.to(gl.int64) * tail_strides[0]
         + (kv_head * GROUP + heads)[None, :] * tail_strides[1]
     )
     keep = (rows >= SINKS) & (rows < last)

@@ -1,0 +1,344 @@
+/* The cells of 2 keys that a token attends, chosen by the records of segments, and the weights of
+ * what it does not attend: docs/selection.md has the rule. */
+
+#pragma once
+
+#include "decode.h"
+#include "record.h"
+
+#define SHARES (VECTORS / WIDE) /* registers with a number of each of a record's vectors */
+#define AHEAD 192               /* bytes of a record for 16 channels: three lines */
+#define LARGEST 32767.0f        /* factor of a level */
+#define MOST_SCORE 80.0f        /* logarithm; keys end far below */
+#define KEY_SHIFT 21            /* 4 keys an octave */
+#define KEY_BITS 6
+#define MOST_KEY ((1 << KEY_BITS) - 1)
+#define COUNTED 16384 /* keys; int16 counts as many */
+
+/* What a unit chooses by; segments and cells count from the sequence's first. */
+typedef struct {
+    int64_t cells, segments;
+    float *shares;   /* [group, cells]: exp of logits less the segment's best */
+    float *best;     /* [group, segments]: of logits; then the tail's weights, relative to tops */
+    float *sums;     /* [group, segments]: of shares */
+    float *gains;    /* [group, segments]: logarithms; then factors of shares in scores */
+    float *tops;     /* [group]: of best */
+    float *scales;   /* [segments]: of the mean values */
+    uint8_t *values; /* [segments, dim / 2]: levels of the mean values */
+    int16_t *keys;   /* [cells] */
+} Choice;
+
+ALWAYS_INLINE Choice choice_of(const Decode *a, int64_t unit) {
+    Choice c;
+    c.cells = a->max_blocks;
+    c.segments = c.cells / VECTORS;
+    c.shares = a->scores + slot_of(a, unit) * a->scores_size;
+    c.best = c.shares + a->group * c.cells;
+    c.sums = c.best + a->group * c.segments;
+    c.gains = c.sums + a->group * c.segments;
+    c.tops = c.gains + a->group * c.segments;
+    c.scales = c.tops + a->group;
+    c.values = (uint8_t *)(c.scales + c.segments);
+    c.keys = (int16_t *)(c.values + c.segments * (a->dim / 2));
+    return c;
+}
+
+/* The record of a unit's segment. */
+ALWAYS_INLINE const uint8_t *record_of(const Decode *a, const Token *token, int64_t unit,
+                                       int64_t segment, int dim) {
+    const int32_t per_page = (int32_t)a->page_size / SEGMENT, page = (int32_t)segment / per_page;
+    const int32_t *pages = a->table + token->request * a->table_stride;
+    return a->summary.data + pages[page] * a->summary.page + unit % a->heads * a->summary.head +
+           (segment - page * per_page) * RECORD_BYTES(dim);
+}
+
+#define WORDS(dim) (((dim) + 15) / 16) /* of a row of levels */
+#define LEVELS(dim) (16 * WORDS(dim))
+
+/* Levels stand by quarters, as the fields of a byte do, and a quarter's by words: of bytes 0, 2, 1
+ * and 3, so that neighbours are in both halves of the word.  The byte of number `at`: */
+ALWAYS_INLINE int byte_at(int at) { return (at & ~3) | (at & 1) << 1 | (at >> 1 & 1); }
+
+/* A query, times the scale of logits. */
+typedef struct {
+    float channels[MOST_DIM];
+    float squares[MOST_DIM / 2]; /* sums of the squares of RoPE pairs */
+    float levels[MOST_DIM];      /* in the levels' order */
+} Query;
+
+ALWAYS_INLINE void load_queries(const Decode *a, int64_t unit, int dim, Query *queries) {
+    const int half = dim / 2, quarter = dim / 4;
+    for (int64_t g = 0; g < a->group; g++) {
+        Query *query = queries + g;
+        memset(query, 0, sizeof *query);
+        scaled_query(a, unit, g, dim, query->channels);
+        const float *x = query->channels;
+        for (int p = 0; p < half; p++) query->squares[p] = x[p] * x[p] + x[half + p] * x[half + p];
+        for (int k = 0; k < 4; k++)
+            for (int at = 0; at < 4 * WORDS(dim); at++)
+                if (byte_at(at) < quarter)
+                    query->levels[k * 4 * WORDS(dim) + at] = x[k * quarter + byte_at(at)];
+    }
+}
+
+/* A record: its levels by words, each of all vectors. */
+typedef struct {
+    WideBits words[WORDS(MOST_DIM)][SHARES];
+    float scales[VECTORS];
+    float mean[MOST_DIM];
+    float variances[MOST_DIM / 2]; /* of pairs */
+    float sizes[MOST_DIM];         /* of pairs, in the levels' order */
+} Record;
+
+ALWAYS_INLINE void load_record(const uint8_t *from, int dim, Record *to) {
+    const int words = WORDS(dim), quarter = dim / 4;
+    for (int first = 0; first < VECTORS; first += LANES)
+        for (int c = 0; c < words; c += LANES) {
+            Bits rows[LANES] = {{0}};
+            for (int j = 0; j < LANES; j++)
+                copy(rows + j, from + (first + j) * quarter + 4 * c, quarter - 4 * c, sizeof *rows);
+            transpose(rows);
+            for (int i = 0; i < LANES && c + i < words; i++)
+                memcpy((float *)to->words[c + i] + first, rows + i, sizeof *rows);
+        }
+    for (int i = 0; i < VECTORS; i++) {
+        const uint32_t code = from[AT_SCALES(dim) + i];
+        to->scales[i] = code ? as_float((code + SCALE_FIRST) << SCALE_SHIFT) : 0.0f;
+    }
+    for (int d = 0; d < dim; d++) {
+        uint16_t half;
+        memcpy(&half, from + AT_MEAN(dim) + 2 * d, 2);
+        to->mean[d] = as_float((uint32_t)half << 16);
+    }
+    for (int p = 0; p < dim / 2; p++) {
+        const int32_t code = from[AT_SPREAD(dim) + p];
+        const float usual = as_float((uint32_t)(code + SPREAD_FIRST) << SPREAD_SHIFT);
+        const float spread = code < 8 ? (float)code * 0x1p-9f : usual;
+        to->variances[p] = spread * spread;
+    }
+    uint32_t pairs[WORDS(MOST_DIM)] = {0};
+    copy(pairs, from + AT_PAIRS(dim), quarter, sizeof pairs);
+    for (int i = 0; i < words; i++)
+        pairs[i] = (pairs[i] & 0xff0000ff) | (pairs[i] >> 8 & 0xff00) | (pairs[i] & 0xff00) << 8;
+    const uint8_t *codes = (const uint8_t *)pairs;
+    const uint32_t base = from[AT_BASE(dim)] + PAIR_FIRST;
+    for (int k = 0; k < 4; k++)
+        for (int at = 0; at < 4 * words; at++)
+            to->sizes[4 * words * k + at] =
+                as_float((base - (codes[at] >> k % 2 * 4 & 15)) << PAIR_SHIFT);
+}
+
+/* Factors of a record's levels in 16 bits, so that products are sums of integers. */
+typedef struct {
+    int16_t of[MOST_DIM]; /* in the levels' order */
+    int32_t total;
+    float step;
+} LevelFactors;
+
+ALWAYS_INLINE void quantise_factors(const Query *query, const Record *record, int dim,
+                                    LevelFactors *to) {
+    float factors[MOST_DIM], largest = 0.0f;
+    int32_t total = 0;
+#pragma omp simd reduction(max : largest)
+    for (int at = 0; at < LEVELS(dim); at++) {
+        factors[at] = query->levels[at] * record->sizes[at];
+        const float size = fabsf(factors[at]);
+        largest = size > largest ? size : largest;
+    }
+    const float inverse = largest > 0.0f ? LARGEST / largest : 0.0f;
+#pragma omp simd reduction(+ : total)
+    for (int at = 0; at < LEVELS(dim); at++) {
+        const int32_t level = (int32_t)rintf(factors[at] * inverse);
+        to->of[at] = (int16_t)level;
+        total += level;
+    }
+    to->total = total;
+    to->step = largest / LARGEST;
+}
+
+/* Logits of a record's vectors for up to four query heads, as shares of the best one. */
+ALWAYS_INLINE void score_record(const Record *record, const uint8_t *ahead, const Query *queries,
+                                int heads, const Choice *c, int64_t first, int64_t segment,
+                                int dim) {
+    LevelFactors factors[4];
+    WideInts sums[4][SHARES] = {{{0}}};
+    for (int g = 0; g < heads; g++) quantise_factors(queries + g, record, dim, factors + g);
+    for (int i = 0; i < WORDS(dim); i++) {
+        ask(ahead + i * AHEAD, AHEAD);
+        WideBits levels[2][SHARES]; /* of the first two quarters and of the others */
+        for (int h = 0; h < SHARES; h++) {
+            const WideBits word = record->words[i][h];
+            levels[0][h] = levels_of_bits((word >> 2 & 0x03030303) | (word >> 4 & 0x0c0c0c0c));
+            levels[1][h] = levels_of_bits((word & 0x03030303) | (word >> 2 & 0x0c0c0c0c));
+        }
+        for (int n = 0; n < 8; n++) {
+            const int byte = n / 4, quarter = n % 4, place = 8 * byte + 4 * (1 - quarter % 2);
+            WideBits own[SHARES];
+            for (int h = 0; h < SHARES; h++) own[h] = levels[quarter / 2][h] >> place & 0xf000f;
+            for (int g = 0; g < heads; g++) {
+                uint32_t pair;
+                memcpy(&pair, &factors[g].of[4 * WORDS(dim) * quarter + 4 * i + 2 * byte], 4);
+                for (int h = 0; h < SHARES; h++) sums[g][h] = add_pairs(sums[g][h], pair, own[h]);
+            }
+        }
+    }
+    for (int g = 0; g < heads; g++) {
+        const Query *query = queries + g;
+        float base = 0.0f, gain = 1.0f, best = -INFINITY, sum = 0.0f, logits[VECTORS];
+        const int32_t *products = (const int32_t *)sums[g];
+#pragma omp simd reduction(+ : base)
+        for (int d = 0; d < dim; d++) base += query->channels[d] * record->mean[d];
+#pragma omp simd reduction(+ : gain)
+        for (int p = 0; p < dim / 2; p++) gain += query->squares[p] * record->variances[p];
+#pragma omp simd reduction(max : best)
+        for (int i = 0; i < VECTORS; i++) {
+            const float product = (float)(products[i] - 4 * factors[g].total);
+            logits[i] = base + factors[g].step * record->scales[i] * product;
+            best = logits[i] > best ? logits[i] : best;
+        }
+        exp_in_place(logits, VECTORS, best);
+#pragma omp simd reduction(+ : sum)
+        for (int i = 0; i < VECTORS; i++) sum += logits[i];
+        const int64_t at = (first + g) * c->segments + segment;
+        memcpy(c->shares + (first + g) * c->cells + segment * VECTORS, logits, sizeof logits);
+        c->best[at] = best;
+        c->sums[at] = sum;
+        c->gains[at] = sqrtf(gain) - 1.0f;
+    }
+}
+
+/* Shares of segments [first, last) of one token and KV head. */
+ALWAYS_INLINE void score_records(const Decode *a, const Token *token, int64_t unit, int64_t first,
+                                 int64_t last, int dim) {
+    const Choice c = choice_of(a, unit);
+    Query queries[MOST_GROUP];
+    Record record;
+    load_queries(a, unit, dim, queries);
+    for (int64_t segment = first; segment < last; segment++) {
+        const uint8_t *ahead = record_of(a, token, unit, min64(segment + 1, last - 1), dim);
+        const uint8_t *from = record_of(a, token, unit, segment, dim);
+        load_record(from, dim, &record);
+        uint16_t scale;
+        memcpy(&scale, from + AT_VALUE_SCALE(dim), sizeof scale);
+        c.scales[segment] = widen_fp16(scale);
+        memcpy(c.values + segment * (dim / 2), from + AT_VALUE(dim), dim / 2);
+        for (int64_t g = 0; g < a->group; g += 4) {
+            const Query *own = queries + g;
+            switch (min64(a->group - g, 4)) { /* constants, so that loops unroll */
+            case 1: score_record(&record, ahead, own, 1, &c, g, segment, dim); break;
+            case 2: score_record(&record, ahead, own, 2, &c, g, segment, dim); break;
+            case 3: score_record(&record, ahead, own, 3, &c, g, segment, dim); break;
+            default: score_record(&record, ahead, own, 4, &c, g, segment, dim);
+            }
+        }
+    }
+}
+
+/* Of a query head, once all segments [first, last) have shares: their factors in scores, and their
+ * weights. */
+static void normalise(const Decode *a, const Choice *c, int64_t unit, int64_t g, int64_t first,
+                      int64_t last) {
+    float *best = c->best + g * c->segments, *gains = c->gains + g * c->segments;
+    const float *sums = c->sums + g * c->segments;
+    float top = -INFINITY, total = 0.0f;
+#pragma omp simd reduction(max : top)
+    for (int64_t n = first; n < last; n++) top = best[n] > top ? best[n] : top;
+    c->tops[g] = top;
+    float all = top;
+    for (int64_t s = 0; s < a->splits; s++) {
+        const float *state = part_of(a, unit, s, g) + PART(a->dim) - 2;
+        all = state[0] > all ? state[0] : all;
+    }
+    for (int64_t s = 0; s < a->splits; s++) {
+        const float *state = part_of(a, unit, s, g) + PART(a->dim) - 2;
+        total += state[1] > 0.0f ? state[1] * expf(state[0] - all) : state[1];
+    }
+    for (int64_t n = first; n < last; n++) gains[n] += best[n];
+    exp_in_place(best + first, last - first, top);
+    float far = 0.0f;
+#pragma omp simd reduction(+ : far)
+    for (int64_t n = first; n < last; n++) {
+        best[n] *= 2.0f; /* keys of a vector */
+        far += best[n] * sums[n];
+    }
+    total = all + logf(total + far * expf(top - all)) - logf(2.0f);
+    for (int64_t n = first; n < last; n++) {
+        const float score = gains[n] - total;
+        gains[n] = score > MOST_SCORE ? MOST_SCORE : score;
+    }
+    exp_in_place(gains + first, last - first, 0.0f);
+}
+
+/* Keys of the cells of segments [first, last): scores as integers.  The last octave is that of the
+ * scores of which no more cells than `picks` can be. */
+static void find_keys(const Decode *a, const Choice *c, int64_t picks, int64_t first,
+                      int64_t last) {
+    const int32_t octave = 127 - (63 - __builtin_clzll(max64(picks / a->group, 1)));
+    const int32_t first_key = (octave << 2) - MOST_KEY;
+    for (int64_t n = first; n < last; n++) {
+        float scores[VECTORS] = {0};
+        for (int64_t g = 0; g < a->group; g++) {
+            const float *shares = c->shares + g * c->cells + n * VECTORS;
+            const float factor = c->gains[g * c->segments + n];
+            for (int i = 0; i < VECTORS; i++) scores[i] += factor * shares[i];
+        }
+        for (int i = 0; i < VECTORS; i++) {
+            const float score = scores[i] > 0.0f ? scores[i] : 0.0f;
+            const int32_t key = (as_bits(score) >> KEY_SHIFT) - first_key;
+            c->keys[n * VECTORS + i] = (int16_t)(key < 0 ? 0 : key > MOST_KEY ? MOST_KEY : key);
+        }
+    }
+}
+
+/* How many keys of [first, last) are not below a threshold. */
+static int64_t reach_of(const int16_t *keys, int64_t first, int64_t last, int16_t threshold) {
+    int64_t found = 0;
+    for (; first < last; first += COUNTED) {
+        const int64_t end = min64(first + COUNTED, last);
+        int16_t count = 0;
+#pragma omp simd reduction(+ : count)
+        for (int64_t i = first; i < end; i++) count += keys[i] >= threshold;
+        found += count;
+    }
+    return found;
+}
+
+/* The cells of segments [front, local) that a unit chooses, and the weights of what is left of each
+ * segment. */
+static void choose_cells(const Decode *a, const Token *token, int64_t unit) {
+    const Choice c = choice_of(a, unit);
+    const int64_t first = token->front / VECTORS, last = token->local / VECTORS;
+    int32_t *chosen = a->chosen + slot_of(a, unit) * a->max_picks, found = 0;
+    for (int64_t g = 0; g < a->group; g++) normalise(a, &c, unit, g, first, last);
+    find_keys(a, &c, token->picks, first, last);
+    int16_t threshold = 0;
+    for (int bit = KEY_BITS - 1; bit >= 0; bit--) {
+        const int16_t wanted = (int16_t)(threshold | 1 << bit);
+        if (reach_of(c.keys, token->front, token->local, wanted) >= token->picks)
+            threshold = wanted;
+    }
+    /* Places for keys that equal the threshold, the first ones. */
+    int64_t places = token->picks - reach_of(c.keys, token->front, token->local, threshold + 1);
+    for (int64_t n = first; n < last; n++) {
+        const int16_t *keys = c.keys + n * VECTORS;
+        uint32_t above = 0, equal = 0;
+        for (int i = 0; i < VECTORS; i++) {
+            above |= (uint32_t)(keys[i] > threshold) << i;
+            equal |= (uint32_t)(keys[i] == threshold) << i;
+        }
+        int64_t equals = __builtin_popcount(equal);
+        for (; equals > places; equals--) equal &= ~(1u << (31 - __builtin_clz(equal)));
+        places -= equals;
+        const uint32_t taken = above | equal;
+        for (uint32_t rest = taken; rest; rest &= rest - 1)
+            chosen[found++] = (int32_t)(n * VECTORS + __builtin_ctz(rest));
+        for (int64_t g = 0; g < a->group; g++) {
+            const float *shares = c.shares + g * c.cells + n * VECTORS;
+            float left = taken ? 0.0f : c.sums[g * c.segments + n];
+            if (taken)
+                for (int i = 0; i < VECTORS; i++) left += taken >> i & 1 ? 0.0f : shares[i];
+            c.best[g * c.segments + n] *= left;
+        }
+    }
+    a->units[slot_of(a, unit)].chosen = found;
+}

@@ -1,0 +1,161 @@
+"""The choice by the records that pages hold, in float64, from their bytes alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+
+MARGIN = 0.002
+"""Most error of a score, in steps of its key: a quarter of an octave each."""
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The numbers of records, float64.
+
+    Args:
+        levels: ``[..., 32, D]``, 1, 4, -1 or -4.
+        mean: ``[..., D]``.
+        spreads, sizes: ``[..., D / 2]``, of RoPE pairs.
+        value_levels: ``[..., D]``, -7.5 to 7.5.
+        scales: ``[..., 32]``.
+        value_scale: ``[...]``.
+    """
+
+    levels: torch.Tensor
+    mean: torch.Tensor
+    spreads: torch.Tensor
+    sizes: torch.Tensor
+    value_levels: torch.Tensor
+    scales: torch.Tensor
+    value_scale: torch.Tensor
+
+    def of(self, segments: slice, head: int) -> Fields:
+        """Those of some segments of a KV head, where the fields are ``[segments, Hkv, ...]``."""
+        return Fields(*(getattr(self, f.name)[segments, head] for f in fields(self)))
+
+    @property
+    def vectors(self) -> torch.Tensor:
+        """``[..., 32, D]``."""
+        sizes = torch.cat([self.sizes, self.sizes], -1).unsqueeze(-2)
+        return self.mean.unsqueeze(-2) + self.scales.unsqueeze(-1) * self.levels * sizes
+
+    @property
+    def value(self) -> torch.Tensor:
+        """``[..., D]``."""
+        return self.value_levels * self.value_scale.unsqueeze(-1)
+
+
+def read(records: torch.Tensor, dim: int) -> Fields:
+    """The fields of records ``[..., bytes]``."""
+    sizes = (8 * dim, 2 * dim, dim // 2, dim // 2, dim // 4, 32, 1, 1, 2)
+    used = records[..., : sum(sizes)]
+    levels, mean, spreads, value, pairs, scales, base, unused, value_scale = used.split(sizes, -1)
+    assert not unused.any()
+    assert not records[..., sum(sizes) :].any()
+    levels = levels.unflatten(-1, (32, -1))
+    quarters = [
+        torch.where((levels >> (3 - p) & 1) > 0, 4.0, 1.0)
+        * torch.where((levels >> (7 - p) & 1) > 0, -1.0, 1.0)
+        for p in range(4)
+    ]
+    pairs = torch.cat([pairs & 15, pairs >> 4], -1)
+    codes = base.int() - pairs
+    scale_codes = scales.double()
+    scale = (1 + scale_codes % 16 / 16) * 2.0 ** (scale_codes // 16 - 8)
+    return Fields(
+        levels=torch.cat(quarters, -1).double(),
+        mean=mean.contiguous().view(torch.bfloat16).double(),
+        spreads=spreads.contiguous().view(torch.float8_e4m3fn).double(),
+        sizes=pair_size(codes),
+        value_levels=torch.cat([value & 15, value >> 4], -1).double() - 7.5,
+        scales=torch.where(scale_codes > 0, scale, 0.0),
+        value_scale=value_scale.contiguous().view(torch.float16).double()[..., 0],
+    )
+
+
+def pair_size(codes: torch.Tensor) -> torch.Tensor:
+    """1, 1.5, 2, 3, 4 ... for the codes 128, 129, 130 and so on."""
+    codes = codes.double()
+    return (1 + codes % 2 / 2) * 2.0 ** (codes // 2 - 64)
+
+
+def token_cells(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    fields: Fields,
+    front: int,
+    local: int,
+    top_k: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """The cells that a token and KV head choose, and what is left of each segment.
+
+    Args:
+        q: ``[G, D]`` float64.
+        k: ``[N, D]``, up to the token's own.
+        fields: of the segments ``[front, local)``.
+        front, local: segments.
+
+    Returns:
+        Cells from ``front`` on, ascending; logits ``[G, local - front]``; whether scores that are
+        wrong by the margin choose the same.
+    """
+    logits = scale * torch.einsum("gd,nvd->gnv", q, fields.vectors)
+    lower, upper = (q**2).chunk(2, -1)
+    squares = (lower + upper) @ (fields.spreads**2).mT
+    gain = (1 + scale**2 * squares).sqrt() - 1
+    near = torch.cat([k[: 64 * front], k[64 * local :]])
+    every = torch.cat([scale * q @ near.mT, logits.flatten(1) + math.log(2)], -1)
+    total = every.logsumexp(-1)
+    scores = (logits + gain.unsqueeze(-1) + math.log(2) - total[:, None, None]).exp().sum(0)
+    scores = scores.nan_to_num(0.0, math.inf).flatten()
+    steps = key_steps(scores, top_k / q.shape[0])
+    keys = steps.floor().clamp(0, 63)
+    order = keys.argsort(descending=True, stable=True)
+    chosen = order[:top_k].sort().values
+    last = keys[order[:top_k]][-1:]
+    edges = torch.stack([last, last + 1])
+    edges = torch.where((edges >= 1) & (edges <= 63), edges, math.inf)  # all others are one key
+    sure = bool(((steps - edges).abs() > MARGIN).all())
+    left = torch.ones(scores.shape[0], dtype=torch.bool)
+    left[chosen] = False
+    rest = (logits.flatten(1) + math.log(2)).masked_fill(~left, -math.inf)
+    return chosen, rest.unflatten(1, (-1, 32)).logsumexp(-1), sure
+
+
+def key_steps(scores: torch.Tensor, share: float) -> torch.Tensor:
+    """Keys before they are cut to integers: 4 an octave, linear within one.
+
+    Args:
+        share: cells that are chosen for each query head; the last key begins below its inverse.
+    """
+    fraction, exponent = torch.frexp(scores)
+    octaves = exponent - 1 + math.floor(math.log2(max(share, 1.0)))
+    steps = 63 + 4 * octaves + (fraction * 2 - 1) * 4
+    return torch.where(scores > 0.0, steps, -math.inf)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    fields: Fields,
+    front: int,
+    local: int,
+    top_k: int,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, bool]:
+    """Output ``[G, D]`` of a token and KV head, and whether its choice is sure; see above."""
+    cells, rest, sure = token_cells(q, k, fields, front, local, top_k, scale)
+    keys = (cells * 2 + 64 * front)[:, None] + torch.arange(2)
+    seen = torch.cat([torch.arange(64 * front), keys.flatten(), torch.arange(64 * local, len(k))])
+    logits = torch.cat([scale * q @ k[seen].mT, rest], -1)
+    values = torch.cat([v[seen], fields.value])
+    if sinks is not None:
+        logits = torch.cat([logits, sinks[:, None]], -1)
+        values = torch.cat([values, torch.zeros_like(values[:1])])
+    return logits.softmax(-1) @ values, sure
