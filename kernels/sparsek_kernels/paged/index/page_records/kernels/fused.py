@@ -25,6 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
 from sparsek_kernels.common.kernels.softmax import LN2, LOG2E
 from sparsek_kernels.paged.index.page_records.config import NEAR_OF_PROGRAM, SEGMENTS_OF_PROGRAM
 
@@ -242,7 +243,7 @@ def ranks(key, threshold):
 @gluon.jit
 def arrive(counter_ptr):
     """Tell the group that what this program left for it is there."""
-    gl.thread_barrier()
+    thread_barrier()
     gl.atomic_add(counter_ptr, 1, sem="release")
 
 
@@ -251,13 +252,13 @@ def wait_for(counter_ptr, count):
     """Wait until ``count`` programs have arrived."""
     while gl.atomic_add(counter_ptr, 0, sem="acquire") < count:
         pass
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit
 def leave(counters, active):
     """The last program of a group clears its counters for the next launch."""
-    gl.thread_barrier()
+    thread_barrier()
     if gl.atomic_add(counters + 3, 1, sem="acq_rel") == active - 1:
         gl.store(counters, 0)
         gl.store(counters + 1, 0)
