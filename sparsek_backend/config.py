@@ -271,7 +271,9 @@ def resolve_config(
         seer = SeerSelection.read(values.get("gates") or model_folder)
         trained = seer.settings()
     for name, value in trained.items():
-        if name == "decode_top_k" and sources["top_k"] != MODEL_CONFIG:
+        if name == "decode_top_k" and (
+            sources["top_k"] != MODEL_CONFIG or "decode_tokens" in values
+        ):
             continue  # of the model's own top_k
         if name not in values:
             values[name] = value

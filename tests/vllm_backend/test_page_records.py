@@ -65,6 +65,15 @@ def test_settings_that_contradict_each_other(settings: dict[str, Any], named: st
         resolve_config(settings, {})
 
 
+def test_tokens_go_before_what_a_model_was_trained_with() -> None:
+    trained = {
+        "kernel_size": 32, "kernel_stride": 16, "init_blocks": 1, "block_size": 64,
+        "window_size": 2048, "topk": 64, "use_nope": False, "dense_len": 8192,
+    }  # fmt: skip
+    config = resolve_config({"decode_tokens": 2048}, {}, trained).config
+    assert (config.decode_tokens, config.decode_top_k) == (2048, None)
+
+
 def test_batch_invariant_engines_refuse_records() -> None:
     with pytest.raises(ConfigError, match="decode_tokens"):
         resolve_config({"decode_tokens": 64}, {}, batch_invariant=True)
