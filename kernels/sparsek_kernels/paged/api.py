@@ -266,10 +266,14 @@ def paged_attention(
         NotImplementedError: an fp8 cache, or ``batch_invariant``, on a CPU; ``batch_invariant``
             with an indexer that is not.
     """
-    _, page_size, dim = check_cache(k_cache, v_cache)
+    ranks = ((q, 3), (k_cache, 4), (v_cache, 4))
+    if any(not isinstance(x, torch.Tensor) or x.dim() != rank for x, rank in ranks):
+        _, _, dim = check_cache(k_cache, v_cache)
+        check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, k_cache.device)
+    # What else they must be is checked by segment, but for launches that are repeated.
+    page_size, dim = k_cache.shape[2:]
     rule = fit_both(StepPolicy.of(policy), page_size)
     indexers = default_indexers(rule) if indexers is None else indexers
-    check_tensor("q", q, ("T", "Hq", dim), FLOAT_DTYPES, k_cache.device)
     check_batch(q, batch, k_cache)
     if rule.selects_blocks and indexers.reads_pages and k_summary is None:
         raise ValueError("k_summary: expected the page summaries when top_k >= 1, got None")
