@@ -107,7 +107,8 @@ def _fits(call: Selection, width: int) -> bool:
 
 
 def _choose_at_once(call: Selection, rule: Rule, shape: Shape, tails: torch.Tensor) -> None:
-    from sparsek_kernels.paged.index.page_records.kernels.fused import WARPS, choose_cells_kernel
+    from sparsek_kernels.paged.index.page_records.kernels.fused import choose_cells_kernel
+    from sparsek_kernels.paged.index.page_records.kernels.fused_logits import WARPS
 
     q, operands, batch = call.q, call.operands, call.batch
     device, records = q.device, operands.summary
