@@ -22,8 +22,8 @@ def bytes_behind(head_size: int, itemsize: int, records: bool = False) -> int:
     """Bytes per token and KV head that pages have behind K and V, for summaries.
 
     For every 64 tokens there are whole rows of K and V.  So pages of 64 tokens begin at multiples
-    of a row, and the kernels for Hopper address all of them as one matrix.  The bytes are 1/32 of
-    those of K and V, and 1/16 with fp8; with ``records`` half as many more for 128 channels.
+    of a row, and the kernels for Hopper address all of them as one matrix.  They add 1/32 to
+    the bytes of K and V, and 1/16 with fp8.  ``records`` of 128 channels take half as much again.
     """
     rows = math.lcm(2 * head_size * itemsize, PREFERRED_PAGE_SIZE * itemsize)
     used = summary_bytes(SMALLEST_PAGE_SIZE, head_size) * PREFERRED_PAGE_SIZE // SMALLEST_PAGE_SIZE
