@@ -1,7 +1,7 @@
 """Two records of a turn, from memory to the registers that matrix instructions take (Gluon).
 
-Of a record's levels the thread ``4 g + k`` has rows ``g``, ``g + 8``, ``g + 16`` and ``g + 24``, and
-of every row the bytes from ``k * HEAD_DIM / 16`` on.
+Of a record's levels the thread ``4 g + k`` has rows ``g``, ``g + 8``, ``g + 16`` and ``g + 24``,
+and of every row the bytes from ``k * HEAD_DIM / 16`` on.
 """
 
 from __future__ import annotations
