@@ -145,7 +145,8 @@ def score_records_kernel(
     Writes, for ``T`` tokens and ``width`` segments of each: the logit of a segment's mean key and
     what the variance of its keys adds, ``[T, Hq, width]`` float32; what each vector adds to the
     mean, ``[T, Hq, width * 32]`` float16; logs of sums of exps of units of 16 segments,
-    ``[T, Hq, width / 16]``, and of the near keys, ``[T, Hq]``.  Clears the counts, ``[T, Hkv, KEYS]`` int32.
+    ``[T, Hq, width / 16]``, and of the near keys, ``[T, Hq]``.  Clears the counts,
+    ``[T, Hkv, KEYS]`` int32.
     """
     SINK_BLOCKS: tl.constexpr = RULE.SINK_BLOCKS
     REACH_BLOCKS: tl.constexpr = RULE.REACH_BLOCKS
