@@ -7,7 +7,8 @@
 The documents are speeches, each with a question that asks for a long answer.  Every budget answers
 freely, up to `--tokens` tokens, which gives the lengths of answers.  A second time it is led along
 dense attention's own text, which never ends before `--tokens`: that gives the KL divergence from
-dense attention at each position.
+dense attention at each position.  Answers are sampled, each document's with a seed of its own:
+greedy answers of small models repeat themselves.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from sparsek_backend.models import fetch_texts
 
 WORKER = "benchmarks.long_answers_worker"
 QUARTERS = 4
+GRAM = 16
+"""Tokens that count as a repetition if they stood in the answer before."""
 QUESTIONS = (
     "Write a long summary of the text above. Take its subjects one after the other, in their "
     "order, and give names, figures and dates.",
@@ -71,10 +74,17 @@ def quarters_of(bins: Sequence[float]) -> list[float]:
     return [fmean(bins[begin : begin + size]) for begin in range(0, len(bins), size)]
 
 
+def distinct_share(tokens: Sequence[int]) -> float:
+    """Share of distinct ones among the runs of ``GRAM`` tokens: small where a text goes round."""
+    runs = [tuple(tokens[begin : begin + GRAM]) for begin in range(len(tokens) - GRAM + 1)]
+    return len(set(runs)) / max(len(runs), 1)
+
+
 def summarise(arms: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each budget and length: lengths of answers, and divergence by quarter.
 
-    ``growth`` is the largest quarter's divergence over the first's.
+    ``growth`` is the largest quarter's divergence over the first's, ``distinct`` the share of
+    dense attention's text, along which others are led, that it does not repeat.
     """
     rows = []
     for arm in arms:
@@ -93,7 +103,9 @@ def summarise(arms: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "ended": sum(one["ended"] for one in here),
                 "same_answers": sum(one["tokens"] == dense["tokens"] for one, dense in pairs),
             }
-            if arm is not arms[0]:
+            if arm is arms[0]:
+                row["distinct"] = round(fmean(distinct_share(one["led"]) for one in here), 3)
+            else:
                 by_document = [quarters_of(one["kl"]) for one in here]
                 columns = list(zip(*by_document, strict=True))
                 means = [fmean(column) for column in columns]
@@ -127,6 +139,7 @@ def run(options: argparse.Namespace) -> None:
                 "engine": local.arguments(),
                 "prompts": str(options.prompts),
                 "tokens": options.tokens,
+                "temperature": options.temperature,
                 "stops": ends if isinstance(ends, list) else [ends],
                 "reference": str(Path(folder) / "dense.pt"),
             }
@@ -143,6 +156,7 @@ def run(options: argparse.Namespace) -> None:
                 "date": datetime.date.today().isoformat(),
                 "machine": asdict(describe_machine(choose_device(), options.commit)),
                 "tokens": options.tokens,
+                "temperature": options.temperature,
                 "summary": summary,
                 "arms": arms,
             }
@@ -163,6 +177,7 @@ def main() -> None:
     measure.add_argument("--prompts", type=Path, required=True)
     measure.add_argument("--budget", action="append", required=True)
     measure.add_argument("--tokens", type=int, default=2048)
+    measure.add_argument("--temperature", type=float, default=0.7)
     measure.add_argument("--gpu-memory", type=float)
     measure.add_argument("--commit", default="")
     measure.add_argument("--json", type=Path, required=True)

@@ -51,7 +51,7 @@ class Lead:
     """
 
     def __init__(self, count: int, stops: Sequence[int]) -> None:
-        self._count, self._stops = count, list(stops)
+        self._count, self._stops = count, stops
         self._ids = self._logprobs = torch.empty(0)
 
     def step(self, generated: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,8 @@ class Lead:
             self._ids = torch.zeros(shape, dtype=torch.int32, device=logits.device)
             self._logprobs = torch.zeros(shape, device=logits.device)
         self._ids[len(generated)], self._logprobs[len(generated)] = ids, logprobs
-        logits[self._stops] = float("-inf")
+        for stop in self._stops:
+            logits[stop] = float("-inf")
         return logits
 
     def reference(self, tokens: Sequence[int]) -> Reference:
@@ -79,23 +80,20 @@ class Led:
     """
 
     def __init__(self, reference: Reference) -> None:
-        self._reference = reference
+        self._tokens: Sequence[int] = reference["tokens"]
+        self._ids, self._logprobs = reference["ids"], reference["logprobs"]
         self._divergence = self._same = torch.empty(0)
 
     def step(self, generated: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """Take the divergence, and leave only the next token possible."""
         if not len(self._divergence):
-            self._reference = {
-                name: torch.as_tensor(value).to(logits.device)
-                for name, value in self._reference.items()
-            }
-            self._divergence = torch.zeros(len(self._reference["tokens"]), device=logits.device)
+            self._ids, self._logprobs = (x.to(logits.device) for x in (self._ids, self._logprobs))
+            self._divergence = torch.zeros(len(self._tokens), device=logits.device)
             self._same = torch.zeros_like(self._divergence)
         at = len(generated)
-        token = self._reference["tokens"][at]
-        wanted = self._reference["logprobs"][at]
-        found = logits.float().log_softmax(-1)[self._reference["ids"][at].long()]
-        self._divergence[at] = divergence(wanted, found)
+        token = self._tokens[at]
+        found = logits.float().log_softmax(-1)[self._ids[at].long()]
+        self._divergence[at] = divergence(self._logprobs[at], found)
         self._same[at] = logits.argmax() == token
         only = torch.full_like(logits, float("-inf"))
         only[token] = 0.0
@@ -155,12 +153,14 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
     known = {} if leads else torch.load(kept)
     for name, _ in texts:
         FOLLOWERS[name] = Lead(count, job["stops"]) if leads else Led(known[name])
-    greedy = partial(SamplingParams, temperature=0.0, max_tokens=count, detokenize=False)
+    sampled = partial(
+        SamplingParams, temperature=job["temperature"], max_tokens=count, detokenize=False
+    )
     requests, params = [], []
-    for name, ids in texts:
+    for seed, (name, ids) in enumerate(texts):
         requests += [{"prompt_token_ids": list(ids)}] * 2
-        params.append(greedy(stop_token_ids=job["stops"]))
-        params.append(greedy(ignore_eos=True, extra_args={_FOLLOWED: name}))
+        params.append(sampled(seed=seed, stop_token_ids=job["stops"]))
+        params.append(sampled(seed=seed, ignore_eos=True, extra_args={_FOLLOWED: name}))
     begin = time.perf_counter()
     try:
         answers = [out.outputs[0] for out in engine.generate(requests, params, use_tqdm=False)]
@@ -173,6 +173,7 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(follower, Led):
                 row |= follower.means()
             elif isinstance(follower, Lead):
+                row["led"] = list(led.token_ids)
                 references[name] = follower.reference(led.token_ids)
             documents.append({**row, "tokens": tokens})
         if leads:

@@ -78,7 +78,8 @@ def test_a_led_answer_is_compared_token_by_token() -> None:
 def document(name: str, answer: int, kl: list[float] | None = None) -> dict[str, Any]:
     """A document's row, with tokens that its answer's length decides."""
     row = {"name": name, "length": 10, "answer": answer, "ended": answer < 9}
-    return row | {"tokens": [0] * answer} | ({} if kl is None else {"kl": kl, "same": [1.0, 0.5]})
+    row |= {"tokens": [0] * answer}
+    return row | ({"led": list(range(32)) * 2} if kl is None else {"kl": kl, "same": [1.0, 0.5]})
 
 
 def test_summary() -> None:
@@ -93,6 +94,7 @@ def test_summary() -> None:
         "answer_tokens": 6.5,
         "ended": 1,
         "same_answers": 2,
+        "distinct": 0.653,  # 32 of 49 runs
     }
     assert (second["answer_tokens"], second["ended"], second["same_answers"]) == (5, 2, 1)
     assert second["kl"] == [1.5, 2.0, 0.0, 3.0]
