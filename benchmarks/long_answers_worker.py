@@ -26,6 +26,7 @@ BIN = 64
 """Positions that a mean is over."""
 _FOLLOWED = "sparsek_followed_document"
 _SMALLEST = 1e-7
+_STRIDE = 1 << 20  # seeds of a document: generators of a CPU take 32 bits
 
 Reference = Mapping[str, Any]
 """``tokens`` of an answer, and at each the likeliest ``ids`` ``[T, K]`` with ``logprobs``."""
@@ -39,18 +40,41 @@ class Follower(Protocol):
 
 
 FOLLOWERS: dict[str, Follower] = {}
-"""Of this process, by document."""
+"""Of this process, by request."""
 
 
-class Lead:
-    """Keeps what the model gives to every token, and lets it choose any but the last of an answer.
+class Free:
+    """Samples: noise that a seed and the position decide makes the sampled token the likeliest.
 
     Args:
+        seed: of the noise.
+        temperature: of the sampling; 0 samples the likeliest token.
+    """
+
+    def __init__(self, seed: int, temperature: float) -> None:
+        self._seed, self._temperature = seed, temperature
+
+    def step(self, generated: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        """Add the noise."""
+        if not self._temperature:
+            return logits
+        generator = torch.Generator(logits.device)
+        generator.manual_seed(self._seed * _STRIDE + len(generated))
+        noise = torch.empty_like(logits).exponential_(generator=generator)
+        return logits / self._temperature - noise.log()
+
+
+class Lead(Free):
+    """Keeps what the model gives to every token, and lets it sample any but the last of an answer.
+
+    Args:
+        seed, temperature: of :class:`Free`.
         count: tokens of the answer.
         stops: tokens that end answers.
     """
 
-    def __init__(self, count: int, stops: Sequence[int]) -> None:
+    def __init__(self, seed: int, temperature: float, count: int, stops: Sequence[int]) -> None:
+        super().__init__(seed, temperature)
         self._count, self._stops = count, stops
         self._ids = self._logprobs = torch.empty(0)
 
@@ -64,7 +88,7 @@ class Lead:
         self._ids[len(generated)], self._logprobs[len(generated)] = ids, logprobs
         for stop in self._stops:
             logits[stop] = float("-inf")
-        return logits
+        return super().step(generated, logits)
 
     def reference(self, tokens: Sequence[int]) -> Reference:
         """What others are compared with."""
@@ -94,13 +118,13 @@ class Led:
         token = self._tokens[at]
         found = logits.float().log_softmax(-1)[self._ids[at].long()]
         self._divergence[at] = divergence(self._logprobs[at], found)
-        self._same[at] = logits.argmax() == token
+        self._same[at] = logits.argmax() == self._ids[at, 0]
         only = torch.full_like(logits, float("-inf"))
         only[token] = 0.0
         return only
 
     def means(self) -> dict[str, list[float]]:
-        """Mean KL divergence of each bin, and the share of tokens that the model would choose."""
+        """Mean KL divergence of each bin, and how often both find one token likeliest."""
         return {"kl": binned(self._divergence), "same": binned(self._same)}
 
 
@@ -149,25 +173,27 @@ def work(job: Mapping[str, Any]) -> dict[str, Any]:
         **job["engine"],
     )
     report_progress("the engine is ready")
-    leads = job["settings"] is None
+    leads, temperature, stops = job["settings"] is None, job["temperature"], job["stops"]
     known = {} if leads else torch.load(kept)
-    for name, _ in texts:
-        FOLLOWERS[name] = Lead(count, job["stops"]) if leads else Led(known[name])
-    sampled = partial(
-        SamplingParams, temperature=job["temperature"], max_tokens=count, detokenize=False
-    )
-    requests, params = [], []
+    greedy = partial(SamplingParams, temperature=0.0, max_tokens=count, detokenize=False)
+    requests, params, followers = [], [], []
     for seed, (name, ids) in enumerate(texts):
+        FOLLOWERS[f"{name} free"] = Free(seed, temperature)
+        follower = Lead(seed, temperature, count, stops) if leads else Led(known[name])
+        FOLLOWERS[f"{name} led"] = follower
+        followers.append(follower)
         requests += [{"prompt_token_ids": list(ids)}] * 2
-        params.append(sampled(seed=seed, stop_token_ids=job["stops"]))
-        params.append(sampled(seed=seed, ignore_eos=True, extra_args={_FOLLOWED: name}))
+        params.append(greedy(stop_token_ids=stops, extra_args={_FOLLOWED: f"{name} free"}))
+        params.append(greedy(ignore_eos=True, extra_args={_FOLLOWED: f"{name} led"}))
     begin = time.perf_counter()
     try:
         answers = [out.outputs[0] for out in engine.generate(requests, params, use_tqdm=False)]
         seconds = time.perf_counter() - begin
         documents, references = [], {}
-        for (name, ids), free, led in zip(texts, answers[::2], answers[1::2], strict=True):
-            tokens, follower = list(free.token_ids), FOLLOWERS[name]
+        for follower, (name, ids), free, led in zip(
+            followers, texts, answers[::2], answers[1::2], strict=True
+        ):
+            tokens = list(free.token_ids)
             ended = free.finish_reason == "stop"
             row = {"name": name, "length": len(ids), "answer": len(tokens), "ended": ended}
             if isinstance(follower, Led):

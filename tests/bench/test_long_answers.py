@@ -63,16 +63,27 @@ def answers(lead: Any, logits: torch.Tensor) -> list[int]:
 def test_a_led_answer_is_compared_token_by_token() -> None:
     logits = torch.randn(TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(1))
     logits[2, STOP] = 50.0
-    lead = worker.Lead(TOKENS, [STOP])
+    lead = worker.Lead(0, 0.0, TOKENS, [STOP])
     tokens = answers(lead, logits)
     assert STOP not in tokens
     reference = lead.reference(tokens)
     same, other = worker.Led(reference), worker.Led(reference)
     assert answers(same, logits) == tokens
     assert same.means()["kl"] == [pytest.approx(0.0, abs=1e-6)]
-    assert same.means()["same"] == [pytest.approx((TOKENS - 1) / TOKENS)]  # STOP was likelier
+    assert same.means()["same"] == [1.0]
     assert answers(other, logits.roll(1, 0)) == tokens
     assert other.means()["kl"][0] > 0.5
+    assert other.means()["same"] == [0.0]
+
+
+def test_noise_samples_by_seed_and_position() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0]).expand(4000, 3)
+    one, other = (answers(worker.Free(seed, 0.5), logits) for seed in (1, 2))
+    assert one == answers(worker.Free(1, 0.5), logits)
+    assert one != other
+    found = torch.tensor(one).bincount() / len(one)
+    assert torch.allclose(found, (logits[0] / 0.5).softmax(-1), atol=0.03)
+    assert set(answers(worker.Free(1, 0.0), logits)) == {2}
 
 
 def document(name: str, answer: int, kl: list[float] | None = None) -> dict[str, Any]:
