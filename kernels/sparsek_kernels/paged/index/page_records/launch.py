@@ -106,7 +106,7 @@ def _fits(call: Selection, width: int) -> bool:
         and q.shape[2] in (64, 128)
         and call.group * call.batch.decode_query_len <= 16
         and call.batch.decode_query_len == 1
-        and ceil_div(width, 256) <= 2 * multiprocessors(q.device)
+        and ceil_div(width, 128) <= 2 * multiprocessors(q.device)
     )
 
 

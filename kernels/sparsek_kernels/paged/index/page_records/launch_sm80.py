@@ -27,7 +27,7 @@ def choose(call: Selection, rule, shape, tails: torch.Tensor) -> None:
     segments = weigh_segments(jobs * width, multiprocessors(device))
     near = (call.policy.sink_blocks + call.policy.reach_blocks) // call.policy.segment_blocks
     sums = near + (2 if shape.QUERY_LEN > 1 else 1) + ceil_div(width, segments)
-    size = cut_segments(jobs, width, multiprocessors(device))
+    size = cut_segments(jobs, width, columns, multiprocessors(device))
     members = ceil_div(width, size)
     weights = workspace(device, "weights", jobs * width * 8 * columns, torch.int32)
     tops = workspace(device, "tops", jobs * width * columns, torch.float32)
