@@ -22,7 +22,7 @@ class PagedOperands:
         k_summary: ``[num_pages, Hkv, bytes]`` uint8, what an indexer keeps in the pages
             (``pages.py``), or ``None``.
         sinks: ``[Hq]`` learned logits that join the softmax denominator only, or ``None``.
-        k_scale, v_scale: factors of an fp8 cache; ``k_scale`` also of its key means.
+        k_scale, v_scale: factors of an fp8 cache.
         lse: ``[T, Hq]`` float32, contiguous, written, where several ranks hold the pages between
             them: the natural log-sum-exp of each row's logits; else ``None``.
         largest: elementwise maximum of a contiguous tensor over these ranks, else ``None``.

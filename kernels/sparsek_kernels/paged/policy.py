@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 CELL_SIZE = 16
-"""Tokens of a cell: the block that a single token selects."""
+"""Tokens whose keys share a mean; blocks and pages are multiples of them."""
 
 SEGMENT, CELL = 64, 2
 """Tokens of a record (``record.py``), and of a cell that is chosen by one."""
@@ -113,27 +113,6 @@ class SelectionPolicy:
                 f"got {size!r}"
             )
 
-    def per_token(
-        self, top_k: int | None = None, sel_block_size: int = CELL_SIZE
-    ) -> SelectionPolicy:
-        """The policy of single tokens beside this one of tiles.
-
-        A selection that tokens do not share can follow each of them closely, so its blocks are as
-        small as a cell.  Sinks and window cover as many tokens as before.
-
-        Args:
-            top_k: the tokens' own budget in blocks of this policy; ``None``: the same.
-            sel_block_size: tokens in a block of theirs.
-        """
-        own = self.top_k if top_k is None else top_k
-        return replace(
-            self,
-            sel_block_size=sel_block_size if self.selects_blocks else self.sel_block_size,
-            top_k=own * self.sel_block_size // sel_block_size if self.selects_blocks else 0,
-            query_tile=1,
-            dense_last=0,
-        )
-
     def by_records(self, tokens: int) -> SelectionPolicy:
         """The policy of single tokens that choose pairs of keys by records of segments.
 
@@ -143,7 +122,7 @@ class SelectionPolicy:
             tokens: that a token attends beyond sinks and window.
         """
         if not self.selects_blocks:
-            return self.per_token()
+            return replace(self, query_tile=1, dense_last=0)
         if not isinstance(tokens, int) or tokens < CELL:
             raise ValueError(f"tokens: expected an integer >= {CELL}, got {tokens!r}")
         return replace(
@@ -306,18 +285,21 @@ class StepPolicy:
         single = self.decode
         if single.dense_last or (single.selects_blocks and single.query_tile != 1):
             raise ValueError(
-                "decode: expected query_tile 1 and dense_last 0 (SelectionPolicy.per_token), got "
+                "decode: expected query_tile 1 and dense_last 0 (SelectionPolicy.by_records), got "
                 f"{single.query_tile} and {single.dense_last}"
             )
 
     @classmethod
     def of(cls, policy: SelectionPolicy | StepPolicy) -> StepPolicy:
-        """The policies of both phases; one policy alone gives decoded tokens as many tokens."""
+        """The policies of both phases.
+
+        One policy alone gives decoded tokens as many tokens as a tile, by records.
+        """
         if isinstance(policy, StepPolicy):
             return policy
-        if policy.alignment:
-            return cls(policy, policy)
-        single = policy.per_token() if policy.selects_blocks else replace(policy, dense_last=0)
+        single = replace(policy, dense_last=0)
+        if policy.selects_blocks and not policy.alignment:
+            single = policy.by_records(policy.top_k * policy.sel_block_size)
         return cls(single if policy.query_tile == 1 else policy, single)
 
     @property

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from sparsek_kernels.paged.chosen import Chosen
-from sparsek_kernels.paged.pages import summary_bytes
+from sparsek_kernels.paged.pages import mean_bytes
 
 if TYPE_CHECKING:
     from sparsek_kernels.paged.batch import PagedBatch
@@ -42,8 +42,8 @@ class Indexer(ABC):
     """Whether it chooses by policies with an alignment."""
 
     def page_bytes(self, page_size: int, head_dim: int) -> int:
-        """Bytes that it keeps for one page and KV head."""
-        return summary_bytes(page_size, head_dim) if self.reads_pages else 0
+        """Bytes that it keeps for one page and KV head: by default means of 16 keys."""
+        return mean_bytes(page_size, head_dim) if self.reads_pages else 0
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:

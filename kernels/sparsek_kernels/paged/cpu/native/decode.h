@@ -15,7 +15,7 @@ typedef struct {
     int64_t is_bf16;
 } Rows;
 
-/* What pages keep of their keys: a sketch (sketch.py) or records (record.py); strides in bytes. */
+/* The records (record.py) that pages keep; strides in bytes. */
 typedef struct {
     const uint8_t *data;
     int64_t page, head;
@@ -31,9 +31,8 @@ typedef struct {
 } Unit;
 
 typedef struct {
-    int64_t tokens, heads, group, dim, page_size, block_size, threads, splits;
+    int64_t tokens, heads, group, dim, page_size, threads, splits;
     int64_t max_blocks, max_picks;
-    int64_t by_records; /* whether blocks are chosen by records */
     int64_t scores_size;
     float scale;       /* of logits */
     Rows q, out, k, v; /* q, out: [tokens, heads * group, dim] */

@@ -28,7 +28,7 @@ _PIECES_PER_THREAD = 4
 """Pieces of work for each thread, so that none waits long for the last."""
 
 
-_ARGUMENTS = Struct("@12q f 5q5q5q5q 3q 2q 2q 4q")
+_ARGUMENTS = Struct("@10q f 5q5q5q5q 3q 2q 2q 4q")
 """``Decode`` of ``decode.h``: sizes, factors, rows of q, out, K and V, what the pages keep, the
 table, then pointers to what is read and to what is written.  Packing takes a third of what ctypes
 takes."""
@@ -59,8 +59,8 @@ def supports(operands: PagedOperands, batch: PagedBatch) -> bool:
 def plan_tokens(batch: PagedBatch, rule: SelectionPolicy) -> torch.Tensor:
     """Blocks that each decoded token attends: ``[0, front)``, the best ``picks``, ``[local, own]``.
 
-    Tokens that choose none count in runs of 64 tokens instead.  Those that choose by records count
-    in cells, with whole segments before the first candidate and between it and ``local``.
+    Blocks are cells of two tokens, with whole segments before the first candidate and between it
+    and ``local``.  Tokens that choose none count in runs of 64 tokens instead.
 
     Args:
         batch: the decodes in front of it.
@@ -124,9 +124,7 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         q = q.contiguous()
     result = out if out.stride(-1) == 1 else out.contiguous()
     sink_logits = None if operands.sinks is None else operands.sinks.float().contiguous()
-    scores = (group + 1) * sized.blocks
-    if sized.by_records:
-        scores = _choice_size(group, sized.blocks, dim)
+    scores = _choice_size(group, sized.blocks, dim)
     sizes = (  # of scores, chosen, units and parts: four bytes each
         slots * scores,
         slots * sized.picks,
@@ -141,12 +139,10 @@ def decode(operands: PagedOperands, batch: PagedBatch, rule: SelectionPolicy) ->
         group,
         dim,
         operands.k_cache.shape[2],
-        rule.sel_block_size,
         threads,
         splits,
         sized.blocks,
         sized.picks,
-        sized.by_records,
         scores,
         operands.softmax_scale,
         *_rows(q),
@@ -173,13 +169,11 @@ class _SizedPlan:
         plan: of :func:`plan_tokens`.
         blocks: to score.
         picks: blocks chosen, at most.
-        by_records: whether they are chosen by records.
     """
 
     plan: torch.Tensor
     blocks: int = 0
     picks: int = 0
-    by_records: bool = False
 
 
 def _sized_plan(batch: PagedBatch, rule: SelectionPolicy) -> _SizedPlan:
@@ -187,9 +181,7 @@ def _sized_plan(batch: PagedBatch, rule: SelectionPolicy) -> _SizedPlan:
     picking = plan[plan[:, 3] > 0]
     if not picking.numel():
         return _SizedPlan(plan)
-    by_records = rule.alignment > 0
-    blocks = picking[:, 4] if by_records else picking[:, 1] // rule.sel_block_size
-    return _SizedPlan(plan, int(blocks.max()), int(picking[:, 3].max()), by_records)
+    return _SizedPlan(plan, int(picking[:, 4].max()), int(picking[:, 3].max()))
 
 
 def _choice_size(group: int, cells: int, dim: int) -> int:
