@@ -113,6 +113,24 @@ class SelectionPolicy:
                 f"got {size!r}"
             )
 
+    def per_token(
+        self, top_k: int | None = None, sel_block_size: int = CELL_SIZE
+    ) -> SelectionPolicy:
+        """The policy of single tokens that choose whole blocks, beside this one of tiles.
+
+        Args:
+            top_k: the tokens' own budget in blocks of this policy; ``None``: the same.
+            sel_block_size: tokens in a block of theirs.
+        """
+        own = self.top_k if top_k is None else top_k
+        return replace(
+            self,
+            sel_block_size=sel_block_size if self.selects_blocks else self.sel_block_size,
+            top_k=own * self.sel_block_size // sel_block_size if self.selects_blocks else 0,
+            query_tile=1,
+            dense_last=0,
+        )
+
     def by_records(self, tokens: int) -> SelectionPolicy:
         """The policy of single tokens that choose pairs of keys by records of segments.
 
@@ -122,7 +140,7 @@ class SelectionPolicy:
             tokens: that a token attends beyond sinks and window.
         """
         if not self.selects_blocks:
-            return replace(self, query_tile=1, dense_last=0)
+            return self.per_token()
         if not isinstance(tokens, int) or tokens < CELL:
             raise ValueError(f"tokens: expected an integer >= {CELL}, got {tokens!r}")
         return replace(

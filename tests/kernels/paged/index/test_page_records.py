@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sparsek_kernels.paged import PageRecords, SelectionPolicy, StepPolicy, paged_attention
-from sparsek_kernels.paged.api import default_indexers, write_index
+from sparsek_kernels.paged.api import default_indexers
+from sparsek_kernels.paged.index.page_records import write_records
 from sparsek_kernels.paged.lengths import batch_of_lengths
 from sparsek_kernels.paged.record import page_bytes
 from tests.kernels.paged.records_oracle import decode_reference
@@ -30,8 +31,7 @@ def test_decoded_tokens_attend_by_records(page_size: int, new: int, dtype: torch
     k_cache, v_cache = (torch.randn(shape, generator=draw).to(dtype) for _ in range(2))
     table = torch.randperm(len(lengths) * each, generator=draw).view(len(lengths), each).int()
     records = torch.zeros(shape[0], heads, page_bytes(page_size, dim), dtype=torch.uint8)
-    filled = batch_of_lengths(table, lengths, lengths)
-    write_index(k_cache, v_cache, records, filled, policy.decode, indexers.decode)
+    write_records(k_cache, v_cache, records, torch.arange(shape[0] * page_size))
     batch = batch_of_lengths(table, (new,) * 3, lengths, decodes=3)
     q = (2 * torch.randn(3 * new, heads * group, dim, generator=draw)).to(dtype)
     sinks = torch.randn(heads * group, generator=draw)

@@ -10,7 +10,7 @@ from sparsek_kernels.paged.index.page_records.kernels.write import write_records
 from sparsek_kernels.paged.policy import SEGMENT, ceil_div
 from sparsek_kernels.paged.record import view_records
 
-_ALONE = 1024
+ALONE = 1024
 """Tokens up to which each has a program; beyond, most are a prompt's, of which one in 64 counts."""
 
 
@@ -24,7 +24,7 @@ def write_records(
     tokens = slots.shape[0]
     if not tokens:
         return
-    together = 1 if tokens <= _ALONE else SEGMENT
+    together = 1 if tokens <= ALONE else SEGMENT
     run(
         write_records_kernel,
         (ceil_div(tokens, together), heads),
