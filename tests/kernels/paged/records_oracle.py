@@ -24,21 +24,21 @@ def decode_reference(
     for request, (length, count) in enumerate(zip(*host_lengths(batch), strict=True)):
         k = gather_sequence(k_cache, batch.block_table[request], length)
         v = gather_sequence(v_cache, batch.block_table[request], length)
-        for position in range(length - count, length):
-            key = torch.arange(length)
-            visible = (key <= position).expand(1, k.shape[1], length).clone()
-            tail = None
-            found = choose_reference(q[row], k, v, position, policy, softmax_scale)
-            if found is not None:
-                chosen, logits, values = found
-                cell = key // policy.sel_block_size
-                first, last = policy.candidate_range(position)
-                for head, cells in enumerate(chosen):
-                    far = torch.isin(cell, torch.tensor(cells))
-                    visible[0, head] &= (cell < first) | (cell >= last) | far
-                tail = logits[None], values
-            rows.append(
-                attend_reference(q[row : row + 1], k, v, visible, softmax_scale, sinks, tail=tail)
-            )
-            row += 1
+        queries, row = q[row : row + count], row + count
+        if not count:
+            continue
+        start, key = length - count, torch.arange(length)
+        causal = key <= torch.arange(start, length)[:, None]
+        visible = causal.unsqueeze(1).repeat(1, k.shape[1], 1)
+        tail = None
+        found = choose_reference(queries, k, v, start, policy, softmax_scale)
+        if found is not None:
+            chosen, logits, values = found
+            cell = key // policy.sel_block_size
+            first, last = policy.candidate_range(start)
+            for head, cells in enumerate(chosen):
+                far = torch.isin(cell, torch.tensor(cells))
+                visible[:, head] &= (cell < first) | (cell >= last) | far
+            tail = logits, values
+        rows.append(attend_reference(queries, k, v, visible, softmax_scale, sinks, tail=tail))
     return torch.cat(rows)

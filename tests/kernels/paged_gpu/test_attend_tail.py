@@ -79,12 +79,13 @@ def make_case(
             for request, (new, length) in enumerate(lengths)
             for position in range(length - new, length)
         ]
-    indices = torch.full((max(rows) + 1, heads, policy.scored_blocks), -1, dtype=torch.int32)
+    lists = len(lengths) if decode else max(rows) + 1
+    indices = torch.full((lists, heads, policy.scored_blocks), -1, dtype=torch.int32)
     per_page = max(page_size // SEGMENT, 1)
     shape = (problem.k_cache.shape[0], heads, per_page * record_bytes(dim) + 32)
     records = torch.full(shape, 255, dtype=torch.uint8)
     segments = max(length for _, length in lengths) // SEGMENT + 3
-    logits = torch.full((len(indices), num_heads, segments), float("nan"))
+    logits = torch.full((max(rows) + 1, num_heads, segments), float("nan"))
     k_cache, v_cache = problem.k_cache.cpu().clone(), problem.v_cache.cpu().clone()
     unread = torch.ones(problem.k_cache.shape[:3], dtype=torch.bool)
     wanted = torch.empty(problem.q.shape, dtype=torch.float64)
@@ -100,15 +101,17 @@ def make_case(
             key = torch.arange(length)
             visible = (key <= position).expand(1, heads, length).clone()
             extra = None
-            if not policy.sees_all(position):
-                first, last = policy.candidate_range(position)
+            start = length - new if decode else position  # where a list's first token is
+            if not policy.sees_all(start):
+                first, last = policy.candidate_range(start)
                 block = key // policy.sel_block_size
+                chosen = indices[request if decode else rows[token]]
                 for head in range(heads):
-                    cells = torch.randperm(last - first, generator=draw) + first
-                    cells = cells[: policy.scored_blocks].sort().values
-                    indices[rows[token], head] = cells
+                    if position == start:
+                        cells = torch.randperm(last - first, generator=draw) + first
+                        chosen[head] = cells[: policy.scored_blocks].sort().values
                     forced = (block < policy.sink_blocks) | (block >= last)
-                    visible[0, head] &= forced | torch.isin(block, cells)
+                    visible[0, head] &= forced | torch.isin(block, chosen[head])
                 far = range(
                     first * policy.sel_block_size // SEGMENT,
                     last * policy.sel_block_size // SEGMENT,
