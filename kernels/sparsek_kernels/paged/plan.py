@@ -46,7 +46,7 @@ class Segment:
 
     @property
     def by_request(self) -> bool:
-        """Whether a request's tokens share one selection; else every token, or tile, has its own."""
+        """Whether a request's tokens share a selection; else every token, or tile, has its own."""
         return self.decodes and self.policy.alignment > 0
 
 

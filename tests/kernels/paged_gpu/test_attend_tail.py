@@ -28,8 +28,8 @@ PAIRS = SelectionPolicy(num_sink=20, window_size=40, top_k=60, query_tile=64).by
 FOURS = replace(PAIRS, sel_block_size=4, top_k=32)  # whole pieces of 64 keys
 WIDE = replace(FOURS, window_size=100, num_sink=0, top_k=9, dense_below=400)
 WHOLE = replace(PAIRS, sel_block_size=64, top_k=2)
-MIXED = [(1, 900), (4, 777), (1, 200), (1, 640), (2, 66)]
-"""New tokens and lengths of requests, of which some see everything."""
+MIXED = [(1, 900), (4, 770), (1, 200), (3, 402), (1, 640), (2, 66)]
+"""New tokens and lengths of requests, of which some see everything, and some cross segments."""
 
 
 @dataclass
@@ -183,6 +183,8 @@ CASES: dict[str, tuple[list[tuple[int, int]], SelectionPolicy, dict[str, Any]]] 
     "fours": (MIXED, FOURS, {"group": 1, "dim": 64, "page_size": 128, "head_major": True}),
     "fours-d80": (MIXED[:2], FOURS, {"dim": 80, "sinks": True}),
     "wide": (MIXED, WIDE, {"page_size": 128, "dim": 128}),
+    "wide-group": (MIXED[:4], PAIRS, {"group": 24}),
+    "many-tokens": ([(20, 400), (5, 777)], PAIRS, {"group": 4}),
     "segments": (MIXED, WHOLE, {"page_size": 128, "group": 4}),
     "nothing-left": ([(2, 700)], PAIRS, {"nothing_left": True}),
     "no-tail": (MIXED, PAIRS, {"tail": False}),

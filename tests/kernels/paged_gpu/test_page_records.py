@@ -20,8 +20,8 @@ from sparsek_kernels.paged.record import page_bytes
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 RULE = SelectionPolicy(num_sink=20, window_size=100, top_k=60, dense_below=300).by_records(256)
-MIXED = [(1, 900), (4, 1401), (1, 200), (1, 640), (2, 66)]
-"""New tokens and lengths of requests, of which some see everything."""
+MIXED = [(1, 900), (4, 1410), (1, 200), (1, 640), (3, 302), (2, 66), (2, 897)]
+"""New tokens and lengths of requests, of which some see everything, and some complete a segment."""
 
 
 @dataclass
