@@ -98,11 +98,11 @@ def error_of(inputs: PagedInputs, call: Call, batch: PagedBatch) -> tuple[float,
     The error is of the output over the kernels' own cells and tails, over the largest value.
     """
     assert call.policy is not None
-    out, position = call.run(), inputs.seq_lens[0] - 1
-    row, group = inputs.query_lens[0] - 1, inputs.group
+    out, new = call.run(), inputs.query_lens[0]
+    position, row, group = inputs.seq_lens[0] - new, new - 1, inputs.group
     k, v = (x.cpu()[:, None] for x in inputs.keys_of(0, 1))
     heads, scale = slice(group, 2 * group), inputs.softmax_scale
-    q = inputs.q[row, heads].cpu()
+    q = inputs.q[:new, heads].cpu()
     visible, tail, same = torch.ones(1, 1, len(k), dtype=torch.bool), None, 1.0
     found = choose_reference(q, k, v, position, call.policy, scale)
     if found is not None:
@@ -112,7 +112,7 @@ def error_of(inputs: PagedInputs, call: Call, batch: PagedBatch) -> tuple[float,
         )
         chosen = PageRecords().select(operands, Segment(batch, call.policy))
         assert chosen.tail is not None
-        cells = chosen.indices[row, 1].cpu().long()
+        cells = chosen.indices[0, 1].cpu().long()
         same = len(set(cells.tolist()) & set(wanted_cells)) / len(wanted_cells)
         cell, (first, last) = torch.arange(len(k)) // 2, call.policy.candidate_range(position)
         taken = torch.zeros(len(k) // 2 + 1, dtype=torch.bool)
@@ -120,7 +120,7 @@ def error_of(inputs: PagedInputs, call: Call, batch: PagedBatch) -> tuple[float,
         visible[0, 0] = (cell < first) | (cell >= last) | taken[cell]
         logits = chosen.tail.logits[row, heads, first // 32 : last // 32].cpu()
         tail = logits[None].double() * math.log(2.0), values
-    wanted = attend_reference(q[None], k, v, visible, scale, tail=tail)[0]
+    wanted = attend_reference(q[-1:], k, v, visible, scale, tail=tail)[0]
     error = (out[row, heads].double().cpu() - wanted).abs().max()
     return same, float(error / wanted.abs().max())
 

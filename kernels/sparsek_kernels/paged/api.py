@@ -183,8 +183,8 @@ def select_blocks(
 
     Returns:
         One ``[tiles, Hkv, scored_blocks]`` int64 tensor per request, ascending block indices;
-        rows of tiles that see everything are -1.  Decodes have a tile per token, and blocks of the
-        size and number of their own policy.
+        rows of tiles that see everything are -1.  Decodes have blocks of the size and number of
+        their own policy, and a tile per token, or one for all with an alignment.
 
     Raises:
         TypeError, ValueError: ``policy`` does not select blocks, or an argument does not fit.
@@ -212,6 +212,8 @@ def select_blocks(
             counts[r] if segment.decodes else one.num_tiles(lengths[r] - counts[r], lengths[r])
             for r in range(first, last)
         ]
+        if segment.by_request:
+            rows = [1] * (last - first)
         index = indexers.of(segment)
         if index is None:
             indices = q.new_full((sum(rows), k_cache.shape[1], 0), -1, dtype=torch.int32)

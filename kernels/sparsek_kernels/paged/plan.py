@@ -41,8 +41,13 @@ class Segment:
 
     @property
     def decodes(self) -> bool:
-        """Whether the queries are decoded tokens, each with a selection of its own."""
+        """Whether the queries are decoded tokens."""
         return self.batch.num_decodes > 0
+
+    @property
+    def by_request(self) -> bool:
+        """Whether a request's tokens share a selection; else every token, or tile, has its own."""
+        return self.decodes and self.policy.alignment > 0
 
 
 def everything(policy: SelectionPolicy) -> SelectionPolicy:

@@ -70,7 +70,9 @@ class SelectionPolicy:
             chunking and preemption.
         alignment: of single tokens that select blocks: sinks end and the window begins at a
             multiple of it, a multiple of ``SEGMENT`` tokens.  The window is rounded up to whole
-            segments before the token's own, at least one.  0: sinks and window end with blocks.
+            segments before the token's own, at least one.  The new tokens of a request then share a
+            selection: the first of them decides which blocks compete, and whether all see
+            everything.  0: sinks and window end with blocks.
     """
 
     num_sink: int = 0
@@ -269,21 +271,28 @@ class SelectionPolicy:
         below = position - position % self.query_tile + self.query_tile <= self.dense_below
         return below | (last - first <= self.scored_blocks)
 
-    def attended_tokens(self, position: Positions) -> Positions:
-        """Keys that the query at ``position`` attends: a function of position alone.
+    def attended_tokens(self, position: Positions, first: Positions | None = None) -> Positions:
+        """Keys that the query at ``position`` attends: a function of positions alone.
 
         Queries that ``dense_last`` exempts attend ``position + 1`` keys instead.
+
+        Args:
+            position: of the query.
+            first: of its request's first new token, whose selection it shares where there is an
+                alignment; ``None``: its own.
         """
         length = position + 1
         if self.window_size is None:
             return length
+        if first is None or not self.alignment:
+            first = position
         if self.selects_blocks:
-            first_local, _ = self.local_range(position)
+            first_local, _ = self.local_range(first)
             chosen = self.sink_blocks + self.scored_blocks
             sparse = length + (chosen - first_local) * self.sel_block_size
         else:
             sparse = _at_most(length, self.num_sink + self.window_size)
-        return sparse + self.sees_all(position) * (length - sparse)
+        return sparse + self.sees_all(first) * (length - sparse)
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def select_blocks_reference(
         For each KV head, ascending block indices; ``None`` where the tile sees everything.
     """
     if policy.alignment:
-        found = choose_reference(q[0], k, k, positions[0], policy, softmax_scale)
+        found = choose_reference(q, k[: positions[-1] + 1], k, positions[0], policy, softmax_scale)
         return None if found is None else found[0]
     if policy.sees_all(positions[0]):
         return None
@@ -125,31 +125,31 @@ def attend_by_records_reference(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    positions: list[int],
+    start: int,
     policy: SelectionPolicy,
     softmax_scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention ``[n, Hq, Dv]`` float64 of single tokens that choose by records.
+    """Attention ``[n, Hq, Dv]`` float64 of neighbouring tokens that choose together by records.
 
     Args:
-        q: ``[n, Hq, D]``, the queries at ``positions``.
+        q: ``[n, Hq, D]``, the queries from position ``start`` on.
         k, v: ``[N, Hkv, D]``.
         sinks: ``[Hq]`` logits that join the denominator only.
     """
-    rows, key = [], torch.arange(len(k))
-    for query, position in zip(q, positions, strict=True):
-        visible = (key <= position).expand(1, k.shape[1], -1).clone()
-        found, tail = choose_reference(query, k, v, position, policy, softmax_scale), None
-        if found is not None:
-            cell = key // policy.sel_block_size
-            first, last = policy.candidate_range(position)
-            for head, cells in enumerate(found[0]):
-                far = torch.isin(cell, torch.tensor(cells))
-                visible[0, head] &= (cell < first) | (cell >= last) | far
-            tail = found[1][None], found[2]
-        rows.append(attend_reference(query[None], k, v, visible, softmax_scale, sinks, tail))
-    return torch.cat(rows)
+    key = torch.arange(len(k))
+    causal = key <= torch.arange(start, start + len(q))[:, None]
+    visible, tail = causal.unsqueeze(1).repeat(1, k.shape[1], 1), None
+    found = choose_reference(q, k[: start + len(q)], v, start, policy, softmax_scale)
+    if found is not None:
+        chosen, logits, values = found
+        cell = key // policy.sel_block_size
+        first, last = policy.candidate_range(start)
+        for head, cells in enumerate(chosen):
+            far = torch.isin(cell, torch.tensor(cells))
+            visible[:, head] &= (cell < first) | (cell >= last) | far
+        tail = logits, values
+    return attend_reference(q, k, v, visible, softmax_scale, sinks, tail)
 
 
 def paged_attention_reference(
@@ -183,9 +183,12 @@ def paged_attention_reference(
         k = gather_sequence(k_cache, pages, length)
         v = gather_sequence(v_cache, pages, length)
         positions = list(range(length - (end - begin), length))
-        if rule.alignment:
-            rows = (q[begin:end], k, v, positions, rule, scale, sinks)
-            out[begin:end] = attend_by_records_reference(*rows)
+        if rule.alignment:  # a prompt's tokens choose alone
+            together = end - begin if request < batch.num_decodes else 1
+            for row in range(begin, end, together):
+                start = positions[row - begin]
+                rows = (q[row : row + together], k, v, start, rule, scale, sinks)
+                out[row : row + together] = attend_by_records_reference(*rows)
             continue
         visible = visible_reference(q[begin:end], k, positions, rule, scale, select)
         for row in range(max(end - begin - rule.dense_last, 0), end - begin):

@@ -22,10 +22,11 @@ def decode_reference(
     rows, row = [], 0
     for request, (length, count) in enumerate(zip(*host_lengths(batch), strict=True)):
         k, v = (gather_sequence(x, batch.block_table[request], length) for x in (k_cache, v_cache))
-        positions, mine = list(range(length - count, length)), q[row : row + count]
         if count:
             rows.append(
-                attend_by_records_reference(mine, k, v, positions, policy, softmax_scale, sinks)
+                attend_by_records_reference(
+                    q[row : row + count], k, v, length - count, policy, softmax_scale, sinks
+                )
             )
         row += count
     return torch.cat(rows)

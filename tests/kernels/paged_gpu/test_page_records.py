@@ -20,8 +20,8 @@ from sparsek_kernels.paged.record import page_bytes
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 RULE = SelectionPolicy(num_sink=20, window_size=100, top_k=60, dense_below=300).by_records(256)
-MIXED = [(1, 900), (4, 1401), (1, 200), (1, 640), (2, 66)]
-"""New tokens and lengths of requests, of which some see everything."""
+MIXED = [(1, 900), (4, 1410), (1, 200), (1, 640), (3, 302), (2, 66), (2, 897)]
+"""New tokens and lengths of requests, of which some see everything, and some complete a segment."""
 
 
 @dataclass
@@ -75,29 +75,30 @@ def check(case: Case, chosen: Chosen, *, exact: float = 1.0, tolerance: float = 
         count, length = batch.query_lens[request], batch.seq_lens_host[request]
         where = slots // page_size, slice(None), slots % page_size
         k, v = case.operands.k_cache[where].cpu(), case.operands.v_cache[where].cpu()
-        for position in range(length - count, length):
-            got = chosen.indices[token].cpu().tolist()
-            found = choose_reference(q[token].cpu(), k, v, position, policy, dim**-0.5)
-            if found is None:
-                assert all(set(row) == {-1} for row in got)
-                token += 1
-                continue
-            wanted, logits, _ = found
-            first, last = policy.candidate_range(position)
-            for head in range(heads):
-                assert got[head] == sorted(set(got[head]))
-                assert len(got[head]) == policy.scored_blocks
-                assert first <= got[head][0]
-                assert got[head][-1] < last
-                same = len(set(got[head]) & set(wanted[head])) / len(wanted[head])
-                assert same >= exact, (request, position, head, same)
-            tails = chosen.tail.logits[token, :, first // 32 : last // 32].double().cpu()
-            tails *= math.log(2.0)
-            # Where another cell was chosen, what is left differs with it.
-            near = (tails - logits).abs() <= tolerance
-            both = torch.isinf(tails) & torch.isinf(logits)
-            assert (near | both).double().mean() >= 2 * exact - 1
-            token += 1
+        rows, position = slice(token, token + count), length - count
+        token = rows.stop
+        if not count:
+            continue
+        got = chosen.indices[request].cpu().tolist()
+        found = choose_reference(q[rows].cpu(), k, v, position, policy, dim**-0.5)
+        if found is None:
+            assert all(set(row) == {-1} for row in got)
+            continue
+        wanted, logits, _ = found
+        first, last = policy.candidate_range(position)
+        for head in range(heads):
+            assert got[head] == sorted(set(got[head]))
+            assert len(got[head]) == policy.scored_blocks
+            assert first <= got[head][0]
+            assert got[head][-1] < last
+            same = len(set(got[head]) & set(wanted[head])) / len(wanted[head])
+            assert same >= exact, (request, head, same)
+        tails = chosen.tail.logits[rows, :, first // 32 : last // 32].double().cpu()
+        tails *= math.log(2.0)
+        # Where another cell was chosen, what is left differs with it.
+        near = (tails - logits).abs() <= tolerance
+        both = torch.isinf(tails) & torch.isinf(logits)
+        assert (near | both).double().mean() >= 2 * exact - 1
 
 
 SHAPES = [

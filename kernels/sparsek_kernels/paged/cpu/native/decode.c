@@ -16,10 +16,10 @@ ALWAYS_INLINE int64_t num_near(const Token *token) {
 }
 
 /* Where a piece is in a list of blocks, of the chosen ones or of sinks and window: an entry, and
- * keys of it that are done. */
+ * keys of it that are done.  After them it has the keys of the unit's tokens from `later` on. */
 typedef struct {
     const int32_t *chosen;
-    int64_t entry, last, done;
+    int64_t entry, last, done, later;
 } Cursor;
 
 ALWAYS_INLINE int64_t block_at(const Token *token, const Cursor *at) {
@@ -27,9 +27,10 @@ ALWAYS_INLINE int64_t block_at(const Token *token, const Cursor *at) {
     return at->entry < token->front ? at->entry : token->local + at->entry - token->front;
 }
 
-/* Rows of keys that are attended together; behind them the last one again. */
+/* Rows of keys that are attended together; behind them the last one again.  The unit's rows from
+ * `from` on attend them. */
 typedef struct {
-    int64_t count;
+    int64_t count, from;
     const char *k[RUN], *v[RUN];
 } Run;
 
@@ -39,7 +40,7 @@ ALWAYS_INLINE const char *row_of(const Decode *a, const Rows *rows, int64_t page
                             (rows->is_bf16 ? 2 : 4);
 }
 
-/* The next keys of a piece; none at its end. */
+/* The next keys of a piece, up to the unit's first token or one of a later one; none at its end. */
 static void next_run(const Decode *a, const Token *token, int64_t unit, Cursor *at, Run *run) {
     const int64_t size = block_tokens(token), bytes = a->k.is_bf16 ? 2 : 4;
     const int32_t *pages = a->table + token->request * a->table_stride;
@@ -65,6 +66,14 @@ static void next_run(const Decode *a, const Token *token, int64_t unit, Cursor *
         }
         at->done += keys;
         if (key + keys == end) at->entry++, at->done = 0;
+    }
+    run->from = 0;
+    if (!count && at->later < token->count) { /* no token before this one sees its key */
+        const int64_t key = token->position + at->later, page = key / a->page_size;
+        run->k[0] = row_of(a, &a->k, pages[page], unit, key % a->page_size);
+        run->v[0] = row_of(a, &a->v, pages[page], unit, key % a->page_size);
+        run->from = at->later++ * a->group;
+        count = 1;
     }
     run->count = count;
     for (; count && count < RUN; count++) {
@@ -162,10 +171,10 @@ ALWAYS_INLINE void attend_run(const Run *run, const Run *ahead, int is_bf16, con
 /* Adds the blocks of a list to a piece's part. */
 ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t unit, Cursor at,
                                  float *part, int dim) {
-    const int64_t group = a->group, width = PART(dim), chunks = (dim + CHUNK - 1) / CHUNK;
-    Chunk q[MOST_GROUP * ((MOST_DIM + CHUNK - 1) / CHUNK)];
+    const int64_t rows = rows_of(a, unit), width = PART(dim), chunks = (dim + CHUNK - 1) / CHUNK;
+    Chunk q[MOST_ROWS * ((MOST_DIM + CHUNK - 1) / CHUNK)];
     Run runs[2], *run = runs, *ahead = runs + 1;
-    for (int64_t g = 0; g < group; g++) {
+    for (int64_t g = 0; g < rows; g++) {
         const char *row = query_row(a, &a->q, unit, g);
         for (int64_t c = 0; c < chunks; c++)
             q[g * chunks + c] = load_factors(row, a->q.is_bf16, c * CHUNK, dim - c * CHUNK);
@@ -173,10 +182,10 @@ ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t un
     for (next_run(a, token, unit, &at, run); run->count;) {
         next_run(a, token, unit, &at, ahead);
         const Run *next = ahead->count ? ahead : run;
-        for (int64_t g = 0; g < group; g += 4) {
+        for (int64_t g = run->from; g < rows; g += 4) {
             const Chunk *own = q + g * chunks;
             float *sums = part + g * width, scale = a->scale;
-            switch (min64(group - g, 4) * 2 + a->k.is_bf16) { /* constants, so that loops unroll */
+            switch (min64(rows - g, 4) * 2 + a->k.is_bf16) { /* constants, so that loops unroll */
             case 2: attend_run(run, next, 0, own, 1, scale, sums, width, dim); break;
             case 3: attend_run(run, next, 1, own, 1, scale, sums, width, dim); break;
             case 4: attend_run(run, next, 0, own, 2, scale, sums, width, dim); break;
@@ -194,11 +203,11 @@ ALWAYS_INLINE void attend_blocks(const Decode *a, const Token *token, int64_t un
 
 /* The output of a unit, from its parts. */
 static void combine(const Decode *a, int64_t unit) {
-    const int64_t dim = a->dim, width = PART(dim), stride = a->group * width;
-    for (int64_t g = 0; g < a->group; g++) {
+    const int64_t dim = a->dim, width = PART(dim), stride = a->rows * width;
+    for (int64_t g = 0; g < rows_of(a, unit); g++) {
         const float *parts = part_of(a, unit, 0, g);
         float top = -INFINITY, total = 0.0f, sums[PART(MOST_DIM)] = {0};
-        if (a->sinks) top = a->sinks[unit % a->heads * a->group + g], total = 1.0f;
+        if (a->sinks) top = a->sinks[unit % a->heads * a->group + g % a->group], total = 1.0f;
         for (int64_t s = 0; s < a->splits; s++) {
             const float other = parts[(s * stride) + width - 2];
             if (other > top) total *= expf(top - other), top = other;
@@ -221,9 +230,9 @@ static void combine(const Decode *a, int64_t unit) {
 }
 
 /* Parts of a piece to which nothing is added yet. */
-ALWAYS_INLINE void clear(float *part, int64_t group, int dim) {
-    memset(part, 0, group * PART(dim) * sizeof(float));
-    for (int64_t g = 0; g < group; g++) part[(g + 1) * PART(dim) - 2] = -INFINITY;
+ALWAYS_INLINE void clear(float *part, int64_t rows, int dim) {
+    memset(part, 0, rows * PART(dim) * sizeof(float));
+    for (int64_t g = 0; g < rows; g++) part[(g + 1) * PART(dim) - 2] = -INFINITY;
 }
 
 /* Where the share of a piece in `count` things begins. */
@@ -261,13 +270,14 @@ static void choose(const Decode *a, const Token *token, int64_t unit) {
  * what is chosen of it, and the tail.  The last piece of a unit chooses, or combines. */
 ALWAYS_INLINE void do_piece(const Decode *a, int pass, int64_t piece, int dim) {
     const int64_t unit = piece / a->splits, split = piece % a->splits;
-    const Token *token = a->plan + unit / a->heads;
+    const Token *token = token_of(a, unit);
     if (pass && !token->picks) return;
     float *part = part_of(a, unit, split, 0);
-    if (!pass) clear(part, a->group, dim);
+    if (!pass) clear(part, rows_of(a, unit), dim);
     const int32_t *chosen = pass ? a->chosen + slot_of(a, unit) * a->max_picks : NULL;
     const int64_t count = pass ? a->units[slot_of(a, unit)].chosen : num_near(token);
-    const Cursor at = {chosen, start_of(a, split, count), start_of(a, split + 1, count), 0};
+    const int64_t later = pass || split < a->splits - 1 ? token->count : 1;
+    const Cursor at = {chosen, start_of(a, split, count), start_of(a, split + 1, count), 0, later};
     attend_blocks(a, token, unit, at, part, dim);
     if (token->picks && !pass) score_piece(a, token, unit, split, dim);
     if (pass) tail_piece(a, token, unit, split, part, dim);
@@ -287,7 +297,7 @@ static void do_piece_of(const Decode *a, int pass, int64_t piece) {
 
 /* Pieces are dealt out as threads come for them: other work may hold one of them up. */
 void sparsek_decode(const Decode *a) {
-    const int64_t units = a->tokens * a->heads, pieces = units * a->splits;
+    const int64_t units = a->lists * a->heads, pieces = units * a->splits;
     const int passes = a->max_picks ? 2 : 1;
     if (a->splits == 1) {
 #pragma omp parallel for num_threads(a->threads) schedule(dynamic, 1)

@@ -18,7 +18,9 @@ from sparsek_kernels.paged.record import page_bytes
 
 
 class PageRecords(Indexer):
-    """A token's cells of 2 keys rank by the probabilities of their vectors, summed over the group.
+    """Cells of 2 keys rank by the probabilities of their vectors.
+
+    These are summed over a request's new tokens and the group, so that its tokens share a list.
 
     ``write_kv`` writes a record once its segment of 64 tokens is complete, and again where the last
     one of them is.  The rule is docs/selection.md.
@@ -64,14 +66,17 @@ class PageRecords(Indexer):
 
     def fused_decode(self, operands: PagedOperands, segment: Segment) -> bool:
         """Decode by the C function where it takes these tensors."""
-        if operands.largest is not None or not native_decode.supports(operands, segment.batch):
+        if operands.q.is_cuda or operands.largest is not None:
             return False
-        tokens = slice(sum(segment.batch.query_lens))
+        counts = segment.batch.query_lens
+        if not native_decode.supports(operands, segment.batch, max(counts, default=1)):
+            return False
+        tokens = slice(sum(counts))
         native_decode.decode(operands.of_rows(tokens), segment.batch, segment.policy)
         return True
 
     def select(self, operands: PagedOperands, segment: Segment) -> Chosen:
-        """Return each token's cells, and what stands in for the others.
+        """Return each request's cells, and what stands in for the others to each token.
 
         Raises:
             NotImplementedError: the tokens are a prompt's.

@@ -65,7 +65,7 @@ def select(operands: PagedOperands, segment: Segment) -> Chosen:
     """Triton form of :meth:`PageRecords.select`."""
     call, chooses = new_selection(operands, segment)
     batch, device = call.batch, operands.q.device
-    tokens, heads = call.out.shape[0], operands.q.shape[1]
+    tokens, heads = batch.num_decode_tokens, operands.q.shape[1]
     width = ceil_div(ceil_div(batch.max_seq_len, SEGMENT), UNIT.value) * UNIT.value
     tails = workspace(device, "tails", tokens * heads * width, torch.float32)
     tails = tails[: tokens * heads * width].view(tokens, heads, width)
@@ -102,6 +102,7 @@ def _fits(call: Selection, width: int) -> bool:
         and q.dtype == torch.bfloat16
         and q.shape[2] in (64, 128)
         and call.group <= 8
+        and call.batch.decode_query_len == 1
         and group_programs(call.policy, width) <= 2 * multiprocessors(q.device)
     )
 
@@ -114,7 +115,7 @@ def _choose_at_once(call: Selection, rule: Rule, shape: Shape, tails: torch.Tens
     device, records = q.device, operands.summary
     width = tails.shape[2]
     members = group_programs(call.policy, width)
-    groups = batch.num_decodes * batch.decode_query_len * call.heads
+    groups = batch.num_decodes * call.heads
     states = workspace(device, "sums", groups * members * 2 * shape.COLUMNS, torch.float32)
     counts = workspace(device, "counts", groups * members * KEYS, torch.int32)
     counters = workspace(device, "counters", 4 * groups, torch.int32)
@@ -156,19 +157,18 @@ def _choose_in_steps(call: Selection, rule: Rule, shape: Shape, tails: torch.Ten
     most = _SCRATCH_ELEMENTS // (length * call.q.shape[1] * width * VECTORS)
     requests = max(min(most, batch.num_decodes, MOST_ROWS // length), 1)
     for first in range(0, batch.num_decodes, requests):
-        here = min(requests, batch.num_decodes - first)
-        step = Step(first * length, here * length)
-        _choose_some(call, rule, shape, tails, step, requests * length)
+        step = Step(first, min(requests, batch.num_decodes - first))
+        _choose_some(call, rule, shape, tails, step, requests)
 
 
 def _choose_some(
     call: Selection, rule: Rule, shape: Shape, tails: torch.Tensor, step: Step, most: int
 ) -> None:
-    """Choose for a step's tokens, of at most ``most``: scratch and kernels are the same for all."""
+    """Choose for some requests, of at most ``most``: scratch and kernels are the same for all."""
     q, operands, batch = call.q, call.operands, call.batch
     device, records = q.device, operands.summary
     _, heads, width = tails.shape
-    rows = most * heads
+    rows = most * shape.QUERY_LEN * heads
     rest = workspace(device, "rest", rows * width * VECTORS, torch.float16)
     base = workspace(device, "base", rows * width, torch.float32)
     gain = workspace(device, "gain", rows * width, torch.float32)
@@ -180,12 +180,11 @@ def _choose_some(
     lengths = (batch.seq_lens, batch.cu_seqlens_q)
     overlap = overlap_options(device)
     block_m = next_power_of_2(shape.QUERY_LEN) * shape.HEADS
-    requests = step.count // shape.QUERY_LEN
-    shares = 8 * multiprocessors(device) // (requests * call.heads)
+    shares = 8 * multiprocessors(device) // (step.count * call.heads)
     shares = min(max(shares, 1), width // UNIT.value)
     run(
         score_records_kernel,
-        (shares + shape.QUERY_LEN, call.heads, requests),
+        (shares + shape.QUERY_LEN, call.heads, step.count),
         rest,
         base,
         gain,
@@ -199,7 +198,7 @@ def _choose_some(
         *lengths,
         call.qk_scale,
         call.policy.dense_below,
-        step.first // shape.QUERY_LEN,
+        step.first,
         width,
         q.stride()[:2],
         operands.k_cache.stride()[:3],
