@@ -52,7 +52,7 @@ class Segment:
 
 def everything(policy: SelectionPolicy) -> SelectionPolicy:
     """The policy of prompts of ``policy``, or their last queries, that attend every earlier key."""
-    return SelectionPolicy(sel_block_size=policy.sel_block_size)
+    return SelectionPolicy(sel_block_size=policy.alignment or policy.sel_block_size)
 
 
 def first_sparse(policy: SelectionPolicy, start: int, end: int) -> int:

@@ -158,7 +158,7 @@ def test_segments_attended_one_by_one_make_the_step(size: int) -> None:
     policy = SelectionPolicy(
         num_sink=16, window_size=20, top_k=1, sel_block_size=size, dense_below=64, dense_last=10
     )
-    case = make_case([300, 60, 410, 333, 8], [1, 60, 400, 40, 8], 1, page_size=96)
+    case = make_case([300, 60, 410, 333, 8], [1, 60, 400, 40, 8], 1, page_size=192)
     step = StepPolicy.of(policy)
     found = plan_step(case.batch, step)
     assert [segment.policy.is_dense for segment in found] == [False, True, False, True, True, True]

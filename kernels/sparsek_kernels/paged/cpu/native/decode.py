@@ -79,17 +79,21 @@ def plan_tokens(batch: PagedBatch, rule: SelectionPolicy) -> torch.Tensor:
     for request, (length, count) in enumerate(zip(*host_lengths(batch), strict=True)):
         if request == batch.num_decodes:
             break
-        together = count if rule.alignment else 1
+        start = length - count
+        shared = rule.alignment > 0  # what the first token sees decides for all
+        together = count if shared and not rule.sees_all(start) else 1
         for token in range(0, count, max(together, 1)):
-            blocks = _blocks_of(rule, length - count + token)
+            position = start + token
+            dense = rule.sees_all(start if shared else position)
+            blocks = _blocks_of(rule, position, dense)
             rows.append((request, row + token, together, *blocks))
         row += count
     return torch.tensor(rows, dtype=torch.int64).view(-1, 9)
 
 
-def _blocks_of(rule: SelectionPolicy, position: int) -> tuple[int, ...]:
+def _blocks_of(rule: SelectionPolicy, position: int, dense: bool) -> tuple[int, ...]:
     runs = position // RUN + 1
-    if rule.sees_all(position):
+    if dense:
         return position, runs, 0, runs, 0, 0
     sinks, start = rule.num_sink, position + 1 - (rule.window_size or 0)
     if rule.selects_blocks:
