@@ -54,7 +54,7 @@ BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 DECODE_TOKENS = 3072
 """Tokens that a decoded token selects by default."""
 
-_BY_RECORDS = ("block_topk", "pattern")
+_BY_RECORDS = ("auto", "block_topk", "pattern")
 """Modes whose single tokens choose pairs of keys; in others they choose whole blocks."""
 
 _REPLACED = {"decode_top_k": "decode_tokens, which counts tokens (64 for each block)"}

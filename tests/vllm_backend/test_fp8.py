@@ -10,10 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.kernels.rounded_query import rounded
 
 from sparsek_kernels.paged.pages import summary_bytes
 from sparsek_kernels.paged.reference import paged_attention_reference, select_blocks_reference
-from tests.kernels.rounded_query import rounded
 from tests.vllm_backend.layers import (
     DIM,
     HEADS,

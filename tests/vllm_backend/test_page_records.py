@@ -54,7 +54,6 @@ def test_an_engine_decodes_by_records(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"decode_tokens": 64, "decode_top_k": 4}, "decode_tokens .* and decode_top_k"),
         ({"decode_tokens": 64, "query_tile": 1}, "query_tile"),
         ({"decode_tokens": 0}, "decode_tokens"),
         ({"decode_tokens": 64, "mode": "sink_window"}, "decode_tokens"),
@@ -70,8 +69,8 @@ def test_tokens_go_before_what_a_model_was_trained_with() -> None:
         "kernel_size": 32, "kernel_stride": 16, "init_blocks": 1, "block_size": 64,
         "window_size": 2048, "topk": 64, "use_nope": False, "dense_len": 8192,
     }  # fmt: skip
-    config = resolve_config({"decode_tokens": 2048}, {}, trained).config
-    assert (config.decode_tokens, config.decode_top_k) == (2048, None)
+    assert resolve_config({"decode_tokens": 2048}, {}, trained).config.decode_tokens == 2048
+    assert resolve_config({}, {}, trained).config.decode_tokens == 63 * 64
 
 
 def test_batch_invariant_engines_refuse_records() -> None:
