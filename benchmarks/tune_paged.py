@@ -29,12 +29,13 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
+from sparsek_kernels.paged.index.key_means import launch as key_means_launch  # noqa: E402
+
 from sparsek_kernels.paged.attend import launch as attend_launch  # noqa: E402
 from sparsek_kernels.paged.batch import PagedBatch  # noqa: E402
 from sparsek_kernels.paged.chosen import Chosen  # noqa: E402
 from sparsek_kernels.paged.config import TileConfig  # noqa: E402
 from sparsek_kernels.paged.index import launch as index_launch  # noqa: E402
-from sparsek_kernels.paged.index.key_means import launch as key_means_launch  # noqa: E402
 from sparsek_kernels.paged.index.two_step import launch as two_step_launch  # noqa: E402
 from sparsek_kernels.paged.index.two_step import launch_probabilities, launch_scores  # noqa: E402
 from sparsek_kernels.paged.operands import PagedOperands  # noqa: E402

@@ -411,4 +411,3 @@ def test_who_needs_pages_of_whole_segments(settings: dict[str, Any], by_records:
     check_page_size(resolved, 192)
     with pytest.raises(ConfigError, match=r"decode_tokens .*multiple of 64.*got 32.*--block-size"):
         check_page_size(resolved, 32)
-

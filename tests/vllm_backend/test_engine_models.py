@@ -145,7 +145,7 @@ def test_minicpm_takes_its_own_selection(prompts: list[list[int]], tmp_path: Pat
     tiles = SelectionPolicy(
         num_sink=32, window_size=64, top_k=3, sel_block_size=32, dense_below=128, query_tile=64
     )
-    policy = StepPolicy(tiles, tiles.per_token())
+    policy = StepPolicy(tiles, tiles.by_records(96))
     assert policies == {policy}
     positions = range(LENGTHS[-1] + 7)
     expected = sum(

@@ -29,7 +29,7 @@ SETTINGS = {
     "window_size": 32,
     "sel_block_size": 32,
     "top_k": 2,
-    "decode_top_k": 2,
+    "decode_tokens": 64,
     "query_tile": 1,
 }
 
@@ -101,7 +101,7 @@ def test_tokens_of_ranks_that_hold_the_context_between_them(
     options: dict[str, Any] = {
         "max_model_len": 1024,
         "max_num_batched_tokens": 256,
-        "block_size": 32,
+        "block_size": 64,
         "skip_tokenizer_init": True,
     }
     settings = {**SETTINGS, "query_tile": 32}

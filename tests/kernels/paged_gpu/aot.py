@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 import triton
 from hardware import simulated
+from oracle_check import launch_write
 from problems import attend_phases, make_problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -36,7 +37,6 @@ from sparsek_kernels.paged.index import launch as index_launch
 from sparsek_kernels.paged.index.base import Indexers
 from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.index.infllm import launch as infllm_launch
-from sparsek_kernels.paged.index.key_means import launch as key_means_launch
 from sparsek_kernels.paged.index.page_records import launch as choose_launch
 from sparsek_kernels.paged.index.page_records import launch_write as records_launch
 from sparsek_kernels.paged.index.page_records.kernels import fused
@@ -60,7 +60,6 @@ KERNELS = {
     "tail_kernel": choose_launch,
     "choose_cells_kernel": fused,
     "attend_kernel": attend_launch,
-    "decode_logits_kernel": key_means_launch,
     "top_blocks_kernel": index_launch,
     "listed_masses_kernel": launch_probabilities,
     "rank_blocks_kernel": launch_probabilities,
@@ -262,25 +261,10 @@ def launches(
             with hopper_kernels(True):
                 special = ("attend_hopper_kernel", "listed_masses_sm90_kernel", *HOPPER_SCORES)
                 seen += [r for r in record(step, arch, sms) if r.name in special]
-    pages, heads, page_size, _ = problem.k_cache.shape
-    room = torch.empty(pages, heads, page_bytes(page_size, head_dim), dtype=torch.uint8)
-    seen += record(
-        lambda: records_launch.write_records(problem.k_cache, problem.v_cache, room, problem.batch),
-        arch,
-        sms,
-    )
-    seen += record(
-        lambda: write_launch.write_kv(
-            problem.keys[0],
-            problem.values[0],
-            problem.k_cache,
-            problem.v_cache,
-            problem.k_summary,
-            problem.slots[0],
-        ),
-        arch,
-        sms,
-    )
+    for request in (0, 1):  # few tokens, and many
+        written = (problem.keys[request], problem.values[request], problem.k_cache, problem.v_cache)
+        write = functools.partial(launch_write, *written, problem.k_summary, problem.slots[request])
+        seen += record(write, arch, sms)
     return seen
 
 

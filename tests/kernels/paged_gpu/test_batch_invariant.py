@@ -14,7 +14,7 @@ import torch
 from aot import record
 from problems import Problem, make_problem
 
-from sparsek_kernels.paged import InfLLM, KeyMeans, Seer, paged_attention
+from sparsek_kernels.paged import InfLLM, PageRecords, Seer, paged_attention
 from sparsek_kernels.paged import scratch as runtime
 from sparsek_kernels.paged.api import _check_invariance
 from sparsek_kernels.paged.batch import PagedBatch
@@ -199,7 +199,7 @@ def test_no_batch_reconfigures_a_kernel(policy: str, heads: int, group: int) -> 
         ([(1, 300)] * 33 + [(500, 600)], 33),
         ([(4000, 20_000), (1, 1), (77, 77)], 0),
     ]
-    page_size, width = 32, 1000
+    page_size, width = 64, 500
     cache = torch.empty(4, heads, page_size, 128, dtype=torch.bfloat16)
     summary = torch.empty(4, heads, summary_bytes(page_size, 128), dtype=torch.uint8)
     seen: dict[str, list[dict[str, object]]] = {}
@@ -245,7 +245,7 @@ def test_a_cpu_refuses() -> None:
 
 def test_indexers_whose_scores_round_by_the_batch_are_refused() -> None:
     on_gpu: Any = SimpleNamespace(is_cuda=True)
-    for index in (None, KeyMeans()):
+    for index in (None, PageRecords()):
         _check_invariance(on_gpu, index)
     for index in (InfLLM(), Seer(make_gates(1, 1, 32))):
         name = type(index).__name__

@@ -51,11 +51,8 @@ def make_case(
         problem.v_cache[slots // page_size, :, slots % page_size] = v.to(problem.v_cache.dtype)
     size = page_bytes(page_size, dim)
     records = torch.zeros(pages, heads, size, dtype=torch.uint8, device=device)
-    everything = [(length, length) for _, length in lengths]
-    filling = make_problem(everything, num_decodes=0, device=device, **options).batch
-    filling.block_table.copy_(problem.batch.block_table)
     write = launch_write.write_records if triton else cpu_write.write_records_eager
-    write(problem.k_cache, problem.v_cache, records, filling)
+    write(problem.k_cache, problem.v_cache, records, torch.cat(problem.slots))
     out = torch.empty_like(problem.q)
     scale = dim**-0.5
     operands = PagedOperands(

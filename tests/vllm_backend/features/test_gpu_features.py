@@ -48,7 +48,7 @@ SPARSE = {
     "window_size": 64,
     "sel_block_size": 64,
     "top_k": 3,
-    "decode_top_k": 3,
+    "decode_tokens": 96,
     "query_tile": 1,
 }
 TIES = {"float32": 0.02, "bfloat16": 0.1}
@@ -117,7 +117,7 @@ def test_graphs(mode: str, llama: Path, prompts: list[list[int]], plain: list[li
 
 
 def test_one_place(llama: Path, prompts: list[list[int]]) -> None:
-    settings = {**SPARSE, "top_k": 1, "decode_top_k": 1}
+    settings = {**SPARSE, "top_k": 1, "decode_tokens": 64}
     found = []
     for eager in (True, False):
         with engine(llama, "SPARSEK", settings, **{**LIMITS, "enforce_eager": eager}) as llm:

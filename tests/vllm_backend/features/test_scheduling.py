@@ -26,7 +26,7 @@ SPARSE = {
     "window_size": 64,
     "sel_block_size": 32,
     "top_k": 3,
-    "decode_top_k": 3,
+    "decode_tokens": 96,
     "query_tile": 1,
 }
 COVERING = {"dense_below": 0, "top_k": 32, "window_size": 32, "sel_block_size": 32}
