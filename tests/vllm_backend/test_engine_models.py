@@ -34,7 +34,13 @@ pytestmark = [pytest.mark.engine, requires_cpu_vllm, pytest.mark.usefixtures("re
 
 LENGTHS = (1, 33, 150, 290)
 MAX_LEN = 320
-COVERING = {"dense_below": 0, "top_k": 16, "window_size": 32, "sel_block_size": 32}
+COVERING = {
+    "dense_below": 0,
+    "top_k": 16,
+    "decode_tokens": 512,
+    "window_size": 32,
+    "sel_block_size": 32,
+}
 """Block selection with summaries, and a budget that covers every context here."""
 
 

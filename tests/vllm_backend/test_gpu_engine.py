@@ -31,10 +31,10 @@ LIMITS: dict[str, Any] = {
     "gpu_memory_utilization": 0.1,
     "kv_cache_memory_bytes": 4 << 30,
 }
-BUDGET_OVER_CONTEXT = {"dense_below": 0, "top_k": 64}
+BUDGET_OVER_CONTEXT = {"dense_below": 0, "top_k": 64, "decode_tokens": 4096}
 TIES = {"float16": 2.0**-6, "bfloat16": 0.1}
 """Logprob gap within which two tokens are a tie (mean error of bf16 against fp32: 0.03)."""
-SPARSE = {"dense_below": 0, "top_k": 6, "decode_top_k": 6, "window_size": 128, "query_tile": 1}
+SPARSE = {"dense_below": 0, "top_k": 6, "decode_tokens": 384, "window_size": 128, "query_tile": 1}
 
 
 @pytest.fixture(scope="module")

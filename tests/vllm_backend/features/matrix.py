@@ -149,7 +149,7 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "LFM2 (short convolutions and full attention)",
             SERVED,
             (
-                f"{HYBRID}[short_conv-64]",
+                f"{HYBRID}[short_conv-32]",
                 "features/test_pages.py::test_a_token_takes_as_much_on_every_page",
                 *_hybrid_on_gpu("short_conv"),
             ),
@@ -334,10 +334,15 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "leave it out, or mode `sink_window` or `dense`",
         ),
         Row(
-            "decoded tokens by records of 64 tokens (`decode_tokens`)",
+            "decoded tokens by records of 64 tokens",
             SERVED,
             (f"{RECORDS}::test_an_engine_decodes_by_records",),
-            "pages of a multiple of 64 tokens",
+        ),
+        Row(
+            "pages that are no multiple of 64 tokens, with block selection",
+            REFUSED,
+            ("test_config.py::test_who_needs_pages_of_whole_segments",),
+            "`--block-size 64`, or mode `sink_window` or `dense`",
         ),
         Row(
             "`decode_tokens` with batch invariance, `query_tile` 1 or decode context parallel",

@@ -41,7 +41,7 @@ from tests.vllm_backend.tiny_models import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.usefixtures("registered")]
 
-COVERING = {"dense_below": 0, "top_k": 64}
+COVERING = {"dense_below": 0, "top_k": 64, "decode_tokens": 4096}
 SPARSE = {
     "dense_below": 0,
     "num_sink": 16,
