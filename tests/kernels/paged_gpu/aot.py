@@ -22,7 +22,6 @@ from unittest import mock
 import torch
 import triton
 from hardware import simulated
-from oracle_check import launch_write
 from problems import attend_phases, make_problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -48,7 +47,7 @@ from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.record import page_bytes
 from sparsek_kernels.paged.write import launch as write_launch
 from tests.kernels.barriers import require_lasting_barriers
-from tests.kernels.launched import run_launched
+from tests.kernels.launched import run_launched, write_launched
 from tests.kernels.paged.gate_cases import make_gates
 
 KERNELS = {
@@ -263,7 +262,9 @@ def launches(
                 seen += [r for r in record(step, arch, sms) if r.name in special]
     for request in (0, 1):  # few tokens, and many
         written = (problem.keys[request], problem.values[request], problem.k_cache, problem.v_cache)
-        write = functools.partial(launch_write, *written, problem.k_summary, problem.slots[request])
+        write = functools.partial(
+            write_launched, *written, problem.k_summary, problem.slots[request]
+        )
         seen += record(write, arch, sms)
     return seen
 

@@ -27,6 +27,7 @@ from sparsek_kernels.paged.reference import (
 INDEXERS = Indexers(InfLLM(), InfLLM())
 SLACK = 1e-3
 """Relative difference of scores that is a tie: sums are float32, and powers of two are rounded."""
+from tests.kernels.launched import write_launched
 
 
 def rotation(positions: int, dim: int, device: str, length: float = 1.3) -> torch.Tensor:
@@ -70,7 +71,7 @@ def write_pages(*arguments: Any, **scales: float) -> None:
     """Keys and values without records, by the kernel where it does not take long."""
     *first, _summary, slots = arguments
     on_gpu = first[0].is_cuda or first[2].dtype == torch.float8_e4m3fn
-    (oracle_check.launch_write if on_gpu else write_kv)(*first, None, slots, **scales)
+    (write_launched if on_gpu else write_kv)(*first, None, slots, **scales)
 
 
 def fill(

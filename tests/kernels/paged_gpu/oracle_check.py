@@ -10,7 +10,6 @@ from problems import Problem, attend_phases, select_phases
 
 from sparsek_kernels.paged.api import write_kv
 from sparsek_kernels.paged.index.base import Indexers
-from sparsek_kernels.paged.index.page_records import launch_write as records_launch
 from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.reference import (
     best,
@@ -19,18 +18,9 @@ from sparsek_kernels.paged.reference import (
     select_blocks_reference,
     tile_scores_reference,
 )
-from sparsek_kernels.paged.write import launch as write_launch
-from tests.kernels.launched import run_launched
+from tests.kernels.launched import run_launched, write_launched
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-def launch_write(*arguments: torch.Tensor | None, **scales: float) -> None:
-    """What ``write_kv`` does on a GPU, on tensors of any device."""
-    *rows, k_cache, v_cache, k_summary, slots = arguments
-    write_launch.write_kv(*rows, k_cache, v_cache, slots, **scales)
-    if k_summary is not None:
-        records_launch.write_records(k_cache, v_cache, k_summary, slots)
 
 
 def fill(
@@ -44,7 +34,7 @@ def fill(
     The kernel writes caches on a GPU, and the torch path those on a CPU, unless ``write`` says
     otherwise: in the interpreter the kernel takes longer than all that reads the cache.
     """
-    write = write or (launch_write if problem.k_cache.is_cuda else write_kv)
+    write = write or (write_launched if problem.k_cache.is_cuda else write_kv)
     has_records = problem.k_cache.shape[2] % SEGMENT == 0
     done = [0] * len(problem.keys)
     for cut in cuts:

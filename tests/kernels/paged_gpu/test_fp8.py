@@ -11,6 +11,7 @@ import torch
 from problems import Problem, attend_phases, make_problem
 
 from sparsek_kernels.paged.policy import SelectionPolicy
+from tests.kernels.launched import write_launched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOP_K = SelectionPolicy(num_sink=4, window_size=20, top_k=2, sel_block_size=32, query_tile=32)
@@ -26,7 +27,7 @@ def make(cuts: tuple[float, ...] = PIECES) -> Problem:
     problem = make_problem(
         LENGTHS, num_decodes=1, page_size=64, device=DEVICE, cache_dtype=torch.float8_e4m3fn
     )
-    oracle_check.fill(problem, cuts, SCALES, write=oracle_check.launch_write)
+    oracle_check.fill(problem, cuts, SCALES, write=write_launched)
     return problem
 
 

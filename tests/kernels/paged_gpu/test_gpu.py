@@ -19,6 +19,7 @@ from sparsek_kernels.paged import paged_attention, select_blocks
 from sparsek_kernels.paged.batch import PagedBatch
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import SelectionPolicy
+from tests.kernels.launched import write_launched
 
 pytestmark = [
     pytest.mark.gpu,
@@ -165,7 +166,7 @@ def test_graph_replay_with_other_lengths() -> None:
     out = torch.empty_like(problem.q)
 
     def step() -> None:
-        oracle_check.launch_write(
+        write_launched(
             problem.keys[0][-1:],
             problem.values[0][-1:],
             problem.k_cache,

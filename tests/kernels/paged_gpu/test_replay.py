@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import oracle_check
 import pytest
 import torch
 from aot import KERNELS, hopper_kernels
@@ -30,6 +29,7 @@ from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.replay import ReplayableCall, Replays, replayable
 from sparsek_kernels.paged.scratch import _workspaces
+from tests.kernels.launched import write_launched
 from tests.kernels.paged.gate_cases import make_gates
 
 TOP_K = SelectionPolicy(num_sink=64, window_size=512, top_k=8)
@@ -179,11 +179,11 @@ def test_writes_are_replayed(notes: list[Note]) -> None:
         cache = (problem.k_cache, problem.v_cache, problem.k_summary)
         return (problem.keys[0], problem.values[0], *cache, problem.slots[0])
 
-    oracle_check.launch_write(*tensors(second))
+    write_launched(*tensors(second))
     wanted = described(taken(notes), tensors(second))
     replays: Replays = {}
     with ReplayableCall(tensors(first), 0, replays).recorded():
-        oracle_check.launch_write(*tensors(first))
+        write_launched(*tensors(first))
     taken(notes)
     assert ReplayableCall(tensors(second), 0, replays).replay()
     assert described(taken(notes), tensors(second)) == wanted

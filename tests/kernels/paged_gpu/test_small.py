@@ -13,6 +13,7 @@ from problems import Problem, make_problem, select_phases
 from sparsek_kernels.paged.index import launch as index_launch
 from sparsek_kernels.paged.index.two_step import launch as two_step_launch
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
+from tests.kernels.launched import write_launched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOP_K = SelectionPolicy(num_sink=4, window_size=40, top_k=3, sel_block_size=32, query_tile=32)
@@ -89,7 +90,7 @@ def select(problem: Problem, policy: SelectionPolicy = TOP_K) -> list[torch.Tens
 )
 def test_the_kernel_fills_pages_in_pieces(options: dict[str, Any]) -> None:
     problem = make_problem([(1, 33), (9, 131)], device=DEVICE, **options)
-    oracle_check.fill(problem, write=oracle_check.launch_write)
+    oracle_check.fill(problem, write=write_launched)
     oracle_check.check_cache(problem)
 
 
