@@ -23,11 +23,11 @@ from sparsek_kernels.paged.reference import (
     paged_attention_reference,
     visible_reference,
 )
+from tests.kernels.launched import write_launched
 
 INDEXERS = Indexers(InfLLM(), InfLLM())
 SLACK = 1e-3
 """Relative difference of scores that is a tie: sums are float32, and powers of two are rounded."""
-from tests.kernels.launched import write_launched
 
 
 def rotation(positions: int, dim: int, device: str, length: float = 1.3) -> torch.Tensor:
