@@ -38,7 +38,7 @@ from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.index.infllm import launch as infllm_launch
 from sparsek_kernels.paged.index.page_records import launch as choose_launch
 from sparsek_kernels.paged.index.page_records import launch_write as records_launch
-from sparsek_kernels.paged.index.page_records.kernels import fused
+from sparsek_kernels.paged.index.page_records import launch_sm89
 from sparsek_kernels.paged.index.seer import Seer
 from sparsek_kernels.paged.index.seer import launch as seer_launch
 from sparsek_kernels.paged.index.two_step import launch_probabilities, launch_scores
@@ -57,7 +57,8 @@ KERNELS = {
     "rank_cells_kernel": choose_launch,
     "list_cells_kernel": choose_launch,
     "tail_kernel": choose_launch,
-    "choose_cells_kernel": fused,
+    "weigh_cells_kernel": launch_sm89,
+    "cut_cells_kernel": launch_sm89,
     "attend_kernel": attend_launch,
     "top_blocks_kernel": index_launch,
     "listed_masses_kernel": launch_probabilities,
@@ -386,7 +387,7 @@ def choice_launches(
         with mock.patch.object(choose_launch, "_fits", return_value=False):
             seen += record(call, arch, 132)
         at_once = record(call, arch, 132)
-        seen += [launched for launched in at_once if launched.name == "choose_cells_kernel"]
+        seen += [launched for launched in at_once if launched.name in ("weigh_cells_kernel", "cut_cells_kernel")]
     return seen
 
 

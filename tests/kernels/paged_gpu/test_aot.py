@@ -34,10 +34,6 @@ PORTABLE = {
     "add_parts_kernel",
     "attend_kernel",
 }
-AT_ONCE = {"choose_cells_kernel"}
-CHOICE_STACK = {"score_records_kernel": 6 << 10, "choose_cells_kernel": 512}
-"""Bytes where they are more than 160.  The scores of every processor, which serve what one launch
-does not, do spill."""
 LEARNED = {
     "infllm": {"write_means_kernel", "average_logits_kernel", "block_scores_kernel"},
     "seer": {"write_gate_keys_kernel", "gate_queries_kernel", "gate_logits_kernel"},

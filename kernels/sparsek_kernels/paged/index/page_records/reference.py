@@ -56,7 +56,7 @@ def choose_reference(
     half = q.shape[-1] // 2
     logits = torch.einsum("thgd,shvd->thgsv", grouped, kept.vectors)
     squares = grouped[..., :half] ** 2 + grouped[..., half:] ** 2
-    variance = torch.einsum("thgp,shp->thgs", squares, kept.spreads**2)
+    variance = torch.einsum("thgp,shp->thgs", squares, kept.variances)
     gain = (1.0 + variance).sqrt() - 1.0
     both = logits + math.log(2.0)  # of a cell's two keys
     shares = torch.zeros(heads, last - first, 32, dtype=torch.float64)
