@@ -60,7 +60,7 @@ def choose(call: Selection, rule, shape, tails: torch.Tensor) -> None:
         RULE=rule,
         SHAPE=shape,
         num_warps=1,
-        maxnreg=int(__import__("os").environ.get("R", "112")),
+        maxnreg=int(__import__('os').environ.get('R','112')),
         **overlap_options(device),
     )
     run(

@@ -304,9 +304,7 @@ def cut_cells_kernel(
     at = at + (from_segment * (8 * COLUMNS) + n % (2 * COLUMNS) * 4)[:, None]
     at = at + gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS))[None, :]
     flat = weights._reinterpret(gl.int32, [SEGMENTS * 2 * COLUMNS, 4], PLAIN2)
-    there = (begin + from_segment < last)[:, None] & (
-        gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS)) >= 0
-    )[None, :]
+    there = (begin + from_segment < last)[:, None] & (gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS)) >= 0)[None, :]
     async_copy.async_copy_global_to_shared(flat, at, mask=there)
     async_copy.commit_group()
 
@@ -400,10 +398,7 @@ def cut_cells_kernel(
 
     # How many a warp has, and those before it.
     mine = gl.where(lane > threshold, 1, gl.where(lane == threshold, 65536, 0))[None, :] * low
-    mine += (
-        gl.where(lane + 32 > threshold, 1, gl.where(lane + 32 == threshold, 65536, 0))[None, :]
-        * high
-    )
+    mine += gl.where(lane + 32 > threshold, 1, gl.where(lane + 32 == threshold, 65536, 0))[None, :] * high
     SQUARE: gl.constexpr = gl.BlockedLayout([1, WARPS], [32, 1], [WARPS, 1], [1, 0])
     mine = gl.convert_layout(gl.sum(mine, axis=1), gl.SliceLayout(0, SQUARE))
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, SQUARE))[:, None]

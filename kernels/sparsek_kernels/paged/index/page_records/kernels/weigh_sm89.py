@@ -403,9 +403,7 @@ def query_columns(row, live, unit, k, DTYPE: gl.constexpr, HEAD_DIM: gl.constexp
 
 
 @gluon.jit
-def query_rows(
-    row, live, unit, part, k, DTYPE: gl.constexpr, PARTS: gl.constexpr, HEAD_DIM: gl.constexpr
-):
+def query_rows(row, live, unit, part, k, DTYPE: gl.constexpr, PARTS: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Words of a query that means are multiplied with: of two of its ``PARTS`` parts, in turn."""
     EACH: gl.constexpr = HEAD_DIM // PARTS // 4  # channels
     words = ()
@@ -419,9 +417,7 @@ def query_rows(
 
 
 @gluon.jit
-def query_squares(
-    row, live, unit, part, k, DTYPE: gl.constexpr, PARTS: gl.constexpr, HEAD_DIM: gl.constexpr
-):
+def query_squares(row, live, unit, part, k, DTYPE: gl.constexpr, PARTS: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Words of the squares of a query's pairs, of two of their parts, in turn."""
     KEPT: gl.constexpr = 2 if HEAD_DIM // PARTS < 32 else PARTS  # the other parts are 0
     EACH: gl.constexpr = HEAD_DIM // 2 // KEPT // 4  # pairs
@@ -556,11 +552,7 @@ def weigh_cells(
     at = gl.convert_layout(at, gl.SliceLayout(1, PAIR), assert_trivial=True)
     two = gl.arange(0, 2, layout=gl.SliceLayout(0, PAIR))[None, :]
     at = at.to(gl.pointer_type(gl.int32))[:, None] + two
-    gl.store(
-        at,
-        both,
-        mask=gl.convert_layout(valid, gl.SliceLayout(1, PAIR), assert_trivial=True)[:, None],
-    )
+    gl.store(at, both, mask=gl.convert_layout(valid, gl.SliceLayout(1, PAIR), assert_trivial=True)[:, None])
     at = spot * COLUMNS + 2 * half
     gl.store(tops_ptr + at, m0, mask=valid & (g == 0))
     gl.store(tops_ptr + at + 1, m1, mask=valid & (g == 0))
@@ -724,25 +716,14 @@ def weigh_cells_kernel(
     level_ring = gl.allocate_shared_memory(gl.int32, [STAGES, HEAD_DIM, 4], PLAIN2)
     rest_ring = gl.allocate_shared_memory(gl.int32, [STAGES, HEAD_DIM // 2, 4], PLAIN2)
 
-    def_state = (
-        gl.full([32], NONE, gl.float32, LANES),
-        gl.zeros([32], gl.float32, LANES),
-        gl.full([32], NONE, gl.float32, LANES),
-        gl.zeros([32], gl.float32, LANES),
-    )
+    def_state = (gl.full([32], NONE, gl.float32, LANES), gl.zeros([32], gl.float32, LANES), gl.full([32], NONE, gl.float32, LANES), gl.zeros([32], gl.float32, LANES))
     states0 = def_state
     states1 = def_state
     turns = (end - begin + 1) // 2
     units = units_of(table, gl.minimum(begin + lane, last - 1), page_units, PAGE, RECORD)
     for turn in gl.static_range(STAGES - 1):
         copy_turn(
-            level_ring.index(turn),
-            rest_ring.index(turn),
-            records,
-            units,
-            2 * turn,
-            HEAD_DIM,
-            RECORD,
+            level_ring.index(turn), rest_ring.index(turn), records, units, 2 * turn, HEAD_DIM, RECORD
         )
         async_copy.commit_group()
     column = (g & 3) if TWO else g
