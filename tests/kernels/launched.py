@@ -14,6 +14,8 @@ from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.index.infllm import launch as infllm_launch
 from sparsek_kernels.paged.index.key_means import KeyMeans
 from sparsek_kernels.paged.index.key_means import launch as key_means_launch
+from sparsek_kernels.paged.index.page_records import PageRecords
+from sparsek_kernels.paged.index.page_records import launch as records_launch
 from sparsek_kernels.paged.index.seer import Seer
 from sparsek_kernels.paged.index.seer import launch as seer_launch
 from sparsek_kernels.paged.index.two_step import TwoStep
@@ -27,6 +29,8 @@ def select_launched(operands: PagedOperands, segment: Segment, index: Indexer) -
     """What an indexer's launches choose."""
     if isinstance(index, KeyMeans):
         return Chosen(key_means_launch.select(operands, segment))
+    if isinstance(index, PageRecords):
+        return records_launch.select(operands, segment)
     if isinstance(index, TwoStep):
         return Chosen(two_step_launch.select(operands, segment))
     if isinstance(index, InfLLM):

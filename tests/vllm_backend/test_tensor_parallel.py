@@ -84,9 +84,27 @@ def test_tokens_of_two_ranks(
         assert attended_share < 0.7
 
 
-@pytest.mark.parametrize(("kind", "size"), [("mqa", 2), ("llama", 4)])
+TILES = {**SETTINGS, "query_tile": 32}
+RECORDS = {name: value for name, value in TILES.items() if name != "decode_top_k"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "page", "settings"),
+    [
+        ("mqa", 2, 32, TILES),
+        ("llama", 4, 32, TILES),
+        ("mqa", 2, 64, {**RECORDS, "decode_tokens": 64}),
+    ],
+    ids=["mqa", "llama", "records"],
+)
 def test_tokens_of_ranks_that_hold_the_context_between_them(
-    kind: str, size: int, two_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    size: int,
+    page: int,
+    settings: dict[str, Any],
+    two_ranks: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tiles and tokens select as on one rank, in chunks and after a hit of whole pages.
 
@@ -101,10 +119,9 @@ def test_tokens_of_ranks_that_hold_the_context_between_them(
     options: dict[str, Any] = {
         "max_model_len": 1024,
         "max_num_batched_tokens": 256,
-        "block_size": 32,
+        "block_size": page,
         "skip_tokenizer_init": True,
     }
-    settings = {**SETTINGS, "query_tile": 32}
     with engine(model, "SPARSEK", settings, **options) as llm:
         expected = tokens(generate(llm, prompts, together=True))
     cores = sorted(os.sched_getaffinity(0))  # ranks may share one
@@ -117,7 +134,7 @@ def test_tokens_of_ranks_that_hold_the_context_between_them(
         settings,
         tensor_parallel_size=size,
         decode_context_parallel_size=2,
-        cp_kv_cache_interleave_size=32,
+        cp_kv_cache_interleave_size=page,
         worker_extension_cls="tests.vllm_backend.context_parallel.Extension",
         **options,
     ) as llm:

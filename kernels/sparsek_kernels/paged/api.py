@@ -141,13 +141,15 @@ def write_index(
 def default_indexers(policy: StepPolicy) -> Indexers:
     """The indexers of ordinary models: two steps for tiles, key means for single tokens.
 
-    Decoded tokens whose policy has an alignment (``SelectionPolicy.by_records``) go by records.
+    Single tokens whose policy has an alignment (``SelectionPolicy.by_records``) go by records.
     """
-    alone = policy.prefill.query_tile == 1
-    decode: Indexer = PageRecords() if policy.decode.alignment else KeyMeans()
+    prefill, decode = policy.prefill, policy.decode
+    records = prefill.alignment or decode.alignment
+    single: Indexer = PageRecords() if records else KeyMeans()
+    tiles = TwoStep() if prefill.query_tile > 1 else single
     return Indexers(
-        (KeyMeans() if alone else TwoStep()) if policy.prefill.selects_blocks else None,
-        decode if policy.decode.selects_blocks else None,
+        tiles if prefill.selects_blocks else None,
+        single if decode.selects_blocks or prefill.alignment else None,
     )
 
 

@@ -53,15 +53,19 @@ class PageViews:
     summary: torch.Tensor | None
 
 
-def page_rows(kv_cache: torch.Tensor, head_size: int, summaries: bool) -> torch.Tensor:
+def page_rows(
+    kv_cache: torch.Tensor, head_size: int, summaries: bool, records: bool = False
+) -> torch.Tensor:
     """Each page of a layer's cache as one row of elements, summaries included: a view.
 
     Args:
         kv_cache: ``[pages, Hkv, page_size, C]`` as :func:`view_pages` takes it.
         head_size: ``D``.
         summaries: whether there are summaries behind K and V.
+        records: whether these are records.
     """
-    behind = bytes_behind(head_size, kv_cache.itemsize) // kv_cache.itemsize if summaries else 0
+    itemsize = kv_cache.itemsize
+    behind = bytes_behind(head_size, itemsize, records) // itemsize if summaries else 0
     elements = compat.page_elements(kv_cache, head_size, behind)
     return kv_cache.as_strided((kv_cache.shape[0], elements), (kv_cache.stride(0), 1))
 

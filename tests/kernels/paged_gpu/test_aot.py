@@ -33,7 +33,13 @@ PORTABLE = {
     "add_parts_kernel",
     "attend_kernel",
 }
-CHOICE = {"score_records_kernel", "rank_cells_kernel", "list_cells_kernel", "tail_kernel"}
+CHOICE = {
+    "score_records_kernel",
+    "total_kernel",
+    "rank_cells_kernel",
+    "list_cells_kernel",
+    "tail_kernel",
+}
 AT_ONCE = {"choose_cells_kernel"}
 CHOICE_STACK = {"score_records_kernel": 6 << 10, "choose_cells_kernel": 512}
 """Bytes where they are more than 160.  The scores of every processor, which serve what one launch

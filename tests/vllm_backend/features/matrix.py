@@ -340,12 +340,11 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "pages of a multiple of 64 tokens",
         ),
         Row(
-            "`decode_tokens` with batch invariance, `query_tile` 1 or decode context parallel",
+            "`decode_tokens` with batch invariance or `query_tile` 1",
             REFUSED,
             (
                 f"{RECORDS}::test_batch_invariant_engines_refuse_records",
                 f"{RECORDS}::test_settings_that_contradict_each_other",
-                f"{NOT_SERVED}::test_records_need_all_keys_on_one_rank",
             ),
             "`decode_top_k`",
         ),

@@ -12,6 +12,8 @@ import torch
 
 from sparsek_backend.vllm_backend import compat
 from sparsek_backend.vllm_backend.sparsek.pages import bytes_behind, page_rows, view_pages
+from sparsek_kernels.paged import summary_bytes
+from sparsek_kernels.paged.record import page_bytes
 from tests.vllm_backend.layers import (
     KV_HEADS,
     building,
@@ -130,24 +132,25 @@ def test_pages_of_hybrids_nest_with_blocks() -> None:
         check_page_size(resolved, 528)
 
 
-@pytest.mark.parametrize("summaries", [True, False])
+@pytest.mark.parametrize("kept", ["nothing", "sketch", "records"])
 @pytest.mark.parametrize("padded", [True, False])
-def test_a_pages_row_is_the_whole_page(padded: bool, summaries: bool) -> None:
+def test_a_pages_row_is_the_whole_page(padded: bool, kept: str) -> None:
     """Rows of some pages, laid out as the cache, are a cache of these pages: in every version."""
-    pages, heads, tokens, dim = 6, 2, 32, 32
-    behind = bytes_behind(dim, 2) // 2 if summaries else 0
+    pages, heads, tokens, dim = 6, 2, 64, 32
+    summaries, records = kept != "nothing", kept == "records"
+    size = page_bytes if records else summary_bytes
+    behind = bytes_behind(dim, 2, records) // 2 if summaries else 0
     content = 2 * dim if padded else 2 * dim + behind
     page = heads * tokens * (2 * dim + behind)
     raw = torch.randn(2 * pages * page).to(torch.bfloat16)  # pages of two layers by turns
     strides = (2 * page, tokens * content, content, 1)
     cache = raw.as_strided((pages, heads, tokens, content), strides)
     chosen = torch.tensor([4, 1, 3])
-    rows = page_rows(cache, dim, summaries)[chosen]
+    rows = page_rows(cache, dim, summaries, records)[chosen]
     assert rows.shape == (3, page)
-    found = view_pages(
-        rows.as_strided((3, heads, tokens, content), (page, *strides[1:])), dim, summaries
-    )
-    whole = view_pages(cache, dim, summaries)
+    there = rows.as_strided((3, heads, tokens, content), (page, *strides[1:]))
+    found = view_pages(there, dim, summaries, size)
+    whole = view_pages(cache, dim, summaries, size)
     assert torch.equal(found.keys, whole.keys[chosen])
     assert torch.equal(found.values, whole.values[chosen])
     assert (found.summary is not None) == summaries

@@ -34,7 +34,7 @@ class KeyMeans(Indexer):
 
     def fused_decode(self, operands: PagedOperands, segment: Segment) -> bool:
         """Decode by the C function where it takes these tensors."""
-        if operands.largest is not None or not native_decode.supports(operands, segment.batch):
+        if operands.ranks is not None or not native_decode.supports(operands, segment.batch):
             return False
         tokens = slice(sum(segment.batch.query_lens))
         native_decode.decode(operands.of_rows(tokens), segment.batch, segment.policy)

@@ -22,10 +22,10 @@ def select(operands: PagedOperands, segment: Segment) -> torch.Tensor:
         vectors = _read(operands.summary, tokens.scoring.index, page_size, size, tokens.q.shape[-1])
         logits = torch.matmul(rotate(tokens.q.float()) * operands.softmax_scale, vectors.mT)
         logits = logits.unflatten(-1, (-1, size // VECTOR_SIZE)).amax(-1)
-        if operands.largest is not None:
+        if operands.ranks is not None:
             here = HeldPages(held.index_select(0, tokens.requests), page_size)
             blocks = torch.arange(logits.shape[-1]).expand(*logits.shape[:2], -1)
-            logits = here.complete(logits, blocks, size, operands.largest)
+            logits = here.complete(logits, blocks, size, operands.ranks.largest)
         if tokens.scoring.future is not None:  # blocks past the end may hold NaN
             logits.masked_fill_(tokens.scoring.future, float("-inf"))
         return torch.softmax(logits, dim=-1).sum(2)

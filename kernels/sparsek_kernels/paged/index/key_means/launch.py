@@ -72,7 +72,7 @@ def _logits(call: Selection, step: Step, most: int) -> Scores:
         VECTOR=VECTOR_SIZE,
         NUM_STAGES=config.num_stages,
         ASM=not knobs.runtime.interpret and torch.version.hip is None,
-        SHARDED=call.operands.largest is not None,
+        SHARDED=call.operands.ranks is not None,
         num_warps=config.num_warps,
         **call.rule(),
         **overlap_options(q.device),

@@ -27,6 +27,7 @@ class PageRecords(Indexer):
     per_token: ClassVar[bool | None] = True
     reads_pages: ClassVar[bool] = True
     batch_invariant: ClassVar[bool] = True
+    shares_context: ClassVar[bool] = True
     aligned: ClassVar[bool] = True
 
     def page_bytes(self, page_size: int, head_dim: int) -> int:
@@ -69,7 +70,7 @@ class PageRecords(Indexer):
 
     def fused_decode(self, operands: PagedOperands, segment: Segment) -> bool:
         """Decode by the C function where it takes these tensors."""
-        if operands.largest is not None or not native_decode.supports(operands, segment.batch):
+        if operands.ranks is not None or not native_decode.supports(operands, segment.batch):
             return False
         tokens = slice(sum(segment.batch.query_lens))
         native_decode.decode(operands.of_rows(tokens), segment.batch, segment.policy)

@@ -56,30 +56,39 @@ def _choose(
     """
     page_size, dim = operands.page_size, operands.q.shape[-1]
     q = operands.q[row].float().unflatten(0, (operands.heads, -1)) * operands.softmax_scale
+    ranks = operands.ranks
     begin, end = (block // VECTORS for block in policy.candidate_range(position))
     which = torch.arange(begin, end)
-    records = view_records(operands.summary, page_size, dim)
+    which = which[pages[which * SEGMENT // page_size] >= 0]  # not on another rank
     page, place = pages[which * SEGMENT // page_size], which % (page_size // SEGMENT)
+    records = view_records(operands.summary, page_size, dim)
     records = records[page, :, place].transpose(0, 1)  # [Hkv, S, record]
     vectors = read_vectors(records, dim)  # [Hkv, S, 32, D]
     logits = torch.matmul(q, vectors.flatten(1, 2).mT).unflatten(-1, (-1, VECTORS))
     squares = q[..., : dim // 2].square() + q[..., dim // 2 :].square()
     variance = torch.matmul(squares, read_spreads(records, dim).square().mT)
     gain = (1.0 + variance).sqrt() - 1.0
-    keys = read_sequence(operands.k_cache, pages, position + 1).float()
-    near = torch.cat([keys[:, : begin * SEGMENT], keys[:, end * SEGMENT :]], 1)
+    key = torch.arange(position + 1)
+    near = (key < begin * SEGMENT) | (key >= end * SEGMENT)
+    near &= pages[key // page_size] >= 0
+    near_keys = read_sequence(operands.k_cache, pages.clamp(min=0), position + 1)[:, near].float()
     both = logits + math.log(2.0)  # of a cell's two keys
-    total = torch.cat([torch.matmul(q, near.mT), both.flatten(2)], -1).logsumexp(-1)
-    scores = (both + (gain - total[..., None])[..., None]).exp().sum(1).flatten(1)
-    ranks = cell_keys(scores, policy, operands.group)
-    count = policy.scored_blocks
-    best = torch.sort(ranks, dim=-1, descending=True, stable=True).indices[:, :count]
-    best = best.sort(-1).values
-    taken = torch.zeros_like(ranks, dtype=torch.bool).scatter_(-1, best, True)
-    left = both.masked_fill(taken.view(operands.heads, 1, -1, VECTORS), float("-inf"))
-    found = torch.full((operands.q.shape[1], segments), float("-inf"))
-    found[:, begin:end] = (left.logsumexp(-1) * _LOG2E).flatten(0, 1)
-    return (best + begin * VECTORS).to(torch.int32), found
+    total = torch.cat([torch.matmul(q, near_keys.mT), both.flatten(2)], -1).logsumexp(-1)
+    if ranks is not None:
+        total = ranks.gather(total).logsumexp(0)
+    scores = (both + (gain - total[..., None])[..., None]).exp().sum(1)
+    found = torch.zeros(operands.heads, end - begin, VECTORS, dtype=torch.int8)
+    found[:, which - begin] = cell_keys(scores, policy, operands.group).to(torch.int8)
+    if ranks is not None:
+        found = ranks.largest(found)
+    order = torch.sort(found.flatten(1), dim=-1, descending=True, stable=True).indices
+    best = order[:, : policy.scored_blocks].sort(-1).values
+    taken = torch.zeros_like(found.flatten(1), dtype=torch.bool).scatter_(-1, best, True)
+    taken = taken.unflatten(1, (-1, VECTORS))[:, which - begin]
+    left = both.masked_fill(taken.unsqueeze(1), float("-inf")).logsumexp(-1) * _LOG2E
+    tails = torch.full((operands.q.shape[1], segments), float("-inf"))
+    tails[:, which] = left.flatten(0, 1)
+    return (best + begin * VECTORS).to(torch.int32), tails
 
 
 def cell_keys(scores: torch.Tensor, policy: SelectionPolicy, group: int) -> torch.Tensor:
