@@ -296,11 +296,6 @@ def _select_per_token(config: SparsityConfig, sources: dict[str, str]) -> Sparsi
     Raises:
         ConfigError: the user asked for it, or for a mode that is not batch-invariant.
     """
-    if config.decode_tokens is not None:
-        raise ConfigError(
-            f"SPARSEK setting decode_tokens (from {sources['decode_tokens']}): not served with "
-            f"{BATCH_INVARIANT}; remedy: use decode_top_k, or unset {BATCH_INVARIANT}"
-        )
     unserved = {
         "nsa": "natively sparse models are",
         "infllm": "mode infllm is",
@@ -452,11 +447,6 @@ def _check_agreement(config: SparsityConfig, sources: Mapping[str, str]) -> None
             f"SPARSEK settings contradict each other: decode_tokens (from "
             f"{sources['decode_tokens']}) and decode_top_k (from {sources['decode_top_k']}) both "
             "say what a decoded token selects; remedy: remove one of them"
-        )
-    if config.decode_tokens is not None and config.query_tile == 1:
-        raise ConfigError(
-            f"SPARSEK setting query_tile (from {sources['query_tile']}): expected more than 1 with "
-            "decode_tokens, got 1; remedy: remove it, or use decode_top_k"
         )
     if config.mode == "pattern" and config.query_tile == 1:
         raise ConfigError(

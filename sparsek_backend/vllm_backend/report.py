@@ -54,7 +54,7 @@ def describe_layers(
     parts = [_describe_policy(main, mode)]
     if prefill.selects_blocks and decode.selects_blocks:
         own = decode.top_k * decode.sel_block_size // prefill.sel_block_size
-        if decode.alignment:
+        if decode.alignment != prefill.alignment:
             parts.append(f"decoded tokens choose {decode.top_k * decode.sel_block_size} by records")
         elif own != prefill.top_k:
             parts[0] += f" ({own} for decoded tokens)"

@@ -295,6 +295,7 @@ class SparseKImpl(AttentionImpl):
 
         Where the step has a rotation, that undoes the keys' positions, which are known here only.
         """
-        index, policy = self.kept.indexers.written_once, self.kept.policy.decode
+        index, rule = self.kept.indexers.written_once, self.kept.policy
+        policy = rule.decode if rule.decode.selects_blocks else rule.prefill
         if index is not None and self.kv_sharing_target_layer_name is None:
             write_index(operands.k_cache, operands.v_cache, operands.summary, batch, policy, index)

@@ -51,6 +51,8 @@ SPARSE = {
     "decode_top_k": 3,
     "query_tile": 1,
 }
+RECORDS = {name: value for name, value in SPARSE.items() if name != "decode_top_k"}
+RECORDS["decode_tokens"] = 128
 TIES = {"float32": 0.02, "bfloat16": 0.1}
 """Logprob gap within which two tokens are a tie; in fp32 some kernels multiply in TF32."""
 LIMITS: dict[str, Any] = {
@@ -93,8 +95,10 @@ def ran(llm: Any) -> list[int]:
     return [calls for calls, _ in llm.collective_rpc(read_stats)]
 
 
-def answer(model: Path, prompts: list[list[int]], **options: Any) -> list[list[int]]:
-    with engine(model, "SPARSEK", SPARSE, **{**LIMITS, **options}) as llm:
+def answer(
+    model: Path, prompts: list[list[int]], settings: dict[str, Any] | None = None, **options: Any
+) -> list[list[int]]:
+    with engine(model, "SPARSEK", settings or SPARSE, **{**LIMITS, **options}) as llm:
         before = ran(llm)
         found = tokens(generate(llm, prompts, together=True))
         pairs = zip(ran(llm), before, strict=True)
@@ -223,16 +227,22 @@ def test_two_gpus(
 @pytest.mark.parametrize(
     ("kind", "gpus"), [("mqa", 2), ("llama", 4)], ids=["a head on 2 GPUs", "2 heads on 4 GPUs"]
 )
+@pytest.mark.parametrize("settings", [SPARSE, RECORDS], ids=["sketch", "records"])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_decode_context_parallel(
-    eager: bool, kind: str, gpus: int, prompts: list[list[int]], tmp_path: Path
+    eager: bool,
+    settings: dict[str, Any],
+    kind: str,
+    gpus: int,
+    prompts: list[list[int]],
+    tmp_path: Path,
 ) -> None:
     """Two ranks hold the pages of a KV head between them; prompts in chunks, and a prefix hit."""
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
     model = make_tiny_model(kind, tmp_path)
     limits = {**LIMITS, "max_num_batched_tokens": 256, "block_size": 64}
-    expected = answer(model, prompts, **limits)
+    expected = answer(model, prompts, settings, **limits)
     ranks = {
         "tensor_parallel_size": gpus,
         "decode_context_parallel_size": 2,
@@ -240,7 +250,7 @@ def test_decode_context_parallel(
         "disable_custom_all_reduce": True,
         "enforce_eager": eager,
     }
-    with engine(model, "SPARSEK", SPARSE, **limits, **ranks) as llm:
+    with engine(model, "SPARSEK", settings, **limits, **ranks) as llm:
         assert tokens(generate(llm, prompts, together=True)) == expected
         again = generate(llm, prompts[3:], together=True)
         assert tokens(again) == expected[3:]

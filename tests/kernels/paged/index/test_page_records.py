@@ -7,8 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsek_kernels.paged import PageRecords, StepPolicy, paged_attention
+from sparsek_kernels.paged import (
+    PagedBatch,
+    PageRecords,
+    StepPolicy,
+    paged_attention,
+    scratch,
+    select_blocks,
+)
 from sparsek_kernels.paged.api import default_indexers
+from sparsek_kernels.paged.lengths import batch_of_lengths
 from tests.kernels.paged.record_batches import TILES, make_records
 from tests.kernels.paged.records_oracle import decode_reference
 
@@ -27,6 +35,38 @@ def test_decoded_tokens_attend_by_records(page_size: int, new: int, dtype: torch
     torch.testing.assert_close(
         out.double(), wanted, atol=2e-5 if dtype == torch.float32 else 2e-2, rtol=0.0
     )
+
+
+@pytest.mark.parametrize("rows", [1, 1 << 24], ids=["in parts", "at once"])
+def test_prompts_attend_by_records_token_by_token(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside decoded tokens; whatever the chunks, tokens choose the same cells."""
+    monkeypatch.setattr(scratch, "_ROW_ELEMENTS", rows)
+    lengths, new = [700, 1217, 640, 200], [1, 70, 90, 200]
+    case = make_records(lengths, new, decodes=1, group=2, dim=32)
+    caches, scale = (case.k_cache, case.v_cache), case.q.shape[2] ** -0.5
+    out = paged_attention(case.q, *caches, case.batch, case.policy, k_summary=case.records)
+    tokens = case.batch.by_token(0, len(case.q))
+    wanted = decode_reference(case.q, *caches, tokens, case.policy, scale)
+    torch.testing.assert_close(out.double(), wanted, atol=2e-5, rtol=0.0)
+
+    def chosen(batch: PagedBatch, q: torch.Tensor) -> torch.Tensor:
+        each = select_blocks(q, case.k_cache, batch, case.policy, k_summary=case.records)
+        return torch.cat(each)
+
+    whole = chosen(case.batch, case.q)
+    assert (whole[:161, 0, 0] >= 0).all()
+    assert (whole[161:] == -1).all()  # a prompt that is attended whole
+    table = case.batch.block_table[1:2]
+    chunks = [
+        batch_of_lengths(table, (count,), (1147 + end,)) for count, end in ((33, 33), (37, 70))
+    ]
+    parts = [
+        chosen(batch, case.q[row : row + n])
+        for batch, row, n in zip(chunks, (1, 34), (33, 37), strict=True)
+    ]
+    assert torch.equal(torch.cat(parts), whole[1:71])
 
 
 def test_records_need_pages_of_whole_segments() -> None:

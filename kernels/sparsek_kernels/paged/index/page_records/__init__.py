@@ -80,12 +80,12 @@ class PageRecords(Indexer):
         """Return each token's cells, and what stands in for the others.
 
         Raises:
-            NotImplementedError: the tokens are a prompt's.
+            ValueError: the tokens are a prompt's, not yet told apart.
         """
         if not segment.decodes:
-            raise NotImplementedError(
-                f"query_tile: prompts are not served token by token with {type(self).__name__}; "
-                "give them tiles, or another indexer"
+            raise ValueError(
+                f"segment: expected tokens that are decoded alone with {type(self).__name__}, got "
+                "a prompt's; plan the step by plan_step()"
             )
         if not operands.q.is_cuda:
             from sparsek_kernels.paged.index.page_records import cpu
