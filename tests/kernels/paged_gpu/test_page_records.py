@@ -213,7 +213,7 @@ def test_what_records_do_not_serve_is_refused() -> None:
     with pytest.raises(ValueError, match="alignment 64 and sel_block_size 2"):
         PageRecords().check(tiles, case.operands.k_cache)
     prompt = make_problem([(5, 900)], num_decodes=0, group=4, heads=1, dim=64)
-    with pytest.raises(ValueError, match="segment: .* plan the step by plan_step"):
+    with pytest.raises(ValueError, match=r"segment: .* plan the step by plan_step"):
         PageRecords().select(case.operands, Segment(prompt.batch, RULE))
 
 
