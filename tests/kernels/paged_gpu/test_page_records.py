@@ -66,11 +66,11 @@ def make_case(
     return Case(problem, operands, Segment(problem.batch, policy))
 
 
-def positions(case: Case) -> list[int]:
-    """Of every new token."""
+def first_positions(case: Case) -> list[int]:
+    """Of every new token, where its request's first one is."""
     lengths, counts = host_lengths(case.problem.batch)
     spans = zip(lengths, counts, strict=True)
-    return [position for end, count in spans for position in range(end - count, end)]
+    return [end - count for end, count in spans for _ in range(count)]
 
 
 def check(case: Case, chosen: Chosen, *, exact: float = 1.0, tolerance: float = 0.02) -> None:
@@ -247,7 +247,7 @@ def test_ranks_choose_what_one_does(page_size: int, monkeypatch: pytest.MonkeyPa
     assert calls == 2  # totals and keys, of all tokens together
     assert all(torch.equal(mine, indices) for mine, _ in found)
     tails = torch.stack([mine for _, mine in found])
-    for token, position in enumerate(positions(case)):
+    for token, position in enumerate(first_positions(case)):
         first, last = (cell // 32 for cell in policy.candidate_range(position))
         if not policy.sees_all(position):
             each, whole = tails[:, token, :, first:last], logits[token, :, first:last]
