@@ -301,11 +301,6 @@ def _select_per_token(config: SparsityConfig, sources: dict[str, str]) -> Sparsi
     Raises:
         ConfigError: the user asked for it, or for a mode that is not batch-invariant.
     """
-    if config.decode_tokens is not None:
-        raise ConfigError(
-            f"SPARSEK setting decode_tokens (from {sources['decode_tokens']}): not served with "
-            f"{BATCH_INVARIANT}; remedy: use decode_top_k, or unset {BATCH_INVARIANT}"
-        )
     unserved = {
         "nsa": "natively sparse models are",
         "infllm": "mode infllm is",
@@ -454,11 +449,6 @@ def _check_agreement(config: SparsityConfig, sources: Mapping[str, str]) -> None
             f"SPARSEK setting mode (from {sources['mode']}): 'pattern' needs a file, and pattern "
             "is not set; remedy: make one with `sparsek patterns learn MODEL --prefill --out FILE` "
             "and set pattern to its path"
-        )
-    if config.decode_tokens is not None and config.query_tile == 1:
-        raise ConfigError(
-            f"SPARSEK setting query_tile (from {sources['query_tile']}): expected more than 1 with "
-            "decode_tokens, got 1; remedy: remove it, or use decode_top_k"
         )
     if config.mode == "pattern" and config.query_tile == 1:
         raise ConfigError(

@@ -117,7 +117,7 @@ def test_tokens_of_ranks_that_hold_the_context_between_them(
         settings,
         tensor_parallel_size=size,
         decode_context_parallel_size=2,
-        cp_kv_cache_interleave_size=32,
+        cp_kv_cache_interleave_size=64,
         worker_extension_cls="tests.vllm_backend.context_parallel.Extension",
         **options,
     ) as llm:

@@ -25,7 +25,7 @@ from sparsek_kernels.paged.index.base import Indexer, Indexers
 from sparsek_kernels.paged.index.page_records import PageRecords, write_records
 from sparsek_kernels.paged.index.two_step import TwoStep
 from sparsek_kernels.paged.operands import PagedOperands
-from sparsek_kernels.paged.plan import Segment, plan_step, plan_tokens
+from sparsek_kernels.paged.plan import Segment, plan_step, plan_tokens, tokens_alone
 from sparsek_kernels.paged.policy import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.write.cpu import write_kv_eager
 
@@ -154,7 +154,8 @@ def default_indexers(policy: StepPolicy) -> Indexers:
             return None
         return PageRecords() if one.query_tile == 1 else TwoStep()
 
-    return Indexers(of(policy.prefill), of(policy.decode))
+    prefill, decode = of(policy.prefill), of(policy.decode)
+    return Indexers(prefill, decode or (prefill if policy.prefill.alignment else None))
 
 
 def select_blocks(
@@ -207,21 +208,28 @@ def select_blocks(
         if first == last:
             continue
         part = batch if (first, last) == (0, total) else batch.part(first, last)
-        segment = Segment(part, one)
+        decodes = part.num_decodes > 0
         rows = [
-            counts[r] if segment.decodes else one.num_tiles(lengths[r] - counts[r], lengths[r])
+            counts[r] if decodes else one.num_tiles(lengths[r] - counts[r], lengths[r])
             for r in range(first, last)
         ]
-        if segment.by_request:
+        alone = one.alignment > 0 and not decodes
+        segments = tokens_alone(part, one) if alone else (Segment(part, one),)
+        if decodes and one.alignment:
             rows = [1] * (last - first)
-        index = indexers.of(segment)
-        if index is None:
-            indices = q.new_full((sum(rows), k_cache.shape[1], 0), -1, dtype=torch.int32)
-        else:
-            check_segment(operands, segment, index)
-            indices = index.select(operands, segment).indices
+        indices = torch.cat([_select(operands, each, indexers) for each in segments])
         found += indices[: sum(rows)].long().clamp(min=-1).split(rows)
     return found
+
+
+def _select(operands: PagedOperands, segment: Segment, indexers: Indexers) -> torch.Tensor:
+    """Indices of a segment's tiles, perhaps with more rows at the end."""
+    index, operands = indexers.of(segment), operands.of_rows(segment.rows)
+    if index is None:
+        shape = (operands.q.shape[0], operands.heads, 0)
+        return operands.q.new_full(shape, -1, dtype=torch.int32)
+    check_segment(operands, segment, index)
+    return index.select(operands, segment).indices
 
 
 def paged_attention(
@@ -385,7 +393,8 @@ def _replayable_segment(
     operands: PagedOperands, segment: Segment, index: Indexer | None
 ) -> ReplayableCall | None:
     """A segment's launches as ones that may be repeated; ``None`` where they are not launches."""
-    by_token = segment.fixed_order or (segment.policy.query_tile == 1 and not segment.decodes)
+    of_prompt = not segment.decodes or segment.rows != slice(None)
+    by_token = segment.fixed_order or (segment.policy.query_tile == 1 and of_prompt)
     if by_token or operands.lse is not None or (index is not None and not index.replayable):
         return None
     options = (segment.policy, operands.softmax_scale, operands.k_scale, operands.v_scale)

@@ -245,7 +245,8 @@ def test_chunks_on_tile_boundaries_change_nothing(name: str) -> None:
         )
         part = Case(whole.q[begin:end], whole.k_cache, whole.v_cache, whole.k_summary, batch)
         got[begin:end] = run(part, policy)
-    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+    by_parts = name == "topk_token"  # which are merged in other places
+    torch.testing.assert_close(got, expected, atol=1e-5 if by_parts else 1e-6, rtol=1e-5)
 
 
 def test_prefill_with_tile_one_equals_decodes() -> None:

@@ -37,8 +37,8 @@ from sparsek_kernels.paged.index.base import Indexers
 from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.index.infllm import launch as infllm_launch
 from sparsek_kernels.paged.index.page_records import launch as choose_launch
-from sparsek_kernels.paged.index.page_records import launch_write as records_launch
 from sparsek_kernels.paged.index.page_records import launch_sm89
+from sparsek_kernels.paged.index.page_records import launch_write as records_launch
 from sparsek_kernels.paged.index.seer import Seer
 from sparsek_kernels.paged.index.seer import launch as seer_launch
 from sparsek_kernels.paged.index.two_step import launch_probabilities, launch_scores
@@ -54,6 +54,7 @@ KERNELS = {
     "write_kv_kernel": write_launch,
     "write_records_kernel": records_launch,
     "score_records_kernel": choose_launch,
+    "total_kernel": choose_launch,
     "rank_cells_kernel": choose_launch,
     "list_cells_kernel": choose_launch,
     "tail_kernel": choose_launch,
@@ -83,6 +84,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.int8: "*i8",
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.uint8: "*u8",
@@ -302,6 +304,16 @@ def learned_launches(
     return seen
 
 
+class OneRank:
+    """Ranks of which there is one."""
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x[None]
+
+
 def sharded_launches(arch: int) -> list[Recorded]:
     """What decodes over the pages of one rank launch, for each kind of policy."""
     problem = make_problem(
@@ -321,7 +333,7 @@ def sharded_launches(arch: int) -> list[Recorded]:
         SelectionPolicy(num_sink=4, window_size=1024),
     ):
         lse = torch.empty(problem.q.shape[:2])
-        operands = problem.operands(torch.empty(problem.q.shape), lse=lse, largest=lambda x: x)
+        operands = problem.operands(torch.empty(problem.q.shape), lse=lse, ranks=OneRank())
         step = functools.partial(attend_phases, operands, problem.batch, policy)
         seen += record(step, arch, 132)
     return seen
@@ -386,8 +398,15 @@ def choice_launches(
         call = functools.partial(choose_launch.select, operands, Segment(problem.batch, policy))
         with mock.patch.object(choose_launch, "_fits", return_value=False):
             seen += record(call, arch, 132)
+        shared = dataclasses.replace(operands, ranks=OneRank())
+        call_shared = functools.partial(choose_launch.select, shared, call.args[1])
+        seen += [one for one in record(call_shared, arch, 132) if "SHARDED" in one.kwargs]
         at_once = record(call, arch, 132)
-        seen += [launched for launched in at_once if launched.name in ("weigh_cells_kernel", "cut_cells_kernel")]
+        seen += [
+            launched
+            for launched in at_once
+            if launched.name in ("weigh_cells_kernel", "cut_cells_kernel")
+        ]
     return seen
 
 

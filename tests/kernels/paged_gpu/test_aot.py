@@ -21,7 +21,13 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
 
-CHOICE = {"score_records_kernel", "rank_cells_kernel", "list_cells_kernel", "tail_kernel"}
+CHOICE = {
+    "score_records_kernel",
+    "total_kernel",
+    "rank_cells_kernel",
+    "list_cells_kernel",
+    "tail_kernel",
+}
 PORTABLE = {
     "write_kv_kernel",
     "write_records_kernel",
@@ -34,6 +40,10 @@ PORTABLE = {
     "add_parts_kernel",
     "attend_kernel",
 }
+AT_ONCE = {"weigh_cells_kernel", "cut_cells_kernel"}
+CHOICE_STACK = {"score_records_kernel": 6 << 10}
+"""Bytes where they are more than 160: scores of every processor, which serve what other launches
+do not, do spill."""
 LEARNED = {
     "infllm": {"write_means_kernel", "average_logits_kernel", "block_scores_kernel"},
     "seer": {"write_gate_keys_kernel", "gate_queries_kernel", "gate_logits_kernel"},

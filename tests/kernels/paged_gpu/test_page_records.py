@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,11 +11,13 @@ import torch
 from problems import Problem, make_problem
 
 from sparsek_kernels.paged import Chosen, PageRecords, SelectionPolicy
+from sparsek_kernels.paged.batch import host_lengths
 from sparsek_kernels.paged.index.page_records import config, cpu, cpu_write, launch, launch_write
 from sparsek_kernels.paged.index.page_records.reference import choose_reference, key_reference
-from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.operands import PagedOperands, Ranks
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.record import page_bytes
+from tests.kernels.shared_pages import held_pages, on_ranks
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -59,6 +61,13 @@ def make_case(
         problem.q, problem.k_cache, problem.v_cache, out, scale, records, k_scale=1.0
     )
     return Case(problem, operands, Segment(problem.batch, policy))
+
+
+def first_positions(case: Case) -> list[int]:
+    """Of every new token, where its request's first one is."""
+    lengths, counts = host_lengths(case.problem.batch)
+    spans = zip(lengths, counts, strict=True)
+    return [end - count for end, count in spans for _ in range(count)]
 
 
 def check(case: Case, chosen: Chosen, *, exact: float = 1.0, tolerance: float = 0.02) -> None:
@@ -202,5 +211,43 @@ def test_what_records_do_not_serve_is_refused() -> None:
     with pytest.raises(ValueError, match="alignment 64 and sel_block_size 2"):
         PageRecords().check(tiles, case.operands.k_cache)
     prompt = make_problem([(5, 900)], num_decodes=0, group=4, heads=1, dim=64)
-    with pytest.raises(NotImplementedError, match="query_tile"):
+    with pytest.raises(ValueError, match=r"segment: .* plan the step by plan_step"):
         PageRecords().select(case.operands, Segment(prompt.batch, RULE))
+
+
+@pytest.mark.parametrize("page_size", [64, 128])
+def test_ranks_choose_what_one_does(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has every third page of a sequence, and the tails of its own segments."""
+    case = make_case(MIXED, group=3, heads=2, dim=64, page_size=page_size)
+    batch, policy = case.problem.batch, case.segment.policy
+    monkeypatch.setattr(launch, "_fits", lambda *_: False)
+    alone = launch.select(case.operands, case.segment)
+    assert alone.tail is not None
+    indices, logits = alone.indices.clone(), alone.tail.logits.clone()
+    caches = (case.operands.k_cache, case.operands.v_cache, case.operands.summary)
+
+    def own_scratch(device: Any, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Ranks are processes of their own elsewhere."""
+        return torch.full((numel,), 7, device=device, dtype=dtype)
+
+    monkeypatch.setattr(launch, "workspace", own_scratch)
+
+    def one(rank: int, group: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
+        (k_cache, v_cache, records), held = held_pages(caches, batch, rank, 3)
+        operands = replace(
+            case.operands, k_cache=k_cache, v_cache=v_cache, k_summary=records, ranks=group
+        )
+        chosen = launch.select(operands, Segment(held, policy))
+        assert chosen.tail is not None
+        return chosen.indices, chosen.tail.logits
+
+    found, calls = on_ranks(3, one)
+    assert calls == 2  # totals and keys, of all tokens together
+    assert all(torch.equal(mine, indices) for mine, _ in found)
+    tails = torch.stack([mine for _, mine in found])
+    for token, position in enumerate(first_positions(case)):
+        first, last = (cell // 32 for cell in policy.candidate_range(position))
+        if not policy.sees_all(position):
+            each, whole = tails[:, token, :, first:last], logits[token, :, first:last]
+            torch.testing.assert_close(each.amax(0), whole, atol=1e-5, rtol=0.0)
+            assert torch.equal((each > -math.inf).sum(0), (whole > -math.inf).long())

@@ -13,9 +13,9 @@ from problems import Problem, attend_phases, make_problem
 
 from sparsek_kernels.common.device import device_arch
 from sparsek_kernels.paged import merge_shards
-from sparsek_kernels.paged.operands import PagedOperands
+from sparsek_kernels.paged.operands import PagedOperands, Ranks
 from sparsek_kernels.paged.policy import SelectionPolicy
-from tests.kernels.shared_pages import Largest, held_pages, on_ranks
+from tests.kernels.shared_pages import held_pages, on_ranks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOP_K = SelectionPolicy(num_sink=4, window_size=40, top_k=3, sel_block_size=32, query_tile=32)
@@ -37,13 +37,13 @@ def attend_on_ranks(
     """Merged output of ranks that have every ``ranks``-th page, and how often they exchanged."""
     caches = (problem.k_cache, problem.v_cache, problem.k_summary)
 
-    def one(rank: int, largest: Largest) -> tuple[torch.Tensor, torch.Tensor]:
+    def one(rank: int, group: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
         (k_cache, v_cache, k_summary), batch = held_pages(caches, problem.batch, rank, ranks)
         out = torch.full(problem.q.shape, float("nan"), dtype=torch.float32, device=DEVICE)
         scale = problem.q.shape[-1] ** -0.5
         lse = torch.full(problem.q.shape[:2], float("nan"), dtype=torch.float32, device=DEVICE)
         operands = PagedOperands(
-            problem.q, k_cache, v_cache, out, scale, k_summary, lse=lse, largest=largest
+            problem.q, k_cache, v_cache, out, scale, k_summary, lse=lse, ranks=group
         )
         attend_phases(operands, batch, policy)
         return out, lse

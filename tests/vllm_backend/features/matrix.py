@@ -259,7 +259,10 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         Row(
             "`VLLM_BATCH_INVARIANT`",
             SERVED,
-            ("test_batch_invariant.py::test_one_call_serves_decodes_and_prefills",),
+            (
+                "test_batch_invariant.py::test_one_call_serves_decodes_and_prefills",
+                "test_batch_invariant.py::test_prompts_by_records_are_decoded_token_by_token",
+            ),
             "on a GPU",
         ),
         Row(
@@ -336,7 +339,7 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         Row(
             "decoded tokens by records of 64 tokens",
             SERVED,
-            (f"{RECORDS}::test_an_engine_decodes_by_records",),
+            (f"{RECORDS}::test_an_engine_chooses_by_records[tiles]",),
         ),
         Row(
             "pages that are no multiple of 64 tokens, with block selection",
@@ -345,14 +348,12 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "`--block-size 64`, or mode `sink_window` or `dense`",
         ),
         Row(
-            "`decode_tokens` with batch invariance, `query_tile` 1 or decode context parallel",
-            REFUSED,
+            "prompts by records, token by token (`decode_tokens` with `query_tile` 1)",
+            SERVED,
             (
-                f"{RECORDS}::test_batch_invariant_engines_refuse_records",
-                f"{RECORDS}::test_settings_that_contradict_each_other",
-                f"{NOT_SERVED}::test_records_need_all_keys_on_one_rank",
+                f"{RECORDS}::test_an_engine_chooses_by_records[tokens]",
+                f"{RECORDS}::test_prompts_by_records_know_no_chunks",
             ),
-            "`decode_top_k`",
         ),
         Row(
             "a page that vLLM copies",

@@ -117,7 +117,8 @@ class Indexers:
 
     Args:
         prefill: of prompts; ``None`` where these choose no blocks.
-        decode: of decoded tokens; ``None`` where these choose no blocks.
+        decode: of decoded tokens, and of those of prompts that choose by records; ``None`` where
+            these choose no blocks.
 
     Raises:
         ValueError: both would keep something of their own in the same bytes of the pages.

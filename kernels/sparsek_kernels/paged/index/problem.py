@@ -92,8 +92,8 @@ class Selection:
 
     def complete(self, scores: torch.Tensor, numel: int) -> torch.Tensor:
         """The first ``numel`` scores, each from the rank that holds its block; flat."""
-        largest = self.operands.largest
-        return scores if largest is None else largest(scores[:numel])
+        ranks = self.operands.ranks
+        return scores if ranks is None else ranks.largest(scores[:numel])
 
     def rule(self) -> dict[str, int]:
         """Compile-time constants of the policy."""

@@ -13,6 +13,7 @@ from sparsek_kernels.paged import (
     Indexers,
     PageRecords,
     SelectionPolicy,
+    StepPolicy,
     VerticalSlash,
     block_lists,
     paged_attention,
@@ -116,8 +117,9 @@ def test_refusals() -> None:
     with pytest.raises(TypeError, match=r"lists: expected dtype torch\.int32"):
         run(case, policy, indexers=by_lists(lists.long()))
     token = replace(policy, query_tile=1)
+    both = StepPolicy(token, StepPolicy.of(token).decode)
     with pytest.raises(ValueError, match="policy: expected query_tile > 1 with VerticalSlash"):
-        run(case, token, indexers=by_lists(block_lists(ENTRIES, token.per_token())))
+        run(case, both, indexers=by_lists(block_lists(ENTRIES, token.per_token())))
     with pytest.raises(TypeError, match=r"entries: expected dtype torch\.int32"):
         block_lists(ENTRIES.float(), policy)
     with pytest.raises(ValueError, match="policy: expected top_k >= 1"):

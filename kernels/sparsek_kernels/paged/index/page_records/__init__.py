@@ -30,6 +30,7 @@ class PageRecords(Indexer):
     reads_pages: ClassVar[bool] = True
     written_with_keys: ClassVar[bool] = True
     batch_invariant: ClassVar[bool] = True
+    shares_context: ClassVar[bool] = True
     aligned: ClassVar[bool] = True
 
     def page_bytes(self, page_size: int, head_dim: int) -> int:
@@ -66,7 +67,7 @@ class PageRecords(Indexer):
 
     def fused_decode(self, operands: PagedOperands, segment: Segment) -> bool:
         """Decode by the C function where it takes these tensors."""
-        if operands.q.is_cuda or operands.largest is not None:
+        if operands.q.is_cuda or operands.ranks is not None:
             return False
         counts = segment.batch.query_lens
         if not native_decode.supports(operands, segment.batch, max(counts, default=1)):
@@ -79,12 +80,12 @@ class PageRecords(Indexer):
         """Return each request's cells, and what stands in for the others to each token.
 
         Raises:
-            NotImplementedError: the tokens are a prompt's.
+            ValueError: the tokens are a prompt's, not yet told apart.
         """
         if not segment.decodes:
-            raise NotImplementedError(
-                f"query_tile: prompts are not served token by token with {type(self).__name__}; "
-                "give them tiles, or another indexer"
+            raise ValueError(
+                f"segment: expected tokens that are decoded alone with {type(self).__name__}, got "
+                "a prompt's; plan the step by plan_step()"
             )
         if not operands.q.is_cuda:
             from sparsek_kernels.paged.index.page_records import cpu

@@ -60,33 +60,42 @@ def _choose(
     q = operands.q[rows].float().unflatten(1, (operands.heads, -1)) * operands.softmax_scale
     count, group = q.shape[0], q.shape[2]
     q = q.transpose(0, 1).flatten(1, 2)  # [Hkv, n * G, D]
+    ranks = operands.ranks
     begin, end = (block // VECTORS for block in policy.candidate_range(position))
     which = torch.arange(begin, end)
-    records = view_records(operands.summary, page_size, dim)
+    which = which[pages[which * SEGMENT // page_size] >= 0]  # not on another rank
     page, place = pages[which * SEGMENT // page_size], which % (page_size // SEGMENT)
+    records = view_records(operands.summary, page_size, dim)
     records = records[page, :, place].transpose(0, 1)  # [Hkv, S, record]
     vectors = read_vectors(records, dim)  # [Hkv, S, 32, D]
     logits = torch.matmul(q, vectors.flatten(1, 2).mT).unflatten(-1, (-1, VECTORS))
     squares = q[..., : dim // 2].square() + q[..., dim // 2 :].square()
     variance = torch.matmul(squares, read_variances(records, dim).mT)
     gain = (1.0 + variance).sqrt() - 1.0
-    keys = read_sequence(operands.k_cache, pages, position + count).float()
-    near = torch.cat([keys[:, : begin * SEGMENT], keys[:, end * SEGMENT :]], 1)
-    exact = torch.matmul(q, near.mT)
-    later = torch.ones(count, count, dtype=torch.bool).triu_(1).repeat_interleave(group, 0)
-    exact[..., -count:].masked_fill_(later, float("-inf"))
+    key = torch.arange(position + count)
+    near = (key < begin * SEGMENT) | (key >= end * SEGMENT)
+    near &= pages[key // page_size] >= 0
+    keys = read_sequence(operands.k_cache, pages.clamp(min=0), position + count)[:, near].float()
+    exact = torch.matmul(q, keys.mT).unflatten(1, (count, group))
+    later = key[near] > position + torch.arange(count)[:, None]
+    exact = exact.masked_fill(later[:, None], float("-inf")).flatten(1, 2)
     both = logits + math.log(2.0)  # of a cell's two keys
     total = torch.cat([exact, both.flatten(2)], -1).logsumexp(-1)
-    scores = (both + (gain - total[..., None])[..., None]).exp().sum(1).flatten(1)
-    ranks = cell_keys(scores, policy, q.shape[1])
-    best = torch.sort(ranks, dim=-1, descending=True, stable=True).indices
-    best = best[:, : policy.scored_blocks].sort(-1).values
-    taken = torch.zeros_like(ranks, dtype=torch.bool).scatter_(-1, best, True)
-    left = both.masked_fill(taken.view(operands.heads, 1, -1, VECTORS), float("-inf"))
-    found = torch.full((count, operands.q.shape[1], segments), float("-inf"))
-    tails = (left.logsumexp(-1) * _LOG2E).unflatten(1, (count, group))
-    found[..., begin:end] = tails.transpose(0, 1).flatten(1, 2)
-    return (best + begin * VECTORS).to(torch.int32), found
+    if ranks is not None:
+        total = ranks.gather(total).logsumexp(0)
+    scores = (both + (gain - total[..., None])[..., None]).exp().sum(1)
+    found = torch.zeros(operands.heads, end - begin, VECTORS, dtype=torch.int8)
+    found[:, which - begin] = cell_keys(scores, policy, q.shape[1]).to(torch.int8)
+    if ranks is not None:
+        found = ranks.largest(found)
+    order = torch.sort(found.flatten(1), dim=-1, descending=True, stable=True).indices
+    best = order[:, : policy.scored_blocks].sort(-1).values
+    taken = torch.zeros_like(found.flatten(1), dtype=torch.bool).scatter_(-1, best, True)
+    taken = taken.unflatten(1, (-1, VECTORS))[:, which - begin]
+    left = both.masked_fill(taken.unsqueeze(1), float("-inf")).logsumexp(-1) * _LOG2E
+    tails = torch.full((count, operands.q.shape[1], segments), float("-inf"))
+    tails[..., which] = left.unflatten(1, (count, group)).transpose(0, 1).flatten(1, 2)
+    return (best + begin * VECTORS).to(torch.int32), tails
 
 
 def cell_keys(scores: torch.Tensor, policy: SelectionPolicy, rows: int) -> torch.Tensor:

@@ -1,10 +1,12 @@
 """Launching the choice of cells by records.
 
-One launch does it where NVIDIA's matrix units take the shapes (``kernels/fused.py``), else four.
+One launch does it where NVIDIA's matrix units take the shapes (``kernels/fused.py``), else five.
+Between these, ranks that hold a sequence's pages between them agree on totals, then on keys.
 """
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from sparsek_kernels.paged.index.page_records.kernels.choose import (
     list_cells_kernel,
     rank_cells_kernel,
     tail_kernel,
+    total_kernel,
 )
 from sparsek_kernels.paged.index.page_records.kernels.scores import UNIT, score_records_kernel
 from sparsek_kernels.paged.index.problem import Selection, Step
@@ -101,6 +104,7 @@ def _fits(call: Selection, width: int) -> bool:
     q = call.q
     return (
         not knobs.runtime.interpret
+        and call.operands.ranks is None
         and torch.version.hip is None
         and device_arch(q.device) >= 89  # the first with e4m3, which spreads are
         and q.dtype in (torch.bfloat16, torch.float16)
@@ -126,15 +130,15 @@ def _choose_some(
 ) -> None:
     """Choose for some requests, of at most ``most``: scratch and kernels are the same for all."""
     q, operands, batch = call.q, call.operands, call.batch
-    device, records = q.device, operands.summary
+    device, records, ranks = q.device, operands.summary, operands.ranks
     _, heads, width = tails.shape
     rows = most * shape.QUERY_LEN * heads
     rest = workspace(device, "rest", rows * width * VECTORS, torch.float16)
     base = workspace(device, "base", rows * width, torch.float32)
     gain = workspace(device, "gain", rows * width, torch.float32)
     units = workspace(device, "units", rows * width // UNIT.value, torch.float32)
-    near = workspace(device, "near", rows, torch.float32)
-    keys = workspace(device, "keys", most * call.heads * width * VECTORS, torch.int16)
+    totals = workspace(device, "totals", rows, torch.float32)
+    keys = workspace(device, "keys", most * call.heads * width * VECTORS, torch.int8)
     counts = workspace(device, "key counts", most * call.heads * KEYS, torch.int32)
     cuts = workspace(device, "cuts", 2 * most * call.heads, torch.int32)
     lengths = (batch.seq_lens, batch.cu_seqlens_q)
@@ -149,7 +153,7 @@ def _choose_some(
         base,
         gain,
         units,
-        near,
+        totals,
         counts,
         q,
         operands.k_cache,
@@ -173,6 +177,20 @@ def _choose_some(
     )
     constants = {"RULE": rule, "SHAPE": shape, **overlap}
     place = (call.policy.dense_below, step.first, width)
+    run(
+        total_kernel,
+        (heads, step.count * shape.QUERY_LEN),
+        totals,
+        units,
+        *lengths,
+        *place,
+        UNITS=min(next_power_of_2(width // UNIT.value), 1024),
+        num_warps=4,
+        **constants,
+    )
+    if ranks is not None:
+        written = totals[: step.count * shape.QUERY_LEN * heads]
+        totals = reduce(torch.logaddexp2, ranks.gather(written))
     grid = (ceil_div(width, CHUNK), call.heads, step.count)
     run(
         rank_cells_kernel,
@@ -182,15 +200,15 @@ def _choose_some(
         rest,
         base,
         gain,
-        units,
-        near,
+        totals,
         *lengths,
         *place,
-        UNITS=min(next_power_of_2(width // UNIT.value), 1024),
         CHUNK=CHUNK,
         num_warps=4,
         **constants,
     )
+    if ranks is not None:
+        keys = ranks.largest(keys[: step.count * call.heads * width * VECTORS])
     run(
         list_cells_kernel,
         (step.count, call.heads),
@@ -202,6 +220,7 @@ def _choose_some(
         *place,
         *call.out.stride()[:2],
         BLOCK=min(next_power_of_2(width * VECTORS), 4096),
+        SHARDED=ranks is not None,
         num_warps=8,
         **constants,
     )

@@ -36,14 +36,9 @@ def first_key_of(rows, RULE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["first_request", "dense_below"])
-def rank_cells_kernel(
-    key_ptr,
-    count_ptr,
-    rest_ptr,
-    base_ptr,
-    gain_ptr,
+def total_kernel(
+    total_ptr,
     unit_ptr,
-    near_ptr,
     seq_lens_ptr,
     cu_seqlens_ptr,
     dense_below,
@@ -52,14 +47,65 @@ def rank_cells_kernel(
     RULE: tl.constexpr,
     SHAPE: tl.constexpr,
     UNITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Log of the sum of exps of one token's and query head's near keys and cells.
+
+    Takes the near keys' own and writes the total in its place, ``[R * QUERY_LEN, Hq]``
+    float32.
+    """
+    SINK_SEGMENTS: tl.constexpr = RULE.SINK_BLOCKS // VECTORS
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    tile = tl.program_id(1)
+    request, token = tile // SHAPE.QUERY_LEN, tile % SHAPE.QUERY_LEN
+    _first_token, num_tokens, last = request_range(
+        first_request + request, seq_lens_ptr, cu_seqlens_ptr, dense_below, RULE
+    )
+    if (token >= num_tokens) | (last <= SINK_SEGMENTS):
+        return
+    line = tile.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    offs_u = tl.arange(0, UNITS)
+    first_unit: tl.constexpr = SINK_SEGMENTS // UNIT
+    units = tl.cdiv(last, UNIT)
+    unit = unit_ptr + line * (width // UNIT) + offs_u
+    near = tl.load(total_ptr + line)
+    top = near
+    for begin in tl.range(first_unit, units, UNITS):
+        part = tl.load(unit + begin, mask=begin + offs_u < units, other=float("-inf"))
+        top = tl.maximum(top, tl.max(part, axis=0))
+    top = tl.where(top > float("-inf"), top, 0.0)
+    total = tl.exp2(near - top)
+    for begin in tl.range(first_unit, units, UNITS):
+        part = tl.load(unit + begin, mask=begin + offs_u < units, other=float("-inf"))
+        total += tl.sum(tl.exp2(part - top), axis=0)
+    tl.store(total_ptr + line, top + tl.log2(total))
+
+
+@triton.jit(do_not_specialize=["first_request", "dense_below"])
+def rank_cells_kernel(
+    key_ptr,
+    count_ptr,
+    rest_ptr,
+    base_ptr,
+    gain_ptr,
+    total_ptr,
+    seq_lens_ptr,
+    cu_seqlens_ptr,
+    dense_below,
+    first_request,
+    width,
+    RULE: tl.constexpr,
+    SHAPE: tl.constexpr,
     CHUNK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Keys of ``CHUNK`` segments' cells of one request and KV head, and how many there are of each.
 
     A cell's key is its probability, summed over the request's tokens and the group's heads, to two
-    bits behind the leading one.  Writes ``[R, Hkv, width * 32]`` int16 and adds to ``[R, Hkv,
-    KEYS]`` int32.
+    bits behind the leading one; 0 on a page of another rank.  Writes ``[R, Hkv, width * 32]`` int8
+    and adds to ``[R, Hkv, KEYS]`` int32.
     """
     GROUP: tl.constexpr = SHAPE.GROUP
     KEYS: tl.constexpr = RULE.KEYS
@@ -75,9 +121,6 @@ def rank_cells_kernel(
     )
     if first >= last:
         return
-    offs_u = tl.arange(0, UNITS)
-    first_unit: tl.constexpr = SINK_SEGMENTS // UNIT
-    units = tl.cdiv(last, UNIT)
     segment = first + tl.arange(0, CHUNK)
     competes = (segment >= SINK_SEGMENTS) & (segment < last)
     cell = first * VECTORS + tl.arange(0, CHUNK * VECTORS)
@@ -86,25 +129,7 @@ def rank_cells_kernel(
     for token in tl.range(0, num_tokens):
         for member in tl.static_range(GROUP):
             line = (place + token) * (SHAPE.NUM_KV_HEADS * GROUP) + kv_head * GROUP + member
-            near = tl.load(near_ptr + line)
-            top = near
-            for begin in tl.range(first_unit, units, UNITS):
-                part = tl.load(
-                    unit_ptr + line * (width // UNIT) + begin + offs_u,
-                    mask=begin + offs_u < units,
-                    other=float("-inf"),
-                )
-                top = tl.maximum(top, tl.max(part, axis=0))
-            top = tl.where(top > float("-inf"), top, 0.0)
-            total = tl.exp2(near - top)
-            for begin in tl.range(first_unit, units, UNITS):
-                part = tl.load(
-                    unit_ptr + line * (width // UNIT) + begin + offs_u,
-                    mask=begin + offs_u < units,
-                    other=float("-inf"),
-                )
-                total += tl.sum(tl.exp2(part - top), axis=0)
-            above = top + tl.log2(total) - 1.0  # a cell has two keys
+            above = tl.load(total_ptr + line) - 1.0  # a cell has two keys
             base = tl.load(base_ptr + line * width + segment, mask=competes, other=float("-inf"))
             gain = tl.load(gain_ptr + line * width + segment, mask=competes, other=0.0)
             rest = tl.load(
@@ -118,7 +143,7 @@ def rank_cells_kernel(
     key = tl.where(competes[:, None], key, -1)
     key = tl.reshape(key, [CHUNK * VECTORS])
     unit = (request * SHAPE.NUM_KV_HEADS + kv_head).to(tl.int64)
-    tl.store(key_ptr + unit * width * VECTORS + cell, key.to(tl.int16), mask=cell < last * VECTORS)
+    tl.store(key_ptr + unit * width * VECTORS + cell, key.to(tl.int8), mask=cell < last * VECTORS)
     counts = tl.histogram(tl.maximum(key, 0), KEYS, mask=key >= 0)
     bins = tl.arange(0, KEYS)
     tl.atomic_add(count_ptr + unit * KEYS + bins, counts, mask=counts > 0, sem="relaxed")
@@ -140,13 +165,14 @@ def list_cells_kernel(
     RULE: tl.constexpr,
     SHAPE: tl.constexpr,
     BLOCK: tl.constexpr,
+    SHARDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """The ``SCORED_BLOCKS`` cells of the largest keys of one request and KV head, ascending.
 
     Ties go to the lower index.  Writes ``[R, Hkv, SCORED_BLOCKS]`` int32, -1 for tokens that see
     everything, and ``[R, Hkv, 2]`` int32: the smallest key that is chosen, and the last cell that
-    is chosen with that key.
+    is chosen with that key.  With ``SHARDED`` the keys are those of all ranks, not yet counted.
     """
     KEYS: tl.constexpr = RULE.KEYS
     COUNT: tl.constexpr = RULE.SCORED_BLOCKS
@@ -169,16 +195,24 @@ def list_cells_kernel(
             tl.store(out + begin + offs, offs * 0 - 1, mask=begin + offs < COUNT)
         return
     unit = (request * SHAPE.NUM_KV_HEADS + kv_head).to(tl.int64)
-    counts = tl.load(count_ptr + unit * KEYS + tl.arange(0, KEYS))
+    keys = key_ptr + unit * width * VECTORS
+    first: tl.constexpr = SINK_SEGMENTS * VECTORS
+    if SHARDED:
+        counts = tl.zeros([KEYS], dtype=tl.int32)
+        for begin in tl.range(first, last * VECTORS, BLOCK):
+            mask = begin + offs < last * VECTORS
+            key = tl.load(keys + begin + offs, mask=mask, other=0).to(tl.int32)
+            counts += tl.histogram(key, KEYS, mask=mask)
+    else:
+        counts = tl.load(count_ptr + unit * KEYS + tl.arange(0, KEYS))
     reach = tl.cumsum(counts, axis=0, reverse=True)  # keys from each one up
     threshold = tl.sum((reach >= COUNT).to(tl.int32), axis=0) - 1
     above = tl.max(tl.where(reach < COUNT, reach, 0), axis=0)
     needed = COUNT - above
-    keys = key_ptr + unit * width * VECTORS
     found = 0
     equal = 0
     cut = -1
-    for begin in tl.range(SINK_SEGMENTS * VECTORS, last * VECTORS, BLOCK):
+    for begin in tl.range(first, last * VECTORS, BLOCK):
         cell = begin + offs
         key = tl.load(keys + cell, mask=cell < last * VECTORS, other=-1).to(tl.int32)
         more = (key > threshold).to(tl.int32)
