@@ -69,6 +69,11 @@ def on_ranks(ranks: int, work: Callable[[int, Ranks], _Result]) -> tuple[list[_R
         return list(pool.map(one, range(ranks))), exchange.calls
 
 
+def own_scratch(device: torch.device, _name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """In place of ``workspace``: elsewhere, ranks are processes of their own."""
+    return torch.full((numel,), 7, device=device, dtype=dtype)
+
+
 def held_pages(
     caches: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     batch: PagedBatch,

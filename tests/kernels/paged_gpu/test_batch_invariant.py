@@ -24,8 +24,7 @@ from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.pages import summary_bytes
 from sparsek_kernels.paged.policy import SelectionPolicy
 from sparsek_kernels.paged.record import page_bytes
-from sparsek_kernels.paged.write import launch as write_launch
-from tests.kernels.launched import run_launched
+from tests.kernels.launched import run_launched, write_launched
 from tests.kernels.paged.gate_cases import make_gates
 from tests.kernels.paged.records_oracle import decode_reference
 
@@ -158,7 +157,7 @@ def answers(company: Company, cuts: list[int], *, batch_invariant: bool) -> Iter
 @pytest.mark.parametrize("policy", SMALL)
 def test_a_row_has_one_result(policy: str) -> None:
     problem = make_problem(
-        [(9, 236), (1, 270), (5, 50)], page_size=32, heads=1, group=3, device=DEVICE
+        [(9, 236), (1, 270), (5, 50)], page_size=64, heads=1, group=3, device=DEVICE
     )
     sinks = torch.tensor([-1.0, 0.5, 6.0], device=DEVICE)
     company = Company(problem, SMALL[policy], sinks)
@@ -192,7 +191,7 @@ def test_a_row_by_records_has_one_result() -> None:
 
 
 def test_a_step_in_slices_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = make_problem([(37, 210), (1, 240)], page_size=32, heads=1, device=DEVICE)
+    problem = make_problem([(37, 210), (1, 240)], page_size=64, heads=1, device=DEVICE)
     company = Company(problem, TOP_K)
     pieces = [company.whole(1), company.whole(0)]
     whole = company.serve(pieces)
@@ -210,7 +209,7 @@ def test_a_step_in_slices_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_rows_outside_a_part_are_left_alone() -> None:
-    problem = make_problem([(5, 70), (9, 150), (4, 90)], page_size=32, device=DEVICE)
+    problem = make_problem([(5, 70), (9, 150), (4, 90)], page_size=64, device=DEVICE)
     oracle_check.fill(problem)
 
     def attend(batch: PagedBatch) -> torch.Tensor:
@@ -226,8 +225,8 @@ def test_rows_outside_a_part_are_left_alone() -> None:
 def test_pages_are_filled_alike_whatever_the_chunks(dtype: torch.dtype) -> None:
     filled = []
     for cuts in ((1.0,), (0.13, 0.5, 0.501, 0.73, 1.0), tuple(i / 77 for i in range(1, 78))):
-        problem = make_problem([(1, 77), (1, 50)], page_size=32, dtype=dtype, device=DEVICE)
-        oracle_check.fill(problem, cuts, write=write_launch.write_kv)
+        problem = make_problem([(1, 77), (1, 50)], page_size=64, dtype=dtype, device=DEVICE)
+        oracle_check.fill(problem, cuts, write=write_launched)
         filled.append((problem.k_cache, problem.v_cache, problem.k_summary))
     for other in filled[1:]:
         for mine, theirs in zip(filled[0], other, strict=True):
@@ -249,7 +248,7 @@ def test_no_batch_reconfigures_a_kernel(
     ]
     by_records = policy not in SMALL
     rule = TOP_K.by_records(4096) if by_records else SMALL[policy]
-    if policy == "records-in-steps":
+    if policy != "records":
         monkeypatch.setattr(records_launch, "_fits", lambda *_: False)
     page_size, width = 64, 1000
     cache = torch.empty(4, heads, page_size, 128, dtype=torch.bfloat16)
@@ -278,10 +277,8 @@ def test_no_batch_reconfigures_a_kernel(
         assert launched
         for one in launched:
             seen.setdefault(one.name, []).append(one.kwargs)
-    if policy == "records-in-steps":
-        assert len(seen) == 6
-    elif not by_records:
-        assert len(seen) == (3 if rule.selects_blocks else 1)
+    if policy != "records":
+        assert len(seen) == (6 if rule.selects_blocks else 1)
     for kernel, options in seen.items():
         assert all(each == options[0] for each in options), kernel
 

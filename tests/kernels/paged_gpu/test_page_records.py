@@ -17,7 +17,7 @@ from sparsek_kernels.paged.index.page_records.reference import choose_reference,
 from sparsek_kernels.paged.operands import PagedOperands, Ranks
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.record import page_bytes
-from tests.kernels.shared_pages import held_pages, on_ranks
+from tests.kernels.shared_pages import held_pages, on_ranks, own_scratch
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -225,10 +225,6 @@ def test_ranks_choose_what_one_does(page_size: int, monkeypatch: pytest.MonkeyPa
     assert alone.tail is not None
     indices, logits = alone.indices.clone(), alone.tail.logits.clone()
     caches = (case.operands.k_cache, case.operands.v_cache, case.operands.summary)
-
-    def own_scratch(device: Any, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Ranks are processes of their own elsewhere."""
-        return torch.full((numel,), 7, device=device, dtype=dtype)
 
     monkeypatch.setattr(launch, "workspace", own_scratch)
 
