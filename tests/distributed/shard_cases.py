@@ -19,27 +19,18 @@ from sparsek_backend.vllm_backend.sparsek.shards import (
 )
 from sparsek_kernels.paged import SelectionPolicy, StepPolicy
 from sparsek_kernels.paged.api import default_indexers
-from sparsek_kernels.paged.index.page_records import write_records
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.policy import ceil_div
-from sparsek_kernels.paged.record import page_bytes
 from tests.kernels.paged.cache_cases import Case, make_case
 
 LENGTHS, QUERIES, DECODES, HEADS, DIM = [300, 65, 517, 400, 131], [1, 1, 1, 250, 131], 3, 4, 32
 EXTRA = 2  # elements per token that the summaries take
 
 
-def whole_step(page_size: int, policy: SelectionPolicy | StepPolicy) -> Case:
+def whole_step(page_size: int) -> Case:
     """The step as one rank has it."""
     sizes: dict[str, Any] = {"heads": HEADS, "kv_heads": 1, "dim": DIM, "page_size": page_size}
-    case = make_case(LENGTHS, QUERIES, DECODES, **sizes)
-    rule = StepPolicy.of(policy).decode
-    if rule.alignment:
-        records = torch.zeros(len(case.k_cache), 1, page_bytes(page_size, DIM), dtype=torch.uint8)
-        slots = torch.arange(len(case.k_cache) * page_size)
-        write_records(case.k_cache, case.v_cache, records, slots)
-        case.k_summary = records
-    return case
+    return make_case(LENGTHS, QUERIES, DECODES, **sizes)
 
 
 def sinks() -> torch.Tensor:
@@ -85,7 +76,7 @@ def attend(
     shards.GATHERED_TOKENS = gathered_tokens
     parts = [2] if gathered_tokens >= sum(LENGTHS[DECODES:]) else [1, 1]
     size, rank = mesh.size(), mesh.get_local_rank()
-    case = whole_step(page_size, policy)
+    case = whole_step(page_size)
     cache, table = own_pages(case, rank, size)
     batch = replace(
         case.batch,
