@@ -61,10 +61,10 @@ def test_tokens_of_two_ranks(
     generator = torch.Generator().manual_seed(6)
     prompts = [
         torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
-        for length in (1, 33, 150, 400)
+        for length in (1, 33, 150, 700)
     ]
     options: dict[str, Any] = {
-        "max_model_len": 512,
+        "max_model_len": 1024,
         "max_num_batched_tokens": 128,
         "skip_tokenizer_init": True,
     }
@@ -164,10 +164,10 @@ def test_tokens_of_data_parallel_engines(
     generator = torch.Generator().manual_seed(6)
     prompts = [
         torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
-        for length in (33, 400)
+        for length in (33, 700)
     ]
     options: dict[str, Any] = {
-        "max_model_len": 512,
+        "max_model_len": 1024,
         "max_num_batched_tokens": 128,
         "skip_tokenizer_init": True,
     }
