@@ -15,9 +15,9 @@ A record lies in the page that holds its 64 keys, one a segment in their order. 
 | value scale | 11.25 D + 34 | fp16 |
 
 Channels ``d`` and ``d + D / 2`` are a RoPE pair.  Byte ``b`` of a row of levels has the channels
-``b + p D / 4``: of channel ``p`` in bits ``7 - 2 p`` and ``6 - 2 p`` half of the level, rounded down:
--2, -1, 0 and 1 for -3, -1, 1 and 3.  Byte ``b`` of the value has ``b`` and ``b + D / 2`` from its low bits up; byte ``b``
-of the pairs has the pairs ``b`` and ``b + D / 4``.
+``b + p D / 4``: of channel ``p`` half of the level, rounded down, in the bits ``7 - 2 p`` and
+``6 - 2 p``: -2, -1, 0 and 1 for -3, -1, 1 and 3.  Byte ``b`` of the value has ``b`` and
+``b + D / 2`` from its low bits up; byte ``b`` of the pairs has the pairs ``b`` and ``b + D / 4``.
 
 A vector is ``mean + scale * level * size`` of its channel's pair.  Sizes and levels are of the
 vectors less the mean as it is stored, which makes up for its rounding.  A channel of the value is

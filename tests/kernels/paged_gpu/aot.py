@@ -37,7 +37,7 @@ from sparsek_kernels.paged.index.base import Indexers
 from sparsek_kernels.paged.index.infllm import InfLLM
 from sparsek_kernels.paged.index.infllm import launch as infllm_launch
 from sparsek_kernels.paged.index.page_records import launch as choose_launch
-from sparsek_kernels.paged.index.page_records import launch_sm89
+from sparsek_kernels.paged.index.page_records import launch_sm80
 from sparsek_kernels.paged.index.page_records import launch_write as records_launch
 from sparsek_kernels.paged.index.seer import Seer
 from sparsek_kernels.paged.index.seer import launch as seer_launch
@@ -58,8 +58,8 @@ KERNELS = {
     "rank_cells_kernel": choose_launch,
     "list_cells_kernel": choose_launch,
     "tail_kernel": choose_launch,
-    "weigh_cells_kernel": launch_sm89,
-    "cut_cells_kernel": launch_sm89,
+    "weigh_cells_kernel": launch_sm80,
+    "cut_cells_kernel": launch_sm80,
     "attend_kernel": attend_launch,
     "top_blocks_kernel": index_launch,
     "listed_masses_kernel": launch_probabilities,

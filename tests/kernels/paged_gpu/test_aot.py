@@ -40,9 +40,9 @@ PORTABLE = {
     "add_parts_kernel",
     "attend_kernel",
 }
-AT_ONCE = {"weigh_cells_kernel", "cut_cells_kernel"}
+ON_MATRIX_UNITS = {"weigh_cells_kernel", "cut_cells_kernel"}
 CHOICE_STACK = {"score_records_kernel": 6 << 10}
-"""Bytes where they are more than 160: scores of every processor, which serve what other launches
+"""Bytes where they are more than 160.  The scores of every processor, which serve what two launches
 do not, do spill."""
 LEARNED = {
     "infllm": {"write_means_kernel", "average_logits_kernel", "block_scores_kernel"},
@@ -114,14 +114,14 @@ def test_attention_over_cells_and_tails_compiles(arch: int, options: tuple[str, 
 @pytest.mark.parametrize(
     ("arch", "options", "kernels"),
     [
-        (80, (), CHOICE),
-        (89, (), CHOICE | AT_ONCE),
+        (80, (), CHOICE | ON_MATRIX_UNITS),
+        (89, (), CHOICE | ON_MATRIX_UNITS),
         (86, ("--head-dim", "256", "--dtype", "float32"), CHOICE),
-        (90, (), CHOICE | AT_ONCE),
-        (90, ("--head-dim", "64", "--group", "8"), CHOICE | AT_ONCE),
-        (90, ("--fp8-cache", "--group", "7"), CHOICE | AT_ONCE),
-        (100, ("--head-dim", "64"), CHOICE | AT_ONCE),
-        (100, (), CHOICE | AT_ONCE),
+        (90, (), CHOICE | ON_MATRIX_UNITS),
+        (90, ("--head-dim", "64", "--group", "8"), CHOICE | ON_MATRIX_UNITS),
+        (90, ("--fp8-cache", "--group", "7"), CHOICE | ON_MATRIX_UNITS),
+        (100, ("--head-dim", "64"), CHOICE | ON_MATRIX_UNITS),
+        (100, (), CHOICE | ON_MATRIX_UNITS),
     ],
     ids=["sm80", "sm89", "sm86-fp32-d256", "sm90", "sm90-d64", "sm90-fp8-g7", "sm100-d64", "sm100"],
 )

@@ -32,17 +32,14 @@ def weigh_segments(segments: int, multiprocessors: int) -> int:
         segments: of all requests and KV heads.
     """
     each = ceil_div(segments, 16 * multiprocessors)
-    return min(max(ceil_div(each, 8) * 8, 8), 64)
+    return min(max(ceil_div(each, 8) * 8, 8), 16)
 
 
 def cut_segments(jobs: int, segments: int, multiprocessors: int) -> int:
-    """Segments of a program of ``cut_cells_kernel``: 64, 128 or 256.
+    """Segments of a program of ``cut_cells_kernel``: 64 or 128.
 
     Args:
         jobs: requests times KV heads.
         segments: of the longest context.
     """
-    for size in (64, 128):
-        if jobs * ceil_div(segments, size) <= 8 * multiprocessors:
-            return size
-    return 256
+    return 64 if jobs * ceil_div(segments, 64) <= 8 * multiprocessors else 128

@@ -91,9 +91,9 @@ def select(operands: PagedOperands, segment: Segment) -> Chosen:
         record_bytes(operands.q.shape[2]),
     )
     if _fits(call, width):
-        from sparsek_kernels.paged.index.page_records import launch_sm89
+        from sparsek_kernels.paged.index.page_records import launch_sm80
 
-        launch_sm89.choose(call, rule, shape, tails)
+        launch_sm80.choose(call, rule, shape, tails)
     else:
         _choose_in_steps(call, rule, shape, tails)
     return Chosen(call.out, Tail(tails, operands.summary))
@@ -106,7 +106,7 @@ def _fits(call: Selection, width: int) -> bool:
         not knobs.runtime.interpret
         and call.operands.ranks is None
         and torch.version.hip is None
-        and device_arch(q.device) >= 89  # the first with e4m3, which spreads are
+        and device_arch(q.device) >= 80
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[2] in (64, 128)
         and call.group * call.batch.decode_query_len <= 16

@@ -143,9 +143,10 @@ def score_records_kernel(
     allowed.  Row ``j * BLOCK_H + h`` of the tile is token ``j``, query head ``h`` of the group.
 
     Writes, for ``T`` tokens and ``width`` segments of each: the logit of a segment's mean key and
-    what the variance of its keys adds, ``[T, Hq, width]`` float32; what each vector adds to the mean,
-    ``[T, Hq, width * 32]`` float16; logs of sums of exps of units of 16 segments, ``[T, Hq, width /
-    16]``, and of the near keys, ``[T, Hq]``.  Clears the counts, ``[R, Hkv, KEYS]`` int32.
+    what the variance of its keys adds, ``[T, Hq, width]`` float32; what each vector adds to the
+    mean, ``[T, Hq, width * 32]`` float16; logs of sums of exps of units of 16 segments,
+    ``[T, Hq, width / 16]``, and of the near keys, ``[T, Hq]``.  Clears the counts,
+    ``[R, Hkv, KEYS]`` int32.
     """
     SINK_BLOCKS: tl.constexpr = RULE.SINK_BLOCKS
     REACH_BLOCKS: tl.constexpr = RULE.REACH_BLOCKS

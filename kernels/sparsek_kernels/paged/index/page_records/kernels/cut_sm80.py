@@ -1,7 +1,7 @@
 """Which cells are chosen by their weights, and what is left of segments (Gluon).
 
-The rule is docs/selection.md.  A *group* of programs serves a request's rows of one KV head, each of
-them 128 segments; 8 threads have a segment, each every eighth of its cells:
+The rule is docs/selection.md.  A *group* of programs serves a request's rows of one KV head.  Of a
+segment 8 threads have every eighth cell:
 
 1. Cells have their scores, and these their integer keys.  Programs leave how many cells they have
    of each key.
@@ -21,6 +21,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from sparsek_kernels.common.kernels.barrier_sm90 import thread_barrier
+from sparsek_kernels.paged.index.page_records.kernels.counts_sm80 import (
+    bits_of,
+    clear_counters,
+    count_key,
+    counters_of_keys,
+    fold,
+    last_of_warp,
+    lowest_bits,
+    masks_of,
+    read_counters,
+    shuffle_up,
+)
 
 WARPS: gl.constexpr = gl.constexpr(4)
 
@@ -38,133 +50,19 @@ def add(a, b):
 
 
 @gluon.jit
-def count_keys(key):
-    """How many of a warp's threads have the keys ``lane`` and ``lane + 32``, for each row."""
+def weight_of(word, AT: gl.constexpr):
+    """Byte ``AT`` of words as a float32 weight."""
+    bits = word >> 4 if AT == 3 else word << (20 - 8 * AT)
     return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred p;
-        .reg .b32 b, n, m, w, lane;
-        mov.u32 lane, %laneid;
-        setp.ge.s32 p, $2, 0;
-        vote.sync.ballot.b32 m, p, 0xffffffff;
-        bfe.s32 n, lane, 0, 1;
-        and.b32 w, $2, 1;
-        setp.ne.b32 p, w, 0;
-        vote.sync.ballot.b32 b, p, 0xffffffff;
-        lop3.b32 m, b, n, m, 0x82;
-        bfe.s32 n, lane, 1, 1;
-        and.b32 w, $2, 2;
-        setp.ne.b32 p, w, 0;
-        vote.sync.ballot.b32 b, p, 0xffffffff;
-        lop3.b32 m, b, n, m, 0x82;
-        bfe.s32 n, lane, 2, 1;
-        and.b32 w, $2, 4;
-        setp.ne.b32 p, w, 0;
-        vote.sync.ballot.b32 b, p, 0xffffffff;
-        lop3.b32 m, b, n, m, 0x82;
-        bfe.s32 n, lane, 3, 1;
-        and.b32 w, $2, 8;
-        setp.ne.b32 p, w, 0;
-        vote.sync.ballot.b32 b, p, 0xffffffff;
-        lop3.b32 m, b, n, m, 0x82;
-        bfe.s32 n, lane, 4, 1;
-        and.b32 w, $2, 16;
-        setp.ne.b32 p, w, 0;
-        vote.sync.ballot.b32 b, p, 0xffffffff;
-        lop3.b32 m, b, n, m, 0x82;
-        and.b32 w, $2, 32;
-        setp.ne.b32 p, w, 0;
-        vote.sync.ballot.b32 b, p, 0xffffffff;
-        and.b32 w, m, b;
-        popc.b32 $1, w;
-        lop3.b32 w, m, b, 0, 0x30;
-        popc.b32 $0, w;
-        }
-        """,
-        "=&r,=&r,r",
-        [key],
-        dtype=(gl.int32, gl.int32),
-        is_pure=False,
-        pack=1,
-    )
-
-
-def _ballots(compare: str, mask: str, before: str, total: str) -> str:
-    """Of one comparison of four cells: the segment's bits, and counts before it and in all."""
-    votes = "".join(
-        f"setp.{compare}.s32 p, ${4 + j}, $8; vote.sync.ballot.b32 b{j}, p, 0xffffffff;\n"
-        for j in range(4)
-    )
-    counts = "".join(
-        f"popc.b32 c, b{j}; add.u32 {total}, {total}, c;\n"
-        f"and.b32 c, b{j}, low; popc.b32 c, c; add.u32 {before}, {before}, c;\n"
-        f"shr.u32 b{j}, b{j}, s;\n"
-        for j in range(4)
-    )
-    return f"""{votes}
-        mov.u32 {total}, 0; mov.u32 {before}, 0;
-        {counts}
-        prmt.b32 b0, b0, b1, 0x0040;
-        prmt.b32 b2, b2, b3, 0x0040;
-        prmt.b32 {mask}, b0, b2, 0x5410;
-        """
-
-
-_MASKS: gl.constexpr = gl.constexpr(
-    """
-    {
-    .reg .pred p;
-    .reg .b32 b0, b1, b2, b3, c, s, low, x, y, z, w;
-    mov.u32 s, %laneid;
-    and.b32 s, s, 24;
-    bfi.b32 low, -1, 0, 0, s;
-    """
-    + _ballots("gt", "$0", "x", "y")
-    + _ballots("eq", "$1", "z", "w")
-    + "mad.lo.u32 $2, z, 65536, x; mad.lo.u32 $3, w, 65536, y; }"
-)
-
-
-@gluon.jit
-def masks_of(k0, k1, k2, k3, threshold):
-    """Of keys of a warp's four segments, those above a threshold and those equal to it.
-
-    Returns a bit for each cell of a thread's segment, of both kinds, and how many there are in the
-    segments before it, and in all of the four: above, and 65536 times equal.
-    """
-    return gl.inline_asm_elementwise(
-        _MASKS, "=&r,=&r,=&r,=&r,r,r,r,r,r", [k0, k1, k2, k3, threshold],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+        "lop3.b32 $0, $1, 0x0FF00000, 0x30000000, 0xEA;", "=r,r", [bits],
+        dtype=gl.float32, is_pure=True, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def bits_of(x):
-    """How many bits of a word are set."""
-    return gl.inline_asm_elementwise(
-        "popc.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def weight_of(word, AT: gl.constexpr):
-    """Byte ``AT`` of words as a float32 weight."""
-    if AT == 3:
-        bits = word >> 4
-    elif AT == 2:
-        bits = word << 4
-    elif AT == 1:
-        bits = word << 12
-    else:
-        bits = word << 20
-    return ((bits & 0x0FF00000) | 0x30000000).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
 def byte_of(word, AT: gl.constexpr):
-    """Byte ``AT`` of words, a number of 8 bits with a sign."""
-    return (word << (24 - 8 * AT)) >> 24
+    """Byte ``AT`` of words: keys; below all of them where it is 64, outside."""
+    return ((word << (25 - 8 * AT)) >> 25) if AT < 3 else ((word << 1) >> 25)
 
 
 @gluon.jit
@@ -188,6 +86,14 @@ def two_shares(turn, PAIR: gl.constexpr, ROWS: gl.constexpr):
         gl.convert_layout(a, ROWS, assert_trivial=True),
         gl.convert_layout(b, ROWS, assert_trivial=True),
     )
+
+
+@gluon.jit
+def key_of(score, inside, FIRST_KEY: gl.constexpr, KEYS: gl.constexpr):
+    """Integer keys of scores; one more than the last outside."""
+    score = gl.where(score > 0.0, score, 0.0)
+    key = (score.to(gl.int32, bitcast=True) >> 21) - FIRST_KEY
+    return gl.where(inside, gl.minimum(gl.maximum(key, 0), KEYS - 1), KEYS)
 
 
 @gluon.jit
@@ -257,11 +163,13 @@ def cut_cells_kernel(
     NEAR: gl.constexpr = SINKS + REACH + (2 if QUERY_LEN > 1 else 1)
     COLUMNS: gl.constexpr = SHAPE.COLUMNS
     SEGMENTS: gl.constexpr = 16 * TURNS
+    WIDE: gl.constexpr = min(COLUMNS, 8)
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     if OVERLAP:
         gl.inline_asm_elementwise(
-            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+            "griddepcontrol.launch_dependents; griddepcontrol.wait; // $0", "=r", [],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
     job = gl.program_id(0) // members
     member = gl.program_id(0) % members
     request = job // NUM_KV_HEADS
@@ -283,6 +191,7 @@ def cut_cells_kernel(
     if member >= active:
         return
     counters = counter_ptr + 2 * job
+    key_counters = counters_of_keys()
     begin = SINKS + member * SEGMENTS
 
     # A turn is 16 segments, four of each warp; 8 threads have a segment, each every eighth cell.
@@ -292,7 +201,6 @@ def cut_cells_kernel(
     PLAIN2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     PLAIN3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     weights = gl.allocate_shared_memory(gl.int32, [TURNS, 16, 8, COLUMNS], PLAIN3)
-    tops = gl.allocate_shared_memory(gl.float32, [TURNS, 16, COLUMNS], PLAIN2)
     shares = gl.allocate_shared_memory(gl.float32, [TURNS, 16, COLUMNS], PLAIN2)
     keys = gl.allocate_shared_memory(gl.int32, [TURNS, 16, 8], PLAIN2)
     spot = job.to(gl.int64) * width + begin
@@ -304,7 +212,9 @@ def cut_cells_kernel(
     at = at + (from_segment * (8 * COLUMNS) + n % (2 * COLUMNS) * 4)[:, None]
     at = at + gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS))[None, :]
     flat = weights._reinterpret(gl.int32, [SEGMENTS * 2 * COLUMNS, 4], PLAIN2)
-    there = (begin + from_segment < last)[:, None] & (gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS)) >= 0)[None, :]
+    there = (begin + from_segment < last)[:, None] & (
+        gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS)) >= 0
+    )[None, :]
     async_copy.async_copy_global_to_shared(flat, at, mask=there)
     async_copy.commit_group()
 
@@ -328,28 +238,32 @@ def cut_cells_kernel(
     row = gl.arange(0, SEGMENTS, layout=gl.SliceLayout(1, SHARE))
     from_segment = (row % 16 // 4 * TURNS + row // 16) * 4 + row % 4
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SHARE))
-    at_top = (spot + from_segment)[:, None] * COLUMNS + column[None, :]
+    where = (spot + from_segment)[:, None] * COLUMNS + column[None, :]
     there = (begin + from_segment < last)[:, None] & (column >= 0)[None, :]
-    top = gl.load(tops_ptr + at_top, mask=there, other=-1.0e30)
-    share = top + gl.load(gains_ptr + at_top, mask=there, other=0.0)
+    top = gl.load(tops_ptr + where, mask=there, other=-1.0e30)
+    share = top + gl.load(gains_ptr + where, mask=there, other=0.0)
     share = gl.exp2(share - gl.convert_layout(total, gl.SliceLayout(0, SHARE))[None, :])
-    tops._reinterpret(gl.float32, [SEGMENTS, COLUMNS], PLAIN2).store(top)
     shares._reinterpret(gl.float32, [SEGMENTS, COLUMNS], PLAIN2).store(share)
     async_copy.wait_group(0)
     thread_barrier()
 
     # Keys, and how many there are of each.
+    every_thread = gl.arange(0, 128, layout=FLAT)
+    clear_counters(key_counters + every_thread * 64)
+    thread_barrier()
+    of_lane = key_counters + (gl.arange(0, 16, layout=SEGMENT) % 4 * 32)[:, None]
+    of_lane = of_lane + gl.arange(0, 8, layout=gl.SliceLayout(0, ROWS))[None, :] * 4
     thread = gl.arange(0, 8, layout=gl.SliceLayout(0, ROWS))[None, :]
     row = gl.arange(0, 16, layout=SEGMENT)
     first_segment = begin + row // 4 * (4 * TURNS) + row % 4
-    low = gl.zeros([16, 8], gl.int32, ROWS)
-    high = gl.zeros([16, 8], gl.int32, ROWS)
     for turn in range(TURNS):
-        s0 = gl.zeros([16, 8], gl.float32, ROWS)
-        s1 = s0
-        s2 = s0
-        s3 = s0
-        for pair in gl.static_range(COLUMNS // 2):
+        a, b = two_words(weights.index(turn), 0, ROWS)
+        left, right = two_shares(shares.index(turn), 0, ROWS)
+        s0 = weight_of(a, 0) * left + weight_of(a, 1) * right
+        s1 = weight_of(a, 2) * left + weight_of(a, 3) * right
+        s2 = weight_of(b, 0) * left + weight_of(b, 1) * right
+        s3 = weight_of(b, 2) * left + weight_of(b, 3) * right
+        for pair in gl.static_range(1, COLUMNS // 2):
             a, b = two_words(weights.index(turn), pair, ROWS)
             left, right = two_shares(shares.index(turn), pair, ROWS)
             s0 += weight_of(a, 0) * left + weight_of(a, 1) * right
@@ -361,19 +275,19 @@ def cut_cells_kernel(
         k1 = key_of(s1, inside, RULE.FIRST_KEY, KEYS)
         k2 = key_of(s2, inside, RULE.FIRST_KEY, KEYS)
         k3 = key_of(s3, inside, RULE.FIRST_KEY, KEYS)
-        word = (k0 & 255) | ((k1 & 255) << 8) | ((k2 & 255) << 16) | (k3 << 24)
-        keys.index(turn).store(word)
-        for j in gl.static_range(4):
-            l, h = count_keys(byte_of(word, j))
-            low += l
-            high += h
-    WARP: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
-    low = gl.convert_layout(gl.reshape(low, [WARPS, 32]), WARP)
-    high = gl.convert_layout(gl.reshape(high, [WARPS, 32]), WARP)
-    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, WARP))
+        keys.index(turn).store(k0 | (k1 << 8) | (k2 << 16) | (k3 << 24))
+        count_key(of_lane, k0)
+        count_key(of_lane, k1)
+        count_key(of_lane, k2)
+        count_key(of_lane, k3)
+    thread_barrier()
+    # Counters of a key are 32 lanes': two threads of 64 keys add up halves of them.
+    HALVES: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [WARPS, 1], [1, 0])
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, HALVES))
+    half = gl.arange(0, 2, layout=gl.SliceLayout(0, HALVES))
+    mine = key_counters + key[:, None] * 128 + half[None, :] * 64
     counts = count_ptr + job.to(gl.int64) * members * KEYS
-    gl.store(counts + member * KEYS + lane, gl.sum(low, axis=0))
-    gl.store(counts + member * KEYS + 32 + lane, gl.sum(high, axis=0))
+    gl.store(counts + member * KEYS + key, gl.sum(read_counters(mine), axis=1))
     arrive(counters)
     wait_for(counters, active)
 
@@ -397,13 +311,19 @@ def cut_cells_kernel(
     same_before = gl.sum(gl.sum(same, axis=1), axis=0)
 
     # How many a warp has, and those before it.
-    mine = gl.where(lane > threshold, 1, gl.where(lane == threshold, 65536, 0))[None, :] * low
-    mine += gl.where(lane + 32 > threshold, 1, gl.where(lane + 32 == threshold, 65536, 0))[None, :] * high
+    has = gl.zeros([16, 8], gl.int32, ROWS)
+    for turn in range(TURNS):
+        word = keys.index(turn).load(ROWS)
+        for j in gl.static_range(4):
+            k = byte_of(word, j)
+            has += gl.where(k > threshold, 1, gl.where(k == threshold, 65536, 0))
+    WARP: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     SQUARE: gl.constexpr = gl.BlockedLayout([1, WARPS], [32, 1], [WARPS, 1], [1, 0])
-    mine = gl.convert_layout(gl.sum(mine, axis=1), gl.SliceLayout(0, SQUARE))
+    has = gl.sum(gl.convert_layout(gl.reshape(has, [WARPS, 32]), WARP), axis=1)
+    has = gl.convert_layout(has, gl.SliceLayout(0, SQUARE))
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, SQUARE))[:, None]
     other_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(0, SQUARE))[None, :]
-    before = gl.sum(gl.where(other_warp < warp, mine[None, :], 0), axis=1)  # [warps]
+    before = gl.sum(gl.where(other_warp < warp, has[None, :], 0), axis=1)  # [warps]
     before = gl.convert_layout(before, gl.SliceLayout(1, WARP))[:, None]
     before += gl.zeros([WARPS, 32], gl.int32, WARP)
     before = gl.convert_layout(gl.reshape(before, [16, 8]), ROWS)
@@ -415,46 +335,49 @@ def cut_cells_kernel(
     first_bit = 1 << thread
     for turn in range(TURNS):
         word = keys.index(turn).load(ROWS)
-        above, equal, here, all_four = masks_of(
+        above, equal = masks_of(
             byte_of(word, 0), byte_of(word, 1), byte_of(word, 2), byte_of(word, 3),
             gl.full([16, 8], 0, gl.int32, ROWS) + threshold,
         )  # fmt: skip
-        segment = (first_segment + 4 * turn)[:, None] + 0 * thread
-        mores = more + (here & 0xFFFF)
-        sames = same + (here >> 16)
-        taken = gl.zeros([16, 8], gl.int32, ROWS)
+        here = bits_of(above) + 65536 * bits_of(equal)  # of a segment
+        until = here + shuffle_up(here, 8)
+        until += shuffle_up(until, 16)
+        sames = same + ((until - here) >> 16)
+        place = more + ((until - here) & 0xFFFF) + gl.minimum(sames, needed)
+        taken = above | lowest_bits(equal, gl.maximum(needed - sames, 0))
+        segment = (first_segment + 4 * turn)[:, None]
         for j in gl.static_range(4):
             bit = first_bit << (8 * j)
-            tie = sames + bits_of(equal & (bit - 1))
-            place = mores + bits_of(above & (bit - 1)) + gl.minimum(tie, needed)
-            chosen = ((above & bit) != 0) | (((equal & bit) != 0) & (tie < needed))
-            gl.store(out + place, segment * 32 + 8 * j + thread, mask=chosen)
-            taken = taken | gl.where(chosen, 1 << j, 0)
-        more += all_four & 0xFFFF
-        same += all_four >> 16
-        some = gl.max(gl.where(taken == 15, 0, 1), axis=1) > 0  # [16]: some cells are left
-        keep = first_segment + 4 * turn < last
-        for pair in gl.static_range(COLUMNS // 2):
-            a, b = two_words(weights.index(turn), pair, ROWS)
-            left, right = two_shares(tops.index(turn), pair, ROWS)
-            for h in gl.static_range(2):
-                if 2 * pair + h < QUERY_LEN * GROUP:
-                    x = gl.where((taken & 1) == 0, weight_of(a, h), 0.0)
-                    x += gl.where((taken & 2) == 0, weight_of(a, 2 + h), 0.0)
-                    x += gl.where((taken & 4) == 0, weight_of(b, h), 0.0)
-                    x += gl.where((taken & 8) == 0, weight_of(b, 2 + h), 0.0)
-                    x = gl.max(left if h == 0 else right, axis=1) + log2(gl.sum(x, axis=1)) + 1.0
-                    x = gl.where(some, x, float("-inf"))
-                    to_tail = rows + ((2 * pair + h) // GROUP) * tail_strides[0]
-                    to_tail += ((2 * pair + h) % GROUP) * tail_strides[1]
-                    here_too = keep & ((2 * pair + h) // GROUP < num_tokens)
-                    gl.store(to_tail + first_segment + 4 * turn, x, mask=here_too)
+            spot_of = out + place + bits_of(taken & (bit - 1))
+            gl.store(spot_of, segment * 32 + 8 * j + thread, mask=(taken & bit) != 0)
+        until = last_of_warp(until)
+        more += until & 0xFFFF
+        same += until >> 16
+        # What is left of a segment for 4 or 8 columns, of which each thread ends with one.
+        f0 = gl.where((taken & first_bit) == 0, 1.0, 0.0)
+        f1 = gl.where((taken & (first_bit << 8)) == 0, 1.0, 0.0)
+        f2 = gl.where((taken & (first_bit << 16)) == 0, 1.0, 0.0)
+        f3 = gl.where((taken & (first_bit << 24)) == 0, 1.0, 0.0)
+        keep = (first_segment + 4 * turn < last)[:, None]
+        for first in gl.static_range(0, COLUMNS, WIDE):
+            x = ()
+            for pair in gl.static_range(first // 2, (first + WIDE) // 2):
+                a, b = two_words(weights.index(turn), pair, ROWS)
+                for h in gl.static_range(2):
+                    part = weight_of(a, h) * f0 + weight_of(a, 2 + h) * f1
+                    part += weight_of(b, h) * f2 + weight_of(b, 2 + h) * f3
+                    x = x + (part,)  # type: ignore[assignment]  # noqa: RUF005
+            part = fold(fold(x[0], x[1], thread, 1), fold(x[2], x[3], thread, 1), thread, 2)
+            if WIDE == 4:
+                part = fold(part, part, thread, 4)
+            else:
+                more_of = fold(fold(x[4], x[5], thread, 1), fold(x[6], x[7], thread, 1), thread, 2)
+                part = fold(part, more_of, thread, 4)
+            of = first + thread % WIDE  # its column
+            at_top = tops_ptr + (job.to(gl.int64) * width + segment) * COLUMNS + of
+            part = gl.load(at_top, mask=keep, other=0.0) + log2(part) + 1.0
+            part = gl.where(taken == -1, float("-inf"), part)
+            to_tail = rows + (of // GROUP) * tail_strides[0] + (of % GROUP) * tail_strides[1]
+            wanted = keep & (of < QUERY_LEN * GROUP) & (of // GROUP < num_tokens)
+            gl.store(to_tail + segment, part, mask=wanted & (thread < WIDE))
     leave(counters, active)
-
-
-@gluon.jit
-def key_of(score, inside, FIRST_KEY: gl.constexpr, KEYS: gl.constexpr):
-    """Integer keys of scores; -1 outside."""
-    score = gl.where(score > 0.0, score, 0.0)
-    key = (score.to(gl.int32, bitcast=True) >> 21) - FIRST_KEY
-    return gl.where(inside, gl.minimum(gl.maximum(key, 0), KEYS - 1), -1)

@@ -1,4 +1,4 @@
-"""Launching the choice of cells by records where NVIDIA's matrix units take floats of 8 bits."""
+"""Launching the choice of cells by records on NVIDIA's matrix units: weights, then the cut."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from sparsek_kernels.common.device import multiprocessors
 from sparsek_kernels.common.recording import run
 from sparsek_kernels.paged.config import next_power_of_2
 from sparsek_kernels.paged.index.page_records.config import KEYS, cut_segments, weigh_segments
-from sparsek_kernels.paged.index.page_records.kernels.cut_sm89 import WARPS, cut_cells_kernel
-from sparsek_kernels.paged.index.page_records.kernels.weigh_sm89 import weigh_cells_kernel
+from sparsek_kernels.paged.index.page_records.kernels.cut_sm80 import WARPS, cut_cells_kernel
+from sparsek_kernels.paged.index.page_records.kernels.weigh_sm80 import weigh_cells_kernel
 from sparsek_kernels.paged.index.problem import Selection
 from sparsek_kernels.paged.policy import ceil_div
 from sparsek_kernels.paged.scratch import overlap_options, workspace
@@ -60,7 +60,7 @@ def choose(call: Selection, rule, shape, tails: torch.Tensor) -> None:
         RULE=rule,
         SHAPE=shape,
         num_warps=1,
-        maxnreg=int(__import__('os').environ.get('R','112')),
+        maxnreg=112,
         **overlap_options(device),
     )
     run(
