@@ -6,8 +6,8 @@ A record lies in the page that holds its 64 keys, one a segment in their order. 
 | section | byte | what |
 | --- | --- | --- |
 | levels | 0 | ``[32, D / 4]``: 2 bits a channel of each vector, the mean of 2 keys less ``mean`` |
-| mean | 8 D | ``[D]`` bf16: the segment's mean key |
-| spread | 10 D | ``[D / 2]`` e4m3: root of the keys' variance about their vector, one a RoPE pair |
+| mean | 8 D | ``[D]`` fp16: the segment's mean key |
+| variance | 10 D | ``[D / 2]`` e5m2: variance of the keys about their vector, one a RoPE pair |
 | value | 10.5 D | ``[D / 2]``: the mean value in 4 bits a channel |
 | pairs | 11 D | ``[D / 4]``: the size of each RoPE pair: 4 bits, steps below the largest |
 | scales | 11.25 D | ``[32]``: each vector's size, 4 bits of exponent and 4 of mantissa |
@@ -15,8 +15,8 @@ A record lies in the page that holds its 64 keys, one a segment in their order. 
 | value scale | 11.25 D + 34 | fp16 |
 
 Channels ``d`` and ``d + D / 2`` are a RoPE pair.  Byte ``b`` of a row of levels has the channels
-``b + p D / 4``: of channel ``p`` the sign in bit ``7 - p`` (1: negative) and the size, 1 or 4, in
-bit ``3 - p``.  Byte ``b`` of the value has ``b`` and ``b + D / 2`` from its low bits up; byte ``b``
+``b + p D / 4``: of channel ``p`` in bits ``7 - 2 p`` and ``6 - 2 p`` half of the level, rounded down:
+-2, -1, 0 and 1 for -3, -1, 1 and 3.  Byte ``b`` of the value has ``b`` and ``b + D / 2`` from its low bits up; byte ``b``
 of the pairs has the pairs ``b`` and ``b + D / 4``.
 
 A vector is ``mean + scale * level * size`` of its channel's pair.  Sizes and levels are of the
@@ -42,14 +42,14 @@ _FIRST_SIZE = (127 - 64) << 1
 """Exponent of a pair's code 0 among float32's, before the bit of its mantissa."""
 _FIRST_SCALE = (127 - 8) << 4
 """Exponent of a scale's code 0 among float32's, before the 4 bits of its mantissa."""
-_LARGEST_E4M3, _LARGEST_FP16 = 448.0, 65504.0
+_LARGEST_E5M2, _LARGEST_FP16 = 57344.0, 65504.0
 
 
 class Sections(NamedTuple):
     """Bytes of a record at which its sections begin; that of the levels begins at 0."""
 
     mean: int
-    spread: int
+    variance: int
     value: int
     pairs: int
     scales: int
@@ -63,7 +63,7 @@ def sections(head_dim: int) -> Sections:
     scales = 45 * head_dim // 4
     return Sections(
         mean=8 * head_dim,
-        spread=10 * head_dim,
+        variance=10 * head_dim,
         value=21 * head_dim // 2,
         pairs=11 * head_dim,
         scales=scales,
@@ -118,21 +118,21 @@ def encode(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Records ``[..., record_bytes]`` of segments' keys and values, ``[..., 64, D]``."""
     first, second = keys.float().unflatten(-2, (VECTORS, VECTOR)).unbind(-2)
     vectors = (first + second) * 0.5
-    mean = vectors.mean(-2).bfloat16()
+    mean = vectors.mean(-2).clamp_(-_LARGEST_FP16, _LARGEST_FP16).half()
     rest = vectors - mean.float().unsqueeze(-2)  # [..., 32, D]
-    sizes = _size_codes(_pair_sizes(rest))  # [..., D / 2]
+    sizes = _size_codes(_pair_squares(rest).sqrt_())  # [..., D / 2]
     base = sizes.amax(-1, keepdim=True)
     below = (base - sizes).clamp_(max=15)
     z = rest * _both(1.0 / code_sizes(base - below)).unsqueeze(-2)
     squares = z.square()
     large = squares >= squares.mean(-1, keepdim=True)
-    scales = squares.sum(-1) * _inverse((z.abs() * torch.where(large, 4.0, 1.0)).sum(-1))
-    spread = _pair_sizes((first - second) * 0.5).clamp_(max=_LARGEST_E4M3)
+    scales = squares.sum(-1) * _inverse((z.abs() * torch.where(large, 3.0, 1.0)).sum(-1))
+    variance = _pair_squares((first - second) * 0.5).clamp_(max=_LARGEST_E5M2)
     value, value_scale = _encode_value(values.float().mean(-2))
     parts = [
         _pack_levels(z < 0.0, large).flatten(-2),
         mean.view(torch.uint8),
-        spread.to(torch.float8_e4m3fn).view(torch.uint8),
+        variance.to(torch.float8_e5m2).view(torch.uint8),
         value,
         _pack(below),
         _scale_codes(scales),
@@ -157,13 +157,13 @@ def read_vectors(records: torch.Tensor, head_dim: int) -> torch.Tensor:
 def read_means(records: torch.Tensor, head_dim: int) -> torch.Tensor:
     """The mean keys ``[..., D]`` float32."""
     at = sections(head_dim)
-    return records[..., at.mean : at.spread].view(torch.bfloat16).float()
+    return records[..., at.mean : at.variance].view(torch.float16).float()
 
 
-def read_spreads(records: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Roots of the keys' variance about their vectors, ``[..., D / 2]`` float32: one a pair."""
+def read_variances(records: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Variances of the keys about their vectors, ``[..., D / 2]`` float32: one a pair."""
     at = sections(head_dim)
-    return records[..., at.spread : at.value].view(torch.float8_e4m3fn).float()
+    return records[..., at.variance : at.value].view(torch.float8_e5m2).float()
 
 
 def read_pair_scales(records: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -202,10 +202,10 @@ def _size_codes(sizes: torch.Tensor) -> torch.Tensor:
     return (((sizes.view(torch.int32) + (1 << 21)) >> 22) - _FIRST_SIZE).clamp_(0, 255)
 
 
-def _pair_sizes(x: torch.Tensor) -> torch.Tensor:
-    """Root mean squares ``[..., D / 2]`` of RoPE pairs over rows ``[..., rows, D]``."""
+def _pair_squares(x: torch.Tensor) -> torch.Tensor:
+    """Mean squares ``[..., D / 2]`` of RoPE pairs over rows ``[..., rows, D]``."""
     squares: torch.Tensor = x.square().mean(-2).unflatten(-1, (2, -1))
-    return squares.mean(-2).sqrt_()
+    return squares.mean(-2)
 
 
 def _both(x: torch.Tensor) -> torch.Tensor:
@@ -226,16 +226,15 @@ def _encode_value(mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pack_levels(negative: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
-    """Bytes ``[..., D / 4]`` of the signs and sizes of levels ``[..., D]`` bool."""
-    first, second, third, fourth = ((negative.int() << 4) | large).chunk(4, -1)
-    return ((first << 3) | (second << 2) | (third << 1) | fourth).to(torch.uint8)
+    """Bytes ``[..., D / 4]`` of levels ``[..., D]``, by their signs and sizes (bool)."""
+    first, second, third, fourth = ((negative.int() << 1) | (negative ^ large)).chunk(4, -1)
+    return ((first << 6) | (second << 4) | (third << 2) | fourth).to(torch.uint8)
 
 
 def _unpack_levels(packed: torch.Tensor) -> torch.Tensor:
-    """Levels ``[..., D]`` float32 of bytes ``[..., D / 4]``: 1, 4, -1 or -4."""
-    planes = torch.cat([packed >> shift for shift in range(3, -1, -1)], -1)
-    sizes = torch.where((planes & 1) != 0, 4.0, 1.0)
-    return torch.where((planes & 16) != 0, -sizes, sizes)
+    """Levels ``[..., D]`` float32 of bytes ``[..., D / 4]``: 1, 3, -1 or -3."""
+    codes = torch.cat([packed >> shift for shift in (6, 4, 2, 0)], -1) & 3
+    return ((codes ^ 2).float() - 2.0) * 2.0 + 1.0
 
 
 def _pack(levels: torch.Tensor) -> torch.Tensor:

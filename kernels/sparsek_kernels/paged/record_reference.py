@@ -17,7 +17,7 @@ class DecodedRecords:
         vectors: ``[..., 32, D]`` float64, each of 2 keys.
         steps: ``[..., 32, D]``: how far apart the levels of a vector are at most.
         means: ``[..., D]``, the segments' keys.
-        spreads: ``[..., D / 2]``, one a RoPE pair.
+        variances: ``[..., D / 2]``, one a RoPE pair.
         pair_scales: ``[..., D / 2]``.
         value_means: ``[..., D]``.
         value_scales: ``[..., 1]``.
@@ -26,7 +26,7 @@ class DecodedRecords:
     vectors: torch.Tensor
     steps: torch.Tensor
     means: torch.Tensor
-    spreads: torch.Tensor
+    variances: torch.Tensor
     pair_scales: torch.Tensor
     value_means: torch.Tensor
     value_scales: torch.Tensor
@@ -36,7 +36,7 @@ def records_reference(keys: torch.Tensor, values: torch.Tensor) -> DecodedRecord
     """What the records of whole segments ``[..., 64, D]`` stand for."""
     keys, values = keys.double(), values.double()
     half = keys.shape[-1] // 2
-    means = (keys.sum(-2) / _KEYS).to(torch.bfloat16).double()
+    means = (keys.sum(-2) / _KEYS).clamp(-65504.0, 65504.0).to(torch.float16).double()
     vectors = (keys[..., 0::2, :] + keys[..., 1::2, :]) / 2
     rest = vectors - means[..., None, :]
     sizes = ((rest[..., :half] ** 2 + rest[..., half:] ** 2).mean(-2) / 2).sqrt()
@@ -44,21 +44,21 @@ def records_reference(keys: torch.Tensor, values: torch.Tensor) -> DecodedRecord
     channel_scales = torch.cat([pair_scales, pair_scales], -1)[..., None, :]
     z = rest / channel_scales
     width = (z**2).mean(-1, keepdim=True).sqrt()
-    levels = torch.where(z.abs() >= width, 4.0, 1.0) * torch.where(z < 0.0, -1.0, 1.0)
+    levels = torch.where(z.abs() >= width, 3.0, 1.0) * torch.where(z < 0.0, -1.0, 1.0)
     rho = (z**2).sum(-1, keepdim=True) / (z * levels).sum(-1, keepdim=True)
     rho = short_float_reference(rho.nan_to_num(0.0))
     each = torch.repeat_interleave(vectors, 2, dim=-2)
     variance = ((keys - each) ** 2).mean(-2)
-    spreads = ((variance[..., :half] + variance[..., half:]) / 2).sqrt()
+    variances = (variance[..., :half] + variance[..., half:]) / 2
     value = values.sum(-2) / _KEYS
     value_scales = (value.abs().amax(-1, keepdim=True) / 7.5).clamp(max=65504.0)
     value_scales = value_scales.to(torch.float16).double()
     value_levels = (value / value_scales).nan_to_num(0.0).floor().clamp(-8.0, 7.0) + 0.5
     return DecodedRecords(
         vectors=means[..., None, :] + rho * levels * channel_scales,
-        steps=(3.0 * rho * channel_scales).expand_as(vectors),
+        steps=(2.0 * rho * channel_scales).expand_as(vectors),
         means=means,
-        spreads=e4m3_reference(spreads),
+        variances=e5m2_reference(variances),
         pair_scales=pair_scales,
         value_means=value_levels * value_scales,
         value_scales=value_scales,
@@ -81,8 +81,8 @@ def short_float_reference(x: torch.Tensor) -> torch.Tensor:
     return torch.where(rounded > 2.0**-8, rounded.clamp(max=248.0), 0.0)
 
 
-def e4m3_reference(x: torch.Tensor) -> torch.Tensor:
-    """Non-negative ``x`` rounded to float8 e4m3, halves to even, at most 448."""
+def e5m2_reference(x: torch.Tensor) -> torch.Tensor:
+    """Non-negative ``x`` rounded to float8 e5m2, halves to even, at most 57344."""
     _, exponent = torch.frexp(x)
-    step = torch.ldexp(torch.ones_like(x), exponent.clamp(min=-5) - 4)
-    return ((x / step).round() * step).clamp(max=448.0)
+    step = torch.ldexp(torch.ones_like(x), exponent.clamp(min=-13) - 3)
+    return ((x / step).round() * step).clamp(max=57344.0)

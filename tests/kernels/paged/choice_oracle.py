@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-MARGIN = 0.002
+MARGIN = 0.0025
 """Most error of a score, in steps of its key: a quarter of an octave each."""
 
 
@@ -16,9 +16,9 @@ class Fields:
     """The numbers of records, float64.
 
     Args:
-        levels: ``[..., 32, D]``, 1, 4, -1 or -4.
+        levels: ``[..., 32, D]``, 1, 3, -1 or -3.
         mean: ``[..., D]``.
-        spreads, sizes: ``[..., D / 2]``, of RoPE pairs.
+        variances, sizes: ``[..., D / 2]``, of RoPE pairs.
         value_levels: ``[..., D]``, -7.5 to 7.5.
         scales: ``[..., 32]``.
         value_scale: ``[...]``.
@@ -26,7 +26,7 @@ class Fields:
 
     levels: torch.Tensor
     mean: torch.Tensor
-    spreads: torch.Tensor
+    variances: torch.Tensor
     sizes: torch.Tensor
     value_levels: torch.Tensor
     scales: torch.Tensor
@@ -52,23 +52,20 @@ def read(records: torch.Tensor, dim: int) -> Fields:
     """The fields of records ``[..., bytes]``."""
     sizes = (8 * dim, 2 * dim, dim // 2, dim // 2, dim // 4, 32, 1, 1, 2)
     used = records[..., : sum(sizes)]
-    levels, mean, spreads, value, pairs, scales, base, unused, value_scale = used.split(sizes, -1)
+    levels, mean, variances, value, pairs, scales, base, unused, value_scale = used.split(sizes, -1)
     assert not unused.any()
     assert not records[..., sum(sizes) :].any()
     levels = levels.unflatten(-1, (32, -1))
-    quarters = [
-        torch.where((levels >> (3 - p) & 1) > 0, 4.0, 1.0)
-        * torch.where((levels >> (7 - p) & 1) > 0, -1.0, 1.0)
-        for p in range(4)
-    ]
+    meaning = torch.tensor([1.0, 3.0, -3.0, -1.0])
+    quarters = [meaning[(levels >> (6 - 2 * p) & 3).long()] for p in range(4)]
     pairs = torch.cat([pairs & 15, pairs >> 4], -1)
     codes = base.int() - pairs
     scale_codes = scales.double()
     scale = (1 + scale_codes % 16 / 16) * 2.0 ** (scale_codes // 16 - 8)
     return Fields(
         levels=torch.cat(quarters, -1).double(),
-        mean=mean.contiguous().view(torch.bfloat16).double(),
-        spreads=spreads.contiguous().view(torch.float8_e4m3fn).double(),
+        mean=mean.contiguous().view(torch.float16).double(),
+        variances=variances.contiguous().view(torch.float8_e5m2).double(),
         sizes=pair_size(codes),
         value_levels=torch.cat([value & 15, value >> 4], -1).double() - 7.5,
         scales=torch.where(scale_codes > 0, scale, 0.0),
@@ -105,7 +102,7 @@ def token_cells(
     """
     logits = scale * torch.einsum("gd,nvd->gnv", q, fields.vectors)
     lower, upper = (q**2).chunk(2, -1)
-    squares = (lower + upper) @ (fields.spreads**2).mT
+    squares = (lower + upper) @ fields.variances.mT
     gain = (1 + scale**2 * squares).sqrt() - 1
     near = torch.cat([k[: 64 * front], k[64 * local :]])
     every = torch.cat([scale * q @ near.mT, logits.flatten(1) + math.log(2)], -1)

@@ -15,13 +15,13 @@ from sparsek_kernels.paged.record import (
     encode,
     page_bytes,
     read_means,
-    read_spreads,
     read_value_means,
+    read_variances,
     read_vectors,
     record_bytes,
     view_records,
 )
-from sparsek_kernels.paged.record_reference import e4m3_reference, short_float_reference
+from sparsek_kernels.paged.record_reference import e5m2_reference, short_float_reference
 from tests.kernels.paged.record_cases import (
     KINDS,
     check_decoded,
@@ -55,10 +55,9 @@ def short_float(code: int) -> float:
 
 
 def decoded_by_hand(record: bytes, dim: int) -> tuple[list[list[float]], list[float], list[float]]:
-    """Vectors, spreads and the mean value of a record, byte by byte as the table says."""
+    """Vectors, variances and the mean value of a record, byte by byte as the table says."""
     half, quarter = dim // 2, dim // 4
-    center = [struct.unpack("<f", b"\0\0" + record[at : at + 2])[0]
-              for at in range(8 * dim, 10 * dim, 2)]  # fmt: skip
+    center = struct.unpack(f"<{dim}e", record[8 * dim : 10 * dim])
     base = record[45 * quarter + 32]
     sizes = []
     for pair in range(half):
@@ -70,19 +69,21 @@ def decoded_by_hand(record: bytes, dim: int) -> tuple[list[list[float]], list[fl
         row = []
         for channel in range(dim):
             byte, plane = record[vector * quarter + channel % quarter], channel // quarter
-            level = (4 if byte & (8 >> plane) else 1) * (-1 if byte & (128 >> plane) else 1)
+            level = (1, 3, -3, -1)[byte >> (6 - 2 * plane) & 3]
             row.append(center[channel] + scale * level * sizes[channel % half])
         vectors.append(row)
-    spreads = []
+    variances = []
     for code in record[10 * dim : 10 * dim + half]:
-        exponent, fraction = code >> 3, code & 7
-        spreads.append((1 + fraction / 8) * 2.0 ** (exponent - 7) if exponent else fraction / 512)
+        exponent, fraction = code >> 2, code & 3
+        variances.append(
+            (1 + fraction / 4) * 2.0 ** (exponent - 15) if exponent else fraction / 65536
+        )
     (value_scale,) = struct.unpack("<e", record[45 * quarter + 34 : 45 * quarter + 36])
     value = [
         ((record[21 * half + channel % half] >> (4 * (channel // half)) & 15) - 7.5) * value_scale
         for channel in range(dim)
     ]
-    return vectors, spreads, value
+    return vectors, variances, value
 
 
 @pytest.mark.parametrize("kind", ["normal", "massive"])
@@ -90,9 +91,9 @@ def decoded_by_hand(record: bytes, dim: int) -> tuple[list[list[float]], list[fl
 def test_bytes_lie_where_the_table_says(dim: int, kind: str) -> None:
     keys, values = segments(kind, (), dim, torch.bfloat16)
     record = encode(keys, values)
-    vectors, spreads, value = decoded_by_hand(bytes(record.tolist()), dim)
+    vectors, variances, value = decoded_by_hand(bytes(record.tolist()), dim)
     torch.testing.assert_close(read_vectors(record, dim), torch.tensor(vectors))
-    torch.testing.assert_close(read_spreads(record, dim), torch.tensor(spreads))
+    torch.testing.assert_close(read_variances(record, dim), torch.tensor(variances))
     torch.testing.assert_close(read_value_means(record, dim), torch.tensor(value))
     assert record[45 * dim // 4 + 33] == 0
     assert (record[45 * dim // 4 + 36 :] == 0).all()
@@ -114,8 +115,8 @@ def test_two_bits_keep_most_of_a_vector(kind: str, most: float) -> None:
 def test_rounding_of_the_oracle() -> None:
     every = torch.arange(1, 1 << 15, dtype=torch.int16).view(torch.float16).double()
     every = every[every.isfinite()]
-    expected = every.clamp(max=448.0).float().to(torch.float8_e4m3fn).double()
-    assert torch.equal(e4m3_reference(every), expected)
+    expected = every.clamp(max=57344.0).float().to(torch.float8_e5m2).double()
+    assert torch.equal(e5m2_reference(every), expected)
     codes = torch.tensor([short_float(code) for code in range(256)], dtype=torch.float64)
     assert torch.equal(short_float_reference(codes), codes)
     between = (codes[1:-1] + codes[2:]) / 2

@@ -39,7 +39,7 @@ from sparsek_kernels.paged.index.infllm import launch as infllm_launch
 from sparsek_kernels.paged.index.key_means import launch as key_means_launch
 from sparsek_kernels.paged.index.page_records import launch as choose_launch
 from sparsek_kernels.paged.index.page_records import launch_write as records_launch
-from sparsek_kernels.paged.index.page_records.kernels import fused
+from sparsek_kernels.paged.index.page_records import launch_sm89
 from sparsek_kernels.paged.index.seer import Seer
 from sparsek_kernels.paged.index.seer import launch as seer_launch
 from sparsek_kernels.paged.index.two_step import launch_probabilities, launch_scores
@@ -59,7 +59,8 @@ KERNELS = {
     "rank_cells_kernel": choose_launch,
     "list_cells_kernel": choose_launch,
     "tail_kernel": choose_launch,
-    "choose_cells_kernel": fused,
+    "weigh_cells_kernel": launch_sm89,
+    "cut_cells_kernel": launch_sm89,
     "attend_kernel": attend_launch,
     "decode_logits_kernel": key_means_launch,
     "top_blocks_kernel": index_launch,
@@ -416,7 +417,7 @@ def choice_launches(
         call_shared = functools.partial(choose_launch.select, shared, call.args[1])
         seen += [one for one in record(call_shared, arch, 132) if "SHARDED" in one.kwargs]
         at_once = record(call, arch, 132)
-        seen += [launched for launched in at_once if launched.name == "choose_cells_kernel"]
+        seen += [launched for launched in at_once if launched.name in ("weigh_cells_kernel", "cut_cells_kernel")]
     return seen
 
 

@@ -40,8 +40,8 @@ CHOICE = {
     "list_cells_kernel",
     "tail_kernel",
 }
-AT_ONCE = {"choose_cells_kernel"}
-CHOICE_STACK = {"score_records_kernel": 6 << 10, "choose_cells_kernel": 512}
+AT_ONCE = {"weigh_cells_kernel", "cut_cells_kernel"}
+CHOICE_STACK = {"score_records_kernel": 6 << 10}
 """Bytes where they are more than 160.  The scores of every processor, which serve what one launch
 does not, do spill."""
 LEARNED = {

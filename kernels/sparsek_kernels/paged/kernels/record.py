@@ -23,8 +23,8 @@ def mean_at(head_dim):
 
 
 @triton.constexpr_function
-def spread_at(head_dim):
-    """Byte at which the spreads of RoPE pairs begin."""
+def variance_at(head_dim):
+    """Byte at which the variances of RoPE pairs begin."""
     return 10 * head_dim
 
 
@@ -87,39 +87,21 @@ def scale_of(code):
 
 
 @triton.jit
-def bf16_bits(x):
-    """Bits of bfloat16, int32, nearest to finite float32 ``x``, halves to even.
-
-    Triton's interpreter rounds casts otherwise.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-
-
-@triton.jit
-def of_bf16_bits(bits):
-    """Float32 numbers of bits of bfloat16."""
-    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def e4m3_code(x):
-    """Codes of float8 e4m3, int32, nearest to float32 ``x`` of 0 to 448, halves to even.
+def e5m2_code(x):
+    """Codes of float8 e5m2, int32, nearest to float32 ``x`` of 0 to 57344, halves to even.
 
     By integers, since no GPU before sm_89 casts to it.
     """
     bits = x.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    subnormal = (x + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # sums of whole 2 ** -9
-    return tl.where(x < 0.015625, subnormal, normal)
+    normal = ((bits + 0xFFFFF + ((bits >> 21) & 1)) >> 21) - ((127 - 15) << 2)
+    subnormal = (x + 128.0).to(tl.int32, bitcast=True) - 0x43000000  # sums of whole 2 ** -16
+    return tl.where(x < 0.00006103515625, subnormal, normal)
 
 
 @triton.jit
-def of_e4m3_code(code):
-    """Float32 numbers of non-negative codes of float8 e4m3."""
-    code = code.to(tl.int32)
-    normal = ((code << 20) + ((127 - 7) << 23)).to(tl.float32, bitcast=True)
-    return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
+def of_e5m2_code(code):
+    """Float16 numbers of non-negative codes of float8 e5m2, which are the first 8 of their bits."""
+    return (code.to(tl.int16) << 8).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -138,12 +120,12 @@ def load_pair_scales(record, live, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr
 
 
 @triton.jit
-def load_spreads(record, live, HEAD_DIM: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Spreads of RoPE pairs, ``[N, BLOCK_P]`` float32; 0 from ``HEAD_DIM / 2`` on, and not live."""
+def load_variances(record, live, HEAD_DIM: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Variances of RoPE pairs, ``[N, BLOCK_P]`` float16; 0 from ``HEAD_DIM / 2``, and not live."""
     offs = tl.arange(0, BLOCK_P)
-    at: tl.constexpr = spread_at(HEAD_DIM)
+    at: tl.constexpr = variance_at(HEAD_DIM)
     mask = live[:, None] & (offs < HEAD_DIM // 2)[None, :]
-    return of_e4m3_code(tl.load(record[:, None] + at + offs[None, :], mask=mask, other=0))
+    return of_e5m2_code(tl.load(record[:, None] + at + offs[None, :], mask=mask, other=0))
 
 
 @triton.jit

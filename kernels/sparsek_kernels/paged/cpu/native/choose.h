@@ -108,13 +108,10 @@ ALWAYS_INLINE void load_record(const uint8_t *from, int dim, Record *to) {
     for (int d = 0; d < dim; d++) {
         uint16_t half;
         memcpy(&half, from + AT_MEAN(dim) + 2 * d, 2);
-        to->mean[d] = as_float((uint32_t)half << 16);
+        to->mean[d] = half >> 15 ? -widen_fp16(half & 0x7fff) : widen_fp16(half);
     }
     for (int p = 0; p < dim / 2; p++) {
-        const int32_t code = from[AT_SPREAD(dim) + p];
-        const float usual = as_float((uint32_t)(code + SPREAD_FIRST) << SPREAD_SHIFT);
-        const float spread = code < 8 ? (float)code * 0x1p-9f : usual;
-        to->variances[p] = spread * spread;
+        to->variances[p] = widen_fp16((uint16_t)(from[AT_VARIANCE(dim) + p] << 8)); /* e5m2 */
     }
     uint32_t pairs[WORDS(MOST_DIM)] = {0};
     copy(pairs, from + AT_PAIRS(dim), quarter, sizeof pairs);
@@ -165,16 +162,12 @@ ALWAYS_INLINE void score_record(const Record *record, const uint8_t *ahead, cons
     for (int g = 0; g < heads; g++) quantise_factors(queries + g, record, dim, factors + g);
     for (int i = 0; i < WORDS(dim); i++) {
         ask(ahead + i * AHEAD, AHEAD);
-        WideBits levels[2][SHARES]; /* of the first two quarters and of the others */
-        for (int h = 0; h < SHARES; h++) {
-            const WideBits word = record->words[i][h];
-            levels[0][h] = levels_of_bits((word >> 2 & 0x03030303) | (word >> 4 & 0x0c0c0c0c));
-            levels[1][h] = levels_of_bits((word & 0x03030303) | (word >> 2 & 0x0c0c0c0c));
-        }
+        WideBits levels[SHARES]; /* halves of levels, and 2 */
+        for (int h = 0; h < SHARES; h++) levels[h] = record->words[i][h] ^ 0xaaaaaaaa;
         for (int n = 0; n < 8; n++) {
-            const int byte = n / 4, quarter = n % 4, place = 8 * byte + 4 * (1 - quarter % 2);
+            const int byte = n / 4, quarter = n % 4, place = 8 * byte + 6 - 2 * quarter;
             WideBits own[SHARES];
-            for (int h = 0; h < SHARES; h++) own[h] = levels[quarter / 2][h] >> place & 0xf000f;
+            for (int h = 0; h < SHARES; h++) own[h] = levels[h] >> place & 0x30003;
             for (int g = 0; g < heads; g++) {
                 uint32_t pair;
                 memcpy(&pair, &factors[g].of[4 * WORDS(dim) * quarter + 4 * i + 2 * byte], 4);
@@ -192,7 +185,7 @@ ALWAYS_INLINE void score_record(const Record *record, const uint8_t *ahead, cons
         for (int p = 0; p < dim / 2; p++) gain += query->squares[p] * record->variances[p];
 #pragma omp simd reduction(max : best)
         for (int i = 0; i < VECTORS; i++) {
-            const float product = (float)(products[i] - 4 * factors[g].total);
+            const float product = (float)(2 * products[i] - 3 * factors[g].total);
             logits[i] = base + factors[g].step * record->scales[i] * product;
             best = logits[i] > best ? logits[i] : best;
         }

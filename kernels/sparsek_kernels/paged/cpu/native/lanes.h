@@ -26,11 +26,6 @@ typedef float Wide __attribute__((vector_size(WIDE * 4)));
 typedef uint32_t WideBits __attribute__((vector_size(WIDE * 4)));
 typedef int32_t WideInts __attribute__((vector_size(WIDE * 4)));
 
-/* Of levels_of_bits, by the byte: 5, 8, 3 and 0 in its halves are levels of 1, 4, -1 and -4. */
-#define LEVEL_PAIRS \
-    0x55, 0x58, 0x85, (char)0x88, 0x53, 0x50, (char)0x83, (char)0x80, \
-    0x35, 0x38, 0x05, 0x08, 0x33, 0x30, 0x03, 0x00
-
 #define UPPER 0xffff0000u /* of a pair of bfloat16: the second one, as float32 */
 
 /* Lanes of a and b by their places: b's begin at LANES. */
@@ -117,23 +112,6 @@ ALWAYS_INLINE WideInts add_pairs(WideInts sum, uint32_t pair, WideBits words) {
 #else
     const WideInts low = (WideInts)(words << 16) >> 16, high = (WideInts)words >> 16;
     return sum + low * (int16_t)pair + high * (int16_t)(pair >> 16);
-#endif
-}
-
-/* Two levels of each byte of words, in its halves: of bits 2 and 0 in the lower one, of bits 3 and
- * 1 in the upper one.  The first bit of a level is its sign, the second one says that its size is 4
- * instead of 1; 4 is added to it. */
-ALWAYS_INLINE WideBits levels_of_bits(WideBits words) {
-#if defined(__AVX512BW__)
-    const __m128i table = _mm_setr_epi8(LEVEL_PAIRS);
-    return (WideBits)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)words);
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-    const __m128i table = _mm_setr_epi8(LEVEL_PAIRS);
-    return (WideBits)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)words);
-#else
-    const WideBits large = (words & 0x01010101) | (words & 0x02020202) << 3;
-    const WideBits negative = (words >> 2 & 0x01010101) | (words << 1 & 0x10101010);
-    return 0x55555555 + 3 * large - 2 * negative - 6 * (large & negative); /* none carries */
 #endif
 }
 

@@ -11,7 +11,7 @@
 
 /* Where the sections begin, of `dim` channels; levels are first. */
 #define AT_MEAN(dim) (8 * (dim))
-#define AT_SPREAD(dim) (10 * (dim))
+#define AT_VARIANCE(dim) (10 * (dim))
 #define AT_VALUE(dim) (21 * (dim) / 2)
 #define AT_PAIRS(dim) (11 * (dim))
 #define AT_SCALES(dim) (45 * (dim) / 4)
@@ -24,9 +24,6 @@
 #define PAIR_FIRST 126
 #define SCALE_SHIFT 19 /* 4 bits of mantissa */
 #define SCALE_FIRST ((127 - 8) << 4)
-#define SPREAD_SHIFT 20 /* 3 bits of mantissa: e4m3 */
-#define SPREAD_FIRST ((127 - 7) << 3)
-#define LEAST_SPREAD 0x1p-6f /* below it e4m3 has steps of 2 ** -9 */
 
 static inline float as_float(uint32_t bits) {
     float value;

@@ -4,8 +4,8 @@
 #include "record.h"
 
 #define MOST_DIM 512
-#define MOST_SPREAD 448.0f
-#define MOST_VALUE_SCALE 65504.0f
+#define MOST_E5M2 57344.0f
+#define MOST_FP16 65504.0f
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
 typedef struct {
@@ -35,27 +35,21 @@ ALWAYS_INLINE int32_t clamp(int32_t x, int32_t low, int32_t high) {
     return x < low ? low : x > high ? high : x;
 }
 
-/* The nearest bfloat16, ties to even; one NaN for all. */
-ALWAYS_INLINE uint16_t bf16_code(float x) {
-    const uint32_t bits = as_bits(x);
-    return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
+/* The nearest e5m2 of a number that is not negative, ties to even. */
+ALWAYS_INLINE uint8_t e5m2_code(float x) {
+    x = x < MOST_E5M2 ? x : MOST_E5M2;
+    const int32_t bits = as_bits(x), code = ((bits + 0xfffff + (bits >> 21 & 1)) >> 21) - (112 << 2);
+    return (uint8_t)(x < 0x1p-14f ? (int32_t)rintf(x * 0x1p16f) : code);
 }
 
-/* The nearest e4m3 of a number that is not negative, ties to even. */
-ALWAYS_INLINE uint8_t e4m3_code(float x) {
-    x = x < MOST_SPREAD ? x : MOST_SPREAD;
-    const int32_t bits = as_bits(x);
-    const int32_t code =
-        ((bits + 0x7ffff + (bits >> SPREAD_SHIFT & 1)) >> SPREAD_SHIFT) - SPREAD_FIRST;
-    return (uint8_t)(x < LEAST_SPREAD ? (int32_t)rintf(x * 0x1p9f) : code);
-}
-
-/* The nearest fp16 of a number that is not negative, ties to even. */
-ALWAYS_INLINE uint16_t fp16_code(float x) {
-    if (x != x) return 0x7e00;
-    x = x < MOST_VALUE_SCALE ? x : MOST_VALUE_SCALE;
+/* The nearest fp16, ties to even; one NaN for all. */
+ALWAYS_INLINE uint16_t fp16_code(float number) {
+    if (number != number) return 0x7e00;
+    const uint16_t sign = (uint16_t)(as_bits(number) >> 16 & 0x8000);
+    float x = fabsf(number);
+    x = x < MOST_FP16 ? x : MOST_FP16;
     const int32_t bits = as_bits(x), code = ((bits + 0xfff + (bits >> 13 & 1)) >> 13) - (112 << 10);
-    return (uint16_t)(x < 0x1p-14f ? (int32_t)rintf(x * 0x1p24f) : code);
+    return (uint16_t)(sign | (x < 0x1p-14f ? (int32_t)rintf(x * 0x1p24f) : code));
 }
 
 /* The size of each RoPE pair, over all vectors, as codes of 4 bits below the largest; and the
@@ -87,7 +81,7 @@ ALWAYS_INLINE uint8_t size_pairs(float vectors[VECTORS][MOST_DIM], int dim, uint
 ALWAYS_INLINE uint8_t quantise(const float *vector, const float *inverse, int dim, uint8_t *row) {
     const int quarter = dim / 4;
     float z[MOST_DIM], squares = 0.0f, product = 0.0f;
-    uint8_t levels[MOST_DIM]; /* the sign in bit 4, whether the size is 4 in bit 0 */
+    uint8_t levels[MOST_DIM]; /* half of each, rounded down, in 2 bits */
     for (int d = 0; d < dim; d++) {
         z[d] = vector[d] * inverse[d];
         squares += z[d] * z[d];
@@ -95,12 +89,12 @@ ALWAYS_INLINE uint8_t quantise(const float *vector, const float *inverse, int di
     const float edge = squares / (float)dim;
     for (int d = 0; d < dim; d++) {
         const int large = z[d] * z[d] >= edge;
-        product += fabsf(z[d]) * (large ? 4.0f : 1.0f);
-        levels[d] = (uint8_t)((z[d] < 0.0f) << 4 | large);
+        product += fabsf(z[d]) * (large ? 3.0f : 1.0f);
+        levels[d] = (uint8_t)((z[d] < 0.0f ? 3 : 0) ^ large);
     }
     for (int b = 0; b < quarter; b++)
-        row[b] = (uint8_t)(levels[b] << 3 | levels[quarter + b] << 2 |
-                           levels[2 * quarter + b] << 1 | levels[3 * quarter + b]);
+        row[b] = (uint8_t)(levels[b] << 6 | levels[quarter + b] << 4 |
+                           levels[2 * quarter + b] << 2 | levels[3 * quarter + b]);
     const float scale = product > 0.0f ? squares / product : 0.0f;
     const int32_t bits = as_bits(scale) + (1 << (SCALE_SHIFT - 1));
     return (uint8_t)clamp((bits >> SCALE_SHIFT) - SCALE_FIRST, 0, 255);
@@ -137,7 +131,7 @@ ALWAYS_INLINE void write_record(const Records *a, int64_t segment, int64_t head,
     const int half = dim / 2;
     double sums[MOST_DIM] = {0}; /* means that are nearly 0 have all their bits */
     float vectors[VECTORS][MOST_DIM], mean[MOST_DIM], value[MOST_DIM] = {0};
-    float spread[MOST_DIM] = {0}, inverse[MOST_DIM], row[MOST_DIM], next[MOST_DIM];
+    float squares[MOST_DIM] = {0}, inverse[MOST_DIM], row[MOST_DIM], next[MOST_DIM];
     for (int i = 0; i < VECTORS; i++) {
         load_row(&a->k, k + 2 * i * a->k.row, dim, row);
         load_row(&a->k, k + (2 * i + 1) * a->k.row, dim, next);
@@ -145,7 +139,7 @@ ALWAYS_INLINE void write_record(const Records *a, int64_t segment, int64_t head,
             const float rest = (row[d] - next[d]) * 0.5f;
             vectors[i][d] = (row[d] + next[d]) * 0.5f;
             sums[d] += (double)row[d] + (double)next[d];
-            spread[d] += rest * rest;
+            squares[d] += rest * rest;
         }
     }
     for (int i = 0; i < SEGMENT; i++) {
@@ -154,14 +148,13 @@ ALWAYS_INLINE void write_record(const Records *a, int64_t segment, int64_t head,
     }
     memset(record + AT_BASE(dim), 0, RECORD_BYTES(dim) - AT_BASE(dim));
     for (int d = 0; d < dim; d++) {
-        const uint16_t code = bf16_code((float)(sums[d] / SEGMENT));
+        const uint16_t code = fp16_code((float)(sums[d] / SEGMENT));
         memcpy(record + AT_MEAN(dim) + 2 * d, &code, 2);
-        mean[d] = as_float((uint32_t)code << 16);
+        mean[d] = code >> 15 ? -widen_fp16(code & 0x7fff) : widen_fp16(code);
         value[d] /= SEGMENT;
     }
     for (int p = 0; p < half; p++)
-        record[AT_SPREAD(dim) + p] =
-            e4m3_code(sqrtf((spread[p] + spread[half + p]) / (2 * VECTORS)));
+        record[AT_VARIANCE(dim) + p] = e5m2_code((squares[p] + squares[half + p]) / (2 * VECTORS));
     for (int i = 0; i < VECTORS; i++)
         for (int d = 0; d < dim; d++) vectors[i][d] -= mean[d];
     record[AT_BASE(dim)] = size_pairs(vectors, dim, record + AT_PAIRS(dim), inverse);

@@ -10,9 +10,6 @@ KEYS = 64
 """Integer keys of cells: four for each of 16 octaves of their scores."""
 CHUNK = 64
 """Segments of a program that ranks cells."""
-SEGMENTS_OF_PROGRAM = 64
-NEAR_OF_PROGRAM = 4
-"""Segments that a program of ``choose_cells_kernel`` keeps, or near ones that it reads."""
 
 
 def first_key(policy: SelectionPolicy, group: int) -> int:
@@ -25,11 +22,24 @@ def first_key(policy: SelectionPolicy, group: int) -> int:
     return ((127 - octave) << 2) - (KEYS - 1)
 
 
-def group_programs(policy: SelectionPolicy, segments: int) -> int:
-    """Programs of ``choose_cells_kernel`` that serve one token and KV head.
+def weigh_segments(segments: int, multiprocessors: int) -> int:
+    """Far segments of a program of ``weigh_cells_kernel``: a multiple of 8.
 
     Args:
+        segments: of all requests and KV heads.
+    """
+    each = ceil_div(segments, 16 * multiprocessors)
+    return min(max(ceil_div(each, 8) * 8, 8), 64)
+
+
+def cut_segments(jobs: int, segments: int, multiprocessors: int) -> int:
+    """Segments of a program of ``cut_cells_kernel``: 64, 128 or 256.
+
+    Args:
+        jobs: requests times KV heads.
         segments: of the longest context.
     """
-    near = (policy.sink_blocks + policy.reach_blocks) // policy.segment_blocks + 1
-    return ceil_div(near, NEAR_OF_PROGRAM) + ceil_div(segments, SEGMENTS_OF_PROGRAM)
+    for size in (64, 128):
+        if jobs * ceil_div(segments, size) <= 8 * multiprocessors:
+            return size
+    return 256

@@ -14,7 +14,7 @@ from sparsek_kernels.paged.index.page_records.config import KEYS, first_key
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from sparsek_kernels.paged.policy import SEGMENT, SelectionPolicy, ceil_div
-from sparsek_kernels.paged.record import VECTORS, read_spreads, read_vectors, view_records
+from sparsek_kernels.paged.record import VECTORS, read_variances, read_vectors, view_records
 
 _LOG2E = 1.0 / math.log(2.0)
 
@@ -66,7 +66,7 @@ def _choose(
     vectors = read_vectors(records, dim)  # [Hkv, S, 32, D]
     logits = torch.matmul(q, vectors.flatten(1, 2).mT).unflatten(-1, (-1, VECTORS))
     squares = q[..., : dim // 2].square() + q[..., dim // 2 :].square()
-    variance = torch.matmul(squares, read_spreads(records, dim).square().mT)
+    variance = torch.matmul(squares, read_variances(records, dim).mT)
     gain = (1.0 + variance).sqrt() - 1.0
     key = torch.arange(position + 1)
     near = (key < begin * SEGMENT) | (key >= end * SEGMENT)

@@ -21,7 +21,6 @@ from sparsek_kernels.paged.index.page_records.config import (
     CHUNK,
     KEYS,
     first_key,
-    group_programs,
 )
 from sparsek_kernels.paged.index.page_records.kernels.choose import (
     list_cells_kernel,
@@ -90,8 +89,12 @@ def select(operands: PagedOperands, segment: Segment) -> Chosen:
             operands.page_size,
             record_bytes(operands.q.shape[2]),
         )
-        launch = _choose_at_once if _fits(call, width) else _choose_in_steps
-        launch(call, rule, shape, tails)
+        if _fits(call, width) and not segment.fixed_order:  # sums there follow the batch
+            from sparsek_kernels.paged.index.page_records import launch_sm89
+
+            launch_sm89.choose(call, rule, shape, tails)
+        else:
+            _choose_in_steps(call, rule, shape, tails)
     return Chosen(call.out, Tail(tails, operands.summary))
 
 
@@ -103,54 +106,11 @@ def _fits(call: Selection, width: int) -> bool:
         and call.operands.ranks is None
         and torch.version.hip is None
         and device_arch(q.device) >= 89  # the first with e4m3, which spreads are
-        and q.dtype == torch.bfloat16
+        and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[2] in (64, 128)
-        and call.group <= 8
-        and group_programs(call.policy, width) <= 2 * multiprocessors(q.device)
-    )
-
-
-def _choose_at_once(call: Selection, rule: Rule, shape: Shape, tails: torch.Tensor) -> None:
-    from sparsek_kernels.paged.index.page_records.kernels.fused import choose_cells_kernel
-    from sparsek_kernels.paged.index.page_records.kernels.fused_logits import WARPS
-
-    q, operands, batch = call.q, call.operands, call.batch
-    device, records = q.device, operands.summary
-    width = tails.shape[2]
-    members = group_programs(call.policy, width)
-    groups = batch.num_decodes * batch.decode_query_len * call.heads
-    states = workspace(device, "sums", groups * members * 2 * shape.COLUMNS, torch.float32)
-    counts = workspace(device, "counts", groups * members * KEYS, torch.int32)
-    counters = workspace(device, "counters", 4 * groups, torch.int32)
-    run(
-        choose_cells_kernel,
-        (groups * members,),
-        call.out,
-        tails,
-        states,
-        counts,
-        counters,
-        q,
-        operands.k_cache,
-        records,
-        batch.block_table,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
-        call.qk_scale,
-        call.policy.dense_below,
-        members,
-        q.stride()[:2],
-        operands.k_cache.stride()[:3],
-        records.stride()[:2],
-        call.out.stride()[:2],
-        tails.stride()[:2],
-        batch.block_table.stride(0),
-        RULE=rule,
-        SHAPE=shape,
-        MOST=next_power_of_2(members),
-        num_warps=WARPS.value,
-        maxnreg=128,
-        **overlap_options(device),
+        and call.group * call.batch.decode_query_len <= 16
+        and call.batch.decode_query_len == 1
+        and ceil_div(width, 256) <= 2 * multiprocessors(q.device)
     )
 
 

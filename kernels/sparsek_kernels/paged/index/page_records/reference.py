@@ -56,7 +56,7 @@ def choose_reference(
     half = q.shape[-1] // 2
     logits = torch.einsum("hgd,shvd->hgsv", grouped, kept.vectors)
     squares = grouped[..., :half] ** 2 + grouped[..., half:] ** 2
-    variance = torch.einsum("hgp,shp->hgs", squares, kept.spreads**2)
+    variance = torch.einsum("hgp,shp->hgs", squares, kept.variances)
     gain = (1.0 + variance).sqrt() - 1.0
     exact = torch.einsum("hgd,nhd->hgn", grouped, k[: position + 1].double())
     near = torch.cat([exact[..., : first * 64], exact[..., last * 64 :]], -1)

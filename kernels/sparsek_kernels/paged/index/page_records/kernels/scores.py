@@ -14,12 +14,12 @@ from sparsek_kernels.paged.kernels.record import (
     VECTORS,
     base_at,
     mean_at,
-    of_e4m3_code,
+    of_e5m2_code,
     pairs_at,
     scale_of,
     scales_at,
     size_of,
-    spread_at,
+    variance_at,
 )
 from sparsek_kernels.paged.kernels.tiles import TOP_K, tile_sees_all
 
@@ -28,19 +28,13 @@ UNIT: tl.constexpr = tl.constexpr(16)
 
 
 @triton.jit
-def sixteenth_of_spread(code):
-    """A sixteenth of spreads, float32, whose squares fit float16."""
-    return of_e4m3_code(code) * 0.0625
-
-
-@triton.jit
 def levels_of(packed, PLANE: tl.constexpr, scales):
     """Levels of a quarter of the channels, ``[vectors, channels]`` float16, times pairs' scales.
 
     packed: ``[segments, vectors, channels]`` uint8; scales: ``[segments, channels]`` float16.
     """
-    size = tl.where(((packed >> (3 - PLANE)) & 1) != 0, 4.0, 1.0).to(tl.float16)
-    level = tl.where(((packed >> (7 - PLANE)) & 1) != 0, -size, size) * scales[:, None, :]
+    code = ((packed >> (6 - 2 * PLANE)) & 3) ^ 2
+    level = (2.0 * code.to(tl.float16) - 3.0) * scales[:, None, :]
     return tl.reshape(level, [packed.shape[0] * packed.shape[1], packed.shape[2]])
 
 
@@ -149,7 +143,7 @@ def score_records_kernel(
     allowed.  Row ``j * BLOCK_H + h`` of the tile is token ``j``, query head ``h`` of the group.
 
     Writes, for ``T`` tokens and ``width`` segments of each: the logit of a segment's mean key and
-    what the spread of its keys adds, ``[T, Hq, width]`` float32; what each vector adds to the mean,
+    what the variance of its keys adds, ``[T, Hq, width]`` float32; what each vector adds to the mean,
     ``[T, Hq, width * 32]`` float16; logs of sums of exps of units of 16 segments, ``[T, Hq, width /
     16]``, and of the near keys, ``[T, Hq]``.  Clears the counts, ``[T, Hkv, KEYS]`` int32.
     """
@@ -248,7 +242,7 @@ def score_records_kernel(
     h2 = f2.to(tl.float16)
     h3 = f3.to(tl.float16)
     factor = largest * qk_scale
-    spread_factor = 256.0 * factor * LN2 * factor * LN2
+    variance_factor = factor * LN2 * factor * LN2
     place = (local_request * QUERY_LEN + token).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
     records = records_ptr + kv_head.to(tl.int64) * stride_rh
     offs_u = tl.arange(0, UNIT)
@@ -264,49 +258,29 @@ def score_records_kernel(
         record += (segment * SEGMENT % PAGE_SIZE) // SEGMENT * RECORD
         tail = record[:, None] + offs_b[None, :]
         mask_t = there[:, None] & (offs_b < QUARTER)[None, :]
-        means = (tail + (mean_at(HEAD_DIM) + offs_b[None, :])).to(tl.pointer_type(tl.bfloat16))
+        means = (tail + (mean_at(HEAD_DIM) + offs_b[None, :])).to(tl.pointer_type(tl.float16))
         mean = tl.zeros([UNIT, BLOCK_M], dtype=tl.float32)
-        if q_ptr.dtype.element_ty == tl.bfloat16:
-            mean = tl.dot(tl.load(means, mask=mask_t, other=0.0), q0, mean)
-            mean = tl.dot(tl.load(means + QUARTER, mask=mask_t, other=0.0), q1, mean)
-            mean = tl.dot(tl.load(means + 2 * QUARTER, mask=mask_t, other=0.0), q2, mean)
-            mean = tl.dot(tl.load(means + 3 * QUARTER, mask=mask_t, other=0.0), q3, mean)
-            base = mean * qk_scale
+        if q_ptr.dtype.element_ty == tl.float32:
+            c0 = tl.load(means, mask=mask_t, other=0.0).to(tl.float32)
+            c1 = tl.load(means + QUARTER, mask=mask_t, other=0.0).to(tl.float32)
+            c2 = tl.load(means + 2 * QUARTER, mask=mask_t, other=0.0).to(tl.float32)
+            c3 = tl.load(means + 3 * QUARTER, mask=mask_t, other=0.0).to(tl.float32)
+            mean = tl.dot(c0, f0, mean, input_precision="ieee")
+            mean = tl.dot(c1, f1, mean, input_precision="ieee")
+            mean = tl.dot(c2, f2, mean, input_precision="ieee")
+            mean = tl.dot(c3, f3, mean, input_precision="ieee")
         else:
-            mean = tl.dot(
-                tl.load(means, mask=mask_t, other=0.0).to(tl.float32),
-                f0,
-                mean,
-                input_precision="ieee",
-            )
-            mean = tl.dot(
-                tl.load(means + QUARTER, mask=mask_t, other=0.0).to(tl.float32),
-                f1,
-                mean,
-                input_precision="ieee",
-            )
-            mean = tl.dot(
-                tl.load(means + 2 * QUARTER, mask=mask_t, other=0.0).to(tl.float32),
-                f2,
-                mean,
-                input_precision="ieee",
-            )
-            mean = tl.dot(
-                tl.load(means + 3 * QUARTER, mask=mask_t, other=0.0).to(tl.float32),
-                f3,
-                mean,
-                input_precision="ieee",
-            )
-            base = mean * factor[None, :]
-        spread = sixteenth_of_spread(
-            tl.load(tail + spread_at(HEAD_DIM), mask=mask_t, other=0).to(tl.int32)
-        )
-        variance = tl.dot((spread * spread).to(tl.float16), squares_low)
-        spread = sixteenth_of_spread(
-            tl.load(tail + spread_at(HEAD_DIM) + QUARTER, mask=mask_t, other=0).to(tl.int32)
-        )
-        variance = tl.dot((spread * spread).to(tl.float16), squares_high, variance)
-        gain = (tl.sqrt(1.0 + spread_factor[None, :] * variance) - 1.0) * LOG2E
+            mean = tl.dot(tl.load(means, mask=mask_t, other=0.0), h0, mean)
+            mean = tl.dot(tl.load(means + QUARTER, mask=mask_t, other=0.0), h1, mean)
+            mean = tl.dot(tl.load(means + 2 * QUARTER, mask=mask_t, other=0.0), h2, mean)
+            mean = tl.dot(tl.load(means + 3 * QUARTER, mask=mask_t, other=0.0), h3, mean)
+        base = mean * factor[None, :]
+        variances = tail + variance_at(HEAD_DIM)
+        low_pairs = of_e5m2_code(tl.load(variances, mask=mask_t, other=0))
+        high_pairs = of_e5m2_code(tl.load(variances + QUARTER, mask=mask_t, other=0))
+        variance = tl.dot(low_pairs, squares_low)
+        variance = tl.dot(high_pairs, squares_high, variance)
+        gain = (tl.sqrt(1.0 + variance_factor[None, :] * variance) - 1.0) * LOG2E
         pairs = tl.load(tail + pairs_at(HEAD_DIM), mask=mask_t, other=0).to(tl.int32)
         top = tl.load(record + base_at(HEAD_DIM), mask=there, other=0).to(tl.int32)
         exponent = top >> 1  # scales are relative to this power of two

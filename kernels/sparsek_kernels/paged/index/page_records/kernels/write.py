@@ -9,28 +9,26 @@ from sparsek_kernels.paged.kernels.record import (
     SEGMENT,
     VECTORS,
     base_at,
-    bf16_bits,
-    e4m3_code,
+    e5m2_code,
     mean_at,
-    of_bf16_bits,
     pairs_at,
     scale_code,
     scales_at,
     size_code,
     size_of,
-    spread_at,
     value_at,
     value_scale_at,
+    variance_at,
 )
 
 
 @triton.jit
-def pair_sizes(x):
-    """Root mean squares ``[2, WIDTH]`` of RoPE pairs, of rows and quarters ``[ROWS, 4, WIDTH]``."""
+def pair_squares(x):
+    """Mean squares ``[2, WIDTH]`` of RoPE pairs, of rows and quarters ``[ROWS, 4, WIDTH]``."""
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[2]
     squares = tl.sum(tl.reshape(x * x, [ROWS, 2, 2, WIDTH]), axis=1)  # of both channels
-    return tl.sqrt(tl.sum(squares, axis=0) * (0.5 / ROWS))
+    return tl.sum(squares, axis=0) * (0.5 / ROWS)
 
 
 @triton.jit
@@ -61,17 +59,15 @@ def write_keys(record, first, second, HEAD_DIM: tl.constexpr):
     pair = tl.arange(0, 2)[:, None] * QUARTER + offs[None, :]
 
     x = (first + second) * 0.5
-    mean = bf16_bits(tl.sum(x, axis=0) * (1.0 / VECTORS))  # [4, BLOCK_Q]
-    tl.store(
-        (record + mean_at(HEAD_DIM)).to(tl.pointer_type(tl.int16)) + channel,
-        mean.to(tl.int16),
-        mask=inside[None, :],
-    )
-    x = x - of_bf16_bits(mean)[None, :, :]
-    spread = e4m3_code(tl.minimum(pair_sizes((first - second) * 0.5), 448.0))  # [2, BLOCK_Q]
-    tl.store(record + spread_at(HEAD_DIM) + pair, spread.to(tl.uint8), mask=inside[None, :])
+    mean = tl.sum(x, axis=0) * (1.0 / VECTORS)  # [4, BLOCK_Q]
+    mean = tl.minimum(tl.maximum(mean, -65504.0), 65504.0).to(tl.float16)
+    means = (record + mean_at(HEAD_DIM)).to(tl.pointer_type(tl.float16))
+    tl.store(means + channel, mean, mask=inside[None, :])
+    x = x - mean.to(tl.float32)[None, :, :]
+    variance = e5m2_code(tl.minimum(pair_squares((first - second) * 0.5), 57344.0))
+    tl.store(record + variance_at(HEAD_DIM) + pair, variance.to(tl.uint8), mask=inside[None, :])
 
-    code = size_code(pair_sizes(x))  # [2, BLOCK_Q]
+    code = size_code(tl.sqrt(pair_squares(x)))  # [2, BLOCK_Q]
     base = tl.max(tl.max(code, axis=1), axis=0)
     below = tl.minimum(base - code, 15)
     packed = tl.sum(below << (4 * tl.arange(0, 2))[:, None], axis=0)
@@ -82,11 +78,12 @@ def write_keys(record, first, second, HEAD_DIM: tl.constexpr):
     z = x * both(1.0 / size_of(base - below))[None, :, :]
     squares = tl.sum(tl.sum(z * z, axis=2), axis=1)
     large = z * z >= (squares * (1.0 / HEAD_DIM))[:, None, None]
-    level = tl.where(large, 1, 0) | tl.where(z < 0.0, 16, 0)  # sizes of 4 and 1, signs
-    packed = tl.sum(level << (3 - quarter)[None, :, None], axis=1)  # [VECTORS, BLOCK_Q]
+    negative = tl.where(z < 0.0, 3, 0)
+    level = negative ^ tl.where(large, 1, 0)  # half of it, rounded down
+    packed = tl.sum(level << (6 - 2 * quarter)[None, :, None], axis=1)  # [VECTORS, BLOCK_Q]
     row = record + vector[:, None] * QUARTER + offs[None, :]
     tl.store(row, packed.to(tl.uint8), mask=inside[None, :])
-    product = tl.sum(tl.sum(tl.abs(z) * tl.where(large, 4.0, 1.0), axis=2), axis=1)
+    product = tl.sum(tl.sum(tl.abs(z) * tl.where(large, 3.0, 1.0), axis=2), axis=1)
     scale = squares * inverse_of(product)
     tl.store(record + scales_at(HEAD_DIM) + vector, scale_code(scale).to(tl.uint8))
 

@@ -1,0 +1,93 @@
+"""Launching the choice of cells by records where NVIDIA's matrix units take floats of 8 bits."""
+
+from __future__ import annotations
+
+import torch
+
+from sparsek_kernels.common.device import multiprocessors
+from sparsek_kernels.common.recording import run
+from sparsek_kernels.paged.config import next_power_of_2
+from sparsek_kernels.paged.index.page_records.config import KEYS, cut_segments, weigh_segments
+from sparsek_kernels.paged.index.page_records.kernels.cut_sm89 import WARPS, cut_cells_kernel
+from sparsek_kernels.paged.index.page_records.kernels.weigh_sm89 import weigh_cells_kernel
+from sparsek_kernels.paged.index.problem import Selection
+from sparsek_kernels.paged.policy import ceil_div
+from sparsek_kernels.paged.scratch import overlap_options, workspace
+
+
+def choose(call: Selection, rule, shape, tails: torch.Tensor) -> None:
+    """Write the chosen cells of a step's requests, and what is left of their segments."""
+    q, operands, batch = call.q, call.operands, call.batch
+    device, records = q.device, operands.summary
+    rows = shape.QUERY_LEN * shape.GROUP
+    columns = 4 if rows <= 4 else ceil_div(rows, 8) * 8
+    shape = shape._replace(COLUMNS=columns)
+    width = tails.shape[2]
+    jobs = batch.num_decodes * call.heads
+    segments = weigh_segments(jobs * width, multiprocessors(device))
+    near = (call.policy.sink_blocks + call.policy.reach_blocks) // call.policy.segment_blocks
+    sums = near + (2 if shape.QUERY_LEN > 1 else 1) + ceil_div(width, segments)
+    size = cut_segments(jobs, width, multiprocessors(device))
+    members = ceil_div(width, size)
+    weights = workspace(device, "weights", jobs * width * 8 * columns, torch.int32)
+    tops = workspace(device, "tops", jobs * width * columns, torch.float32)
+    gains = workspace(device, "gains", jobs * width * columns, torch.float32)
+    states = workspace(device, "sums", jobs * sums * 2 * columns, torch.float32)
+    counts = workspace(device, "counts", jobs * members * KEYS, torch.int32)
+    counters = workspace(device, "counters", 2 * jobs, torch.int32)
+    run(
+        weigh_cells_kernel,
+        (jobs * sums,),
+        weights.view(torch.uint8),
+        tops,
+        gains,
+        states,
+        q,
+        operands.k_cache,
+        records,
+        batch.block_table,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        call.qk_scale,
+        call.policy.dense_below,
+        sums,
+        segments,
+        width,
+        q.stride()[:2],
+        operands.k_cache.stride()[:3],
+        records.stride()[:2],
+        batch.block_table.stride(0),
+        RULE=rule,
+        SHAPE=shape,
+        num_warps=1,
+        maxnreg=int(__import__('os').environ.get('R','112')),
+        **overlap_options(device),
+    )
+    run(
+        cut_cells_kernel,
+        (jobs * members,),
+        call.out,
+        tails,
+        counts,
+        counters,
+        weights.view(torch.uint8),
+        tops,
+        gains,
+        states,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
+        call.policy.dense_below,
+        members,
+        sums,
+        segments,
+        width,
+        call.out.stride()[:2],
+        tails.stride()[:2],
+        RULE=rule,
+        SHAPE=shape,
+        MOST=next_power_of_2(members),
+        SUMS=next_power_of_2(sums),
+        TURNS=size // 16,
+        num_warps=WARPS.value,
+        **overlap_options(device),
+    )
