@@ -1,6 +1,6 @@
 """Launching the choice of cells by records.
 
-One launch does it where NVIDIA's matrix units take the shapes (``kernels/fused.py``), else five.
+Two launches do it where NVIDIA's matrix units take the shapes (``launch_sm89.py``), else five.
 Between these, ranks that hold a sequence's pages between them agree on totals, then on keys.
 """
 
