@@ -1,6 +1,6 @@
 """Launching the choice of cells by records.
 
-One launch does it where NVIDIA's matrix units take the shapes (``kernels/fused.py``), else five.
+Two launches do it where NVIDIA's matrix units take the shapes (``launch_sm80.py``), else five.
 Between these, ranks that hold a sequence's pages between them agree on totals, then on keys.
 """
 
@@ -90,7 +90,7 @@ def select(operands: PagedOperands, segment: Segment) -> Chosen:
         operands.page_size,
         record_bytes(operands.q.shape[2]),
     )
-    if _fits(call, width):
+    if _fits(call, width) and not segment.fixed_order:  # sums there follow the batch
         from sparsek_kernels.paged.index.page_records import launch_sm80
 
         launch_sm80.choose(call, rule, shape, tails)
