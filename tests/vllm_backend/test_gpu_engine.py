@@ -186,13 +186,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "prefix caching": {"enable_prefix_caching": True},
     "chunks of 512": {"max_num_batched_tokens": 512},
     "preempting pool": {"num_gpu_blocks_override": 65, "max_num_batched_tokens": 512},
-    "speculating": {
-        "speculative_config": {
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 4,
-        }
-    },
 }
 
 

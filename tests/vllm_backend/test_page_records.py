@@ -15,6 +15,7 @@ from sparsek_kernels.paged import PageRecords
 from sparsek_kernels.paged.operands import PagedOperands
 from sparsek_kernels.paged.plan import Segment
 from tests.kernels.paged.records_oracle import decode_reference
+from tests.vllm_backend.drafts import speculation
 from tests.vllm_backend.engines import engine, generate, requires_cpu_vllm
 from tests.vllm_backend.tiny_models import VOCABULARY, make_tiny_model
 
@@ -22,7 +23,13 @@ SETTINGS = {"decode_tokens": 64, "num_sink": 64, "window_size": 64, "top_k": 2, 
 
 
 @pytest.fixture
-def errors(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def together() -> set[int]:
+    """How many tokens requests had that chose by records."""
+    return set()
+
+
+@pytest.fixture
+def errors(together: set[int], monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Of each token that chooses by records, beside the oracle."""
     real, found = impl_module.attend_segment, []
 
@@ -33,6 +40,7 @@ def errors(monkeypatch: pytest.MonkeyPatch) -> list[float]:
                 of.q, of.k_cache, of.v_cache, segment.batch, segment.policy, of.softmax_scale
             )
             found.extend((of.out[: len(expected)].double() - expected).abs().amax((1, 2)).tolist())
+            together.update(segment.batch.query_lens)
 
     monkeypatch.setattr(impl_module, "attend_segment", held_against_oracle)
     return found
@@ -41,9 +49,9 @@ def errors(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 OPTIONS: dict[str, Any] = {"block_size": 64, "max_model_len": 512, "skip_tokenizer_init": True}
 
 
-def make_prompt() -> list[int]:
+def make_prompt(length: int = 441) -> list[int]:
     generator = torch.Generator().manual_seed(5)
-    drawn: list[int] = torch.randint(3, VOCABULARY, (441,), generator=generator).tolist()
+    drawn: list[int] = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
     return drawn
 
 
@@ -90,6 +98,22 @@ def test_prompts_by_records_know_no_chunks(tmp_path: Path) -> None:
         for mine, theirs in zip(found[0], other, strict=True):
             assert mine.token_ids == theirs.token_ids
             assert theirs.cumulative_logprob == pytest.approx(mine.cumulative_logprob, abs=1e-4)
+
+
+@pytest.mark.engine
+@requires_cpu_vllm
+@pytest.mark.usefixtures("registered")
+def test_drafts_share_a_list_with_the_token_before_them(
+    tmp_path: Path, errors: list[float], together: set[int]
+) -> None:
+    """Through records that drafts complete, and drafts that are taken back."""
+    model = make_tiny_model("llama", tmp_path)
+    options = {**OPTIONS, **speculation("ngram", model, tmp_path)}
+    with engine(model, "SPARSEK", SETTINGS, max_num_batched_tokens=128, **options) as llm:
+        generate(llm, [make_prompt(), make_prompt(373)], together=True, max_tokens=24)
+    assert together >= {1, 3}
+    # C rounds factors of scores to 16 bits: of two cells that nearly agree it may take the other.
+    assert sum(error < 1e-4 for error in errors) >= 0.9 * len(errors)
 
 
 @pytest.mark.parametrize(
